@@ -1,0 +1,14 @@
+// One function per stem; each adds its classes to the module.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace fanfold::bindings {
+
+void bind_errors(nanobind::module_& module);
+void bind_numeric(nanobind::module_& module);
+void bind_symmetric(nanobind::module_& module);
+void bind_low_latency(nanobind::module_& module);
+void bind_high_throughput(nanobind::module_& module);
+
+}  // namespace fanfold::bindings

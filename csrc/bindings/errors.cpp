@@ -1,0 +1,50 @@
+// The core's failures become the exceptions of fanfold.errors, which word them from their fields.
+#include <nanobind/stl/string.h>
+
+#include "base/error.h"
+#include "base/wait.h"
+#include "bindings/bindings.h"
+
+namespace nb = nanobind;
+
+namespace fanfold::bindings {
+namespace {
+
+template <typename... Fields>
+void raise(const char* name, Fields&&... fields) {
+  const nb::object type = nb::module_::import_("fanfold.errors").attr(name);
+  const nb::object error = type(std::forward<Fields>(fields)...);
+  PyErr_SetObject(type.ptr(), error.ptr());
+}
+
+void translate(const std::exception_ptr& failure, void*) {
+  try {
+    std::rethrow_exception(failure);
+  } catch (const BadArgument& e) {
+    raise("ArgumentError", e.argument, e.value, e.bound);
+  } catch (const PeerTimeout& e) {
+    const TimeoutFacts& f = e.facts;
+    raise("PeerTimeout", f.rank, f.peer, f.phase, f.expected, f.actual, f.seconds, f.peer_gone);
+  } catch (const PeerRefused& e) {
+    raise("PeerRefused", e.facts.rank, e.facts.peer, e.facts.phase, e.facts.reason);
+  } catch (const Misuse& e) {
+    raise("UsageError", std::string(e.what()));
+  } catch (const SystemFailure& e) {
+    raise("SystemFailure", std::string(e.what()));
+  }
+}
+
+// Waits run without the interpreter lock; now and then they come here so that Ctrl-C works.
+void let_interrupts_through() {
+  nb::gil_scoped_acquire lock;
+  if (PyErr_CheckSignals() != 0) throw nb::python_error();
+}
+
+}  // namespace
+
+void bind_errors(nb::module_&) {
+  nb::register_exception_translator(translate);
+  set_interrupt_check(let_interrupts_through);
+}
+
+}  // namespace fanfold::bindings

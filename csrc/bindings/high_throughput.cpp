@@ -1,0 +1,7 @@
+#include "bindings/bindings.h"
+
+namespace fanfold::bindings {
+
+void bind_high_throughput(nanobind::module_&) {}
+
+}  // namespace fanfold::bindings

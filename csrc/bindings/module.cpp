@@ -1,0 +1,12 @@
+// fanfold._core: addresses go in and out as integers, so that the module needs no torch.
+#include "bindings/bindings.h"
+
+NB_MODULE(_core, module) {
+  // Objects that live until the interpreter ends are not a leak.
+  nanobind::set_leak_warnings(false);
+  fanfold::bindings::bind_errors(module);
+  fanfold::bindings::bind_numeric(module);
+  fanfold::bindings::bind_symmetric(module);
+  fanfold::bindings::bind_low_latency(module);
+  fanfold::bindings::bind_high_throughput(module);
+}

@@ -1,0 +1,47 @@
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
+
+#include "bindings/bindings.h"
+#include "memory/symmetric.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace fanfold::bindings {
+
+void bind_symmetric(nb::module_& module) {
+  using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<SymmetricMemory>(module, "SymmetricMemory")
+      .def(
+          "__init__",
+          [](SymmetricMemory* self, int32_t rank, int32_t ranks, int64_t bytes,
+             double timeout_seconds, double spin_seconds, bool mask_late_peers) {
+            new (self) SymmetricMemory(SymmetricOptions{
+                rank, ranks, bytes, timeout_seconds, spin_seconds, mask_late_peers});
+          },
+          "rank"_a, "ranks"_a, "bytes"_a, "timeout_seconds"_a, "spin_seconds"_a,
+          "mask_late_peers"_a)
+      .def("address",
+           [](const SymmetricMemory& self) {
+             const PeerAddress address = self.address();
+             return std::pair(static_cast<int>(address.pid), address.descriptor);
+           })
+      .def("map",
+           [](SymmetricMemory& self, const std::vector<std::pair<int, int>>& peers) {
+             std::vector<PeerAddress> addresses;
+             for (const auto& [pid, descriptor] : peers) addresses.push_back({pid, descriptor});
+             self.map(addresses);
+           })
+      .def("seal", &SymmetricMemory::seal)
+      .def("close", &SymmetricMemory::close)
+      .def("barrier", &SymmetricMemory::barrier, Unlocked())
+      .def("masked", &SymmetricMemory::masked)
+      .def("set_masked", &SymmetricMemory::set_masked)
+      .def("check_usable", &SymmetricMemory::check_usable)
+      .def("base", [](const SymmetricMemory& self,
+                      int32_t peer) { return reinterpret_cast<uintptr_t>(self.base(peer)); })
+      .def_prop_ro("bytes", &SymmetricMemory::bytes)
+      .def_prop_ro("mapped_bytes", &SymmetricMemory::mapped_bytes);
+}
+
+}  // namespace fanfold::bindings

@@ -1,0 +1,53 @@
+// Arithmetic on rows: bf16, e4m3 and LogFMT, as every backend must do it.
+//
+// Products and sums are rounded one by one (the build forbids contraction to fused multiply-add),
+// so that an independent implementation can reproduce every bit.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace fanfold {
+
+inline float bf16_to_float(uint16_t bits) {
+  const uint32_t word = static_cast<uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &word, sizeof value);
+  return value;
+}
+
+// Round to nearest even; every NaN becomes the quiet one.
+uint16_t float_to_bf16(float value);
+
+// Round to nearest even, saturating at 448; NaN stays NaN.
+uint8_t float_to_e4m3(float value);
+
+enum class ScaleRounding { kNone, kPowerOfTwo };
+
+// For each block of 128 columns (the last may be shorter): amax = max(|x|, 1e-4),
+// scale = amax / 448, values = e4m3(x * (448 / amax)). With kPowerOfTwo, scale is raised to
+// 2^ceil(log2(scale)) and values = e4m3(x * (1 / scale)). These are DeepEP's formulas.
+void quantize_fp8_row(const uint16_t* x, int64_t hidden, ScaleRounding rounding, uint8_t* values,
+                      float* scales);
+
+// The exponent byte of a power-of-two scale (UE8M0: value = 2^(byte - 127)).
+uint8_t ue8m0_of(float power_of_two);
+
+// sum[i] += weight * row[i], with the product rounded before the addition.
+void add_weighted_bf16(const uint16_t* row, float weight, int64_t columns, float* sum);
+// sum[i] += row[i]
+void add_bf16(const uint16_t* row, int64_t columns, float* sum);
+// sum[i] = row[i]
+void widen_bf16(const uint16_t* row, int64_t columns, float* sum);
+void round_to_bf16(const float* sum, int64_t columns, uint16_t* row);
+
+// LogFMT-10 (layout/row.h) of a row. For each block of 128 columns, with hi and lo the bfloat16
+// values nearest above and below log2 of the largest and smallest nonzero magnitude (lo at least
+// hi - 32), a column is coded as 0 for zero, else as 1 + round((log2|x| - lo) * 510 / (hi - lo)).
+// False, with nothing usable written, if a value is not finite: send such a row as bf16.
+bool encode_logfmt_row(const float* values, int64_t hidden, std::byte* row);
+// sum[i] += the decoded value.
+void add_logfmt_row(const std::byte* row, int64_t hidden, float* sum);
+
+}  // namespace fanfold

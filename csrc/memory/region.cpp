@@ -1,0 +1,109 @@
+#include "memory/region.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <string>
+#include <utility>
+
+#include "base/error.h"
+
+namespace fanfold {
+
+Region::Region(int descriptor, int64_t bytes) : bytes_(bytes), descriptor_(descriptor) {
+  void* data = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED,
+                    descriptor, 0);
+  if (data == MAP_FAILED) {
+    const int error = errno;
+    close_descriptor();
+    throw SystemFailure("cannot map " + std::to_string(bytes) + " bytes of shared memory", error);
+  }
+  data_ = static_cast<std::byte*>(data);
+  // A forked child (a data loader, say) must not keep the memory alive or scribble on it.
+  madvise(data, static_cast<size_t>(bytes), MADV_DONTFORK);
+}
+
+Region::Region(Region&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)),
+      descriptor_(std::exchange(other.descriptor_, -1)) {}
+
+Region& Region::operator=(Region&& other) noexcept {
+  if (this != &other) {
+    unmap();
+    data_ = std::exchange(other.data_, nullptr);
+    bytes_ = std::exchange(other.bytes_, 0);
+    descriptor_ = std::exchange(other.descriptor_, -1);
+  }
+  return *this;
+}
+
+Region Region::create(int64_t bytes) {
+  const int descriptor = memfd_create("fanfold", MFD_CLOEXEC);
+  if (descriptor < 0) throw SystemFailure("cannot create shared memory (memfd_create)", errno);
+  if (fchmod(descriptor, 0600) != 0 || ftruncate(descriptor, bytes) != 0) {
+    const int error = errno;
+    close(descriptor);
+    throw SystemFailure("cannot size shared memory to " + std::to_string(bytes) + " bytes", error);
+  }
+  return Region(descriptor, bytes);
+}
+
+Region Region::open(pid_t pid, int descriptor, int64_t bytes) {
+  const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(descriptor);
+  const int opened = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (opened < 0) {
+    throw SystemFailure("cannot open the shared memory of process " + std::to_string(pid) +
+                            " through " + path +
+                            " (the ranks must run as one user in one PID namespace)",
+                        errno);
+  }
+  struct stat status {};
+  if (fstat(opened, &status) != 0 || status.st_size < bytes) {
+    close(opened);
+    throw SystemFailure("the shared memory behind " + path + " holds " +
+                            std::to_string(status.st_size) + " bytes instead of " +
+                            std::to_string(bytes),
+                        EINVAL);
+  }
+  Region region(opened, bytes);
+  region.close_descriptor();
+  return region;
+}
+
+void Region::close_descriptor() {
+  if (descriptor_ >= 0) close(std::exchange(descriptor_, -1));
+}
+
+void Region::unmap() {
+  close_descriptor();
+  if (data_ != nullptr) munmap(std::exchange(data_, nullptr), static_cast<size_t>(bytes_));
+}
+
+ProcessHandle::ProcessHandle(pid_t pid)
+    : descriptor_(static_cast<int>(syscall(SYS_pidfd_open, pid, 0))) {}
+
+ProcessHandle::~ProcessHandle() {
+  if (descriptor_ >= 0) close(descriptor_);
+}
+
+ProcessHandle::ProcessHandle(ProcessHandle&& other) noexcept
+    : descriptor_(std::exchange(other.descriptor_, -1)) {}
+
+ProcessHandle& ProcessHandle::operator=(ProcessHandle&& other) noexcept {
+  std::swap(descriptor_, other.descriptor_);
+  return *this;
+}
+
+bool ProcessHandle::ended() const {
+  // Without a handle (an old kernel) nothing is known; the time bound still holds.
+  if (descriptor_ < 0) return false;
+  pollfd request{descriptor_, POLLIN, 0};
+  return poll(&request, 1, 0) > 0;
+}
+
+}  // namespace fanfold

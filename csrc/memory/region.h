@@ -1,0 +1,62 @@
+// One rank's shared memory: created by its owner, mapped by its peers.
+//
+// The memory has no name in any file system (memfd), so nothing can be left behind by any kind of
+// death, and the size of /dev/shm does not bound it. Peers open it through the owner's descriptor
+// in /proc, which the kernel allows to processes of the same user in the same PID namespace.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace fanfold {
+
+class Region {
+ public:
+  Region() = default;
+  ~Region() { unmap(); }
+  Region(Region&& other) noexcept;
+  Region& operator=(Region&& other) noexcept;
+  Region(const Region&) = delete;
+  Region& operator=(const Region&) = delete;
+
+  // Zeroed memory of `bytes`, readable and writable by this user only (mode 0600).
+  static Region create(int64_t bytes);
+  // The memory that process `pid` holds under `descriptor`.
+  static Region open(pid_t pid, int descriptor, int64_t bytes);
+
+  std::byte* data() const { return data_; }
+  int64_t bytes() const { return bytes_; }
+  int descriptor() const { return descriptor_; }
+
+  // Once every peer has mapped the region its descriptor has no further use.
+  void close_descriptor();
+  void unmap();
+
+ private:
+  Region(int descriptor, int64_t bytes);
+
+  std::byte* data_ = nullptr;
+  int64_t bytes_ = 0;
+  int descriptor_ = -1;
+};
+
+// A handle on a peer's process: tells whether it has ended, also when nobody has reaped it yet.
+class ProcessHandle {
+ public:
+  ProcessHandle() = default;
+  explicit ProcessHandle(pid_t pid);
+  ~ProcessHandle();
+  ProcessHandle(ProcessHandle&& other) noexcept;
+  ProcessHandle& operator=(ProcessHandle&& other) noexcept;
+  ProcessHandle(const ProcessHandle&) = delete;
+  ProcessHandle& operator=(const ProcessHandle&) = delete;
+
+  bool ended() const;
+
+ private:
+  int descriptor_ = -1;
+};
+
+}  // namespace fanfold

@@ -1,0 +1,147 @@
+#include "memory/symmetric.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <new>
+
+#include "base/atomics.h"
+
+namespace fanfold {
+namespace {
+
+std::chrono::nanoseconds nanoseconds_of(double seconds) {
+  return std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9));
+}
+
+}  // namespace
+
+const char* name_of(Phase phase) {
+  static constexpr std::array<const char*, static_cast<size_t>(Phase::kCount)> kNames = {
+      "barrier",
+      "low_latency dispatch",
+      "low_latency combine",
+      "high_throughput counts",
+      "high_throughput dispatch",
+      "high_throughput combine",
+  };
+  return kNames.at(static_cast<size_t>(phase));
+}
+
+SymmetricMemory::SymmetricMemory(const SymmetricOptions& options)
+    : options_(options), layout_{options.ranks}, regions_(index(options.ranks)),
+      processes_(index(options.ranks)), masked_(index(options.ranks), 0) {
+  Region own = Region::create(mapped_bytes());
+  new (own.data()) ControlBlock{.magic = kControlMagic, .doorbell = {}, .reasons = {}};
+  regions_[index(rank())] = std::move(own);
+}
+
+PeerAddress SymmetricMemory::address() const {
+  return PeerAddress{getpid(), regions_[index(rank())].descriptor()};
+}
+
+void SymmetricMemory::map(const std::vector<PeerAddress>& peers) {
+  if (static_cast<int32_t>(peers.size()) != ranks()) {
+    throw BadArgument("peers", std::to_string(peers.size()), "one address for each rank");
+  }
+  for (int32_t peer = 0; peer < ranks(); ++peer) {
+    if (peer == rank()) continue;
+    const PeerAddress& address = peers[index(peer)];
+    regions_[index(peer)] = Region::open(address.pid, address.descriptor, mapped_bytes());
+    processes_[index(peer)] = ProcessHandle(address.pid);
+    if (control(peer).magic != kControlMagic) {
+      throw SystemFailure("the memory of rank " + std::to_string(peer) + " is not Fanfold's", 0);
+    }
+  }
+}
+
+void SymmetricMemory::close() {
+  closed_ = true;
+  for (Region& region : regions_) region.unmap();
+  processes_.clear();
+}
+
+void SymmetricMemory::check_usable() const {
+  if (closed_) throw Misuse("it is closed");
+  if (!failure_.empty()) throw Misuse("it failed earlier (" + failure_ + "); close it");
+}
+
+void SymmetricMemory::push_quietly(int32_t peer, int64_t offset, Signal signal) const {
+  store_release_system(word(peer, offset), signal.encode());
+}
+
+void SymmetricMemory::push(int32_t peer, int64_t offset, Signal signal) const {
+  push_quietly(peer, offset, signal);
+  if (peer != rank()) wake(peer);
+}
+
+Signal SymmetricMemory::peek(int64_t offset) const {
+  return Signal::decode(load_acquire_system(word(rank(), offset)));
+}
+
+std::optional<Signal> SymmetricMemory::wait(int32_t peer, int64_t offset, uint32_t epoch,
+                                            Phase phase) {
+  if (masked(peer)) return std::nullopt;
+  const bool arrived =
+      wait_until([&] { return reached(peek(offset).epoch, epoch); },
+                 [&] {
+                   return TimeoutFacts{rank(),        peer, name_of(phase), epoch,
+                                       peek(offset).epoch, 0.0,  false};
+                 });
+  if (!arrived) return std::nullopt;
+  return peek(offset);
+}
+
+bool SymmetricMemory::wait_until(const std::function<bool()>& ready,
+                                 const std::function<TimeoutFacts()>& facts) {
+  const WaitPolicy policy{nanoseconds_of(options_.timeout_seconds),
+                          nanoseconds_of(options_.spin_seconds)};
+  const auto start = std::chrono::steady_clock::now();
+  const auto hopeless = [&] {
+    const int32_t peer = facts().peer;
+    return peer != rank() && processes_[index(peer)].ended();
+  };
+  const WaitResult result = Waiter(control(rank()).doorbell, policy).until(ready, hopeless);
+  if (result == WaitResult::kReady) return true;
+  TimeoutFacts blame = facts();
+  if (options_.mask_late_peers) {
+    set_masked(blame.peer, true);
+    return false;
+  }
+  blame.seconds =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  blame.peer_gone = result == WaitResult::kAbandoned;
+  failure_ = blame.phase + ", waiting for rank " + std::to_string(blame.peer);
+  throw PeerTimeout(blame);
+}
+
+void SymmetricMemory::set_reason(Phase phase, uint32_t epoch, const std::string& reason) const {
+  char* place =
+      control(rank()).reasons[static_cast<int32_t>(phase)][parity_of(epoch)];
+  const size_t length = std::min(reason.size(), static_cast<size_t>(kReasonBytes) - 1);
+  std::memcpy(place, reason.data(), length);
+  place[length] = '\0';
+}
+
+RefusalFacts SymmetricMemory::refusal(int32_t peer, Phase phase, uint32_t epoch) const {
+  const char* place = control(peer).reasons[static_cast<int32_t>(phase)][parity_of(epoch)];
+  const size_t length = strnlen(place, static_cast<size_t>(kReasonBytes));
+  return RefusalFacts{rank(), peer, name_of(phase), std::string(place, length)};
+}
+
+void SymmetricMemory::barrier() {
+  check_usable();
+  const uint32_t epoch = ++barrier_epoch_;
+  // Barrier signals lie between the control block and the modes' part, before base().
+  const auto offset = [&](int32_t peer) {
+    return layout_.barrier_offset() + int64_t{8} * peer - layout_.bytes();
+  };
+  for (int32_t peer = 0; peer < ranks(); ++peer) {
+    if (!masked(peer)) push(peer, offset(rank()), Signal{epoch, 0});
+  }
+  for (int32_t peer = 0; peer < ranks(); ++peer) wait(peer, offset(peer), epoch, Phase::kBarrier);
+}
+
+}  // namespace fanfold

@@ -1,0 +1,113 @@
+// Symmetric memory of the ranks of one host: every rank owns one region of the same layout and has
+// all regions of its peers mapped.
+//
+// On top of the plain memory it offers what every protocol needs: signals between ranks, waits for
+// them that are bounded and name the peer, refusals, and a mask of peers to go on without.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "base/wait.h"
+#include "layout/control.h"
+#include "layout/signal.h"
+#include "memory/region.h"
+
+namespace fanfold {
+
+struct SymmetricOptions {
+  int32_t rank;
+  int32_t ranks;
+  int64_t bytes;  // what the modes may place, per rank; the control block comes on top
+  double timeout_seconds;
+  double spin_seconds;
+  bool mask_late_peers;  // go on without a peer that is late, instead of throwing PeerTimeout
+};
+
+struct PeerAddress {
+  pid_t pid;
+  int descriptor;
+};
+
+const char* name_of(Phase phase);
+
+class SymmetricMemory {
+ public:
+  explicit SymmetricMemory(const SymmetricOptions& options);
+  SymmetricMemory(const SymmetricMemory&) = delete;
+  SymmetricMemory& operator=(const SymmetricMemory&) = delete;
+
+  // What this rank's peers need to map its region.
+  PeerAddress address() const;
+  // Maps the regions of all ranks, in rank order. Afterwards the descriptor may be sealed as soon
+  // as every peer has mapped, after which nothing but the mappings refers to the memory.
+  void map(const std::vector<PeerAddress>& peers);
+  void seal() { regions_.at(index(rank())).close_descriptor(); }
+  void close();
+
+  int32_t rank() const { return options_.rank; }
+  int32_t ranks() const { return options_.ranks; }
+  int64_t bytes() const { return options_.bytes; }
+  int64_t mapped_bytes() const { return layout_.bytes() + options_.bytes; }
+
+  // Where the modes' part of `peer`'s region begins in this process.
+  std::byte* base(int32_t peer) const { return regions_[index(peer)].data() + layout_.bytes(); }
+
+  // Stores `signal` at `offset` of `peer`'s part, after everything written there before, and wakes
+  // the peer. `push_quietly` leaves the peer asleep: for what nobody waits for yet.
+  void push(int32_t peer, int64_t offset, Signal signal) const;
+  void push_quietly(int32_t peer, int64_t offset, Signal signal) const;
+  void wake(int32_t peer) const { ring(control(peer).doorbell); }
+
+  // The signal at `offset` of this rank's own part, as it is now.
+  Signal peek(int64_t offset) const;
+
+  // Waits until the signal that `peer` pushes to `offset` of this rank's part reaches `epoch`.
+  // Empty if the peer is masked, before or through this wait. Throws PeerTimeout.
+  std::optional<Signal> wait(int32_t peer, int64_t offset, uint32_t epoch, Phase phase);
+
+  // Waits until `ready()`, blaming `facts()` (evaluated only then) if it does not come true in
+  // time; `facts().peer` is watched for the end of its process. False if the blamed peer was
+  // masked instead.
+  bool wait_until(const std::function<bool()>& ready,
+                  const std::function<TimeoutFacts()>& facts);
+
+  // A refusal: the reason is stored before the caller pushes signals of value kRefused.
+  void set_reason(Phase phase, uint32_t epoch, const std::string& reason) const;
+  RefusalFacts refusal(int32_t peer, Phase phase, uint32_t epoch) const;
+
+  void barrier();
+
+  bool masked(int32_t peer) const { return masked_[index(peer)] != 0; }
+  void set_masked(int32_t peer, bool value) { masked_[index(peer)] = value ? 1 : 0; }
+
+  // Throws Misuse once closed, or after a wait has failed: the ranks no longer agree about where
+  // they are, so going on could only deliver wrong data.
+  void check_usable() const;
+
+ private:
+  static size_t index(int32_t peer) { return static_cast<size_t>(peer); }
+  ControlBlock& control(int32_t peer) const {
+    return *reinterpret_cast<ControlBlock*>(regions_[index(peer)].data());
+  }
+  uint64_t* word(int32_t peer, int64_t offset) const {
+    return reinterpret_cast<uint64_t*>(base(peer) + offset);
+  }
+
+  SymmetricOptions options_;
+  ControlLayout layout_;
+  std::vector<Region> regions_;
+  std::vector<ProcessHandle> processes_;
+  std::vector<uint8_t> masked_;
+  uint32_t barrier_epoch_ = 0;
+  std::string failure_;
+  bool closed_ = false;
+};
+
+}  // namespace fanfold

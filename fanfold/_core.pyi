@@ -1,0 +1,100 @@
+"""The C++ core (csrc/bindings). Addresses are integers; 0 is null. Shapes are in csrc/host/*.h."""
+
+import enum
+
+def quantize_fp8(
+    x: int, tokens: int, hidden: int, power_of_two: bool, values: int, scales: int
+) -> None: ...
+
+class SymmetricMemory:
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        bytes: int,
+        timeout_seconds: float,
+        spin_seconds: float,
+        mask_late_peers: bool,
+    ) -> None: ...
+    def address(self) -> tuple[int, int]: ...
+    def map(self, peers: list[tuple[int, int]]) -> None: ...
+    def seal(self) -> None: ...
+    def close(self) -> None: ...
+    def barrier(self) -> None: ...
+    def masked(self, peer: int) -> bool: ...
+    def set_masked(self, peer: int, value: bool) -> None: ...
+    def check_usable(self) -> None: ...
+    def base(self, peer: int) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def mapped_bytes(self) -> int: ...
+
+class LowLatencyGeometry:
+    def __init__(
+        self, ranks: int, experts: int, top_k: int, hidden: int, max_tokens: int
+    ) -> None: ...
+    @property
+    def bytes(self) -> int: ...
+
+class RowEncoding(enum.Enum):
+    BF16 = 0
+    FP8 = 1
+    FP8_POWER_OF_TWO = 2
+
+class ScaleFormat(enum.Enum):
+    FLOAT32 = 0
+    UE8M0 = 1
+
+class LowLatencyTokens:
+    tokens: int
+    encoding: RowEncoding
+    x: int
+    topk_idx: int
+    topk_weights: int
+
+class LowLatencyReceived:
+    encoding: RowEncoding
+    scale_format: ScaleFormat
+    rows: int
+    scales: int
+    counts: int
+    source_tokens: int
+    ranges: int
+    row_weights: int
+    source_counts: int
+    experts: int
+    weights: int
+    expert_totals: int
+    wait_ns: int
+
+class LowLatencyOutputs:
+    expert_stride: int
+    row_stride: int
+    logfmt: bool
+    y: int
+    ranges: int
+    source_counts: int
+    experts: int
+    weights: int
+
+class LowLatencyResult:
+    tokens: int
+    out: int
+    topk_idx: int
+    wait_ns: int
+
+class LowLatency:
+    def __init__(self, memory: SymmetricMemory, offset: int, bytes: int) -> None: ...
+    def dispatch_send(self, geometry: LowLatencyGeometry, tokens: LowLatencyTokens) -> int: ...
+    def dispatch_receive(self, epoch: int, received: LowLatencyReceived) -> None: ...
+    def combine_send(
+        self,
+        geometry: LowLatencyGeometry,
+        outputs: LowLatencyOutputs,
+        late: LowLatencyTokens | None = None,
+    ) -> int: ...
+    def combine_receive(self, epoch: int, result: LowLatencyResult) -> None: ...
+    def refuse_dispatch(self, reason: str) -> None: ...
+    def refuse_combine(self, reason: str) -> None: ...
+    def quiesce(self) -> None: ...

@@ -1,0 +1,113 @@
+"""Row encodings: how the values of one token travel, and what arrives.
+
+``RowFormat.BF16``   hidden x bfloat16.
+``RowFormat.FP8``    hidden x float8_e4m3fn with one scale per 128 columns (the last block may be
+                     ragged): value = e4m3 * scale, scale = max(amax(|x|), 1e-4) / 448.
+
+Scales can be rounded up to a power of two, and then packed as UE8M0: four exponent bytes to an
+int32, value 2**(byte - 127), the block of the lowest index in the lowest byte.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+
+from fanfold import _core
+from fanfold.errors import ArgumentError
+
+__all__ = ["BLOCK", "RowFormat", "ScaleFormat", "blocks", "dequantize", "quantize", "scale_columns"]
+
+BLOCK = 128
+"""Columns that share one scale."""
+
+
+class RowFormat(enum.Enum):
+    """How a row's values are encoded."""
+
+    BF16 = "bf16"
+    FP8 = "fp8"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of a received row."""
+        return torch.bfloat16 if self is RowFormat.BF16 else torch.float8_e4m3fn
+
+    @classmethod
+    def of(cls, value: RowFormat | str | torch.dtype) -> RowFormat:
+        """The format that ``value`` names: a RowFormat, ``"bf16"``, ``"fp8"`` or a dtype."""
+        for member in cls:
+            if value in (member, member.value, member.dtype):
+                return member
+        raise ArgumentError("dispatch_dtype", repr(value), "'bf16' or 'fp8'")
+
+
+class ScaleFormat(enum.Enum):
+    """How the scales of fp8 rows are rounded and stored."""
+
+    FLOAT32 = "float32"
+    POWER_OF_TWO = "power_of_two"
+    UE8M0 = "ue8m0"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of a scale tensor."""
+        return torch.int32 if self is ScaleFormat.UE8M0 else torch.float32
+
+
+def blocks(hidden: int) -> int:
+    """Scales of a row: ceil(hidden / 128)."""
+    return -(-hidden // BLOCK)
+
+
+def scale_columns(hidden: int, scale_format: ScaleFormat) -> int:
+    """Last dimension of a scale tensor: a column per block, or per four blocks if packed."""
+    count = blocks(hidden)
+    return -(-count // 4) if scale_format is ScaleFormat.UE8M0 else count
+
+
+def quantize(
+    x: torch.Tensor, scale_format: ScaleFormat = ScaleFormat.FLOAT32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp8 rows of ``x``, as dispatch makes them (formula at the top of this module).
+
+    Args:
+        x: ``[T, hidden]`` bfloat16 on the CPU, contiguous.
+        scale_format: how the scales are rounded and stored.
+
+    Returns:
+        Values ``[T, hidden]`` float8_e4m3fn and scales ``[T, scale_columns(hidden)]``.
+    """
+    tokens, hidden = x.shape
+    values = torch.empty((tokens, hidden), dtype=torch.float8_e4m3fn)
+    scales = torch.empty((tokens, blocks(hidden)))
+    power_of_two = scale_format is not ScaleFormat.FLOAT32
+    _core.quantize_fp8(
+        x.data_ptr(), tokens, hidden, power_of_two, values.data_ptr(), scales.data_ptr()
+    )
+    if scale_format is not ScaleFormat.UE8M0:
+        return values, scales
+    exponents = scales.view(torch.int32) >> 23
+    padding = scale_columns(hidden, scale_format) * 4 - blocks(hidden)
+    words = torch.nn.functional.pad(exponents, (0, padding)).reshape(tokens, -1, 4)
+    shifts = torch.tensor([0, 8, 16, 24], dtype=torch.int32)
+    return values, (words << shifts).sum(-1, dtype=torch.int32)
+
+
+def dequantize(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """float32 values of fp8 rows.
+
+    Args:
+        values: ``[..., hidden]`` float8_e4m3fn.
+        scales: ``[..., ceil(hidden / 128)]`` float32, or ``[..., ceil(blocks / 4)]`` int32 UE8M0.
+
+    Returns:
+        ``[..., hidden]`` float32.
+    """
+    hidden = values.shape[-1]
+    if scales.dtype == torch.int32:
+        shifts = torch.tensor([0, 8, 16, 24], dtype=torch.int32, device=scales.device)
+        exponents = (scales.unsqueeze(-1) >> shifts) & 0xFF
+        scales = torch.exp2(exponents.flatten(-2)[..., : blocks(hidden)].float() - 127.0)
+    return values.float() * scales.repeat_interleave(BLOCK, dim=-1)[..., :hidden]

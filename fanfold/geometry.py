@@ -1,0 +1,137 @@
+"""Sizes of an expert-parallel layer, and every check on them and on the tensors they describe.
+
+No size is taken from a list: each is bounded only by what an encoding can hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fanfold.errors import ArgumentError
+
+__all__ = ["MAX_EXPERTS", "MAX_TOP_K", "Geometry", "check_hidden", "check_tensor", "check_topk"]
+
+MAX_EXPERTS = 32767  # expert indices travel as int16
+MAX_TOP_K = 32
+MAX_HIDDEN = 65536
+MAX_TOKENS = 1 << 24
+MIN_HIDDEN = 16
+
+
+def check_tensor(
+    name: str,
+    tensor: object,
+    shape: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype, ...],
+    *,
+    device: torch.device | None = None,
+    contiguous: bool = True,
+) -> torch.Tensor:
+    """``tensor`` if it has the given shape (None for any size), one of the dtypes, the device.
+
+    Raises:
+        ArgumentError: naming ``name``, what it is and what it must be.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentError(name, f"a {type(tensor).__name__}", "a torch.Tensor")
+    if tensor.dtype not in dtypes:
+        allowed = " or ".join(str(dtype) for dtype in dtypes)
+        raise ArgumentError(f"{name}.dtype", tensor.dtype, allowed)
+    wanted = tuple("any" if size is None else size for size in shape)
+    if tensor.dim() != len(shape) or any(
+        size is not None and actual != size
+        for actual, size in zip(tensor.shape, shape, strict=True)
+    ):
+        raise ArgumentError(f"{name}.shape", tuple(tensor.shape), f"{wanted}")
+    if device is not None and tensor.device.type != device.type:
+        raise ArgumentError(f"{name}.device", tensor.device, f"{device}, as the group's backend is")
+    if contiguous and not tensor.is_contiguous():
+        raise ArgumentError(f"{name}.stride()", tensor.stride(), "contiguous, row-major")
+    return tensor
+
+
+def check_hidden(hidden: int, element_bytes: int) -> None:
+    """Rows are moved 16 bytes at a time, so a row must be a multiple of that."""
+    if not MIN_HIDDEN <= hidden <= MAX_HIDDEN:
+        raise ArgumentError("hidden", hidden, f"from {MIN_HIDDEN} to {MAX_HIDDEN}")
+    if hidden * element_bytes % 16:
+        step = 16 // element_bytes
+        raise ArgumentError(
+            "hidden", hidden, f"a multiple of {step}: a row must be a multiple of 16 bytes"
+        )
+
+
+def check_topk(
+    topk_idx: object, tokens: int, top_k: int, num_experts: int, device: torch.device
+) -> torch.Tensor:
+    """``topk_idx`` if it is ``[tokens, top_k]`` int64 with entries from -1 to num_experts - 1.
+
+    Raises:
+        ArgumentError: naming the first offending entry and its place.
+    """
+    checked = check_tensor("topk_idx", topk_idx, (tokens, top_k), (torch.int64,), device=device)
+    if checked.numel() == 0:
+        return checked
+    low, high = (int(bound) for bound in checked.aminmax())
+    if low < -1 or high >= num_experts:
+        wrong = ((checked < -1) | (checked >= num_experts)).nonzero()[0].tolist()
+        value = int(checked[wrong[0], wrong[1]])
+        raise ArgumentError(
+            f"topk_idx[{wrong[0]}, {wrong[1]}]", value, f"from -1 (none) to {num_experts - 1}"
+        )
+    return checked
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What every rank must agree about.
+
+    Attributes:
+        ranks: size of the expert-parallel group.
+        num_experts: experts of all ranks together; rank r holds experts
+            ``r * num_experts / ranks`` and the following ``num_experts / ranks - 1``.
+        top_k: experts per token.
+        hidden: columns of a row.
+        max_tokens: most tokens that one rank may pass to one call.
+    """
+
+    ranks: int
+    num_experts: int
+    top_k: int
+    hidden: int
+    max_tokens: int
+
+    def __post_init__(self) -> None:
+        """Checks every bound.
+
+        Raises:
+            ArgumentError: for the first one that does not hold.
+        """
+        _check_integer("num_experts", self.num_experts, 1, MAX_EXPERTS)
+        if self.num_experts % self.ranks:
+            raise ArgumentError(
+                "num_experts", self.num_experts, f"divisible by the {self.ranks} ranks"
+            )
+        _check_integer("top_k", self.top_k, 1, MAX_TOP_K)
+        _check_integer("hidden", self.hidden, MIN_HIDDEN, MAX_HIDDEN)
+        check_hidden(self.hidden, 2)
+        _check_integer("max_tokens", self.max_tokens, 0, MAX_TOKENS)
+
+    @property
+    def experts_per_rank(self) -> int:
+        """Local experts of each rank."""
+        return self.num_experts // self.ranks
+
+    @property
+    def expert_capacity(self) -> int:
+        """Most rows one local expert can receive in low latency: ranks x max_tokens."""
+        return self.ranks * self.max_tokens
+
+
+def _check_integer(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ArgumentError(name, repr(value), f"an integer from {low} to {high}")
+    if not low <= value <= high:
+        raise ArgumentError(name, value, f"from {low} to {high}")

@@ -1,0 +1,117 @@
+"""A group of ranks: its size, this rank's place, and small exchanges of Python objects.
+
+Any ``torch.distributed`` group of any backend will do, an mpi4py communicator too, and no group at
+all for a single rank. Only set-up goes through it; tokens never do.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from fanfold.errors import ArgumentError, FanfoldError
+
+__all__ = ["Group", "agree", "as_group"]
+
+
+class Group(Protocol):
+    """What Fanfold needs of a group."""
+
+    @property
+    def rank(self) -> int:
+        """This process's place, from 0."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """The picklable ``value`` of every rank, in rank order. Collective."""
+
+
+class _Alone:
+    """A group of this process alone."""
+
+    rank = 0
+    size = 1
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+class _TorchGroup:
+    """A torch.distributed process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value, group=self._group)
+        return gathered
+
+
+class _MpiGroup:
+    """An mpi4py communicator."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+        self.rank = int(comm.Get_rank())
+        self.size = int(comm.Get_size())
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return list(self._comm.allgather(value))
+
+
+def as_group(group: Any = None, comm: Any = None) -> Group:
+    """The group behind ``group`` (torch.distributed) or ``comm`` (mpi4py).
+
+    With neither: the default torch.distributed group if there is one, else this process alone.
+
+    Raises:
+        ArgumentError: if ``group`` is nothing that can be used, or this process is not in it.
+    """
+    if comm is not None:
+        return _MpiGroup(comm)
+    if group is None:
+        if not dist.is_initialized():
+            return _Alone()
+        group = dist.group.WORLD
+    if isinstance(group, dist.ProcessGroup):
+        if dist.get_rank(group) < 0:
+            raise ArgumentError("group", "a group without this process", "one that contains it")
+        return _TorchGroup(group)
+    if all(hasattr(group, name) for name in ("rank", "size", "all_gather")):
+        return group  # type: ignore[no-any-return]
+    raise ArgumentError(
+        "group", f"a {type(group).__name__}", "a torch.distributed.ProcessGroup, or None"
+    )
+
+
+def agree(group: Group, facts: dict[str, object], error: Exception | None = None) -> None:
+    """Returns only if no rank brings an ``error`` and all ranks bring the same ``facts``.
+
+    Collective. What one rank refuses is refused by all, so none is left waiting.
+
+    Raises:
+        Exception: this rank's own ``error``.
+        FanfoldError: another rank's error, naming it.
+        ArgumentError: for the first fact that differs, naming both values and their ranks.
+    """
+    gathered = group.all_gather((facts, None if error is None else f"{error}"))
+    if error is not None:
+        raise error
+    for peer, (_, message) in enumerate(gathered):
+        if message is not None:
+            raise FanfoldError(f"rank {peer} failed: {message}")
+    for peer, (theirs, _) in enumerate(gathered):
+        for name, value in facts.items():
+            if theirs.get(name) != value:
+                raise ArgumentError(
+                    name,
+                    f"{value!r} on rank {group.rank} and {theirs.get(name)!r} on rank {peer}",
+                    "the same on all ranks",
+                )

@@ -1,0 +1,97 @@
+// Where everything of the low-latency mode lies in a rank's symmetric memory.
+//
+//   signals      fixed for a number of ranks, so they keep their meaning when the geometry changes
+//   rows         [parity][source rank][source token]  slots      dispatch, written by the source
+//   experts      [parity][source rank][token][top_k]  int16      dispatch, written by the source
+//   late experts [parity][source rank][token][top_k]  int16      combine, written by the source
+//   weights      [parity][source rank][token][top_k]  float32    either, written by the source
+//   results      [parity][expert rank][token]         slots      combine, written by the expert side
+//   encodings    [parity][expert rank][token]         uint8      combine, written by the expert side
+//
+// A row's slot is its own token index: nothing is allocated, so nothing can race.
+// "Late" routing is what a caller brings only with combine, as the DeepEP face does.
+#pragma once
+
+#include "layout/row.h"
+#include "layout/signal.h"
+#include "layout/types.h"
+
+namespace fanfold {
+
+struct LowLatencyGeometry {
+  int32_t ranks;
+  int32_t experts;
+  int32_t top_k;
+  int32_t hidden;
+  int32_t max_tokens;
+
+  FANFOLD_HD constexpr int32_t experts_per_rank() const { return experts / ranks; }
+  // Rows that one local expert can receive: every token of every rank, each at most once.
+  FANFOLD_HD constexpr int64_t expert_capacity() const { return int64_t{ranks} * max_tokens; }
+  FANFOLD_HD constexpr bool operator==(const LowLatencyGeometry& other) const {
+    return ranks == other.ranks && experts == other.experts && top_k == other.top_k &&
+           hidden == other.hidden && max_tokens == other.max_tokens;
+  }
+};
+
+// What one rank waits for: `kParities` words from every peer for what carries a number, one word
+// from every peer for what only grows. All lie in the memory of the rank that waits.
+struct LowLatencySignals {
+  int32_t ranks;
+
+  enum Kind : int32_t {
+    kDispatched = 0,      // value: tokens of the source
+    kCombined = 2,        // value: rows written
+    kLateRouting = 4,     // value: tokens of the source
+    kDispatchTaken = 6,   // epoch: the last dispatch whose rows the peer has read
+    kCombineTaken = 7,    // epoch: the last combine whose rows the peer has read
+    kKinds = 8,
+  };
+
+  FANFOLD_HD constexpr int64_t offset(Kind kind, int32_t parity, int32_t peer) const {
+    return ((int64_t{kind} + parity) * ranks + peer) * 8;
+  }
+  FANFOLD_HD constexpr int64_t bytes() const {
+    return align_up(int64_t{kKinds} * ranks * 8, kAreaAlignment);
+  }
+};
+
+struct LowLatencyLayout {
+  LowLatencyGeometry geometry;
+
+  FANFOLD_HD constexpr int64_t slots() const {
+    return int64_t{kParities} * geometry.ranks * geometry.max_tokens;
+  }
+  // Index of (parity, rank, token) in every area below.
+  FANFOLD_HD constexpr int64_t slot(int32_t parity, int32_t rank, int64_t token) const {
+    return (int64_t{parity} * geometry.ranks + rank) * geometry.max_tokens + token;
+  }
+  FANFOLD_HD constexpr int64_t row_stride() const { return slot_bytes(geometry.hidden); }
+
+  FANFOLD_HD constexpr int64_t rows_offset() const {
+    return LowLatencySignals{geometry.ranks}.bytes();
+  }
+  FANFOLD_HD constexpr int64_t experts_offset() const {
+    return rows_offset() + align_up(slots() * row_stride(), kAreaAlignment);
+  }
+  FANFOLD_HD constexpr int64_t late_experts_offset() const {
+    return experts_offset() + align_up(slots() * geometry.top_k * 2, kAreaAlignment);
+  }
+  FANFOLD_HD constexpr int64_t weights_offset() const {
+    return late_experts_offset() + align_up(slots() * geometry.top_k * 2, kAreaAlignment);
+  }
+  FANFOLD_HD constexpr int64_t results_offset() const {
+    return weights_offset() + align_up(slots() * geometry.top_k * 4, kAreaAlignment);
+  }
+  FANFOLD_HD constexpr int64_t encodings_offset() const {
+    return results_offset() + align_up(slots() * row_stride(), kAreaAlignment);
+  }
+  FANFOLD_HD constexpr int64_t bytes() const {
+    return encodings_offset() + align_up(slots(), kAreaAlignment);
+  }
+};
+
+static_assert(LowLatencyLayout{{4, 64, 8, 1024, 128}}.rows_offset() % kAreaAlignment == 0);
+static_assert(LowLatencyLayout{{3, 9, 22, 136, 7}}.results_offset() % kAreaAlignment == 0);
+
+}  // namespace fanfold

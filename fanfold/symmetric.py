@@ -1,0 +1,102 @@
+"""Symmetric memory: who maps whose memory.
+
+Every rank owns one region of the same size and layout and has the regions of all its peers mapped.
+On a host without GPUs that is anonymous shared memory (``csrc/memory``): it has no name in any file
+system, so nothing is left behind however a rank dies.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+
+from fanfold import _core
+from fanfold.config import Config
+from fanfold.errors import FanfoldError, UnavailableError
+from fanfold.group import Group, agree
+
+__all__ = ["SymmetricMemory", "host_identity"]
+
+
+def host_identity() -> str:
+    """A name for this running kernel, PID namespace and user: who share it can share memory."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespace = Path("/proc/self/ns/pid").readlink()
+    return f"{boot} {namespace} uid:{os.getuid()}"
+
+
+class SymmetricMemory:
+    """One region per rank, mapped by all. Construction is collective.
+
+    Args:
+        group: the ranks.
+        bytes_per_rank: what the modes may place in each region.
+        config: time bound, spinning, and what happens to late peers.
+
+    Raises:
+        UnavailableError: if the ranks are not on one host, or not of one user.
+        ArgumentError: if they ask for different sizes.
+        FanfoldError: if any rank could not create or map memory; raised by all ranks alike.
+    """
+
+    def __init__(self, group: Group, bytes_per_rank: int, config: Config) -> None:
+        hosts = group.all_gather(host_identity())
+        agree(group, {"bytes_per_rank": bytes_per_rank}, _other_host(hosts))
+        error: Exception | None = None
+        try:
+            self.core = _core.SymmetricMemory(
+                rank=group.rank,
+                ranks=group.size,
+                bytes=bytes_per_rank,
+                timeout_seconds=config.timeout_s,
+                spin_seconds=config.spin_seconds(group.size),
+                mask_late_peers=config.late_peers == "mask",
+            )
+            address = self.core.address()
+        except FanfoldError as failure:
+            error, address = failure, None
+        addresses = group.all_gather(address)
+        agree(group, {}, error)
+        try:
+            self.core.map(addresses)
+        except FanfoldError as failure:
+            error = failure
+        # Until every rank has mapped every region, the descriptors must stay open.
+        try:
+            agree(group, {}, error)
+        except FanfoldError:
+            self.core.close()
+            raise
+        self.core.seal()
+
+    @property
+    def bytes_per_rank(self) -> int:
+        """Bytes that each rank holds in shared memory, the control block included."""
+        return int(self.core.mapped_bytes)
+
+    def close(self) -> None:
+        """Unmaps everything. Not collective; harmless when repeated."""
+        self.core.close()
+
+    def __enter__(self) -> SymmetricMemory:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _other_host(hosts: list[str]) -> UnavailableError | None:
+    for peer, host in enumerate(hosts):
+        if host != hosts[0]:
+            return UnavailableError(
+                f"rank {peer} and rank 0 do not share memory ({host} against {hosts[0]}): the host "
+                "backend connects the processes of one user in one PID namespace of one host; in "
+                "containers, start all ranks in one container or with --pid=host"
+            )
+    return None
