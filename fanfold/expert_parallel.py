@@ -1,0 +1,519 @@
+"""The native face: expert-parallel dispatch and combine over a group of ranks.
+
+    with fanfold.ExpertParallel(group, num_experts=64, top_k=8, hidden=1024, max_tokens=128) as ep:
+        received = ep.dispatch(x, topk_idx, topk_weights)
+        y = torch.empty_like(received.tokens)
+        for e in range(ep.experts_per_rank):
+            received.expert(e, of=y).copy_(expert[e](received.expert(e)))
+        out = ep.combine(y, received)
+
+Two modes share it. ``"low_latency"`` is for decoding: fixed buffers, room for every token of every
+rank at each local expert (the layout of masked grouped matrix products). ``"high_throughput"`` is
+for training and prefill: rows packed expert by expert (the layout of contiguous grouped matrix
+products), tensors of any length streamed through little memory, reusable routing, gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Literal, overload
+
+import torch
+
+from fanfold import high_throughput, low_latency
+from fanfold.config import Config
+from fanfold.errors import ArgumentError, FanfoldError, UsageError
+from fanfold.formats import RowFormat, ScaleFormat, quantize
+from fanfold.geometry import Geometry, check_hidden, check_tensor
+from fanfold.group import agree, as_group
+from fanfold.low_latency import Hook
+from fanfold.received import HighThroughputSource, LowLatencySource, Received
+from fanfold.symmetric import SymmetricMemory
+
+__all__ = ["ExpertParallel", "Hook", "Received"]
+
+Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+class ExpertParallel:
+    """Dispatch and combine for one geometry. Construction is collective.
+
+    Args:
+        group: a ``torch.distributed`` group of any backend; the default group if None, and this
+            process alone if there is none.
+        num_experts: experts of all ranks; a multiple of the ranks, up to 32767. Rank r holds
+            experts ``r * num_experts / ranks`` onwards.
+        top_k: experts per token, 1 to 32.
+        hidden: columns of a row, from 16; a row must be a multiple of 16 bytes.
+        max_tokens: most tokens one rank passes to one call. Low latency sizes its memory by it.
+        mode: ``"low_latency"`` or ``"high_throughput"``.
+        dispatch_dtype: ``"bf16"`` or ``"fp8"`` (or their torch dtypes): how rows travel to the
+            experts. They always come back as bfloat16.
+        scale_format: of fp8 rows: ``"float32"``, ``"power_of_two"`` or ``"ue8m0"``.
+        expert_alignment: high throughput pads each expert's rows to a multiple of this.
+        config: a :class:`fanfold.Config`; resolved from the environment if None.
+
+    Raises:
+        ArgumentError: a size out of bounds, or ranks that disagree about one (naming both values);
+            on all ranks alike.
+        UnavailableError: the ranks cannot share memory.
+    """
+
+    def __init__(
+        self,
+        group: Any = None,
+        *,
+        num_experts: int,
+        top_k: int,
+        hidden: int,
+        max_tokens: int,
+        mode: str = "low_latency",
+        dispatch_dtype: str | torch.dtype | RowFormat = "bf16",
+        scale_format: str = "float32",
+        expert_alignment: int = 1,
+        config: Config | None = None,
+    ) -> None:
+        self._group = as_group(group)
+        self.config = config if config is not None else Config.resolve()
+        facts = {
+            "num_experts": num_experts,
+            "top_k": top_k,
+            "hidden": hidden,
+            "max_tokens": max_tokens,
+            "mode": mode,
+            "dispatch_dtype": str(dispatch_dtype),
+            "scale_format": scale_format,
+            "expert_alignment": expert_alignment,
+            "staging_bytes": self.config.staging_bytes,
+        }
+        error: Exception | None = None
+        try:
+            self.geometry = Geometry(self._group.size, num_experts, top_k, hidden, max_tokens)
+            self._formats = _check_options(
+                hidden, mode, dispatch_dtype, scale_format, expert_alignment
+            )
+        except ArgumentError as refused:
+            error = refused
+        agree(self._group, facts, error)
+        self.mode = mode
+        self.expert_alignment = expert_alignment
+        self._closed = False
+        nbytes = self._required_bytes()
+        self.memory = SymmetricMemory(self._group, nbytes, self.config)
+        if mode == "low_latency":
+            self._low_latency = low_latency.LowLatency(self.memory, 0, nbytes)
+        else:
+            self._high_throughput = high_throughput.HighThroughput(self.memory, 0, nbytes)
+
+    @property
+    def rank(self) -> int:
+        """This process's place in the group."""
+        return self._group.rank
+
+    @property
+    def ranks(self) -> int:
+        """Size of the group."""
+        return self.geometry.ranks
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of all ranks."""
+        return self.geometry.num_experts
+
+    @property
+    def experts_per_rank(self) -> int:
+        """Local experts of each rank."""
+        return self.geometry.experts_per_rank
+
+    @property
+    def top_k(self) -> int:
+        """Experts per token."""
+        return self.geometry.top_k
+
+    @property
+    def hidden(self) -> int:
+        """Columns of a row."""
+        return self.geometry.hidden
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens one rank passes to one call."""
+        return self.geometry.max_tokens
+
+    @overload
+    def dispatch(
+        self,
+        x: Rows,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        previous: Received | None = None,
+        capacity: int | None = None,
+        return_hook: Literal[False] = False,
+    ) -> Received: ...
+
+    @overload
+    def dispatch(
+        self,
+        x: Rows,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        previous: Received | None = None,
+        capacity: int | None = None,
+        return_hook: Literal[True],
+    ) -> tuple[Received, Hook]: ...
+
+    def dispatch(
+        self,
+        x: Rows,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        previous: Received | None = None,
+        capacity: int | None = None,
+        return_hook: bool = False,
+    ) -> Received | tuple[Received, Hook]:
+        """Sends each token to the ranks that hold its experts. Collective.
+
+        Args:
+            x: ``[T, hidden]`` bfloat16, contiguous, 0 <= T <= max_tokens, T different on each rank
+                if need be. In high throughput also a pair of fp8 values ``[T, hidden]`` and their
+                scales ``[T, S]`` (float32 or int32, any strides), sent as they are.
+            topk_idx: ``[T, top_k]`` int64, -1 for none. A token goes to an expert once however
+                often it is named there, with the sum of its weights.
+            topk_weights: ``[T, top_k]`` float32. Travel along for a weighted combine.
+            previous: high throughput: reuse the routing of this earlier dispatch; topk_idx and
+                topk_weights must then be None.
+            capacity: high throughput: rows to allocate, so that no size depends on what arrives.
+            return_hook: low latency: return before anything has arrived, with a function that
+                receives it; at most two such dispatches may be open.
+
+        Returns:
+            What arrived, or what will have arrived when the hook has run, and the hook.
+
+        Raises:
+            ArgumentError: bad input: nothing was sent, the call is void on all ranks (the others
+                raise PeerRefused), and this object stays usable.
+            PeerRefused: another rank refused its input; this object stays usable.
+            PeerTimeout: a peer did not arrive in time; close this object.
+            UsageError: closed, failed earlier, or more than two dispatches open.
+        """
+        self._check_open()
+        if self.mode == "high_throughput":
+            return self._dispatch_high_throughput(
+                x, topk_idx, topk_weights, previous, capacity, return_hook
+            )
+        with self._refusing(self._low_latency.refuse_dispatch):
+            _refuse_given(previous=previous, capacity=capacity)
+        return self._dispatch_low_latency(x, topk_idx, topk_weights, return_hook)
+
+    @overload
+    def combine(
+        self,
+        y: torch.Tensor,
+        received: Received,
+        *,
+        weighted: bool = True,
+        bias: torch.Tensor | None = None,
+        logfmt: bool = False,
+        out: torch.Tensor | None = None,
+        return_hook: Literal[False] = False,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def combine(
+        self,
+        y: torch.Tensor,
+        received: Received,
+        *,
+        weighted: bool = True,
+        bias: torch.Tensor | None = None,
+        logfmt: bool = False,
+        out: torch.Tensor | None = None,
+        return_hook: Literal[True],
+    ) -> tuple[torch.Tensor, Hook]: ...
+
+    def combine(
+        self,
+        y: torch.Tensor,
+        received: Received,
+        *,
+        weighted: bool = True,
+        bias: torch.Tensor | None = None,
+        logfmt: bool = False,
+        out: torch.Tensor | None = None,
+        return_hook: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, Hook]:
+        """Brings the experts' outputs back and sums them for each token. Collective.
+
+        The sum is taken in fp32, per rank over its experts in top-k order, rounded to bfloat16,
+        then over ranks in order, rounded again. Products are rounded before they are added.
+
+        Args:
+            y: bfloat16, shaped like ``received.tokens``: the output of each row in its place.
+            received: what dispatch returned; may be combined more than once.
+            weighted: multiply each row by its routing weight, if dispatch had weights.
+            bias: high throughput: ``[num_tokens, hidden]`` bfloat16 that each sum starts from.
+            logfmt: low latency: send rows as LogFMT-10.
+            out: ``[num_tokens, hidden]`` bfloat16 to write to; made if not given.
+            return_hook: low latency: return before anything has arrived, with a function that
+                completes the result.
+
+        Returns:
+            ``[num_tokens, hidden]`` bfloat16 (zeros, or the bias, for a token without experts), and
+            the hook if asked for.
+
+        Raises:
+            ArgumentError, PeerRefused, PeerTimeout, UsageError: as :meth:`dispatch`.
+        """
+        self._check_open()
+        if self.mode == "high_throughput":
+            return self._combine_high_throughput(
+                y, received, weighted, bias, logfmt, out, return_hook
+            )
+        with self._refusing(self._low_latency.refuse_combine):
+            self._check_received(received)
+            _refuse_given(bias=bias)
+        source = received.source
+        assert isinstance(source, LowLatencySource)
+        routing = source.dispatched.routing
+        result, hook = self._low_latency.combine(
+            self.geometry,
+            y,
+            routing if weighted else dataclasses.replace(routing, weights=None),
+            source.topk_idx,
+            logfmt=logfmt,
+            out=out,
+        )
+        if return_hook:
+            return result, hook
+        hook()
+        return result
+
+    def combine_weights(self, row_values: torch.Tensor, received: Received) -> torch.Tensor:
+        """Brings one number of each row back to the top-k place it came from. Collective.
+
+        High throughput only; what the gradient of the routing weights needs.
+
+        Args:
+            row_values: ``[rows]`` float32.
+            received: what dispatch returned.
+
+        Returns:
+            ``[num_tokens, top_k]`` float32; 0 where topk_idx is -1.
+        """
+        self._check_open()
+        if self.mode != "high_throughput":
+            raise UsageError("combine_weights works in high_throughput mode only")
+        with self._refusing(self._high_throughput.refuse_combine):
+            self._check_received(received)
+        source = received.source
+        assert isinstance(source, HighThroughputSource)
+        empty = torch.zeros((received.tokens.shape[0], self.hidden), dtype=torch.bfloat16)
+        _, weights = self._high_throughput.combine(
+            empty, source.dispatched.plan, layout="expert_major", lane_weights=row_values
+        )
+        assert weights is not None
+        return weights
+
+    def close(self) -> None:
+        """Releases the memory. Not collective; harmless when repeated."""
+        self._closed = True
+        self.memory.close()
+
+    def __enter__(self) -> ExpertParallel:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _required_bytes(self) -> int:
+        if self.mode == "low_latency":
+            return low_latency.LowLatency.required_bytes(self.geometry)
+        return high_throughput.HighThroughput.staging_bytes(self.ranks, self.config)
+
+    @staticmethod
+    @contextmanager
+    def _refusing(refuse: Callable[[FanfoldError], None]) -> Iterator[None]:
+        """Lets the peers know of a mistake found here, so that they do not wait for this rank."""
+        try:
+            yield
+        except (ArgumentError, UsageError) as error:
+            refuse(error)
+            raise
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this ExpertParallel is closed; make a new one")
+
+    def _check_received(self, received: object) -> None:
+        if not isinstance(received, Received) or received.owner is not self:
+            raise UsageError("received comes from another ExpertParallel; combine where you sent")
+        if not received.complete:
+            raise UsageError("received is not complete: call the hook of its dispatch first")
+
+    def _dispatch_low_latency(
+        self,
+        x: Rows,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        return_hook: bool,
+    ) -> Received | tuple[Received, Hook]:
+        row_format, scale_format = self._formats
+        dispatched, receive = self._low_latency.dispatch(
+            self.geometry,
+            x,  # type: ignore[arg-type]  # the mode refuses what is no tensor
+            topk_idx,  # type: ignore[arg-type]
+            topk_weights,
+            row_format=row_format,
+            scale_format=scale_format,
+        )
+        assert isinstance(topk_idx, torch.Tensor)
+        capacity = self.geometry.expert_capacity
+        received = Received(
+            tokens=dispatched.tokens,
+            scales=dispatched.scales,
+            weights=dispatched.row_weights,
+            tokens_per_expert=dispatched.counts,
+            offsets=torch.arange(self.experts_per_rank + 1) * capacity,
+            num_tokens=topk_idx.shape[0],
+            owner=self,
+            # Combine needs the routing as it was sent, whatever becomes of the caller's tensor.
+            source=LowLatencySource(dispatched, topk_idx.clone()),
+            complete=False,
+        )
+
+        def hook() -> None:
+            receive()
+            received.complete = True
+
+        if return_hook:
+            return received, hook
+        hook()
+        return received
+
+    def _dispatch_high_throughput(
+        self,
+        x: Rows,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        previous: Received | None,
+        capacity: int | None,
+        return_hook: bool,
+    ) -> Received:
+        mode = self._high_throughput
+        with self._refusing(mode.refuse_dispatch):
+            _refuse_given(return_hook=return_hook or None)
+            _check_previous(previous, topk_idx, topk_weights)
+            if previous is not None:
+                self._check_received(previous)
+            x = self._prepare_rows(x)
+        if previous is not None:
+            source = previous.source
+            assert isinstance(source, HighThroughputSource)
+            dispatched = mode.dispatch_cached(x, source.dispatched.plan, layout="expert_major")
+        else:
+            dispatched = mode.dispatch(
+                x,
+                topk_idx,
+                topk_weights,
+                num_experts=self.num_experts,
+                layout="expert_major",
+                expert_alignment=self.expert_alignment,
+                capacity=capacity,
+            )
+        return Received(
+            tokens=dispatched.tokens,
+            scales=dispatched.scales,
+            weights=dispatched.row_weights,
+            tokens_per_expert=dispatched.plan.tokens_per_expert,
+            offsets=dispatched.plan.offsets,
+            num_tokens=dispatched.plan.tokens,
+            owner=self,
+            source=HighThroughputSource(dispatched),
+        )
+
+    def _combine_high_throughput(
+        self,
+        y: torch.Tensor,
+        received: Received,
+        weighted: bool,
+        bias: torch.Tensor | None,
+        logfmt: bool,
+        out: torch.Tensor | None,
+        return_hook: bool,
+    ) -> torch.Tensor:
+        with self._refusing(self._high_throughput.refuse_combine):
+            self._check_received(received)
+            _refuse_given(logfmt=logfmt or None, return_hook=return_hook or None)
+        source = received.source
+        assert isinstance(source, HighThroughputSource)
+        result, _ = self._high_throughput.combine(
+            y,
+            source.dispatched.plan,
+            layout="expert_major",
+            row_weights=received.weights if weighted else None,
+            bias=bias,
+            out=out,
+        )
+        return result
+
+    def _prepare_rows(self, x: Rows) -> Rows:
+        """``x`` as high throughput sends it: quantised here if rows travel as fp8."""
+        row_format, scale_format = self._formats
+        if isinstance(x, tuple):
+            if row_format is not RowFormat.FP8:
+                raise ArgumentError("x", "a pair", "a tensor, as dispatch_dtype is bf16")
+            values = x[0]
+            check_tensor("x[0]", values, (None, self.hidden), (torch.float8_e4m3fn,))
+        else:
+            values = check_tensor(
+                "x", x, (None, self.hidden), (torch.bfloat16,), device=torch.device("cpu")
+            )
+        if values.shape[0] > self.max_tokens:
+            raise ArgumentError(
+                "x.shape[0]", values.shape[0], f"at most max_tokens = {self.max_tokens}"
+            )
+        if row_format is RowFormat.FP8 and not isinstance(x, tuple):
+            return quantize(x, scale_format)
+        return x
+
+
+def _check_options(
+    hidden: int, mode: str, dispatch_dtype: object, scale_format: str, expert_alignment: object
+) -> tuple[RowFormat, ScaleFormat]:
+    if mode not in ("low_latency", "high_throughput"):
+        raise ArgumentError("mode", repr(mode), "'low_latency' or 'high_throughput'")
+    row_format = RowFormat.of(dispatch_dtype)  # type: ignore[arg-type]
+    if scale_format not in [member.value for member in ScaleFormat]:
+        allowed = " or ".join(repr(member.value) for member in ScaleFormat)
+        raise ArgumentError("scale_format", repr(scale_format), allowed)
+    if not isinstance(expert_alignment, int) or expert_alignment < 1:
+        raise ArgumentError("expert_alignment", repr(expert_alignment), "an integer from 1")
+    check_hidden(hidden, row_format.dtype.itemsize)
+    return row_format, ScaleFormat(scale_format)
+
+
+def _refuse_given(**arguments: object) -> None:
+    """Raises ArgumentError for the first argument that the mode at hand cannot honour."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise ArgumentError(name, "given", "left out in this mode")
+
+
+def _check_previous(
+    previous: Received | None, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None
+) -> None:
+    if previous is None and topk_idx is None:
+        raise ArgumentError("topk_idx", "None", "given, unless previous is")
+    if previous is not None and (topk_idx is not None or topk_weights is not None):
+        raise ArgumentError("topk_idx or topk_weights", "given", "None where previous is given")

@@ -1,0 +1,115 @@
+"""What a dispatch of the native face brings: rows sorted by local expert, and where they came from.
+
+Low latency and high throughput lay rows out differently, each as its consumers want them;
+:meth:`Received.expert` and ``offsets`` read the same in both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from fanfold import high_throughput, low_latency
+from fanfold.errors import ArgumentError
+
+__all__ = ["HighThroughputSource", "LowLatencySource", "Received"]
+
+
+@dataclass
+class Received:
+    """The rows that one dispatch brought to this rank, sorted by local expert.
+
+    E_l local experts; inside an expert, rows are sorted by source rank, then source token. In low
+    latency C = ranks * max_tokens, and only the first ``tokens_per_expert[e]`` rows of expert e are
+    written; after a dispatch with ``return_hook`` nothing is valid before the hook has run.
+
+    Attributes:
+        tokens: low latency ``[E_l, C, hidden]``, high throughput ``[rows, hidden]``; bfloat16 or
+            float8_e4m3fn. High throughput pads each expert to ``expert_alignment`` with zero rows.
+        scales: scales of fp8 rows, same leading dimensions as ``tokens``; else None.
+        weights: float32, leading dimensions of ``tokens``: the routing weight of each row; None if
+            dispatch had none.
+        tokens_per_expert: ``[E_l]`` int32: valid rows of each local expert.
+        offsets: ``[E_l + 1]`` int64: where each expert begins in ``tokens.flatten(0, -2)``.
+        num_tokens: tokens of this rank's own call.
+        owner: the ExpertParallel it belongs to.
+        source: what the mode keeps to combine.
+        complete: whether everything has arrived.
+    """
+
+    tokens: torch.Tensor
+    scales: torch.Tensor | None
+    weights: torch.Tensor | None
+    tokens_per_expert: torch.Tensor
+    offsets: torch.Tensor
+    num_tokens: int
+    owner: object = field(repr=False)
+    source: LowLatencySource | HighThroughputSource = field(repr=False)
+    complete: bool = field(default=True, repr=False)
+
+    def expert(self, index: int, of: torch.Tensor | None = None) -> torch.Tensor:
+        """The valid rows of local expert ``index``: a view ``[n, hidden]`` of ``tokens``.
+
+        Args:
+            index: from 0 to E_l - 1.
+            of: a tensor with the leading dimensions of ``tokens`` to view instead, such as the
+                experts' output.
+        """
+        rows = self.tokens if of is None else of
+        if not 0 <= index < self.tokens_per_expert.shape[0]:
+            raise ArgumentError("index", index, f"from 0 to {self.tokens_per_expert.shape[0] - 1}")
+        begin, count = int(self.offsets[index]), int(self.tokens_per_expert[index])
+        return rows.flatten(0, rows.dim() - 2)[begin : begin + count]
+
+    @cached_property
+    def source_rank(self) -> torch.Tensor:
+        """int32, leading dimensions of ``tokens``: the rank each row came from, -1 for none."""
+        return self.source.ranks(self)
+
+    @cached_property
+    def source_token(self) -> torch.Tensor:
+        """int32, leading dimensions of ``tokens``: each row's token index there, -1 for none."""
+        return self.source.tokens(self)
+
+
+@dataclass(frozen=True)
+class LowLatencySource:
+    """What low latency keeps of a dispatch."""
+
+    dispatched: low_latency.Dispatched
+    topk_idx: torch.Tensor
+
+    def ranks(self, received: Received) -> torch.Tensor:
+        """Each row's source rank, found in the ranges of the ranks."""
+        first = self.dispatched.routing.ranges >> 32
+        places = torch.arange(received.tokens.shape[1]).expand(received.tokens.shape[:2])
+        ranks = torch.searchsorted(first.contiguous(), places.contiguous(), right=True) - 1
+        return self._valid(received, ranks.to(torch.int32))
+
+    def tokens(self, received: Received) -> torch.Tensor:
+        """Each row's source token."""
+        return self._valid(received, self.dispatched.source_tokens)
+
+    @staticmethod
+    def _valid(received: Received, values: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(received.tokens.shape[1])
+        return values.masked_fill(places >= received.tokens_per_expert.unsqueeze(1), -1)
+
+
+@dataclass(frozen=True)
+class HighThroughputSource:
+    """What high throughput keeps of a dispatch."""
+
+    dispatched: high_throughput.Dispatched
+
+    def ranks(self, received: Received) -> torch.Tensor:
+        """Each row's source rank."""
+        del received
+        return self.dispatched.row_source_rank
+
+    def tokens(self, received: Received) -> torch.Tensor:
+        """Each row's source token."""
+        del received
+        return self.dispatched.row_source_token
