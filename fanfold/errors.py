@@ -37,6 +37,10 @@ class ArgumentError(FanfoldError, ValueError):
         self.value = str(value)
         self.bound = bound
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Made again from its fields, so that it can travel between processes."""
+        return type(self), (self.argument, self.value, self.bound)
+
 
 class ConfigError(FanfoldError, ValueError):
     """A setting is malformed; the message names the setting and where its value came from."""
@@ -75,6 +79,10 @@ class PeerRefused(FanfoldError, ValueError):
         self.peer = peer
         self.phase = phase
         self.reason = reason
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Made again from its fields, so that it can travel between processes."""
+        return type(self), (self.rank, self.peer, self.phase, self.reason)
 
 
 class PeerTimeout(FanfoldError, TimeoutError):
@@ -120,3 +128,8 @@ class PeerTimeout(FanfoldError, TimeoutError):
         self.actual = actual
         self.seconds = seconds
         self.peer_gone = peer_gone
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Made again from its fields, so that it can travel between processes."""
+        fields = (self.rank, self.peer, self.phase, self.expected, self.actual, self.seconds)
+        return type(self), (*fields, self.peer_gone)

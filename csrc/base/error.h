@@ -47,8 +47,7 @@ struct RefusalFacts {
 // A peer refused its own input, so the whole call is void on every rank.
 struct PeerRefused : std::runtime_error {
   explicit PeerRefused(RefusalFacts facts_)
-      : std::runtime_error("peer refused its input in " + facts_.phase),
-        facts(std::move(facts_)) {}
+      : std::runtime_error("peer refused its input in " + facts_.phase), facts(std::move(facts_)) {}
 
   RefusalFacts facts;
 };

@@ -5,6 +5,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <climits>
 #include <ctime>
@@ -18,8 +19,6 @@ using Clock = std::chrono::steady_clock;
 
 // A yield costs about a microsecond when nobody else wants the core.
 constexpr int kYields = 64;
-// Long enough to cost nothing, short enough for Ctrl-C and a dead peer to be noticed soon.
-constexpr auto kIdlePeriod = std::chrono::milliseconds(50);
 
 std::atomic<InterruptCheck> g_interrupt_check{nullptr};
 
@@ -54,10 +53,11 @@ void ring(Doorbell& bell) {
   if (load_sequential_system(&bell.sleepers) != 0) futex_wake(&bell.rings);
 }
 
-void Waiter::sleep_until_rung(const std::function<bool()>& ready) const {
+void Waiter::sleep_until_rung(const std::function<bool()>& ready,
+                              std::chrono::nanoseconds at_most) const {
   fetch_add_sequential_system(&bell_.sleepers, 1u);
   const uint32_t seen = load_sequential_system(&bell_.rings);
-  if (!ready()) futex_wait(&bell_.rings, seen, kIdlePeriod);
+  if (!ready()) futex_wait(&bell_.rings, seen, at_most);
   fetch_add_sequential_system(&bell_.sleepers, ~0u);
 }
 
@@ -65,7 +65,8 @@ WaitResult Waiter::until(const std::function<bool()>& ready,
                          const std::function<bool()>& hopeless) const {
   if (ready()) return WaitResult::kReady;
   const auto start = Clock::now();
-  while (Clock::now() - start < policy_.spin) {
+  const auto left = [&] { return std::max(policy_.timeout - (Clock::now() - start), {}); };
+  while (Clock::now() - start < std::min(policy_.spin, policy_.timeout)) {
     pause_briefly();
     if (ready()) return WaitResult::kReady;
   }
@@ -75,11 +76,11 @@ WaitResult Waiter::until(const std::function<bool()>& ready,
   }
   auto checked = Clock::now();
   while (true) {
-    sleep_until_rung(ready);
+    sleep_until_rung(ready, std::min(policy_.idle, left()));
     if (ready()) return WaitResult::kReady;
+    if (left().count() == 0) return WaitResult::kTimedOut;
     const auto now = Clock::now();
-    if (now - start >= policy_.timeout) return WaitResult::kTimedOut;
-    if (now - checked < kIdlePeriod) continue;
+    if (now - checked < policy_.idle) continue;
     checked = now;
     if (auto* check = g_interrupt_check.load()) check();
     // What the peer did before it ended counts, so look once more after it is known to be gone.

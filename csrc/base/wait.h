@@ -12,9 +12,12 @@ namespace fanfold {
 struct WaitPolicy {
   std::chrono::nanoseconds timeout;
   std::chrono::nanoseconds spin;  // before the first yield; zero where ranks outnumber cores
+  // The longest sleep: long enough to cost nothing, short enough for Ctrl-C and a dead peer to be
+  // noticed soon.
+  std::chrono::nanoseconds idle = std::chrono::milliseconds(50);
 };
 
-// Called every `kIdlePeriod` of a long wait, from the waiting thread: lets an interrupt (Ctrl-C)
+// Called every `WaitPolicy::idle` of a long wait, from the waiting thread: lets an interrupt (Ctrl-C)
 // through by throwing. Set once by the bindings; the core itself knows nothing of Python.
 using InterruptCheck = void (*)();
 void set_interrupt_check(InterruptCheck check);
@@ -32,13 +35,12 @@ class Waiter {
   // Spins, then yields, then sleeps until `ready()`; at most `policy.timeout`.
   // `hopeless()` is asked now and then during a long wait; when it says yes and `ready()` still
   // does not hold, the wait ends early as kAbandoned.
-  WaitResult until(const std::function<bool()>& ready,
-                   const std::function<bool()>& hopeless) const;
+  WaitResult until(const std::function<bool()>& ready, const std::function<bool()>& hopeless) const;
 
   const WaitPolicy& policy() const { return policy_; }
 
  private:
-  void sleep_until_rung(const std::function<bool()>& ready) const;
+  void sleep_until_rung(const std::function<bool()>& ready, std::chrono::nanoseconds at_most) const;
 
   Doorbell& bell_;
   WaitPolicy policy_;

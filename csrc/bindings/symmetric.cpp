@@ -16,8 +16,8 @@ void bind_symmetric(nb::module_& module) {
           "__init__",
           [](SymmetricMemory* self, int32_t rank, int32_t ranks, int64_t bytes,
              double timeout_seconds, double spin_seconds, bool mask_late_peers) {
-            new (self) SymmetricMemory(SymmetricOptions{
-                rank, ranks, bytes, timeout_seconds, spin_seconds, mask_late_peers});
+            new (self) SymmetricMemory(SymmetricOptions{rank, ranks, bytes, timeout_seconds,
+                                                        spin_seconds, mask_late_peers});
           },
           "rank"_a, "ranks"_a, "bytes"_a, "timeout_seconds"_a, "spin_seconds"_a,
           "mask_late_peers"_a)

@@ -301,10 +301,9 @@ uint32_t LowLatency::combine_send(const LowLatencyGeometry& geometry,
   for (int32_t step = 1; step <= geometry.ranks; ++step) {
     const int32_t source = (memory_.rank() + step) % geometry.ranks;
     if (memory_.masked(source)) continue;
-    const int32_t tokens =
-        outputs.late_tokens != nullptr
-            ? await(combine_, Kind::kLateRouting, epoch, source, nullptr)
-            : outputs.source_counts[source];
+    const int32_t tokens = outputs.late_tokens != nullptr
+                               ? await(combine_, Kind::kLateRouting, epoch, source, nullptr)
+                               : outputs.source_counts[source];
     const int32_t rows = reduce_rows(source, tokens, epoch, outputs);
     memory_.push(source, signal(Kind::kCombined, epoch, memory_.rank()), Signal{epoch, rows});
   }
@@ -319,9 +318,10 @@ int32_t LowLatency::reduce_rows(int32_t source, int32_t tokens, uint32_t epoch,
   const bool late = outputs.late_tokens != nullptr;
   const int64_t pushed = layout_.slot(parity_of(epoch), source, 0) * g.top_k;
   const int64_t kept = int64_t{source} * g.max_tokens * g.top_k;
-  const int16_t* experts = late ? reinterpret_cast<const int16_t*>(area(
-                                      memory_.rank(), layout_.late_experts_offset())) + pushed
-                                : outputs.experts + kept;
+  const int16_t* experts =
+      late ? reinterpret_cast<const int16_t*>(area(memory_.rank(), layout_.late_experts_offset())) +
+                 pushed
+           : outputs.experts + kept;
   const float* weights =
       late ? reinterpret_cast<const float*>(area(memory_.rank(), layout_.weights_offset())) + pushed
       : outputs.weights != nullptr ? outputs.weights + kept

@@ -16,26 +16,28 @@
 namespace fanfold {
 
 Region::Region(int descriptor, int64_t bytes) : bytes_(bytes), descriptor_(descriptor) {
-  void* data = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED,
-                    descriptor, 0);
+  void* data =
+      mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
   if (data == MAP_FAILED) {
     const int error = errno;
     close_descriptor();
     throw SystemFailure("cannot map " + std::to_string(bytes) + " bytes of shared memory", error);
   }
-  data_ = static_cast<std::byte*>(data);
+  data_ = std::shared_ptr<std::byte>(static_cast<std::byte*>(data), [bytes](std::byte* mapped) {
+    munmap(mapped, static_cast<size_t>(bytes));
+  });
   // A forked child (a data loader, say) must not keep the memory alive or scribble on it.
   madvise(data, static_cast<size_t>(bytes), MADV_DONTFORK);
 }
 
 Region::Region(Region&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)),
+    : data_(std::move(other.data_)), bytes_(std::exchange(other.bytes_, 0)),
       descriptor_(std::exchange(other.descriptor_, -1)) {}
 
 Region& Region::operator=(Region&& other) noexcept {
   if (this != &other) {
     unmap();
-    data_ = std::exchange(other.data_, nullptr);
+    data_ = std::move(other.data_);
     bytes_ = std::exchange(other.bytes_, 0);
     descriptor_ = std::exchange(other.descriptor_, -1);
   }
@@ -62,7 +64,7 @@ Region Region::open(pid_t pid, int descriptor, int64_t bytes) {
                             " (the ranks must run as one user in one PID namespace)",
                         errno);
   }
-  struct stat status {};
+  struct stat status{};
   if (fstat(opened, &status) != 0 || status.st_size < bytes) {
     close(opened);
     throw SystemFailure("the shared memory behind " + path + " holds " +
@@ -75,13 +77,20 @@ Region Region::open(pid_t pid, int descriptor, int64_t bytes) {
   return region;
 }
 
+Region Region::share() const {
+  Region other;
+  other.data_ = data_;
+  other.bytes_ = bytes_;
+  return other;
+}
+
 void Region::close_descriptor() {
   if (descriptor_ >= 0) close(std::exchange(descriptor_, -1));
 }
 
 void Region::unmap() {
   close_descriptor();
-  if (data_ != nullptr) munmap(std::exchange(data_, nullptr), static_cast<size_t>(bytes_));
+  data_.reset();
 }
 
 ProcessHandle::ProcessHandle(pid_t pid)

@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 namespace fanfold {
 
@@ -25,8 +26,10 @@ class Region {
   static Region create(int64_t bytes);
   // The memory that process `pid` holds under `descriptor`.
   static Region open(pid_t pid, int descriptor, int64_t bytes);
+  // This mapping once more, for another user in the same process.
+  Region share() const;
 
-  std::byte* data() const { return data_; }
+  std::byte* data() const { return data_.get(); }
   int64_t bytes() const { return bytes_; }
   int descriptor() const { return descriptor_; }
 
@@ -37,7 +40,7 @@ class Region {
  private:
   Region(int descriptor, int64_t bytes);
 
-  std::byte* data_ = nullptr;
+  std::shared_ptr<std::byte> data_;  // unmapped with the last of those that share it
   int64_t bytes_ = 0;
   int descriptor_ = -1;
 };

@@ -38,6 +38,20 @@ SymmetricMemory::SymmetricMemory(const SymmetricOptions& options)
   regions_[index(rank())] = std::move(own);
 }
 
+std::vector<std::unique_ptr<SymmetricMemory>> SymmetricMemory::in_process(
+    SymmetricOptions options) {
+  std::vector<std::unique_ptr<SymmetricMemory>> all;
+  for (options.rank = 0; options.rank < options.ranks; ++options.rank) {
+    all.push_back(std::make_unique<SymmetricMemory>(options));
+  }
+  for (const auto& memory : all) {
+    for (size_t peer = 0; peer < all.size(); ++peer) {
+      if (memory != all[peer]) memory->regions_[peer] = all[peer]->regions_[peer].share();
+    }
+  }
+  return all;
+}
+
 PeerAddress SymmetricMemory::address() const {
   return PeerAddress{getpid(), regions_[index(rank())].descriptor()};
 }
@@ -84,12 +98,11 @@ Signal SymmetricMemory::peek(int64_t offset) const {
 std::optional<Signal> SymmetricMemory::wait(int32_t peer, int64_t offset, uint32_t epoch,
                                             Phase phase) {
   if (masked(peer)) return std::nullopt;
-  const bool arrived =
-      wait_until([&] { return reached(peek(offset).epoch, epoch); },
-                 [&] {
-                   return TimeoutFacts{rank(),        peer, name_of(phase), epoch,
-                                       peek(offset).epoch, 0.0,  false};
-                 });
+  const bool arrived = wait_until(
+      [&] { return reached(peek(offset).epoch, epoch); },
+      [&] {
+        return TimeoutFacts{rank(), peer, name_of(phase), epoch, peek(offset).epoch, 0.0, false};
+      });
   if (!arrived) return std::nullopt;
   return peek(offset);
 }
@@ -110,16 +123,14 @@ bool SymmetricMemory::wait_until(const std::function<bool()>& ready,
     set_masked(blame.peer, true);
     return false;
   }
-  blame.seconds =
-      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  blame.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   blame.peer_gone = result == WaitResult::kAbandoned;
   failure_ = blame.phase + ", waiting for rank " + std::to_string(blame.peer);
   throw PeerTimeout(blame);
 }
 
 void SymmetricMemory::set_reason(Phase phase, uint32_t epoch, const std::string& reason) const {
-  char* place =
-      control(rank()).reasons[static_cast<int32_t>(phase)][parity_of(epoch)];
+  char* place = control(rank()).reasons[static_cast<int32_t>(phase)][parity_of(epoch)];
   const size_t length = std::min(reason.size(), static_cast<size_t>(kReasonBytes) - 1);
   std::memcpy(place, reason.data(), length);
   place[length] = '\0';

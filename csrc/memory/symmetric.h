@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -43,6 +44,10 @@ class SymmetricMemory {
   SymmetricMemory(const SymmetricMemory&) = delete;
   SymmetricMemory& operator=(const SymmetricMemory&) = delete;
 
+  // All ranks of `options.ranks` in this process, for one thread each. They share one mapping of
+  // each region, so that tools which know memory by its address see what the ranks do to it.
+  static std::vector<std::unique_ptr<SymmetricMemory>> in_process(SymmetricOptions options);
+
   // What this rank's peers need to map its region.
   PeerAddress address() const;
   // Maps the regions of all ranks, in rank order. Afterwards the descriptor may be sealed as soon
@@ -75,8 +80,7 @@ class SymmetricMemory {
   // Waits until `ready()`, blaming `facts()` (evaluated only then) if it does not come true in
   // time; `facts().peer` is watched for the end of its process. False if the blamed peer was
   // masked instead.
-  bool wait_until(const std::function<bool()>& ready,
-                  const std::function<TimeoutFacts()>& facts);
+  bool wait_until(const std::function<bool()>& ready, const std::function<TimeoutFacts()>& facts);
 
   // A refusal: the reason is stored before the caller pushes signals of value kRefused.
   void set_reason(Phase phase, uint32_t epoch, const std::string& reason) const;

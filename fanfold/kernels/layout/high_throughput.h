@@ -30,7 +30,7 @@ struct HighThroughputSignals {
     return (int64_t{kind} * ranks + peer) * 8;
   }
   // Written by its owner while it waits: epoch: a count that shows it is alive; value: the rank it
-  // holds responsible, or kNobody.
+  // holds responsible, plus one; 0 while it waits for nobody.
   FANFOLD_HD constexpr int64_t watch_offset() const {
     return align_up(int64_t{kKinds} * ranks * 8, kAreaAlignment);
   }
@@ -39,7 +39,6 @@ struct HighThroughputSignals {
 
 // The peer has left the call: it reads nothing more of this epoch.
 inline constexpr int32_t kLeft = 0x7fffffff;
-inline constexpr int32_t kNobody = -1;
 
 enum class HighThroughputCall : int32_t { kDispatch = 1, kCachedDispatch = 2, kCombine = 3 };
 
@@ -131,8 +130,10 @@ struct StreamLayout {
     const int64_t most = ring_bytes / kLeastChunks / kRowAlignment * kRowAlignment;
     const int64_t room = most - record.side_bytes();
     if (room < kRowAlignment) return StreamLayout{record, 1, 0, 0};
-    const int64_t pieces = row_bytes == 0 ? 1 : ceil_div(row_bytes, room);
-    record.piece_bytes = align_up(ceil_div(row_bytes, pieces), kRowAlignment);
+    const int64_t parts = row_bytes == 0 ? 1 : ceil_div(row_bytes, room);
+    record.piece_bytes = align_up(ceil_div(row_bytes, parts), kRowAlignment);
+    // Rounding pieces up may have made one fewer of them enough.
+    const int64_t pieces = row_bytes == 0 ? 1 : ceil_div(row_bytes, record.piece_bytes);
     const int64_t wanted = most < kChunkBytes ? most : kChunkBytes;
     const int64_t fitting = wanted / record.bytes();
     const int64_t records = fitting > 0 ? fitting : 1;

@@ -1,12 +1,12 @@
 // Where everything of the low-latency mode lies in a rank's symmetric memory.
 //
 //   signals      fixed for a number of ranks, so they keep their meaning when the geometry changes
-//   rows         [parity][source rank][source token]  slots      dispatch, written by the source
-//   experts      [parity][source rank][token][top_k]  int16      dispatch, written by the source
-//   late experts [parity][source rank][token][top_k]  int16      combine, written by the source
-//   weights      [parity][source rank][token][top_k]  float32    either, written by the source
-//   results      [parity][expert rank][token]         slots      combine, written by the expert side
-//   encodings    [parity][expert rank][token]         uint8      combine, written by the expert side
+//   rows         [parity][source rank][source token]  slots      dispatch, by the source
+//   experts      [parity][source rank][token][top_k]  int16      dispatch, by the source
+//   late experts [parity][source rank][token][top_k]  int16      combine, by the source
+//   weights      [parity][source rank][token][top_k]  float32    either, by the source
+//   results      [parity][expert rank][token]         slots      combine, by the expert side
+//   encodings    [parity][expert rank][token]         uint8      combine, by the expert side
 //
 // A row's slot is its own token index: nothing is allocated, so nothing can race.
 // "Late" routing is what a caller brings only with combine, as the DeepEP face does.
@@ -40,11 +40,11 @@ struct LowLatencySignals {
   int32_t ranks;
 
   enum Kind : int32_t {
-    kDispatched = 0,      // value: tokens of the source
-    kCombined = 2,        // value: rows written
-    kLateRouting = 4,     // value: tokens of the source
-    kDispatchTaken = 6,   // epoch: the last dispatch whose rows the peer has read
-    kCombineTaken = 7,    // epoch: the last combine whose rows the peer has read
+    kDispatched = 0,     // value: tokens of the source
+    kCombined = 2,       // value: rows written
+    kLateRouting = 4,    // value: tokens of the source
+    kDispatchTaken = 6,  // epoch: the last dispatch whose rows the peer has read
+    kCombineTaken = 7,   // epoch: the last combine whose rows the peer has read
     kKinds = 8,
   };
 

@@ -1,0 +1,174 @@
+# Everything a developer or a first-time user runs. `make` alone explains itself.
+
+PYTHON ?= python3
+# The PyTorch that is installed where the machine has none.
+TORCH ?= torch==2.13.0
+EXTRAS ?= plot,dev
+PYTEST_ARGS ?=
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+
+VENV := .venv
+BIN := $(VENV)/bin
+CORE := build/core
+# Two makes in one checkout would write the same environment; the second one waits. macOS has no
+# flock, and there two makes are the user's own care.
+LOCK := $(if $(shell command -v flock),flock .make.lock,)
+LOCKED_MAKE = @$(LOCK) $(MAKE) --no-print-directory --silent
+
+# Folders are listed too: their time changes when a file is added or removed.
+NATIVE := $(shell find csrc fanfold/kernels -not -name '*.pyc' -not -name __pycache__ 2>/dev/null)
+CORE_TESTS := $(shell find tests/core 2>/dev/null)
+CXX_FILES = $(shell find csrc tests/core fanfold/kernels -name '*.cpp' -o -name '*.hpp' \
+	-o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+PY_DIRS := $(wildcard fanfold tools tests benchmarks packages)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv build demo test test-core test-python test-long test-gpu lint format sanitize \
+	wheel clean
+
+help:
+	@echo 'Fanfold: set-up happens by itself; start with make demo.'
+	@echo
+	@echo '  make demo       build, then train a small MoE model over several ranks'
+	@echo '  make test       build, then the C++ and the Python tests (the default set)'
+	@echo '  make test-long  the same, with the tests marked long'
+	@echo '  make test-gpu   the tests marked gpu'
+	@echo '  make lint       ruff, mypy, clang-format, clang-tidy, tools/tidy.py'
+	@echo '  make format     let ruff and clang-format rewrite the sources'
+	@echo '  make sanitize   the C++ tests under ASAN with UBSAN, then under TSAN'
+	@echo '  make wheel      wheel and sdist into dist/'
+	@echo '  make build      the environment $(VENV) with an editable install'
+	@echo '  make venv       the environment and PyTorch only'
+	@echo '  make clean      remove builds and caches ($(VENV) stays)'
+	@echo
+	@echo 'Variables: PYTHON=$(PYTHON)  TORCH=$(TORCH)  EXTRAS=$(EXTRAS)  PYTEST_ARGS=$(PYTEST_ARGS)'
+
+# ---- environment and build ----------------------------------------------------------------------
+
+venv:
+	$(LOCKED_MAKE) $(VENV)/.stamp-venv
+
+build:
+	$(LOCKED_MAKE) $(VENV)/.stamp-build
+
+# A virtual environment on top of another one sees only the base Python's packages,
+# so only a PyTorch outside of environments can be shared.
+$(VENV)/.stamp-venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo 'Fanfold needs Python 3.10 or newer; $(PYTHON) is older or missing.'; \
+	  echo 'Name another one: make PYTHON=python3.12 ...'; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo '$(PYTHON) cannot create virtual environments: its venv or ensurepip is missing.'; \
+	  echo 'Debian, Ubuntu: apt install python3-venv    Fedora: dnf install python3'; exit 1; }
+	@if $(PYTHON) -c 'import sys, torch; sys.exit(sys.prefix != sys.base_prefix)' 2>/dev/null; then \
+	  echo 'Using the PyTorch of $(PYTHON).'; \
+	  $(PYTHON) -m venv --system-site-packages $(VENV); \
+	else \
+	  echo 'Installing $(TORCH) into $(VENV); TORCH=... names another.'; \
+	  $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install -qq '$(TORCH)'; \
+	fi
+	@touch $@
+
+# What the build itself needs comes first, because the editable install runs without isolation:
+# only so can the second build reuse the first.
+$(VENV)/.stamp-tools: $(VENV)/.stamp-venv
+	@command -v $${CXX:-c++} >/dev/null || { \
+	  echo 'No C++ compiler. Debian, Ubuntu: apt install g++    Fedora: dnf install gcc-c++'; \
+	  exit 1; }
+	@$(BIN)/python -c 'import pathlib, sys, sysconfig; \
+	  sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").exists())' || { \
+	  echo 'The header Python.h is missing.'; \
+	  echo 'Debian, Ubuntu: apt install python3-dev    Fedora: dnf install python3-devel'; exit 1; }
+	@$(BIN)/python -m pip install -qq 'scikit-build-core>=0.11' 'nanobind>=3,<4' \
+	  'cmake>=3.26' 'ninja>=1.11'
+	@touch $@
+
+$(VENV)/.stamp-build: $(VENV)/.stamp-tools pyproject.toml CMakeLists.txt $(NATIVE)
+	@echo 'Building Fanfold.'
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -qq --no-build-isolation \
+	  --editable '.[$(EXTRAS)]'
+	@touch $@
+
+wheel: build
+	@rm -rf dist && mkdir dist
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m build --quiet --no-isolation --outdir dist .
+	@ls dist
+
+# ---- running and testing ------------------------------------------------------------------------
+
+demo: build
+	$(BIN)/fanfold demo
+
+test: test-core test-python
+
+# cmake and ninja come from the environment, so that a machine needs only Python and a compiler.
+# $(1) is the build folder, $(2) further options.
+define core_build
+	@PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B $(1) -G Ninja --log-level=WARNING \
+	  -DFANFOLD_CORE_TESTS=ON -DFANFOLD_WERROR=ON $(2) >/dev/null
+	@PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build $(1) -j $(JOBS) -- --quiet
+endef
+
+$(CORE)/.stamp $(CORE)-asan/.stamp $(CORE)-tsan/.stamp: CMakeLists.txt $(NATIVE) $(CORE_TESTS)
+
+$(CORE)/.stamp:
+	$(call core_build,$(CORE),)
+	@touch $@
+
+$(CORE)-asan/.stamp:
+	$(call core_build,$(CORE)-asan,-DFANFOLD_SANITIZE=address$(comma)undefined)
+	@touch $@
+
+$(CORE)-tsan/.stamp:
+	$(call core_build,$(CORE)-tsan,-DFANFOLD_SANITIZE=thread)
+	@touch $@
+
+comma := ,
+
+test-core: build
+	$(LOCKED_MAKE) $(CORE)/.stamp
+	$(CORE)/core_tests
+
+test-python: build
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-long: test-core
+	$(BIN)/python -m pytest -m 'not gpu' --hypothesis-profile=long $(PYTEST_ARGS)
+
+test-gpu: build
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+sanitize: build
+	$(LOCKED_MAKE) $(CORE)-asan/.stamp
+	UBSAN_OPTIONS=print_stacktrace=1 $(CORE)-asan/core_tests
+	$(LOCKED_MAKE) $(CORE)-tsan/.stamp
+	$(CORE)-tsan/core_tests
+
+# ---- form ---------------------------------------------------------------------------------------
+
+# clang-tidy reads how each file is compiled: the core's files from the core tests' build, the
+# bindings from the extension's, whose folder is named after the wheel's tag.
+CLANG_TIDY = $(BIN)/run-clang-tidy.py -quiet -hide-progress -j $(JOBS) \
+	-clang-tidy-binary $(BIN)/clang-tidy
+EXTENSION = $(shell ls -dt build/cp3* | head -n 1)
+
+lint: build
+	$(BIN)/python tools/tidy.py
+	$(BIN)/ruff check $(PY_DIRS)
+	$(BIN)/ruff format --check $(PY_DIRS)
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+	$(LOCKED_MAKE) $(CORE)/.stamp
+	$(CLANG_TIDY) -p $(CORE) '/(csrc|tests/core)/'
+	$(CLANG_TIDY) -p $(EXTENSION) '/csrc/bindings/'
+
+format: build
+	$(BIN)/ruff check --fix-only --quiet $(PY_DIRS)
+	$(BIN)/ruff format $(PY_DIRS)
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f $(VENV)/.stamp-build
+	find $(PY_DIRS) -name __pycache__ -prune -exec rm -rf {} +

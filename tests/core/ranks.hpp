@@ -1,0 +1,94 @@
+// Threads as ranks, and the random numbers that their workloads are made of.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "base/error.h"
+#include "memory/symmetric.h"
+
+namespace fanfold {
+
+// Sanitized code is ten times slower and tells as much from fewer rounds.
+#if defined(FANFOLD_SANITIZED)
+inline constexpr int kRoundsShare = 10;
+#else
+inline constexpr int kRoundsShare = 1;
+#endif
+
+// Far beyond any real wait, so that only a protocol that hangs runs into it.
+inline constexpr double kPatientSeconds = 60.0;
+
+// splitmix64: the same numbers on every platform.
+class Random {
+ public:
+  explicit Random(uint64_t seed) : state_(seed) {}
+
+  uint64_t next() {
+    uint64_t z = state_ += 0x9e3779b97f4a7c15u;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+  }
+  // From low to high, both included.
+  int32_t between(int32_t low, int32_t high) {
+    return low + static_cast<int32_t>(next() % static_cast<uint64_t>(int64_t{high} - low + 1));
+  }
+  bool one_in(int32_t n) { return between(1, n) == 1; }
+  float real(float low, float high) {
+    return low + (high - low) * (static_cast<float>(next() >> 40) / 16777216.0f);
+  }
+
+ private:
+  uint64_t state_;
+};
+
+inline SymmetricOptions options_for(int32_t ranks, int64_t bytes,
+                                    double timeout_seconds = kPatientSeconds) {
+  return SymmetricOptions{.rank = 0,
+                          .ranks = ranks,
+                          .bytes = bytes,
+                          .timeout_seconds = timeout_seconds,
+                          .spin_seconds = 0.0,
+                          .mask_late_peers = false};
+}
+
+inline bool is_peer_timeout(const std::exception_ptr& failure) {
+  try {
+    std::rethrow_exception(failure);
+  } catch (const PeerTimeout&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
+// Runs body(rank) on a thread for each rank. Of what they throw it throws one: what a rank met by
+// itself rather than a timeout, which peers run into because of it.
+inline void on_ranks(int32_t ranks, const std::function<void(int32_t)>& body) {
+  std::vector<std::exception_ptr> failures(static_cast<size_t>(ranks));
+  std::vector<std::thread> threads;
+  for (int32_t rank = 0; rank < ranks; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        body(rank);
+      } catch (...) {
+        failures[static_cast<size_t>(rank)] = std::current_exception();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  std::exception_ptr timeout;
+  for (const std::exception_ptr& failure : failures) {
+    if (!failure) continue;
+    if (!is_peer_timeout(failure)) std::rethrow_exception(failure);
+    timeout = failure;
+  }
+  if (timeout) std::rethrow_exception(timeout);
+}
+
+}  // namespace fanfold

@@ -1,0 +1,201 @@
+"""Ranks that are killed or stopped: the others are told who and where, within the bound."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import fanfold
+from fanfold.launch import RankFailure, RankPool
+from tests.distributed.layers import Shape, good_call, round_trip, works
+
+RANKS = 3
+VICTIM = 1
+MODES = ("low_latency", "high_throughput")
+PHASES = ("dispatch", "combine")
+
+
+@pytest.fixture
+def own_pool() -> Iterator[RankPool]:
+    """Ranks that this test may kill."""
+    with RankPool(RANKS, timeout_s=60.0) as pool:
+        yield pool
+
+
+def _fail_in(
+    group: dist.ProcessGroup, mode: str, phase: str, number: int, timeout_s: float
+) -> tuple[fanfold.PeerTimeout, float, str]:
+    """Runs rounds in which the victim signals itself before ``phase``; what the others see."""
+    shape = Shape(mode=mode, timeout_s=timeout_s)
+    ep = shape.open(group)
+    assert works(ep, shape)
+    call = good_call(shape, ep.rank)
+    start = time.monotonic()
+    try:
+        for _ in range(5):
+            if ep.rank == VICTIM and phase == "dispatch":
+                os.kill(os.getpid(), number)
+            received = ep.dispatch(call.x, call.topk_idx, call.topk_weights)
+            if ep.rank == VICTIM and phase == "combine":
+                os.kill(os.getpid(), number)
+            ep.combine(received.tokens, received)
+    except fanfold.PeerTimeout as error:
+        seconds = time.monotonic() - start
+        after = ""
+        try:
+            ep.dispatch(call.x, call.topk_idx, call.topk_weights)
+        except fanfold.UsageError as usage:
+            after = str(usage)
+        ep.close()
+        return error, seconds, after
+    raise AssertionError("nobody noticed")
+
+
+def _check(error: fanfold.PeerTimeout, rank: int, mode: str, phase: str) -> None:
+    assert error.rank == rank
+    assert error.peer == VICTIM
+    assert error.phase.startswith(mode)
+    # A rank may be a call ahead of the one in which the victim fell.
+    assert phase in error.phase or "dispatch" in error.phase or "counts" in error.phase
+    assert error.expected != error.actual
+    assert f"rank {VICTIM}" in str(error)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("phase", PHASES)
+def test_killed_rank(own_pool: RankPool, mode: str, phase: str) -> None:
+    outcomes = own_pool.outcomes(_fail_in, mode, phase, signal.SIGKILL, 50.0)
+    assert isinstance(outcomes[VICTIM], RankFailure)
+    assert outcomes[VICTIM].exitcode == -signal.SIGKILL
+    for rank in (0, 2):
+        error, seconds, after = outcomes[rank]
+        _check(error, rank, mode, phase)
+        assert error.peer_gone
+        assert "has ended" in str(error)
+        # Well before the bound of 50 s: a dead peer is noticed, not waited for.
+        assert seconds < 25.0
+        assert "failed earlier" in after
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("phase", PHASES)
+def test_stopped_rank(own_pool: RankPool, mode: str, phase: str) -> None:
+    own_pool.submit(_fail_in, [(mode, phase, signal.SIGSTOP, 0.5)] * RANKS)
+    time.sleep(2.5)
+    own_pool.kill(VICTIM, signal.SIGKILL)
+    outcomes = own_pool.collect()
+    for rank in (0, 2):
+        error, seconds, after = outcomes[rank]
+        _check(error, rank, mode, phase)
+        assert not error.peer_gone
+        assert error.seconds > 0.4
+        assert seconds < 25.0
+        assert "FANFOLD_TIMEOUT_S" in str(error)
+        assert "failed earlier" in after
+
+
+def _mask(group: dist.ProcessGroup) -> tuple[list[bool], bool]:
+    shape = Shape(max_tokens=6)
+    config = fanfold.Config.resolve(timeout_s=0.5, late_peers="mask")
+    ep = shape.open(group, config=config)
+    assert works(ep, shape)
+    if ep.rank == VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL)
+    call = good_call(shape, ep.rank)
+    locals_ = ep.experts_per_rank
+    for _ in range(3):
+        out = round_trip(ep, call)
+    # Without the victim's experts, each value is the sum over the remaining ones.
+    kept = (call.topk_idx // locals_ != VICTIM).sum(1, keepdim=True)
+    right = bool((out.float() == call.x.float() * kept).all())
+    masked = [ep.memory.core.masked(peer) for peer in range(RANKS)]
+    ep.close()
+    return masked, right
+
+
+def test_mask_late_peers(own_pool: RankPool) -> None:
+    outcomes = own_pool.outcomes(_mask)
+    for rank in (0, 2):
+        masked, right = outcomes[rank]
+        assert masked == [peer == VICTIM for peer in range(RANKS)]
+        assert right
+
+
+def _hold(group: dist.ProcessGroup, mode: str) -> None:
+    """Dies with a layer open."""
+    shape = Shape(mode=mode)
+    ep = shape.open(group)
+    assert works(ep, shape)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_left_behind(mode: str) -> None:
+    before = _segments()
+    with RankPool(RANKS, timeout_s=60.0) as pool:
+        pids = pool.pids
+        outcomes = pool.outcomes(_hold, mode)
+        assert all(outcome.exitcode == -signal.SIGKILL for outcome in outcomes)
+    assert _segments() == before
+    assert not any(_alive(pid) for pid in pids)
+
+
+def _segments() -> list[Path]:
+    return sorted(Path("/dev/shm").iterdir())
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def _interrupted(group: dist.ProcessGroup) -> float:
+    shape = Shape(timeout_s=50.0)
+    with shape.open(group) as ep:
+        call = good_call(shape, ep.rank)
+        if ep.rank == VICTIM:
+            time.sleep(2.0)
+            return 0.0
+        signal.signal(signal.SIGALRM, _raise_interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            ep.dispatch(call.x, call.topk_idx, call.topk_weights)
+        return time.monotonic() - start
+
+
+def _raise_interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_interrupt_reaches_a_waiting_rank(own_pool: RankPool) -> None:
+    seconds = own_pool.run(_interrupted)
+    assert all(value < 25.0 for value in seconds)
+
+
+def _survivors(group: dist.ProcessGroup, mode: str, rounds: int) -> int:
+    """Rounds that go well although the ranks are stopped and continued at random."""
+    shape = Shape(mode=mode)
+    done = 0
+    with shape.open(group) as ep:
+        for _ in range(rounds):
+            done += works(ep, shape)
+    return done
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_short_stalls_do_no_harm(own_pool: RankPool, mode: str) -> None:
+    own_pool.submit(_survivors, [(mode, 300)] * RANKS)
+    for step in range(12):
+        own_pool.kill(step % RANKS, signal.SIGSTOP)
+        time.sleep(0.02)
+        own_pool.kill(step % RANKS, signal.SIGCONT)
+    assert own_pool.collect() == [300] * RANKS

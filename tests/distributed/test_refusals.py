@@ -1,0 +1,283 @@
+"""Bad input on one rank: refused before anything is sent, on every rank, and nothing breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fanfold
+from fanfold.launch import RankPool
+from tests.distributed.layers import Call, Shape, caught, good_call, works
+
+RANKS = 3
+BAD_RANK = 1
+MODES = ("low_latency", "high_throughput")
+
+Spoil = Callable[[Call], None]
+
+
+def _narrow_x(call: Call) -> None:
+    call.x = call.x[:, :16].contiguous()
+
+
+def _float_x(call: Call) -> None:
+    call.x = call.x.float()
+
+
+def _strided_x(call: Call) -> None:
+    call.x = call.x.T.contiguous().T
+
+
+def _flat_x(call: Call) -> None:
+    call.x = call.x.flatten()
+
+
+def _meta_x(call: Call) -> None:
+    call.x = call.x.to("meta")
+
+
+def _no_tensor(call: Call) -> None:
+    call.x = call.x.tolist()
+
+
+def _too_many(call: Call) -> None:
+    call.x = call.x.repeat(2, 1)
+    call.topk_idx = call.topk_idx.repeat(2, 1)
+    call.topk_weights = call.topk_weights.repeat(2, 1)
+
+
+def _expert_too_high(call: Call) -> None:
+    call.topk_idx[5, 2] = 12
+
+
+def _expert_too_low(call: Call) -> None:
+    call.topk_idx[0, 1] = -2
+
+
+def _int32_idx(call: Call) -> None:
+    call.topk_idx = call.topk_idx.int()
+
+
+def _wrong_top_k(call: Call) -> None:
+    call.topk_idx = call.topk_idx[:, :2].contiguous()
+
+
+def _fewer_idx(call: Call) -> None:
+    call.topk_idx = call.topk_idx[:-1].contiguous()
+
+
+def _strided_idx(call: Call) -> None:
+    call.topk_idx = call.topk_idx.T.contiguous().T
+
+
+def _wrong_weights(call: Call) -> None:
+    call.topk_weights = call.topk_weights[:, :1].contiguous()
+
+
+def _double_weights(call: Call) -> None:
+    call.topk_weights = call.topk_weights.double()
+
+
+# What is spoilt, and the argument, value and bound that the message must name.
+DISPATCH_CASES: list[tuple[Spoil, str, str, str]] = [
+    (_narrow_x, "x.shape", "(8, 16)", "32"),
+    (_float_x, "x.dtype", "torch.float32", "torch.bfloat16"),
+    (_strided_x, "x.stride()", "(1, 8)", "contiguous"),
+    (_flat_x, "x.shape", "(256,)", "32"),
+    (_meta_x, "x.device", "meta", "cpu"),
+    (_no_tensor, "x", "list", "torch.Tensor"),
+    (_too_many, "x.shape[0]", "16", "max_tokens = 8"),
+    (_expert_too_high, "topk_idx[5, 2]", "12", "11"),
+    (_expert_too_low, "topk_idx[0, 1]", "-2", "-1"),
+    (_int32_idx, "topk_idx.dtype", "torch.int32", "torch.int64"),
+    (_wrong_top_k, "topk_idx.shape", "(8, 2)", "(8, 3)"),
+    (_fewer_idx, "topk_idx.shape", "(7, 3)", "(8, 3)"),
+    (_strided_idx, "topk_idx.stride()", "(1, 8)", "contiguous"),
+    (_wrong_weights, "topk_weights.shape", "(8, 1)", "(8, 3)"),
+    (_double_weights, "topk_weights.dtype", "torch.float64", "torch.float32"),
+]
+
+
+def _spoilt_dispatch(group: dist.ProcessGroup, mode: str, spoil: Spoil) -> tuple[object, bool]:
+    shape = Shape(mode=mode)
+    with shape.open(group) as ep:
+        call = good_call(shape, ep.rank)
+        if ep.rank == BAD_RANK:
+            spoil(call)
+        error = caught(lambda: ep.dispatch(call.x, call.topk_idx, call.topk_weights))
+        return error, works(ep, shape)
+
+
+def _check(outcomes: list[tuple[object, bool]], argument: str, value: str, bound: str) -> None:
+    for rank, (error, works_after) in enumerate(outcomes):
+        assert works_after, rank
+        if rank == BAD_RANK:
+            assert isinstance(error, fanfold.ArgumentError), error
+            assert error.argument == argument
+            assert value in error.value
+            assert bound in error.bound
+        else:
+            assert isinstance(error, fanfold.PeerRefused), error
+            assert error.peer == BAD_RANK
+            assert error.rank == rank
+            assert argument in error.reason
+            assert value in error.reason
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", DISPATCH_CASES, ids=lambda case: case[0].__name__)
+def test_dispatch(
+    pools: Callable[[int], RankPool], mode: str, case: tuple[Spoil, str, str, str]
+) -> None:
+    spoil, argument, value, bound = case
+    _check(pools(RANKS).run(_spoilt_dispatch, mode, spoil), argument, value, bound)
+
+
+def _spoilt_combine(group: dist.ProcessGroup, mode: str, what: str) -> tuple[object, bool]:
+    shape = Shape(mode=mode)
+    with shape.open(group) as ep:
+        call = good_call(shape, ep.rank)
+        received = ep.dispatch(call.x, call.topk_idx, call.topk_weights)
+        y, out = received.tokens, None
+        if ep.rank == BAD_RANK:
+            if what == "dtype":
+                y = y.float()
+            elif what == "shape":
+                y = y[..., :-16].contiguous()
+            elif what == "rows":
+                y = y.flatten(0, -2)[:-1].contiguous()
+            else:
+                out = torch.empty((3, shape.hidden), dtype=torch.bfloat16)
+        error = caught(lambda: ep.combine(y, received, out=out))
+        return error, works(ep, shape)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("what", "argument", "value", "bound"),
+    [
+        ("dtype", "y.dtype", "torch.float32", "torch.bfloat16"),
+        ("shape", "y.shape", "16", "32"),
+        ("rows", "y.shape", "(", "("),
+        ("out", "out.shape", "(3, 32)", "(8, 32)"),
+    ],
+)
+def test_combine(
+    pools: Callable[[int], RankPool], mode: str, what: str, argument: str, value: str, bound: str
+) -> None:
+    _check(pools(RANKS).run(_spoilt_combine, mode, what), argument, value, bound)
+
+
+def _foreign_handle(group: dist.ProcessGroup, mode: str) -> tuple[object, bool]:
+    shape = Shape(mode=mode)
+    with shape.open(group) as ep, shape.open(group) as other:
+        call = good_call(shape, ep.rank)
+        received = ep.dispatch(call.x, call.topk_idx, call.topk_weights)
+        foreign = other.dispatch(call.x, call.topk_idx, call.topk_weights)
+        used = foreign if ep.rank == BAD_RANK else received
+        error = caught(lambda: ep.combine(used.tokens, used))
+        return error, works(ep, shape) and works(other, shape)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_combine_with_the_handle_of_another_object(
+    pools: Callable[[int], RankPool], mode: str
+) -> None:
+    for rank, (error, works_after) in enumerate(pools(RANKS).run(_foreign_handle, mode)):
+        assert works_after
+        expected = fanfold.UsageError if rank == BAD_RANK else fanfold.PeerRefused
+        assert isinstance(error, expected), error
+        assert "another ExpertParallel" in str(error)
+
+
+def _misuse(group: dist.ProcessGroup) -> list[str]:
+    shape = Shape()
+    found = []
+    with shape.open(group) as ep:
+        call = good_call(shape, ep.rank)
+        args = (call.x, call.topk_idx, call.topk_weights)
+        received, hook = ep.dispatch(*args, return_hook=True)
+        found.append(str(caught(lambda: ep.combine(received.tokens, received))))
+        hook()
+        found.append(str(caught(hook)))
+        hooks = [ep.dispatch(*args, return_hook=True)[1] for _ in range(2)]
+        found.append(str(caught(lambda: ep.dispatch(*args))))
+        for each in hooks:
+            each()
+        assert works(ep, shape)
+    found.append(str(caught(lambda: ep.dispatch(*args))))
+    return found
+
+
+def test_calls_out_of_order(pools: Callable[[int], RankPool]) -> None:
+    for incomplete, twice, third, closed in pools(RANKS).run(_misuse):
+        assert "not complete" in incomplete or "refused" in incomplete
+        assert "called already" in twice
+        assert "two calls" in third
+        assert "closed" in closed
+
+
+def _construct(group: dist.ProcessGroup, changes: list[dict[str, object]]) -> Exception | None:
+    shape = Shape()
+    rank = dist.get_rank(group)
+    error = caught(lambda: shape.open(group, **changes[rank]).close())
+    with shape.open(group) as ep:
+        assert works(ep, shape)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("changes", "argument", "value"),
+    [
+        ({"num_experts": 13}, "num_experts", "13"),
+        ({"num_experts": 0}, "num_experts", "0"),
+        ({"top_k": 0}, "top_k", "0"),
+        ({"top_k": 33}, "top_k", "33"),
+        ({"hidden": 17}, "hidden", "17"),
+        ({"hidden": 8}, "hidden", "8"),
+        ({"hidden": 24, "dispatch_dtype": "fp8"}, "hidden", "24"),
+        ({"max_tokens": -1}, "max_tokens", "-1"),
+        ({"mode": "fast"}, "mode", "'fast'"),
+        ({"dispatch_dtype": "int4"}, "dispatch_dtype", "'int4'"),
+        ({"scale_format": "none"}, "scale_format", "'none'"),
+        ({"expert_alignment": 0}, "expert_alignment", "0"),
+    ],
+)
+def test_construction(
+    pools: Callable[[int], RankPool], changes: dict[str, object], argument: str, value: str
+) -> None:
+    alike = pools(RANKS).run(_construct, [changes] * RANKS)
+    for error in alike:
+        assert isinstance(error, fanfold.ArgumentError)
+        assert (error.argument, error.value) == (argument, value)
+    alone = pools(RANKS).run(_construct, [changes if r == BAD_RANK else {} for r in range(RANKS)])
+    for rank, error in enumerate(alone):
+        assert isinstance(error, fanfold.FanfoldError)
+        assert argument in str(error)
+        assert value in str(error)
+        assert rank == BAD_RANK or f"rank {BAD_RANK}" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("hidden", (32, 48)),
+        ("top_k", (3, 4)),
+        ("num_experts", (12, 24)),
+        ("max_tokens", (8, 9)),
+        ("mode", ("low_latency", "high_throughput")),
+    ],
+)
+def test_ranks_that_disagree(
+    pools: Callable[[int], RankPool], name: str, values: tuple[object, object]
+) -> None:
+    changes = [{name: values[rank == 2]} for rank in range(RANKS)]
+    for error in pools(RANKS).run(_construct, changes):
+        assert isinstance(error, fanfold.ArgumentError)
+        assert error.argument == name
+        assert repr(values[0]) in error.value
+        assert repr(values[1]) in error.value
+        assert "rank 2" in error.value

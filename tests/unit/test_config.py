@@ -1,0 +1,87 @@
+"""Settings: precedence, provenance, and errors that name the variable."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import pytest
+
+from fanfold.config import Config, settings
+from fanfold.errors import ConfigError
+
+
+def test_defaults_are_valid_and_say_so() -> None:
+    config = Config.resolve()
+    assert set(config.sources) == {setting.name for setting in settings()}
+    assert set(config.sources.values()) == {"default"}
+    for setting in settings():
+        assert getattr(config, setting.name) == setting.default
+        assert setting.variable == f"FANFOLD_{setting.name.upper()}"
+        assert setting.help
+
+
+def test_environment_beats_default_and_argument_beats_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FANFOLD_TIMEOUT_S", "7.5")
+    monkeypatch.setenv("FANFOLD_LATE_PEERS", "mask")
+    config = Config.resolve(timeout_s=3)
+    assert (config.timeout_s, config.late_peers) == (3, "mask")
+    assert config.sources["timeout_s"] == "argument"
+    assert config.sources["late_peers"] == "environment"
+    assert config.sources["spin_us"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("FANFOLD_TIMEOUT_S", "soon"),
+        ("FANFOLD_TIMEOUT_S", ""),
+        ("FANFOLD_TIMEOUT_S", "0"),
+        ("FANFOLD_TIMEOUT_S", "-1"),
+        ("FANFOLD_TIMEOUT_S", "nan"),
+        ("FANFOLD_TIMEOUT_S", "inf"),
+        ("FANFOLD_SPIN_US", "-1"),
+        ("FANFOLD_SPIN_US", "none"),
+        ("FANFOLD_LATE_PEERS", "wait"),
+        ("FANFOLD_STAGING_BYTES", "8MB"),
+        ("FANFOLD_STAGING_BYTES", "1"),
+    ],
+)
+def test_malformed_variable(monkeypatch: pytest.MonkeyPatch, variable: str, text: str) -> None:
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(ConfigError, match=variable) as caught:
+        Config.resolve()
+    assert repr(text) in str(caught.value) or text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("timeout_s", 0),
+        ("timeout_s", "1"),
+        ("timeout_s", True),
+        ("spin_us", -0.5),
+        ("late_peers", None),
+        ("staging_bytes", 1.5e6),
+    ],
+)
+def test_bad_argument(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=name):
+        Config.resolve(**{name: value})
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(ConfigError, match="timeout_ms"):
+        Config.resolve(timeout_ms=5)
+
+
+def test_immutable() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config.resolve().timeout_s = 1.0  # type: ignore[misc]
+
+
+def test_spin_only_where_every_rank_has_a_core() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert Config.resolve().spin_seconds(cores) > 0.0
+    assert Config.resolve().spin_seconds(cores + 1) == 0.0
+    assert Config.resolve(spin_us=3).spin_seconds(cores + 1) == pytest.approx(3e-6)

@@ -1,0 +1,38 @@
+"""Exceptions travel between processes with their fields, and say what to do."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from fanfold.errors import ArgumentError, FanfoldError, PeerRefused, PeerTimeout
+
+ERRORS = [
+    ArgumentError("hidden", 17, "a multiple of 8"),
+    PeerRefused(0, 2, "low_latency dispatch", "hidden is 17"),
+    PeerTimeout(1, 3, "low_latency combine", 8, 7, 0.5, False),
+    PeerTimeout(1, 3, "low_latency combine", 8, 7, 0.5, True),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_pickle(error: FanfoldError) -> None:
+    back = pickle.loads(pickle.dumps(error))
+    assert type(back) is type(error)
+    assert vars(back) == vars(error)
+    assert str(back) == str(error)
+
+
+def test_kinds() -> None:
+    assert isinstance(ERRORS[0], ValueError)
+    assert isinstance(ERRORS[2], TimeoutError)
+
+
+def test_words() -> None:
+    assert "hidden is 17, but must be a multiple of 8" in str(ERRORS[0])
+    late, gone = str(ERRORS[2]), str(ERRORS[3])
+    for text in (late, gone):
+        assert "rank 1 waited 0.5 s for rank 3 in low_latency combine: expected 8, have 7" in text
+    assert "FANFOLD_TIMEOUT_S" in late
+    assert "has ended" in gone

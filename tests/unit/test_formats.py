@@ -1,0 +1,69 @@
+"""fp8 rows: against PyTorch's own conversion, and back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fanfold.errors import ArgumentError
+from fanfold.formats import RowFormat, ScaleFormat, blocks, dequantize, quantize, scale_columns
+
+
+def _rows(hidden: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(hidden)
+    x = torch.randn((9, hidden), generator=generator) * torch.logspace(-6, 4, 9).unsqueeze(1)
+    x[3] = 0.0
+    return x.bfloat16()
+
+
+def _expected(x: torch.Tensor, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The formula of DeepEP, block by block, with PyTorch's conversion to e4m3."""
+    values = torch.empty(x.shape, dtype=torch.float8_e4m3fn)
+    scales = torch.empty((x.shape[0], blocks(x.shape[1])))
+    for begin in range(0, x.shape[1], 128):
+        block = x[:, begin : begin + 128].float()
+        amax = block.abs().amax(1).clamp(min=1e-4)
+        # Not `448.0 / amax`, which PyTorch computes as a reciprocal and a product.
+        scale, factor = amax / 448.0, torch.tensor(448.0) / amax
+        if power_of_two:
+            scale = torch.exp2(torch.ceil(torch.log2(scale)))
+            factor = 1.0 / scale
+        scales[:, begin // 128] = scale
+        values[:, begin : begin + 128] = (block * factor.unsqueeze(1)).to(torch.float8_e4m3fn)
+    return values, scales
+
+
+@pytest.mark.parametrize("hidden", [16, 128, 144, 512, 2880])
+@pytest.mark.parametrize("scale_format", list(ScaleFormat))
+def test_quantize(hidden: int, scale_format: ScaleFormat) -> None:
+    x = _rows(hidden)
+    values, scales = quantize(x, scale_format)
+    expected_values, expected_scales = _expected(x, scale_format is not ScaleFormat.FLOAT32)
+    assert torch.equal(values.view(torch.uint8), expected_values.view(torch.uint8))
+    assert scales.shape == (9, scale_columns(hidden, scale_format))
+    if scale_format is ScaleFormat.UE8M0:
+        for block in range(blocks(hidden)):
+            exponent = (scales[:, block // 4] >> (block % 4 * 8)) & 0xFF
+            assert torch.equal(torch.exp2(exponent.float() - 127.0), expected_scales[:, block])
+    else:
+        assert torch.equal(scales, expected_scales)
+
+
+@pytest.mark.parametrize("scale_format", list(ScaleFormat))
+def test_dequantize_is_close(scale_format: ScaleFormat) -> None:
+    x = _rows(400)
+    back = dequantize(*quantize(x, scale_format))
+    # Half a step of e4m3's 3 fraction bits, and the fixed step below its smallest normal number.
+    amax = torch.stack([b.abs().amax(1) for b in x.float().split(128, dim=1)], dim=1)
+    floor = amax.clamp(min=1e-4).repeat_interleave(128, dim=1)[:, :400] / 448.0 * 2.0**-9
+    assert bool(((back - x.float()).abs() <= x.float().abs() / 16.0 + floor * 2.0).all())
+
+
+@pytest.mark.parametrize("name", ["bf16", torch.bfloat16, RowFormat.BF16])
+def test_names(name: object) -> None:
+    assert RowFormat.of(name) is RowFormat.BF16  # type: ignore[arg-type]
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(ArgumentError, match="'int8'"):
+        RowFormat.of("int8")
