@@ -98,3 +98,91 @@ class LowLatency:
     def refuse_dispatch(self, reason: str) -> None: ...
     def refuse_combine(self, reason: str) -> None: ...
     def quiesce(self) -> None: ...
+
+class HighThroughputTokens:
+    row_bytes: int
+    scale_words: int
+    scale_token_stride: int
+    scale_word_stride: int
+    weighted: bool
+    tokens: int
+    experts: int
+    top_k: int
+    rows: int
+    scales: int
+    topk_idx: int
+    topk_weights: int
+
+class HighThroughputPlan:
+    experts: int
+    top_k: int
+    tokens: int
+    received: int
+    is_token_in_rank: int
+    source_prefix: int
+    tokens_per_expert: int
+    offsets: int
+    source_token: int
+    topk_idx: int
+    topk_weights: int
+    rows_of: int
+
+class HighThroughputReceived:
+    capacity: int
+    expert_major: bool
+    rows: int
+    scales: int
+    row_weights: int
+    row_source_rank: int
+    row_source_token: int
+
+class HighThroughputOutputs:
+    hidden: int
+    lanes: bool
+    expert_major: bool
+    y: int
+    row_weights: int
+    lane_weights: int
+
+class HighThroughputResult:
+    out: int
+    weights: int
+    def set_bias(self, place: int, address: int) -> None: ...
+
+class HighThroughput:
+    def __init__(self, memory: SymmetricMemory, offset: int, bytes: int) -> None: ...
+    @staticmethod
+    def required_bytes(ranks: int, staging_bytes: int) -> int: ...
+    @property
+    def ranks(self) -> int: ...
+    def exchange_counts(
+        self, tokens: HighThroughputTokens, plan: HighThroughputPlan, alignment: int
+    ) -> None: ...
+    def dispatch_rows(
+        self,
+        tokens: HighThroughputTokens,
+        plan: HighThroughputPlan,
+        received: HighThroughputReceived,
+    ) -> None: ...
+    def dispatch_cached(
+        self,
+        tokens: HighThroughputTokens,
+        plan: HighThroughputPlan,
+        received: HighThroughputReceived,
+    ) -> None: ...
+    def combine(
+        self,
+        outputs: HighThroughputOutputs,
+        plan: HighThroughputPlan,
+        result: HighThroughputResult,
+    ) -> None: ...
+    def refuse_dispatch(self, reason: str) -> None: ...
+    def refuse_combine(self, reason: str) -> None: ...
+
+def count_routes(
+    topk_idx: int,
+    sizes: tuple[int, int, int, int],
+    tokens_per_rank: int,
+    tokens_per_expert: int,
+    is_token_in_rank: int,
+) -> None: ...

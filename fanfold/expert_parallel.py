@@ -313,12 +313,9 @@ class ExpertParallel:
             self._check_received(received)
         source = received.source
         assert isinstance(source, HighThroughputSource)
-        empty = torch.zeros((received.tokens.shape[0], self.hidden), dtype=torch.bfloat16)
-        _, weights = self._high_throughput.combine(
-            empty, source.dispatched.plan, layout="expert_major", lane_weights=row_values
+        return self._high_throughput.combine_weights(
+            row_values, source.dispatched.plan, layout="expert_major"
         )
-        assert weights is not None
-        return weights
 
     def close(self) -> None:
         """Releases the memory. Not collective; harmless when repeated."""
@@ -417,11 +414,15 @@ class ExpertParallel:
             if previous is not None:
                 self._check_received(previous)
             x = self._prepare_rows(x)
+            if topk_idx is not None:
+                tokens = (x[0] if isinstance(x, tuple) else x).shape[0]
+                check_tensor("topk_idx", topk_idx, (tokens, self.top_k), (torch.int64,))
         if previous is not None:
             source = previous.source
             assert isinstance(source, HighThroughputSource)
             dispatched = mode.dispatch_cached(x, source.dispatched.plan, layout="expert_major")
         else:
+            assert topk_idx is not None
             dispatched = mode.dispatch(
                 x,
                 topk_idx,
@@ -454,6 +455,8 @@ class ExpertParallel:
     ) -> torch.Tensor:
         with self._refusing(self._high_throughput.refuse_combine):
             self._check_received(received)
+            shape = (received.tokens.shape[0], self.hidden)
+            check_tensor("y", y, shape, (torch.bfloat16,), device=torch.device("cpu"))
             _refuse_given(logfmt=logfmt or None, return_hook=return_hook or None)
         source = received.source
         assert isinstance(source, HighThroughputSource)

@@ -89,8 +89,9 @@ def quantize(
     if scale_format is not ScaleFormat.UE8M0:
         return values, scales
     exponents = scales.view(torch.int32) >> 23
-    padding = scale_columns(hidden, scale_format) * 4 - blocks(hidden)
-    words = torch.nn.functional.pad(exponents, (0, padding)).reshape(tokens, -1, 4)
+    columns = scale_columns(hidden, scale_format)
+    padding = columns * 4 - blocks(hidden)
+    words = torch.nn.functional.pad(exponents, (0, padding)).reshape(tokens, columns, 4)
     shifts = torch.tensor([0, 8, 16, 24], dtype=torch.int32)
     return values, (words << shifts).sum(-1, dtype=torch.int32)
 

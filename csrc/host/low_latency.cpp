@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "host/numeric.h"
@@ -36,10 +37,10 @@ int32_t first_of(int64_t range) { return static_cast<int32_t>(range >> 32); }
 
 }  // namespace
 
-LowLatency::LowLatency(SymmetricMemory& memory, int64_t offset, int64_t bytes)
+LowLatency::LowLatency(SymmetricMemory& memory, int64_t offset, int64_t bytes, uint32_t epoch)
     : memory_(memory), offset_(offset), bytes_(bytes), signals_{memory.ranks()},
-      dispatch_{Phase::kLowLatencyDispatch, Kind::kDispatched, Kind::kDispatchTaken},
-      combine_{Phase::kLowLatencyCombine, Kind::kCombined, Kind::kCombineTaken} {
+      dispatch_{Phase::kLowLatencyDispatch, Kind::kDispatched, Kind::kDispatchTaken, epoch},
+      combine_{Phase::kLowLatencyCombine, Kind::kCombined, Kind::kCombineTaken, epoch} {
   if (offset + bytes > memory.bytes() || bytes < signals_.bytes()) {
     throw BadArgument("bytes", std::to_string(bytes), "within the symmetric memory");
   }
@@ -64,8 +65,8 @@ uint32_t LowLatency::begin(Sequence& sequence) {
   memory_.check_usable();
   const uint32_t epoch = sequence.epoch + 1;
   if (sequence.in_flight[parity_of(epoch)]) {
-    throw Misuse(std::string("two calls of ") + name_of(sequence.phase) +
-                 " are already in flight; finish one (call its hook) first");
+    throw Misuse(std::string("the last call but one of ") + name_of(sequence.phase) +
+                 " is still in flight, and two may be; finish it (call its hook) first");
   }
   // A parity is written again only when its previous rows have been read by the peer.
   for (int32_t peer = 0; peer < memory_.ranks(); ++peer) {
@@ -79,11 +80,19 @@ uint32_t LowLatency::begin(Sequence& sequence) {
 
 void LowLatency::finish(Sequence& sequence, uint32_t epoch) {
   sequence.in_flight[parity_of(epoch)] = false;
-  for (int32_t peer = 0; peer < memory_.ranks(); ++peer) {
-    memory_.push(peer, taken(sequence.taken, memory_.rank()), Signal{epoch, 0});
-  }
+  // Once this call counts as taken, a refuser may write its next reason, so its last is read first.
   const int32_t refuser = sequence.refused_by[parity_of(epoch)];
-  if (refuser >= 0) throw PeerRefused(memory_.refusal(refuser, sequence.phase, epoch));
+  std::optional<RefusalFacts> refusal;
+  if (refuser >= 0) refusal = memory_.refusal(refuser, sequence.phase, epoch);
+  // Receives may come in any order, but a peer takes "taken" for all calls up to this epoch.
+  const uint32_t last = sequence.epoch;
+  const uint32_t all_taken = sequence.in_flight[parity_of(last - 1)] ? last - 2
+                             : sequence.in_flight[parity_of(last)]   ? last - 1
+                                                                     : last;
+  for (int32_t peer = 0; peer < memory_.ranks(); ++peer) {
+    memory_.push(peer, taken(sequence.taken, memory_.rank()), Signal{all_taken, 0});
+  }
+  if (refusal) throw PeerRefused(*refusal);
 }
 
 void LowLatency::refuse(Sequence& sequence, const std::string& reason) {
@@ -210,10 +219,11 @@ void LowLatency::dispatch_receive(uint32_t epoch, const LowLatencyReceived& rece
     const int32_t tokens = await(dispatch_, Kind::kDispatched, epoch, source, received.wait_ns);
     unpack(source, tokens, epoch, received);
   }
+  const bool refused = dispatch_.refused_by[parity_of(epoch)] >= 0;
   for (int32_t e = 0; e < geometry.experts_per_rank(); ++e) {
     const auto rows = static_cast<int32_t>(cursors_[static_cast<size_t>(e)]);
     received.counts[e] = rows;
-    if (received.expert_totals != nullptr) received.expert_totals[e] += rows;
+    if (received.expert_totals != nullptr && !refused) received.expert_totals[e] += rows;
   }
   finish(dispatch_, epoch);
 }

@@ -74,8 +74,9 @@ struct LowLatencyResult {
 
 class LowLatency {
  public:
-  // Uses `bytes` at `offset` of the modes' part of `memory`, which must outlive it.
-  LowLatency(SymmetricMemory& memory, int64_t offset, int64_t bytes);
+  // Uses `bytes` at `offset` of the modes' part of `memory`, which must outlive it. `epoch` is what
+  // all signals in there have reached: 0 in fresh memory.
+  LowLatency(SymmetricMemory& memory, int64_t offset, int64_t bytes, uint32_t epoch = 0);
 
   // Each send returns the epoch that its receive must name. Indices are trusted: the caller has
   // checked them against the geometry. A geometry may change only while no call is in flight.

@@ -25,6 +25,8 @@ constexpr uint32_t kSignBit = 0x80000000u;
 // Half the codes of a sign-magnitude 10-bit field, without the one for zero.
 constexpr float kLogFmtSteps = 510.0f;
 constexpr float kLogFmtOctaves = 32.0f;
+// From here on the range's upper end could round up to 2^128.
+constexpr float kLogFmtLimit = 0x1p127f;
 
 inline uint16_t round_one_to_bf16(float value) {
   const auto bits = std::bit_cast<uint32_t>(value);
@@ -188,7 +190,8 @@ void round_to_bf16(const float* sum, int64_t columns, uint16_t* row) {
 }
 
 bool encode_logfmt_row(const float* values, int64_t hidden, std::byte* row) {
-  if (!std::all_of(values, values + hidden, [](float v) { return std::isfinite(v); })) return false;
+  const auto codable = [](float value) { return std::fabs(value) < kLogFmtLimit; };
+  if (!std::all_of(values, values + hidden, codable)) return false;
   auto* ranges = reinterpret_cast<uint16_t*>(row);
   BitWriter writer{reinterpret_cast<uint8_t*>(row) + blocks_of(hidden) * 4};
   for (int64_t begin = 0; begin < hidden; begin += kBlockColumns) {

@@ -45,7 +45,8 @@ void round_to_bf16(const float* sum, int64_t columns, uint16_t* row);
 // LogFMT-10 (layout/row.h) of a row. For each block of 128 columns, with hi and lo the bfloat16
 // values nearest above and below log2 of the largest and smallest nonzero magnitude (lo at least
 // hi - 32), a column is coded as 0 for zero, else as 1 + round((log2|x| - lo) * 510 / (hi - lo)).
-// False, with nothing usable written, if a value is not finite: send such a row as bf16.
+// False, with nothing usable written, if a value is not finite or 2^127 or more: send such a row
+// as bf16.
 bool encode_logfmt_row(const float* values, int64_t hidden, std::byte* row);
 // sum[i] += the decoded value.
 void add_logfmt_row(const std::byte* row, int64_t hidden, float* sum);

@@ -116,7 +116,13 @@ bool SymmetricMemory::wait_until(const std::function<bool()>& ready,
     const int32_t peer = facts().peer;
     return peer != rank() && processes_[index(peer)].ended();
   };
-  const WaitResult result = Waiter(control(rank()).doorbell, policy).until(ready, hopeless);
+  WaitResult result = WaitResult::kTimedOut;
+  try {
+    result = Waiter(control(rank()).doorbell, policy).until(ready, hopeless);
+  } catch (...) {  // interrupted in the middle of a call, which now can never be finished
+    failure_ = "interrupted in " + facts().phase;
+    throw;
+  }
   if (result == WaitResult::kReady) return true;
   TimeoutFacts blame = facts();
   if (options_.mask_late_peers) {
@@ -131,7 +137,9 @@ bool SymmetricMemory::wait_until(const std::function<bool()>& ready,
 
 void SymmetricMemory::set_reason(Phase phase, uint32_t epoch, const std::string& reason) const {
   char* place = control(rank()).reasons[static_cast<int32_t>(phase)][parity_of(epoch)];
-  const size_t length = std::min(reason.size(), static_cast<size_t>(kReasonBytes) - 1);
+  size_t length = std::min(reason.size(), static_cast<size_t>(kReasonBytes) - 1);
+  // Readers take it for UTF-8, so a character that does not fit is left out whole.
+  while (length < reason.size() && length > 0 && (reason[length] & 0xc0) == 0x80) --length;
   std::memcpy(place, reason.data(), length);
   place[length] = '\0';
 }

@@ -57,6 +57,23 @@ inline SymmetricOptions options_for(int32_t ranks, int64_t bytes,
                           .mask_late_peers = false};
 }
 
+using Group = std::vector<std::unique_ptr<SymmetricMemory>>;
+
+// Ranks that map each other through /proc, as ranks of different processes do.
+inline Group mapped_group(const SymmetricOptions& options) {
+  Group group;
+  std::vector<PeerAddress> addresses;
+  for (int32_t rank = 0; rank < options.ranks; ++rank) {
+    SymmetricOptions own = options;
+    own.rank = rank;
+    group.push_back(std::make_unique<SymmetricMemory>(own));
+    addresses.push_back(group.back()->address());
+  }
+  for (const auto& memory : group) memory->map(addresses);
+  for (const auto& memory : group) memory->seal();
+  return group;
+}
+
 inline bool is_peer_timeout(const std::exception_ptr& failure) {
   try {
     std::rethrow_exception(failure);

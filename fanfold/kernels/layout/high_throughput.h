@@ -68,7 +68,8 @@ struct HighThroughputLayout {
     return HighThroughputSignals{ranks}.bytes() + peer * int64_t{sizeof(Announcement)};
   }
   FANFOLD_HD constexpr int64_t counts_offset(int32_t peer, int32_t experts_per_rank) const {
-    return announcement_offset(ranks) + peer * align_up(int64_t{4} * experts_per_rank, kAreaAlignment);
+    return announcement_offset(ranks) +
+           peer * align_up(int64_t{4} * experts_per_rank, kAreaAlignment);
   }
   // Each peer's counts are rounded up to an area of their own.
   FANFOLD_HD constexpr int64_t staging_offset() const {

@@ -1,0 +1,178 @@
+#include "host/high_throughput.h"
+
+#include <limits>
+#include <utility>
+
+#include "host/high_throughput_combine.h"
+#include "host/high_throughput_dispatch.h"
+#include "host/routes.h"
+
+namespace fanfold {
+namespace {
+
+size_t size_of(int64_t value) { return static_cast<size_t>(value); }
+
+CallFacts facts_of(HighThroughputCall call, const HighThroughputTokens& tokens) {
+  return CallFacts{
+      .call = call,
+      .experts = tokens.experts,
+      .top_k = tokens.top_k,
+      .weighted = tokens.weighted ? 1 : 0,
+      .scale_words = tokens.scale_words,
+      .reserved = 0,
+      .row_bytes = tokens.row_bytes,
+  };
+}
+
+std::vector<int64_t> rows_from(const HighThroughputPlan& plan, int32_t ranks) {
+  std::vector<int64_t> rows;
+  int32_t before = 0;
+  for (int32_t source = 0; source < ranks; ++source) {
+    const int32_t prefix = plan.source_prefix[source];
+    rows.push_back(prefix - std::exchange(before, prefix));
+  }
+  return rows;
+}
+
+// Refuses the call that has begun if no ring could hold a record.
+void require_room(Exchange& exchange, const StreamLayout& layout) {
+  if (layout.chunks > 0) return;
+  const BadArgument error("staging_bytes", std::to_string(exchange.staging_bytes()),
+                          "enough for " + std::to_string(StreamLayout::kLeastChunks) +
+                              " records of " +
+                              std::to_string(layout.record.side_bytes() + kRowAlignment) +
+                              " bytes, in combine for each of the ranks (FANFOLD_STAGING_BYTES)");
+  exchange.refuse(error.what());
+  throw BadArgument(error);
+}
+
+}  // namespace
+
+HighThroughput::HighThroughput(SymmetricMemory& memory, int64_t offset, int64_t bytes)
+    : exchange_(memory, offset, bytes) {}
+
+void HighThroughput::exchange_counts(const HighThroughputTokens& tokens, HighThroughputPlan& plan,
+                                     int32_t alignment) {
+  const int32_t ranks = exchange_.ranks();
+  exchange_.begin(Phase::kHighThroughputCounts);
+  const StreamLayout layout = dispatch_stream(tokens, true, exchange_.staging_bytes());
+  require_room(exchange_, layout);
+  std::vector<int32_t> per_rank(size_of(ranks));
+  std::vector<int32_t> per_expert(size_of(tokens.experts));
+  count_routes(Routes{tokens.topk_idx, tokens.tokens, tokens.top_k, tokens.experts, ranks},
+               RouteCounts{per_rank.data(), per_expert.data(), plan.is_token_in_rank, false});
+  const TokenRanks token_ranks{plan.is_token_in_rank, tokens.tokens, ranks};
+  const int64_t records = token_ranks.count_but(exchange_.rank()) * layout.pieces;
+  exchange_.announce(Exchange::Offer{
+      .facts = facts_of(HighThroughputCall::kDispatch, tokens),
+      .records = std::vector<int64_t>(size_of(ranks), records),
+      .rows = std::vector<int64_t>(per_rank.begin(), per_rank.end()),
+      .counts = per_expert.data(),
+  });
+  exchange_.await_announcements();
+  adopt_counts(plan, alignment);
+  counted_ = true;
+}
+
+void HighThroughput::adopt_counts(HighThroughputPlan& plan, int32_t alignment) {
+  const int32_t ranks = exchange_.ranks();
+  const int32_t locals = plan.experts / ranks;
+  std::vector<int64_t> per_expert(size_of(locals), 0);
+  first_rows_.assign(size_of(int64_t{ranks} * locals), 0);
+  plan.received = 0;
+  int64_t rows = 0;
+  for (int32_t source = 0; source < ranks; ++source) {
+    const bool present = exchange_.present(source);
+    plan.received += present ? exchange_.announcement(source).rows : 0;
+    plan.source_prefix[source] = static_cast<int32_t>(plan.received);
+    for (int32_t e = 0; e < locals; ++e) {
+      first_rows_[size_of(int64_t{source} * locals + e)] = per_expert[size_of(e)];
+      per_expert[size_of(e)] += present ? exchange_.counts(source)[e] : 0;
+    }
+  }
+  for (int32_t e = 0; e < locals; ++e) {
+    plan.tokens_per_expert[e] = static_cast<int32_t>(per_expert[size_of(e)]);
+    plan.offsets[e] = rows;
+    for (int32_t source = 0; source < ranks; ++source) {
+      first_rows_[size_of(int64_t{source} * locals + e)] += rows;
+    }
+    rows += align_up(per_expert[size_of(e)], alignment);
+  }
+  plan.offsets[locals] = rows;
+  if (rows <= std::numeric_limits<int32_t>::max()) return;
+  const BadArgument error("rows that arrive", std::to_string(rows),
+                          "at most 2147483647: send fewer tokens in one call");
+  exchange_.refuse(error.what());
+  throw BadArgument(error);
+}
+
+void HighThroughput::dispatch_rows(const HighThroughputTokens& tokens,
+                                   const HighThroughputPlan& plan,
+                                   const HighThroughputReceived& received) {
+  if (!std::exchange(counted_, false)) {
+    throw Misuse("dispatch_rows must follow exchange_counts of the same dispatch");
+  }
+  exchange_.enter(Phase::kHighThroughputDispatch);
+  const StreamLayout layout = dispatch_stream(tokens, true, exchange_.staging_bytes());
+  Dispatch(exchange_, layout, tokens, plan, received, &first_rows_).run(nullptr);
+}
+
+void HighThroughput::dispatch_cached(const HighThroughputTokens& tokens,
+                                     const HighThroughputPlan& plan,
+                                     const HighThroughputReceived& received) {
+  const int32_t ranks = exchange_.ranks();
+  exchange_.begin(Phase::kHighThroughputDispatch);
+  const StreamLayout layout = dispatch_stream(tokens, false, exchange_.staging_bytes());
+  require_room(exchange_, layout);
+  const TokenRanks token_ranks{plan.is_token_in_rank, tokens.tokens, ranks};
+  const int64_t records = token_ranks.count_but(exchange_.rank()) * layout.pieces;
+  exchange_.announce(Exchange::Offer{
+      .facts = facts_of(HighThroughputCall::kCachedDispatch, tokens),
+      .records = std::vector<int64_t>(size_of(ranks), records),
+      .rows = token_ranks.count(),
+      .counts = nullptr,
+  });
+  const std::vector<int64_t> expected = rows_from(plan, ranks);
+  Dispatch(exchange_, layout, tokens, plan, received, nullptr).run(&expected);
+}
+
+void HighThroughput::combine(const HighThroughputOutputs& outputs, const HighThroughputPlan& plan,
+                             const HighThroughputResult& result) {
+  const int32_t ranks = exchange_.ranks();
+  exchange_.begin(Phase::kHighThroughputCombine);
+  const StreamLayout layout = combine_stream(outputs, plan.top_k, combine_ring_bytes(exchange_));
+  require_room(exchange_, layout);
+  const std::vector<int64_t> rows = rows_from(plan, ranks);
+  std::vector<int64_t> records;
+  for (const int64_t count : rows) records.push_back(count * layout.pieces);
+  exchange_.announce(Exchange::Offer{
+      .facts = CallFacts{.call = HighThroughputCall::kCombine,
+                         .experts = plan.experts,
+                         .top_k = plan.top_k,
+                         .weighted = outputs.lanes ? 1 : 0,
+                         .scale_words = 0,
+                         .reserved = 0,
+                         .row_bytes = int64_t{2} * outputs.hidden},
+      .records = records,
+      .rows = rows,
+      .counts = nullptr,
+  });
+  const std::vector<int64_t> expected =
+      TokenRanks{plan.is_token_in_rank, plan.tokens, ranks}.count();
+  Combine(exchange_, layout, outputs, plan, result).run(expected);
+}
+
+// --- Refusals -------------------------------------------------------------------------------
+
+void HighThroughput::refuse_dispatch(const std::string& reason) {
+  // A dispatch whose counts have been exchanged is refused from within.
+  if (!std::exchange(counted_, false)) exchange_.begin(Phase::kHighThroughputDispatch);
+  exchange_.refuse(reason);
+}
+
+void HighThroughput::refuse_combine(const std::string& reason) {
+  exchange_.begin(Phase::kHighThroughputCombine);
+  exchange_.refuse(reason);
+}
+
+}  // namespace fanfold

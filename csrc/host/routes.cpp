@@ -1,0 +1,48 @@
+#include "host/routes.h"
+
+namespace fanfold {
+
+void count_routes(const Routes& routes, const RouteCounts& counts) {
+  const int32_t locals = routes.experts / routes.ranks;
+  std::fill_n(counts.tokens_per_rank, routes.ranks, 0);
+  std::fill_n(counts.tokens_per_expert, routes.experts, 0);
+  std::fill_n(counts.is_token_in_rank, int64_t{routes.tokens} * routes.ranks, uint8_t{0});
+  std::vector<int32_t> last_token(static_cast<size_t>(routes.experts), -1);
+  for (int32_t token = 0; token < routes.tokens; ++token) {
+    const int64_t* experts = routes.topk_idx + int64_t{token} * routes.top_k;
+    uint8_t* in_rank = counts.is_token_in_rank + int64_t{token} * routes.ranks;
+    for (int32_t k = 0; k < routes.top_k; ++k) {
+      if (experts[k] < 0) continue;
+      int32_t& last = last_token[static_cast<size_t>(experts[k])];
+      if (last != token || counts.count_duplicates) ++counts.tokens_per_expert[experts[k]];
+      last = token;
+      const int64_t rank = experts[k] / locals;
+      counts.tokens_per_rank[rank] += 1 - in_rank[rank];
+      in_rank[rank] = 1;
+    }
+  }
+}
+
+bool TokenRanks::any_but(int32_t token, int32_t rank) const {
+  const uint8_t* places = in_rank + int64_t{token} * ranks;
+  for (int32_t peer = 0; peer < ranks; ++peer) {
+    if (places[peer] != 0 && peer != rank) return true;
+  }
+  return false;
+}
+
+int64_t TokenRanks::count_but(int32_t rank) const {
+  int64_t tokens_elsewhere = 0;
+  for (int32_t token = 0; token < tokens; ++token) tokens_elsewhere += any_but(token, rank) ? 1 : 0;
+  return tokens_elsewhere;
+}
+
+std::vector<int64_t> TokenRanks::count() const {
+  std::vector<int64_t> counts(static_cast<size_t>(ranks), 0);
+  for (int64_t place = 0; place < int64_t{tokens} * ranks; ++place) {
+    counts[static_cast<size_t>(place % ranks)] += in_rank[place] != 0 ? 1 : 0;
+  }
+  return counts;
+}
+
+}  // namespace fanfold

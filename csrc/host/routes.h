@@ -1,0 +1,47 @@
+// What a routing means, counted: which ranks and experts the tokens of a rank go to.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace fanfold {
+
+// Whether `values[k]` stands before k already: a token goes to an expert once, however often it is
+// named.
+template <typename T>
+bool repeated(const T* values, int32_t k) {
+  return std::find(values, values + k, values[k]) != values + k;
+}
+
+// The routing of one rank's tokens.
+struct Routes {
+  const int64_t* topk_idx;  // [tokens, top_k], -1 for none
+  int32_t tokens;
+  int32_t top_k;
+  int32_t experts;
+  int32_t ranks;
+};
+
+struct RouteCounts {
+  int32_t* tokens_per_rank;    // [R] tokens with an expert there
+  int32_t* tokens_per_expert;  // [E]
+  uint8_t* is_token_in_rank;   // [T, R]
+  bool count_duplicates;       // count an expert as often as a token names it, instead of once
+};
+void count_routes(const Routes& routes, const RouteCounts& counts);
+
+// Which ranks each token goes to.
+struct TokenRanks {
+  const uint8_t* in_rank;  // [tokens, ranks]
+  int32_t tokens;
+  int32_t ranks;
+
+  bool any_but(int32_t token, int32_t rank) const;
+  // Tokens that go to another rank than `rank`.
+  int64_t count_but(int32_t rank) const;
+  // [ranks] tokens that go to each.
+  std::vector<int64_t> count() const;
+};
+
+}  // namespace fanfold

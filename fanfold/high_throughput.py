@@ -1,0 +1,606 @@
+"""The high-throughput mode: dispatch and combine for training and prefill.
+
+Rows arrive packed, either expert by expert (the layout of contiguous grouped matrix products) or
+once per (token, rank); a routing can be reused; tensors of any length stream through a fixed
+amount of shared memory. Protocol, layout and arithmetic: ``docs/high_throughput.md``.
+
+R ranks, E experts, E_l = E / R local experts, T own tokens, K top_k, N rows received: one for each
+token of any rank that names a local expert, ordered by source rank, then source token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from fanfold import _core
+from fanfold.config import Config
+from fanfold.errors import ArgumentError, FanfoldError
+from fanfold.geometry import MAX_TOKENS, Geometry, check_hidden, check_tensor, check_topk
+from fanfold.symmetric import SymmetricMemory
+
+__all__ = ["Dispatched", "HighThroughput", "Layout", "Plan", "RowOrder", "Rows", "dispatch_layout"]
+
+Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""Rows to send: ``[T, hidden]``, or such values of a 1-byte dtype and their ``[T, S]`` scales."""
+
+RowOrder = Literal["expert_major", "token_major"]
+
+_CPU = torch.device("cpu")
+_MOST_ROWS = 2**31 - 1  # row numbers are int32
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the tokens of one rank go.
+
+    Attributes:
+        tokens_per_rank: ``[R]`` int32: tokens with an expert on each rank.
+        tokens_per_expert: ``[E]`` int32: an expert counts as often as a token names it.
+        is_token_in_rank: ``[T, R]`` bool.
+    """
+
+    tokens_per_rank: torch.Tensor
+    tokens_per_expert: torch.Tensor
+    is_token_in_rank: torch.Tensor
+
+
+def dispatch_layout(topk_idx: torch.Tensor, num_experts: int, ranks: int) -> Layout:
+    """Where this rank's tokens go. Local: nothing is communicated.
+
+    Args:
+        topk_idx: ``[T, K]`` int64, -1 for none.
+        num_experts: of all ranks, divisible by ``ranks``.
+        ranks: size of the group.
+
+    Raises:
+        ArgumentError: bad input.
+    """
+    _check_integer("ranks", ranks, 1, MAX_TOKENS)
+    _check_routing(topk_idx, None, None, num_experts, ranks)
+    tokens, top_k = topk_idx.shape
+    layout = Layout(
+        torch.empty(ranks, dtype=torch.int32),
+        torch.empty(num_experts, dtype=torch.int32),
+        torch.empty((tokens, ranks), dtype=torch.bool),
+    )
+    _core.count_routes(
+        topk_idx.data_ptr(),
+        (tokens, top_k, num_experts, ranks),
+        layout.tokens_per_rank.data_ptr(),
+        layout.tokens_per_expert.data_ptr(),
+        layout.is_token_in_rank.data_ptr(),
+    )
+    return layout
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one routing means on this rank. Reusable: the handle of a cached dispatch. On the CPU.
+
+    Attributes:
+        ranks: R.
+        num_experts: E.
+        top_k: K.
+        tokens: T.
+        is_token_in_rank: ``[T, R]`` bool: where the own tokens go.
+        received: N.
+        source_prefix: ``[R]`` int32: rows received from ranks 0 to r.
+        source_token: ``[N]`` int32: each row's token index at its source.
+        topk_idx: ``[N, K]`` int64: local expert ids, -1 for experts elsewhere and for none.
+        topk_weights: ``[N, K]`` float32, 0 where topk_idx is -1; None if no weights came along.
+        tokens_per_expert: ``[E_l]`` int32: rows of each local expert; a token counts once.
+        offsets: ``[E_l + 1]`` int64: where each expert's rows begin in expert-major order, rounded
+            up to the alignment; the last is the number of rows with all padding.
+        rows_of: ``[N, K]`` int32: the expert-major row of each lane, -1 where topk_idx is -1. Lanes
+            of one row that name one expert share its row.
+        capacity: rows to allocate, where the dispatch was given a number; else None.
+    """
+
+    ranks: int
+    num_experts: int
+    top_k: int
+    tokens: int
+    is_token_in_rank: torch.Tensor
+    received: int
+    source_prefix: torch.Tensor
+    source_token: torch.Tensor
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor | None
+    tokens_per_expert: torch.Tensor
+    offsets: torch.Tensor
+    rows_of: torch.Tensor
+    capacity: int | None = None
+
+    def __post_init__(self) -> None:
+        """Checks that every tensor has its shape and dtype.
+
+        Raises:
+            ArgumentError: for the first that has not.
+        """
+        lanes, experts = (self.received, self.top_k), self.num_experts // self.ranks
+        for name, shape, dtype in (
+            ("is_token_in_rank", (self.tokens, self.ranks), torch.bool),
+            ("source_prefix", (self.ranks,), torch.int32),
+            ("source_token", (self.received,), torch.int32),
+            ("topk_idx", lanes, torch.int64),
+            ("tokens_per_expert", (experts,), torch.int32),
+            ("offsets", (experts + 1,), torch.int64),
+            ("rows_of", lanes, torch.int32),
+        ):
+            check_tensor(f"plan.{name}", getattr(self, name), shape, (dtype,), device=_CPU)
+        if self.topk_weights is not None:
+            check_tensor("plan.topk_weights", self.topk_weights, lanes, (torch.float32,),
+                         device=_CPU)  # fmt: skip
+
+    def needed(self, layout: RowOrder) -> int:
+        """Rows that arrive in ``layout``, the padding between experts included."""
+        return self.received if layout == "token_major" else int(self.offsets[-1])
+
+    def rows(self, layout: RowOrder) -> int:
+        """Rows of the received tensor in ``layout``."""
+        return self.needed(layout) if self.capacity is None else self.capacity
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """What one dispatch brings to this rank.
+
+    ``rows`` is, expert-major, ``plan.offsets[-1]``; token-major, N; or the capacity asked for.
+
+    Attributes:
+        tokens: ``[rows, hidden]``, dtype as sent. Rows that no token fills are zero.
+        scales: ``[rows, S]`` as sent, row-major; None if rows came without.
+        plan: the routing.
+        row_weights: ``[rows]`` float32, expert-major only: the sum, in top-k order, of the weights
+            that the row's token gives the row's expert; 0 where there is no row. None without
+            weights.
+        row_source_rank: ``[rows]`` int32, -1 where there is no row.
+        row_source_token: ``[rows]`` int32: each row's token index at its source; -1 likewise.
+    """
+
+    tokens: torch.Tensor
+    scales: torch.Tensor | None
+    plan: Plan
+    row_weights: torch.Tensor | None
+    row_source_rank: torch.Tensor
+    row_source_token: torch.Tensor
+
+
+class HighThroughput:
+    """High-throughput calls over one part of a symmetric memory. Every call is collective.
+
+    All calls raise, besides what they say:
+
+    - ArgumentError for bad input: nothing was sent, and the call is void on all ranks; also for
+      ranks that disagree about the call, the experts, top_k, the bytes of a row, its scales, or
+      whether weights travel;
+    - PeerRefused on every other rank in those cases; the next call works;
+    - PeerTimeout if a peer does not arrive in time or has ended: only UsageError from then on;
+    - UsageError if the memory is closed or has failed.
+
+    Args:
+        memory: the ranks' symmetric memory; must stay open as long as this object is used.
+        offset: where this mode's part begins, in bytes.
+        nbytes: size of this mode's part; what :meth:`staging_bytes` says, or any that is larger
+            than its fixed part.
+    """
+
+    def __init__(self, memory: SymmetricMemory, offset: int, nbytes: int) -> None:
+        self._memory = memory
+        self._core = _core.HighThroughput(memory.core, offset, nbytes)
+        self._ranks = self._core.ranks
+
+    @staticmethod
+    def staging_bytes(ranks: int, config: Config) -> int:
+        """Bytes of symmetric memory per rank: ``config.staging_bytes`` and a fixed part of
+        ``131072 + 280 * ranks`` and rounding (docs/high_throughput.md)."""
+        return _core.HighThroughput.required_bytes(ranks, config.staging_bytes)
+
+    def dispatch(
+        self,
+        x: Rows,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        num_experts: int,
+        layout: RowOrder = "expert_major",
+        expert_alignment: int = 1,
+        capacity: int | None = None,
+    ) -> Dispatched:
+        """Sends each token once to every rank that holds one of its experts.
+
+        Args:
+            x: ``[T, hidden]`` contiguous, bfloat16 or any dtype whose row is a multiple of 16
+                bytes; or a pair of values ``[T, hidden]`` of a 1-byte dtype, contiguous, and scales
+                ``[T, S]`` float32 or int32 of any strides. Free for reuse when this returns.
+            topk_idx: ``[T, K]`` int64, -1 for none. A token goes to an expert once, however often
+                it is named.
+            topk_weights: ``[T, K]`` float32, on all ranks or on none.
+            num_experts: of all ranks; a multiple of the ranks.
+            layout: ``"expert_major"``: a row for each (token, local expert), sorted by expert;
+                ``"token_major"``: a row for each (token, rank).
+            expert_alignment: the rows of each expert are padded to a multiple of this.
+            capacity: rows to allocate, instead of what arrives; more arriving rows than that are
+                bad input of this rank.
+        """
+        self._memory.core.check_usable()
+        with _Refusing(self._core.refuse_dispatch):
+            _check_layout(layout)
+            _check_integer("expert_alignment", expert_alignment, 1, 1 << 20)
+            if capacity is not None:
+                _check_integer("capacity", capacity, 0, _MOST_ROWS)
+            values, scales = _check_rows(x)
+            _check_routing(topk_idx, topk_weights, values.shape[0], num_experts, self._ranks)
+        sent = _sent(values, scales)
+        sent.topk_idx, sent.topk_weights = topk_idx.data_ptr(), _address(topk_weights)
+        sent.weighted = topk_weights is not None
+        sent.experts, sent.top_k = num_experts, topk_idx.shape[1]
+        # The plan must not change when the caller overwrites its routing; it keeps none of it.
+        draft = _Draft.of(topk_idx, num_experts, self._ranks)
+        arriving = draft.core()
+        self._core.exchange_counts(sent, arriving, expert_alignment)
+        with _Refusing(self._core.refuse_dispatch):
+            plan = draft.complete(arriving.received, topk_weights is not None, capacity)
+            _check_capacity(plan, layout)
+            dispatched = _allocate(plan, values, scales, layout)
+        self._core.dispatch_rows(sent, _core_plan(plan), _into(dispatched, layout))
+        return dispatched
+
+    def dispatch_cached(self, x: Rows, plan: Plan, *, layout: RowOrder) -> Dispatched:
+        """Sends other rows by the routing of an earlier dispatch: no counts, no routing travel.
+
+        Args:
+            x: as in :meth:`dispatch`, of ``plan.tokens`` rows of any width.
+            plan: of the same earlier dispatch on every rank.
+            layout: as in :meth:`dispatch`; need not be the earlier one.
+        """
+        self._memory.core.check_usable()
+        with _Refusing(self._core.refuse_dispatch):
+            _check_layout(layout)
+            self._check_plan(plan)
+            values, scales = _check_rows(x)
+            if values.shape[0] != plan.tokens:
+                bound = f"{plan.tokens}, the tokens of the plan"
+                raise ArgumentError("x.shape[0]", values.shape[0], bound)
+            dispatched = _allocate(plan, values, scales, layout)
+        sent = _sent(values, scales)
+        sent.experts, sent.top_k = plan.num_experts, plan.top_k
+        self._core.dispatch_cached(sent, _core_plan(plan), _into(dispatched, layout))
+        return dispatched
+
+    def combine(
+        self,
+        y: torch.Tensor,
+        plan: Plan,
+        *,
+        layout: RowOrder,
+        row_weights: torch.Tensor | None = None,
+        lane_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Brings rows back to the tokens they came from and sums them.
+
+        Expert-major, each rank first sums a token's rows: 0 + row_weights * y, in top-k order, in
+        fp32, products rounded before they are added; then rounds to bfloat16. The token's rank adds
+        what the ranks send in fp32, in rank order, to the bias or 0, and rounds once more.
+
+        Args:
+            y: ``[rows, hidden]`` bfloat16, contiguous, in the places dispatch gave the rows (with a
+                capacity, rows beyond those that arrived may be left out).
+            plan: of the dispatch, the same on every rank.
+            layout: which of the two orders ``y`` is in.
+            row_weights: expert-major: ``[rows]`` float32 factors; 1 if None.
+            lane_weights: numbers that travel back to the top-k lanes they came from, summed over
+                ranks: expert-major ``[rows]`` float32 (each lane gets its row's), token-major
+                ``[N, K]`` float32. On all ranks or on none.
+            bias: one or two ``[T, hidden]`` bfloat16 that each sum starts from, added in order.
+            out: ``[T, hidden]`` bfloat16, contiguous; made if not given.
+
+        Returns:
+            ``[T, hidden]`` bfloat16, zero (or the bias) for a token without experts; and with
+            lane_weights ``[T, K]`` float32, else None.
+        """
+        self._memory.core.check_usable()
+        with _Refusing(self._core.refuse_combine):
+            _check_layout(layout)
+            self._check_plan(plan)
+            _check_outputs(y, plan, layout, row_weights)
+            lanes = _check_lanes(lane_weights, plan, layout, y.shape[0])
+            shape = (plan.tokens, y.shape[1])
+            biases = _check_biases(bias, shape)
+            if out is None:
+                out = torch.empty(shape, dtype=torch.bfloat16)
+            check_tensor("out", out, shape, (torch.bfloat16,), device=_CPU)
+        given = _outputs(layout, row_weights, lane_weights)
+        given.y, given.hidden = y.data_ptr(), y.shape[1]
+        result = _core.HighThroughputResult()
+        result.out, result.weights = out.data_ptr(), _address(lanes)
+        for place, rows in enumerate(biases):
+            result.set_bias(place, rows.data_ptr())
+        self._core.combine(given, _core_plan(plan), result)
+        return out, lanes
+
+    def combine_weights(
+        self, lane_weights: torch.Tensor, plan: Plan, *, layout: RowOrder
+    ) -> torch.Tensor:
+        """Like :meth:`combine` for ``lane_weights`` alone: no rows travel.
+
+        Returns:
+            ``[T, K]`` float32; 0 where no rank sends anything.
+        """
+        self._memory.core.check_usable()
+        with _Refusing(self._core.refuse_combine):
+            _check_layout(layout)
+            self._check_plan(plan)
+            lanes = _check_lanes(lane_weights, plan, layout, None)
+            if lanes is None:
+                raise ArgumentError("lane_weights", None, "a torch.Tensor")
+        result = _core.HighThroughputResult()
+        result.weights = lanes.data_ptr()
+        self._core.combine(_outputs(layout, None, lane_weights), _core_plan(plan), result)
+        return lanes
+
+    def refuse_dispatch(self, error: FanfoldError) -> None:
+        """Makes this dispatch void on all ranks because of ``error``, found by a layer above."""
+        _refuse(self._core.refuse_dispatch, error)
+
+    def refuse_combine(self, error: FanfoldError) -> None:
+        """Makes this combine void on all ranks because of ``error``, found by a layer above."""
+        _refuse(self._core.refuse_combine, error)
+
+    def _check_plan(self, plan: Plan) -> None:
+        if not isinstance(plan, Plan):
+            raise ArgumentError("plan", f"a {type(plan).__name__}", "the plan of a dispatch")
+        if plan.ranks != self._ranks:
+            raise ArgumentError("plan.ranks", plan.ranks, f"{self._ranks}, as in this group")
+
+
+@dataclass
+class _Draft:
+    """A plan before anything has arrived."""
+
+    num_experts: int
+    top_k: int
+    is_token_in_rank: torch.Tensor
+    source_prefix: torch.Tensor
+    tokens_per_expert: torch.Tensor
+    offsets: torch.Tensor
+
+    @classmethod
+    def of(cls, topk_idx: torch.Tensor, num_experts: int, ranks: int) -> _Draft:
+        tokens, top_k = topk_idx.shape
+        return cls(
+            num_experts,
+            top_k,
+            torch.empty((tokens, ranks), dtype=torch.bool),
+            torch.empty(ranks, dtype=torch.int32),
+            torch.empty(num_experts // ranks, dtype=torch.int32),
+            torch.empty(num_experts // ranks + 1, dtype=torch.int64),
+        )
+
+    def core(self) -> _core.HighThroughputPlan:
+        plan = _core.HighThroughputPlan()
+        plan.experts, plan.top_k = self.num_experts, self.top_k
+        plan.tokens = self.is_token_in_rank.shape[0]
+        plan.is_token_in_rank = self.is_token_in_rank.data_ptr()
+        plan.source_prefix = self.source_prefix.data_ptr()
+        plan.tokens_per_expert = self.tokens_per_expert.data_ptr()
+        plan.offsets = self.offsets.data_ptr()
+        return plan
+
+    def complete(self, received: int, weighted: bool, capacity: int | None) -> Plan:
+        lanes = (received, self.top_k)
+        tokens, ranks = self.is_token_in_rank.shape
+        return Plan(
+            ranks=ranks,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            tokens=tokens,
+            is_token_in_rank=self.is_token_in_rank,
+            received=received,
+            source_prefix=self.source_prefix,
+            source_token=torch.empty(received, dtype=torch.int32),
+            topk_idx=torch.empty(lanes, dtype=torch.int64),
+            topk_weights=torch.empty(lanes) if weighted else None,
+            tokens_per_expert=self.tokens_per_expert,
+            offsets=self.offsets,
+            rows_of=torch.empty(lanes, dtype=torch.int32),
+            capacity=capacity,
+        )
+
+
+class _Refusing:
+    """Refuses the call on all ranks if its block fails: whatever a rank cannot do, from bad input
+    to too little memory, must not leave the others waiting."""
+
+    def __init__(self, refuse: Callable[[str], None]) -> None:
+        self._refuse = refuse
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            _refuse(self._refuse, error)
+
+
+def _refuse(refuse: Callable[[str], None], error: BaseException) -> None:
+    # The caller's own mistake is what it must see, whatever telling the others runs into.
+    try:
+        refuse(str(error))
+    except FanfoldError as failure:
+        error.__context__ = failure
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _core_plan(plan: Plan) -> _core.HighThroughputPlan:
+    core = _core.HighThroughputPlan()
+    core.experts, core.top_k = plan.num_experts, plan.top_k
+    core.tokens, core.received = plan.tokens, plan.received
+    core.is_token_in_rank = plan.is_token_in_rank.data_ptr()
+    core.source_prefix = plan.source_prefix.data_ptr()
+    core.tokens_per_expert = plan.tokens_per_expert.data_ptr()
+    core.offsets = plan.offsets.data_ptr()
+    core.source_token = plan.source_token.data_ptr()
+    core.topk_idx, core.topk_weights = plan.topk_idx.data_ptr(), _address(plan.topk_weights)
+    core.rows_of = plan.rows_of.data_ptr()
+    return core
+
+
+def _sent(values: torch.Tensor, scales: torch.Tensor | None) -> _core.HighThroughputTokens:
+    sent = _core.HighThroughputTokens()
+    sent.rows, sent.tokens = values.data_ptr(), values.shape[0]
+    sent.row_bytes = values.shape[1] * values.itemsize
+    if scales is not None:
+        sent.scales, sent.scale_words = scales.data_ptr(), scales.shape[1]
+        sent.scale_token_stride, sent.scale_word_stride = scales.stride()
+    return sent
+
+
+def _allocate(
+    plan: Plan, values: torch.Tensor, scales: torch.Tensor | None, layout: RowOrder
+) -> Dispatched:
+    rows = plan.rows(layout)
+    weighted = layout == "expert_major" and plan.topk_weights is not None
+    return Dispatched(
+        tokens=torch.empty((rows, values.shape[1]), dtype=values.dtype),
+        scales=None if scales is None else torch.empty((rows, scales.shape[1]), dtype=scales.dtype),
+        plan=plan,
+        row_weights=torch.empty(rows) if weighted else None,
+        row_source_rank=torch.empty(rows, dtype=torch.int32),
+        row_source_token=torch.empty(rows, dtype=torch.int32),
+    )
+
+
+def _into(dispatched: Dispatched, layout: RowOrder) -> _core.HighThroughputReceived:
+    into = _core.HighThroughputReceived()
+    into.rows, into.capacity = dispatched.tokens.data_ptr(), dispatched.tokens.shape[0]
+    into.scales = _address(dispatched.scales)
+    into.row_weights = _address(dispatched.row_weights)
+    into.row_source_rank = dispatched.row_source_rank.data_ptr()
+    into.row_source_token = dispatched.row_source_token.data_ptr()
+    into.expert_major = layout == "expert_major"
+    return into
+
+
+def _outputs(
+    layout: RowOrder, row_weights: torch.Tensor | None, lane_weights: torch.Tensor | None
+) -> _core.HighThroughputOutputs:
+    given = _core.HighThroughputOutputs()
+    given.expert_major = layout == "expert_major"
+    given.row_weights, given.lane_weights = _address(row_weights), _address(lane_weights)
+    given.lanes = lane_weights is not None
+    return given
+
+
+# ---- checks --------------------------------------------------------------------------------------
+
+
+def _check_integer(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ArgumentError(name, repr(value), f"an integer from {low} to {high}")
+
+
+def _check_layout(layout: object) -> None:
+    if layout not in ("expert_major", "token_major"):
+        raise ArgumentError("layout", repr(layout), "'expert_major' or 'token_major'")
+
+
+def _check_rows(x: object) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The values and scales that ``x`` consists of, after all checks of ``dispatch``."""
+    if not isinstance(x, tuple):
+        return _check_values("x", x), None
+    if len(x) != 2:
+        raise ArgumentError("x", f"a tuple of {len(x)}", "a tensor, or a pair (values, scales)")
+    values = _check_values("x[0]", x[0])
+    if values.itemsize != 1:
+        raise ArgumentError("x[0].dtype", values.dtype, "a 1-byte dtype, as it comes with scales")
+    dtypes = (torch.float32, torch.int32)
+    shape = (values.shape[0], None)
+    scales = check_tensor("x[1]", x[1], shape, dtypes, device=_CPU, contiguous=False)
+    if not 1 <= scales.shape[1] <= values.shape[1]:
+        raise ArgumentError("x[1].shape[1]", scales.shape[1], f"from 1 to {values.shape[1]}")
+    return values, scales
+
+
+def _check_values(name: str, values: object) -> torch.Tensor:
+    if not isinstance(values, torch.Tensor):
+        raise ArgumentError(name, f"a {type(values).__name__}", "a torch.Tensor")
+    check_tensor(name, values, (None, None), (values.dtype,), device=_CPU)
+    _check_integer(f"{name}.shape[0]", values.shape[0], 0, MAX_TOKENS)
+    check_hidden(values.shape[1], values.itemsize)
+    return values
+
+
+def _check_routing(
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    tokens: int | None,
+    num_experts: int,
+    ranks: int,
+) -> None:
+    check_tensor("topk_idx", topk_idx, (tokens, None), (torch.int64,), device=_CPU)
+    top_k = topk_idx.shape[1]
+    Geometry(ranks, num_experts, top_k, hidden=16, max_tokens=topk_idx.shape[0])
+    check_topk(topk_idx, topk_idx.shape[0], top_k, num_experts, _CPU)
+    if topk_weights is not None:
+        check_tensor("topk_weights", topk_weights, tuple(topk_idx.shape), (torch.float32,),
+                     device=_CPU)  # fmt: skip
+
+
+def _check_capacity(plan: Plan, layout: RowOrder) -> None:
+    if plan.rows(layout) < plan.needed(layout):
+        bound = f"at least the {plan.needed(layout)} rows that arrive"
+        raise ArgumentError("capacity", plan.capacity, bound)
+
+
+def _check_outputs(
+    y: torch.Tensor, plan: Plan, layout: RowOrder, row_weights: torch.Tensor | None
+) -> None:
+    check_tensor("y", y, (None, None), (torch.bfloat16,), device=_CPU)
+    check_hidden(y.shape[1], 2)
+    _check_row_count("y", y, plan, layout)
+    if row_weights is None:
+        return
+    if layout == "token_major":
+        raise ArgumentError("row_weights", "given", "None in token-major order")
+    check_tensor("row_weights", row_weights, (y.shape[0],), (torch.float32,), device=_CPU)
+
+
+def _check_row_count(name: str, tensor: torch.Tensor, plan: Plan, layout: RowOrder) -> None:
+    allowed = sorted({plan.needed(layout), plan.rows(layout)})
+    if tensor.shape[0] not in allowed:
+        bound = " or ".join(str(rows) for rows in allowed)
+        raise ArgumentError(f"{name}.shape[0]", tensor.shape[0], f"{bound}, the rows of the plan")
+
+
+def _check_lanes(
+    lane_weights: torch.Tensor | None, plan: Plan, layout: RowOrder, rows: int | None
+) -> torch.Tensor | None:
+    """Room for the lanes of the own tokens, if there are any."""
+    if lane_weights is None:
+        return None
+    shape = (rows,) if layout == "expert_major" else (rows, plan.top_k)
+    check_tensor("lane_weights", lane_weights, shape, (torch.float32,), device=_CPU)
+    _check_row_count("lane_weights", lane_weights, plan, layout)
+    return torch.empty((plan.tokens, plan.top_k))
+
+
+def _check_biases(
+    bias: torch.Tensor | tuple[torch.Tensor, ...] | None, shape: tuple[int, int]
+) -> tuple[torch.Tensor, ...]:
+    biases = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
+    if len(biases) > 2:
+        raise ArgumentError("bias", f"a tuple of {len(biases)}", "at most two tensors")
+    for place, rows in enumerate(biases):
+        name = f"bias[{place}]" if isinstance(bias, tuple) else "bias"
+        check_tensor(name, rows, shape, (torch.bfloat16,), device=_CPU)
+    return biases

@@ -1,0 +1,223 @@
+// Low latency when something goes wrong: ranks that refuse their input, come late, or never.
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.hpp"
+#include "host/low_latency.h"
+#include "low_latency_call.hpp"
+#include "low_latency_world.hpp"
+#include "ranks.hpp"
+
+using namespace fanfold;
+
+namespace {
+
+// The refusal that `body` must throw.
+template <typename Body>
+RefusalFacts refusal_of(Body body) {
+  try {
+    body();
+  } catch (const PeerRefused& refused) {
+    return refused.facts;
+  }
+  throw check::Failure{"nobody refused"};
+}
+
+template <typename Body>
+TimeoutFacts timeout_of(Body body) {
+  try {
+    body();
+  } catch (const PeerTimeout& timeout) {
+    return timeout.facts;
+  }
+  throw check::Failure{"no wait timed out"};
+}
+
+std::string reason_of(int32_t rank, uint64_t round) {
+  return "rank " + std::to_string(rank) + " in round " + std::to_string(round);
+}
+
+// Two ranks with a call that both begin. Rank 1 does `leaves` and then nothing more; rank 0 does
+// `waits` and must run into a timeout of call 1 that blames rank 1.
+struct Timeout {
+  using Body = std::function<void(LowLatency&, const Call&, int32_t)>;
+
+  void expect(const char* phase, const Body& waits, const Body& leaves) const {
+    const World world(
+        SymmetricMemory::in_process(options_for(2, bytes_for(options.geometry), kBound)));
+    const Call call(1, options);
+    TimeoutFacts facts{};
+    on_ranks(2, [&](int32_t rank) {
+      if (rank == 1) return leaves(world[rank], call, rank);
+      facts = timeout_of([&] { waits(world[rank], call, rank); });
+    });
+    CHECK_EQ(facts.rank, 0);
+    CHECK_EQ(facts.peer, 1);
+    CHECK_EQ(facts.phase, phase);
+    CHECK_EQ(facts.expected, 1);
+    CHECK_EQ(facts.actual, 0);
+    CHECK(facts.seconds >= kBound);
+    CHECK(!facts.peer_gone);
+    CHECK_THROWS(send(world[0], call, 0), Misuse);
+    CHECK_THROWS(world[0].quiesce(), Misuse);
+    CHECK_THROWS(world[0].refuse_combine("late"), Misuse);
+  }
+
+  static constexpr double kBound = 0.5;
+  CallOptions options;
+};
+
+void send_only(LowLatency& mode, const Call& call, int32_t rank) { send(mode, call, rank); }
+
+Arrived dispatch(LowLatency& mode, const Call& call, int32_t rank) {
+  return receive(mode, call, send(mode, call, rank));
+}
+
+}  // namespace
+
+// In each round some ranks refuse: the call is void for the others, who learn one of the reasons,
+// and the next call works.
+TEST(low_latency_refusals_void_one_call) {
+  constexpr int32_t kRanks = 4;
+  const World world = world_for(largest(kRanks));
+  on_ranks(kRanks, [&](int32_t rank) {
+    Random jitter(static_cast<uint64_t>(rank));
+    Random program(5);
+    LowLatency& mode = world[rank];
+    for (uint64_t round = 0; round < 400 / kRoundsShare; ++round) {
+      const CallOptions options = random_options(program, kRanks);
+      const Call call(program.next(), options);
+      const bool in_combine = program.one_in(2);
+      std::vector<bool> refuses;
+      for (int32_t peer = 0; peer < kRanks; ++peer) refuses.push_back(program.one_in(4));
+      refuses[static_cast<size_t>(program.between(0, kRanks - 1))] = true;
+      const bool refusing = refuses[static_cast<size_t>(rank)];
+      const auto expect_refusal = [&](const RefusalFacts& facts, const char* phase) {
+        CHECK_EQ(facts.rank, rank);
+        CHECK_EQ(facts.phase, phase);
+        CHECK(refuses[static_cast<size_t>(facts.peer)]);
+        CHECK_EQ(facts.reason, reason_of(facts.peer, round));
+      };
+      stall(jitter);
+      if (!in_combine && refusing) {
+        mode.refuse_dispatch(reason_of(rank, round));
+        continue;
+      }
+      const uint32_t dispatched = send(mode, call, rank);
+      Arrived arrived(call);
+      const auto take = [&] { mode.dispatch_receive(dispatched, arrived.view()); };
+      if (!in_combine) {
+        expect_refusal(refusal_of(take), "low_latency dispatch");
+        CHECK_EQ(arrived.expert_totals[0], 1000);  // nothing of a void call is counted
+        continue;
+      }
+      take();
+      check_arrived(call, rank, arrived, world.none_absent);
+      stall(jitter);
+      if (refusing) {
+        mode.refuse_combine(reason_of(rank, round));
+        continue;
+      }
+      const uint32_t combined = answer(mode, call, rank, arrived, world.none_absent);
+      expect_refusal(refusal_of([&] { collect(mode, call, rank, combined); }),
+                     "low_latency combine");
+    }
+    run_call(mode, Call(1, random_options(program, kRanks)), rank, world.none_absent, jitter);
+  });
+}
+
+// A refusal does not release the rows of the call before it.
+TEST(low_latency_refusing_keeps_older_rows) {
+  const World world = world_for(small_options(2, 0).geometry);
+  const auto call_of = [](uint64_t number) {
+    return Call(number + 80, small_options(2, 0));
+  };
+  on_ranks(2, [&](int32_t rank) {
+    LowLatency& mode = world[rank];
+    const uint32_t first = send(mode, call_of(1), rank);
+    if (rank == 0) {
+      const uint32_t second = send(mode, call_of(2), rank);
+      receive(mode, call_of(1), first);
+      CHECK_EQ(refusal_of([&] { receive(mode, call_of(2), second); }).peer, 1);
+      receive(mode, call_of(3), send(mode, call_of(3), rank));
+      return;
+    }
+    mode.refuse_dispatch("no");
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    check_arrived(call_of(1), rank, receive(mode, call_of(1), first), world.none_absent);
+    receive(mode, call_of(3), send(mode, call_of(3), rank));
+  });
+}
+
+TEST(low_latency_timeouts_of_dispatch) {
+  const Timeout timeout{small_options(2, 0)};
+  timeout.expect("low_latency dispatch", dispatch, [](auto&, auto&, int32_t) {});
+  // The third dispatch needs the slots of the first, and a quiet moment needs all of them.
+  const auto send_twice = [](LowLatency& mode, const Call& call, int32_t rank) {
+    send(mode, call, rank);
+    send(mode, call, rank);
+  };
+  const auto send_a_third = [](LowLatency& mode, const Call& call, int32_t rank) {
+    const uint32_t sent[] = {send(mode, call, rank), send(mode, call, rank)};
+    for (const uint32_t epoch : sent) receive(mode, call, epoch);
+    send(mode, call, rank);
+  };
+  timeout.expect("low_latency dispatch", send_a_third, send_twice);
+  const auto dispatch_and_rest = [](LowLatency& mode, const Call& call, int32_t rank) {
+    dispatch(mode, call, rank);
+    mode.quiesce();
+  };
+  timeout.expect("low_latency dispatch", dispatch_and_rest, send_only);
+}
+
+TEST(low_latency_timeouts_of_combine) {
+  const std::vector<bool> none_absent(2, false);
+  const auto combine = [&](LowLatency& mode, const Call& call, int32_t rank) {
+    const Arrived arrived = dispatch(mode, call, rank);
+    collect(mode, call, rank, answer(mode, call, rank, arrived, none_absent));
+  };
+  const Timeout early{small_options(2, 0)};
+  early.expect("low_latency combine", combine, dispatch);
+  const Timeout late{small_options(2, 1)};
+  const auto answer_only = [&](LowLatency& mode, const Call& call, int32_t rank) {
+    answer(mode, call, rank, dispatch(mode, call, rank), none_absent);
+  };
+  late.expect("low_latency combine", answer_only, dispatch);
+  const auto answer_twice = [&](LowLatency& mode, const Call& call, int32_t rank) {
+    const Arrived arrived = dispatch(mode, call, rank);
+    for (int i = 0; i < 2; ++i) answer(mode, call, rank, arrived, none_absent);
+  };
+  const auto answer_a_third = [&](LowLatency& mode, const Call& call, int32_t rank) {
+    const Arrived arrived = dispatch(mode, call, rank);
+    for (int i = 0; i < 2; ++i) {
+      collect(mode, call, rank, answer(mode, call, rank, arrived, none_absent));
+    }
+    answer(mode, call, rank, arrived, none_absent);
+  };
+  early.expect("low_latency combine", answer_a_third, answer_twice);
+}
+
+// Rank 2 never comes: the others go on with its experts' part missing, call after call.
+TEST(low_latency_goes_on_without_late_peers) {
+  constexpr int32_t kRanks = 3;
+  SymmetricOptions options = options_for(kRanks, bytes_for(largest(kRanks)), 1.0);
+  options.mask_late_peers = true;
+  const World world(SymmetricMemory::in_process(options));
+  const std::vector<bool> absent{false, false, true};
+  on_ranks(2, [&](int32_t rank) {
+    Random jitter(static_cast<uint64_t>(rank));
+    Random program(17);
+    for (int round = 0; round < 60 / kRoundsShare; ++round) {
+      const CallOptions call_options = random_options(program, kRanks);
+      run_call(world[rank], Call(program.next(), call_options), rank, absent, jitter);
+    }
+  });
+  CHECK(world.memory[0]->masked(2));
+  CHECK(world.memory[1]->masked(2));
+  CHECK(!world.memory[0]->masked(1));
+  CHECK(!world.memory[1]->masked(0));
+}
