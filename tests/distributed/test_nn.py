@@ -145,7 +145,7 @@ def test_layer_and_gradients_are_those_of_plain_pytorch(pools, name):
     for rank, (x, grad) in enumerate(inputs):
         out, balance = plain_layer(full, x.requires_grad_(), problem)
         assert_near(results[rank]["out"], out, f"output of rank {rank}")
-        assert results[rank]["balance"] == pytest.approx(float(balance), rel=1e-4, abs=1e-7)
+        assert results[rank]["balance"] == pytest.approx(balance.item(), rel=1e-4, abs=1e-7)
         loss = loss + (out * grad).sum() + balance
     loss.backward()
     for rank, (x, _) in enumerate(inputs):

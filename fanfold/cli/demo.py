@@ -1,0 +1,130 @@
+"""``fanfold demo``: a real model, trained with expert parallelism and checked against itself."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from fanfold.cli.demo_model import (
+    DemoSettings,
+    RankRun,
+    Training,
+    corpus,
+    train_plain,
+    train_rank,
+)
+from fanfold.cli.demo_report import DemoReport, ProgressLine
+from fanfold.errors import ArgumentError
+from fanfold.launch import LaunchError, launch
+
+__all__ = ["add_arguments", "run"]
+
+MAX_SECONDS = 1800.0
+"""After which ranks that still train are given up."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of ``fanfold demo``."""
+    defaults = DemoSettings()
+    parser.description = (
+        "Trains a small byte-level MoE language model on Python's own documentation, its experts "
+        "spread over local ranks; trains it again on one process without expert parallelism; and "
+        "checks that both losses took the same course. Exits with 1 if they did not."
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=defaults.ranks, metavar="N",
+        help=f"processes to spread the {defaults.num_experts} experts over (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--steps", type=int, default=defaults.steps, metavar="N",
+        help="training steps (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seed", type=int, default=defaults.seed, metavar="N",
+        help="of the initial weights and of the batches (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo.png"), metavar="FILE",
+        help="where to draw the losses and the experts' load (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="append the figures to FILE as one line"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the demo: 0 if its check passed, 1 if not or if a rank failed.
+
+    Raises:
+        ArgumentError: an option is out of its bound.
+    """
+    settings = _settings(args)
+    try:
+        report = _train_twice(settings)
+    except LaunchError as error:
+        print("fanfold demo: a rank failed, so the training ended:", file=sys.stderr)
+        print(error, file=sys.stderr)
+        return 1
+    report.print()
+    _draw(report, args.out)
+    if args.json is not None:
+        report.write_json(args.json)
+    return 0 if report.passed else 1
+
+
+def _settings(args: argparse.Namespace) -> DemoSettings:
+    settings = DemoSettings(ranks=args.ranks, steps=args.steps, seed=args.seed)
+    for name, total in (("experts", settings.num_experts), ("sequences", settings.sequences)):
+        if settings.ranks < 1 or total % settings.ranks:
+            raise ArgumentError("--ranks", settings.ranks, f"a divisor of the {total} {name}")
+    if settings.steps < 1:
+        raise ArgumentError("--steps", settings.steps, "1 or more")
+    for option, path in (("--out", args.out), ("--json", args.json)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ArgumentError(option, path, "a file in a folder that exists")
+    return settings
+
+
+def _train_twice(settings: DemoSettings) -> DemoReport:
+    local = settings.num_experts // settings.ranks
+    print(
+        f"model     {settings.layers} blocks, hidden {settings.hidden}, {settings.num_experts} "
+        f"experts of which each token takes {settings.top_k}; {local} on each of "
+        f"{settings.ranks} ranks"
+    )
+    print(
+        f"text      {corpus().numel():,} bytes of Python's documentation (pydoc_data.topics), "
+        f"{settings.tokens_per_step:,} a step",
+        flush=True,
+    )
+    runs = launch(_train_rank, settings.ranks, (settings,), timeout_s=MAX_SECONDS)
+    # One thread, as each rank has: two that share a busy machine wait for each other all the time.
+    (plain,) = launch(_train_plain, 1, (settings,), timeout_s=MAX_SECONDS)
+    return DemoReport(settings, runs, plain)
+
+
+def _train_rank(group: dist.ProcessGroup, settings: DemoSettings) -> RankRun:
+    """What each rank runs; rank 0 shows the progress of all."""
+    if dist.get_rank(group) > 0:
+        return train_rank(group, settings, lambda step, loss: None)
+    with ProgressLine(f"training, {settings.ranks} ranks", settings.steps) as progress:
+        return train_rank(group, settings, progress)
+
+
+def _train_plain(group: dist.ProcessGroup, settings: DemoSettings) -> Training:
+    """The same training in a single process."""
+    del group
+    with ProgressLine("check, one process", settings.steps) as progress:
+        return train_plain(settings, progress)
+
+
+def _draw(report: DemoReport, path: Path) -> None:
+    try:
+        report.draw(path)
+    except ImportError:
+        print("picture   left out, as matplotlib is missing: pip install 'fanfold[plot]'")
+    else:
+        print(f"picture   {path}")

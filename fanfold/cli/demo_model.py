@@ -1,0 +1,306 @@
+"""What ``fanfold demo`` trains: a small byte-level language model with MoE layers, twice.
+
+Once over several ranks, with its experts spread by ``fanfold.nn.MoE``; once on one process, with
+:class:`PlainMoE`, which shares nothing with Fanfold but the initial weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 (torch's own convention)
+
+from fanfold.errors import UnavailableError
+from fanfold.expert_parallel import ExpertParallel
+from fanfold.nn import MoE, MoEOptions, average_gradients, seeded_normal
+
+__all__ = [
+    "ByteModel",
+    "DemoSettings",
+    "PlainMoE",
+    "RankRun",
+    "Training",
+    "corpus",
+    "train_plain",
+    "train_rank",
+]
+
+BYTES = 256
+Progress = Callable[[int, float], None]
+"""Called after each step with the steps done and the loss."""
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    """Sizes of the model and of its training; ``sequences`` are those of all ranks in a step."""
+
+    ranks: int = 4
+    steps: int = 150
+    seed: int = 0
+    layers: int = 3
+    hidden: int = 128
+    heads: int = 4
+    intermediate: int = 128
+    num_experts: int = 16
+    top_k: int = 2
+    balance: float = 0.01
+    context: int = 64
+    sequences: int = 32
+    learning_rate: float = 2e-3
+    warmup: int = 20
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of all ranks."""
+        return self.sequences * self.context
+
+
+def corpus() -> torch.Tensor:
+    """The bytes of Python's own language reference, int64, about 460,000.
+
+    Raises:
+        UnavailableError: this Python came without it.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise UnavailableError(
+            "the demo reads pydoc_data.topics, which this Python lacks; use one that has its whole "
+            "standard library (Debian, Ubuntu: apt install libpython3-stdlib)"
+        ) from error
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    return torch.tensor(list(text.encode()), dtype=torch.int64)
+
+
+def batches(settings: DemoSettings) -> Iterator[torch.Tensor]:
+    """For each step the sequences of each rank: ``[ranks, sequences / ranks, context + 1]``."""
+    text = corpus()
+    generator = torch.Generator().manual_seed(settings.seed)
+    places = torch.arange(settings.context + 1)
+    for _ in range(settings.steps):
+        shape = (settings.ranks, settings.sequences // settings.ranks, 1)
+        begin = torch.randint(text.numel() - settings.context, shape, generator=generator)
+        yield text[begin + places]
+
+
+# ---- the model ----------------------------------------------------------------------------------
+
+
+class _Attention(torch.nn.Module):
+    """Causal attention with its norm."""
+
+    def __init__(self, settings: DemoSettings, seed: int) -> None:
+        super().__init__()
+        hidden, std = settings.hidden, settings.hidden**-0.5
+        self.heads = settings.heads
+        self.norm = torch.nn.RMSNorm(hidden)
+        self.w_in = torch.nn.Parameter(seeded_normal((3 * hidden, hidden), std, seed, "qkv"))
+        self.w_out = torch.nn.Parameter(seeded_normal((hidden, hidden), std / 2, seed, "attention"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, hidden = x.shape
+        mixed = F.linear(self.norm(x), self.w_in)
+        query, key, value = mixed.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return F.linear(out.transpose(1, 2).reshape(batch, length, hidden), self.w_out)
+
+
+class ByteModel(torch.nn.Module):
+    """A transformer over bytes with an MoE layer in each block.
+
+    Args:
+        settings: its sizes.
+        make_moe: makes the MoE layer of a block, given the seed of its weights.
+    """
+
+    def __init__(self, settings: DemoSettings, make_moe: Callable[[int], MoE | PlainMoE]) -> None:
+        super().__init__()
+        hidden, seed = settings.hidden, settings.seed
+        seeds = [seed * 1000 + layer for layer in range(settings.layers)]
+        self.embedding = torch.nn.Parameter(seeded_normal((BYTES, hidden), 0.5, seed, "bytes"))
+        positions = seeded_normal((settings.context, hidden), 0.1, seed, "positions")
+        self.positions = torch.nn.Parameter(positions)
+        self.attention = torch.nn.ModuleList(_Attention(settings, s) for s in seeds)
+        self.norms = torch.nn.ModuleList(torch.nn.RMSNorm(hidden) for _ in seeds)
+        self.moe = torch.nn.ModuleList(make_moe(s) for s in seeds)
+        self.norm = torch.nn.RMSNorm(hidden)
+        self.head = torch.nn.Parameter(seeded_normal((BYTES, hidden), 0.02, seed, "head"))
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        """Logits ``[sequences, length, 256]`` of the byte after each of ``text``."""
+        x = self.embedding[text] + self.positions[: text.shape[1]]
+        for attention, norm, moe in zip(self.attention, self.norms, self.moe, strict=True):
+            x = x + attention(x)
+            x = x + moe(norm(x))
+        return F.linear(self.norm(x), self.head)
+
+    def losses(self, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean cross-entropy in nats per byte, and the balance losses of all layers."""
+        logits = self(batch[:, :-1])
+        entropy = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        return entropy, torch.stack([moe.balance_loss for moe in self.moe]).sum()
+
+
+class PlainMoE(torch.nn.Module):
+    """The layer of ``fanfold.nn.MoE`` as one would write it without expert parallelism.
+
+    Everything is float32 and all experts are here. The balance loss is over each rank's tokens, as
+    in the parallel run, and averaged.
+    """
+
+    def __init__(self, settings: DemoSettings) -> None:
+        super().__init__()
+        experts, hidden = settings.num_experts, settings.hidden
+        self.top_k, self.ranks, self.balance = settings.top_k, settings.ranks, settings.balance
+        self.router = torch.nn.Linear(hidden, experts, bias=False)
+        self.w_in = torch.nn.Parameter(torch.empty(experts, 2 * settings.intermediate, hidden))
+        self.w_out = torch.nn.Parameter(torch.empty(experts, hidden, settings.intermediate))
+        self.balance_loss = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, -2)
+        experts = self.w_in.shape[0]
+        scores = torch.softmax(self.router(tokens), dim=-1)
+        weights, chosen = torch.topk(scores, self.top_k)
+        weights = weights / weights.sum(-1, keepdim=True)
+        out = torch.zeros_like(tokens)
+        for expert in range(experts):
+            token, place = torch.nonzero(chosen == expert, as_tuple=True)
+            gate, up = F.linear(tokens[token], self.w_in[expert]).chunk(2, dim=-1)
+            y = F.linear(F.silu(gate) * up, self.w_out[expert])
+            out = out.index_add(0, token, y * weights[token, place].unsqueeze(-1))
+        share = F.one_hot(chosen, experts).float().unflatten(0, (self.ranks, -1)).mean((1, 2))
+        score = scores.unflatten(0, (self.ranks, -1)).mean(1)
+        self.balance_loss = self.balance * experts * (share * score).sum(-1).mean()
+        return out.view_as(x)
+
+
+def _open(settings: DemoSettings, group: dist.ProcessGroup | None) -> ExpertParallel:
+    return ExpertParallel(
+        group,
+        num_experts=settings.num_experts,
+        top_k=settings.top_k,
+        hidden=settings.hidden,
+        max_tokens=settings.tokens_per_step // settings.ranks,
+        mode="high_throughput",
+    )
+
+
+def _parallel_model(settings: DemoSettings, ep: ExpertParallel) -> ByteModel:
+    sizes = (settings.hidden, settings.intermediate, settings.num_experts, settings.top_k)
+
+    def make_moe(seed: int) -> MoE:
+        options = MoEOptions(balance=settings.balance, seed=seed)
+        return MoE(*sizes, expert_parallel=ep, options=options)
+
+    return ByteModel(settings, make_moe)
+
+
+def _plain_model(settings: DemoSettings) -> ByteModel:
+    """All experts on this process, starting from the weights that a single rank starts from."""
+    model = ByteModel(settings, lambda seed: PlainMoE(settings))
+    with _open(settings, None) as ep:
+        model.load_state_dict(_parallel_model(settings, ep).state_dict())
+    return model
+
+
+# ---- training -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a training was like.
+
+    Attributes:
+        losses: cross-entropy in nats per byte of each step, on a rank that of its own sequences.
+        gradients: of the first step, by parameter; on a rank averaged over the ranks.
+        seconds: of all steps together.
+    """
+
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """One rank's training and what Fanfold did in it.
+
+    Attributes:
+        training: losses, gradients (of the routed experts those that live here), time.
+        dispatch_seconds, combine_seconds: of that time, in dispatches and combines, backward
+            passes and waiting for peers included.
+        bytes_sent, bytes_returned: of rows, to other ranks and back.
+        expert_rows: ``[steps, layers, E_l]`` int64: rows that each local expert computed.
+    """
+
+    training: Training
+    dispatch_seconds: float
+    combine_seconds: float
+    bytes_sent: int
+    bytes_returned: int
+    expert_rows: torch.Tensor
+
+
+def train_rank(group: dist.ProcessGroup, settings: DemoSettings, progress: Progress) -> RankRun:
+    """Trains the model on this rank's part of each batch. Collective."""
+    with _open(settings, group) as ep:
+        model = _parallel_model(settings, ep)
+        layers = [moe.statistics for moe in model.moe]
+        rows = [torch.zeros((len(layers), ep.experts_per_rank), dtype=torch.int64)]
+
+        def after_backward() -> None:
+            average_gradients(model, group)
+            rows.append(torch.stack([layer.expert_rows for layer in layers]))
+
+        training = _train(model, settings, slice(ep.rank, ep.rank + 1), after_backward, progress)
+        return RankRun(
+            training=training,
+            dispatch_seconds=sum(layer.dispatch_seconds for layer in layers),
+            combine_seconds=sum(layer.combine_seconds for layer in layers),
+            bytes_sent=sum(layer.bytes_sent for layer in layers),
+            bytes_returned=sum(layer.bytes_returned for layer in layers),
+            expert_rows=torch.stack(rows).diff(dim=0),
+        )
+
+
+def train_plain(settings: DemoSettings, progress: Progress) -> Training:
+    """The same training on this process alone, each step on the whole batch."""
+    return _train(_plain_model(settings), settings, slice(None), lambda: None, progress)
+
+
+def _train(
+    model: ByteModel,
+    settings: DemoSettings,
+    ranks: slice,
+    after_backward: Callable[[], None],
+    progress: Progress,
+) -> Training:
+    """Trains on the part of each batch that belongs to ``ranks``."""
+    optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, 0.95))
+    losses: list[float] = []
+    first: dict[str, torch.Tensor] = {}
+    begin = time.perf_counter()
+    for step, batch in enumerate(batches(settings)):
+        entropy, balance = model.losses(batch[ranks].flatten(0, 1))
+        optimizer.zero_grad()
+        (entropy + balance).backward()
+        after_backward()
+        if step == 0:
+            first = {name: p.grad.clone() for name, p in model.named_parameters()}
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = _learning_rate(settings, step)
+        optimizer.step()
+        losses.append(float(entropy.detach()))
+        progress(step + 1, losses[-1])
+    return Training(losses, first, time.perf_counter() - begin)
+
+
+def _learning_rate(settings: DemoSettings, step: int) -> float:
+    """A linear warm-up, then a linear decay to a tenth."""
+    after = max(step - settings.warmup, 0) / max(settings.steps - settings.warmup, 1)
+    return settings.learning_rate * min((step + 1) / settings.warmup, 1.0 - 0.9 * after)

@@ -1,0 +1,228 @@
+"""Differentiable dispatch and combine.
+
+    tokens, weights, received = functional.dispatch(ep, x, topk_idx, topk_weights)
+    y = experts(tokens)                                  # row i of y from row i of tokens
+    out = functional.combine(ep, y, received, weights)
+
+As linear maps of their rows the two are each other's transpose, so each one's backward pass is a
+call of the other:
+
+    dispatch   row(t, e) = x[t]                      grad x[t] = sum over e of grad row(t, e)
+               w(t, e) = sum of weights[t, k]        grad weights[t, k] = grad w(t, e)
+               over the k with topk_idx[t, k] = e    for the e = topk_idx[t, k]
+    combine    out[t] = sum over e of w(t, e) y(t, e)
+               grad y(t, e) = w(t, e) grad out[t]    grad w(t, e) = <y(t, e), grad out[t]>
+
+Rounding. Rows travel as bfloat16 in both directions. dispatch itself rounds nothing, as ``x`` is
+bfloat16. combine, and dispatch's backward pass, which is an unweighted combine of the row
+gradients, sum in fp32 over the experts of one rank, round that sum to bfloat16, then sum over ranks
+in fp32 and round once more. In combine's backward pass the gradient of ``out`` arrives exactly;
+its product with the weight is taken in fp32 and rounded to bfloat16 once, and the weight's gradient
+is an fp32 sum over the columns. Weights and their gradients stay fp32 on the whole way. The
+gradients are those of the exact sums: rounding counts as the identity.
+
+Backward passes are collective, as the calls are: every rank must run them, in the same order. That
+is so by itself where all ranks build the same graph, tokens or none: a rank that received no rows
+must still let the loss depend on its (empty) tensors, and inputs that require gradients on one rank
+must do so on all. A rank that skips its backward pass makes the others raise PeerTimeout.
+Gradients of gradients are not available.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from fanfold.errors import UsageError
+from fanfold.received import Received
+
+__all__ = ["Exchange", "combine", "dispatch"]
+
+
+class Exchange(Protocol):
+    """What is used of an ExpertParallel, so that a user can wrap one, to measure it for example."""
+
+    @property
+    def mode(self) -> str:
+        """``"low_latency"`` or ``"high_throughput"``."""
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        previous: Received | None = None,
+    ) -> Received:
+        """See ``ExpertParallel.dispatch``."""
+
+    def combine(
+        self, y: torch.Tensor, received: Received, *, weighted: bool = True
+    ) -> torch.Tensor:
+        """See ``ExpertParallel.combine``."""
+
+    def combine_weights(self, row_values: torch.Tensor, received: Received) -> torch.Tensor:
+        """See ``ExpertParallel.combine_weights``."""
+
+
+def dispatch(
+    ep: Exchange,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, Received]:
+    """Sends each token to the ranks that hold its experts. Collective, and so is its backward pass.
+
+    Args:
+        ep: an ExpertParallel; in high_throughput mode if a gradient is wanted.
+        x: ``[T, hidden]`` bfloat16, contiguous.
+        topk_idx: ``[T, top_k]`` int64, -1 for none. An expert named twice in a row gets the token
+            once, with the sum of both weights, and each of the two gets the sum's gradient.
+        topk_weights: ``[T, top_k]`` float32, or None.
+
+    Returns:
+        The received rows ``[rows, hidden]`` (low latency: ``[E_l, C, hidden]``), their weights
+        (float32, the same leading dimensions; None if there were none), and what :func:`combine`
+        needs. The first two carry gradients; ``received.tokens`` and ``received.weights`` are the
+        same values without.
+
+    Raises:
+        UsageError: a gradient is wanted in low_latency mode, or of rows that travel as fp8.
+        ArgumentError, PeerRefused, PeerTimeout: as ``ExpertParallel.dispatch``.
+    """
+    if not _wants_gradient(x=x, topk_weights=topk_weights):
+        received = ep.dispatch(x, topk_idx, topk_weights)
+        return received.tokens, received.weights, received
+    _check_trainable(ep, "dispatch")
+    tokens, weights, received = _Dispatch.apply(ep, x, topk_idx, topk_weights)  # type: ignore[no-untyped-call]
+    return tokens, weights, received
+
+
+def combine(
+    ep: Exchange,
+    y: torch.Tensor,
+    received: Received,
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Brings the experts' outputs back and sums them for each token. Collective, and so is its
+    backward pass.
+
+    Args:
+        ep: the ExpertParallel that dispatched.
+        y: bfloat16, shaped like ``received.tokens``: the output of each row in its place. Padding
+            rows are not read.
+        received: what :func:`dispatch` returned.
+        weights: float32, leading dimensions of ``y``: what each row is multiplied by, as a rule
+            the weights that :func:`dispatch` returned. None takes the plain sum: nothing is
+            weighted that is not passed here, as its gradient would be lost silently. In low latency
+            it must be the very tensor that :func:`dispatch` returned, or None.
+
+    Returns:
+        ``[num_tokens, hidden]`` bfloat16; zeros for a token without experts.
+
+    Raises:
+        UsageError: a gradient is wanted in low_latency mode, or of rows that travelled as fp8.
+        ArgumentError, PeerRefused, PeerTimeout: as ``ExpertParallel.combine``.
+    """
+    if _wants_gradient(y=y, weights=weights):
+        _check_trainable(ep, "combine")
+        return _Combine.apply(ep, y, received, weights)  # type: ignore[no-any-return, no-untyped-call]
+    if ep.mode == "low_latency" and weights is not None and weights is not received.weights:
+        raise UsageError(
+            "functional.combine got other weights than functional.dispatch returned, but low "
+            "latency sent those along with the rows; multiply y by yours and pass None"
+        )
+    return _combine(ep, y, received, weights)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        ep: Exchange,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Received]:
+        received = ep.dispatch(x, topk_idx, topk_weights)
+        _check_exact(received)
+        ctx.ep, ctx.received = ep, received
+        # The outputs are tensors of their own: if `received` held them, it would hold the graph
+        # that holds it, and nothing of it could ever be freed.
+        weights = None if received.weights is None else received.weights.detach()
+        return received.tokens.detach(), weights, received
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_tokens: torch.Tensor, grad_weights: torch.Tensor | None, _: None
+    ) -> tuple[torch.Tensor | None, ...]:
+        grad_x = grad_topk = None
+        if ctx.needs_input_grad[1]:
+            grad_x = ctx.ep.combine(grad_tokens.contiguous(), ctx.received, weighted=False)
+        if ctx.needs_input_grad[3]:
+            assert grad_weights is not None
+            grad_topk = ctx.ep.combine_weights(grad_weights.contiguous(), ctx.received)
+        return None, grad_x, None, grad_topk
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        ep: Exchange,
+        y: torch.Tensor,
+        received: Received,
+        weights: torch.Tensor | None,
+    ) -> torch.Tensor:
+        _check_exact(received)
+        ctx.ep, ctx.received = ep, received
+        ctx.save_for_backward(y if ctx.needs_input_grad[3] else None, weights)
+        return _combine(ep, y, received, weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        y, weights = ctx.saved_tensors
+        rows = ctx.ep.dispatch(grad_out.contiguous(), previous=ctx.received).tokens
+        grad_y = grad_weights = None
+        if ctx.needs_input_grad[1]:
+            grad_y = rows if weights is None else (rows * weights.unsqueeze(-1)).to(rows.dtype)
+        if ctx.needs_input_grad[3]:
+            dots = (rows.float() * y.float()).sum(-1)
+            # Padding rows of y hold anything, also what is not a number.
+            grad_weights = dots.masked_fill(ctx.received.source_rank < 0, 0.0)
+        return None, grad_y, None, grad_weights
+
+
+def _combine(
+    ep: Exchange, y: torch.Tensor, received: Received, weights: torch.Tensor | None
+) -> torch.Tensor:
+    if weights is None:
+        return ep.combine(y, received, weighted=False)
+    return ep.combine(y, dataclasses.replace(received, weights=weights.detach()), weighted=True)
+
+
+def _wants_gradient(**tensors: object) -> bool:
+    return torch.is_grad_enabled() and any(
+        isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors.values()
+    )
+
+
+def _check_trainable(ep: Exchange, call: str) -> None:
+    if ep.mode != "high_throughput":
+        raise UsageError(
+            f"functional.{call} in {ep.mode} mode has no backward pass, but an input requires a "
+            "gradient: low latency keeps no routing that could be sent over again; train with "
+            "ExpertParallel(mode='high_throughput'), or infer under torch.no_grad()"
+        )
+
+
+def _check_exact(received: Received) -> None:
+    if received.scales is not None:
+        raise UsageError(
+            "rows that travel as fp8 have no backward pass here; train with dispatch_dtype='bf16'"
+        )

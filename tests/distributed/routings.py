@@ -1,0 +1,191 @@
+"""Random calls of the high-throughput mode, and what must come of them, in plain loops.
+
+Every rank can make the input of all ranks, so each can say what it has to receive. Nothing here
+knows how rows travel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import NamedTuple
+
+import torch
+
+STYLES = ("spread", "one_expert", "none", "duplicates", "one_rank", "holes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One geometry and one way to fill it; the same on all ranks."""
+
+    tokens: tuple[int, ...]  # of each rank
+    experts_per_rank: int
+    top_k: int
+    hidden: int
+    style: str = "spread"
+    weighted: bool = True
+    alignment: int = 1
+    slack: int | None = None  # rows of capacity beyond what arrives
+    dtype: torch.dtype = torch.bfloat16
+    scales: int = 0  # columns of scales, with the values of a 1-byte dtype
+    biases: int = 0
+    seed: int = 0
+
+    @property
+    def ranks(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def experts(self) -> int:
+        return self.ranks * self.experts_per_rank
+
+
+@dataclasses.dataclass
+class Input:
+    """What one rank brings."""
+
+    x: torch.Tensor
+    scales: torch.Tensor | None
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor | None
+    base: torch.Tensor  # [T, hidden] bfloat16: the experts' outputs are made from it
+    bias: tuple[torch.Tensor, ...]
+
+
+def random_case(numbers: random.Random, ranks: int) -> Case:
+    """Any geometry of ``ranks``."""
+    most = numbers.choice((0, 1, 5, 25))
+    return Case(
+        tokens=tuple(numbers.randint(0, most) for _ in range(ranks)),
+        experts_per_rank=numbers.choice((1, 2, 3, 8, 64)),
+        top_k=numbers.choice((1, 2, 3, 8, 22, 32)),
+        hidden=8 * numbers.randint(2, 60),
+        style=numbers.choice(STYLES),
+        weighted=numbers.random() < 0.7,
+        alignment=numbers.choice((1, 1, 4, 128)),
+        slack=numbers.choice((None, None, 0, 3, 500)),
+        biases=numbers.choice((0, 0, 1, 2)),
+        seed=numbers.randrange(1 << 30),
+    )
+
+
+def _routing(case: Case, tokens: int, generator: torch.Generator) -> torch.Tensor:
+    shape = (tokens, case.top_k)
+    idx = torch.randint(0, case.experts, shape, generator=generator)
+    if case.style == "one_expert":
+        return torch.full(shape, case.experts - 1)
+    if case.style == "none":
+        return torch.full(shape, -1)
+    if case.style == "duplicates":
+        return torch.randint(0, min(2, case.experts), shape, generator=generator)
+    if case.style == "one_rank":
+        return idx % case.experts_per_rank
+    if case.style == "holes":
+        return torch.where(torch.rand(shape, generator=generator) < 0.6, -1, idx)
+    return idx
+
+
+def make_input(case: Case, rank: int) -> Input:
+    """What ``rank`` brings to ``case``."""
+    generator = torch.Generator().manual_seed(case.seed * 64 + rank)
+    tokens = case.tokens[rank]
+    shape = (tokens, case.hidden)
+    noise = torch.randint(0, 256, (tokens, case.hidden * case.dtype.itemsize),
+                          dtype=torch.uint8, generator=generator)  # fmt: skip
+    scales = None
+    if case.scales:
+        # Column-major, every other column of a larger tensor: strides of no simple kind.
+        table = torch.rand((2 * case.scales, tokens + 1), generator=generator)
+        scales = table[::2, 1:].T
+    return Input(
+        x=noise.view(case.dtype),
+        scales=scales,
+        topk_idx=_routing(case, tokens, generator),
+        topk_weights=(
+            torch.randn((tokens, case.top_k), generator=generator) if case.weighted else None
+        ),
+        base=torch.randn(shape, generator=generator).bfloat16(),
+        bias=tuple(
+            torch.randn(shape, generator=generator).bfloat16() for _ in range(case.biases)
+        ),
+    )
+
+
+class Row(NamedTuple):
+    """One row that a rank receives."""
+
+    source: int
+    token: int
+    lanes: list[int]  # local expert or -1, for each of the top-k
+    weights: list[float]
+
+
+def rows_of_rank(case: Case, inputs: list[Input], rank: int) -> list[Row]:
+    """The rows that ``rank`` receives, in order."""
+    first = rank * case.experts_per_rank
+    rows = []
+    for source, given in enumerate(inputs):
+        idx = given.topk_idx - first
+        idx = torch.where((given.topk_idx >= 0) & (idx >= 0) & (idx < case.experts_per_rank), idx, -1)
+        for token, lanes in enumerate(idx.tolist()):
+            if all(lane < 0 for lane in lanes):
+                continue
+            given_weights = (
+                [0.0] * case.top_k
+                if given.topk_weights is None
+                else given.topk_weights[token].tolist()
+            )
+            weights = [w if lane >= 0 else 0.0 for w, lane in zip(given_weights, lanes, strict=True)]
+            rows.append(Row(source, token, lanes, weights))
+    return rows
+
+
+def distinct(lanes: list[int]) -> list[int]:
+    """The local experts that a row goes to, each once, in the order of their first lane."""
+    return list(dict.fromkeys(lane for lane in lanes if lane >= 0))
+
+
+def weight_of(row: Row, expert: int) -> torch.Tensor:
+    """float32 sum of the weights that ``row`` gives ``expert``, lane by lane."""
+    total = torch.zeros(())
+    first = True
+    for lane, weight in zip(row.lanes, row.weights, strict=True):
+        if lane == expert:
+            total = torch.tensor(weight) if first else total + torch.tensor(weight)
+            first = False
+    return total
+
+
+def expert_output(given: Input, token: int, expert: int) -> torch.Tensor:
+    """What global ``expert`` makes of a token: ``[hidden]`` bfloat16."""
+    return (given.base[token].float() * (0.25 * (expert % 7) - 0.6)).bfloat16()
+
+
+def expected_combine(
+    case: Case, inputs: list[Input], rows_by_rank: list[list[Row]], rank: int, weighted: bool
+) -> torch.Tensor:
+    """``[T, hidden]``: per rank in fp32 over its experts, rounded, then over ranks, rounded."""
+    given = inputs[rank]
+    tokens = case.tokens[rank]
+    total = torch.zeros((tokens, case.hidden))
+    if given.bias:
+        total = given.bias[0].float()
+        for bias in given.bias[1:]:
+            total = total + bias.float()
+    for peer, rows in enumerate(rows_by_rank):
+        first = peer * case.experts_per_rank
+        for row in rows:
+            if row.source != rank:
+                continue
+            part = torch.zeros(case.hidden)
+            for expert in distinct(row.lanes):
+                y = expert_output(given, row.token, first + expert).float()
+                part = part + (weight_of(row, expert) * y if weighted else y)
+            total[row.token] += part.bfloat16().float()
+    return total.bfloat16()
+
+
+def lane_number(source: int, token: int, lane: int, rank: int) -> float:
+    """A number that travels back with a lane."""
+    return source * 1000.0 + token * 10.0 + lane + rank / 16.0

@@ -1,0 +1,215 @@
+"""``fanfold demo``: a short run through its real entry point, and its check, which must be able to
+fail."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fanfold import functional
+from fanfold.cli import demo, demo_report
+from fanfold.cli.demo_model import DemoSettings, RankRun, Training, train_plain, train_rank
+from fanfold.cli.demo_report import (
+    TOLERANCE,
+    WINDOW,
+    DemoReport,
+    ProgressLine,
+    compare,
+    compare_gradients,
+)
+from fanfold.errors import ArgumentError
+
+SMALL = DemoSettings(
+    ranks=2, steps=60, layers=2, hidden=48, intermediate=32, num_experts=8, context=32, warmup=5
+)
+
+
+def run_demo(*options: object) -> subprocess.CompletedProcess[str]:
+    script = Path(sys.executable).parent / "fanfold"
+    return subprocess.run(
+        [script, "demo", *map(str, options)], capture_output=True, text=True, timeout=400
+    )
+
+
+def check_figures(path: Path, ranks: int, steps: int) -> dict[str, object]:
+    (line,) = path.read_text().splitlines()
+    figures = json.loads(line)
+    assert figures["passed"]
+    assert figures["settings"]["ranks"] == ranks
+    assert len(figures["losses"]) == len(figures["plain_losses"]) == steps
+    assert figures["dispatch_bytes"] == figures["combine_bytes"] > 0
+    assert figures["dispatch_ms_per_step"] > 0
+    for row in figures["expert_load"]:
+        assert sum(row) == pytest.approx(len(row))
+    return figures
+
+
+def test_demo_trains_checks_itself_and_draws(tmp_path):
+    done = run_demo(
+        "--ranks", 2, "--steps", 6, "--out", tmp_path / "a.png", "--json", tmp_path / "a.jsonl"
+    )
+    assert done.returncode == 0, done.stderr
+    for word in (
+        "tokens/s",
+        "dispatch",
+        "combine",
+        "moved",
+        "load",
+        "check     passed",
+        "a.png",
+        "the two loss curves differ by at most",
+    ):
+        assert word in done.stdout
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    check_figures(tmp_path / "a.jsonl", ranks=2, steps=6)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(500)
+def test_the_whole_demo_learns(tmp_path):
+    done = run_demo("--out", tmp_path / "a.png", "--json", tmp_path / "a.jsonl")
+    assert done.returncode == 0, done.stderr + done.stdout
+    figures = check_figures(tmp_path / "a.jsonl", ranks=4, steps=DemoSettings().steps)
+    assert 5.4 < figures["losses"][0] < 5.7  # ln 256 = 5.55: nothing known
+    assert sum(figures["losses"][-10:]) / 10 < 2.6
+
+
+def train(group: dist.ProcessGroup, broken: str) -> Training:
+    """One rank of a small training, with one gradient of the library broken."""
+    original = functional._Dispatch.backward
+
+    def backward(ctx: object, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _, grad_x, _, grad_weights = original(ctx, *gradients)
+        if broken == "tokens":
+            grad_x = torch.zeros_like(grad_x)
+        elif broken == "weights":
+            grad_weights = torch.zeros_like(grad_weights)
+        return None, grad_x, None, grad_weights
+
+    with mock.patch.object(functional._Dispatch, "backward", staticmethod(backward)):
+        return train_rank(group, SMALL, lambda step, loss: None).training
+
+
+def train_alone(group: dist.ProcessGroup) -> Training:
+    del group
+    return train_plain(SMALL, lambda step, loss: None)
+
+
+@pytest.fixture(scope="module")
+def alone(pools) -> Training:
+    (training,) = pools(1).run(train_alone)
+    return training
+
+
+@pytest.mark.parametrize("broken", ["nothing", "tokens", "weights"])
+def test_the_check_tells_a_broken_gradient(pools, alone, broken):
+    runs = pools(2).run(train, broken)
+    losses = [sum(pair) / 2 for pair in zip(*(run.losses for run in runs), strict=True)]
+    assert losses[-1] < losses[0] - 1
+    curves = compare(losses, alone.losses)
+    gradients = compare_gradients([run.gradients for run in runs], alone.gradients)
+    if broken == "nothing":
+        assert curves.passed, str(curves)
+        assert gradients.passed, str(gradients)
+    else:
+        assert not gradients.passed, str(gradients)
+        assert "FAILED" in str(gradients)
+
+
+def test_compare_says_where_curves_part():
+    curve = [5.0 - 0.01 * step for step in range(100)]
+    assert compare(curve, curve).passed
+    jump = 1.01 * TOLERANCE
+    parted = [loss + jump * (step >= 50) for step, loss in enumerate(curve)]
+    comparison = compare(parted, curve)
+    assert not comparison.passed
+    assert "FAILED: the two loss curves part at step 70" in str(comparison)
+    assert comparison.parted_at == 50 + WINDOW  # the first window that lies in the jump as a whole
+    assert comparison.largest == pytest.approx(jump)
+    assert compare([loss + 0.9 * TOLERANCE for loss in curve], curve).passed
+    assert not compare([*curve[:-1], float("nan")], curve).passed
+    assert compare(curve[:3], curve[:3]).passed
+
+
+def arguments(tmp_path: Path, *options: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    return parser.parse_args(["--out", str(tmp_path / "demo.png"), *options])
+
+
+def test_a_check_that_fails_is_the_exit_code(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(demo_report, "TOLERANCE", -1.0)
+    assert demo.run(arguments(tmp_path, "--ranks", "1", "--steps", "2")) == 1
+    assert "FAILED: the two loss curves part at step 2" in capsys.readouterr().out
+
+
+def dies(group: dist.ProcessGroup, settings: DemoSettings) -> RankRun:
+    if dist.get_rank(group) == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return train_rank(group, settings, lambda step, loss: None)
+
+
+def test_a_rank_that_dies_ends_the_demo(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "_train_rank", dies)
+    assert demo.run(arguments(tmp_path, "--ranks", "2", "--steps", "500")) == 1
+    errors = capsys.readouterr().err
+    assert "rank 1 was killed by signal 9" in errors
+    assert not (tmp_path / "demo.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "argument"),
+    [
+        (["--ranks", "3"], "--ranks"),
+        (["--ranks", "0"], "--ranks"),
+        (["--steps", "0"], "--steps"),
+        (["--out", "no/such/folder/demo.png"], "--out"),
+    ],
+)
+def test_options_out_of_bounds_are_refused_before_anything_starts(tmp_path, options, argument):
+    with pytest.raises(ArgumentError) as caught:
+        demo.run(arguments(tmp_path, *options))
+    assert caught.value.argument == argument
+
+
+def small_report() -> DemoReport:
+    settings = DemoSettings(ranks=2, steps=3, layers=2, num_experts=4)
+    rows = torch.ones((3, 2, 2), dtype=torch.int64)
+    training = Training([3.0, 2.0, 1.0], {"w": torch.ones(2)}, 1.0)
+    run = RankRun(training, 0.1, 0.1, 1000, 1000, rows)
+    return DemoReport(settings, [run, run], training)
+
+
+def test_without_matplotlib_only_the_picture_is_missing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    small_report().print()
+    demo._draw(small_report(), tmp_path / "demo.png")
+    out = capsys.readouterr().out
+    assert "check     passed" in out
+    assert "pip install 'fanfold[plot]'" in out
+    assert not (tmp_path / "demo.png").exists()
+
+
+def test_progress_is_a_bar_on_a_terminal_and_a_few_lines_elsewhere(monkeypatch, capsys):
+    with ProgressLine("training", 100) as progress:
+        for step in range(100):
+            progress(step + 1, 1.0)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5
+    assert lines[-1].startswith("training: step 100 of 100, loss 1.000")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with ProgressLine("training", 100) as progress:
+        progress(100, 2.5)
+    out = capsys.readouterr().out
+    assert "100/100" in out
+    assert "loss 2.500" in out
