@@ -1,0 +1,41 @@
+"""What the two modes' halves of ``Buffer`` share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fanfold.deep_ep.runtime import Runtime
+from fanfold.deep_ep.sizes import Config
+from fanfold.errors import UsageError
+
+__all__ = ["BufferBase"]
+
+
+class BufferBase:
+    """State of a Buffer; see :class:`fanfold.deep_ep.buffer.Buffer`."""
+
+    rank: int
+    group: Any
+    group_size: int
+    num_nvl_bytes: int
+    num_rdma_bytes: int
+    low_latency_mode: bool
+    explicitly_destroy: bool
+    enable_shrink: bool
+    runtime: Runtime | None
+
+    def _open(self) -> Runtime:
+        """The runtime, unless it has been destroyed."""
+        if self.runtime is None:
+            raise UsageError("this Buffer was destroyed; make a new one")
+        return self.runtime
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """The configuration that dispatch uses when it is given none."""
+        raise NotImplementedError
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """The configuration that combine uses when it is given none."""
+        raise NotImplementedError

@@ -1,0 +1,257 @@
+"""DeepEP's ``Buffer``: construction, tuning and what is common to both modes."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from fanfold.config import Config as Settings
+from fanfold.deep_ep.events import EventHandle, EventOverlap
+from fanfold.deep_ep.high_throughput import HighThroughputCalls
+from fanfold.deep_ep.low_latency import LowLatencyCalls
+from fanfold.deep_ep.runtime import Runtime, Sizes
+from fanfold.deep_ep.sizes import (
+    Config,
+    check_count,
+    combine_config,
+    dispatch_config,
+    low_latency_bytes,
+    promised_top_k,
+)
+from fanfold.errors import ArgumentError, UsageError
+from fanfold.geometry import Geometry
+from fanfold.group import agree, as_group
+from fanfold.symmetric import host_identity
+
+__all__ = ["Buffer", "get_logical_domain_size", "get_physical_domain_size"]
+
+
+class Buffer(LowLatencyCalls, HighThroughputCalls):
+    """Memory shared by the ranks of a group, and DeepEP's calls over it. Making one is collective.
+
+    One Buffer serves both modes: high throughput (``dispatch``, ``combine``) streams through
+    ``num_nvl_bytes``, so any tensor passes through any size; low latency (``low_latency_*``) lives
+    in ``num_rdma_bytes``, which must hold its geometry. Tensors are on the CPU.
+
+    Args:
+        group: a torch.distributed group of any backend; or None with ``comm``.
+        num_nvl_bytes: memory per rank for high throughput; 0 without it.
+        num_rdma_bytes: memory per rank for low latency; 0 without it.
+        low_latency_mode: whether low-latency calls may be made.
+        num_qps_per_rank: above 0. Shared memory has no queue pairs, so the number does not matter.
+        allow_nvlink_for_low_latency_mode: either; there is no NVLink to use or to avoid.
+        allow_mnnvl: either, likewise.
+        explicitly_destroy: whether ``destroy`` will be called; otherwise memory goes with the
+            object.
+        enable_shrink: mask a rank that is late in a low-latency call, instead of raising
+            PeerTimeout, and allow the mask calls.
+        comm: an mpi4py communicator, in case there is no group.
+        use_fabric: either; there is no fabric memory.
+
+    Attributes:
+        num_sms: of the class: twice the channels in the handles of high throughput.
+        rank, group, group_size, num_nvl_bytes, num_rdma_bytes, low_latency_mode,
+        explicitly_destroy, enable_shrink: as given.
+        runtime: the memory; None once destroyed.
+
+    Raises:
+        ArgumentError: a bad argument, or ranks that disagree about one; on all ranks alike.
+        UnavailableError: the ranks cannot share memory.
+    """
+
+    num_sms: ClassVar[int] = 20
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Any = None,
+        *,
+        use_fabric: bool = False,
+    ) -> None:
+        self.runtime: Runtime | None = None
+        self.explicitly_destroy = explicitly_destroy
+        del allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric
+        if group is None and comm is None:
+            raise ArgumentError("group", None, "a torch.distributed group, or None with comm=")
+        ranks = as_group(group, None if group is not None else comm)
+        self.group = group if group is not None else comm
+        self.rank, self.group_size = ranks.rank, ranks.size
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode = low_latency_mode
+        self.enable_shrink = enable_shrink
+        error = None
+        try:
+            check_count("num_nvl_bytes", num_nvl_bytes, 0)
+            check_count("num_rdma_bytes", num_rdma_bytes, 0)
+            check_count("num_qps_per_rank", num_qps_per_rank, 1)
+        except ArgumentError as refused:
+            error = refused
+        facts: dict[str, object] = {
+            "num_nvl_bytes": num_nvl_bytes,
+            "num_rdma_bytes": num_rdma_bytes,
+            "low_latency_mode": low_latency_mode,
+            "enable_shrink": enable_shrink,
+        }
+        agree(ranks, facts, error)
+        masks = {"late_peers": "mask"} if enable_shrink and low_latency_mode else {}
+        self.runtime = Runtime(
+            ranks, Sizes(num_nvl_bytes, num_rdma_bytes), Settings.resolve(**masks)
+        )
+        super().__init__()
+
+    def destroy(self) -> None:
+        """Releases the memory; afterwards every call raises UsageError. Not collective.
+
+        Raises:
+            UsageError: without ``explicitly_destroy``, or destroyed already.
+        """
+        if not self.explicitly_destroy:
+            raise UsageError(
+                "destroy() needs a Buffer made with explicitly_destroy=True; without it the memory "
+                "goes with the object"
+            )
+        self._open().close()
+        self.runtime = None
+
+    def __del__(self) -> None:
+        if getattr(self, "runtime", None) is not None and self.explicitly_destroy:
+            warnings.warn(
+                "a Buffer made with explicitly_destroy=True was dropped without destroy()",
+                ResourceWarning,
+                stacklevel=2,
+            )
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Whether what DeepEP builds for SM90 only (fp8, low latency) is there: yes, always."""
+        return True
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """Sets ``Buffer.num_sms``, from which the default configurations take it.
+
+        Args:
+            new_num_sms: even, from 0.
+        """
+        check_count("new_num_sms", new_num_sms, 0)
+        if new_num_sms % 2:
+            raise ArgumentError("new_num_sms", new_num_sms, "even: a channel has two")
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """An event of all work so far, for ``previous_event``."""
+        return EventOverlap(EventHandle())
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Bytes to pass as ``num_rdma_bytes`` for low-latency calls of this geometry.
+
+        With M = num_max_dispatch_tokens_per_rank and slot = 2 * hidden rounded up to 16 bytes:
+        ``2 * num_ranks * M * (2 * slot + 8 * K + 1)``, each of the five terms rounded up to 128
+        (docs/low_latency.md). K is the top-k it is enough for: 32, or less where that would exceed
+        DeepEP's own buffer (docs/deep_ep.md).
+
+        Args:
+            num_max_dispatch_tokens_per_rank: most tokens of one rank in one call.
+            hidden: columns of a row.
+            num_ranks: size of the group.
+            num_experts: of all ranks.
+        """
+        check_count("num_ranks", num_ranks, 1)
+        top_k = promised_top_k(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
+        return low_latency_bytes(
+            Geometry(num_ranks, num_experts, top_k, hidden, num_max_dispatch_tokens_per_rank)
+        )
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """The configuration that dispatch uses when it is given none.
+
+        Args:
+            num_ranks: any; where DeepEP has no entry, that of the next larger number.
+        """
+        return dispatch_config(Buffer.num_sms, num_ranks)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """The configuration that combine uses when it is given none.
+
+        Args:
+            num_ranks: any; where DeepEP has no entry, that of the next larger number.
+        """
+        return combine_config(Buffer.num_sms, num_ranks)
+
+    def get_comm_stream(self) -> Any:
+        """The stream that calls run on: on the CPU ``torch.cpu.Stream``, which has no queue."""
+        self._open()
+        return torch.cpu.current_stream()
+
+    def get_local_buffer_tensor(
+        self,
+        dtype: torch.dtype,
+        size: torch.Size | None = None,
+        offset: int = 0,
+        use_rdma_buffer: bool = False,
+    ) -> torch.Tensor:
+        """This rank's memory of one mode, which may serve as scratch while no call is in flight.
+
+        Peers write to it during their calls: after such use, ``clean_low_latency_buffer`` makes
+        sure that every rank is done. The tensor must not be touched after ``destroy``.
+
+        Args:
+            dtype: of the tensor.
+            size: its shape; flat and all there is from ``offset`` on, if not given.
+            offset: elements to leave out at the beginning.
+            use_rdma_buffer: the memory of low latency instead of that of high throughput.
+        """
+        tensor = self._open().local_tensor(dtype, offset, use_rdma_buffer)
+        if size is None:
+            return tensor
+        wanted = torch.Size(size)
+        if wanted.numel() > tensor.numel():
+            bound = f"at most the {tensor.numel()} elements there are"
+            raise ArgumentError("size", f"{tuple(wanted)}, {wanted.numel()} elements", bound)
+        return tensor[: wanted.numel()].view(wanted)
+
+
+def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:
+    """Hosts of a group, and ranks of it on each. Collective.
+
+    Args:
+        group: a torch.distributed group.
+
+    Raises:
+        ArgumentError: hosts have different numbers of ranks.
+    """
+    hosts = as_group(group).all_gather(host_identity())
+    counts = {hosts.count(host) for host in hosts}
+    if len(counts) != 1:
+        raise ArgumentError("group", f"of hosts with {sorted(counts)} ranks", "spread evenly")
+    return len(set(hosts)), counts.pop()
+
+
+def get_logical_domain_size(
+    group: dist.ProcessGroup, allow_hybrid_mode: bool = True
+) -> tuple[int, int]:
+    """Scale-out and scale-up ranks of a group. Collective.
+
+    Args:
+        group: a torch.distributed group.
+        allow_hybrid_mode: whether to tell hosts apart; if not, all ranks are one scale-up domain.
+    """
+    hosts, per_host = get_physical_domain_size(group)
+    return (hosts, per_host) if allow_hybrid_mode else (1, hosts * per_host)

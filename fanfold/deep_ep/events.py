@@ -1,0 +1,135 @@
+"""DeepEP's events, where there is no stream to record them on.
+
+On the CPU a call has done its work when it returns, so an event is complete from the start and
+waiting for it costs nothing. What programs may rely on stays true: ``EventOverlap.event`` is None
+exactly when nothing asynchronous was asked for, and hooks run at the first wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from fanfold.errors import ArgumentError, UsageError
+
+__all__ = ["EventHandle", "EventOverlap", "check_ordering"]
+
+
+class EventHandle:
+    """A point in the work of the current stream; on the CPU one that has been reached."""
+
+    def current_stream_wait(self) -> None:
+        """Makes the current stream wait for the event; on the CPU there is nothing to wait for."""
+
+
+class EventOverlap:
+    """An event with what DeepEP's callers do around it.
+
+    Args:
+        event: the event, or None where a call was not asynchronous.
+        extra_tensors: tensors kept alive as long as this object is.
+
+    Attributes:
+        event: as given; None after a wait with ``release_handle``.
+        extra_tensors: as given.
+        hook_after_wait: what the next wait will run, or None.
+    """
+
+    def __init__(
+        self,
+        event: EventHandle | None = None,
+        extra_tensors: tuple[torch.Tensor | None, ...] | None = None,
+    ) -> None:
+        if event is not None and not isinstance(event, EventHandle):
+            raise ArgumentError("event", f"a {type(event).__name__}", "an EventHandle or None")
+        self.event = event
+        self.extra_tensors = extra_tensors
+        self.hook_after_wait: Callable[[], Any] | None = None
+        self._release_at_exit = False
+
+    def current_stream_wait(self, release_handle: bool = False) -> Any:
+        """Waits for the event, then runs the registered hook.
+
+        Args:
+            release_handle: forget the event afterwards.
+
+        Returns:
+            What the hook returned; None without a hook.
+
+        Raises:
+            UsageError: there is no event, because the call was not asynchronous.
+        """
+        if self.event is None:
+            raise UsageError(
+                "this EventOverlap holds no event: the call that returned it was not asynchronous "
+                "(async_finish=False), so its results are ready and there is nothing to wait for"
+            )
+        self.event.current_stream_wait()
+        hook, self.hook_after_wait = self.hook_after_wait, None
+        result = hook() if hook is not None else None
+        if release_handle:
+            self.event = None
+        return result
+
+    def wait(self) -> Any:
+        """The same as :meth:`current_stream_wait`."""
+        return self.current_stream_wait()
+
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], Any]) -> None:
+        """Has ``hook_after_wait`` run at the end of the next wait, once.
+
+        Raises:
+            UsageError: a hook is registered already.
+        """
+        if self.hook_after_wait is not None:
+            raise UsageError("a hook is registered on this EventOverlap already; wait first")
+        self.hook_after_wait = hook_after_wait
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        """This object, set to forget its event when the following ``with`` block ends."""
+        self._release_at_exit = release_handle
+        return self
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        release, self._release_at_exit = self._release_at_exit, False
+        if self.event is not None:
+            self.current_stream_wait(release_handle=release)
+
+
+def check_ordering(
+    previous_event: object, async_finish: bool, allocate_on_comm_stream: bool
+) -> None:
+    """Checks the three stream arguments that high-throughput calls share.
+
+    Raises:
+        ArgumentError: ``previous_event`` is no event, or ``allocate_on_comm_stream`` is set without
+            a previous event and ``async_finish``.
+    """
+    if previous_event is not None and not isinstance(previous_event, EventOverlap | EventHandle):
+        raise ArgumentError(
+            "previous_event", f"a {type(previous_event).__name__}", "an EventOverlap or None"
+        )
+    event = getattr(previous_event, "event", previous_event)
+    if allocate_on_comm_stream and (event is None or not async_finish):
+        raise ArgumentError(
+            "allocate_on_comm_stream",
+            f"True with previous_event {'absent' if event is None else 'given'} and "
+            f"async_finish={async_finish}",
+            "used only together with a previous_event and async_finish=True",
+        )
+
+
+def finished(async_finish: bool, *tensors: torch.Tensor | None) -> EventOverlap:
+    """What a call that is over returns as its event."""
+    return EventOverlap(EventHandle(), tensors) if async_finish else EventOverlap()

@@ -1,0 +1,155 @@
+"""A few integers from every rank to every rank, through symmetric memory, with one barrier.
+
+High-throughput dispatch needs it for the matrices in DeepEP's handle, and both modes to agree about
+a new geometry before anything depends on it. It also carries refusals: one rank's bad input makes
+the call void on all, and all stay in step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from fanfold.errors import ArgumentError, PeerRefused
+from fanfold.geometry import MAX_EXPERTS
+from fanfold.symmetric import SymmetricMemory
+
+__all__ = ["Exchange", "view_bytes"]
+
+_FACTS = 16
+_REASON_BYTES = 512
+_REFUSED = -1
+
+
+def view_bytes(address: int, nbytes: int, owner: object = None) -> torch.Tensor:
+    """``[nbytes]`` uint8 over the memory at ``address``; the tensor keeps ``owner`` alive."""
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    window = (ctypes.c_char * nbytes).from_address(address)
+    window.owner = owner  # type: ignore[attr-defined]
+    return torch.frombuffer(window, dtype=torch.uint8)
+
+
+class _Page:
+    """One rank's words for one call: facts, numbers and, if it refused, the reason."""
+
+    def __init__(self, address: int, numbers: int) -> None:
+        raw = view_bytes(address, _Page.nbytes(numbers))
+        self.facts = raw[: 4 * _FACTS].view(torch.int32)
+        self.reason = raw[4 * _FACTS : 4 * _FACTS + _REASON_BYTES]
+        self.numbers = raw[4 * _FACTS + _REASON_BYTES :].view(torch.int32)
+
+    @staticmethod
+    def nbytes(numbers: int) -> int:
+        return 4 * _FACTS + _REASON_BYTES + 4 * numbers
+
+    def write(self, facts: list[int], numbers: torch.Tensor) -> None:
+        self.facts[0] = len(facts)
+        self.facts[1 : 1 + len(facts)] = torch.tensor(facts, dtype=torch.int32)
+        self.numbers[: numbers.numel()] = numbers
+
+    def refuse(self, reason: str) -> None:
+        text = reason.encode()[: _REASON_BYTES - 1]
+        self.reason[: len(text) + 1] = torch.tensor([*text, 0], dtype=torch.uint8)
+        self.facts[0] = _REFUSED
+
+    @property
+    def refused(self) -> str | None:
+        """Why its rank refused, if it did."""
+        if int(self.facts[0]) != _REFUSED:
+            return None
+        return bytes(self.reason.tolist()).partition(b"\0")[0].decode(errors="replace")
+
+
+class Exchange:
+    """All-to-all of small integers over one part of a symmetric memory.
+
+    Args:
+        memory: the ranks' symmetric memory.
+        rank: this process's place.
+        ranks: how many there are.
+        offset: where the part of :meth:`required_bytes` begins.
+    """
+
+    def __init__(self, memory: SymmetricMemory, rank: int, ranks: int, offset: int) -> None:
+        self._core = memory.core
+        self._rank, self._ranks = rank, ranks
+        numbers = self._numbers(ranks)
+        # The pages of a call are written again two calls later, when every rank has passed the
+        # barrier of the call between, and so has read them.
+        self._pages = [
+            [
+                _Page(self._core.base(peer) + offset + parity * _Page.nbytes(numbers), numbers)
+                for peer in range(ranks)
+            ]
+            for parity in range(2)
+        ]
+        self._calls = 0
+
+    @staticmethod
+    def _numbers(ranks: int) -> int:
+        # Tokens for each rank and each expert, and the number of tokens; a whole number of lines.
+        return -(-(1 + ranks + MAX_EXPERTS) // 32) * 32
+
+    @classmethod
+    def required_bytes(cls, ranks: int) -> int:
+        """Bytes of symmetric memory per rank."""
+        return 2 * _Page.nbytes(cls._numbers(ranks))
+
+    def gather(
+        self,
+        phase: str,
+        facts: dict[str, int],
+        numbers: torch.Tensor,
+        error: ArgumentError | None = None,
+    ) -> torch.Tensor:
+        """The ``numbers`` of every rank, once all agree about ``facts``. Collective.
+
+        Args:
+            phase: the call on whose behalf this is, for messages.
+            facts: what must be the same on all ranks, by name.
+            numbers: ``[n]`` int32, n the same on ranks that agree about ``facts``.
+            error: this rank's refusal of its own input, if it refuses.
+
+        Returns:
+            ``[ranks, n]`` int32; zeros for a masked rank.
+
+        Raises:
+            ArgumentError: ``error``; or a fact that differs, naming both values, on all ranks.
+            PeerRefused: another rank refused.
+            PeerTimeout: a rank did not take part in time.
+        """
+        pages = self._pages[self._calls % 2]
+        if error is None:
+            pages[self._rank].write(list(facts.values()), numbers)
+        else:
+            pages[self._rank].refuse(f"{error}")
+        self._core.barrier()
+        self._calls += 1
+        if error is not None:
+            raise error
+        present = [peer for peer in range(self._ranks) if not self._core.masked(peer)]
+        for peer in present:
+            reason = pages[peer].refused
+            if reason is not None:
+                raise PeerRefused(self._rank, peer, phase, reason)
+        self._check_agreement(phase, facts, pages, present)
+        gathered = torch.zeros((self._ranks, numbers.numel()), dtype=torch.int32)
+        for peer in present:
+            gathered[peer] = pages[peer].numbers[: numbers.numel()]
+        return gathered
+
+    def _check_agreement(
+        self, phase: str, facts: dict[str, int], pages: list[_Page], present: list[int]
+    ) -> None:
+        facts = {"the number of facts": len(facts)} | facts
+        for place, (name, value) in enumerate(facts.items()):
+            for peer in present:
+                theirs = int(pages[peer].facts[place])
+                if theirs != value:
+                    raise ArgumentError(
+                        f"{name} of {phase}",
+                        f"{value} on rank {self._rank} and {theirs} on rank {peer}",
+                        "the same on all ranks",
+                    )

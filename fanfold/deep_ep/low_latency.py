@@ -1,0 +1,464 @@
+"""The low-latency half of ``Buffer``: DeepEP's calls in terms of :mod:`fanfold.low_latency`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fanfold import _core
+from fanfold.deep_ep.base import BufferBase
+from fanfold.deep_ep.events import EventOverlap, finished
+from fanfold.deep_ep.sizes import check_count, low_latency_bytes, promised_top_k
+from fanfold.errors import ArgumentError, UsageError
+from fanfold.formats import RowFormat, ScaleFormat
+from fanfold.geometry import Geometry, check_tensor
+from fanfold.low_latency import Dispatched, LowLatency, Routing, Statistics
+
+__all__ = ["LowLatencyCalls"]
+
+_CPU = torch.device("cpu")
+_NOTHING = torch.empty(0, dtype=torch.int32)
+
+LowLatencyHandle = tuple[torch.Tensor, torch.Tensor, int, int, int]
+Facts = dict[str, int]
+
+
+@dataclass(frozen=True)
+class _Format:
+    """How one dispatch encodes its rows."""
+
+    rows: RowFormat
+    scales: ScaleFormat
+
+    @classmethod
+    def of(cls, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> _Format:
+        if use_ue8m0 and not (round_scale and use_fp8):
+            raise ArgumentError(
+                "use_ue8m0",
+                f"True with use_fp8={use_fp8} and round_scale={round_scale}",
+                "used only with use_fp8=True and round_scale=True: only powers of two fit in UE8M0",
+            )
+        if round_scale and not use_fp8:
+            raise ArgumentError("round_scale", "True with use_fp8=False", "used only with fp8 rows")
+        if not use_fp8:
+            return cls(RowFormat.BF16, ScaleFormat.FLOAT32)
+        if use_ue8m0:
+            return cls(RowFormat.FP8, ScaleFormat.UE8M0)
+        return cls(RowFormat.FP8, ScaleFormat.POWER_OF_TWO if round_scale else ScaleFormat.FLOAT32)
+
+
+@dataclass(frozen=True)
+class _Handle:
+    """What a low-latency handle tuple says; DeepEP's layout and meaning."""
+
+    source_info: torch.Tensor
+    layout_range: torch.Tensor
+    max_tokens: int
+    hidden: int
+    num_experts: int
+
+    @classmethod
+    def of(cls, handle: object) -> _Handle:
+        if not isinstance(handle, tuple | list) or len(handle) != 5:
+            what = f"a {type(handle).__name__}"
+            if isinstance(handle, tuple | list):
+                what += f" of {len(handle)}"
+            raise ArgumentError(
+                "handle",
+                what,
+                "the tuple (src_info, layout_range, num_max_dispatch_tokens_per_rank, hidden, "
+                "num_experts) that low_latency_dispatch returned",
+            )
+        for place, name in ((2, "num_max_dispatch_tokens_per_rank"), (3, "hidden"),
+                            (4, "num_experts")):  # fmt: skip
+            check_count(f"handle[{place}] ({name})", handle[place], 0)
+        return cls(*handle)
+
+    def check(self, geometry: Geometry) -> None:
+        """Raises ArgumentError unless the tensors are those of ``geometry``."""
+        shape = (geometry.experts_per_rank, geometry.expert_capacity)
+        check_tensor("handle[0] (src_info)", self.source_info, shape, (torch.int32,), device=_CPU)
+        shape = (geometry.experts_per_rank, geometry.ranks)
+        name = "handle[1] (layout_range)"
+        check_tensor(name, self.layout_range, shape, (torch.int64,), device=_CPU)
+        # Rows of source r begin below r * M; from there combine reads at most M, so no handle that
+        # passes this can make it read outside of the experts' outputs.
+        begins = self.layout_range >> 32
+        limits = torch.arange(geometry.ranks) * geometry.max_tokens
+        if bool(((begins < 0) | (begins > limits)).any()):
+            raise ArgumentError(
+                name,
+                "something that points outside of the received rows",
+                "count | begin << 32 as low_latency_dispatch left it",
+            )
+
+
+class LowLatencyCalls(BufferBase):
+    """Low-latency dispatch and combine with DeepEP's arguments."""
+
+    def __init__(self) -> None:
+        self._agreed: Facts = {}
+        self._combine_buffer: torch.Tensor | None = None
+
+    def clean_low_latency_buffer(
+        self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
+    ) -> None:
+        """Readies the low-latency memory after other use of it. Collective.
+
+        Nothing needs zeroing here, because flags are epochs that only grow. What remains of
+        DeepEP's promise is its order: when this returns, every rank has finished its earlier
+        low-latency calls and has arrived here, so whatever a rank did to its own memory before is
+        done. No low-latency call may be in flight.
+
+        Args:
+            num_max_dispatch_tokens_per_rank, hidden, num_experts: of the calls to come; checked to
+                fit.
+
+        Raises:
+            ArgumentError: the calls to come do not fit into ``num_rdma_bytes``.
+            UsageError: no low-latency mode, or a call is in flight.
+            PeerTimeout: a rank did not arrive in time.
+        """
+        mode = self._low_latency()
+        geometry = Geometry(
+            self.group_size, num_experts, 1, hidden, num_max_dispatch_tokens_per_rank
+        )
+        self._check_fit(geometry)
+        mode.quiesce()
+        facts = {
+            "num_max_dispatch_tokens_per_rank": geometry.max_tokens,
+            "hidden": geometry.hidden,
+            "num_experts": geometry.num_experts,
+        }
+        self._open().exchange.gather("clean_low_latency_buffer", facts, _NOTHING)
+
+    def low_latency_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[
+        torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        torch.Tensor,
+        LowLatencyHandle,
+        EventOverlap,
+        Callable[[], None] | None,
+    ]:
+        """Sends each token to its experts; rows arrive packed by local expert. Collective.
+
+        E_l local experts, R ranks, M ``num_max_dispatch_tokens_per_rank``, C = R * M.
+
+        Args:
+            x: ``[T, hidden]`` bfloat16, contiguous, T up to M; any hidden that is a multiple of 8
+                (of 16 with fp8).
+            topk_idx: ``[T, K]`` int64, -1 for none, K from 1 to 32.
+            num_max_dispatch_tokens_per_rank: M, the same on all ranks.
+            num_experts: of all ranks, the same on all.
+            cumulative_local_expert_recv_stats: ``[E_l]`` int32, rows received, added to.
+            dispatch_wait_recv_cost_stats: ``[R]`` int64, nanoseconds waited for each rank, added
+                to.
+            use_fp8: quantise rows to e4m3 with a scale per 128 columns.
+            round_scale: round scales up to powers of two.
+            use_ue8m0: return scales as exponent bytes, four to an int32; needs round_scale.
+            async_finish: return an event. The work is done when this returns.
+            return_recv_hook: send now, receive when the returned hook is called; excludes
+                async_finish. At most two such calls may be open.
+
+        Returns:
+            - rows ``[E_l, C, hidden]`` bfloat16; with fp8 a pair of ``[E_l, C, hidden]``
+              float8_e4m3fn and scales ``[E_l, C, ceil(hidden / 128)]`` float32, or
+              ``[E_l, C, ceil(hidden / 512)]`` int32, both stored with C innermost. Of expert e the
+              first ``counts[e]`` rows are valid, by source rank, then source token;
+            - counts ``[E_l]`` int32;
+            - the handle ``(src_info [E_l, C] int32, layout_range [E_l, R] int64 of
+              count | begin << 32, M, hidden, num_experts)``;
+            - the event, which holds None without async_finish;
+            - the hook, or None.
+
+        Raises:
+            ArgumentError: bad input, or ranks that disagree; nothing was sent, and the call is void
+                on all ranks.
+            PeerRefused: another rank refused its input.
+            PeerTimeout: a rank did not arrive in time (with enable_shrink it is masked instead).
+            UsageError: no low-latency mode, destroyed, or two calls in flight.
+        """
+        mode = self._low_latency()
+        facts = _facts_of(num_max_dispatch_tokens_per_rank, num_experts, topk_idx, _columns(x))
+        facts |= {"use_fp8": int(use_fp8), "round_scale": int(round_scale)}
+        error = None
+        try:
+            _check_exclusive(async_finish, return_recv_hook)
+            form = _Format.of(use_fp8, round_scale, use_ue8m0)
+            check_tensor("x", x, (None, None), (torch.bfloat16,), device=_CPU)
+            geometry = self._geometry(
+                num_max_dispatch_tokens_per_rank, num_experts, topk_idx, x.shape[1]
+            )
+        except ArgumentError as refused:
+            error = refused
+        self._agree(mode, facts, error, mode.refuse_dispatch)
+        statistics = Statistics(cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
+        dispatched, hook = mode.dispatch(
+            geometry,
+            x,
+            topk_idx,
+            row_format=form.rows,
+            scale_format=form.scales,
+            statistics=statistics,
+        )
+        if not return_recv_hook:
+            hook()
+        handle = (
+            dispatched.source_tokens,
+            dispatched.routing.ranges,
+            geometry.max_tokens,
+            geometry.hidden,
+            geometry.num_experts,
+        )
+        return (
+            _rows(dispatched),
+            dispatched.counts,
+            handle,
+            finished(async_finish, x, topk_idx, dispatched.tokens, dispatched.scales),
+            hook if return_recv_hook else None,
+        )
+
+    def low_latency_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: LowLatencyHandle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: torch.Tensor | None = None,
+        combine_wait_recv_cost_stats: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
+        """Brings the experts' outputs back and sums them with their weights. Collective.
+
+        Works from the handle alone; the hidden size is the handle's.
+
+        Args:
+            x: ``[E_l, C, hidden]`` bfloat16: the outputs of the dispatched rows, in their places.
+            topk_idx: ``[T, K]`` int64 of this rank's own tokens, as dispatched.
+            topk_weights: ``[T, K]`` float32 of this rank's own tokens.
+            handle: what low_latency_dispatch returned.
+            use_logfmt: send rows as LogFMT-10; excludes zero_copy.
+            zero_copy: take the outputs from the tensor of get_next_low_latency_combine_buffer
+                instead of ``x``, which must still have their shape.
+            async_finish: return an event. The work is done when this returns.
+            return_recv_hook: send now, receive when the returned hook is called; excludes
+                async_finish.
+            out: ``[T, hidden]`` bfloat16, contiguous, to write to; made if not given.
+            combine_wait_recv_cost_stats: ``[R]`` int64, nanoseconds waited for each rank, added to.
+
+        Returns:
+            ``[T, hidden]`` bfloat16, the event (None inside without async_finish), and the hook or
+            None. Each token's sum is taken in fp32 over a rank's experts in top-k order, rounded to
+            bfloat16, then over ranks in order, rounded again. Tokens without experts give zeros.
+
+        Raises:
+            ArgumentError, PeerRefused, PeerTimeout, UsageError: as low_latency_dispatch.
+        """
+        mode = self._low_latency()
+        facts: Facts = {}
+        error = None
+        try:
+            parts = _Handle.of(handle)
+            facts = _facts_of(parts.max_tokens, parts.num_experts, topk_idx, parts.hidden)
+            geometry = self._geometry(parts.max_tokens, parts.num_experts, topk_idx, parts.hidden)
+            parts.check(geometry)
+            _check_exclusive(async_finish, return_recv_hook)
+            y = self._outputs(x, geometry, use_logfmt, zero_copy)
+            shape = tuple(topk_idx.shape)
+            check_tensor("topk_weights", topk_weights, shape, (torch.float32,), device=_CPU)
+        except ArgumentError as refused:
+            error = refused
+        self._agree(mode, facts, error, mode.refuse_combine)
+        # Only the ranges are used where the weights come with combine.
+        routing = Routing(parts.layout_range, topk_idx, topk_idx, None)
+        combined, hook = mode.combine(
+            geometry,
+            y,
+            routing,
+            topk_idx,
+            late_weights=topk_weights,
+            logfmt=use_logfmt,
+            out=out,
+            wait_ns=combine_wait_recv_cost_stats,
+        )
+        if not return_recv_hook:
+            hook()
+        event = finished(async_finish, x, topk_idx, topk_weights, combined)
+        return combined, event, hook if return_recv_hook else None
+
+    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
+        """Where to put the experts' outputs for a combine with ``zero_copy=True``.
+
+        Args:
+            handle: what low_latency_dispatch returned.
+
+        Returns:
+            ``[E_l, R * M, hidden]`` bfloat16. The same memory until a handle of another geometry
+            comes; combine has read it when it, or its send half, returns.
+        """
+        self._low_latency()
+        parts = _Handle.of(handle)
+        geometry = Geometry(self.group_size, parts.num_experts, 1, parts.hidden, parts.max_tokens)
+        shape = (geometry.experts_per_rank, geometry.expert_capacity, geometry.hidden)
+        if self._combine_buffer is None or self._combine_buffer.shape != shape:
+            self._combine_buffer = torch.empty(shape, dtype=torch.bfloat16)
+        return self._combine_buffer
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Masks a rank (nothing is sent to it or awaited from it), or unmasks it. Local.
+
+        Args:
+            rank_to_mask: which.
+            mask: whether to mask it.
+        """
+        core = self._shrinkable()
+        check_count("rank_to_mask", rank_to_mask, 0)
+        if rank_to_mask >= self.group_size:
+            raise ArgumentError("rank_to_mask", rank_to_mask, f"below {self.group_size}")
+        core.set_masked(rank_to_mask, bool(mask))
+
+    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
+        """Writes 1 for each masked rank and 0 for the others.
+
+        Args:
+            mask_status: ``[R]`` int32, written to.
+        """
+        core = self._shrinkable()
+        check_tensor("mask_status", mask_status, (self.group_size,), (torch.int32,), device=_CPU)
+        masked = [int(core.masked(peer)) for peer in range(self.group_size)]
+        mask_status.copy_(torch.tensor(masked, dtype=torch.int32))
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Unmasks every rank. Local."""
+        core = self._shrinkable()
+        for peer in range(self.group_size):
+            core.set_masked(peer, False)
+
+    def _low_latency(self) -> LowLatency:
+        """The mode, if this Buffer was made for it."""
+        runtime = self._open()
+        if not self.low_latency_mode:
+            raise UsageError(
+                "this Buffer was made without low_latency_mode=True, which low-latency calls need"
+            )
+        return runtime.low_latency
+
+    def _shrinkable(self) -> _core.SymmetricMemory:
+        """The memory that keeps the mask, if masks are enabled."""
+        runtime = self._open()
+        if not (self.enable_shrink and self.low_latency_mode):
+            raise UsageError(
+                "masks need enable_shrink=True and low_latency_mode=True; this Buffer has "
+                f"enable_shrink={self.enable_shrink} and low_latency_mode={self.low_latency_mode}"
+            )
+        return runtime.memory.core
+
+    def _geometry(
+        self, max_tokens: int, num_experts: int, topk_idx: torch.Tensor, hidden: int
+    ) -> Geometry:
+        """The geometry of one call, checked to fit."""
+        check_tensor("topk_idx", topk_idx, (None, None), (torch.int64,), device=_CPU)
+        geometry = Geometry(self.group_size, num_experts, topk_idx.shape[1], hidden, max_tokens)
+        self._check_fit(geometry)
+        return geometry
+
+    def _check_fit(self, geometry: Geometry) -> None:
+        needed = low_latency_bytes(geometry)
+        if needed <= self.num_rdma_bytes:
+            return
+        sizes = (geometry.max_tokens, geometry.hidden, geometry.ranks, geometry.num_experts)
+        promised = promised_top_k(*sizes)
+        advice = f"Buffer.get_low_latency_rdma_size_hint{sizes} says what to pass"
+        if geometry.top_k > promised:
+            advice = f"pass that number: the size hint is for a top-k of up to {promised} here"
+        raise ArgumentError(
+            "num_rdma_bytes",
+            self.num_rdma_bytes,
+            f"at least {needed} for num_max_dispatch_tokens_per_rank={geometry.max_tokens}, "
+            f"hidden={geometry.hidden}, num_ranks={geometry.ranks}, "
+            f"num_experts={geometry.num_experts}, top-k {geometry.top_k}; {advice}",
+        )
+
+    def _outputs(
+        self, x: torch.Tensor, geometry: Geometry, use_logfmt: bool, zero_copy: bool
+    ) -> torch.Tensor:
+        """The experts' outputs: ``x``, or what was written to the zero-copy buffer."""
+        shape = (geometry.experts_per_rank, geometry.expert_capacity, geometry.hidden)
+        check_tensor("x", x, shape, (torch.bfloat16,), device=_CPU, contiguous=False)
+        if not zero_copy:
+            return x
+        if use_logfmt:
+            raise ArgumentError("zero_copy", "True with use_logfmt=True", "used without LogFMT")
+        if self._combine_buffer is None or self._combine_buffer.shape != shape:
+            raise ArgumentError(
+                "zero_copy",
+                "True, but the zero-copy buffer was not asked for",
+                "preceded by get_next_low_latency_combine_buffer(handle)",
+            )
+        return self._combine_buffer
+
+    def _agree(
+        self,
+        mode: LowLatency,
+        facts: Facts,
+        error: ArgumentError | None,
+        refuse: Callable[[ArgumentError], None],
+    ) -> None:
+        """Returns once all ranks are known to make the same call; raises ``error`` if given.
+
+        Rows of another geometry would be read as garbage, so ranks agree about it whenever it
+        changes. As long as it does not, a call costs nothing more, and a refusal takes the mode's
+        own way.
+        """
+        changed = {name: value for name, value in facts.items() if self._agreed.get(name) != value}
+        if changed:
+            self._open().exchange.gather("a low-latency call", facts, _NOTHING, error)
+            self._agreed |= facts
+        elif error is not None:
+            refuse(error)
+            raise error
+
+
+def _facts_of(max_tokens: object, num_experts: object, topk_idx: object, hidden: object) -> Facts:
+    """What the arguments say about the geometry, whether or not they are good; {} if nothing."""
+    if not isinstance(topk_idx, torch.Tensor) or topk_idx.dim() != 2:
+        return {}
+    sizes = (max_tokens, num_experts, hidden, topk_idx.shape[1])
+    if not all(isinstance(size, int) for size in sizes):
+        return {}
+    names = ("num_max_dispatch_tokens_per_rank", "num_experts", "hidden", "top_k")
+    return dict(zip(names, sizes, strict=True))  # type: ignore[arg-type]  # integers, as checked
+
+
+def _columns(x: object) -> int | None:
+    return x.shape[1] if isinstance(x, torch.Tensor) and x.dim() == 2 else None
+
+
+def _check_exclusive(async_finish: bool, return_recv_hook: bool) -> None:
+    if async_finish and return_recv_hook:
+        raise ArgumentError(
+            "async_finish", "True with return_recv_hook=True", "used without return_recv_hook"
+        )
+
+
+def _rows(dispatched: Dispatched) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    if dispatched.scales is None:
+        return dispatched.tokens
+    return dispatched.tokens, dispatched.scales

@@ -1,0 +1,146 @@
+"""What a ``Buffer`` holds: one symmetric memory with a part for each mode.
+
+    exchange | signals of low latency | num_rdma_bytes | signals of high throughput | num_nvl_bytes
+
+What the modes must find again at the next call lies outside of what ``get_local_buffer_tensor``
+shows, because callers use that memory as scratch between calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fanfold import _core
+from fanfold.config import Config as Settings
+from fanfold.deep_ep.exchange import Exchange, view_bytes
+from fanfold.deep_ep.sizes import align, signal_bytes
+from fanfold.errors import ArgumentError, UsageError
+from fanfold.group import Group
+from fanfold.high_throughput import HighThroughput
+from fanfold.low_latency import LowLatency
+from fanfold.symmetric import SymmetricMemory
+
+__all__ = ["Runtime", "Sizes"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes that a Buffer was made with.
+
+    Attributes:
+        nvl: ``num_nvl_bytes``, for high throughput.
+        rdma: ``num_rdma_bytes``, for low latency.
+    """
+
+    nvl: int
+    rdma: int
+
+
+class Runtime:
+    """The memory and the modes of one Buffer. Construction is collective.
+
+    Args:
+        group: the ranks.
+        sizes: bytes for each mode; 0 for a mode that is not used.
+        settings: time bounds and what happens to late peers.
+    """
+
+    def __init__(self, group: Group, sizes: Sizes, settings: Settings) -> None:
+        self.rank, self.ranks = group.rank, group.size
+        self._sizes = sizes
+        rdma_signals = signal_bytes(group.size)
+        nvl_signals = _core.HighThroughput.required_bytes(group.size, 0)
+        rdma_part = align(Exchange.required_bytes(group.size))
+        self._rdma_offset = rdma_part + rdma_signals
+        nvl_part = self._rdma_offset + align(sizes.rdma)
+        self._nvl_offset = nvl_part + nvl_signals
+        total = self._nvl_offset + align(sizes.nvl)
+        self.memory = SymmetricMemory(group, total, settings)
+        self.exchange = Exchange(self.memory, group.rank, group.size, 0)
+        self._low_latency: LowLatency | None = None
+        if sizes.rdma:
+            self._low_latency = LowLatency(self.memory, rdma_part, rdma_signals + sizes.rdma)
+        self._high_throughput: HighThroughput | None = None
+        if sizes.nvl:
+            # A ring that stays in cache is faster than one that uses all there is.
+            staging = nvl_signals + min(sizes.nvl, settings.staging_bytes)
+            self._high_throughput = HighThroughput(self.memory, nvl_part, staging)
+
+    @property
+    def low_latency(self) -> LowLatency:
+        """The low-latency mode.
+
+        Raises:
+            UsageError: the Buffer has no memory for it.
+        """
+        if self._low_latency is None:
+            raise UsageError(
+                "this Buffer has num_rdma_bytes=0, so no memory for low-latency calls; pass "
+                "num_rdma_bytes=Buffer.get_low_latency_rdma_size_hint("
+                "num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)"
+            )
+        return self._low_latency
+
+    @property
+    def high_throughput(self) -> HighThroughput:
+        """The high-throughput mode.
+
+        Raises:
+            UsageError: the Buffer has no memory for it, or a rank is masked.
+        """
+        if self._high_throughput is None:
+            raise UsageError(
+                "this Buffer has num_nvl_bytes=0, so no memory for dispatch and combine; pass "
+                "num_nvl_bytes=config.get_nvl_buffer_size_hint(hidden_bytes, num_ranks)"
+            )
+        masked = [peer for peer in range(self.ranks) if self.memory.core.masked(peer)]
+        if masked:
+            raise UsageError(
+                f"rank {masked[0]} is masked; only low-latency calls go on without a rank: call "
+                "low_latency_clean_mask_buffer() once it is back, or make a Buffer without it"
+            )
+        return self._high_throughput
+
+    def local_tensor(self, dtype: torch.dtype, offset: int, use_rdma_buffer: bool) -> torch.Tensor:
+        """This rank's memory of one mode, from element ``offset`` on, as a flat tensor."""
+        nbytes = self._sizes.rdma if use_rdma_buffer else self._sizes.nvl
+        start = self._rdma_offset if use_rdma_buffer else self._nvl_offset
+        elements = nbytes // dtype.itemsize
+        if not 0 <= offset <= elements:
+            raise ArgumentError("offset", offset, f"from 0 to the {elements} elements there are")
+        address = self.memory.core.base(self.rank) + start
+        raw = view_bytes(address, elements * dtype.itemsize, owner=self.memory)
+        return raw.view(dtype)[offset:]
+
+    def close(self) -> None:
+        """Releases the memory. Not collective; peers keep what they have mapped."""
+        self.memory.close()
+
+    # What programs ask DeepEP's runtime object.
+
+    def is_available(self) -> bool:
+        """Whether the ranks are connected: always, once constructed."""
+        return True
+
+    def is_internode_available(self) -> bool:
+        """Whether ranks of other hosts can be reached: not by the host backend."""
+        return False
+
+    def get_num_rdma_ranks(self) -> int:
+        """Number of hosts: 1."""
+        return 1
+
+    def get_rdma_rank(self) -> int:
+        """Index of this host: 0."""
+        return 0
+
+    def get_root_rdma_rank(self, global_: bool) -> int:
+        """The rank that stands for this host: rank 0 globally, index 0 among hosts."""
+        del global_
+        return 0
+
+    def get_local_device_id(self) -> int:
+        """Index of the device; the CPU has one."""
+        return 0

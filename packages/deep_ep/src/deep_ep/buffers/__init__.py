@@ -1,0 +1,5 @@
+"""Where DeepEP 2 keeps its buffers."""
+
+from deep_ep.buffers.legacy import Buffer
+
+__all__ = ["Buffer"]

@@ -1,0 +1,618 @@
+"""High-throughput calls of the DeepEP face against plain torch, bit for bit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fanfold.deep_ep import Buffer, Config, EventHandle, EventOverlap
+from fanfold.errors import ArgumentError, PeerRefused, PeerTimeout, UsageError
+from fanfold.launch import RankPool
+from tests.conformance import deep_ep_reference as reference
+from tests.conformance.deep_ep_reference import Case, arrivals, inputs
+
+Pools = Callable[[int], RankPool]
+Arguments = dict[str, Any]
+
+
+def open_buffer(
+    group: dist.ProcessGroup, nvl_bytes: int = 1 << 20, timeout_s: str = "20", **changes: Any
+) -> Buffer:
+    with mock.patch.dict(os.environ, {"FANFOLD_TIMEOUT_S": timeout_s}):
+        return Buffer(group, nvl_bytes, explicitly_destroy=True, **changes)
+
+
+def routing_of(buffer: Buffer, topk_idx: torch.Tensor, experts: int) -> Arguments:
+    """What get_dispatch_layout says, as arguments of dispatch."""
+    per_rank, per_host, per_expert, in_rank, event = buffer.get_dispatch_layout(topk_idx, experts)
+    assert event.event is None
+    return {
+        "num_tokens_per_rank": per_rank,
+        "num_tokens_per_rdma_rank": per_host,
+        "is_token_in_rank": in_rank,
+        "num_tokens_per_expert": per_expert,
+    }
+
+
+def good_dispatch(buffer: Buffer, case: Case, rank: int) -> Arguments:
+    mine = inputs(case, rank)
+    return {
+        "x": mine.x,
+        "topk_idx": mine.topk_idx,
+        "topk_weights": mine.topk_weights,
+        **routing_of(buffer, mine.topk_idx, case.experts),
+    }
+
+
+def listed(case: Case, rank: int, alignment: int) -> list[int]:
+    """Rows for each local expert of ``rank``, as often as named, rounded up."""
+    totals = [0] * case.experts
+    for theirs in reference.everybody(case):
+        named = reference.layout(case, theirs).per_expert
+        totals = [total + count for total, count in zip(totals, named, strict=True)]
+    mine = totals[rank * case.local : (rank + 1) * case.local]
+    return [-(-count // alignment) * alignment for count in mine]
+
+
+def outputs(case: Case, peer: int) -> torch.Tensor:
+    """What ``peer`` makes of its rows."""
+    rows = arrivals(case, peer).gather([theirs.x for theirs in reference.everybody(case)])
+    return (rows.float() * (0.5 + 0.25 * peer)).to(torch.bfloat16)
+
+
+def lanes(case: Case, peer: int) -> torch.Tensor:
+    """Numbers that ``peer`` sends back to the lanes."""
+    weights = torch.tensor(arrivals(case, peer).topk_weights).reshape(-1, case.top_k)
+    return weights * (1 + peer)
+
+
+def check_received(case: Case, rank: int, result: tuple[Any, ...], worst: int = 0) -> None:
+    """recv_x, recv_topk_idx and recv_topk_weights; rows beyond those that arrived are empty."""
+    received, topk_idx, topk_weights = result[:3]
+    wanted = arrivals(case, rank)
+    rows = wanted.gather([theirs.x for theirs in reference.everybody(case)])
+    count = len(rows)
+    assert received.shape == (worst or count, case.hidden)
+    assert torch.equal(received[:count], rows)
+    assert topk_idx.dtype == torch.int64
+    assert topk_idx[:count].tolist() == wanted.topk_idx
+    assert bool((topk_idx[count:] == -1).all())
+    assert torch.equal(
+        topk_weights[:count], torch.tensor(wanted.topk_weights).reshape(count, case.top_k)
+    )
+    assert not topk_weights[count:].any()
+
+
+def check_handle(case: Case, rank: int, handle: tuple[torch.Tensor, ...], channels: int) -> None:
+    for place, (tensor, wanted) in enumerate(
+        zip(handle, reference.handle(case, rank, channels), strict=True)
+    ):
+        assert tensor.dtype == wanted.dtype, place
+        assert torch.equal(tensor, wanted), place
+
+
+# ---- layout -------------------------------------------------------------------------------------
+
+
+def _layout(group: dist.ProcessGroup, case: Case) -> None:
+    buffer = open_buffer(group)
+    mine = inputs(case, dist.get_rank(group))
+    per_rank, per_host, per_expert, in_rank, event = buffer.get_dispatch_layout(
+        mine.topk_idx, case.experts, Buffer.capture(), True, True
+    )
+    wanted = reference.layout(case, mine)
+    assert per_host is None
+    assert event.event is not None
+    assert (per_rank.dtype, per_expert.dtype, in_rank.dtype) == (
+        torch.int32, torch.int32, torch.bool,
+    )  # fmt: skip
+    assert per_rank.tolist() == wanted.per_rank
+    assert per_expert.tolist() == wanted.per_expert
+    assert torch.equal(in_rank, wanted.in_rank)
+    for arguments, name in (
+        ((mine.topk_idx, case.experts + 1), "num_experts"),
+        ((mine.topk_idx.int(), case.experts), "topk_idx.dtype"),
+        ((mine.topk_idx, case.experts, None, True, True), "allocate_on_comm_stream"),
+        ((mine.topk_idx, case.experts, EventOverlap(), True, True), "allocate_on_comm_stream"),
+        ((mine.topk_idx, case.experts, "soon"), "previous_event"),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            buffer.get_dispatch_layout(*arguments)
+        assert caught.value.argument == name
+    buffer.destroy()
+
+
+def test_layout(pools: Pools) -> None:
+    pools(4).run(
+        _layout, Case(experts=12, top_k=4, hidden=16, tokens=(9, 0, 5, 3), duplicates=True)
+    )
+
+
+# ---- round trips --------------------------------------------------------------------------------
+
+
+def _round_trip(
+    group: dist.ProcessGroup, case: Case, nvl_bytes: int, channels: int, alignment: int
+) -> None:
+    rank = dist.get_rank(group)
+    buffer = open_buffer(group, nvl_bytes)
+    config = Config(2 * channels)
+    result = buffer.dispatch(
+        **good_dispatch(buffer, case, rank), expert_alignment=alignment, config=config
+    )
+    handle = result[4]
+    y = outputs(case, rank)
+    combined = buffer.combine(y, handle, topk_weights=lanes(case, rank), config=config)
+    again = buffer.dispatch(inputs(case, rank).x, handle=handle, config=config)
+    buffer.destroy()
+    # Nobody waits any more for a rank that finds something wrong.
+    check_received(case, rank, result)
+    assert result[3] == listed(case, rank, alignment)
+    assert all(type(count) is int for count in result[3])
+    check_handle(case, rank, handle, channels)
+    assert torch.equal(again[0], result[0])
+    assert again[1:5] == (None, None, None, None)
+    everybody = range(case.ranks)
+    assert torch.equal(
+        combined[0], reference.combined(case, rank, [outputs(case, peer) for peer in everybody])
+    )
+    assert torch.equal(
+        combined[1], reference.combined_lanes(case, rank, [lanes(case, peer) for peer in everybody])
+    )
+    assert result[5].event is combined[2].event is again[5].event is None
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    ranks = draw(st.sampled_from([1, 2, 3, 4, 5]))
+    experts = ranks * draw(st.integers(1, 6))
+    duplicates = draw(st.booleans())
+    top_k = draw(st.integers(1, 32 if duplicates else min(experts, 32)))
+    return Case(
+        experts=experts,
+        top_k=top_k,
+        hidden=8 * draw(st.sampled_from([2, 3, 16, 17, 130])),
+        tokens=tuple(draw(st.lists(st.integers(0, 12), min_size=ranks, max_size=ranks))),
+        seed=draw(st.integers(0, 1000)),
+        duplicates=duplicates,
+        unrouted=draw(st.sampled_from([0.0, 0.3, 1.0])),
+    )
+
+
+@given(
+    case=cases(),
+    nvl_bytes=st.sampled_from([16 << 10, 1 << 20]),
+    channels=st.sampled_from([1, 3, 10]),
+    alignment=st.sampled_from([1, 8, 128]),
+)
+@settings(max_examples=40)
+def test_against_torch(
+    pools: Pools, case: Case, nvl_bytes: int, channels: int, alignment: int
+) -> None:
+    pools(case.ranks).run(_round_trip, case, nvl_bytes, channels, alignment)
+
+
+CASE = Case(experts=8, top_k=3, hidden=256, tokens=(7, 4, 0, 9), seed=5)
+
+
+def _large(group: dist.ProcessGroup) -> None:
+    """Much more than the staging memory holds."""
+    rank = dist.get_rank(group)
+    case = Case(experts=8, top_k=2, hidden=1024, tokens=(300, 0, 150, 217), seed=2)
+    buffer = open_buffer(group, 64 << 10)
+    result = buffer.dispatch(**good_dispatch(buffer, case, rank))
+    combined, _, _ = buffer.combine(outputs(case, rank), result[4])
+    check_received(case, rank, result)
+    y_of = [outputs(case, peer) for peer in range(case.ranks)]
+    assert torch.equal(combined, reference.combined(case, rank, y_of))
+    buffer.destroy()
+
+
+def test_tensors_larger_than_the_staging_memory(pools: Pools) -> None:
+    pools(4).run(_large)
+
+
+def _without_top_k(group: dist.ProcessGroup) -> None:
+    """Rows whose receivers need not know the experts, as DeepEP's own tests send them."""
+    rank, case = dist.get_rank(group), CASE
+    mine = inputs(case, rank)
+    buffer = open_buffer(group)
+    routing = routing_of(buffer, mine.topk_idx, case.experts)
+    result = buffer.dispatch(mine.x, **routing, expert_alignment=4)
+    combined, weights, _ = buffer.combine(outputs(case, rank), result[4])
+    again = buffer.dispatch(mine.x, handle=result[4])
+    buffer.destroy()
+    assert torch.equal(
+        result[0], arrivals(case, rank).gather([i.x for i in reference.everybody(case)])
+    )
+    assert torch.equal(again[0], result[0])
+    assert result[1] is None
+    assert result[2] is None
+    assert weights is None
+    assert result[3] == listed(case, rank, 4)
+    check_handle(case, rank, result[4], Buffer.num_sms // 2)
+    y_of = [outputs(case, peer) for peer in range(case.ranks)]
+    assert torch.equal(combined, reference.combined(case, rank, y_of))
+
+
+def test_dispatch_without_top_k(pools: Pools) -> None:
+    pools(4).run(_without_top_k)
+
+
+def _fp8(group: dist.ProcessGroup, scales_dtype: torch.dtype, one_byte: torch.dtype) -> None:
+    """Values and scales pass as they are, scales of any strides."""
+    rank, case = dist.get_rank(group), CASE
+    values, scales = [], []
+    for theirs in reference.everybody(case):
+        value, scale = reference.fp8(theirs.x, power_of_two=True)
+        values.append(value.view(one_byte))
+        scales.append(reference.ue8m0(scale) if scales_dtype == torch.int32 else scale)
+    column_major = scales[rank].T.contiguous().T
+    buffer = open_buffer(group)
+    arguments = good_dispatch(buffer, case, rank) | {"x": (values[rank], column_major)}
+    (rows, row_scales), _, _, _, handle, _ = buffer.dispatch(**arguments)
+    (again, scales_again), *_ = buffer.dispatch((values[rank], scales[rank]), handle)
+    buffer.destroy()
+    raw = [value.view(torch.uint8) for value in values]
+    assert rows.dtype == one_byte
+    assert torch.equal(rows.view(torch.uint8), arrivals(case, rank).gather(raw))
+    assert torch.equal(row_scales, arrivals(case, rank).gather(scales))
+    assert row_scales.is_contiguous()
+    assert torch.equal(again.view(torch.uint8), rows.view(torch.uint8))
+    assert torch.equal(scales_again, row_scales)
+
+
+@pytest.mark.parametrize("scales_dtype", [torch.float32, torch.int32])
+@pytest.mark.parametrize("one_byte", [torch.float8_e4m3fn, torch.uint8])
+def test_fp8(pools: Pools, scales_dtype: torch.dtype, one_byte: torch.dtype) -> None:
+    pools(4).run(_fp8, scales_dtype, one_byte)
+
+
+def _worst(group: dist.ProcessGroup) -> None:
+    """A fixed number of rows, whatever arrives."""
+    rank, case = dist.get_rank(group), CASE
+    buffer = open_buffer(group)
+    worst = sum(case.tokens)
+    result = buffer.dispatch(**good_dispatch(buffer, case, rank), num_worst_tokens=worst)
+    count = len(arrivals(case, rank).source_rank)
+    y = torch.full((worst, case.hidden), torch.nan, dtype=torch.bfloat16)
+    y[:count] = outputs(case, rank)
+    weights = torch.full((worst, case.top_k), torch.nan)
+    weights[:count] = lanes(case, rank)
+    combined = buffer.combine(y, result[4], topk_weights=weights)
+    again = buffer.dispatch(inputs(case, rank).x, handle=result[4], num_worst_tokens=worst)
+    with pytest.raises((ArgumentError, PeerRefused)) as caught:
+        buffer.dispatch(**good_dispatch(buffer, case, rank), num_worst_tokens=1)
+    buffer.destroy()
+    check_received(case, rank, result, worst)
+    assert result[3] == []
+    assert result[4][3].tolist() == arrivals(case, rank).source_token + [-1] * (worst - count)
+    assert again[0].shape == (worst, case.hidden)
+    assert torch.equal(again[0][:count], result[0][:count])
+    everybody = range(case.ranks)
+    y_of, lanes_of = [outputs(case, p) for p in everybody], [lanes(case, p) for p in everybody]
+    assert torch.equal(combined[0], reference.combined(case, rank, y_of))
+    assert torch.equal(combined[1], reference.combined_lanes(case, rank, lanes_of))
+    assert "capacity" in str(caught.value)
+
+
+def test_num_worst_tokens(pools: Pools) -> None:
+    pools(4).run(_worst)
+
+
+def _bias(group: dist.ProcessGroup) -> None:
+    rank, case = dist.get_rank(group), CASE
+    buffer = open_buffer(group)
+    handle = buffer.dispatch(**good_dispatch(buffer, case, rank))[4]
+    shape = (case.tokens[rank], case.hidden)
+    generator = torch.Generator().manual_seed(rank)
+    first, second = (torch.randn(shape, generator=generator).bfloat16() for _ in range(2))
+    results = {}
+    for name, bias, parts in (
+        ("one", first, (first,)),
+        ("two", (first, second), (first, second)),
+        ("none", None, ()),
+    ):
+        results[name] = buffer.combine(outputs(case, rank), handle, bias=bias)[0], parts
+    buffer.destroy()
+    y_of = [outputs(case, peer) for peer in range(case.ranks)]
+    for name, (combined, parts) in results.items():
+        assert torch.equal(combined, reference.combined(case, rank, y_of, parts)), name
+
+
+def test_bias(pools: Pools) -> None:
+    pools(4).run(_bias)
+
+
+def _asynchronous(group: dist.ProcessGroup) -> None:
+    """Events chained as Megatron-LM chains them; positional arguments as DeepEP orders them."""
+    rank, case = dist.get_rank(group), CASE
+    mine = inputs(case, rank)
+    buffer = open_buffer(group)
+    previous = EventOverlap(EventHandle())
+    *layout, event = buffer.get_dispatch_layout(mine.topk_idx, case.experts, previous, True, True)
+    result = buffer.dispatch(
+        mine.x, None, layout[0], layout[1], layout[3], layout[2], mine.topk_idx, mine.topk_weights,
+        1, 0, None, event, True, True,
+    )  # fmt: skip
+    result[5].current_stream_wait()
+    combined, _, done = buffer.combine(
+        outputs(case, rank), result[4], None, None, None, result[5], True, True
+    )
+    with done:
+        pass
+    across, _, _ = buffer.internode_combine(
+        outputs(case, rank), result[4], config=Buffer.get_combine_config(case.ranks)
+    )
+    again = buffer.internode_dispatch(**good_dispatch(buffer, case, rank), num_worst_tokens=0)
+    buffer.destroy()
+    check_received(case, rank, result)
+    check_received(case, rank, again)
+    y_of = [outputs(case, peer) for peer in range(case.ranks)]
+    assert torch.equal(combined, reference.combined(case, rank, y_of))
+    assert torch.equal(across, combined)
+
+
+def test_events_and_internode(pools: Pools) -> None:
+    pools(4).run(_asynchronous)
+
+
+def _rebuilt_handle(group: dist.ProcessGroup) -> None:
+    """A handle that went through autograd or a pickle is as good as the first."""
+    rank, case = dist.get_rank(group), CASE
+    buffer = open_buffer(group)
+    result = buffer.dispatch(**good_dispatch(buffer, case, rank))
+    rebuilt = [tensor.clone() for tensor in result[4]]
+    rebuilt[0][:, (rank + 1) % case.ranks] = -7  # the other ranks' columns matter to nobody
+    rebuilt[1].zero_()
+    rebuilt[2].zero_()
+    rebuilt[5].zero_()
+    # DeepEP's handles may outlive their buffer; so may these.
+    buffer.destroy()
+    buffer = open_buffer(group)
+    combined, weights, _ = buffer.combine(outputs(case, rank), rebuilt, lanes(case, rank))
+    again = buffer.dispatch(inputs(case, rank).x, tuple(rebuilt))
+    # A gradient of another width and dtype.
+    wide, *_ = buffer.dispatch(inputs(case, rank).x.float(), tuple(rebuilt))
+    buffer.destroy()
+    everybody = range(case.ranks)
+    y_of, lanes_of = [outputs(case, p) for p in everybody], [lanes(case, p) for p in everybody]
+    assert torch.equal(combined, reference.combined(case, rank, y_of))
+    assert torch.equal(weights, reference.combined_lanes(case, rank, lanes_of))
+    assert torch.equal(again[0], result[0])
+    assert torch.equal(wide, result[0].float())
+
+
+def test_combine_works_from_the_tuple_alone(pools: Pools) -> None:
+    pools(4).run(_rebuilt_handle)
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+BAD_RANK = 1
+Spoil = Callable[[Arguments], None]
+
+
+def _set(**changes: Any) -> Spoil:
+    return lambda arguments: arguments.update(changes)
+
+
+def _change(name: str, change: Callable[[Any], Any]) -> Spoil:
+    return lambda arguments: arguments.update({name: change(arguments[name])})
+
+
+def _put(name: str, place: tuple[int, ...], change: Callable[[Any], Any]) -> Spoil:
+    def spoil(arguments: Arguments) -> None:
+        arguments[name] = arguments[name].clone()
+        arguments[name][place] = change(arguments[name][place])
+
+    return spoil
+
+
+# What is spoilt on one rank, and what the message must name.
+DISPATCH_CASES: dict[str, tuple[Spoil, str]] = {
+    "strided": (_change("x", lambda x: x.T.contiguous().T), "x.stride()"),
+    "flat": (_change("x", torch.Tensor.flatten), "is_token_in_rank.shape"),
+    "odd row": (_change("x", lambda x: x[:, :252].contiguous()), "hidden"),
+    "no tensor": (_set(x=[1.0]), "x"),
+    "meta": (_change("x", lambda x: x.to("meta")), "x.device"),
+    "scales of wide values": (_change("x", lambda x: (x, x[:, :2].float())), "x[0].dtype"),
+    "fewer scales": (
+        _change("x", lambda x: (x.view(torch.uint8), torch.zeros((1, 2)))), "x[1].shape"),
+    "double scales": (
+        _change("x", lambda x: (x.view(torch.uint8), x[:, :2].double())), "x[1].dtype"),
+    "no layout": (_set(num_tokens_per_rank=None), "num_tokens_per_rank"),
+    "no experts": (_set(num_tokens_per_expert=None), "num_tokens_per_expert"),
+    "no ranks": (_set(is_token_in_rank=None), "is_token_in_rank"),
+    "long counts": (_change("num_tokens_per_rank", torch.Tensor.long), "num_tokens_per_rank.dtype"),
+    "other counts": (_put("num_tokens_per_rank", (2,), lambda n: n + 1), "num_tokens_per_rank[2]"),
+    "other experts": (
+        _put("num_tokens_per_expert", (3,), lambda n: n + 1), "num_tokens_per_expert[3]"),
+    "other hosts": (
+        _set(num_tokens_per_rdma_rank=torch.tensor([99], dtype=torch.int32)),
+        "num_tokens_per_rdma_rank[0]"),
+    "expert count": (_change("num_tokens_per_expert", lambda n: n[:7]), "num_tokens_per_expert"),
+    "other tokens": (_put("topk_idx", (0, 0), lambda e: (e + 4) % 8), ""),
+    "expert too high": (_put("topk_idx", (2, 1), lambda _: 8), "topk_idx[2, 1]"),
+    "int32 routing": (_change("topk_idx", torch.Tensor.int), "topk_idx.dtype"),
+    "no weights": (_set(topk_weights=None), "topk_weights"),
+    "no routing": (_set(topk_idx=None), "topk_idx"),
+    "other weights": (_change("topk_weights", lambda w: w[:, :2].contiguous()), "topk_weights"),
+    "alignment": (_set(expert_alignment=0), "expert_alignment"),
+    "negative worst": (_set(num_worst_tokens=-1), "num_worst_tokens"),
+    "worst without routing": (
+        _set(num_worst_tokens=99, topk_idx=None, topk_weights=None), "num_worst_tokens"),
+    "no config": (_set(config=20), "config"),
+    "odd config": (_set(config=Config(21)), "config.num_sms"),
+    "no channel": (_set(config=Config(0)), "config.num_sms"),
+    "event": (_set(previous_event=3), "previous_event"),
+    "comm stream": (_set(allocate_on_comm_stream=True), "allocate_on_comm_stream"),
+    "comm stream without async": (
+        _set(allocate_on_comm_stream=True, previous_event=Buffer.capture()),
+        "allocate_on_comm_stream"),
+}  # fmt: skip
+
+CACHED_CASES: dict[str, tuple[Spoil, str]] = {
+    "other tokens": (_change("x", lambda x: x[:-1].contiguous()), "x.shape[0]"),
+    "no handle": (_set(handle=1), "handle"),
+    "short handle": (_change("handle", lambda h: h[:5]), "handle"),
+    "dtype": (_change("handle", lambda h: (h[0].long(), *h[1:])), "handle[0]"),
+    "shape": (_change("handle", lambda h: (*h[:4], h[4][:, :2].contiguous(), h[5])), "handle[4]"),
+    "fewer rows": (_change("handle", lambda h: (*h[:3], h[3][:-1], *h[4:])), "handle[0]"),
+    "falling": (_change("handle", lambda h: (h[0].flip(0), *h[1:])), "handle[0]"),
+    "own tokens": (_change("handle", lambda h: (*h[:4], ~h[4], h[5])), "handle[4]"),
+    "channels": (_change("handle", lambda h: (*h[:2], h[2][:, :1].contiguous(), *h[3:])),
+                 "handle[2]"),
+    "other config": (_set(config=Config(24)), "config.num_sms"),
+    "routing too": (_set(topk_idx=torch.zeros((4, 3), dtype=torch.int64)), "topk_idx"),
+    "weights too": (_set(topk_weights=torch.zeros((4, 3))), "topk_weights"),
+    "counts too": (_set(num_tokens_per_rank=torch.zeros(4, dtype=torch.int32)),
+                   "num_tokens_per_rank"),
+    "worst": (_set(num_worst_tokens=1000), "num_worst_tokens"),
+}  # fmt: skip
+
+COMBINE_CASES: dict[str, tuple[Spoil, str]] = {
+    "float32": (_change("x", torch.Tensor.float), "x.dtype"),
+    "rows": (_change("x", lambda x: x[:-1].contiguous()), "x.shape"),
+    "strided": (_change("x", lambda x: x.T.contiguous().T), "x.stride()"),
+    "no handle": (_set(handle=None), "handle"),
+    "low-latency handle": (_change("handle", lambda h: (h[0], h[1], 4, 256, 8)), "handle"),
+    "weights dtype": (_set(topk_weights=torch.zeros((1, 3), dtype=torch.float64)),
+                      "topk_weights.dtype"),
+    "weights rows": (_set(topk_weights=torch.zeros((1, 3))), "topk_weights.shape"),
+    "bias dtype": (_set(bias=torch.zeros((4, 256))), "bias.dtype"),
+    "bias shape": (_set(bias=torch.zeros((3, 256), dtype=torch.bfloat16)), "bias.shape"),
+    "three biases": (_set(bias=(torch.zeros(1),) * 3), "bias"),
+    "second bias": (
+        _set(bias=(torch.zeros((4, 256), dtype=torch.bfloat16), torch.zeros(1))), "bias[1].dtype"),
+    "other config": (_set(config=Config(24)), "config.num_sms"),
+    "comm stream": (_set(allocate_on_comm_stream=True), "allocate_on_comm_stream"),
+}  # fmt: skip
+
+
+def _refused(call: Callable[..., object], arguments: Arguments) -> Exception:
+    with pytest.raises((ArgumentError, PeerRefused)) as caught:
+        call(**arguments)
+    return caught.value
+
+
+def _works(buffer: Buffer, rank: int) -> None:
+    result = buffer.dispatch(**good_dispatch(buffer, CASE, rank))
+    check_received(CASE, rank, result)
+    check_handle(CASE, rank, result[4], Buffer.num_sms // 2)
+    combined, _, _ = buffer.combine(outputs(CASE, rank), result[4])
+    y_of = [outputs(CASE, peer) for peer in range(CASE.ranks)]
+    assert torch.equal(combined, reference.combined(CASE, rank, y_of))
+
+
+def _spoilt(group: dist.ProcessGroup, which: str) -> dict[str, Exception]:
+    rank, errors = dist.get_rank(group), {}
+    buffer = open_buffer(group)
+    good = good_dispatch(buffer, CASE, rank)
+    handle = buffer.dispatch(**good)[4]
+    call, cases = buffer.dispatch, DISPATCH_CASES
+    if which == "cached":
+        good, cases = {"x": good["x"], "handle": handle}, CACHED_CASES
+    elif which == "combine":
+        good, cases = {"x": outputs(CASE, rank), "handle": handle}, COMBINE_CASES
+        call = buffer.combine
+    for name, (spoil, _) in cases.items():
+        arguments = dict(good)
+        if rank == BAD_RANK:
+            spoil(arguments)
+        errors[name] = _refused(call, arguments)
+    _works(buffer, rank)
+    buffer.destroy()
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("which", "cases"),
+    [("new", DISPATCH_CASES), ("cached", CACHED_CASES), ("combine", COMBINE_CASES)],
+)
+def test_refused(pools: Pools, which: str, cases: dict[str, tuple[Spoil, str]]) -> None:
+    for rank, errors in enumerate(pools(4).run(_spoilt, which)):
+        assert list(errors) == list(cases)
+        for name, error in errors.items():
+            if rank == BAD_RANK:
+                assert isinstance(error, ArgumentError), (name, error)
+                assert cases[name][1] in error.argument, (name, error)
+            else:
+                assert isinstance(error, PeerRefused), (name, error)
+                assert error.peer == BAD_RANK
+                assert cases[name][1] in error.reason, (name, error)
+
+
+def _disagreeing(group: dist.ProcessGroup, case_of_two: Case, config: int) -> Exception:
+    rank = dist.get_rank(group)
+    buffer = open_buffer(group)
+    case = case_of_two if rank == 2 else CASE
+    arguments = good_dispatch(buffer, case, rank)
+    if config and rank == 2:
+        arguments["config"] = Config(config)
+    error = _refused(buffer.dispatch, arguments)
+    _works(buffer, rank)
+    buffer.destroy()
+    return error
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "name"),
+    [
+        ({"experts": 12}, 0, "num_experts"),
+        ({"top_k": 2}, 0, "top_k"),
+        ({"hidden": 128}, 0, "bytes of a row"),
+        ({}, 24, "config.num_sms"),
+    ],
+)
+def test_ranks_that_disagree(pools: Pools, changes: Arguments, config: int, name: str) -> None:
+    case = Case(**{**vars(CASE), **changes})
+    for error in pools(4).run(_disagreeing, case, config):
+        assert name in str(error)
+        assert "rank 2" in str(error)
+
+
+def _no_memory(group: dist.ProcessGroup) -> None:
+    rank = dist.get_rank(group)
+    buffer = open_buffer(group, 0)
+    mine = inputs(CASE, rank)
+    for call in (
+        lambda: buffer.dispatch(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights),
+        lambda: buffer.combine(mine.x, ()),
+    ):
+        with pytest.raises(UsageError, match="get_nvl_buffer_size_hint"):
+            call()
+    buffer.get_dispatch_layout(mine.topk_idx, CASE.experts)  # needs none
+    buffer.destroy()
+    with pytest.raises(UsageError, match="destroyed"):
+        buffer.get_dispatch_layout(mine.topk_idx, CASE.experts)
+
+
+def test_no_memory_for_the_mode(pools: Pools) -> None:
+    pools(4).run(_no_memory)
+
+
+def _absent_peer(group: dist.ProcessGroup) -> Exception | None:
+    rank, error = dist.get_rank(group), None
+    buffer = open_buffer(group, timeout_s="0.5")
+    if rank != 3:
+        with pytest.raises(PeerTimeout) as caught:
+            buffer.dispatch(**good_dispatch(buffer, CASE, rank))
+        error = caught.value
+    dist.barrier(group)
+    buffer.destroy()
+    return error
+
+
+def test_peer_that_does_not_come(pools: Pools) -> None:
+    *errors, nothing = pools(4).run(_absent_peer)
+    assert nothing is None
+    assert all(error.peer == 3 for error in errors)

@@ -1,0 +1,705 @@
+"""Low-latency calls of the DeepEP face against plain torch, bit for bit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fanfold.deep_ep import Buffer
+from fanfold.errors import ArgumentError, PeerRefused, PeerTimeout, UsageError
+from fanfold.launch import RankPool
+from tests.conformance import deep_ep_reference as reference
+from tests.conformance.deep_ep_reference import Case, inputs, packed
+
+Pools = Callable[[int], RankPool]
+
+# Arguments of dispatch by the name of the format.
+FORMATS: dict[str, dict[str, bool]] = {
+    "bf16": {"use_fp8": False},
+    "fp8": {},
+    "rounded": {"round_scale": True},
+    "ue8m0": {"round_scale": True, "use_ue8m0": True},
+}
+
+
+def open_buffer(
+    group: dist.ProcessGroup, case: Case, timeout_s: str = "20", **changes: Any
+) -> Buffer:
+    """A Buffer with exactly the memory that the hint names."""
+    nbytes = Buffer.get_low_latency_rdma_size_hint(
+        case.max_tokens, case.hidden, case.ranks, case.experts
+    )
+    arguments = {"num_rdma_bytes": nbytes, "low_latency_mode": True, "explicitly_destroy": True}
+    # A test that fails on one rank should not keep the others for the default of 100 s.
+    with mock.patch.dict(os.environ, {"FANFOLD_TIMEOUT_S": timeout_s}):
+        return Buffer(group, **{**arguments, **changes})
+
+
+def finish(mode: str, event: Any, hook: Any) -> None:
+    """What a caller does before it uses a result, for each way to call."""
+    if mode == "hook":
+        assert event.event is None
+        hook()
+    elif mode == "async":
+        assert hook is None
+        event.current_stream_wait()
+    else:
+        assert hook is None
+        assert event.event is None
+
+
+def arguments_of(mode: str) -> dict[str, bool]:
+    return {"async_finish": mode == "async", "return_recv_hook": mode == "hook"}
+
+
+def expected_rows(case: Case, peer: int, form: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Values and scales of the rows of each local expert of ``peer``."""
+    everybody = reference.everybody(case)
+    found = []
+    for pack in packed(case, peer):
+        places = list(zip(pack.source_rank, pack.source_token, strict=True))
+        x = torch.stack([everybody[rank].x[token] for rank, token in places]) if places else (
+            torch.empty((0, case.hidden), dtype=torch.bfloat16))  # fmt: skip
+        if form == "bf16":
+            found.append((x, torch.empty((len(places), 0))))
+            continue
+        values, scales = reference.fp8(x, power_of_two=form != "fp8")
+        found.append((values, scales))
+    return found
+
+
+def outputs(case: Case, peer: int, form: str) -> torch.Tensor:
+    """What the experts of ``peer`` make of their rows; nothing but NaN elsewhere."""
+    y = torch.full((case.local, case.ranks * case.max_tokens, case.hidden), torch.nan)
+    for e, (values, scales) in enumerate(expected_rows(case, peer, form)):
+        rows = values.float() if form == "bf16" else reference.dequantized(values, scales)
+        y[e, : len(rows)] = rows * (0.5 + 0.25 * (peer * case.local + e))
+    return y.to(torch.bfloat16)
+
+
+def check_dispatched(case: Case, rank: int, form: str, result: tuple[Any, ...]) -> None:
+    received, counts, handle = result[:3]
+    source_info, ranges, max_tokens, hidden, experts = handle
+    assert (max_tokens, hidden, experts) == (case.max_tokens, case.hidden, case.experts)
+    assert counts.dtype == source_info.dtype == torch.int32
+    assert ranges.dtype == torch.int64
+    capacity = case.ranks * case.max_tokens
+    rows, scales = received if isinstance(received, tuple) else (received, None)
+    assert rows.shape == (case.local, capacity, case.hidden)
+    blocks = -(-case.hidden // 128)
+    if form == "bf16":
+        assert scales is None
+    elif form == "ue8m0":
+        assert scales.shape == (case.local, capacity, -(-blocks // 4))
+        assert scales.dtype == torch.int32
+    else:
+        assert scales.shape == (case.local, capacity, blocks)
+        assert scales.dtype == torch.float32
+    if scales is not None:
+        assert scales.stride(1) == 1  # as grouped matrix products read them
+    wanted = expected_rows(case, rank, form)
+    for e, pack in enumerate(packed(case, rank)):
+        count = len(pack.source_rank)
+        assert counts[e] == count
+        assert source_info[e, :count].tolist() == pack.source_token
+        assert ranges[e].tolist() == [pack.range_of(source) for source in range(case.ranks)]
+        values, scale = wanted[e]
+        assert torch.equal(rows[e, :count].view(torch.uint8), values.view(torch.uint8))
+        if scales is None:
+            continue
+        packed_scale = reference.ue8m0(scale) if form == "ue8m0" else scale
+        assert torch.equal(scales[e, :count], packed_scale)
+
+
+def _round_trip(group: dist.ProcessGroup, case: Case, form: str, mode: str) -> None:
+    rank = dist.get_rank(group)
+    mine = inputs(case, rank)
+    buffer = open_buffer(group, case)
+    result = buffer.low_latency_dispatch(
+        mine.x, mine.topk_idx, case.max_tokens, case.experts, **FORMATS[form], **arguments_of(mode)
+    )
+    finish(mode, *result[3:])
+    combined, *rest = buffer.low_latency_combine(
+        outputs(case, rank, form),
+        mine.topk_idx,
+        mine.topk_weights,
+        result[2],
+        **arguments_of(mode),
+    )
+    finish(mode, *rest)
+    buffer.destroy()
+    # Nobody waits any more for a rank that finds something wrong.
+    check_dispatched(case, rank, form, result)
+    y_of = [outputs(case, peer, form) for peer in range(case.ranks)]
+    assert torch.equal(combined, reference.weighted_sum(case, rank, y_of))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    ranks = draw(st.sampled_from([1, 2, 3, 4]))
+    top_k = draw(st.sampled_from([1, 2, 5, 8, 11]))
+    experts = ranks * draw(st.integers(1, 6))
+    return Case(
+        experts=experts,
+        # More lanes than experts would be fine, but the size hint is not for them.
+        top_k=min(top_k, experts),
+        hidden=16 * draw(st.sampled_from([1, 2, 8, 9, 33, 65])),
+        tokens=tuple(draw(st.lists(st.integers(0, 9), min_size=ranks, max_size=ranks))),
+        seed=draw(st.integers(0, 1000)),
+        duplicates=draw(st.booleans()),
+        unrouted=draw(st.sampled_from([0.0, 0.2, 1.0])),
+    )
+
+
+@given(
+    case=cases(), form=st.sampled_from(list(FORMATS)), mode=st.sampled_from(["", "async", "hook"])
+)
+@settings(max_examples=40)
+def test_against_torch(pools: Pools, case: Case, form: str, mode: str) -> None:
+    pools(case.ranks).run(_round_trip, case, form, mode)
+
+
+def test_top_k_of_32_in_the_memory_of_the_hint(pools: Pools) -> None:
+    case = Case(experts=64, top_k=32, hidden=256, tokens=(5, 8), seed=1)
+    pools(2).run(_round_trip, case, "fp8", "hook")
+
+
+# ---- every argument -----------------------------------------------------------------------------
+
+CASE = Case(experts=8, top_k=3, hidden=256, tokens=(6, 4, 0, 5), seed=3)
+
+
+def _statistics(group: dist.ProcessGroup) -> tuple[int, int]:
+    rank, case = dist.get_rank(group), CASE
+    mine = inputs(case, rank)
+    buffer = open_buffer(group, case)
+    totals = torch.full((case.local,), 100, dtype=torch.int32)
+    waits = [torch.zeros(case.ranks, dtype=torch.int64) for _ in range(2)]
+    for _ in range(2):
+        received, counts, handle, _, _ = buffer.low_latency_dispatch(
+            mine.x, mine.topk_idx, case.max_tokens, case.experts, totals, waits[0], use_fp8=False
+        )
+        buffer.low_latency_combine(
+            received, mine.topk_idx, mine.topk_weights, handle,
+            combine_wait_recv_cost_stats=waits[1],
+        )  # fmt: skip
+    assert torch.equal(totals, 100 + 2 * counts)
+    assert all(int(wait.min()) >= 0 for wait in waits)
+    buffer.destroy()
+    return int(waits[0].sum()), int(waits[1].sum())
+
+
+def test_statistics_are_added_to(pools: Pools) -> None:
+    outcomes = pools(4).run(_statistics)
+    # Whether a rank had to wait depends on who came first; that all never did cannot be.
+    assert sum(dispatched for dispatched, _ in outcomes) > 0
+    assert sum(combined for _, combined in outcomes) > 0
+
+
+def _zero_copy(group: dist.ProcessGroup) -> None:
+    rank, case = dist.get_rank(group), CASE
+    mine = inputs(case, rank)
+    buffer = open_buffer(group, case)
+    wanted = reference.weighted_sum(
+        case, rank, [outputs(case, peer, "fp8") for peer in range(case.ranks)]
+    )
+    for round_ in range(3):
+        handle = buffer.low_latency_dispatch(
+            mine.x, mine.topk_idx, case.max_tokens, case.experts
+        )[2]  # fmt: skip
+        room = buffer.get_next_low_latency_combine_buffer(handle)
+        assert room.shape == (case.local, case.ranks * case.max_tokens, case.hidden)
+        assert room.dtype == torch.bfloat16
+        room[:, :, :] = outputs(case, rank, "fp8")
+        out = torch.full((case.tokens[rank], case.hidden), torch.nan, dtype=torch.bfloat16)
+        # The content of x does not matter now, as in DeepEP.
+        combined, _, hook = buffer.low_latency_combine(
+            torch.zeros_like(room), mine.topk_idx, mine.topk_weights, handle,
+            zero_copy=True, out=out, return_recv_hook=round_ == 1,
+        )  # fmt: skip
+        if hook is not None:
+            room.fill_(torch.nan)  # the send half has read it
+            hook()
+        assert combined is out
+        assert torch.equal(out, wanted)
+    buffer.destroy()
+
+
+def test_zero_copy_and_out(pools: Pools) -> None:
+    pools(4).run(_zero_copy)
+
+
+def _logfmt(group: dist.ProcessGroup) -> None:
+    rank, case = dist.get_rank(group), CASE
+    mine = inputs(case, rank)
+    buffer = open_buffer(group, case)
+    handle = buffer.low_latency_dispatch(mine.x, mine.topk_idx, case.max_tokens, case.experts)[2]
+    results = [
+        buffer.low_latency_combine(
+            outputs(case, rank, "fp8"), mine.topk_idx, mine.topk_weights, handle, use_logfmt=logfmt
+        )[0].float()
+        for logfmt in (False, True)
+    ]
+    size = reference.weighted_sum(
+        case, rank, [outputs(case, peer, "fp8").abs() for peer in range(case.ranks)]
+    ).float()
+    assert bool(((results[0] - results[1]).abs() <= 0.03 * size + 1e-6).all())
+    assert case.tokens[rank] == 0 or not torch.equal(*results)
+    buffer.destroy()
+
+
+def test_logfmt(pools: Pools) -> None:
+    pools(4).run(_logfmt)
+
+
+def _two_open_calls(group: dist.ProcessGroup) -> None:
+    """Two batches overlapped, as SGLang does: the second is sent before the first is received."""
+    rank = dist.get_rank(group)
+    batches = [CASE, Case(**{**vars(CASE), "seed": 9})]
+    buffer = open_buffer(group, CASE)
+    for _ in range(3):
+        sent = []
+        for case in batches:
+            mine = inputs(case, rank)
+            sent.append(buffer.low_latency_dispatch(
+                mine.x, mine.topk_idx, case.max_tokens, case.experts, return_recv_hook=True
+            ))  # fmt: skip
+        mine = inputs(CASE, rank)
+        with pytest.raises(UsageError):
+            buffer.low_latency_dispatch(mine.x, mine.topk_idx, CASE.max_tokens, CASE.experts)
+        results = []
+        for case, result in zip(batches, sent, strict=True):
+            result[4]()
+            with pytest.raises(UsageError):
+                result[4]()
+            check_dispatched(case, rank, "fp8", result)
+            mine = inputs(case, rank)
+            results.append(buffer.low_latency_combine(
+                outputs(case, rank, "fp8"), mine.topk_idx, mine.topk_weights, result[2],
+                return_recv_hook=True,
+            ))  # fmt: skip
+        for case, (combined, _, hook) in zip(batches, results, strict=True):
+            hook()
+            y_of = [outputs(case, peer, "fp8") for peer in range(case.ranks)]
+            assert torch.equal(combined, reference.weighted_sum(case, rank, y_of))
+    buffer.destroy()
+
+
+def test_two_open_calls(pools: Pools) -> None:
+    pools(4).run(_two_open_calls)
+
+
+def _rebuilt_handle(group: dist.ProcessGroup) -> None:
+    """Narrow rows out, wide rows back: the caller packs them and writes handle[3], as TensorRT-LLM
+    does for 4-bit rows."""
+    rank, case = dist.get_rank(group), CASE
+    mine = inputs(case, rank)
+    narrow = Case(**{**vars(case), "hidden": 64})
+    buffer = open_buffer(group, case)
+    for _ in range(2):
+        _, _, handle, _, _ = buffer.low_latency_dispatch(
+            inputs(narrow, rank).x, mine.topk_idx, case.max_tokens, case.experts, use_fp8=False
+        )
+        rebuilt = list(handle)
+        rebuilt[0], rebuilt[1] = rebuilt[0].clone(), rebuilt[1].clone()
+        rebuilt[3] = case.hidden
+        wide = outputs(case, rank, "bf16")
+        combined, _, _ = buffer.low_latency_combine(wide, mine.topk_idx, mine.topk_weights, rebuilt)
+        y_of = [outputs(case, peer, "bf16") for peer in range(case.ranks)]
+        assert torch.equal(combined, reference.weighted_sum(case, rank, y_of))
+    buffer.destroy()
+
+
+def test_combine_works_from_the_tuple_alone(pools: Pools) -> None:
+    # Same seed, tokens and experts, so the routing of both widths would be the same only by luck:
+    # random numbers are drawn for x first. The test passes the wide case's routing to both.
+    pools(4).run(_rebuilt_handle)
+
+
+def _scratch(group: dist.ProcessGroup) -> None:
+    """The memory serves as scratch between calls; clean_low_latency_buffer orders the two uses."""
+    rank = dist.get_rank(group)
+    buffer = open_buffer(group, CASE, num_nvl_bytes=4096)
+    for round_ in range(3):
+        scratch = buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True)
+        assert scratch.numel() == buffer.num_rdma_bytes
+        scratch.fill_(0xA5 + round_)
+        buffer.get_local_buffer_tensor(torch.uint8).fill_(0x5A)
+        buffer.clean_low_latency_buffer(CASE.max_tokens, CASE.hidden, CASE.experts)
+        mine = inputs(CASE, rank)
+        result = buffer.low_latency_dispatch(mine.x, mine.topk_idx, CASE.max_tokens, CASE.experts)
+        check_dispatched(CASE, rank, "fp8", result)
+        buffer.clean_low_latency_buffer(CASE.max_tokens, CASE.hidden, CASE.experts)
+    words = buffer.get_local_buffer_tensor(torch.int32, torch.Size([3, 5]), 7, True)
+    words.copy_(torch.arange(15).view(3, 5))
+    flat = buffer.get_local_buffer_tensor(torch.int32, use_rdma_buffer=True)
+    assert flat[7:22].tolist() == list(range(15))
+    assert buffer.get_local_buffer_tensor(torch.int64).numel() == 512
+    with pytest.raises(ArgumentError, match="size"):
+        buffer.get_local_buffer_tensor(torch.int64, torch.Size([513]))
+    with pytest.raises(ArgumentError, match="offset"):
+        buffer.get_local_buffer_tensor(torch.int64, offset=513)
+    with pytest.raises(ArgumentError, match="num_rdma_bytes"):
+        buffer.clean_low_latency_buffer(CASE.max_tokens, 4 * CASE.hidden, CASE.experts)
+    del scratch, words, flat
+    buffer.destroy()
+
+
+def test_memory_as_scratch(pools: Pools) -> None:
+    pools(4).run(_scratch)
+
+
+# ---- masks --------------------------------------------------------------------------------------
+
+
+def _without(case: Case, masked: int) -> list[reference.Inputs]:
+    """The inputs of all ranks as they count where nobody talks to ``masked``."""
+    everybody = reference.everybody(case)
+    for each in everybody:
+        there = (each.topk_idx >= 0) & (each.topk_idx // case.local == masked)
+        each.topk_idx[there] = -1
+    return everybody
+
+
+def _masked(group: dist.ProcessGroup, masked: int) -> None:
+    rank, case = dist.get_rank(group), CASE
+    buffer = open_buffer(group, case, enable_shrink=True)
+    status = torch.full((case.ranks,), 7, dtype=torch.int32)
+    buffer.low_latency_query_mask_buffer(status)
+    assert status.tolist() == [0] * case.ranks
+    mine = inputs(case, rank)
+
+    def dispatch() -> tuple[Any, ...]:
+        return buffer.low_latency_dispatch(
+            mine.x, mine.topk_idx, case.max_tokens, case.experts, use_fp8=False
+        )
+
+    dispatch()
+    if rank == masked:  # it knows nobody any more either, and so stays in step
+        for peer in range(case.ranks):
+            buffer.low_latency_update_mask_buffer(peer, True)
+    else:
+        buffer.low_latency_update_mask_buffer(masked, mask=True)
+        buffer.low_latency_query_mask_buffer(status)
+        assert status.tolist() == [int(peer == masked) for peer in range(case.ranks)]
+    received, counts, handle, _, _ = dispatch()
+    combined, _, _ = buffer.low_latency_combine(received, mine.topk_idx, mine.topk_weights, handle)
+    if rank != masked:
+        for e, pack in enumerate(packed(case, rank)):
+            present = [r for r in pack.source_rank if r != masked]
+            assert counts[e] == len(present)
+            assert handle[1][e, masked] & 0xFFFFFFFF == 0
+        for token, chosen in enumerate(_without(case, masked)[rank].topk_idx.tolist()):
+            if max(chosen) < 0:
+                assert not combined[token].any()
+    buffer.low_latency_clean_mask_buffer()
+    buffer.low_latency_query_mask_buffer(status)
+    assert not status.any()
+    dist.barrier(group)
+    check_dispatched(case, rank, "bf16", dispatch())
+    buffer.destroy()
+
+
+def test_masked_rank_and_back(pools: Pools) -> None:
+    pools(4).run(_masked, 1)
+
+
+def _shrink(group: dist.ProcessGroup) -> list[int]:
+    """A rank that never comes is masked after the time bound, and the others go on."""
+    rank, case = dist.get_rank(group), CASE
+    buffer = open_buffer(group, case, "0.5", enable_shrink=True)
+    mine = inputs(case, rank)
+    status = torch.zeros(case.ranks, dtype=torch.int32)
+    if rank != 1:
+        for _ in range(2):
+            received, _, handle, _, _ = buffer.low_latency_dispatch(
+                mine.x, mine.topk_idx, case.max_tokens, case.experts, use_fp8=False
+            )
+            buffer.low_latency_combine(received, mine.topk_idx, mine.topk_weights, handle)
+        buffer.low_latency_query_mask_buffer(status)
+        with pytest.raises(UsageError, match="num_nvl_bytes"):
+            buffer.combine(received, handle)
+    dist.barrier(group)
+    buffer.destroy()
+    return status.tolist()
+
+
+def test_late_rank_is_masked(pools: Pools) -> None:
+    assert pools(4).run(_shrink) == [[0, 1, 0, 0], [0, 0, 0, 0], [0, 1, 0, 0], [0, 1, 0, 0]]
+
+
+def _mask_calls_refused(group: dist.ProcessGroup) -> None:
+    for changes in ({}, {"enable_shrink": True, "low_latency_mode": False}):
+        buffer = open_buffer(group, CASE, **changes)
+        with pytest.raises(UsageError, match="enable_shrink"):
+            buffer.low_latency_update_mask_buffer(0)
+        with pytest.raises(UsageError, match="enable_shrink"):
+            buffer.low_latency_query_mask_buffer(torch.zeros(4, dtype=torch.int32))
+        with pytest.raises(UsageError, match="enable_shrink"):
+            buffer.low_latency_clean_mask_buffer()
+        buffer.destroy()
+    buffer = open_buffer(group, CASE, enable_shrink=True)
+    with pytest.raises(ArgumentError, match="rank_to_mask"):
+        buffer.low_latency_update_mask_buffer(4, True)
+    with pytest.raises(ArgumentError, match="mask_status"):
+        buffer.low_latency_query_mask_buffer(torch.zeros(4))
+    buffer.destroy()
+
+
+def test_mask_calls_need_enable_shrink(pools: Pools) -> None:
+    pools(4).run(_mask_calls_refused)
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+BAD_RANK = 1
+Arguments = dict[str, Any]
+Spoil = Callable[[Arguments], None]
+
+
+def _good_dispatch(case: Case, rank: int) -> Arguments:
+    mine = inputs(case, rank)
+    return {
+        "x": mine.x,
+        "topk_idx": mine.topk_idx,
+        "num_max_dispatch_tokens_per_rank": case.max_tokens,
+        "num_experts": case.experts,
+    }
+
+
+def _set(**changes: Any) -> Spoil:
+    return lambda arguments: arguments.update(changes)
+
+
+def _change(name: str, change: Callable[[Any], Any]) -> Spoil:
+    return lambda arguments: arguments.update({name: change(arguments[name])})
+
+
+def _put(name: str, place: tuple[int, ...], value: int) -> Spoil:
+    def spoil(arguments: Arguments) -> None:
+        arguments[name] = arguments[name].clone()
+        arguments[name][place] = value
+
+    return spoil
+
+
+# What is spoilt, and what the message must name. x stays [T, hidden] and the geometry the same,
+# because ranks that disagree about it are another matter.
+DISPATCH_CASES: dict[str, tuple[Spoil, str]] = {
+    "float32": (_change("x", torch.Tensor.float), "x.dtype"),
+    "strided": (_change("x", lambda x: x.T.contiguous().T), "x.stride()"),
+    "flat": (_change("x", torch.Tensor.flatten), "x.shape"),
+    "no tensor": (_set(x=None), "x"),
+    "meta": (_change("x", lambda x: x.to("meta")), "x.device"),
+    "too many": (lambda a: a.update(x=a["x"].repeat(9, 1), topk_idx=a["topk_idx"].repeat(9, 1)),
+                 "x.shape[0]"),
+    "int32 routing": (_change("topk_idx", torch.Tensor.int), "topk_idx.dtype"),
+    "flat routing": (_change("topk_idx", torch.Tensor.flatten), "topk_idx.shape"),
+    "short routing": (_change("topk_idx", lambda t: t[:-1].contiguous()), "topk_idx.shape"),
+    "expert too high": (_put("topk_idx", (2, 1), 8), "topk_idx[2, 1]"),
+    "expert too low": (_put("topk_idx", (0, 0), -2), "topk_idx[0, 0]"),
+    "async and hook": (_set(async_finish=True, return_recv_hook=True), "async_finish"),
+    "ue8m0 without rounding": (_set(use_ue8m0=True), "use_ue8m0"),
+    "statistics": (_set(cumulative_local_expert_recv_stats=torch.zeros(3)), "expert_totals.dtype"),
+    "wait statistics": (
+        _set(dispatch_wait_recv_cost_stats=torch.zeros((4, 4), dtype=torch.int64)),
+        "wait_ns.shape",
+    ),
+}  # fmt: skip
+
+COMBINE_CASES: dict[str, tuple[Spoil, str]] = {
+    "float32": (_change("x", torch.Tensor.float), "x.dtype"),
+    "shape": (_change("x", lambda x: x[:, :-1].contiguous()), "x.shape"),
+    "no tensor": (_set(x=None), "x"),
+    "no weights": (_set(topk_weights=None), "topk_weights"),
+    "double weights": (_change("topk_weights", torch.Tensor.double), "topk_weights.dtype"),
+    "weights of others": (_change("topk_weights", lambda w: w[:-1].contiguous()), "topk_weights"),
+    "expert too high": (_put("topk_idx", (2, 1), 8), "topk_idx[2, 1]"),
+    "no handle": (_set(handle=None), "handle"),
+    "short handle": (_change("handle", lambda h: h[:4]), "handle"),
+    "high-throughput handle": (_change("handle", lambda h: (h[0],) * 6), "handle"),
+    "handle of no size": (_change("handle", lambda h: (*h[:2], "4", *h[3:])), "handle[2]"),
+    "ranges of another": (_change("handle", lambda h: (h[0], h[1][:, :-1], *h[2:])), "handle[1]"),
+    "ranges that point away": (
+        _change("handle", lambda h: (h[0], h[1] + (1 << 40), *h[2:])), "handle[1]",
+    ),
+    "source info": (_change("handle", lambda h: (h[0].long(), *h[1:])), "handle[0]"),
+    "logfmt and zero copy": (_set(use_logfmt=True, zero_copy=True), "zero_copy"),
+    "zero copy unasked": (_set(zero_copy=True), "zero_copy"),
+    "async and hook": (_set(async_finish=True, return_recv_hook=True), "async_finish"),
+    "out": (_set(out=torch.empty((3, 256), dtype=torch.bfloat16)), "out.shape"),
+    "wait statistics": (_set(combine_wait_recv_cost_stats=torch.zeros(4)), "wait_ns.dtype"),
+}  # fmt: skip
+
+
+def refused(call: Callable[..., object], arguments: Arguments) -> Exception:
+    with pytest.raises((ArgumentError, PeerRefused)) as caught:
+        call(**arguments)
+    return caught.value
+
+
+def _works(buffer: Buffer, rank: int) -> None:
+    mine = inputs(CASE, rank)
+    result = buffer.low_latency_dispatch(**_good_dispatch(CASE, rank))
+    check_dispatched(CASE, rank, "fp8", result)
+    combined, _, _ = buffer.low_latency_combine(
+        outputs(CASE, rank, "fp8"), mine.topk_idx, mine.topk_weights, result[2]
+    )
+    y_of = [outputs(CASE, peer, "fp8") for peer in range(CASE.ranks)]
+    assert torch.equal(combined, reference.weighted_sum(CASE, rank, y_of))
+
+
+def _refused_dispatches(group: dist.ProcessGroup, fresh: bool) -> dict[str, Exception]:
+    """Each case on one Buffer that goes on working; or, fresh, as the first call of a Buffer."""
+    rank, errors = dist.get_rank(group), {}
+    buffer = open_buffer(group, CASE)
+    _works(buffer, rank)
+    for name, (spoil, _) in DISPATCH_CASES.items():
+        if fresh:
+            buffer.destroy()
+            buffer = open_buffer(group, CASE)
+        arguments = _good_dispatch(CASE, rank)
+        if rank == BAD_RANK:
+            spoil(arguments)
+        errors[name] = refused(buffer.low_latency_dispatch, arguments)
+    _works(buffer, rank)
+    buffer.destroy()
+    return errors
+
+
+def _refused_combines(group: dist.ProcessGroup) -> dict[str, Exception]:
+    rank, errors = dist.get_rank(group), {}
+    buffer = open_buffer(group, CASE)
+    mine = inputs(CASE, rank)
+    handle = buffer.low_latency_dispatch(**_good_dispatch(CASE, rank))[2]
+    for name, (spoil, _) in COMBINE_CASES.items():
+        arguments = {
+            "x": outputs(CASE, rank, "fp8"),
+            "topk_idx": mine.topk_idx,
+            "topk_weights": mine.topk_weights,
+            "handle": handle,
+        }
+        if rank == BAD_RANK:
+            spoil(arguments)
+        errors[name] = refused(buffer.low_latency_combine, arguments)
+    _works(buffer, rank)
+    buffer.destroy()
+    return errors
+
+
+def check_refusals(
+    outcomes: list[dict[str, Exception]], cases: dict[str, tuple[Spoil, str]]
+) -> None:
+    for rank, errors in enumerate(outcomes):
+        assert list(errors) == list(cases)
+        for name, error in errors.items():
+            if rank == BAD_RANK:
+                assert isinstance(error, ArgumentError), (name, error)
+                assert cases[name][1] in error.argument, (name, error)
+            else:
+                assert isinstance(error, PeerRefused), (name, error)
+                assert error.peer == BAD_RANK
+                assert cases[name][1] in error.reason, (name, error)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_refused_dispatch(pools: Pools, fresh: bool) -> None:
+    check_refusals(pools(4).run(_refused_dispatches, fresh), DISPATCH_CASES)
+
+
+def test_refused_combine(pools: Pools) -> None:
+    check_refusals(pools(4).run(_refused_combines), COMBINE_CASES)
+
+
+def _disagreement(group: dist.ProcessGroup, changes: Arguments) -> Exception:
+    rank = dist.get_rank(group)
+    wide = Case(**{**vars(CASE), "hidden": 512, "tokens": (8,) * 4})
+    buffer = open_buffer(group, wide)
+    arguments = _good_dispatch(CASE, rank) | (changes if rank == 2 else {})
+    if "hidden" in changes:
+        arguments["x"] = arguments["x"].repeat(1, 2) if rank == 2 else arguments["x"]
+        arguments.pop("hidden", None)
+    with pytest.raises(ArgumentError) as caught:
+        buffer.low_latency_dispatch(**arguments)
+    _works(buffer, rank)
+    buffer.destroy()
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "values"),
+    [
+        ({"num_max_dispatch_tokens_per_rank": 7}, "num_max_dispatch_tokens_per_rank", "6 7"),
+        ({"num_experts": 12}, "num_experts", "8 12"),
+        ({"hidden": 512}, "hidden", "256 512"),
+        ({"use_fp8": False}, "use_fp8", "0 1"),
+    ],
+)
+def test_ranks_that_disagree(pools: Pools, changes: Arguments, name: str, values: str) -> None:
+    for rank, error in enumerate(pools(4).run(_disagreement, changes)):
+        assert error.argument.startswith(name)
+        assert all(value in error.value for value in values.split())
+        assert "rank 2" in error.value
+        assert f"rank {rank}" in error.value
+
+
+def _too_small(group: dist.ProcessGroup) -> list[str]:
+    rank, found = dist.get_rank(group), []
+    nbytes = Buffer.get_low_latency_rdma_size_hint(6, 256, 4, 8)
+    buffer = open_buffer(group, CASE, num_rdma_bytes=nbytes)
+    mine = inputs(CASE, rank)
+    _works(buffer, rank)
+    for tokens, columns in ((12, 1), (6, 2)):
+        arguments = _good_dispatch(CASE, rank)
+        arguments["x"] = mine.x.repeat(1, columns)
+        arguments["num_max_dispatch_tokens_per_rank"] = tokens
+        error = refused(buffer.low_latency_dispatch, arguments)
+        found.append(str(error))
+    _works(buffer, rank)
+    buffer.destroy()
+    buffer = open_buffer(group, CASE, num_rdma_bytes=0)
+    with pytest.raises(UsageError, match="get_low_latency_rdma_size_hint"):
+        buffer.low_latency_dispatch(**_good_dispatch(CASE, rank))
+    buffer.destroy()
+    buffer = open_buffer(group, CASE, low_latency_mode=False)
+    with pytest.raises(UsageError, match="low_latency_mode"):
+        buffer.low_latency_dispatch(**_good_dispatch(CASE, rank))
+    buffer.destroy()
+    with pytest.raises(UsageError, match="destroyed"):
+        buffer.low_latency_dispatch(**_good_dispatch(CASE, rank))
+    return found
+
+
+def test_memory_that_is_too_small(pools: Pools) -> None:
+    for messages in pools(4).run(_too_small):
+        for message, hint in zip(messages, ("(12, 256, 4, 8)", "(6, 512, 4, 8)"), strict=True):
+            assert "num_rdma_bytes" in message
+            assert f"get_low_latency_rdma_size_hint{hint}" in message
+
+
+def _absent_peer(group: dist.ProcessGroup) -> Exception | None:
+    rank = dist.get_rank(group)
+    buffer, error = open_buffer(group, CASE, "0.5"), None
+    if rank != 3:
+        with pytest.raises(PeerTimeout) as caught:
+            buffer.low_latency_dispatch(**_good_dispatch(CASE, rank))
+        error = caught.value
+        with pytest.raises(UsageError):
+            buffer.low_latency_dispatch(**_good_dispatch(CASE, rank))
+    dist.barrier(group)
+    buffer.destroy()
+    return error
+
+
+def test_peer_that_does_not_come(pools: Pools) -> None:
+    *errors, nothing = pools(4).run(_absent_peer)
+    assert nothing is None
+    assert all(error.peer == 3 for error in errors)
