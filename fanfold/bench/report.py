@@ -1,0 +1,233 @@
+"""Results as a table for people and as a JSON line for programs (docs/bench.md)."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from fanfold.bench.settings import BenchSettings
+from fanfold.bench.timing import PHASES, Timings
+from fanfold.errors import ArgumentError
+
+__all__ = ["Result", "Traffic", "append_json_line", "check_writable", "machine", "record", "table"]
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Payload bytes that one rank moves in one phase: rows with their scales, one for each (token,
+    destination rank); a mean over ranks.
+
+    Attributes:
+        remote: to other ranks.
+        total: to itself as well.
+    """
+
+    remote: float
+    total: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one bench found.
+
+    Attributes:
+        settings: what was asked for.
+        ranks: how many there were.
+        hosts: on how many hosts.
+        fanfold: its times.
+        baseline: the rival's times, if it ran.
+        dispatch: bytes of one dispatch.
+        combine: bytes of one combine.
+        checked: whether results were compared with the oracle.
+        memory_bytes: symmetric memory of a rank.
+    """
+
+    settings: BenchSettings
+    ranks: int
+    hosts: int
+    fanfold: Timings
+    baseline: Timings | None
+    dispatch: Traffic
+    combine: Traffic
+    checked: bool
+    memory_bytes: int
+
+    def traffic(self, phase: str) -> Traffic:
+        """Bytes of one of the :data:`PHASES`."""
+        parts = {"dispatch": [self.dispatch], "combine": [self.combine]}
+        chosen = parts.get(phase, [self.dispatch, self.combine])
+        return Traffic(sum(t.remote for t in chosen), sum(t.total for t in chosen))
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times longer the rival takes, dispatch plus combine; None without one."""
+        if self.baseline is None:
+            return None
+        return self.baseline.slowest("total").p50 / self.fanfold.slowest("total").p50
+
+
+def _times(prefix: str, timings: Timings) -> dict[str, float]:
+    fields = {}
+    for phase in PHASES:
+        percentiles = timings.slowest(phase)
+        fields[f"{prefix}{phase}_us"] = round(percentiles.p50, 2)
+        fields[f"{prefix}{phase}_us_p90"] = round(percentiles.p90, 2)
+        fields[f"{prefix}{phase}_us_p99"] = round(percentiles.p99, 2)
+    return fields
+
+
+def record(result: Result) -> dict[str, Any]:
+    """The result as one flat JSON object; docs/bench.md says what each field means."""
+    fields: dict[str, Any] = {
+        "schema": SCHEMA,
+        **dataclasses.asdict(result.settings),
+        "backend": "host",
+        "backend_asked": result.settings.backend,
+        "transport": "shm",
+        "hosts": result.hosts,
+        "ranks": result.ranks,
+        **_times("", result.fanfold),
+        "bytes_remote": round(result.traffic("total").remote),
+        "bytes_total": round(result.traffic("total").total),
+        "dispatch_bytes_remote": round(result.dispatch.remote),
+        "dispatch_bytes_total": round(result.dispatch.total),
+        "combine_bytes_remote": round(result.combine.remote),
+        "combine_bytes_total": round(result.combine.total),
+        "memory_bytes": result.memory_bytes,
+        "checked": result.checked,
+    }
+    if result.baseline is not None:
+        fields |= _times("baseline_", result.baseline)
+        fields["ratio"] = round(result.ratio or 0.0, 3)
+    fields["machine"] = machine()
+    fields["versions"] = versions()
+    fields["commit"] = commit()
+    fields["time"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return fields
+
+
+def machine() -> dict[str, Any]:
+    """The processor, the cores this process may use, memory in bytes, and the kernel."""
+    model = platform.processor() or platform.machine()
+    for line in _read("/proc/cpuinfo").splitlines():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": pages * page,
+        "kernel": platform.release(),
+        "system": platform.system(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a figure depends on."""
+    return {
+        "fanfold": importlib.metadata.version("fanfold"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def commit() -> str | None:
+    """The commit of the checkout this package runs from, with "+" if files differ from it; None for
+    an installed package."""
+    here = Path(__file__).parent
+    head = _git(here, "rev-parse", "--verify", "HEAD")
+    tracked = _git(here, "ls-files", "--error-unmatch", __file__)
+    if head is None or tracked is None:
+        return None
+    changed = _git(here, "status", "--porcelain", "--untracked-files=no")
+    return head + ("+" if changed else "")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(folder), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def check_writable(path: Path) -> None:
+    """Raises ArgumentError unless lines can be appended to ``path``; makes the file."""
+    try:
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise ArgumentError("json", f"{path} ({error.strerror})", "a file to append to") from error
+
+
+def append_json_line(path: Path, fields: dict[str, Any]) -> None:
+    """Appends one line in one write, so that lines of several programs do not mix."""
+    line = (json.dumps(fields) + "\n").encode()
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        written = os.write(descriptor, line)
+    finally:
+        os.close(descriptor)
+    if written != len(line):
+        raise ArgumentError("json", f"{path} ({written} of {len(line)} bytes written)", "writable")
+
+
+def table(result: Result) -> Table:
+    """Times over ranks and iterations, the slowest rank's, and bytes and rates of each phase."""
+    s = result.settings
+    title = (
+        f"{s.mode.replace('_', ' ')}: {result.ranks} ranks, {s.tokens} tokens, hidden {s.hidden}, "
+        f"top-{s.top_k} of {s.experts} experts, {s.dtype}"
+    )
+    out = Table(title=title, caption=_caption(result))
+    out.add_column("")
+    for heading in ("p50 µs", "p90 µs", "p99 µs", "slowest rank", "MB remote", "MB total",
+                    "GB/s remote", "GB/s total"):  # fmt: skip
+        out.add_column(heading, justify="right")
+    for phase in PHASES:
+        out.add_row(phase, *_cells(result.fanfold, phase, result.traffic(phase)))
+    if result.baseline is not None:
+        out.add_section()
+        for phase in PHASES:
+            out.add_row(f"baseline {phase}", *_cells(result.baseline, phase, None))
+    return out
+
+
+def _caption(result: Result) -> str:
+    parts = ["percentiles over ranks and iterations; slowest rank: p50 over iterations"]
+    if result.ratio is not None:
+        parts.append(f"torch.distributed all-to-all takes {result.ratio:.2f} times as long")
+    parts.append("checked against the oracle" if result.checked else "NOT checked")
+    return "; ".join(parts)
+
+
+def _cells(timings: Timings, phase: str, traffic: Traffic | None) -> list[str]:
+    overall, slowest = timings.overall(phase), timings.slowest(phase).p50
+    cells = [f"{value:,.1f}" for value in (overall.p50, overall.p90, overall.p99, slowest)]
+    if traffic is None:
+        return cells
+    sizes = [traffic.remote, traffic.total]
+    rates = [size / slowest / 1e3 if slowest else 0.0 for size in sizes]
+    return cells + [f"{size / 1e6:,.2f}" for size in sizes] + [f"{rate:,.2f}" for rate in rates]

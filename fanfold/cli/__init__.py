@@ -1,0 +1,1 @@
+"""The command line: `fanfold demo`, `bench`, `plot`, `doctor`, `env`."""

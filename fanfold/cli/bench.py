@@ -1,0 +1,139 @@
+"""``fanfold bench``: one mode, checked against the oracle, then timed."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rich.console import Console
+
+from fanfold.bench import report
+from fanfold.bench.run import bench
+from fanfold.bench.settings import BACKENDS, DTYPES, BenchSettings
+from fanfold.bench.workload import ROUTINGS
+from fanfold.errors import FanfoldError
+from fanfold.launch import join
+
+__all__ = ["add_arguments", "run"]
+
+# What fits a quick look: decoding has few tokens and many steps.
+_DEFAULTS = {
+    "low-latency": BenchSettings("low_latency", tokens=128, iterations=200, warmup=20),
+    "high-throughput": BenchSettings("high_throughput", tokens=4096, iterations=20, warmup=3),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the modes, each with its options."""
+    modes = parser.add_subparsers(title="modes", metavar="MODE", required=True)
+    for name, defaults in _DEFAULTS.items():
+        mode = modes.add_parser(name, help=f"time the {name} mode", description=__doc__)
+        mode.set_defaults(defaults=defaults)
+        _add_options(mode, defaults)
+
+
+def _add_options(parser: argparse.ArgumentParser, defaults: BenchSettings) -> None:
+    parser.add_argument(
+        "--ranks", type=int, metavar="N",
+        help=f"processes to start on this host (default {defaults.ranks}); started by torchrun, "
+        "mpirun or srun, the ranks they started",
+    )  # fmt: skip
+    for option, what in (
+        ("tokens", "tokens of each rank"),
+        ("hidden", "columns of a row"),
+        ("top-k", "experts per token"),
+        ("experts", "experts of all ranks"),
+        ("seed", "of tokens and routing"),
+        ("iterations", "timed rounds"),
+        ("warmup", "rounds before them"),
+    ):
+        default = getattr(defaults, option.replace("-", "_"))
+        parser.add_argument(
+            f"--{option}", type=int, default=default, metavar="N",
+            help=f"{what} (default %(default)s)",
+        )  # fmt: skip
+    for option, choices, what in (
+        ("dtype", DTYPES, "how rows travel to the experts"),
+        ("backend", BACKENDS, "auto takes the best one there is"),
+        ("routing", ROUTINGS, "which experts tokens choose"),
+    ):
+        parser.add_argument(
+            f"--{option}", choices=choices, default=getattr(defaults, option),
+            help=f"{what} (default %(default)s)",
+        )  # fmt: skip
+    parser.add_argument(
+        "--check", action=argparse.BooleanOptionalAction, default=True,
+        help="compare all results with the oracle before timing",
+    )  # fmt: skip
+    parser.add_argument(
+        "--baseline", action="store_true",
+        help="time torch.distributed's all-to-all in turns on the same data, and print the ratio",
+    )  # fmt: skip
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="append the result to FILE as one line"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs one bench and prints its table: exit code 0.
+
+    Raises:
+        FanfoldError: bad arguments, a failed check, a rank that failed.
+    """
+    group = join()
+    try:
+        return _run(args, group)
+    finally:
+        # PyTorch may abort a process that still holds a gloo group when the interpreter ends.
+        del group
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _run(args: argparse.Namespace, group: Any) -> int:
+    speaks = group is None or dist.get_rank(group) == 0
+    try:
+        settings = _settings(args, group)
+        if args.json is not None and speaks:
+            report.check_writable(args.json)
+    except FanfoldError:
+        if speaks:
+            raise
+        return 2  # every rank got the same arguments; one of them says what is wrong
+    status = Console(stderr=True)
+    shown = speaks and status.is_terminal
+    with status.status("checking and timing") if shown else contextlib.nullcontext():
+        result = bench(settings, group)
+    if result is None:
+        return 0
+    # A table that is cut off says nothing; without a terminal it may be as wide as it needs.
+    console = Console() if Console().is_terminal else Console(width=132)
+    console.print(report.table(result))
+    if args.json is not None:
+        report.append_json_line(args.json, report.record(result))
+    return 0
+
+
+def _settings(args: argparse.Namespace, group: Any) -> BenchSettings:
+    ranks = args.ranks
+    if ranks is None:
+        ranks = args.defaults.ranks if group is None else dist.get_world_size(group)
+    return BenchSettings(
+        mode=args.defaults.mode,
+        ranks=ranks,
+        tokens=args.tokens,
+        hidden=args.hidden,
+        top_k=args.top_k,
+        experts=args.experts,
+        dtype=args.dtype,
+        backend=args.backend,
+        routing=args.routing,
+        seed=args.seed,
+        iterations=args.iterations,
+        warmup=args.warmup,
+        check=args.check,
+        baseline=args.baseline,
+    )

@@ -1,0 +1,206 @@
+"""``fanfold plot``: draws what ``fanfold bench --json`` wrote."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fanfold.errors import ArgumentError, UnavailableError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["AXES", "Point", "add_arguments", "draw", "load", "run", "series_along"]
+
+AXES = {"tokens": "tokens per rank", "ranks": "ranks", "top_k": "experts per token"}
+
+_FIXED = ("mode", "backend", "dtype", "hidden", "experts", "routing")
+_NUMBERS = (*AXES, "hidden", "experts", "total_us", "total_us_p90", "bytes_total", "bytes_remote")
+_TEXTS = ("mode", "backend", "dtype")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One line of results: its fields, checked to be there where :func:`draw` needs them."""
+
+    fields: dict[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.fields.get(name)
+
+    def rate(self, name: str) -> float:
+        """GB/s of ``name``, a field in bytes."""
+        time: float = self["total_us"]
+        return float(self[name] / time / 1e3) if time > 0 else 0.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of ``fanfold plot``."""
+    parser.description = (
+        "Draws latency and bandwidth against tokens, ranks and top-k, as far as the results vary "
+        "in them."
+    )
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE",
+        help="JSON lines that `fanfold bench --json` appended",
+    )  # fmt: skip
+    parser.add_argument(
+        "--out", type=Path, default=Path("bench.png"), metavar="FILE",
+        help="the picture; its ending says the format, as png, svg or pdf (default %(default)s)",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draws the picture and prints its name: exit code 0.
+
+    Raises:
+        ArgumentError: a file cannot be read or written, or a line is malformed.
+        UnavailableError: matplotlib is not installed.
+    """
+    points = [point for path in args.files for point in load(path)]
+    if not points:
+        raise ArgumentError("FILE", ", ".join(map(str, args.files)), "a file with results in it")
+    draw(points, args.out)
+    print(f"{args.out}: {len(points)} results")
+    return 0
+
+
+def load(path: Path) -> list[Point]:
+    """The results in one file.
+
+    Raises:
+        ArgumentError: naming the file, and the line and what is wrong with it.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError("FILE", f"{path} ({error})", "a readable text file") from None
+    return [
+        _point(line, f"{path}, line {number}")
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
+
+
+def _point(line: str, where: str) -> Point:
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ArgumentError(where, f"malformed ({error})", "one JSON object") from None
+    if not isinstance(fields, dict):
+        raise ArgumentError(where, f"a JSON {type(fields).__name__}", "a JSON object")
+    for names, kinds, what in ((_NUMBERS, (int, float), "a number"), (_TEXTS, (str,), "a text")):
+        for name in names:
+            value = fields.get(name)
+            if not isinstance(value, kinds) or isinstance(value, bool):
+                raise ArgumentError(f"{where}: {name}", json.dumps(value), what)
+    return Point(fields)
+
+
+def series_along(points: Sequence[Point], axis: str) -> dict[str, list[Point]]:
+    """The points in series that differ along ``axis`` alone, by label, sorted along it.
+
+    Where a series has several results at one place, the one of median time stands for them. Only
+    series with at least two places are given.
+    """
+    fixed = [*_FIXED, *(other for other in AXES if other != axis)]
+    groups: dict[tuple[Any, ...], dict[float, list[Point]]] = defaultdict(lambda: defaultdict(list))
+    for point in points:
+        groups[tuple(point[name] for name in fixed)][point[axis]].append(point)
+    varying = [place for place in range(len(fixed)) if len({str(key[place]) for key in groups}) > 1]
+    series = {}
+    for key, places in groups.items():
+        if len(places) > 1:
+            label = ", ".join(_label(fixed[place], key[place]) for place in varying)
+            series[label or _label("mode", key[0])] = [_median(places[x]) for x in sorted(places)]
+    return series
+
+
+def _label(name: str, value: object) -> str:
+    if isinstance(value, str):
+        return value.replace("_", " ")
+    return f"{name.replace('_', '-')} {value}"
+
+
+def _median(points: Sequence[Point]) -> Point:
+    middle = statistics.median_low([point["total_us"] for point in points])
+    return next(point for point in points if point["total_us"] == middle)
+
+
+def draw(points: Sequence[Point], out: Path) -> None:
+    """Writes the picture: a column for each axis along which there are series, latency above
+    bandwidth. Needs no display.
+
+    Raises:
+        UnavailableError: matplotlib is not installed.
+        ArgumentError: ``out`` cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UnavailableError(
+            f"matplotlib cannot be imported ({error}): pip install 'fanfold[plot]'"
+        ) from error
+    columns = {axis: series for axis in AXES if (series := series_along(points, axis))}
+    if not columns:
+        columns = {"tokens": {_label("mode", p["mode"]): [p] for p in points}}
+    figure = Figure(figsize=(1.0 + 5.0 * len(columns), 8.0), layout="constrained")
+    grid = figure.subplots(2, len(columns), squeeze=False)
+    for place, (axis, series) in enumerate(columns.items()):
+        _draw_latency(grid[0][place], axis, series)
+        _draw_bandwidth(grid[1][place], axis, series)
+    figure.suptitle(_title(points))
+    try:
+        figure.savefig(out, dpi=120)
+    except (OSError, ValueError) as error:
+        raise ArgumentError("--out", f"{out} ({error})", "a picture that can be written") from error
+
+
+def _title(points: Iterable[Point]) -> str:
+    machines = {str((point["machine"] or {}).get("cpu", "unknown machine")) for point in points}
+    return "Dispatch and combine on " + ", ".join(sorted(machines))
+
+
+def _draw_latency(axes: Axes, axis: str, series: dict[str, list[Point]]) -> None:
+    for label, points in series.items():
+        x = [point[axis] for point in points]
+        median = [point["total_us"] for point in points]
+        (line,) = axes.plot(x, median, marker="o", label=label)
+        axes.fill_between(
+            x, median, [point["total_us_p90"] for point in points],
+            color=line.get_color(), alpha=0.15, linewidth=0,
+        )  # fmt: skip
+        rivals = [(p[axis], p["baseline_total_us"]) for p in points if p["baseline_total_us"]]
+        if rivals:
+            axes.plot(*zip(*rivals, strict=True), marker="x", ls="--", color=line.get_color())
+    axes.set_ylabel("dispatch + combine, µs\n(slowest rank; shaded to p90; dashed: all-to-all)")
+    axes.set_yscale("log")
+    _finish(axes, axis, series)
+
+
+def _draw_bandwidth(axes: Axes, axis: str, series: dict[str, list[Point]]) -> None:
+    for label, points in series.items():
+        x = [point[axis] for point in points]
+        total = [point.rate("bytes_total") for point in points]
+        remote = [point.rate("bytes_remote") for point in points]
+        (line,) = axes.plot(x, total, marker="o", label=label)
+        axes.plot(x, remote, marker=".", ls=":", color=line.get_color())
+    axes.set_ylabel("GB/s per rank\n(dotted: without local traffic)")
+    axes.set_ylim(bottom=0)
+    _finish(axes, axis, series)
+
+
+def _finish(axes: Axes, axis: str, series: dict[str, list[Point]]) -> None:
+    places = sorted({point[axis] for points in series.values() for point in points})
+    if axis == "tokens" and places[0] > 0:
+        axes.set_xscale("log", base=2)
+    axes.set_xticks(places, [str(place) for place in places])
+    axes.set_xlabel(AXES[axis])
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(fontsize="small")
