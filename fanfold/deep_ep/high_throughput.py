@@ -21,7 +21,7 @@ from fanfold.deep_ep.runtime import Runtime
 from fanfold.deep_ep.sizes import Config, check_count
 from fanfold.errors import ArgumentError
 from fanfold.geometry import check_tensor
-from fanfold.high_throughput import Dispatched, Plan, dispatch_layout
+from fanfold.high_throughput import Dispatched, HighThroughput, Plan, dispatch_layout
 
 __all__ = ["HighThroughputCalls"]
 
@@ -160,16 +160,11 @@ class HighThroughputCalls(BufferBase):
             raise
         if routing is not None:
             again = mode.dispatch_cached(x, self._plan(routing, 1), layout="token_major")
+            runtime.check_complete("high_throughput dispatch")
             return _rows_of(again), None, None, None, None, finished(async_finish)
         assert route is not None
-        dispatched = mode.dispatch(
-            x,
-            route.topk_idx,
-            route.topk_weights,
-            num_experts=route.num_experts,
-            layout="token_major",
-            capacity=num_worst_tokens or None,
-        )
+        dispatched = _send(mode, x, route, num_worst_tokens)
+        runtime.check_complete("high_throughput dispatch")
         counts, made = _describe(runtime, route, dispatched, channels)
         aligned = [-(-count // expert_alignment) * expert_alignment for count in counts.tolist()]
         listed = aligned if num_worst_tokens == 0 else []
@@ -209,7 +204,8 @@ class HighThroughputCalls(BufferBase):
         Raises:
             ArgumentError, PeerRefused, PeerTimeout, UsageError: as dispatch.
         """
-        mode = self._open().high_throughput
+        runtime = self._open()
+        mode = runtime.high_throughput
         try:
             check_ordering(previous_event, async_finish, allocate_on_comm_stream)
             channels = channels_of(config, self.get_combine_config(self.group_size))
@@ -230,6 +226,7 @@ class HighThroughputCalls(BufferBase):
             lane_weights=topk_weights,
             bias=bias,
         )
+        runtime.check_complete("high_throughput combine")
         return out, weights, finished(async_finish, x, topk_weights, out)
 
     def internode_dispatch(
@@ -321,6 +318,22 @@ class HighThroughputCalls(BufferBase):
         )
 
 
+def _send(mode: HighThroughput, x: Rows, route: Route, num_worst_tokens: int) -> Dispatched:
+    try:
+        return mode.dispatch(
+            x,
+            route.topk_idx,
+            route.topk_weights,
+            num_experts=route.num_experts,
+            layout="token_major",
+            capacity=num_worst_tokens or None,
+        )
+    except ArgumentError as error:
+        if error.argument == "capacity":  # known only once the counts are
+            raise ArgumentError("num_worst_tokens", error.value, error.bound) from error
+        raise
+
+
 def _check_worst(num_worst_tokens: int, route: Route) -> None:
     if num_worst_tokens and route.topk_weights is None:
         raise ArgumentError(
@@ -371,6 +384,7 @@ def _describe(
     numbers = torch.cat([tokens, route.tokens_per_rank, route.tokens_per_expert])
     facts = {"config.num_sms": 2 * channels, "num_experts": experts}
     gathered = runtime.exchange.gather("dispatch", facts, numbers)
+    runtime.check_complete("exchange of handles")
     num_tokens, per_rank, per_expert = gathered.split([1, ranks, experts], dim=1)
     local = experts // ranks
     counts = per_expert[:, runtime.rank * local : (runtime.rank + 1) * local].sum(0)

@@ -22,6 +22,13 @@ _CPU = torch.device("cpu")
 _NOTHING = torch.empty(0, dtype=torch.int32)
 
 LowLatencyHandle = tuple[torch.Tensor, torch.Tensor, int, int, int]
+DispatchResult = tuple[
+    torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    torch.Tensor,
+    LowLatencyHandle,
+    EventOverlap,
+    Callable[[], None] | None,
+]
 Facts = dict[str, int]
 
 
@@ -147,13 +154,7 @@ class LowLatencyCalls(BufferBase):
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
-    ) -> tuple[
-        torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        torch.Tensor,
-        LowLatencyHandle,
-        EventOverlap,
-        Callable[[], None] | None,
-    ]:
+    ) -> DispatchResult:
         """Sends each token to its experts; rows arrive packed by local expert. Collective.
 
         E_l local experts, R ranks, M ``num_max_dispatch_tokens_per_rank``, C = R * M.
@@ -202,6 +203,11 @@ class LowLatencyCalls(BufferBase):
             check_tensor("x", x, (None, None), (torch.bfloat16,), device=_CPU)
             geometry = self._geometry(
                 num_max_dispatch_tokens_per_rank, num_experts, topk_idx, x.shape[1]
+            )
+            _check_sums(
+                geometry,
+                dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats,
+                cumulative_local_expert_recv_stats=cumulative_local_expert_recv_stats,
             )
         except ArgumentError as refused:
             error = refused
@@ -283,6 +289,7 @@ class LowLatencyCalls(BufferBase):
             y = self._outputs(x, geometry, use_logfmt, zero_copy)
             shape = tuple(topk_idx.shape)
             check_tensor("topk_weights", topk_weights, shape, (torch.float32,), device=_CPU)
+            _check_sums(geometry, combine_wait_recv_cost_stats=combine_wait_recv_cost_stats)
         except ArgumentError as refused:
             error = refused
         self._agree(mode, facts, error, mode.refuse_combine)
@@ -445,6 +452,17 @@ def _facts_of(max_tokens: object, num_experts: object, topk_idx: object, hidden:
         return {}
     names = ("num_max_dispatch_tokens_per_rank", "num_experts", "hidden", "top_k")
     return dict(zip(names, sizes, strict=True))  # type: ignore[arg-type]  # integers, as checked
+
+
+def _check_sums(geometry: Geometry, **tensors: torch.Tensor | None) -> None:
+    """Raises ArgumentError for a tensor to add to that is not as DeepEP has it."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        waits = name.endswith("cost_stats")
+        shape = (geometry.ranks if waits else geometry.experts_per_rank,)
+        dtype = torch.int64 if waits else torch.int32
+        check_tensor(name, tensor, shape, (dtype,), device=_CPU)
 
 
 def _columns(x: object) -> int | None:

@@ -16,7 +16,7 @@ from fanfold import _core
 from fanfold.config import Config as Settings
 from fanfold.deep_ep.exchange import Exchange, view_bytes
 from fanfold.deep_ep.sizes import align, signal_bytes
-from fanfold.errors import ArgumentError, UsageError
+from fanfold.errors import ArgumentError, PeerTimeout, UsageError
 from fanfold.group import Group
 from fanfold.high_throughput import HighThroughput
 from fanfold.low_latency import LowLatency
@@ -50,6 +50,7 @@ class Runtime:
     def __init__(self, group: Group, sizes: Sizes, settings: Settings) -> None:
         self.rank, self.ranks = group.rank, group.size
         self._sizes = sizes
+        self._timeout_s = settings.timeout_s
         rdma_signals = signal_bytes(group.size)
         nvl_signals = _core.HighThroughput.required_bytes(group.size, 0)
         rdma_part = align(Exchange.required_bytes(group.size))
@@ -95,13 +96,22 @@ class Runtime:
                 "this Buffer has num_nvl_bytes=0, so no memory for dispatch and combine; pass "
                 "num_nvl_bytes=config.get_nvl_buffer_size_hint(hidden_bytes, num_ranks)"
             )
-        masked = [peer for peer in range(self.ranks) if self.memory.core.masked(peer)]
+        masked = self._masked()
         if masked:
             raise UsageError(
                 f"rank {masked[0]} is masked; only low-latency calls go on without a rank: call "
                 "low_latency_clean_mask_buffer() once it is back, or make a Buffer without it"
             )
         return self._high_throughput
+
+    def check_complete(self, phase: str) -> None:
+        """Raises PeerTimeout if a rank was masked, because it was late, in a high-throughput call:
+        what it owed is missing from the result."""
+        for peer in self._masked():
+            raise PeerTimeout(self.rank, peer, phase, 1, 0, self._timeout_s, peer_gone=False)
+
+    def _masked(self) -> list[int]:
+        return [peer for peer in range(self.ranks) if self.memory.core.masked(peer)]
 
     def local_tensor(self, dtype: torch.dtype, offset: int, use_rdma_buffer: bool) -> torch.Tensor:
         """This rank's memory of one mode, from element ``offset`` on, as a flat tensor."""

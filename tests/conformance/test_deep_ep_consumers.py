@@ -243,6 +243,40 @@ def test_sglang_switches_between_modes(pools: Pools, seed: int) -> None:
     pools(4).run(_sglang, seed)
 
 
+def _overlapped(group: dist.ProcessGroup) -> None:
+    """A prefill between the halves of a decoding step."""
+    rank, case = dist.get_rank(group), CASE
+    mine = inputs(case, rank)
+    hint = Buffer.get_low_latency_rdma_size_hint(case.max_tokens, case.hidden, 4, case.experts)
+    buffer = shared(group, 1 << 16, hint, True)
+    for _ in range(3):
+        sent = buffer.low_latency_dispatch(
+            mine.x, mine.topk_idx, case.max_tokens, case.experts, return_recv_hook=True
+        )
+        result = buffer.dispatch(**good_dispatch(buffer, case, rank))
+        sent[4]()
+        y = outputs(case, rank, "fp8")
+        combined, _, hook = buffer.low_latency_combine(
+            y, mine.topk_idx, mine.topk_weights, sent[2], return_recv_hook=True
+        )
+        summed, _, _ = buffer.combine(result[0], result[4])
+        hook()
+        check_dispatched(case, rank, "fp8", sent)
+        check_received(case, rank, result)
+        everybody = reference.everybody(case)
+        rows_of = [
+            reference.arrivals(case, peer).gather([theirs.x for theirs in everybody])
+            for peer in range(case.ranks)
+        ]
+        assert torch.equal(summed, reference.combined(case, rank, rows_of))
+        y_of = [outputs(case, peer, "fp8") for peer in range(case.ranks)]
+        assert torch.equal(combined, reference.weighted_sum(case, rank, y_of))
+
+
+def test_modes_in_flight_together(pools: Pools) -> None:
+    pools(4).run(_overlapped)
+
+
 # ---- Megatron-LM: autograd over reused handles --------------------------------------------------
 
 

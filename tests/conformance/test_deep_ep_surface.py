@@ -240,10 +240,13 @@ def test_low_latency_hint_never_exceeds_deep_ep(ranks: int) -> None:
                 # Enough for what DeepEP allows, and for top-k 32 wherever memory decides it.
                 promised = promised_top_k(tokens, hidden, ranks, experts)
                 assert promised >= min(11, experts)
-                if hidden >= 4112 and tokens >= 128:
+                if hidden >= 4112 or per_rank > 1:
                     assert promised == 32
-                if per_rank > 1 and tokens > 1:
-                    assert promised == 32
+
+
+def test_promised_top_k_with_one_expert_per_rank() -> None:
+    promised = {hidden: promised_top_k(128, hidden, 64, 64) for hidden in (2048, 2560, 4096, 7168)}
+    assert promised == {2048: 15, 2560: 19, 4096: 31, 7168: 32}  # as docs/deep_ep.md says
 
 
 def test_low_latency_hint_for_hidden_sizes_that_deep_ep_lacks() -> None:
