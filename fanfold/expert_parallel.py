@@ -16,8 +16,6 @@ products), tensors of any length streamed through little memory, reusable routin
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, overload
 
@@ -25,12 +23,13 @@ import torch
 
 from fanfold import high_throughput, low_latency
 from fanfold.config import Config
-from fanfold.errors import ArgumentError, FanfoldError, UsageError
+from fanfold.errors import ArgumentError, UsageError
 from fanfold.formats import RowFormat, ScaleFormat, quantize
 from fanfold.geometry import Geometry, check_hidden, check_tensor
 from fanfold.group import agree, as_group
 from fanfold.low_latency import Hook
 from fanfold.received import HighThroughputSource, LowLatencySource, Received
+from fanfold.refusal import Refusing
 from fanfold.symmetric import SymmetricMemory
 
 __all__ = ["ExpertParallel", "Hook", "Received"]
@@ -207,7 +206,7 @@ class ExpertParallel:
             return self._dispatch_high_throughput(
                 x, topk_idx, topk_weights, previous, capacity, return_hook
             )
-        with self._refusing(self._low_latency.refuse_dispatch):
+        with Refusing(self._low_latency.refuse_dispatch):
             _refuse_given(previous=previous, capacity=capacity)
         return self._dispatch_low_latency(x, topk_idx, topk_weights, return_hook)
 
@@ -275,7 +274,7 @@ class ExpertParallel:
             return self._combine_high_throughput(
                 y, received, weighted, bias, logfmt, out, return_hook
             )
-        with self._refusing(self._low_latency.refuse_combine):
+        with Refusing(self._low_latency.refuse_combine):
             self._check_received(received)
             _refuse_given(bias=bias)
         source = received.source
@@ -309,7 +308,7 @@ class ExpertParallel:
         self._check_open()
         if self.mode != "high_throughput":
             raise UsageError("combine_weights works in high_throughput mode only")
-        with self._refusing(self._high_throughput.refuse_combine):
+        with Refusing(self._high_throughput.refuse_combine):
             self._check_received(received)
         source = received.source
         assert isinstance(source, HighThroughputSource)
@@ -337,16 +336,6 @@ class ExpertParallel:
         if self.mode == "low_latency":
             return low_latency.LowLatency.required_bytes(self.geometry)
         return high_throughput.HighThroughput.staging_bytes(self.ranks, self.config)
-
-    @staticmethod
-    @contextmanager
-    def _refusing(refuse: Callable[[FanfoldError], None]) -> Iterator[None]:
-        """Lets the peers know of a mistake found here, so that they do not wait for this rank."""
-        try:
-            yield
-        except (ArgumentError, UsageError) as error:
-            refuse(error)
-            raise
 
     def _check_open(self) -> None:
         if self._closed:
@@ -408,7 +397,7 @@ class ExpertParallel:
         return_hook: bool,
     ) -> Received:
         mode = self._high_throughput
-        with self._refusing(mode.refuse_dispatch):
+        with Refusing(mode.refuse_dispatch):
             _refuse_given(return_hook=return_hook or None)
             _check_previous(previous, topk_idx, topk_weights)
             if previous is not None:
@@ -453,7 +442,7 @@ class ExpertParallel:
         out: torch.Tensor | None,
         return_hook: bool,
     ) -> torch.Tensor:
-        with self._refusing(self._high_throughput.refuse_combine):
+        with Refusing(self._high_throughput.refuse_combine):
             self._check_received(received)
             shape = (received.tokens.shape[0], self.hidden)
             check_tensor("y", y, shape, (torch.bfloat16,), device=torch.device("cpu"))

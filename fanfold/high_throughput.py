@@ -10,7 +10,6 @@ token of any rank that names a local expert, ordered by source rank, then source
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,8 +17,10 @@ import torch
 
 from fanfold import _core
 from fanfold.config import Config
-from fanfold.errors import ArgumentError, FanfoldError
+from fanfold.errors import ArgumentError
 from fanfold.geometry import MAX_TOKENS, Geometry, check_hidden, check_tensor, check_topk
+from fanfold.pool import OutputPool
+from fanfold.refusal import Refusing, tell
 from fanfold.symmetric import SymmetricMemory
 
 __all__ = ["Dispatched", "HighThroughput", "Layout", "Plan", "RowOrder", "Rows", "dispatch_layout"]
@@ -193,6 +194,7 @@ class HighThroughput:
         self._memory = memory
         self._core = _core.HighThroughput(memory.core, offset, nbytes)
         self._ranks = self._core.ranks
+        self._pool = OutputPool()
 
     @staticmethod
     def staging_bytes(ranks: int, config: Config) -> int:
@@ -228,7 +230,7 @@ class HighThroughput:
                 bad input of this rank.
         """
         self._memory.core.check_usable()
-        with _Refusing(self._core.refuse_dispatch):
+        with Refusing(self.refuse_dispatch):
             _check_layout(layout)
             _check_integer("expert_alignment", expert_alignment, 1, 1 << 20)
             if capacity is not None:
@@ -243,10 +245,10 @@ class HighThroughput:
         draft = _Draft.of(topk_idx, num_experts, self._ranks)
         arriving = draft.core()
         self._core.exchange_counts(sent, arriving, expert_alignment)
-        with _Refusing(self._core.refuse_dispatch):
+        with Refusing(self.refuse_dispatch):
             plan = draft.complete(arriving.received, topk_weights is not None, capacity)
             _check_capacity(plan, layout)
-            dispatched = _allocate(plan, values, scales, layout)
+            dispatched = _allocate(self._pool, plan, x, layout)
         self._core.dispatch_rows(sent, _core_plan(plan), _into(dispatched, layout))
         return dispatched
 
@@ -259,14 +261,14 @@ class HighThroughput:
             layout: as in :meth:`dispatch`; need not be the earlier one.
         """
         self._memory.core.check_usable()
-        with _Refusing(self._core.refuse_dispatch):
+        with Refusing(self.refuse_dispatch):
             _check_layout(layout)
             self._check_plan(plan)
             values, scales = _check_rows(x)
             if values.shape[0] != plan.tokens:
                 bound = f"{plan.tokens}, the tokens of the plan"
                 raise ArgumentError("x.shape[0]", values.shape[0], bound)
-            dispatched = _allocate(plan, values, scales, layout)
+            dispatched = _allocate(self._pool, plan, x, layout)
         sent = _sent(values, scales)
         sent.experts, sent.top_k = plan.num_experts, plan.top_k
         self._core.dispatch_cached(sent, _core_plan(plan), _into(dispatched, layout))
@@ -306,7 +308,7 @@ class HighThroughput:
             lane_weights ``[T, K]`` float32, else None.
         """
         self._memory.core.check_usable()
-        with _Refusing(self._core.refuse_combine):
+        with Refusing(self.refuse_combine):
             _check_layout(layout)
             self._check_plan(plan)
             _check_outputs(y, plan, layout, row_weights)
@@ -314,7 +316,7 @@ class HighThroughput:
             shape = (plan.tokens, y.shape[1])
             biases = _check_biases(bias, shape)
             if out is None:
-                out = torch.empty(shape, dtype=torch.bfloat16)
+                out = self._pool.empty(shape, torch.bfloat16)
             check_tensor("out", out, shape, (torch.bfloat16,), device=_CPU)
         given = _outputs(layout, row_weights, lane_weights)
         given.y, given.hidden = y.data_ptr(), y.shape[1]
@@ -334,7 +336,7 @@ class HighThroughput:
             ``[T, K]`` float32; 0 where no rank sends anything.
         """
         self._memory.core.check_usable()
-        with _Refusing(self._core.refuse_combine):
+        with Refusing(self.refuse_combine):
             _check_layout(layout)
             self._check_plan(plan)
             lanes = _check_lanes(lane_weights, plan, layout, None)
@@ -345,13 +347,13 @@ class HighThroughput:
         self._core.combine(_outputs(layout, None, lane_weights), _core_plan(plan), result)
         return lanes
 
-    def refuse_dispatch(self, error: FanfoldError) -> None:
+    def refuse_dispatch(self, error: BaseException) -> None:
         """Makes this dispatch void on all ranks because of ``error``, found by a layer above."""
-        _refuse(self._core.refuse_dispatch, error)
+        tell(self._core.refuse_dispatch, error)
 
-    def refuse_combine(self, error: FanfoldError) -> None:
+    def refuse_combine(self, error: BaseException) -> None:
         """Makes this combine void on all ranks because of ``error``, found by a layer above."""
-        _refuse(self._core.refuse_combine, error)
+        tell(self._core.refuse_combine, error)
 
     def _check_plan(self, plan: Plan) -> None:
         if not isinstance(plan, Plan):
@@ -414,29 +416,6 @@ class _Draft:
         )
 
 
-class _Refusing:
-    """Refuses the call on all ranks if its block fails: whatever a rank cannot do, from bad input
-    to too little memory, must not leave the others waiting."""
-
-    def __init__(self, refuse: Callable[[str], None]) -> None:
-        self._refuse = refuse
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            _refuse(self._refuse, error)
-
-
-def _refuse(refuse: Callable[[str], None], error: BaseException) -> None:
-    # The caller's own mistake is what it must see, whatever telling the others runs into.
-    try:
-        refuse(str(error))
-    except FanfoldError as failure:
-        error.__context__ = failure
-
-
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
@@ -465,18 +444,17 @@ def _sent(values: torch.Tensor, scales: torch.Tensor | None) -> _core.HighThroug
     return sent
 
 
-def _allocate(
-    plan: Plan, values: torch.Tensor, scales: torch.Tensor | None, layout: RowOrder
-) -> Dispatched:
-    rows = plan.rows(layout)
+def _allocate(pool: OutputPool, plan: Plan, rows: Rows, layout: RowOrder) -> Dispatched:
+    count = plan.rows(layout)
+    values, scales = rows if isinstance(rows, tuple) else (rows, None)
     weighted = layout == "expert_major" and plan.topk_weights is not None
     return Dispatched(
-        tokens=torch.empty((rows, values.shape[1]), dtype=values.dtype),
-        scales=None if scales is None else torch.empty((rows, scales.shape[1]), dtype=scales.dtype),
+        tokens=pool.empty((count, values.shape[1]), values.dtype),
+        scales=None if scales is None else pool.empty((count, scales.shape[1]), scales.dtype),
         plan=plan,
-        row_weights=torch.empty(rows) if weighted else None,
-        row_source_rank=torch.empty(rows, dtype=torch.int32),
-        row_source_token=torch.empty(rows, dtype=torch.int32),
+        row_weights=pool.empty((count,), torch.float32) if weighted else None,
+        row_source_rank=pool.empty((count,), torch.int32),
+        row_source_token=pool.empty((count,), torch.int32),
     )
 
 

@@ -44,6 +44,8 @@ __all__ = ["LaunchError", "RankFailure", "RankPool", "join", "launch"]
 MAX_RANKS = 1024
 GRACE_S = 2.0
 """Seconds that :func:`launch` leaves the other ranks to end by themselves after one failed."""
+POOL_GRACE_S = 30.0
+"""The same for the ranks of a :class:`RankPool`, which are to be used again."""
 
 _SERVER = ForkServer(
     "fanfold.launch:_be_rank", preload=("fanfold.nn", "fanfold.deep_ep", "fanfold.bench.run")
@@ -267,15 +269,15 @@ class RankPool:
         Raises:
             Exception: what a rank raised, with its traceback and rank in ``__cause__``; if several
                 did, not one that only reports another rank's failure.
-            LaunchError: a rank died, has died before, or did not answer in time; in the last case
-                all are killed.
+            LaunchError: a rank died or has died before; or one did not answer in time, or not in
+                30 s after another one failed: all are killed then.
         """
         return self.run_each(function, [args] * len(self._ranks))
 
     def run_each(self, function: Callable[..., Any], args_of: Sequence[Sequence[Any]]) -> list[Any]:
         """As :meth:`run`, with the arguments ``args_of[r]`` on rank r."""
         self.submit(function, args_of)
-        outcomes = self.collect()
+        outcomes = self.collect(grace_s=POOL_GRACE_S)
         failures = _failures(outcomes)
         if not failures:
             return outcomes

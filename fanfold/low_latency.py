@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from fanfold import _core
-from fanfold.errors import ArgumentError, FanfoldError, UsageError
+from fanfold.errors import ArgumentError, UsageError
 from fanfold.formats import RowFormat, ScaleFormat, scale_columns
 from fanfold.geometry import Geometry, check_hidden, check_tensor, check_topk
 from fanfold.pool import OutputPool
+from fanfold.refusal import Refusing, tell
 from fanfold.symmetric import SymmetricMemory
 
 __all__ = ["Dispatched", "Hook", "LowLatency", "Routing", "Statistics"]
@@ -161,14 +162,11 @@ class LowLatency:
             UsageError: two dispatches are in flight already.
         """
         self._memory.core.check_usable()
-        try:
+        with Refusing(self.refuse_dispatch):
             self._check_fit(geometry)
             check_tokens(geometry, x, topk_idx, topk_weights)
             check_hidden(geometry.hidden, row_format.dtype.itemsize)
             statistics.check(geometry)
-        except ArgumentError as error:
-            self._refuse(self._core.refuse_dispatch, error)
-            raise
         sent = _core.LowLatencyTokens()
         sent.x, sent.topk_idx = x.data_ptr(), topk_idx.data_ptr()
         sent.topk_weights = _address(topk_weights)
@@ -240,13 +238,10 @@ class LowLatency:
             ArgumentError, PeerTimeout, UsageError: as :meth:`dispatch`.
         """
         self._memory.core.check_usable()
-        try:
+        with Refusing(self.refuse_combine):
             self._check_fit(geometry)
             result = _check_combine(geometry, y, routing, topk_idx, late_weights, out)
             Statistics(wait_ns=wait_ns).check(geometry)
-        except ArgumentError as error:
-            self._refuse(self._core.refuse_combine, error)
-            raise
         sent = _core.LowLatencyOutputs()
         sent.y, sent.expert_stride, sent.row_stride = y.data_ptr(), y.stride(0), y.stride(1)
         sent.ranges = routing.ranges.data_ptr()
@@ -276,13 +271,13 @@ class LowLatency:
         """Returns when every peer has read everything sent so far. No call may be in flight."""
         self._core.quiesce()
 
-    def refuse_dispatch(self, error: FanfoldError) -> None:
+    def refuse_dispatch(self, error: BaseException) -> None:
         """Makes this dispatch void on all ranks because of ``error``, found by a layer above."""
-        self._refuse(self._core.refuse_dispatch, error)
+        tell(self._core.refuse_dispatch, error)
 
-    def refuse_combine(self, error: FanfoldError) -> None:
+    def refuse_combine(self, error: BaseException) -> None:
         """Makes this combine void on all ranks because of ``error``, found by a layer above."""
-        self._refuse(self._core.refuse_combine, error)
+        tell(self._core.refuse_combine, error)
 
     def _allocate(
         self, geometry: Geometry, weighted: bool, row_format: RowFormat, scale_format: ScaleFormat
@@ -314,14 +309,6 @@ class LowLatency:
             raise ArgumentError(
                 "symmetric memory", f"{self._nbytes} bytes", f"at least {needed} for {geometry}"
             )
-
-    @staticmethod
-    def _refuse(refuse: Callable[[str], None], error: FanfoldError) -> None:
-        # The caller's own mistake is what it must see, whatever telling the others runs into.
-        try:
-            refuse(str(error))
-        except FanfoldError as failure:
-            error.__context__ = failure
 
 
 def check_tokens(

@@ -127,7 +127,9 @@ class Router(torch.nn.Module):
             token's divided by their sum), as in Switch Transformers, arXiv:2101.03961, equations 4
             to 6. It is ``balance`` where the load is even.
         """
-        logits = F.linear(tokens.float(), self.weight.float())
+        # Near ties decide where tokens go, so autocast must not round what is compared.
+        with torch.autocast(tokens.device.type, enabled=False):
+            logits = F.linear(tokens.float(), self.weight.float())
         if self.options.score == "softmax":
             scores = shares = logits.softmax(-1)
         else:
@@ -234,13 +236,13 @@ class MoE(torch.nn.Module):
         """
         tokens = x.reshape(-1, self.hidden)
         indices, weights, self.balance_loss = self.router(tokens)
-        rows = tokens if self.latent_in is None else self.latent_in(tokens.to(self.options.dtype))
+        rows = tokens if self.latent_in is None else _apply(self.latent_in, tokens)
         routed = self._routed(rows.to(torch.bfloat16).contiguous(), indices, weights)
         if self.latent_out is not None:
-            routed = self.latent_out(routed.to(self.options.dtype))
+            routed = _apply(self.latent_out, routed)
         out = routed.to(x.dtype)
         if self.shared is not None:
-            out = out + self.shared(tokens.to(self.options.dtype)).to(x.dtype)
+            out = out + self.shared(tokens).to(x.dtype)
         return out.reshape(x.shape)
 
     def _routed(
@@ -300,9 +302,8 @@ class _SharedExpert(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """``[T, hidden]`` to ``[T, hidden]``."""
-        gate, up = self.w_in(tokens).chunk(2, dim=-1)
-        out: torch.Tensor = self.w_out(F.silu(gate) * up)
-        return out
+        gate, up = _apply(self.w_in, tokens).chunk(2, dim=-1)
+        return _apply(self.w_out, F.silu(gate) * up)
 
 
 class _Experts(torch.autograd.Function):
@@ -320,7 +321,7 @@ class _Experts(torch.autograd.Function):
         received: Received,
         train: bool,
     ) -> torch.Tensor:
-        y = torch.empty(tokens.shape, dtype=torch.bfloat16)
+        y = tokens.new_empty(tokens.shape, dtype=torch.bfloat16)
         projected = w_in.new_empty((tokens.shape[0], w_in.shape[1])) if train else None
         for expert in range(w_in.shape[0]):
             rows = _rows(received, expert, w_in.dtype)
@@ -420,7 +421,7 @@ class _Meter:
 def _remote_rows(ep: ExpertParallel, topk_idx: torch.Tensor) -> int:
     """Pairs of one of this rank's tokens and another rank that holds one of its experts."""
     ranks = torch.where(topk_idx < 0, ep.rank, topk_idx // ep.experts_per_rank)
-    reached = torch.zeros((topk_idx.shape[0], ep.ranks), dtype=torch.bool)
+    reached = topk_idx.new_zeros((topk_idx.shape[0], ep.ranks), dtype=torch.bool)
     reached.scatter_(1, ranks, True)
     reached[:, ep.rank] = False
     return int(reached.sum())
@@ -440,6 +441,12 @@ def _linear(columns: int, rows: int, options: MoEOptions, name: str) -> torch.nn
     initial = seeded_normal((rows, columns), columns**-0.5, options.seed, name, options.dtype)
     layer.weight = torch.nn.Parameter(initial)
     return layer
+
+
+def _apply(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """``layer`` in the dtype of its weights."""
+    out: torch.Tensor = layer(x.to(layer.weight.dtype))
+    return out
 
 
 def seeded_normal(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import mmap
 import weakref
-from collections import defaultdict
 
 import torch
 
@@ -18,37 +17,53 @@ __all__ = ["OutputPool"]
 
 # Below this the system's allocator keeps its blocks itself.
 _SMALL_BYTES = 1 << 16
-# Free blocks kept of each size: two calls in flight and two results being worked on.
-_KEPT = 4
 
 
 class OutputPool:
-    """Uninitialised CPU tensors over recycled memory."""
+    """Uninitialised CPU tensors over recycled memory.
+
+    Keeps at most as many bytes unused as were ever in use at once.
+    """
 
     def __init__(self) -> None:
-        self._free: dict[int, list[mmap.mmap]] = defaultdict(list)
+        self._free: list[mmap.mmap] = []  # the one unused for longest first
         self._lent: dict[int, weakref.ref[memoryview]] = {}
+        self._lent_bytes = 0
+        self._most_lent_bytes = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised contiguous tensor; its memory is reused once nothing refers to it."""
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < _SMALL_BYTES:
             return torch.empty(shape, dtype=dtype)
-        size = _rounded(nbytes)
-        free = self._free[size]
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        block = free.pop() if free else mmap.mmap(-1, size, flags=flags)
+        block = self._take(_rounded(nbytes))
         view = memoryview(block)
         key = id(view)
+        self._lent_bytes += len(block)
+        self._most_lent_bytes = max(self._most_lent_bytes, self._lent_bytes)
 
         def take_back(_: weakref.ref[memoryview]) -> None:
             del self._lent[key]
-            if len(free) < _KEPT:
-                free.append(block)
+            self._lent_bytes -= len(block)
+            self._free.append(block)
+            self._trim()
 
         # The tensor's storage holds the view, so the view dies with the last tensor over it.
         self._lent[key] = weakref.ref(view, take_back)
         return torch.frombuffer(view, dtype=torch.uint8)[:nbytes].view(dtype).view(shape)
+
+    def _take(self, size: int) -> mmap.mmap:
+        """The smallest unused block of at least ``size`` and less than twice that, or a new one."""
+        fitting = [block for block in self._free if size <= len(block) < 2 * size]
+        if fitting:
+            best = min(reversed(fitting), key=len)  # of equals the last used, warm in the caches
+            self._free.remove(best)
+            return best
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def _trim(self) -> None:
+        while sum(map(len, self._free)) > self._most_lent_bytes:
+            self._free.pop(0)
 
 
 def _rounded(nbytes: int) -> int:

@@ -30,7 +30,7 @@ else:
 PYTHON_FLOORS: tuple[tuple[str, ...], ...] = (
     ("_core", "kernels"),
     ("errors",),
-    ("geometry", "formats", "config", "group", "pool", "forkserver", "pickling" ),
+    ("geometry", "formats", "config", "group", "pool", "forkserver", "pickling", "refusal"),
     ("routing", "symmetric", "launch", "jit"),
     ("low_latency", "high_throughput", "fused_moe"),
     ("received",),  # what a dispatch of either mode brings

@@ -17,8 +17,8 @@ struct WaitPolicy {
   std::chrono::nanoseconds idle = std::chrono::milliseconds(50);
 };
 
-// Called every `WaitPolicy::idle` of a long wait, from the waiting thread: lets an interrupt (Ctrl-C)
-// through by throwing. Set once by the bindings; the core itself knows nothing of Python.
+// Called every `WaitPolicy::idle` of a long wait, from the waiting thread: lets an interrupt
+// (Ctrl-C) through by throwing. Set once by the bindings; the core knows nothing of Python.
 using InterruptCheck = void (*)();
 void set_interrupt_check(InterruptCheck check);
 

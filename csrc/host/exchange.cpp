@@ -17,10 +17,10 @@ constexpr Phase kPhases[] = {Phase::kHighThroughputCounts, Phase::kHighThroughpu
 
 }  // namespace
 
-Exchange::Exchange(SymmetricMemory& memory, int64_t offset, int64_t bytes)
+Exchange::Exchange(SymmetricMemory& memory, int64_t offset, int64_t bytes, uint32_t epoch)
     : memory_(memory), offset_(offset), signals_{memory.ranks()}, layout_{memory.ranks()},
-      staging_bytes_(bytes - layout_.staging_offset()), heard_(index(memory.ranks())),
-      pulses_(index(memory.ranks())) {
+      staging_bytes_(bytes - layout_.staging_offset()), epoch_(epoch),
+      heard_(index(memory.ranks())), pulses_(index(memory.ranks())) {
   if (offset < 0 || offset + bytes > memory.bytes() || staging_bytes_ <= 0) {
     throw BadArgument(
         "bytes", std::to_string(bytes),
@@ -43,7 +43,7 @@ void Exchange::begin(Phase phase) {
   // A peer that is one call ahead has left this one too.
   const auto left = [&](int32_t peer) {
     const Signal signal = peek(Kind::kTaken, peer);
-    return !present(peer) || peer == rank() || epoch_ == 0 ||
+    return !present(peer) || peer == rank() || !called_ ||
            (signal.epoch == epoch_ && signal.value == kLeft) || reached(signal.epoch, epoch_ + 1);
   };
   const auto all_left = [&] {
@@ -57,6 +57,7 @@ void Exchange::begin(Phase phase) {
   };
   while (!all_left()) wait(all_left, debt);
   ++epoch_;
+  called_ = true;
   within_call_ = true;
   std::fill(heard_.begin(), heard_.end(), uint8_t{0});
   heard_[index(rank())] = 1;

@@ -1,10 +1,11 @@
 // The calls of the high-throughput mode as all ranks see them: numbered, announced, watched.
 //
-// Every rank takes part in every call. A call begins once every peer has left the previous one; each
-// rank announces what it brings; rows stream (host/stream.h); each rank leaves when it has read all
-// that is for it. A rank that finds its own input bad refuses instead, at any time before the last
-// publish of its streams, which makes the call void everywhere and keeps all ranks in step: no rank
-// completes a call before every rank has seen every announcement and agreed (see `agreed`).
+// Every rank takes part in every call. A call begins once every peer has left the previous one;
+// each rank announces what it brings; rows stream (host/stream.h); each rank leaves when it has
+// read all that is for it. A rank that finds its own input bad refuses instead, at any time before
+// the last publish of its streams, which makes the call void everywhere and keeps all ranks in
+// step: no rank completes a call before every rank has seen every announcement and agreed (see
+// `agreed`).
 #pragma once
 
 #include <cstdint>
@@ -26,8 +27,9 @@ struct Debt {
 
 class Exchange {
  public:
-  // Uses `bytes` at `offset` of the modes' part of `memory`, which must outlive it.
-  Exchange(SymmetricMemory& memory, int64_t offset, int64_t bytes);
+  // Uses `bytes` at `offset` of the modes' part of `memory`, which must outlive it. Calls are
+  // numbered from `epoch` + 1, on all ranks alike.
+  Exchange(SymmetricMemory& memory, int64_t offset, int64_t bytes, uint32_t epoch = 0);
 
   int32_t rank() const { return memory_.rank(); }
   int32_t ranks() const { return memory_.ranks(); }
@@ -113,7 +115,8 @@ class Exchange {
   HighThroughputLayout layout_;
   int64_t staging_bytes_;
   Phase phase_ = Phase::kHighThroughputDispatch;
-  uint32_t epoch_ = 0;
+  uint32_t epoch_;
+  bool called_ = false;  // whether there has been a call
   bool within_call_ = false;
   CallFacts facts_{};
   std::vector<uint8_t> heard_;

@@ -48,8 +48,9 @@ void require_room(Exchange& exchange, const StreamLayout& layout) {
 
 }  // namespace
 
-HighThroughput::HighThroughput(SymmetricMemory& memory, int64_t offset, int64_t bytes)
-    : exchange_(memory, offset, bytes) {}
+HighThroughput::HighThroughput(SymmetricMemory& memory, int64_t offset, int64_t bytes,
+                               uint32_t epoch)
+    : exchange_(memory, offset, bytes, epoch) {}
 
 void HighThroughput::exchange_counts(const HighThroughputTokens& tokens, HighThroughputPlan& plan,
                                      int32_t alignment) {

@@ -11,8 +11,8 @@
 //   dispatch_cached   the same with a plan that an earlier dispatch has made: no counts, no routing
 //   combine           the expert side sums its rows of each token, the source sums the ranks
 //
-// N = rows received (one for each token and rank), K = top_k, T = own tokens, R = ranks, E_l = local
-// experts. Rows are ordered by source rank, then source token, and inside each expert too.
+// N = rows received (one for each token and rank), K = top_k, T = own tokens, R = ranks, E_l =
+// local experts. Rows are ordered by source rank, then source token, and inside each expert too.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +25,8 @@
 
 namespace fanfold {
 
-// What this rank brings to a dispatch. Indices are trusted: the caller has checked them. The address
-// of a tensor without elements may be null, so whether weights are given stands apart.
+// What this rank brings to a dispatch. Indices are trusted: the caller has checked them. The
+// address of a tensor without elements may be null, so whether weights are given stands apart.
 struct HighThroughputTokens {
   const std::byte* rows;   // [T, row_bytes], contiguous
   int64_t row_bytes;       // a multiple of 16
@@ -88,8 +88,9 @@ struct HighThroughputResult {
 
 class HighThroughput {
  public:
-  // Uses `bytes` at `offset` of the modes' part of `memory`, which must outlive it.
-  HighThroughput(SymmetricMemory& memory, int64_t offset, int64_t bytes);
+  // Uses `bytes` at `offset` of the modes' part of `memory`, which must outlive it. Calls are
+  // numbered from `epoch` + 1, on all ranks alike.
+  HighThroughput(SymmetricMemory& memory, int64_t offset, int64_t bytes, uint32_t epoch = 0);
 
   int32_t ranks() const { return exchange_.ranks(); }
 

@@ -4,8 +4,6 @@
 #include <array>
 #include <cstring>
 
-#include "host/pages.h"
-
 namespace fanfold {
 namespace {
 
@@ -43,7 +41,6 @@ Combine::Combine(Exchange& exchange, const StreamLayout& layout,
 }
 
 void Combine::run(const std::vector<int64_t>& expected_rows) {
-  ask_for_huge_pages(result_.out, int64_t{2} * plan_.tokens * outputs_.hidden);
   open_announced(exchange_, readers_, &expected_rows);
   while (!finished()) {
     bool progress = false;
@@ -137,11 +134,6 @@ void Combine::stage(int64_t n, const Columns& columns, uint16_t* row) {
     if (rows[k] < 0 || repeated(rows, k)) continue;
     const float weight = outputs_.row_weights == nullptr ? 1.0f : outputs_.row_weights[rows[k]];
     terms_.push_back(ReduceTerm{y + int64_t{rows[k]} * outputs_.hidden, weight});
-  }
-  for (int32_t k = plan_.top_k; k < 2*plan_.top_k && n + 1 < plan_.received; ++k) {
-    if (rows[k] < 0) continue;
-    const uint16_t* next = y + int64_t{rows[k]} * outputs_.hidden;
-    for (int line = 0; line < 16; ++line) __builtin_prefetch(next + line * 32);
   }
   reduce_bf16(terms_, {}, columns.count, row);
 }

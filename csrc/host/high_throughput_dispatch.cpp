@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "host/pages.h"
-
 namespace fanfold {
 namespace {
 
@@ -47,7 +45,6 @@ Dispatch::Dispatch(Exchange& exchange, const StreamLayout& layout,
 }
 
 void Dispatch::run(const std::vector<int64_t>* expected_rows) {
-  ask_for_huge_pages(into_.rows, into_.capacity * tokens_.row_bytes);
   blank_padding();
   open_announced(exchange_, readers_, expected_rows);
   while (!finished()) {

@@ -5,15 +5,8 @@
 #include <cmath>
 #include <limits>
 
+#include "host/vectorized.h"
 #include "layout/row.h"
-
-// The hot loops are compiled twice, for any x86-64 and for AVX2, and chosen when the library loads.
-// Neither variant contracts, so both give the same bits. Sanitizers cannot run the resolver.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(FANFOLD_SANITIZED)
-#define FANFOLD_VECTORIZED __attribute__((target_clones("avx2", "default")))
-#else
-#define FANFOLD_VECTORIZED
-#endif
 
 namespace fanfold {
 namespace {

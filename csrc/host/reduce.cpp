@@ -4,13 +4,7 @@
 #include <array>
 
 #include "host/numeric.h"
-
-// Compiled for any x86-64 and for AVX2, and chosen when the library loads, as in numeric.cpp.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(FANFOLD_SANITIZED)
-#define FANFOLD_VECTORIZED __attribute__((target_clones("avx2", "default")))
-#else
-#define FANFOLD_VECTORIZED
-#endif
+#include "host/vectorized.h"
 
 namespace fanfold {
 namespace {
@@ -26,7 +20,8 @@ void add_four(const ReduceTerm* terms, int64_t begin, int64_t count, float* sum)
   const uint16_t* b = terms[1].row + begin;
   const uint16_t* c = terms[2].row + begin;
   const uint16_t* d = terms[3].row + begin;
-  const float wa = terms[0].weight, wb = terms[1].weight, wc = terms[2].weight, wd = terms[3].weight;
+  const float wa = terms[0].weight, wb = terms[1].weight, wc = terms[2].weight,
+              wd = terms[3].weight;
   for (int64_t i = 0; i < count; ++i) {
     float value = sum[i] + wa * bf16_to_float(a[i]);
     value += wb * bf16_to_float(b[i]);

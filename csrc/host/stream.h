@@ -2,7 +2,8 @@
 //
 // The writer fills records, publishes full chunks and reuses one when every reader has taken it. A
 // stream's length is known to both ends from the announcement. The last publish of a stream is held
-// back until the writer has agreed with all ranks, so a reader that has the whole stream knows that.
+// back until the writer has agreed with all ranks, so a reader that has the whole stream knows
+// that.
 #pragma once
 
 #include <cstdint>
@@ -98,8 +99,8 @@ class StreamReader {
   int32_t acknowledged_ = 0;
 };
 
-// Hears what peers have announced since, and opens their streams. Throws PeerRefused if one has made
-// the call void.
+// Hears what peers have announced since, and opens their streams. Throws PeerRefused if one has
+// made the call void.
 void open_announced(Exchange& exchange, std::vector<StreamReader>& readers,
                     const std::vector<int64_t>* expected_rows);
 

@@ -54,8 +54,9 @@ class Fp8Rows:
 
 def _blocked(x: torch.Tensor) -> torch.Tensor:
     """``[T, hidden]`` as ``[T, blocks, 128]``, the last block filled up with zeros."""
-    missing = -x.shape[1] % _BLOCK
-    return torch.nn.functional.pad(x, (0, missing)).reshape(x.shape[0], -1, _BLOCK)
+    blocks = -(-x.shape[1] // _BLOCK)
+    filled = torch.nn.functional.pad(x, (0, blocks * _BLOCK - x.shape[1]))
+    return filled.reshape(x.shape[0], blocks, _BLOCK)
 
 
 def _unblocked(x: torch.Tensor, hidden: int) -> torch.Tensor:
@@ -72,7 +73,8 @@ def quantize_fp8(x: torch.Tensor, *, power_of_two: bool = False) -> Fp8Rows:
     factor = torch.full_like(amax, _E4M3_MAX) / amax
     if power_of_two:
         mantissa, exponent = torch.frexp(scales)  # mantissa in [0.5, 1)
-        scales = torch.ldexp(torch.ones(()), exponent - (mantissa == 0.5).int())
+        exponent = exponent - (mantissa == 0.5).int()
+        scales = ((exponent + 127) << 23).view(torch.float32)
         factor = 1.0 / scales
     scaled = (blocks * factor.unsqueeze(2)).clamp(-_E4M3_MAX, _E4M3_MAX)
     return Fp8Rows(_unblocked(scaled, x.shape[1]).to(torch.float8_e4m3fn), scales)

@@ -20,7 +20,18 @@ from fanfold.bench.settings import BenchSettings
 from fanfold.bench.timing import PHASES, Timings
 from fanfold.errors import ArgumentError
 
-__all__ = ["Result", "Traffic", "append_json_line", "check_writable", "machine", "record", "table"]
+__all__ = [
+    "Result",
+    "Traffic",
+    "append_json_line",
+    "check_writable",
+    "commit",
+    "machine",
+    "notes",
+    "record",
+    "table",
+    "versions",
+]
 
 SCHEMA = 1
 
@@ -201,7 +212,7 @@ def table(result: Result) -> Table:
         f"{s.mode.replace('_', ' ')}: {result.ranks} ranks, {s.tokens} tokens, hidden {s.hidden}, "
         f"top-{s.top_k} of {s.experts} experts, {s.dtype}"
     )
-    out = Table(title=title, caption=_caption(result))
+    out = Table(title=title)
     out.add_column("")
     for heading in ("p50 µs", "p90 µs", "p99 µs", "slowest rank", "MB remote", "MB total",
                     "GB/s remote", "GB/s total"):  # fmt: skip
@@ -215,12 +226,17 @@ def table(result: Result) -> Table:
     return out
 
 
-def _caption(result: Result) -> str:
-    parts = ["percentiles over ranks and iterations; slowest rank: p50 over iterations"]
+def notes(result: Result) -> list[str]:
+    """Lines to print below the table."""
+    lines = [
+        "Percentiles over ranks and iterations; slowest rank: median of the slowest of each round.",
+        "MB and GB/s are per rank; remote leaves out what a rank sends to itself.",
+        "Checked against the oracle." if result.checked else "NOT checked.",
+    ]
     if result.ratio is not None:
-        parts.append(f"torch.distributed all-to-all takes {result.ratio:.2f} times as long")
-    parts.append("checked against the oracle" if result.checked else "NOT checked")
-    return "; ".join(parts)
+        rival = "The baseline, torch.distributed's all-to-all,"
+        lines.append(f"{rival} takes {result.ratio:.2f} times as long.")
+    return lines
 
 
 def _cells(timings: Timings, phase: str, traffic: Traffic | None) -> list[str]:

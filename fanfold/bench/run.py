@@ -21,7 +21,7 @@ from fanfold.group import as_group
 from fanfold.launch import launch
 from fanfold.received import Received
 
-__all__ = ["RankReport", "bench", "bench_rank"]
+__all__ = ["RankReport", "bench", "bench_rank", "check_ranks"]
 
 _LONGEST_S = 7200.0
 
@@ -62,11 +62,16 @@ def bench(settings: BenchSettings, group: Any = None) -> Result | None:
         return _result(
             settings, launch(bench_rank, settings.ranks, (settings,), timeout_s=_LONGEST_S)
         )
-    ranks = dist.get_world_size(group)
-    if settings.ranks != ranks:
-        raise ArgumentError("ranks", settings.ranks, f"{ranks}, the ranks that were started")
+    check_ranks(settings, group)
     reports = as_group(group).all_gather(bench_rank(group, settings))
     return _result(settings, reports) if dist.get_rank(group) == 0 else None
+
+
+def check_ranks(settings: BenchSettings, group: Any) -> None:
+    """Raises ArgumentError if ``group`` is joined and not of the size that the settings name."""
+    ranks = settings.ranks if group is None else dist.get_world_size(group)
+    if settings.ranks != ranks:
+        raise ArgumentError("ranks", settings.ranks, f"{ranks}, the ranks that were started")
 
 
 def bench_rank(group: Any, settings: BenchSettings) -> RankReport:

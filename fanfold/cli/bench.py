@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from fanfold.bench import report
-from fanfold.bench.run import bench
+from fanfold.bench.run import bench, check_ranks
 from fanfold.bench.settings import BACKENDS, DTYPES, BenchSettings
 from fanfold.bench.workload import ROUTINGS
 from fanfold.errors import FanfoldError
@@ -97,6 +97,7 @@ def _run(args: argparse.Namespace, group: Any) -> int:
     speaks = group is None or dist.get_rank(group) == 0
     try:
         settings = _settings(args, group)
+        check_ranks(settings, group)
         if args.json is not None and speaks:
             report.check_writable(args.json)
     except FanfoldError:
@@ -112,6 +113,7 @@ def _run(args: argparse.Namespace, group: Any) -> int:
     # A table that is cut off says nothing; without a terminal it may be as wide as it needs.
     console = Console() if Console().is_terminal else Console(width=132)
     console.print(report.table(result))
+    print(*report.notes(result), sep="\n")
     if args.json is not None:
         report.append_json_line(args.json, report.record(result))
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from fanfold.cli.demo_model import (
 )
 from fanfold.cli.demo_report import DemoReport, ProgressLine
 from fanfold.errors import ArgumentError
-from fanfold.launch import LaunchError, launch
+from fanfold.launch import launch
 
 __all__ = ["add_arguments", "run"]
 
@@ -56,18 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the demo: 0 if its check passed, 1 if not or if a rank failed.
+    """Runs the demo: 0 if its check passed, 1 if not.
 
     Raises:
         ArgumentError: an option is out of its bound.
+        LaunchError: a rank failed.
     """
-    settings = _settings(args)
-    try:
-        report = _train_twice(settings)
-    except LaunchError as error:
-        print("fanfold demo: a rank failed, so the training ended:", file=sys.stderr)
-        print(error, file=sys.stderr)
-        return 1
+    report = _train_twice(_settings(args))
     report.print()
     _draw(report, args.out)
     if args.json is not None:
@@ -110,14 +104,15 @@ def _train_rank(group: dist.ProcessGroup, settings: DemoSettings) -> RankRun:
     """What each rank runs; rank 0 shows the progress of all."""
     if dist.get_rank(group) > 0:
         return train_rank(group, settings, lambda step, loss: None)
-    with ProgressLine(f"training, {settings.ranks} ranks", settings.steps) as progress:
+    title = f"training on {settings.ranks} ranks (loss of rank 0)"
+    with ProgressLine(title, settings.steps) as progress:
         return train_rank(group, settings, progress)
 
 
 def _train_plain(group: dist.ProcessGroup, settings: DemoSettings) -> Training:
     """The same training in a single process."""
     del group
-    with ProgressLine("check, one process", settings.steps) as progress:
+    with ProgressLine("check on one process", settings.steps) as progress:
         return train_plain(settings, progress)
 
 

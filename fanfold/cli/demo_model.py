@@ -126,14 +126,15 @@ class ByteModel(torch.nn.Module):
         self.positions = torch.nn.Parameter(positions)
         self.attention = torch.nn.ModuleList(_Attention(settings, s) for s in seeds)
         self.norms = torch.nn.ModuleList(torch.nn.RMSNorm(hidden) for _ in seeds)
-        self.moe = torch.nn.ModuleList(make_moe(s) for s in seeds)
+        self.layers = [make_moe(s) for s in seeds]
+        self.moe = torch.nn.ModuleList(self.layers)
         self.norm = torch.nn.RMSNorm(hidden)
         self.head = torch.nn.Parameter(seeded_normal((BYTES, hidden), 0.02, seed, "head"))
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         """Logits ``[sequences, length, 256]`` of the byte after each of ``text``."""
         x = self.embedding[text] + self.positions[: text.shape[1]]
-        for attention, norm, moe in zip(self.attention, self.norms, self.moe, strict=True):
+        for attention, norm, moe in zip(self.attention, self.norms, self.layers, strict=True):
             x = x + attention(x)
             x = x + moe(norm(x))
         return F.linear(self.norm(x), self.head)
@@ -142,7 +143,7 @@ class ByteModel(torch.nn.Module):
         """Mean cross-entropy in nats per byte, and the balance losses of all layers."""
         logits = self(batch[:, :-1])
         entropy = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-        return entropy, torch.stack([moe.balance_loss for moe in self.moe]).sum()
+        return entropy, torch.stack([moe.balance_loss for moe in self.layers]).sum()
 
 
 class PlainMoE(torch.nn.Module):
@@ -162,6 +163,7 @@ class PlainMoE(torch.nn.Module):
         self.balance_loss = torch.zeros(())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., hidden]`` to the same shape."""
         tokens = x.flatten(0, -2)
         experts = self.w_in.shape[0]
         scores = torch.softmax(self.router(tokens), dim=-1)
@@ -250,7 +252,7 @@ def train_rank(group: dist.ProcessGroup, settings: DemoSettings, progress: Progr
     """Trains the model on this rank's part of each batch. Collective."""
     with _open(settings, group) as ep:
         model = _parallel_model(settings, ep)
-        layers = [moe.statistics for moe in model.moe]
+        layers = [moe.statistics for moe in model.layers if isinstance(moe, MoE)]
         rows = [torch.zeros((len(layers), ep.experts_per_rank), dtype=torch.int64)]
 
         def after_backward() -> None:
@@ -291,7 +293,8 @@ def _train(
         (entropy + balance).backward()
         after_backward()
         if step == 0:
-            first = {name: p.grad.clone() for name, p in model.named_parameters()}
+            named = model.named_parameters()
+            first = {name: p.grad.clone() for name, p in named if p.grad is not None}
         for parameters in optimizer.param_groups:
             parameters["lr"] = _learning_rate(settings, step)
         optimizer.step()

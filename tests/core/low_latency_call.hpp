@@ -1,5 +1,5 @@
-// One low-latency dispatch and combine of all ranks: what each passes, and what each must get, worked
-// out from the contract alone.
+// One low-latency dispatch and combine of all ranks: what each passes, and what each must get,
+// worked out from the contract alone.
 #pragma once
 
 #include <algorithm>
@@ -50,11 +50,20 @@ inline uint16_t random_bf16(Random& random) {
 inline void route(Random& random, int32_t experts, int32_t style, int64_t* ids, int32_t top_k) {
   for (int32_t k = 0; k < top_k; ++k) {
     switch (style) {
-      case 0: ids[k] = random.between(0, experts - 1); break;
-      case 1: ids[k] = random.between(-1, std::min(experts, 4) - 1); break;
-      case 2: ids[k] = experts - 1; break;
-      case 3: ids[k] = -1; break;
-      default: ids[k] = random.one_in(3) ? -1 : random.between(0, experts - 1);
+      case 0:
+        ids[k] = random.between(0, experts - 1);
+        break;
+      case 1:
+        ids[k] = random.between(-1, std::min(experts, 4) - 1);
+        break;
+      case 2:
+        ids[k] = experts - 1;
+        break;
+      case 3:
+        ids[k] = -1;
+        break;
+      default:
+        ids[k] = random.one_in(3) ? -1 : random.between(0, experts - 1);
     }
   }
 }
@@ -124,8 +133,8 @@ class Call {
 
   // What `expert` answers to a row: anything that differs everywhere.
   uint16_t answer(int64_t expert, int32_t source, int64_t token, int64_t column) const {
-    Random random(seed_ ^ static_cast<uint64_t>(((expert * 64 + source) << 40) ^ (token << 20) ^
-                                                column));
+    Random random(seed_ ^
+                  static_cast<uint64_t>(((expert * 64 + source) << 40) ^ (token << 20) ^ column));
     return random_bf16(random);
   }
 
@@ -156,22 +165,22 @@ class Call {
   std::vector<Batch> batches_;
 };
 
-// Where one rank's dispatch leaves what it receives.
+// Where one rank's dispatch leaves what it receives; full of something else before.
 struct Arrived {
   explicit Arrived(const Call& call) : options(call.options()) {
     const LowLatencyGeometry& g = call.geometry();
     const auto size = [](int64_t n) { return static_cast<size_t>(n); };
     const int64_t places = g.experts_per_rank() * g.expert_capacity();
     const int64_t entries = g.expert_capacity() * g.top_k;
-    rows.resize(size(places * g.hidden * 2));
-    scales.resize(size(places * blocks_of(g.hidden) * 4));
+    rows.assign(size(places * g.hidden * 2), std::byte{0xee});
+    scales.assign(size(places * blocks_of(g.hidden) * 4), std::byte{0xee});
     counts.assign(size(g.experts_per_rank()), -1);
     source_tokens.assign(size(places), -1);
     ranges.assign(size(int64_t{g.experts_per_rank()} * g.ranks), -1);
-    row_weights.resize(size(places));
+    row_weights.assign(size(places), -9.0f);
     source_counts.assign(size(g.ranks), -1);
-    experts.resize(size(entries));
-    weights.resize(size(entries));
+    experts.assign(size(entries), -9);
+    weights.assign(size(entries), -9.0f);
     expert_totals.assign(size(g.experts_per_rank()), 1000);
     wait_ns.assign(size(g.ranks), 0);
   }

@@ -1,4 +1,5 @@
-// Ranks of one process with their low-latency objects, and the halves of a call as one rank runs them.
+// Ranks of one process with their low-latency objects, and the halves of a call as one rank runs
+// them.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +35,9 @@ struct World {
   std::vector<std::unique_ptr<LowLatency>> modes;
 };
 
-inline int64_t bytes_for(const LowLatencyGeometry& geometry) { return LowLatencyLayout{geometry}.bytes(); }
+inline int64_t bytes_for(const LowLatencyGeometry& geometry) {
+  return LowLatencyLayout{geometry}.bytes();
+}
 
 inline World world_for(const LowLatencyGeometry& geometry, uint32_t epoch = 0) {
   return World(SymmetricMemory::in_process(options_for(geometry.ranks, bytes_for(geometry))),
@@ -49,14 +52,14 @@ inline void stall(Random& random) {
 
 // The four halves of a call. What a send half was given is gone when it returns.
 inline uint32_t send(LowLatency& mode, const Call& call, int32_t rank) {
-  const Batch own = call.batch(rank);
+  const auto own = std::make_unique<Batch>(call.batch(rank));
   const bool weighted = call.options().weights == Weights::kWithDispatch;
   return mode.dispatch_send(
       call.geometry(),
-      LowLatencyTokens{.x = own.x.data(),
-                       .topk_idx = own.topk_idx.data(),
-                       .topk_weights = weighted ? own.topk_weights.data() : nullptr,
-                       .tokens = own.tokens,
+      LowLatencyTokens{.x = own->x.data(),
+                       .topk_idx = own->topk_idx.data(),
+                       .topk_weights = weighted ? own->topk_weights.data() : nullptr,
+                       .tokens = own->tokens,
                        .encoding = call.options().encoding});
 }
 
@@ -67,13 +70,13 @@ inline Arrived receive(LowLatency& mode, const Call& call, uint32_t epoch) {
 }
 
 inline uint32_t answer(LowLatency& mode, const Call& call, int32_t rank, const Arrived& arrived,
-                const std::vector<bool>& absent) {
+                       const std::vector<bool>& absent) {
   const Answers answers(call, rank, absent);
-  const Batch own = call.batch(rank);
+  const auto own = std::make_unique<Batch>(call.batch(rank));
   const LowLatencyTokens late{.x = nullptr,
-                              .topk_idx = own.topk_idx.data(),
-                              .topk_weights = own.topk_weights.data(),
-                              .tokens = own.tokens,
+                              .topk_idx = own->topk_idx.data(),
+                              .topk_weights = own->topk_weights.data(),
+                              .tokens = own->tokens,
                               .encoding = RowEncoding::kBf16};
   const Weights weights = call.options().weights;
   return mode.combine_send(
@@ -91,7 +94,8 @@ inline uint32_t answer(LowLatency& mode, const Call& call, int32_t rank, const A
           .logfmt = call.options().logfmt});
 }
 
-inline std::vector<uint16_t> collect(LowLatency& mode, const Call& call, int32_t rank, uint32_t epoch) {
+inline std::vector<uint16_t> collect(LowLatency& mode, const Call& call, int32_t rank,
+                                     uint32_t epoch) {
   const Batch& own = call.batch(rank);
   std::vector<uint16_t> out(own.x.size(), 0xffff);
   std::vector<int64_t> wait_ns(static_cast<size_t>(call.geometry().ranks), 0);
@@ -103,8 +107,8 @@ inline std::vector<uint16_t> collect(LowLatency& mode, const Call& call, int32_t
 }
 
 // One whole call, checked.
-inline void run_call(LowLatency& mode, const Call& call, int32_t rank, const std::vector<bool>& absent,
-              Random& jitter) {
+inline void run_call(LowLatency& mode, const Call& call, int32_t rank,
+                     const std::vector<bool>& absent, Random& jitter) {
   stall(jitter);
   const uint32_t dispatched = send(mode, call, rank);
   stall(jitter);

@@ -1,6 +1,7 @@
 // Threads as ranks, and the random numbers that their workloads are made of.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <exception>
 #include <functional>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/wait.h"
 #include "memory/symmetric.h"
 
 namespace fanfold {
@@ -21,7 +23,7 @@ inline constexpr int kRoundsShare = 1;
 #endif
 
 // Far beyond any real wait, so that only a protocol that hangs runs into it.
-inline constexpr double kPatientSeconds = 60.0;
+inline constexpr double kPatientSeconds = 30.0;
 
 // splitmix64: the same numbers on every platform.
 class Random {
@@ -74,38 +76,50 @@ inline Group mapped_group(const SymmetricOptions& options) {
   return group;
 }
 
-inline bool is_peer_timeout(const std::exception_ptr& failure) {
+// What waits throw in the other ranks of a test once one of them has failed.
+struct Abandoned {};
+
+// How little a failure says about its cause: a rank that was abandoned or timed out may only have
+// run into what another one met.
+inline int remoteness(const std::exception_ptr& failure) {
   try {
     std::rethrow_exception(failure);
+  } catch (const Abandoned&) {
+    return 2;
   } catch (const PeerTimeout&) {
-    return true;
+    return 1;
   } catch (...) {
-    return false;
+    return 0;
   }
 }
 
-// Runs body(rank) on a thread for each rank. Of what they throw it throws one: what a rank met by
-// itself rather than a timeout, which peers run into because of it.
+// Runs body(rank) on a thread for each rank, and throws what says most of what they threw.
 inline void on_ranks(int32_t ranks, const std::function<void(int32_t)>& body) {
+  static std::atomic<bool> failed;
+  failed = false;
+  set_interrupt_check([] {
+    if (failed) throw Abandoned{};
+  });
   std::vector<std::exception_ptr> failures(static_cast<size_t>(ranks));
   std::vector<std::thread> threads;
+  threads.reserve(failures.size());
   for (int32_t rank = 0; rank < ranks; ++rank) {
     threads.emplace_back([&, rank] {
       try {
         body(rank);
       } catch (...) {
         failures[static_cast<size_t>(rank)] = std::current_exception();
+        failed = true;
       }
     });
   }
   for (std::thread& thread : threads) thread.join();
-  std::exception_ptr timeout;
-  for (const std::exception_ptr& failure : failures) {
-    if (!failure) continue;
-    if (!is_peer_timeout(failure)) std::rethrow_exception(failure);
-    timeout = failure;
+  set_interrupt_check(nullptr);
+  for (int remote = 0; remote < 2; ++remote) {
+    for (const std::exception_ptr& failure : failures) {
+      if (failure && remoteness(failure) == remote) std::rethrow_exception(failure);
+    }
   }
-  if (timeout) std::rethrow_exception(timeout);
 }
 
 }  // namespace fanfold

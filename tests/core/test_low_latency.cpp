@@ -132,9 +132,7 @@ TEST(low_latency_dispatch_and_combine_overlap) {
 // A rank that has received only its second call still needs the rows of its first.
 TEST(low_latency_receiving_out_of_order_keeps_older_rows) {
   const World world = world_for(small_options(2, 0).geometry);
-  const auto call_of = [](uint64_t number) {
-    return Call(number + 40, small_options(2, 0));
-  };
+  const auto call_of = [](uint64_t number) { return Call(number + 40, small_options(2, 0)); };
   std::atomic<bool> overtaken{false};
   on_ranks(2, [&](int32_t rank) {
     LowLatency& mode = world[rank];
@@ -274,10 +272,9 @@ TEST(low_latency_random_programs) {
       Random program(static_cast<uint64_t>(ranks));
       for (int epoch = 0; epoch < 20; ++epoch) {
         Runner runner(world, rank);
-        CallOptions options = random_options(program, ranks);
+        const CallOptions options = random_options(program, ranks);
         int32_t open = 0;
         for (int step = 0; step < 60 / kRoundsShare; ++step) {
-          options.weights = static_cast<Weights>(program.between(0, 2));
           if (open == 0 || (open < 3 && program.one_in(2))) {
             runner.dispatch(Call(program.next(), options));
             ++open;

@@ -24,7 +24,7 @@ RefusalFacts refusal_of(Body body) {
   } catch (const PeerRefused& refused) {
     return refused.facts;
   }
-  throw check::Failure{"nobody refused"};
+  check::fail(__FILE__, __LINE__, "nobody refused");
 }
 
 template <typename Body>
@@ -34,7 +34,7 @@ TimeoutFacts timeout_of(Body body) {
   } catch (const PeerTimeout& timeout) {
     return timeout.facts;
   }
-  throw check::Failure{"no wait timed out"};
+  check::fail(__FILE__, __LINE__, "no wait timed out");
 }
 
 std::string reason_of(int32_t rank, uint64_t round) {
@@ -92,8 +92,8 @@ TEST(low_latency_refusals_void_one_call) {
       const CallOptions options = random_options(program, kRanks);
       const Call call(program.next(), options);
       const bool in_combine = program.one_in(2);
-      std::vector<bool> refuses;
-      for (int32_t peer = 0; peer < kRanks; ++peer) refuses.push_back(program.one_in(4));
+      std::vector<bool> refuses(kRanks);
+      for (size_t peer = 0; peer < kRanks; ++peer) refuses[peer] = program.one_in(4);
       refuses[static_cast<size_t>(program.between(0, kRanks - 1))] = true;
       const bool refusing = refuses[static_cast<size_t>(rank)];
       const auto expect_refusal = [&](const RefusalFacts& facts, const char* phase) {
@@ -133,9 +133,7 @@ TEST(low_latency_refusals_void_one_call) {
 // A refusal does not release the rows of the call before it.
 TEST(low_latency_refusing_keeps_older_rows) {
   const World world = world_for(small_options(2, 0).geometry);
-  const auto call_of = [](uint64_t number) {
-    return Call(number + 80, small_options(2, 0));
-  };
+  const auto call_of = [](uint64_t number) { return Call(number + 80, small_options(2, 0)); };
   on_ranks(2, [&](int32_t rank) {
     LowLatency& mode = world[rank];
     const uint32_t first = send(mode, call_of(1), rank);

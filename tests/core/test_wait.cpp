@@ -57,9 +57,9 @@ void pass_around(Table& table, int32_t rank, uint64_t laps) {
   for (uint64_t lap = 0; lap < laps && table.missed == 0; ++lap) {
     const uint64_t mine = lap * ranks + static_cast<uint64_t>(rank);
     const auto began = Clock::now();
-    const WaitResult result = Waiter(table.bells[static_cast<size_t>(rank)], kOnlyRung)
-                                  .until([&] { return load_acquire_system(&table.turn) == mine; },
-                                         never);
+    const WaitResult result =
+        Waiter(table.bells[static_cast<size_t>(rank)], kOnlyRung)
+            .until([&] { return load_acquire_system(&table.turn) == mine; }, never);
     // A lost wake-up shows only as a whole idle period slept through.
     if (result != WaitResult::kReady || Clock::now() - began >= kLong) ++table.missed;
     table.payload += mine;
@@ -166,8 +166,8 @@ TEST(rings_of_others_do_not_end_a_wait) {
 TEST(wait_times_out_within_its_bound_and_not_before) {
   for (const auto timeout : {0ms, 1ms, 30ms, 120ms}) {
     // Neither a long spin nor a long sleep may stretch the bound.
-    for (const WaitPolicy& policy : {WaitPolicy{timeout, 0ns}, WaitPolicy{timeout, kLong},
-                                     WaitPolicy{timeout, 0ns, kLong}}) {
+    for (const WaitPolicy& policy :
+         {WaitPolicy{timeout, 0ns}, WaitPolicy{timeout, kLong}, WaitPolicy{timeout, 0ns, kLong}}) {
       Doorbell bell{};
       const auto began = Clock::now();
       CHECK_EQ(Waiter(bell, policy).until(never, never), WaitResult::kTimedOut);

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from fanfold.high_throughput import Rows
+
 STYLES = ("spread", "one_expert", "none", "duplicates", "one_rank", "holes")
 
 
@@ -106,9 +108,7 @@ def make_input(case: Case, rank: int) -> Input:
             torch.randn((tokens, case.top_k), generator=generator) if case.weighted else None
         ),
         base=torch.randn(shape, generator=generator).bfloat16(),
-        bias=tuple(
-            torch.randn(shape, generator=generator).bfloat16() for _ in range(case.biases)
-        ),
+        bias=tuple(torch.randn(shape, generator=generator).bfloat16() for _ in range(case.biases)),
     )
 
 
@@ -127,7 +127,9 @@ def rows_of_rank(case: Case, inputs: list[Input], rank: int) -> list[Row]:
     rows = []
     for source, given in enumerate(inputs):
         idx = given.topk_idx - first
-        idx = torch.where((given.topk_idx >= 0) & (idx >= 0) & (idx < case.experts_per_rank), idx, -1)
+        idx = torch.where(
+            (given.topk_idx >= 0) & (idx >= 0) & (idx < case.experts_per_rank), idx, -1
+        )
         for token, lanes in enumerate(idx.tolist()):
             if all(lane < 0 for lane in lanes):
                 continue
@@ -136,7 +138,9 @@ def rows_of_rank(case: Case, inputs: list[Input], rank: int) -> list[Row]:
                 if given.topk_weights is None
                 else given.topk_weights[token].tolist()
             )
-            weights = [w if lane >= 0 else 0.0 for w, lane in zip(given_weights, lanes, strict=True)]
+            weights = [
+                w if lane >= 0 else 0.0 for w, lane in zip(given_weights, lanes, strict=True)
+            ]
             rows.append(Row(source, token, lanes, weights))
     return rows
 
@@ -189,3 +193,45 @@ def expected_combine(
 def lane_number(source: int, token: int, lane: int, rank: int) -> float:
     """A number that travels back with a lane."""
     return source * 1000.0 + token * 10.0 + lane + rank / 16.0
+
+
+class Round:
+    """One case on one rank: its input, and what it expects in each order of the rows."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        self.case, self.rank = case, rank
+        self.inputs = [make_input(case, peer) for peer in range(case.ranks)]
+        self.rows_by_rank = [rows_of_rank(case, self.inputs, peer) for peer in range(case.ranks)]
+        self.own, self.rows = self.inputs[rank], self.rows_by_rank[rank]
+        per_expert: list[list[int]] = [[] for _ in range(case.experts_per_rank)]
+        for n, row in enumerate(self.rows):
+            for expert in distinct(row.lanes):
+                per_expert[expert].append(n)
+        self.counts = [len(numbers) for numbers in per_expert]
+        self.offsets = [0]
+        for count in self.counts:
+            self.offsets.append(self.offsets[-1] + -(-count // case.alignment) * case.alignment)
+        # (row number, expert) to its place in expert-major order
+        self.place_of = {
+            (n, expert): self.offsets[expert] + number
+            for expert, numbers in enumerate(per_expert)
+            for number, n in enumerate(numbers)
+        }
+
+    def sent(self) -> Rows:
+        return self.own.x if self.own.scales is None else (self.own.x, self.own.scales)
+
+    def capacity(self, layout: str) -> int | None:
+        needed = self.offsets[-1] if layout == "expert_major" else len(self.rows)
+        return None if self.case.slack is None else needed + self.case.slack
+
+    def places(self, layout: str) -> tuple[dict[int, tuple[Row, int]], int]:
+        """The row (and, expert-major, the local expert) at each place, and the number of places."""
+        if layout == "token_major":
+            filled = {place: (row, -1) for place, row in enumerate(self.rows)}
+            needed = len(self.rows)
+        else:
+            filled = {place: (self.rows[n], e) for (n, e), place in self.place_of.items()}
+            needed = self.offsets[-1]
+        capacity = self.capacity(layout)
+        return filled, needed if capacity is None else capacity

@@ -27,6 +27,7 @@ from fanfold.cli.demo_report import (
     compare,
     compare_gradients,
 )
+from fanfold.cli.main import main
 from fanfold.errors import ArgumentError
 
 SMALL = DemoSettings(
@@ -161,9 +162,9 @@ def dies(group: dist.ProcessGroup, settings: DemoSettings) -> RankRun:
 
 def test_a_rank_that_dies_ends_the_demo(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "_train_rank", dies)
-    assert demo.run(arguments(tmp_path, "--ranks", "2", "--steps", "500")) == 1
-    errors = capsys.readouterr().err
-    assert "rank 1 was killed by signal 9" in errors
+    options = ["--ranks", "2", "--steps", "500", "--out", str(tmp_path / "demo.png")]
+    assert main(["demo", *options]) == 2
+    assert "rank 1 was killed by signal 9" in capsys.readouterr().err
     assert not (tmp_path / "demo.png").exists()
 
 

@@ -22,14 +22,13 @@ from fanfold.launch import RankFailure, RankPool
 from fanfold.symmetric import SymmetricMemory
 from tests.distributed.routings import (
     Case,
+    Round,
     Row,
     distinct,
     expected_combine,
     expert_output,
     lane_number,
-    make_input,
     random_case,
-    rows_of_rank,
     weight_of,
 )
 
@@ -59,48 +58,6 @@ def same_bits(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 # ---- one round of everything, checked -------------------------------------------------------------
-
-
-class Round:
-    """One case on one rank: its input, and what it expects in each order of the rows."""
-
-    def __init__(self, case: Case, rank: int) -> None:
-        self.case, self.rank = case, rank
-        self.inputs = [make_input(case, peer) for peer in range(case.ranks)]
-        self.rows_by_rank = [rows_of_rank(case, self.inputs, peer) for peer in range(case.ranks)]
-        self.own, self.rows = self.inputs[rank], self.rows_by_rank[rank]
-        per_expert: list[list[int]] = [[] for _ in range(case.experts_per_rank)]
-        for n, row in enumerate(self.rows):
-            for expert in distinct(row.lanes):
-                per_expert[expert].append(n)
-        self.counts = [len(numbers) for numbers in per_expert]
-        self.offsets = [0]
-        for count in self.counts:
-            self.offsets.append(self.offsets[-1] + -(-count // case.alignment) * case.alignment)
-        # (row number, expert) to its place in expert-major order
-        self.place_of = {
-            (n, expert): self.offsets[expert] + number
-            for expert, numbers in enumerate(per_expert)
-            for number, n in enumerate(numbers)
-        }
-
-    def sent(self) -> Rows:
-        return self.own.x if self.own.scales is None else (self.own.x, self.own.scales)
-
-    def capacity(self, layout: str) -> int | None:
-        needed = self.offsets[-1] if layout == "expert_major" else len(self.rows)
-        return None if self.case.slack is None else needed + self.case.slack
-
-    def places(self, layout: str) -> tuple[dict[int, tuple[Row, int]], int]:
-        """The row (and, expert-major, the local expert) at each place, and the number of places."""
-        if layout == "token_major":
-            filled = {place: (row, -1) for place, row in enumerate(self.rows)}
-            needed = len(self.rows)
-        else:
-            filled = {place: (self.rows[n], e) for (n, e), place in self.place_of.items()}
-            needed = self.offsets[-1]
-        capacity = self.capacity(layout)
-        return filled, needed if capacity is None else capacity
 
 
 def check_plan(expect: Round, plan: Plan) -> None:
@@ -207,7 +164,9 @@ def expected_lanes(expect: Round, layout: str) -> torch.Tensor:
 
 def check_combine(mode: HighThroughput, expect: Round, got: Dispatched, layout: str) -> None:
     plan, weighted = got.plan, expect.case.weighted
-    wanted = expected_combine(expect.case, expect.inputs, expect.rows_by_rank, expect.rank, weighted)
+    wanted = expected_combine(
+        expect.case, expect.inputs, expect.rows_by_rank, expect.rank, weighted
+    )
     bias = expect.own.bias
     out, lanes = mode.combine(
         outputs_of(expect, layout, weighted),

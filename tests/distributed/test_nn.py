@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 
 from fanfold.errors import ArgumentError, UsageError
@@ -255,6 +256,22 @@ def test_a_trained_layer_changes_over_to_low_latency_bit_for_bit(pools):
         assert "no_grad" in message
 
 
+def swap_for_another_group(group: object) -> str:
+    options = MoEOptions()
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    with open_ep(group, options) as together, open_ep(alone, options) as apart:
+        layer = make_layer(together, options)
+        with pytest.raises(ArgumentError) as caught:
+            layer.expert_parallel = apart
+        assert layer.expert_parallel is together
+        return caught.value.argument
+
+
+def test_experts_cannot_move_to_another_split_of_the_ranks(pools):
+    arguments = pools(2).run(swap_for_another_group)
+    assert arguments == ["expert_parallel.experts_per_rank", "expert_parallel.rank"]
+
+
 def count(group: object, tokens: tuple[int, ...]) -> dict[str, object]:
     options = MoEOptions()
     with open_ep(group, options) as ep:
@@ -314,3 +331,20 @@ def test_a_layer_prints_its_sizes_and_keeps_the_dtype_of_its_input():
         assert "num_experts=8, top_k=3, local_experts=0..7" in repr(layer)
         for dtype in (torch.float32, torch.bfloat16):
             assert layer(torch.zeros((2, 3, HIDDEN), dtype=dtype)).dtype == dtype
+
+
+def test_a_layer_may_change_its_dtype_and_run_under_autocast():
+    options = MoEOptions(latent=32, shared_intermediate=16)
+    x = torch.randn((50, HIDDEN), generator=torch.Generator().manual_seed(2))
+    with open_ep(None, options) as ep:
+        layer = make_layer(ep, options)
+        exact = layer(x)
+        routing = layer.router(x)[:2]
+        with torch.autocast("cpu", torch.bfloat16):
+            assert all(map(torch.equal, layer.router(x)[:2], routing))
+            near = layer(x)
+            (near.float().sum() + layer.balance_loss).backward()
+        assert (near - exact).norm() <= 0.03 * exact.norm()
+        layer.to(torch.bfloat16)
+        assert (layer(x) - exact).norm() <= 0.05 * exact.norm()
+        assert layer.w_in.expert_parallel

@@ -42,3 +42,18 @@ def test_tensors_outlive_the_pool() -> None:
     tensor = OutputPool().empty(SHAPE, torch.float32)
     tensor.fill_(2.0)
     assert float(tensor.sum()) == 2.0 * tensor.numel()
+
+
+def test_keeps_no_more_than_was_in_use_at_once() -> None:
+    pool = OutputPool()
+    for kibibytes in range(100, 2000, 50):
+        pool.empty((kibibytes, 1024), torch.uint8)
+    kept = sum(map(len, pool._free))
+    assert 0 < kept <= pool._most_lent_bytes < 2.3 * 2**20
+
+
+def test_an_unused_block_serves_smaller_results() -> None:
+    pool = OutputPool()
+    address = pool.empty((1000, 1000), torch.float32).data_ptr()
+    assert pool.empty((600, 1000), torch.float32).data_ptr() == address
+    assert pool.empty((100, 1000), torch.float32).data_ptr() != address

@@ -1,0 +1,125 @@
+"""The checks of a bench see what is wrong, and the rival does its work."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fanfold.bench import oracle
+from fanfold.bench.baseline import AllToAll
+from fanfold.bench.check import CheckFailed, Expectation, packed_fp8
+from fanfold.bench.run import bench_rank
+from fanfold.bench.settings import MODES, BenchSettings
+from fanfold.bench.workload import Workload
+from fanfold.expert_parallel import ExpertParallel
+
+SIZES = {"tokens": 13, "hidden": 144, "top_k": 3, "experts": 6}
+
+# What to spoil of a received dispatch, and which check must see it.
+SPOILED = {
+    "tokens": lambda r: r.tokens.view(torch.uint8).flatten(0, -2)[int(r.offsets[1])].add_(1),
+    "weights": lambda r: r.weights.flatten()[int(r.offsets[1])].mul_(2),
+    "tokens_per_expert": lambda r: r.tokens_per_expert[1].sub_(1),
+    "source_token": lambda r: r.source_token.flatten()[int(r.offsets[1])].add_(1),
+    "source_rank": lambda r: r.source_rank.flatten()[int(r.offsets[1])].add_(1),
+    "scales": lambda r: r.scales.mul_(2),  # its flattened form may be a copy
+}
+
+
+def findings(group, mode, dtype):
+    """For each kind of damage what the check says."""
+    ranks = dist.get_world_size(group)
+    workload = Workload(ranks=ranks, seed=3, **SIZES)
+    batches = [workload.batch(rank) for rank in range(ranks)]
+    own = batches[dist.get_rank(group)]
+    expectation = Expectation(batches, dist.get_rank(group), SIZES["experts"], dtype == "fp8")
+    x = own.x
+    if mode == "high_throughput" and dtype == "fp8":
+        quantized = oracle.quantize_fp8(x)
+        x = (quantized.values, quantized.scales)
+    said = {}
+    with ExpertParallel(
+        group, num_experts=SIZES["experts"], top_k=3, hidden=144, max_tokens=13, mode=mode,
+        dispatch_dtype=dtype,
+    ) as ep:  # fmt: skip
+        for name, spoil in SPOILED.items():
+            received = ep.dispatch(x, own.topk_idx, own.topk_weights)
+            expectation.received(received)
+            if name == "scales" and received.scales is None:
+                continue
+            spoil(received)
+            said[name] = _said(expectation.received, received)
+        received = ep.dispatch(x, own.topk_idx, own.topk_weights)
+        out = ep.combine(expectation.outputs(received), received)
+        expectation.combined(out)
+        out.view(torch.int16)[5, 7] += 1
+        said["combined"] = _said(expectation.combined, out)
+    return said
+
+
+def _said(check, value):
+    try:
+        check(value)
+    except CheckFailed as failed:
+        return str(failed)
+    return "nothing"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("mode", MODES)
+def test_checks_see_damage(pools, mode, dtype):
+    for said in pools(2).run(findings, mode, dtype):
+        assert set(said) == {*SPOILED, "combined"} - ({"scales"} if dtype == "bf16" else set())
+        for name, message in said.items():
+            assert message.startswith(f"{name}"), (name, message)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("routing", ["skewed", "one_expert"])
+def test_bench_rank_with_baseline(pools, mode, routing):
+    settings = BenchSettings(
+        mode, ranks=3, tokens=9, hidden=32, top_k=4, experts=6, routing=routing, iterations=2,
+        warmup=1, baseline=True,
+    )  # fmt: skip
+    reports = pools(3).run(bench_rank, settings)
+    for report in reports:
+        assert {n: tuple(t.shape) for n, t in report.microseconds.items()} == {
+            "fanfold": (2, 3),
+            "baseline": (2, 3),
+        }
+        assert 0 <= report.rows_remote <= report.rows_total <= 27
+    if routing == "one_expert":  # expert 0 is on rank 0
+        assert [r.rows_total for r in reports] == [9, 9, 9]
+        assert [r.rows_remote for r in reports] == [0, 9, 9]
+
+
+def rival(group, workload, fp8):
+    ranks = dist.get_world_size(group)
+    batches = [workload.batch(rank) for rank in range(ranks)]
+    own = batches[dist.get_rank(group)]
+    expectation = Expectation(batches, dist.get_rank(group), workload.experts, fp8)
+    all_to_all = AllToAll(group, workload.experts, workload.top_k)
+    rows = packed_fp8(oracle.quantize_fp8(own.x)) if fp8 else own.x
+    for _ in range(2):  # the second time with the buffers of the first
+        routed = all_to_all.dispatch(rows, own.topk_idx)
+        expectation.routed(routed)
+        y = expectation.rival_outputs(routed)
+        out = all_to_all.combine(y, routed, own.topk_weights)
+        expectation.rival_combined(out)
+    spoiled = out.clone()
+    if len(spoiled):
+        spoiled[0, 0] += 100
+    return _said(expectation.rival_combined, spoiled)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("none_share", [0.0, 0.4, 1.0])
+def test_rival_agrees_with_the_oracle(pools, none_share, fp8):
+    workload = Workload(
+        ranks=3, tokens=17, hidden=144, top_k=3, experts=6, seed=1, none_share=none_share,
+        uneven=True,
+    )  # fmt: skip
+    for rank, said in enumerate(pools(3).run(rival, workload, fp8)):
+        empty = len(workload.batch(rank).x) == 0
+        assert said.startswith("nothing" if empty else "combined tokens of the baseline are off")

@@ -1,0 +1,238 @@
+"""What benches report: percentiles, bytes and rates, the JSON line, the table; and the plots."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import multiprocessing
+import sys
+
+import pytest
+import torch
+from rich.console import Console
+
+from fanfold.bench import report
+from fanfold.bench.report import Result, Traffic
+from fanfold.bench.settings import BenchSettings
+from fanfold.bench.timing import Contender, Percentiles, Timings, interleave
+from fanfold.cli import plot
+from fanfold.errors import ArgumentError, UnavailableError
+
+
+def timings(scale=1.0):
+    """Two ranks, three rounds: dispatch, combine, total."""
+    first = [[1.0, 10.0, 11.0], [2.0, 20.0, 22.0], [3.0, 30.0, 33.0]]
+    second = [[6.0, 1.0, 7.0], [5.0, 2.0, 7.0], [4.0, 3.0, 7.0]]
+    return Timings(torch.tensor([first, second], dtype=torch.float64) * scale)
+
+
+def result(baseline=True, **changes):
+    settings = BenchSettings("low_latency", ranks=2, tokens=3, baseline=baseline, **changes)
+    return Result(
+        settings=settings,
+        ranks=2,
+        hosts=1,
+        fanfold=timings(),
+        baseline=timings(4.0) if baseline else None,
+        dispatch=Traffic(3000.0, 4000.0),
+        combine=Traffic(30.5, 40.0),
+        checked=True,
+        memory_bytes=12345,
+    )
+
+
+def test_percentiles_interpolate():
+    assert Percentiles.of(torch.arange(11.0).double()) == Percentiles(5.0, 9.0, 9.9)
+
+
+def test_slowest_is_taken_round_by_round():
+    assert timings().slowest("dispatch").p50 == 5.0  # of 6, 5, 4
+    assert timings().slowest("combine").p50 == 20.0  # of 10, 20, 30
+    assert timings().slowest("total").p50 == 22.0
+    assert timings().overall("dispatch").p50 == 3.5
+
+
+def test_contenders_take_turns_and_warmup_is_left_out():
+    calls = []
+    contenders = [
+        Contender(name, lambda n=name: calls.append(n) or n, lambda sent: calls.append(sent))
+        for name in ("a", "b")
+    ]
+    times = interleave(contenders, lambda: calls.append("|"), warmup=2, iterations=3)
+    assert calls == ["|", "a", "a", "|", "b", "b"] * 5
+    assert {name: tuple(t.shape) for name, t in times.items()} == {"a": (3, 3), "b": (3, 3)}
+    assert torch.equal(times["a"][:, 0] + times["a"][:, 1], times["a"][:, 2])
+
+
+FIELDS = {
+    "mode", "backend", "transport", "hosts", "ranks", "tokens", "hidden", "top_k", "experts",
+    "dtype", "bytes_remote", "bytes_total", "checked", "baseline_total_us", "ratio", "seed",
+    "iterations", "warmup", "routing", "check", "baseline", "machine", "versions", "commit",
+} | {
+    f"{phase}_us{suffix}"
+    for phase in ("dispatch", "combine", "total")
+    for suffix in ("", "_p90", "_p99")
+}  # fmt: skip
+
+
+def test_record_has_every_field():
+    fields = json.loads(json.dumps(report.record(result())))
+    assert set(fields) >= FIELDS
+    assert (fields["mode"], fields["backend"], fields["transport"]) == (
+        "low_latency",
+        "host",
+        "shm",
+    )
+    assert (fields["dispatch_us"], fields["combine_us"], fields["total_us"]) == (5.0, 20.0, 22.0)
+    assert (fields["bytes_remote"], fields["bytes_total"]) == (3030, 4040)
+    assert (fields["baseline_total_us"], fields["ratio"]) == (88.0, 4.0)
+    assert set(fields["machine"]) >= {"cpu", "cores", "memory_bytes", "kernel"}
+    assert set(fields["versions"]) >= {"fanfold", "torch", "python"}
+    without = report.record(result(baseline=False))
+    assert "ratio" not in without
+    assert without["baseline"] is False
+
+
+def test_table_shows_times_bytes_and_rates():
+    console = Console(width=140, record=True, file=io.StringIO())
+    console.print(report.table(result()))
+    rows = {r.split("│")[1].strip(): r.split("│")[2:-1] for r in console.export_text().splitlines()
+            if r.startswith("│")}  # fmt: skip
+    # 4000 bytes in 5 us, the median of the slowest rank
+    assert [float(cell) for cell in rows["dispatch"]] == [3.5, 5.5, 6.0, 5.0, 0, 0, 0.6, 0.8]
+    assert list(rows) == [
+        f"{prefix}{p}" for prefix in ("", "baseline ") for p in ("dispatch", "combine", "total")
+    ]
+    notes = " ".join(report.notes(result()))
+    assert "4.00 times as long" in notes
+    assert "Checked against the oracle" in notes
+
+
+def append_many(path, name):
+    for number in range(200):
+        report.append_json_line(path, {"name": name, "number": number, "pad": "x" * 3000})
+
+
+def test_lines_of_several_programs_do_not_mix(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=append_many, args=(path, name)) for name in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for name in range(3):
+        assert [line["number"] for line in lines if line["name"] == name] == list(range(200))
+
+
+def test_unwritable_file_is_refused_before_anything_runs(tmp_path):
+    with pytest.raises(ArgumentError, match="json"):
+        report.check_writable(tmp_path / "no" / "file")
+
+
+@pytest.mark.parametrize(
+    ("changes", "argument"),
+    [
+        ({"ranks": 0}, "ranks"),
+        ({"experts": 63}, "experts"),
+        ({"hidden": 17}, "hidden"),
+        ({"hidden": 24, "dtype": "fp8"}, "hidden"),
+        ({"tokens": -1}, "tokens"),
+        ({"top_k": 0}, "top_k"),
+        ({"top_k": 9, "experts": 8}, "top_k"),
+        ({"iterations": 0}, "iterations"),
+        ({"seed": -1}, "seed"),
+        ({"dtype": "fp4"}, "dtype"),
+    ],
+)
+def test_settings_name_what_is_wrong(changes, argument):
+    with pytest.raises(ArgumentError) as caught:
+        BenchSettings("high_throughput", **changes)
+    assert caught.value.argument == argument
+
+
+def test_missing_backend_is_said_honestly():
+    with pytest.raises(UnavailableError, match="only the host backend"):
+        BenchSettings("low_latency", backend="cuda")
+
+
+# ---- plots --------------------------------------------------------------------------------------
+
+
+def line(**changes):
+    return {**report.record(result()), **changes}
+
+
+def write(path, lines):
+    path.write_text("".join(json.dumps(fields) + "\n" for fields in lines))
+    return path
+
+
+def test_series_differ_along_one_axis_only(tmp_path):
+    lines = [line(tokens=t, ranks=r, total_us=t * r) for t in (16, 64, 32) for r in (1, 2)]
+    points = plot.load(write(tmp_path / "r.jsonl", [*lines, line(tokens=16, ranks=1, total_us=20)]))
+    along = plot.series_along(points, "tokens")
+    assert {label: [p["tokens"] for p in s] for label, s in along.items()} == {
+        "ranks 1": [16, 32, 64],
+        "ranks 2": [16, 32, 64],
+    }
+    assert along["ranks 1"][0]["total_us"] == 16  # the lower of two medians
+    assert plot.series_along(points, "top_k") == {}
+    assert points[0].rate("bytes_total") == pytest.approx(4040 / 16 / 1e3)
+
+
+@pytest.mark.parametrize("name", ["p.png", "p.svg"])
+def test_plot_draws(tmp_path, name):
+    pytest.importorskip("matplotlib")
+    lines = [line(tokens=t, top_k=k) for t in (16, 64) for k in (2, 4)]
+    args = argparse.Namespace(files=[write(tmp_path / "r.jsonl", lines)], out=tmp_path / name)
+    assert plot.run(args) == 0
+    assert (tmp_path / name).stat().st_size > 5000
+
+
+def test_plot_of_one_result(tmp_path):
+    pytest.importorskip("matplotlib")
+    plot.draw(plot.load(write(tmp_path / "r.jsonl", [line()])), tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"mode": ', r"r\.jsonl, line 1 is malformed"),
+        ("[1]", "line 1 is a JSON list"),
+        ("{}", "line 1: tokens is null, but must be a number"),
+        (json.dumps(line(total_us="fast")), r'total_us is "fast"'),
+        (json.dumps(line()) + "\n" + json.dumps(line(mode=3)), "line 2: mode is 3"),
+    ],
+)
+def test_plot_names_a_malformed_line(tmp_path, text, message):
+    path = tmp_path / "r.jsonl"
+    path.write_text(text)
+    with pytest.raises(ArgumentError, match=message):
+        plot.load(path)
+
+
+def test_plot_without_results(tmp_path):
+    args = argparse.Namespace(files=[write(tmp_path / "r.jsonl", [])], out=tmp_path / "p.png")
+    with pytest.raises(ArgumentError, match="results"):
+        plot.run(args)
+    with pytest.raises(ArgumentError, match="readable"):
+        plot.load(tmp_path / "missing")
+
+
+def test_plot_to_a_place_that_is_none(tmp_path):
+    pytest.importorskip("matplotlib")
+    points = plot.load(write(tmp_path / "r.jsonl", [line()]))
+    for out in (tmp_path / "no" / "p.png", tmp_path / "p.doc"):
+        with pytest.raises(ArgumentError, match="--out"):
+            plot.draw(points, out)
+
+
+def test_plot_without_matplotlib(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    points = plot.load(write(tmp_path / "r.jsonl", [line()]))
+    with pytest.raises(UnavailableError, match="pip install"):
+        plot.draw(points, tmp_path / "p.png")
