@@ -155,7 +155,7 @@ class _Server:
         """The life of a forked process, which never returns into the server's code."""
         code = 1
         try:
-            pass
+            _die_with_parent(server)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._control.close()
