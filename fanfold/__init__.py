@@ -51,6 +51,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Imports what is asked for, so that ``fanfold doctor`` runs where torch or the core do not."""
+    if name in ("deep_ep", "functional", "nn"):
+        return importlib.import_module(f"fanfold.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'fanfold' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES.get(name, "fanfold.errors")), name)

@@ -44,7 +44,7 @@ void Exchange::begin(Phase phase) {
   const auto left = [&](int32_t peer) {
     const Signal signal = peek(Kind::kTaken, peer);
     return !present(peer) || peer == rank() || !called_ ||
-           (signal.epoch == epoch_ && signal.value == kLeft) || reached(signal.epoch, epoch_ + 1);
+           (signal.epoch == epoch_ && signal.value == kLeft) || signal.epoch == epoch_ + 1;
   };
   const auto all_left = [&] {
     for (int32_t peer = 0; peer < ranks(); ++peer) {

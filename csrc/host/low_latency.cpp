@@ -55,7 +55,7 @@ void LowLatency::adopt(const LowLatencyGeometry& geometry) {
                       "at least " + std::to_string(wanted.bytes()) + " bytes for this geometry");
   }
   if (geometry == layout_.geometry) return;
-  if (layout_.geometry.ranks != 0) quiesce();
+  quiesce();
   layout_ = wanted;
   slot_.resize(static_cast<size_t>(layout_.row_stride()));
   sum_.resize(static_cast<size_t>(geometry.hidden));
@@ -96,7 +96,11 @@ void LowLatency::finish(Sequence& sequence, uint32_t epoch) {
 }
 
 void LowLatency::refuse(Sequence& sequence, const std::string& reason) {
+  // With this call the peers may change the geometry, which this rank then does not know, so its
+  // next call must settle it anew. With a call in flight nobody can change it.
+  const bool idle = !dispatch_.any_in_flight() && !combine_.any_in_flight();
   const uint32_t epoch = begin(sequence);
+  if (idle) layout_.geometry = {};
   memory_.set_reason(sequence.phase, epoch, reason);
   for (int32_t peer = 0; peer < memory_.ranks(); ++peer) {
     if (peer == memory_.rank() || memory_.masked(peer)) continue;
@@ -115,7 +119,7 @@ void LowLatency::refuse_combine(const std::string& reason) { refuse(combine_, re
 void LowLatency::quiesce() {
   memory_.check_usable();
   for (const Sequence* sequence : {&dispatch_, &combine_}) {
-    if (sequence->in_flight[0] || sequence->in_flight[1]) {
+    if (sequence->any_in_flight()) {
       throw Misuse(std::string("a call of ") + name_of(sequence->phase) +
                    " is in flight; finish it (call its hook) before the geometry changes");
     }

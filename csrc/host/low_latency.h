@@ -102,6 +102,8 @@ class LowLatency {
     uint32_t epoch = 0;
     bool in_flight[kParities] = {false, false};
     int32_t refused_by[kParities] = {-1, -1};
+
+    bool any_in_flight() const { return in_flight[0] || in_flight[1]; }
   };
 
   uint32_t begin(Sequence& sequence);

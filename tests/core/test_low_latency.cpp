@@ -106,6 +106,25 @@ TEST(low_latency_two_calls_in_flight) {
   });
 }
 
+// A rank that has sent its next dispatch waits for nobody's receive but through the slots' reuse.
+TEST(low_latency_dispatches_in_a_pipeline) {
+  constexpr int32_t kRanks = 3;
+  const World world = world_for(small_options(kRanks, 0).geometry);
+  on_ranks(kRanks, [&](int32_t rank) {
+    Random jitter(static_cast<uint64_t>(rank));
+    LowLatency& mode = world[rank];
+    const auto call_of = [](uint64_t round) { return Call(round, small_options(kRanks, 0)); };
+    uint32_t sent = send(mode, call_of(0), rank);
+    for (uint64_t round = 0; round < 2000 / kRoundsShare; ++round) {
+      const uint32_t next = send(mode, call_of(round + 1), rank);
+      stall(jitter);
+      const Call call = call_of(round);
+      check_arrived(call, rank, receive(mode, call, sent), world.none_absent);
+      sent = next;
+    }
+  });
+}
+
 // As decoding overlaps two halves of a batch: the next dispatch leaves before the last combine is
 // collected.
 TEST(low_latency_dispatch_and_combine_overlap) {

@@ -88,8 +88,11 @@ TEST(low_latency_refusals_void_one_call) {
     Random jitter(static_cast<uint64_t>(rank));
     Random program(5);
     LowLatency& mode = world[rank];
+    // Two geometries by turns, so that a rank may refuse in one and go back to the other.
+    const CallOptions choices[] = {random_options(program, kRanks),
+                                   random_options(program, kRanks)};
     for (uint64_t round = 0; round < 400 / kRoundsShare; ++round) {
-      const CallOptions options = random_options(program, kRanks);
+      const CallOptions options = choices[program.between(0, 1)];
       const Call call(program.next(), options);
       const bool in_combine = program.one_in(2);
       std::vector<bool> refuses(kRanks);
@@ -127,6 +130,33 @@ TEST(low_latency_refusals_void_one_call) {
                      "low_latency combine");
     }
     run_call(mode, Call(1, random_options(program, kRanks)), rank, world.none_absent, jitter);
+  });
+}
+
+// The call that a rank refuses may be the first of a geometry that it then never learns of. What
+// the others still write in that geometry must not meet what it sends next.
+TEST(low_latency_refusing_a_new_geometry) {
+  constexpr int32_t kRanks = 3;
+  CallOptions wide{};
+  wide.geometry = {kRanks, kRanks, 1, kMostHidden, 9};
+  CallOptions narrow{};
+  narrow.geometry = {kRanks, 5 * kRanks, 6, 16, 9};
+  const World world = world_for(largest(kRanks));
+  on_ranks(kRanks, [&](int32_t rank) {
+    Random jitter(static_cast<uint64_t>(rank));
+    LowLatency& mode = world[rank];
+    for (uint64_t round = 0; round < 2000 / kRoundsShare; ++round) {
+      const Call before(round, wide);
+      check_arrived(before, rank, dispatch(mode, before, rank), world.none_absent);
+      stall(jitter);
+      if (rank == 0) {
+        mode.refuse_dispatch("no");
+      } else {
+        refusal_of([&] { dispatch(mode, Call(round, narrow), rank); });
+      }
+      const Call after(round + 1, wide);
+      check_arrived(after, rank, dispatch(mode, after, rank), world.none_absent);
+    }
   });
 }
 

@@ -380,5 +380,5 @@ TEST(long_reasons_are_cut_between_characters) {
   std::string umlauts;
   for (int i = 0; i < 200; ++i) umlauts += "\xc3\xa4";
   CHECK_EQ(through(umlauts), umlauts.substr(0, 254));
-  CHECK_EQ(through("x" + umlauts), "x" + umlauts.substr(0, 254));
+  CHECK_EQ(through('x' + umlauts), 'x' + umlauts.substr(0, 254));
 }
