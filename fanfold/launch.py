@@ -262,6 +262,15 @@ class RankPool:
         """Process id of each rank."""
         return [member.pid for member in self._ranks]
 
+    @property
+    def alive(self) -> bool:
+        """Whether it can run a call: not closed, and no rank has died."""
+        try:
+            self._check_alive()
+        except FanfoldError:
+            return False
+        return True
+
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """``function(group, *args)`` on every rank; the results in rank order. A rank's group is
         its default ``torch.distributed`` group; ``function`` must be importable by name.

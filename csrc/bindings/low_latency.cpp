@@ -101,8 +101,10 @@ void bind_low_latency(nb::module_& module) {
       .def("combine_send", &combine_send, "geometry"_a, "outputs"_a, "late"_a.none() = nullptr,
            Unlocked())
       .def("combine_receive", &LowLatency::combine_receive, Unlocked())
-      .def("refuse_dispatch", &LowLatency::refuse_dispatch, Unlocked())
-      .def("refuse_combine", &LowLatency::refuse_combine, Unlocked())
+      .def("refuse_dispatch", &LowLatency::refuse_dispatch, "reason"_a,
+           "geometry"_a.none() = nullptr, Unlocked())
+      .def("refuse_combine", &LowLatency::refuse_combine, "reason"_a, "geometry"_a.none() = nullptr,
+           Unlocked())
       .def("quiesce", &LowLatency::quiesce, Unlocked());
 }
 

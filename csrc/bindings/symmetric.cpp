@@ -29,6 +29,7 @@ void bind_symmetric(nb::module_& module) {
       .def("map",
            [](SymmetricMemory& self, const std::vector<std::pair<int, int>>& peers) {
              std::vector<PeerAddress> addresses;
+             addresses.reserve(peers.size());
              for (const auto& [pid, descriptor] : peers) addresses.push_back({pid, descriptor});
              self.map(addresses);
            })

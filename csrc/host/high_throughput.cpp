@@ -145,6 +145,7 @@ void HighThroughput::combine(const HighThroughputOutputs& outputs, const HighThr
   require_room(exchange_, layout);
   const std::vector<int64_t> rows = rows_from(plan, ranks);
   std::vector<int64_t> records;
+  records.reserve(rows.size());
   for (const int64_t count : rows) records.push_back(count * layout.pieces);
   exchange_.announce(Exchange::Offer{
       .facts = CallFacts{.call = HighThroughputCall::kCombine,

@@ -55,7 +55,7 @@ void LowLatency::adopt(const LowLatencyGeometry& geometry) {
                       "at least " + std::to_string(wanted.bytes()) + " bytes for this geometry");
   }
   if (geometry == layout_.geometry) return;
-  quiesce();
+  if (layout_.geometry.ranks != 0) quiesce();
   layout_ = wanted;
   slot_.resize(static_cast<size_t>(layout_.row_stride()));
   sum_.resize(static_cast<size_t>(geometry.hidden));
@@ -95,12 +95,10 @@ void LowLatency::finish(Sequence& sequence, uint32_t epoch) {
   if (refusal) throw PeerRefused(*refusal);
 }
 
-void LowLatency::refuse(Sequence& sequence, const std::string& reason) {
-  // With this call the peers may change the geometry, which this rank then does not know, so its
-  // next call must settle it anew. With a call in flight nobody can change it.
-  const bool idle = !dispatch_.any_in_flight() && !combine_.any_in_flight();
+void LowLatency::refuse(Sequence& sequence, const std::string& reason,
+                        const LowLatencyGeometry* geometry) {
+  if (geometry != nullptr && LowLatencyLayout{*geometry}.bytes() <= bytes_) adopt(*geometry);
   const uint32_t epoch = begin(sequence);
-  if (idle) layout_.geometry = {};
   memory_.set_reason(sequence.phase, epoch, reason);
   for (int32_t peer = 0; peer < memory_.ranks(); ++peer) {
     if (peer == memory_.rank() || memory_.masked(peer)) continue;
@@ -113,13 +111,18 @@ void LowLatency::refuse(Sequence& sequence, const std::string& reason) {
   finish(sequence, epoch);
 }
 
-void LowLatency::refuse_dispatch(const std::string& reason) { refuse(dispatch_, reason); }
-void LowLatency::refuse_combine(const std::string& reason) { refuse(combine_, reason); }
+void LowLatency::refuse_dispatch(const std::string& reason, const LowLatencyGeometry* geometry) {
+  refuse(dispatch_, reason, geometry);
+}
+
+void LowLatency::refuse_combine(const std::string& reason, const LowLatencyGeometry* geometry) {
+  refuse(combine_, reason, geometry);
+}
 
 void LowLatency::quiesce() {
   memory_.check_usable();
   for (const Sequence* sequence : {&dispatch_, &combine_}) {
-    if (sequence->any_in_flight()) {
+    if (sequence->in_flight[0] || sequence->in_flight[1]) {
       throw Misuse(std::string("a call of ") + name_of(sequence->phase) +
                    " is in flight; finish it (call its hook) before the geometry changes");
     }
@@ -196,7 +199,7 @@ void LowLatency::push_rows(const LowLatencyTokens& tokens, uint32_t epoch) {
   for (int32_t token = 0; token < tokens.tokens; ++token) {
     const int64_t* experts = tokens.topk_idx + int64_t{token} * g.top_k;
     const uint16_t* x = tokens.x + int64_t{token} * g.hidden;
-    const std::byte* row = reinterpret_cast<const std::byte*>(x);
+    const auto* row = reinterpret_cast<const std::byte*>(x);
     if (!bf16) {
       // An fp8 row's values end on a 16-byte boundary, so the scales behind them are aligned.
       quantize_fp8_row(x, g.hidden, rounding, reinterpret_cast<uint8_t*>(slot_.data()),

@@ -86,9 +86,10 @@ class LowLatency {
   void combine_receive(uint32_t epoch, const LowLatencyResult& result);
 
   // Takes part in a call whose input this rank has found bad: the call is void on every rank, each
-  // of which throws PeerRefused with `reason`, and all stay in step.
-  void refuse_dispatch(const std::string& reason);
-  void refuse_combine(const std::string& reason);
+  // of which throws PeerRefused with `reason`, and all stay in step. `geometry` is the call's: the
+  // others write in it, so this rank must know when it changes. Without one it is the last call's.
+  void refuse_dispatch(const std::string& reason, const LowLatencyGeometry* geometry = nullptr);
+  void refuse_combine(const std::string& reason, const LowLatencyGeometry* geometry = nullptr);
 
   // Returns when every peer has read everything, so that another geometry may use the memory.
   void quiesce();
@@ -102,13 +103,11 @@ class LowLatency {
     uint32_t epoch = 0;
     bool in_flight[kParities] = {false, false};
     int32_t refused_by[kParities] = {-1, -1};
-
-    bool any_in_flight() const { return in_flight[0] || in_flight[1]; }
   };
 
   uint32_t begin(Sequence& sequence);
   void finish(Sequence& sequence, uint32_t epoch);
-  void refuse(Sequence& sequence, const std::string& reason);
+  void refuse(Sequence& sequence, const std::string& reason, const LowLatencyGeometry* geometry);
   void adopt(const LowLatencyGeometry& geometry);
   void require_in_flight(const Sequence& sequence, uint32_t epoch) const;
 

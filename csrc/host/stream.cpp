@@ -69,12 +69,12 @@ bool StreamReader::arrived() const {
 void StreamReader::advance() {
   ++read_;
   // Often enough that the writer never runs out of room for want of a word.
-  const int32_t taken = static_cast<int32_t>(read_ / layout_.records);
+  const auto taken = static_cast<int32_t>(read_ / layout_.records);
   if (taken - acknowledged_ >= std::max(1, layout_.chunks / 4)) acknowledge();
 }
 
 void StreamReader::acknowledge() {
-  const int32_t taken = static_cast<int32_t>(read_ / layout_.records);
+  const auto taken = static_cast<int32_t>(read_ / layout_.records);
   if (taken == acknowledged_ || read_ == records_) return;
   acknowledged_ = taken;
   exchange_.take(peer_, taken);

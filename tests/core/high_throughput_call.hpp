@@ -77,6 +77,12 @@ class Call {
   const Shape& shape() const { return shape_; }
   const Batch& batch(int32_t rank) const { return batches_[at(rank)]; }
 
+  // Gives `rank` one token of ones, for one expert.
+  void set_token(int32_t rank, int64_t expert) {
+    const std::vector<uint16_t> ones(at(shape_.hidden), 0x3f80);
+    batches_[at(rank)] = Batch{1, ones, {}, {expert}, {1.0f}, ones};
+  }
+
   std::vector<Row> rows_of(int32_t rank) const {
     std::vector<Row> rows;
     for (int32_t source = 0; source < shape_.ranks; ++source) {
@@ -116,7 +122,14 @@ class Call {
     return locals;
   }
 
-  // What combine must give `rank` if every expert returns its rows unchanged.
+  // What the experts of `rank` return for a value. Sums of such values cancel, so that adding them
+  // in another order, or rounding once less, gives another result.
+  static uint16_t answer_of(int32_t rank, uint16_t x) {
+    constexpr float kFactors[] = {4096.0f, -4096.0f, 1.5f, -0.375f, 3.0f};
+    return reference::bf16_of(kFactors[rank % 5] * reference::bf16_value(x));
+  }
+
+  // What combine must give `rank`.
   std::vector<uint16_t> result_of(int32_t rank) const {
     const Batch& own = batch(rank);
     std::vector<float> sum(own.x.size());
@@ -127,7 +140,7 @@ class Call {
         for (int64_t column = 0; column < shape_.hidden; ++column) {
           const size_t place = at(int64_t{row.token} * shape_.hidden + column);
           volatile float total = sum[place];
-          total = total + reference::bf16_value(part_of(row, own.x[place]));
+          total = total + reference::bf16_value(part_of(row, answer_of(peer, own.x[place])));
           sum[place] = total;
         }
       }
@@ -137,13 +150,13 @@ class Call {
     return result;
   }
 
-  // What one rank's experts make of one value, summed with their weights.
-  uint16_t part_of(const Row& row, uint16_t x) const {
-    if (!shape_.expert_major) return x;
+  // What one rank sends back for a token whose experts all return `y`.
+  uint16_t part_of(const Row& row, uint16_t y) const {
+    if (!shape_.expert_major) return y;
     volatile float part = 0.0f;
     for (const int64_t local : distinct(row)) {
       const volatile float product =
-          (shape_.weighted ? weight_of(row, local) : 1.0f) * reference::bf16_value(x);
+          (shape_.weighted ? weight_of(row, local) : 1.0f) * reference::bf16_value(y);
       part = part + product;
     }
     return reference::bf16_of(part);
@@ -169,7 +182,8 @@ class Call {
       const int32_t low = style == 1 ? -1 : 0;
       const int32_t high = style == 2 ? std::min(shape_.experts, 2) : shape_.experts;
       batch.topk_idx.push_back(style == 3 ? shape_.experts - 1 : random.between(low, high - 1));
-      batch.topk_weights.push_back(random.real(-1.0f, 1.0f));
+      const float weight = random.real(0.5f, 1.0f) * (random.one_in(3) ? 1.0f : 300.0f);
+      batch.topk_weights.push_back(random.one_in(2) ? weight : -weight);
     }
     return batch;
   }

@@ -98,6 +98,7 @@ inline void on_ranks(int32_t ranks, const std::function<void(int32_t)>& body) {
   static std::atomic<bool> failed;
   failed = false;
   set_interrupt_check([] {
+    // NOLINTNEXTLINE(bugprone-std-exception-baseclass): nothing may catch it by accident.
     if (failed) throw Abandoned{};
   });
   std::vector<std::exception_ptr> failures(static_cast<size_t>(ranks));

@@ -1,7 +1,10 @@
 // The high-throughput protocol, ranks as threads over one mapping: every row and every sum against
 // high_throughput_call.hpp, with ranks that run ahead of each other, refuse, come late or never.
+#include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <span>
 #include <string>
 #include <thread>
 #include <utility>
@@ -9,9 +12,11 @@
 
 #include "check.hpp"
 #include "high_throughput_call.hpp"
+#include "host/exchange.h"
 #include "host/high_throughput.h"
 #include "host/reduce.h"
 #include "host/routes.h"
+#include "host/stream.h"
 #include "ranks.hpp"
 
 using namespace fanfold;
@@ -70,8 +75,11 @@ std::vector<uint16_t> combine(HighThroughput& mode, const Call& call, int32_t ra
   const size_t lanes =
       shape.expert_major ? arrived.row_weights.size() : at(arrived.received * shape.top_k);
   const std::vector<float> ones(lanes, 1.0f);
+  std::vector<uint16_t> y(arrived.rows.size());
+  std::transform(arrived.rows.begin(), arrived.rows.end(), y.begin(),
+                 [&](uint16_t x) { return Call::answer_of(rank, x); });
   mode.combine(
-      HighThroughputOutputs{.y = arrived.rows.data(),
+      HighThroughputOutputs{.y = y.data(),
                             .hidden = shape.hidden,
                             .row_weights = shape.expert_major && shape.weighted
                                                ? arrived.row_weights.data()
@@ -290,6 +298,104 @@ TEST(high_throughput_timeouts_name_the_one_that_is_late) {
   }
 }
 
+// Rank 0 waits for rank 2 alone, which waits for rank 1: both blame rank 1.
+TEST(high_throughput_blame_follows_who_waits_for_whom) {
+  constexpr int32_t kRanks = 3;
+  const Group memory = SymmetricMemory::in_process(options_of(kRanks, 1.5));
+  std::vector<TimeoutFacts> facts(kRanks);
+  on_ranks(kRanks, [&](int32_t rank) {
+    Exchange exchange(*memory[at(rank)], 0, memory[at(rank)]->bytes());
+    exchange.begin(Phase::kHighThroughputCombine);
+    if (rank == 1) return;
+    const int32_t debtor = rank == 0 ? 2 : 1;
+    try {
+      exchange.wait(
+          [] { return false; },
+          [&](int32_t peer) { return peer == debtor ? std::optional(Debt{5, 3}) : std::nullopt; });
+    } catch (const PeerTimeout& timeout) {
+      facts[at(rank)] = timeout.facts;
+    }
+  });
+  CHECK_EQ(facts[0].peer, 1);
+  CHECK_EQ(facts[2].peer, 1);
+  CHECK_EQ(facts[2].expected, 5);
+  CHECK_EQ(facts[2].actual, 3);
+}
+
+// Ranks 0 and 1 use different plans, by which rank 2 gets and gives the same: it must not complete.
+TEST(high_throughput_nobody_completes_what_two_disagree_about) {
+  constexpr int32_t kRanks = 3;
+  const World world = world_for(kRanks);
+  on_ranks(kRanks, [&](int32_t rank) {
+    Random jitter(static_cast<uint64_t>(rank));
+    const Shape shape{.ranks = kRanks, .experts = 3, .top_k = 1, .hidden = 16, .most_tokens = 0};
+    std::vector<Call> calls{Call(1, shape), Call(1, shape)};
+    for (int64_t which : {0, 1}) {
+      for (int32_t source = 0; source < kRanks; ++source) {
+        const int64_t expert = source == 2 ? 2 : which == 0 ? source : 1 - source;
+        calls[at(which)].set_token(source, expert);
+      }
+    }
+    std::vector<Arrived> arrived;
+    arrived.reserve(calls.size());
+    for (const Call& call : calls) arrived.push_back(dispatch(world[rank], call, rank));
+    for (int round = 0; round < 300 / kRoundsShare; ++round) {
+      stall(jitter);
+      bool completed = false;
+      try {
+        const size_t which = rank == 0 ? 1 : 0;
+        combine(world[rank], calls[which], rank, arrived[which]);
+        completed = true;
+      } catch (const BadArgument&) {
+        CHECK(rank != 2);
+      } catch (const PeerRefused& refused) {
+        CHECK(refused.facts.peer != rank);
+      }
+      CHECK(!completed);
+    }
+    CHECK_EQ(combine(world[rank], calls[0], rank, arrived[0]), calls[0].result_of(rank));
+  });
+}
+
+// A reader that has a whole stream must know that its writer has agreed to the call.
+TEST(high_throughput_last_chunk_waits_for_all_ranks) {
+  const Group memory = SymmetricMemory::in_process(options_of(2));
+  Exchange writing(*memory[0], 0, memory[0]->bytes());
+  Exchange reading(*memory[1], 0, memory[1]->bytes());
+  const StreamLayout layout = StreamLayout::of(4096, 256, RecordLayout{0, 0, 0, 0});
+  const Exchange::Offer offer{.facts = {}, .records = {5, 5}, .rows = {0, 0}, .counts = nullptr};
+  for (const int64_t records : {5, 0}) {
+    for (Exchange* exchange : {&writing, &reading}) exchange->begin(Phase::kHighThroughputDispatch);
+    StreamWriter writer(writing, layout, writing.staging(0), {1}, records);
+    StreamReader reader(reading, layout, reading.staging(0), 0);
+    writing.announce(offer);
+    reading.hear(nullptr);
+    CHECK(reading.agreed());
+    reader.open(records);
+    for (int64_t i = 0; i < records; ++i) {
+      CHECK(writer.has_room());
+      writer.advance();
+    }
+    const int64_t chunks = ceil_div(records, layout.records);
+    for (; reader.arrived(); reader.advance()) {
+    }
+    CHECK(!writer.flush());
+    CHECK(!writer.closed());
+    CHECK(!reader.complete());
+    CHECK_EQ(reading.published(0), records == 0 ? -1 : chunks - 1);
+    reading.announce(offer);
+    writing.hear(nullptr);
+    CHECK(writer.flush());
+    CHECK(writer.closed());
+    for (; reader.arrived(); reader.advance()) {
+    }
+    CHECK(reader.complete());
+    CHECK_EQ(reading.published(0), chunks);
+    reading.leave();
+    writing.leave();
+  }
+}
+
 TEST(high_throughput_wrong_order_is_misuse) {
   const World world = world_for(1);
   const Call call(1, Shape{.ranks = 1, .experts = 2, .top_k = 1, .hidden = 16, .most_tokens = 3});
@@ -356,14 +462,23 @@ TEST(reduce_bf16_rounds_every_step) {
     for (size_t count = 0; count < 11; ++count) {
       std::vector<std::vector<uint16_t>> rows(count + 2, std::vector<uint16_t>(at(columns)));
       for (auto& row : rows) {
-        for (uint16_t& value : row) value = reference::bf16_of(random.real(-2.0f, 2.0f));
+        for (uint16_t& value : row) {
+          const float real = random.real(-2.0f, 2.0f);
+          value = random.one_in(9) ? uint16_t{0x8000} : reference::bf16_of(real);
+        }
       }
       std::vector<ReduceTerm> terms;
       for (size_t i = 0; i < count; ++i) {
-        terms.push_back(ReduceTerm{rows[i].data(), random.real(-1.0f, 1.0f)});
+        // Every other row nearly takes back the one before it, so that what is left of a sum is
+        // what its steps have rounded away.
+        if (i % 2 == 1) {
+          for (size_t c = 0; c < at(columns); ++c) rows[i][c] = rows[i - 1][c] ^ 0x8000;
+        }
+        const float weight = i % 2 == 1 ? terms.back().weight : random.real(-1000.0f, 1000.0f);
+        terms.push_back(ReduceTerm{rows[i].data(), i % 4 == 3 ? weight * 1.000001f : weight});
       }
       const uint16_t* biases[] = {rows[count].data(), rows[count + 1].data()};
-      const size_t used = count % 3;
+      const size_t used = (count + 1) % 3;
       std::vector<uint16_t> out(at(columns));
       reduce_bf16(terms, std::span(biases, used), columns, out.data());
       for (size_t column = 0; column < out.size(); ++column) {

@@ -107,7 +107,7 @@ TEST(low_latency_refusals_void_one_call) {
       };
       stall(jitter);
       if (!in_combine && refusing) {
-        mode.refuse_dispatch(reason_of(rank, round));
+        mode.refuse_dispatch(reason_of(rank, round), &options.geometry);
         continue;
       }
       const uint32_t dispatched = send(mode, call, rank);
@@ -122,7 +122,7 @@ TEST(low_latency_refusals_void_one_call) {
       check_arrived(call, rank, arrived, world.none_absent);
       stall(jitter);
       if (refusing) {
-        mode.refuse_combine(reason_of(rank, round));
+        mode.refuse_combine(reason_of(rank, round), &options.geometry);
         continue;
       }
       const uint32_t combined = answer(mode, call, rank, arrived, world.none_absent);
@@ -130,6 +130,28 @@ TEST(low_latency_refusals_void_one_call) {
                      "low_latency combine");
     }
     run_call(mode, Call(1, random_options(program, kRanks)), rank, world.none_absent, jitter);
+  });
+}
+
+// The others may finish a combine before they learn that their dispatch is void, so the refuser
+// must not wait for them to learn it before it takes part in that combine.
+TEST(low_latency_refusing_while_others_overlap) {
+  constexpr int32_t kRanks = 3;
+  const World world = world_for(small_options(kRanks, 0).geometry);
+  on_ranks(kRanks, [&](int32_t rank) {
+    Random jitter(static_cast<uint64_t>(rank));
+    LowLatency& mode = world[rank];
+    for (uint64_t round = 0; round < 500 / kRoundsShare; ++round) {
+      const bool refuses = round % kRanks == static_cast<uint64_t>(rank);
+      const Call call(round, small_options(kRanks, round / 2));
+      const Arrived arrived = dispatch(mode, call, rank);
+      const uint32_t other = refuses ? 0 : send(mode, call, rank);
+      if (refuses) mode.refuse_dispatch("no");
+      stall(jitter);
+      const uint32_t combined = answer(mode, call, rank, arrived, world.none_absent);
+      check_result(call, rank, collect(mode, call, rank, combined), world.none_absent);
+      if (!refuses) refusal_of([&] { receive(mode, call, other); });
+    }
   });
 }
 
@@ -150,7 +172,7 @@ TEST(low_latency_refusing_a_new_geometry) {
       check_arrived(before, rank, dispatch(mode, before, rank), world.none_absent);
       stall(jitter);
       if (rank == 0) {
-        mode.refuse_dispatch("no");
+        mode.refuse_dispatch("no", &narrow.geometry);
       } else {
         refusal_of([&] { dispatch(mode, Call(round, narrow), rank); });
       }

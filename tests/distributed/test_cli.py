@@ -106,6 +106,7 @@ def test_bench_joins_under_torchrun(tmp_path):
     assert json.loads(line)["ranks"] == 2
 
 
+@pytest.mark.long
 def test_joined_ranks_refuse_another_number(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                 "--nproc-per-node=2", "--no-python", *FANFOLD]  # fmt: skip
@@ -151,6 +152,7 @@ def test_interrupt_ends_everything():
     wait_until(lambda: not ranks_of(f"FANFOLD_TEST_MARK={mark}"), "everything ended")
 
 
+@pytest.mark.long
 def test_malformed_settings_are_named():
     done = fanfold("bench", "low-latency", *TINY, FANFOLD_TIMEOUT_S="soon")
     assert done.returncode == 2

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
-import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -17,13 +14,12 @@ import torch.distributed as dist
 import fanfold
 from fanfold.config import Config
 from fanfold.group import as_group
-from fanfold.high_throughput import Dispatched, HighThroughput, Plan, Rows, dispatch_layout
-from fanfold.launch import RankFailure, RankPool
+from fanfold.high_throughput import Dispatched, HighThroughput, Plan, dispatch_layout
+from fanfold.launch import RankPool
 from fanfold.symmetric import SymmetricMemory
 from tests.distributed.routings import (
     Case,
     Round,
-    Row,
     distinct,
     expected_combine,
     expert_output,
@@ -57,7 +53,7 @@ def same_bits(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.equal(*(t.view(torch.uint8) for t in pair))
 
 
-# ---- one round of everything, checked -------------------------------------------------------------
+# ---- one round of everything, checked -------------------------------------------------------
 
 
 def check_plan(expect: Round, plan: Plan) -> None:
@@ -224,7 +220,7 @@ def run_cases(group: dist.ProcessGroup, cases: list[Case], staging_bytes: int = 
     return len(cases)
 
 
-# ---- tests ----------------------------------------------------------------------------------------
+# ---- tests ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])

@@ -40,7 +40,12 @@ struct HighThroughputSignals {
 // The peer has left the call: it reads nothing more of this epoch.
 inline constexpr int32_t kLeft = 0x7fffffff;
 
-enum class HighThroughputCall : int32_t { kDispatch = 1, kCachedDispatch = 2, kCombine = 3 };
+enum class HighThroughputCall : int32_t {
+  kNone = 0,
+  kDispatch = 1,
+  kCachedDispatch = 2,
+  kCombine = 3,
+};
 
 // What all ranks must agree about in one call.
 struct CallFacts {
