@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "host/numeric.h"
+#include "host/reduce.h"
 
 namespace fanfold {
 namespace {
@@ -352,30 +353,40 @@ int32_t LowLatency::reduce_rows(int32_t source, int32_t tokens, uint32_t epoch,
   for (int32_t token = 0; token < tokens; ++token) {
     const int16_t* ids = experts + int64_t{token} * g.top_k;
     const float* token_weights = weights == nullptr ? nullptr : weights + int64_t{token} * g.top_k;
-    bool any = false;
+    terms_.clear();
     for (int32_t k = 0; k < g.top_k; ++k) {
       const int32_t local = ids[k] - first_expert;
       if (local < 0 || local >= locals || repeated(ids, k)) continue;
-      if (!std::exchange(any, true)) std::fill(sum_.begin(), sum_.end(), 0.0f);
       const int64_t row = cursors_[static_cast<size_t>(local)]++;
-      const uint16_t* y = outputs.y + local * outputs.expert_stride + row * outputs.row_stride;
-      add_weighted_bf16(y, weight_of(ids, token_weights, k, g.top_k), g.hidden, sum_.data());
+      terms_.push_back(
+          ReduceTerm{outputs.y + local * outputs.expert_stride + row * outputs.row_stride,
+                     weight_of(ids, token_weights, k, g.top_k)});
     }
-    if (!any) continue;
-    write_result(sum_.data(), source, token, epoch, outputs.logfmt);
+    if (terms_.empty()) continue;
+    write_result(source, token, epoch, outputs.logfmt);
     ++rows;
   }
   return rows;
 }
 
-void LowLatency::write_result(const float* sum, int32_t source, int64_t token, uint32_t epoch,
-                              bool logfmt) {
+// Writes the sum of `terms_` to the token's rank.
+void LowLatency::write_result(int32_t source, int64_t token, uint32_t epoch, bool logfmt) {
+  const int32_t hidden = layout_.geometry.hidden;
   const int64_t slot = layout_.slot(parity_of(epoch), memory_.rank(), token);
   std::byte* row = area(source, layout_.results_offset() + slot * layout_.row_stride());
   auto* encoding = reinterpret_cast<uint8_t*>(area(source, layout_.encodings_offset() + slot));
-  const bool encoded = logfmt && encode_logfmt_row(sum, layout_.geometry.hidden, row);
-  *encoding = encoded ? kResultLogFmt : kResultBf16;
-  if (!encoded) round_to_bf16(sum, layout_.geometry.hidden, reinterpret_cast<uint16_t*>(row));
+  *encoding = kResultBf16;
+  if (logfmt) {
+    std::fill(sum_.begin(), sum_.end(), 0.0f);
+    for (const ReduceTerm& term : terms_) {
+      add_weighted_bf16(term.row, term.weight, hidden, sum_.data());
+    }
+    if (encode_logfmt_row(sum_.data(), hidden, row)) {
+      *encoding = kResultLogFmt;
+      return;
+    }
+  }
+  reduce_bf16(terms_, {}, hidden, reinterpret_cast<uint16_t*>(row));
 }
 
 void LowLatency::combine_receive(uint32_t epoch, const LowLatencyResult& result) {
@@ -384,35 +395,41 @@ void LowLatency::combine_receive(uint32_t epoch, const LowLatencyResult& result)
   for (int32_t peer = 0; peer < geometry.ranks; ++peer) {
     await(combine_, Kind::kCombined, epoch, peer, result.wait_ns);
   }
-  std::vector<uint8_t> contributes(static_cast<size_t>(geometry.ranks));
   const bool refused = combine_.refused_by[parity_of(epoch)] >= 0;
   for (int64_t token = 0; token < (refused ? 0 : result.tokens); ++token) {
-    const int64_t* ids = result.topk_idx + token * geometry.top_k;
-    std::fill(contributes.begin(), contributes.end(), uint8_t{0});
-    for (int32_t k = 0; k < geometry.top_k; ++k) {
-      if (ids[k] >= 0) contributes[static_cast<size_t>(ids[k] / geometry.experts_per_rank())] = 1;
-    }
-    std::fill(sum_.begin(), sum_.end(), 0.0f);
-    for (int32_t peer = 0; peer < geometry.ranks; ++peer) {
-      if (contributes[static_cast<size_t>(peer)] == 0 || memory_.masked(peer)) continue;
-      add_result(peer, token, epoch, sum_.data());
-    }
-    round_to_bf16(sum_.data(), geometry.hidden, result.out + token * geometry.hidden);
+    add_results(result.topk_idx + token * geometry.top_k, token, epoch,
+                result.out + token * geometry.hidden);
   }
   finish(combine_, epoch);
 }
 
-void LowLatency::add_result(int32_t peer, int64_t token, uint32_t epoch, float* sum) const {
-  const int64_t slot = layout_.slot(parity_of(epoch), peer, token);
-  const std::byte* row =
-      area(memory_.rank(), layout_.results_offset() + slot * layout_.row_stride());
-  const auto* encoding =
-      reinterpret_cast<const uint8_t*>(area(memory_.rank(), layout_.encodings_offset() + slot));
-  if (*encoding == kResultLogFmt) {
-    add_logfmt_row(row, layout_.geometry.hidden, sum);
-  } else {
-    add_bf16(reinterpret_cast<const uint16_t*>(row), layout_.geometry.hidden, sum);
+// out = the sum of what the ranks that hold one of the experts `ids` sent for the token.
+void LowLatency::add_results(const int64_t* ids, int64_t token, uint32_t epoch, uint16_t* out) {
+  const LowLatencyGeometry& g = layout_.geometry;
+  contributes_.assign(static_cast<size_t>(g.ranks), 0);
+  for (int32_t k = 0; k < g.top_k; ++k) {
+    if (ids[k] >= 0) contributes_[static_cast<size_t>(ids[k] / g.experts_per_rank())] = 1;
   }
+  terms_.clear();
+  bool logfmt = false;
+  for (int32_t peer = 0; peer < g.ranks; ++peer) {
+    if (contributes_[static_cast<size_t>(peer)] == 0 || memory_.masked(peer)) continue;
+    terms_.push_back(ReduceTerm{reinterpret_cast<const uint16_t*>(result_row(peer, token, epoch)),
+                                1.0f});  // a product with 1 is exact
+    logfmt |= result_encoding(peer, token, epoch) == kResultLogFmt;
+  }
+  if (!logfmt) return reduce_bf16(terms_, {}, g.hidden, out);
+  std::fill(sum_.begin(), sum_.end(), 0.0f);
+  for (int32_t peer = 0; peer < g.ranks; ++peer) {
+    if (contributes_[static_cast<size_t>(peer)] == 0 || memory_.masked(peer)) continue;
+    const std::byte* row = result_row(peer, token, epoch);
+    if (result_encoding(peer, token, epoch) == kResultLogFmt) {
+      add_logfmt_row(row, g.hidden, sum_.data());
+    } else {
+      add_bf16(reinterpret_cast<const uint16_t*>(row), g.hidden, sum_.data());
+    }
+  }
+  round_to_bf16(sum_.data(), g.hidden, out);
 }
 
 }  // namespace fanfold

@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "host/reduce.h"
 #include "layout/low_latency.h"
 #include "memory/symmetric.h"
 
@@ -130,8 +131,16 @@ class LowLatency {
                   const LowLatencyReceived& received) const;
   int32_t reduce_rows(int32_t source, int32_t tokens, uint32_t epoch,
                       const LowLatencyOutputs& outputs);
-  void write_result(const float* sum, int32_t source, int64_t token, uint32_t epoch, bool logfmt);
-  void add_result(int32_t peer, int64_t token, uint32_t epoch, float* sum) const;
+  void write_result(int32_t source, int64_t token, uint32_t epoch, bool logfmt);
+  void add_results(const int64_t* ids, int64_t token, uint32_t epoch, uint16_t* out);
+  const std::byte* result_row(int32_t peer, int64_t token, uint32_t epoch) const {
+    const int64_t slot = layout_.slot(parity_of(epoch), peer, token);
+    return area(memory_.rank(), layout_.results_offset() + slot * layout_.row_stride());
+  }
+  uint8_t result_encoding(int32_t peer, int64_t token, uint32_t epoch) const {
+    const int64_t slot = layout_.slot(parity_of(epoch), peer, token);
+    return static_cast<uint8_t>(*area(memory_.rank(), layout_.encodings_offset() + slot));
+  }
 
   SymmetricMemory& memory_;
   int64_t offset_;
@@ -143,6 +152,8 @@ class LowLatency {
   // Scratch of the call at hand.
   std::vector<std::byte> slot_;
   std::vector<float> sum_;
+  std::vector<ReduceTerm> terms_;
+  std::vector<uint8_t> contributes_;
   std::vector<int64_t> cursors_;
 };
 
