@@ -141,6 +141,8 @@ def test_interrupt_ends_everything():
         stderr=subprocess.PIPE,
         text=True,
         env=environment(FANFOLD_TEST_MARK=mark),
+        # A shell that starts the tests in the background has them ignore it, and children inherit.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as bench:
         # The command, the server, and its two ranks.
         wait_until(lambda: len(ranks_of(f"FANFOLD_TEST_MARK={mark}")) >= 4, "ranks started")

@@ -245,7 +245,12 @@ def test_nothing_is_left_when_the_parent_is_killed(tmp_path, number):
     (tmp_path / "tmp").mkdir()
     environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
     with subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        # A shell that starts the tests in the background has them ignore it, and children inherit.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as parent:
         pids = [int(word) for word in parent.stdout.readline().split()]
         servers = {int(Path(f"/proc/{p}/stat").read_text().rpartition(")")[2].split()[1])
