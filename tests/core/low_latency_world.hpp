@@ -47,7 +47,7 @@ inline World world_for(const LowLatencyGeometry& geometry, uint32_t epoch = 0) {
 // Other threads run meanwhile, so that ranks meet in every order.
 inline void stall(Random& random) {
   if (random.one_in(2)) return;
-  for (int32_t yields = random.between(0, 100); yields > 0; --yields) std::this_thread::yield();
+  for (int32_t yields = random.between(0, 20); yields > 0; --yields) std::this_thread::yield();
 }
 
 // The four halves of a call. What a send half was given is gone when it returns.

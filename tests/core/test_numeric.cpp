@@ -9,6 +9,7 @@
 
 #include "check.hpp"
 #include "host/numeric.h"
+#include "host/reduce.h"
 #include "layout/row.h"
 #include "ranks.hpp"
 #include "reference.hpp"
@@ -208,6 +209,62 @@ TEST(weighted_sums_round_twice) {
       }
     }
     for (size_t i = 0; i < columns; ++i) CHECK_EQ(bits_of(sum[i]), bits_of(expected[i]));
+  }
+}
+
+namespace {
+
+// Bias rows and weighted rows, and the sum of one column of them in the order of the contract.
+struct Sum {
+  Sum(Random& random, size_t columns, size_t rows, size_t bias_rows) : weights(rows, 1.0f) {
+    for (size_t i = 0; i < rows; ++i) all.push_back(random_row(random, columns));
+    for (size_t i = 0; i < bias_rows; ++i) bias.push_back(random_row(random, columns));
+    if (rows < 3) return;
+    for (size_t i = 0; i + 2 < rows; ++i) weights[i] = random.real(-1.0f, 1.0f);
+    // The last two rows each take away what is there, so that what is left is the rounding on the
+    // way, which shows any other order.
+    for (size_t i = rows - 2; i < rows; ++i) {
+      for (size_t column = 0; column < columns; ++column) {
+        all[i][column] = reference::bf16_of(-of(column, i));
+      }
+    }
+  }
+
+  float of(size_t column, size_t rows) const {
+    float sum = bias.empty() ? 0.0f : reference::bf16_value(bias[0][column]);
+    for (size_t i = 1; i < bias.size(); ++i) {
+      sum = reference::plus(sum, reference::bf16_value(bias[i][column]));
+    }
+    for (size_t i = 0; i < rows; ++i) {
+      const float value = reference::bf16_value(all[i][column]);
+      sum = reference::plus(sum, reference::times(weights[i], value));
+    }
+    return sum;
+  }
+
+  std::vector<float> weights;
+  std::vector<std::vector<uint16_t>> all;
+  std::vector<std::vector<uint16_t>> bias;
+};
+
+}  // namespace
+
+TEST(reduced_rows_are_added_in_order) {
+  Random random(8);
+  for (const size_t columns : {1u, 8u, 511u, 512u, 513u, 1400u}) {
+    for (size_t rows = 0; rows <= 9; ++rows) {
+      const Sum sum(random, columns, rows, rows % 3);
+      std::vector<ReduceTerm> terms(rows);
+      for (size_t i = 0; i < rows; ++i) terms[i] = {sum.all[i].data(), sum.weights[i]};
+      std::vector<const uint16_t*> bias(sum.bias.size());
+      for (size_t i = 0; i < bias.size(); ++i) bias[i] = sum.bias[i].data();
+      std::vector<uint16_t> out(columns + 1, 0x1234);
+      reduce_bf16(terms, bias, static_cast<int64_t>(columns), out.data());
+      for (size_t column = 0; column < columns; ++column) {
+        CHECK_EQ(out[column], reference::bf16_of(sum.of(column, rows)));
+      }
+      CHECK_EQ(out[columns], 0x1234);
+    }
   }
 }
 

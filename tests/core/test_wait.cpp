@@ -123,7 +123,7 @@ TEST(wait_hears_a_ring_right_before_its_sleep) {
 TEST(wake_ups_are_never_lost) {
   for (const int32_t ranks : {2, 3, 4}) {
     Table table(ranks);
-    const uint64_t laps = 6000 / static_cast<uint64_t>(ranks * kRoundsShare);
+    const uint64_t laps = 3000 / static_cast<uint64_t>(ranks * kRoundsShare);
     on_ranks(ranks, [&](int32_t rank) { pass_around(table, rank, laps); });
     const uint64_t turns = laps * static_cast<uint64_t>(ranks);
     CHECK_EQ(table.missed.load(), 0);
