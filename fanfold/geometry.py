@@ -11,7 +11,15 @@ import torch
 
 from fanfold.errors import ArgumentError
 
-__all__ = ["MAX_EXPERTS", "MAX_TOP_K", "Geometry", "check_hidden", "check_tensor", "check_topk"]
+__all__ = [
+    "MAX_EXPERTS",
+    "MAX_TOP_K",
+    "Geometry",
+    "check_hidden",
+    "check_integer",
+    "check_tensor",
+    "check_topk",
+]
 
 MAX_EXPERTS = 32767  # expert indices travel as int16
 MAX_TOP_K = 32
@@ -109,15 +117,15 @@ class Geometry:
         Raises:
             ArgumentError: for the first one that does not hold.
         """
-        _check_integer("num_experts", self.num_experts, 1, MAX_EXPERTS)
+        check_integer("num_experts", self.num_experts, 1, MAX_EXPERTS)
         if self.num_experts % self.ranks:
             raise ArgumentError(
                 "num_experts", self.num_experts, f"divisible by the {self.ranks} ranks"
             )
-        _check_integer("top_k", self.top_k, 1, MAX_TOP_K)
-        _check_integer("hidden", self.hidden, MIN_HIDDEN, MAX_HIDDEN)
+        check_integer("top_k", self.top_k, 1, MAX_TOP_K)
+        check_integer("hidden", self.hidden, MIN_HIDDEN, MAX_HIDDEN)
         check_hidden(self.hidden, 2)
-        _check_integer("max_tokens", self.max_tokens, 0, MAX_TOKENS)
+        check_integer("max_tokens", self.max_tokens, 0, MAX_TOKENS)
 
     @property
     def experts_per_rank(self) -> int:
@@ -130,7 +138,8 @@ class Geometry:
         return self.ranks * self.max_tokens
 
 
-def _check_integer(name: str, value: object, low: int, high: int) -> None:
+def check_integer(name: str, value: object, low: int, high: int) -> None:
+    """Raises ArgumentError unless ``value`` is an integer from ``low`` to ``high``."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise ArgumentError(name, repr(value), f"an integer from {low} to {high}")
     if not low <= value <= high:

@@ -18,7 +18,14 @@ import torch
 from fanfold import _core
 from fanfold.config import Config
 from fanfold.errors import ArgumentError
-from fanfold.geometry import MAX_TOKENS, Geometry, check_hidden, check_tensor, check_topk
+from fanfold.geometry import (
+    MAX_TOKENS,
+    Geometry,
+    check_hidden,
+    check_integer,
+    check_tensor,
+    check_topk,
+)
 from fanfold.pool import OutputPool
 from fanfold.refusal import Refusing, tell
 from fanfold.symmetric import SymmetricMemory
@@ -60,7 +67,7 @@ def dispatch_layout(topk_idx: torch.Tensor, num_experts: int, ranks: int) -> Lay
     Raises:
         ArgumentError: bad input.
     """
-    _check_integer("ranks", ranks, 1, MAX_TOKENS)
+    check_integer("ranks", ranks, 1, MAX_TOKENS)
     _check_routing(topk_idx, None, None, num_experts, ranks)
     tokens, top_k = topk_idx.shape
     layout = Layout(
@@ -232,9 +239,9 @@ class HighThroughput:
         self._memory.core.check_usable()
         with Refusing(self.refuse_dispatch):
             _check_layout(layout)
-            _check_integer("expert_alignment", expert_alignment, 1, 1 << 20)
+            check_integer("expert_alignment", expert_alignment, 1, 1 << 20)
             if capacity is not None:
-                _check_integer("capacity", capacity, 0, _MOST_ROWS)
+                check_integer("capacity", capacity, 0, _MOST_ROWS)
             values, scales = _check_rows(x)
             _check_routing(topk_idx, topk_weights, values.shape[0], num_experts, self._ranks)
         sent = _sent(values, scales)
@@ -482,11 +489,6 @@ def _outputs(
 # ---- checks --------------------------------------------------------------------------------------
 
 
-def _check_integer(name: str, value: object, low: int, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ArgumentError(name, repr(value), f"an integer from {low} to {high}")
-
-
 def _check_layout(layout: object) -> None:
     if layout not in ("expert_major", "token_major"):
         raise ArgumentError("layout", repr(layout), "'expert_major' or 'token_major'")
@@ -513,7 +515,7 @@ def _check_values(name: str, values: object) -> torch.Tensor:
     if not isinstance(values, torch.Tensor):
         raise ArgumentError(name, f"a {type(values).__name__}", "a torch.Tensor")
     check_tensor(name, values, (None, None), (values.dtype,), device=_CPU)
-    _check_integer(f"{name}.shape[0]", values.shape[0], 0, MAX_TOKENS)
+    check_integer(f"{name}.shape[0]", values.shape[0], 0, MAX_TOKENS)
     check_hidden(values.shape[1], values.itemsize)
     return values
 
