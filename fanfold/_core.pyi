@@ -48,6 +48,7 @@ class ScaleFormat(enum.Enum):
 
 class LowLatencyTokens:
     tokens: int
+    weighted: bool
     encoding: RowEncoding
     x: int
     topk_idx: int

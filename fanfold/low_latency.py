@@ -169,7 +169,7 @@ class LowLatency:
             statistics.check(geometry)
         sent = _core.LowLatencyTokens()
         sent.x, sent.topk_idx = x.data_ptr(), topk_idx.data_ptr()
-        sent.topk_weights = _address(topk_weights)
+        sent.topk_weights, sent.weighted = _address(topk_weights), topk_weights is not None
         sent.tokens = x.shape[0]
         sent.encoding = _encoding(row_format, scale_format)
         epoch = self._core.dispatch_send(_core_geometry(geometry), sent)
@@ -254,7 +254,7 @@ class LowLatency:
         else:
             late = _core.LowLatencyTokens()
             late.tokens, late.topk_idx = topk_idx.shape[0], topk_idx.data_ptr()
-            late.topk_weights = late_weights.data_ptr()
+            late.topk_weights, late.weighted = late_weights.data_ptr(), True
         epoch = self._core.combine_send(_core_geometry(geometry), sent, late)
         return result, _once(lambda: self._receive_combined(epoch, result, topk_idx, wait_ns))
 

@@ -50,7 +50,7 @@ class OutputPool:
 
         # The tensor's storage holds the view, so the view dies with the last tensor over it.
         self._lent[key] = weakref.ref(view, take_back)
-        return torch.frombuffer(view, dtype=torch.uint8)[:nbytes].view(dtype).view(shape)
+        return torch.frombuffer(view, dtype=dtype, count=math.prod(shape)).view(shape)
 
     def _take(self, size: int) -> mmap.mmap:
         """The smallest unused block of at least ``size`` and less than twice that, or a new one."""
@@ -59,7 +59,9 @@ class OutputPool:
             best = min(reversed(fitting), key=len)  # of equals the last used, warm in the caches
             self._free.remove(best)
             return best
-        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        block.madvise(mmap.MADV_HUGEPAGE)
+        return block
 
     def _trim(self) -> None:
         while sum(map(len, self._free)) > self._most_lent_bytes:

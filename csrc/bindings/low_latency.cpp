@@ -35,6 +35,7 @@ void bind_arguments(nb::module_& module) {
   nb::class_<Tokens> tokens(module, "LowLatencyTokens");
   tokens.def("__init__", [](Tokens* self) { new (self) Tokens{}; })
       .def_rw("tokens", &Tokens::tokens)
+      .def_rw("weighted", &Tokens::weighted)
       .def_rw("encoding", &Tokens::encoding);
   def_address(tokens, "x", &Tokens::x);
   def_address(tokens, "topk_idx", &Tokens::topk_idx);
@@ -101,10 +102,8 @@ void bind_low_latency(nb::module_& module) {
       .def("combine_send", &combine_send, "geometry"_a, "outputs"_a, "late"_a.none() = nullptr,
            Unlocked())
       .def("combine_receive", &LowLatency::combine_receive, Unlocked())
-      .def("refuse_dispatch", &LowLatency::refuse_dispatch, "reason"_a,
-           "geometry"_a.none() = nullptr, Unlocked())
-      .def("refuse_combine", &LowLatency::refuse_combine, "reason"_a, "geometry"_a.none() = nullptr,
-           Unlocked())
+      .def("refuse_dispatch", &LowLatency::refuse_dispatch, Unlocked())
+      .def("refuse_combine", &LowLatency::refuse_combine, Unlocked())
       .def("quiesce", &LowLatency::quiesce, Unlocked());
 }
 

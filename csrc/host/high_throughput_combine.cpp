@@ -128,14 +128,22 @@ void Combine::stage(int64_t n, const Columns& columns, uint16_t* row) {
     std::memcpy(row, y + n * outputs_.hidden, size_of(columns.count) * sizeof *row);
     return;
   }
+  gather(n, y, terms_);
+  // What is likely staged next; a row in several pieces goes on with its next piece instead.
+  next_terms_.clear();
+  if (layout_.pieces == 1 && n + 1 < plan_.received) gather(n + 1, y, next_terms_);
+  reduce_bf16(terms_, {}, columns.count, row, next_terms_);
+}
+
+// The outputs, in `y`, that row n is the sum of.
+void Combine::gather(int64_t n, const uint16_t* y, std::vector<ReduceTerm>& terms) const {
   const int32_t* rows = plan_.rows_of + n * plan_.top_k;
-  terms_.clear();
+  terms.clear();
   for (int32_t k = 0; k < plan_.top_k; ++k) {
     if (rows[k] < 0 || repeated(rows, k)) continue;
     const float weight = outputs_.row_weights == nullptr ? 1.0f : outputs_.row_weights[rows[k]];
-    terms_.push_back(ReduceTerm{y + int64_t{rows[k]} * outputs_.hidden, weight});
+    terms.push_back(ReduceTerm{y + int64_t{rows[k]} * outputs_.hidden, weight});
   }
-  reduce_bf16(terms_, {}, columns.count, row);
 }
 
 float Combine::lane(int64_t n, int32_t k) const {

@@ -41,6 +41,7 @@ class Combine {
 
   bool send(int32_t source);
   void stage(int64_t n, const Columns& columns, uint16_t* row);
+  void gather(int64_t n, const uint16_t* y, std::vector<ReduceTerm>& terms) const;
   float lane(int64_t n, int32_t k) const;
   Columns columns_of(int32_t piece) const;
 
@@ -65,6 +66,7 @@ class Combine {
   std::vector<Departures>
       departures_;                 // [R]; this rank's own rows wait there until they are folded
   std::vector<ReduceTerm> terms_;  // of one local sum
+  std::vector<ReduceTerm> next_terms_;
   std::vector<ReduceTerm> rank_terms_;
   std::vector<uint16_t> own_row_;
   int32_t token_ = 0;

@@ -33,6 +33,8 @@ Dispatch::Dispatch(Exchange& exchange, const StreamLayout& layout,
     : exchange_(exchange), layout_(layout), tokens_(tokens), plan_(plan), into_(into),
       first_rows_(first_rows), token_ranks_{plan.is_token_in_rank, tokens.tokens, exchange.ranks()},
       locals_(plan.experts / exchange.ranks()), first_expert_(exchange.rank() * locals_),
+      copy_((into.expert_major ? plan.offsets[locals_] : plan.received) * tokens.row_bytes,
+            exchange.ranks()),
       writer_(exchange, layout, exchange.staging(exchange.rank()), others(exchange),
               token_ranks_.count_but(exchange.rank()) * layout.pieces),
       ids_(size_of(plan.top_k)) {
@@ -231,8 +233,7 @@ void Dispatch::deliver(int64_t n, Origin origin, const Piece& piece) {
 }
 
 void Dispatch::put(int64_t row, Origin origin, const Piece& piece) {
-  std::memcpy(into_.rows + row * tokens_.row_bytes + piece.offset, piece.payload,
-              size_of(piece.bytes));
+  copy_(into_.rows + row * tokens_.row_bytes + piece.offset, piece.payload, piece.bytes);
   if (piece.offset != 0) return;
   uint32_t* scales = into_.scales + row * tokens_.scale_words;
   for (int32_t word = 0; word < tokens_.scale_words; ++word) {

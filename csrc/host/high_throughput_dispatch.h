@@ -6,6 +6,7 @@
 
 #include "host/high_throughput.h"
 #include "host/routes.h"
+#include "host/row_copy.h"
 #include "host/stream.h"
 
 namespace fanfold {
@@ -73,6 +74,7 @@ class Dispatch {
   TokenRanks token_ranks_;
   int32_t locals_;
   int32_t first_expert_;
+  RowCopy copy_;
   StreamWriter writer_;
   std::vector<StreamReader> readers_;  // [R]
   std::vector<Arrivals> arrivals_;     // [R]

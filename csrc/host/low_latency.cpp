@@ -1,190 +1,106 @@
 #include "host/low_latency.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
-#include <optional>
 #include <utility>
 
 #include "host/numeric.h"
-#include "host/reduce.h"
+#include "host/row_copy.h"
 
 namespace fanfold {
 namespace {
 
-using Kind = LowLatencySignals::Kind;
-
 // Row encodings in the `encodings` area.
 constexpr uint8_t kResultBf16 = 0;
 constexpr uint8_t kResultLogFmt = 1;
-
-// Whether `ids[k]` appeared before k: a token goes to an expert once, however often it is named.
-template <typename Id>
-bool repeated(const Id* ids, int32_t k) {
-  return std::find(ids, ids + k, ids[k]) != ids + k;
-}
-
-// The weight of the expert at k: of all the places that name it, added in order.
-float weight_of(const int16_t* ids, const float* weights, int32_t k, int32_t top_k) {
-  if (weights == nullptr) return 1.0f;
-  float weight = weights[k];
-  for (int32_t later = k + 1; later < top_k; ++later) {
-    if (ids[later] == ids[k]) weight += weights[later];
-  }
-  return weight;
-}
 
 int32_t first_of(int64_t range) { return static_cast<int32_t>(range >> 32); }
 
 }  // namespace
 
 LowLatency::LowLatency(SymmetricMemory& memory, int64_t offset, int64_t bytes, uint32_t epoch)
-    : memory_(memory), offset_(offset), bytes_(bytes), signals_{memory.ranks()},
-      dispatch_{Phase::kLowLatencyDispatch, Kind::kDispatched, Kind::kDispatchTaken, epoch},
-      combine_{Phase::kLowLatencyCombine, Kind::kCombined, Kind::kCombineTaken, epoch} {
-  if (offset + bytes > memory.bytes() || bytes < signals_.bytes()) {
+    : memory_(memory), offset_(offset), bytes_(bytes),
+      dispatch_(memory, offset, Phase::kLowLatencyDispatch, epoch),
+      combine_(memory, offset, Phase::kLowLatencyCombine, epoch) {
+  if (offset + bytes > memory.bytes() || bytes < LowLatencySignals{memory.ranks()}.bytes()) {
     throw BadArgument("bytes", std::to_string(bytes), "within the symmetric memory");
   }
 }
 
-// --- Sequence -------------------------------------------------------------------------------
+void LowLatency::quiesce() {
+  memory_.check_usable();
+  dispatch_.quiesce();
+  combine_.quiesce();
+}
 
-void LowLatency::adopt(const LowLatencyGeometry& geometry) {
+// Lays out the memory for a call. Where that changes it, all ranks must agree first.
+void LowLatency::adopt(const LowLatencyGeometry& geometry, Weights weights) {
+  if (geometry.ranks != memory_.ranks()) {
+    throw BadArgument("ranks", std::to_string(geometry.ranks), std::to_string(memory_.ranks()));
+  }
   const LowLatencyLayout wanted{geometry};
   if (wanted.bytes() > bytes_) {
     throw BadArgument("symmetric memory", std::to_string(bytes_) + " bytes",
                       "at least " + std::to_string(wanted.bytes()) + " bytes for this geometry");
   }
-  if (geometry == layout_.geometry) return;
-  if (layout_.geometry.ranks != 0) quiesce();
+  const bool moves = !(geometry == layout_.geometry);
+  const bool turns = weights != Weights::kNone && weights_ != Weights::kNone && weights != weights_;
+  if (moves || turns) {
+    quiesce();
+    agreed_ = false;
+  }
+  if (moves || weights != Weights::kNone) weights_ = weights;
+  if (!moves) return;
   layout_ = wanted;
+  const int32_t locals = geometry.experts_per_rank();
+  choices_ = LocalChoices(memory_.rank() * locals, locals);
   slot_.resize(static_cast<size_t>(layout_.row_stride()));
   sum_.resize(static_cast<size_t>(geometry.hidden));
 }
 
-uint32_t LowLatency::begin(Sequence& sequence) {
+uint32_t LowLatency::begin(LowLatencySequence& sequence, const LowLatencyGeometry& geometry,
+                           RowEncoding encoding, Weights weights) {
   memory_.check_usable();
-  const uint32_t epoch = sequence.epoch + 1;
-  if (sequence.in_flight[parity_of(epoch)]) {
-    throw Misuse(std::string("the last call but one of ") + name_of(sequence.phase) +
-                 " is still in flight, and two may be; finish it (call its hook) first");
-  }
-  // A parity is written again only when its previous rows have been read by the peer.
-  for (int32_t peer = 0; peer < memory_.ranks(); ++peer) {
-    memory_.wait(peer, taken(sequence.taken, peer), epoch - kParities, sequence.phase);
-  }
-  sequence.epoch = epoch;
-  sequence.in_flight[parity_of(epoch)] = true;
-  sequence.refused_by[parity_of(epoch)] = -1;
+  adopt(geometry, weights);
+  const uint32_t epoch = sequence.begin(LowLatencyFacts{
+      .experts = geometry.experts,
+      .top_k = geometry.top_k,
+      .hidden = geometry.hidden,
+      .max_tokens = geometry.max_tokens,
+      .encoding = static_cast<int32_t>(encoding),
+      .weights = static_cast<int32_t>(weights),
+      .reserved = {},
+  });
+  // What is sent before all are ready for it would land on what peers still read.
+  if (!agreed_) sequence.agree(epoch);
+  agreed_ = true;
   return epoch;
-}
-
-void LowLatency::finish(Sequence& sequence, uint32_t epoch) {
-  sequence.in_flight[parity_of(epoch)] = false;
-  // Once this call counts as taken, a refuser may write its next reason, so its last is read first.
-  const int32_t refuser = sequence.refused_by[parity_of(epoch)];
-  std::optional<RefusalFacts> refusal;
-  if (refuser >= 0) refusal = memory_.refusal(refuser, sequence.phase, epoch);
-  // Receives may come in any order, but a peer takes "taken" for all calls up to this epoch.
-  const uint32_t last = sequence.epoch;
-  const uint32_t all_taken = sequence.in_flight[parity_of(last - 1)] ? last - 2
-                             : sequence.in_flight[parity_of(last)]   ? last - 1
-                                                                     : last;
-  for (int32_t peer = 0; peer < memory_.ranks(); ++peer) {
-    memory_.push(peer, taken(sequence.taken, memory_.rank()), Signal{all_taken, 0});
-  }
-  if (refusal) throw PeerRefused(*refusal);
-}
-
-void LowLatency::refuse(Sequence& sequence, const std::string& reason,
-                        const LowLatencyGeometry* geometry) {
-  if (geometry != nullptr && LowLatencyLayout{*geometry}.bytes() <= bytes_) adopt(*geometry);
-  const uint32_t epoch = begin(sequence);
-  memory_.set_reason(sequence.phase, epoch, reason);
-  for (int32_t peer = 0; peer < memory_.ranks(); ++peer) {
-    if (peer == memory_.rank() || memory_.masked(peer)) continue;
-    if (sequence.phase == Phase::kLowLatencyCombine) {
-      memory_.push_quietly(peer, signal(Kind::kLateRouting, epoch, memory_.rank()),
-                           Signal{epoch, kRefused});
-    }
-    memory_.push(peer, signal(sequence.arrival, epoch, memory_.rank()), Signal{epoch, kRefused});
-  }
-  finish(sequence, epoch);
-}
-
-void LowLatency::refuse_dispatch(const std::string& reason, const LowLatencyGeometry* geometry) {
-  refuse(dispatch_, reason, geometry);
-}
-
-void LowLatency::refuse_combine(const std::string& reason, const LowLatencyGeometry* geometry) {
-  refuse(combine_, reason, geometry);
-}
-
-void LowLatency::quiesce() {
-  memory_.check_usable();
-  for (const Sequence* sequence : {&dispatch_, &combine_}) {
-    if (sequence->in_flight[0] || sequence->in_flight[1]) {
-      throw Misuse(std::string("a call of ") + name_of(sequence->phase) +
-                   " is in flight; finish it (call its hook) before the geometry changes");
-    }
-    for (int32_t peer = 0; peer < memory_.ranks(); ++peer) {
-      memory_.wait(peer, taken(sequence->taken, peer), sequence->epoch, sequence->phase);
-    }
-  }
-}
-
-void LowLatency::require_in_flight(const Sequence& sequence, uint32_t epoch) const {
-  memory_.check_usable();
-  if (!sequence.in_flight[parity_of(epoch)] || !reached(sequence.epoch, epoch) ||
-      reached(sequence.epoch, epoch + kParities)) {
-    throw Misuse(std::string("this call of ") + name_of(sequence.phase) + " (epoch " +
-                 std::to_string(epoch) + ") has been received already");
-  }
-}
-
-// The number a peer's signal carries; zero for a masked peer and for one that refused, which is
-// remembered: the call goes on with the others, so that all ranks stay in step, and throws last.
-int32_t LowLatency::await(Sequence& sequence, Kind kind, uint32_t epoch, int32_t peer,
-                          int64_t* wait_ns) {
-  const auto start = std::chrono::steady_clock::now();
-  const auto arrived = memory_.wait(peer, signal(kind, epoch, peer), epoch, sequence.phase);
-  if (wait_ns != nullptr) {
-    wait_ns[peer] += std::chrono::nanoseconds(std::chrono::steady_clock::now() - start).count();
-  }
-  if (!arrived) return 0;
-  if (arrived->value != kRefused) return arrived->value;
-  sequence.refused_by[parity_of(epoch)] = peer;
-  return 0;
 }
 
 // --- Dispatch -------------------------------------------------------------------------------
 
 uint32_t LowLatency::dispatch_send(const LowLatencyGeometry& geometry,
                                    const LowLatencyTokens& tokens) {
-  adopt(geometry);
-  const uint32_t epoch = begin(dispatch_);
+  const uint32_t epoch = begin(dispatch_, geometry, tokens.encoding,
+                               tokens.weighted ? Weights::kWithDispatch : Weights::kNone);
   push_routing(tokens, epoch, layout_.experts_offset());
   push_rows(tokens, epoch);
   for (int32_t peer = 0; peer < memory_.ranks(); ++peer) {
-    if (memory_.masked(peer)) continue;
-    memory_.push(peer, signal(Kind::kDispatched, epoch, memory_.rank()),
-                 Signal{epoch, tokens.tokens});
+    if (!memory_.masked(peer)) dispatch_.publish(epoch, peer, tokens.tokens);
   }
   return epoch;
 }
 
 void LowLatency::push_routing(const LowLatencyTokens& tokens, uint32_t epoch,
-                              int64_t experts_offset) {
+                              int64_t experts_table) const {
   const int64_t entries = int64_t{tokens.tokens} * layout_.geometry.top_k;
-  const int64_t first = layout_.slot(parity_of(epoch), memory_.rank(), 0) * layout_.geometry.top_k;
+  const int64_t first = layout_.slot(parity_of(epoch), memory_.rank(), 0);
   for (int32_t peer = 0; peer < memory_.ranks(); ++peer) {
     if (memory_.masked(peer)) continue;
-    auto* experts = reinterpret_cast<int16_t*>(area(peer, experts_offset)) + first;
-    std::transform(tokens.topk_idx, tokens.topk_idx + entries, experts,
+    std::transform(tokens.topk_idx, tokens.topk_idx + entries, experts(peer, experts_table, first),
                    [](int64_t expert) { return static_cast<int16_t>(expert); });
-    if (tokens.topk_weights == nullptr) continue;
-    auto* weights = reinterpret_cast<float*>(area(peer, layout_.weights_offset())) + first;
-    std::copy_n(tokens.topk_weights, entries, weights);
+    if (!tokens.weighted) continue;
+    std::copy_n(tokens.topk_weights, entries, weights(peer, first));
   }
 }
 
@@ -220,75 +136,80 @@ void LowLatency::push_rows(const LowLatencyTokens& tokens, uint32_t epoch) {
 }
 
 void LowLatency::dispatch_receive(uint32_t epoch, const LowLatencyReceived& received) {
-  require_in_flight(dispatch_, epoch);
+  dispatch_.require_in_flight(epoch);
   const LowLatencyGeometry& geometry = layout_.geometry;
   cursors_.assign(static_cast<size_t>(geometry.experts_per_rank()), 0);
   for (int32_t source = 0; source < geometry.ranks; ++source) {
-    const int32_t tokens = await(dispatch_, Kind::kDispatched, epoch, source, received.wait_ns);
-    unpack(source, tokens, epoch, received);
+    unpack(source, dispatch_.await(epoch, source, received.wait_ns), epoch, received);
   }
-  const bool refused = dispatch_.refused_by[parity_of(epoch)] >= 0;
   for (int32_t e = 0; e < geometry.experts_per_rank(); ++e) {
     const auto rows = static_cast<int32_t>(cursors_[static_cast<size_t>(e)]);
     received.counts[e] = rows;
-    if (received.expert_totals != nullptr && !refused) received.expert_totals[e] += rows;
+    if (received.expert_totals != nullptr && !dispatch_.is_void(epoch)) {
+      received.expert_totals[e] += rows;
+    }
   }
-  finish(dispatch_, epoch);
+  dispatch_.finish(epoch);
 }
 
 void LowLatency::unpack(int32_t source, int32_t tokens, uint32_t epoch,
                         const LowLatencyReceived& received) {
   const LowLatencyGeometry& g = layout_.geometry;
-  const int32_t locals = g.experts_per_rank();
-  const int32_t first_expert = memory_.rank() * locals;
   const int64_t first = layout_.slot(parity_of(epoch), source, 0);
-  const auto* experts =
-      reinterpret_cast<const int16_t*>(area(memory_.rank(), layout_.experts_offset())) +
-      first * g.top_k;
-  const auto* weights =
-      reinterpret_cast<const float*>(area(memory_.rank(), layout_.weights_offset())) +
-      first * g.top_k;
+  const bool weighted = received.weights != nullptr || received.row_weights != nullptr;
+  const Table table{experts(memory_.rank(), layout_.experts_offset(), first),
+                    weighted ? weights(memory_.rank(), first) : nullptr};
   const std::vector<int64_t> before = cursors_;
-  for (int32_t token = 0; token < tokens; ++token) {
-    const int16_t* ids = experts + int64_t{token} * g.top_k;
-    for (int32_t k = 0; k < g.top_k; ++k) {
-      const int32_t local = ids[k] - first_expert;
-      if (local < 0 || local >= locals || repeated(ids, k)) continue;
-      const int64_t row = cursors_[static_cast<size_t>(local)]++;
-      const int64_t offset = layout_.rows_offset() + (first + token) * layout_.row_stride();
-      unpack_row(area(memory_.rank(), offset), local, row, received);
-      const int64_t place = local * g.expert_capacity() + row;
-      received.source_tokens[place] = token;
-      if (received.row_weights == nullptr) continue;
-      received.row_weights[place] = weight_of(ids, weights + int64_t{token} * g.top_k, k, g.top_k);
-    }
-  }
-  for (int32_t e = 0; e < locals; ++e) {
+  place(tokens, table, received);
+  for (int32_t e = 0; e < g.experts_per_rank(); ++e) {
     const int64_t begin = before[static_cast<size_t>(e)];
     const int64_t count = cursors_[static_cast<size_t>(e)] - begin;
     received.ranges[int64_t{e} * g.ranks + source] = count | (begin << 32);
   }
+  const bool bf16 = received.encoding == RowEncoding::kBf16;
+  const int64_t row_bytes = bf16 ? bf16_row_bytes(g.hidden) : g.hidden;
+  const auto placed = static_cast<int64_t>(placements_.size());
+  const RowCopy copy(placed * row_bytes * g.ranks, g.ranks);  // as much from every source
+  for (const Placement& to : placements_) {
+    const int64_t offset = layout_.rows_offset() + (first + to.token) * layout_.row_stride();
+    const std::byte* slot = area(memory_.rank(), offset);
+    copy(received.rows + (to.local * g.expert_capacity() + to.row) * row_bytes, slot, row_bytes);
+    if (!bf16) unpack_scales(slot, to, received);
+  }
   const int64_t kept = int64_t{source} * g.max_tokens * g.top_k;
   const int64_t entries = int64_t{tokens} * g.top_k;
   if (received.source_counts != nullptr) received.source_counts[source] = tokens;
-  if (received.experts != nullptr) std::copy_n(experts, entries, received.experts + kept);
-  if (received.weights != nullptr) std::copy_n(weights, entries, received.weights + kept);
+  if (received.experts != nullptr) std::copy_n(table.experts, entries, received.experts + kept);
+  if (received.weights != nullptr) std::copy_n(table.weights, entries, received.weights + kept);
 }
 
-void LowLatency::unpack_row(const std::byte* slot, int64_t expert, int64_t row,
-                            const LowLatencyReceived& received) const {
+// Gives every row of one source its place behind those that are placed already.
+void LowLatency::place(int32_t tokens, const Table& table, const LowLatencyReceived& received) {
+  const LowLatencyGeometry& g = layout_.geometry;
+  placements_.clear();
+  for (int32_t token = 0; token < tokens; ++token) {
+    const int64_t lanes = int64_t{token} * g.top_k;
+    const float* weights = table.weights == nullptr ? nullptr : table.weights + lanes;
+    for (const auto& choice : choices_.of(table.experts + lanes, weights, g.top_k)) {
+      const int64_t row = cursors_[static_cast<size_t>(choice.local)]++;
+      const int64_t place = choice.local * g.expert_capacity() + row;
+      received.source_tokens[place] = token;
+      if (received.row_weights != nullptr) received.row_weights[place] = choice.weight;
+      placements_.push_back(Placement{token, choice.local, row});
+    }
+  }
+}
+
+void LowLatency::unpack_scales(const std::byte* slot, const Placement& to,
+                               const LowLatencyReceived& received) const {
   const LowLatencyGeometry& g = layout_.geometry;
   const int64_t capacity = g.expert_capacity();
-  const bool bf16 = received.encoding == RowEncoding::kBf16;
-  const int64_t row_bytes = bf16 ? bf16_row_bytes(g.hidden) : g.hidden;
-  std::memcpy(received.rows + (expert * capacity + row) * row_bytes, slot,
-              static_cast<size_t>(row_bytes));
-  if (bf16) return;
   const int64_t blocks = blocks_of(g.hidden);
   const bool packed = received.scale_format == ScaleFormat::kUe8m0;
   const int64_t words = packed ? ceil_div(blocks, 4) : blocks;
   // Scales lie with the rows of an expert adjacent, as grouped matrix products read them.
-  auto* column = reinterpret_cast<uint32_t*>(received.scales) + expert * words * capacity + row;
+  auto* column =
+      reinterpret_cast<uint32_t*>(received.scales) + to.local * words * capacity + to.row;
   for (int64_t word = 0; word < words; ++word) column[word * capacity] = 0;
   for (int64_t block = 0; block < blocks; ++block) {
     float scale;
@@ -305,80 +226,88 @@ void LowLatency::unpack_row(const std::byte* slot, int64_t expert, int64_t row,
 
 uint32_t LowLatency::combine_send(const LowLatencyGeometry& geometry,
                                   const LowLatencyOutputs& outputs) {
-  adopt(geometry);
-  const uint32_t epoch = begin(combine_);
-  if (outputs.late_tokens != nullptr) {
-    push_routing(*outputs.late_tokens, epoch, layout_.late_experts_offset());
+  const LowLatencyTokens* late = outputs.late_tokens;
+  const Weights weights = late != nullptr              ? Weights::kWithCombine
+                          : outputs.weights != nullptr ? Weights::kWithDispatch
+                                                       : Weights::kNone;
+  const uint32_t epoch = begin(combine_, geometry, RowEncoding::kBf16, weights);
+  if (late != nullptr) {
+    push_routing(*late, epoch, layout_.late_experts_offset());
     for (int32_t peer = 0; peer < geometry.ranks; ++peer) {
-      if (memory_.masked(peer)) continue;
-      memory_.push(peer, signal(Kind::kLateRouting, epoch, memory_.rank()),
-                   Signal{epoch, outputs.late_tokens->tokens});
+      if (!memory_.masked(peer)) combine_.publish_late_routing(epoch, peer, late->tokens);
     }
   }
   // Every rank begins with the next one, so that they do not all write to rank 0 first.
   for (int32_t step = 1; step <= geometry.ranks; ++step) {
     const int32_t source = (memory_.rank() + step) % geometry.ranks;
     if (memory_.masked(source)) continue;
-    const int32_t tokens = outputs.late_tokens != nullptr
-                               ? await(combine_, Kind::kLateRouting, epoch, source, nullptr)
-                               : outputs.source_counts[source];
-    const int32_t rows = reduce_rows(source, tokens, epoch, outputs);
-    memory_.push(source, signal(Kind::kCombined, epoch, memory_.rank()), Signal{epoch, rows});
+    const int32_t tokens = late != nullptr ? combine_.await_late_routing(epoch, source)
+                                           : outputs.source_counts[source];
+    gather(source, tokens, table_of(source, epoch, outputs), outputs);
+    for (size_t sum = 0; sum < sums_.size(); ++sum) {
+      write_result(source, sum, epoch, outputs.logfmt);
+    }
+    combine_.publish(epoch, source, static_cast<int32_t>(sums_.size()));
   }
   return epoch;
 }
 
-int32_t LowLatency::reduce_rows(int32_t source, int32_t tokens, uint32_t epoch,
-                                const LowLatencyOutputs& outputs) {
-  const LowLatencyGeometry& g = layout_.geometry;
-  const int32_t locals = g.experts_per_rank();
-  const int32_t first_expert = memory_.rank() * locals;
-  const bool late = outputs.late_tokens != nullptr;
-  const int64_t pushed = layout_.slot(parity_of(epoch), source, 0) * g.top_k;
-  const int64_t kept = int64_t{source} * g.max_tokens * g.top_k;
-  const int16_t* experts =
-      late ? reinterpret_cast<const int16_t*>(area(memory_.rank(), layout_.late_experts_offset())) +
-                 pushed
-           : outputs.experts + kept;
-  const float* weights =
-      late ? reinterpret_cast<const float*>(area(memory_.rank(), layout_.weights_offset())) + pushed
-      : outputs.weights != nullptr ? outputs.weights + kept
-                                   : nullptr;
-  // Rows of one source lie in token order in each expert's block: a cursor for each finds them.
-  cursors_.resize(static_cast<size_t>(locals));
-  for (int32_t e = 0; e < locals; ++e) {
-    cursors_[static_cast<size_t>(e)] = first_of(outputs.ranges[int64_t{e} * g.ranks + source]);
+LowLatency::Table LowLatency::table_of(int32_t source, uint32_t epoch,
+                                       const LowLatencyOutputs& outputs) const {
+  if (outputs.late_tokens != nullptr) {
+    const int64_t pushed = layout_.slot(parity_of(epoch), source, 0);
+    return Table{experts(memory_.rank(), layout_.late_experts_offset(), pushed),
+                 weights(memory_.rank(), pushed)};
   }
-  int32_t rows = 0;
-  for (int32_t token = 0; token < tokens; ++token) {
-    const int16_t* ids = experts + int64_t{token} * g.top_k;
-    const float* token_weights = weights == nullptr ? nullptr : weights + int64_t{token} * g.top_k;
-    terms_.clear();
-    for (int32_t k = 0; k < g.top_k; ++k) {
-      const int32_t local = ids[k] - first_expert;
-      if (local < 0 || local >= locals || repeated(ids, k)) continue;
-      const int64_t row = cursors_[static_cast<size_t>(local)]++;
-      terms_.push_back(
-          ReduceTerm{outputs.y + local * outputs.expert_stride + row * outputs.row_stride,
-                     weight_of(ids, token_weights, k, g.top_k)});
-    }
-    if (terms_.empty()) continue;
-    write_result(source, token, epoch, outputs.logfmt);
-    ++rows;
-  }
-  return rows;
+  const int64_t kept = int64_t{source} * layout_.geometry.max_tokens * layout_.geometry.top_k;
+  return Table{outputs.experts + kept,
+               outputs.weights == nullptr ? nullptr : outputs.weights + kept};
 }
 
-// Writes the sum of `terms_` to the token's rank.
-void LowLatency::write_result(int32_t source, int64_t token, uint32_t epoch, bool logfmt) {
+// Finds the outputs that go back to `source`: `sums_` and their `terms_`.
+void LowLatency::gather(int32_t source, int32_t tokens, const Table& table,
+                        const LowLatencyOutputs& outputs) {
+  const LowLatencyGeometry& g = layout_.geometry;
+  // Rows of one source lie in token order in each expert's block: a cursor for each finds them.
+  cursors_.resize(static_cast<size_t>(g.experts_per_rank()));
+  for (int32_t e = 0; e < g.experts_per_rank(); ++e) {
+    cursors_[static_cast<size_t>(e)] = first_of(outputs.ranges[int64_t{e} * g.ranks + source]);
+  }
+  terms_.clear();
+  sums_.clear();
+  for (int32_t token = 0; token < tokens; ++token) {
+    const int64_t lanes = int64_t{token} * g.top_k;
+    const float* weights = table.weights == nullptr ? nullptr : table.weights + lanes;
+    const auto& choices = choices_.of(table.experts + lanes, weights, g.top_k);
+    if (choices.empty()) continue;
+    sums_.push_back(Sum{token, terms_.size()});
+    for (const auto& choice : choices) {
+      const int64_t row = cursors_[static_cast<size_t>(choice.local)]++;
+      const int64_t place = choice.local * outputs.expert_stride + row * outputs.row_stride;
+      terms_.push_back(ReduceTerm{outputs.y + place, choice.weight});
+    }
+  }
+}
+
+// Nothing for the sum behind the last.
+std::span<const ReduceTerm> LowLatency::terms_of(size_t sum) const {
+  const auto begin_of = [&](size_t i) {
+    return i < sums_.size() ? sums_[i].first_term : terms_.size();
+  };
+  return std::span(terms_).subspan(begin_of(sum), begin_of(sum + 1) - begin_of(sum));
+}
+
+// Writes a sum to the token's rank.
+void LowLatency::write_result(int32_t source, size_t sum, uint32_t epoch, bool logfmt) {
   const int32_t hidden = layout_.geometry.hidden;
-  const int64_t slot = layout_.slot(parity_of(epoch), memory_.rank(), token);
+  const int64_t slot = layout_.slot(parity_of(epoch), memory_.rank(), sums_[sum].token);
   std::byte* row = area(source, layout_.results_offset() + slot * layout_.row_stride());
   auto* encoding = reinterpret_cast<uint8_t*>(area(source, layout_.encodings_offset() + slot));
+  const std::span<const ReduceTerm> terms = terms_of(sum);
   *encoding = kResultBf16;
   if (logfmt) {
     std::fill(sum_.begin(), sum_.end(), 0.0f);
-    for (const ReduceTerm& term : terms_) {
+    for (const ReduceTerm& term : terms) {
       add_weighted_bf16(term.row, term.weight, hidden, sum_.data());
     }
     if (encode_logfmt_row(sum_.data(), hidden, row)) {
@@ -386,21 +315,21 @@ void LowLatency::write_result(int32_t source, int64_t token, uint32_t epoch, boo
       return;
     }
   }
-  reduce_bf16(terms_, {}, hidden, reinterpret_cast<uint16_t*>(row));
+  reduce_bf16(terms, {}, hidden, reinterpret_cast<uint16_t*>(row), terms_of(sum + 1));
 }
 
 void LowLatency::combine_receive(uint32_t epoch, const LowLatencyResult& result) {
-  require_in_flight(combine_, epoch);
+  combine_.require_in_flight(epoch);
   const LowLatencyGeometry& geometry = layout_.geometry;
   for (int32_t peer = 0; peer < geometry.ranks; ++peer) {
-    await(combine_, Kind::kCombined, epoch, peer, result.wait_ns);
+    combine_.await(epoch, peer, result.wait_ns);
   }
-  const bool refused = combine_.refused_by[parity_of(epoch)] >= 0;
-  for (int64_t token = 0; token < (refused ? 0 : result.tokens); ++token) {
+  const int32_t tokens = combine_.is_void(epoch) ? 0 : result.tokens;
+  for (int64_t token = 0; token < tokens; ++token) {
     add_results(result.topk_idx + token * geometry.top_k, token, epoch,
                 result.out + token * geometry.hidden);
   }
-  finish(combine_, epoch);
+  combine_.finish(epoch);
 }
 
 // out = the sum of what the ranks that hold one of the experts `ids` sent for the token.

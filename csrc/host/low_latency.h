@@ -14,10 +14,13 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "host/low_latency_sequence.h"
 #include "host/reduce.h"
+#include "host/routes.h"
 #include "layout/low_latency.h"
 #include "memory/symmetric.h"
 
@@ -29,7 +32,8 @@ enum class ScaleFormat : int32_t { kFloat32, kUe8m0 };
 struct LowLatencyTokens {
   const uint16_t* x;          // [tokens, hidden] bf16, contiguous
   const int64_t* topk_idx;    // [tokens, top_k], -1 for none
-  const float* topk_weights;  // [tokens, top_k], or null if they come only with combine
+  const float* topk_weights;  // [tokens, top_k]
+  bool weighted;              // whether topk_weights are given, on all ranks or on none
   int32_t tokens;
   RowEncoding encoding;
 };
@@ -80,58 +84,71 @@ class LowLatency {
   LowLatency(SymmetricMemory& memory, int64_t offset, int64_t bytes, uint32_t epoch = 0);
 
   // Each send returns the epoch that its receive must name. Indices are trusted: the caller has
-  // checked them against the geometry. A geometry may change only while no call is in flight.
+  // checked them against the geometry. A geometry may change only while no call is in flight; the
+  // first call of another one waits for all ranks to begin it too.
+  //
+  // Ranks that mean different calls throw BadArgument, with both values, and others than the one
+  // that refused a call PeerRefused: from the send if the geometry is new, else from the receive.
   uint32_t dispatch_send(const LowLatencyGeometry& geometry, const LowLatencyTokens& tokens);
   void dispatch_receive(uint32_t epoch, const LowLatencyReceived& received);
   uint32_t combine_send(const LowLatencyGeometry& geometry, const LowLatencyOutputs& outputs);
   void combine_receive(uint32_t epoch, const LowLatencyResult& result);
 
   // Takes part in a call whose input this rank has found bad: the call is void on every rank, each
-  // of which throws PeerRefused with `reason`, and all stay in step. `geometry` is the call's: the
-  // others write in it, so this rank must know when it changes. Without one it is the last call's.
-  void refuse_dispatch(const std::string& reason, const LowLatencyGeometry* geometry = nullptr);
-  void refuse_combine(const std::string& reason, const LowLatencyGeometry* geometry = nullptr);
+  // of which throws PeerRefused with `reason`, and all stay in step.
+  void refuse_dispatch(const std::string& reason) { dispatch_.refuse(reason); }
+  void refuse_combine(const std::string& reason) { combine_.refuse(reason); }
 
   // Returns when every peer has read everything, so that another geometry may use the memory.
   void quiesce();
 
  private:
-  // The calls of one kind: their number, which are in flight, and which refusal they met.
-  struct Sequence {
-    Phase phase;
-    LowLatencySignals::Kind arrival;
-    LowLatencySignals::Kind taken;
-    uint32_t epoch = 0;
-    bool in_flight[kParities] = {false, false};
-    int32_t refused_by[kParities] = {-1, -1};
+  // A row's way from its slot to the rows of a local expert.
+  struct Placement {
+    int32_t token;
+    int32_t local;
+    int64_t row;
+  };
+  // The outputs that make up what goes back for one token: some of `terms_`.
+  struct Sum {
+    int32_t token;
+    size_t first_term;
+  };
+  // A routing table of one source, [max_tokens, top_k].
+  struct Table {
+    const int16_t* experts;
+    const float* weights;  // null: unweighted
   };
 
-  uint32_t begin(Sequence& sequence);
-  void finish(Sequence& sequence, uint32_t epoch);
-  void refuse(Sequence& sequence, const std::string& reason, const LowLatencyGeometry* geometry);
-  void adopt(const LowLatencyGeometry& geometry);
-  void require_in_flight(const Sequence& sequence, uint32_t epoch) const;
+  // What brings the routing weights that a call uses. With dispatch and with combine they come to
+  // the same memory, so a change waits like a change of geometry.
+  enum class Weights : int32_t { kNone, kWithDispatch, kWithCombine };
 
-  int64_t signal(LowLatencySignals::Kind kind, uint32_t epoch, int32_t peer) const {
-    return offset_ + signals_.offset(kind, parity_of(epoch), peer);
-  }
-  int64_t taken(LowLatencySignals::Kind kind, int32_t peer) const {
-    return offset_ + signals_.offset(kind, 0, peer);
-  }
+  uint32_t begin(LowLatencySequence& sequence, const LowLatencyGeometry& geometry,
+                 RowEncoding encoding, Weights weights);
+  void adopt(const LowLatencyGeometry& geometry, Weights weights);
+
   std::byte* area(int32_t rank, int64_t offset) const {
     return memory_.base(rank) + offset_ + offset;
   }
+  int16_t* experts(int32_t rank, int64_t table, int64_t slot) const {
+    return reinterpret_cast<int16_t*>(area(rank, table)) + slot * layout_.geometry.top_k;
+  }
+  float* weights(int32_t rank, int64_t slot) const {
+    auto* table = reinterpret_cast<float*>(area(rank, layout_.weights_offset()));
+    return table + slot * layout_.geometry.top_k;
+  }
 
-  int32_t await(Sequence& sequence, LowLatencySignals::Kind kind, uint32_t epoch, int32_t peer,
-                int64_t* wait_ns);
   void push_rows(const LowLatencyTokens& tokens, uint32_t epoch);
-  void push_routing(const LowLatencyTokens& tokens, uint32_t epoch, int64_t experts_offset);
+  void push_routing(const LowLatencyTokens& tokens, uint32_t epoch, int64_t experts_table) const;
   void unpack(int32_t source, int32_t tokens, uint32_t epoch, const LowLatencyReceived& received);
-  void unpack_row(const std::byte* slot, int64_t expert, int64_t row,
-                  const LowLatencyReceived& received) const;
-  int32_t reduce_rows(int32_t source, int32_t tokens, uint32_t epoch,
-                      const LowLatencyOutputs& outputs);
-  void write_result(int32_t source, int64_t token, uint32_t epoch, bool logfmt);
+  void place(int32_t tokens, const Table& table, const LowLatencyReceived& received);
+  void unpack_scales(const std::byte* slot, const Placement& to,
+                     const LowLatencyReceived& received) const;
+  Table table_of(int32_t source, uint32_t epoch, const LowLatencyOutputs& outputs) const;
+  void gather(int32_t source, int32_t tokens, const Table& table, const LowLatencyOutputs& outputs);
+  std::span<const ReduceTerm> terms_of(size_t sum) const;
+  void write_result(int32_t source, size_t sum, uint32_t epoch, bool logfmt);
   void add_results(const int64_t* ids, int64_t token, uint32_t epoch, uint16_t* out);
   const std::byte* result_row(int32_t peer, int64_t token, uint32_t epoch) const {
     const int64_t slot = layout_.slot(parity_of(epoch), peer, token);
@@ -145,14 +162,18 @@ class LowLatency {
   SymmetricMemory& memory_;
   int64_t offset_;
   int64_t bytes_;
-  LowLatencySignals signals_;
   LowLatencyLayout layout_{};
-  Sequence dispatch_;
-  Sequence combine_;
+  Weights weights_ = Weights::kNone;  // of the last call that had any
+  bool agreed_ = false;  // whether all ranks have agreed to a call that uses the memory like this
+  LowLatencySequence dispatch_;
+  LowLatencySequence combine_;
+  LocalChoices choices_{0, 0};
   // Scratch of the call at hand.
   std::vector<std::byte> slot_;
   std::vector<float> sum_;
+  std::vector<Placement> placements_;
   std::vector<ReduceTerm> terms_;
+  std::vector<Sum> sums_;
   std::vector<uint8_t> contributes_;
   std::vector<int64_t> cursors_;
 };

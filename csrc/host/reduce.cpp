@@ -16,49 +16,60 @@ constexpr int64_t kColumns = 512;
 constexpr std::array<float, kColumns> kZeros{};
 // Up to four rows are added in one pass over the sums, in order: fewer loads and stores of them.
 constexpr size_t kRows = 4;
+// Columns of a row in a cache line, the step in which the next rows are asked for.
+constexpr int64_t kLine = 64 / sizeof(uint16_t);
 
-// sum = from + the rows of `terms`, at columns [begin, begin + count).
-FANFOLD_VECTORIZED
-void add_up_to_four(std::span<const ReduceTerm> terms, int64_t begin, int64_t count,
-                    const float* from, float* sum) {
-  const auto term = [&](size_t i) -> const ReduceTerm& {
-    return terms[std::min(i, terms.size() - 1)];
+using Terms = std::span<const ReduceTerm>;
+
+Terms rows_from(Terms terms, size_t first) {
+  return first < terms.size() ? terms.subspan(first, std::min(kRows, terms.size() - first))
+                              : Terms{};
+}
+
+// sum = from + the `kCount` rows of `terms`, at columns [begin, begin + count); meanwhile the same
+// columns of the rows of `next` are fetched, line by line, so that waiting for them overlaps with
+// the arithmetic.
+template <size_t kCount>
+inline __attribute__((always_inline)) void add_rows(Terms terms, Terms next, int64_t begin,
+                                                    int64_t count, const float* from, float* sum) {
+  std::array<const uint16_t*, kCount> rows;
+  std::array<float, kCount> weights;
+  for (size_t row = 0; row < kCount; ++row) {
+    rows[row] = terms[row].row + begin;
+    weights[row] = terms[row].weight;
+  }
+  const auto add = [&](int64_t i) __attribute__((always_inline)) {
+    float total = from[i];
+    for (size_t row = 0; row < kCount; ++row) total += weights[row] * bf16_to_float(rows[row][i]);
+    sum[i] = total;
   };
-  const uint16_t* a = term(0).row + begin;
-  const uint16_t* b = term(1).row + begin;
-  const uint16_t* c = term(2).row + begin;
-  const uint16_t* d = term(3).row + begin;
-  const float wa = term(0).weight;
-  const float wb = term(1).weight;
-  const float wc = term(2).weight;
-  const float wd = term(3).weight;
+  int64_t line = 0;
+  for (; line + kLine <= count; line += kLine) {
+    for (const ReduceTerm& term : next) __builtin_prefetch(term.row + begin + line);
+    for (int64_t i = line; i < line + kLine; ++i) add(i);
+  }
+  for (int64_t i = line; i < count; ++i) add(i);
+}
+
+FANFOLD_VECTORIZED
+void add_up_to_four(Terms terms, Terms next, int64_t begin, int64_t count, const float* from,
+                    float* sum) {
   switch (terms.size()) {
     case 1:
-      for (int64_t i = 0; i < count; ++i) sum[i] = from[i] + wa * bf16_to_float(a[i]);
-      return;
+      return add_rows<1>(terms, next, begin, count, from, sum);
     case 2:
-      for (int64_t i = 0; i < count; ++i) {
-        sum[i] = from[i] + wa * bf16_to_float(a[i]) + wb * bf16_to_float(b[i]);
-      }
-      return;
+      return add_rows<2>(terms, next, begin, count, from, sum);
     case 3:
-      for (int64_t i = 0; i < count; ++i) {
-        sum[i] = from[i] + wa * bf16_to_float(a[i]) + wb * bf16_to_float(b[i]) +
-                 wc * bf16_to_float(c[i]);
-      }
-      return;
+      return add_rows<3>(terms, next, begin, count, from, sum);
     default:
-      for (int64_t i = 0; i < count; ++i) {
-        sum[i] = from[i] + wa * bf16_to_float(a[i]) + wb * bf16_to_float(b[i]) +
-                 wc * bf16_to_float(c[i]) + wd * bf16_to_float(d[i]);
-      }
+      return add_rows<4>(terms, next, begin, count, from, sum);
   }
 }
 
 }  // namespace
 
 void reduce_bf16(std::span<const ReduceTerm> terms, std::span<const uint16_t* const> bias,
-                 int64_t columns, uint16_t* out) {
+                 int64_t columns, uint16_t* out, std::span<const ReduceTerm> next) {
   std::array<float, kColumns> sum;
   for (int64_t begin = 0; begin < columns; begin += kColumns) {
     const int64_t count = std::min(kColumns, columns - begin);
@@ -69,8 +80,8 @@ void reduce_bf16(std::span<const ReduceTerm> terms, std::span<const uint16_t* co
       from = sum.data();
     }
     for (size_t done = 0; done < terms.size(); done += kRows) {
-      const auto some = terms.subspan(done, std::min(kRows, terms.size() - done));
-      add_up_to_four(some, begin, count, std::exchange(from, sum.data()), sum.data());
+      add_up_to_four(rows_from(terms, done), rows_from(next, done), begin, count,
+                     std::exchange(from, sum.data()), sum.data());
     }
     round_to_bf16(from, count, out + begin);
   }

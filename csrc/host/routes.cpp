@@ -23,6 +23,25 @@ void count_routes(const Routes& routes, const RouteCounts& counts) {
   }
 }
 
+const std::vector<LocalChoices::Choice>& LocalChoices::of(const int16_t* ids, const float* weights,
+                                                          int32_t top_k) {
+  const auto locals = static_cast<int32_t>(positions_.size());
+  for (const Choice& choice : choices_) positions_[static_cast<size_t>(choice.local)] = kNone;
+  choices_.clear();
+  for (int32_t k = 0; k < top_k; ++k) {
+    const int32_t local = ids[k] - first_expert_;
+    if (local < 0 || local >= locals) continue;
+    int32_t& position = positions_[static_cast<size_t>(local)];
+    if (position == kNone) {
+      position = static_cast<int32_t>(choices_.size());
+      choices_.push_back(Choice{local, weights == nullptr ? 1.0f : weights[k]});
+    } else if (weights != nullptr) {
+      choices_[static_cast<size_t>(position)].weight += weights[k];
+    }
+  }
+  return choices_;
+}
+
 bool TokenRanks::any_but(int32_t token, int32_t rank) const {
   const uint8_t* places = in_rank + int64_t{token} * ranks;
   for (int32_t peer = 0; peer < ranks; ++peer) {

@@ -14,6 +14,29 @@ bool repeated(const T* values, int32_t k) {
   return std::find(values, values + k, values[k]) != values + k;
 }
 
+// The local experts that a token goes to.
+class LocalChoices {
+ public:
+  struct Choice {
+    int32_t local;
+    float weight;
+  };
+
+  LocalChoices(int32_t first_expert, int32_t locals)
+      : first_expert_(first_expert), positions_(static_cast<size_t>(locals), kNone) {}
+
+  // Each once, in top-k order; its weight is that of all the places that name it, added in order,
+  // or 1 without weights. Valid until the next call.
+  const std::vector<Choice>& of(const int16_t* ids, const float* weights, int32_t top_k);
+
+ private:
+  static constexpr int32_t kNone = -1;
+
+  int32_t first_expert_;
+  std::vector<int32_t> positions_;  // of each local expert in `choices_`
+  std::vector<Choice> choices_;
+};
+
 // The routing of one rank's tokens.
 struct Routes {
   const int64_t* topk_idx;  // [tokens, top_k], -1 for none

@@ -15,6 +15,7 @@ from fanfold.errors import ArgumentError, UsageError
 from fanfold.formats import RowFormat, ScaleFormat
 from fanfold.geometry import Geometry, check_tensor
 from fanfold.low_latency import Dispatched, LowLatency, Routing, Statistics
+from fanfold.refusal import Refusing
 
 __all__ = ["LowLatencyCalls"]
 
@@ -29,7 +30,6 @@ DispatchResult = tuple[
     EventOverlap,
     Callable[[], None] | None,
 ]
-Facts = dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,6 @@ class LowLatencyCalls(BufferBase):
     """Low-latency dispatch and combine with DeepEP's arguments."""
 
     def __init__(self) -> None:
-        self._agreed: Facts = {}
         self._combine_buffer: torch.Tensor | None = None
 
     def clean_low_latency_buffer(
@@ -194,10 +193,7 @@ class LowLatencyCalls(BufferBase):
             UsageError: no low-latency mode, destroyed, or two calls in flight.
         """
         mode = self._low_latency()
-        facts = _facts_of(num_max_dispatch_tokens_per_rank, num_experts, topk_idx, _columns(x))
-        facts |= {"use_fp8": int(use_fp8), "round_scale": int(round_scale)}
-        error = None
-        try:
+        with Refusing(mode.refuse_dispatch):
             _check_exclusive(async_finish, return_recv_hook)
             form = _Format.of(use_fp8, round_scale, use_ue8m0)
             check_tensor("x", x, (None, None), (torch.bfloat16,), device=_CPU)
@@ -209,9 +205,6 @@ class LowLatencyCalls(BufferBase):
                 dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats,
                 cumulative_local_expert_recv_stats=cumulative_local_expert_recv_stats,
             )
-        except ArgumentError as refused:
-            error = refused
-        self._agree(mode, facts, error, mode.refuse_dispatch)
         statistics = Statistics(cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
         dispatched, hook = mode.dispatch(
             geometry,
@@ -278,11 +271,8 @@ class LowLatencyCalls(BufferBase):
             ArgumentError, PeerRefused, PeerTimeout, UsageError: as low_latency_dispatch.
         """
         mode = self._low_latency()
-        facts: Facts = {}
-        error = None
-        try:
+        with Refusing(mode.refuse_combine):
             parts = _Handle.of(handle)
-            facts = _facts_of(parts.max_tokens, parts.num_experts, topk_idx, parts.hidden)
             geometry = self._geometry(parts.max_tokens, parts.num_experts, topk_idx, parts.hidden)
             parts.check(geometry)
             _check_exclusive(async_finish, return_recv_hook)
@@ -290,9 +280,6 @@ class LowLatencyCalls(BufferBase):
             shape = tuple(topk_idx.shape)
             check_tensor("topk_weights", topk_weights, shape, (torch.float32,), device=_CPU)
             _check_sums(geometry, combine_wait_recv_cost_stats=combine_wait_recv_cost_stats)
-        except ArgumentError as refused:
-            error = refused
-        self._agree(mode, facts, error, mode.refuse_combine)
         # Only the ranges are used where the weights come with combine.
         routing = Routing(parts.layout_range, topk_idx, topk_idx, None)
         combined, hook = mode.combine(
@@ -421,38 +408,6 @@ class LowLatencyCalls(BufferBase):
             )
         return self._combine_buffer
 
-    def _agree(
-        self,
-        mode: LowLatency,
-        facts: Facts,
-        error: ArgumentError | None,
-        refuse: Callable[[ArgumentError], None],
-    ) -> None:
-        """Returns once all ranks are known to make the same call; raises ``error`` if given.
-
-        Rows of another geometry would be read as garbage, so ranks agree about it whenever it
-        changes. As long as it does not, a call costs nothing more, and a refusal takes the mode's
-        own way.
-        """
-        changed = {name: value for name, value in facts.items() if self._agreed.get(name) != value}
-        if changed:
-            self._open().exchange.gather("a low-latency call", facts, _NOTHING, error)
-            self._agreed |= facts
-        elif error is not None:
-            refuse(error)
-            raise error
-
-
-def _facts_of(max_tokens: object, num_experts: object, topk_idx: object, hidden: object) -> Facts:
-    """What the arguments say about the geometry, whether or not they are good; {} if nothing."""
-    if not isinstance(topk_idx, torch.Tensor) or topk_idx.dim() != 2:
-        return {}
-    sizes = (max_tokens, num_experts, hidden, topk_idx.shape[1])
-    if not all(isinstance(size, int) for size in sizes):
-        return {}
-    names = ("num_max_dispatch_tokens_per_rank", "num_experts", "hidden", "top_k")
-    return dict(zip(names, sizes, strict=True))  # type: ignore[arg-type]  # integers, as checked
-
 
 def _check_sums(geometry: Geometry, **tensors: torch.Tensor | None) -> None:
     """Raises ArgumentError for a tensor to add to that is not as DeepEP has it."""
@@ -463,10 +418,6 @@ def _check_sums(geometry: Geometry, **tensors: torch.Tensor | None) -> None:
         shape = (geometry.ranks if waits else geometry.experts_per_rank,)
         dtype = torch.int64 if waits else torch.int32
         check_tensor(name, tensor, shape, (dtype,), device=_CPU)
-
-
-def _columns(x: object) -> int | None:
-    return x.shape[1] if isinstance(x, torch.Tensor) and x.dim() == 2 else None
 
 
 def _check_exclusive(async_finish: bool, return_recv_hook: bool) -> None:

@@ -59,6 +59,7 @@ inline uint32_t send(LowLatency& mode, const Call& call, int32_t rank) {
       LowLatencyTokens{.x = own->x.data(),
                        .topk_idx = own->topk_idx.data(),
                        .topk_weights = weighted ? own->topk_weights.data() : nullptr,
+                       .weighted = weighted,
                        .tokens = own->tokens,
                        .encoding = call.options().encoding});
 }
@@ -76,6 +77,7 @@ inline uint32_t answer(LowLatency& mode, const Call& call, int32_t rank, const A
   const LowLatencyTokens late{.x = nullptr,
                               .topk_idx = own->topk_idx.data(),
                               .topk_weights = own->topk_weights.data(),
+                              .weighted = true,
                               .tokens = own->tokens,
                               .encoding = RowEncoding::kBf16};
   const Weights weights = call.options().weights;

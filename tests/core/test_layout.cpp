@@ -42,7 +42,8 @@ std::vector<Area> areas_of(const LowLatencyLayout& layout) {
   const auto area = [](int64_t begin, int64_t bytes) {
     return Area{begin, begin + bytes, kAreaAlignment};
   };
-  return {area(0, int64_t{8} * LowLatencySignals::kKinds * g.ranks),
+  // 12 words and the facts (32 bytes) of two calls of each kind, for every rank.
+  return {area(0, (int64_t{8} * 12 + int64_t{32} * 4) * g.ranks),
           area(layout.rows_offset(), slots * row),
           area(layout.experts_offset(), slots * g.top_k * 2),
           area(layout.late_experts_offset(), slots * g.top_k * 2),
@@ -128,9 +129,14 @@ TEST(low_latency_signals_are_distinct_words) {
     const LowLatencySignals signals{ranks};
     std::vector<int64_t> offsets;
     for (int32_t peer = 0; peer < ranks; ++peer) {
-      for (const Kind kind : {Kind::kDispatched, Kind::kCombined, Kind::kLateRouting}) {
-        for (int32_t parity = 0; parity < kParities; ++parity) {
+      for (int32_t parity = 0; parity < kParities; ++parity) {
+        for (const Kind kind : {Kind::kDispatchAnnounced, Kind::kDispatched,
+                                Kind::kCombineAnnounced, Kind::kCombined, Kind::kLateRouting}) {
           offsets.push_back(signals.offset(kind, parity, peer));
+        }
+        for (const Kind kind : {Kind::kDispatchAnnounced, Kind::kCombineAnnounced}) {
+          const int64_t facts = signals.facts_offset(kind, parity, peer);
+          for (int64_t word = 0; word < 4; ++word) offsets.push_back(facts + 8 * word);
         }
       }
       for (const Kind kind : {Kind::kDispatchTaken, Kind::kCombineTaken}) {

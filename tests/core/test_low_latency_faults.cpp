@@ -107,12 +107,11 @@ TEST(low_latency_refusals_void_one_call) {
       };
       stall(jitter);
       if (!in_combine && refusing) {
-        mode.refuse_dispatch(reason_of(rank, round), &options.geometry);
+        mode.refuse_dispatch(reason_of(rank, round));
         continue;
       }
-      const uint32_t dispatched = send(mode, call, rank);
       Arrived arrived(call);
-      const auto take = [&] { mode.dispatch_receive(dispatched, arrived.view()); };
+      const auto take = [&] { mode.dispatch_receive(send(mode, call, rank), arrived.view()); };
       if (!in_combine) {
         expect_refusal(refusal_of(take), "low_latency dispatch");
         CHECK_EQ(arrived.expert_totals[0], 1000);  // nothing of a void call is counted
@@ -122,7 +121,7 @@ TEST(low_latency_refusals_void_one_call) {
       check_arrived(call, rank, arrived, world.none_absent);
       stall(jitter);
       if (refusing) {
-        mode.refuse_combine(reason_of(rank, round), &options.geometry);
+        mode.refuse_combine(reason_of(rank, round));
         continue;
       }
       const uint32_t combined = answer(mode, call, rank, arrived, world.none_absent);
@@ -137,22 +136,25 @@ TEST(low_latency_refusals_void_one_call) {
 // must not wait for them to learn it before it takes part in that combine.
 TEST(low_latency_refusing_while_others_overlap) {
   constexpr int32_t kRanks = 3;
-  const World world = world_for(small_options(kRanks, 0).geometry);
-  on_ranks(kRanks, [&](int32_t rank) {
-    Random jitter(static_cast<uint64_t>(rank));
-    LowLatency& mode = world[rank];
-    for (uint64_t round = 0; round < 500 / kRoundsShare; ++round) {
-      const bool refuses = round % kRanks == static_cast<uint64_t>(rank);
-      const Call call(round, small_options(kRanks, round / 2));
-      const Arrived arrived = dispatch(mode, call, rank);
-      const uint32_t other = refuses ? 0 : send(mode, call, rank);
-      if (refuses) mode.refuse_dispatch("no");
-      stall(jitter);
-      const uint32_t combined = answer(mode, call, rank, arrived, world.none_absent);
-      check_result(call, rank, collect(mode, call, rank, combined), world.none_absent);
-      if (!refuses) refusal_of([&] { receive(mode, call, other); });
-    }
-  });
+  for (const uint64_t number :
+       {uint64_t{0}, uint64_t{1}}) {  // weights with dispatch, and with combine
+    const World world = world_for(small_options(kRanks, number).geometry);
+    on_ranks(kRanks, [&](int32_t rank) {
+      Random jitter(static_cast<uint64_t>(rank));
+      LowLatency& mode = world[rank];
+      for (uint64_t round = 0; round < 250 / kRoundsShare; ++round) {
+        const bool refuses = round % kRanks == static_cast<uint64_t>(rank);
+        const Call call(round, small_options(kRanks, number));
+        const Arrived arrived = dispatch(mode, call, rank);
+        const uint32_t other = refuses ? 0 : send(mode, call, rank);
+        if (refuses) mode.refuse_dispatch("no");
+        stall(jitter);
+        const uint32_t combined = answer(mode, call, rank, arrived, world.none_absent);
+        check_result(call, rank, collect(mode, call, rank, combined), world.none_absent);
+        if (!refuses) refusal_of([&] { receive(mode, call, other); });
+      }
+    });
+  }
 }
 
 // The call that a rank refuses may be the first of a geometry that it then never learns of. What
@@ -172,13 +174,128 @@ TEST(low_latency_refusing_a_new_geometry) {
       check_arrived(before, rank, dispatch(mode, before, rank), world.none_absent);
       stall(jitter);
       if (rank == 0) {
-        mode.refuse_dispatch("no", &narrow.geometry);
+        mode.refuse_dispatch("no");
       } else {
         refusal_of([&] { dispatch(mode, Call(round, narrow), rank); });
       }
       const Call after(round + 1, wide);
       check_arrived(after, rank, dispatch(mode, after, rank), world.none_absent);
     }
+  });
+}
+
+namespace {
+
+// What `body` finds that the ranks disagree about.
+template <typename Body>
+std::string disagreement_of(Body body) {
+  try {
+    body();
+  } catch (const BadArgument& error) {
+    return error.argument;
+  }
+  check::fail(__FILE__, __LINE__, "the ranks agreed");
+}
+
+// Rank 2 means another call than the others: all throw the same, and the next call works. Before
+// that, all have agreed to `before`, so that the others of `usual` may have nothing left to agree.
+void expect_disagreement(const CallOptions& before, const CallOptions& usual,
+                         const CallOptions& odd, const std::string& argument) {
+  constexpr int32_t kRanks = 3;
+  const World world = world_for(largest(kRanks));
+  on_ranks(kRanks, [&](int32_t rank) {
+    Random jitter(static_cast<uint64_t>(rank));
+    LowLatency& mode = world[rank];
+    for (uint64_t round = 0; round < 200 / kRoundsShare; ++round) {
+      run_call(mode, Call(round, before), rank, world.none_absent, jitter);
+      stall(jitter);
+      const Call call(round, rank == 2 ? odd : usual);
+      const std::string found = disagreement_of([&] { dispatch(mode, call, rank); });
+      CHECK(found.starts_with(argument));
+    }
+    run_call(mode, Call(1, usual), rank, world.none_absent, jitter);
+  });
+}
+
+}  // namespace
+
+TEST(low_latency_ranks_disagree_about_the_geometry) {
+  CallOptions usual{};
+  usual.geometry = {3, 6, 2, 64, 9};
+  const auto with = [&](auto change) {
+    CallOptions odd = usual;
+    change(odd.geometry);
+    return odd;
+  };
+  const CallOptions odd[] = {
+      with([](auto& g) { g.experts = 9; }), with([](auto& g) { g.top_k = 3; }),
+      with([](auto& g) { g.hidden = 128; }), with([](auto& g) { g.max_tokens = 8; })};
+  const char* names[] = {"num_experts", "top_k", "hidden", "max_tokens"};
+  CallOptions third = usual;
+  third.geometry.hidden = 16;
+  for (size_t i = 0; i < std::size(odd); ++i) {
+    expect_disagreement(usual, usual, odd[i], names[i]);   // only rank 2 has something to agree
+    expect_disagreement(odd[i], usual, odd[i], names[i]);  // all but rank 2 have
+    expect_disagreement(third, usual, odd[i], names[i]);   // all have
+  }
+}
+
+TEST(low_latency_ranks_disagree_about_a_dispatch) {
+  const CallOptions usual = small_options(3, 0);
+  CallOptions odd = usual;
+  odd.encoding = usual.encoding == RowEncoding::kBf16 ? RowEncoding::kFp8 : RowEncoding::kBf16;
+  expect_disagreement(usual, usual, odd, "encoding of rows");
+  odd = usual;
+  odd.weights = usual.weights == Weights::kWithDispatch ? Weights::kNone : Weights::kWithDispatch;
+  expect_disagreement(usual, usual, odd, "weights");
+}
+
+// Late weights on one rank only: the others do not wait for what nobody sends. Or no weights there.
+TEST(low_latency_ranks_disagree_about_a_combine) {
+  constexpr int32_t kRanks = 3;
+  CallOptions usual = small_options(kRanks, 0);
+  usual.weights = Weights::kNone;
+  const World world = world_for(usual.geometry);
+  on_ranks(kRanks, [&](int32_t rank) {
+    Random jitter(static_cast<uint64_t>(rank));
+    LowLatency& mode = world[rank];
+    for (uint64_t round = 0; round < 200 / kRoundsShare; ++round) {
+      const Call call(round, usual);
+      CallOptions odd = usual;
+      odd.weights = round % 2 == 0 ? Weights::kWithCombine : Weights::kWithDispatch;
+      const bool is_odd = round % kRanks == static_cast<uint64_t>(rank);
+      const Call mine(round, is_odd ? odd : usual);
+      const Arrived arrived = dispatch(mode, call, rank);
+      stall(jitter);
+      const std::string found = disagreement_of(
+          [&] { collect(mode, mine, rank, answer(mode, mine, rank, arrived, world.none_absent)); });
+      CHECK(found.starts_with("weights"));
+    }
+    run_call(mode, Call(1, usual), rank, world.none_absent, jitter);
+  });
+}
+
+// Weights with dispatch and weights with combine come to the same memory.
+TEST(low_latency_weights_of_both_kinds_take_turns) {
+  CallOptions early = small_options(2, 0);
+  early.weights = Weights::kWithDispatch;
+  CallOptions late = early;
+  late.weights = Weights::kWithCombine;
+  const World world = world_for(early.geometry);
+  on_ranks(2, [&](int32_t rank) {
+    Random jitter(static_cast<uint64_t>(rank));
+    LowLatency& mode = world[rank];
+    for (uint64_t round = 0; round < 300 / kRoundsShare; ++round) {
+      run_call(mode, Call(round, round % 2 == 0 ? early : late), rank, world.none_absent, jitter);
+    }
+    const Call first(1, late);
+    const Arrived arrived = dispatch(mode, first, rank);
+    const Call second(2, early);
+    const uint32_t open = send(mode, second, rank);
+    CHECK_THROWS(answer(mode, first, rank, arrived, world.none_absent), Misuse);
+    check_arrived(second, rank, receive(mode, second, open), world.none_absent);
+    const uint32_t combined = answer(mode, first, rank, arrived, world.none_absent);
+    check_result(first, rank, collect(mode, first, rank, combined), world.none_absent);
   });
 }
 

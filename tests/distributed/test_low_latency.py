@@ -312,7 +312,7 @@ def test_bytes_of_memory() -> None:
         needed = LowLatency.required_bytes(Geometry(ranks, experts, top_k, hidden, tokens))
         slot = -(-2 * hidden // 16) * 16
         rows = ranks * tokens
-        formula = 64 * ranks + 4 * rows * slot + 16 * rows * top_k + 2 * rows
+        formula = 224 * ranks + 4 * rows * slot + 16 * rows * top_k + 2 * rows
         assert formula <= needed <= formula + 7 * 128
         deep_ep = 4 * experts * tokens * (2 * hidden + hidden // 32)
         assert needed <= deep_ep, (ranks, experts, hidden)

@@ -193,6 +193,37 @@ def test_combine_with_the_handle_of_another_object(
         assert "another ExpertParallel" in str(error)
 
 
+def _disagreeing_call(group: dist.ProcessGroup, mode: str, phase: str) -> tuple[object, bool]:
+    shape = Shape(mode=mode)
+    with shape.open(group) as ep:
+        assert works(ep, shape)
+        call = good_call(shape, ep.rank)
+        odd = ep.rank == BAD_RANK
+        if phase == "dispatch":
+            weights = None if odd else call.topk_weights
+            error = caught(lambda: ep.dispatch(call.x, call.topk_idx, weights))
+        else:
+            received = ep.dispatch(call.x, call.topk_idx, call.topk_weights)
+            error = caught(lambda: ep.combine(received.tokens, received, weighted=not odd))
+        return error, works(ep, shape)
+
+
+# Combine of high throughput needs no agreement: weights are applied where the rows are.
+@pytest.mark.parametrize(
+    ("mode", "phase"),
+    [("low_latency", "dispatch"), ("low_latency", "combine"), ("high_throughput", "dispatch")],
+)
+def test_weights_on_some_ranks_only(
+    pools: Callable[[int], RankPool], mode: str, phase: str
+) -> None:
+    for error, works_after in pools(RANKS).run(_disagreeing_call, mode, phase):
+        assert works_after
+        assert isinstance(error, fanfold.ArgumentError | fanfold.PeerRefused), error
+        assert "weights" in str(error)
+        assert f"rank {BAD_RANK}" in str(error)
+        assert mode != "low_latency" or isinstance(error, fanfold.ArgumentError)
+
+
 def _misuse(group: dist.ProcessGroup) -> list[str]:
     shape = Shape()
     found = []

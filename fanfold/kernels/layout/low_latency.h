@@ -1,12 +1,12 @@
 // Where everything of the low-latency mode lies in a rank's symmetric memory.
 //
-//   signals      fixed for a number of ranks, so they keep their meaning when the geometry changes
-//   rows         [parity][source rank][source token]  slots      dispatch, by the source
-//   experts      [parity][source rank][token][top_k]  int16      dispatch, by the source
-//   late experts [parity][source rank][token][top_k]  int16      combine, by the source
-//   weights      [parity][source rank][token][top_k]  float32    either, by the source
-//   results      [parity][expert rank][token]         slots      combine, by the expert side
-//   encodings    [parity][expert rank][token]         uint8      combine, by the expert side
+//   signals, facts  fixed for a number of ranks: they keep their place when the geometry changes
+//   rows            [parity][source rank][source token]  slots    dispatch, by the source
+//   experts         [parity][source rank][token][top_k]  int16    dispatch, by the source
+//   late experts    [parity][source rank][token][top_k]  int16    combine, by the source
+//   weights         [parity][source rank][token][top_k]  float32  either, by the source
+//   results         [parity][expert rank][token]         slots    combine, by the expert side
+//   encodings       [parity][expert rank][token]         uint8    combine, by the expert side
 //
 // A row's slot is its own token index: nothing is allocated, so nothing can race.
 // "Late" routing is what a caller brings only with combine, as the DeepEP face does.
@@ -34,25 +34,46 @@ struct LowLatencyGeometry {
   }
 };
 
-// What one rank waits for: `kParities` words from every peer for what carries a number, one word
-// from every peer for what only grows. All lie in the memory of the rank that waits.
+// What every rank says of a call before it sends anything, and all must say alike.
+struct LowLatencyFacts {
+  int32_t experts;
+  int32_t top_k;
+  int32_t hidden;
+  int32_t max_tokens;
+  int32_t encoding;  // of dispatched rows; 0 in combine
+  int32_t weights;   // 0: the call uses none; 1: those that came with dispatch; 2: with combine
+  int32_t reserved[2];
+};
+static_assert(sizeof(LowLatencyFacts) == 32);
+
+// What one rank waits for: `kParities` words from every peer for what belongs to a call, one word
+// from every peer for what only grows, and behind them the facts of the calls. All lie in the
+// memory of the rank that waits.
 struct LowLatencySignals {
   int32_t ranks;
 
   enum Kind : int32_t {
-    kDispatched = 0,     // value: tokens of the source
-    kCombined = 2,       // value: rows written
-    kLateRouting = 4,    // value: tokens of the source
-    kDispatchTaken = 6,  // epoch: the last dispatch whose rows the peer has read
-    kCombineTaken = 7,   // epoch: the last combine whose rows the peer has read
-    kKinds = 8,
+    kDispatchAnnounced = 0,  // the facts of the call stand
+    kDispatched = 2,         // value: tokens of the source
+    kCombineAnnounced = 4,
+    kLateRouting = 6,     // value: tokens of the source
+    kCombined = 8,        // value: rows written
+    kDispatchTaken = 10,  // epoch: the last dispatch whose rows the peer has read
+    kCombineTaken = 11,   // epoch: the last combine whose rows the peer has read
+    kKinds = 12,
   };
 
   FANFOLD_HD constexpr int64_t offset(Kind kind, int32_t parity, int32_t peer) const {
     return ((int64_t{kind} + parity) * ranks + peer) * 8;
   }
+  // `announced` says whether dispatch or combine.
+  FANFOLD_HD constexpr int64_t facts_offset(Kind announced, int32_t parity, int32_t peer) const {
+    const int32_t call = announced == kDispatchAnnounced ? 0 : kParities;
+    const int64_t words = int64_t{kKinds} * ranks * 8;
+    return words + (int64_t{call + parity} * ranks + peer) * int64_t{sizeof(LowLatencyFacts)};
+  }
   FANFOLD_HD constexpr int64_t bytes() const {
-    return align_up(int64_t{kKinds} * ranks * 8, kAreaAlignment);
+    return align_up(facts_offset(kCombineAnnounced, kParities - 1, ranks), kAreaAlignment);
   }
 };
 

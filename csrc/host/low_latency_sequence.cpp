@@ -1,0 +1,189 @@
+#include "host/low_latency_sequence.h"
+
+#include <chrono>
+
+namespace fanfold {
+
+LowLatencySequence::LowLatencySequence(SymmetricMemory& memory, int64_t offset, Phase phase,
+                                       uint32_t epoch)
+    : memory_(memory), offset_(offset), signals_{memory.ranks()}, phase_(phase), epoch_(epoch) {
+  if (phase != Phase::kLowLatencyCombine) return;
+  announced_ = Kind::kCombineAnnounced;
+  arrived_ = Kind::kCombined;
+  taken_ = Kind::kCombineTaken;
+}
+
+// What `peer` has told `owner` about its call.
+LowLatencyFacts& LowLatencySequence::facts(int32_t owner, uint32_t epoch, int32_t peer) const {
+  const int64_t place = offset_ + signals_.facts_offset(announced_, parity_of(epoch), peer);
+  return *reinterpret_cast<LowLatencyFacts*>(memory_.base(owner) + place);
+}
+
+// --- The course of a call -------------------------------------------------------------------
+
+uint32_t LowLatencySequence::open() {
+  memory_.check_usable();
+  const uint32_t epoch = epoch_ + 1;
+  if (call_at(epoch).in_flight) {
+    throw Misuse(std::string("the last call but one of ") + name_of(phase_) +
+                 " is still in flight, and two may be; finish it (call its hook) first");
+  }
+  // A parity is written again only when its previous rows have been read by the peer.
+  for (int32_t peer = 0; peer < memory_.ranks(); ++peer) {
+    memory_.wait(peer, taken(peer), epoch - kParities, phase_);
+  }
+  epoch_ = epoch;
+  call_at(epoch) = Call{.in_flight = true, .refused_by = {}, .disagreement = {}};
+  return epoch;
+}
+
+uint32_t LowLatencySequence::begin(const LowLatencyFacts& own) {
+  const uint32_t epoch = open();
+  for (int32_t peer = 0; peer < memory_.ranks(); ++peer) {
+    if (memory_.masked(peer)) continue;
+    facts(peer, epoch, memory_.rank()) = own;
+    memory_.push_quietly(peer, signal(announced_, epoch, memory_.rank()), Signal{epoch, 0});
+  }
+  return epoch;
+}
+
+void LowLatencySequence::agree(uint32_t epoch) {
+  for (int32_t peer = 0; peer < memory_.ranks(); ++peer) {
+    if (peer != memory_.rank() && !memory_.masked(peer)) memory_.wake(peer);
+  }
+  for (int32_t peer = 0; peer < memory_.ranks(); ++peer) {
+    if (await_either(announced_, epoch, peer)) compare(epoch, peer);
+  }
+  const Call& call = call_at(epoch);
+  if (call.refused_by) {
+    // Some may not need to agree, and wait for rows by now.
+    for (int32_t peer = 0; peer < memory_.ranks(); ++peer) {
+      if (!memory_.masked(peer)) publish(epoch, peer, 0);
+    }
+    finish(epoch);
+  } else if (call.disagreement) {
+    refuse(epoch, call.disagreement->what());
+    finish(epoch);
+  }
+}
+
+void LowLatencySequence::publish(uint32_t epoch, int32_t peer, int32_t value) const {
+  memory_.push(peer, signal(arrived_, epoch, memory_.rank()), Signal{epoch, value});
+}
+
+void LowLatencySequence::publish_late_routing(uint32_t epoch, int32_t peer, int32_t tokens) const {
+  memory_.push(peer, signal(Kind::kLateRouting, epoch, memory_.rank()), Signal{epoch, tokens});
+}
+
+void LowLatencySequence::release(uint32_t epoch) {
+  call_at(epoch).in_flight = false;
+  // Receives may come in any order, but a peer takes "taken" for all calls up to this epoch.
+  const uint32_t last = epoch_;
+  const uint32_t all_taken = call_at(last - 1).in_flight ? last - 2
+                             : call_at(last).in_flight   ? last - 1
+                                                         : last;
+  for (int32_t peer = 0; peer < memory_.ranks(); ++peer) {
+    memory_.push(peer, taken(memory_.rank()), Signal{all_taken, 0});
+  }
+}
+
+void LowLatencySequence::finish(uint32_t epoch) {
+  const Call call = call_at(epoch);
+  // Once this call counts as taken, a refuser may write its next reason, so its last is read first.
+  std::optional<RefusalFacts> refusal;
+  if (call.refused_by) refusal = memory_.refusal(*call.refused_by, phase_, epoch);
+  release(epoch);
+  // Ranks that disagree also refuse, sooner or later; all shall throw the same.
+  if (call.disagreement) throw BadArgument(*call.disagreement);
+  if (refusal) throw PeerRefused(*refusal);
+}
+
+void LowLatencySequence::refuse(const std::string& reason) {
+  const uint32_t epoch = open();
+  refuse(epoch, reason);
+  release(epoch);
+}
+
+void LowLatencySequence::refuse(uint32_t epoch, const std::string& reason) {
+  memory_.set_reason(phase_, epoch, reason);
+  for (int32_t peer = 0; peer < memory_.ranks(); ++peer) {
+    if (peer != memory_.rank() && !memory_.masked(peer)) publish(epoch, peer, kRefused);
+  }
+}
+
+// --- Arrivals -------------------------------------------------------------------------------
+
+// Waits until `peer` has sent a signal of `kind` or all of its call; false if it is masked.
+bool LowLatencySequence::await_either(Kind kind, uint32_t epoch, int32_t peer) {
+  if (memory_.masked(peer)) return false;
+  return memory_.wait_until([&] { return has(kind, epoch, peer) || has(arrived_, epoch, peer); },
+                            [&] {
+                              const int64_t actual = memory_.peek(signal(kind, epoch, peer)).epoch;
+                              return TimeoutFacts{
+                                  memory_.rank(), peer, name_of(phase_), epoch, actual, 0.0, false};
+                            });
+}
+
+int32_t LowLatencySequence::await(uint32_t epoch, int32_t peer, int64_t* wait_ns) {
+  const auto start = std::chrono::steady_clock::now();
+  const auto arrived = memory_.wait(peer, signal(arrived_, epoch, peer), epoch, phase_);
+  if (wait_ns != nullptr) {
+    wait_ns[peer] += std::chrono::nanoseconds(std::chrono::steady_clock::now() - start).count();
+  }
+  if (!arrived) return 0;
+  compare(epoch, peer);
+  return is_void(epoch) ? 0 : arrived->value;
+}
+
+int32_t LowLatencySequence::await_late_routing(uint32_t epoch, int32_t peer) {
+  if (!await_either(Kind::kLateRouting, epoch, peer)) return 0;
+  return has(Kind::kLateRouting, epoch, peer)
+             ? memory_.peek(signal(Kind::kLateRouting, epoch, peer)).value
+             : 0;
+}
+
+// Remembers if `peer`, which has announced this call or ended it, refused it or means another one.
+void LowLatencySequence::compare(uint32_t epoch, int32_t peer) {
+  Call& call = call_at(epoch);
+  const Signal arrival = memory_.peek(signal(arrived_, epoch, peer));
+  if (arrival.epoch == epoch && arrival.value == kRefused) call.refused_by = peer;
+  if (!has(announced_, epoch, peer)) return;  // a refusal instead of a call
+  const LowLatencyFacts& ours = facts(memory_.rank(), epoch, memory_.rank());
+  const LowLatencyFacts& theirs = facts(memory_.rank(), epoch, peer);
+  const auto same = [&](const char* name, int32_t own, int32_t other) {
+    if (own == other || call.disagreement) return;
+    call.disagreement.emplace(name,
+                              std::to_string(own) + " on rank " + std::to_string(memory_.rank()) +
+                                  " and " + std::to_string(other) + " on rank " +
+                                  std::to_string(peer),
+                              "the same on all ranks");
+  };
+  same("num_experts", ours.experts, theirs.experts);
+  same("top_k", ours.top_k, theirs.top_k);
+  same("hidden", ours.hidden, theirs.hidden);
+  same("max_tokens (num_max_dispatch_tokens_per_rank)", ours.max_tokens, theirs.max_tokens);
+  same("encoding of rows (0 bf16, 1 fp8, 2 fp8 with power-of-two scales)", ours.encoding,
+       theirs.encoding);
+  same("weights (0 none, 1 with dispatch, 2 with combine)", ours.weights, theirs.weights);
+}
+
+void LowLatencySequence::require_in_flight(uint32_t epoch) const {
+  memory_.check_usable();
+  if (!call_at(epoch).in_flight || !reached(epoch_, epoch) || reached(epoch_, epoch + kParities)) {
+    throw Misuse(std::string("this call of ") + name_of(phase_) + " (epoch " +
+                 std::to_string(epoch) + ") has been received already");
+  }
+}
+
+void LowLatencySequence::quiesce() {
+  for (const Call& call : calls_) {
+    if (!call.in_flight) continue;
+    throw Misuse(std::string("a call of ") + name_of(phase_) +
+                 " is in flight; finish it (call its hook) before the geometry changes");
+  }
+  for (int32_t peer = 0; peer < memory_.ranks(); ++peer) {
+    memory_.wait(peer, taken(peer), epoch_, phase_);
+  }
+}
+
+}  // namespace fanfold
