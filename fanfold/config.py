@@ -8,6 +8,7 @@ default; a malformed one is an error that names it. This module is the only one 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 
 from fanfold.errors import ConfigError
 
-__all__ = ["Config", "Setting", "settings"]
+__all__ = ["Config", "Setting", "settings", "unknown_variables"]
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,15 @@ _SETTINGS = (
 def settings() -> tuple[Setting, ...]:
     """Every setting there is, in the order of ``fanfold env``."""
     return _SETTINGS
+
+
+def unknown_variables() -> dict[str, str | None]:
+    """The variables ``FANFOLD_*`` of the environment that set nothing, most likely misspelt, each
+    with the variable that is probably meant, if one is near."""
+    known = [setting.variable for setting in _SETTINGS]
+    given = sorted(name for name in os.environ if name.startswith("FANFOLD_"))
+    near = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.8) for name in given}
+    return {name: next(iter(near[name]), None) for name in given if name not in known}
 
 
 @dataclass(frozen=True)

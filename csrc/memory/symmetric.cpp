@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cstring>
 #include <new>
 
@@ -66,7 +67,8 @@ void SymmetricMemory::map(const std::vector<PeerAddress>& peers) {
     regions_[index(peer)] = Region::open(address.pid, address.descriptor, mapped_bytes());
     processes_[index(peer)] = ProcessHandle(address.pid);
     if (control(peer).magic != kControlMagic) {
-      throw SystemFailure("the memory of rank " + std::to_string(peer) + " is not Fanfold's", 0);
+      throw SystemFailure("the memory of rank " + std::to_string(peer) + " is not Fanfold's",
+                          EBADMSG);
     }
   }
 }

@@ -8,7 +8,7 @@ import shutil
 import textwrap
 from dataclasses import asdict, dataclass
 
-from fanfold.config import Config, Setting, settings
+from fanfold.config import Config, Setting, settings, unknown_variables
 from fanfold.errors import ConfigError
 
 __all__ = ["Row", "add_arguments", "explain", "run"]
@@ -57,20 +57,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Prints every setting, its value, where the value came from (the environment or the "
         "default), its environment variable and what it is for. Exits with 2 if a variable is "
-        "malformed."
+        "malformed, or is named FANFOLD_... and is no setting."
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the settings: 0, or 2 if a variable is malformed."""
+    """Prints the settings: 0, or 2 if a variable is malformed or unknown."""
     rows = explain()
-    malformed = any(row.error is not None for row in rows)
+    unknown = unknown_variables()
     if args.json:
-        print(json.dumps({"settings": [asdict(row) for row in rows]}))
+        print(json.dumps({"settings": [asdict(row) for row in rows], "unknown": unknown}))
     else:
         print(_text(rows))
-    return 2 if malformed else 0
+        for variable, meant in unknown.items():
+            hint = "" if meant is None else f"; {meant} is one"
+            print(f"error: {variable} is in the environment, but is no setting{hint}")
+    return 2 if unknown or any(row.error is not None for row in rows) else 0
 
 
 def _text(rows: list[Row]) -> str:

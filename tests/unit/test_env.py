@@ -74,6 +74,18 @@ def test_json() -> None:
     assert all(rows[setting.name]["help"] == setting.help for setting in settings())
 
 
+def test_misspelt_variables() -> None:
+    done = run_env(FANFOLD_TIMEOUT="5", FANFOLD_COLOUR="red")
+    assert (done.returncode, done.stderr) == (2, "")
+    assert done.stdout.splitlines()[-2:] == [
+        "error: FANFOLD_COLOUR is in the environment, but is no setting",
+        "error: FANFOLD_TIMEOUT is in the environment, but is no setting; FANFOLD_TIMEOUT_S is one",
+    ]
+    done = run_env("--json", FANFOLD_TIMEOUT="5")
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["unknown"] == {"FANFOLD_TIMEOUT": "FANFOLD_TIMEOUT_S"}
+
+
 def test_needs_neither_torch_nor_rich() -> None:
     program = "import sys; sys.modules['torch'] = sys.modules['rich'] = None\n" + PROGRAM
     done = subprocess.run(
