@@ -196,7 +196,8 @@ class ExpertParallel:
 
         Raises:
             ArgumentError: bad input: nothing was sent, the call is void on all ranks (the others
-                raise PeerRefused), and this object stays usable.
+                raise PeerRefused), and this object stays usable. Or ranks that disagree about
+                the call, weights on some only for example: the call is void on all likewise.
             PeerRefused: another rank refused its input; this object stays usable.
             PeerTimeout: a peer did not arrive in time; close this object.
             UsageError: closed, failed earlier, or more than two dispatches open.

@@ -157,7 +157,10 @@ class LowLatency:
             statistics: tensors to add to when the hook runs.
 
         Raises:
-            ArgumentError: bad input; nothing was sent, and peers raise PeerRefused.
+            ArgumentError: bad input; nothing was sent, and peers raise PeerRefused. From here or
+                from the hook, and on all ranks: they disagree about geometry, row_format or
+                whether weights come along.
+            PeerRefused: another rank refused its input; from here or from the hook.
             PeerTimeout: a peer has not read an earlier call in time.
             UsageError: two dispatches are in flight already.
         """

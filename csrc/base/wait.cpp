@@ -20,6 +20,10 @@ using Clock = std::chrono::steady_clock;
 // A yield costs about a microsecond when nobody else wants the core.
 constexpr int kYields = 64;
 
+// A longer gap between two looks, beyond the sleep, is time in which this process did not run (it
+// was stopped, or the machine slept): its peers stood still too, or shall not pay for it.
+constexpr auto kLongestGap = std::chrono::seconds(1);
+
 std::atomic<InterruptCheck> g_interrupt_check{nullptr};
 
 // Shared between processes, so not FUTEX_PRIVATE_FLAG.
@@ -65,7 +69,14 @@ WaitResult Waiter::until(const std::function<bool()>& ready,
                          const std::function<bool()>& hopeless) const {
   if (ready()) return WaitResult::kReady;
   const auto start = Clock::now();
-  const auto left = [&] { return std::max(policy_.timeout - (Clock::now() - start), {}); };
+  auto looked = start;
+  Clock::duration waited{};
+  const auto left = [&] {
+    const auto gap = Clock::now() - looked;
+    looked += gap;
+    waited += std::min<Clock::duration>(gap, 2 * policy_.idle + kLongestGap);
+    return std::max<Clock::duration>(policy_.timeout - waited, {});
+  };
   while (Clock::now() - start < std::min(policy_.spin, policy_.timeout)) {
     pause_briefly();
     if (ready()) return WaitResult::kReady;

@@ -32,7 +32,8 @@ class Waiter {
   // Waits on `bell`, the doorbell of this rank.
   Waiter(Doorbell& bell, WaitPolicy policy) : bell_(bell), policy_(policy) {}
 
-  // Spins, then yields, then sleeps until `ready()`; at most `policy.timeout`.
+  // Spins, then yields, then sleeps until `ready()`; at most `policy.timeout`, to which a time in
+  // which the whole process stood still counts for little.
   // `hopeless()` is asked now and then during a long wait; when it says yes and `ready()` still
   // does not hold, the wait ends early as kAbandoned.
   WaitResult until(const std::function<bool()>& ready, const std::function<bool()>& hopeless) const;

@@ -199,3 +199,28 @@ def test_short_stalls_do_no_harm(own_pool: RankPool, mode: str) -> None:
         time.sleep(0.02)
         own_pool.kill(step % RANKS, signal.SIGCONT)
     assert own_pool.collect() == [300] * RANKS
+
+
+def _waiting(group: dist.ProcessGroup, mode: str, begun: Path) -> bool:
+    """Whether a round goes well in which the others wait for the victim."""
+    shape = Shape(mode=mode, timeout_s=4.0)
+    with shape.open(group) as ep:
+        if ep.rank == VICTIM:
+            begun.touch()
+            time.sleep(1.5)
+        return works(ep, shape)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_suspended_job_goes_on(own_pool: RankPool, mode: str, tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    own_pool.submit(_waiting, [(mode, begun)] * RANKS)
+    while not begun.exists():
+        time.sleep(0.01)
+    time.sleep(0.5)
+    for rank in range(RANKS):
+        own_pool.kill(rank, signal.SIGSTOP)
+    time.sleep(5.0)  # longer than the ranks may wait
+    for rank in range(RANKS):
+        own_pool.kill(rank, signal.SIGCONT)
+    assert own_pool.collect() == [True] * RANKS
