@@ -89,6 +89,7 @@ PROBES: tuple[Probe, ...] = (
     Probe("python", host.python),
     Probe("torch", host.torch, "pip install torch; python -c 'import torch' shows more",
           module="torch", limit_s=120.0),
+    Probe("numpy", host.numpy, "pip install numpy", module="numpy"),
     Probe("core", host.core, "build it again for this Python: make build, or pip install .",
           module="fanfold._core"),
     Probe("rich", host.rich, "pip install rich", module="rich"),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Outcome", "Status", "core", "cores", "dispatch_and_combine", "matplotlib", "memory", "mpi4py",
-    "python", "rich", "self_test", "settings", "shared_memory", "slurm", "system", "torch",
+    "numpy", "python", "rich", "self_test", "settings", "shared_memory", "slurm", "system", "torch",
     "torchrun",
 ]  # fmt: skip
 
@@ -87,6 +87,11 @@ def core() -> Outcome:
     """Fanfold's own C++ core."""
     found = importlib.import_module("fanfold._core")
     return "ok", f"imports ({Path(str(found.__file__)).name})"
+
+
+def numpy() -> Outcome:
+    """The package through which torch.distributed exchanges Python objects."""
+    return "ok", str(importlib.import_module("numpy").__version__)
 
 
 def rich() -> Outcome:

@@ -64,7 +64,17 @@ def test_it_works_here_without_home_and_with_odd_variables(tmp_path: Path) -> No
     assert json.loads(printed)["works"] is True
     found = by_name(printed)
     assert list(found) == NAMES
-    for name in ("system", "python", "torch", "core", "rich", "cores", "memory", "shared memory"):
+    for name in (
+        "system",
+        "python",
+        "torch",
+        "numpy",
+        "core",
+        "rich",
+        "cores",
+        "memory",
+        "shared memory",
+    ):
         assert found[name]["status"] == "ok", found[name]
     assert found["self-test"]["detail"].endswith("2048 values are right")
     assert found["settings"]["status"] == "problem"
