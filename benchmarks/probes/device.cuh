@@ -45,6 +45,16 @@ __device__ __forceinline__ uint4 load_constant(const uint4* address) {
   return v;
 }
 
+// Read once; what other threads wrote before a signal that was awaited is seen.
+__device__ __forceinline__ uint4 load_once(const uint4* address) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address)
+               : "memory");
+  return v;
+}
+
 __device__ __forceinline__ void store_weak(uint4* address, uint4 v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y),
                "r"(v.z), "r"(v.w)
@@ -113,6 +123,79 @@ __device__ __forceinline__ void bulk_wait_source_read() {
 // All committed copies are written where they go.
 __device__ __forceinline__ void bulk_wait_written() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// All but the youngest `Groups` committed groups have left shared memory.
+template <int Groups>
+__device__ __forceinline__ void bulk_wait_source_read_but() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Groups) : "memory");
+}
+
+// All but the youngest `Groups` committed groups are written where they go.
+template <int Groups>
+__device__ __forceinline__ void bulk_wait_written_but() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(Groups) : "memory");
+}
+
+// ---- bulk copies from global memory (local or a peer's) to shared memory ------------------------
+
+// Counts the bytes of bulk loads; each use of a slot of a ring is one phase.
+struct ArrivalBarrier {
+  uint64_t word;
+};
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ void init(ArrivalBarrier* barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(arrivals)
+               : "memory");
+}
+
+__device__ __forceinline__ void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;\n fence.proxy.async.shared::cta;" ::
+                   : "memory");
+}
+
+__device__ __forceinline__ void arrive(ArrivalBarrier* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+__device__ __forceinline__ void arrive_expecting(ArrivalBarrier* barrier, uint32_t bytes) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
+}
+
+__device__ __forceinline__ bool phase_is_over(ArrivalBarrier* barrier, uint32_t parity) {
+  uint32_t over;
+  asm volatile(
+      "{\n .reg .pred p;\n"
+      " mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      " selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(over)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return over != 0;
+}
+
+__device__ __forceinline__ void bulk_load(void* shared, const void* global, uint32_t bytes,
+                                          ArrivalBarrier* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+
+// What this thread has seen by ordinary loads (an acquired flag, say) comes before its bulk copies,
+// and its bulk copies that are written come before what it stores next.
+__device__ __forceinline__ void fence_global_and_bulk() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 // ---- barriers of some warps, dependent launches, clocks -----------------------------------------

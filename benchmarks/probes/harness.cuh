@@ -29,6 +29,22 @@ T* device_array(size_t count, int byte = 0) {
   return static_cast<T*>(memory);
 }
 
+template <class T>
+T* upload(const std::vector<T>& values) {
+  T* memory = device_array<T>(values.size());
+  check(cudaMemcpy(memory, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice),
+        "upload");
+  return memory;
+}
+
+// The value of a counter on the current device, which becomes 0.
+inline uint32_t take(uint32_t* counter) {
+  uint32_t value = 0;
+  check(cudaMemcpy(&value, counter, 4, cudaMemcpyDeviceToHost), "read counter");
+  check(cudaMemset(counter, 0, 4), "clear counter");
+  return value;
+}
+
 // ---- a barrier of all GPUs, as a kernel ---------------------------------------------------------
 
 struct BarrierBoard {
@@ -119,12 +135,7 @@ class Node {
   // True if a wait ran out since the last question.
   bool take_errors() {
     bool any = false;
-    each([&](int r) {
-      uint32_t raised = 0;
-      check(cudaMemcpy(&raised, gpus_[r].error, 4, cudaMemcpyDeviceToHost), "read error");
-      check(cudaMemset(gpus_[r].error, 0, 4), "clear error");
-      any |= raised != 0;
-    });
+    each([&](int r) { any |= take(gpus_[r].error) != 0; });
     return any;
   }
 
