@@ -356,6 +356,10 @@ class ExpertParallel:
         return_hook: bool,
     ) -> Received | tuple[Received, Hook]:
         row_format, scale_format = self._formats
+        with Refusing(self._low_latency.refuse_dispatch):
+            offsets = torch.arange(self.experts_per_rank + 1) * self.geometry.expert_capacity
+            # Combine needs the routing as it was sent, whatever becomes of the caller's tensor.
+            kept_idx = topk_idx.clone() if isinstance(topk_idx, torch.Tensor) else None
         dispatched, receive = self._low_latency.dispatch(
             self.geometry,
             x,  # type: ignore[arg-type]  # the mode refuses what is no tensor
@@ -364,18 +368,16 @@ class ExpertParallel:
             row_format=row_format,
             scale_format=scale_format,
         )
-        assert isinstance(topk_idx, torch.Tensor)
-        capacity = self.geometry.expert_capacity
+        assert kept_idx is not None
         received = Received(
             tokens=dispatched.tokens,
             scales=dispatched.scales,
             weights=dispatched.row_weights,
             tokens_per_expert=dispatched.counts,
-            offsets=torch.arange(self.experts_per_rank + 1) * capacity,
-            num_tokens=topk_idx.shape[0],
+            offsets=offsets,
+            num_tokens=kept_idx.shape[0],
             owner=self,
-            # Combine needs the routing as it was sent, whatever becomes of the caller's tensor.
-            source=LowLatencySource(dispatched, topk_idx.clone()),
+            source=LowLatencySource(dispatched, kept_idx),
             complete=False,
         )
 

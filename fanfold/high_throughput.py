@@ -244,12 +244,11 @@ class HighThroughput:
                 check_integer("capacity", capacity, 0, _MOST_ROWS)
             values, scales = _check_rows(x)
             _check_routing(topk_idx, topk_weights, values.shape[0], num_experts, self._ranks)
+            draft = _Draft.of(topk_idx, num_experts, self._ranks)
         sent = _sent(values, scales)
         sent.topk_idx, sent.topk_weights = topk_idx.data_ptr(), _address(topk_weights)
         sent.weighted = topk_weights is not None
         sent.experts, sent.top_k = num_experts, topk_idx.shape[1]
-        # The plan must not change when the caller overwrites its routing; it keeps none of it.
-        draft = _Draft.of(topk_idx, num_experts, self._ranks)
         arriving = draft.core()
         self._core.exchange_counts(sent, arriving, expert_alignment)
         with Refusing(self.refuse_dispatch):

@@ -170,13 +170,15 @@ class LowLatency:
             check_tokens(geometry, x, topk_idx, topk_weights)
             check_hidden(geometry.hidden, row_format.dtype.itemsize)
             statistics.check(geometry)
+            dispatched = self._allocate(
+                geometry, topk_weights is not None, row_format, scale_format
+            )
         sent = _core.LowLatencyTokens()
         sent.x, sent.topk_idx = x.data_ptr(), topk_idx.data_ptr()
         sent.topk_weights, sent.weighted = _address(topk_weights), topk_weights is not None
         sent.tokens = x.shape[0]
         sent.encoding = _encoding(row_format, scale_format)
         epoch = self._core.dispatch_send(_core_geometry(geometry), sent)
-        dispatched = self._allocate(geometry, topk_weights is not None, row_format, scale_format)
         return dispatched, _once(
             lambda: self._receive(epoch, dispatched, sent.encoding, scale_format, statistics)
         )

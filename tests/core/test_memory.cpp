@@ -129,8 +129,28 @@ TEST(memory_leaves_no_descriptor_mapping_or_name) {
     }
     for (const auto& memory : group) memory->close();
     CHECK_EQ(memory_mappings(), 0u);
+    CHECK_EQ(open_descriptors(), descriptors);
   }
-  CHECK_EQ(open_descriptors(), descriptors);
+}
+
+TEST(memory_is_not_inherited_by_forked_processes) {
+  const Group group = mapped_group(options_for(2, kBytes));
+  int to_parent[2];
+  CHECK_EQ(pipe2(to_parent, O_CLOEXEC), 0);
+  const pid_t child = start_idle_process([&] {
+    const size_t mappings = memory_mappings();
+    static_cast<void>(write(to_parent[1], &mappings, sizeof mappings) == sizeof mappings);
+    pause();
+  });
+  close(to_parent[1]);
+  size_t inherited = 0;
+  const bool told = read(to_parent[0], &inherited, sizeof inherited) == sizeof inherited;
+  close(to_parent[0]);
+  kill(child, SIGKILL);
+  waitpid(child, nullptr, 0);
+  CHECK(told);
+  CHECK_EQ(inherited, 0u);
+  CHECK_EQ(memory_mappings(), 4u);
 }
 
 TEST(memory_that_is_destroyed_without_close_leaves_nothing) {

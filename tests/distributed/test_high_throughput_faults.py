@@ -246,6 +246,8 @@ def _disagreements(group: dist.ProcessGroup) -> None:
                 _arguments(rank), num_experts=24 if odd else 12).dispatch(mode)),
             ("bytes of a row", lambda: dataclasses.replace(
                 _arguments(rank), x=x[:, :32].contiguous() if odd else x).dispatch(mode)),
+            ("scales of a row", lambda: dataclasses.replace(
+                _arguments(rank), x=(_fp8(x), torch.ones(len(x), 2 if odd else 1))).dispatch(mode)),
             ("weights given", lambda: dataclasses.replace(
                 _arguments(rank), topk_weights=None if odd else torch.ones(len(x), 3)
             ).dispatch(mode)),

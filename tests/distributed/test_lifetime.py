@@ -58,6 +58,33 @@ def test_a_thousand_times(pools: Callable[[int], RankPool], mode: str) -> None:
     assert _segments() == segments
 
 
+def _held() -> tuple[int, int]:
+    """Descriptors and mappings of this process that refer to Fanfold's memory."""
+    links = list(Path("/proc/self/fd").iterdir())
+    # The descriptor that lists the others is gone by now.
+    targets = [str(link.readlink()) for link in links if link.is_symlink()]
+    mappings = Path("/proc/self/maps").read_text()
+    return sum("memfd:fanfold" in target for target in targets), mappings.count("memfd:fanfold")
+
+
+def _open_and_close(group: dist.ProcessGroup, mode: str) -> list[tuple[int, int]]:
+    shape = Shape(mode=mode)
+    gc.collect()
+    before = _held()
+    ep = shape.open(group)
+    opened = _held()
+    ep.close()
+    return [before, opened, _held()]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_close_releases_the_memory(pools: Callable[[int], RankPool], mode: str) -> None:
+    for before, opened, closed in pools(2).run(_open_and_close, mode):
+        # Each rank maps its own region and its peer's, and keeps no way to open either again.
+        assert opened == (before[0], before[1] + 2)
+        assert closed == before
+
+
 def _close_twice(group: dist.ProcessGroup, mode: str) -> bool:
     shape = Shape(mode=mode)
     ep = shape.open(group)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import fanfold
 from fanfold.formats import dequantize, quantize
 from fanfold.launch import RankPool
+from tests.distributed.layers import caught
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,6 +261,9 @@ def test_extremes(pools: Callable[[int], RankPool], changes: dict[str, Any]) -> 
     _check(dataclasses.replace(PLAIN, **changes), pools)
 
 
+WAITED_NS = 10**15  # before the first dispatch
+
+
 def _statistics(group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
     """Totals over three dispatches, read through the mode, which takes statistics."""
     from fanfold.geometry import Geometry
@@ -271,7 +275,7 @@ def _statistics(group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
     geometry = Geometry(members.size, PLAIN.ranks * PLAIN.experts_per_rank, 2, 64, 8)
     nbytes = LowLatency.required_bytes(geometry)
     totals = torch.full((PLAIN.experts_per_rank,), 100, dtype=torch.int32)
-    wait_ns = torch.zeros(members.size, dtype=torch.int64)
+    wait_ns = torch.full((members.size,), WAITED_NS)
     with SymmetricMemory(members, nbytes, fanfold.Config.resolve(timeout_s=60.0)) as memory:
         mode = LowLatency(memory, 0, nbytes)
         mine = _tokens(PLAIN, members.rank)
@@ -293,8 +297,43 @@ def test_statistics(pools: Callable[[int], RankPool]) -> None:
             expert = rank * PLAIN.experts_per_rank + e
             rows = sum(int(_pair_weights(tokens, expert)[0].sum()) for tokens in sources)
             assert int(totals[e]) == 100 + 3 * rows
-        assert bool((wait_ns >= 0).all())
-        assert bool((wait_ns > 0).any())
+        assert bool((wait_ns >= WAITED_NS).all())
+        assert bool((wait_ns > WAITED_NS).any())
+
+
+def _bad_statistics(group: dist.ProcessGroup) -> list[str]:
+    """What each rank is told where rank 1 gives tensors of a wrong shape or dtype."""
+    from fanfold.geometry import Geometry
+    from fanfold.group import as_group
+    from fanfold.low_latency import LowLatency, Statistics
+    from fanfold.symmetric import SymmetricMemory
+
+    members = as_group(group)
+    geometry = Geometry(members.size, PLAIN.ranks * PLAIN.experts_per_rank, 2, 64, 8)
+    nbytes = LowLatency.required_bytes(geometry)
+    odd = members.rank == 1
+    few = torch.zeros(1, dtype=torch.int32) if odd else None
+    narrow = torch.zeros(members.size, dtype=torch.int32) if odd else None
+    with SymmetricMemory(members, nbytes, fanfold.Config.resolve(timeout_s=60.0)) as memory:
+        mode = LowLatency(memory, 0, nbytes)
+        mine = _tokens(PLAIN, members.rank)
+        args = (geometry, mine.x, mine.topk_idx)
+        got, hook = mode.dispatch(*args)
+        hook()
+        back = (geometry, got.tokens, got.routing, mine.topk_idx)
+        calls = (
+            lambda: mode.dispatch(*args, statistics=Statistics(expert_totals=few))[1](),
+            lambda: mode.dispatch(*args, statistics=Statistics(wait_ns=narrow))[1](),
+            lambda: mode.combine(*back, wait_ns=narrow)[1](),
+        )
+        return [str(caught(call)) for call in calls]
+
+
+def test_bad_statistics(pools: Callable[[int], RankPool]) -> None:
+    for totals, wait, combine_wait in pools(PLAIN.ranks).run(_bad_statistics):
+        assert "expert_totals.shape" in totals
+        assert "wait_ns.dtype" in wait
+        assert "wait_ns.dtype" in combine_wait
 
 
 def test_bytes_of_memory() -> None:

@@ -43,10 +43,10 @@ def _no_tensor(call: Call) -> None:
     call.x = call.x.tolist()
 
 
-def _too_many(call: Call) -> None:
-    call.x = call.x.repeat(2, 1)
-    call.topk_idx = call.topk_idx.repeat(2, 1)
-    call.topk_weights = call.topk_weights.repeat(2, 1)
+def _one_too_many(call: Call) -> None:
+    call.x = torch.cat([call.x, call.x[:1]])
+    call.topk_idx = torch.cat([call.topk_idx, call.topk_idx[:1]])
+    call.topk_weights = torch.cat([call.topk_weights, call.topk_weights[:1]])
 
 
 def _expert_too_high(call: Call) -> None:
@@ -89,7 +89,7 @@ DISPATCH_CASES: list[tuple[Spoil, str, str, str]] = [
     (_flat_x, "x.shape", "(256,)", "32"),
     (_meta_x, "x.device", "meta", "cpu"),
     (_no_tensor, "x", "list", "torch.Tensor"),
-    (_too_many, "x.shape[0]", "16", "max_tokens = 8"),
+    (_one_too_many, "x.shape[0]", "9", "max_tokens = 8"),
     (_expert_too_high, "topk_idx[5, 2]", "12", "11"),
     (_expert_too_low, "topk_idx[0, 1]", "-2", "-1"),
     (_int32_idx, "topk_idx.dtype", "torch.int32", "torch.int64"),
@@ -149,6 +149,8 @@ def _spoilt_combine(group: dist.ProcessGroup, mode: str, what: str) -> tuple[obj
                 y = y[..., :-16].contiguous()
             elif what == "rows":
                 y = y.flatten(0, -2)[:-1].contiguous()
+            elif what == "strides":
+                y = y.mT.contiguous().mT
             else:
                 out = torch.empty((3, shape.hidden), dtype=torch.bfloat16)
         error = caught(lambda: ep.combine(y, received, out=out))
@@ -162,6 +164,7 @@ def _spoilt_combine(group: dist.ProcessGroup, mode: str, what: str) -> tuple[obj
         ("dtype", "y.dtype", "torch.float32", "torch.bfloat16"),
         ("shape", "y.shape", "16", "32"),
         ("rows", "y.shape", "(", "("),
+        ("strides", "y.stride()", "(", "contiguous"),
         ("out", "out.shape", "(3, 32)", "(8, 32)"),
     ],
 )
@@ -169,6 +172,43 @@ def test_combine(
     pools: Callable[[int], RankPool], mode: str, what: str, argument: str, value: str, bound: str
 ) -> None:
     _check(pools(RANKS).run(_spoilt_combine, mode, what), argument, value, bound)
+
+
+class _Exhausted:
+    """Stands for the pool of a mode that can allocate nothing any more."""
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        raise MemoryError(f"no memory for {dtype} of {shape}")
+
+
+def _no_memory(group: dist.ProcessGroup, mode: str, phase: str) -> tuple[str, bool]:
+    shape = Shape(mode=mode)
+    with shape.open(group) as ep:
+        owner = ep._low_latency if mode == "low_latency" else ep._high_throughput
+        call = good_call(shape, ep.rank)
+        received = ep.dispatch(call.x, call.topk_idx, call.topk_weights)
+        calls = {
+            "dispatch": lambda: ep.dispatch(call.x, call.topk_idx, call.topk_weights),
+            "combine": lambda: ep.combine(received.tokens, received),
+        }
+        pool = owner._pool
+        if ep.rank == BAD_RANK:
+            owner._pool = _Exhausted()  # type: ignore[assignment]
+        with pytest.raises((MemoryError, fanfold.PeerRefused)) as raised:
+            calls[phase]()
+        owner._pool = pool
+        return f"{raised.type.__name__}: {raised.value}", works(ep, shape)
+
+
+@pytest.mark.parametrize(
+    ("mode", "phase"),
+    [("low_latency", "dispatch"), ("high_throughput", "dispatch"), ("high_throughput", "combine")],
+)
+def test_want_of_memory(pools: Callable[[int], RankPool], mode: str, phase: str) -> None:
+    for rank, (error, works_after) in enumerate(pools(RANKS).run(_no_memory, mode, phase)):
+        assert works_after, rank
+        assert error.startswith("MemoryError" if rank == BAD_RANK else "PeerRefused")
+        assert "no memory for" in error
 
 
 def _foreign_handle(group: dist.ProcessGroup, mode: str) -> tuple[object, bool]:
