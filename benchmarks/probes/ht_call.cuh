@@ -105,4 +105,76 @@ class CallWarp {
   uint32_t* error_;
 };
 
+// ---- signals that another warp raises -----------------------------------------------------------
+// A release on the link takes a round trip, for which its thread waits. A thread that moves rows
+// hands its signals to another warp of the CTA instead. What it has seen written before it handed a
+// signal over is seen by who acquires that signal: handing over is a release and an acquire too.
+
+__device__ __forceinline__ void store_release_cta(uint32_t* shared, uint32_t v) {
+  asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(shared_address(shared)), "r"(v)
+               : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_acquire_cta(const uint32_t* shared) {
+  uint32_t v;
+  asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];"
+               : "=r"(v)
+               : "r"(shared_address(shared))
+               : "memory");
+  return v;
+}
+
+// In shared memory, from one thread to one other; zero at first.
+struct SignalQueue {
+  static constexpr uint32_t kPlaces = 8;
+  uint32_t* signals[kPlaces];  // null: no more will come
+  uint32_t handed, taken;      // so far
+};
+
+class SignalHander {
+ public:
+  __device__ SignalHander(SignalQueue& queue, uint32_t* error) : queue_(queue), error_(error) {}
+
+  __device__ void hand(uint32_t* signal) {
+    Patience patience(error_);
+    while (handed_ - load_acquire_cta(&queue_.taken) == SignalQueue::kPlaces)
+      if (patience.exhausted()) return;
+    queue_.signals[handed_ % SignalQueue::kPlaces] = signal;
+    store_release_cta(&queue_.handed, ++handed_);
+  }
+
+ private:
+  SignalQueue& queue_;
+  uint32_t* error_;
+  uint32_t handed_ = 0;
+};
+
+// Raises what is handed over until every queue has ended; a lane for each.
+template <int Queues>
+__device__ inline void raise_signals(SignalQueue (&queues)[Queues], uint32_t call,
+                                     uint32_t* error) {
+  constexpr uint32_t kPollNanoseconds = 100;  // the other warps need the issue slots
+  const int lane = threadIdx.x % 32;
+  SignalQueue& queue = queues[lane % Queues];
+  bool open = lane < Queues;
+  uint32_t taken = 0;
+  Patience patience(error);
+  while (__any_sync(kFullWarp, open)) {
+    uint32_t* signal = nullptr;
+    if (open && load_acquire_cta(&queue.handed) != taken) {
+      signal = queue.signals[taken % SignalQueue::kPlaces];
+      store_release_cta(&queue.taken, ++taken);
+      open = signal != nullptr;
+    }
+    // All lanes that have a signal wait for one round trip together.
+    if (__any_sync(kFullWarp, signal != nullptr)) {
+      if (signal) store_release_system(signal, call);
+      patience = Patience(error);
+    } else {
+      pause(kPollNanoseconds);
+      if (patience.exhausted()) open = false;
+    }
+  }
+}
+
 }  // namespace fanfold::probe::ht

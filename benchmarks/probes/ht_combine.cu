@@ -54,14 +54,17 @@ class CombineStudy {
   }
 
   template <class S>
-  void run_split(int sms, int pushing_ctas) {
+  void run_split(int sms, int pushing_ctas, bool folds_meanwhile) {
     if constexpr (!ExpertMajor) {
       const std::string shape = field("method", "split") + ", " + field("warps", S::kWarps) + ", " +
                                 field("pieces", S::kPieces) + ", " + field("buffers", S::kBuffers) +
-                                ", " + field("pushing", pushing_ctas);
-      node_.each([&](int r) { args_[r].pushing_ctas = pushing_ctas; });
-      measure(split_combine_kernel<S>, S::kWarps * 32, sizeof(PushWarp::Shared) * kPushWarps, shape,
-              sms, 0, true);
+                                ", " + field("pushing", pushing_ctas) + ", " +
+                                field("folds_meanwhile", folds_meanwhile);
+      node_.each([&](int r) {
+        args_[r].pushing_ctas = pushing_ctas;
+        args_[r].folds_meanwhile = folds_meanwhile;
+      });
+      measure(split_combine_kernel<S>, S::kWarps * 32, sizeof(SplitShared), shape, sms, 0, true);
     }
   }
 
@@ -235,8 +238,10 @@ void study(Node& node, Report& report, const Traffic& traffic) {
     study.template run_plain<PlainShape<16, 7, 3>>(sms, 32);
     study.template run_plain<PlainShape<16, 7, 4>>(sms, 32);
     study.template run_plain<PlainShape<24, 7, 2>>(sms, 32);
-    for (const int pushing : {8, 10, 11, 12, 13, 14, 16})
-      if (pushing < sms) study.template run_split<PlainShape<16, 7, 3>>(sms, pushing);
+    for (const int pushing : {8, 9, 10, 11, 12, 13, 14, 16})
+      for (const bool folds_meanwhile : {true, false})
+        if (pushing < sms)
+          study.template run_split<PlainShape<16, 7, 3>>(sms, pushing, folds_meanwhile);
   }
 }
 

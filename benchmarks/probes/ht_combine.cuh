@@ -39,8 +39,10 @@ struct CombineArgs {
   const Entry* sent;    // [kBatches][kRanks][kSendEntries]
   const Entry* folded;  // [kBatches][kFoldEntries]
   int rank;
-  int lag;           // batches that are sent before the first is folded, if every warp does both
-  int pushing_ctas;  // of the split kernel
+  int lag;  // batches that are sent before the first is folded, if every warp does both
+  // Of the split kernel: how many CTAs push, and whether their other warps fold at the same time.
+  int pushing_ctas;
+  bool folds_meanwhile;
   uint32_t* error;
 };
 

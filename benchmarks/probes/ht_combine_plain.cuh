@@ -1,6 +1,6 @@
 // The same combine without shared memory: warps are independent of each other, load rows into
-// registers, add, and store sums, 16 bytes a lane. Jobs are as in ht_combine.cuh. Token-major, warps
-// of some CTAs may first push all rows by bulk copies while the others fold.
+// registers, add, and store sums, 16 bytes a lane. Jobs are as in ht_combine.cuh. Token-major, some
+// warps of some CTAs may first push all rows by bulk copies while others fold.
 #pragma once
 
 #include "ht_combine.cuh"
@@ -159,6 +159,7 @@ class PlainCombineWarp : CallWarp {
 };
 
 // ---- token-major rows are only moved: a ring of bulk copies ------------------------------------
+// The threads that push hand their signals to another warp of their CTA, which raises them.
 
 constexpr int kPushWarps = 4;
 constexpr int kPushSlots = 3;
@@ -171,8 +172,9 @@ class PushWarp : CallWarp {
     ArrivalBarrier full[kPushSlots];
   };
 
-  __device__ PushWarp(const CombineArgs& a, Shared& s)
-      : CallWarp(a.signals, a.progress, a.rank, a.error), args(a), shared(s) {
+  __device__ PushWarp(const CombineArgs& a, Shared& s, SignalQueue& queue)
+      : CallWarp(a.signals, a.progress, a.rank, a.error), args(a), shared(s),
+        hander(queue, a.error) {
     if (lane == 0)
       for (ArrivalBarrier& barrier : shared.full) init(&barrier, 1);
     fence_barrier_init();
@@ -193,6 +195,7 @@ class PushWarp : CallWarp {
       while (stored != asked) store();
       bulk_wait_written();
       publish(0);
+      hander.hand(nullptr);
     }
     __syncwarp();
   }
@@ -233,7 +236,7 @@ class PushWarp : CallWarp {
 
   __device__ void publish(uint32_t unwritten) {
     for (; published + unwritten < stored; ++published)
-      if (signals[published % kSignals]) store_release_system(signals[published % kSignals], call);
+      if (signals[published % kSignals]) hander.hand(signals[published % kSignals]);
   }
 
   __device__ void fetch() {
@@ -247,6 +250,7 @@ class PushWarp : CallWarp {
   static constexpr int kSignals = 16;  // more than can be unwritten or unstored
   const CombineArgs& args;
   Shared& shared;
+  SignalHander hander;
   int ticket, next_ticket;
   Entry next_entry;
   uint32_t asked = 0, stored = 0, published = 0;
@@ -260,14 +264,27 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1)
   PlainCombineWarp<S, ExpertMajor>(args).run();
 }
 
-// Some CTAs push first; all fold.
+struct SplitShared {
+  PushWarp::Shared rings[kPushWarps];
+  SignalQueue queues[kPushWarps];
+};
+
+// Some CTAs push first; all fold in the end.
 template <class S>
 __global__ void __launch_bounds__(S::kWarps * 32, 1)
     split_combine_kernel(const __grid_constant__ CombineArgs args) {
   extern __shared__ __align__(128) uint8_t memory[];
+  auto& shared = *reinterpret_cast<SplitShared*>(memory);
   const int warp = threadIdx.x / 32;
-  if (static_cast<int>(blockIdx.x) < args.pushing_ctas && warp < kPushWarps)
-    PushWarp(args, reinterpret_cast<PushWarp::Shared*>(memory)[warp]).run();
+  if (static_cast<int>(blockIdx.x) < args.pushing_ctas) {
+    if (threadIdx.x < kPushWarps) shared.queues[threadIdx.x] = {};
+    __syncthreads();
+    if (warp < kPushWarps)
+      PushWarp(args, shared.rings[warp], shared.queues[warp]).run();
+    else if (warp == kPushWarps)
+      raise_signals(shared.queues, args.progress->calls + 1, args.error);
+    if (!args.folds_meanwhile) __syncthreads();
+  }
   PlainCombineWarp<S, false>(args).fold_only();
 }
 
