@@ -80,6 +80,7 @@ WaitResult Waiter::until(const std::function<bool()>& ready,
   while (Clock::now() - start < std::min(policy_.spin, policy_.timeout)) {
     pause_briefly();
     if (ready()) return WaitResult::kReady;
+    static_cast<void>(left());  // looks at the clock, so that a long spin is no gap
   }
   for (int i = 0; i < kYields; ++i) {
     sched_yield();

@@ -33,25 +33,31 @@ void LowLatency::quiesce() {
   combine_.quiesce();
 }
 
-// Lays out the memory for a call. Where that changes it, all ranks must agree first.
-void LowLatency::adopt(const LowLatencyGeometry& geometry, Weights weights) {
+void LowLatency::check_fits(const LowLatencyGeometry& geometry) const {
   if (geometry.ranks != memory_.ranks()) {
     throw BadArgument("ranks", std::to_string(geometry.ranks), std::to_string(memory_.ranks()));
   }
-  const LowLatencyLayout wanted{geometry};
-  if (wanted.bytes() > bytes_) {
+  const int64_t wanted = LowLatencyLayout{geometry}.bytes();
+  if (wanted > bytes_) {
     throw BadArgument("symmetric memory", std::to_string(bytes_) + " bytes",
-                      "at least " + std::to_string(wanted.bytes()) + " bytes for this geometry");
+                      "at least " + std::to_string(wanted) + " bytes for this geometry");
   }
-  const bool moves = !(geometry == layout_.geometry);
-  const bool turns = weights != Weights::kNone && weights_ != Weights::kNone && weights != weights_;
-  if (moves || turns) {
-    quiesce();
-    agreed_ = false;
+}
+
+// Returns when nothing that has been sent is still to be read.
+void LowLatency::make_way(bool moves) {
+  for (int32_t peer = 0; peer < memory_.ranks() && moves && laid_out_; ++peer) {
+    if (!memory_.masked(peer)) continue;
+    // It writes where its slots were, and those of others may be there now.
+    throw Misuse("rank " + std::to_string(peer) +
+                 " is masked, so the geometry cannot change: it may come back with the old one");
   }
-  if (moves || weights != Weights::kNone) weights_ = weights;
-  if (!moves) return;
-  layout_ = wanted;
+  quiesce();
+}
+
+void LowLatency::adopt(const LowLatencyGeometry& geometry) {
+  layout_ = LowLatencyLayout{geometry};
+  laid_out_ = true;
   const int32_t locals = geometry.experts_per_rank();
   choices_ = LocalChoices(memory_.rank() * locals, locals);
   slot_.resize(static_cast<size_t>(layout_.row_stride()));
@@ -61,7 +67,17 @@ void LowLatency::adopt(const LowLatencyGeometry& geometry, Weights weights) {
 uint32_t LowLatency::begin(LowLatencySequence& sequence, const LowLatencyGeometry& geometry,
                            RowEncoding encoding, Weights weights) {
   memory_.check_usable();
-  adopt(geometry, weights);
+  check_fits(geometry);
+  const bool moves = !laid_out_ || !(geometry == layout_.geometry);
+  const bool turns = weights != Weights::kNone && weights_ != Weights::kNone && weights != weights_;
+  if (moves || turns) {
+    try {
+      make_way(moves);
+    } catch (const Misuse& misuse) {
+      sequence.refuse(misuse.what());
+      throw;
+    }
+  }
   const uint32_t epoch = sequence.begin(LowLatencyFacts{
       .experts = geometry.experts,
       .top_k = geometry.top_k,
@@ -71,9 +87,11 @@ uint32_t LowLatency::begin(LowLatencySequence& sequence, const LowLatencyGeometr
       .weights = static_cast<int32_t>(weights),
       .reserved = {},
   });
-  // What is sent before all are ready for it would land on what peers still read.
-  if (!agreed_) sequence.agree(epoch);
-  agreed_ = true;
+  // What is sent before all are ready for it would land on what peers still read. Without
+  // agreement everything stays as it was.
+  if (moves || turns) sequence.agree(epoch);
+  if (moves || weights != Weights::kNone) weights_ = weights;
+  if (moves) adopt(geometry);
   return epoch;
 }
 

@@ -126,7 +126,9 @@ class LowLatency {
 
   uint32_t begin(LowLatencySequence& sequence, const LowLatencyGeometry& geometry,
                  RowEncoding encoding, Weights weights);
-  void adopt(const LowLatencyGeometry& geometry, Weights weights);
+  void check_fits(const LowLatencyGeometry& geometry) const;
+  void make_way(bool moves);
+  void adopt(const LowLatencyGeometry& geometry);
 
   std::byte* area(int32_t rank, int64_t offset) const {
     return memory_.base(rank) + offset_ + offset;
@@ -163,8 +165,8 @@ class LowLatency {
   int64_t offset_;
   int64_t bytes_;
   LowLatencyLayout layout_{};
-  Weights weights_ = Weights::kNone;  // of the last call that had any
-  bool agreed_ = false;  // whether all ranks have agreed to a call that uses the memory like this
+  bool laid_out_ = false;
+  Weights weights_ = Weights::kNone;  // what has brought any since the memory was laid out
   LowLatencySequence dispatch_;
   LowLatencySequence combine_;
   LocalChoices choices_{0, 0};

@@ -14,7 +14,7 @@ LowLatencySequence::LowLatencySequence(SymmetricMemory& memory, int64_t offset, 
 }
 
 // What `peer` has told `owner` about its call.
-LowLatencyFacts& LowLatencySequence::facts(int32_t owner, uint32_t epoch, int32_t peer) const {
+LowLatencyFacts& LowLatencySequence::facts_of(int32_t peer, int32_t owner, uint32_t epoch) const {
   const int64_t place = offset_ + signals_.facts_offset(announced_, parity_of(epoch), peer);
   return *reinterpret_cast<LowLatencyFacts*>(memory_.base(owner) + place);
 }
@@ -33,15 +33,16 @@ uint32_t LowLatencySequence::open() {
     memory_.wait(peer, taken(peer), epoch - kParities, phase_);
   }
   epoch_ = epoch;
-  call_at(epoch) = Call{.in_flight = true, .refused_by = {}, .disagreement = {}};
+  call_at(epoch) = Call{.in_flight = true, .facts = {}, .refused_by = {}, .disagreement = {}};
   return epoch;
 }
 
 uint32_t LowLatencySequence::begin(const LowLatencyFacts& own) {
   const uint32_t epoch = open();
+  call_at(epoch).facts = own;
   for (int32_t peer = 0; peer < memory_.ranks(); ++peer) {
     if (memory_.masked(peer)) continue;
-    facts(peer, epoch, memory_.rank()) = own;
+    facts_of(memory_.rank(), peer, epoch) = own;
     memory_.push_quietly(peer, signal(announced_, epoch, memory_.rank()), Signal{epoch, 0});
   }
   return epoch;
@@ -62,7 +63,7 @@ void LowLatencySequence::agree(uint32_t epoch) {
     }
     finish(epoch);
   } else if (call.disagreement) {
-    refuse(epoch, call.disagreement->what());
+    publish_refusal(epoch, call.disagreement->what());
     finish(epoch);
   }
 }
@@ -100,11 +101,11 @@ void LowLatencySequence::finish(uint32_t epoch) {
 
 void LowLatencySequence::refuse(const std::string& reason) {
   const uint32_t epoch = open();
-  refuse(epoch, reason);
+  publish_refusal(epoch, reason);
   release(epoch);
 }
 
-void LowLatencySequence::refuse(uint32_t epoch, const std::string& reason) {
+void LowLatencySequence::publish_refusal(uint32_t epoch, const std::string& reason) const {
   memory_.set_reason(phase_, epoch, reason);
   for (int32_t peer = 0; peer < memory_.ranks(); ++peer) {
     if (peer != memory_.rank() && !memory_.masked(peer)) publish(epoch, peer, kRefused);
@@ -148,8 +149,8 @@ void LowLatencySequence::compare(uint32_t epoch, int32_t peer) {
   const Signal arrival = memory_.peek(signal(arrived_, epoch, peer));
   if (arrival.epoch == epoch && arrival.value == kRefused) call.refused_by = peer;
   if (!has(announced_, epoch, peer)) return;  // a refusal instead of a call
-  const LowLatencyFacts& ours = facts(memory_.rank(), epoch, memory_.rank());
-  const LowLatencyFacts& theirs = facts(memory_.rank(), epoch, peer);
+  const LowLatencyFacts& ours = call.facts;
+  const LowLatencyFacts& theirs = facts_of(peer, memory_.rank(), epoch);
   const auto same = [&](const char* name, int32_t own, int32_t other) {
     if (own == other || call.disagreement) return;
     call.disagreement.emplace(name,

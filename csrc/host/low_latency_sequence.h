@@ -58,6 +58,7 @@ class LowLatencySequence {
  private:
   struct Call {
     bool in_flight = false;
+    LowLatencyFacts facts{};  // what this rank means
     std::optional<int32_t> refused_by;
     std::optional<BadArgument> disagreement;
   };
@@ -68,13 +69,14 @@ class LowLatencySequence {
     return offset_ + signals_.offset(kind, parity_of(epoch), peer);
   }
   int64_t taken(int32_t peer) const { return offset_ + signals_.offset(taken_, 0, peer); }
-  LowLatencyFacts& facts(int32_t owner, uint32_t epoch, int32_t peer) const;
+  LowLatencyFacts& facts_of(int32_t peer, int32_t owner, uint32_t epoch) const;
   bool has(Kind kind, uint32_t epoch, int32_t peer) const {
-    return reached(memory_.peek(signal(kind, epoch, peer)).epoch, epoch);
+    // Not "at least": a word that no call has used for 2^31 calls looks as if it were ahead.
+    return memory_.peek(signal(kind, epoch, peer)).epoch == epoch;
   }
 
   uint32_t open();
-  void refuse(uint32_t epoch, const std::string& reason);
+  void publish_refusal(uint32_t epoch, const std::string& reason) const;
   void release(uint32_t epoch);
   bool await_either(Kind kind, uint32_t epoch, int32_t peer);
   void compare(uint32_t epoch, int32_t peer);

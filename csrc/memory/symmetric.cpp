@@ -115,6 +115,8 @@ bool SymmetricMemory::wait_until(const std::function<bool()>& ready,
                           nanoseconds_of(options_.spin_seconds)};
   const auto start = std::chrono::steady_clock::now();
   const auto hopeless = [&] {
+    // The interrupt check may have run a handler of the user's that closes this memory.
+    if (closed_) throw Misuse("it was closed while it waited");
     const int32_t peer = facts().peer;
     return peer != rank() && processes_[index(peer)].ended();
   };
@@ -122,7 +124,7 @@ bool SymmetricMemory::wait_until(const std::function<bool()>& ready,
   try {
     result = Waiter(control(rank()).doorbell, policy).until(ready, hopeless);
   } catch (...) {  // interrupted in the middle of a call, which now can never be finished
-    failure_ = "interrupted in " + facts().phase;
+    if (!closed_) failure_ = "interrupted in " + facts().phase;
     throw;
   }
   if (result == WaitResult::kReady) return true;

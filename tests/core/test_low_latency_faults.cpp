@@ -275,6 +275,131 @@ TEST(low_latency_ranks_disagree_about_a_combine) {
   });
 }
 
+namespace {
+
+// Calls of three ranks; rank 2's odd one has another top-k.
+struct Odd {
+  static constexpr int32_t kRanks = 3;
+
+  Odd() : world(world_for(largest(kRanks))) {
+    usual.geometry = {kRanks, 6, 2, 16, 3};
+    usual.weights = Weights::kNone;
+  }
+  Call first() const { return Call(1, usual); }
+  Call second(int32_t rank) const {
+    CallOptions options = usual;
+    if (rank == kRanks - 1) options.geometry.top_k = 1;
+    return Call(2, options);
+  }
+
+  World world;
+  CallOptions usual{};
+};
+
+}  // namespace
+
+// Rank 2 learns of the disagreement when it sends; the others, who have nothing to agree to, when
+// they receive, which is after the combine.
+TEST(low_latency_disagreeing_under_a_combine) {
+  const Odd odd;
+  on_ranks(Odd::kRanks, [&](int32_t rank) {
+    LowLatency& mode = odd.world[rank];
+    const std::vector<bool>& none_absent = odd.world.none_absent;
+    const Arrived arrived = dispatch(mode, odd.first(), rank);
+    uint32_t open = 0;
+    const auto send_second = [&] { open = send(mode, odd.second(rank), rank); };
+    if (rank == 2) CHECK_EQ(disagreement_of(send_second), "top_k");
+    if (rank != 2) send_second();
+    const uint32_t combined = answer(mode, odd.first(), rank, arrived, none_absent);
+    check_result(odd.first(), rank, collect(mode, odd.first(), rank, combined), none_absent);
+    if (rank == 2) return;
+    CHECK_EQ(disagreement_of([&] { receive(mode, odd.second(rank), open); }), "top_k");
+  });
+}
+
+TEST(low_latency_disagreeing_with_receives_out_of_order) {
+  const Odd odd;
+  on_ranks(Odd::kRanks, [&](int32_t rank) {
+    LowLatency& mode = odd.world[rank];
+    dispatch(mode, odd.first(), rank);
+    uint32_t open = 0;
+    const auto send_second = [&] { open = send(mode, odd.second(rank), rank); };
+    if (rank == 2) CHECK_EQ(disagreement_of(send_second), "top_k");
+    if (rank != 2) send_second();
+    const uint32_t third = send(mode, odd.first(), rank);
+    check_arrived(odd.first(), rank, receive(mode, odd.first(), third), odd.world.none_absent);
+    if (rank == 2) return;
+    CHECK_EQ(disagreement_of([&] { receive(mode, odd.second(rank), open); }), "top_k");
+  });
+}
+
+// A geometry may not change while a call is in flight. The others, whose does not, are told.
+TEST(low_latency_misuse_of_one_rank_is_told) {
+  const Odd odd;
+  on_ranks(Odd::kRanks, [&](int32_t rank) {
+    LowLatency& mode = odd.world[rank];
+    dispatch(mode, odd.first(), rank);
+    const uint32_t open = send(mode, odd.first(), rank);
+    uint32_t second = 0;
+    const auto send_second = [&] { second = send(mode, odd.second(rank), rank); };
+    if (rank == 2) CHECK_THROWS(send_second(), Misuse);
+    if (rank != 2) send_second();
+    check_arrived(odd.first(), rank, receive(mode, odd.first(), open), odd.world.none_absent);
+    if (rank != 2) {
+      CHECK_EQ(refusal_of([&] { receive(mode, odd.second(rank), second); }).peer, 2);
+    }
+    Random jitter(1);
+    run_call(mode, odd.first(), rank, odd.world.none_absent, jitter);
+  });
+}
+
+// A masked rank may come back and write by the old geometry, so there can be no new one.
+TEST(low_latency_keeps_its_geometry_while_a_rank_is_masked) {
+  const Odd odd;
+  on_ranks(2,
+           [&](int32_t rank) { odd.world.memory[static_cast<size_t>(rank)]->set_masked(2, true); });
+  const std::vector<bool> absent{false, false, true};
+  CallOptions other = odd.usual;
+  other.geometry.hidden = 32;
+  on_ranks(2, [&](int32_t rank) {
+    LowLatency& mode = odd.world[rank];
+    Random jitter(1);
+    run_call(mode, odd.first(), rank, absent, jitter);
+    // Both refuse, and the call is over for both.
+    CHECK_THROWS(send(mode, Call(1, other), rank), Misuse);
+    run_call(mode, odd.first(), rank, absent, jitter);
+  });
+}
+
+// A word that 2^31 calls have not used must not look as if it had arrived.
+TEST(low_latency_old_late_routing_has_not_arrived) {
+  const CallOptions late = small_options(2, 1);
+  constexpr uint32_t kFar = 0x80000001u;
+  World world = world_for(late.geometry, kFar);
+  using Kind = LowLatencySignals::Kind;
+  for (const auto& own : world.memory) {
+    for (int32_t parity = 0; parity < kParities; ++parity) {
+      for (int32_t peer = 0; peer < 2; ++peer) {
+        const LowLatencySignals signals{2};
+        own->push_quietly(own->rank(), signals.offset(Kind::kLateRouting, parity, peer),
+                          Signal{0, 1});
+      }
+    }
+  }
+  on_ranks(2, [&](int32_t rank) {
+    Random jitter(static_cast<uint64_t>(rank));
+    for (uint64_t round = 0; round < 200 / kRoundsShare; ++round) {
+      run_call(world[rank], Call(round, late), rank, world.none_absent, jitter);
+    }
+  });
+}
+
+TEST(low_latency_a_rank_that_masks_itself_keeps_its_own_facts) {
+  const Odd odd;
+  odd.world.memory[0]->set_masked(0, true);
+  on_ranks(Odd::kRanks, [&](int32_t rank) { dispatch(odd.world[rank], odd.first(), rank); });
+}
+
 // Weights with dispatch and weights with combine come to the same memory.
 TEST(low_latency_weights_of_both_kinds_take_turns) {
   CallOptions early = small_options(2, 0);
@@ -379,7 +504,8 @@ TEST(low_latency_goes_on_without_late_peers) {
     Random jitter(static_cast<uint64_t>(rank));
     Random program(17);
     for (int round = 0; round < 60 / kRoundsShare; ++round) {
-      const CallOptions call_options = random_options(program, kRanks);
+      CallOptions call_options = random_options(program, kRanks);
+      call_options.geometry = {kRanks, 4 * kRanks, 3, 144, 9};  // may not change
       run_call(world[rank], Call(program.next(), call_options), rank, absent, jitter);
     }
   });

@@ -153,6 +153,16 @@ TEST(memory_is_not_inherited_by_forked_processes) {
   CHECK_EQ(memory_mappings(), 4u);
 }
 
+// A signal handler may close what waits; it must not be touched any more.
+TEST(memory_closed_by_an_interrupt_ends_its_wait) {
+  static SymmetricMemory* waiting = nullptr;
+  const Group group = mapped_group(options_for(2, kBytes));
+  waiting = group[0].get();
+  set_interrupt_check([] { waiting->close(); });
+  CHECK_THROWS(group[0]->barrier(), Misuse);
+  set_interrupt_check(nullptr);
+}
+
 TEST(memory_that_is_destroyed_without_close_leaves_nothing) {
   const size_t descriptors = open_descriptors();
   static_cast<void>(mapped_group(options_for(2, kBytes)));
