@@ -162,8 +162,8 @@ class LowLatency:
                 whether weights come along.
             PeerRefused: another rank refused its input; from here or from the hook.
             PeerTimeout: a peer has not read an earlier call in time.
-            UsageError: two dispatches are in flight already, or the geometry changes while a call is
-                in flight or a rank is masked; peers raise PeerRefused for the latter.
+            UsageError: two dispatches are in flight already, or the geometry changes while a call
+                is in flight or a rank is masked; peers raise PeerRefused for the latter.
         """
         self._memory.core.check_usable()
         with Refusing(self.refuse_dispatch):
