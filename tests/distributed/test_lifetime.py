@@ -114,7 +114,8 @@ def _alone(group: dist.ProcessGroup, mode: str) -> torch.Tensor:
 
 def _soak(group: dist.ProcessGroup, mode: str, rounds: int, seed: int) -> int:
     """Rounds that go well, with other numbers of tokens in each and nothing between them."""
-    shape = Shape(num_experts=32, top_k=5, hidden=64, max_tokens=40, mode=mode)
+    experts = 8 * dist.get_world_size(group)
+    shape = Shape(num_experts=experts, top_k=5, hidden=64, max_tokens=40, mode=mode)
     right = 0
     with shape.open(group) as ep:
         for step in range(rounds):
