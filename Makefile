@@ -134,7 +134,7 @@ test-python: build
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-long: test-core
-	$(BIN)/python -m pytest -m 'not gpu' --hypothesis-profile=long $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m 'not gpu' --hypothesis-profile=long --timeout=3600 $(PYTEST_ARGS)
 
 test-gpu: build
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
