@@ -59,9 +59,7 @@ class OutputPool:
             best = min(reversed(fitting), key=len)  # of equals the last used, warm in the caches
             self._free.remove(best)
             return best
-        block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        block.madvise(mmap.MADV_HUGEPAGE)
-        return block
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def _trim(self) -> None:
         while sum(map(len, self._free)) > self._most_lent_bytes:
