@@ -19,6 +19,10 @@ struct BadArgument : std::runtime_error {
   std::string bound;
 };
 
+// `rank` and `peer` bring other values of what must be the same on all ranks.
+BadArgument disagreement(const std::string& name, int64_t ours, int32_t rank, int64_t theirs,
+                         int32_t peer);
+
 struct TimeoutFacts {
   int32_t rank;
   int32_t peer;

@@ -98,10 +98,7 @@ void Exchange::check_refusal(int32_t peer) {
 }
 
 void Exchange::disagree(const std::string& name, int64_t ours, int64_t theirs, int32_t peer) {
-  const BadArgument error(name,
-                          std::to_string(ours) + " on rank " + std::to_string(rank()) + " and " +
-                              std::to_string(theirs) + " on rank " + std::to_string(peer),
-                          "the same on all ranks");
+  const BadArgument error = disagreement(name, ours, rank(), theirs, peer);
   refuse(error.what());
   throw BadArgument(error);
 }

@@ -153,11 +153,7 @@ void LowLatencySequence::compare(uint32_t epoch, int32_t peer) {
   const LowLatencyFacts& theirs = facts_of(peer, memory_.rank(), epoch);
   const auto same = [&](const char* name, int32_t own, int32_t other) {
     if (own == other || call.disagreement) return;
-    call.disagreement.emplace(name,
-                              std::to_string(own) + " on rank " + std::to_string(memory_.rank()) +
-                                  " and " + std::to_string(other) + " on rank " +
-                                  std::to_string(peer),
-                              "the same on all ranks");
+    call.disagreement = disagreement(name, own, memory_.rank(), other, peer);
   };
   same("num_experts", ours.experts, theirs.experts);
   same("top_k", ours.top_k, theirs.top_k);
