@@ -180,6 +180,103 @@ class HighThroughput:
     def refuse_dispatch(self, reason: str) -> None: ...
     def refuse_combine(self, reason: str) -> None: ...
 
+def cuda_driver_version() -> int: ...
+
+class CudaKernel:
+    def __init__(self, image: bytes, entry: str) -> None: ...
+    @property
+    def entry(self) -> str: ...
+    @property
+    def registers(self) -> int: ...
+    @property
+    def local_bytes(self) -> int: ...
+    @property
+    def static_shared_bytes(self) -> int: ...
+    def allow_shared_bytes(self, bytes: int) -> None: ...
+    def launch(
+        self,
+        arguments: int,
+        bytes: int,
+        ctas: int,
+        threads: int,
+        shared_bytes: int = 0,
+        stream: int = 0,
+        early: bool = False,
+    ) -> None: ...
+
+CUDA_STATE_BYTES: int
+CUDA_STATE_EPOCHS_BYTES: int
+CUDA_REPORT_BYTES: int
+CUDA_FIRST_EPOCH: int
+CUDA_MOST_CTAS: int
+
+def cuda_low_latency_bytes(geometry: LowLatencyGeometry, late: bool) -> tuple[int, int]: ...
+def cuda_table_bytes(geometry: LowLatencyGeometry) -> int: ...
+def check_cuda_geometry(geometry: LowLatencyGeometry) -> None: ...
+
+class CudaDispatchArgs:
+    x: int
+    topk_idx: int
+    topk_weights: int
+    rows: int
+    scales: int
+    counts: int
+    source_tokens: int
+    ranges: int
+    row_weights: int
+    table: int
+    expert_totals: int
+    wait_ns: int
+    tokens: int
+    phases: int
+    refused: bool
+    def copy(self) -> CudaDispatchArgs: ...
+    def launch(
+        self, kernel: CudaKernel, ctas: int, threads: int, stream: int, early: bool
+    ) -> None: ...
+
+class CudaCombineArgs:
+    y: int
+    expert_stride: int
+    row_stride: int
+    ranges: int
+    table: int
+    weighted: int
+    topk_idx: int
+    topk_weights: int
+    out: int
+    wait_ns: int
+    tokens: int
+    phases: int
+    refused: bool
+    def copy(self) -> CudaCombineArgs: ...
+    def launch(
+        self, kernel: CudaKernel, ctas: int, threads: int, stream: int, early: bool
+    ) -> None: ...
+
+class CudaLowLatencyPlace:
+    def __init__(
+        self,
+        rank: int,
+        peers: list[int],
+        state: int,
+        reports: int,
+        timeout_ns: int,
+        mask_late: bool,
+    ) -> None: ...
+
+class CudaLowLatency:
+    def __init__(
+        self,
+        place: CudaLowLatencyPlace,
+        geometry: LowLatencyGeometry,
+        late: bool,
+        ctas: int,
+        senders: int,
+    ) -> None: ...
+    def dispatch_arguments(self, encoding: int, weights: int) -> CudaDispatchArgs: ...
+    def combine_arguments(self, weights: int) -> CudaCombineArgs: ...
+
 def count_routes(
     topk_idx: int,
     sizes: tuple[int, int, int, int],

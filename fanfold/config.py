@@ -12,11 +12,19 @@ import difflib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fanfold.errors import ConfigError
 
-__all__ = ["Config", "Setting", "settings", "unknown_variables"]
+__all__ = [
+    "Config",
+    "Setting",
+    "cuda_toolkit",
+    "prepare_symmetric_memory",
+    "settings",
+    "unknown_variables",
+]
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,14 @@ class Setting:
 
 def _parse_spin(text: str) -> float | None:
     return None if text == "auto" else float(text)
+
+
+def _parse_count(text: str) -> int | None:
+    return None if text == "auto" else int(text)
+
+
+def _parse_folder(text: str) -> str | None:
+    return None if text == "auto" else text
 
 
 def _is_real(value: object) -> bool:
@@ -104,12 +120,59 @@ _SETTINGS = (
         check=lambda v: _is_integer(v) and (1 << 16) <= v <= (1 << 40),
         bound="an integer from 65536 to 2**40",
     ),
+    Setting(
+        name="backend",
+        variable="FANFOLD_BACKEND",
+        default="auto",
+        help="Where low-latency calls run: 'cuda' on the ranks' GPUs, 'host' on the CPU, 'auto' "
+        "on the GPUs where every rank has one of its own and all reach each other, else on the "
+        "CPU. High-throughput calls run on the CPU and take tensors of any device.",
+        parse=str,
+        check=lambda v: v in ("auto", "host", "cuda"),
+        bound="'auto', 'host' or 'cuda'",
+    ),
+    Setting(
+        name="ctas",
+        variable="FANFOLD_CTAS",
+        default=None,
+        help="CTAs of each low-latency kernel; 'auto' is one for each SM of the GPU. Fewer leave "
+        "SMs to kernels beside it. All must fit on the GPU at once.",
+        parse=_parse_count,
+        check=lambda v: v is None or (_is_integer(v) and 2 <= v <= 512),
+        bound="'auto' or an integer from 2 to 512",
+    ),
+    Setting(
+        name="senders",
+        variable="FANFOLD_SENDERS",
+        default=None,
+        help="Of those CTAs, how many send rows in a low-latency dispatch while the others receive; "
+        "'auto' is what fills the links, about one in seven.",
+        parse=_parse_count,
+        check=lambda v: v is None or (_is_integer(v) and 1 <= v <= 511),
+        bound="'auto' or an integer from 1 to 511, below the number of CTAs",
+    ),
+    Setting(
+        name="cache_dir",
+        variable="FANFOLD_CACHE_DIR",
+        default=None,
+        help="Folder that keeps compiled kernels between processes; 'auto' is fanfold in "
+        "$XDG_CACHE_HOME, or in ~/.cache.",
+        parse=_parse_folder,
+        check=lambda v: v is None or (isinstance(v, str) and v.strip() != "" and v.isprintable()),
+        bound="'auto' or the path of a folder in printable characters",
+    ),
 )
 
 
 def settings() -> tuple[Setting, ...]:
     """Every setting there is, in the order of ``fanfold env``."""
     return _SETTINGS
+
+
+def cuda_toolkit() -> Path | None:
+    """The CUDA toolkit that ``CUDA_HOME`` or ``CUDA_PATH`` names, as CUDA's own tools read them."""
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    return Path(named) if named else None
 
 
 def unknown_variables() -> dict[str, str | None]:
@@ -121,6 +184,22 @@ def unknown_variables() -> dict[str, str | None]:
     return {name: next(iter(near[name]), None) for name in given if name not in known}
 
 
+def prepare_symmetric_memory(same_index: bool) -> None:
+    """Sets what PyTorch's symmetric memory reads from the environment when ranks meet.
+
+    Its NVLink multicast mapping is left out: Fanfold's kernels write to one peer at a time, and
+    where the fabric manager is not set up for it that mapping fails and takes the rest with it. A
+    value that is in the environment already stays.
+
+    Args:
+        same_index: two ranks call different GPUs by the same index, as each sees others; PyTorch
+            would take them for one GPU.
+    """
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    if same_index:
+        os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+
+
 @dataclass(frozen=True)
 class Config:
     """The resolved settings; make one with :meth:`resolve`.
@@ -130,6 +209,10 @@ class Config:
         spin_us: microseconds to spin before yielding; None for a choice by the machine.
         late_peers: ``"raise"`` or ``"mask"``.
         staging_bytes: shared memory per rank for high-throughput streams, in bytes.
+        backend: ``"auto"``, ``"host"`` or ``"cuda"``: where low-latency calls run.
+        ctas: of each low-latency kernel; None for one per SM.
+        senders: CTAs of them that send rows in a dispatch; None for a choice by the machine.
+        cache_dir: folder of compiled kernels; None for the user's own (:meth:`cache_folder`).
         sources: for each name above ``"argument"``, ``"environment"`` or ``"default"``.
     """
 
@@ -137,6 +220,10 @@ class Config:
     spin_us: float | None
     late_peers: str
     staging_bytes: int
+    backend: str
+    ctas: int | None
+    senders: int | None
+    cache_dir: str | None
     sources: Mapping[str, str] = dataclasses.field(repr=False, compare=False)
 
     @classmethod
@@ -163,6 +250,18 @@ class Config:
                 value, source = setting.default, "default"
             values[setting.name], sources[setting.name] = value, source
         return cls(sources=sources, **values)
+
+    def cache_folder(self) -> Path | None:
+        """The folder of compiled kernels: ``cache_dir``, else the user's own cache; None if this
+        user has no home. It need not exist."""
+        base = os.environ.get("XDG_CACHE_HOME", "")
+        if not Path(base).is_absolute():  # the specification has such values ignored
+            base = "~/.cache"
+        chosen = Path(base, "fanfold") if self.cache_dir is None else Path(self.cache_dir)
+        try:
+            return chosen.expanduser().absolute()
+        except RuntimeError:
+            return None
 
     def spin_seconds(self, ranks_on_host: int) -> float:
         """Seconds to spin before yielding, where ``ranks_on_host`` ranks share the cores."""

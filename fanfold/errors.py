@@ -8,7 +8,9 @@ from __future__ import annotations
 
 __all__ = [
     "ArgumentError",
+    "CompileError",
     "ConfigError",
+    "DriverFailure",
     "FanfoldError",
     "PeerRefused",
     "PeerTimeout",
@@ -56,6 +58,91 @@ class UnavailableError(FanfoldError, RuntimeError):
 
 class SystemFailure(FanfoldError, OSError):
     """The operating system refused something that Fanfold needs."""
+
+
+# What to try, by the driver's name of the error.
+_DRIVER_HINTS = {
+    "CUDA_ERROR_INVALID_VALUE": "a size is outside what this GPU allows: compare the values above "
+    "with its limits (1024 threads, and the shared memory that allow_shared_bytes allowed)",
+    "CUDA_ERROR_OUT_OF_MEMORY": "free GPU memory, or use smaller sizes (nvidia-smi shows who holds "
+    "it)",
+    "CUDA_ERROR_NOT_INITIALIZED": "initialise CUDA in this process first: torch.cuda.init(); a "
+    "process forked from one that uses CUDA cannot use it",
+    "CUDA_ERROR_DEINITIALIZED": "the process is ending; call nothing on GPUs any more",
+    "CUDA_ERROR_INVALID_IMAGE": "the compiled kernel is damaged or made by a newer CUDA than the "
+    "driver serves: `fanfold jit clear`, compare `fanfold jit where` with `fanfold doctor`",
+    "CUDA_ERROR_NO_BINARY_FOR_GPU": "the kernel is compiled for another architecture than this GPU "
+    "has: is the right device current (torch.cuda.set_device)?",
+    "CUDA_ERROR_INVALID_CONTEXT": "another GPU than the kernel's is current, or none: "
+    "torch.cuda.set_device(local_rank)",
+    "CUDA_ERROR_INVALID_HANDLE": "the stream belongs to another GPU than the kernel: make the "
+    "kernel's GPU current (torch.cuda.set_device) before the call",
+    "CUDA_ERROR_NOT_FOUND": "the compiled kernel lacks that function: `fanfold jit clear`",
+    "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES": "the kernel needs more registers or shared memory than a "
+    "CTA of that size can have: fewer threads",
+    "CUDA_ERROR_ILLEGAL_ADDRESS": "an earlier kernel wrote or read outside its memory, and CUDA is "
+    "unusable in this process from now on: run it under compute-sanitizer to find which",
+    "CUDA_ERROR_LAUNCH_FAILED": "an earlier kernel failed, and CUDA is unusable in this process "
+    "from now on: run it under compute-sanitizer to find which",
+    "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED": "an earlier call already broke the capture of this "
+    "CUDA graph: run the same calls once without capturing",
+    "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": "call it once before the capture of a CUDA graph, so "
+    "that what it sets up is there",
+}
+
+
+class DriverFailure(FanfoldError, RuntimeError):
+    """A GPU's driver refused something that Fanfold asked of it.
+
+    Attributes:
+        call: the driver's function.
+        what: what was asked of it, with its values.
+        name: the driver's name of the error, such as ``CUDA_ERROR_INVALID_VALUE``.
+        text: the driver's words for it.
+    """
+
+    def __init__(self, call: str, what: str, name: str, text: str) -> None:
+        hint = _DRIVER_HINTS.get(
+            name, "look at dmesg and nvidia-smi, and run it under compute-sanitizer"
+        )
+        super().__init__(f"{call} fails with {name} ({text}) for {what}; {hint}")
+        self.call = call
+        self.what = what
+        self.name = name
+        self.text = text
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Made again from its fields, so that it can travel between processes."""
+        return type(self), (self.call, self.what, self.name, self.text)
+
+
+class CompileError(FanfoldError, RuntimeError):
+    """A kernel does not compile. The message has the compiler's own, with the source line.
+
+    Attributes:
+        file: the kernel's file, relative to the folder of kernels.
+        arch: the architecture it was compiled for.
+        reason: what is wrong in one line, with file and line of the source where there is one.
+        context: the values it was compiled for, the compiler, and the lines of source.
+        log: everything that the compiler said.
+    """
+
+    def __init__(self, file: str, arch: str, reason: str, context: str, log: str) -> None:
+        super().__init__(
+            f"{file} does not compile for {arch}: {reason}\n{context}\n"
+            "If the sources are as installed, this is a mistake in Fanfold for these sizes: please "
+            "report it with this message; FANFOLD_BACKEND=host works meanwhile.\n"
+            f"The compiler's log:\n{log.strip() or '(empty)'}"
+        )
+        self.file = file
+        self.arch = arch
+        self.reason = reason
+        self.context = context
+        self.log = log
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Made again from its fields, so that it can travel between processes."""
+        return type(self), (self.file, self.arch, self.reason, self.context, self.log)
 
 
 class PeerRefused(FanfoldError, ValueError):

@@ -68,4 +68,24 @@ struct SystemFailure : std::runtime_error {
   int error_number;
 };
 
+// This machine lacks something; the message says what to install or change.
+struct Unavailable : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct DriverFailureFacts {
+  std::string call;  // the driver's function
+  std::string what;  // what was asked of it, with its values
+  std::string name;  // the driver's name of the error
+  std::string text;  // the driver's words for it
+};
+
+// A GPU's driver refused something.
+struct DriverFailure : std::runtime_error {
+  explicit DriverFailure(DriverFailureFacts facts_)
+      : std::runtime_error(facts_.call + " fails: " + facts_.name), facts(std::move(facts_)) {}
+
+  DriverFailureFacts facts;
+};
+
 }  // namespace fanfold

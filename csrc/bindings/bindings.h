@@ -10,5 +10,7 @@ void bind_numeric(nanobind::module_& module);
 void bind_symmetric(nanobind::module_& module);
 void bind_low_latency(nanobind::module_& module);
 void bind_high_throughput(nanobind::module_& module);
+void bind_cuda(nanobind::module_& module);
+void bind_cuda_low_latency(nanobind::module_& module);
 
 }  // namespace fanfold::bindings

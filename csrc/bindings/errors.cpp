@@ -31,6 +31,10 @@ void translate(const std::exception_ptr& failure, void*) {
     raise("UsageError", std::string(e.what()));
   } catch (const SystemFailure& e) {
     raise("SystemFailure", std::string(e.what()));
+  } catch (const Unavailable& e) {
+    raise("UnavailableError", std::string(e.what()));
+  } catch (const DriverFailure& e) {
+    raise("DriverFailure", e.facts.call, e.facts.what, e.facts.name, e.facts.text);
   }
 }
 

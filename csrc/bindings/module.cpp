@@ -9,4 +9,6 @@ NB_MODULE(_core, module) {
   fanfold::bindings::bind_symmetric(module);
   fanfold::bindings::bind_low_latency(module);
   fanfold::bindings::bind_high_throughput(module);
+  fanfold::bindings::bind_cuda(module);
+  fanfold::bindings::bind_cuda_low_latency(module);
 }

@@ -1,4 +1,4 @@
-"""What ``fanfold doctor`` looks at beside the host: GPUs and networks, none of them used yet.
+"""What ``fanfold doctor`` looks at beside the host: GPUs, their compiler, and networks.
 
 As in ``doctor_host``, a probe returns a status, a detail and perhaps a hint. The libraries are
 asked through their C interfaces, so that the answers do not depend on the build of PyTorch.
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from fanfold.cli.doctor_host import Outcome
+from fanfold.errors import UnavailableError
+from fanfold.jit.nvrtc import Rejected, library
 
 __all__ = ["driver", "gpus", "libfabric", "links", "nccl", "nvrtc"]
 
@@ -167,16 +169,21 @@ def _cuda_libraries(pattern: str) -> Iterator[Path]:
 
 
 def nvrtc() -> Outcome:
-    """CUDA's run-time compiler: its version and place."""
-    places = [str(path) for path in _cuda_libraries("libnvrtc.so.*")]
-    library = _load(*places, "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
-    if library is None:
-        hint = "not needed yet; pip install nvidia-cuda-nvrtc (nvidia-cuda-nvrtc-cu12 for CUDA 12)"
-        return "missing", "neither in PyTorch's wheels, nor a CUDA toolkit, nor a wheel", hint
-    major, minor = c_int(), c_int()
-    if code := library.nvrtcVersion(byref(major), byref(minor)):
-        return "problem", f"nvrtcVersion of {library._name} returns {code}", "install it again"
-    return "ok", f"{major.value}.{minor.value}, {library._name}"
+    """CUDA's run-time compiler: its version, its place, and whether it compiles a kernel."""
+    try:
+        compiler = library()
+        architectures = compiler.architectures
+        chosen = "sm_90a" if 90 in architectures else f"sm_{max(architectures)}"
+        program = 'extern "C" __global__ void probe(int* place) { *place = 1; }'
+        compiler.compile("probe.cu", program, {}, [f"--gpu-architecture={chosen}"])
+    except UnavailableError as error:
+        reason, _, rest = str(error).partition(": ")
+        return "missing", reason, f"GPU kernels need it: {rest}"
+    except Rejected as error:
+        return "problem", f"{compiler} does not compile: {error}", "install it again"
+    known = ", ".join(f"sm_{number}" for number in architectures)
+    major, minor = compiler.version
+    return "ok", f"{major}.{minor}, {compiler.path} ({compiler.origin}), compiles for {known}"
 
 
 def nccl() -> Outcome:

@@ -22,6 +22,7 @@ COMMANDS = {
     "demo": "train a small MoE model over local ranks and check it against one process",
     "bench": "check and time dispatch and combine",
     "plot": "draw the results of benches",
+    "jit": "list, clear or warm the cache of compiled kernels",
     "doctor": "say what this machine can do, and why not more",
     "env": "explain every setting, its value and where it came from",
 }

@@ -1,0 +1,178 @@
+"""``fanfold jit``: the cache of compiled kernels, and the compiler that fills it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from fanfold.errors import SystemFailure, UnavailableError
+from fanfold.jit import kernel, nvrtc
+from fanfold.jit.cache import Entry
+
+__all__ = ["add_arguments", "run"]
+
+_KEY_SHOWN = 12
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the actions, each with its options."""
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    listing = actions.add_parser("list", help="show every compiled kernel that is kept")
+    listing.add_argument("--json", action="store_true", help="print one JSON object instead")
+    listing.set_defaults(act=_list)
+    actions.add_parser("clear", help="remove them all").set_defaults(act=_clear)
+    where = actions.add_parser("where", help="say which compiler is used, and which folder")
+    where.set_defaults(act=_where)
+    warm = actions.add_parser(
+        "warm", help="compile the kernels of a geometry, so that they are kept"
+    )
+    warm.set_defaults(act=_warm)
+    _add_geometry(warm)
+
+
+def _add_geometry(parser: argparse.ArgumentParser) -> None:
+    for option, default, what in (
+        ("hidden", 7168, "columns of a row"),
+        ("top-k", 8, "experts per token"),
+        ("experts", 256, "experts of all ranks"),
+        ("ranks", 8, "ranks of the group"),
+        ("tokens", 128, "most tokens of a rank in a call"),
+    ):
+        parser.add_argument(
+            f"--{option}", type=int, default=default, metavar="N",
+            help=f"{what} (default %(default)s)",
+        )  # fmt: skip
+    parser.add_argument(
+        "--dtype", choices=("bf16", "fp8"), default="fp8",
+        help="how rows travel to the experts (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--scales", choices=("float32", "power_of_two", "ue8m0"), default="float32",
+        help="of fp8 rows (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--logfmt", action="store_true", help="results travel back as LogFMT")
+    parser.add_argument(
+        "--late-weights", action="store_true", help="weights come with combine, as DeepEP's do"
+    )
+    parser.add_argument(
+        "--arch", default="sm_90a", metavar="SM", help="GPU architecture (default %(default)s)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Does what was asked for: 0, or 2 where no compiler is found."""
+    code: int = args.act(args)
+    return code
+
+
+def _list(args: argparse.Namespace) -> int:
+    cache = kernel.cache_of()
+    found = [(key, path, entry) for key, path, entry in cache.entries()]
+    if args.json:
+        kernels = [_described(key, path, entry) for key, path, entry in found]
+        print(json.dumps({"folder": _text(cache.folder), "kernels": kernels}))
+        return 0
+    for key, path, entry in found:
+        print(_block(_described(key, path, entry)))
+    total = sum(_size(path) for _, path, _ in found)
+    print(f"{len(found)} compiled kernels, {_bytes(total)}, in {_text(cache.folder)}")
+    return 0
+
+
+def _described(key: str, path: Path, entry: Entry | None) -> dict[str, Any]:
+    """Everything to be said of an entry; only key, bytes and age where it is damaged."""
+    told: dict[str, Any] = {"key": key, "bytes": _size(path), "age_s": _age(path)}
+    told["damaged"] = entry is None
+    if entry is not None:
+        needs = {name: value for name, value in entry.facts["binary"].items() if name != "log"}
+        told |= {name: value for name, value in entry.facts.items() if name != "binary"} | needs
+    return told
+
+
+def _block(told: dict[str, Any]) -> str:
+    """One line of an entry, and a second one with its constants."""
+    start = f"{told['key'][:_KEY_SHOWN]}  {_bytes(told['bytes']):>9}  {_duration(told['age_s']):>5}"
+    if told["damaged"]:
+        return f"{start}  damaged; compiled anew when it is needed"
+    needs = f"{told['registers']} registers"
+    if told["spill_bytes"] > 0:
+        needs += f", {told['spill_bytes']} bytes spilt"
+    constants = " ".join(f"{name}={value}" for name, value in told["constants"].items())
+    where = f"{told['file']} {told['entry']}"
+    return f"{start}  {told['arch']:<8}  {needs}  {where}\n    {constants or 'no constants'}"
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0  # cleared meanwhile
+
+
+def _age(path: Path) -> float:
+    try:
+        return max(0.0, time.time() - path.stat().st_mtime)
+    except OSError:
+        return 0.0
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1024:.1f} KiB" if count < 1 << 20 else f"{count / (1 << 20):.1f} MiB"
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _text(folder: Path | None) -> str:
+    return "no folder: this user has no home" if folder is None else str(folder)
+
+
+def _clear(args: argparse.Namespace) -> int:
+    cache = kernel.cache_of()
+    try:
+        removed = cache.clear()
+    except OSError as error:
+        raise SystemFailure(f"{_text(cache.folder)} cannot be cleared: {error}") from error
+    print(f"removed {removed} compiled kernels from {_text(cache.folder)}")
+    return 0
+
+
+def _where(args: argparse.Namespace) -> int:
+    cache = kernel.cache_of()
+    print(f"compiled kernels  {_text(cache.folder)}")
+    print(f"sources           {kernel.KERNELS}")
+    try:
+        compiler = nvrtc.library()
+    except UnavailableError as error:
+        print(f"compiler          {error}")
+        return 2
+    print(f"compiler          {compiler}")
+    print(f"compiles for      {', '.join(f'sm_{number}' for number in compiler.architectures)}")
+    return 0
+
+
+def _warm(args: argparse.Namespace) -> int:
+    from fanfold.formats import RowFormat, ScaleFormat
+    from fanfold.geometry import Geometry
+    from fanfold.low_latency.kernels import kernel_sources
+
+    geometry = Geometry(args.ranks, args.experts, args.top_k, args.hidden, args.tokens)
+    sources = kernel_sources(
+        geometry,
+        row_format=RowFormat(args.dtype),
+        scale_format=ScaleFormat(args.scales),
+        logfmt=args.logfmt,
+        late_weights=args.late_weights,
+    )
+    for source in sources:
+        binary = kernel.compile(source, args.arch)
+        how = "kept already" if binary.from_cache else f"compiled in {binary.seconds:.2f} s"
+        print(f"{source.file} {source.entry}: {binary.registers} registers, {how}")
+    return 0

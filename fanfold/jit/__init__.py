@@ -1,0 +1,11 @@
+"""Kernels compiled at run time for exactly the sizes at hand, and kept for the next process."""
+
+from fanfold.jit.kernel import (
+    Binary,
+    KernelSource,
+    architecture_of,
+    compile,  # noqa: A004, called as jit.compile
+    load,
+)
+
+__all__ = ["Binary", "KernelSource", "architecture_of", "compile", "load"]

@@ -1,0 +1,331 @@
+"""Kernels from source to the GPU: what identifies one, compiling it through the cache, loading it.
+
+A kernel's sources are files under ``fanfold/kernels``; what is special to the sizes at hand comes
+as a header ``constants.h`` that exists only in memory. Headers are found by their path from that
+folder, as ``#include "device/memory.cuh"``, and only so.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fanfold.config import Config
+from fanfold.errors import ArgumentError, CompileError, UnavailableError
+from fanfold.jit import log as compiler_log
+from fanfold.jit import nvrtc
+from fanfold.jit.cache import Cache, Entry
+
+if TYPE_CHECKING:
+    from fanfold import _core
+
+__all__ = [
+    "KERNELS", "Binary", "KernelSource", "architecture_of", "cache_of", "compile", "compile_in",
+    "load",
+]  # fmt: skip
+
+KERNELS = Path(__file__).parent.parent / "kernels"
+"""The folder of the kernels' sources."""
+
+_FORMAT = 1  # of the key and the facts of an entry
+_SUFFIXES = (".h", ".hpp", ".cuh", ".cu")
+_CONSTANTS = "constants.h"
+_OPTIONS = (
+    "-std=c++20",
+    # A product and a sum round as often as the source says, as on the host (decision 0004);
+    # where one rounding is wanted, the kernel says fmaf.
+    "--fmad=false",
+    "-lineinfo",
+    "--ptxas-options=-v",
+)
+_REGISTERS_OF_AN_SM = 65536
+_REGISTER_STEP = 8
+_MOST_REGISTERS = 255
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """One kernel for one set of sizes.
+
+    Attributes:
+        file: path under ``fanfold/kernels``, such as ``"low_latency/dispatch.cu"``.
+        entry: name of the function, which is ``extern "C"``.
+        constants: names and values of ``constants.h``; a mapping is accepted, and sorted pairs are
+            kept, so that equal sets are equal sources.
+        threads: of a CTA at launch, which bounds the registers; 0 where unknown.
+    """
+
+    file: str
+    entry: str
+    constants: tuple[tuple[str, int], ...] | Mapping[str, int] = ()
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        """Sorts and checks the constants.
+
+        Raises:
+            ArgumentError: for a name that C++ would not take, or a value that is no integer of 64
+                bits.
+        """
+        given = self.constants
+        pairs = given.items() if isinstance(given, Mapping) else given
+        object.__setattr__(self, "constants", tuple(sorted((n, int(v)) for n, v in pairs)))
+        for name, value in self.pairs:
+            if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+                raise ArgumentError("a constant's name", repr(name), "a C++ identifier")
+            if not -(1 << 63) < value < 1 << 63:
+                raise ArgumentError(name, value, "an integer of 64 bits")
+
+    @property
+    def pairs(self) -> tuple[tuple[str, int], ...]:
+        """The constants as sorted pairs."""
+        return tuple(
+            self.constants.items() if isinstance(self.constants, Mapping) else self.constants
+        )
+
+    @property
+    def header(self) -> str:
+        """The text of ``constants.h``."""
+        lines = [
+            f"inline constexpr {'int' if abs(value) < 1 << 31 else 'long long'} {name} = {value};"
+            for name, value in self.pairs
+        ]
+        return "\n".join(["#pragma once", "namespace fanfold {", *lines, "}", ""])
+
+    @property
+    def register_limit(self) -> int:
+        """Most registers per thread with which a CTA of ``threads`` can start."""
+        if self.threads == 0:
+            return _MOST_REGISTERS
+        share = _REGISTERS_OF_AN_SM // self.threads
+        return min(_MOST_REGISTERS, share // _REGISTER_STEP * _REGISTER_STEP)
+
+    def __str__(self) -> str:
+        """File, entry and constants, for people."""
+        constants = ", ".join(f"{name} = {value}" for name, value in self.pairs)
+        return f"{self.file} ({self.entry}; {constants or 'no constants'})"
+
+
+@dataclass(frozen=True)
+class Binary:
+    """A compiled kernel; counts are -1 where the compiler did not say.
+
+    Attributes:
+        image: the CUBIN.
+        registers: per thread.
+        spill_bytes: stored plus loaded by spilling, per thread.
+        stack_bytes: per thread.
+        shared_bytes: static shared memory of a CTA.
+        log: what the compiler said.
+        from_cache: whether it was compiled earlier.
+        seconds: that getting it took just now.
+    """
+
+    image: bytes
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    shared_bytes: int
+    log: str
+    from_cache: bool
+    seconds: float
+
+
+def compile(  # noqa: A001, called as jit.compile
+    source: KernelSource,
+    arch: str = "sm_90a",
+    *,
+    options: Sequence[str] = (),
+    config: Config | None = None,
+) -> Binary:
+    """The kernel compiled for ``arch``, from the cache if any process has compiled it before.
+
+    Args:
+        source: what to compile.
+        arch: a real architecture, such as ``"sm_90a"``.
+        options: of NVRTC, after the usual ones.
+        config: whose cache folder is used; None resolves the settings.
+
+    Raises:
+        ArgumentError: ``arch`` is no real architecture, or the file does not exist.
+        CompileError: the compiler refuses the source.
+        UnavailableError: there is no NVRTC, or it does not know ``arch``.
+    """
+    return compile_in(KERNELS, cache_of(config), source, arch, tuple(options))
+
+
+def cache_of(config: Config | None = None) -> Cache:
+    """The cache that the settings name."""
+    return Cache((config or Config.resolve()).cache_folder())
+
+
+def compile_in(
+    root: Path, cache: Cache, source: KernelSource, arch: str, options: tuple[str, ...] = ()
+) -> Binary:
+    """As :func:`compile`, with the sources under ``root`` and a cache."""
+    began = time.perf_counter()
+    if not re.fullmatch(r"sm_\d+[af]?", arch):
+        raise ArgumentError("arch", repr(arch), "a real architecture, such as 'sm_90a'")
+    tree = _read_tree(root)
+    if source.file not in tree.files:
+        raise ArgumentError("file", repr(source.file), f"a source under {root}")
+    job = _Job(tree, source, arch, (f"--gpu-architecture={arch}", *_OPTIONS, *options))
+    binary = _cached(cache, job.key)
+    if binary is None:
+        with cache.lock(job.key):
+            # Another process may have compiled it while this one waited.
+            binary = _cached(cache, job.key)
+            if binary is None:
+                binary = job.compile()
+                # The library that answers may be another than the one expected: the key again.
+                cache.store(job.key, Entry(binary.image, job.facts(binary)))
+    return replace(binary, seconds=time.perf_counter() - began)
+
+
+def _cached(cache: Cache, key: str) -> Binary | None:
+    entry = cache.load(key)
+    if entry is None:
+        return None
+    return Binary(image=entry.image, from_cache=True, seconds=0.0, **entry.facts["binary"])
+
+
+# ---- one compilation ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Tree:
+    """Every source under a folder, as it was when first looked at in this process.
+
+    The compiler sees these texts rather than the files, so that what is stored under a key is
+    what the key was made of, also while somebody edits the files.
+    """
+
+    files: Mapping[str, str]
+    digest: str
+
+
+@functools.cache
+def _read_tree(root: Path) -> _Tree:
+    paths = sorted(path for path in root.rglob("*") if path.suffix in _SUFFIXES)
+    files = {path.relative_to(root).as_posix(): path.read_text("utf-8") for path in paths}
+    return _Tree(files, hashlib.sha256(json.dumps(files).encode()).hexdigest())
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A source with everything else that decides what comes out."""
+
+    tree: _Tree
+    source: KernelSource
+    arch: str
+    options: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        """Names the result; asks for the compiler's identity without opening it."""
+        source = (self.source.file, self.source.entry, self.source.pairs)
+        parts = (_FORMAT, self.tree.digest, source, self.options, nvrtc.find().identity)
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40]
+
+    def compile(self) -> Binary:
+        """Compiles, without a cache."""
+        compiler = nvrtc.library()
+        self._check_architecture(compiler)
+        headers = {name: text for name, text in self.tree.files.items() if not name.endswith(".cu")}
+        headers[_CONSTANTS] = self.source.header
+        options = self.options
+        if compiler.version >= (13, 0):
+            # NVRTC's own cache would answer without the log that has the registers.
+            options = (*options, "--no-cache")
+        text = self.tree.files[self.source.file]
+        try:
+            image, log = compiler.compile(self.source.file, text, headers, options)
+        except nvrtc.Rejected as error:
+            raise self._error(compiler, compiler_log.first_error(str(error)), str(error)) from None
+        found = compiler_log.entries(log)
+        if found and self.source.entry not in found:
+            reason = f'it has no kernel extern "C" {self.source.entry}, but {", ".join(found)}'
+            raise self._error(compiler, reason, log)
+        needs = compiler_log.resources(log, self.source.entry)
+        return Binary(image=image, log=log, from_cache=False, seconds=0.0, **asdict(needs))
+
+    def facts(self, binary: Binary) -> dict[str, Any]:
+        """What the cache keeps beside the image: what ``Binary`` needs, and what people ask."""
+        needs = asdict(replace(binary, image=b""))
+        for absent in ("image", "from_cache", "seconds"):
+            del needs[absent]
+        return {
+            "binary": needs,
+            "file": self.source.file,
+            "entry": self.source.entry,
+            "constants": dict(self.source.pairs),
+            "arch": self.arch,
+            "compiler": str(nvrtc.library()),
+        }
+
+    def _check_architecture(self, compiler: nvrtc.Nvrtc) -> None:
+        number = int(re.sub(r"\D", "", self.arch))
+        if number not in compiler.architectures:
+            known = ", ".join(f"sm_{known}" for known in compiler.architectures)
+            raise UnavailableError(
+                f"{compiler} does not compile for {self.arch}, only for {known}: install a newer "
+                "one (`fanfold jit where` says where it is looked for), or take the host backend "
+                "(FANFOLD_BACKEND=host)"
+            )
+
+    def _error(self, compiler: nvrtc.Nvrtc, reason: str, log: str) -> CompileError:
+        texts = {**self.tree.files, _CONSTANTS: self.source.header}
+        context = [
+            compiler_log.excerpt(log, texts),
+            f"Kernel: {self.source}",
+            f"Compiler: {compiler}, options {' '.join(self.options)}",
+        ]
+        shown = "\n".join(filter(None, context))
+        return CompileError(self.source.file, self.arch, reason, shown, log)
+
+
+# ---- on the GPU ---------------------------------------------------------------------------------
+
+# Architectures whose own instructions (TMA, bulk copies, clusters) need the suffix.
+_SPECIFIC = {(9, 0): "sm_90a", (10, 0): "sm_100a", (12, 0): "sm_120a"}
+
+_loaded: dict[tuple[KernelSource, int], _core.CudaKernel] = {}
+_loading = threading.Lock()
+
+
+def architecture_of(capability: tuple[int, int]) -> str:
+    """What to compile for, for GPUs of a compute capability."""
+    return _SPECIFIC.get(capability, f"sm_{capability[0]}{capability[1]}")
+
+
+def load(source: KernelSource, device_index: int, config: Config | None = None) -> _core.CudaKernel:
+    """The kernel, ready to launch on a GPU; the same object for the same source and GPU.
+
+    Must not be called while a CUDA graph is captured: call everything once before.
+
+    Raises:
+        CompileError, UnavailableError: as :func:`compile`.
+        DriverFailure: the driver refuses the compiled kernel.
+    """
+    import torch
+
+    from fanfold import _core
+
+    with _loading:
+        kernel = _loaded.get((source, device_index))
+        if kernel is None:
+            device = torch.device("cuda", device_index)
+            arch = architecture_of(torch.cuda.get_device_capability(device))
+            image = compile(source, arch, config=config).image
+            with torch.cuda.device(device):
+                torch.empty(1, device=device)  # makes the context current that it is loaded into
+                kernel = _loaded[source, device_index] = _core.CudaKernel(image, source.entry)
+    return kernel

@@ -1,0 +1,304 @@
+"""The core's use of the CUDA driver, against a driver of the test's own: no GPU is needed.
+
+The stand-in states the driver's binary interface by itself, as NVIDIA documents it, and records
+what it is asked. Each test is a process of its own, in which the stand-in is the only driver.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+DRIVER = """
+#include <stddef.h>
+#include <string.h>
+
+typedef struct { int id; char pad[4]; union { char pad[64]; int number; } value; } Attribute;
+typedef struct {
+  unsigned gridX, gridY, gridZ, blockX, blockY, blockZ, shared;
+  void* stream;
+  Attribute* attributes;
+  unsigned count;
+} Config;
+
+#ifndef VERSION
+#define VERSION 13000
+#endif
+#define KERNEL ((void*)0x77)
+#define MODULE ((void*)0x55)
+
+char fails[64];          // the function that fails next
+int code;                // with this
+int loads, unloads, pushes, pops, function_loads, parameters = 1, shared_limit;
+void* current = (void*)0x11;  // the context
+Config launched;
+Attribute launched_attribute;
+char argument[16];
+
+static int outcome(const char* name) {
+  if (strcmp(fails, name) != 0) return 0;
+  fails[0] = 0;
+  return code;
+}
+
+int cuDriverGetVersion(int* version) { *version = VERSION; return 0; }
+int cuGetErrorName(int result, const char** text) {
+  if (result == 999) return 1;
+  *text = result == 1 ? "CUDA_ERROR_INVALID_VALUE" : "CUDA_ERROR_OTHER";
+  return 0;
+}
+int cuGetErrorString(int result, const char** text) {
+  if (result == 999) return 1;
+  *text = "said the driver";
+  return 0;
+}
+int cuCtxGetCurrent(void** context) { *context = current; return outcome("cuCtxGetCurrent"); }
+int cuCtxPushCurrent_v2(void* context) {
+  if (outcome("cuCtxPushCurrent")) return 201;
+  pushes++;
+  current = context;
+  return 0;
+}
+int cuCtxPopCurrent_v2(void** context) { *context = current; pops++; return 0; }
+int cuModuleLoadData(void** module, const char* image) {
+  loads++;
+  *module = MODULE;
+  return memcmp(image, "cubin", 5) != 0 ? 200 : outcome("cuModuleLoadData");
+}
+int cuModuleUnload(void* module) {
+  unloads += module == MODULE && current == (void*)0x11;
+  return outcome("cuModuleUnload");
+}
+int cuModuleGetFunction(void** function, void* module, const char* name) {
+  *function = KERNEL;
+  return strcmp(name, "add") == 0 && module == MODULE ? 0 : 500;
+}
+int cuFuncGetAttribute(int* value, int attribute, void* function) {
+  *value = 1000 + attribute;
+  return function == KERNEL ? outcome("cuFuncGetAttribute") : 400;
+}
+int cuFuncSetAttribute(void* function, int attribute, int value) {
+  if (function != KERNEL || attribute != 8) return 400;
+  shared_limit = value;
+  return outcome("cuFuncSetAttribute");
+}
+#ifndef WITHOUT_LAUNCH
+int cuLaunchKernelEx(const Config* config, void* function, void** arguments, void** extra) {
+  if (function != KERNEL || extra != NULL) return 400;
+  launched = *config;
+  if (config->count) launched_attribute = config->attributes[0];
+  memcpy(argument, arguments[0], sizeof argument);
+  return outcome("cuLaunchKernelEx");
+}
+#endif
+#if VERSION >= 12040
+int cuFuncLoad(void* function) { function_loads += function == KERNEL; return 0; }
+int cuFuncGetParamInfo(void* function, size_t index, size_t* offset, size_t* bytes) {
+  if (function != KERNEL || index >= (size_t)parameters) return 1;
+  *offset = 0;
+  *bytes = 16;
+  return 0;
+}
+#endif
+
+int launched_as(int what) {
+  const unsigned values[] = {
+      launched.gridX, launched.gridY, launched.gridZ, launched.blockX, launched.blockY,
+      launched.blockZ, launched.shared, (unsigned)(size_t)launched.stream, launched.count,
+      (unsigned)launched_attribute.id, (unsigned)launched_attribute.value.number};
+  return (int)values[what];
+}
+"""
+
+PRELUDE = """
+import ctypes, gc, struct
+from fanfold import _core, errors
+
+cuda = ctypes.CDLL("libcuda.so.1")
+
+
+def number(name):
+    return ctypes.c_int.in_dll(cuda, name).value
+
+
+def fail(name, code):
+    ctypes.c_int.in_dll(cuda, "code").value = code
+    (ctypes.c_char * 64).in_dll(cuda, "fails").value = name.encode()
+
+
+def put(name, value):
+    ctypes.c_void_p.in_dll(cuda, name).value = value
+
+
+def refused(kind, call, *arguments, **named):
+    try:
+        call(*arguments, **named)
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"{call} is not refused")
+
+
+argument = ctypes.create_string_buffer(b"sixteen bytes!!!", 16)
+address = ctypes.addressof(argument)
+"""
+
+Drive = Callable[..., None]
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Drive:
+    """``drive(program, *defines)``: runs the program with the stand-in compiled so."""
+
+    def run(program: str, *defines: str) -> None:
+        (tmp_path / "driver.c").write_text(DRIVER)
+        build = [
+            os.environ.get("CXX", "c++"),
+            "-x",
+            "c",
+            "-shared",
+            "-fPIC",
+            "-o",
+            "libcuda.so.1",
+            "driver.c",
+        ]
+        flags = [f"-D{define}" for define in defines]
+        subprocess.run([*build, *flags], cwd=tmp_path, check=True, timeout=60)
+        check(tmp_path, PRELUDE + program)
+
+    return run
+
+
+def check(folder: Path, program: str) -> None:
+    environment = os.environ | {"LD_LIBRARY_PATH": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_launch_reaches_the_driver(drive: Drive) -> None:
+    drive("""
+kernel = _core.CudaKernel(b"cubin", "add")
+assert kernel.entry == "add"
+assert (kernel.static_shared_bytes, kernel.local_bytes, kernel.registers) == (1001, 1003, 1004)
+assert number("function_loads") == 1
+kernel.launch(address, 16, ctas=132, threads=768, shared_bytes=65536, stream=0x1234, early=True)
+found = [cuda.launched_as(i) for i in range(11)]
+assert found == [132, 1, 1, 768, 1, 1, 65536, 0x1234, 1, 6, 1], found
+assert bytes((ctypes.c_char * 16).in_dll(cuda, "argument")) == argument.raw
+kernel.launch(address, 16, 1, 32)
+found = [cuda.launched_as(i) for i in range(9)]
+assert found == [1, 1, 1, 32, 1, 1, 0, 0, 0], found
+kernel.allow_shared_bytes(200000)
+assert number("shared_limit") == 200000
+""")
+
+
+def test_refusals_say_what_was_asked(drive: Drive) -> None:
+    drive("""
+kernel = _core.CudaKernel(b"cubin", "add")
+fail("cuLaunchKernelEx", 1)
+told = refused(errors.DriverFailure, kernel.launch, address, 16, 7, 2048, 99)
+for part in ("cuLaunchKernelEx", "CUDA_ERROR_INVALID_VALUE", "said the driver", "kernel add",
+             "7 CTAs of 2048 threads", "99 bytes", "1024 threads"):
+    assert part in told, (part, told)
+fail("cuFuncSetAttribute", 999)
+told = refused(errors.DriverFailure, kernel.allow_shared_bytes, 1 << 20)
+assert "CUresult 999" in told and "1048576 bytes" in told and "1001 static" in told, told
+told = refused(errors.ArgumentError, kernel.launch, address, 24, 1, 32)
+assert "kernel add is 24 bytes, but must be 16 bytes" in told, told
+kernel.launch(address, 16, 1, 32)
+""")
+
+
+def test_a_kernel_that_cannot_be_loaded_leaves_nothing(drive: Drive) -> None:
+    drive("""
+refused(errors.DriverFailure, _core.CudaKernel, b"other", "add")
+assert number("unloads") == 0
+told = refused(errors.DriverFailure, _core.CudaKernel, b"cubin", "subtract")
+assert "kernel subtract" in told, told
+fail("cuFuncGetAttribute", 1)
+refused(errors.DriverFailure, _core.CudaKernel, b"cubin", "add")
+ctypes.c_int.in_dll(cuda, "parameters").value = 2
+told = refused(errors.ArgumentError, _core.CudaKernel, b"cubin", "add")
+assert "several parameters" in told, told
+assert (number("loads"), number("unloads")) == (4, 3)
+refused(errors.ArgumentError, _core.CudaKernel, b"", "add")
+put("current", 0)
+assert "set_device" in refused(errors.UsageError, _core.CudaKernel, b"cubin", "add")
+""")
+
+
+def test_unloading_finds_its_context_and_bears_a_dead_one(drive: Drive) -> None:
+    drive("""
+def made():
+    put("current", 0x11)
+    return _core.CudaKernel(b"cubin", "add")
+
+kernel = made()
+del kernel; gc.collect()
+assert (number("unloads"), number("pushes"), number("pops")) == (1, 0, 0)
+kernel = made()
+put("current", 0x22)
+del kernel; gc.collect()
+assert (number("unloads"), number("pushes"), number("pops")) == (2, 1, 1)
+kernel = made()
+put("current", 0)
+fail("cuCtxPushCurrent", 201)
+del kernel; gc.collect()
+assert (number("unloads"), number("pushes"), number("pops")) == (2, 1, 1)
+kernel = made()
+fail("cuCtxGetCurrent", 4)
+del kernel; gc.collect()
+assert number("unloads") == 2
+kernel = made()
+fail("cuModuleUnload", 700)
+del kernel; gc.collect()
+assert number("unloads") == 3
+""")
+
+
+def test_an_older_driver_lacks_only_the_check_of_the_size(drive: Drive) -> None:
+    drive(
+        """
+assert _core.cuda_driver_version() == 12020
+kernel = _core.CudaKernel(b"cubin", "add")
+kernel.launch(address, 24, 1, 32)
+""",
+        "VERSION=12020",
+    )
+
+
+@pytest.mark.parametrize("define", ["VERSION=11080", "WITHOUT_LAUNCH"])
+def test_a_driver_that_is_too_old(drive: Drive, define: str) -> None:
+    drive(
+        """
+told = refused(errors.UnavailableError, _core.CudaKernel, b"cubin", "add")
+assert "12.0" in told and "install a newer" in told, told
+assert ("11.8" in told) != ("cuLaunchKernelEx" in told), told
+""",
+        define,
+    )
+
+
+def test_no_driver(tmp_path: Path) -> None:
+    (tmp_path / "libcuda.so.1").write_text("no library")
+    check(
+        tmp_path,
+        """
+from fanfold import _core, errors
+for _ in range(2):
+    try:
+        _core.cuda_driver_version()
+    except errors.UnavailableError as error:
+        assert "libcuda.so.1" in str(error) and "FANFOLD_BACKEND=host" in str(error), error
+    else:
+        raise AssertionError("a text file is no driver")
+""",
+    )
