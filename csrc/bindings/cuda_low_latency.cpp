@@ -1,0 +1,129 @@
+#include "cuda/low_latency.h"
+
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "base/error.h"
+#include "bindings/address.h"
+#include "bindings/bindings.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace fanfold::bindings {
+namespace {
+
+using cuda::Kernel;
+using cuda::LowLatency;
+
+// What is set for every call, on either struct of arguments.
+template <typename Class, typename Args>
+void def_call(Class& cls) {
+  cls.def("copy", [](const Args& self) { return Args(self); })
+      .def_prop_rw(
+          "tokens", [](const Args& self) { return self.call.tokens; },
+          [](Args& self, int32_t tokens) { self.call.tokens = tokens; })
+      .def_prop_rw(
+          "phases", [](const Args& self) { return self.call.phases; },
+          [](Args& self, uint32_t phases) { self.call.phases = phases; })
+      .def_prop_rw(
+          "refused", [](const Args& self) { return self.call.refused != 0; },
+          [](Args& self, bool refused) { self.call.refused = refused ? 1 : 0; });
+}
+
+template <typename Args>
+void launch(const Args& args, const Kernel& kernel, int ctas, int threads, uintptr_t stream,
+            bool early) {
+  kernel.launch(&args, sizeof args,
+                {.ctas = ctas, .threads = threads, .stream = stream, .early = early});
+}
+
+void bind_arguments(nb::module_& module) {
+  nb::class_<DispatchArgs> dispatch(module, "CudaDispatchArgs");
+  def_call<nb::class_<DispatchArgs>, DispatchArgs>(dispatch);
+  def_address(dispatch, "x", &DispatchArgs::x);
+  def_address(dispatch, "topk_idx", &DispatchArgs::topk_idx);
+  def_address(dispatch, "topk_weights", &DispatchArgs::topk_weights);
+  def_address(dispatch, "rows", &DispatchArgs::rows);
+  def_address(dispatch, "scales", &DispatchArgs::scales);
+  def_address(dispatch, "counts", &DispatchArgs::counts);
+  def_address(dispatch, "source_tokens", &DispatchArgs::source_tokens);
+  def_address(dispatch, "ranges", &DispatchArgs::ranges);
+  def_address(dispatch, "row_weights", &DispatchArgs::row_weights);
+  def_address(dispatch, "table", &DispatchArgs::table);
+  def_address(dispatch, "expert_totals", &DispatchArgs::expert_totals);
+  def_address(dispatch, "wait_ns", &DispatchArgs::wait_ns);
+  dispatch.def("launch", &launch<DispatchArgs>, "kernel"_a, "ctas"_a, "threads"_a, "stream"_a,
+               "early"_a);
+
+  nb::class_<CombineArgs> combine(module, "CudaCombineArgs");
+  def_call<nb::class_<CombineArgs>, CombineArgs>(combine);
+  def_address(combine, "y", &CombineArgs::y);
+  combine.def_rw("expert_stride", &CombineArgs::expert_stride)
+      .def_rw("row_stride", &CombineArgs::row_stride)
+      .def_rw("weighted", &CombineArgs::weighted);
+  def_address(combine, "ranges", &CombineArgs::ranges);
+  def_address(combine, "table", &CombineArgs::table);
+  def_address(combine, "topk_idx", &CombineArgs::topk_idx);
+  def_address(combine, "topk_weights", &CombineArgs::topk_weights);
+  def_address(combine, "out", &CombineArgs::out);
+  def_address(combine, "wait_ns", &CombineArgs::wait_ns);
+  combine.def("launch", &launch<CombineArgs>, "kernel"_a, "ctas"_a, "threads"_a, "stream"_a,
+              "early"_a);
+}
+
+}  // namespace
+
+void bind_cuda_low_latency(nb::module_& module) {
+  bind_arguments(module);
+  module.attr("CUDA_STATE_BYTES") = sizeof(LowLatencyState);
+  module.attr("CUDA_STATE_EPOCHS_BYTES") = sizeof(LowLatencyState::epochs);
+  module.attr("CUDA_REPORT_BYTES") = sizeof(Report) * kReportKinds;
+  module.attr("CUDA_FIRST_EPOCH") = kFirstEpoch;
+  module.attr("CUDA_MOST_CTAS") = kMostCtas;
+  // Bytes from the start of which every word must begin as absent, and the bytes in all.
+  module.def(
+      "cuda_low_latency_bytes",
+      [](const LowLatencyGeometry& geometry, bool late) {
+        const auto at = LowLatencyDeviceLayout{geometry, late}.offsets();
+        return nb::make_tuple(at.headers, at.end);
+      },
+      "geometry"_a, "late"_a);
+  module.def(
+      "cuda_table_bytes",
+      [](const LowLatencyGeometry& geometry) {
+        return TableLayout{geometry.ranks, geometry.top_k, geometry.max_tokens}.bytes();
+      },
+      "geometry"_a);
+  module.def("check_cuda_geometry", &cuda::check_device_geometry, "geometry"_a);
+
+  using Place = cuda::LowLatencyPlace;
+  nb::class_<Place>(module, "CudaLowLatencyPlace")
+      .def(
+          "__init__",
+          [](Place* self, int32_t rank, const std::vector<uintptr_t>& peers, uintptr_t state,
+             uintptr_t reports, int64_t timeout_ns, bool mask_late) {
+            if (peers.size() > kMostDeviceRanks) {
+              throw BadArgument("ranks", std::to_string(peers.size()),
+                                "at most " + std::to_string(kMostDeviceRanks));
+            }
+            Place place{rank, {}, state, reports, timeout_ns, mask_late};
+            std::copy(peers.begin(), peers.end(), place.peers.begin());
+            new (self) Place(place);
+          },
+          "rank"_a, "peers"_a, "state"_a, "reports"_a, "timeout_ns"_a, "mask_late"_a);
+  nb::class_<LowLatency>(module, "CudaLowLatency")
+      .def(
+          "__init__",
+          [](LowLatency* self, const Place& place, const LowLatencyGeometry& geometry, bool late,
+             int32_t ctas, int32_t senders) {
+            new (self) LowLatency(place, geometry, late, {ctas, senders});
+          },
+          "place"_a, "geometry"_a, "late"_a, "ctas"_a, "senders"_a)
+      .def("dispatch_arguments", &LowLatency::dispatch_arguments, "encoding"_a, "weights"_a)
+      .def("combine_arguments", &LowLatency::combine_arguments, "weights"_a);
+}
+
+}  // namespace fanfold::bindings

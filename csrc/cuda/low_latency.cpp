@@ -1,0 +1,75 @@
+#include "cuda/low_latency.h"
+
+#include <algorithm>
+#include <string>
+
+#include "base/error.h"
+
+namespace fanfold::cuda {
+namespace {
+
+void check_at_most(const char* name, int64_t value, int64_t most, const char* why) {
+  if (value <= most) return;
+  throw BadArgument(name, std::to_string(value),
+                    "at most " + std::to_string(most) + " for low latency on GPUs (" + why + ")");
+}
+
+}  // namespace
+
+void check_device_geometry(const LowLatencyGeometry& geometry) {
+  check_at_most("ranks", geometry.ranks, kMostDeviceRanks, "a token's ranks are the bits of a word");
+  check_at_most("num_experts", geometry.experts, kMostDeviceExperts,
+                "their counts are in shared memory");
+  const HeaderLayout header{geometry.experts_per_rank()};
+  check_at_most("max_tokens", geometry.max_tokens,
+                std::min<int64_t>(header.most_tokens(), kMostDeviceTokens),
+                "a row's place and its expert share a word");
+  const int64_t rows = geometry.experts_per_rank() * geometry.expert_capacity();
+  check_at_most("rows of all local experts", rows, INT32_MAX, "their numbers have 32 bits");
+}
+
+LowLatency::LowLatency(const LowLatencyPlace& place, const LowLatencyGeometry& geometry, bool late,
+                       const LowLatencyGrid& grid)
+    : place_(place), geometry_(geometry), grid_(grid),
+      offsets_(LowLatencyDeviceLayout{geometry, late}.offsets()) {
+  check_device_geometry(geometry);
+  check_at_most("ctas", grid.ctas, kMostCtas, "each counts its calls");
+  if (grid.senders < 1 || grid.senders >= grid.ctas) {
+    throw BadArgument("senders", std::to_string(grid.senders),
+                      "from 1 to " + std::to_string(grid.ctas - 1) + ", one less than the CTAs");
+  }
+}
+
+CallArgs LowLatency::call_arguments(int32_t encoding, int32_t weights) const {
+  const LowLatencyFacts facts{geometry_.experts,     geometry_.top_k, geometry_.hidden,
+                              geometry_.max_tokens, encoding,        weights, {}};
+  CallArgs call{};
+  for (size_t peer = 0; peer < place_.peers.size(); ++peer) {
+    call.peers[peer] = reinterpret_cast<unsigned char*>(place_.peers[peer]);
+  }
+  call.at = offsets_;
+  call.state = reinterpret_cast<LowLatencyState*>(place_.state);
+  call.reports = reinterpret_cast<Report*>(place_.reports);
+  call.timeout_ns = place_.timeout_ns;
+  call.rank = place_.rank;
+  call.max_tokens = geometry_.max_tokens;
+  call.phases = kWhole;
+  call.facts = CallWord::facts_of(facts);
+  call.mask_late = place_.mask_late ? 1 : 0;
+  call.senders = grid_.senders;
+  return call;
+}
+
+DispatchArgs LowLatency::dispatch_arguments(int32_t encoding, int32_t weights) const {
+  DispatchArgs args{};
+  args.call = call_arguments(encoding, weights);
+  return args;
+}
+
+CombineArgs LowLatency::combine_arguments(int32_t weights) const {
+  CombineArgs args{};
+  args.call = call_arguments(0, weights);
+  return args;
+}
+
+}  // namespace fanfold::cuda

@@ -1,0 +1,81 @@
+// Loads and stores of global memory. Memory order and scope are part of each name.
+#pragma once
+
+#include "layout/types.h"
+
+namespace fanfold {
+
+// ---- seen by other GPUs ---------------------------------------------------------------------------
+
+__device__ __forceinline__ uint4 load_relaxed_system(const uint4* address) {
+  uint4 v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address));
+  return v;
+}
+
+__device__ __forceinline__ uint64_t load_relaxed_system(const uint64_t* address) {
+  uint64_t v;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(address));
+  return v;
+}
+
+__device__ __forceinline__ uint32_t load_relaxed_system(const uint32_t* address) {
+  uint32_t v;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(address));
+  return v;
+}
+
+__device__ __forceinline__ uint64_t load_acquire_system(const uint64_t* address) {
+  uint64_t v;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store_relaxed_system(uint4* address, uint4 v) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x),
+               "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_relaxed_system(uint64_t* address, uint64_t v) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(v) : "memory");
+}
+
+__device__ __forceinline__ void store_relaxed_system(uint32_t* address, uint32_t v) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ void store_release_system(uint64_t* address, uint64_t v) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(v) : "memory");
+}
+
+// ---- of this GPU ----------------------------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t load_relaxed_gpu(const uint32_t* address) {
+  uint32_t v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(address));
+  return v;
+}
+
+__device__ __forceinline__ void store_relaxed_gpu(uint32_t* address, uint32_t v) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
+}
+
+// Input that nobody writes while the kernel runs, and that is read once.
+__device__ __forceinline__ uint4 load_constant(const uint4* address) {
+  uint4 v;
+  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+      : "l"(address));
+  return v;
+}
+
+__device__ __forceinline__ void store_weak(uint4* address, uint4 v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+}  // namespace fanfold

@@ -1,0 +1,78 @@
+// Conversions between number formats, as csrc/host/numeric.h defines them.
+#pragma once
+
+#include "layout/types.h"
+
+namespace fanfold {
+
+inline constexpr float kE4m3Max = 448.0f;
+inline constexpr float kSmallestAmax = 1e-4f;
+
+__device__ __forceinline__ float bf16_low(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float bf16_high(uint32_t pair) {
+  return __uint_as_float(pair & 0xffff0000u);
+}
+
+// Nearest even; NaN becomes the positive one.
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+// Nearest even, saturating; NaN becomes the positive one.
+__device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d) {
+#if __CUDA_ARCH__ >= 890
+  uint32_t quad;
+  asm("{\n .reg .b16 low, high;\n"
+      " cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      " cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      " mov.b32 %0, {low, high};\n}"
+      : "=r"(quad)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return quad;
+#else
+  uint32_t quad = 0;
+  const float values[4] = {a, b, c, d};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t bits = __float_as_uint(values[i]);
+    const float magnitude = fminf(fabsf(values[i]), kE4m3Max);
+    // Below 2^-6 the step is 2^-9: adding 2^14 makes that the unit of the last place.
+    const uint32_t subnormal = __float_as_uint(__fadd_rn(magnitude, 16384.0f)) - 0x46800000u;
+    const uint32_t word = __float_as_uint(magnitude);
+    const uint32_t normal = (word + 0x7ffffu + ((word >> 20) & 1u) - (120u << 23)) >> 20;
+    const uint32_t code = magnitude < 0x1p-6f ? subnormal : normal;
+    const uint32_t sign = (bits & 0x80000000u) >> 24;
+    quad |= (isnan(values[i]) ? 0x7fu : (sign | code)) << (8 * i);
+  }
+  return quad;
+#endif
+}
+
+// 2^ceil(log2(value)) of a positive normal value, exactly.
+__device__ __forceinline__ float next_power_of_two(float value) {
+  return __uint_as_float((__float_as_uint(value) + 0x7fffffu) & 0xff800000u);
+}
+
+// The exponent byte of a power of two.
+__device__ __forceinline__ uint32_t ue8m0_of(uint32_t power_of_two_bits) {
+  return power_of_two_bits >> 23;
+}
+
+// sum += weight * the eight bf16 of `v`; products are rounded before they are added (decision 0004).
+__device__ __forceinline__ void add_weighted(float (&sum)[8], uint4 v, float weight) {
+  const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    sum[2 * i] = __fadd_rn(sum[2 * i], __fmul_rn(weight, bf16_low(words[i])));
+    sum[2 * i + 1] = __fadd_rn(sum[2 * i + 1], __fmul_rn(weight, bf16_high(words[i])));
+  }
+}
+
+__device__ __forceinline__ uint4 round_to_bf16(const float (&v)[8]) {
+  return {pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]),
+          pack_bf16(v[6], v[7])};
+}
+
+}  // namespace fanfold

@@ -1,0 +1,42 @@
+// Warps, barriers of some of them, launches that overlap, clocks.
+#pragma once
+
+#include "layout/types.h"
+
+namespace fanfold {
+
+inline constexpr uint32_t kFullWarp = 0xffffffffu;
+inline constexpr int kWarpLanes = 32;
+
+__device__ __forceinline__ uint32_t lanes_below() {
+  uint32_t mask;
+  asm("mov.u32 %0, %lanemask_lt;" : "=r"(mask));
+  return mask;
+}
+
+// Barrier `id` (1 to 15; 0 is __syncthreads) of `threads` threads, whole warps.
+__device__ __forceinline__ void barrier_of(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Without these a kernel begins when the one before in its stream has ended. A kernel that allows
+// it early lets the next begin its launch; that one waits until this one's writes are there.
+__device__ __forceinline__ void allow_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ uint64_t global_nanoseconds() {
+  uint64_t t;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  return t;
+}
+
+}  // namespace fanfold

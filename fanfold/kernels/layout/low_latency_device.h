@@ -1,0 +1,248 @@
+// The low-latency mode in the memory of GPUs: where peers write, how single words are encoded, and
+// what the kernels are told. The protocol: docs/low_latency.md.
+//
+//   receipts       [source rank]                         u64      any call
+//   calls          [kind][parity][source rank]           u64      dispatch and combine, by the source
+//   counts         [parity][source rank][local expert]   u32      dispatch, by the source
+//   headers        [parity][source rank][token][top_k]   u64      dispatch, by the source
+//   late headers   [parity][source rank][token][top_k]   u64      combine, by the source
+//   rows           [parity][source rank][source token]   slots    dispatch, by the source
+//   results        [parity][expert rank][token]          slots    combine, by the expert side
+//
+// Slots and headers announce themselves: each of their words is kept `kAbsent`, a value
+// that no sent word has, so a word that is not absent has arrived. Who reads it makes it absent.
+#pragma once
+
+#include "layout/low_latency.h"
+
+namespace fanfold {
+
+inline constexpr uint32_t kAbsent = 0xffffffffu;
+// The ranks of a token are the bits of one word.
+inline constexpr int32_t kMostDeviceRanks = 32;
+// The tables of counts are in static shared memory, of which a kernel has 48 KB.
+inline constexpr int32_t kMostDeviceExperts = 2048;
+inline constexpr int32_t kMostDeviceTokens = (1 << 24) - 1;  // a call word carries so many
+inline constexpr int32_t kMostCtas = 512;
+// One row's words of a warp: 32 lanes with 16 bytes each.
+inline constexpr int32_t kUnitBytes = 16;
+inline constexpr int32_t kSegmentUnits = 32;
+
+// A call's number. It says which half of the memory the call uses and marks what the call writes.
+// The first is not 0, which fresh memory holds.
+inline constexpr uint32_t kFirstEpoch = 2;
+
+// What a rank says of its call to each peer: how many tokens it has, whether it refused the call,
+// and what the call is, so that ranks that mean different calls notice.
+struct CallWord {
+  uint32_t tokens;
+  bool refused;
+  uint32_t facts;  // 16 bits: see `facts_of`
+  uint32_t epoch;  // the low 16 bits
+
+  FANFOLD_HD constexpr uint64_t encode() const {
+    return (uint64_t{epoch & 0xffffu} << 48) | (uint64_t{facts & 0xffffu} << 32) |
+           (uint64_t{refused} << 24) | tokens;
+  }
+  FANFOLD_HD static constexpr CallWord decode(uint64_t word) {
+    return {static_cast<uint32_t>(word) & 0xffffffu, ((word >> 24) & 1u) != 0,
+            static_cast<uint32_t>(word >> 32) & 0xffffu, static_cast<uint32_t>(word >> 48)};
+  }
+  // Sixteen bits of everything that ranks must agree about.
+  FANFOLD_HD static constexpr uint32_t facts_of(const LowLatencyFacts& facts) {
+    uint32_t hash = 2166136261u;
+    for (const int32_t value : {facts.experts, facts.top_k, facts.hidden, facts.max_tokens,
+                                facts.encoding, facts.weights}) {
+      hash = (hash ^ static_cast<uint32_t>(value)) * 16777619u;
+    }
+    return (hash >> 16) ^ (hash & 0xffffu);
+  }
+};
+
+static_assert(CallWord::decode(CallWord{0xabcdef, true, 0x1234, 0x10005}.encode()).epoch == 5);
+static_assert(CallWord::decode(CallWord{0xabcdef, true, 0x1234, 5}.encode()).tokens == 0xabcdef);
+
+// Rows that one source sends to one expert. Every word is written in every call, so that the tag
+// only has to tell this use of the word from the one before.
+struct CountWord {
+  uint32_t count;
+  uint32_t tag;
+
+  FANFOLD_HD static constexpr uint32_t tag_of(uint32_t epoch) { return (epoch >> 1) & 0xffu; }
+  FANFOLD_HD constexpr uint32_t encode() const { return (count << 8) | tag; }
+  FANFOLD_HD static constexpr CountWord decode(uint32_t word) { return {word >> 8, word & 0xffu}; }
+};
+
+// One choice of one token as its source tells it to a rank: which of the rank's experts, how many
+// earlier rows this source sends to that expert, and the routing weight.
+struct HeaderLayout {
+  int32_t experts_per_rank;
+
+  // As many bits as hold every local expert and one value more.
+  FANFOLD_HD constexpr int32_t expert_bits() const {
+    int32_t bits = 1;
+    while ((1 << bits) <= experts_per_rank) ++bits;
+    return bits;
+  }
+  FANFOLD_HD constexpr uint32_t elsewhere() const { return (1u << expert_bits()) - 1u; }
+  // The highest bit stays zero, so that no header is absent.
+  FANFOLD_HD constexpr int64_t most_tokens() const { return int64_t{1} << (31 - expert_bits()); }
+
+  FANFOLD_HD constexpr uint64_t encode(uint32_t local, uint32_t place, uint32_t weight) const {
+    return (uint64_t{weight} << 32) | (place << expert_bits()) | local;
+  }
+  FANFOLD_HD constexpr uint32_t local(uint64_t header) const {
+    return static_cast<uint32_t>(header) & elsewhere();
+  }
+  FANFOLD_HD constexpr uint32_t place(uint64_t header) const {
+    return static_cast<uint32_t>(header) >> expert_bits();
+  }
+  FANFOLD_HD static constexpr uint32_t weight(uint64_t header) {
+    return static_cast<uint32_t>(header >> 32);
+  }
+};
+
+static_assert(HeaderLayout{64}.elsewhere() > 63 && HeaderLayout{63}.elsewhere() > 62);
+static_assert(HeaderLayout{64}.place(HeaderLayout{64}.encode(63, 4711, 0xffffffff)) == 4711);
+
+// Calls of each kind that a rank has received whole, as it tells its peers.
+struct Receipt {
+  uint32_t dispatches;
+  uint32_t combines;
+
+  FANFOLD_HD constexpr uint64_t encode() const { return (uint64_t{combines} << 32) | dispatches; }
+  FANFOLD_HD static constexpr Receipt decode(uint64_t word) {
+    return {static_cast<uint32_t>(word), static_cast<uint32_t>(word >> 32)};
+  }
+};
+
+enum class CallKind : int32_t { kDispatch = 0, kCombine = 1 };
+
+struct LowLatencyDeviceOffsets {
+  int64_t receipts, calls, counts, headers, late_headers, rows, results, end;
+  int64_t row_stride;
+};
+
+struct LowLatencyDeviceLayout {
+  LowLatencyGeometry geometry;
+  bool late;  // whether routing comes with combine
+
+  FANFOLD_HD constexpr int64_t row_stride() const {
+    return align_up(bf16_row_bytes(geometry.hidden), kAreaAlignment);
+  }
+  FANFOLD_HD constexpr LowLatencyDeviceOffsets offsets() const {
+    const int64_t sources = int64_t{kParities} * geometry.ranks;
+    const int64_t slots = sources * geometry.max_tokens;
+    const int64_t headers_bytes = align_up(slots * geometry.top_k * 8, kAreaAlignment);
+    LowLatencyDeviceOffsets at{};
+    at.row_stride = row_stride();
+    at.receipts = 0;
+    at.calls = align_up(int64_t{geometry.ranks} * 8, kAreaAlignment);
+    at.counts = at.calls + align_up(2 * sources * 8, kAreaAlignment);
+    at.headers = at.counts + align_up(sources * geometry.experts_per_rank() * 4, kAreaAlignment);
+    at.late_headers = at.headers + headers_bytes;
+    at.rows = at.late_headers + (late ? headers_bytes : 0);
+    at.results = at.rows + slots * at.row_stride;
+    at.end = at.results + slots * at.row_stride;
+    return at;
+  }
+  FANFOLD_HD constexpr int64_t bytes() const { return offsets().end; }
+};
+
+static_assert(LowLatencyDeviceLayout{{4, 512, 22, 1000, 7}, true}.offsets().rows % 128 == 0);
+
+// What combine must know of the dispatch before it, where the weights came with dispatch. It lies
+// in a tensor of the caller's: entries, entries of each (source, token), tokens of each source,
+// ranks of each own token.
+struct TableEntry {
+  int32_t row;  // of all rows of all local experts
+  float weight;
+};
+
+struct TableLayout {
+  int32_t ranks;
+  int32_t top_k;
+  int32_t max_tokens;
+
+  FANFOLD_HD constexpr int64_t pairs() const { return int64_t{ranks} * max_tokens; }
+  FANFOLD_HD constexpr int64_t fans_offset() const { return pairs() * top_k * 8; }
+  FANFOLD_HD constexpr int64_t tokens_offset() const { return fans_offset() + pairs() * 4; }
+  FANFOLD_HD constexpr int64_t ranks_offset() const { return tokens_offset() + int64_t{ranks} * 4; }
+  FANFOLD_HD constexpr int64_t bytes() const { return ranks_offset() + int64_t{max_tokens} * 4; }
+};
+
+// What a kernel has found wrong, for the host to raise. One slot a kind, in host memory.
+enum class ReportKind : uint32_t { kTimeout = 0, kIndex = 1, kRefused = 2, kDisagreement = 3 };
+inline constexpr int32_t kReportKinds = 4;
+
+struct alignas(16) Report {
+  uint32_t call;  // 1 + kind of call, | peer << 8; 0: nothing to report
+  uint32_t epoch;
+  int32_t first;   // kTimeout: what had come; kIndex: the token
+  int32_t second;  // kIndex: place in the token's row << 24 | value, in 24 bits
+};
+
+// A CTA's own count of the calls it has taken part in, so that no CTA waits for another.
+struct CtaEpochs {
+  uint32_t send;
+  uint32_t receive;
+};
+
+// Memory of one rank that only its own kernels use.
+struct LowLatencyState {
+  CtaEpochs epochs[2][kMostCtas];  // by kind of call
+  int32_t masked[kMostDeviceRanks];
+  uint32_t failed;  // a peer was waited for in vain, and no call can be trusted any more
+};
+
+enum Phases : uint32_t { kSend = 1, kReceive = 2, kWhole = 3 };
+
+// What both kernels are told.
+struct CallArgs {
+  unsigned char* peers[kMostDeviceRanks];  // every rank's symmetric memory
+  LowLatencyDeviceOffsets at;
+  LowLatencyState* state;
+  Report* reports;  // [kReportKinds]
+  int64_t timeout_ns;
+  int32_t rank;
+  int32_t tokens;  // of this rank
+  int32_t max_tokens;
+  uint32_t phases;
+  uint32_t facts;
+  int32_t refused;    // this rank takes part without tokens and tells its peers why nothing comes
+  int32_t mask_late;  // go on without a peer that is late
+  int32_t senders;    // CTAs that push rows only; dispatch
+};
+
+struct DispatchArgs {
+  CallArgs call;
+  const unsigned char* x;     // [tokens][hidden] bf16
+  const int64_t* topk_idx;    // [tokens][top_k], -1 is no choice
+  const float* topk_weights;  // [tokens][top_k], or null
+  unsigned char* rows;        // [local experts][capacity][hidden]; null: nothing is kept
+  uint32_t* scales;           // [local experts][blocks][capacity], or packed
+  int32_t* counts;            // [local experts]
+  int32_t* source_tokens;     // [local experts][capacity]
+  int64_t* ranges;            // [local experts][ranks]: count | first row << 32
+  float* row_weights;         // [local experts][capacity], or null
+  unsigned char* table;       // TableLayout, or null
+  int32_t* expert_totals;     // [local experts], added to, or null
+  int64_t* wait_ns;           // [ranks], added to, or null
+};
+
+struct CombineArgs {
+  CallArgs call;
+  const unsigned char* y;      // outputs, bf16
+  int64_t expert_stride;       // in bytes
+  int64_t row_stride;          // in bytes
+  const int64_t* ranges;       // as dispatch left them; late routing
+  const unsigned char* table;  // as dispatch left it; null with late routing
+  int32_t weighted;            // whether the table's weights are used
+  int32_t logfmt;              // kept for messages; a kernel is compiled for it
+  const int64_t* topk_idx;     // [tokens][top_k]; late routing
+  const float* topk_weights;   // [tokens][top_k]; late routing
+  unsigned char* out;          // [tokens][hidden] bf16; null: nothing is kept
+  int64_t* wait_ns;            // [ranks], added to, or null
+};
+
+}  // namespace fanfold

@@ -1,0 +1,248 @@
+// What every low-latency kernel does around its rows: which call this is, who is waited for and for
+// how long, what is reported, and the receipts that let peers use a half of the memory again.
+#pragma once
+
+#include "constants.h"
+#include "device/memory.cuh"
+#include "device/warp.cuh"
+#include "layout/low_latency_device.h"
+
+namespace fanfold {
+
+inline constexpr int kLocalExperts = kExperts / kRanks;
+inline constexpr int kThreads = kWarps * kWarpLanes;
+static_assert(kExperts % kRanks == 0 && kTopK <= kWarpLanes && kRanks <= kMostDeviceRanks);
+static_assert(kExperts <= kMostDeviceExperts && kThreads <= 1024);
+
+// A word that is still absent. Every word is judged by itself: nothing is assumed of how the words
+// of a row, or of one 16-byte store, become visible.
+__device__ __forceinline__ bool arrived(uint4 v) {
+  return v.x != kAbsent && v.y != kAbsent && v.z != kAbsent && v.w != kAbsent;
+}
+__device__ __forceinline__ uint4 absent() { return {kAbsent, kAbsent, kAbsent, kAbsent}; }
+
+// For words that we did not make: two NaNs with every bit set lose their sign.
+__device__ __forceinline__ uint32_t never_absent(uint32_t word) {
+  return word == kAbsent ? 0x7fffffffu : word;
+}
+
+// What every thread asks for first, all at once, and looks at as late as it can.
+struct Prologue {
+  CtaEpochs epochs;
+  int32_t masked;    // lane r: whether rank r is
+  uint64_t receipt;  // lane r: what rank r has received
+
+  __device__ static Prologue load(const CallArgs& args, CallKind kind) {
+    Prologue seen{};
+    seen.epochs = args.state->epochs[static_cast<int>(kind)][blockIdx.x];
+    const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+    if (lane >= kRanks) return seen;
+    seen.masked = args.state->masked[lane];
+    seen.receipt = load_relaxed_system(receipts(args) + lane);
+    return seen;
+  }
+  __device__ static uint64_t* receipts(const CallArgs& args) {
+    return reinterpret_cast<uint64_t*>(args.peers[args.rank] + args.at.receipts);
+  }
+};
+
+__device__ __forceinline__ void store_report(Report* report, uint32_t call, uint32_t epoch,
+                                             int32_t first, int32_t second) {
+  const uint4 words{call, epoch, static_cast<uint32_t>(first), static_cast<uint32_t>(second)};
+  store_relaxed_system(reinterpret_cast<uint4*>(report), words);
+}
+
+// Apart, so that no wait carries it in its registers.
+__device__ __noinline__ void mask_peer(LowLatencyState* state, int peer) {
+  store_relaxed_gpu(reinterpret_cast<uint32_t*>(&state->masked[peer]), 1u);
+}
+__device__ __noinline__ void fail_call(LowLatencyState* state, Report* reports, uint32_t call,
+                                       uint32_t epoch, uint32_t came) {
+  store_relaxed_gpu(&state->failed, 1u);
+  store_report(&reports[static_cast<int>(ReportKind::kTimeout)], call, epoch,
+               static_cast<int32_t>(came), 0);
+}
+
+// One kernel's view of its call. Cheap to make in every thread.
+template <CallKind Kind>
+class Call {
+ public:
+  const CallArgs& args;
+  const Prologue& seen;
+  const uint32_t epoch;
+  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+
+  __device__ Call(const CallArgs& a, const Prologue& prologue, uint32_t call)
+      : args(a), seen(prologue), epoch(call) {}
+
+  __device__ int half() const { return static_cast<int>(epoch & 1u); }
+
+  // Where in the memory of `owner` this rank writes. In a bench's mirror two GPUs stand for more: each
+  // is rank 0, and what it sends to another rank comes to the other GPU as from another.
+  __device__ int writer_at(int owner) const {
+    return kMirror != 0 ? (kRanks - owner) % kRanks : args.rank;
+  }
+
+  // ---- places in the memory of `owner` -----------------------------------------------------------
+
+  __device__ int64_t slot(int writer, int token) const {
+    return int64_t{half() * kRanks + writer} * args.max_tokens + token;
+  }
+  __device__ uint64_t* call_word(int owner, int writer) const {
+    constexpr int kFirst = static_cast<int>(Kind) * kParities * kRanks;
+    return reinterpret_cast<uint64_t*>(args.peers[owner] + args.at.calls) + kFirst +
+           half() * kRanks + writer;
+  }
+  __device__ uint64_t* header(int owner, int writer, int token, int k) const {
+    constexpr bool kLateHeaders = Kind == CallKind::kCombine;
+    const int64_t offset = kLateHeaders ? args.at.late_headers : args.at.headers;
+    return reinterpret_cast<uint64_t*>(args.peers[owner] + offset) + slot(writer, token) * kTopK +
+           k;
+  }
+  __device__ uint4* row(int owner, int writer, int token) const {
+    const int64_t offset = Kind == CallKind::kDispatch ? args.at.rows : args.at.results;
+    return reinterpret_cast<uint4*>(args.peers[owner] + offset +
+                                    slot(writer, token) * args.at.row_stride);
+  }
+
+  // ---- peers ----------------------------------------------------------------------------------------
+
+  // Bit r: rank r is not masked. All lanes of the warp ask together.
+  __device__ uint32_t live_ranks() const {
+    return __ballot_sync(kFullWarp, lane < kRanks && seen.masked == 0);
+  }
+  __device__ bool is_masked(int peer) const {
+    return load_relaxed_gpu(reinterpret_cast<const uint32_t*>(&args.state->masked[peer])) != 0;
+  }
+  __device__ bool failed() const { return load_relaxed_gpu(&args.state->failed) != 0; }
+
+  __device__ void report(ReportKind kind, int peer, int32_t first, int32_t second) const {
+    store_report(&args.reports[static_cast<int>(kind)], call_of(peer), epoch, first, second);
+  }
+  __device__ static uint32_t call_of(int peer) {
+    return (1u + static_cast<uint32_t>(Kind)) | (static_cast<uint32_t>(peer) << 8);
+  }
+
+  // ---- the course of a call -------------------------------------------------------------------------
+
+  // Returns the live ranks, once each of them has received the last call but one, whose half of the
+  // memory this call uses. All lanes of a warp ask together. No fence is needed: what the warp
+  // stores next depends on the branch, and is not performed before it.
+  __device__ uint32_t await_receipts() const;
+
+  // Says to every live peer what this call is.
+  __device__ void push_call_word(uint32_t live) const {
+    if (lane >= kRanks || (live >> lane & 1u) == 0) return;
+    const CallWord word{static_cast<uint32_t>(args.tokens), args.refused != 0, args.facts, epoch};
+    store_relaxed_system(call_word(lane, writer_at(lane)), word.encode());
+  }
+
+  // The tokens of `source` in this call; none of one that refused or means another call.
+  __device__ int await_tokens(int source) const;
+
+ private:
+  __device__ void check(int source, const CallWord& word) const {
+    if (blockIdx.x != 0) return;
+    if (word.refused) report(ReportKind::kRefused, source, 0, 0);
+    if (word.facts != args.facts && !word.refused && args.refused == 0)
+      report(ReportKind::kDisagreement, source, 0, 0);
+  }
+};
+
+// A wait that ends: for a peer that is masked, for a call that has failed, and when its time is
+// over, which masks the peer or fails the call.
+template <CallKind Kind>
+class Patience {
+ public:
+  __device__ explicit Patience(const Call<Kind>& call) : call_(call) {}
+
+  // Asked after every fruitless look; `came` is what stands where `peer` was to write.
+  __device__ bool exhausted(int peer, uint32_t came) {
+    if ((++looks_ & (kLooks - 1)) != 0) return false;
+    if (call_.failed() || call_.is_masked(peer)) return true;
+    const auto now = static_cast<int64_t>(global_nanoseconds());
+    if (looks_ == kLooks) begin_ = now;
+    if (now - begin_ < call_.args.timeout_ns) return false;
+    const CallArgs& args = call_.args;
+    if (args.mask_late != 0) {
+      mask_peer(args.state, peer);
+    } else {
+      fail_call(args.state, args.reports, Call<Kind>::call_of(peer), call_.epoch, came);
+    }
+    return true;
+  }
+
+ private:
+  static constexpr uint32_t kLooks = 1u << 8;
+
+  const Call<Kind>& call_;
+  uint32_t looks_ = 0;
+  int64_t begin_ = 0;
+};
+
+template <CallKind Kind>
+__device__ uint32_t Call<Kind>::await_receipts() const {
+  const bool waits = lane < kRanks && seen.masked == 0;
+  uint64_t word = seen.receipt;
+  Patience<Kind> patience(*this);
+  while (waits) {
+    const Receipt receipt = Receipt::decode(word);
+    const uint32_t received =
+        Kind == CallKind::kDispatch ? receipt.dispatches : receipt.combines;
+    // Of the calls before this one, all but the last must have been received.
+    if (static_cast<int32_t>(received + kFirstEpoch + 1u - epoch) >= 0) break;
+    if (patience.exhausted(lane, received)) break;
+    word = load_relaxed_system(Prologue::receipts(args) + lane);
+  }
+  return live_ranks();
+}
+
+template <CallKind Kind>
+__device__ int Call<Kind>::await_tokens(int source) const {
+  Patience<Kind> patience(*this);
+  CallWord word{};
+  while (true) {
+    word = CallWord::decode(load_relaxed_system(call_word(args.rank, source)));
+    if (word.epoch == (epoch & 0xffffu)) break;
+    if (patience.exhausted(source, word.epoch)) return 0;
+  }
+  check(source, word);
+  return word.refused || word.facts != args.facts ? 0 : static_cast<int>(word.tokens);
+}
+
+// Tells every peer which calls this rank has received whole: all that its kernels before this one
+// were to receive. A peer that sees it writes into the memory that those calls have read and made
+// absent, so it is a release.
+__device__ __forceinline__ void push_receipts(const CallArgs& args, const Prologue& seen) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+  if (lane >= kRanks || seen.masked != 0) return;
+  const auto& epochs = args.state->epochs;
+  const Receipt receipts{epochs[0][0].receive - kFirstEpoch, epochs[1][0].receive - kFirstEpoch};
+  const int writer = kMirror != 0 ? (kRanks - lane) % kRanks : args.rank;
+  auto* theirs = reinterpret_cast<uint64_t*>(args.peers[lane] + args.at.receipts);
+  store_release_system(theirs + writer, receipts.encode());
+}
+
+// Runs `body` and counts the call. Every CTA counts for itself, so none waits for another.
+template <CallKind Kind, class Body>
+__device__ __forceinline__ void run_call(const CallArgs& args, Body body) {
+  allow_next_kernel();
+  wait_for_previous_kernel();
+  const Prologue seen = Prologue::load(args, Kind);
+  // A warp that has less to do than others, as the release takes its time, and of a CTA that in
+  // dispatch only sends.
+  if (static_cast<int>(blockIdx.x) == args.senders - 1 && threadIdx.x / kWarpLanes == kWarps - 1)
+    push_receipts(args, seen);
+  // Kept in shared memory, as every register counts in between.
+  __shared__ CtaEpochs next;
+  if (threadIdx.x == 0) {
+    next = {seen.epochs.send + (args.phases & kSend ? 1u : 0u),
+            seen.epochs.receive + (args.phases & kReceive ? 1u : 0u)};
+  }
+  body(seen);
+  __syncthreads();
+  if (threadIdx.x == 0) args.state->epochs[static_cast<int>(Kind)][blockIdx.x] = next;
+}
+
+}  // namespace fanfold

@@ -1,0 +1,191 @@
+// The receive half of combine, at a token's source: add the rows of the ranks in fp32 and rank
+// order as they arrive, round once.
+#pragma once
+
+#include "low_latency/combine_shape.cuh"
+#include "low_latency/logfmt.cuh"
+
+namespace fanfold {
+
+class CombineReceive {
+ public:
+  __device__ CombineReceive(const CombineArgs& args, const Prologue& seen)
+      : args_(args), call_(args.call, seen, seen.epochs.receive),
+        first_ranks_(first_task() < tasks() ? ranks_of_token(first_task() / kSegments) : 0) {}
+
+  __device__ void run() {
+    const uint32_t live = call_.live_ranks();
+    uint32_t ranks = first_ranks_;
+    for (int task = first_task(); task < tasks(); task += kWarps * static_cast<int>(gridDim.x)) {
+      const int token = task / kSegments;
+      if (task != first_task()) ranks = ranks_of_token(token);
+      reduce(token, task % kSegments, ranks & live);
+    }
+    if (blockIdx.x == 0 && call_.warp == 0 && (live >> call_.lane & 1u) != 0) hear_of(call_.lane);
+  }
+
+ private:
+  static constexpr int kAtOnce = kRanks < 4 ? kRanks : 4;  // rows that a lane awaits together
+  using Rows = uint4[kAtOnce];
+
+  // A warp's first segment of all; the others follow at distances of the whole grid.
+  __device__ int first_task() const {
+    return static_cast<int>(blockIdx.x) + call_.warp * static_cast<int>(gridDim.x);
+  }
+  __device__ int tasks() const { return args_.call.tokens * kSegments; }
+
+  __device__ uint32_t ranks_of_token(int token) const {
+    if constexpr (kLate) {
+      const Choices choices{args_.topk_idx, nullptr, args_.call.tokens};
+      return ranks_of(choices.of(token, call_.lane));
+    } else {
+      const TableLayout table{kRanks, kTopK, args_.call.max_tokens};
+      return reinterpret_cast<const uint32_t*>(args_.table + table.ranks_offset())[token];
+    }
+  }
+
+  __device__ void reduce(int token, int part, uint32_t ranks) {
+    float sum[kColumnsOfUnit] = {};
+    if constexpr (kLogFmt != 0) {
+      for (int r = 0; r < kRanks; ++r)
+        if ((ranks >> r & 1u) != 0) add_segment_of(r, token, part, sum);
+    } else if (has_unit(part, call_.lane)) {
+#pragma unroll 1
+      for (int first = 0; first < kRanks; first += kAtOnce)
+        add_rows(first, token, part, ranks, sum);
+    }
+    if (args_.out == nullptr || !has_unit(part, call_.lane)) return;
+    auto* out = reinterpret_cast<uint4*>(args_.out) + int64_t{token} * kUnits;
+    store_weak(out + part * kSegmentUnits + call_.lane, round_to_bf16(sum));
+  }
+
+  __device__ uint4* received(int rank, int token) const {
+    return call_.row(args_.call.rank, rank, token);
+  }
+
+  // ---- bf16 rows ----------------------------------------------------------------------------------
+
+  __device__ void add_rows(int first, int token, int part, uint32_t ranks,
+                           float (&sum)[kColumnsOfUnit]) {
+    Rows v;
+    const uint32_t came = await_rows(first, token, part, ranks, v);
+    const int unit = part * kSegmentUnits + call_.lane;
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      if (!wants(first, j, ranks)) continue;
+      if ((came >> j & 1u) != 0) add_weighted(sum, v[j], 1.0f);
+      // The half is written again when peers have the receipt of this call.
+      store_weak(received(first + j, token) + unit, absent());
+    }
+  }
+
+  __device__ static bool wants(int first, int j, uint32_t ranks) {
+    return first + j < kRanks && (ranks >> (first + j) & 1u) != 0;
+  }
+
+  // Bit j: the row of rank first + j is in v[j].
+  __device__ uint32_t await_rows(int first, int token, int part, uint32_t ranks, Rows& v) {
+    const int unit = part * kSegmentUnits + call_.lane;
+    uint32_t open = 0;
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      if (!wants(first, j, ranks)) continue;
+      open |= 1u << j;
+      v[j] = load_relaxed_system(received(first + j, token) + unit);
+    }
+    const uint32_t wanted = open;
+    uint32_t lost = 0;
+    CombinePatience patience(call_);
+    while (true) {
+      int late = -1;
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        if ((open >> j & 1u) == 0) continue;
+        if (arrived(v[j])) {
+          open &= ~(1u << j);
+        } else {
+          late = first + j;
+          v[j] = load_relaxed_system(received(late, token) + unit);
+        }
+      }
+      if (open == 0) return wanted & ~lost;
+      if (!has_refused(late) && !patience.exhausted(late, 0)) continue;
+      if (call_.failed()) return wanted & ~open & ~lost;
+      lost |= 1u << (late - first);
+      open &= ~lost;
+      if (open == 0) return wanted & ~lost;
+    }
+  }
+
+  // A rank that refused sends no rows. Looked at only where one is awaited in vain for a while.
+  __device__ bool has_refused(int rank) {
+    if ((++looks_ & 0xffu) != 0) return false;
+    const CallWord word = CallWord::decode(load_relaxed_system(call_.call_word(args_.call.rank, rank)));
+    return word.epoch == (call_.epoch & 0xffffu) && word.refused;
+  }
+
+  // Every rank is heard of in every call, so that refusals and disagreement are seen.
+  __device__ void hear_of(int rank) {
+    const bool timed = args_.wait_ns != nullptr;
+    const uint64_t begin = timed ? global_nanoseconds() : 0;
+    call_.await_tokens(rank);
+    if (timed) args_.wait_ns[rank] += static_cast<int64_t>(global_nanoseconds() - begin);
+  }
+
+  // ---- rows as LogFMT -----------------------------------------------------------------------------
+
+  // The first word of a segment says how it is coded.
+  __device__ void add_segment_of(int rank, int token, int part, float (&sum)[kColumnsOfUnit]) {
+    CombinePatience patience(call_);
+    uint4* units = received(rank, token) + part * kSegmentUnits;
+    auto* words = reinterpret_cast<uint32_t*>(units);
+    uint32_t mark = load_relaxed_system(words);
+    while (mark == kAbsent) {
+      if (has_refused(rank) || patience.exhausted(rank, 0)) break;
+      mark = load_relaxed_system(words);
+    }
+    // Every lane has looked before one of them makes the first word absent.
+    if (__any_sync(kFullWarp, mark == kAbsent)) return;
+    if (mark == kCodedMark) {
+      add_coded(words, rank, part, patience, sum);
+    } else if (has_unit(part, call_.lane)) {
+      uint4 v = load_relaxed_system(units + call_.lane);
+      while (!arrived(v) && !patience.exhausted(rank, 0))
+        v = load_relaxed_system(units + call_.lane);
+      add_weighted(sum, v, 1.0f);
+      store_weak(units + call_.lane, absent());
+    }
+  }
+
+  __device__ void add_coded(uint32_t* words, int rank, int part, CombinePatience& patience,
+                            float (&sum)[kColumnsOfUnit]) {
+    const int block = call_.lane / kBlockLanes;
+    const int blocks = blocks_of_segment(part);
+    // Eight fields begin at a word or in the middle of one, and touch three.
+    const uint32_t* codes = words + range_place(block) + 1 + call_.lane % kBlockLanes * kLaneHalves / 2;
+    uint32_t range = 0;
+    uint32_t mine[3] = {};
+    bool here = block >= blocks;
+    while (!here) {
+      range = load_relaxed_system(words + range_place(block));
+      here = range != kAbsent;
+#pragma unroll
+      for (int i = 0; i < 3; ++i) {
+        mine[i] = load_relaxed_system(codes + i);
+        here = here && mine[i] != kAbsent;
+      }
+      if (!here && patience.exhausted(rank, 0)) break;
+    }
+    __syncwarp();
+    if (block < blocks) add_codes(sum, range, mine, call_.lane);
+    for (int w = call_.lane; w < range_place(blocks); w += kWarpLanes)
+      store_relaxed_gpu(words + w, kAbsent);
+  }
+
+  const CombineArgs& args_;
+  const CombineCall call_;
+  const uint32_t first_ranks_;  // asked for before anything is sent
+  uint32_t looks_ = 0;
+};
+
+}  // namespace fanfold

@@ -1,0 +1,195 @@
+// The send half of combine, on the expert side: weigh and sum the outputs of the local experts in
+// fp32 and top-k order, round once, push one row to the rank of each token.
+#pragma once
+
+#include "low_latency/combine_shape.cuh"
+#include "low_latency/logfmt.cuh"
+
+namespace fanfold {
+
+class CombineSend {
+ public:
+  __device__ CombineSend(const CombineArgs& args, CombineShared& shared, const Prologue& seen)
+      : args_(args), shared_(shared), call_(args.call, seen, seen.epochs.send) {}
+
+  __device__ void run() {
+    if (blockIdx.x == 0 && call_.warp == 0) call_.push_call_word(call_.await_receipts());
+    if constexpr (kLate) send_headers();
+    if (args_.call.refused != 0) return;
+    for (int first = 0;; first += kPassRows) {
+      if (first > 0) __syncthreads();
+      const uint32_t live = call_.live_ranks();
+      look_up(first, live);
+      if (first == 0) call_.await_receipts();
+      __syncthreads();
+      send_rows(first);
+      const int next = static_cast<int>(blockIdx.x) + (first + kPassRows) * static_cast<int>(gridDim.x);
+      if (next >= most_tokens() * kRanks) return;
+    }
+  }
+
+ private:
+  static constexpr int kBatch = 4;  // outputs that a lane asks for at once
+
+  struct Pair {
+    int source;
+    int token;
+  };
+  // Neighbouring CTAs take the sources of one token, so that few tokens spread over many CTAs.
+  __device__ static Pair pair_at(int i) {
+    const int q = static_cast<int>(blockIdx.x) + i * static_cast<int>(gridDim.x);
+    return {(q + i) % kRanks, q / kRanks};
+  }
+
+  // ---- which outputs make up a row ----------------------------------------------------------------
+
+  __device__ void send_headers() {
+    const int index = static_cast<int>(threadIdx.x) / kTeamThreads;
+    const Team team{index, static_cast<int>(threadIdx.x) % kTeamThreads, kTeamThreads, 1 + index};
+    const int teams = kTeams * static_cast<int>(gridDim.x);
+    const int place = static_cast<int>(blockIdx.x) + index * static_cast<int>(gridDim.x);
+    const int each = (args_.call.tokens + teams - 1) / teams;
+    const int first = place * each;
+    const int last = min(first + each, args_.call.tokens);
+    if (first >= last) return;
+    const Choices choices{args_.topk_idx, args_.topk_weights, args_.call.tokens};
+    HeaderSender<CallKind::kCombine>(call_, choices, shared_.headers).send(team, first, last);
+  }
+
+  __device__ TableLayout table() const { return {kRanks, kTopK, args_.call.max_tokens}; }
+
+  __device__ int most_tokens() const {
+    int most = 0;
+#pragma unroll
+    for (int s = 0; s < kRanks; ++s) most = max(most, shared_.tokens[s]);
+    return most;
+  }
+
+  // A warp a row, and one for the tokens of each source.
+  __device__ void look_up(int first, uint32_t live) {
+    if (first == 0 && call_.warp == kWarps - 1 && call_.lane < kRanks)
+      shared_.tokens[call_.lane] = tokens_of(call_.lane, live);
+    if constexpr (kLate) __syncthreads();
+    for (int i = call_.warp; i < kPassRows; i += kWarps) {
+      const Pair pair = pair_at(first + i);
+      int fan = 0;
+      // A pair beyond the memory's tokens has no header and no entries.
+      if (pair.token < args_.call.max_tokens) fan = kLate ? look_up_late(i, pair) : look_up_table(i, pair);
+      if (call_.lane == 0) shared_.fan[i] = (live >> pair.source & 1u) != 0 ? fan : 0;
+    }
+  }
+
+  __device__ int tokens_of(int source, uint32_t live) const {
+    if constexpr (kLate) {
+      return (live >> source & 1u) != 0 ? call_.await_tokens(source) : 0;
+    } else {
+      return reinterpret_cast<const int32_t*>(args_.table + table().tokens_offset())[source];
+    }
+  }
+
+  // Everything is asked for at once, also what the row may turn out not to have.
+  __device__ int look_up_table(int i, Pair pair) {
+    const int64_t q = int64_t{pair.source} * args_.call.max_tokens + pair.token;
+    const int fan = reinterpret_cast<const int32_t*>(args_.table + table().fans_offset())[q];
+    const int tokens =
+        reinterpret_cast<const int32_t*>(args_.table + table().tokens_offset())[pair.source];
+    TableEntry entry{};
+    if (call_.lane < kTopK)
+      entry = (reinterpret_cast<const TableEntry*>(args_.table) + q * kTopK)[call_.lane];
+    if (pair.token >= tokens) return 0;
+    if (call_.lane < fan) {
+      const int capacity = kRanks * args_.call.max_tokens;
+      const int local = entry.row / capacity;
+      shared_.terms[i][call_.lane] = {output(local, entry.row - local * capacity),
+                                      args_.weighted != 0 ? entry.weight : 1.0f};
+    }
+    return fan;
+  }
+
+  __device__ int look_up_late(int i, Pair pair) {
+    if (pair.token >= shared_.tokens[pair.source]) return 0;
+    const Resolved header = take_header(call_, pair.source, pair.token);
+    if (header.here) {
+      const int64_t begin = args_.ranges[int64_t{header.local} * kRanks + pair.source] >> 32;
+      shared_.terms[i][__popc(header.all & lanes_below())] = {
+          output(header.local, begin + header.place), header.weight};
+    }
+    return __popc(header.all);
+  }
+
+  __device__ const uint4* output(int64_t local, int64_t row) const {
+    return reinterpret_cast<const uint4*>(args_.y + local * args_.expert_stride +
+                                          row * args_.row_stride);
+  }
+
+  // ---- rows -------------------------------------------------------------------------------------
+
+  // This rank's own row first: it is needed no later than the others and leaves no link waiting.
+  __device__ int own_row(int first) const {
+    int own = 0;
+#pragma unroll
+    for (int i = 0; i < kPassRows; ++i)
+      if (pair_at(first + i).source == args_.call.rank) own = i;
+    return own;
+  }
+
+  __device__ void send_rows(int first) {
+    const int own = own_row(first);
+    for (int task = call_.warp; task < kPassRows * kSegments; task += kWarps) {
+      const int i = (task / kSegments + own) % kPassRows;
+      const int part = task % kSegments;
+      if (shared_.fan[i] == 0) continue;
+      const Pair pair = pair_at(first + i);
+      uint4* row = call_.row(pair.source, call_.writer_at(pair.source), pair.token) + part * kSegmentUnits;
+      float sum[kColumnsOfUnit] = {};
+      if (has_unit(part, call_.lane)) weighted_sum(i, part, sum);
+      if constexpr (kLogFmt != 0) {
+        if (push_coded(reinterpret_cast<uint32_t*>(row), part, sum)) continue;
+      }
+      if (has_unit(part, call_.lane)) store_relaxed_system(row + call_.lane, round_to_bf16(sum));
+    }
+  }
+
+  __device__ void weighted_sum(int i, int part, float (&sum)[kColumnsOfUnit]) const {
+    const int fan = shared_.fan[i];
+    const int unit = part * kSegmentUnits + call_.lane;
+    for (int first = 0; first < fan; first += kBatch) {
+      uint4 v[kBatch];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j)
+        if (first + j < fan) v[j] = load_constant(shared_.terms[i][first + j].row + unit);
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j)
+        if (first + j < fan) add_weighted(sum, v[j], shared_.terms[i][first + j].weight);
+    }
+  }
+
+  // ---- rows as LogFMT -----------------------------------------------------------------------------
+
+  // False, with nothing written, if the segment cannot be coded or would not be shorter.
+  __device__ bool push_coded(uint32_t* words, int part, const float (&sum)[kColumnsOfUnit]) {
+    if (!fits_coded(part)) return false;
+    if (__all_sync(kFullWarp, is_codable(sum)) == 0) return false;
+    uint32_t* stage = shared_.stage[call_.warp];
+    const int block = call_.lane / kBlockLanes;
+    const uint32_t range = range_word(sum);
+    stage_codes(sum, range, reinterpret_cast<uint16_t*>(stage + block * kBlockCodeWords),
+                call_.lane);
+    __syncwarp();
+    const int blocks = blocks_of_segment(part);
+    if (call_.lane == 0) store_relaxed_system(words, kCodedMark);
+    if (call_.lane % kBlockLanes == 0 && block < blocks)
+      store_relaxed_system(words + range_place(block), range);
+    for (int w = call_.lane; w < blocks * kBlockCodeWords; w += kWarpLanes)
+      store_relaxed_system(words + range_place(w / kBlockCodeWords) + 1 + w % kBlockCodeWords,
+                           stage[w]);
+    __syncwarp();
+    return true;
+  }
+
+  const CombineArgs& args_;
+  CombineShared& shared_;
+  const CombineCall call_;
+};
+
+}  // namespace fanfold

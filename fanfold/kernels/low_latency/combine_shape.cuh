@@ -1,0 +1,39 @@
+// What the two halves of combine share. Constants of the kernel: kLate (routing comes with combine),
+// kLogFmt (rows travel as LogFMT-10 where they can).
+#pragma once
+
+#include "device/numbers.cuh"
+#include "low_latency/headers.cuh"
+
+namespace fanfold {
+
+inline constexpr int kUnits = kHidden * 2 / kUnitBytes;
+inline constexpr int kSegments = (kUnits + kSegmentUnits - 1) / kSegmentUnits;
+inline constexpr int kColumnsOfUnit = kUnitBytes / 2;
+
+using CombineCall = Call<CallKind::kCombine>;
+using CombinePatience = Patience<CallKind::kCombine>;
+
+__device__ __forceinline__ bool has_unit(int part, int lane) {
+  return kUnits % kSegmentUnits == 0 || part * kSegmentUnits + lane < kUnits;
+}
+
+// Rows that a CTA looks up, then sends, together.
+inline constexpr int kPassRows = 8;
+
+// One output that goes into a sum.
+struct Term {
+  const uint4* row;
+  float weight;
+};
+
+struct CombineShared {
+  int32_t fan[kPassRows];
+  Term terms[kPassRows][kTopK];
+  int32_t tokens[kRanks];  // of each source
+  HeaderShared headers;    // late routing
+  uint32_t stage[kLogFmt ? kWarps : 1][2 * 40];  // coded columns of a warp's two blocks
+};
+static_assert(sizeof(CombineShared) <= 48 * 1024);
+
+}  // namespace fanfold

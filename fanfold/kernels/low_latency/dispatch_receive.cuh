@@ -1,0 +1,276 @@
+// The receive half of dispatch: find out which rows come and where they go, and copy each to its
+// experts' packed rows as it arrives, in any order.
+#pragma once
+
+#include "low_latency/dispatch_shape.cuh"
+
+namespace fanfold {
+
+class DispatchReceive {
+ public:
+  __device__ DispatchReceive(const DispatchArgs& args, DispatchShared& shared, const Prologue& seen)
+      : args_(args), shared_(shared), call_(args.call, seen, seen.epochs.receive),
+        first_cta_(args.call.phases == kWhole ? args.call.senders : 0) {}
+
+  __device__ bool takes_part() const { return static_cast<int>(blockIdx.x) >= first_cta_; }
+
+  __device__ void run() {
+    if (!takes_part()) return;
+    read_counts();
+    __syncthreads();
+    if (blockIdx.x == gridDim.x - 1) publish_counts();
+    const int ctas = static_cast<int>(gridDim.x) - first_cta_;
+    const int rows = rows_to_look_at();
+    const int cta = static_cast<int>(blockIdx.x) - first_cta_;
+    for (int first = 0; cta + first * ctas < rows; first += kPassRows) {
+      if (first > 0) __syncthreads();
+      for (int i = call_.warp; i < kPassRows; i += kWarps) place_row(i, pair_at(first + i, ctas));
+      __syncthreads();
+      for (int task = 0; task < kPassRows * kSegments; task += kWarps * kTasks)
+        take_rows(first, task, ctas);
+    }
+  }
+
+ private:
+  static constexpr int kSources = kRanks;
+
+  struct Pair {
+    int source;
+    int token;
+  };
+
+  // Neighbouring CTAs take the sources of one token, so that few tokens spread over many CTAs.
+  __device__ Pair pair_at(int i, int ctas) const {
+    const int q = static_cast<int>(blockIdx.x) - first_cta_ + i * ctas;
+    return {(q + i) % kSources, q / kSources};
+  }
+
+  __device__ int rows_to_look_at() const {
+    int most = 0;
+#pragma unroll
+    for (int s = 0; s < kSources; ++s) most = max(most, shared_.tokens[s]);
+    return most * kSources;
+  }
+
+  // ---- where rows go ----------------------------------------------------------------------------
+
+  // The tokens of every source, and for each local expert the rows of the sources before each.
+  __device__ void read_counts() {
+    const uint32_t live = call_.live_ranks();
+    if (call_.warp == kWarps - 1 && call_.lane < kSources) await_source(call_.lane, live);
+    for (int e = static_cast<int>(threadIdx.x); e < kLocalExperts; e += kThreads) {
+      uint32_t words[kSources];
+#pragma unroll
+      for (int s = 0; s < kSources; ++s) words[s] = load_relaxed_system(count(s, e));
+      int rows = 0;
+#pragma unroll
+      for (int s = 0; s < kSources; ++s) {
+        shared_.before[s][e] = rows;
+        if ((live >> s & 1u) != 0) rows += await_count(s, e, words[s]);
+      }
+      shared_.total[e] = rows;
+    }
+  }
+
+  __device__ void await_source(int source, uint32_t live) {
+    // Reading the clock takes long, and here everything waits for it.
+    const bool timed = blockIdx.x == gridDim.x - 1 && args_.wait_ns != nullptr;
+    const uint64_t begin = timed ? global_nanoseconds() : 0;
+    shared_.tokens[source] = (live >> source & 1u) != 0 ? call_.await_tokens(source) : 0;
+    if (timed) args_.wait_ns[source] += static_cast<int64_t>(global_nanoseconds() - begin);
+  }
+
+  __device__ const uint32_t* count(int source, int local) const {
+    const CallArgs& call = args_.call;
+    return reinterpret_cast<const uint32_t*>(call.peers[call.rank] + call.at.counts) +
+           (call_.half() * kRanks + source) * kLocalExperts + local;
+  }
+
+  __device__ int await_count(int source, int local, uint32_t word) {
+    DispatchPatience patience(call_);
+    while (CountWord::decode(word).tag != CountWord::tag_of(call_.epoch)) {
+      if (patience.exhausted(source, 0)) return 0;
+      word = load_relaxed_system(count(source, local));
+    }
+    return static_cast<int>(CountWord::decode(word).count);
+  }
+
+  __device__ void publish_counts() {
+    if (args_.rows == nullptr) return;
+    for (int e = static_cast<int>(threadIdx.x); e < kLocalExperts; e += kThreads) {
+      const int last = kSources - 1;
+      const int total = shared_.total[e];
+      args_.counts[e] = total;
+      if (args_.expert_totals != nullptr) args_.expert_totals[e] += total;
+      for (int s = 0; s < kSources; ++s) {
+        const int64_t begin = shared_.before[s][e];
+        const int64_t end = s == last ? total : shared_.before[s + 1][e];
+        args_.ranges[int64_t{e} * kSources + s] = (begin << 32) | (end - begin);
+      }
+    }
+    if (args_.table == nullptr || threadIdx.x >= kSources) return;
+    auto* tokens = reinterpret_cast<int32_t*>(args_.table + table().tokens_offset());
+    tokens[threadIdx.x] = shared_.tokens[threadIdx.x];
+  }
+
+  __device__ TableLayout table() const { return {kRanks, kTopK, args_.call.max_tokens}; }
+  __device__ int64_t capacity() const { return int64_t{kRanks} * args_.call.max_tokens; }
+
+  // One warp: where the copies of one row go.
+  __device__ void place_row(int i, Pair pair) {
+    if (pair.token >= shared_.tokens[pair.source]) {
+      if (call_.lane == 0) shared_.fan[i] = 0;
+      return;
+    }
+    const Resolved header = take_header(call_, pair.source, pair.token);
+    if (call_.lane == 0) shared_.fan[i] = __popc(header.all);
+    const int index = __popc(header.all & lanes_below());
+    int row = 0;
+    if (header.here) {
+      row = shared_.before[pair.source][header.local] + header.place;
+      shared_.places[i][index] = {header.local, row};
+    }
+    if (args_.rows != nullptr) note_row(pair, header, index, row);
+  }
+
+  __device__ void note_row(Pair pair, const Resolved& header, int index, int row) {
+    const int64_t place = header.local * capacity() + row;
+    if (header.here) {
+      args_.source_tokens[place] = pair.token;
+      if (args_.row_weights != nullptr) args_.row_weights[place] = header.weight;
+    }
+    if (args_.table == nullptr) return;
+    const int64_t q = int64_t{pair.source} * args_.call.max_tokens + pair.token;
+    auto* entries = reinterpret_cast<TableEntry*>(args_.table) + q * kTopK;
+    if (header.here) entries[index] = {static_cast<int32_t>(place), header.weight};
+    if (call_.lane == 0)
+      reinterpret_cast<int32_t*>(args_.table + table().fans_offset())[q] = __popc(header.all);
+  }
+
+  // ---- rows -------------------------------------------------------------------------------------
+
+  struct Task {
+    int row;   // of the pass
+    int part;  // of the row
+  };
+  __device__ Task task_at(int first_task, int i) const {
+    const int task = first_task + call_.warp + i * kWarps;
+    return {task / kSegments, task % kSegments};
+  }
+  __device__ bool is_due(Task task) const {
+    return task.row < kPassRows && shared_.fan[task.row] > 0;
+  }
+
+  __device__ uint4* received(int first_row, Task task, int ctas) const {
+    const Pair pair = pair_at(first_row + task.row, ctas);
+    return call_.row(args_.call.rank, pair.source, pair.token);
+  }
+
+  // All of a warp's segments are asked for at once, and each is copied when it is there.
+  __device__ void take_rows(int first_row, int first_task, int ctas) {
+    Segment segments[kTasks];
+    uint32_t open = 0;
+#pragma unroll
+    for (int i = 0; i < kTasks; ++i) {
+      const Task task = task_at(first_task, i);
+      if (!is_due(task)) continue;
+      open |= 1u << i;
+      segments[i] = look(received(first_row, task, ctas), task.part);
+    }
+    DispatchPatience patience(call_);
+    while (open != 0) {
+      int late = 0;
+#pragma unroll
+      for (int i = 0; i < kTasks; ++i) {
+        if ((open >> i & 1u) == 0) continue;
+        const Task task = task_at(first_task, i);
+        uint4* row = received(first_row, task, ctas);
+        if (__all_sync(kFullWarp, is_here(segments[i]))) {
+          if (args_.rows != nullptr) fan_out(task, segments[i]);
+          clear(row, task.part);
+          open &= ~(1u << i);
+        } else {
+          late = pair_at(first_row + task.row, ctas).source;
+          segments[i] = look(row, task.part);
+        }
+      }
+      if (open == 0 || !__any_sync(kFullWarp, patience.exhausted(late, 0))) continue;
+      if (call_.failed()) return;
+      // The late rank is masked now: go on with the others.
+#pragma unroll
+      for (int i = 0; i < kTasks; ++i)
+        if (pair_at(first_row + task_at(first_task, i).row, ctas).source == late) open &= ~(1u << i);
+    }
+  }
+
+  __device__ Segment look(const uint4* row, int part) const {
+    Segment segment{};
+    if (has_unit(part, call_.lane))
+      segment.data = load_relaxed_system(row + part * kSegmentUnits + call_.lane);
+    if constexpr (kFp8) segment.scales = load_relaxed_system(row + kUnits + part);
+    return segment;
+  }
+
+  __device__ static bool is_here(const Segment& segment) {
+    return arrived(segment.data) && (!kFp8 || arrived(segment.scales));
+  }
+
+  __device__ void fan_out(Task task, const Segment& segment) {
+    const int fan = shared_.fan[task.row];
+    auto* rows = reinterpret_cast<uint4*>(args_.rows);
+    if (has_unit(task.part, call_.lane)) {
+      for (int i = 0; i < fan; ++i) {
+        const Place to = shared_.places[task.row][i];
+        store_weak(rows + (to.local * capacity() + to.row) * kUnits + task.part * kSegmentUnits +
+                       call_.lane,
+                   segment.data);
+      }
+    }
+    if constexpr (kFp8 && kPackScales != 0) {
+      store_packed_scale(task, fan, segment.scales);
+    } else if constexpr (kFp8) {
+      store_scales(task, fan, segment.scales);
+    }
+  }
+
+  // Four lanes a copy.
+  __device__ void store_scales(Task task, int fan, uint4 scales) {
+    const int which = call_.lane % 4;
+    const uint32_t scale = which == 0   ? scales.x
+                           : which == 1 ? scales.y
+                           : which == 2 ? scales.z
+                                        : scales.w;
+    const int block = task.part * 4 + which;
+    if (block >= kBlocks) return;
+    for (int i = call_.lane / 4; i < fan; i += 8) {
+      const Place to = shared_.places[task.row][i];
+      args_.scales[(int64_t{to.local} * kBlocks + block) * capacity() + to.row] = scale;
+    }
+  }
+
+  __device__ void store_packed_scale(Task task, int fan, uint4 scales) {
+    const int blocks = min(4, kBlocks - task.part * 4);
+    uint32_t packed = ue8m0_of(scales.x);
+    if (blocks > 1) packed |= ue8m0_of(scales.y) << 8;
+    if (blocks > 2) packed |= ue8m0_of(scales.z) << 16;
+    if (blocks > 3) packed |= ue8m0_of(scales.w) << 24;
+    for (int i = call_.lane; i < fan; i += kWarpLanes) {
+      const Place to = shared_.places[task.row][i];
+      args_.scales[(int64_t{to.local} * kSegments + task.part) * capacity() + to.row] = packed;
+    }
+  }
+
+  // The half is written again when peers have the receipt of this call, which the next kernel gives.
+  __device__ void clear(uint4* row, int part) const {
+    if (has_unit(part, call_.lane))
+      store_weak(row + part * kSegmentUnits + call_.lane, absent());
+    if (kFp8 && call_.lane == 0) store_weak(row + kUnits + part, absent());
+  }
+
+  const DispatchArgs& args_;
+  DispatchShared& shared_;
+  const DispatchCall call_;
+  const int first_cta_;
+};
+
+}  // namespace fanfold

@@ -1,0 +1,205 @@
+// The send half of dispatch. A few CTAs push rows: one to every rank that holds one of the token's
+// experts. The others push headers, and the last team of all how many rows each expert gets. An SM
+// whose stores wait for a link has its loads wait behind them, so those that are to receive in the
+// same kernel should not push rows; and few fill the links (decision 0100).
+#pragma once
+
+#include "low_latency/dispatch_shape.cuh"
+
+namespace fanfold {
+
+class DispatchSend {
+ public:
+  __device__ DispatchSend(const DispatchArgs& args, DispatchShared& shared, const Prologue& seen)
+      : args_(args), shared_(shared), call_(args.call, seen, seen.epochs.send),
+        choices_{args.topk_idx, args.topk_weights, args.call.tokens} {}
+
+  __device__ void run() {
+    const int senders = args_.call.senders;
+    if (static_cast<int>(blockIdx.x) < senders) return send_rows(senders);
+    send_headers(static_cast<int>(blockIdx.x) - senders, static_cast<int>(gridDim.x) - senders);
+  }
+
+ private:
+  static constexpr int kAtOnce = 2;  // segments that a warp has in flight
+
+  // ---- rows -------------------------------------------------------------------------------------
+
+  __device__ void send_rows(int senders) {
+    const int step = senders * kWarps;
+    const int segments = args_.call.tokens * kSegments;
+    int first = call_.warp * senders + static_cast<int>(blockIdx.x);
+    if (first >= segments) return;
+    uint4 low[kAtOnce], high[kAtOnce];
+    int expert[kAtOnce];
+    load_segments(first, step, low, high, expert);
+    const uint32_t live = call_.await_receipts();
+    while (true) {
+      push_segments(first, step, live, low, high, expert);
+      first += step * kAtOnce;
+      if (first >= segments) return;
+      load_segments(first, step, low, high, expert);
+    }
+  }
+
+  __device__ void load_segments(int first, int step, uint4 (&low)[kAtOnce], uint4 (&high)[kAtOnce],
+                                int (&expert)[kAtOnce]) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int token = (first + i * step) / kSegments;
+      expert[i] = choices_.of(token, call_.lane);
+      if (token < args_.call.tokens)
+        load_segment(token, (first + i * step) % kSegments, low[i], high[i]);
+    }
+  }
+
+  // The first segment leaves before the second is worked on: the link is the scarce thing.
+  __device__ void push_segments(int first, int step, uint32_t live, const uint4 (&low)[kAtOnce],
+                                const uint4 (&high)[kAtOnce], const int (&expert)[kAtOnce]) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int token = (first + i * step) / kSegments;
+      const int part = (first + i * step) % kSegments;
+      if (token >= args_.call.tokens) continue;
+      const uint32_t ranks = ranks_of(expert[i]) & live;
+      if (part == 0 && call_.lane == 0 && args_.table != nullptr) ranks_in_table()[token] = ranks;
+      push_segment(token, part, ranks, encode(low[i], high[i]));
+    }
+  }
+
+  __device__ uint32_t* ranks_in_table() const {
+    const TableLayout table{kRanks, kTopK, args_.call.max_tokens};
+    return reinterpret_cast<uint32_t*>(args_.table + table.ranks_offset());
+  }
+
+  __device__ void load_segment(int token, int part, uint4& low, uint4& high) const {
+    low = high = uint4{};
+    if (!has_unit(part, call_.lane)) return;
+    const auto* x = reinterpret_cast<const uint4*>(args_.x) + int64_t{token} * kInputUnits;
+    const int unit = part * kSegmentUnits + call_.lane;
+    low = load_constant(x + (kFp8 ? unit * 2 : unit));
+    if constexpr (kFp8) high = load_constant(x + unit * 2 + 1);
+  }
+
+  __device__ Segment encode(uint4 low, uint4 high) const {
+    if constexpr (kFp8) {
+      return quantise(low, high);
+    } else {
+      return {{never_absent(low.x), never_absent(low.y), never_absent(low.z), never_absent(low.w)},
+              {}};
+    }
+  }
+
+  // Eight lanes hold a block of 128 columns.
+  __device__ static Segment quantise(uint4 a, uint4 b) {
+    const uint32_t words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    float v[16];
+    float largest = kSmallestAmax;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      v[2 * i] = bf16_low(words[i]);
+      v[2 * i + 1] = bf16_high(words[i]);
+      largest = fmaxf(largest, fmaxf(fabsf(v[2 * i]), fabsf(v[2 * i + 1])));
+    }
+#pragma unroll
+    for (int other = 1; other < 8; other *= 2)
+      largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, other));
+    float scale = __fdiv_rn(largest, kE4m3Max);
+    float factor;
+    if constexpr (kPowerOfTwoScales) {
+      scale = next_power_of_two(scale);
+      factor = __fdiv_rn(1.0f, scale);
+    } else {
+      factor = __fdiv_rn(kE4m3Max, largest);
+    }
+    uint32_t q[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      q[i] = pack_e4m3(v[4 * i] * factor, v[4 * i + 1] * factor, v[4 * i + 2] * factor,
+                       v[4 * i + 3] * factor);
+    const uint32_t bits = __float_as_uint(scale);
+    return {{q[0], q[1], q[2], q[3]},
+            {__shfl_sync(kFullWarp, bits, 0), __shfl_sync(kFullWarp, bits, 8),
+             __shfl_sync(kFullWarp, bits, 16), __shfl_sync(kFullWarp, bits, 24)}};
+  }
+
+  // The own rank first; for the others starting points differ, so that links fill evenly.
+  __device__ int destination(int token, int i) const {
+    if (i == 0) return args_.call.rank;
+    return (args_.call.rank + 1 + (token + i) % (kRanks - 1 > 0 ? kRanks - 1 : 1)) % kRanks;
+  }
+
+  __device__ void push_segment(int token, int part, uint32_t ranks, const Segment& segment) {
+#pragma unroll
+    for (int i = 0; i < kRanks; ++i) {
+      const int rank = destination(token, i);
+      if ((ranks >> rank & 1u) == 0) continue;
+      uint4* row = call_.row(rank, call_.writer_at(rank), token);
+      if (has_unit(part, call_.lane))
+        store_relaxed_system(row + part * kSegmentUnits + call_.lane, segment.data);
+      if (kFp8 && call_.lane == 0) store_relaxed_system(row + kUnits + part, segment.scales);
+    }
+  }
+
+  // ---- headers and counts -----------------------------------------------------------------------
+
+  __device__ void send_headers(int cta, int ctas) {
+    const int index = static_cast<int>(threadIdx.x) / kTeamThreads;
+    const Team team{index, static_cast<int>(threadIdx.x) % kTeamThreads, kTeamThreads, 1 + index};
+    // Teams of different CTAs come first, so that few tokens are spread over many CTAs.
+    const int place = cta + index * ctas;
+    const int teams = kTeams * ctas - 1;
+    if (place == teams) return send_counts(team);
+    const int each = (args_.call.tokens + teams - 1) / teams;
+    const int first = place * each;
+    const int last = min(first + each, args_.call.tokens);
+    if (first >= last) return;
+    HeaderSender<CallKind::kDispatch>(call_, choices_, shared_.headers).send(team, first, last);
+  }
+
+  __device__ void send_counts(const Team& team) {
+    const uint32_t live = call_.await_receipts();
+    if (team.warp() == 0) call_.push_call_word(live);
+    constexpr int kRounds = (kExperts + kTeamThreads - 1) / kTeamThreads;
+    int counts[kRounds] = {};
+    for (int first = 0; first == 0 || first < args_.call.tokens; first += kWindowTokens) {
+      count_window(team, first);
+#pragma unroll
+      for (int i = 0; i < kRounds; ++i) {
+        const int e = team.thread + i * kTeamThreads;
+        if (e < kExperts) counts[i] += shared_.tokens_of[e].size();
+      }
+      if (first + kWindowTokens < args_.call.tokens) team.synchronize();
+    }
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      const int e = team.thread + i * kTeamThreads;
+      const int rank = e / kLocalExperts;
+      if (e >= kExperts || (live >> rank & 1u) == 0) continue;
+      const CountWord word{static_cast<uint32_t>(counts[i]), CountWord::tag_of(call_.epoch)};
+      store_relaxed_system(count(rank, call_.writer_at(rank), e % kLocalExperts), word.encode());
+    }
+  }
+
+  // Leaves for each expert the tokens of the window that go to it.
+  __device__ void count_window(const Team& team, int first) {
+    Window window(choices_, team, first, min(first + kWindowTokens, args_.call.tokens));
+    auto* words = reinterpret_cast<uint32_t*>(shared_.tokens_of);
+    for (int i = team.thread; i < kExperts * kSetWords; i += team.threads) words[i] = 0;
+    team.synchronize();
+    window.for_each([&](int token, int expert) { shared_.tokens_of[expert].add(token); });
+    team.synchronize();
+  }
+
+  __device__ uint32_t* count(int owner, int writer, int local) const {
+    return reinterpret_cast<uint32_t*>(args_.call.peers[owner] + args_.call.at.counts) +
+           (call_.half() * kRanks + writer) * kLocalExperts + local;
+  }
+
+  const DispatchArgs& args_;
+  DispatchShared& shared_;
+  const DispatchCall call_;
+  const Choices choices_;
+};
+
+}  // namespace fanfold

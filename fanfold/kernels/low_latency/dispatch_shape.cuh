@@ -1,0 +1,58 @@
+// What the two halves of dispatch share: how a row lies in its slot and how a warp holds a part.
+//
+// A slot holds the row's units of 16 bytes and, with fp8, behind them one unit for each segment: the
+// scales of its four blocks. Constants of the kernel: kEncoding (RowEncoding), kPackScales (scales
+// come out as UE8M0), kTasks (segments that a warp of a receiver has in flight).
+#pragma once
+
+#include "device/numbers.cuh"
+#include "low_latency/headers.cuh"
+
+namespace fanfold {
+
+inline constexpr bool kFp8 = kEncoding != 0;
+inline constexpr bool kPowerOfTwoScales = kEncoding == 2;
+inline constexpr int kUnits = kHidden * (kFp8 ? 1 : 2) / kUnitBytes;
+inline constexpr int kSegments = (kUnits + kSegmentUnits - 1) / kSegmentUnits;
+inline constexpr int kInputUnits = kHidden * 2 / kUnitBytes;
+inline constexpr int kBlocks = (kHidden + kBlockColumns - 1) / kBlockColumns;
+static_assert(kHidden * (kFp8 ? 1 : 2) % kUnitBytes == 0);
+static_assert(!kFp8 || kSegments == (kBlocks + 3) / 4, "a segment has four scales");
+
+using DispatchCall = Call<CallKind::kDispatch>;
+using DispatchPatience = Patience<CallKind::kDispatch>;
+
+// A warp's part of a row: a unit of each lane, and in every lane the scales of the segment.
+struct Segment {
+  uint4 data;
+  uint4 scales;
+};
+
+__device__ __forceinline__ bool has_unit(int part, int lane) {
+  return kUnits % kSegmentUnits == 0 || part * kSegmentUnits + lane < kUnits;
+}
+
+// Rows of a receiver that are placed, then taken, together.
+inline constexpr int kPassRows =
+    kWarps * kTasks / kSegments > 0
+        ? (kWarps * kTasks / kSegments < 32 ? kWarps * kTasks / kSegments : 32)
+        : 1;
+
+struct Place {
+  int32_t local;
+  int32_t row;  // of the expert
+};
+
+// Sending and receiving have memory of their own, so that no barrier is needed between them.
+struct DispatchShared {
+  HeaderShared headers;
+  TokenSet tokens_of[kExperts];
+  int32_t before[kRanks][kLocalExperts];  // rows of earlier sources
+  int32_t total[kLocalExperts];
+  int32_t tokens[kRanks];
+  int32_t fan[kPassRows];
+  Place places[kPassRows][kTopK];
+};
+static_assert(sizeof(DispatchShared) <= 48 * 1024);
+
+}  // namespace fanfold

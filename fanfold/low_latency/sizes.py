@@ -1,0 +1,31 @@
+"""How much symmetric memory low-latency calls need."""
+
+from __future__ import annotations
+
+from fanfold import _core
+from fanfold.geometry import Geometry
+
+__all__ = ["core_geometry", "cuda_required_bytes"]
+
+
+def core_geometry(geometry: Geometry) -> _core.LowLatencyGeometry:
+    """The geometry as the core's layouts take it."""
+    return _core.LowLatencyGeometry(
+        ranks=geometry.ranks,
+        experts=geometry.num_experts,
+        top_k=geometry.top_k,
+        hidden=geometry.hidden,
+        max_tokens=geometry.max_tokens,
+    )
+
+
+def cuda_required_bytes(geometry: Geometry, *, late_weights: bool) -> int:
+    """Bytes of a GPU's symmetric memory per rank: with slot = 2 * hidden rounded up to 128, about
+    ``4 * R * M * slot + 16 * R * M * K``, and ``16 * R * M * K`` more with late weights.
+
+    Args:
+        geometry: of the calls.
+        late_weights: whether the routing weights come with combine (DeepEP's interface).
+    """
+    _, end = _core.cuda_low_latency_bytes(core_geometry(geometry), late_weights)
+    return end

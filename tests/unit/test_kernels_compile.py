@@ -1,0 +1,164 @@
+"""Every kernel compiles for a broad range of sizes, without spilling and with few enough registers
+for its CTAs to start. NVRTC needs no GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.pool import AsyncResult
+
+import pytest
+
+from fanfold.formats import RowFormat, ScaleFormat
+from fanfold.geometry import Geometry
+from fanfold.jit import Binary, KernelSource
+from fanfold.jit.cache import Cache
+from fanfold.jit.kernel import KERNELS, compile_in
+from fanfold.low_latency.kernels import kernel_sources
+
+ROWS = [
+    (RowFormat.BF16, ScaleFormat.FLOAT32),
+    (RowFormat.FP8, ScaleFormat.FLOAT32),
+    (RowFormat.FP8, ScaleFormat.POWER_OF_TWO),
+    (RowFormat.FP8, ScaleFormat.UE8M0),
+]
+HIDDEN = [128, 136, 512, 1024, 2048, 2880, 4096, 5120, 7168, 8192, 12288, 16384]
+TOP_K = [1, 2, 4, 6, 8, 22, 32]
+EXPERTS_PER_RANK = [1, 3, 8, 32, 64, 128, 256, 1024]
+RANKS = [1, 2, 3, 4, 8]
+MOST_EXPERTS = 1024
+# Ranks, experts, top-k and hidden of the layers that the mode is measured with, and the extremes.
+NAMED = [
+    (4, 256, 8, 7168),
+    (8, 256, 8, 7168),
+    (4, 512, 8, 2048),
+    (4, 512, 22, 1024),
+    (1, 1, 1, 128),
+    (8, 1024, 32, 16384),
+    (2, 128, 4, 2880),
+]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One call of ``kernel_sources``."""
+
+    geometry: Geometry
+    row_format: RowFormat
+    scale_format: ScaleFormat
+    late_weights: bool
+    logfmt: bool
+
+    def sources(self) -> list[KernelSource]:
+        return kernel_sources(
+            self.geometry,
+            self.row_format,
+            self.scale_format,
+            late_weights=self.late_weights,
+            logfmt=self.logfmt,
+        )
+
+
+def point(sizes: tuple[int, int, int, int], rows: int, combine: int) -> Point:
+    ranks, experts, top_k, hidden = sizes
+    geometry = Geometry(ranks, experts, top_k, hidden, 128)
+    return Point(geometry, *ROWS[rows % len(ROWS)], bool(combine & 1), bool(combine & 2))
+
+
+def drawn(count: int, seed: int) -> Iterator[Point]:
+    """Points of the whole range, the same for the same seed."""
+    chance = random.Random(seed)
+    for number in range(count):
+        ranks = chance.choice(RANKS)
+        local = chance.choice([n for n in EXPERTS_PER_RANK if n * ranks <= MOST_EXPERTS])
+        sizes = (ranks, ranks * local, chance.choice(TOP_K), chance.choice(HIDDEN))
+        yield point(sizes, number, number // len(ROWS))
+
+
+def kernels(points: list[Point]) -> list[KernelSource]:
+    """The kernels of the points, each once."""
+    return list(dict.fromkeys(source for one in points for source in one.sources()))
+
+
+FEW = kernels(
+    [point(sizes, number, number) for number, sizes in enumerate(NAMED)]
+    + [point(NAMED[0], rows, rows) for rows in range(len(ROWS))]
+    + list(drawn(8, seed=1))
+)
+MANY = kernels(
+    [
+        point(sizes, rows, combine)
+        for sizes, rows, combine in itertools.product(NAMED, range(len(ROWS)), range(4))
+    ]
+    + list(drawn(200, seed=2))
+)
+
+
+def short(source: KernelSource) -> str:
+    sizes = " ".join(f"{name.removeprefix('k')}={value}" for name, value in source.pairs)
+    return f"{source.entry} {sizes}"
+
+
+Compiled = Callable[[list[KernelSource], KernelSource, str], Binary]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
+    """``compiled(all, one, arch)``: the binary of one, while two processes compile all of them."""
+    started: dict[tuple[KernelSource, str], AsyncResult[Binary]] = {}
+    cache = Cache(tmp_path_factory.mktemp("cache"))
+
+    def result(every: list[KernelSource], one: KernelSource, arch: str) -> Binary:
+        for source in every:
+            if (source, arch) not in started:
+                arguments = (KERNELS, cache, source, arch)
+                started[source, arch] = pool.apply_async(compile_in, arguments)
+        return started[one, arch].get(timeout=100)
+
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        yield result
+
+
+def check(source: KernelSource, binary: Binary) -> None:
+    told = f"{source}: {binary.registers} registers, {binary.spill_bytes} bytes spilt"
+    assert binary.spill_bytes == 0, told
+    assert 0 < binary.registers <= source.register_limit, told
+
+
+@pytest.mark.parametrize("source", FEW, ids=short)
+def test_for_hopper(compiled: Compiled, source: KernelSource) -> None:
+    check(source, compiled(FEW, source, "sm_90a"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("source", MANY, ids=short)
+def test_many_for_hopper(compiled: Compiled, source: KernelSource) -> None:
+    check(source, compiled(MANY, source, "sm_90a"))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_100a", "sm_120a"])
+def test_for_other_gpus(compiled: Compiled, arch: str) -> None:
+    some = FEW[:4]
+    for source in some:
+        binary = compiled(some, source, arch)
+        assert 0 < binary.registers <= source.register_limit, f"{source}: {binary.registers}"
+
+
+@pytest.mark.parametrize(
+    "other", [(8, 256, 8, 7168), (4, 512, 8, 7168), (4, 256, 9, 7168), (4, 256, 8, 7176)]
+)
+def test_another_size_is_another_kernel(other: tuple[int, int, int, int]) -> None:
+    mine, theirs = point((4, 256, 8, 7168), 1, 0).sources(), point(other, 1, 0).sources()
+    assert len(mine) == len(theirs) == 2
+    assert set(mine).isdisjoint(theirs)
+
+
+def test_every_format_is_another_kernel() -> None:
+    every = [
+        point(NAMED[0], rows, combine) for rows, combine in zip(range(4), range(4), strict=True)
+    ]
+    assert len(kernels(every)) == 8
