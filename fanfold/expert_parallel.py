@@ -11,11 +11,16 @@ Two modes share it. ``"low_latency"`` is for decoding: fixed buffers, room for e
 rank at each local expert (the layout of masked grouped matrix products). ``"high_throughput"`` is
 for training and prefill: rows packed expert by expert (the layout of contiguous grouped matrix
 products), tensors of any length streamed through little memory, reusable routing, gradients.
+
+Low latency runs on the ranks' GPUs where each rank has one of its own as current CUDA device, and
+takes tensors there; it enqueues its work on the current stream, waits for nothing and can be
+captured in CUDA graphs. Elsewhere it runs on the host and takes CPU tensors: see
+:attr:`ExpertParallel.device`. High throughput runs on the host; tensors of other devices are copied
+there and their results back, which is slow.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from types import TracebackType
 from typing import Any, Literal, overload
 
@@ -28,9 +33,12 @@ from fanfold.formats import RowFormat, ScaleFormat, quantize
 from fanfold.geometry import Geometry, check_hidden, check_tensor
 from fanfold.group import agree, as_group
 from fanfold.low_latency import Hook
+from fanfold.placement import Placement, place
 from fanfold.received import HighThroughputSource, LowLatencySource, Received
 from fanfold.refusal import Refusing
+from fanfold.staging import Staging
 from fanfold.symmetric import SymmetricMemory
+from fanfold.symmetric_cuda import CudaSymmetricMemory
 
 __all__ = ["ExpertParallel", "Hook", "Received"]
 
@@ -55,11 +63,19 @@ class ExpertParallel:
         expert_alignment: high throughput pads each expert's rows to a multiple of this.
         config: a :class:`fanfold.Config`; resolved from the environment if None.
 
+    Attributes:
+        device: where low latency takes tensors: this rank's GPU, or the CPU. High throughput takes
+            tensors of any device; this says where it works, the CPU.
+        memory: the ranks' symmetric memory.
+
     Raises:
         ArgumentError: a size out of bounds, or ranks that disagree about one (naming both values);
             on all ranks alike.
-        UnavailableError: the ranks cannot share memory.
+        UnavailableError: the ranks cannot share memory, or ``config.backend`` is ``"cuda"`` and
+            they cannot run on their GPUs.
     """
+
+    memory: SymmetricMemory | CudaSymmetricMemory
 
     def __init__(
         self,
@@ -100,12 +116,32 @@ class ExpertParallel:
         self.mode = mode
         self.expert_alignment = expert_alignment
         self._closed = False
-        nbytes = self._required_bytes()
-        self.memory = SymmetricMemory(self._group, nbytes, self.config)
+        self.device = torch.device("cpu")
         if mode == "low_latency":
-            self._low_latency = low_latency.LowLatency(self.memory, 0, nbytes)
+            self._open_low_latency()
         else:
+            nbytes = high_throughput.HighThroughput.staging_bytes(self.ranks, self.config)
+            self.memory = SymmetricMemory(self._group, nbytes, self.config)
             self._high_throughput = high_throughput.HighThroughput(self.memory, 0, nbytes)
+
+    def _open_low_latency(self) -> None:
+        geometry = self.geometry
+        self._placement: Placement = place(self._group, self.config)
+        self.device = self._placement.device
+        if self._placement.backend == "cuda":
+            nbytes = low_latency.cuda_required_bytes(geometry, late_weights=False)
+            self.memory = CudaSymmetricMemory(self._group, nbytes)
+        else:
+            nbytes = low_latency.HostLowLatency.required_bytes(geometry)
+            self.memory = SymmetricMemory(self._group, nbytes, self.config)
+        try:
+            self._low_latency = low_latency.open_low_latency(self.memory, self.config)
+        except BaseException:
+            self.memory.close()
+            raise
+        # The same in every call, so it is made once.
+        begins = torch.arange(self.experts_per_rank + 1) * geometry.expert_capacity
+        self._offsets = begins.to(self.device)
 
     @property
     def rank(self) -> int:
@@ -207,8 +243,9 @@ class ExpertParallel:
             return self._dispatch_high_throughput(
                 x, topk_idx, topk_weights, previous, capacity, return_hook
             )
-        with Refusing(self._low_latency.refuse_dispatch):
-            _refuse_given(previous=previous, capacity=capacity)
+        if previous is not None or capacity is not None:
+            with Refusing(self._low_latency.refuse_dispatch):
+                _refuse_given(previous=previous, capacity=capacity)
         return self._dispatch_low_latency(x, topk_idx, topk_weights, return_hook)
 
     @overload
@@ -278,21 +315,20 @@ class ExpertParallel:
         with Refusing(self._low_latency.refuse_combine):
             self._check_received(received)
             _refuse_given(bias=bias)
+            self._placement.check(y=y, out=out)
         source = received.source
         assert isinstance(source, LowLatencySource)
         routing = source.dispatched.routing
         result, hook = self._low_latency.combine(
             self.geometry,
             y,
-            routing if weighted else dataclasses.replace(routing, weights=None),
+            routing if weighted else routing.unweighted(),
             source.topk_idx,
             logfmt=logfmt,
             out=out,
+            return_hook=return_hook,
         )
-        if return_hook:
-            return result, hook
-        hook()
-        return result
+        return result if hook is None else (result, hook)
 
     def combine_weights(self, row_values: torch.Tensor, received: Received) -> torch.Tensor:
         """Brings one number of each row back to the top-k place it came from. Collective.
@@ -311,14 +347,39 @@ class ExpertParallel:
             raise UsageError("combine_weights works in high_throughput mode only")
         with Refusing(self._high_throughput.refuse_combine):
             self._check_received(received)
+            staging = Staging(received=received.tokens, row_values=row_values)
+            staged = staging.host(row_values)
         source = received.source
         assert isinstance(source, HighThroughputSource)
-        return self._high_throughput.combine_weights(
-            row_values, source.dispatched.plan, layout="expert_major"
+        values = self._high_throughput.combine_weights(
+            staged, source.dispatched.plan, layout="expert_major"
         )
+        return staging.back(values)
+
+    def check(self) -> None:
+        """Raises what earlier calls have found wrong since they returned; does not wait for them.
+
+        On a GPU a call returns before its kernels have run. What those find (an expert index out of
+        range, a peer that is late or has refused) is raised by the next call, or here.
+
+        Raises:
+            ArgumentError, PeerRefused, PeerTimeout: of an earlier call.
+            UsageError: closed, or failed earlier.
+        """
+        self._check_open()
+        mode = self._low_latency if self.mode == "low_latency" else self._high_throughput
+        mode.check()
+
+    def synchronize(self) -> None:
+        """Waits until the current stream has done its work, then :meth:`check`. On the host every
+        call has done its work when it returns."""
+        self._check_open()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        self.check()
 
     def close(self) -> None:
-        """Releases the memory. Not collective; harmless when repeated."""
+        """Releases the memory, on a GPU once it is idle. Not collective; harmless when repeated."""
         self._closed = True
         self.memory.close()
 
@@ -332,11 +393,6 @@ class ExpertParallel:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _required_bytes(self) -> int:
-        if self.mode == "low_latency":
-            return low_latency.LowLatency.required_bytes(self.geometry)
-        return high_throughput.HighThroughput.staging_bytes(self.ranks, self.config)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -357,9 +413,12 @@ class ExpertParallel:
     ) -> Received | tuple[Received, Hook]:
         row_format, scale_format = self._formats
         with Refusing(self._low_latency.refuse_dispatch):
-            offsets = torch.arange(self.experts_per_rank + 1) * self.geometry.expert_capacity
-            # Combine needs the routing as it was sent, whatever becomes of the caller's tensor.
-            kept_idx = topk_idx.clone() if isinstance(topk_idx, torch.Tensor) else None
+            self._placement.check(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
+            # Combine needs the routing as it was sent, whatever becomes of the caller's tensor. On
+            # a GPU the kernels keep it.
+            kept_idx = None
+            if self.device.type == "cpu" and isinstance(topk_idx, torch.Tensor):
+                kept_idx = topk_idx.clone()
         dispatched, receive = self._low_latency.dispatch(
             self.geometry,
             x,  # type: ignore[arg-type]  # the mode refuses what is no tensor
@@ -367,28 +426,28 @@ class ExpertParallel:
             topk_weights,
             row_format=row_format,
             scale_format=scale_format,
+            return_hook=return_hook,
         )
-        assert kept_idx is not None
+        assert topk_idx is not None
         received = Received(
             tokens=dispatched.tokens,
             scales=dispatched.scales,
             weights=dispatched.row_weights,
             tokens_per_expert=dispatched.counts,
-            offsets=offsets,
-            num_tokens=kept_idx.shape[0],
+            offsets=self._offsets,
+            num_tokens=topk_idx.shape[0],
             owner=self,
             source=LowLatencySource(dispatched, kept_idx),
-            complete=False,
+            complete=receive is None,
         )
+        if receive is None:
+            return received
 
         def hook() -> None:
             receive()
             received.complete = True
 
-        if return_hook:
-            return received, hook
-        hook()
-        return received
+        return received, hook
 
     def _dispatch_high_throughput(
         self,
@@ -405,6 +464,8 @@ class ExpertParallel:
             _check_previous(previous, topk_idx, topk_weights)
             if previous is not None:
                 self._check_received(previous)
+            staging = Staging(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
+            x, topk_idx, topk_weights = staging.host((x, topk_idx, topk_weights))
             x = self._prepare_rows(x)
             if topk_idx is not None:
                 tokens = (x[0] if isinstance(x, tuple) else x).shape[0]
@@ -425,11 +486,11 @@ class ExpertParallel:
                 capacity=capacity,
             )
         return Received(
-            tokens=dispatched.tokens,
-            scales=dispatched.scales,
-            weights=dispatched.row_weights,
-            tokens_per_expert=dispatched.plan.tokens_per_expert,
-            offsets=dispatched.plan.offsets,
+            tokens=staging.back(dispatched.tokens),
+            scales=staging.back(dispatched.scales),
+            weights=staging.back(dispatched.row_weights),
+            tokens_per_expert=staging.back(dispatched.plan.tokens_per_expert),
+            offsets=staging.back(dispatched.plan.offsets),
             num_tokens=dispatched.plan.tokens,
             owner=self,
             source=HighThroughputSource(dispatched),
@@ -448,19 +509,24 @@ class ExpertParallel:
         with Refusing(self._high_throughput.refuse_combine):
             self._check_received(received)
             shape = (received.tokens.shape[0], self.hidden)
+            weights = received.weights if weighted else None
+            staging = Staging(received=received.tokens, y=y, weights=weights, bias=bias, out=out)
+            y, weights, bias = staging.host((y, weights, bias))
             check_tensor("y", y, shape, (torch.bfloat16,), device=torch.device("cpu"))
             _refuse_given(logfmt=logfmt or None, return_hook=return_hook or None)
+            if staging.needed and out is not None:
+                check_tensor("out", out, (received.num_tokens, self.hidden), (torch.bfloat16,))
         source = received.source
         assert isinstance(source, HighThroughputSource)
         result, _ = self._high_throughput.combine(
             y,
             source.dispatched.plan,
             layout="expert_major",
-            row_weights=received.weights if weighted else None,
+            row_weights=weights,
             bias=bias,
-            out=out,
+            out=None if staging.needed else out,
         )
-        return result
+        return staging.result(result, out)
 
     def _prepare_rows(self, x: Rows) -> Rows:
         """``x`` as high throughput sends it: quantised here if rows travel as fp8."""

@@ -19,6 +19,7 @@ __all__ = [
     "check_integer",
     "check_tensor",
     "check_topk",
+    "on_device",
 ]
 
 MAX_EXPERTS = 32767  # expert indices travel as int16
@@ -47,17 +48,23 @@ def check_tensor(
     if tensor.dtype not in dtypes:
         allowed = " or ".join(str(dtype) for dtype in dtypes)
         raise ArgumentError(f"{name}.dtype", tensor.dtype, allowed)
-    wanted = tuple("any" if size is None else size for size in shape)
     if tensor.dim() != len(shape) or any(
         size is not None and actual != size
         for actual, size in zip(tensor.shape, shape, strict=True)
     ):
+        wanted = tuple("any" if size is None else size for size in shape)
         raise ArgumentError(f"{name}.shape", tuple(tensor.shape), f"{wanted}")
-    if device is not None and tensor.device.type != device.type:
+    if device is not None and not on_device(tensor, device):
         raise ArgumentError(f"{name}.device", tensor.device, f"{device}, as the group's backend is")
     if contiguous and not tensor.is_contiguous():
         raise ArgumentError(f"{name}.stride()", tensor.stride(), "contiguous, row-major")
     return tensor
+
+
+def on_device(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether ``tensor`` is on ``device``; a device without an index stands for all of its kind."""
+    actual = tensor.device
+    return actual.type == device.type and device.index in (None, actual.index)
 
 
 def check_hidden(hidden: int, element_bytes: int) -> None:

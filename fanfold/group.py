@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fanfold.errors import ArgumentError, FanfoldError
 
-__all__ = ["Group", "agree", "as_group"]
+__all__ = ["Group", "agree", "as_group", "process_group"]
 
 
 class Group(Protocol):
@@ -44,13 +44,13 @@ class _TorchGroup:
     """A torch.distributed process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self.process_group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
     def all_gather(self, value: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, group=self._group)
+        dist.all_gather_object(gathered, value, group=self.process_group)
         return gathered
 
 
@@ -64,6 +64,11 @@ class _MpiGroup:
 
     def all_gather(self, value: Any) -> list[Any]:
         return list(self._comm.allgather(value))
+
+
+def process_group(group: Group) -> dist.ProcessGroup | None:
+    """The torch.distributed group behind ``group``, if there is one."""
+    return group.process_group if isinstance(group, _TorchGroup) else None
 
 
 def as_group(group: Any = None, comm: Any = None) -> Group:

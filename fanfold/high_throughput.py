@@ -353,6 +353,10 @@ class HighThroughput:
         self._core.combine(_outputs(layout, None, lane_weights), _core_plan(plan), result)
         return lanes
 
+    def check(self) -> None:
+        """Raises UsageError if the memory is closed or an earlier call has failed."""
+        self._memory.core.check_usable()
+
     def refuse_dispatch(self, error: BaseException) -> None:
         """Makes this dispatch void on all ranks because of ``error``, found by a layer above."""
         tell(self._core.refuse_dispatch, error)

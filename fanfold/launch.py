@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from fanfold.config import Config
 from fanfold.errors import (
     ArgumentError,
     ConfigError,
@@ -37,15 +38,14 @@ from fanfold.errors import (
     UsageError,
 )
 from fanfold.forkserver import ForkServer
+from fanfold.gpus import take_device
 from fanfold.pickling import Raised, pack, unpack
 
 __all__ = ["LaunchError", "RankFailure", "RankPool", "join", "launch"]
 
 MAX_RANKS = 1024
-GRACE_S = 2.0
-"""Seconds that :func:`launch` leaves the other ranks to end by themselves after one failed."""
-POOL_GRACE_S = 30.0
-"""The same for the ranks of a :class:`RankPool`, which are to be used again."""
+GRACE_S = 2.0  # that launch() leaves the other ranks to end by themselves after one failed
+POOL_GRACE_S = 30.0  # the same for the ranks of a RankPool, which are to be used again
 
 _SERVER = ForkServer(
     "fanfold.launch:_be_rank", preload=("fanfold.nn", "fanfold.deep_ep", "fanfold.bench.run")
@@ -146,12 +146,19 @@ def _be_rank(connection: Connection) -> None:
         dist.init_process_group(
             "gloo", store=store, rank=setup.rank, world_size=setup.ranks, timeout=timeout
         )
+        _take_device(setup.rank, setup.ranks)
         connection.send_bytes(pack(os.getpid()))
     except Exception as error:
         connection.send_bytes(pack(Raised.of(error)))
     with contextlib.suppress(EOFError):
         while payload := connection.recv_bytes():
             connection.send_bytes(_answer(payload, setup.main))
+
+
+def _take_device(local_rank: int, local_ranks: int) -> None:
+    with contextlib.suppress(ConfigError):  # whoever uses the settings says what is wrong
+        if Config.resolve().backend != "host":
+            take_device(local_rank, local_ranks)
 
 
 def _answer(payload: bytes, main: dict[str, Any]) -> bytes:
@@ -215,7 +222,8 @@ class RankPool:
     """Ranks on this host that stay for many calls; a context manager.
 
     Each rank is a fresh process, member of one gloo ``torch.distributed`` group, with one OMP
-    thread. Ranks die with this process, whatever kills it.
+    thread. Where the host has a GPU for each, rank r's current CUDA device is number r, unless the
+    setting ``backend`` is ``"host"``. Ranks die with this process, whatever kills it.
 
     Args:
         ranks: how many, 1 to 1024.
@@ -446,8 +454,7 @@ def launch(
 ) -> list[Any]:
     """Runs ``function(group, *args)`` in ``ranks`` fresh processes on this host.
 
-    Each has a gloo ``torch.distributed`` group as its default group, and one OMP thread. Call it
-    under ``if __name__ == "__main__":``, as with every way to start processes.
+    The ranks are as in a :class:`RankPool`. Call it under ``if __name__ == "__main__":``.
 
     Args:
         function: importable by name; what it returns must be picklable.
@@ -483,16 +490,18 @@ class _Launcher:
     rank: str
     size: str
     jobs: tuple[str, ...]  # identify the job, so that all its ranks derive the same port
+    local: tuple[str, str]  # its place among the ranks of its host, and their number
     hosts: str | None = None  # lists the hosts, rank 0's first
 
 
 _LAUNCHERS = (
-    _Launcher("torchrun", "RANK", "WORLD_SIZE", ()),
+    _Launcher("torchrun", "RANK", "WORLD_SIZE", (), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")),
     _Launcher(
         "Open MPI",
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri"),
+        ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ),
     # SLURM_NTASKS is also set in a batch script, which is one process; these only by srun.
     _Launcher(
@@ -500,6 +509,7 @@ _LAUNCHERS = (
         "SLURM_PROCID",
         "SLURM_STEP_NUM_TASKS",
         ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+        ("SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
         "SLURM_STEP_NODELIST",
     ),
 )
@@ -511,7 +521,8 @@ def join(timeout_s: float = 300.0) -> dist.ProcessGroup | None:
     Reads ``RANK`` and ``WORLD_SIZE``, ``OMPI_COMM_WORLD_RANK`` and ``_SIZE``, or ``SLURM_PROCID``
     and ``SLURM_STEP_NUM_TASKS``, whichever come first in this order. The rendezvous is at
     ``MASTER_ADDR`` and ``MASTER_PORT``; under mpirun and srun both may be absent where the job
-    tells enough: then rank 0's host, and a port derived from the job's identity.
+    tells enough: then rank 0's host, and a port derived from the job's identity. A GPU becomes
+    current as in a :class:`RankPool`.
 
     Returns:
         The default ``torch.distributed`` group (gloo), made here or before; None if no launcher
@@ -538,6 +549,8 @@ def join(timeout_s: float = 300.0) -> dist.ProcessGroup | None:
         port = _integer(environment, "MASTER_PORT", 1, 65535)
     else:
         port = _derived_port(environment, launcher)
+    if all(name in environment for name in launcher.local):
+        _take_device(*(_integer(environment, name, 0, 1 << 20) for name in launcher.local))
     timeout = timedelta(seconds=timeout_s)
     if address in ("127.0.0.1", "localhost", "::1"):
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")

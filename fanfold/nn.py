@@ -251,7 +251,9 @@ class MoE(torch.nn.Module):
         meter = _Meter(self.expert_parallel, self.statistics, indices)
         tokens, row_weights, received = functional.dispatch(meter, rows, indices, weights)
         self.statistics.tokens += rows.shape[0]
-        self.statistics.expert_rows += received.tokens_per_expert
+        counts = received.tokens_per_expert
+        # On the rows' device, as reading them would wait for it.
+        self.statistics.expert_rows = self.statistics.expert_rows.to(counts.device) + counts
         y: torch.Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
             tokens, self.w_in, self.w_out, received, torch.is_grad_enabled()
         )

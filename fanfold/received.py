@@ -52,6 +52,10 @@ class Received:
     def expert(self, index: int, of: torch.Tensor | None = None) -> torch.Tensor:
         """The valid rows of local expert ``index``: a view ``[n, hidden]`` of ``tokens``.
 
+        In low latency this reads a count, so on a GPU it waits for the stream and cannot be
+        captured in a graph; there, hand ``tokens`` and ``tokens_per_expert`` to a masked grouped
+        matrix product instead.
+
         Args:
             index: from 0 to E_l - 1.
             of: a tensor with the leading dimensions of ``tokens`` to view instead, such as the
@@ -60,7 +64,7 @@ class Received:
         rows = self.tokens if of is None else of
         if not 0 <= index < self.tokens_per_expert.shape[0]:
             raise ArgumentError("index", index, f"from 0 to {self.tokens_per_expert.shape[0] - 1}")
-        begin, count = int(self.offsets[index]), int(self.tokens_per_expert[index])
+        begin, count = self.source.place(index)
         return rows.flatten(0, rows.dim() - 2)[begin : begin + count]
 
     @cached_property
@@ -79,12 +83,17 @@ class LowLatencySource:
     """What low latency keeps of a dispatch."""
 
     dispatched: low_latency.Dispatched
-    topk_idx: torch.Tensor
+    topk_idx: torch.Tensor | None  # None where the routing has it
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Where the rows of a local expert begin, and how many there are."""
+        capacity = self.dispatched.tokens.shape[1]
+        return index * capacity, int(self.dispatched.counts[index])
 
     def ranks(self, received: Received) -> torch.Tensor:
         """Each row's source rank, found in the ranges of the ranks."""
         first = self.dispatched.routing.ranges >> 32
-        places = torch.arange(received.tokens.shape[1]).expand(received.tokens.shape[:2])
+        places = _places(received).expand(received.tokens.shape[:2])
         ranks = torch.searchsorted(first.contiguous(), places.contiguous(), right=True) - 1
         return self._valid(received, ranks.to(torch.int32))
 
@@ -94,22 +103,29 @@ class LowLatencySource:
 
     @staticmethod
     def _valid(received: Received, values: torch.Tensor) -> torch.Tensor:
-        places = torch.arange(received.tokens.shape[1])
-        return values.masked_fill(places >= received.tokens_per_expert.unsqueeze(1), -1)
+        unused = _places(received) >= received.tokens_per_expert.unsqueeze(1)
+        return values.masked_fill(unused, -1)
+
+
+def _places(received: Received) -> torch.Tensor:
+    return torch.arange(received.tokens.shape[1], device=received.tokens.device)
 
 
 @dataclass(frozen=True)
 class HighThroughputSource:
     """What high throughput keeps of a dispatch."""
 
-    dispatched: high_throughput.Dispatched
+    dispatched: high_throughput.Dispatched  # on the host, wherever the tokens are
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Where the rows of a local expert begin, and how many there are."""
+        plan = self.dispatched.plan
+        return int(plan.offsets[index]), int(plan.tokens_per_expert[index])
 
     def ranks(self, received: Received) -> torch.Tensor:
         """Each row's source rank."""
-        del received
-        return self.dispatched.row_source_rank
+        return self.dispatched.row_source_rank.to(received.tokens.device)
 
     def tokens(self, received: Received) -> torch.Tensor:
         """Each row's source token."""
-        del received
-        return self.dispatched.row_source_token
+        return self.dispatched.row_source_token.to(received.tokens.device)

@@ -34,6 +34,10 @@ class SymmetricMemory:
         bytes_per_rank: what the modes may place in each region.
         config: time bound, spinning, and what happens to late peers.
 
+    Attributes:
+        rank, ranks: of the group.
+        usable_bytes: ``bytes_per_rank`` as given; the property of that name counts all there is.
+
     Raises:
         UnavailableError: if the ranks are not on one host, or not of one user.
         ArgumentError: if they ask for different sizes.
@@ -41,6 +45,7 @@ class SymmetricMemory:
     """
 
     def __init__(self, group: Group, bytes_per_rank: int, config: Config) -> None:
+        self.rank, self.ranks, self.usable_bytes = group.rank, group.size, bytes_per_rank
         hosts = group.all_gather(host_identity())
         agree(group, {"bytes_per_rank": bytes_per_rank}, _other_host(hosts))
         error: Exception | None = None

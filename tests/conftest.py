@@ -17,6 +17,13 @@ hypothesis.settings.register_profile("long", deadline=None, print_blob=True, max
 hypothesis.settings.load_profile("default")
 
 
+@pytest.fixture(autouse=True)
+def on_the_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps tests without the mark `gpu` on the host backend, on machines with GPUs too."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setenv("FANFOLD_BACKEND", "host")
+
+
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Callable[[int], RankPool]]:
     """``pools(ranks)``: a running pool of that many ranks, started at first use, reused later.

@@ -111,9 +111,18 @@ class Expectation:
         )
         return received.offsets[:-1].repeat_interleave(counts) + within
 
+    def rows_sent(self) -> tuple[int, int]:
+        """Rows that one dispatch of this rank sends, one for each (token, rank with one of its
+        experts): to all ranks, and to the others."""
+        ranks, topk_idx = len(self.batches), self.own.topk_idx
+        rank_of = topk_idx.div(self.experts // ranks, rounding_mode="floor")
+        goes = [int((rank_of == rank).any(dim=1).sum()) for rank in range(ranks)]
+        return sum(goes), sum(goes) - goes[self.rank]
+
     def outputs(self, received: Received) -> torch.Tensor:
-        """What the experts make of the rows received, in their places (bfloat16)."""
-        y = torch.empty(received.tokens.shape, dtype=torch.bfloat16)
+        """What the experts make of the rows received, in their places (bfloat16); NaN elsewhere,
+        where nothing may be read."""
+        y = torch.full(received.tokens.shape, torch.nan, dtype=torch.bfloat16)
         counts = received.tokens_per_expert.long()
         places = self._places(received, counts)
         rows = _bits(received.tokens.flatten(0, -2))[places].view(received.tokens.dtype).float()

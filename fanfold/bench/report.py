@@ -26,6 +26,7 @@ __all__ = [
     "append_json_line",
     "check_writable",
     "commit",
+    "gpu_table",
     "machine",
     "notes",
     "record",
@@ -64,6 +65,9 @@ class Result:
         combine: bytes of one combine.
         checked: whether results were compared with the oracle.
         memory_bytes: symmetric memory of a rank.
+        device: facts about rank 0's GPU where the ranks were GPUs; the times above are then those
+            of graph replays.
+        timing: all ways of timing there, as :func:`fanfold.bench.cuda_run.summary` has them.
     """
 
     settings: BenchSettings
@@ -75,6 +79,8 @@ class Result:
     combine: Traffic
     checked: bool
     memory_bytes: int
+    device: dict[str, Any] | None = None
+    timing: dict[str, dict[str, float]] | None = None
 
     def traffic(self, phase: str) -> Traffic:
         """Bytes of one of the :data:`PHASES`."""
@@ -105,9 +111,9 @@ def record(result: Result) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "schema": SCHEMA,
         **dataclasses.asdict(result.settings),
-        "backend": "host",
+        "backend": "host" if result.device is None else "cuda",
         "backend_asked": result.settings.backend,
-        "transport": "shm",
+        "transport": "shm" if result.device is None else "nvlink",
         "hosts": result.hosts,
         "ranks": result.ranks,
         **_times("", result.fanfold),
@@ -123,6 +129,8 @@ def record(result: Result) -> dict[str, Any]:
     if result.baseline is not None:
         fields |= _times("baseline_", result.baseline)
         fields["ratio"] = round(result.ratio or 0.0, 3)
+    if result.device is not None:
+        fields |= {"device": result.device, "timing": result.timing}
     fields["machine"] = machine()
     fields["versions"] = versions()
     fields["commit"] = commit()
@@ -147,11 +155,12 @@ def machine() -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
+def versions() -> dict[str, str | None]:
     """Versions of what a figure depends on."""
     return {
         "fanfold": importlib.metadata.version("fanfold"),
         "torch": torch.__version__,
+        "cuda": torch.version.cuda,
         "python": platform.python_version(),
     }
 
@@ -226,8 +235,45 @@ def table(result: Result) -> Table:
     return out
 
 
+_GPU_ROWS = {
+    "graph_us": "graph, back to back",
+    "alone_us": "graph, alone",
+    "l2_flushed_us": "graph, alone, L2 flushed",
+    "send_us": "send half",
+    "receive_us": "receive half, all arrived",
+    "single_us": "between events, no graph",
+    "host_us": "host time of a call",
+}
+
+
+def gpu_table(result: Result) -> Table:
+    """All ways of timing on GPUs: medians of the slowest rank, as between the events in brackets
+    where that differs."""
+    timing = result.timing or {}
+    out = Table(title=f"{result.ranks} × {(result.device or {}).get('name')}, µs, slowest rank")
+    out.add_column("")
+    columns = [name for name in ("dispatch", "combine", "round") if name in timing]
+    for name in columns:
+        out.add_column(name, justify="right")
+    for field, label in _GPU_ROWS.items():
+        out.add_row(label, *(_gpu_cell(timing[name], field) for name in columns))
+    if result.baseline is not None:
+        times = [result.baseline.slowest(phase).p50 for phase in PHASES]
+        out.add_row("baseline, back to back", *(f"{value:.1f}" for value in times))
+    return out
+
+
+def _gpu_cell(times: dict[str, float], field: str) -> str:
+    if field not in times:
+        return ""
+    raw = times.get(field.replace("_us", "_raw_us"))
+    return f"{times[field]:.1f}" + ("" if raw is None else f" ({raw:.1f})")
+
+
 def notes(result: Result) -> list[str]:
     """Lines to print below the table."""
+    if result.device is not None:
+        return _gpu_notes(result)
     lines = [
         "Percentiles over ranks and iterations; slowest rank: median of the slowest of each round.",
         "MB and GB/s are per rank; remote leaves out what a rank sends to itself.",
@@ -236,6 +282,23 @@ def notes(result: Result) -> list[str]:
     if result.ratio is not None:
         rival = "The baseline, torch.distributed's all-to-all,"
         lines.append(f"{rival} takes {result.ratio:.2f} times as long.")
+    return lines
+
+
+def _gpu_notes(result: Result) -> list[str]:
+    timing = result.timing or {}
+    lines = [
+        "Less what an empty kernel costs between the events; in brackets with it (docs/bench.md).",
+        "Checked against the oracle." if result.checked else "NOT checked.",
+    ]
+    if "overlap" in timing:
+        alone, beside = (timing["overlap"][f"gemm_{name}_us"] for name in ("alone", "beside_hook"))
+        lines.append(
+            f"A matrix product takes {alone:,.0f} µs alone and {beside:,.0f} µs beside a waiting "
+            f"hook: {100 * (beside / alone - 1) if alone else 0:+.1f}%."
+        )
+    if result.ratio is not None:
+        lines.append(f"The baseline, NCCL's all-to-all, takes {result.ratio:.2f} times as long.")
     return lines
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fanfold.bench import oracle
+from fanfold.bench import cuda_run, oracle
 from fanfold.bench.baseline import AllToAll, Routed
 from fanfold.bench.check import Expectation, packed_fp8, same_bits
+from fanfold.bench.cuda_run import CudaReport, time_on_gpu
 from fanfold.bench.report import Result, Traffic
 from fanfold.bench.settings import BenchSettings
 from fanfold.bench.timing import Contender, Timings, interleave
+from fanfold.config import Config
 from fanfold.errors import ArgumentError
 from fanfold.expert_parallel import ExpertParallel
 from fanfold.group import as_group
@@ -24,6 +27,7 @@ from fanfold.received import Received
 __all__ = ["RankReport", "bench", "bench_rank", "check_ranks"]
 
 _LONGEST_S = 7200.0
+_GRAPH_SAMPLES = {"fanfold": "{}.graph", "baseline": "baseline.{}"}
 
 
 @dataclass(frozen=True)
@@ -35,12 +39,14 @@ class RankReport:
         rows_remote: rows that this rank sent to others in one dispatch.
         rows_total: to itself as well.
         memory_bytes: its symmetric memory.
+        on_gpu: what it measured there, instead of ``microseconds``.
     """
 
     microseconds: dict[str, torch.Tensor]
     rows_remote: int
     rows_total: int
     memory_bytes: int
+    on_gpu: CudaReport | None = None
 
 
 def bench(settings: BenchSettings, group: Any = None) -> Result | None:
@@ -55,16 +61,24 @@ def bench(settings: BenchSettings, group: Any = None) -> Result | None:
 
     Raises:
         ArgumentError: ``settings.ranks`` is not the size of the joined group.
+        UnavailableError: GPUs were asked for, and there are not enough.
         CheckFailed: something is not as the oracle says.
         LaunchError: a started rank failed.
     """
     if group is None:
-        return _result(
-            settings, launch(bench_rank, settings.ranks, (settings,), timeout_s=_LONGEST_S)
-        )
+        chosen = _on(settings, settings.backend_here())
+        reports = launch(bench_rank, settings.ranks, (chosen,), timeout_s=_LONGEST_S)
+        return _result(settings, reports)
     check_ranks(settings, group)
-    reports = as_group(group).all_gather(bench_rank(group, settings))
+    everywhere = as_group(group).all_gather(settings.backend_here())
+    chosen = _on(settings, "cuda" if set(everywhere) == {"cuda"} else "host")
+    reports = as_group(group).all_gather(bench_rank(group, chosen))
     return _result(settings, reports) if dist.get_rank(group) == 0 else None
+
+
+def _on(settings: BenchSettings, backend: str) -> BenchSettings:
+    """The settings with ``backend`` instead of ``auto``."""
+    return dataclasses.replace(settings, backend=backend)
 
 
 def check_ranks(settings: BenchSettings, group: Any) -> None:
@@ -75,7 +89,7 @@ def check_ranks(settings: BenchSettings, group: Any) -> None:
 
 
 def bench_rank(group: Any, settings: BenchSettings) -> RankReport:
-    """One rank's part."""
+    """One rank's part, on the backend that the settings name (``auto``: host)."""
     high_throughput = settings.mode == "high_throughput"
     with ExpertParallel(
         group,
@@ -85,9 +99,13 @@ def bench_rank(group: Any, settings: BenchSettings) -> RankReport:
         max_tokens=settings.tokens,
         mode=settings.mode,
         dispatch_dtype=settings.dtype,
+        config=Config.resolve(backend="host" if settings.backend == "auto" else settings.backend),
     ) as ep:
         batches = [settings.workload().batch(rank) for rank in range(ep.ranks)]
         expectation = Expectation(batches, ep.rank, settings.experts, settings.dtype == "fp8")
+        if settings.backend == "cuda":
+            on_gpu = time_on_gpu(ep, group, expectation, settings)
+            return _report(ep, expectation, {}, on_gpu)
         race = _Race(ep, group, expectation, quantized=high_throughput and expectation.fp8)
         contenders = [race.fanfold(settings.check)]
         if settings.baseline:
@@ -99,8 +117,17 @@ def bench_rank(group: Any, settings: BenchSettings) -> RankReport:
             iterations=settings.iterations,
         )
         race.check_last()
-        total, remote = _rows(expectation)
-        return RankReport(microseconds, remote, total, ep.memory.bytes_per_rank)
+        return _report(ep, expectation, microseconds)
+
+
+def _report(
+    ep: ExpertParallel,
+    expectation: Expectation,
+    microseconds: dict[str, torch.Tensor],
+    on_gpu: CudaReport | None = None,
+) -> RankReport:
+    total, remote = expectation.rows_sent()
+    return RankReport(microseconds, remote, total, ep.memory.bytes_per_rank, on_gpu)
 
 
 class _Race:
@@ -182,18 +209,12 @@ class _Race:
             same_bits("combined tokens of the last timed round", out, first)
 
 
-def _rows(expectation: Expectation) -> tuple[int, int]:
-    """Rows of one dispatch of this rank: one for each (token, rank with one of its experts); to all
-    ranks, and to the others."""
-    ranks = len(expectation.batches)
-    topk_idx = expectation.own.topk_idx
-    rank_of = topk_idx.div(expectation.experts // ranks, rounding_mode="floor")
-    goes = [int((rank_of == rank).any(dim=1).sum()) for rank in range(ranks)]
-    return sum(goes), sum(goes) - goes[expectation.rank]
-
-
 def _result(settings: BenchSettings, reports: list[RankReport]) -> Result:
+    on_gpu = [report.on_gpu for report in reports if report.on_gpu is not None]
+
     def timings(name: str) -> Timings:
+        if on_gpu:
+            return cuda_run.timings(on_gpu, _GRAPH_SAMPLES[name])
         return Timings(torch.stack([report.microseconds[name] for report in reports]))
 
     hidden = settings.hidden
@@ -210,4 +231,6 @@ def _result(settings: BenchSettings, reports: list[RankReport]) -> Result:
         combine=Traffic(remote * hidden * 2, total * hidden * 2),
         checked=settings.check,
         memory_bytes=max(report.memory_bytes for report in reports),
+        device=on_gpu[0].device if on_gpu else None,
+        timing=cuda_run.summary(on_gpu) if on_gpu else None,
     )

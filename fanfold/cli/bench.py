@@ -47,8 +47,9 @@ def _add_options(parser: argparse.ArgumentParser, defaults: BenchSettings) -> No
         ("top-k", "experts per token"),
         ("experts", "experts of all ranks"),
         ("seed", "of tokens and routing"),
-        ("iterations", "timed rounds"),
+        ("iterations", "timed rounds; on GPUs replays, or calls where there is no graph"),
         ("warmup", "rounds before them"),
+        ("calls", "on GPUs: calls back to back in a CUDA graph"),
     ):
         default = getattr(defaults, option.replace("-", "_"))
         parser.add_argument(
@@ -71,6 +72,10 @@ def _add_options(parser: argparse.ArgumentParser, defaults: BenchSettings) -> No
     parser.add_argument(
         "--baseline", action="store_true",
         help="time torch.distributed's all-to-all in turns on the same data, and print the ratio",
+    )  # fmt: skip
+    parser.add_argument(
+        "--overlap", action="store_true",
+        help="on GPUs: time a matrix product beside a waiting hook",
     )  # fmt: skip
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="append the result to FILE as one line"
@@ -113,6 +118,8 @@ def _run(args: argparse.Namespace, group: Any) -> int:
     # A table that is cut off says nothing; without a terminal it may be as wide as it needs.
     console = Console() if Console().is_terminal else Console(width=132)
     console.print(report.table(result))
+    if result.device is not None:
+        console.print(report.gpu_table(result))
     print(*report.notes(result), sep="\n")
     if args.json is not None:
         report.append_json_line(args.json, report.record(result))
@@ -138,4 +145,6 @@ def _settings(args: argparse.Namespace, group: Any) -> BenchSettings:
         warmup=args.warmup,
         check=args.check,
         baseline=args.baseline,
+        calls=args.calls,
+        overlap=args.overlap,
     )

@@ -150,11 +150,15 @@ def draw(points: Sequence[Point], out: Path) -> None:
     columns = {axis: series for axis in AXES if (series := series_along(points, axis))}
     if not columns:
         columns = {"tokens": {_label("mode", p["mode"]): [p] for p in points}}
-    figure = Figure(figsize=(1.0 + 5.0 * len(columns), 8.0), layout="constrained")
-    grid = figure.subplots(2, len(columns), squeeze=False)
+    # On GPUs each call has a time of its own; on a host they are parts of one round.
+    parts = ("dispatch", "combine") if all(point["timing"] for point in points) else ()
+    rows = 2 + len(parts)
+    figure = Figure(figsize=(1.0 + 5.0 * len(columns), 4.0 * rows), layout="constrained")
+    grid = figure.subplots(rows, len(columns), squeeze=False)
     for place, (axis, series) in enumerate(columns.items()):
-        _draw_latency(grid[0][place], axis, series)
-        _draw_bandwidth(grid[1][place], axis, series)
+        for row, phase in enumerate((*parts, "total")):
+            _draw_latency(grid[row][place], axis, series, phase)
+        _draw_bandwidth(grid[-1][place], axis, series)
     figure.suptitle(_title(points))
     try:
         figure.savefig(out, dpi=120)
@@ -163,23 +167,31 @@ def draw(points: Sequence[Point], out: Path) -> None:
 
 
 def _title(points: Iterable[Point]) -> str:
-    machines = {str((point["machine"] or {}).get("cpu", "unknown machine")) for point in points}
+    machines = {_machine(point) for point in points}
     return "Dispatch and combine on " + ", ".join(sorted(machines))
 
 
-def _draw_latency(axes: Axes, axis: str, series: dict[str, list[Point]]) -> None:
+def _machine(point: Point) -> str:
+    if point["device"]:
+        return f"{point['ranks']} × {point['device'].get('name', 'unknown GPU')}"
+    return str((point["machine"] or {}).get("cpu", "unknown machine"))
+
+
+def _draw_latency(axes: Axes, axis: str, series: dict[str, list[Point]], phase: str) -> None:
     for label, points in series.items():
         x = [point[axis] for point in points]
-        median = [point["total_us"] for point in points]
+        median = [point[f"{phase}_us"] for point in points]
         (line,) = axes.plot(x, median, marker="o", label=label)
         axes.fill_between(
-            x, median, [point["total_us_p90"] for point in points],
+            x, median, [point[f"{phase}_us_p90"] for point in points],
             color=line.get_color(), alpha=0.15, linewidth=0,
         )  # fmt: skip
-        rivals = [(p[axis], p["baseline_total_us"]) for p in points if p["baseline_total_us"]]
+        rival = f"baseline_{phase}_us"
+        rivals = [(p[axis], p[rival]) for p in points if p[rival]]
         if rivals:
             axes.plot(*zip(*rivals, strict=True), marker="x", ls="--", color=line.get_color())
-    axes.set_ylabel("dispatch + combine, µs\n(slowest rank; shaded to p90; dashed: all-to-all)")
+    what = "dispatch + combine" if phase == "total" else phase
+    axes.set_ylabel(f"{what}, µs\n(slowest rank; shaded to p90; dashed: all-to-all)")
     axes.set_yscale("log")
     _finish(axes, axis, series)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from fanfold.deep_ep.runtime import Runtime
 from fanfold.deep_ep.sizes import Config
 from fanfold.errors import UsageError
@@ -22,6 +24,7 @@ class BufferBase:
     low_latency_mode: bool
     explicitly_destroy: bool
     enable_shrink: bool
+    device: torch.device
     runtime: Runtime | None
 
     def _open(self) -> Runtime:

@@ -18,7 +18,7 @@ from fanfold.deep_ep.sizes import (
     check_count,
     combine_config,
     dispatch_config,
-    low_latency_bytes,
+    hint_bytes,
     promised_top_k,
 )
 from fanfold.errors import ArgumentError, UsageError
@@ -34,7 +34,11 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
 
     One Buffer serves both modes: high throughput (``dispatch``, ``combine``) streams through
     ``num_nvl_bytes``, so any tensor passes through any size; low latency (``low_latency_*``) lives
-    in ``num_rdma_bytes``, which must hold its geometry. Tensors are on the CPU.
+    in ``num_rdma_bytes``, which must hold its geometry.
+
+    Where each rank has a GPU of its own as current CUDA device, low latency runs there and takes
+    tensors there; else it runs on the host and takes CPU tensors. High throughput runs on the host
+    and takes tensors of any device, which it copies there and back.
 
     Args:
         group: a torch.distributed group of any backend; or None with ``comm``.
@@ -55,11 +59,13 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
         num_sms: of the class: twice the channels in the handles of high throughput.
         rank, group, group_size, num_nvl_bytes, num_rdma_bytes, low_latency_mode,
         explicitly_destroy, enable_shrink: as given.
+        device: where low latency takes tensors.
         runtime: the memory; None once destroyed.
 
     Raises:
         ArgumentError: a bad argument, or ranks that disagree about one; on all ranks alike.
-        UnavailableError: the ranks cannot share memory.
+        UnavailableError: the ranks cannot share memory, or the setting ``backend`` is ``"cuda"``
+            and they cannot run on their GPUs.
     """
 
     num_sms: ClassVar[int] = 20
@@ -108,6 +114,7 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
         self.runtime = Runtime(
             ranks, Sizes(num_nvl_bytes, num_rdma_bytes), Settings.resolve(**masks)
         )
+        self.device = self.runtime.placement.device
         super().__init__()
 
     def destroy(self) -> None:
@@ -160,9 +167,10 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
     ) -> int:
         """Bytes to pass as ``num_rdma_bytes`` for low-latency calls of this geometry.
 
-        With M = num_max_dispatch_tokens_per_rank and slot = 2 * hidden rounded up to 16 bytes:
-        ``2 * num_ranks * M * (2 * slot + 8 * K + 1)``, each of the five terms rounded up to 128
-        (docs/low_latency.md). K is the top-k it is enough for: 32, or less where that would exceed
+        Enough on the host and on GPUs. With M = num_max_dispatch_tokens_per_rank and slot = 2 *
+        hidden rounded up to 16 bytes, the host needs ``2 * num_ranks * M * (2 * slot + 8 * K +
+        1)``, each of the five terms rounded up to 128 (docs/low_latency.md); GPUs need more only
+        where hidden is small. K is the top-k it is enough for: 32, or less where that would exceed
         DeepEP's own buffer (docs/deep_ep.md).
 
         Args:
@@ -173,7 +181,7 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
         """
         check_count("num_ranks", num_ranks, 1)
         top_k = promised_top_k(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
-        return low_latency_bytes(
+        return hint_bytes(
             Geometry(num_ranks, num_experts, top_k, hidden, num_max_dispatch_tokens_per_rank)
         )
 
@@ -196,9 +204,9 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
         return combine_config(Buffer.num_sms, num_ranks)
 
     def get_comm_stream(self) -> Any:
-        """The stream that calls run on: on the CPU ``torch.cpu.Stream``, which has no queue."""
-        self._open()
-        return torch.cpu.current_stream()
+        """The stream of low-latency calls with ``async_finish``: a ``torch.cuda.Stream``; where low
+        latency runs on the host, ``torch.cpu.Stream``, which has no queue."""
+        return self._open().streams.comm
 
     def get_local_buffer_tensor(
         self,
@@ -210,7 +218,8 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
         """This rank's memory of one mode, which may serve as scratch while no call is in flight.
 
         Peers write to it during their calls: after such use, ``clean_low_latency_buffer`` makes
-        sure that every rank is done. The tensor must not be touched after ``destroy``.
+        sure that every rank is done, and on a GPU writes what the calls must find there. The tensor
+        must not be touched after ``destroy``.
 
         Args:
             dtype: of the tensor.

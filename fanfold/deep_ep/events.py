@@ -1,7 +1,7 @@
-"""DeepEP's events, where there is no stream to record them on.
+"""DeepEP's events: points in the work of a CUDA stream.
 
 On the CPU a call has done its work when it returns, so an event is complete from the start and
-waiting for it costs nothing. What programs may rely on stays true: ``EventOverlap.event`` is None
+waiting for it costs nothing. What programs may rely on is the same: ``EventOverlap.event`` is None
 exactly when nothing asynchronous was asked for, and hooks run at the first wait.
 """
 
@@ -19,10 +19,25 @@ __all__ = ["EventHandle", "EventOverlap", "check_ordering"]
 
 
 class EventHandle:
-    """A point in the work of the current stream; on the CPU one that has been reached."""
+    """The point that a stream has been given work up to; without CUDA one that has been reached.
+
+    May be made and waited for while a CUDA graph is captured, both within the same capture.
+
+    Args:
+        stream: the current CUDA stream if None; nothing in a process that has not used CUDA.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+        self._event: torch.cuda.Event | None = None
+        if stream is None and torch.cuda.is_initialized():
+            stream = torch.cuda.current_stream()
+        if stream is not None:
+            self._event = stream.record_event()
 
     def current_stream_wait(self) -> None:
-        """Makes the current stream wait for the event; on the CPU there is nothing to wait for."""
+        """Makes the current stream wait for the event. The CPU does not wait."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
 
 
 class EventOverlap:
@@ -110,7 +125,8 @@ class EventOverlap:
 def check_ordering(
     previous_event: object, async_finish: bool, allocate_on_comm_stream: bool
 ) -> None:
-    """Checks the three stream arguments that high-throughput calls share.
+    """Checks the three stream arguments that high-throughput calls share, and makes the current
+    stream wait for ``previous_event``.
 
     Raises:
         ArgumentError: ``previous_event`` is no event, or ``allocate_on_comm_stream`` is set without
@@ -128,8 +144,11 @@ def check_ordering(
             f"async_finish={async_finish}",
             "used only together with a previous_event and async_finish=True",
         )
+    if event is not None:
+        event.current_stream_wait()
 
 
 def finished(async_finish: bool, *tensors: torch.Tensor | None) -> EventOverlap:
-    """What a call that is over returns as its event."""
+    """What a call returns as its event once everything is done, or enqueued on the current
+    stream."""
     return EventOverlap(EventHandle(), tensors) if async_finish else EventOverlap()

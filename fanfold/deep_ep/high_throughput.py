@@ -1,5 +1,9 @@
 """The high-throughput half of ``Buffer``: DeepEP's calls in terms of
-:mod:`fanfold.high_throughput`."""
+:mod:`fanfold.high_throughput`.
+
+The mode works on the host. Tensors of other devices are staged: copied there and their results
+back, on the current stream, for which the CPU waits.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,7 @@ from fanfold.deep_ep.sizes import Config, check_count
 from fanfold.errors import ArgumentError
 from fanfold.geometry import check_tensor
 from fanfold.high_throughput import Dispatched, HighThroughput, Plan, dispatch_layout
+from fanfold.staging import Staging
 
 __all__ = ["HighThroughputCalls"]
 
@@ -50,7 +55,7 @@ class HighThroughputCalls(BufferBase):
         Args:
             topk_idx: ``[T, K]`` int64, -1 for none.
             num_experts: of all ranks.
-            previous_event: what to wait for first; on the CPU it has happened.
+            previous_event: what to wait for first.
             async_finish: return an event.
             allocate_on_comm_stream: needs previous_event and async_finish; changes nothing here.
 
@@ -65,12 +70,13 @@ class HighThroughputCalls(BufferBase):
         """
         self._open()
         check_ordering(previous_event, async_finish, allocate_on_comm_stream)
-        layout = dispatch_layout(topk_idx, num_experts, self.group_size)
+        staging = Staging(topk_idx=topk_idx)
+        layout = dispatch_layout(staging.host(topk_idx), num_experts, self.group_size)
         return (
-            layout.tokens_per_rank,
+            staging.back(layout.tokens_per_rank),
             None,
-            layout.tokens_per_expert,
-            layout.is_token_in_rank,
+            staging.back(layout.tokens_per_expert),
+            staging.back(layout.is_token_in_rank),
             finished(async_finish, topk_idx),
         )
 
@@ -108,8 +114,8 @@ class HighThroughputCalls(BufferBase):
             num_worst_tokens: rows to allocate whatever arrives; needs topk_idx.
             config: num_sms // 2 is the number of channels in the handle; of a given handle it must
                 be the same. The default is get_dispatch_config.
-            previous_event: what to wait for first; on the CPU it has happened.
-            async_finish: return an event. The work is done when this returns.
+            previous_event: what to wait for first.
+            async_finish: return an event, of the current stream. On the CPU the work is done.
             allocate_on_comm_stream: needs previous_event and async_finish; changes nothing here.
 
         Returns:
@@ -149,11 +155,14 @@ class HighThroughputCalls(BufferBase):
             channels = channels_of(config, self.get_dispatch_config(self.group_size))
             check_count("expert_alignment", expert_alignment, 1)
             check_count("num_worst_tokens", num_worst_tokens, 0)
+            staging = Staging(x=x, **given)
+            x = staging.host(x)
             if handle is None:
+                given = {name: staging.host(tensor) for name, tensor in given.items()}
                 route = new_route(given, self.group_size, tokens_of(x))
                 _check_worst(num_worst_tokens, route)
             else:
-                routing = self._routing(handle, channels)
+                routing = self._routing(staging.host(handle), channels)
                 _check_reuse(given, routing, num_worst_tokens)
         except ArgumentError as error:
             mode.refuse_dispatch(error)
@@ -161,15 +170,16 @@ class HighThroughputCalls(BufferBase):
         if routing is not None:
             again = mode.dispatch_cached(x, self._plan(routing, 1), layout="token_major")
             runtime.check_complete("high_throughput dispatch")
-            return _rows_of(again), None, None, None, None, finished(async_finish)
+            rows = staging.back(_rows_of(again))
+            return rows, None, None, None, None, finished(async_finish)
         assert route is not None
         dispatched = _send(mode, x, route, num_worst_tokens)
         runtime.check_complete("high_throughput dispatch")
         counts, made = _describe(runtime, route, dispatched, channels)
         aligned = [-(-count // expert_alignment) * expert_alignment for count in counts.tolist()]
         listed = aligned if num_worst_tokens == 0 else []
-        rows, topk = _rows_of(dispatched), _topk_of(dispatched, route)
-        return rows, *topk, listed, made, finished(async_finish)
+        rows, *topk = staging.back((_rows_of(dispatched), *_topk_of(dispatched, route)))
+        return rows, topk[0], topk[1], listed, staging.back(made), finished(async_finish)
 
     def combine(
         self,
@@ -192,8 +202,8 @@ class HighThroughputCalls(BufferBase):
             topk_weights: ``[N, K]`` float32 that travel back to the lanes they came from.
             bias: one or two ``[T, hidden]`` bfloat16 that each sum starts from.
             config: as in dispatch; the default is get_combine_config.
-            previous_event: what to wait for first; on the CPU it has happened.
-            async_finish: return an event. The work is done when this returns.
+            previous_event: what to wait for first.
+            async_finish: as in dispatch.
             allocate_on_comm_stream: needs previous_event and async_finish; changes nothing here.
 
         Returns:
@@ -209,25 +219,28 @@ class HighThroughputCalls(BufferBase):
         try:
             check_ordering(previous_event, async_finish, allocate_on_comm_stream)
             channels = channels_of(config, self.get_combine_config(self.group_size))
-            routing = self._routing(handle, channels)
-            check_tensor("x", x, (routing.rows, None), (torch.bfloat16,), device=_CPU)
+            staging = Staging(x=x, topk_weights=topk_weights, bias=bias)
+            y, weights, biases = staging.host((x, topk_weights, bias))
+            routing = self._routing(staging.host(handle), channels)
+            check_tensor("x", y, (routing.rows, None), (torch.bfloat16,), device=_CPU)
             lanes = 1
-            if topk_weights is not None:
-                check_tensor("topk_weights", topk_weights, (routing.rows, None), (torch.float32,),
+            if weights is not None:
+                check_tensor("topk_weights", weights, (routing.rows, None), (torch.float32,),
                              device=_CPU)  # fmt: skip
-                lanes = topk_weights.shape[1]
+                lanes = weights.shape[1]
         except ArgumentError as error:
             mode.refuse_combine(error)
             raise
-        out, weights = mode.combine(
-            x,
+        combined = mode.combine(
+            y,
             self._plan(routing, lanes),
             layout="token_major",
-            lane_weights=topk_weights,
-            bias=bias,
+            lane_weights=weights,
+            bias=biases,
         )
         runtime.check_complete("high_throughput combine")
-        return out, weights, finished(async_finish, x, topk_weights, out)
+        out, summed = staging.back(combined)
+        return out, summed, finished(async_finish, x, topk_weights, out)
 
     def internode_dispatch(
         self,

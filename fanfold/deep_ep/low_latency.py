@@ -7,19 +7,23 @@ from dataclasses import dataclass
 
 import torch
 
-from fanfold import _core
 from fanfold.deep_ep.base import BufferBase
-from fanfold.deep_ep.events import EventOverlap, finished
-from fanfold.deep_ep.sizes import check_count, low_latency_bytes, promised_top_k
+from fanfold.deep_ep.events import EventOverlap
+from fanfold.deep_ep.runtime import Runtime
+from fanfold.deep_ep.sizes import (
+    check_count,
+    cuda_low_latency_bytes,
+    low_latency_bytes,
+    promised_top_k,
+)
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.formats import RowFormat, ScaleFormat
 from fanfold.geometry import Geometry, check_tensor
-from fanfold.low_latency import Dispatched, LowLatency, Routing, Statistics
+from fanfold.low_latency import Dispatched, Hook, LowLatency, Routing, Statistics
 from fanfold.refusal import Refusing
 
 __all__ = ["LowLatencyCalls"]
 
-_CPU = torch.device("cpu")
 _NOTHING = torch.empty(0, dtype=torch.int32)
 
 LowLatencyHandle = tuple[torch.Tensor, torch.Tensor, int, int, int]
@@ -83,13 +87,19 @@ class _Handle:
             check_count(f"handle[{place}] ({name})", handle[place], 0)
         return cls(*handle)
 
-    def check(self, geometry: Geometry) -> None:
-        """Raises ArgumentError unless the tensors are those of ``geometry``."""
+    def check(self, geometry: Geometry, device: torch.device) -> None:
+        """Raises ArgumentError unless the tensors are those of ``geometry``, on ``device``.
+
+        What is in them is checked on the host only; on a GPU the kernels bound what they read.
+        """
         shape = (geometry.experts_per_rank, geometry.expert_capacity)
-        check_tensor("handle[0] (src_info)", self.source_info, shape, (torch.int32,), device=_CPU)
+        name = "handle[0] (src_info)"
+        check_tensor(name, self.source_info, shape, (torch.int32,), device=device)
         shape = (geometry.experts_per_rank, geometry.ranks)
         name = "handle[1] (layout_range)"
-        check_tensor(name, self.layout_range, shape, (torch.int64,), device=_CPU)
+        check_tensor(name, self.layout_range, shape, (torch.int64,), device=device)
+        if device.type != "cpu":
+            return
         # Rows of source r begin below r * M; from there combine reads at most M, so no handle that
         # passes this can make it read outside of the experts' outputs.
         begins = self.layout_range >> 32
@@ -113,10 +123,10 @@ class LowLatencyCalls(BufferBase):
     ) -> None:
         """Readies the low-latency memory after other use of it. Collective.
 
-        Nothing needs zeroing here, because flags are epochs that only grow. What remains of
-        DeepEP's promise is its order: when this returns, every rank has finished its earlier
-        low-latency calls and has arrived here, so whatever a rank did to its own memory before is
-        done. No low-latency call may be in flight.
+        When this returns, every rank has finished its earlier low-latency calls and has arrived
+        here, so whatever a rank did to its own memory before is done. On the host nothing more is
+        needed, because flags are epochs that only grow; on a GPU the memory is written anew, for
+        which the CPU waits. No low-latency call may be in flight.
 
         Args:
             num_max_dispatch_tokens_per_rank, hidden, num_experts: of the calls to come; checked to
@@ -132,7 +142,9 @@ class LowLatencyCalls(BufferBase):
             self.group_size, num_experts, 1, hidden, num_max_dispatch_tokens_per_rank
         )
         self._check_fit(geometry)
-        mode.quiesce()
+        mode.reset()
+        if self.device.type != "cpu":
+            return
         facts = {
             "num_max_dispatch_tokens_per_rank": geometry.max_tokens,
             "hidden": geometry.hidden,
@@ -160,7 +172,7 @@ class LowLatencyCalls(BufferBase):
 
         Args:
             x: ``[T, hidden]`` bfloat16, contiguous, T up to M; any hidden that is a multiple of 8
-                (of 16 with fp8).
+                (of 16 with fp8). All tensors are on :attr:`Buffer.device`.
             topk_idx: ``[T, K]`` int64, -1 for none, K from 1 to 32.
             num_max_dispatch_tokens_per_rank: M, the same on all ranks.
             num_experts: of all ranks, the same on all.
@@ -170,9 +182,11 @@ class LowLatencyCalls(BufferBase):
             use_fp8: quantise rows to e4m3 with a scale per 128 columns.
             round_scale: round scales up to powers of two.
             use_ue8m0: return scales as exponent bytes, four to an int32; needs round_scale.
-            async_finish: return an event. The work is done when this returns.
-            return_recv_hook: send now, receive when the returned hook is called; excludes
-                async_finish. At most two such calls may be open.
+            async_finish: return an event. On a GPU the work runs on the communication stream,
+                after what the current stream was given; on the host it is done.
+            return_recv_hook: send now, receive when the returned hook is called, on the stream
+                that is current then; excludes async_finish. At most two such calls may be open,
+                and their hooks are called in the order of the calls.
 
         Returns:
             - rows ``[E_l, C, hidden]`` bfloat16; with fp8 a pair of ``[E_l, C, hidden]``
@@ -191,31 +205,41 @@ class LowLatencyCalls(BufferBase):
             PeerRefused: another rank refused its input.
             PeerTimeout: a rank did not arrive in time (with enable_shrink it is masked instead).
             UsageError: no low-latency mode, destroyed, or two calls in flight.
+
+        On a GPU the CPU waits for nothing, and what kernels find is raised by a later call: an
+        entry of topk_idx that is out of range, a rank that refused or is late.
         """
         mode = self._low_latency()
         with Refusing(mode.refuse_dispatch):
             _check_exclusive(async_finish, return_recv_hook)
             form = _Format.of(use_fp8, round_scale, use_ue8m0)
-            check_tensor("x", x, (None, None), (torch.bfloat16,), device=_CPU)
+            self._open().placement.check(x=x, topk_idx=topk_idx)
+            check_tensor("x", x, (None, None), (torch.bfloat16,), device=self.device)
             geometry = self._geometry(
                 num_max_dispatch_tokens_per_rank, num_experts, topk_idx, x.shape[1]
             )
-            _check_sums(
+            self._check_sums(
                 geometry,
                 dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats,
                 cumulative_local_expert_recv_stats=cumulative_local_expert_recv_stats,
             )
         statistics = Statistics(cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
-        dispatched, hook = mode.dispatch(
-            geometry,
-            x,
-            topk_idx,
-            row_format=form.rows,
-            scale_format=form.scales,
-            statistics=statistics,
+
+        def call() -> tuple[Dispatched, Hook | None]:
+            return mode.dispatch(
+                geometry,
+                x,
+                topk_idx,
+                row_format=form.rows,
+                scale_format=form.scales,
+                statistics=statistics,
+                return_hook=return_recv_hook,
+            )
+
+        sums = (statistics.expert_totals, statistics.wait_ns)
+        dispatched, hook, event = self._open().streams.run(
+            call, async_finish=async_finish, inputs=(x, topk_idx, *sums)
         )
-        if not return_recv_hook:
-            hook()
         handle = (
             dispatched.source_tokens,
             dispatched.routing.ranges,
@@ -223,13 +247,7 @@ class LowLatencyCalls(BufferBase):
             geometry.hidden,
             geometry.num_experts,
         )
-        return (
-            _rows(dispatched),
-            dispatched.counts,
-            handle,
-            finished(async_finish, x, topk_idx, dispatched.tokens, dispatched.scales),
-            hook if return_recv_hook else None,
-        )
+        return _rows(dispatched), dispatched.counts, handle, event, hook
 
     def low_latency_combine(
         self,
@@ -256,9 +274,7 @@ class LowLatencyCalls(BufferBase):
             use_logfmt: send rows as LogFMT-10; excludes zero_copy.
             zero_copy: take the outputs from the tensor of get_next_low_latency_combine_buffer
                 instead of ``x``, which must still have their shape.
-            async_finish: return an event. The work is done when this returns.
-            return_recv_hook: send now, receive when the returned hook is called; excludes
-                async_finish.
+            async_finish, return_recv_hook: as in low_latency_dispatch.
             out: ``[T, hidden]`` bfloat16, contiguous, to write to; made if not given.
             combine_wait_recv_cost_stats: ``[R]`` int64, nanoseconds waited for each rank, added to.
 
@@ -274,28 +290,34 @@ class LowLatencyCalls(BufferBase):
         with Refusing(mode.refuse_combine):
             parts = _Handle.of(handle)
             geometry = self._geometry(parts.max_tokens, parts.num_experts, topk_idx, parts.hidden)
-            parts.check(geometry)
+            self._open().placement.check(x=x, topk_weights=topk_weights, out=out)
+            parts.check(geometry, self.device)
             _check_exclusive(async_finish, return_recv_hook)
             y = self._outputs(x, geometry, use_logfmt, zero_copy)
             shape = tuple(topk_idx.shape)
-            check_tensor("topk_weights", topk_weights, shape, (torch.float32,), device=_CPU)
-            _check_sums(geometry, combine_wait_recv_cost_stats=combine_wait_recv_cost_stats)
+            check_tensor("topk_weights", topk_weights, shape, (torch.float32,), device=self.device)
+            self._check_sums(geometry, combine_wait_recv_cost_stats=combine_wait_recv_cost_stats)
         # Only the ranges are used where the weights come with combine.
         routing = Routing(parts.layout_range, topk_idx, topk_idx, None)
-        combined, hook = mode.combine(
-            geometry,
-            y,
-            routing,
-            topk_idx,
-            late_weights=topk_weights,
-            logfmt=use_logfmt,
-            out=out,
-            wait_ns=combine_wait_recv_cost_stats,
+
+        def call() -> tuple[torch.Tensor, Hook | None]:
+            return mode.combine(
+                geometry,
+                y,
+                routing,
+                topk_idx,
+                late_weights=topk_weights,
+                logfmt=use_logfmt,
+                out=out,
+                wait_ns=combine_wait_recv_cost_stats,
+                return_hook=return_recv_hook,
+            )
+
+        inputs = (y, topk_idx, topk_weights, parts.layout_range, combine_wait_recv_cost_stats)
+        combined, hook, event = self._open().streams.run(
+            call, async_finish=async_finish, inputs=inputs
         )
-        if not return_recv_hook:
-            hook()
-        event = finished(async_finish, x, topk_idx, topk_weights, combined)
-        return combined, event, hook if return_recv_hook else None
+        return combined, event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """Where to put the experts' outputs for a combine with ``zero_copy=True``.
@@ -305,14 +327,15 @@ class LowLatencyCalls(BufferBase):
 
         Returns:
             ``[E_l, R * M, hidden]`` bfloat16. The same memory until a handle of another geometry
-            comes; combine has read it when it, or its send half, returns.
+            comes; combine has read it when it, or its send half, returns (on a GPU: for work that
+            follows on the stream).
         """
         self._low_latency()
         parts = _Handle.of(handle)
         geometry = Geometry(self.group_size, parts.num_experts, 1, parts.hidden, parts.max_tokens)
         shape = (geometry.experts_per_rank, geometry.expert_capacity, geometry.hidden)
         if self._combine_buffer is None or self._combine_buffer.shape != shape:
-            self._combine_buffer = torch.empty(shape, dtype=torch.bfloat16)
+            self._combine_buffer = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
         return self._combine_buffer
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
@@ -322,11 +345,11 @@ class LowLatencyCalls(BufferBase):
             rank_to_mask: which.
             mask: whether to mask it.
         """
-        core = self._shrinkable()
+        runtime = self._shrinkable()
         check_count("rank_to_mask", rank_to_mask, 0)
         if rank_to_mask >= self.group_size:
             raise ArgumentError("rank_to_mask", rank_to_mask, f"below {self.group_size}")
-        core.set_masked(rank_to_mask, bool(mask))
+        runtime.set_masked(rank_to_mask, bool(mask))
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Writes 1 for each masked rank and 0 for the others.
@@ -334,16 +357,16 @@ class LowLatencyCalls(BufferBase):
         Args:
             mask_status: ``[R]`` int32, written to.
         """
-        core = self._shrinkable()
-        check_tensor("mask_status", mask_status, (self.group_size,), (torch.int32,), device=_CPU)
-        masked = [int(core.masked(peer)) for peer in range(self.group_size)]
-        mask_status.copy_(torch.tensor(masked, dtype=torch.int32))
+        mode = self._shrinkable().low_latency
+        shape = (self.group_size,)
+        check_tensor("mask_status", mask_status, shape, (torch.int32,), device=self.device)
+        mask_status.copy_(mode.masked())
 
     def low_latency_clean_mask_buffer(self) -> None:
         """Unmasks every rank. Local."""
-        core = self._shrinkable()
+        runtime = self._shrinkable()
         for peer in range(self.group_size):
-            core.set_masked(peer, False)
+            runtime.set_masked(peer, False)
 
     def _low_latency(self) -> LowLatency:
         """The mode, if this Buffer was made for it."""
@@ -354,27 +377,28 @@ class LowLatencyCalls(BufferBase):
             )
         return runtime.low_latency
 
-    def _shrinkable(self) -> _core.SymmetricMemory:
-        """The memory that keeps the mask, if masks are enabled."""
+    def _shrinkable(self) -> Runtime:
+        """What keeps the mask, if masks are enabled."""
         runtime = self._open()
         if not (self.enable_shrink and self.low_latency_mode):
             raise UsageError(
                 "masks need enable_shrink=True and low_latency_mode=True; this Buffer has "
                 f"enable_shrink={self.enable_shrink} and low_latency_mode={self.low_latency_mode}"
             )
-        return runtime.memory.core
+        return runtime
 
     def _geometry(
         self, max_tokens: int, num_experts: int, topk_idx: torch.Tensor, hidden: int
     ) -> Geometry:
         """The geometry of one call, checked to fit."""
-        check_tensor("topk_idx", topk_idx, (None, None), (torch.int64,), device=_CPU)
+        check_tensor("topk_idx", topk_idx, (None, None), (torch.int64,), device=self.device)
         geometry = Geometry(self.group_size, num_experts, topk_idx.shape[1], hidden, max_tokens)
         self._check_fit(geometry)
         return geometry
 
     def _check_fit(self, geometry: Geometry) -> None:
-        needed = low_latency_bytes(geometry)
+        on_host = self.device.type == "cpu"
+        needed = low_latency_bytes(geometry) if on_host else cuda_low_latency_bytes(geometry)
         if needed <= self.num_rdma_bytes:
             return
         sizes = (geometry.max_tokens, geometry.hidden, geometry.ranks, geometry.num_experts)
@@ -395,7 +419,7 @@ class LowLatencyCalls(BufferBase):
     ) -> torch.Tensor:
         """The experts' outputs: ``x``, or what was written to the zero-copy buffer."""
         shape = (geometry.experts_per_rank, geometry.expert_capacity, geometry.hidden)
-        check_tensor("x", x, shape, (torch.bfloat16,), device=_CPU, contiguous=False)
+        check_tensor("x", x, shape, (torch.bfloat16,), device=self.device, contiguous=False)
         if not zero_copy:
             return x
         if use_logfmt:
@@ -408,16 +432,15 @@ class LowLatencyCalls(BufferBase):
             )
         return self._combine_buffer
 
-
-def _check_sums(geometry: Geometry, **tensors: torch.Tensor | None) -> None:
-    """Raises ArgumentError for a tensor to add to that is not as DeepEP has it."""
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        waits = name.endswith("cost_stats")
-        shape = (geometry.ranks if waits else geometry.experts_per_rank,)
-        dtype = torch.int64 if waits else torch.int32
-        check_tensor(name, tensor, shape, (dtype,), device=_CPU)
+    def _check_sums(self, geometry: Geometry, **tensors: torch.Tensor | None) -> None:
+        """Raises ArgumentError for a tensor to add to that is not as DeepEP has it."""
+        for name, tensor in tensors.items():
+            if tensor is None:
+                continue
+            waits = name.endswith("cost_stats")
+            shape = (geometry.ranks if waits else geometry.experts_per_rank,)
+            dtype = torch.int64 if waits else torch.int32
+            check_tensor(name, tensor, shape, (dtype,), device=self.device)
 
 
 def _check_exclusive(async_finish: bool, return_recv_hook: bool) -> None:

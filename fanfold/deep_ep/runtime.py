@@ -1,9 +1,13 @@
-"""What a ``Buffer`` holds: one symmetric memory with a part for each mode.
+"""What a ``Buffer`` holds: symmetric memory with a part for each mode.
+
+On the host all is one region of each rank:
 
     exchange | signals of low latency | num_rdma_bytes | signals of high throughput | num_nvl_bytes
 
 What the modes must find again at the next call lies outside of what ``get_local_buffer_tensor``
 shows, because callers use that memory as scratch between calls.
+
+Where low latency runs on the GPUs its part is a region there, and the host's has none.
 """
 
 from __future__ import annotations
@@ -15,12 +19,15 @@ import torch
 from fanfold import _core
 from fanfold.config import Config as Settings
 from fanfold.deep_ep.exchange import Exchange, view_bytes
-from fanfold.deep_ep.sizes import align, signal_bytes
+from fanfold.deep_ep.sizes import align, cuda_memory_bytes, signal_bytes
+from fanfold.deep_ep.streams import HostStreams, Streams
 from fanfold.errors import ArgumentError, PeerTimeout, UsageError
 from fanfold.group import Group
 from fanfold.high_throughput import HighThroughput
-from fanfold.low_latency import LowLatency
+from fanfold.low_latency import HostLowLatency, LowLatency, open_low_latency
+from fanfold.placement import place
 from fanfold.symmetric import SymmetricMemory
+from fanfold.symmetric_cuda import CudaSymmetricMemory
 
 __all__ = ["Runtime", "Sizes"]
 
@@ -44,30 +51,53 @@ class Runtime:
     Args:
         group: the ranks.
         sizes: bytes for each mode; 0 for a mode that is not used.
-        settings: time bounds and what happens to late peers.
+        settings: time bounds, what happens to late peers, and where low latency runs.
+
+    Attributes:
+        rank, ranks: of the group.
+        placement: where low latency runs.
+        streams: in which order calls run.
+        memory: on the host.
+        exchange: between the hosts' processes.
     """
 
     def __init__(self, group: Group, sizes: Sizes, settings: Settings) -> None:
         self.rank, self.ranks = group.rank, group.size
         self._sizes = sizes
         self._timeout_s = settings.timeout_s
+        self._masks = settings.late_peers == "mask"
+        self.placement = place(group, settings)
+        on_gpu = self.placement.backend == "cuda"
+        self.streams = Streams(self.placement.device) if on_gpu else HostStreams()
+        host_rdma = 0 if on_gpu else sizes.rdma
         rdma_signals = signal_bytes(group.size)
         nvl_signals = _core.HighThroughput.required_bytes(group.size, 0)
         rdma_part = align(Exchange.required_bytes(group.size))
         self._rdma_offset = rdma_part + rdma_signals
-        nvl_part = self._rdma_offset + align(sizes.rdma)
+        nvl_part = self._rdma_offset + align(host_rdma)
         self._nvl_offset = nvl_part + nvl_signals
         total = self._nvl_offset + align(sizes.nvl)
         self.memory = SymmetricMemory(group, total, settings)
         self.exchange = Exchange(self.memory, group.rank, group.size, 0)
+        self._gpu_memory: CudaSymmetricMemory | None = None
         self._low_latency: LowLatency | None = None
-        if sizes.rdma:
-            self._low_latency = LowLatency(self.memory, rdma_part, rdma_signals + sizes.rdma)
+        if sizes.rdma and on_gpu:
+            self._open_on_gpu(group, settings)
+        elif sizes.rdma:
+            self._low_latency = HostLowLatency(self.memory, rdma_part, rdma_signals + sizes.rdma)
         self._high_throughput: HighThroughput | None = None
         if sizes.nvl:
             # A ring that stays in cache is faster than one that uses all there is.
             staging = nvl_signals + min(sizes.nvl, settings.staging_bytes)
             self._high_throughput = HighThroughput(self.memory, nvl_part, staging)
+
+    def _open_on_gpu(self, group: Group, settings: Settings) -> None:
+        try:
+            self._gpu_memory = CudaSymmetricMemory(group, cuda_memory_bytes(self._sizes.rdma))
+            self._low_latency = open_low_latency(self._gpu_memory, settings, late_weights=True)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def low_latency(self) -> LowLatency:
@@ -110,8 +140,17 @@ class Runtime:
         for peer in self._masked():
             raise PeerTimeout(self.rank, peer, phase, 1, 0, self._timeout_s, peer_gone=False)
 
+    def set_masked(self, rank: int, masked: bool) -> None:
+        """Masks or unmasks a rank, on every backend that the Buffer uses."""
+        self.memory.core.set_masked(rank, masked)
+        if self._gpu_memory is not None:
+            self.low_latency.set_masked(rank, masked)
+
     def _masked(self) -> list[int]:
-        return [peer for peer in range(self.ranks) if self.memory.core.masked(peer)]
+        masked = {peer for peer in range(self.ranks) if self.memory.core.masked(peer)}
+        if self._gpu_memory is not None and self._masks:  # reading them waits for the GPU
+            masked.update(self.low_latency.masked().nonzero().flatten().tolist())
+        return sorted(masked)
 
     def local_tensor(self, dtype: torch.dtype, offset: int, use_rdma_buffer: bool) -> torch.Tensor:
         """This rank's memory of one mode, from element ``offset`` on, as a flat tensor."""
@@ -120,12 +159,16 @@ class Runtime:
         elements = nbytes // dtype.itemsize
         if not 0 <= offset <= elements:
             raise ArgumentError("offset", offset, f"from 0 to the {elements} elements there are")
+        if use_rdma_buffer and self._gpu_memory is not None:
+            return self._gpu_memory.tensor[: elements * dtype.itemsize].view(dtype)[offset:]
         address = self.memory.core.base(self.rank) + start
         raw = view_bytes(address, elements * dtype.itemsize, owner=self.memory)
         return raw.view(dtype)[offset:]
 
     def close(self) -> None:
         """Releases the memory. Not collective; peers keep what they have mapped."""
+        if self._gpu_memory is not None:
+            self._gpu_memory.close()
         self.memory.close()
 
     # What programs ask DeepEP's runtime object.
@@ -153,4 +196,4 @@ class Runtime:
 
     def get_local_device_id(self) -> int:
         """Index of the device; the CPU has one."""
-        return 0
+        return self.placement.device.index or 0

@@ -9,12 +9,15 @@ from fanfold import _core
 from fanfold.config import Config as Settings
 from fanfold.errors import ArgumentError
 from fanfold.geometry import MAX_TOP_K, Geometry
-from fanfold.low_latency import LowLatency
+from fanfold.low_latency import HostLowLatency, cuda_required_bytes
 
 __all__ = [
     "Config",
     "combine_config",
+    "cuda_low_latency_bytes",
+    "cuda_memory_bytes",
     "dispatch_config",
+    "hint_bytes",
     "low_latency_bytes",
     "promised_top_k",
     "signal_bytes",
@@ -22,6 +25,10 @@ __all__ = [
 
 DEEP_EP_TOP_K = 11
 """The largest top-k of DeepEP's own low-latency kernels."""
+
+# What a GPU's memory has beyond num_rdma_bytes: one part in so many of it, and so many bytes.
+_TABLE_SHARE = 16
+_TABLE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -143,8 +150,25 @@ def signal_bytes(num_ranks: int) -> int:
 
 
 def low_latency_bytes(geometry: Geometry) -> int:
-    """Bytes of ``num_rdma_bytes`` that low-latency calls of ``geometry`` use."""
-    return LowLatency.required_bytes(geometry) - signal_bytes(geometry.ranks)
+    """Bytes of ``num_rdma_bytes`` that low-latency calls of ``geometry`` use on the host."""
+    return HostLowLatency.required_bytes(geometry) - signal_bytes(geometry.ranks)
+
+
+def cuda_memory_bytes(num_rdma_bytes: int) -> int:
+    """Bytes of symmetric memory per rank that a Buffer takes on a GPU: a sixteenth and 64 KiB more
+    than it was given, for tables that DeepEP has no equal of."""
+    return align(num_rdma_bytes + num_rdma_bytes // _TABLE_SHARE + _TABLE_BYTES)
+
+
+def cuda_low_latency_bytes(geometry: Geometry) -> int:
+    """Bytes of ``num_rdma_bytes`` that low-latency calls of ``geometry`` need on a GPU."""
+    needed = cuda_required_bytes(geometry, late_weights=True) - _TABLE_BYTES
+    return align(max(0, -(-needed * _TABLE_SHARE // (_TABLE_SHARE + 1))))
+
+
+def hint_bytes(geometry: Geometry) -> int:
+    """Bytes of ``num_rdma_bytes`` that are enough for ``geometry`` wherever it runs."""
+    return max(low_latency_bytes(geometry), cuda_low_latency_bytes(geometry))
 
 
 def deep_ep_low_latency_bytes(max_tokens: int, hidden: int, num_experts: int) -> int:
@@ -169,6 +193,6 @@ def promised_top_k(max_tokens: int, hidden: int, num_ranks: int, num_experts: in
     floor = min(DEEP_EP_TOP_K, num_experts)
     for top_k in range(MAX_TOP_K, floor, -1):
         geometry = Geometry(num_ranks, num_experts, top_k, hidden, max_tokens)
-        if low_latency_bytes(geometry) <= budget:
+        if hint_bytes(geometry) <= budget:
             return top_k
     return floor

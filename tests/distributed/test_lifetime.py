@@ -148,15 +148,15 @@ def _reshape(group: dist.ProcessGroup, rounds: int) -> bool:
     from fanfold.config import Config
     from fanfold.geometry import Geometry
     from fanfold.group import as_group
-    from fanfold.low_latency import LowLatency
+    from fanfold.low_latency import HostLowLatency
     from fanfold.symmetric import SymmetricMemory
 
     members = as_group(group)
     random = torch.Generator().manual_seed(9)
     largest = Geometry(members.size, 16 * members.size, 8, 512, 32)
-    nbytes = LowLatency.required_bytes(largest)
+    nbytes = HostLowLatency.required_bytes(largest)
     with SymmetricMemory(members, nbytes, Config.resolve(timeout_s=60.0)) as memory:
-        mode = LowLatency(memory, 0, nbytes)
+        mode = HostLowLatency(memory, 0, nbytes)
         for _ in range(rounds):
             draw = torch.randint(1, 9, (4,), generator=random).tolist()
             shape = Shape(draw[0] * members.size, min(draw[1], draw[0]), draw[2] * 32, draw[3] * 4)
@@ -164,10 +164,8 @@ def _reshape(group: dist.ProcessGroup, rounds: int) -> bool:
                 members.size, shape.num_experts, shape.top_k, shape.hidden, shape.max_tokens
             )
             call = good_call(shape, members.rank)
-            dispatched, hook = mode.dispatch(geometry, call.x, call.topk_idx)
-            hook()
-            out, hook = mode.combine(geometry, dispatched.tokens, dispatched.routing, call.topk_idx)
-            hook()
+            dispatched, _ = mode.dispatch(geometry, call.x, call.topk_idx)
+            out, _ = mode.combine(geometry, dispatched.tokens, dispatched.routing, call.topk_idx)
             if not torch.equal(out.float(), call.x.float() * shape.top_k):
                 return False
     return True

@@ -268,16 +268,16 @@ def _statistics(group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
     """Totals over three dispatches, read through the mode, which takes statistics."""
     from fanfold.geometry import Geometry
     from fanfold.group import as_group
-    from fanfold.low_latency import LowLatency, Statistics
+    from fanfold.low_latency import HostLowLatency, Statistics
     from fanfold.symmetric import SymmetricMemory
 
     members = as_group(group)
     geometry = Geometry(members.size, PLAIN.ranks * PLAIN.experts_per_rank, 2, 64, 8)
-    nbytes = LowLatency.required_bytes(geometry)
+    nbytes = HostLowLatency.required_bytes(geometry)
     totals = torch.full((PLAIN.experts_per_rank,), 100, dtype=torch.int32)
     wait_ns = torch.full((members.size,), WAITED_NS)
     with SymmetricMemory(members, nbytes, fanfold.Config.resolve(timeout_s=60.0)) as memory:
-        mode = LowLatency(memory, 0, nbytes)
+        mode = HostLowLatency(memory, 0, nbytes)
         mine = _tokens(PLAIN, members.rank)
         for _ in range(3):
             _, hook = mode.dispatch(
@@ -286,7 +286,7 @@ def _statistics(group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
                 mine.topk_idx,
                 statistics=Statistics(expert_totals=totals, wait_ns=wait_ns),
             )
-            hook()
+            assert hook is None
     return totals, wait_ns
 
 
@@ -305,26 +305,27 @@ def _bad_statistics(group: dist.ProcessGroup) -> list[str]:
     """What each rank is told where rank 1 gives tensors of a wrong shape or dtype."""
     from fanfold.geometry import Geometry
     from fanfold.group import as_group
-    from fanfold.low_latency import LowLatency, Statistics
+    from fanfold.low_latency import HostLowLatency, Statistics
     from fanfold.symmetric import SymmetricMemory
 
     members = as_group(group)
     geometry = Geometry(members.size, PLAIN.ranks * PLAIN.experts_per_rank, 2, 64, 8)
-    nbytes = LowLatency.required_bytes(geometry)
+    nbytes = HostLowLatency.required_bytes(geometry)
     odd = members.rank == 1
     few = torch.zeros(1, dtype=torch.int32) if odd else None
     narrow = torch.zeros(members.size, dtype=torch.int32) if odd else None
     with SymmetricMemory(members, nbytes, fanfold.Config.resolve(timeout_s=60.0)) as memory:
-        mode = LowLatency(memory, 0, nbytes)
+        mode = HostLowLatency(memory, 0, nbytes)
         mine = _tokens(PLAIN, members.rank)
         args = (geometry, mine.x, mine.topk_idx)
-        got, hook = mode.dispatch(*args)
+        got, hook = mode.dispatch(*args, return_hook=True)
+        assert hook is not None
         hook()
         back = (geometry, got.tokens, got.routing, mine.topk_idx)
         calls = (
-            lambda: mode.dispatch(*args, statistics=Statistics(expert_totals=few))[1](),
-            lambda: mode.dispatch(*args, statistics=Statistics(wait_ns=narrow))[1](),
-            lambda: mode.combine(*back, wait_ns=narrow)[1](),
+            lambda: mode.dispatch(*args, statistics=Statistics(expert_totals=few)),
+            lambda: mode.dispatch(*args, statistics=Statistics(wait_ns=narrow)),
+            lambda: mode.combine(*back, wait_ns=narrow),
         )
         return [str(caught(call)) for call in calls]
 
@@ -339,7 +340,7 @@ def test_bad_statistics(pools: Callable[[int], RankPool]) -> None:
 def test_bytes_of_memory() -> None:
     """The formula of docs/low_latency.md, and DeepEP's own for comparison."""
     from fanfold.geometry import Geometry
-    from fanfold.low_latency import LowLatency
+    from fanfold.low_latency import HostLowLatency
 
     for ranks, experts, top_k, hidden, tokens in [
         (4, 256, 8, 7168, 128),
@@ -348,7 +349,7 @@ def test_bytes_of_memory() -> None:
         (16, 16, 11, 2560, 128),
         (4, 512, 22, 1024, 128),
     ]:
-        needed = LowLatency.required_bytes(Geometry(ranks, experts, top_k, hidden, tokens))
+        needed = HostLowLatency.required_bytes(Geometry(ranks, experts, top_k, hidden, tokens))
         slot = -(-2 * hidden // 16) * 16
         rows = ranks * tokens
         formula = 224 * ranks + 4 * rows * slot + 16 * rows * top_k + 2 * rows

@@ -11,7 +11,8 @@ from fanfold.config import Config, settings
 from fanfold.errors import ConfigError
 
 
-def test_defaults_are_valid_and_say_so() -> None:
+def test_defaults_are_valid_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FANFOLD_BACKEND")  # which keeps the tests on the host
     config = Config.resolve()
     assert set(config.sources) == {setting.name for setting in settings()}
     assert set(config.sources.values()) == {"default"}
@@ -45,6 +46,8 @@ def test_environment_beats_default_and_argument_beats_both(monkeypatch: pytest.M
         ("FANFOLD_LATE_PEERS", "wait"),
         ("FANFOLD_STAGING_BYTES", "8MB"),
         ("FANFOLD_STAGING_BYTES", "1"),
+        ("FANFOLD_BACKEND", "gpu"),
+        ("FANFOLD_CACHE_DIR", ""),
     ],
 )
 def test_malformed_variable(monkeypatch: pytest.MonkeyPatch, variable: str, text: str) -> None:
@@ -63,6 +66,7 @@ def test_malformed_variable(monkeypatch: pytest.MonkeyPatch, variable: str, text
         ("spin_us", -0.5),
         ("late_peers", None),
         ("staging_bytes", 1.5e6),
+        ("backend", None),
     ],
 )
 def test_bad_argument(name: str, value: object) -> None:

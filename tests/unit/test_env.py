@@ -52,6 +52,10 @@ def test_malformed_ones_do_not_hide_the_rest() -> None:
         "spin_us": ["auto", "default"],
         "late_peers": ["mask", "environment"],
         "staging_bytes": ["malformed", "environment"],
+        "backend": ["auto", "default"],
+        "cache_dir": ["auto", "default"],
+        "ctas": ["auto", "default"],
+        "senders": ["auto", "default"],
     }
     errors = [line for line in lines if line.startswith("    error: ")]
     assert len(errors) == 2

@@ -6,13 +6,22 @@ import pickle
 
 import pytest
 
-from fanfold.errors import ArgumentError, FanfoldError, PeerRefused, PeerTimeout
+from fanfold.errors import (
+    ArgumentError,
+    CompileError,
+    DriverFailure,
+    FanfoldError,
+    PeerRefused,
+    PeerTimeout,
+)
 
 ERRORS = [
     ArgumentError("hidden", 17, "a multiple of 8"),
     PeerRefused(0, 2, "low_latency dispatch", "hidden is 17"),
     PeerTimeout(1, 3, "low_latency combine", 8, 7, 0.5, False),
     PeerTimeout(1, 3, "low_latency combine", 8, 7, 0.5, True),
+    DriverFailure("cuLaunchKernelEx", "kernel k on 1 CTAs", "CUDA_ERROR_NO_BINARY_FOR_GPU", "none"),
+    CompileError("a/k.cu", "sm_90a", "a/k.cu(3): error: no", "Kernel: k", "the log"),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import io
 import json
 import multiprocessing
@@ -12,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from fanfold.bench import report
+from fanfold.bench import cuda_run, report
 from fanfold.bench.report import Result, Traffic
 from fanfold.bench.settings import BenchSettings
 from fanfold.bench.timing import Contender, Percentiles, Timings, interleave
@@ -144,6 +145,7 @@ def test_unwritable_file_is_refused_before_anything_runs(tmp_path):
         ({"top_k": 9, "experts": 8}, "top_k"),
         ({"iterations": 0}, "iterations"),
         ({"seed": -1}, "seed"),
+        ({"calls": 0}, "calls"),
         ({"dtype": "fp4"}, "dtype"),
     ],
 )
@@ -153,9 +155,74 @@ def test_settings_name_what_is_wrong(changes, argument):
     assert caught.value.argument == argument
 
 
-def test_missing_backend_is_said_honestly():
+def test_missing_backend_is_said_honestly(monkeypatch):
     with pytest.raises(UnavailableError, match="only the host backend"):
-        BenchSettings("low_latency", backend="cuda")
+        BenchSettings("high_throughput", backend="cuda")
+    for changes in ({"backend": "host"}, {"mode": "high_throughput"}):
+        with pytest.raises(UnavailableError, match="overlap"):
+            BenchSettings(**{"mode": "low_latency", "overlap": True, **changes})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UnavailableError, match=r"3 ranks.*PyTorch sees 2"):
+        BenchSettings("low_latency", ranks=3, experts=48, backend="cuda").backend_here()
+    assert BenchSettings("low_latency", ranks=3, experts=48).backend_here() == "host"
+    assert BenchSettings("low_latency", ranks=2).backend_here() == "cuda"
+    assert BenchSettings("high_throughput", ranks=2).backend_here() == "host"
+
+
+# ---- GPUs ---------------------------------------------------------------------------------------
+
+
+def gpu_report(scale):
+    """What one rank measured: every sample a number of its own, times ``scale``."""
+    names = [
+        f"{operation}.{way}"
+        for operation in cuda_run.OPERATIONS
+        for way in ("graph", "alone", "l2_flushed", "single", "host", "send", "receive")
+    ]
+    samples = {name: torch.full((3,), 10.0 + n) * scale for n, name in enumerate(names)}
+    price = {"empty": 6.0, "empty_flushed": 7.0, "launch": 2.0}
+    samples |= {f"overhead.{name}": torch.full((3,), us) for name, us in price.items()}
+    samples |= {f"baseline.{name}": torch.full((3,), 99.0) for name in cuda_run.OPERATIONS}
+    samples["overlap.gemm_alone"] = torch.tensor([100.0, 101.0])
+    samples["overlap.gemm_beside_hook"] = torch.tensor([101.0, 102.0])
+    return cuda_run.CudaReport(samples, {"name": "A GPU", "driver": "1.2"})
+
+
+def gpu_result():
+    reports = [gpu_report(1.0), gpu_report(2.0)]
+    return dataclasses.replace(
+        result(),
+        fanfold=cuda_run.timings(reports, "{}.graph"),
+        baseline=cuda_run.timings(reports, "baseline.{}"),
+        device=reports[0].device,
+        timing=cuda_run.summary(reports),
+    )
+
+
+def test_gpu_times_are_the_slowest_ranks_less_what_measuring_costs():
+    fields = json.loads(json.dumps(report.record(gpu_result())))
+    assert (fields["backend"], fields["transport"]) == ("cuda", "nvlink")
+    assert fields["device"]["driver"] == "1.2"
+    assert fields["dispatch_us"] == fields["timing"]["dispatch"]["graph_us"] == 20.0
+    dispatch = fields["timing"]["dispatch"]
+    assert (dispatch["alone_raw_us"], dispatch["alone_us"]) == (22.0, 22.0 - (6.0 - 2.0))
+    assert (dispatch["l2_flushed_raw_us"], dispatch["l2_flushed_us"]) == (24.0, 24.0 - (7.0 - 2.0))
+    assert dispatch["host_us"] == 28.0
+    assert dispatch["send_us"] == dispatch["send_raw_us"] - 4.0
+    assert "send_us" not in fields["timing"]["round"]
+    assert fields["timing"]["overhead"]["launch_us"] == 2.0
+
+
+def test_gpu_table_and_notes():
+    console = Console(width=140, record=True, file=io.StringIO())
+    console.print(report.gpu_table(gpu_result()))
+    shown = console.export_text()
+    assert "graph, alone, L2 flushed" in shown
+    assert "19.0 (24.0)" in shown
+    notes = " ".join(report.notes(gpu_result()))
+    assert "+1.0%" in notes
+    assert "NCCL" in notes
 
 
 # ---- plots --------------------------------------------------------------------------------------
@@ -190,6 +257,16 @@ def test_plot_draws(tmp_path, name):
     args = argparse.Namespace(files=[write(tmp_path / "r.jsonl", lines)], out=tmp_path / name)
     assert plot.run(args) == 0
     assert (tmp_path / name).stat().st_size > 5000
+
+
+def test_plot_of_gpu_results(tmp_path):
+    pytest.importorskip("matplotlib")
+    fields = report.record(gpu_result())
+    lines = [{**fields, "tokens": t, "hidden": h} for t in (1, 64) for h in (1024, 7168)]
+    path = write(tmp_path / "r.jsonl", lines)
+    assert plot.run(argparse.Namespace(files=[path], out=tmp_path / "p.svg")) == 0
+    drawn = (tmp_path / "p.svg").read_text()
+    assert all(word in drawn for word in ("<!-- combine, µs -->", "2 × A GPU", "hidden 7168"))
 
 
 def test_plot_of_one_result(tmp_path):

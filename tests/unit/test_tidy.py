@@ -279,6 +279,12 @@ def test_a_stem_that_breaks_off(tree: Path, pattern: str) -> None:
     assert tidy(tree) == [f"{path}:1: [stem] the mode low_latency lacks this file ({path}, 1)"]
 
 
+def test_a_stem_may_be_a_package(tree: Path) -> None:
+    (tree / "fanfold/low_latency.py").unlink()
+    write(tree, "fanfold/low_latency/__init__.py", '"""L."""\n')
+    assert tidy(tree) == []
+
+
 @pytest.mark.parametrize("word", ["TO" + "DO", "FIX" + "ME", "XX" + "X"])
 def test_unfinished_work(tree: Path, word: str) -> None:
     write(tree, "docs/guide.md", f"Fine.\n{word}: the rest\n")

@@ -1,0 +1,140 @@
+"""Where the ranks of a group run low-latency calls: on their GPUs, or on the host, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from fanfold.config import Config
+from fanfold.errors import ArgumentError, UnavailableError
+from fanfold.geometry import on_device
+from fanfold.gpus import identity, lacking, unreachable_from
+from fanfold.group import Group, agree
+from fanfold.symmetric import host_identity
+from fanfold.symmetric_cuda import unavailable
+
+__all__ = ["Placement", "place"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What was chosen for this rank; all ranks have the same backend.
+
+    Attributes:
+        backend: ``"host"`` or ``"cuda"``.
+        device: where this rank's tensors must be.
+        reason: why, in one line that error messages show.
+    """
+
+    backend: Literal["host", "cuda"]
+    device: torch.device
+    reason: str
+
+    def check(self, **tensors: object) -> None:
+        """Raises ArgumentError for the first tensor that is not on :attr:`device`; what is no
+        tensor is left to others."""
+        for name, tensor in tensors.items():
+            if isinstance(tensor, torch.Tensor) and not on_device(tensor, self.device):
+                raise ArgumentError(
+                    f"{name}.device",
+                    tensor.device,
+                    f"{self.device}, where these ranks run low-latency calls ({self.reason})",
+                )
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """What one rank says of itself.
+
+    Attributes:
+        host: whose memory and PID namespace it shares.
+        device: its current device, such as ``"cuda:0"``; "" if it has none.
+        identity: of that device, the same in all processes of a host.
+        unreachable: identities of devices that it sees, but whose memory its device does not reach.
+        lacking: why it cannot run on a GPU, or None.
+    """
+
+    host: str
+    device: str = ""
+    identity: str = ""
+    unreachable: tuple[str, ...] = ()
+    lacking: str | None = None
+
+
+def place(group: Group, config: Config) -> Placement:
+    """Chooses for all ranks of ``group``. Collective.
+
+    Looks at CUDA only where ``config.backend`` is not ``"host"``, and may initialise it then: call
+    it in ranks, never in a process that is to fork.
+
+    Args:
+        group: the ranks.
+        config: ``backend`` decides: ``"auto"`` takes the GPUs where every rank has a CUDA device of
+            its own, all on one host and within each other's reach.
+
+    Raises:
+        ArgumentError: the ranks' settings of ``backend`` differ.
+        UnavailableError: ``"cuda"`` was asked for and is not possible; says why. On all ranks.
+    """
+    agree(group, {"backend": config.backend})
+    if config.backend == "host":
+        return Placement("host", torch.device("cpu"), "the setting backend is 'host'")
+    seats = group.all_gather(_look(group))
+    obstacle = _obstacle(seats)
+    if obstacle is None:
+        device = torch.device(seats[group.rank].device)
+        return Placement("cuda", device, "each rank has a GPU of its own; this is this rank's")
+    if config.backend == "cuda":
+        source = config.sources.get("backend", "argument")
+        raise UnavailableError(f"the setting backend is 'cuda' (from {source}), but {obstacle}")
+    return Placement("host", torch.device("cpu"), obstacle)
+
+
+def _look(group: Group) -> _Seat:
+    """This process's seat."""
+    host = host_identity()
+    obstacle = lacking() or unavailable(group)
+    if obstacle is not None:
+        return _Seat(host, lacking=obstacle)
+    try:
+        current = torch.cuda.current_device()
+        return _Seat(host, f"cuda:{current}", identity(current), unreachable_from(current))
+    except (RuntimeError, AssertionError) as failure:
+        return _Seat(host, lacking=f"its CUDA device does not answer: {failure}")
+
+
+def _obstacle(seats: list[_Seat]) -> str | None:
+    """What keeps these ranks from running on their GPUs, or None."""
+    for rank, seat in enumerate(seats):
+        if seat.lacking is not None:
+            return f"rank {rank} cannot use a GPU: {seat.lacking}"
+    for rank, seat in enumerate(seats):
+        if seat.host != seats[0].host:
+            return (
+                f"rank {rank} and rank 0 are not processes of one user in one PID namespace of one "
+                f"host ({seat.host} against {seats[0].host})"
+            )
+    owners: dict[str, int] = {}
+    for rank, seat in enumerate(seats):
+        owner = owners.setdefault(seat.identity, rank)
+        if owner == rank:
+            continue
+        if seats[owner].device == seat.device:
+            return (
+                f"rank {owner} and rank {rank} both have {seat.device} as current device; call "
+                "torch.cuda.set_device(local_rank) first"
+            )
+        return (
+            f"rank {owner}'s {seats[owner].device} and rank {rank}'s {seat.device} are the same "
+            f"GPU ({seat.identity}); give each rank a GPU of its own"
+        )
+    for rank, seat in enumerate(seats):
+        for far in seat.unreachable:
+            if far in owners:
+                return (
+                    f"{seat.device} of rank {rank} has no peer access to the GPU of rank "
+                    f"{owners[far]} (nvidia-smi topo -p2p r shows which have)"
+                )
+    return None

@@ -1,0 +1,218 @@
+"""Both faces where low latency runs on a device, played by PyTorch's meta device and a mode that
+writes down how it is called."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+
+import fanfold
+from fanfold import expert_parallel
+from fanfold.deep_ep import Buffer, runtime
+from fanfold.deep_ep.sizes import cuda_memory_bytes
+from fanfold.errors import ArgumentError, UsageError
+from fanfold.geometry import Geometry
+from fanfold.low_latency import CudaRouting, Dispatched, cuda_required_bytes
+from fanfold.placement import Placement
+
+META = torch.device("meta")
+PLACED = Placement("cuda", META, "each rank has a GPU of its own")
+SIZES: dict[str, Any] = {"num_experts": 4, "top_k": 2, "hidden": 32, "max_tokens": 8}
+
+
+class Memory:
+    """A region of the device."""
+
+    def __init__(self, group: Any, bytes_per_rank: int) -> None:
+        self.group, self.bytes_per_rank, self.closed = group, bytes_per_rank, False
+        self.tensor = torch.empty(bytes_per_rank, dtype=torch.uint8, device=META)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Mode:
+    """A mode on the device."""
+
+    device = META
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.error: Exception | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: self.calls.append((name, *args))
+
+    def dispatch(
+        self, geometry: Geometry, x: Any, topk_idx: Any, topk_weights: Any = None, **rest: Any
+    ) -> Any:
+        self.calls.append(("dispatch", (x, topk_idx, topk_weights)))
+        local, capacity = geometry.experts_per_rank, geometry.expert_capacity
+
+        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=META)
+
+        dispatched = Dispatched(
+            tokens=empty(local, capacity, geometry.hidden, dtype=torch.bfloat16),
+            scales=None,
+            counts=empty(local),
+            source_tokens=empty(local, capacity),
+            row_weights=empty(local, capacity, dtype=torch.float32),
+            routing=CudaRouting(
+                empty(local, geometry.ranks, dtype=torch.int64), empty(9), x.shape[0], True
+            ),
+        )
+        return dispatched, self._hook("dispatch", rest)
+
+    def combine(self, geometry: Geometry, y: Any, routing: Any, topk_idx: Any, **rest: Any) -> Any:
+        self.calls.append(("combine", (routing, topk_idx, rest.get("late_weights"))))
+        tokens = topk_idx.shape[0] if topk_idx is not None else routing.tokens
+        result = torch.empty((tokens, geometry.hidden), dtype=torch.bfloat16, device=META)
+        return result, self._hook("combine", rest)
+
+    def _hook(self, call: str, rest: dict[str, Any]) -> Any:
+        return (lambda: self.calls.append((f"{call} hook", None))) if rest["return_hook"] else None
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def masked(self) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.int32, device=META)
+
+
+@pytest.fixture
+def mode(monkeypatch: pytest.MonkeyPatch) -> Mode:
+    """What every face opens instead of a GPU's mode."""
+    made = Mode()
+    for module in (expert_parallel, runtime):
+        monkeypatch.setattr(module, "place", lambda group, config: PLACED)
+        monkeypatch.setattr(module, "CudaSymmetricMemory", Memory)
+    monkeypatch.setattr(
+        expert_parallel.low_latency, "open_low_latency", lambda memory, config: made
+    )
+
+    def opened(memory: Any, config: Any, *, late_weights: bool) -> Mode:
+        assert late_weights
+        return made
+
+    monkeypatch.setattr(runtime, "open_low_latency", opened)
+    monkeypatch.setattr(runtime, "Streams", lambda device: runtime.HostStreams())
+    return made
+
+
+def tokens(device: torch.device = META) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x = torch.zeros((5, 32), dtype=torch.bfloat16, device=device)
+    return x, torch.zeros((5, 2), dtype=torch.int64, device=device), torch.zeros((5, 2)).to(device)
+
+
+def test_native_round_trip(mode: Mode) -> None:
+    with fanfold.ExpertParallel(None, **SIZES) as ep:
+        geometry = Geometry(1, **SIZES)
+        assert ep.memory.bytes_per_rank == cuda_required_bytes(geometry, late_weights=False)
+        assert ep.device == META
+        x, idx, weights = tokens()
+        received = ep.dispatch(x, idx, weights)
+        assert mode.calls == [("dispatch", (x, idx, weights))]
+        assert received.complete
+        assert received.num_tokens == 5
+        assert received.offsets is ep.dispatch(x, idx, weights).offsets
+        assert received.offsets.device == META
+        assert received.source_rank.device == META
+        out = ep.combine(received.tokens, received)
+        assert out.shape == x.shape
+        name, (routing, topk_idx, late) = mode.calls[-1]
+        assert (name, routing.weighted, topk_idx, late) == ("combine", True, None, None)
+        ep.combine(received.tokens, received, weighted=False)
+        assert mode.calls[-1][1][0].weighted is False
+        ep.synchronize()
+    assert ep.memory.closed  # type: ignore[union-attr]
+    with pytest.raises(UsageError, match="closed"):
+        ep.check()
+
+
+def test_native_hooks(mode: Mode) -> None:
+    with fanfold.ExpertParallel(None, **SIZES) as ep:
+        received, hook = ep.dispatch(*tokens(), return_hook=True)
+        assert not received.complete
+        with pytest.raises(UsageError, match="not complete"):
+            ep.combine(received.tokens, received)
+        hook()
+        assert received.complete
+        _, hook = ep.combine(received.tokens, received, return_hook=True)
+        hook()
+        sent, refused, *rest = [name for name, *_ in mode.calls]
+        assert (sent, refused) == ("dispatch", "refuse_combine")
+        assert rest == ["dispatch hook", "combine", "combine hook"]
+
+
+def test_tensors_elsewhere_are_told_why(mode: Mode) -> None:
+    with fanfold.ExpertParallel(None, **SIZES) as ep:
+        x, idx, weights = tokens()
+        near = tokens(torch.device("cpu"))
+        for wrong, name in (
+            ((near[0], idx, weights), "x"),
+            ((x, near[1], weights), "topk_idx"),
+            ((x, idx, near[2]), "topk_weights"),
+        ):
+            with pytest.raises(ArgumentError, match=rf"{name}.device is cpu, .* a GPU of its own"):
+                ep.dispatch(*wrong)
+            assert mode.calls[-1][0] == "refuse_dispatch"
+        received = ep.dispatch(x, idx, weights)
+        with pytest.raises(ArgumentError, match=r"out.device is cpu"):
+            ep.combine(received.tokens, received, out=near[0])
+        assert mode.calls[-1][0] == "refuse_combine"
+
+
+def test_what_kernels_found_is_raised(mode: Mode) -> None:
+    with fanfold.ExpertParallel(None, **SIZES) as ep:
+        ep.check()
+        mode.error = ArgumentError("topk_idx[0, 1]", 4, "from -1 (none) to 3")
+        for call in (ep.check, ep.synchronize):
+            with pytest.raises(ArgumentError, match="topk_idx"):
+                call()
+
+
+def test_deep_ep_round_trip(mode: Mode) -> None:
+    size = Buffer.get_low_latency_rdma_size_hint(8, 32, 1, 4)
+    comm = types.SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: 1, allgather=lambda v: [v])
+    buffer = Buffer(
+        None, 1 << 16, size, low_latency_mode=True, enable_shrink=True, comm=comm,
+        explicitly_destroy=True,
+    )  # fmt: skip
+    assert buffer.device == META
+    x, idx, weights = tokens()
+    rows, counts, handle, event, hook = buffer.low_latency_dispatch(x, idx, 8, 4, use_fp8=False)
+    assert isinstance(rows, torch.Tensor)
+    assert (rows.shape, counts.shape, event.event, hook) == ((4, 8, 32), (4,), None, None)
+    out, event, hook = buffer.low_latency_combine(rows, idx, weights, handle, async_finish=True)
+    assert out.shape == x.shape
+    assert event.event is not None
+    name, (routing, topk_idx, late) = mode.calls[-1]
+    assert (name, topk_idx is idx, late is weights) == ("combine", True, True)
+    assert routing.ranges is handle[1]
+    zero_copy = buffer.get_next_low_latency_combine_buffer(handle)
+    assert (zero_copy.device, zero_copy.shape) == (META, rows.shape)
+    with pytest.raises(ArgumentError, match=r"x.device is cpu, .* a GPU of its own"):
+        buffer.low_latency_dispatch(x.new_zeros(x.shape, device="cpu"), idx, 8, 4)
+
+    buffer.low_latency_update_mask_buffer(0, True)
+    assert mode.calls[-1] == ("set_masked", 0, True)
+    buffer.low_latency_clean_mask_buffer()
+    assert mode.calls[-1] == ("set_masked", 0, False)
+    buffer.low_latency_query_mask_buffer(torch.zeros(1, dtype=torch.int32, device=META))
+    buffer.clean_low_latency_buffer(8, 32, 4)
+    assert mode.calls[-1] == ("reset",)
+
+    local = buffer.get_local_buffer_tensor(torch.bfloat16, use_rdma_buffer=True)
+    assert (local.device, local.numel()) == (META, size // 2)
+    assert buffer.get_local_buffer_tensor(torch.uint8).device.type == "cpu"
+    assert buffer.runtime is not None
+    memory = buffer.runtime._gpu_memory
+    assert memory is not None
+    assert memory.bytes_per_rank == cuda_memory_bytes(size)
+    buffer.destroy()
+    assert memory.closed  # type: ignore[attr-defined]

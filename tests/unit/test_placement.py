@@ -1,0 +1,206 @@
+"""Where low latency runs, decided from what ranks say of themselves; without any GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fanfold import gpus, placement
+from fanfold.config import Config
+from fanfold.errors import ArgumentError, UnavailableError
+from fanfold.placement import Placement, place
+from fanfold.symmetric import host_identity
+
+HOST = host_identity()
+
+
+class Ranks:
+    """Groups of threads that exchange what they pass to ``all_gather``."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=20.0)
+        self._values: list[Any] = [None] * size
+
+    def run(self, function: Callable[[Any], Any]) -> list[Any]:
+        """``function(group)`` for every rank, each in a thread; results or exceptions."""
+        results: list[Any] = [None] * self.size
+
+        def be(rank: int) -> None:
+            try:
+                results[rank] = function(Member(self, rank))
+            except Exception as error:
+                results[rank] = error
+
+        threads = [threading.Thread(target=be, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20.0)
+        return results
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        self._values[rank] = value
+        self._barrier.wait()
+        values = list(self._values)
+        self._barrier.wait()
+        return values
+
+
+@dataclasses.dataclass
+class Member:
+    """One rank's group."""
+
+    ranks: Ranks
+    rank: int
+
+    @property
+    def size(self) -> int:
+        return self.ranks.size
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return self.ranks.gather(self.rank, value)
+
+
+def seat(index: int, identity: str, **changes: Any) -> Any:
+    values = {"host": HOST, "device": f"cuda:{index}", "identity": identity}
+    return placement._Seat(**{**values, **changes})
+
+
+GOOD = [seat(0, "a"), seat(1, "b")]
+
+
+def decide(monkeypatch: pytest.MonkeyPatch, seats: list[Any], **settings: Any) -> list[Any]:
+    """What ``place`` gives to ranks that are seated so."""
+    settings = {"backend": "auto", **settings}
+    local = threading.local()
+
+    def be(group: Member) -> Placement:
+        local.rank = group.rank
+        return place(group, Config.resolve(**settings))
+
+    monkeypatch.setattr(placement, "_look", lambda group: seats[local.rank])
+    return Ranks(len(seats)).run(be)
+
+
+def test_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    placed = decide(monkeypatch, GOOD)
+    assert [p.backend for p in placed] == ["cuda", "cuda"]
+    assert [p.device for p in placed] == [torch.device("cuda:0"), torch.device("cuda:1")]
+
+
+def test_the_same_index_of_different_gpus_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    placed = decide(monkeypatch, [seat(0, "a"), seat(0, "b")])
+    assert [p.device for p in placed] == [torch.device("cuda:0")] * 2
+
+
+@pytest.mark.parametrize(
+    ("seats", "reason"),
+    [
+        (
+            [seat(0, "a"), seat(0, "a")],
+            "both have cuda:0 as current device; call torch.cuda.set_device(local_rank) first",
+        ),
+        ([seat(0, "a"), seat(1, "a")], "rank 0's cuda:0 and rank 1's cuda:1 are the same GPU (a)"),
+        (
+            [seat(0, "a"), placement._Seat(HOST, lacking="it sees no CUDA device")],
+            "rank 1 cannot use a GPU: it sees no CUDA device",
+        ),
+        ([seat(0, "a"), seat(1, "b", host="elsewhere")], "rank 1 and rank 0 are not processes of"),
+        (
+            [seat(0, "a", unreachable=("b",)), seat(1, "b")],
+            "cuda:0 of rank 0 has no peer access to the GPU of rank 1",
+        ),
+    ],
+    ids=["same", "two names", "none", "hosts", "no access"],
+)
+def test_obstacles(monkeypatch: pytest.MonkeyPatch, seats: list[Any], reason: str) -> None:
+    for placed in decide(monkeypatch, seats):
+        assert (placed.backend, placed.device) == ("host", torch.device("cpu"))
+        assert reason in placed.reason
+    for error in decide(monkeypatch, seats, backend="cuda"):
+        assert isinstance(error, UnavailableError)
+        assert "the setting backend is 'cuda' (from argument), but" in str(error)
+        assert reason in str(error)
+
+
+def test_no_access_to_a_gpu_of_nobody_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    seats = [seat(0, "a", unreachable=("c",)), seat(1, "b")]
+    assert [p.backend for p in decide(monkeypatch, seats)] == ["cuda", "cuda"]
+
+
+def test_host_does_not_look_at_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "_look", lambda group: pytest.fail("looked"))
+    [placed] = Ranks(1).run(lambda group: place(group, Config.resolve(backend="host")))
+    assert placed.backend == "host"
+    assert "'host'" in placed.reason
+
+
+def test_settings_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "_look", lambda group: GOOD[0])
+    settings = ("auto", "host")
+    for error in Ranks(2).run(lambda g: place(g, Config.resolve(backend=settings[g.rank]))):
+        assert isinstance(error, ArgumentError)
+        assert error.argument == "backend"
+
+
+def test_a_tensor_elsewhere_is_told_why() -> None:
+    placed = Placement("cuda", torch.device("cuda:1"), "each rank has a GPU of its own")
+    placed.check(x=None, y="no tensor")
+    with pytest.raises(ArgumentError, match=r"x.device is cpu, .* cuda:1, .* a GPU of its own"):
+        placed.check(x=torch.zeros(1))
+    host = Placement("host", torch.device("cpu"), "rank 0 cannot use a GPU")
+    host.check(x=torch.zeros(1))
+    with pytest.raises(ArgumentError, match=r"out.device is meta, .* cpu, .* cannot use a GPU"):
+        host.check(x=torch.zeros(1), out=torch.zeros(1, device="meta"))
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch has CUDA")
+def test_this_build_lacks_cuda() -> None:
+    assert gpus.lacking() == "its PyTorch is built without CUDA"
+    [placed] = Ranks(1).run(lambda group: place(group, Config.resolve(backend="auto")))
+    assert placed.backend == "host"
+    assert "rank 0 cannot use a GPU: its PyTorch is built without CUDA" in placed.reason
+
+
+class Properties:
+    """A device of an older PyTorch."""
+
+    pci_domain_id, pci_bus_id, pci_device_id = 0, 59, 0
+
+
+def test_identity_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties())
+    assert gpus.identity(0) == "pci 0:59:0"
+    monkeypatch.setattr(Properties, "uuid", "GPU-1234", raising=False)
+    assert gpus.identity(0) == "GPU-1234"
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: object())
+    assert gpus.identity(3) == "index 3"
+
+
+def test_devices_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: other != 2)
+    monkeypatch.setattr(gpus, "identity", lambda device: f"gpu {device}")
+    assert gpus.unreachable_from(0) == ("gpu 2",)
+    assert gpus.unreachable_from(2) == ()
+
+
+@pytest.mark.parametrize(
+    ("count", "initialized", "taken"),
+    [(4, False, [1]), (2, False, [1]), (1, False, []), (0, False, []), (4, True, [])],
+)
+def test_taking_a_device(
+    monkeypatch: pytest.MonkeyPatch, count: int, initialized: bool, taken: list[int]
+) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    gpus.take_device(1, 2)
+    assert chosen == taken

@@ -1,0 +1,144 @@
+"""DeepEP's rules about streams and events, on streams that only write down what they are told."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from fanfold.deep_ep import streams as module
+from fanfold.deep_ep.events import EventHandle, EventOverlap, check_ordering, finished
+from fanfold.deep_ep.streams import HostStreams, Streams
+
+
+@dataclass
+class Device:
+    """Stands for ``torch.cuda``; ``log`` is what happened, in order."""
+
+    log: list[str] = field(default_factory=list)
+    current: Any = None
+    initialized: bool = True
+
+
+@dataclass(eq=False)
+class FakeStream:
+    name: str
+    device: Device
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.device.log.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self) -> str:
+        self.device.log.append(f"event on {self.name}")
+        return f"event of {self.name}"
+
+    def wait_event(self, event: str) -> None:
+        self.device.log.append(f"{self.name} waits for {event}")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """A GPU whose current stream is called main."""
+    device = Device()
+    device.current = FakeStream("main", device)
+
+    @contextlib.contextmanager
+    def entered(stream: FakeStream) -> Iterator[None]:
+        before, device.current = device.current, stream
+        yield
+        device.current = before
+
+    def record(tensors: tuple[torch.Tensor | None, ...], stream: FakeStream) -> None:
+        count = sum(tensor is not None for tensor in tensors)
+        device.log.append(f"{count} tensors on {stream.name}")
+
+    for name, value in {
+        "Stream": lambda device_, priority: FakeStream("comm", device),
+        "current_stream": lambda device_=None: device.current,
+        "is_initialized": lambda: device.initialized,
+        "stream": entered,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(module, "_record", record)
+    return device
+
+
+X, OUT = torch.ones(1), torch.zeros(1)
+
+
+def run(cuda: Device, *, async_finish: bool = False, hook: Any = None) -> tuple[Any, ...]:
+    def call() -> tuple[torch.Tensor, Any]:
+        cuda.log.append(f"call on {cuda.current.name}")
+        return OUT, hook
+
+    streams = Streams(torch.device("cuda:0"))
+    return streams.run(call, async_finish=async_finish, inputs=(X, None))
+
+
+def test_a_plain_call_runs_on_the_current_stream(cuda: Device) -> None:
+    result, hook, event = run(cuda)
+    assert (result is OUT, hook, event.event) == (True, None, None)
+    assert cuda.log == ["call on main"]
+
+
+def test_a_call_with_a_hook_does_too(cuda: Device) -> None:
+    receive = object()
+    _, hook, event = run(cuda, hook=receive)
+    assert (hook is receive, event.event) == (True, None)
+    assert cuda.log == ["call on main"]
+
+
+def test_an_asynchronous_call_runs_beside(cuda: Device) -> None:
+    _, _, event = run(cuda, async_finish=True)
+    assert cuda.log == [
+        "comm waits for main",
+        "call on comm",
+        "2 tensors on comm",
+        "2 tensors on main",
+        "event on comm",
+    ]
+    assert [tensor for tensor in event.extra_tensors if tensor is not None] == [X, OUT]
+    cuda.log.clear()
+    event.current_stream_wait()
+    assert cuda.log == ["main waits for event of comm"]
+
+
+def test_an_event_of_the_current_stream(cuda: Device) -> None:
+    with EventOverlap(EventHandle()) as event:
+        cuda.log.append("other work")
+    assert event.event is not None
+    assert cuda.log == ["event on main", "other work", "main waits for event of main"]
+
+
+def test_high_throughput_waits_for_the_previous_event(cuda: Device) -> None:
+    previous = EventOverlap(EventHandle())
+    cuda.log.clear()
+    check_ordering(previous, True, True)
+    assert cuda.log == ["main waits for event of main"]
+    check_ordering(EventOverlap(), False, False)
+    check_ordering(None, False, False)
+    assert len(cuda.log) == 1
+
+
+def test_events_do_not_start_cuda(cuda: Device) -> None:
+    cuda.initialized = False
+    EventHandle().current_stream_wait()
+    assert finished(False).event is None
+    assert finished(True, X).event is not None
+    assert cuda.log == []
+
+
+def test_on_the_host_a_call_is_over_when_it_returns() -> None:
+    streams = HostStreams()
+    result, hook, event = streams.run(lambda: (OUT, None), async_finish=False, inputs=(X,))
+    assert (result is OUT, hook, event.event) == (True, None, None)
+    _, _, event = streams.run(lambda: (OUT, None), async_finish=True, inputs=(X,))
+    assert event.event is not None
+    assert event.extra_tensors is not None
+    assert event.extra_tensors[0] is X
+    event.current_stream_wait()
+    assert streams.comm is not None

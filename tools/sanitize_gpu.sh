@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Runs small low-latency rounds of one rank under compute-sanitizer: memcheck (accesses outside of
+# memory), racecheck (shared memory without order) and synccheck (barriers that not all reach).
+#
+# Use: tools/sanitize_gpu.sh [tool...]        PYTHON=python3 where there is no .venv
+# Needs a GPU and compute-sanitizer, of the CUDA toolkit. Exits with 1 if a tool found something.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+python="${PYTHON:-.venv/bin/python}"
+tools=("$@")
+[[ ${#tools[@]} -gt 0 ]] || tools=(memcheck racecheck synccheck)
+
+sanitizer="$(command -v compute-sanitizer || true)"
+if [[ -z "$sanitizer" && -x /usr/local/cuda/bin/compute-sanitizer ]]; then
+  sanitizer=/usr/local/cuda/bin/compute-sanitizer
+fi
+if [[ -z "$sanitizer" ]]; then
+  echo 'compute-sanitizer is not on the PATH: it comes with the CUDA toolkit' >&2
+  exit 2
+fi
+
+failed=0
+for tool in "${tools[@]}"; do
+  echo "== $tool"
+  # PyTorch asks the driver for things that it may refuse; only what kernels do counts.
+  options=()
+  [[ "$tool" != memcheck ]] || options=(--report-api-errors no)
+  "$sanitizer" --tool "$tool" "${options[@]}" --error-exitcode 9 "$python" tests/gpu/sanitize.py ||
+    { failed=1; echo "== $tool found something" >&2; }
+done
+exit "$failed"
