@@ -33,7 +33,7 @@ help:
 	@echo '  make demo       build, then train a small MoE model over several ranks'
 	@echo '  make test       build, then the C++ and the Python tests (the default set)'
 	@echo '  make test-long  the same, with the tests marked long'
-	@echo '  make test-gpu   the tests marked gpu'
+	@echo '  make test-gpu   the tests marked gpu (PYTEST_ARGS="-m gpu": the long ones, too)'
 	@echo '  make lint       ruff, mypy, clang-format, clang-tidy, tools/tidy.py'
 	@echo '  make format     let ruff and clang-format rewrite the sources'
 	@echo '  make sanitize   the C++ tests under ASAN with UBSAN, then under TSAN'
@@ -137,7 +137,7 @@ test-long: test-core
 	$(BIN)/python -m pytest -m 'not gpu' --hypothesis-profile=long --timeout=3600 $(PYTEST_ARGS)
 
 test-gpu: build
-	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m 'gpu and not long' $(PYTEST_ARGS)
 
 sanitize: build
 	$(LOCKED_MAKE) $(CORE)-asan/.stamp

@@ -1,0 +1,79 @@
+"""Ranks with a GPU each, shared by the tests of this folder, which are skipped without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fanfold.launch import RankPool
+
+MOST_RANKS = 4
+
+
+def gpu_count() -> int:
+    """GPUs that PyTorch sees; asked for without initialising CUDA in this process."""
+    return torch.cuda.device_count()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that takes ``ranks`` runs alone, and with all GPUs up to four."""
+    if "ranks" in metafunc.fixturenames:
+        metafunc.parametrize("ranks", sorted({1, max(1, min(gpu_count(), MOST_RANKS))}))
+
+
+@pytest.fixture(autouse=True)
+def needs_gpu() -> None:
+    if gpu_count() == 0:
+        built = "" if torch.version.cuda else ", and is built without CUDA"
+        pytest.skip(f"PyTorch {torch.__version__} sees no GPU (nvidia-smi){built}")
+
+
+@pytest.fixture
+def most_ranks() -> int:
+    """Ranks for a test that needs as many as there can be; skipped with fewer than two GPUs."""
+    count = min(gpu_count(), MOST_RANKS)
+    if count < 2:
+        pytest.skip(f"needs two GPUs, there is {count}")
+    return count
+
+
+class GpuPools:
+    """Pools of ranks by their number, kept because a process needs seconds to open its GPU."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, RankPool] = {}
+
+    def __call__(self, ranks: int) -> RankPool:
+        if ranks not in self._running or not self._running[ranks].alive:
+            self.close(ranks)
+            self._running[ranks] = RankPool(ranks, timeout_s=200.0)
+        return self._running[ranks]
+
+    def run(self, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """``function(group, *args)`` on every rank. A failure ends the pool: a process in which a
+        kernel has failed cannot use CUDA any more."""
+        try:
+            return self(ranks).run(function, *args)
+        except BaseException:
+            self.close(ranks)
+            raise
+
+    def close(self, ranks: int) -> None:
+        pool = self._running.pop(ranks, None)
+        if pool is not None:
+            pool.close()
+
+    def close_all(self) -> None:
+        for ranks in list(self._running):
+            self.close(ranks)
+
+
+@pytest.fixture(scope="session")
+def gpus() -> Iterator[GpuPools]:
+    """``gpus.run(ranks, function, *args)`` runs a function on that many ranks."""
+    pools = GpuPools()
+    yield pools
+    pools.close_all()
