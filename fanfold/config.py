@@ -145,8 +145,8 @@ _SETTINGS = (
         name="senders",
         variable="FANFOLD_SENDERS",
         default=None,
-        help="Of those CTAs, how many send rows in a low-latency dispatch while the others receive; "
-        "'auto' is what fills the links, about one in seven.",
+        help="Of those CTAs, how many send rows in a low-latency dispatch while the others "
+        "receive; 'auto' is what fills the links, about one in seven.",
         parse=_parse_count,
         check=lambda v: v is None or (_is_integer(v) and 1 <= v <= 511),
         bound="'auto' or an integer from 1 to 511, below the number of CTAs",

@@ -128,6 +128,7 @@ class ExpertParallel:
         geometry = self.geometry
         self._placement: Placement = place(self._group, self.config)
         self.device = self._placement.device
+        self._on_host = self.device.type == "cpu"
         if self._placement.backend == "cuda":
             nbytes = low_latency.cuda_required_bytes(geometry, late_weights=False)
             self.memory = CudaSymmetricMemory(self._group, nbytes)
@@ -135,7 +136,9 @@ class ExpertParallel:
             nbytes = low_latency.HostLowLatency.required_bytes(geometry)
             self.memory = SymmetricMemory(self._group, nbytes, self.config)
         try:
-            self._low_latency = low_latency.open_low_latency(self.memory, self.config)
+            self._low_latency = low_latency.open_low_latency(
+                self.memory, self.config, check_place=self._placement.check
+            )
         except BaseException:
             self.memory.close()
             raise
@@ -312,10 +315,11 @@ class ExpertParallel:
             return self._combine_high_throughput(
                 y, received, weighted, bias, logfmt, out, return_hook
             )
-        with Refusing(self._low_latency.refuse_combine):
-            self._check_received(received)
-            _refuse_given(bias=bias)
-            self._placement.check(y=y, out=out)
+        if self._on_host or bias is not None or not self._is_own(received):
+            with Refusing(self._low_latency.refuse_combine):
+                self._check_received(received)
+                _refuse_given(bias=bias)
+                self._placement.check(y=y, out=out)
         source = received.source
         assert isinstance(source, LowLatencySource)
         routing = source.dispatched.routing
@@ -398,6 +402,10 @@ class ExpertParallel:
         if self._closed:
             raise UsageError("this ExpertParallel is closed; make a new one")
 
+    def _is_own(self, received: object) -> bool:
+        """Whether ``_check_received`` has nothing to say."""
+        return isinstance(received, Received) and received.owner is self and received.complete
+
     def _check_received(self, received: object) -> None:
         if not isinstance(received, Received) or received.owner is not self:
             raise UsageError("received comes from another ExpertParallel; combine where you sent")
@@ -412,13 +420,14 @@ class ExpertParallel:
         return_hook: bool,
     ) -> Received | tuple[Received, Hook]:
         row_format, scale_format = self._formats
-        with Refusing(self._low_latency.refuse_dispatch):
-            self._placement.check(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
-            # Combine needs the routing as it was sent, whatever becomes of the caller's tensor. On
-            # a GPU the kernels keep it.
-            kept_idx = None
-            if self.device.type == "cpu" and isinstance(topk_idx, torch.Tensor):
-                kept_idx = topk_idx.clone()
+        kept_idx = None
+        if self._on_host:
+            with Refusing(self._low_latency.refuse_dispatch):
+                self._placement.check(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
+                # Combine needs the routing as it was sent, whatever becomes of the caller's tensor.
+                # On a GPU the kernels keep it.
+                if isinstance(topk_idx, torch.Tensor):
+                    kept_idx = topk_idx.clone()
         dispatched, receive = self._low_latency.dispatch(
             self.geometry,
             x,  # type: ignore[arg-type]  # the mode refuses what is no tensor

@@ -19,6 +19,7 @@ __all__ = [
     "check_integer",
     "check_tensor",
     "check_topk",
+    "is_plain",
     "on_device",
 ]
 
@@ -59,6 +60,24 @@ def check_tensor(
     if contiguous and not tensor.is_contiguous():
         raise ArgumentError(f"{name}.stride()", tensor.stride(), "contiguous, row-major")
     return tensor
+
+
+def is_plain(
+    tensor: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether ``tensor`` is contiguous, with this shape and dtype, on this very device.
+
+    The quick look of calls that the CPU must not hold up: :func:`check_tensor` has nothing to say
+    against what passes. What does not pass may still be right, a subclass for example, so that
+    decides there.
+    """
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.dtype is dtype
+        and tensor.shape == shape
+        and tensor.is_contiguous()
+        and tensor.device == device
+    )
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> bool:

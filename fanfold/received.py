@@ -78,7 +78,7 @@ class Received:
         return self.source.tokens(self)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class LowLatencySource:
     """What low latency keeps of a dispatch."""
 

@@ -1,4 +1,4 @@
-"""Finds function definitions in C++ text, well enough to count their lines and parameters.
+"""Finds functions and loops in C++ text, well enough to count their lines and parameters.
 
 This is no parser: it removes comments, literals and preprocessor lines, then follows brackets. What
 it relies on is that clang-format and the compiler have accepted the file.
@@ -104,6 +104,34 @@ def signature(head: str) -> tuple[str, int]:
             return "operator()", split_parameters(head[opening + 1 : closing(head, opening)])
         return name.group(1), split_parameters(head[opening + 1 : end])
     return "?", 0
+
+
+@dataclass(frozen=True)
+class CppLoop:
+    """A loop without a counter found in C++ code; `text` is its head and body."""
+
+    line: int
+    text: str
+
+
+def cpp_loops(code: str) -> Iterator[CppLoop]:
+    """The loops that need not end by themselves: every `while` and `do`, and a `for` without a
+    condition."""
+    for match in re.finditer(r"\b(while|for|do)\b", code):
+        end = match.end() - 1
+        if match.group() != "do":
+            opening = code.find("(", end)
+            end = closing(code, opening)
+            parts = code[opening + 1 : end].split(";")
+            if match.group() == "for" and (len(parts) != 3 or parts[1].strip()):
+                continue
+        # The body: a block, or one statement.
+        body = re.compile(r"\s*").match(code, end + 1)
+        begin = body.end() if body else end + 1
+        last = closing(code, begin) if code[begin : begin + 1] == "{" else code.find(";", begin)
+        if match.group() == "do":
+            last = code.find(";", last)
+        yield CppLoop(code.count("\n", 0, match.start()) + 1, code[match.start() : last + 1])
 
 
 @dataclass(frozen=True)

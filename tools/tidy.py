@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cpp_scan import cpp_code, cpp_functions, cpp_lambdas
+from cpp_scan import cpp_code, cpp_functions, cpp_lambdas, cpp_loops
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -73,6 +73,8 @@ FOREIGN_SIGNATURES = "fanfold/deep_ep/"
 
 ENVIRONMENT_HOMES = ("fanfold/config.py", "fanfold/launch.py")
 WAIT_HOMES = ("csrc/base/wait.h", "csrc/base/wait.cpp")
+DEVICE_CODE = "fanfold/kernels/"
+PTX_HOME = "fanfold/kernels/device/"
 BANNED_CPP_CALLS = (
     "getenv", "secure_getenv", "exit", "_exit", "quick_exit", "abort", "system", "usleep",
 )  # fmt: skip
@@ -90,7 +92,7 @@ STEM_FILES = (
 
 PYTHON_FOLDERS = ("fanfold", "tests", "tools", "benchmarks", "packages")
 DOCUMENTED_FOLDERS = ("fanfold", "tools")
-CPP_FOLDERS = ("csrc", "fanfold/kernels", "tests/core")
+CPP_FOLDERS = ("csrc", "fanfold/kernels", "tests/core", "tests/kernels")
 CPP_SUFFIXES = (".cpp", ".hpp", ".h", ".cu", ".cuh")
 TEXT_SUFFIXES = (".py", *CPP_SUFFIXES, ".md", ".toml", ".txt", ".yml", ".yaml", ".sh", ".jsonl")
 TEXT_NAMES = ("Makefile", "run", ".clang-format", ".clang-tidy", ".gitignore")
@@ -328,6 +330,10 @@ BANNED_CALL = re.compile(
     r"(?<![\w.>:])(?:(?:std)?::)?(?P<name>" + "|".join(BANNED_CPP_CALLS) + r")\s*\("
 )
 ENDLESS_LOOP = re.compile(r"\bwhile\s*\(\s*(?:true|1)\s*\)|\bfor\s*\([^;()]*;\s*;[^()]*\)")
+PTX = re.compile(r"\basm\b")
+# What device code looks at memory with that others write, and what ends such looking.
+LOOK = re.compile(r"\b(?:load_(?:relaxed|acquire|volatile)_\w+|phase_is_over)\s*\(")
+BOUND = re.compile(r"\bexhausted\s*\(")
 
 
 def check_cpp_functions(path: str, code: str) -> Iterator[Finding]:
@@ -352,11 +358,42 @@ def check_cpp_text(path: str, text: str, code: str) -> Iterator[Finding]:
     banned = ", ".join(sorted({match.group("name") for match in BANNED_CALL.finditer(code)}))
     message = f"{banned}: settings come from Python, errors are thrown, waits are in base/wait"
     yield from counted("banned-call", path, lines_of(BANNED_CALL), message)
-    if path not in WAIT_HOMES:
+    if not path.startswith(PTX_HOME) and path not in WAIT_HOMES:
+        message = f"inline PTX has its names in {PTX_HOME}"
+        yield from counted("inline-ptx", path, lines_of(PTX), message)
+    if path not in WAIT_HOMES and not path.startswith(DEVICE_CODE):
         message = "a loop without a bound; waits belong to csrc/base/wait.*"
         yield from counted("endless-loop", path, lines_of(ENDLESS_LOOP), message)
     long = [n for n, line in enumerate(text.splitlines(), 1) if len(line) > MAX_CPP_COLUMNS]
     yield from counted("columns", path, long, f"a line is longer than {MAX_CPP_COLUMNS}")
+
+
+def check_device_waits(codes: dict[str, str]) -> Iterator[Finding]:
+    """In device code a loop that looks at memory until it changes asks a bound each time.
+
+    A loop looks, too, by a function that does nothing but look, wherever that is; one that has its
+    own bound is no look.
+    """
+    ours = {path: code for path, code in codes.items() if path.startswith(DEVICE_CODE)}
+    looks: dict[str, bool] = {}
+    for code in ours.values():
+        lines = code.splitlines()
+        for function in cpp_functions(code):
+            body = "\n".join(lines[function.first - 1 : function.last])
+            only_looks = bool(LOOK.search(body)) and not BOUND.search(body)
+            name = function.name.rpartition("::")[2]
+            # Of several functions of a name all must be looks: which one is called is not known.
+            looks[name] = looks.get(name, True) and only_looks
+    names = "|".join(sorted(re.escape(name) for name, only_looks in looks.items() if only_looks))
+    look = re.compile(f"{LOOK.pattern}|\\b(?:{names})\\s*\\(") if names else LOOK
+    for path, code in ours.items():
+        found = [
+            loop.line
+            for loop in cpp_loops(code)
+            if look.search(loop.text) and not BOUND.search(loop.text)
+        ]
+        message = "a wait without a bound; ask `exhausted` after every look"
+        yield from counted("unbounded-wait", path, found, message)
 
 
 def check_includes(texts: dict[str, str]) -> Iterator[Finding]:
@@ -429,12 +466,14 @@ def check_tree(root: Path) -> Iterator[Finding]:
         yield from check_docstrings(path, trees[path])
     yield from check_floors(trees)
     texts: dict[str, str] = {}
+    codes: dict[str, str] = {}
     for path in files_under(root, CPP_FOLDERS, CPP_SUFFIXES):
         texts[path] = (root / path).read_text(encoding="utf-8")
-        code = cpp_code(texts[path])
+        codes[path] = cpp_code(texts[path])
         yield from check_file_length(path, texts[path])
-        yield from check_cpp_functions(path, code)
-        yield from check_cpp_text(path, texts[path], code)
+        yield from check_cpp_functions(path, codes[path])
+        yield from check_cpp_text(path, texts[path], codes[path])
+    yield from check_device_waits(codes)
     yield from check_includes(texts)
     yield from check_stems(root)
     yield from check_words(root)

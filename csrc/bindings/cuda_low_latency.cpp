@@ -118,9 +118,8 @@ void bind_cuda_low_latency(nb::module_& module) {
       .def(
           "__init__",
           [](LowLatency* self, const Place& place, const LowLatencyGeometry& geometry, bool late,
-             int32_t ctas, int32_t senders) {
-            new (self) LowLatency(place, geometry, late, {ctas, senders});
-          },
+             int32_t ctas,
+             int32_t senders) { new (self) LowLatency(place, geometry, late, {ctas, senders}); },
           "place"_a, "geometry"_a, "late"_a, "ctas"_a, "senders"_a)
       .def("dispatch_arguments", &LowLatency::dispatch_arguments, "encoding"_a, "weights"_a)
       .def("combine_arguments", &LowLatency::combine_arguments, "weights"_a);

@@ -82,7 +82,8 @@ void Kernel::launch(const void* arguments, size_t bytes, const LaunchShape& shap
     throw BadArgument("the argument struct of kernel " + entry_, std::to_string(bytes) + " bytes",
                       std::to_string(parameter_bytes_) + " bytes, as the kernel declares it");
   }
-  LaunchAttribute early{.id = LaunchAttribute::PROGRAMMATIC_STREAM_SERIALIZATION};
+  LaunchAttribute early;
+  early.id = LaunchAttribute::PROGRAMMATIC_STREAM_SERIALIZATION;
   early.value.allowed = 1;
   const LaunchConfig config{.grid = {static_cast<unsigned>(shape.ctas), 1, 1},
                             .block = {static_cast<unsigned>(shape.threads), 1, 1},

@@ -17,7 +17,8 @@ void check_at_most(const char* name, int64_t value, int64_t most, const char* wh
 }  // namespace
 
 void check_device_geometry(const LowLatencyGeometry& geometry) {
-  check_at_most("ranks", geometry.ranks, kMostDeviceRanks, "a token's ranks are the bits of a word");
+  check_at_most("ranks", geometry.ranks, kMostDeviceRanks,
+                "a token's ranks are the bits of a word");
   check_at_most("num_experts", geometry.experts, kMostDeviceExperts,
                 "their counts are in shared memory");
   const HeaderLayout header{geometry.experts_per_rank()};
@@ -34,15 +35,22 @@ LowLatency::LowLatency(const LowLatencyPlace& place, const LowLatencyGeometry& g
       offsets_(LowLatencyDeviceLayout{geometry, late}.offsets()) {
   check_device_geometry(geometry);
   check_at_most("ctas", grid.ctas, kMostCtas, "each counts its calls");
-  if (grid.senders < 1 || grid.senders >= grid.ctas) {
+  // Every source of a token has a CTA of its own at least (pair_of).
+  if (grid.senders < 1 || grid.senders > grid.ctas - geometry.ranks) {
     throw BadArgument("senders", std::to_string(grid.senders),
-                      "from 1 to " + std::to_string(grid.ctas - 1) + ", one less than the CTAs");
+                      "from 1 to " + std::to_string(grid.ctas - geometry.ranks) +
+                          ", the CTAs less one for each rank");
   }
 }
 
 CallArgs LowLatency::call_arguments(int32_t encoding, int32_t weights) const {
-  const LowLatencyFacts facts{geometry_.experts,     geometry_.top_k, geometry_.hidden,
-                              geometry_.max_tokens, encoding,        weights, {}};
+  const LowLatencyFacts facts{geometry_.experts,
+                              geometry_.top_k,
+                              geometry_.hidden,
+                              geometry_.max_tokens,
+                              encoding,
+                              weights,
+                              {}};
   CallArgs call{};
   for (size_t peer = 0; peer < place_.peers.size(); ++peer) {
     call.peers[peer] = reinterpret_cast<unsigned char*>(place_.peers[peer]);

@@ -76,8 +76,8 @@ void Exchange::refuse(const std::string& reason) {
   for (const Phase phase : kPhases) memory_.set_reason(phase, epoch_, reason);
   for (int32_t peer = 0; peer < ranks(); ++peer) {
     if (peer == rank() || !present(peer)) continue;
-    push(Kind::kAnnounced, peer, kRefused);
-    push(Kind::kPublished, peer, kRefused);
+    push(Kind::kAnnounced, peer, kRefusedValue);
+    push(Kind::kPublished, peer, kRefusedValue);
   }
   leave();
 }
@@ -90,7 +90,7 @@ void Exchange::pass_on_refusal(int32_t peer) {
 
 bool Exchange::refused(int32_t peer) const {
   const Signal signal = peek(Kind::kPublished, peer);
-  return signal.epoch == epoch_ && signal.value == kRefused;
+  return signal.epoch == epoch_ && signal.value == kRefusedValue;
 }
 
 void Exchange::check_refusal(int32_t peer) {
@@ -150,7 +150,7 @@ void Exchange::hear(const std::vector<int64_t>* expected_rows) {
     if (present(peer)) {
       const Signal signal = peek(Kind::kAnnounced, peer);
       if (signal.epoch != epoch_) continue;
-      if (signal.value == kRefused) pass_on_refusal(peer);
+      if (signal.value == kRefusedValue) pass_on_refusal(peer);
       check_facts(peer, announcement(peer).facts);
       const int64_t rows = announcement(peer).rows;
       if (expected_rows != nullptr && (*expected_rows)[index(peer)] != rows) {
@@ -194,7 +194,7 @@ void Exchange::take(int32_t peer, int32_t chunks) const { push(Kind::kTaken, pee
 
 int32_t Exchange::published(int32_t peer) const {
   const Signal signal = peek(Kind::kPublished, peer);
-  return signal.epoch == epoch_ && signal.value != kRefused ? signal.value : -1;
+  return signal.epoch == epoch_ && signal.value != kRefusedValue ? signal.value : -1;
 }
 
 int32_t Exchange::taken(int32_t peer) const {

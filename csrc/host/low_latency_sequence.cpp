@@ -108,7 +108,7 @@ void LowLatencySequence::refuse(const std::string& reason) {
 void LowLatencySequence::publish_refusal(uint32_t epoch, const std::string& reason) const {
   memory_.set_reason(phase_, epoch, reason);
   for (int32_t peer = 0; peer < memory_.ranks(); ++peer) {
-    if (peer != memory_.rank() && !memory_.masked(peer)) publish(epoch, peer, kRefused);
+    if (peer != memory_.rank() && !memory_.masked(peer)) publish(epoch, peer, kRefusedValue);
   }
 }
 
@@ -147,7 +147,7 @@ int32_t LowLatencySequence::await_late_routing(uint32_t epoch, int32_t peer) {
 void LowLatencySequence::compare(uint32_t epoch, int32_t peer) {
   Call& call = call_at(epoch);
   const Signal arrival = memory_.peek(signal(arrived_, epoch, peer));
-  if (arrival.epoch == epoch && arrival.value == kRefused) call.refused_by = peer;
+  if (arrival.epoch == epoch && arrival.value == kRefusedValue) call.refused_by = peer;
   if (!has(announced_, epoch, peer)) return;  // a refusal instead of a call
   const LowLatencyFacts& ours = call.facts;
   const LowLatencyFacts& theirs = facts_of(peer, memory_.rank(), epoch);

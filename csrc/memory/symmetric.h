@@ -82,7 +82,7 @@ class SymmetricMemory {
   // masked instead.
   bool wait_until(const std::function<bool()>& ready, const std::function<TimeoutFacts()>& facts);
 
-  // A refusal: the reason is stored before the caller pushes signals of value kRefused.
+  // A refusal: the reason is stored before the caller pushes signals of value kRefusedValue.
   void set_reason(Phase phase, uint32_t epoch, const std::string& reason) const;
   RefusalFacts refusal(int32_t peer, Phase phase, uint32_t epoch) const;
 

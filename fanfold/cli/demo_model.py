@@ -2,29 +2,39 @@
 
 Once over several ranks, with its experts spread by ``fanfold.nn.MoE``; once on one process, with
 :class:`PlainMoE`, which shares nothing with Fanfold but the initial weights.
+
+Where every rank has a GPU of its own the model is there. It trains in high throughput, and then the
+ranks generate text in low latency, whose kernels run on the GPUs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 (torch's own convention)
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fanfold.config import Config
 from fanfold.errors import UnavailableError
 from fanfold.expert_parallel import ExpertParallel
+from fanfold.group import as_group
 from fanfold.nn import MoE, MoEOptions, average_gradients, seeded_normal
+from fanfold.placement import Placement, place
 
 __all__ = [
     "ByteModel",
+    "Decoding",
     "DemoSettings",
     "PlainMoE",
     "RankRun",
     "Training",
     "corpus",
+    "decode",
     "train_plain",
     "train_rank",
 ]
@@ -52,6 +62,7 @@ class DemoSettings:
     sequences: int = 32
     learning_rate: float = 2e-3
     warmup: int = 20
+    prompt: int = 16
 
     @property
     def tokens_per_step(self) -> int:
@@ -181,14 +192,16 @@ class PlainMoE(torch.nn.Module):
         return out.view_as(x)
 
 
-def _open(settings: DemoSettings, group: dist.ProcessGroup | None) -> ExpertParallel:
+def _open(
+    settings: DemoSettings, group: dist.ProcessGroup | None, mode: str = "high_throughput"
+) -> ExpertParallel:
     return ExpertParallel(
         group,
         num_experts=settings.num_experts,
         top_k=settings.top_k,
         hidden=settings.hidden,
         max_tokens=settings.tokens_per_step // settings.ranks,
-        mode="high_throughput",
+        mode=mode,
     )
 
 
@@ -219,13 +232,32 @@ class Training:
 
     Attributes:
         losses: cross-entropy in nats per byte of each step, on a rank that of its own sequences.
-        gradients: of the first step, by parameter; on a rank averaged over the ranks.
+        gradients: of the first step, by parameter, on the CPU; on a rank averaged over the ranks.
         seconds: of all steps together.
     """
 
     losses: list[float]
     gradients: dict[str, torch.Tensor]
     seconds: float
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """One rank's part in what the trained model did through low latency.
+
+    Attributes:
+        backend: where low latency ran: ``"cuda"`` or ``"host"``.
+        loss: of one batch, in nats per byte.
+        training_loss: of the same batch in the mode of the training.
+        text: a prompt and what the model went on with.
+        seconds_per_byte: of what it wrote, one pass of the model each.
+    """
+
+    backend: str
+    loss: float
+    training_loss: float
+    text: str
+    seconds_per_byte: float
 
 
 @dataclass(frozen=True)
@@ -238,6 +270,9 @@ class RankRun:
             passes and waiting for peers included.
         bytes_sent, bytes_returned: of rows, to other ranks and back.
         expert_rows: ``[steps, layers, E_l]`` int64: rows that each local expert computed.
+        device: where the model was, such as ``"cuda:0"``.
+        reason: why there.
+        decoding: what followed the training, on GPUs.
     """
 
     training: Training
@@ -246,33 +281,54 @@ class RankRun:
     bytes_sent: int
     bytes_returned: int
     expert_rows: torch.Tensor
+    device: str = "cpu"
+    reason: str = ""
+    decoding: Decoding | None = None
 
 
 def train_rank(group: dist.ProcessGroup, settings: DemoSettings, progress: Progress) -> RankRun:
-    """Trains the model on this rank's part of each batch. Collective."""
+    """Trains the model on this rank's part of each batch; on GPUs it then decodes. Collective."""
+    placement = place(as_group(group), Config.resolve())
     with _open(settings, group) as ep:
-        model = _parallel_model(settings, ep)
-        layers = [moe.statistics for moe in model.layers if isinstance(moe, MoE)]
-        rows = [torch.zeros((len(layers), ep.experts_per_rank), dtype=torch.int64)]
-
-        def after_backward() -> None:
-            average_gradients(model, group)
-            rows.append(torch.stack([layer.expert_rows for layer in layers]))
-
-        training = _train(model, settings, slice(ep.rank, ep.rank + 1), after_backward, progress)
-        return RankRun(
-            training=training,
-            dispatch_seconds=sum(layer.dispatch_seconds for layer in layers),
-            combine_seconds=sum(layer.combine_seconds for layer in layers),
-            bytes_sent=sum(layer.bytes_sent for layer in layers),
-            bytes_returned=sum(layer.bytes_returned for layer in layers),
-            expert_rows=torch.stack(rows).diff(dim=0),
-        )
+        model = _parallel_model(settings, ep).to(placement.device)
+        run = _train_parallel(model, settings, ep, group, progress)
+        run = replace(run, device=str(placement.device), reason=placement.reason)
+        if placement.backend == "host":
+            return run
+        return replace(run, decoding=decode(model, settings, group, placement))
 
 
-def train_plain(settings: DemoSettings, progress: Progress) -> Training:
+def _train_parallel(
+    model: ByteModel,
+    settings: DemoSettings,
+    ep: ExpertParallel,
+    group: dist.ProcessGroup,
+    progress: Progress,
+) -> RankRun:
+    layers = [moe.statistics for moe in model.layers if isinstance(moe, MoE)]
+    rows = [torch.zeros((len(layers), ep.experts_per_rank), dtype=torch.int64)]
+
+    def after_backward() -> None:
+        average_gradients(model, group)
+        rows.append(torch.stack([layer.expert_rows for layer in layers]).cpu())
+
+    training = _train(model, settings, slice(ep.rank, ep.rank + 1), after_backward, progress)
+    return RankRun(
+        training=training,
+        dispatch_seconds=sum(layer.dispatch_seconds for layer in layers),
+        combine_seconds=sum(layer.combine_seconds for layer in layers),
+        bytes_sent=sum(layer.bytes_sent for layer in layers),
+        bytes_returned=sum(layer.bytes_returned for layer in layers),
+        expert_rows=torch.stack(rows).diff(dim=0),
+    )
+
+
+def train_plain(
+    settings: DemoSettings, progress: Progress, device: torch.device | str = "cpu"
+) -> Training:
     """The same training on this process alone, each step on the whole batch."""
-    return _train(_plain_model(settings), settings, slice(None), lambda: None, progress)
+    model = _plain_model(settings).to(device)
+    return _train(model, settings, slice(None), lambda: None, progress)
 
 
 def _train(
@@ -286,24 +342,87 @@ def _train(
     optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, 0.95))
     losses: list[float] = []
     first: dict[str, torch.Tensor] = {}
-    begin = time.perf_counter()
+    device = model.head.device
+    begin = _seconds(device)
     for step, batch in enumerate(batches(settings)):
-        entropy, balance = model.losses(batch[ranks].flatten(0, 1))
-        optimizer.zero_grad()
-        (entropy + balance).backward()
+        with _reproducible(device):
+            entropy, balance = model.losses(batch[ranks].flatten(0, 1).to(device))
+            optimizer.zero_grad()
+            (entropy + balance).backward()
         after_backward()
         if step == 0:
             named = model.named_parameters()
-            first = {name: p.grad.clone() for name, p in named if p.grad is not None}
+            first = {name: p.grad.clone().cpu() for name, p in named if p.grad is not None}
         for parameters in optimizer.param_groups:
             parameters["lr"] = _learning_rate(settings, step)
         optimizer.step()
         losses.append(float(entropy.detach()))
         progress(step + 1, losses[-1])
-    return Training(losses, first, time.perf_counter() - begin)
+    return Training(losses, first, _seconds(device) - begin)
+
+
+def _seconds(device: torch.device) -> float:
+    """The time at which ``device`` has done what was asked of it so far."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _reproducible(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """On a GPU, attention whose gradients are sums in a fixed order."""
+    if device.type == "cuda":
+        return sdpa_kernel(SDPBackend.MATH)
+    return contextlib.nullcontext()
 
 
 def _learning_rate(settings: DemoSettings, step: int) -> float:
     """A linear warm-up, then a linear decay to a tenth."""
     after = max(step - settings.warmup, 0) / max(settings.steps - settings.warmup, 1)
     return settings.learning_rate * min((step + 1) / settings.warmup, 1.0 - 0.9 * after)
+
+
+# ---- decoding -----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def decode(
+    model: ByteModel, settings: DemoSettings, group: dist.ProcessGroup, placement: Placement
+) -> Decoding:
+    """Evaluates and generates through low latency, where ``placement`` has it. Collective.
+
+    Args:
+        model: trained, on ``placement.device``; its layers use high throughput, and do again
+            afterwards.
+        settings: its sizes. No more than ``context`` bytes are looked at, and as many are written
+            as fit in it after the prompt.
+        group: the ranks that trained it.
+        placement: of these ranks.
+    """
+    layers = [moe for moe in model.layers if isinstance(moe, MoE)]
+    trained_through = [moe.expert_parallel for moe in layers]
+    device, rank = placement.device, dist.get_rank(group)
+    other = replace(settings, seed=settings.seed + 1, steps=1)
+    batch = next(batches(other))[rank].to(device)
+    training_loss = float(model.losses(batch)[0])
+    text = corpus()[rank * 1000 :][: settings.prompt].to(device)
+    with _open(settings, group, "low_latency") as ep:
+        for moe in layers:
+            moe.expert_parallel = ep
+        try:
+            loss = float(model.losses(batch)[0])
+            begin = _seconds(device)
+            while text.numel() < settings.context:
+                text = torch.cat([text, model(text.unsqueeze(0))[0, -1].argmax().reshape(1)])
+            seconds = _seconds(device) - begin
+            # Kernels report what they find at the next call, and this was the last.
+            ep.synchronize()
+        finally:
+            for moe, before in zip(layers, trained_through, strict=True):
+                moe.expert_parallel = before
+    return Decoding(
+        backend=placement.backend,
+        loss=loss,
+        training_loss=training_loss,
+        text=bytes(text.tolist()).decode(errors="replace"),
+        seconds_per_byte=seconds / (settings.context - settings.prompt),
+    )

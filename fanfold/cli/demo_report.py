@@ -206,9 +206,22 @@ class DemoReport:
         return compare_gradients([r.training.gradients for r in self.runs], self.plain.gradients)
 
     @property
+    def decoding_difference(self) -> float | None:
+        """By how many nats per byte the modes' losses of one batch differ, on any rank; None where
+        nothing was decoded."""
+        differences = [
+            abs(run.decoding.loss - run.decoding.training_loss)
+            for run in self.runs
+            if run.decoding is not None
+        ]
+        # What is not a number differs from everything.
+        return max((d if d == d else float("inf") for d in differences), default=None)
+
+    @property
     def passed(self) -> bool:
         """The check of the demo."""
-        return self.comparison.passed and self.gradient_comparison.passed
+        modes_agree = (self.decoding_difference or 0.0) <= TOLERANCE
+        return self.comparison.passed and self.gradient_comparison.passed and modes_agree
 
     @property
     def load(self) -> torch.Tensor:
@@ -239,7 +252,20 @@ class DemoReport:
             "tolerance": TOLERANCE,
             "gradient_difference": self.gradient_comparison.largest,
             "gradient_tolerance": GRADIENT_TOLERANCE,
+            "device": runs[0].device,
+            "backends": self.backends,
+            "decoding": None if runs[0].decoding is None else asdict(runs[0].decoding),
+            "decoding_difference": self.decoding_difference,
             "passed": self.passed,
+        }
+
+    @property
+    def backends(self) -> dict[str, str | None]:
+        """Where each mode ran; None for one that was not used."""
+        decoding = self.runs[0].decoding
+        return {
+            "high_throughput": "host",
+            "low_latency": None if decoding is None else decoding.backend,
         }
 
     def write_json(self, path: Path) -> None:
@@ -268,11 +294,34 @@ class DemoReport:
             f"moved     {megabytes[0]:,.1f} MB between ranks in dispatches, {megabytes[1]:,.1f} MB "
             f"in combines; {sum(megabytes) / settings.steps:.2f} MB per step"
         )
+        self._print_backends()
         print("load      rows per expert in the last quarter, in multiples of the mean:")
         for layer, row in enumerate(self.load.tolist()):
             print(f"  layer {layer} " + " ".join(f"{value:4.2f}" for value in row))
         print(f"check     {self.gradient_comparison}")
         print(f"          {self.comparison}")
+        difference = self.decoding_difference
+        if difference is not None:
+            verdict = "passed" if difference <= TOLERANCE else "FAILED"
+            print(
+                f"          {verdict}: on one batch the losses of the two modes differ by at most "
+                f"{difference:.4f} nats (tolerance {TOLERANCE})"
+            )
+
+    def _print_backends(self) -> None:
+        first = self.runs[0]
+        decoding = first.decoding
+        if decoding is None:
+            print(f"backend   high throughput: host ({first.reason})")
+            return
+        print(
+            "backend   high throughput (training): host, to and from the ranks' GPUs; low latency "
+            f"(decoding): {decoding.backend}"
+        )
+        print(
+            f"text      {decoding.text!r}, {decoding.seconds_per_byte * 1e3:.1f} ms per byte that "
+            "rank 0 wrote"
+        )
 
     def draw(self, path: Path) -> None:
         """The picture: both loss curves, and the load of each layer's experts.

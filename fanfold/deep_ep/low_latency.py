@@ -18,8 +18,15 @@ from fanfold.deep_ep.sizes import (
 )
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.formats import RowFormat, ScaleFormat
-from fanfold.geometry import Geometry, check_tensor
-from fanfold.low_latency import Dispatched, Hook, LowLatency, Routing, Statistics
+from fanfold.geometry import Geometry, check_tensor, is_plain
+from fanfold.low_latency import (
+    NO_STATISTICS,
+    Dispatched,
+    Hook,
+    LateRouting,
+    LowLatency,
+    Statistics,
+)
 from fanfold.refusal import Refusing
 
 __all__ = ["LowLatencyCalls"]
@@ -36,28 +43,89 @@ DispatchResult = tuple[
 ]
 
 
-@dataclass(frozen=True)
-class _Format:
-    """How one dispatch encodes its rows."""
+Formats = tuple[RowFormat, ScaleFormat]
 
-    rows: RowFormat
-    scales: ScaleFormat
+# By use_fp8, round_scale, use_ue8m0.
+_FORMATS: dict[tuple[bool, bool, bool], Formats] = {
+    (False, False, False): (RowFormat.BF16, ScaleFormat.FLOAT32),
+    (True, False, False): (RowFormat.FP8, ScaleFormat.FLOAT32),
+    (True, True, False): (RowFormat.FP8, ScaleFormat.POWER_OF_TWO),
+    (True, True, True): (RowFormat.FP8, ScaleFormat.UE8M0),
+}
 
-    @classmethod
-    def of(cls, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> _Format:
-        if use_ue8m0 and not (round_scale and use_fp8):
-            raise ArgumentError(
-                "use_ue8m0",
-                f"True with use_fp8={use_fp8} and round_scale={round_scale}",
-                "used only with use_fp8=True and round_scale=True: only powers of two fit in UE8M0",
-            )
-        if round_scale and not use_fp8:
-            raise ArgumentError("round_scale", "True with use_fp8=False", "used only with fp8 rows")
-        if not use_fp8:
-            return cls(RowFormat.BF16, ScaleFormat.FLOAT32)
-        if use_ue8m0:
-            return cls(RowFormat.FP8, ScaleFormat.UE8M0)
-        return cls(RowFormat.FP8, ScaleFormat.POWER_OF_TWO if round_scale else ScaleFormat.FLOAT32)
+
+def _formats_of(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Formats:
+    """How a dispatch encodes its rows."""
+    if use_ue8m0 and not (round_scale and use_fp8):
+        raise ArgumentError(
+            "use_ue8m0",
+            f"True with use_fp8={use_fp8} and round_scale={round_scale}",
+            "used only with use_fp8=True and round_scale=True: only powers of two fit in UE8M0",
+        )
+    if round_scale and not use_fp8:
+        raise ArgumentError("round_scale", "True with use_fp8=False", "used only with fp8 rows")
+    return _FORMATS[bool(use_fp8), bool(round_scale), bool(use_ue8m0)]
+
+
+class _Known:
+    """A geometry that is known to fit, and the shapes that follow from it: those of the last call,
+    as the next one is most often alike and must not wait for what was found out before.
+
+    Attributes:
+        rows: ``(E_l, C)``.
+        ranges: ``(E_l, R)``.
+        outputs: ``(E_l, C, hidden)``.
+    """
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+        self.rows = (geometry.experts_per_rank, geometry.expert_capacity)
+        self.ranges = (geometry.experts_per_rank, geometry.ranks)
+        self.outputs = (*self.rows, geometry.hidden)
+
+    def is_of(self, max_tokens: object, num_experts: object, x: object, topk_idx: object) -> bool:
+        """Whether a dispatch of these, as far as they tell the geometry, has this one."""
+        geometry = self.geometry
+        return (
+            type(max_tokens) is int
+            and max_tokens == geometry.max_tokens
+            and type(num_experts) is int
+            and num_experts == geometry.num_experts
+            and _columns(x) == geometry.hidden
+            and _columns(topk_idx) == geometry.top_k
+        )
+
+    def sums(
+        self, totals: torch.Tensor | None, waits: torch.Tensor | None, device: torch.device
+    ) -> bool:
+        """Whether these are tensors that a call may add rows and nanoseconds to, or None."""
+        return (totals is None or is_plain(totals, self.ranges[:1], torch.int32, device)) and (
+            waits is None or is_plain(waits, self.ranges[1:], torch.int64, device)
+        )
+
+    def made(self, handle: object, topk_idx: object, device: torch.device) -> bool:
+        """Whether ``handle`` is one that a dispatch of this geometry has returned, and the tensors
+        in it are as they were."""
+        if type(handle) is not tuple or len(handle) != 5:
+            return False
+        source_info, layout_range, max_tokens, hidden, num_experts = handle
+        geometry = self.geometry
+        return (
+            max_tokens is geometry.max_tokens
+            and hidden is geometry.hidden
+            and num_experts is geometry.num_experts
+            and _columns(topk_idx) == geometry.top_k
+            and is_plain(source_info, self.rows, torch.int32, device)
+            and is_plain(layout_range, self.ranges, torch.int64, device)
+        )
+
+
+def _columns(matrix: object) -> int:
+    """Columns of a plain tensor of two dimensions; -1 for anything else."""
+    if type(matrix) is not torch.Tensor:
+        return -1
+    shape = matrix.shape
+    return shape[1] if len(shape) == 2 else -1
 
 
 @dataclass(frozen=True)
@@ -117,6 +185,8 @@ class LowLatencyCalls(BufferBase):
 
     def __init__(self) -> None:
         self._combine_buffer: torch.Tensor | None = None
+        self._known: _Known | None = None
+        self._on_gpu = self.device.type != "cpu"
 
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
@@ -209,44 +279,49 @@ class LowLatencyCalls(BufferBase):
         On a GPU the CPU waits for nothing, and what kernels find is raised by a later call: an
         entry of topk_idx that is out of range, a rank that refused or is late.
         """
-        mode = self._low_latency()
-        with Refusing(mode.refuse_dispatch):
-            _check_exclusive(async_finish, return_recv_hook)
-            form = _Format.of(use_fp8, round_scale, use_ue8m0)
-            self._open().placement.check(x=x, topk_idx=topk_idx)
-            check_tensor("x", x, (None, None), (torch.bfloat16,), device=self.device)
-            geometry = self._geometry(
-                num_max_dispatch_tokens_per_rank, num_experts, topk_idx, x.shape[1]
-            )
-            self._check_sums(
-                geometry,
-                dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats,
-                cumulative_local_expert_recv_stats=cumulative_local_expert_recv_stats,
-            )
-        statistics = Statistics(cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
+        mode, runtime = self._low_latency(), self._open()
+        totals, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
+        known, formats = self._known, _FORMATS.get((use_fp8, round_scale, use_ue8m0))
+        if not (
+            known is not None
+            and self._on_gpu  # where the mode says why tensors must be there
+            and known.is_of(num_max_dispatch_tokens_per_rank, num_experts, x, topk_idx)
+            and formats is not None
+            and known.sums(totals, waits, self.device)
+            and not (async_finish and return_recv_hook)
+        ):
+            with Refusing(mode.refuse_dispatch):
+                _check_exclusive(async_finish, return_recv_hook)
+                formats = _formats_of(use_fp8, round_scale, use_ue8m0)
+                runtime.placement.check(x=x, topk_idx=topk_idx)
+                check_tensor("x", x, (None, None), (torch.bfloat16,), device=self.device)
+                known = self._know(
+                    num_max_dispatch_tokens_per_rank, num_experts, topk_idx, x.shape[1]
+                )
+                self._check_sums(
+                    known.geometry,
+                    dispatch_wait_recv_cost_stats=waits,
+                    cumulative_local_expert_recv_stats=totals,
+                )
+        geometry = known.geometry
+        no_sums = totals is None and waits is None
+        statistics = NO_STATISTICS if no_sums else Statistics(totals, waits)
 
         def call() -> tuple[Dispatched, Hook | None]:
             return mode.dispatch(
                 geometry,
                 x,
                 topk_idx,
-                row_format=form.rows,
-                scale_format=form.scales,
+                row_format=formats[0],
+                scale_format=formats[1],
                 statistics=statistics,
                 return_hook=return_recv_hook,
             )
 
-        sums = (statistics.expert_totals, statistics.wait_ns)
-        dispatched, hook, event = self._open().streams.run(
-            call, async_finish=async_finish, inputs=(x, topk_idx, *sums)
+        dispatched, hook, event = runtime.streams.run(
+            call, async_finish=async_finish, inputs=(x, topk_idx, totals, waits)
         )
-        handle = (
-            dispatched.source_tokens,
-            dispatched.routing.ranges,
-            geometry.max_tokens,
-            geometry.hidden,
-            geometry.num_experts,
-        )
+        handle = _handle_of(dispatched, geometry)
         return _rows(dispatched), dispatched.counts, handle, event, hook
 
     def low_latency_combine(
@@ -286,19 +361,29 @@ class LowLatencyCalls(BufferBase):
         Raises:
             ArgumentError, PeerRefused, PeerTimeout, UsageError: as low_latency_dispatch.
         """
-        mode = self._low_latency()
-        with Refusing(mode.refuse_combine):
-            parts = _Handle.of(handle)
-            geometry = self._geometry(parts.max_tokens, parts.num_experts, topk_idx, parts.hidden)
-            self._open().placement.check(x=x, topk_weights=topk_weights, out=out)
-            parts.check(geometry, self.device)
-            _check_exclusive(async_finish, return_recv_hook)
-            y = self._outputs(x, geometry, use_logfmt, zero_copy)
-            shape = tuple(topk_idx.shape)
-            check_tensor("topk_weights", topk_weights, shape, (torch.float32,), device=self.device)
-            self._check_sums(geometry, combine_wait_recv_cost_stats=combine_wait_recv_cost_stats)
-        # Only the ranges are used where the weights come with combine.
-        routing = Routing(parts.layout_range, topk_idx, topk_idx, None)
+        mode, runtime, device = self._low_latency(), self._open(), self.device
+        known, y = self._known, x
+        if not (
+            known is not None
+            and self._on_gpu  # on the host handles are looked into
+            and known.made(handle, topk_idx, device)
+            and is_plain(x, known.outputs, torch.bfloat16, device)
+            and known.sums(None, combine_wait_recv_cost_stats, device)
+            and not (zero_copy or (async_finish and return_recv_hook))
+        ):
+            with Refusing(mode.refuse_combine):
+                parts = _Handle.of(handle)
+                known = self._know(parts.max_tokens, parts.num_experts, topk_idx, parts.hidden)
+                runtime.placement.check(x=x, topk_weights=topk_weights, out=out)
+                parts.check(known.geometry, device)
+                _check_exclusive(async_finish, return_recv_hook)
+                y = self._outputs(x, known.outputs, use_logfmt, zero_copy)
+                shape = tuple(topk_idx.shape)
+                check_tensor("topk_weights", topk_weights, shape, (torch.float32,), device=device)
+                sums = {"combine_wait_recv_cost_stats": combine_wait_recv_cost_stats}
+                self._check_sums(known.geometry, **sums)
+        geometry = known.geometry
+        routing = LateRouting(handle[1], handle[0], geometry)
 
         def call() -> tuple[torch.Tensor, Hook | None]:
             return mode.combine(
@@ -313,10 +398,8 @@ class LowLatencyCalls(BufferBase):
                 return_hook=return_recv_hook,
             )
 
-        inputs = (y, topk_idx, topk_weights, parts.layout_range, combine_wait_recv_cost_stats)
-        combined, hook, event = self._open().streams.run(
-            call, async_finish=async_finish, inputs=inputs
-        )
+        inputs = (y, topk_idx, topk_weights, routing.ranges, combine_wait_recv_cost_stats)
+        combined, hook, event = runtime.streams.run(call, async_finish=async_finish, inputs=inputs)
         return combined, event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
@@ -387,14 +470,16 @@ class LowLatencyCalls(BufferBase):
             )
         return runtime
 
-    def _geometry(
+    def _know(
         self, max_tokens: int, num_experts: int, topk_idx: torch.Tensor, hidden: int
-    ) -> Geometry:
+    ) -> _Known:
         """The geometry of one call, checked to fit."""
         check_tensor("topk_idx", topk_idx, (None, None), (torch.int64,), device=self.device)
         geometry = Geometry(self.group_size, num_experts, topk_idx.shape[1], hidden, max_tokens)
         self._check_fit(geometry)
-        return geometry
+        if self._known is None or self._known.geometry != geometry:
+            self._known = _Known(geometry)
+        return self._known
 
     def _check_fit(self, geometry: Geometry) -> None:
         on_host = self.device.type == "cpu"
@@ -415,10 +500,9 @@ class LowLatencyCalls(BufferBase):
         )
 
     def _outputs(
-        self, x: torch.Tensor, geometry: Geometry, use_logfmt: bool, zero_copy: bool
+        self, x: torch.Tensor, shape: tuple[int, ...], use_logfmt: bool, zero_copy: bool
     ) -> torch.Tensor:
         """The experts' outputs: ``x``, or what was written to the zero-copy buffer."""
-        shape = (geometry.experts_per_rank, geometry.expert_capacity, geometry.hidden)
         check_tensor("x", x, shape, (torch.bfloat16,), device=self.device, contiguous=False)
         if not zero_copy:
             return x
@@ -448,6 +532,19 @@ def _check_exclusive(async_finish: bool, return_recv_hook: bool) -> None:
         raise ArgumentError(
             "async_finish", "True with return_recv_hook=True", "used without return_recv_hook"
         )
+
+
+def _handle_of(dispatched: Dispatched, geometry: Geometry) -> LowLatencyHandle:
+    """DeepEP's handle. Its numbers are the geometry's own objects, by which ``_Known.made`` knows
+    them again."""
+    routing = dispatched.routing
+    return (
+        routing.source_tokens,
+        routing.ranges,
+        geometry.max_tokens,
+        geometry.hidden,
+        geometry.num_experts,
+    )
 
 
 def _rows(dispatched: Dispatched) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:

@@ -94,7 +94,12 @@ class Runtime:
     def _open_on_gpu(self, group: Group, settings: Settings) -> None:
         try:
             self._gpu_memory = CudaSymmetricMemory(group, cuda_memory_bytes(self._sizes.rdma))
-            self._low_latency = open_low_latency(self._gpu_memory, settings, late_weights=True)
+            self._low_latency = open_low_latency(
+                self._gpu_memory,
+                settings,
+                late_weights=True,
+                check_place=self.placement.check,
+            )
         except BaseException:
             self.close()
             raise

@@ -11,13 +11,18 @@ from fanfold.config import Config
 from fanfold.errors import FanfoldError
 from fanfold.group import agree
 from fanfold.low_latency.calls import (
+    NO_STATISTICS,
     AnyRouting,
     CudaRouting,
     Dispatched,
     Hook,
+    LateRouting,
     LowLatency,
+    PlaceCheck,
     Routing,
+    RoutingLayout,
     Statistics,
+    anywhere,
     check_tokens,
 )
 from fanfold.low_latency.host import HostLowLatency
@@ -26,13 +31,16 @@ from fanfold.symmetric import SymmetricMemory
 from fanfold.symmetric_cuda import CudaSymmetricMemory
 
 __all__ = [
+    "NO_STATISTICS",
     "AnyRouting",
     "CudaRouting",
     "Dispatched",
     "Hook",
     "HostLowLatency",
+    "LateRouting",
     "LowLatency",
     "Routing",
+    "RoutingLayout",
     "Statistics",
     "check_tokens",
     "cuda_required_bytes",
@@ -41,7 +49,11 @@ __all__ = [
 
 
 def open_low_latency(
-    memory: SymmetricMemory | CudaSymmetricMemory, config: Config, *, late_weights: bool = False
+    memory: SymmetricMemory | CudaSymmetricMemory,
+    config: Config,
+    *,
+    late_weights: bool = False,
+    check_place: PlaceCheck = anywhere,
 ) -> LowLatency:
     """The mode over all of ``memory``, on the backend that this kind of memory belongs to.
 
@@ -52,6 +64,7 @@ def open_low_latency(
         config: time bound and what happens to late peers.
         late_weights: whether the routing weights come with combine; on a GPU the memory must have
             been sized for it (:func:`cuda_required_bytes`).
+        check_place: on a GPU, raises for tensors that are elsewhere and says why.
 
     Raises:
         UnavailableError: the kernels cannot be compiled or loaded; on all ranks alike.
@@ -64,7 +77,7 @@ def open_low_latency(
         # Only a machine with a GPU pays for the import.
         from fanfold.low_latency.cuda import CudaLowLatency
 
-        mode = CudaLowLatency(memory, config, late_weights)
+        mode = CudaLowLatency(memory, config, late_weights, check_place)
     except FanfoldError as failure:
         error = failure
     agree(memory.group, {}, error)

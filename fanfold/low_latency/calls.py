@@ -11,16 +11,21 @@ import torch
 
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.formats import RowFormat, ScaleFormat
-from fanfold.geometry import Geometry, check_tensor, check_topk
+from fanfold.geometry import Geometry, check_tensor, check_topk, is_plain
 
 __all__ = [
+    "NO_STATISTICS",
     "AnyRouting",
     "CudaRouting",
     "Dispatched",
     "Hook",
+    "LateRouting",
     "LowLatency",
+    "PlaceCheck",
     "Routing",
+    "RoutingLayout",
     "Statistics",
+    "anywhere",
     "check_outputs",
     "check_own",
     "check_result",
@@ -29,22 +34,33 @@ __all__ = [
 ]
 
 Hook = Callable[[], None]
+PlaceCheck = Callable[..., None]
+"""Raises ArgumentError for the first of some tensors (by name) that is not where it must be."""
 
 
-@dataclass(frozen=True)
+def anywhere(**tensors: object) -> None:
+    """The PlaceCheck that leaves it to others."""
+
+
+# What one call makes has slots and is not frozen: making it is part of every call's time.
+
+
+@dataclass(slots=True)
 class Routing:
     """Where the tokens of all ranks go, as this rank needs it to combine on the host backend. R
-    ranks, E_l local experts, M max_tokens, K top_k.
+    ranks, E_l local experts, C = R * M rows of room for each, M max_tokens, K top_k.
 
     Attributes:
         ranges: ``[E_l, R]`` int64: rows of each local expert from each source rank, count in the
             low and first row in the high 32 bits.
+        source_tokens: ``[E_l, C]`` int32: each row's token index at its source.
         source_counts: ``[R]`` int32: tokens of each source rank.
         experts: ``[R, M, K]`` int16: the sources' ``topk_idx``.
         weights: ``[R, M, K]`` float32: their ``topk_weights``, or None if they had none.
     """
 
     ranges: torch.Tensor
+    source_tokens: torch.Tensor
     source_counts: torch.Tensor
     experts: torch.Tensor
     weights: torch.Tensor | None
@@ -54,32 +70,99 @@ class Routing:
         return dataclasses.replace(self, weights=None)
 
 
-@dataclass(frozen=True)
-class CudaRouting:
-    """The same on a GPU, where only the kernels look into it.
+@dataclass(slots=True)
+class LateRouting:
+    """What is needed of a routing where the weights come with combine.
 
     Attributes:
-        ranges: as in :class:`Routing`.
-        table: int32, made by dispatch for combine.
-        tokens: of this rank's own call.
-        weighted: whether combine multiplies by the weights in ``table``.
+        ranges, source_tokens: as in :class:`Routing`.
+        geometry: with which the ranges have been checked, if they have.
     """
 
     ranges: torch.Tensor
-    table: torch.Tensor
-    tokens: int
-    weighted: bool
+    source_tokens: torch.Tensor
+    geometry: Geometry | None = None
 
-    def unweighted(self) -> CudaRouting:
-        """The same without weights: combine then takes plain sums."""
-        return dataclasses.replace(self, weighted=False)
-
-
-AnyRouting = Routing | CudaRouting
-"""What a backend's dispatch leaves for its combine."""
+    def unweighted(self) -> LateRouting:
+        """The same: it has no weights."""
+        return self
 
 
 @dataclass(frozen=True)
+class RoutingLayout:
+    """The parts of :attr:`CudaRouting.block`: the ranges, then the kernels' table, then the source
+    tokens. Sizes and places are in int32.
+
+    Attributes:
+        ranges: ``(E_l, R)``.
+        source_tokens: ``(E_l, C)``.
+        table_at, source_tokens_at: where those parts begin; each on a boundary of 256 bytes.
+        words: of the whole block.
+    """
+
+    ranges: tuple[int, int]
+    source_tokens: tuple[int, int]
+    table_at: int
+    source_tokens_at: int
+    words: int
+
+    @classmethod
+    def of(cls, geometry: Geometry, table_bytes: int) -> RoutingLayout:
+        """The layout for a geometry whose table takes ``table_bytes``."""
+        local, capacity = geometry.experts_per_rank, geometry.expert_capacity
+        table_at = _align(2 * local * geometry.ranks)
+        source_tokens_at = table_at + _align(-(-table_bytes // 4))
+        return cls(
+            (local, geometry.ranks),
+            (local, capacity),
+            table_at,
+            source_tokens_at,
+            source_tokens_at + local * capacity,
+        )
+
+
+def _align(words: int) -> int:
+    return -(-words // 64) * 64
+
+
+@dataclass(slots=True)
+class CudaRouting:
+    """The same as :class:`Routing` on a GPU. Callers seldom look into it, so its tensors are views
+    that are made when somebody asks for them.
+
+    Attributes:
+        block: int32, on the GPU: all that dispatch leaves for combine.
+        layout: where the parts of ``block`` lie.
+        tokens: of this rank's own call.
+        weighted: whether combine multiplies by the weights in the block's table.
+    """
+
+    block: torch.Tensor
+    layout: RoutingLayout
+    tokens: int
+    weighted: bool
+
+    @property
+    def ranges(self) -> torch.Tensor:
+        """As in :class:`Routing`."""
+        shape = self.layout.ranges
+        return self.block[: 2 * shape[0] * shape[1]].view(torch.int64).view(shape)
+
+    @property
+    def source_tokens(self) -> torch.Tensor:
+        """As in :class:`Routing`."""
+        return self.block[self.layout.source_tokens_at :].view(self.layout.source_tokens)
+
+    def unweighted(self) -> CudaRouting:
+        """The same without weights: combine then takes plain sums."""
+        return CudaRouting(self.block, self.layout, self.tokens, False)
+
+
+AnyRouting = Routing | CudaRouting | LateRouting
+"""What a backend's dispatch leaves for its combine."""
+
+
+@dataclass(slots=True)
 class Dispatched:
     """What one dispatch brings to this rank. C = R * M rows of room for each local expert.
 
@@ -89,17 +172,20 @@ class Dispatched:
         scales: None, or ``[E_l, C, blocks]`` float32, or ``[E_l, C, ceil(blocks / 4)]`` int32
             (UE8M0), stored with C innermost as grouped matrix products read them.
         counts: ``[E_l]`` int32.
-        source_tokens: ``[E_l, C]`` int32: each row's token index at its source.
         row_weights: ``[E_l, C]`` float32, or None if no weights came along.
-        routing: what combine needs.
+        routing: where the rows came from, and what combine needs.
     """
 
     tokens: torch.Tensor
     scales: torch.Tensor | None
     counts: torch.Tensor
-    source_tokens: torch.Tensor
     row_weights: torch.Tensor | None
     routing: AnyRouting
+
+    @property
+    def source_tokens(self) -> torch.Tensor:
+        """``[E_l, C]`` int32: each row's token index at its source; the routing has it."""
+        return self.routing.source_tokens
 
 
 @dataclass(frozen=True)
@@ -116,12 +202,17 @@ class Statistics:
 
     def check(self, geometry: Geometry, device: torch.device) -> None:
         """Raises ArgumentError for a tensor of another shape or dtype or not on ``device``."""
-        if self.expert_totals is not None:
-            shape = (geometry.experts_per_rank,)
-            check_tensor("expert_totals", self.expert_totals, shape, (torch.int32,), device=device)
-        if self.wait_ns is not None:
-            shape = (geometry.ranks,)
-            check_tensor("wait_ns", self.wait_ns, shape, (torch.int64,), device=device)
+        totals, wait_ns = self.expert_totals, self.wait_ns
+        shape = (geometry.experts_per_rank,)
+        if totals is not None and not is_plain(totals, shape, torch.int32, device):
+            check_tensor("expert_totals", totals, shape, (torch.int32,), device=device)
+        shape = (geometry.ranks,)
+        if wait_ns is not None and not is_plain(wait_ns, shape, torch.int64, device):
+            check_tensor("wait_ns", wait_ns, shape, (torch.int64,), device=device)
+
+
+NO_STATISTICS = Statistics()
+"""Nothing to add to."""
 
 
 class LowLatency(Protocol):
@@ -146,7 +237,7 @@ class LowLatency(Protocol):
         *,
         row_format: RowFormat = RowFormat.BF16,
         scale_format: ScaleFormat = ScaleFormat.FLOAT32,
-        statistics: Statistics = Statistics(),
+        statistics: Statistics = NO_STATISTICS,
         return_hook: bool = False,
     ) -> tuple[Dispatched, Hook | None]:
         """Sends this rank's tokens and receives those of all ranks for its experts. Collective.
@@ -194,7 +285,7 @@ class LowLatency(Protocol):
             y: ``[E_l, C, hidden]`` bfloat16, last dimension contiguous: outputs of the rows that
                 dispatch brought, in their places.
             routing: what dispatch brought; without its weights the sum is unweighted; with
-                ``late_weights`` only its ``ranges`` are used.
+                ``late_weights`` only its ``ranges`` are used, so a :class:`LateRouting` will do.
             topk_idx: ``[T, K]`` int64 of this rank's own tokens, as dispatched; None where the
                 routing is a :class:`CudaRouting`, which has what it takes.
             late_weights: ``[T, K]`` float32 weights of this rank's own tokens where dispatch
@@ -310,14 +401,21 @@ def _check_choices(
         check_tensor("topk_idx", topk_idx, shape, (torch.int64,), device=device)
 
 
-def once(receive: Hook) -> Hook:
-    """``receive``, which may run once; a second call is a mistake that would wait forever."""
+def once(receive: Hook, ready: Hook | None = None) -> Hook:
+    """``receive``, which may run once; a second call is a mistake that would wait forever.
+
+    Args:
+        receive: the receive half of a call.
+        ready: raises where it is too early for that; the hook can then be called again.
+    """
     called = False
 
     def hook() -> None:
         nonlocal called
         if called:
             raise UsageError("this receive hook has been called already; each may be called once")
+        if ready is not None:
+            ready()
         called = True
         receive()
 

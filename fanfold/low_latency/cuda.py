@@ -2,126 +2,66 @@
 current stream. The CPU waits for nothing but the first call of a geometry.
 
 Everything that numbers a call lies in the GPU's memory, so a CUDA graph may hold any number of
-calls. What kernels find wrong they write into pinned memory, where the next call looks.
+calls. What kernels find wrong they write into pinned memory, where later calls look. A timeout or
+a disagreement ends the mode and is raised before anything else is enqueued. What concerns one call
+only, a refusal or a bad index, is raised by a combine after it has been enqueued, so that this rank
+stays in step with the others.
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+import weakref
 
 import torch
 
 from fanfold import _core, jit
 from fanfold.config import Config
-from fanfold.errors import ArgumentError, FanfoldError, PeerRefused, PeerTimeout, UsageError
-from fanfold.formats import RowFormat, ScaleFormat, scale_columns
-from fanfold.geometry import Geometry, check_hidden
+from fanfold.errors import ArgumentError, FanfoldError, UsageError
+from fanfold.formats import RowFormat, ScaleFormat
+from fanfold.geometry import Geometry, check_hidden, is_plain
 from fanfold.group import agree
 from fanfold.low_latency import kernels
 from fanfold.low_latency.calls import (
+    NO_STATISTICS,
     AnyRouting,
     CudaRouting,
     Dispatched,
     Hook,
+    LateRouting,
+    PlaceCheck,
+    RoutingLayout,
     Statistics,
+    anywhere,
     check_outputs,
     check_own,
     check_result,
     check_tokens,
     once,
 )
-from fanfold.refusal import Refusing
+from fanfold.low_latency.outputs import Allocator, Outputs
+from fanfold.low_latency.plan import (
+    Arguments,
+    CombineCall,
+    DispatchCall,
+    Flight,
+    Launch,
+    Plan,
+)
+from fanfold.low_latency.quick import QuickLook
+from fanfold.low_latency.reports import Reports
 from fanfold.symmetric_cuda import CudaSymmetricMemory
 
 __all__ = ["CudaLowLatency"]
 
-_SEND, _RECEIVE, _WHOLE = 1, 2, 3
-_PHASES = ("low_latency dispatch", "low_latency combine")
-_MOST_IN_FLIGHT = 2
+_SEND, _RECEIVE = 1, 2  # arguments begin with both
 # LowLatencyFacts.weights
 _NONE, _WITH_DISPATCH, _WITH_COMBINE = 0, 1, 2
-_NOTHING = Statistics()
 
 
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-class _Reports:
-    """What kernels report: four words for each kind, of which the first is 0 or tells a call."""
-
-    _TIMEOUT, _INDEX, _REFUSED, _DISAGREEMENT = range(4)
-
-    def __init__(self) -> None:
-        self._tensor = torch.zeros(_core.CUDA_REPORT_BYTES, dtype=torch.uint8, pin_memory=True)
-        self.address = self._tensor.data_ptr()
-        self._words = (ctypes.c_int32 * (_core.CUDA_REPORT_BYTES // 4)).from_address(self.address)
-
-    def any(self) -> bool:
-        words = self._words
-        return bool(words[0] or words[4] or words[8] or words[12])
-
-    def take(self, rank: int, geometry: Geometry | None, timeout_s: float) -> FanfoldError:
-        """The gravest report as an exception. All but those that end the mode are forgotten."""
-        words = self._words
-        kind = next(kind for kind in range(4) if words[4 * kind])
-        call, epoch, first, second = words[4 * kind : 4 * kind + 4]
-        peer, phase = call >> 8, _PHASES[(call & 0xFF) - 1]
-        number = (epoch & 0xFFFFFFFF) - _core.CUDA_FIRST_EPOCH + 1
-        if kind == self._TIMEOUT:
-            return PeerTimeout(rank, peer, phase, epoch & 0xFFFF, first, timeout_s, False)
-        if kind == self._DISAGREEMENT:
-            return ArgumentError(
-                f"call {number} of {phase}",
-                f"another on rank {rank} than on rank {peer}: geometry, row format or whether "
-                "weights come along differ",
-                "the same on all ranks; close this object",
-            )
-        words[4 * kind] = 0
-        if kind == self._REFUSED:
-            reason = f"call {number}; its own exception says why"
-            return PeerRefused(rank, peer, phase, reason)
-        value = (second & 0xFFFFFF) - ((second & 0x800000) << 1)
-        most = "num_experts - 1" if geometry is None else str(geometry.num_experts - 1)
-        return ArgumentError(
-            f"topk_idx[{first}, {second >> 24 & 0xFF}] of call {number} of {phase}",
-            value,
-            f"from -1 (none) to {most}; it was taken for none",
-        )
-
-
-_Arguments = _core.CudaDispatchArgs | _core.CudaCombineArgs
-_Launch = Callable[[Any, int], None]  # of arguments, on a stream
-
-
-@dataclass
-class _Plan:
-    """What the calls of one geometry are made of: by their kind, a kernel's launch and arguments
-    with all but the call's own filled in."""
-
-    geometry: Geometry
-    core: _core.CudaLowLatency
-    table_words: int  # int32 of CudaRouting.table
-    dispatches: dict[object, tuple[_Launch, _core.CudaDispatchArgs]] = field(default_factory=dict)
-    combines: dict[object, tuple[_Launch, _core.CudaCombineArgs]] = field(default_factory=dict)
-
-
-@dataclass
-class _Flight:
-    """Calls of one kind that were sent and not yet received."""
-
-    sent: int = 0
-    received: int = 0
-
-    def check(self, what: str) -> None:
-        if self.sent - self.received >= _MOST_IN_FLIGHT:
-            raise UsageError(
-                f"two {what} calls are in flight already; call the hook of the older one first"
-            )
 
 
 class CudaLowLatency:
@@ -131,18 +71,30 @@ class CudaLowLatency:
         memory: the ranks' symmetric memory; must stay open as long as this object is used.
         config: time bound, what happens to late peers, and the grid.
         late_weights: whether the routing weights come with combine instead of with dispatch.
+        check_place: raises for tensors (by name) that are elsewhere, and says why; called only
+            where something is wrong with a call's tensors or may be.
     """
 
-    def __init__(self, memory: CudaSymmetricMemory, config: Config, late_weights: bool) -> None:
+    def __init__(
+        self,
+        memory: CudaSymmetricMemory,
+        config: Config,
+        late_weights: bool,
+        check_place: PlaceCheck = anywhere,
+    ) -> None:
         self.device = memory.device
+        self._check_place = check_place
         self._memory = memory
         self._config = config
         self._late = late_weights
-        index = memory.device.index
+        index = self._index = memory.device.index
         sms = torch.cuda.get_device_properties(index).multi_processor_count
         self._grid = kernels.Grid.of(sms, ctas=config.ctas, senders=config.senders)
+        if self._grid.ctas > sms:
+            raise ArgumentError("ctas", self._grid.ctas, f"at most {sms}, the SMs of this GPU")
         self._early = torch.cuda.get_device_capability(index) >= (9, 0)
-        self._reports = _Reports()
+        self._allocator = Allocator(self.device)
+        self._reports = Reports()
         self._state = torch.zeros(_core.CUDA_STATE_BYTES, dtype=torch.uint8, device=self.device)
         epochs = _core.CUDA_STATE_EPOCHS_BYTES
         self._epochs = self._state[:epochs].view(torch.int32)
@@ -155,10 +107,14 @@ class CudaLowLatency:
             timeout_ns=int(config.timeout_s * 1e9),
             mask_late=config.late_peers == "mask",
         )
-        self._plan: _Plan | None = None
-        self._flights = (_Flight(), _Flight())
-        self._last_routing: CudaRouting | None = None
+        self._plan: Plan | None = None
+        self._stale: str | None = None  # why the memory must be readied anew
+        self._flights = (Flight(), Flight())
+        self._last_routing: AnyRouting | None = None
         self._stream = 0
+        # Kernels in flight may outlive this object, and write there.
+        kept = weakref.finalize(self, _settle, self.device, (self._state, self._reports))
+        kept.atexit = False
 
     # ---- calls ----------------------------------------------------------------------------------
 
@@ -171,26 +127,55 @@ class CudaLowLatency:
         *,
         row_format: RowFormat = RowFormat.BF16,
         scale_format: ScaleFormat = ScaleFormat.FLOAT32,
-        statistics: Statistics = _NOTHING,
+        statistics: Statistics = NO_STATISTICS,
         return_hook: bool = False,
     ) -> tuple[Dispatched, Hook | None]:
         """See :meth:`LowLatency.dispatch`."""
-        self.check()
-        plan = self._plan_of(geometry)
-        self._flights[0].check("dispatch")
-        with Refusing(self.refuse_dispatch):
-            check_tokens(geometry, x, topk_idx, topk_weights, self.device)
-            if statistics is not _NOTHING:
+        if self._reports.fatal():
+            self.check()
+        plan = self._plan
+        if plan is None or plan.geometry is not geometry or self._stale is not None:
+            plan = self._plan_of(geometry)
+        flight, weighted = self._flights[0], topk_weights is not None
+        if flight.sent != flight.received:
+            flight.check("dispatch", return_hook)
+        try:
+            tokens = plan.quick.tokens(x, topk_idx, topk_weights)
+            if tokens is None:
+                self._check_place(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
+                check_tokens(geometry, x, topk_idx, topk_weights, self.device)
+                tokens = x.shape[0]
+            address = _aligned("x", x)
+            if statistics is not NO_STATISTICS:
                 statistics.check(geometry, self.device)
-            weighted = topk_weights is not None
-            kernel, args = self._dispatch_call(plan, row_format, scale_format, weighted)
-            dispatched = self._allocate(plan, x.shape[0], weighted, row_format, scale_format)
-        args.tokens = x.shape[0]
-        args.x, args.topk_idx = x.data_ptr(), topk_idx.data_ptr()
-        args.topk_weights = _address(topk_weights)
-        _fill(args, dispatched, statistics)
-        self._last_routing = dispatched.routing  # type: ignore[assignment]
-        return dispatched, self._run(0, args, kernel, return_hook, _outputs(dispatched))
+            call = plan.dispatch
+            if (
+                call is None
+                or call.row_format is not row_format
+                or call.scale_format is not scale_format
+                or call.weighted is not weighted
+            ):
+                call = self._dispatch_call(plan, row_format, scale_format, weighted)
+            args = call.args
+            dispatched = call.outputs.allocate(self._allocator.empty(), args, tokens, weighted)
+        except BaseException as error:
+            self.refuse_dispatch(error)
+            raise
+        args.tokens = tokens
+        args.x, args.topk_idx = address, topk_idx.data_ptr()
+        if weighted:
+            args.topk_weights = topk_weights.data_ptr()  # type: ignore[union-attr]
+        if call.adds or statistics is not NO_STATISTICS:
+            call.adds = statistics is not NO_STATISTICS
+            args.expert_totals = _address(statistics.expert_totals)
+            args.wait_ns = _address(statistics.wait_ns)
+        if not self._late:
+            self._last_routing = dispatched.routing
+        if return_hook:
+            kept = (*_outputs(dispatched), statistics.expert_totals, statistics.wait_ns)
+            return dispatched, self._send(flight, args, call.launch, kept)
+        call.launch(args, self._follow())
+        return dispatched, None
 
     def combine(
         self,
@@ -206,98 +191,137 @@ class CudaLowLatency:
         return_hook: bool = False,
     ) -> tuple[torch.Tensor, Hook | None]:
         """See :meth:`LowLatency.combine`."""
-        self.check()
-        plan = self._plan_of(geometry)
-        self._flights[1].check("combine")
-        with Refusing(self.refuse_combine):
-            check_outputs(geometry, y, routing.ranges, self.device)
-            if y.data_ptr() % 16 or y.stride(0) % 8 or y.stride(1) % 8:
-                raise ArgumentError("y.stride()", y.stride(), "rows on 16-byte boundaries")
-            tokens = self._own_tokens(geometry, routing, topk_idx, late_weights)
-            result = check_result(out, (tokens, geometry.hidden), self.device)
+        if self._reports.fatal():
+            self.check()
+        plan = self._plan
+        if plan is None or plan.geometry is not geometry or self._stale is not None:
+            plan = self._plan_of(geometry)
+        flight, late = self._flights[1], self._late
+        if flight.sent != flight.received:
+            flight.check("combine", return_hook)
+        try:
+            strides = self._strides(plan, y, routing)
+            tokens = self._own_tokens(plan, routing, topk_idx, late_weights)
+            shape = (tokens, geometry.hidden)
+            if out is None:
+                out = self._allocator.empty()(shape, (geometry.hidden, 1), torch.bfloat16)
+            elif not is_plain(out, shape, torch.bfloat16, self.device):
+                self._check_place(out=out)
+                check_result(out, shape, self.device)
+            result = _aligned("out", out)
             if wait_ns is not None:
                 Statistics(wait_ns=wait_ns).check(geometry, self.device)
-            weighted = self._late or routing.weighted  # type: ignore[union-attr]
-            kernel, args = self._combine_call(plan, weighted, logfmt)
-        args.tokens = tokens
-        args.y, args.expert_stride, args.row_stride = y.data_ptr(), 2 * y.stride(0), 2 * y.stride(1)
-        args.weighted = weighted
-        args.out, args.wait_ns = result.data_ptr(), _address(wait_ns)
-        if self._late:
+            weighted = late or routing.weighted  # type: ignore[union-attr]
+            call = plan.combine
+            if call is None or call.weighted is not weighted or call.logfmt is not logfmt:
+                call = self._combine_call(plan, weighted, logfmt)
+        except BaseException as error:
+            self.refuse_combine(error, routing)
+            raise
+        args = call.args
+        args.tokens, args.y = tokens, y.data_ptr()
+        args.expert_stride, args.row_stride = strides
+        args.out, args.wait_ns = result, _address(wait_ns)
+        if late:
             args.ranges = routing.ranges.data_ptr()
             args.topk_idx, args.topk_weights = _address(topk_idx), _address(late_weights)
         else:
-            args.table = routing.table.data_ptr()  # type: ignore[union-attr]
-        # The receive half reads the routing too.
-        kept = (result, wait_ns, topk_idx if self._late else routing.table)  # type: ignore[union-attr]
-        return result, self._run(1, args, kernel, return_hook, kept)
+            args.table = _table(routing)
+        if return_hook:
+            # The receive half reads the routing too.
+            kept = (out, wait_ns, topk_idx if late else routing.block)  # type: ignore[union-attr]
+            return out, self._send(flight, args, call.launch, kept, raises=True)
+        call.launch(args, self._follow())
+        if self._reports.passing():
+            self.check()
+        return out, None
+
+    def _strides(self, plan: Plan, y: torch.Tensor, routing: AnyRouting) -> tuple[int, int]:
+        """Bytes from expert to expert and from row to row of ``y``, after the checks of it and of
+        the routing's ranges."""
+        if isinstance(routing, CudaRouting):
+            known = routing.layout is plan.layout
+            if not known and routing.layout != plan.layout:
+                raise ArgumentError("routing", "of another geometry", f"of {plan.geometry}")
+        elif isinstance(routing, LateRouting):
+            known = routing.geometry is plan.geometry or plan.quick.ranges(routing.ranges)
+        else:
+            known = False
+        if known and plan.quick.outputs(y):
+            return plan.strides
+        self._check_place(y=y)
+        check_outputs(plan.geometry, y, routing.ranges, self.device)
+        if y.data_ptr() % 16 or y.stride(0) % 8 or y.stride(1) % 8:
+            raise ArgumentError("y.stride()", y.stride(), "rows on 16-byte boundaries")
+        return 2 * y.stride(0), 2 * y.stride(1)
 
     def _own_tokens(
         self,
-        geometry: Geometry,
+        plan: Plan,
         routing: AnyRouting,
         topk_idx: torch.Tensor | None,
         late_weights: torch.Tensor | None,
     ) -> int:
         if self._late:
+            tokens = plan.quick.choices(topk_idx, late_weights)
+            if tokens is not None:
+                return tokens
+            self._check_place(topk_idx=topk_idx, topk_weights=late_weights)
             if topk_idx is None or late_weights is None:
                 raise ArgumentError("topk_weights", "None", "given, with topk_idx")
-            return check_own(geometry, topk_idx, late_weights, self.device)
+            return check_own(plan.geometry, topk_idx, late_weights, self.device)
         if not isinstance(routing, CudaRouting) or late_weights is not None:
             raise UsageError("this mode's weights come with dispatch; combine takes its routing")
         return routing.tokens
 
-    def _run(
+    def _send(
         self,
-        kind: int,
-        args: _Arguments,
-        kernel: _Launch,
-        return_hook: bool,
+        flight: Flight,
+        args: Arguments,
+        launch: Launch,
         kept: tuple[torch.Tensor | None, ...],
-    ) -> Hook | None:
-        """Launches the call, or its send half and the hook with the other."""
+        *,
+        raises: bool = False,
+    ) -> Hook:
+        """Launches the send half of a call; the hook launches the other, for which ``kept`` must
+        stay, and ``raises`` what was reported."""
         stream = self._follow()
-        flight = self._flights[kind]
-        if not return_hook:
-            if flight.sent != flight.received:
-                raise UsageError(
-                    "a call without a hook cannot overtake one in flight; call its hook first"
-                )
-            args.phases = _WHOLE
-            kernel(args, stream)
-            return None
-        args.phases = _SEND
-        kernel(args, stream)
+        sending, receiving = args.copy(), args.copy()
+        sending.phases, receiving.phases = _SEND, _RECEIVE
+        launch(sending, stream)
         flight.sent += 1
-        ticket, later = flight.sent, args.copy()
-        later.phases = _RECEIVE
+        ticket = flight.sent
 
-        def receive() -> None:
-            self.check()
+        def ready() -> None:
+            if self._reports.fatal():
+                self.check()
             if flight.received != ticket - 1:
                 raise UsageError("receive hooks must be called in the order of their sends")
+
+        def receive() -> None:
             here = self._follow()
             if here != stream:
                 current = torch.cuda.current_stream(self.device)
                 for tensor in kept:
                     if tensor is not None:
                         tensor.record_stream(current)
-            kernel(later, here)
-            flight.received += 1
+            launch(receiving, here)
+            flight.arrived(here)
+            if raises and self._reports.passing():
+                self.check()
 
-        return once(receive)
+        return once(receive, ready)
 
     def _follow(self) -> int:
         """The current stream, which from here on comes after all earlier calls."""
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        if stream != self._stream:
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        if stream != self._stream and not torch.cuda.is_current_stream_capturing():
+            # A capture stands apart: what comes before it is the caller's to order.
             self._order_after(self._stream, stream)
             self._stream = stream
         return stream
 
     def _order_after(self, before: int, stream: int) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            return  # a capture stands apart; what comes before it is the caller's to order
         earlier = torch.cuda.ExternalStream(before, device=self.device)
         with torch.cuda.stream(earlier):
             if torch.cuda.is_current_stream_capturing():
@@ -308,7 +332,7 @@ class CudaLowLatency:
 
     def check(self) -> None:
         """See :meth:`LowLatency.check`."""
-        if self._reports.any():
+        if self._reports.fatal() or self._reports.passing():
             geometry = None if self._plan is None else self._plan.geometry
             raise self._reports.take(self._memory.rank, geometry, self._config.timeout_s)
 
@@ -317,26 +341,51 @@ class CudaLowLatency:
         plan = self._plan_to_refuse(error)
         if plan is None:
             return
-        kernel, args = self._dispatch_call(plan, RowFormat.BF16, ScaleFormat.FLOAT32, False)
-        args = args.copy()
-        args.tokens, args.refused, args.rows = 0, True, 0
-        kernel(args, self._follow())
+        # Any dispatch's kernel takes away what comes, whatever its encoding.
+        call = plan.dispatch or self._dispatch_call(
+            plan, RowFormat.BF16, ScaleFormat.FLOAT32, False
+        )
+        args = call.args.copy()
+        args.tokens, args.refused = 0, True
+        # Of an earlier call, whose tensors may be gone.
+        args.rows = args.counts = args.expert_totals = args.wait_ns = 0
+        self._take_part(self._flights[0], args, call.launch)
 
-    def refuse_combine(self, error: BaseException) -> None:
-        """See :meth:`LowLatency.refuse_combine`."""
+    def refuse_combine(self, error: BaseException, routing: AnyRouting | None = None) -> None:
+        """See :meth:`LowLatency.refuse_combine`.
+
+        Args:
+            error: what was found.
+            routing: of the call; where a layer above refuses before it is known, the last
+                dispatch's, as its rows are what the peers send most likely.
+        """
         plan = self._plan_to_refuse(error)
         if plan is None:
             return
-        kernel, args = self._combine_call(plan, True, False)
-        args = args.copy()
-        args.refused, args.out, args.tokens = True, 0, 0
-        if not self._late and self._last_routing is not None:
-            # Peers send the rows of the last dispatch, and somebody must take them.
-            args.tokens = self._last_routing.tokens
-            args.table = self._last_routing.table.data_ptr()
-        kernel(args, self._follow())
+        # The peers may send LogFMT, and its kernel takes either.
+        call = self._combine_call(plan, True, True)
+        args = call.args.copy()
+        args.refused, args.out, args.tokens, args.wait_ns = True, 0, 0, 0
+        if not isinstance(routing, CudaRouting) or routing.layout != plan.layout:
+            routing = self._last_routing
+        if isinstance(routing, CudaRouting):
+            # The peers send this rank's rows, and somebody must take them.
+            args.tokens, args.table = routing.tokens, _table(routing)
+        self._take_part(self._flights[1], args, call.launch)
 
-    def _plan_to_refuse(self, error: BaseException) -> _Plan | None:
+    def _take_part(self, flight: Flight, args: Arguments, launch: Launch) -> None:
+        """Launches a refused call: behind a call in flight the half that takes must wait."""
+        stream = self._follow()
+        if flight.sent == flight.received:
+            launch(args, stream)
+            return
+        sending, receiving = args.copy(), args.copy()
+        sending.phases, receiving.phases = _SEND, _RECEIVE
+        launch(sending, stream)
+        flight.sent += 1
+        flight.refused.append((flight.sent, lambda here: launch(receiving, here)))
+
+    def _plan_to_refuse(self, error: BaseException) -> Plan | None:
         if self._plan is None:
             # The others agree about the memory in their first call.
             reason = error if isinstance(error, FanfoldError) else FanfoldError(str(error))
@@ -361,7 +410,11 @@ class CudaLowLatency:
             self._lay_out(self._plan.geometry)
 
     def set_masked(self, rank: int, masked: bool) -> None:
-        """See :meth:`LowLatency.set_masked`."""
+        """See :meth:`LowLatency.set_masked`. Waits for the calls so far. A rank that comes back
+        counts other calls than its peers do, so that all ranks must :meth:`reset` first."""
+        self._follow()
+        if not masked and self._masked[rank].item():
+            self._stale = f"rank {rank} was masked, and missed calls"
         self._masked[rank] = int(masked)
 
     def masked(self) -> torch.Tensor:
@@ -372,9 +425,15 @@ class CudaLowLatency:
         if any(flight.sent != flight.received for flight in self._flights):
             raise UsageError("a call is in flight; call its hook first")
 
-    def _plan_of(self, geometry: Geometry) -> _Plan:
+    def _plan_of(self, geometry: Geometry) -> Plan:
         plan = self._plan
-        if plan is not None and (plan.geometry is geometry or plan.geometry == geometry):
+        if self._stale is not None:
+            raise UsageError(
+                f"{self._stale}: all ranks must ready the memory first (reset(), or "
+                "clean_low_latency_buffer() of a Buffer)"
+            )
+        if plan is not None and plan.geometry == geometry:
+            plan.geometry = geometry  # the next call most likely brings this very object
             return plan
         if torch.cuda.is_current_stream_capturing():
             raise UsageError(
@@ -384,9 +443,15 @@ class CudaLowLatency:
         self._check_idle()
         return self._lay_out(geometry)
 
-    def _lay_out(self, geometry: Geometry) -> _Plan:
+    def _lay_out(self, geometry: Geometry) -> Plan:
         """Readies the memory of all ranks for a geometry. Collective; waits for all calls."""
         core = _core_geometry(geometry)
+        torch.cuda.synchronize(self.device)
+        if self._masked.any().item():
+            raise UsageError(
+                "a rank is masked, so the memory of all ranks cannot be readied for "
+                f"{geometry}; unmask it when it is back, or make a new object without it"
+            )
         error: Exception | None = None
         try:
             _core.check_cuda_geometry(core)
@@ -399,7 +464,6 @@ class CudaLowLatency:
                 )
         except FanfoldError as refused:
             error = refused
-        torch.cuda.synchronize(self.device)
         # When all have come here, no kernel of an earlier call runs anywhere.
         agree(self._memory.group, dataclasses.asdict(geometry), error)
         region = self._memory.tensor
@@ -408,22 +472,24 @@ class CudaLowLatency:
         self._epochs.fill_(_core.CUDA_FIRST_EPOCH)
         self._state[-4:].zero_()
         torch.cuda.synchronize(self.device)
+        self._reports.clear()
+        self._stale = None
         agree(self._memory.group, {})
         grid = self._grid
         self._last_routing = None
-        self._plan = _Plan(
+        self._plan = Plan(
             geometry,
             _core.CudaLowLatency(self._place, core, self._late, grid.ctas, grid.senders),
-            # Only kernels read it, and not where weights come late.
-            0 if self._late else _core.cuda_table_bytes(core) // 4,
+            RoutingLayout.of(geometry, 0 if self._late else _core.cuda_table_bytes(core)),
+            QuickLook(geometry, self.device),
         )
         return self._plan
 
-    # ---- kernels and tensors --------------------------------------------------------------------
+    # ---- kernels --------------------------------------------------------------------------------
 
     def _dispatch_call(
-        self, plan: _Plan, row_format: RowFormat, scale_format: ScaleFormat, weighted: bool
-    ) -> tuple[_Launch, _core.CudaDispatchArgs]:
+        self, plan: Plan, row_format: RowFormat, scale_format: ScaleFormat, weighted: bool
+    ) -> DispatchCall:
         key = (row_format, scale_format, weighted)
         known = plan.dispatches.get(key)
         if known is None:
@@ -432,24 +498,32 @@ class CudaLowLatency:
             args = plan.core.dispatch_arguments(
                 kernels.encoding(row_format, scale_format), _WITH_DISPATCH if weighted else _NONE
             )
-            known = plan.dispatches[key] = (launch, args)
+            outputs = Outputs.of(
+                plan.geometry,
+                row_format,
+                scale_format,
+                weighted=weighted,
+                layout=plan.layout,
+                late=self._late,
+            )
+            known = DispatchCall(row_format, scale_format, weighted, launch, args, outputs)
+            plan.dispatches[key] = known
+        plan.dispatch = known
         return known
 
-    def _combine_call(
-        self, plan: _Plan, weighted: bool, logfmt: bool
-    ) -> tuple[_Launch, _core.CudaCombineArgs]:
+    def _combine_call(self, plan: Plan, weighted: bool, logfmt: bool) -> CombineCall:
         key = (weighted, logfmt)
         known = plan.combines.get(key)
         if known is None:
             source = kernels.combine_kernel(plan.geometry, late=self._late, logfmt=logfmt)
             weights = _WITH_COMBINE if self._late else _WITH_DISPATCH if weighted else _NONE
-            known = plan.combines[key] = (
-                self._load(source),
-                plan.core.combine_arguments(weights),
-            )
+            launch, args = self._load(source), plan.core.combine_arguments(weights)
+            args.weighted = weighted
+            known = plan.combines[key] = CombineCall(weighted, logfmt, launch, args)
+        plan.combine = known
         return known
 
-    def _load(self, source: jit.KernelSource) -> _Launch:
+    def _load(self, source: jit.KernelSource) -> Launch:
         if torch.cuda.is_current_stream_capturing():
             raise UsageError(
                 f"{source} is not loaded yet, which a CUDA graph cannot hold; make the same call "
@@ -458,45 +532,26 @@ class CudaLowLatency:
         kernel = jit.load(source, self.device.index, self._config)
         ctas, threads, early = self._grid.ctas, source.threads, self._early
 
-        def launch(args: _Arguments, stream: int) -> None:
+        def launch(args: Arguments, stream: int) -> None:
             args.launch(kernel, ctas, threads, stream, early)
 
         return launch
 
-    def _allocate(
-        self,
-        plan: _Plan,
-        tokens: int,
-        weighted: bool,
-        row_format: RowFormat,
-        scale_format: ScaleFormat,
-    ) -> Dispatched:
-        device, geometry = self.device, plan.geometry
-        locals_, capacity = geometry.experts_per_rank, geometry.expert_capacity
-        scales = None
-        if row_format is RowFormat.FP8:
-            columns = scale_columns(geometry.hidden, scale_format)
-            scales = torch.empty_strided(
-                (locals_, capacity, columns),
-                (columns * capacity, 1, capacity),
-                dtype=scale_format.dtype,
-                device=device,
-            )
-        return Dispatched(
-            tokens=torch.empty(
-                (locals_, capacity, geometry.hidden), dtype=row_format.dtype, device=device
-            ),
-            scales=scales,
-            counts=torch.empty((locals_,), dtype=torch.int32, device=device),
-            source_tokens=torch.empty((locals_, capacity), dtype=torch.int32, device=device),
-            row_weights=torch.empty((locals_, capacity), device=device) if weighted else None,
-            routing=CudaRouting(
-                ranges=torch.empty((locals_, geometry.ranks), dtype=torch.int64, device=device),
-                table=torch.empty((plan.table_words,), dtype=torch.int32, device=device),
-                tokens=tokens,
-                weighted=weighted,
-            ),
-        )
+
+def _settle(device: torch.device, kept: object) -> None:
+    """Lets ``kept`` go when nothing runs on the device any more."""
+    # Where CUDA has failed, or is not there, nothing runs.
+    with contextlib.suppress(RuntimeError, AssertionError):
+        torch.cuda.synchronize(device)
+    del kept
+
+
+def _aligned(name: str, tensor: torch.Tensor) -> int:
+    """The address of what kernels read and write 16 bytes at a time."""
+    address = tensor.data_ptr()
+    if address % 16:
+        raise ArgumentError(f"{name}.data_ptr()", hex(address), "on a 16-byte boundary")
+    return address
 
 
 def _core_geometry(geometry: Geometry) -> _core.LowLatencyGeometry:
@@ -509,26 +564,16 @@ def _core_geometry(geometry: Geometry) -> _core.LowLatencyGeometry:
     )
 
 
-def _fill(args: _core.CudaDispatchArgs, dispatched: Dispatched, statistics: Statistics) -> None:
-    routing = dispatched.routing
-    args.rows, args.scales = dispatched.tokens.data_ptr(), _address(dispatched.scales)
-    args.counts = dispatched.counts.data_ptr()
-    args.source_tokens = dispatched.source_tokens.data_ptr()
-    args.row_weights = _address(dispatched.row_weights)
-    args.ranges = routing.ranges.data_ptr()
-    args.table = routing.table.data_ptr()  # type: ignore[union-attr]
-    args.expert_totals = _address(statistics.expert_totals)
-    args.wait_ns = _address(statistics.wait_ns)
+def _table(routing: AnyRouting) -> int:
+    """Address of what dispatch wrote for combine."""
+    assert isinstance(routing, CudaRouting)
+    return routing.block.data_ptr() + 4 * routing.layout.table_at
 
 
 def _outputs(dispatched: Dispatched) -> tuple[torch.Tensor | None, ...]:
+    """What the kernel writes to."""
     routing = dispatched.routing
-    return (
-        dispatched.tokens,
-        dispatched.scales,
-        dispatched.counts,
-        dispatched.source_tokens,
-        dispatched.row_weights,
-        routing.ranges,
-        routing.table,  # type: ignore[union-attr]
-    )
+    written = (dispatched.tokens, dispatched.scales, dispatched.counts, dispatched.row_weights)
+    if isinstance(routing, CudaRouting):
+        return *written, routing.block
+    return *written, routing.ranges, routing.source_tokens

@@ -9,9 +9,11 @@ from fanfold.errors import ArgumentError
 from fanfold.formats import RowFormat, ScaleFormat, scale_columns
 from fanfold.geometry import Geometry, check_hidden
 from fanfold.low_latency.calls import (
+    NO_STATISTICS,
     AnyRouting,
     Dispatched,
     Hook,
+    LateRouting,
     Routing,
     Statistics,
     check_outputs,
@@ -28,7 +30,6 @@ from fanfold.symmetric import SymmetricMemory
 __all__ = ["HostLowLatency"]
 
 _CPU = torch.device("cpu")
-_NO_STATISTICS = Statistics()
 
 
 def _address(tensor: torch.Tensor | None) -> int:
@@ -76,7 +77,7 @@ class HostLowLatency:
         *,
         row_format: RowFormat = RowFormat.BF16,
         scale_format: ScaleFormat = ScaleFormat.FLOAT32,
-        statistics: Statistics = _NO_STATISTICS,
+        statistics: Statistics = NO_STATISTICS,
         return_hook: bool = False,
     ) -> tuple[Dispatched, Hook | None]:
         """See :meth:`fanfold.low_latency.LowLatency.dispatch`."""
@@ -115,10 +116,10 @@ class HostLowLatency:
         into.rows = dispatched.tokens.data_ptr()
         into.scales = _address(dispatched.scales)
         into.counts = dispatched.counts.data_ptr()
-        into.source_tokens = dispatched.source_tokens.data_ptr()
         into.row_weights = _address(dispatched.row_weights)
         routing = dispatched.routing
         assert isinstance(routing, Routing)
+        into.source_tokens = routing.source_tokens.data_ptr()
         into.ranges = routing.ranges.data_ptr()
         into.source_counts = routing.source_counts.data_ptr()
         into.experts = routing.experts.data_ptr()
@@ -144,7 +145,7 @@ class HostLowLatency:
         self._memory.core.check_usable()
         with Refusing(self.refuse_combine):
             self._check_fit(geometry)
-            routing, own = _check_host(routing, topk_idx)
+            own = _check_own_routing(routing, topk_idx, late_weights is not None)
             check_outputs(geometry, y, routing.ranges, _CPU)
             tokens = check_own(geometry, own, late_weights, _CPU)
             result = check_result(out, (tokens, geometry.hidden), _CPU)
@@ -155,6 +156,7 @@ class HostLowLatency:
         sent.logfmt = logfmt
         late = None
         if late_weights is None:
+            assert isinstance(routing, Routing)
             sent.source_counts = routing.source_counts.data_ptr()
             sent.experts = routing.experts.data_ptr()
             sent.weights = _address(routing.weights)
@@ -219,10 +221,10 @@ class HostLowLatency:
             tokens=empty((locals_, capacity, geometry.hidden), dtype=row_format.dtype),
             scales=scales,
             counts=empty((locals_,), dtype=torch.int32),
-            source_tokens=empty((locals_, capacity), dtype=torch.int32),
             row_weights=empty((locals_, capacity), dtype=torch.float32) if weighted else None,
             routing=Routing(
                 ranges=empty((locals_, geometry.ranks), dtype=torch.int64),
+                source_tokens=empty((locals_, capacity), dtype=torch.int32),
                 source_counts=empty((geometry.ranks,), dtype=torch.int32),
                 experts=empty(table, dtype=torch.int16),
                 weights=empty(table, dtype=torch.float32) if weighted else None,
@@ -237,13 +239,15 @@ class HostLowLatency:
             )
 
 
-def _check_host(routing: AnyRouting, topk_idx: torch.Tensor | None) -> tuple[Routing, torch.Tensor]:
-    """What the host backend's combine works from, if it was given that."""
-    if not isinstance(routing, Routing):
+def _check_own_routing(
+    routing: AnyRouting, topk_idx: torch.Tensor | None, late: bool
+) -> torch.Tensor:
+    """``topk_idx``, if the host backend's combine was given it and a routing to work from."""
+    if not isinstance(routing, Routing | LateRouting if late else Routing):
         raise ArgumentError("routing", f"a {type(routing).__name__}", "what dispatch brought")
     if topk_idx is None:
         raise ArgumentError("topk_idx", None, "what was dispatched")
-    return routing, topk_idx
+    return topk_idx
 
 
 def _finish(receive: Hook, return_hook: bool) -> Hook | None:

@@ -13,7 +13,7 @@ using namespace fanfold;
 
 TEST(signal_keeps_epoch_and_value) {
   for (const uint32_t epoch : {0u, 1u, 2u, 0x7fffffffu, 0x80000000u, 0xfffffffeu, 0xffffffffu}) {
-    for (const int32_t value : {0, 1, kRefused, -2, 1 << 24, INT32_MAX, INT32_MIN}) {
+    for (const int32_t value : {0, 1, kRefusedValue, -2, 1 << 24, INT32_MAX, INT32_MIN}) {
       const Signal back = Signal::decode(Signal{epoch, value}.encode());
       CHECK_EQ(back.epoch, epoch);
       CHECK_EQ(back.value, value);

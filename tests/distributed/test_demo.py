@@ -17,8 +17,16 @@ import torch
 import torch.distributed as dist
 
 from fanfold import functional
-from fanfold.cli import demo, demo_report
-from fanfold.cli.demo_model import DemoSettings, RankRun, Training, train_plain, train_rank
+from fanfold.cli import demo, demo_model, demo_report
+from fanfold.cli.demo_model import (
+    Decoding,
+    DemoSettings,
+    RankRun,
+    Training,
+    decode,
+    train_plain,
+    train_rank,
+)
 from fanfold.cli.demo_report import (
     TOLERANCE,
     WINDOW,
@@ -29,6 +37,7 @@ from fanfold.cli.demo_report import (
 )
 from fanfold.cli.main import main
 from fanfold.errors import ArgumentError
+from fanfold.placement import Placement
 
 SMALL = DemoSettings(
     ranks=2, steps=60, layers=2, hidden=48, intermediate=32, num_experts=8, context=32, warmup=5
@@ -69,8 +78,10 @@ def test_demo_trains_checks_itself_and_draws(tmp_path):
         "check     passed",
         "a.png",
         "the two loss curves differ by at most",
+        "backend   high throughput: host (",
     ):
         assert word in done.stdout
+    assert "low latency (decoding)" not in done.stdout
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     check_figures(tmp_path / "a.jsonl", ranks=2, steps=6)
 
@@ -125,6 +136,73 @@ def test_the_check_tells_a_broken_gradient(pools, alone, broken):
     else:
         assert not gradients.passed, str(gradients)
         assert "FAILED" in str(gradients)
+
+
+def decode_on_the_host(group: dist.ProcessGroup, broken: bool) -> tuple[Decoding, bool]:
+    """What GPUs do after the training, here with a model that has learnt nothing."""
+    placement = Placement("host", torch.device("cpu"), "a test")
+    with demo_model._open(SMALL, group) as ep:
+        model = demo_model._parallel_model(SMALL, ep)
+        if broken:
+            weigh = functional._combine
+
+            def unweighted(ep, y, received, weights):
+                return weigh(ep, y, received, None if ep.mode == "low_latency" else weights)
+
+            with mock.patch.object(functional, "_combine", unweighted):
+                decoding = decode(model, SMALL, group, placement)
+        else:
+            decoding = decode(model, SMALL, group, placement)
+        return decoding, all(moe.expert_parallel is ep for moe in model.layers)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_decoding_agrees_with_the_mode_of_the_training(pools, broken):
+    results = pools(2).run(decode_on_the_host, broken)
+    for decoding, restored in results:
+        assert decoding.backend == "host"
+        assert restored
+        assert 5.0 < decoding.training_loss < 6.0
+        assert decoding.seconds_per_byte > 0
+        assert len(decoding.text) > SMALL.prompt
+        same = abs(decoding.loss - decoding.training_loss) < 1e-3
+        assert same != broken
+    assert results[0][0].text[: SMALL.prompt] != results[1][0].text[: SMALL.prompt]
+
+
+@pytest.mark.parametrize(("loss", "passed"), [(2.0, True), (2.03, False), (float("nan"), False)])
+def test_the_report_of_a_run_on_gpus(capsys, loss, passed):
+    decoding = Decoding("cuda", loss, 2.01, "If the\nname", 0.0015)
+    report = small_report(device="cuda:0", reason="each has one", decoding=decoding)
+    report.print()
+    out = capsys.readouterr().out
+    assert "high throughput (training): host" in out
+    assert "low latency (decoding): cuda" in out
+    assert r"'If the\nname', 1.5 ms per byte" in out
+    assert ("passed: on one batch" in out) is passed
+    assert report.passed is passed
+    figures = report.figures()
+    assert figures["backends"] == {"high_throughput": "host", "low_latency": "cuda"}
+    assert figures["device"] == "cuda:0"
+    json.dumps(figures)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(500)
+def test_the_demo_on_gpus(tmp_path):
+    gpus = torch.cuda.device_count()
+    ranks = max((n for n in (1, 2, 4) if n <= gpus), default=0)
+    if ranks == 0:
+        pytest.skip("no GPU")
+    done = run_demo("--ranks", ranks, "--steps", 30, "--out", tmp_path / "a.png",
+                    "--json", tmp_path / "a.jsonl")  # fmt: skip
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "low latency (decoding): cuda" in done.stdout
+    (line,) = (tmp_path / "a.jsonl").read_text().splitlines()
+    figures = json.loads(line)
+    assert figures["passed"]
+    assert figures["device"] == "cuda:0"
+    assert figures["decoding_difference"] <= TOLERANCE
 
 
 def test_compare_says_where_curves_part():
@@ -183,11 +261,11 @@ def test_options_out_of_bounds_are_refused_before_anything_starts(tmp_path, opti
     assert caught.value.argument == argument
 
 
-def small_report() -> DemoReport:
+def small_report(**more: object) -> DemoReport:
     settings = DemoSettings(ranks=2, steps=3, layers=2, num_experts=4)
     rows = torch.ones((3, 2, 2), dtype=torch.int64)
     training = Training([3.0, 2.0, 1.0], {"w": torch.ones(2)}, 1.0)
-    run = RankRun(training, 0.1, 0.1, 1000, 1000, rows)
+    run = RankRun(training, 0.1, 0.1, 1000, 1000, rows, **more)
     return DemoReport(settings, [run, run], training)
 
 

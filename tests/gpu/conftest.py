@@ -19,8 +19,9 @@ def gpu_count() -> int:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that takes ``ranks`` runs alone, and with all GPUs up to four."""
-    if "ranks" in metafunc.fixturenames:
+    """A test that takes ``ranks`` and names none runs alone, and with all GPUs up to four."""
+    given = any("ranks" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    if "ranks" in metafunc.fixturenames and not given:
         metafunc.parametrize("ranks", sorted({1, max(1, min(gpu_count(), MOST_RANKS))}))
 
 

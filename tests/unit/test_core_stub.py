@@ -19,6 +19,8 @@ def _stub() -> dict[str, set[str]]:
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef):
             names[node.name] = set()
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names[node.target.id] = set()
         elif isinstance(node, ast.ClassDef):
             members: set[str] = set()
             for member in node.body:

@@ -15,7 +15,13 @@ from fanfold.deep_ep import Buffer, runtime
 from fanfold.deep_ep.sizes import cuda_memory_bytes
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.geometry import Geometry
-from fanfold.low_latency import CudaRouting, Dispatched, cuda_required_bytes
+from fanfold.low_latency import (
+    CudaRouting,
+    Dispatched,
+    LateRouting,
+    RoutingLayout,
+    cuda_required_bytes,
+)
 from fanfold.placement import Placement
 
 META = torch.device("meta")
@@ -42,6 +48,8 @@ class Mode:
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
         self.error: Exception | None = None
+        self.late = False
+        self.check_place: Any = None
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args: self.calls.append((name, *args))
@@ -49,6 +57,7 @@ class Mode:
     def dispatch(
         self, geometry: Geometry, x: Any, topk_idx: Any, topk_weights: Any = None, **rest: Any
     ) -> Any:
+        self._check("dispatch", x=x, topk_idx=topk_idx, topk_weights=topk_weights)
         self.calls.append(("dispatch", (x, topk_idx, topk_weights)))
         local, capacity = geometry.experts_per_rank, geometry.expert_capacity
 
@@ -59,19 +68,31 @@ class Mode:
             tokens=empty(local, capacity, geometry.hidden, dtype=torch.bfloat16),
             scales=None,
             counts=empty(local),
-            source_tokens=empty(local, capacity),
             row_weights=empty(local, capacity, dtype=torch.float32),
-            routing=CudaRouting(
-                empty(local, geometry.ranks, dtype=torch.int64), empty(9), x.shape[0], True
-            ),
+            routing=self._routing(geometry, x.shape[0]),
         )
         return dispatched, self._hook("dispatch", rest)
 
+    def _routing(self, geometry: Geometry, tokens: int) -> CudaRouting | LateRouting:
+        layout = RoutingLayout.of(geometry, 36)
+        routing = CudaRouting(
+            torch.empty(layout.words, dtype=torch.int32, device=META), layout, tokens, True
+        )
+        return LateRouting(routing.ranges, routing.source_tokens) if self.late else routing
+
     def combine(self, geometry: Geometry, y: Any, routing: Any, topk_idx: Any, **rest: Any) -> Any:
+        self._check("combine", y=y, out=rest.get("out"))
         self.calls.append(("combine", (routing, topk_idx, rest.get("late_weights"))))
         tokens = topk_idx.shape[0] if topk_idx is not None else routing.tokens
         result = torch.empty((tokens, geometry.hidden), dtype=torch.bfloat16, device=META)
         return result, self._hook("combine", rest)
+
+    def _check(self, call: str, **tensors: Any) -> None:
+        try:
+            self.check_place(**tensors)
+        except ArgumentError:
+            self.calls.append((f"refuse_{call}", None))
+            raise
 
     def _hook(self, call: str, rest: dict[str, Any]) -> Any:
         return (lambda: self.calls.append((f"{call} hook", None))) if rest["return_hook"] else None
@@ -91,14 +112,12 @@ def mode(monkeypatch: pytest.MonkeyPatch) -> Mode:
     for module in (expert_parallel, runtime):
         monkeypatch.setattr(module, "place", lambda group, config: PLACED)
         monkeypatch.setattr(module, "CudaSymmetricMemory", Memory)
-    monkeypatch.setattr(
-        expert_parallel.low_latency, "open_low_latency", lambda memory, config: made
-    )
 
-    def opened(memory: Any, config: Any, *, late_weights: bool) -> Mode:
-        assert late_weights
+    def opened(memory: Any, config: Any, *, late_weights: bool = False, check_place: Any) -> Mode:
+        made.late, made.check_place = late_weights, check_place
         return made
 
+    monkeypatch.setattr(expert_parallel.low_latency, "open_low_latency", opened)
     monkeypatch.setattr(runtime, "open_low_latency", opened)
     monkeypatch.setattr(runtime, "Streams", lambda device: runtime.HostStreams())
     return made
@@ -216,3 +235,55 @@ def test_deep_ep_round_trip(mode: Mode) -> None:
     assert memory.bytes_per_rank == cuda_memory_bytes(size)
     buffer.destroy()
     assert memory.closed  # type: ignore[attr-defined]
+
+
+def test_deep_ep_knows_a_geometry_again_and_what_is_wrong_with_a_call(mode: Mode) -> None:
+    size = Buffer.get_low_latency_rdma_size_hint(8, 32, 1, 4)
+    comm = types.SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: 1, allgather=lambda v: [v])
+    buffer = Buffer(None, 0, size, low_latency_mode=True, comm=comm)
+    x, idx, weights = tokens()
+    bf16 = {"use_fp8": False}
+    for _ in range(2):
+        rows, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, 8, 4, **bf16)  # type: ignore[arg-type]
+        assert isinstance(rows, torch.Tensor)
+        for call, options, message in (
+            ((x, idx, 8.0, 4), bf16, "max_tokens"),
+            ((x, idx, 8, 4.0), bf16, "num_experts"),
+            ((x, idx, 8, True), {}, "num_experts"),
+            ((x[0], idx, 8, 4), bf16, r"x.shape is \(32,\)"),
+            ((x.float(), idx[:, :1].contiguous(), 8, 4), bf16, "x.dtype"),
+            ((None, idx, 8, 4), bf16, "x is a NoneType"),
+            ((x, idx.flatten(), 8, 4), bf16, "topk_idx.shape"),
+            ((x, idx, 1 << 20, 4), bf16, "num_rdma_bytes"),
+            ((x, idx, 8, 4, idx), bf16, "cumulative_local_expert_recv_stats"),
+            ((x, idx, 8, 4), {**bf16, "use_ue8m0": True}, "use_ue8m0"),
+            ((x, idx, 8, 4), {**bf16, "round_scale": True}, "round_scale"),
+            (
+                (x, idx, 8, 4),
+                {**bf16, "async_finish": True, "return_recv_hook": True},
+                "async_finish",
+            ),
+        ):
+            with pytest.raises(ArgumentError, match=message):
+                buffer.low_latency_dispatch(*call, **options)  # type: ignore[arg-type]
+            assert mode.calls[-1][0] == "refuse_dispatch"
+        info, ranges, *sizes = handle
+        for args, message in (
+            ((rows, idx, weights, handle[:4]), "handle"),
+            ((rows, idx, weights, (info, ranges.int(), *sizes)), r"handle\[1\]"),
+            ((rows, idx, weights, (info[:1], ranges, *sizes)), r"handle\[0\]"),
+            ((rows, idx, weights, (info, ranges, 8.0, 32, 4)), r"handle\[2\]"),
+            ((rows[:, :4], idx, weights, handle), "x.shape"),
+            ((rows.float(), idx, weights, handle), "x.dtype"),
+        ):
+            with pytest.raises(ArgumentError, match=message):
+                buffer.low_latency_combine(*args)  # type: ignore[arg-type]
+            assert mode.calls[-1][0] == "refuse_combine"
+        for equal in (handle, list(handle), (info, ranges, *map(int, map(str, sizes)))):
+            out, _, _ = buffer.low_latency_combine(rows, idx, weights, equal)  # type: ignore[arg-type]
+            assert out.shape == x.shape
+            assert mode.calls[-1][1][0].ranges is ranges
+    wider = torch.zeros((5, 3), dtype=torch.int64, device=META)
+    for top_k in (wider, idx, wider):  # another geometry each time
+        buffer.low_latency_dispatch(x, top_k, 8, 4, **bf16)  # type: ignore[arg-type]
+        assert mode.calls[-1][1][1] is top_k

@@ -247,6 +247,52 @@ CPP_CASES = {
         "void f() {\n  for (int i = 0; i < 3; ++i) step();\n  for (; a < b; ++a) step();\n}\n",
         [],
     ),
+    "inline PTX in a kernel": (
+        "fanfold/kernels/low_latency/dispatch.cu",
+        'extern "C" __global__ void __launch_bounds__(32, 1) f() {\n  asm volatile("nop;");\n}\n',
+        ["fanfold/kernels/low_latency/dispatch.cu:2: [inline-ptx]"],
+    ),
+    "inline PTX where it has its names": (
+        "fanfold/kernels/device/warp.cuh",
+        '__device__ __forceinline__ void nop() {\n  asm volatile("nop;" ::: "memory");\n}\n',
+        [],
+    ),
+    "long kernel with launch bounds": (
+        "fanfold/kernels/low_latency/dispatch.cu",
+        f'extern "C" __global__ void __launch_bounds__(32)\n    f(int a) {{\n{CPP_BODY * 58}}}\n',
+        ["fanfold/kernels/low_latency/dispatch.cu:1: [function-length] f has 61 lines"],
+    ),
+    "a device loop that looks on and on": (
+        "fanfold/kernels/low_latency/call.cuh",
+        "__device__ void f() {\n  while (v == 0) v = load_relaxed_system(at);\n}\n",
+        ["fanfold/kernels/low_latency/call.cuh:2: [unbounded-wait]"],
+    ),
+    "a device loop that looks by another function": (
+        "fanfold/kernels/low_latency/call.cuh",
+        (
+            "__device__ int look() { return load_acquire_system(at); }\n"
+            "__device__ void f() {\n  do {\n    v = look();\n  } while (v == 0);\n}\n"
+        ),
+        ["fanfold/kernels/low_latency/call.cuh:3: [unbounded-wait]"],
+    ),
+    "a device loop without a condition": (
+        "fanfold/kernels/device/bulk.cuh",
+        (
+            "__device__ void f() {\n  for (int i = 0;; ++i) {\n"
+            "    if (phase_is_over(barrier, 0)) return;\n  }\n}\n"
+        ),
+        ["fanfold/kernels/device/bulk.cuh:2: [unbounded-wait]"],
+    ),
+    "device loops that end": (
+        "fanfold/kernels/low_latency/call.cuh",
+        (
+            "__device__ int await() {\n  while (true) {\n    v = load_relaxed_system(at);\n"
+            "    if (patience.exhausted(peer, v)) return 0;\n  }\n}\n"
+            "__device__ void f() {\n  for (int i = 0; i < 3; ++i) v[i] = load_relaxed_system(at);\n"
+            "  while (true) {\n    if (first >= await()) return;\n    first += step;\n  }\n}\n"
+        ),
+        [],
+    ),
     "a long comment": (
         "csrc/base/error.h",
         f"// {'x' * 98}\n",

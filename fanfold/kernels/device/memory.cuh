@@ -5,7 +5,7 @@
 
 namespace fanfold {
 
-// ---- seen by other GPUs ---------------------------------------------------------------------------
+// ---- seen by other GPUs -------------------------------------------------------------------------
 
 __device__ __forceinline__ uint4 load_relaxed_system(const uint4* address) {
   uint4 v;
@@ -51,7 +51,7 @@ __device__ __forceinline__ void store_release_system(uint64_t* address, uint64_t
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(v) : "memory");
 }
 
-// ---- of this GPU ----------------------------------------------------------------------------------
+// ---- of this GPU --------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t load_relaxed_gpu(const uint32_t* address) {
   uint32_t v;
@@ -63,12 +63,13 @@ __device__ __forceinline__ void store_relaxed_gpu(uint32_t* address, uint32_t v)
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
 }
 
-// Input that nobody writes while the kernel runs, and that is read once.
-__device__ __forceinline__ uint4 load_constant(const uint4* address) {
+// Input that is read once. Not through the read-only path: a kernel launched early begins while the
+// one that makes its input still runs.
+__device__ __forceinline__ uint4 load_once(const uint4* address) {
   uint4 v;
-  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-      : "l"(address));
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address));
   return v;
 }
 

@@ -20,7 +20,20 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   return pair;
 }
 
-// Nearest even, saturating; NaN becomes the positive one.
+// One value, with no instruction for it: nearest even, saturating; NaN becomes the positive one.
+__device__ __forceinline__ uint32_t e4m3_by_hand(float value) {
+  const uint32_t bits = __float_as_uint(value);
+  const float magnitude = fminf(fabsf(value), kE4m3Max);
+  // Below 2^-6 the step is 2^-9: adding 2^14 makes that the unit of the last place.
+  const uint32_t subnormal = __float_as_uint(__fadd_rn(magnitude, 16384.0f)) - 0x46800000u;
+  const uint32_t word = __float_as_uint(magnitude);
+  const uint32_t normal = (word + 0x7ffffu + ((word >> 20) & 1u) - (120u << 23)) >> 20;
+  const uint32_t code = magnitude < 0x1p-6f ? subnormal : normal;
+  const uint32_t sign = (bits & 0x80000000u) >> 24;
+  return isnan(value) ? 0x7fu : sign | code;
+}
+
+// Four values, the first in the lowest byte, rounded likewise.
 __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d) {
 #if __CUDA_ARCH__ >= 890
   uint32_t quad;
@@ -32,21 +45,7 @@ __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d
       : "f"(a), "f"(b), "f"(c), "f"(d));
   return quad;
 #else
-  uint32_t quad = 0;
-  const float values[4] = {a, b, c, d};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t bits = __float_as_uint(values[i]);
-    const float magnitude = fminf(fabsf(values[i]), kE4m3Max);
-    // Below 2^-6 the step is 2^-9: adding 2^14 makes that the unit of the last place.
-    const uint32_t subnormal = __float_as_uint(__fadd_rn(magnitude, 16384.0f)) - 0x46800000u;
-    const uint32_t word = __float_as_uint(magnitude);
-    const uint32_t normal = (word + 0x7ffffu + ((word >> 20) & 1u) - (120u << 23)) >> 20;
-    const uint32_t code = magnitude < 0x1p-6f ? subnormal : normal;
-    const uint32_t sign = (bits & 0x80000000u) >> 24;
-    quad |= (isnan(values[i]) ? 0x7fu : (sign | code)) << (8 * i);
-  }
-  return quad;
+  return e4m3_by_hand(a) | e4m3_by_hand(b) << 8 | e4m3_by_hand(c) << 16 | e4m3_by_hand(d) << 24;
 #endif
 }
 
@@ -60,7 +59,8 @@ __device__ __forceinline__ uint32_t ue8m0_of(uint32_t power_of_two_bits) {
   return power_of_two_bits >> 23;
 }
 
-// sum += weight * the eight bf16 of `v`; products are rounded before they are added (decision 0004).
+// sum += weight * the eight bf16 of `v`; each product is rounded before it is added (decision
+// 0004).
 __device__ __forceinline__ void add_weighted(float (&sum)[8], uint4 v, float weight) {
   const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll

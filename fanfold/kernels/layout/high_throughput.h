@@ -20,8 +20,8 @@ struct HighThroughputSignals {
   int32_t ranks;
 
   enum Kind : int32_t {
-    kAnnounced = 0,  // value: 0, or kRefused
-    kPublished = 1,  // value: chunks of the peer's stream that may be read, or kRefused
+    kAnnounced = 0,  // value: 0, or kRefusedValue
+    kPublished = 1,  // value: chunks of the peer's stream that may be read, or kRefusedValue
     kTaken = 2,      // value: chunks of this rank's stream that the peer has read, or kLeft
     kKinds = 3,
   };

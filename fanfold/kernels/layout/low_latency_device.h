@@ -2,7 +2,7 @@
 // what the kernels are told. The protocol: docs/low_latency.md.
 //
 //   receipts       [source rank]                         u64      any call
-//   calls          [kind][parity][source rank]           u64      dispatch and combine, by the source
+//   calls          [kind][parity][source rank]           u64      both calls, by their sender
 //   counts         [parity][source rank][local expert]   u32      dispatch, by the source
 //   headers        [parity][source rank][token][top_k]   u64      dispatch, by the source
 //   late headers   [parity][source rank][token][top_k]   u64      combine, by the source
@@ -28,6 +28,22 @@ inline constexpr int32_t kMostCtas = 512;
 inline constexpr int32_t kUnitBytes = 16;
 inline constexpr int32_t kSegmentUnits = 32;
 
+// Which row a CTA works on.
+struct SourceToken {
+  int32_t source;
+  int32_t token;
+};
+
+// The `turn`-th row of the CTA `cta` of `ctas`. Neighbours take the sources of one token, so that
+// few tokens are spread over many CTAs; and a CTA takes another source at every turn, so that none
+// has only rows of a rank that is slow. `ctas` need not be a multiple of `ranks`: where a token's
+// sources fall to two turns, all are counted to the first.
+FANFOLD_HD constexpr SourceToken pair_of(int32_t cta, int32_t turn, int32_t ctas, int32_t ranks) {
+  const int32_t q = cta + turn * ctas;
+  const int32_t place = q % ranks;
+  return {(place + turn - (cta < place ? 1 : 0)) % ranks, q / ranks};
+}
+
 // A call's number. It says which half of the memory the call uses and marks what the call writes.
 // The first is not 0, which fresh memory holds.
 inline constexpr uint32_t kFirstEpoch = 2;
@@ -37,16 +53,18 @@ inline constexpr uint32_t kFirstEpoch = 2;
 struct CallWord {
   uint32_t tokens;
   bool refused;
+  bool fp8;        // how the rows are laid out, so that a rank that refused can take them away
   uint32_t facts;  // 16 bits: see `facts_of`
   uint32_t epoch;  // the low 16 bits
 
   FANFOLD_HD constexpr uint64_t encode() const {
     return (uint64_t{epoch & 0xffffu} << 48) | (uint64_t{facts & 0xffffu} << 32) |
-           (uint64_t{refused} << 24) | tokens;
+           (uint64_t{fp8} << 25) | (uint64_t{refused} << 24) | tokens;
   }
   FANFOLD_HD static constexpr CallWord decode(uint64_t word) {
     return {static_cast<uint32_t>(word) & 0xffffffu, ((word >> 24) & 1u) != 0,
-            static_cast<uint32_t>(word >> 32) & 0xffffu, static_cast<uint32_t>(word >> 48)};
+            ((word >> 25) & 1u) != 0, static_cast<uint32_t>(word >> 32) & 0xffffu,
+            static_cast<uint32_t>(word >> 48)};
   }
   // Sixteen bits of everything that ranks must agree about.
   FANFOLD_HD static constexpr uint32_t facts_of(const LowLatencyFacts& facts) {
@@ -59,8 +77,10 @@ struct CallWord {
   }
 };
 
-static_assert(CallWord::decode(CallWord{0xabcdef, true, 0x1234, 0x10005}.encode()).epoch == 5);
-static_assert(CallWord::decode(CallWord{0xabcdef, true, 0x1234, 5}.encode()).tokens == 0xabcdef);
+static_assert(CallWord::decode(CallWord{0xabcdef, true, false, 0x1234, 0x10005}.encode()).epoch ==
+              5);
+static_assert(CallWord::decode(CallWord{0xabcdef, true, true, 0x1234, 5}.encode()).tokens ==
+              0xabcdef);
 
 // Rows that one source sends to one expert. Every word is written in every call, so that the tag
 // only has to tell this use of the word from the one before.
@@ -151,6 +171,10 @@ struct LowLatencyDeviceLayout {
 
 static_assert(LowLatencyDeviceLayout{{4, 512, 22, 1000, 7}, true}.offsets().rows % 128 == 0);
 
+// Stands in the table's tokens of source 0, and in the ranges' first entry, after a dispatch that a
+// rank has refused. Every rank that received it sees it, and combines nothing.
+inline constexpr int32_t kVoid = -1;
+
 // What combine must know of the dispatch before it, where the weights came with dispatch. It lies
 // in a tensor of the caller's: entries, entries of each (source, token), tokens of each source,
 // ranks of each own token.
@@ -209,7 +233,7 @@ struct CallArgs {
   int32_t max_tokens;
   uint32_t phases;
   uint32_t facts;
-  int32_t refused;    // this rank takes part without tokens and tells its peers why nothing comes
+  int32_t refused;    // this rank takes part without tokens, and keeps nothing of what comes
   int32_t mask_late;  // go on without a peer that is late
   int32_t senders;    // CTAs that push rows only; dispatch
 };
@@ -219,7 +243,7 @@ struct DispatchArgs {
   const unsigned char* x;     // [tokens][hidden] bf16
   const int64_t* topk_idx;    // [tokens][top_k], -1 is no choice
   const float* topk_weights;  // [tokens][top_k], or null
-  unsigned char* rows;        // [local experts][capacity][hidden]; null: nothing is kept
+  unsigned char* rows;        // [local experts][capacity][hidden]
   uint32_t* scales;           // [local experts][blocks][capacity], or packed
   int32_t* counts;            // [local experts]
   int32_t* source_tokens;     // [local experts][capacity]

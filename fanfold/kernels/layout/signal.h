@@ -25,7 +25,7 @@ struct Signal {
 
 // The value of a signal whose sender refused its own input: there is no data in this epoch, and
 // the reason stands in the sender's control block.
-inline constexpr int32_t kRefused = -1;
+inline constexpr int32_t kRefusedValue = -1;
 
 // Whether an epoch has been reached. Epochs are compared by distance, so that they may wrap.
 FANFOLD_HD constexpr bool reached(uint32_t actual, uint32_t expected) {
@@ -39,7 +39,7 @@ FANFOLD_HD constexpr int32_t parity_of(uint32_t epoch) {
   return static_cast<int32_t>(epoch % kParities);
 }
 
-static_assert(Signal::decode(Signal{7, kRefused}.encode()).value == kRefused);
+static_assert(Signal::decode(Signal{7, kRefusedValue}.encode()).value == kRefusedValue);
 static_assert(Signal::decode(Signal{0xffffffffu, 5}.encode()).epoch == 0xffffffffu);
 static_assert(reached(1, 0xfffffffeu) && !reached(0xfffffffeu, 1));
 

@@ -29,12 +29,14 @@ __device__ __forceinline__ uint32_t never_absent(uint32_t word) {
 // What every thread asks for first, all at once, and looks at as late as it can.
 struct Prologue {
   CtaEpochs epochs;
+  uint32_t failed;   // whether an earlier call has
   int32_t masked;    // lane r: whether rank r is
   uint64_t receipt;  // lane r: what rank r has received
 
   __device__ static Prologue load(const CallArgs& args, CallKind kind) {
     Prologue seen{};
     seen.epochs = args.state->epochs[static_cast<int>(kind)][blockIdx.x];
+    seen.failed = args.state->failed;
     const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
     if (lane >= kRanks) return seen;
     seen.masked = args.state->masked[lane];
@@ -78,13 +80,13 @@ class Call {
 
   __device__ int half() const { return static_cast<int>(epoch & 1u); }
 
-  // Where in the memory of `owner` this rank writes. In a bench's mirror two GPUs stand for more: each
-  // is rank 0, and what it sends to another rank comes to the other GPU as from another.
+  // Where in the memory of `owner` this rank writes. In a bench's mirror two GPUs stand for more:
+  // each is rank 0, and what it sends to another rank comes to the other GPU as from another.
   __device__ int writer_at(int owner) const {
     return kMirror != 0 ? (kRanks - owner) % kRanks : args.rank;
   }
 
-  // ---- places in the memory of `owner` -----------------------------------------------------------
+  // ---- places in the memory of `owner` ----------------------------------------------------------
 
   __device__ int64_t slot(int writer, int token) const {
     return int64_t{half() * kRanks + writer} * args.max_tokens + token;
@@ -106,7 +108,7 @@ class Call {
                                     slot(writer, token) * args.at.row_stride);
   }
 
-  // ---- peers ----------------------------------------------------------------------------------------
+  // ---- peers ------------------------------------------------------------------------------------
 
   // Bit r: rank r is not masked. All lanes of the warp ask together.
   __device__ uint32_t live_ranks() const {
@@ -124,7 +126,7 @@ class Call {
     return (1u + static_cast<uint32_t>(Kind)) | (static_cast<uint32_t>(peer) << 8);
   }
 
-  // ---- the course of a call -------------------------------------------------------------------------
+  // ---- the course of a call ---------------------------------------------------------------------
 
   // Returns the live ranks, once each of them has received the last call but one, whose half of the
   // memory this call uses. All lanes of a warp ask together. No fence is needed: what the warp
@@ -132,21 +134,25 @@ class Call {
   __device__ uint32_t await_receipts() const;
 
   // Says to every live peer what this call is.
-  __device__ void push_call_word(uint32_t live) const {
+  __device__ void push_call_word(uint32_t live, bool is_fp8) const {
     if (lane >= kRanks || (live >> lane & 1u) == 0) return;
-    const CallWord word{static_cast<uint32_t>(args.tokens), args.refused != 0, args.facts, epoch};
+    const CallWord word{static_cast<uint32_t>(args.tokens), args.refused != 0, is_fp8, args.facts,
+                        epoch};
     store_relaxed_system(call_word(lane, writer_at(lane)), word.encode());
   }
 
-  // The tokens of `source` in this call; none of one that refused or means another call.
-  __device__ int await_tokens(int source) const;
+  // What `source` says of this call: no tokens if it refused, is late, or means another call. One
+  // that itself refused takes whatever comes, to make its memory absent again.
+  __device__ CallWord await_call(int source) const;
 
- private:
-  __device__ void check(int source, const CallWord& word) const {
-    if (blockIdx.x != 0) return;
-    if (word.refused) report(ReportKind::kRefused, source, 0, 0);
-    if (word.facts != args.facts && !word.refused && args.refused == 0)
+  // Tells the host if `word` is a refusal or means another call.
+  __device__ void report_call(int source, const CallWord& word) const {
+    if (args.refused != 0 || word.epoch != (epoch & 0xffffu)) return;
+    if (word.refused) {
+      report(ReportKind::kRefused, source, 0, 0);
+    } else if (word.facts != args.facts) {
       report(ReportKind::kDisagreement, source, 0, 0);
+    }
   }
 };
 
@@ -167,6 +173,7 @@ class Patience {
     const CallArgs& args = call_.args;
     if (args.mask_late != 0) {
       mask_peer(args.state, peer);
+      looks_ = 0;  // the others have all their time
     } else {
       fail_call(args.state, args.reports, Call<Kind>::call_of(peer), call_.epoch, came);
     }
@@ -188,8 +195,7 @@ __device__ uint32_t Call<Kind>::await_receipts() const {
   Patience<Kind> patience(*this);
   while (waits) {
     const Receipt receipt = Receipt::decode(word);
-    const uint32_t received =
-        Kind == CallKind::kDispatch ? receipt.dispatches : receipt.combines;
+    const uint32_t received = Kind == CallKind::kDispatch ? receipt.dispatches : receipt.combines;
     // Of the calls before this one, all but the last must have been received.
     if (static_cast<int32_t>(received + kFirstEpoch + 1u - epoch) >= 0) break;
     if (patience.exhausted(lane, received)) break;
@@ -199,16 +205,15 @@ __device__ uint32_t Call<Kind>::await_receipts() const {
 }
 
 template <CallKind Kind>
-__device__ int Call<Kind>::await_tokens(int source) const {
+__device__ CallWord Call<Kind>::await_call(int source) const {
   Patience<Kind> patience(*this);
   CallWord word{};
-  while (true) {
+  do {
     word = CallWord::decode(load_relaxed_system(call_word(args.rank, source)));
-    if (word.epoch == (epoch & 0xffffu)) break;
-    if (patience.exhausted(source, word.epoch)) return 0;
-  }
-  check(source, word);
-  return word.refused || word.facts != args.facts ? 0 : static_cast<int>(word.tokens);
+  } while (word.epoch != (epoch & 0xffffu) && !patience.exhausted(source, word.epoch));
+  const bool fits = word.epoch == (epoch & 0xffffu) && !word.refused;
+  if (!fits || (word.facts != args.facts && args.refused == 0)) word.tokens = 0;
+  return word;
 }
 
 // Tells every peer which calls this rank has received whole: all that its kernels before this one
@@ -217,23 +222,28 @@ __device__ int Call<Kind>::await_tokens(int source) const {
 __device__ __forceinline__ void push_receipts(const CallArgs& args, const Prologue& seen) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
   if (lane >= kRanks || seen.masked != 0) return;
+  // The counters of this CTA: those of others may tell of this very kernel already.
   const auto& epochs = args.state->epochs;
-  const Receipt receipts{epochs[0][0].receive - kFirstEpoch, epochs[1][0].receive - kFirstEpoch};
+  const Receipt receipts{epochs[0][blockIdx.x].receive - kFirstEpoch,
+                         epochs[1][blockIdx.x].receive - kFirstEpoch};
   const int writer = kMirror != 0 ? (kRanks - lane) % kRanks : args.rank;
   auto* theirs = reinterpret_cast<uint64_t*>(args.peers[lane] + args.at.receipts);
   store_release_system(theirs + writer, receipts.encode());
 }
 
-// Runs `body` and counts the call. Every CTA counts for itself, so none waits for another.
-template <CallKind Kind, class Body>
-__device__ __forceinline__ void run_call(const CallArgs& args, Body body) {
+// Runs `body` and counts the call, unless an earlier one has failed or `is_void(...)`. Every CTA
+// counts for itself, so the grid needs no barrier.
+template <CallKind Kind, class IsVoid, class Body>
+__device__ __forceinline__ void run_call(const CallArgs& args, IsVoid is_void, Body body) {
   allow_next_kernel();
   wait_for_previous_kernel();
+  const bool nothing = is_void();  // asked for together with the following
   const Prologue seen = Prologue::load(args, Kind);
   // A warp that has less to do than others, as the release takes its time, and of a CTA that in
   // dispatch only sends.
   if (static_cast<int>(blockIdx.x) == args.senders - 1 && threadIdx.x / kWarpLanes == kWarps - 1)
     push_receipts(args, seen);
+  if (nothing || seen.failed != 0) return;
   // Kept in shared memory, as every register counts in between.
   __shared__ CtaEpochs next;
   if (threadIdx.x == 0) {

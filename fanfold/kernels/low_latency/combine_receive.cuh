@@ -21,7 +21,8 @@ class CombineReceive {
       if (task != first_task()) ranks = ranks_of_token(token);
       reduce(token, task % kSegments, ranks & live);
     }
-    if (blockIdx.x == 0 && call_.warp == 0 && (live >> call_.lane & 1u) != 0) hear_of(call_.lane);
+    if (blockIdx.x == gridDim.x - 1 && call_.warp == 0 && (live >> call_.lane & 1u) != 0)
+      hear_of(call_.lane);
   }
 
  private:
@@ -63,7 +64,7 @@ class CombineReceive {
     return call_.row(args_.call.rank, rank, token);
   }
 
-  // ---- bf16 rows ----------------------------------------------------------------------------------
+  // ---- bf16 rows --------------------------------------------------------------------------------
 
   __device__ void add_rows(int first, int token, int part, uint32_t ranks,
                            float (&sum)[kColumnsOfUnit]) {
@@ -120,7 +121,8 @@ class CombineReceive {
   // A rank that refused sends no rows. Looked at only where one is awaited in vain for a while.
   __device__ bool has_refused(int rank) {
     if ((++looks_ & 0xffu) != 0) return false;
-    const CallWord word = CallWord::decode(load_relaxed_system(call_.call_word(args_.call.rank, rank)));
+    const CallWord word =
+        CallWord::decode(load_relaxed_system(call_.call_word(args_.call.rank, rank)));
     return word.epoch == (call_.epoch & 0xffffu) && word.refused;
   }
 
@@ -128,11 +130,11 @@ class CombineReceive {
   __device__ void hear_of(int rank) {
     const bool timed = args_.wait_ns != nullptr;
     const uint64_t begin = timed ? global_nanoseconds() : 0;
-    call_.await_tokens(rank);
+    call_.report_call(rank, call_.await_call(rank));
     if (timed) args_.wait_ns[rank] += static_cast<int64_t>(global_nanoseconds() - begin);
   }
 
-  // ---- rows as LogFMT -----------------------------------------------------------------------------
+  // ---- rows as LogFMT ---------------------------------------------------------------------------
 
   // The first word of a segment says how it is coded.
   __device__ void add_segment_of(int rank, int token, int part, float (&sum)[kColumnsOfUnit]) {
@@ -152,7 +154,7 @@ class CombineReceive {
       uint4 v = load_relaxed_system(units + call_.lane);
       while (!arrived(v) && !patience.exhausted(rank, 0))
         v = load_relaxed_system(units + call_.lane);
-      add_weighted(sum, v, 1.0f);
+      if (arrived(v)) add_weighted(sum, v, 1.0f);
       store_weak(units + call_.lane, absent());
     }
   }
@@ -162,7 +164,8 @@ class CombineReceive {
     const int block = call_.lane / kBlockLanes;
     const int blocks = blocks_of_segment(part);
     // Eight fields begin at a word or in the middle of one, and touch three.
-    const uint32_t* codes = words + range_place(block) + 1 + call_.lane % kBlockLanes * kLaneHalves / 2;
+    const uint32_t* codes =
+        words + range_place(block) + 1 + call_.lane % kBlockLanes * kLaneHalves / 2;
     uint32_t range = 0;
     uint32_t mine[3] = {};
     bool here = block >= blocks;
@@ -177,7 +180,7 @@ class CombineReceive {
       if (!here && patience.exhausted(rank, 0)) break;
     }
     __syncwarp();
-    if (block < blocks) add_codes(sum, range, mine, call_.lane);
+    if (here && block < blocks) add_codes(sum, range, mine, call_.lane);
     for (int w = call_.lane; w < range_place(blocks); w += kWarpLanes)
       store_relaxed_gpu(words + w, kAbsent);
   }

@@ -13,9 +13,10 @@ class CombineSend {
       : args_(args), shared_(shared), call_(args.call, seen, seen.epochs.send) {}
 
   __device__ void run() {
-    if (blockIdx.x == 0 && call_.warp == 0) call_.push_call_word(call_.await_receipts());
+    if (blockIdx.x == 0 && call_.warp == 0) call_.push_call_word(call_.await_receipts(), false);
     if constexpr (kLate) send_headers();
-    if (args_.call.refused != 0) return;
+    // A rank that refused sends nothing, but takes the headers that come.
+    if (!kLate && args_.call.refused != 0) return;
     for (int first = 0;; first += kPassRows) {
       if (first > 0) __syncthreads();
       const uint32_t live = call_.live_ranks();
@@ -23,7 +24,8 @@ class CombineSend {
       if (first == 0) call_.await_receipts();
       __syncthreads();
       send_rows(first);
-      const int next = static_cast<int>(blockIdx.x) + (first + kPassRows) * static_cast<int>(gridDim.x);
+      const int next =
+          static_cast<int>(blockIdx.x) + (first + kPassRows) * static_cast<int>(gridDim.x);
       if (next >= most_tokens() * kRanks) return;
     }
   }
@@ -31,17 +33,11 @@ class CombineSend {
  private:
   static constexpr int kBatch = 4;  // outputs that a lane asks for at once
 
-  struct Pair {
-    int source;
-    int token;
-  };
-  // Neighbouring CTAs take the sources of one token, so that few tokens spread over many CTAs.
-  __device__ static Pair pair_at(int i) {
-    const int q = static_cast<int>(blockIdx.x) + i * static_cast<int>(gridDim.x);
-    return {(q + i) % kRanks, q / kRanks};
+  __device__ static SourceToken pair_at(int turn) {
+    return pair_of(static_cast<int>(blockIdx.x), turn, static_cast<int>(gridDim.x), kRanks);
   }
 
-  // ---- which outputs make up a row ----------------------------------------------------------------
+  // ---- which outputs make up a row --------------------------------------------------------------
 
   __device__ void send_headers() {
     const int index = static_cast<int>(threadIdx.x) / kTeamThreads;
@@ -71,26 +67,28 @@ class CombineSend {
       shared_.tokens[call_.lane] = tokens_of(call_.lane, live);
     if constexpr (kLate) __syncthreads();
     for (int i = call_.warp; i < kPassRows; i += kWarps) {
-      const Pair pair = pair_at(first + i);
+      const SourceToken pair = pair_at(first + i);
       int fan = 0;
       // A pair beyond the memory's tokens has no header and no entries.
-      if (pair.token < args_.call.max_tokens) fan = kLate ? look_up_late(i, pair) : look_up_table(i, pair);
+      if (pair.token < args_.call.max_tokens)
+        fan = kLate ? look_up_late(i, pair) : look_up_table(i, pair);
       if (call_.lane == 0) shared_.fan[i] = (live >> pair.source & 1u) != 0 ? fan : 0;
     }
   }
 
   __device__ int tokens_of(int source, uint32_t live) const {
     if constexpr (kLate) {
-      return (live >> source & 1u) != 0 ? call_.await_tokens(source) : 0;
+      return (live >> source & 1u) != 0 ? static_cast<int>(call_.await_call(source).tokens) : 0;
     } else {
       return reinterpret_cast<const int32_t*>(args_.table + table().tokens_offset())[source];
     }
   }
 
   // Everything is asked for at once, also what the row may turn out not to have.
-  __device__ int look_up_table(int i, Pair pair) {
+  __device__ int look_up_table(int i, SourceToken pair) {
     const int64_t q = int64_t{pair.source} * args_.call.max_tokens + pair.token;
-    const int fan = reinterpret_cast<const int32_t*>(args_.table + table().fans_offset())[q];
+    const int fan =
+        min(kTopK, reinterpret_cast<const int32_t*>(args_.table + table().fans_offset())[q]);
     const int tokens =
         reinterpret_cast<const int32_t*>(args_.table + table().tokens_offset())[pair.source];
     TableEntry entry{};
@@ -106,9 +104,10 @@ class CombineSend {
     return fan;
   }
 
-  __device__ int look_up_late(int i, Pair pair) {
+  __device__ int look_up_late(int i, SourceToken pair) {
     if (pair.token >= shared_.tokens[pair.source]) return 0;
     const Resolved header = take_header(call_, pair.source, pair.token);
+    if (args_.call.refused != 0) return 0;
     if (header.here) {
       const int64_t begin = args_.ranges[int64_t{header.local} * kRanks + pair.source] >> 32;
       shared_.terms[i][__popc(header.all & lanes_below())] = {
@@ -139,8 +138,9 @@ class CombineSend {
       const int i = (task / kSegments + own) % kPassRows;
       const int part = task % kSegments;
       if (shared_.fan[i] == 0) continue;
-      const Pair pair = pair_at(first + i);
-      uint4* row = call_.row(pair.source, call_.writer_at(pair.source), pair.token) + part * kSegmentUnits;
+      const SourceToken pair = pair_at(first + i);
+      uint4* row =
+          call_.row(pair.source, call_.writer_at(pair.source), pair.token) + part * kSegmentUnits;
       float sum[kColumnsOfUnit] = {};
       if (has_unit(part, call_.lane)) weighted_sum(i, part, sum);
       if constexpr (kLogFmt != 0) {
@@ -157,14 +157,14 @@ class CombineSend {
       uint4 v[kBatch];
 #pragma unroll
       for (int j = 0; j < kBatch; ++j)
-        if (first + j < fan) v[j] = load_constant(shared_.terms[i][first + j].row + unit);
+        if (first + j < fan) v[j] = load_once(shared_.terms[i][first + j].row + unit);
 #pragma unroll
       for (int j = 0; j < kBatch; ++j)
         if (first + j < fan) add_weighted(sum, v[j], shared_.terms[i][first + j].weight);
     }
   }
 
-  // ---- rows as LogFMT -----------------------------------------------------------------------------
+  // ---- rows as LogFMT ---------------------------------------------------------------------------
 
   // False, with nothing written, if the segment cannot be coded or would not be shorter.
   __device__ bool push_coded(uint32_t* words, int part, const float (&sum)[kColumnsOfUnit]) {

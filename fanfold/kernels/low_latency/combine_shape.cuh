@@ -1,5 +1,5 @@
-// What the two halves of combine share. Constants of the kernel: kLate (routing comes with combine),
-// kLogFmt (rows travel as LogFMT-10 where they can).
+// What the two halves of combine share. Constants of the kernel: kLate (routing comes with
+// combine), kLogFmt (rows travel as LogFMT-10 where they can).
 #pragma once
 
 #include "device/numbers.cuh"
@@ -18,6 +18,17 @@ __device__ __forceinline__ bool has_unit(int part, int lane) {
   return kUnits % kSegmentUnits == 0 || part * kSegmentUnits + lane < kUnits;
 }
 
+// Whether the dispatch whose rows come back was void. A rank that refuses has none to ask.
+__device__ __forceinline__ bool of_void_dispatch(const CombineArgs& args) {
+  if (args.call.refused != 0) return false;
+  if constexpr (kLate) {
+    return args.ranges[0] == kVoid;
+  } else {
+    const TableLayout table{kRanks, kTopK, args.call.max_tokens};
+    return *reinterpret_cast<const int32_t*>(args.table + table.tokens_offset()) == kVoid;
+  }
+}
+
 // Rows that a CTA looks up, then sends, together.
 inline constexpr int kPassRows = 8;
 
@@ -30,8 +41,8 @@ struct Term {
 struct CombineShared {
   int32_t fan[kPassRows];
   Term terms[kPassRows][kTopK];
-  int32_t tokens[kRanks];  // of each source
-  HeaderShared headers;    // late routing
+  int32_t tokens[kRanks];                        // of each source
+  HeaderShared headers;                          // late routing
   uint32_t stage[kLogFmt ? kWarps : 1][2 * 40];  // coded columns of a warp's two blocks
 };
 static_assert(sizeof(CombineShared) <= 48 * 1024);

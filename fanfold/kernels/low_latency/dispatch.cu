@@ -1,5 +1,6 @@
 // Low-latency dispatch: quantise, push one row to each rank of a token, fan out to local experts.
-// No CTA waits for another of its own rank, so the grid needs no barrier.
+// The grid needs no barrier, but all of it must be on the GPU at once: receivers wait for words
+// that other CTAs write, here and on the peers.
 #include "low_latency/dispatch_receive.cuh"
 #include "low_latency/dispatch_send.cuh"
 
@@ -8,7 +9,8 @@ using namespace fanfold;
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     low_latency_dispatch(const __grid_constant__ DispatchArgs args) {
   __shared__ alignas(16) DispatchShared shared;
-  run_call<CallKind::kDispatch>(args.call, [&](const Prologue& seen) {
+  const auto is_void = [] { return false; };
+  run_call<CallKind::kDispatch>(args.call, is_void, [&](const Prologue& seen) {
     if (args.call.phases & kSend) DispatchSend(args, shared, seen).run();
     if (args.call.phases & kReceive) DispatchReceive(args, shared, seen).run();
   });

@@ -26,6 +26,10 @@ class DispatchReceive {
       if (first > 0) __syncthreads();
       for (int i = call_.warp; i < kPassRows; i += kWarps) place_row(i, pair_at(first + i, ctas));
       __syncthreads();
+      if (args_.call.refused != 0) {
+        drop_rows(first, ctas);
+        continue;
+      }
       for (int task = 0; task < kPassRows * kSegments; task += kWarps * kTasks)
         take_rows(first, task, ctas);
     }
@@ -34,16 +38,10 @@ class DispatchReceive {
  private:
   static constexpr int kSources = kRanks;
 
-  struct Pair {
-    int source;
-    int token;
-  };
-
-  // Neighbouring CTAs take the sources of one token, so that few tokens spread over many CTAs.
-  __device__ Pair pair_at(int i, int ctas) const {
-    const int q = static_cast<int>(blockIdx.x) - first_cta_ + i * ctas;
-    return {(q + i) % kSources, q / kSources};
+  __device__ SourceToken pair_at(int turn, int ctas) const {
+    return pair_of(static_cast<int>(blockIdx.x) - first_cta_, turn, ctas, kSources);
   }
+  __device__ bool is_kept() const { return args_.call.refused == 0; }
 
   __device__ int rows_to_look_at() const {
     int most = 0;
@@ -76,7 +74,12 @@ class DispatchReceive {
     // Reading the clock takes long, and here everything waits for it.
     const bool timed = blockIdx.x == gridDim.x - 1 && args_.wait_ns != nullptr;
     const uint64_t begin = timed ? global_nanoseconds() : 0;
-    shared_.tokens[source] = (live >> source & 1u) != 0 ? call_.await_tokens(source) : 0;
+    CallWord word{};
+    if ((live >> source & 1u) != 0) word = call_.await_call(source);
+    shared_.tokens[source] = static_cast<int>(word.tokens);
+    shared_.fp8[source] = word.fp8;
+    shared_.refused[source] = word.refused;
+    if (blockIdx.x == gridDim.x - 1 && (live >> source & 1u) != 0) call_.report_call(source, word);
     if (timed) args_.wait_ns[source] += static_cast<int64_t>(global_nanoseconds() - begin);
   }
 
@@ -96,7 +99,7 @@ class DispatchReceive {
   }
 
   __device__ void publish_counts() {
-    if (args_.rows == nullptr) return;
+    if (!is_kept()) return;
     for (int e = static_cast<int>(threadIdx.x); e < kLocalExperts; e += kThreads) {
       const int last = kSources - 1;
       const int total = shared_.total[e];
@@ -108,16 +111,25 @@ class DispatchReceive {
         args_.ranges[int64_t{e} * kSources + s] = (begin << 32) | (end - begin);
       }
     }
-    if (args_.table == nullptr || threadIdx.x >= kSources) return;
+    __syncthreads();  // the first of the ranges stands
+    if (threadIdx.x == 0) publish_tokens();
+  }
+
+  // The tokens of each source for combine, and that this dispatch is void if it is.
+  __device__ void publish_tokens() {
+    bool refused = false;
+    for (int s = 0; s < kSources; ++s) refused = refused || shared_.refused[s];
+    if (refused) args_.ranges[0] = kVoid;
+    if (args_.table == nullptr) return;
     auto* tokens = reinterpret_cast<int32_t*>(args_.table + table().tokens_offset());
-    tokens[threadIdx.x] = shared_.tokens[threadIdx.x];
+    for (int s = 0; s < kSources; ++s) tokens[s] = refused ? kVoid : shared_.tokens[s];
   }
 
   __device__ TableLayout table() const { return {kRanks, kTopK, args_.call.max_tokens}; }
   __device__ int64_t capacity() const { return int64_t{kRanks} * args_.call.max_tokens; }
 
   // One warp: where the copies of one row go.
-  __device__ void place_row(int i, Pair pair) {
+  __device__ void place_row(int i, SourceToken pair) {
     if (pair.token >= shared_.tokens[pair.source]) {
       if (call_.lane == 0) shared_.fan[i] = 0;
       return;
@@ -130,10 +142,10 @@ class DispatchReceive {
       row = shared_.before[pair.source][header.local] + header.place;
       shared_.places[i][index] = {header.local, row};
     }
-    if (args_.rows != nullptr) note_row(pair, header, index, row);
+    if (is_kept()) note_row(pair, header, index, row);
   }
 
-  __device__ void note_row(Pair pair, const Resolved& header, int index, int row) {
+  __device__ void note_row(SourceToken pair, const Resolved& header, int index, int row) {
     const int64_t place = header.local * capacity() + row;
     if (header.here) {
       args_.source_tokens[place] = pair.token;
@@ -162,7 +174,7 @@ class DispatchReceive {
   }
 
   __device__ uint4* received(int first_row, Task task, int ctas) const {
-    const Pair pair = pair_at(first_row + task.row, ctas);
+    const SourceToken pair = pair_at(first_row + task.row, ctas);
     return call_.row(args_.call.rank, pair.source, pair.token);
   }
 
@@ -186,7 +198,7 @@ class DispatchReceive {
         const Task task = task_at(first_task, i);
         uint4* row = received(first_row, task, ctas);
         if (__all_sync(kFullWarp, is_here(segments[i]))) {
-          if (args_.rows != nullptr) fan_out(task, segments[i]);
+          fan_out(task, segments[i]);
           clear(row, task.part);
           open &= ~(1u << i);
         } else {
@@ -199,7 +211,26 @@ class DispatchReceive {
       // The late rank is masked now: go on with the others.
 #pragma unroll
       for (int i = 0; i < kTasks; ++i)
-        if (pair_at(first_row + task_at(first_task, i).row, ctas).source == late) open &= ~(1u << i);
+        if (pair_at(first_row + task_at(first_task, i).row, ctas).source == late)
+          open &= ~(1u << i);
+    }
+  }
+
+  // What a rank that refused does with the rows that come: it makes them absent, whatever their
+  // encoding.
+  __device__ void drop_rows(int first_row, int ctas) {
+    for (int i = call_.warp; i < kPassRows; i += kWarps) {
+      if (shared_.fan[i] == 0) continue;
+      const SourceToken pair = pair_at(first_row + i, ctas);
+      uint4* row = call_.row(args_.call.rank, pair.source, pair.token);
+      const int units = shared_.fp8[pair.source] ? kHidden / kUnitBytes + (kBlocks + 3) / 4
+                                                 : kHidden * 2 / kUnitBytes;
+      for (int unit = call_.lane; unit < units; unit += kWarpLanes) {
+        DispatchPatience patience(call_);
+        while (!arrived(load_relaxed_system(row + unit)) && !patience.exhausted(pair.source, 0))
+          continue;
+        store_weak(row + unit, absent());
+      }
     }
   }
 
@@ -260,10 +291,10 @@ class DispatchReceive {
     }
   }
 
-  // The half is written again when peers have the receipt of this call, which the next kernel gives.
+  // The half is written again when peers have the receipt of this call, which the next kernel
+  // gives.
   __device__ void clear(uint4* row, int part) const {
-    if (has_unit(part, call_.lane))
-      store_weak(row + part * kSegmentUnits + call_.lane, absent());
+    if (has_unit(part, call_.lane)) store_weak(row + part * kSegmentUnits + call_.lane, absent());
     if (kFp8 && call_.lane == 0) store_weak(row + kUnits + part, absent());
   }
 

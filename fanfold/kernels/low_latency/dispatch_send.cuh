@@ -1,5 +1,5 @@
 // The send half of dispatch. A few CTAs push rows: one to every rank that holds one of the token's
-// experts. The others push headers, and the last team of all how many rows each expert gets. An SM
+// experts. The others push headers, and their first team how many rows each expert gets. An SM
 // whose stores wait for a link has its loads wait behind them, so those that are to receive in the
 // same kernel should not push rows; and few fill the links (decision 0100).
 #pragma once
@@ -77,8 +77,8 @@ class DispatchSend {
     if (!has_unit(part, call_.lane)) return;
     const auto* x = reinterpret_cast<const uint4*>(args_.x) + int64_t{token} * kInputUnits;
     const int unit = part * kSegmentUnits + call_.lane;
-    low = load_constant(x + (kFp8 ? unit * 2 : unit));
-    if constexpr (kFp8) high = load_constant(x + unit * 2 + 1);
+    low = load_once(x + (kFp8 ? unit * 2 : unit));
+    if constexpr (kFp8) high = load_once(x + unit * 2 + 1);
   }
 
   __device__ Segment encode(uint4 low, uint4 high) const {
@@ -148,10 +148,10 @@ class DispatchSend {
     const Team team{index, static_cast<int>(threadIdx.x) % kTeamThreads, kTeamThreads, 1 + index};
     // Teams of different CTAs come first, so that few tokens are spread over many CTAs.
     const int place = cta + index * ctas;
+    if (place == 0) return send_counts(team);
     const int teams = kTeams * ctas - 1;
-    if (place == teams) return send_counts(team);
     const int each = (args_.call.tokens + teams - 1) / teams;
-    const int first = place * each;
+    const int first = (place - 1) * each;
     const int last = min(first + each, args_.call.tokens);
     if (first >= last) return;
     HeaderSender<CallKind::kDispatch>(call_, choices_, shared_.headers).send(team, first, last);
@@ -159,7 +159,7 @@ class DispatchSend {
 
   __device__ void send_counts(const Team& team) {
     const uint32_t live = call_.await_receipts();
-    if (team.warp() == 0) call_.push_call_word(live);
+    if (team.warp() == 0) call_.push_call_word(live, kFp8);
     constexpr int kRounds = (kExperts + kTeamThreads - 1) / kTeamThreads;
     int counts[kRounds] = {};
     for (int first = 0; first == 0 || first < args_.call.tokens; first += kWindowTokens) {

@@ -1,8 +1,8 @@
 // What the two halves of dispatch share: how a row lies in its slot and how a warp holds a part.
 //
-// A slot holds the row's units of 16 bytes and, with fp8, behind them one unit for each segment: the
-// scales of its four blocks. Constants of the kernel: kEncoding (RowEncoding), kPackScales (scales
-// come out as UE8M0), kTasks (segments that a warp of a receiver has in flight).
+// A slot holds the row's units of 16 bytes and, with fp8, behind them one unit for each segment:
+// the scales of its four blocks. Constants of the kernel: kEncoding (RowEncoding), kPackScales
+// (scales come out as UE8M0), kTasks (segments that a warp of a receiver has in flight).
 #pragma once
 
 #include "device/numbers.cuh"
@@ -50,6 +50,8 @@ struct DispatchShared {
   int32_t before[kRanks][kLocalExperts];  // rows of earlier sources
   int32_t total[kLocalExperts];
   int32_t tokens[kRanks];
+  bool fp8[kRanks];  // of each source; what a refusing rank must know
+  bool refused[kRanks];
   int32_t fan[kPassRows];
   Place places[kPassRows][kTopK];
 };

@@ -154,8 +154,8 @@ class HeaderSender {
   }
 
  private:
-  // Leaves in the chunk's counters how often its experts were chosen before the chunk. `expert` is
-  // this lane's of the chunk.
+  // Leaves in the chunk's counters and sets how often its experts were chosen before the chunk.
+  // `expert` is this lane's of the chunk.
   __device__ void count_earlier(const Team& team, int chunk, int expert) {
     uint8_t* counter_of = shared_.counter_of[team.index];
     TokenSet* sets = shared_.sets[team.index];
@@ -174,6 +174,7 @@ class HeaderSender {
         if (counter != 0) sets[counter - 1].add(token);
       });
       team.synchronize();
+      if (first + kWindowTokens >= chunk) return;  // the last window's sets are counted when used
       for (int i = team.thread; i < kChunkTokens * kWarpLanes; i += team.threads)
         shared_.counters[team.index][i] += sets[i].size();
       team.synchronize();
@@ -204,9 +205,9 @@ class HeaderSender {
       const float weight = summed_weight(own.weight, expert >= 0 ? same : 0u);
       int place = 0;
       if (first) {
-        int32_t& counter = counters[shared_.counter_of[team.index][expert] - 1];
-        place = counter;
-        counter = place + 1;
+        const int counter = shared_.counter_of[team.index][expert] - 1;
+        place = counters[counter] + shared_.sets[team.index][counter].size();
+        ++counters[counter];
       }
       __syncwarp();
       push(token, first ? expert : -1, place, weight, live);
@@ -255,10 +256,10 @@ class HeaderSender {
 
 // What the header of one (source, token) says to this rank. Lane k < kTopK holds choice k.
 struct Resolved {
-  bool here;       // this lane's choice is one of this rank's experts
-  uint32_t all;    // the lanes of which that is so
-  int local;       // the expert
-  int place;       // among the rows of this source
+  bool here;     // this lane's choice is one of this rank's experts
+  uint32_t all;  // the lanes of which that is so
+  int local;     // the expert
+  int place;     // among the rows of this source
   float weight;
 };
 

@@ -1,0 +1,176 @@
+#!/usr/bin/env python3
+"""Times the low-latency kernels of one rank of many on two GPUs.
+
+    python benchmarks/mirror.py RESULTS.jsonl [--ranks 4] [--tokens 128,8] [--late-weights]
+
+Each of the two GPUs is rank 0 of ``ranks``, and the other stands for all its peers: what a GPU
+sends to rank p comes to the other as if from rank -p. So each sends and receives over NVLink what
+one of ``ranks`` GPUs does, and runs the kernels compiled for that number; what differs from a real
+host of as many GPUs is that its ranks do not drift apart in more than two ways. Results say
+``"mirror": true`` and are no substitute for a run on all GPUs.
+
+What arrives is compared with what the routing says before anything is timed: the rows of each
+expert, and the sums that combine makes of ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from fanfold.bench.cuda_run import device_facts
+from fanfold.bench.cuda_timing import Clock, GpuBarrier, empty_kernel
+from fanfold.bench.report import append_json_line, commit, versions
+from fanfold.config import Config
+from fanfold.formats import RowFormat
+from fanfold.geometry import Geometry
+from fanfold.group import Group, as_group
+from fanfold.launch import launch
+from fanfold.low_latency import cuda_required_bytes, kernels
+from fanfold.low_latency.cuda import CudaLowLatency
+from fanfold.symmetric_cuda import CudaSymmetricMemory
+
+GPUS = 2
+GEOMETRIES = ((7168, 8, 256), (2048, 8, 512), (1024, 22, 512))  # hidden, top-k, experts
+LEAST_MAX_TOKENS = 128
+CALLS = 20
+_sizes = kernels._sizes
+
+
+def _mirrored(geometry: Geometry) -> dict[str, int]:
+    return {**_sizes(geometry), "kMirror": 1}
+
+
+class _MirrorMemory:
+    """The memory of two GPUs as that of ``ranks``."""
+
+    def __init__(self, group: Group, ranks: int, nbytes: int) -> None:
+        self._memory = CudaSymmetricMemory(group, nbytes)
+        self._own = group.rank
+        self.rank, self.ranks, self.group = 0, ranks, group
+        self.device, self.bytes_per_rank = self._memory.device, nbytes
+        self.tensor, self.close = self._memory.tensor, self._memory.close
+
+    def base(self, peer: int) -> int:
+        """Address of the memory that stands for ``peer``'s."""
+        return self._memory.base(self._own if peer == 0 else 1 - self._own)
+
+
+def _batch(geometry: Geometry, tokens: int, seed: int) -> tuple[torch.Tensor, ...]:
+    numbers = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, geometry.hidden, generator=numbers).bfloat16()
+    scores = torch.rand(tokens, geometry.num_experts, generator=numbers)
+    weights = torch.rand(tokens, geometry.top_k, generator=numbers)
+    return x, scores.topk(geometry.top_k, dim=1).indices, weights
+
+
+def _expected_counts(geometry: Geometry, own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    locals_ = geometry.experts_per_rank
+    counts = torch.bincount(own.flatten(), minlength=geometry.num_experts)[:locals_]
+    elsewhere = torch.bincount(other.flatten(), minlength=geometry.num_experts)
+    return counts + elsewhere[locals_:].view(-1, locals_).sum(0)
+
+
+def _measure(
+    group: dist.ProcessGroup, geometry: Geometry, tokens: int, late: bool
+) -> dict[str, torch.Tensor]:
+    """Samples of this GPU in microseconds, by what was timed."""
+    rank = dist.get_rank(group)
+    memory = _MirrorMemory(
+        as_group(group), geometry.ranks, cuda_required_bytes(geometry, late_weights=late)
+    )
+    mode = CudaLowLatency(memory, Config.resolve(), late)  # type: ignore[arg-type]
+    device = memory.device
+    batches = [_batch(geometry, tokens, seed) for seed in range(GPUS)]
+    x, topk_idx, weights = (tensor.to(device) for tensor in batches[rank])
+    with_dispatch = {} if late else {"topk_weights": weights}
+    with_combine = {"late_weights": weights} if late else {}
+    out = torch.full_like(x, torch.nan)
+
+    def dispatch() -> Any:
+        return mode.dispatch(geometry, x, topk_idx, row_format=RowFormat.FP8, **with_dispatch)[0]
+
+    received = dispatch()
+
+    def combine(y: torch.Tensor, routing: Any) -> None:
+        mode.combine(geometry, y, routing, topk_idx, out=out, **with_combine)
+
+    shape = (geometry.experts_per_rank, geometry.expert_capacity, geometry.hidden)
+    combine(torch.ones(shape, dtype=torch.bfloat16, device=device), received.routing)
+    torch.cuda.synchronize()
+    mode.check()
+    expected = _expected_counts(geometry, batches[rank][1], batches[1 - rank][1])
+    assert torch.equal(received.counts.cpu().long(), expected), "rows of each expert"
+    sums = weights.sum(1, keepdim=True).expand_as(x)
+    torch.testing.assert_close(out.float(), sums, rtol=0.02, atol=0.0)
+
+    y = torch.randn(shape, device=device).bfloat16()
+    clock = Clock(GpuBarrier(group, device), device, warmup=10, iterations=60)
+    calls = {
+        "dispatch": dispatch,
+        "combine": partial(combine, y, received.routing),
+        "round": lambda: combine(y, dispatch().routing),
+    }
+    samples: dict[str, torch.Tensor] = {}
+    for name, call in (*calls.items(), ("empty", empty_kernel)):
+        samples[f"{name}.graph"] = clock.chain(call, CALLS)
+        samples[f"{name}.alone_raw"] = clock.alone(call, flushed=False)
+        samples[f"{name}.l2_flushed_raw"] = clock.alone(call, flushed=True)
+    mode.check()
+    memory.close()
+    return samples
+
+
+def _rank(
+    group: dist.ProcessGroup, ranks: int, tokens_list: list[int], late: bool
+) -> list[tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, Any]]]:
+    found = []
+    with mock.patch.object(kernels, "_sizes", _mirrored):
+        for tokens in tokens_list:
+            for hidden, top_k, experts in GEOMETRIES:
+                geometry = Geometry(ranks, experts, top_k, hidden, max(tokens, LEAST_MAX_TOKENS))
+                what = {"hidden": hidden, "top_k": top_k, "experts": experts, "tokens": tokens}
+                samples = _measure(group, geometry, tokens, late)
+                found.append((what, samples, device_facts(torch.device("cuda", 0))))
+                torch.cuda.empty_cache()
+    return found
+
+
+def main() -> None:
+    """Measures, prints a line for each point and appends it to the file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--tokens", default="128", help="numbers with commas")
+    parser.add_argument("--late-weights", action="store_true", help="as the DeepEP face has them")
+    args = parser.parse_args()
+    tokens = [int(number) for number in args.tokens.split(",")]
+    of_rank = launch(_rank, GPUS, (args.ranks, tokens, args.late_weights))
+    for point in zip(*of_rank, strict=True):
+        what, first, facts = point[0]
+        slowest = {
+            name: float(torch.stack([samples[name] for _, samples, _ in point]).amax(0).median())
+            for name in first
+        }
+        times = {name: round(value, 2) for name, value in slowest.items()}
+        append_json_line(
+            args.results,
+            {
+                "mirror": True, "gpus": GPUS, "ranks": args.ranks, **what,
+                "late_weights": args.late_weights, "dtype": "fp8", "times_us": times,
+                "device": facts, "versions": versions(), "commit": commit(),
+                "command": " ".join(["benchmarks/mirror.py", *sys.argv[1:]]),
+            },
+        )  # fmt: skip
+        print(what, {name: times[f"{name}.graph"] for name in ("dispatch", "combine", "round")})
+
+
+if __name__ == "__main__":
+    main()

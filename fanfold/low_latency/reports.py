@@ -1,0 +1,79 @@
+"""What the low-latency kernels find wrong, as exceptions."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from fanfold import _core
+from fanfold.errors import ArgumentError, FanfoldError, PeerRefused, PeerTimeout
+from fanfold.geometry import Geometry
+
+__all__ = ["Reports"]
+
+_PHASES = ("low_latency dispatch", "low_latency combine")
+
+
+class Reports:
+    """What kernels report: four words for each kind, of which the first is 0 or tells a call.
+
+    The host only reads them, so no report is lost to a race; it remembers which it has raised.
+    """
+
+    _TIMEOUT, _INDEX, _REFUSED, _DISAGREEMENT = range(4)
+
+    def __init__(self) -> None:
+        self._tensor = torch.zeros(_core.CUDA_REPORT_BYTES, dtype=torch.uint8, pin_memory=True)
+        self.address = self._tensor.data_ptr()
+        self._words = (ctypes.c_int32 * (_core.CUDA_REPORT_BYTES // 4)).from_address(self.address)
+        self._raised: dict[int, tuple[int, int]] = {}
+
+    def fatal(self) -> bool:
+        """Whether a report ends the mode: a peer was late, or ranks disagree."""
+        words = self._words
+        return bool(words[0] or words[12])
+
+    def passing(self) -> bool:
+        """Whether there is a new report of something that concerns one call only."""
+        words = self._words
+        return bool(words[4] or words[8]) and (self._is_new(1) or self._is_new(2))
+
+    def clear(self) -> None:
+        """Forgets everything. No kernel may run."""
+        for place in range(len(self._words)):
+            self._words[place] = 0
+        self._raised.clear()
+
+    def take(self, rank: int, geometry: Geometry | None, timeout_s: float) -> FanfoldError:
+        """The gravest report as an exception; those of one call are new once only."""
+        words = self._words
+        kinds = (self._TIMEOUT, self._DISAGREEMENT, self._REFUSED, self._INDEX)
+        kind = next(kind for kind in kinds if self._is_new(kind))
+        call, epoch, first, second = words[4 * kind : 4 * kind + 4]
+        peer, phase = call >> 8, _PHASES[(call & 0xFF) - 1]
+        number = (epoch & 0xFFFFFFFF) - _core.CUDA_FIRST_EPOCH + 1
+        if kind == self._TIMEOUT:
+            return PeerTimeout(rank, peer, phase, epoch & 0xFFFF, first, timeout_s, False)
+        if kind == self._DISAGREEMENT:
+            return ArgumentError(
+                f"call {number} of {phase}",
+                f"another on rank {rank} than on rank {peer}: geometry, row format or whether "
+                "weights come along differ",
+                "the same on all ranks; close this object",
+            )
+        self._raised[kind] = (call, epoch)
+        if kind == self._REFUSED:
+            reason = f"call {number}; its own exception says why"
+            return PeerRefused(rank, peer, phase, reason)
+        value = (second & 0xFFFFFF) - ((second & 0x800000) << 1)
+        most = "num_experts - 1" if geometry is None else str(geometry.num_experts - 1)
+        return ArgumentError(
+            f"topk_idx[{first}, {second >> 24 & 0xFF}] of call {number} of {phase}",
+            value,
+            f"from -1 (none) to {most}; it was taken for none",
+        )
+
+    def _is_new(self, kind: int) -> bool:
+        call, epoch = self._words[4 * kind], self._words[4 * kind + 1]
+        return call != 0 and self._raised.get(kind) != (call, epoch)

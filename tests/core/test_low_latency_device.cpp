@@ -1,0 +1,403 @@
+// The low-latency layout of GPUs: areas that never overlap, words that survive their encoding and
+// are never taken for absent ones, and the bounds within which all of that holds.
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "base/error.h"
+#include "check.hpp"
+#include "cuda/low_latency.h"
+#include "layout/low_latency_device.h"
+
+using namespace fanfold;
+
+namespace {
+
+struct Area {
+  int64_t begin;
+  int64_t bytes;
+};
+
+std::vector<LowLatencyDeviceLayout> many_layouts() {
+  std::vector<LowLatencyDeviceLayout> all;
+  for (const int32_t ranks : {1, 2, 3, 5, 8, 32}) {
+    for (const int32_t experts_per_rank : {1, 2, 7, 64}) {
+      for (const int32_t top_k : {1, 3, 8, 22, 32}) {
+        for (const int32_t hidden : {16, 24, 136, 2048, 7168, 16384}) {
+          for (const int32_t max_tokens : {0, 1, 7, 128, 4096}) {
+            for (const bool late : {false, true}) {
+              all.push_back({{ranks, ranks * experts_per_rank, top_k, hidden, max_tokens}, late});
+            }
+          }
+        }
+      }
+    }
+  }
+  return all;
+}
+
+// The bytes that each area needs, said once more and independently of the layout's arithmetic.
+std::vector<Area> areas_of(const LowLatencyDeviceLayout& layout) {
+  const LowLatencyGeometry& g = layout.geometry;
+  const LowLatencyDeviceOffsets at = layout.offsets();
+  const int64_t slots = int64_t{2} * g.ranks * g.max_tokens;
+  const int64_t headers = slots * g.top_k * 8;
+  std::vector<Area> areas{{at.receipts, int64_t{8} * g.ranks},
+                          {at.calls, int64_t{2} * 2 * 8 * g.ranks},
+                          {at.counts, int64_t{2} * 4 * g.ranks * g.experts_per_rank()},
+                          {at.headers, headers}};
+  if (layout.late) areas.push_back({at.late_headers, headers});
+  areas.push_back({at.rows, slots * at.row_stride});
+  areas.push_back({at.results, slots * at.row_stride});
+  return areas;
+}
+
+std::string refusal_of(const LowLatencyGeometry& geometry) {
+  try {
+    cuda::check_device_geometry(geometry);
+  } catch (const BadArgument& error) {
+    return error.what();
+  }
+  return {};
+}
+
+bool has(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+}  // namespace
+
+// ---- areas --------------------------------------------------------------------------------------
+
+TEST(device_areas_follow_each_other) {
+  for (const LowLatencyDeviceLayout& layout : many_layouts()) {
+    const std::vector<Area> areas = areas_of(layout);
+    CHECK_EQ(areas.front().begin, 0);
+    for (size_t i = 0; i < areas.size(); ++i) {
+      CHECK_EQ(areas[i].begin % kAreaAlignment, 0);
+      const int64_t end = areas[i].begin + areas[i].bytes;
+      const int64_t next = i + 1 < areas.size() ? areas[i + 1].begin : layout.bytes();
+      CHECK(end <= next);
+      CHECK(next - end < kAreaAlignment);  // nothing but alignment between them
+    }
+    CHECK_EQ(layout.bytes() % kAreaAlignment, 0);
+  }
+}
+
+// The host makes everything from the headers on absent at once, so no word of a call may be there.
+TEST(device_words_that_announce_themselves_come_last) {
+  for (const LowLatencyDeviceLayout& layout : many_layouts()) {
+    const LowLatencyDeviceOffsets at = layout.offsets();
+    CHECK(at.receipts < at.calls && at.calls < at.counts && at.counts < at.headers);
+    CHECK(at.headers <= at.late_headers && at.late_headers <= at.rows && at.rows <= at.results);
+    CHECK_EQ(at.end, layout.bytes());
+  }
+}
+
+TEST(device_slots_hold_every_row) {
+  for (int32_t hidden = 16; hidden <= 32768; hidden += hidden < 4096 ? 8 : 1000) {
+    const LowLatencyDeviceLayout layout{{2, 2, 1, hidden, 1}, false};
+    CHECK_EQ(layout.row_stride() % kAreaAlignment, 0);
+    CHECK(layout.row_stride() >= bf16_row_bytes(hidden));
+    // Values of fp8, then for every 512 columns a unit of four scales.
+    if (hidden % 16 == 0) {
+      CHECK(layout.row_stride() >= hidden + ceil_div(hidden, 512) * 16);
+    }
+  }
+}
+
+// The documented formula: 4 R M slot + 16 R M K, and 16 R M K more with late routing.
+TEST(device_memory_is_what_the_documentation_says) {
+  for (const LowLatencyDeviceLayout& layout : many_layouts()) {
+    const LowLatencyGeometry& g = layout.geometry;
+    const int64_t slot = (int64_t{2} * g.hidden + 127) / 128 * 128;
+    const int64_t pairs = int64_t{g.ranks} * g.max_tokens;
+    const int64_t headers = 16 * pairs * g.top_k * (layout.late ? 2 : 1);
+    const int64_t small = int64_t{40} * g.ranks + int64_t{8} * g.experts;
+    const int64_t said = 4 * pairs * slot + headers + small;
+    CHECK(said <= layout.bytes());
+    CHECK(layout.bytes() < said + 5 * kAreaAlignment);
+  }
+}
+
+// num_rdma_bytes of DeepEP's programs is at least 4 E M (2 hidden + hidden / 32).
+TEST(device_memory_fits_what_deep_ep_asks_for) {
+  for (const LowLatencyDeviceLayout& layout : many_layouts()) {
+    const LowLatencyGeometry& g = layout.geometry;
+    if (g.hidden < 2048 || g.experts < 2 * g.ranks || g.max_tokens == 0) continue;
+    const int64_t theirs =
+        int64_t{4} * g.experts * g.max_tokens * (int64_t{2} * g.hidden + g.hidden / 32);
+    CHECK(layout.bytes() <= theirs);
+  }
+}
+
+TEST(device_sizes_do_not_overflow) {
+  const LowLatencyGeometry geometry{32, 2048, 32, 65536, kMostDeviceTokens};
+  const LowLatencyDeviceLayout layout{geometry, true};
+  const int64_t pairs = int64_t{32} * kMostDeviceTokens;
+  CHECK(layout.bytes() > pairs * (int64_t{4} * 2 * 65536 + int64_t{32} * 32));
+  CHECK(TableLayout({32, 32, kMostDeviceTokens}).bytes() > pairs * 32 * 8);
+}
+
+// ---- words --------------------------------------------------------------------------------------
+
+TEST(call_words_survive) {
+  for (const uint32_t tokens : {0U, 1U, 128U, 0x800000U, uint32_t{kMostDeviceTokens}}) {
+    for (const int flags : {0, 1, 2, 3}) {
+      const bool refused = flags % 2 != 0;
+      const bool fp8 = flags / 2 != 0;
+      for (const uint32_t facts : {0U, 1U, 0x8000U, 0xffffU}) {
+        for (const uint32_t epoch : {0U, kFirstEpoch, 0xffffU, 0x10000U, 0xffffffffU}) {
+          const CallWord sent{tokens, refused, fp8, facts, epoch};
+          const CallWord word = CallWord::decode(sent.encode());
+          CHECK_EQ(word.tokens, tokens);
+          CHECK_EQ(word.refused, refused);
+          CHECK_EQ(word.fp8, fp8);
+          CHECK_EQ(word.facts, facts);
+          CHECK_EQ(word.epoch, epoch & 0xffffU);
+        }
+      }
+    }
+  }
+}
+
+// Fresh memory and the call before the last in the same half must not pass for this call.
+TEST(call_words_tell_their_call) {
+  CHECK(CallWord::decode(0).epoch != kFirstEpoch);
+  CHECK(CallWord::decode(0).epoch != kFirstEpoch + 1);
+  for (const uint32_t epoch : {kFirstEpoch, 0xffffU, 0x10000U, 0xffffffffU}) {
+    const uint64_t before = CallWord{7, false, false, 5, epoch - kParities}.encode();
+    CHECK(CallWord::decode(before).epoch != (epoch & 0xffffU));
+  }
+}
+
+TEST(count_words_survive_and_tell_their_call) {
+  for (const uint32_t count : {0U, 1U, 255U, 256U, uint32_t{kMostDeviceTokens}}) {
+    for (const uint32_t tag : {0U, 1U, 0x80U, 0xffU}) {
+      const CountWord word = CountWord::decode(CountWord{count, tag}.encode());
+      CHECK_EQ(word.count, count);
+      CHECK_EQ(word.tag, tag);
+    }
+  }
+  CHECK(CountWord::decode(0).tag != CountWord::tag_of(kFirstEpoch));
+  CHECK(CountWord::decode(0).tag != CountWord::tag_of(kFirstEpoch + 1));
+  for (uint32_t epoch = kFirstEpoch; epoch < 2000; ++epoch) {
+    CHECK(CountWord::tag_of(epoch) <= 0xffU);
+    CHECK(CountWord::tag_of(epoch) != CountWord::tag_of(epoch + kParities));
+  }
+  CHECK(CountWord::tag_of(0xfffffffeU) != CountWord::tag_of(0));
+}
+
+TEST(headers_survive) {
+  for (int32_t experts = 1; experts <= kMostDeviceExperts; ++experts) {
+    const HeaderLayout header{experts};
+    const auto last = static_cast<uint32_t>(experts - 1);
+    const auto most =
+        static_cast<uint32_t>(std::min<int64_t>(header.most_tokens(), kMostDeviceTokens) - 1);
+    CHECK(last < header.elsewhere());  // a local expert never means "elsewhere"
+    for (const uint32_t local : {0U, last / 2, last, header.elsewhere()}) {
+      for (const uint32_t place : {0U, 1U, most}) {
+        for (const uint32_t weight : {0U, 0x3f800000U, 0x7fc00000U, 0xffffffffU}) {
+          const uint64_t word = header.encode(local, place, weight);
+          CHECK_EQ(header.local(word), local);
+          CHECK_EQ(header.place(word), place);
+          CHECK_EQ(HeaderLayout::weight(word), weight);
+        }
+      }
+    }
+  }
+}
+
+// A reader takes 64 ones for a header that has not come; half of one would be as bad, so the lower
+// half alone is never all ones whatever weight, place and expert.
+TEST(no_header_is_absent) {
+  for (int32_t experts = 1; experts <= kMostDeviceExperts; ++experts) {
+    const HeaderLayout header{experts};
+    const auto most = static_cast<uint32_t>(header.most_tokens() - 1);
+    for (const uint32_t place : {0U, most / 2, most}) {
+      const uint64_t word = header.encode(header.elsewhere(), place, kAbsent);
+      CHECK(word != ~uint64_t{0});
+      CHECK(static_cast<uint32_t>(word) != kAbsent);
+      CHECK_EQ(static_cast<uint32_t>(word) >> 31, 0U);
+    }
+  }
+}
+
+TEST(receipts_survive) {
+  for (const uint32_t dispatches : {0U, 1U, 0x7fffffffU, 0xffffffffU}) {
+    for (const uint32_t combines : {0U, 1U, 0x80000000U, 0xffffffffU}) {
+      const Receipt receipt = Receipt::decode(Receipt{dispatches, combines}.encode());
+      CHECK_EQ(receipt.dispatches, dispatches);
+      CHECK_EQ(receipt.combines, combines);
+    }
+  }
+  CHECK_EQ(Receipt::decode(0).dispatches, 0U);  // fresh memory: nothing received
+  CHECK_EQ(Receipt::decode(0).combines, 0U);
+}
+
+// Ranks that mean different calls usually differ in one fact, by a little or by a factor.
+TEST(one_other_fact_is_noticed) {
+  std::vector<LowLatencyFacts> some;
+  for (const int32_t experts : {8, 64, 256, 512}) {
+    for (const int32_t top_k : {1, 8, 22}) {
+      for (const int32_t hidden : {1024, 2048, 7168}) {
+        for (const int32_t weights : {0, 1, 2}) {
+          some.push_back({experts, top_k, hidden, 128, 1, weights, {}});
+        }
+      }
+    }
+  }
+  constexpr int32_t LowLatencyFacts::* FACTS[] = {
+      &LowLatencyFacts::experts,    &LowLatencyFacts::top_k,    &LowLatencyFacts::hidden,
+      &LowLatencyFacts::max_tokens, &LowLatencyFacts::encoding, &LowLatencyFacts::weights};
+  for (const LowLatencyFacts& ours : some) {
+    CHECK(CallWord::facts_of(ours) <= 0xffffU);
+    for (const auto fact : FACTS) {
+      for (const int32_t other : {0, ours.*fact + 1, ours.*fact * 2, ours.*fact + 128}) {
+        if (other == ours.*fact) continue;
+        LowLatencyFacts theirs = ours;
+        theirs.*fact = other;
+        CHECK(CallWord::facts_of(ours) != CallWord::facts_of(theirs));
+      }
+    }
+  }
+}
+
+// ---- the table ----------------------------------------------------------------------------------
+
+TEST(table_parts_follow_each_other) {
+  for (const int32_t ranks : {1, 2, 3, 32}) {
+    for (const int32_t top_k : {1, 7, 8, 32}) {
+      for (const int32_t max_tokens : {0, 1, 7, 128, 4096}) {
+        const TableLayout table{ranks, top_k, max_tokens};
+        const int64_t pairs = int64_t{ranks} * max_tokens;
+        const int64_t entry = sizeof(TableEntry);
+        CHECK_EQ(table.pairs(), pairs);
+        CHECK_EQ(table.fans_offset(), pairs * top_k * entry);
+        CHECK_EQ(table.tokens_offset(), table.fans_offset() + pairs * 4);
+        CHECK_EQ(table.ranks_offset(), table.tokens_offset() + int64_t{ranks} * 4);
+        CHECK_EQ(table.bytes(), table.ranks_offset() + int64_t{max_tokens} * 4);
+        CHECK_EQ(table.bytes() % 4, 0);  // the tensor is of int32
+      }
+    }
+  }
+}
+
+// ---- bounds -------------------------------------------------------------------------------------
+
+TEST(geometries_that_the_kernels_serve) {
+  CHECK_EQ(refusal_of({4, 256, 8, 7168, 128}), "");
+  CHECK_EQ(refusal_of({1, 1, 1, 16, 1}), "");
+  CHECK_EQ(refusal_of({kMostDeviceRanks, kMostDeviceExperts, 32, 128, 128}), "");
+  // One local expert: two billion rows are more than a call's tokens.
+  CHECK_EQ(refusal_of({1, 1, 1, 16, kMostDeviceTokens}), "");
+}
+
+TEST(refused_geometries_name_their_bound) {
+  const std::string ranks = refusal_of({33, 66, 8, 1024, 128});
+  CHECK(has(ranks, "ranks is 33, but must be at most 32") && has(ranks, "bits of a word"));
+  const std::string experts = refusal_of({4, 2052, 8, 1024, 128});
+  CHECK(has(experts, "num_experts is 2052, but must be at most 2048"));
+  CHECK(has(experts, "shared memory"));
+  const std::string most = refusal_of({1, 1, 1, 16, kMostDeviceTokens + 1});
+  CHECK(has(most, "max_tokens is 16777216, but must be at most 16777215"));
+}
+
+TEST(the_most_tokens_depend_on_the_local_experts) {
+  // 2048 local experts take 12 of 31 bits of a header.
+  CHECK_EQ(refusal_of({1, 2048, 8, 1024, 1 << 19}), "");
+  const std::string more = refusal_of({1, 2048, 8, 1024, (1 << 19) + 1});
+  CHECK(has(more, "max_tokens is 524289, but must be at most 524288"));
+  CHECK(has(more, "share a word"));
+}
+
+TEST(rows_are_counted_in_32_bits) {
+  // 64 experts, each with room for 32 ranks: 2^31 rows at 2^20 tokens, one too many.
+  CHECK_EQ(refusal_of({32, 2048, 8, 1024, (1 << 20) - 1}), "");
+  const std::string rows = refusal_of({32, 2048, 8, 1024, 1 << 20});
+  CHECK(has(rows, "rows of all local experts is 2147483648"));
+  CHECK(has(rows, "at most 2147483647"));
+}
+
+TEST(grids_need_a_receiver_for_each_rank) {
+  const cuda::LowLatencyPlace place{};
+  const LowLatencyGeometry geometry{2, 8, 2, 128, 16};
+  for (const auto& [ctas, senders] : {std::tuple{3, 1}, {132, 20}, {kMostCtas, kMostCtas - 2}}) {
+    static_cast<void>(cuda::LowLatency(place, geometry, false, {ctas, senders}));
+  }
+  for (const auto& [ctas, senders] :
+       {std::tuple{132, 0}, {132, 131}, {2, 1}, {1, 1}, {3, -1}, {kMostCtas + 1, 20}}) {
+    CHECK_THROWS(cuda::LowLatency(place, geometry, false, {ctas, senders}), BadArgument);
+  }
+}
+
+// ---- who works on what --------------------------------------------------------------------------
+
+// Every (source, token) has exactly one CTA and turn.
+TEST(ctas_share_all_rows) {
+  for (const int32_t ranks : {1, 2, 3, 4, 7, 8, 32}) {
+    for (const int32_t ctas : {32, 33, 64, 112, 131, 132, kMostCtas}) {
+      const int32_t tokens = 3 * ctas / ranks + 5;
+      const int32_t rows = ranks * tokens;
+      std::vector<int> times(static_cast<size_t>(rows));
+      for (int32_t cta = 0; cta < ctas; ++cta) {
+        for (int32_t turn = 0; cta + turn * ctas < rows; ++turn) {
+          const SourceToken pair = pair_of(cta, turn, ctas, ranks);
+          CHECK(pair.source >= 0 && pair.source < ranks);
+          CHECK(pair.token >= 0 && pair.token < tokens);
+          const int32_t row = pair.token * ranks + pair.source;
+          ++times[static_cast<size_t>(row)];
+        }
+      }
+      CHECK_EQ(std::count(times.begin(), times.end(), 1), rows);
+    }
+  }
+}
+
+// None waits for one rank alone, unless one CTA more made a multiple of the ranks: there a turn's
+// shift and the row's own cancel out.
+TEST(ctas_change_their_source) {
+  for (const int32_t ranks : {2, 3, 4, 8}) {
+    for (const int32_t ctas : {64, 112, 131, 132}) {
+      if ((ctas + 1) % ranks == 0) continue;
+      for (int32_t cta = 0; cta < ctas; ++cta) {
+        std::vector<bool> heard(static_cast<size_t>(ranks));
+        for (int32_t turn = 0; turn < 4 * ranks; ++turn) {
+          heard[static_cast<size_t>(pair_of(cta, turn, ctas, ranks).source)] = true;
+        }
+        CHECK(std::count(heard.begin(), heard.end(), true) > 1);
+      }
+    }
+  }
+}
+
+// ---- what both kernels are told -----------------------------------------------------------------
+
+TEST(arguments_carry_the_call) {
+  cuda::LowLatencyPlace place{};
+  place.rank = 1;
+  place.peers = {4096, 8192};
+  place.timeout_ns = 5'000'000'000;
+  place.mask_late = true;
+  const LowLatencyGeometry geometry{2, 8, 2, 128, 16};
+  const cuda::LowLatency calls(place, geometry, true, {132, 20});
+  const DispatchArgs dispatch = calls.dispatch_arguments(2, 0);
+  const CombineArgs combine = calls.combine_arguments(2);
+  for (const CallArgs* call : {&dispatch.call, &combine.call}) {
+    CHECK_EQ(call->rank, 1);
+    CHECK_EQ(call->max_tokens, 16);
+    CHECK_EQ(call->senders, 20);
+    CHECK_EQ(call->mask_late, 1);
+    CHECK_EQ(call->refused, 0);
+    CHECK_EQ(call->phases, uint32_t{kWhole});
+    CHECK_EQ(call->timeout_ns, 5'000'000'000);
+    CHECK_EQ(reinterpret_cast<uintptr_t>(call->peers[1]), 8192U);
+    const LowLatencyDeviceLayout layout{geometry, true};
+    CHECK_EQ(call->at.end, layout.bytes());
+    CHECK(call->at.rows > call->at.late_headers);
+  }
+  CHECK_EQ(dispatch.call.facts, CallWord::facts_of({8, 2, 128, 16, 2, 0, {}}));
+  CHECK_EQ(combine.call.facts, CallWord::facts_of({8, 2, 128, 16, 0, 2, {}}));
+}

@@ -1,0 +1,25 @@
+"""Kernels that only tests use: they try what ``fanfold/kernels/device`` names."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from fanfold.jit import KernelSource
+from fanfold.jit.kernel import KERNELS
+
+BULK_COPY = KernelSource(
+    "bulk_copy.cu", "bulk_copy", {"kChunkBytes": 4096, "kThreads": 128}, threads=128
+)
+CONVERT = KernelSource("numbers.cu", "convert", {"kThreads": 256}, threads=256)
+QUANTISE = KernelSource("numbers.cu", "quantise", {"kThreads": 256}, threads=256)
+
+
+def kernel_root(folder: Path) -> Path:
+    """A root for ``compile_in``, made in ``folder``: these kernels and the headers of Fanfold's."""
+    root = folder / "kernels"
+    for room in ("device", "layout"):
+        shutil.copytree(KERNELS / room, root / room)
+    for source in Path(__file__).parent.glob("*.cu"):
+        shutil.copy(source, root)
+    return root

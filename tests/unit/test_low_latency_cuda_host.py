@@ -1,0 +1,490 @@
+"""The CPU's side of low latency on GPUs: what it allocates, refuses and launches, with tensors of
+the CPU and kernels that only write down their arguments."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from fanfold import Config, _core
+from fanfold.errors import ArgumentError, PeerTimeout, UsageError
+from fanfold.formats import RowFormat, ScaleFormat
+from fanfold.geometry import Geometry
+from fanfold.low_latency import CudaRouting, LateRouting, Statistics, cuda, cuda_required_bytes
+from fanfold.low_latency import reports as reports_module
+from fanfold.low_latency.cuda import CudaLowLatency
+from fanfold.low_latency.outputs import Allocator
+
+CPU = torch.device("cpu")
+GEOMETRY = Geometry(ranks=4, num_experts=8, top_k=2, hidden=256, max_tokens=6)
+LOCAL, CAPACITY = 2, 24
+SEND, RECEIVE, WHOLE = 1, 2, 3
+
+
+class Gpu:
+    """Stands for ``torch.cuda`` and the driver.
+
+    Attributes:
+        launches: arguments of the kernels launched, and their streams.
+        stream: the current one.
+        device: the current one; None is where the mode is.
+    """
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, int]] = []
+        self.stream = 0
+        self.device: int | None = None
+
+    @property
+    def last(self) -> Any:
+        return self.launches[-1][0]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """A GPU that the mode takes the CPU for."""
+    made = Gpu()
+
+    def launch(
+        args: Any, kernel: object, ctas: int, threads: int, stream: int, early: bool
+    ) -> None:
+        made.launches.append((args.copy(), stream))
+
+    for kind in (_core.CudaDispatchArgs, _core.CudaCombineArgs):
+        monkeypatch.setattr(kind, "launch", launch)
+    for name, value in {
+        "get_device_properties": lambda index: types.SimpleNamespace(multi_processor_count=8),
+        "get_device_capability": lambda index: (9, 0),
+        "is_current_stream_capturing": lambda: False,
+        "synchronize": lambda device: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    for name, value in {
+        "_cuda_getCurrentRawStream": lambda index: made.stream,
+        "_cuda_getDevice": lambda: made.device,
+    }.items():
+        monkeypatch.setattr(torch._C, name, value, raising=False)
+    monkeypatch.setattr(cuda.jit, "load", lambda *_: object())
+
+    def agree(group: object, facts: object, error: Exception | None = None) -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(cuda, "agree", agree)
+    pageable = types.SimpleNamespace(
+        zeros=lambda size, dtype, pin_memory: torch.zeros(size, dtype=dtype), uint8=torch.uint8
+    )
+    monkeypatch.setattr(reports_module, "torch", pageable)
+    return made
+
+
+def open_mode(*, late: bool = False, **rest: Any) -> CudaLowLatency:
+    nbytes = cuda_required_bytes(GEOMETRY, late_weights=late)
+    memory: Any = types.SimpleNamespace(
+        device=CPU,
+        rank=0,
+        ranks=4,
+        base=lambda peer: (peer + 1) << 40,
+        bytes_per_rank=nbytes,
+        tensor=torch.empty(nbytes, dtype=torch.uint8),
+        group=None,
+    )
+    return CudaLowLatency(memory, Config.resolve(backend="cuda"), late, **rest)
+
+
+def tokens(count: int = 5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x = torch.zeros((count, 256), dtype=torch.bfloat16)
+    return x, torch.zeros((count, 2), dtype=torch.int64), torch.zeros((count, 2))
+
+
+def outputs() -> torch.Tensor:
+    return torch.zeros((LOCAL, CAPACITY, 256), dtype=torch.bfloat16)
+
+
+# ---- what is allocated --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row_format", "scale_format", "dtype", "columns"),
+    [
+        (RowFormat.BF16, ScaleFormat.FLOAT32, torch.bfloat16, 0),
+        (RowFormat.FP8, ScaleFormat.FLOAT32, torch.float8_e4m3fn, 2),
+        (RowFormat.FP8, ScaleFormat.UE8M0, torch.float8_e4m3fn, 1),
+    ],
+)
+def test_outputs(
+    gpu: Gpu, row_format: RowFormat, scale_format: ScaleFormat, dtype: torch.dtype, columns: int
+) -> None:
+    mode = open_mode()
+    got, hook = mode.dispatch(GEOMETRY, *tokens(), row_format=row_format, scale_format=scale_format)
+    assert hook is None
+    assert (got.tokens.shape, got.tokens.dtype) == ((LOCAL, CAPACITY, 256), dtype)
+    assert got.tokens.is_contiguous()
+    assert (got.counts.shape, got.counts.dtype) == ((LOCAL,), torch.int32)
+    assert got.row_weights is not None
+    assert (got.row_weights.shape, got.row_weights.dtype) == ((LOCAL, CAPACITY), torch.float32)
+    if columns:
+        assert got.scales is not None
+        assert got.scales.shape == (LOCAL, CAPACITY, columns)
+        assert got.scales.stride() == (columns * CAPACITY, 1, CAPACITY)
+        assert got.scales.dtype == scale_format.dtype
+        assert gpu.last.scales == got.scales.data_ptr()
+    else:
+        assert got.scales is None
+    assert (gpu.last.rows, gpu.last.tokens) == (got.tokens.data_ptr(), 5)
+    assert gpu.last.counts == got.counts.data_ptr()
+    assert gpu.last.row_weights == got.row_weights.data_ptr()
+
+
+def test_views_of_the_routing_are_where_the_kernel_writes(gpu: Gpu) -> None:
+    got, _ = open_mode().dispatch(GEOMETRY, *tokens())
+    routing = got.routing
+    assert isinstance(routing, CudaRouting)
+    assert (routing.ranges.shape, routing.ranges.dtype) == ((LOCAL, 4), torch.int64)
+    assert (routing.source_tokens.shape, routing.source_tokens.dtype) == (
+        (LOCAL, CAPACITY),
+        torch.int32,
+    )
+    args = gpu.last
+    assert args.ranges == routing.ranges.data_ptr()
+    assert args.source_tokens == routing.source_tokens.data_ptr()
+    table = args.table - routing.block.data_ptr()
+    core = _core.LowLatencyGeometry(4, 8, 2, 256, 6)
+    assert args.table % 256 == routing.block.data_ptr() % 256
+    assert routing.ranges.nbytes <= table
+    assert table + _core.cuda_table_bytes(core) <= args.source_tokens - routing.block.data_ptr()
+    end = args.source_tokens + routing.source_tokens.nbytes
+    assert end == routing.block.data_ptr() + routing.block.nbytes
+    routing.ranges.fill_(7)
+    assert bool((routing.ranges == 7).all())
+    plain = routing.unweighted()
+    assert (plain.weighted, plain.block is routing.block) == (False, True)
+
+
+def test_with_late_weights_the_routing_is_the_handle(gpu: Gpu) -> None:
+    got, _ = open_mode(late=True).dispatch(GEOMETRY, *tokens()[:2])
+    assert isinstance(got.routing, LateRouting)
+    assert got.row_weights is None
+    assert got.routing.ranges.shape == (LOCAL, 4)
+    assert got.routing.source_tokens.shape == (LOCAL, CAPACITY)
+    assert gpu.last.ranges == got.routing.ranges.data_ptr()
+    assert gpu.last.source_tokens == got.routing.source_tokens.data_ptr()
+    assert gpu.last.table == 0
+
+
+def test_every_call_has_tensors_of_its_own(gpu: Gpu) -> None:
+    mode = open_mode()
+    first, second = (mode.dispatch(GEOMETRY, *tokens())[0] for _ in range(2))
+    assert isinstance(first.routing, CudaRouting)
+    assert isinstance(second.routing, CudaRouting)
+    for name in ("tokens", "counts", "row_weights"):
+        assert getattr(first, name).data_ptr() != getattr(second, name).data_ptr()
+    assert first.routing.block.data_ptr() != second.routing.block.data_ptr()
+
+
+@pytest.mark.parametrize("shape", [(3, 0, 8), (1, 4, 1), (1, 1, 1), (2, 5, 3)])
+def test_both_ways_to_allocate(gpu: Gpu, shape: tuple[int, int, int]) -> None:
+    allocator = Allocator(CPU)
+    strides = (shape[1] * shape[2], 1, max(shape[1], 1))
+    made = []
+    for gpu.device in (None, 1):
+        made.append(allocator.empty()(shape, strides, torch.float32))
+    short, long = made
+    assert (short.shape, short.stride(), short.dtype) == (long.shape, long.stride(), long.dtype)
+    gpu.device = None
+    allocator._short = None
+    assert allocator.empty()(shape, strides, torch.int64).stride() == long.stride()
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+def _wrong_dispatches() -> list[tuple[str, Any]]:
+    x, idx, weights = tokens()
+    return [
+        ("x is a list", ([], idx, weights)),
+        ("x is a NoneType", (None, idx, weights)),
+        ("x.dtype", (x.float(), idx, weights)),
+        ("x.shape", (x[:, :128].contiguous(), idx, weights)),
+        ("x.shape", (x[0], idx, weights)),
+        ("x.shape", (x[:4, :2].contiguous(), idx[:4], weights[:4])),
+        ("topk_idx.shape", (x, idx.repeat(1, 128), weights)),
+        ("x.stride", (x.t().contiguous().t(), idx, weights)),
+        (r"x.shape\[0\] is 7, .* at most max_tokens = 6", tokens(7)),
+        ("topk_idx is a NoneType", (x, None, weights)),
+        ("topk_idx.dtype", (x, idx.int(), weights)),
+        ("topk_idx.shape", (x, idx[:4], weights)),
+        ("topk_weights.shape", (x, idx, weights[:4])),
+        ("topk_weights.dtype", (x, idx, weights.double())),
+        ("x.device is meta", (x.to("meta"), idx, weights)),
+    ]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("message", "call"), _wrong_dispatches())
+def test_a_bad_dispatch_is_refused_and_told(gpu: Gpu, message: str, call: Any, late: bool) -> None:
+    mode = open_mode(late=late)
+    for _ in range(2):
+        mode.dispatch(GEOMETRY, *tokens())
+        with pytest.raises(ArgumentError, match=message):
+            mode.dispatch(GEOMETRY, *call)
+        assert (gpu.last.refused, gpu.last.tokens, gpu.last.rows) == (True, 0, 0)
+        assert gpu.last.phases == WHOLE
+    mode.dispatch(GEOMETRY, *tokens())
+    assert not gpu.last.refused
+
+
+def test_statistics_are_checked_told_and_forgotten(gpu: Gpu) -> None:
+    mode, totals = open_mode(), torch.zeros(LOCAL, dtype=torch.int32)
+    waits = torch.zeros(4, dtype=torch.int64)
+    mode.dispatch(GEOMETRY, *tokens(), statistics=Statistics(totals, waits))
+    assert (gpu.last.expert_totals, gpu.last.wait_ns) == (totals.data_ptr(), waits.data_ptr())
+    mode.dispatch(GEOMETRY, *tokens())
+    assert (gpu.last.expert_totals, gpu.last.wait_ns) == (0, 0)
+    with pytest.raises(ArgumentError, match=r"wait_ns.shape"):
+        mode.dispatch(GEOMETRY, *tokens(), statistics=Statistics(totals, waits[:2]))
+    assert gpu.last.refused
+
+
+def test_a_refusal_adds_to_nothing(gpu: Gpu) -> None:
+    mode, waits = open_mode(), torch.zeros(4, dtype=torch.int64)
+    x, idx, _ = tokens()
+    got, _ = mode.dispatch(GEOMETRY, x, idx, statistics=Statistics(wait_ns=waits))
+    mode.refuse_dispatch(ValueError())
+    assert (gpu.last.refused, gpu.last.expert_totals, gpu.last.wait_ns) == (True, 0, 0)
+    mode.combine(GEOMETRY, outputs(), got.routing, None, wait_ns=waits)
+    assert gpu.last.wait_ns == waits.data_ptr()
+    for logfmt in (False, True):
+        mode.combine(GEOMETRY, outputs(), got.routing, None, wait_ns=waits, logfmt=logfmt)
+        mode.refuse_combine(ValueError())
+        assert (gpu.last.refused, gpu.last.wait_ns) == (True, 0)
+
+
+def test_a_refusal_after_a_hook_is_a_whole_call(gpu: Gpu) -> None:
+    mode = open_mode()
+    _, hook = mode.dispatch(GEOMETRY, *tokens()[:2], return_hook=True)
+    assert hook is not None
+    hook()
+    mode.refuse_dispatch(ValueError())
+    assert gpu.last.phases == WHOLE
+
+
+@pytest.mark.parametrize(
+    ("message", "y", "rest"),
+    [
+        ("y.dtype", outputs().float(), {}),
+        ("y.shape", outputs()[:, :4], {}),
+        (r"y.stride\(\)", outputs().mT.contiguous().mT, {}),
+        ("16-byte", torch.zeros((LOCAL, CAPACITY, 257), dtype=torch.bfloat16)[..., 1:], {}),
+        ("out.shape", outputs(), {"out": torch.zeros((4, 256), dtype=torch.bfloat16)}),
+        ("out.dtype", outputs(), {"out": torch.zeros((5, 256))}),
+        ("wait_ns.dtype", outputs(), {"wait_ns": torch.zeros(4, dtype=torch.int32)}),
+    ],
+)
+def test_a_bad_combine_is_refused_and_told(
+    gpu: Gpu, message: str, y: torch.Tensor, rest: dict[str, Any]
+) -> None:
+    mode = open_mode()
+    got, _ = mode.dispatch(GEOMETRY, *tokens())
+    with pytest.raises(ArgumentError, match=message):
+        mode.combine(GEOMETRY, y, got.routing, None, **rest)
+    assert (gpu.last.refused, gpu.last.tokens, gpu.last.out) == (True, 5, 0)
+    assert isinstance(got.routing, CudaRouting)
+    assert gpu.last.table > got.routing.block.data_ptr()
+
+
+def test_where_tensors_must_be_is_said_first(gpu: Gpu) -> None:
+    asked = []
+
+    def check_place(**tensors: object) -> None:
+        asked.append(sorted(tensors))
+        raise ArgumentError("x.device", "elsewhere", "here")
+
+    mode = open_mode(check_place=check_place)
+    x, idx, weights = tokens()
+    mode.dispatch(GEOMETRY, x, idx, weights)
+    assert asked == []
+    with pytest.raises(ArgumentError, match="elsewhere"):
+        mode.dispatch(GEOMETRY, x.to("meta"), idx, weights)
+    assert asked == [["topk_idx", "topk_weights", "x"]]
+    assert gpu.last.refused
+
+
+# ---- what is taken ------------------------------------------------------------------------------
+
+
+def test_what_a_quick_look_does_not_know_is_taken_all_the_same(gpu: Gpu) -> None:
+    mode = open_mode()
+    x, idx, weights = tokens()
+    parameter = torch.nn.Parameter(x)
+    for given in (parameter, x.clone().requires_grad_(), x[:0], x[:1].expand(1, 256)):
+        count = given.shape[0]
+        got, _ = mode.dispatch(GEOMETRY, given, idx[:count], weights[:count])
+        assert (gpu.last.x, gpu.last.tokens) == (given.data_ptr(), count)
+        assert not got.tokens.requires_grad
+        out, _ = mode.combine(GEOMETRY, outputs(), got.routing, None)
+        assert (out.shape, out.dtype, gpu.last.tokens) == ((count, 256), torch.bfloat16, count)
+
+
+def test_outputs_with_gaps_between_rows(gpu: Gpu) -> None:
+    mode = open_mode()
+    got, _ = mode.dispatch(GEOMETRY, *tokens())
+    wide = torch.zeros((LOCAL, CAPACITY, 264), dtype=torch.bfloat16)[..., :256]
+    for y, row in ((wide, 528), (outputs(), 512)):
+        out = torch.zeros((5, 256), dtype=torch.bfloat16)
+        result, _ = mode.combine(GEOMETRY, y, got.routing, None, out=out)
+        assert result is out
+        assert (gpu.last.expert_stride, gpu.last.row_stride) == (row * CAPACITY, row)
+        assert (gpu.last.y, gpu.last.out) == (y.data_ptr(), out.data_ptr())
+
+
+def test_ranges_are_looked_at_unless_that_was_done(gpu: Gpu) -> None:
+    mode = open_mode(late=True)
+    _, idx, weights = tokens()
+    got, _ = mode.dispatch(GEOMETRY, *tokens()[:2])
+    wrong, info = torch.zeros((LOCAL, 4), dtype=torch.int32), got.routing.source_tokens
+    for geometry in (None, Geometry(4, 8, 2, 128, 6)):
+        routing = LateRouting(wrong, info, geometry)
+        with pytest.raises(ArgumentError, match=r"ranges.dtype"):
+            mode.combine(GEOMETRY, outputs(), routing, idx, late_weights=weights)
+    routing = LateRouting(got.routing.ranges, info, GEOMETRY)
+    mode.combine(GEOMETRY, outputs(), routing, idx, late_weights=weights)
+    assert gpu.last.ranges == got.routing.ranges.data_ptr()
+
+
+def test_weights_with_combine(gpu: Gpu) -> None:
+    mode = open_mode(late=True)
+    x, idx, weights = tokens()
+    got, _ = mode.dispatch(GEOMETRY, x, idx)
+    for count in (5, 0, 3):
+        own = idx[:count], weights[:count]
+        out, _ = mode.combine(GEOMETRY, outputs(), got.routing, own[0], late_weights=own[1])
+        assert (out.shape, gpu.last.tokens) == ((count, 256), count)
+        assert gpu.last.topk_weights == own[1].data_ptr()
+    for wrong, message in (
+        ((idx, None), "topk_weights is None"),
+        ((idx, weights[:2]), "topk_weights.shape"),
+        ((tokens(7)[1], tokens(7)[2]), "at most max_tokens"),
+        ((torch.zeros((2, 256), dtype=torch.int64), weights[:2]), "topk_idx.shape"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            mode.combine(GEOMETRY, outputs(), got.routing, wrong[0], late_weights=wrong[1])
+        assert gpu.last.refused
+
+
+def test_each_kind_of_call_has_its_own_arguments(gpu: Gpu) -> None:
+    mode = open_mode()
+    x, idx, weights = tokens()
+    for row_format in (RowFormat.BF16, RowFormat.FP8, RowFormat.BF16):
+        for given in (weights, None):
+            got, _ = mode.dispatch(GEOMETRY, x, idx, given, row_format=row_format)
+            assert (gpu.last.scales != 0) == (row_format is RowFormat.FP8)
+            assert gpu.last.topk_weights == (0 if given is None else given.data_ptr())
+            assert (gpu.last.row_weights != 0) == (given is not None)
+            for routing in (got.routing, got.routing.unweighted()):
+                mode.combine(GEOMETRY, outputs(), routing, None)
+                wanted = given is not None and routing is got.routing
+                assert bool(gpu.last.weighted) == wanted
+
+
+# ---- hooks --------------------------------------------------------------------------------------
+
+
+def test_a_hook_called_too_early_can_be_called_again(gpu: Gpu) -> None:
+    mode = open_mode()
+    sent = [mode.dispatch(GEOMETRY, *tokens(), return_hook=True) for _ in range(2)]
+    assert [args.phases for args, _ in gpu.launches] == [SEND, SEND]
+    first, second = (hook for _, hook in sent)
+    assert first is not None
+    assert second is not None
+    with pytest.raises(UsageError, match="two dispatch calls are in flight"):
+        mode.dispatch(GEOMETRY, *tokens(), return_hook=True)
+    with pytest.raises(UsageError, match="in the order of their sends"):
+        second()
+    assert len(gpu.launches) == 2
+    first()
+    second()
+    received = [args for args, _ in gpu.launches[2:]]
+    assert [args.phases for args in received] == [RECEIVE, RECEIVE]
+    assert [args.rows for args in received] == [got.tokens.data_ptr() for got, _ in sent]
+    for hook in (first, second):
+        with pytest.raises(UsageError, match="called already"):
+            hook()
+    mode.dispatch(GEOMETRY, *tokens())
+    assert gpu.last.phases == WHOLE
+
+
+def test_a_bad_index_is_raised_by_combine_once_it_is_enqueued(gpu: Gpu) -> None:
+    mode = open_mode()
+    got, hook = mode.dispatch(GEOMETRY, *tokens(), return_hook=True)
+    assert hook is not None
+    mode._reports._words[4:6] = [1, 2]  # in some earlier call
+    hook()  # so that this rank stays in step with the others
+    assert gpu.last.phases == RECEIVE
+    mode.dispatch(GEOMETRY, *tokens())
+    count = len(gpu.launches)
+    with pytest.raises(ArgumentError, match="topk_idx"):
+        mode.combine(GEOMETRY, outputs(), got.routing, None)
+    assert len(gpu.launches) == count + 1
+    mode.combine(GEOMETRY, outputs(), got.routing, None)  # raised once only
+    mode._reports._words[5] = 3
+    with pytest.raises(ArgumentError, match="topk_idx"):
+        mode.check()
+
+
+def test_nothing_is_enqueued_after_a_timeout(gpu: Gpu) -> None:
+    mode = open_mode()
+    got, hook = mode.dispatch(GEOMETRY, *tokens(), return_hook=True)
+    assert hook is not None
+    mode._reports._words[0:3] = [1 | 1 << 8, 7, 5]  # rank 1, in a dispatch
+    count = len(gpu.launches)
+    calls = (
+        lambda: mode.dispatch(GEOMETRY, *tokens()),
+        lambda: mode.combine(GEOMETRY, outputs(), got.routing, None),
+        hook,
+        mode.check,
+    )
+    for call in calls:
+        with pytest.raises(PeerTimeout, match="rank 1 in low_latency dispatch: expected 7, have 5"):
+            call()
+    assert len(gpu.launches) == count
+
+
+def test_a_refusal_behind_a_call_in_flight_takes_what_comes_after_it(gpu: Gpu) -> None:
+    mode = open_mode()
+    got, hook = mode.dispatch(GEOMETRY, *tokens(), return_hook=True)
+    assert hook is not None
+    mode.refuse_dispatch(ValueError())
+    assert (gpu.last.phases, gpu.last.refused) == (SEND, True)
+    hook()
+    first, second = (args for args, _ in gpu.launches[-2:])
+    assert (first.phases, first.refused, first.rows) == (RECEIVE, False, got.tokens.data_ptr())
+    assert (second.phases, second.refused, second.rows) == (RECEIVE, True, 0)
+    mode.dispatch(GEOMETRY, *tokens())
+    assert (gpu.last.phases, gpu.last.refused) == (WHOLE, False)
+
+
+def test_a_whole_call_waits_for_hooks(gpu: Gpu) -> None:
+    mode = open_mode()
+    got, _ = mode.dispatch(GEOMETRY, *tokens())
+    _, hook = mode.combine(GEOMETRY, outputs(), got.routing, None, return_hook=True)
+    assert hook is not None
+    with pytest.raises(UsageError, match="cannot overtake"):
+        mode.combine(GEOMETRY, outputs(), got.routing, None)
+    hook()
+    mode.combine(GEOMETRY, outputs(), got.routing, None)
+    assert gpu.last.phases == WHOLE
+
+
+def test_calls_are_launched_on_the_current_stream(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mode, ordered = open_mode(), []
+    monkeypatch.setattr(mode, "_order_after", lambda *streams: ordered.append(streams))
+    for gpu.stream in (0, 7, 7):
+        mode.dispatch(GEOMETRY, *tokens())
+    assert [stream for _, stream in gpu.launches] == [0, 7, 7]
+    assert ordered == [(0, 7)]
