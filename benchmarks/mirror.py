@@ -2,6 +2,7 @@
 """Times the low-latency kernels of one rank of many on two GPUs.
 
     python benchmarks/mirror.py RESULTS.jsonl [--ranks 4] [--tokens 128,8] [--late-weights]
+    python benchmarks/mirror.py RESULTS.jsonl --plot PICTURE.svg      # draws what is there
 
 Each of the two GPUs is rank 0 of ``ranks``, and the other stands for all its peers: what a GPU
 sends to rank p comes to the other as if from rank -p. So each sends and receives over NVLink what
@@ -16,6 +17,7 @@ expert, and the sums that combine makes of ones.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -143,6 +145,33 @@ def _rank(
     return found
 
 
+def _plot(results: Path, picture: Path) -> None:
+    """Bars of the times in a graph, by geometry and tokens."""
+    from matplotlib.figure import Figure
+
+    points = [json.loads(line) for line in results.read_text().splitlines()]
+    points.sort(key=lambda point: (point["tokens"], -point["hidden"]))
+    figure = Figure(figsize=(8.0, 3.6), layout="constrained")
+    axes = figure.subplots()
+    width = 0.27
+    for place, name in enumerate(("dispatch", "combine", "round")):
+        times = [point["times_us"][f"{name}.graph"] for point in points]
+        label = "both, back to back" if name == "round" else name
+        bars = axes.bar([i + (place - 1) * width for i in range(len(points))], times, width,
+                        label=label)  # fmt: skip
+        axes.bar_label(bars, fmt="%.1f", fontsize="x-small")
+    axes.set_xticks(
+        range(len(points)),
+        [f"{p['hidden']}/{p['top_k']}/{p['experts']}\n{p['tokens']} tokens" for p in points],
+        fontsize="small",
+    )
+    axes.set_ylabel("µs, calls back to back in a graph")
+    gpu = f"{points[0]['ranks']} ranks mirrored on {GPUS} × {points[0]['device']['name']}"
+    axes.set_title(f"Low latency, fp8 dispatch, weighted bf16 combine, {gpu}", fontsize="medium")
+    axes.legend(fontsize="small")
+    figure.savefig(picture)
+
+
 def main() -> None:
     """Measures, prints a line for each point and appends it to the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -150,7 +179,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--tokens", default="128", help="numbers with commas")
     parser.add_argument("--late-weights", action="store_true", help="as the DeepEP face has them")
+    parser.add_argument("--plot", type=Path, metavar="PICTURE", help="draw, and measure nothing")
     args = parser.parse_args()
+    if args.plot is not None:
+        _plot(args.results, args.plot)
+        return
     tokens = [int(number) for number in args.tokens.split(",")]
     of_rank = launch(_rank, GPUS, (args.ranks, tokens, args.late_weights))
     for point in zip(*of_rank, strict=True):

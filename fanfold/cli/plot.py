@@ -128,6 +128,10 @@ def _label(name: str, value: object) -> str:
     return f"{name.replace('_', '-')} {value}"
 
 
+def _sizes(point: Point) -> str:
+    return f"{point['hidden']}/{point['top_k']}/{point['experts']}"
+
+
 def _median(points: Sequence[Point]) -> Point:
     middle = statistics.median_low([point["total_us"] for point in points])
     return next(point for point in points if point["total_us"] == middle)
@@ -149,7 +153,7 @@ def draw(points: Sequence[Point], out: Path) -> None:
         ) from error
     columns = {axis: series for axis in AXES if (series := series_along(points, axis))}
     if not columns:
-        columns = {"tokens": {_label("mode", p["mode"]): [p] for p in points}}
+        columns = {"tokens": {f"{_label('mode', p['mode'])} {_sizes(p)}": [p] for p in points}}
     # On GPUs each call has a time of its own; on a host they are parts of one round.
     parts = ("dispatch", "combine") if all(point["timing"] for point in points) else ()
     rows = 2 + len(parts)
