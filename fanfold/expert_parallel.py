@@ -240,6 +240,10 @@ class ExpertParallel:
             PeerRefused: another rank refused its input; this object stays usable.
             PeerTimeout: a peer did not arrive in time; close this object.
             UsageError: closed, failed earlier, or more than two dispatches open.
+
+        On a GPU nothing waits for what other ranks or the kernels find: an index out of range
+        (taken for none), PeerRefused and PeerTimeout are raised later, by :meth:`combine` once it
+        is enqueued, :meth:`check` or :meth:`synchronize`; a timeout by any call.
         """
         self._check_open()
         if self.mode == "high_throughput":

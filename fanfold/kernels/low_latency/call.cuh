@@ -211,8 +211,8 @@ __device__ CallWord Call<Kind>::await_call(int source) const {
   do {
     word = CallWord::decode(load_relaxed_system(call_word(args.rank, source)));
   } while (word.epoch != (epoch & 0xffffu) && !patience.exhausted(source, word.epoch));
-  const bool fits = word.epoch == (epoch & 0xffffu) && !word.refused;
-  if (!fits || (word.facts != args.facts && args.refused == 0)) word.tokens = 0;
+  if (word.epoch != (epoch & 0xffffu)) return CallWord{0, false, false, 0, ~0u};  // of no call
+  if (word.refused || (word.facts != args.facts && args.refused == 0)) word.tokens = 0;
   return word;
 }
 
