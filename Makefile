@@ -18,7 +18,7 @@ LOCKED_MAKE = @$(LOCK) $(MAKE) --no-print-directory --silent
 # Folders are listed too: their time changes when a file is added or removed.
 NATIVE := $(shell find csrc fanfold/kernels -not -name '*.pyc' -not -name __pycache__ 2>/dev/null)
 CORE_TESTS := $(shell find tests/core 2>/dev/null)
-CXX_FILES = $(shell find csrc tests/core tests/kernels fanfold/kernels -name '*.cpp' -o -name '*.hpp' \
+CXX_FILES = $(shell find csrc tests/core tests/kernels tests/emulation fanfold/kernels -name '*.cpp' -o -name '*.hpp' \
 	-o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 PY_DIRS := $(wildcard fanfold tools tests benchmarks packages)
 

@@ -230,6 +230,8 @@ class CudaDispatchArgs:
     tokens: int
     phases: int
     refused: bool
+    @property
+    def address(self) -> int: ...
     def copy(self) -> CudaDispatchArgs: ...
     def launch(
         self, kernel: CudaKernel, ctas: int, threads: int, stream: int, early: bool
@@ -249,6 +251,8 @@ class CudaCombineArgs:
     tokens: int
     phases: int
     refused: bool
+    @property
+    def address(self) -> int: ...
     def copy(self) -> CudaCombineArgs: ...
     def launch(
         self, kernel: CudaKernel, ctas: int, threads: int, stream: int, early: bool

@@ -21,6 +21,8 @@ there and their results back, which is slow.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, overload
 
@@ -241,9 +243,7 @@ class ExpertParallel:
             PeerTimeout: a peer did not arrive in time; close this object.
             UsageError: closed, failed earlier, or more than two dispatches open.
 
-        On a GPU nothing waits for what other ranks or the kernels find: an index out of range
-        (taken for none), PeerRefused and PeerTimeout are raised later, by :meth:`combine` once it
-        is enqueued, :meth:`check` or :meth:`synchronize`; a timeout by any call.
+        On a GPU what kernels find (a bad index, PeerRefused, PeerTimeout) is raised by a later call.
         """
         self._check_open()
         if self.mode == "high_throughput":
@@ -320,7 +320,7 @@ class ExpertParallel:
                 y, received, weighted, bias, logfmt, out, return_hook
             )
         if self._on_host or bias is not None or not self._is_own(received):
-            with Refusing(self._low_latency.refuse_combine):
+            with Refusing(self._refusal_of(received)):
                 self._check_received(received)
                 _refuse_given(bias=bias)
                 self._placement.check(y=y, out=out)
@@ -409,6 +409,13 @@ class ExpertParallel:
     def _is_own(self, received: object) -> bool:
         """Whether ``_check_received`` has nothing to say."""
         return isinstance(received, Received) and received.owner is self and received.complete
+
+    def _refusal_of(self, received: object) -> Callable[[BaseException], None]:
+        """What refuses a combine of ``received``, whose rows the peers send, if it is known."""
+        source = received.source if isinstance(received, Received) else None
+        if self._is_own(received) and isinstance(source, LowLatencySource):
+            return partial(self._low_latency.refuse_combine, routing=source.dispatched.routing)
+        return self._low_latency.refuse_combine
 
     def _check_received(self, received: object) -> None:
         if not isinstance(received, Received) or received.owner is not self:

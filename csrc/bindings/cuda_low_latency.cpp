@@ -21,7 +21,9 @@ using cuda::LowLatency;
 // What is set for every call, on either struct of arguments.
 template <typename Class, typename Args>
 void def_call(Class& cls) {
-  cls.def("copy", [](const Args& self) { return Args(self); })
+  // Where the struct lies, for who runs a kernel in another way than on a GPU.
+  cls.def_prop_ro("address", [](const Args& self) { return reinterpret_cast<uintptr_t>(&self); })
+      .def("copy", [](const Args& self) { return Args(self); })
       .def_prop_rw(
           "tokens", [](const Args& self) { return self.call.tokens; },
           [](Args& self, int32_t tokens) { self.call.tokens = tokens; })

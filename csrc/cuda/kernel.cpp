@@ -93,7 +93,12 @@ void Kernel::launch(const void* arguments, size_t bytes, const LaunchShape& shap
                             .attribute_count = shape.early ? 1U : 0U};
   // The driver's interface lacks the const; it only reads.
   void* parameters[1] = {const_cast<void*>(arguments)};
+  // A caller may have made another device current since; stream 0 would be that one's.
+  Context current = nullptr;
+  const bool elsewhere = driver_.ctx_get_current(&current) == 0 && current != context_ &&
+                         driver_.ctx_push_current(context_) == 0;
   const Result result = driver_.launch_kernel_ex(&config, function_, parameters, nullptr);
+  if (elsewhere) driver_.ctx_pop_current(&current);
   // Words are made only for a failure: making them costs as much as a launch.
   if (result != 0) driver_.check(result, "cuLaunchKernelEx", shape_text(entry_, shape));
 }

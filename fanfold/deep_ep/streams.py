@@ -78,10 +78,17 @@ class Streams:
             return result, hook, EventOverlap()
         current = torch.cuda.current_stream(self._device)
         self.comm.wait_stream(current)
-        with torch.cuda.stream(self.comm):
-            result, hook = call()
+        try:
+            with torch.cuda.stream(self.comm):
+                result, hook = call()
+        except BaseException:
+            # A report of an earlier call is raised when this one has been enqueued.
+            current.wait_stream(self.comm)
+            raise
+        finally:
+            _record(inputs, self.comm)
         tensors = (*inputs, *_tensors(result))
-        _record(tensors, self.comm)
+        _record(tensors[len(inputs) :], self.comm)
         _record(tensors, current)
         return result, hook, EventOverlap(EventHandle(self.comm), tensors)
 

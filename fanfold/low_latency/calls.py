@@ -323,8 +323,13 @@ class LowLatency(Protocol):
     def refuse_dispatch(self, error: BaseException) -> None:
         """Makes this dispatch void on all ranks because of ``error``, found by a layer above."""
 
-    def refuse_combine(self, error: BaseException) -> None:
-        """Makes this combine void on all ranks because of ``error``, found by a layer above."""
+    def refuse_combine(self, error: BaseException, routing: AnyRouting | None = None) -> None:
+        """Makes this combine void on all ranks because of ``error``, found by a layer above.
+
+        Args:
+            error: what was found.
+            routing: of the combine, where it is known: its rows are what the peers send.
+        """
 
 
 def check_tokens(

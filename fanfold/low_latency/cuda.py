@@ -42,6 +42,7 @@ from fanfold.low_latency.calls import (
 )
 from fanfold.low_latency.outputs import Allocator, Outputs
 from fanfold.low_latency.plan import (
+    MOST_IN_FLIGHT,
     Arguments,
     CombineCall,
     DispatchCall,
@@ -49,8 +50,9 @@ from fanfold.low_latency.plan import (
     Launch,
     Plan,
 )
-from fanfold.low_latency.quick import QuickLook
+from fanfold.low_latency.quick import QuickLook, aligned
 from fanfold.low_latency.reports import Reports
+from fanfold.low_latency.sizes import core_geometry
 from fanfold.symmetric_cuda import CudaSymmetricMemory
 
 __all__ = ["CudaLowLatency"]
@@ -145,7 +147,7 @@ class CudaLowLatency:
                 self._check_place(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
                 check_tokens(geometry, x, topk_idx, topk_weights, self.device)
                 tokens = x.shape[0]
-            address = _aligned("x", x)
+            address = aligned("x", x)
             if statistics is not NO_STATISTICS:
                 statistics.check(geometry, self.device)
             call = plan.dispatch
@@ -208,7 +210,7 @@ class CudaLowLatency:
             elif not is_plain(out, shape, torch.bfloat16, self.device):
                 self._check_place(out=out)
                 check_result(out, shape, self.device)
-            result = _aligned("out", out)
+            result = aligned("out", out)
             if wait_ns is not None:
                 Statistics(wait_ns=wait_ns).check(geometry, self.device)
             weighted = late or routing.weighted  # type: ignore[union-attr]
@@ -229,7 +231,7 @@ class CudaLowLatency:
             args.table = _table(routing)
         if return_hook:
             # The receive half reads the routing too.
-            kept = (out, wait_ns, topk_idx if late else routing.block)  # type: ignore[union-attr]
+            kept = (out, wait_ns, topk_idx, *_storage(routing))
             return out, self._send(flight, args, call.launch, kept, raises=True)
         call.launch(args, self._follow())
         if self._reports.passing():
@@ -300,11 +302,7 @@ class CudaLowLatency:
 
         def receive() -> None:
             here = self._follow()
-            if here != stream:
-                current = torch.cuda.current_stream(self.device)
-                for tensor in kept:
-                    if tensor is not None:
-                        tensor.record_stream(current)
+            self._keep(kept, stream, here)
             launch(receiving, here)
             flight.arrived(here)
             if raises and self._reports.passing():
@@ -366,15 +364,29 @@ class CudaLowLatency:
         call = self._combine_call(plan, True, True)
         args = call.args.copy()
         args.refused, args.out, args.tokens, args.wait_ns = True, 0, 0, 0
-        if not isinstance(routing, CudaRouting) or routing.layout != plan.layout:
-            routing = self._last_routing
-        if isinstance(routing, CudaRouting):
-            # The peers send this rank's rows, and somebody must take them.
-            args.tokens, args.table = routing.tokens, _table(routing)
-        self._take_part(self._flights[1], args, call.launch)
+        args.table = args.ranges = 0
+        if isinstance(routing, LateRouting) and plan.quick.ranges(routing.ranges):
+            args.ranges = routing.ranges.data_ptr()  # tells whether the dispatch was void
+        elif not self._late:
+            if not isinstance(routing, CudaRouting) or routing.layout != plan.layout:
+                routing = self._last_routing
+            if isinstance(routing, CudaRouting):
+                # The peers send this rank's rows, and somebody must take them.
+                args.tokens, args.table = routing.tokens, _table(routing)
+        kept = () if routing is None else _storage(routing)
+        self._take_part(self._flights[1], args, call.launch, kept)
 
-    def _take_part(self, flight: Flight, args: Arguments, launch: Launch) -> None:
-        """Launches a refused call: behind a call in flight the half that takes must wait."""
+    def _take_part(
+        self,
+        flight: Flight,
+        args: Arguments,
+        launch: Launch,
+        kept: tuple[torch.Tensor | None, ...] = (),
+    ) -> None:
+        """Launches a refused call: behind a call in flight the half that takes must wait, and
+        ``kept`` stay."""
+        if flight.sent - flight.received >= MOST_IN_FLIGHT:
+            return  # the peers cannot have begun this call either
         stream = self._follow()
         if flight.sent == flight.received:
             launch(args, stream)
@@ -383,9 +395,25 @@ class CudaLowLatency:
         sending.phases, receiving.phases = _SEND, _RECEIVE
         launch(sending, stream)
         flight.sent += 1
-        flight.refused.append((flight.sent, lambda here: launch(receiving, here)))
+
+        def take(here: int) -> None:
+            self._keep(kept, stream, here)
+            launch(receiving, here)
+
+        flight.refused.append((flight.sent, take))
+
+    def _keep(self, kept: tuple[torch.Tensor | None, ...], sent: int, here: int) -> None:
+        """Tells the allocator that a receive half uses ``kept`` on another stream than the send."""
+        if here == sent:
+            return
+        current = torch.cuda.current_stream(self.device)
+        for tensor in kept:
+            if tensor is not None:
+                tensor.record_stream(current)
 
     def _plan_to_refuse(self, error: BaseException) -> Plan | None:
+        if self._stale is not None:
+            return None  # nobody makes calls before the memory is ready again
         if self._plan is None:
             # The others agree about the memory in their first call.
             reason = error if isinstance(error, FanfoldError) else FanfoldError(str(error))
@@ -405,7 +433,6 @@ class CudaLowLatency:
 
     def reset(self) -> None:
         """See :meth:`LowLatency.reset`."""
-        self._check_idle()
         if self._plan is not None:
             self._lay_out(self._plan.geometry)
 
@@ -420,6 +447,13 @@ class CudaLowLatency:
     def masked(self) -> torch.Tensor:
         """See :meth:`LowLatency.masked`."""
         return self._masked
+
+    def _check_unmasked(self, geometry: Geometry) -> None:
+        if self._masked.any().item():
+            raise UsageError(
+                "a rank is masked, so the memory of all ranks cannot be readied for "
+                f"{geometry}; unmask it when it is back, or make a new object without it"
+            )
 
     def _check_idle(self) -> None:
         if any(flight.sent != flight.received for flight in self._flights):
@@ -440,21 +474,18 @@ class CudaLowLatency:
                 f"the first call of {geometry} readies the memory of all ranks, which a CUDA graph "
                 "cannot hold; call dispatch and combine once before the capture"
             )
-        self._check_idle()
         return self._lay_out(geometry)
 
     def _lay_out(self, geometry: Geometry) -> Plan:
         """Readies the memory of all ranks for a geometry. Collective; waits for all calls."""
-        core = _core_geometry(geometry)
-        torch.cuda.synchronize(self.device)
-        if self._masked.any().item():
-            raise UsageError(
-                "a rank is masked, so the memory of all ranks cannot be readied for "
-                f"{geometry}; unmask it when it is back, or make a new object without it"
-            )
+        core = core_geometry(geometry)
+        grid = self._grid
         error: Exception | None = None
         try:
-            _core.check_cuda_geometry(core)
+            self._check_idle()
+            torch.cuda.synchronize(self.device)
+            self._check_unmasked(geometry)
+            calls = _core.CudaLowLatency(self._place, core, self._late, grid.ctas, grid.senders)
             first_absent, nbytes = _core.cuda_low_latency_bytes(core, self._late)
             if nbytes > self._memory.bytes_per_rank:
                 raise ArgumentError(
@@ -475,11 +506,10 @@ class CudaLowLatency:
         self._reports.clear()
         self._stale = None
         agree(self._memory.group, {})
-        grid = self._grid
         self._last_routing = None
         self._plan = Plan(
             geometry,
-            _core.CudaLowLatency(self._place, core, self._late, grid.ctas, grid.senders),
+            calls,
             RoutingLayout.of(geometry, 0 if self._late else _core.cuda_table_bytes(core)),
             QuickLook(geometry, self.device),
         )
@@ -546,28 +576,15 @@ def _settle(device: torch.device, kept: object) -> None:
     del kept
 
 
-def _aligned(name: str, tensor: torch.Tensor) -> int:
-    """The address of what kernels read and write 16 bytes at a time."""
-    address = tensor.data_ptr()
-    if address % 16:
-        raise ArgumentError(f"{name}.data_ptr()", hex(address), "on a 16-byte boundary")
-    return address
-
-
-def _core_geometry(geometry: Geometry) -> _core.LowLatencyGeometry:
-    return _core.LowLatencyGeometry(
-        ranks=geometry.ranks,
-        experts=geometry.num_experts,
-        top_k=geometry.top_k,
-        hidden=geometry.hidden,
-        max_tokens=geometry.max_tokens,
-    )
-
-
 def _table(routing: AnyRouting) -> int:
     """Address of what dispatch wrote for combine."""
     assert isinstance(routing, CudaRouting)
     return routing.block.data_ptr() + 4 * routing.layout.table_at
+
+
+def _storage(routing: AnyRouting) -> tuple[torch.Tensor, ...]:
+    """What kernels read of a routing."""
+    return (routing.block,) if isinstance(routing, CudaRouting) else (routing.ranges,)
 
 
 def _outputs(dispatched: Dispatched) -> tuple[torch.Tensor | None, ...]:

@@ -203,8 +203,9 @@ class HostLowLatency:
         """Makes this dispatch void on all ranks because of ``error``, found by a layer above."""
         tell(self._core.refuse_dispatch, error)
 
-    def refuse_combine(self, error: BaseException) -> None:
+    def refuse_combine(self, error: BaseException, routing: AnyRouting | None = None) -> None:
         """Makes this combine void on all ranks because of ``error``, found by a layer above."""
+        del routing  # peers look at nothing of a void combine here
         tell(self._core.refuse_combine, error)
 
     def _allocate(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from fanfold.errors import ArgumentError
 from fanfold.geometry import Geometry, is_plain
 
-__all__ = ["QuickLook"]
+__all__ = ["QuickLook", "aligned"]
 
 
 class QuickLook:
@@ -79,3 +80,15 @@ class QuickLook:
         self._tokens = tokens = rows.shape[0]
         self._x = (tokens, self._geometry.hidden)
         self._choices = (tokens, self._geometry.top_k)
+
+
+def aligned(name: str, tensor: torch.Tensor) -> int:
+    """The address of what kernels read and write 16 bytes at a time.
+
+    Raises:
+        ArgumentError: it is no multiple of 16.
+    """
+    address = tensor.data_ptr()
+    if address % 16:
+        raise ArgumentError(f"{name}.data_ptr()", hex(address), "on a 16-byte boundary")
+    return address

@@ -48,7 +48,8 @@ class Reports:
     def take(self, rank: int, geometry: Geometry | None, timeout_s: float) -> FanfoldError:
         """The gravest report as an exception; those of one call are new once only."""
         words = self._words
-        kinds = (self._TIMEOUT, self._DISAGREEMENT, self._REFUSED, self._INDEX)
+        # A disagreement is the cause of timeouts that follow it.
+        kinds = (self._DISAGREEMENT, self._TIMEOUT, self._REFUSED, self._INDEX)
         kind = next(kind for kind in kinds if self._is_new(kind))
         call, epoch, first, second = words[4 * kind : 4 * kind + 4]
         peer, phase = call >> 8, _PHASES[(call & 0xFF) - 1]
@@ -62,7 +63,7 @@ class Reports:
                 "weights come along differ",
                 "the same on all ranks; close this object",
             )
-        self._raised[kind] = (call, epoch)
+        self._raised[kind] = (call & 0xFF, epoch)
         if kind == self._REFUSED:
             reason = f"call {number}; its own exception says why"
             return PeerRefused(rank, peer, phase, reason)
@@ -76,4 +77,5 @@ class Reports:
 
     def _is_new(self, kind: int) -> bool:
         call, epoch = self._words[4 * kind], self._words[4 * kind + 1]
-        return call != 0 and self._raised.get(kind) != (call, epoch)
+        # Several ranks may refuse one call; it is told once.
+        return call != 0 and self._raised.get(kind) != (call & 0xFF, epoch)

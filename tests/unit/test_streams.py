@@ -97,7 +97,8 @@ def test_an_asynchronous_call_runs_beside(cuda: Device) -> None:
     assert cuda.log == [
         "comm waits for main",
         "call on comm",
-        "2 tensors on comm",
+        "1 tensors on comm",
+        "1 tensors on comm",
         "2 tensors on main",
         "event on comm",
     ]
@@ -105,6 +106,15 @@ def test_an_asynchronous_call_runs_beside(cuda: Device) -> None:
     cuda.log.clear()
     event.current_stream_wait()
     assert cuda.log == ["main waits for event of comm"]
+
+
+def test_a_call_that_raises_may_have_been_enqueued(cuda: Device) -> None:
+    def call() -> tuple[torch.Tensor, Any]:
+        raise ValueError("of an earlier call")
+
+    with pytest.raises(ValueError, match="earlier"):
+        Streams(torch.device("cuda:0")).run(call, async_finish=True, inputs=(X, None))
+    assert cuda.log == ["comm waits for main", "main waits for comm", "1 tensors on comm"]
 
 
 def test_an_event_of_the_current_stream(cuda: Device) -> None:

@@ -13,11 +13,21 @@ __device__ __forceinline__ float bf16_high(uint32_t pair) {
   return __uint_as_float(pair & 0xffff0000u);
 }
 
-// Nearest even; NaN becomes the positive one.
+// One value, with no instruction for it: nearest even; NaN becomes the positive one.
+__device__ __forceinline__ uint32_t bf16_by_hand(float value) {
+  const uint32_t bits = __float_as_uint(value);
+  return isnan(value) ? 0x7fffu : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+}
+
+// Two values, rounded likewise.
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+#if __CUDA_ARCH__ >= 800
   uint32_t pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
+#else
+  return bf16_by_hand(low) | bf16_by_hand(high) << 16;
+#endif
 }
 
 // One value, with no instruction for it: nearest even, saturating; NaN becomes the positive one.

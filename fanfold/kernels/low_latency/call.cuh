@@ -152,6 +152,7 @@ class Call {
       report(ReportKind::kRefused, source, 0, 0);
     } else if (word.facts != args.facts) {
       report(ReportKind::kDisagreement, source, 0, 0);
+      store_relaxed_gpu(&args.state->failed, 1u);  // what follows would wait for each other in vain
     }
   }
 };

@@ -8,7 +8,7 @@ using namespace fanfold;
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     low_latency_combine(const __grid_constant__ CombineArgs args) {
-  __shared__ alignas(16) CombineShared shared;
+  __shared__ CombineShared shared;
   const auto is_void = [&] { return of_void_dispatch(args); };
   run_call<CallKind::kCombine>(args.call, is_void, [&](const Prologue& seen) {
     CombineReceive receive(args, seen);

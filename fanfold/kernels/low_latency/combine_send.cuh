@@ -110,8 +110,11 @@ class CombineSend {
     if (args_.call.refused != 0) return 0;
     if (header.here) {
       const int64_t begin = args_.ranges[int64_t{header.local} * kRanks + pair.source] >> 32;
-      shared_.terms[i][__popc(header.all & lanes_below())] = {
-          output(header.local, begin + header.place), header.weight};
+      // A handle that is not what dispatch left must not lead outside of the outputs.
+      const int64_t last = int64_t{kRanks} * args_.call.max_tokens - 1;
+      const int64_t row = min(max(begin + header.place, int64_t{0}), last);
+      shared_.terms[i][__popc(header.all & lanes_below())] = {output(header.local, row),
+                                                              header.weight};
     }
     return __popc(header.all);
   }

@@ -18,12 +18,13 @@ __device__ __forceinline__ bool has_unit(int part, int lane) {
   return kUnits % kSegmentUnits == 0 || part * kSegmentUnits + lane < kUnits;
 }
 
-// Whether the dispatch whose rows come back was void. A rank that refuses has none to ask.
+// Whether the dispatch whose rows come back was void. A rank that refuses may not know which it
+// was.
 __device__ __forceinline__ bool of_void_dispatch(const CombineArgs& args) {
-  if (args.call.refused != 0) return false;
   if constexpr (kLate) {
-    return args.ranges[0] == kVoid;
+    return args.ranges != nullptr && args.ranges[0] == kVoid;
   } else {
+    if (args.table == nullptr) return false;
     const TableLayout table{kRanks, kTopK, args.call.max_tokens};
     return *reinterpret_cast<const int32_t*>(args.table + table.tokens_offset()) == kVoid;
   }
@@ -38,7 +39,7 @@ struct Term {
   float weight;
 };
 
-struct CombineShared {
+struct alignas(16) CombineShared {
   int32_t fan[kPassRows];
   Term terms[kPassRows][kTopK];
   int32_t tokens[kRanks];                        // of each source

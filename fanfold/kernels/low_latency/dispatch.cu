@@ -8,7 +8,7 @@ using namespace fanfold;
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     low_latency_dispatch(const __grid_constant__ DispatchArgs args) {
-  __shared__ alignas(16) DispatchShared shared;
+  __shared__ DispatchShared shared;
   const auto is_void = [] { return false; };
   run_call<CallKind::kDispatch>(args.call, is_void, [&](const Prologue& seen) {
     if (args.call.phases & kSend) DispatchSend(args, shared, seen).run();

@@ -104,7 +104,7 @@ class DispatchReceive {
       const int last = kSources - 1;
       const int total = shared_.total[e];
       args_.counts[e] = total;
-      if (args_.expert_totals != nullptr) args_.expert_totals[e] += total;
+      if (args_.expert_totals != nullptr && !is_void()) args_.expert_totals[e] += total;
       for (int s = 0; s < kSources; ++s) {
         const int64_t begin = shared_.before[s][e];
         const int64_t end = s == last ? total : shared_.before[s + 1][e];
@@ -117,12 +117,18 @@ class DispatchReceive {
 
   // The tokens of each source for combine, and that this dispatch is void if it is.
   __device__ void publish_tokens() {
-    bool refused = false;
-    for (int s = 0; s < kSources; ++s) refused = refused || shared_.refused[s];
+    const bool refused = is_void();
     if (refused) args_.ranges[0] = kVoid;
     if (args_.table == nullptr) return;
     auto* tokens = reinterpret_cast<int32_t*>(args_.table + table().tokens_offset());
     for (int s = 0; s < kSources; ++s) tokens[s] = refused ? kVoid : shared_.tokens[s];
+  }
+
+  __device__ bool is_void() const {
+    bool refused = false;
+#pragma unroll
+    for (int s = 0; s < kSources; ++s) refused = refused || shared_.refused[s];
+    return refused;
   }
 
   __device__ TableLayout table() const { return {kRanks, kTopK, args_.call.max_tokens}; }

@@ -44,7 +44,7 @@ struct Place {
 };
 
 // Sending and receiving have memory of their own, so that no barrier is needed between them.
-struct DispatchShared {
+struct alignas(16) DispatchShared {
   HeaderShared headers;
   TokenSet tokens_of[kExperts];
   int32_t before[kRanks][kLocalExperts];  // rows of earlier sources

@@ -57,9 +57,7 @@ struct TokenChoices {
 // Bit r: the token goes to rank r. All lanes of a warp ask together.
 __device__ __forceinline__ uint32_t ranks_of(int expert) {
   const uint32_t bit = expert < 0 ? 0u : 1u << (expert / kLocalExperts);
-#if __CUDA_ARCH__ >= 800
   return __reduce_or_sync(kFullWarp, bit);
-#endif
 }
 
 // Tokens whose headers a team works out at once.
@@ -199,7 +197,9 @@ class HeaderSender {
     for (int token = chunk; token < chunk + tokens; ++token) {
       if (token > chunk) own = TokenChoices::load(choices_, token, call_.lane);
       const int expert = Choices::sane(own.raw);
-      if (expert < 0 && own.raw != -1) report_bad_index(token, own.raw);
+      // Combine, where its routing is late, meets those that dispatch has told.
+      if (Kind == CallKind::kDispatch && expert < 0 && own.raw != -1)
+        report_bad_index(token, own.raw);
       const uint32_t same = __match_any_sync(kFullWarp, expert);
       const bool first = expert >= 0 && (same & lanes_below()) == 0;
       const float weight = summed_weight(own.weight, expert >= 0 ? same : 0u);

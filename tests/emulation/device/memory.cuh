@@ -1,0 +1,43 @@
+// device/memory.cuh on a CPU. Reading what others write gives way to them.
+#pragma once
+
+#include "layout/types.h"
+
+namespace fanfold {
+
+template <class T>
+T emulated_load(const T* address) {
+  emulation::Cta::own()->yield();
+  return __atomic_load_n(address, __ATOMIC_ACQUIRE);
+}
+template <class T>
+void emulated_store(T* address, T value) {
+  __atomic_store_n(address, value, __ATOMIC_RELEASE);
+}
+
+inline uint4 load_relaxed_system(const uint4* address) {
+  const auto* words = reinterpret_cast<const uint32_t*>(address);
+  emulation::Cta::own()->yield();
+  uint32_t v[4];
+  for (int i = 0; i < 4; ++i) v[i] = __atomic_load_n(words + i, __ATOMIC_ACQUIRE);
+  return {v[0], v[1], v[2], v[3]};
+}
+inline uint64_t load_relaxed_system(const uint64_t* address) { return emulated_load(address); }
+inline uint32_t load_relaxed_system(const uint32_t* address) { return emulated_load(address); }
+inline uint64_t load_acquire_system(const uint64_t* address) { return emulated_load(address); }
+inline uint32_t load_relaxed_gpu(const uint32_t* address) { return emulated_load(address); }
+
+// Words one after the other, the last first: nothing may rely on their order.
+inline void store_relaxed_system(uint4* address, uint4 v) {
+  auto* words = reinterpret_cast<uint32_t*>(address);
+  const uint32_t values[4] = {v.x, v.y, v.z, v.w};
+  for (int i = 3; i >= 0; --i) emulated_store(words + i, values[i]);
+}
+inline void store_relaxed_system(uint64_t* address, uint64_t v) { emulated_store(address, v); }
+inline void store_relaxed_system(uint32_t* address, uint32_t v) { emulated_store(address, v); }
+inline void store_release_system(uint64_t* address, uint64_t v) { emulated_store(address, v); }
+inline void store_relaxed_gpu(uint32_t* address, uint32_t v) { emulated_store(address, v); }
+inline void store_weak(uint4* address, uint4 v) { store_relaxed_system(address, v); }
+inline uint4 load_once(const uint4* address) { return *address; }
+
+}  // namespace fanfold

@@ -1,0 +1,20 @@
+// device/warp.cuh on a CPU. Kernels of a rank run one after the other, whole.
+#pragma once
+
+#include "layout/types.h"
+
+namespace fanfold {
+
+inline constexpr uint32_t kFullWarp = 0xffffffffu;
+inline constexpr int kWarpLanes = 32;
+
+inline uint32_t lanes_below() { return (1u << emulation::Cta::own()->lane()) - 1u; }
+inline void barrier_of(int id, int threads) { emulation::Cta::own()->barrier(id, threads); }
+inline void allow_next_kernel() {}
+inline void wait_for_previous_kernel() {}
+inline uint64_t global_nanoseconds() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return static_cast<uint64_t>(std::chrono::nanoseconds(now).count());
+}
+
+}  // namespace fanfold

@@ -1,0 +1,9 @@
+// One kernel for one set of constants as a library: KERNEL is its file, ENTRY its function, ARGUMENTS
+// the struct it takes.
+#include KERNEL
+
+// Runs the kernel on `ctas` CTAs and returns when it has ended.
+extern "C" __attribute__((visibility("default"))) void emulate(const void* arguments, int ctas) {
+  const auto& args = *static_cast<const fanfold::ARGUMENTS*>(arguments);
+  emulation::run_grid(ctas, fanfold::kThreads, [&] { ENTRY(args); });
+}

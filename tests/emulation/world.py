@@ -1,0 +1,162 @@
+"""The low-latency mode of GPUs with its kernels on CPUs: ranks of one process, each a thread.
+
+The kernels' sources are compiled by the host's compiler (``cuda.hpp``) for the constants at hand,
+and a launch runs them to their end. Everything above them is the mode as it is; only what it asks
+of ``torch.cuda`` is answered here. A rank's kernels wait for those of the others, so all ranks must
+make the same calls: :meth:`World.run` gives each a thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import threading
+import types
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from fanfold import _core
+from fanfold.config import Config
+from fanfold.geometry import Geometry
+from fanfold.jit import KernelSource
+from fanfold.low_latency import cuda, cuda_required_bytes
+from fanfold.low_latency import reports as reports_module
+from fanfold.low_latency.cuda import CudaLowLatency
+
+HERE = Path(__file__).parent
+KERNELS = HERE.parent.parent / "fanfold" / "kernels"
+ARGUMENTS = {"low_latency_dispatch": "DispatchArgs", "low_latency_combine": "CombineArgs"}
+COMPILER = os.environ.get("CXX") or shutil.which("c++") or "c++"
+
+
+class Builder:
+    """Kernels compiled for the CPU, each once.
+
+    Args:
+        folder: keeps the libraries.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._loaded: dict[KernelSource, ctypes.CDLL] = {}
+
+    def load(self, source: KernelSource) -> ctypes.CDLL:
+        """The kernel as a library with ``emulate(arguments, ctas)``."""
+        with self._lock:
+            if source not in self._loaded:
+                self._loaded[source] = self._build(source)
+            return self._loaded[source]
+
+    def _build(self, source: KernelSource) -> ctypes.CDLL:
+        name = hashlib.sha256(str(source).encode()).hexdigest()[:16]
+        folder = self._folder / name
+        folder.mkdir()
+        (folder / "constants.h").write_text(source.header)
+        library = folder / "kernel.so"
+        subprocess.run(
+            [
+                COMPILER, "-std=c++20", "-O1", "-w", "-ffp-contract=off", "-fPIC", "-shared",
+                "-fvisibility=hidden", "-pthread", "-include", str(HERE / "cuda.hpp"),
+                f"-I{HERE}", f"-I{folder}", f"-I{KERNELS}", f'-DKERNEL="{source.file}"',
+                f"-DENTRY={source.entry}", f"-DARGUMENTS={ARGUMENTS[source.entry]}",
+                str(HERE / "kernel.cpp"), "-o", str(library),
+            ],
+            check=True,
+        )  # fmt: skip
+        loaded = ctypes.CDLL(str(library))
+        loaded.emulate.argtypes = (ctypes.c_void_p, ctypes.c_int)
+        loaded.emulate.restype = None
+        return loaded
+
+
+class _ThreadGroup:
+    """A group whose ranks are threads."""
+
+    def __init__(self, rank: int, values: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.size = rank, barrier.parties
+        self._values, self._barrier = values, barrier
+
+    def all_gather(self, value: Any) -> list[Any]:
+        self._values[self.rank] = value
+        self._barrier.wait()
+        gathered = list(self._values)
+        self._barrier.wait()
+        return gathered
+
+
+def _launch(args: Any, kernel: Any, ctas: int, threads: int, stream: int, early: bool) -> None:
+    del threads, stream, early
+    kernel.emulate(args.address, ctas)
+
+
+@contextmanager
+def emulated(builder: Builder, ctas: int) -> Iterator[None]:
+    """Within it the mode takes the CPU for a GPU with ``ctas`` SMs."""
+    pageable = types.SimpleNamespace(
+        zeros=lambda size, dtype, pin_memory: torch.zeros(size, dtype=dtype), uint8=torch.uint8
+    )
+    cuda_answers = {
+        "get_device_properties": lambda index: types.SimpleNamespace(multi_processor_count=ctas),
+        "get_device_capability": lambda index: (9, 0),
+        "is_current_stream_capturing": lambda: False,
+        "synchronize": lambda device: None,
+    }
+    with (
+        mock.patch.object(_core.CudaDispatchArgs, "launch", _launch),
+        mock.patch.object(_core.CudaCombineArgs, "launch", _launch),
+        mock.patch.multiple(torch.cuda, **cuda_answers),
+        mock.patch.object(torch._C, "_cuda_getCurrentRawStream", create=True, return_value=0),
+        mock.patch.object(torch._C, "_cuda_getDevice", create=True, return_value=None),
+        mock.patch.object(cuda.jit, "load", lambda source, *_: builder.load(source)),
+        mock.patch.object(reports_module, "torch", pageable),
+    ):
+        yield
+
+
+class World:
+    """All ranks of one geometry; only within :func:`emulated`.
+
+    Args:
+        geometry: its ``ranks`` are made.
+        late: whether the weights come with combine.
+        settings: of :class:`Config`.
+    """
+
+    def __init__(self, geometry: Geometry, *, late: bool = False, **settings: Any) -> None:
+        config = Config.resolve(**{"timeout_s": 20.0, **settings})
+        nbytes = cuda_required_bytes(geometry, late_weights=late)
+        regions = [torch.empty(nbytes + 128, dtype=torch.uint8) for _ in range(geometry.ranks)]
+        regions = [region[-region.data_ptr() % 128 :][:nbytes] for region in regions]
+        values: list[Any] = [None] * geometry.ranks
+        barrier = threading.Barrier(geometry.ranks, timeout=120.0)
+        self.modes = [
+            CudaLowLatency(
+                types.SimpleNamespace(  # type: ignore[arg-type]
+                    device=torch.device("cpu"),
+                    rank=rank,
+                    ranks=geometry.ranks,
+                    base=lambda peer: regions[peer].data_ptr(),
+                    bytes_per_rank=nbytes,
+                    tensor=regions[rank],
+                    group=_ThreadGroup(rank, values, barrier),
+                ),
+                config,
+                late,
+            )
+            for rank in range(geometry.ranks)
+        ]
+
+    def run(self, program: Callable[[int, CudaLowLatency], Any]) -> list[Any]:
+        """``program(rank, mode)`` on all ranks at once; their results."""
+        with ThreadPoolExecutor(len(self.modes)) as pool:
+            return list(pool.map(program, range(len(self.modes)), self.modes))
