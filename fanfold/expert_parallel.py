@@ -243,7 +243,7 @@ class ExpertParallel:
             PeerTimeout: a peer did not arrive in time; close this object.
             UsageError: closed, failed earlier, or more than two dispatches open.
 
-        On a GPU what kernels find (a bad index, PeerRefused, PeerTimeout) is raised by a later call.
+        On a GPU what kernels find (a bad index, PeerRefused, PeerTimeout) a later call raises.
         """
         self._check_open()
         if self.mode == "high_throughput":
