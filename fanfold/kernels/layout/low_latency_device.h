@@ -206,6 +206,11 @@ struct alignas(16) Report {
   int32_t second;  // kIndex: place in the token's row << 24 | value, in 24 bits
 };
 
+// Names a call among all of a rank's; never 0.
+FANFOLD_HD constexpr uint32_t call_id(CallKind kind, uint32_t epoch) {
+  return (epoch << 1) | static_cast<uint32_t>(kind);
+}
+
 // A CTA's own count of the calls it has taken part in, so that no CTA waits for another.
 struct CtaEpochs {
   uint32_t send;
@@ -216,7 +221,7 @@ struct CtaEpochs {
 struct LowLatencyState {
   CtaEpochs epochs[2][kMostCtas];  // by kind of call
   int32_t masked[kMostDeviceRanks];
-  uint32_t failed;  // a peer was waited for in vain, and no call can be trusted any more
+  uint32_t failed;  // the call after which none can be trusted any more (`call_id`); 0: none
 };
 
 enum Phases : uint32_t { kSend = 1, kReceive = 2, kWhole = 3 };

@@ -29,7 +29,7 @@ __device__ __forceinline__ uint32_t never_absent(uint32_t word) {
 // What every thread asks for first, all at once, and looks at as late as it can.
 struct Prologue {
   CtaEpochs epochs;
-  uint32_t failed;   // whether an earlier call has
+  uint32_t failed;   // of LowLatencyState
   int32_t masked;    // lane r: whether rank r is
   uint64_t receipt;  // lane r: what rank r has received
 
@@ -58,9 +58,8 @@ __device__ __forceinline__ void store_report(Report* report, uint32_t call, uint
 __device__ __noinline__ void mask_peer(LowLatencyState* state, int peer) {
   store_relaxed_gpu(reinterpret_cast<uint32_t*>(&state->masked[peer]), 1u);
 }
-__device__ __noinline__ void fail_call(LowLatencyState* state, Report* reports, uint32_t call,
-                                       uint32_t epoch, uint32_t came) {
-  store_relaxed_gpu(&state->failed, 1u);
+__device__ __noinline__ void report_timeout(Report* reports, uint32_t call, uint32_t epoch,
+                                            uint32_t came) {
   store_report(&reports[static_cast<int>(ReportKind::kTimeout)], call, epoch,
                static_cast<int32_t>(came), 0);
 }
@@ -117,6 +116,8 @@ class Call {
   __device__ bool is_masked(int peer) const {
     return load_relaxed_gpu(reinterpret_cast<const uint32_t*>(&args.state->masked[peer])) != 0;
   }
+  // Ends this call's waits, and later calls at their start.
+  __device__ void fail() const { store_relaxed_gpu(&args.state->failed, call_id(Kind, epoch)); }
   __device__ bool failed() const { return load_relaxed_gpu(&args.state->failed) != 0; }
 
   __device__ void report(ReportKind kind, int peer, int32_t first, int32_t second) const {
@@ -152,7 +153,7 @@ class Call {
       report(ReportKind::kRefused, source, 0, 0);
     } else if (word.facts != args.facts) {
       report(ReportKind::kDisagreement, source, 0, 0);
-      store_relaxed_gpu(&args.state->failed, 1u);  // what follows would wait for each other in vain
+      fail();  // what follows would wait for each other in vain
     }
   }
 };
@@ -176,7 +177,8 @@ class Patience {
       mask_peer(args.state, peer);
       looks_ = 0;  // the others have all their time
     } else {
-      fail_call(args.state, args.reports, Call<Kind>::call_of(peer), call_.epoch, came);
+      call_.fail();
+      report_timeout(args.reports, Call<Kind>::call_of(peer), call_.epoch, came);
     }
     return true;
   }
@@ -232,6 +234,14 @@ __device__ __forceinline__ void push_receipts(const CallArgs& args, const Prolog
   store_release_system(theirs + writer, receipts.encode());
 }
 
+// Whether an earlier call has failed. That this one has must not count: the threads of a CTA look
+// at different moments, and all must go the same way, or some wait at a barrier for others that
+// left.
+__device__ __forceinline__ bool failed_before(const Prologue& seen, CallKind kind) {
+  return seen.failed != 0 && seen.failed != call_id(kind, seen.epochs.send) &&
+         seen.failed != call_id(kind, seen.epochs.receive);
+}
+
 // Runs `body` and counts the call, unless an earlier one has failed or `is_void(...)`. Every CTA
 // counts for itself, so the grid needs no barrier.
 template <CallKind Kind, class IsVoid, class Body>
@@ -244,7 +254,7 @@ __device__ __forceinline__ void run_call(const CallArgs& args, IsVoid is_void, B
   // dispatch only sends.
   if (static_cast<int>(blockIdx.x) == args.senders - 1 && threadIdx.x / kWarpLanes == kWarps - 1)
     push_receipts(args, seen);
-  if (nothing || seen.failed != 0) return;
+  if (nothing || failed_before(seen, Kind)) return;
   // Kept in shared memory, as every register counts in between.
   __shared__ CtaEpochs next;
   if (threadIdx.x == 0) {
