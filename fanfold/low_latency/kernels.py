@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fanfold import _core
 from fanfold.formats import RowFormat, ScaleFormat
 from fanfold.geometry import Geometry
 from fanfold.jit import KernelSource
@@ -24,7 +25,6 @@ _SEGMENT_BYTES = 512
 _LONG_ROW_SEGMENTS = 8
 # 20 of 132 SMs of an H200 fill its links; from 12 to 32 the time changes by a tenth at most.
 _SENDING_SHARE = 20 / 132
-_MOST_CTAS = 512
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Grid:
     def of(cls, sms: int, *, ctas: int | None = None, senders: int | None = None) -> Grid:
         """The grid for a GPU with ``sms`` SMs, where nothing else is asked for."""
         if ctas is None:
-            ctas = min(max(sms, 2), _MOST_CTAS)
+            ctas = min(max(sms, 2), _core.CUDA_MOST_CTAS)
         if senders is None:
             senders = min(max(round(ctas * _SENDING_SHARE), 1), ctas - 1)
         return cls(ctas, senders)

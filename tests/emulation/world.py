@@ -31,6 +31,7 @@ from fanfold.jit import KernelSource
 from fanfold.low_latency import cuda, cuda_required_bytes
 from fanfold.low_latency import reports as reports_module
 from fanfold.low_latency.cuda import CudaLowLatency
+from fanfold.low_latency.sizes import core_geometry
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parent.parent / "fanfold" / "kernels"
@@ -137,6 +138,8 @@ class World:
         nbytes = cuda_required_bytes(geometry, late_weights=late)
         regions = [torch.empty(nbytes + 128, dtype=torch.uint8) for _ in range(geometry.ranks)]
         regions = [region[-region.data_ptr() % 128 :][:nbytes] for region in regions]
+        first, _ = _core.cuda_low_latency_bytes(core_geometry(geometry), late)
+        self._announced = [region[first:] for region in regions]
         values: list[Any] = [None] * geometry.ranks
         barrier = threading.Barrier(geometry.ranks, timeout=120.0)
         self.modes = [
@@ -155,6 +158,12 @@ class World:
             )
             for rank in range(geometry.ranks)
         ]
+
+    def check_absent(self) -> None:
+        """Asserts that every word that announces itself has been taken and made absent again."""
+        for rank, region in enumerate(self._announced):
+            left = int((region != 0xFF).sum())
+            assert left == 0, f"{left} bytes stand in the memory of rank {rank}"
 
     def run(self, program: Callable[[int, CudaLowLatency], Any]) -> list[Any]:
         """``program(rank, mode)`` on all ranks at once; their results."""

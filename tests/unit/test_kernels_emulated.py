@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -200,6 +201,7 @@ def test_rounds(shape: Shape, hooks: bool) -> None:
             assert torch.equal(out, sums_of(shape.geometry, batches, rank))
 
         world.run(round_)
+        world.check_absent()
 
 
 def test_two_calls_in_flight() -> None:
@@ -218,6 +220,7 @@ def test_two_calls_in_flight() -> None:
             check_received(shape.geometry, second, rank, b, None)
 
     world.run(program)
+    world.check_absent()
 
 
 def test_logfmt() -> None:
@@ -236,6 +239,7 @@ def test_logfmt() -> None:
         assert torch.equal(out.float(), expected)
 
     world.run(program)
+    world.check_absent()
 
 
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[2]], ids=str)
@@ -272,6 +276,7 @@ def test_a_refused_dispatch_leaves_nothing_behind(shape: Shape, in_flight: bool)
             assert torch.equal(out, sums_of(shape.geometry, batches, rank))
 
     world.run(program)
+    world.check_absent()
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2]], ids=str)
@@ -296,6 +301,7 @@ def test_a_refused_combine_leaves_nothing_behind(shape: Shape, logfmt: bool) -> 
             assert torch.equal(out, sums_of(shape.geometry, batches, rank))
 
     world.run(program)
+    world.check_absent()
 
 
 def test_a_late_rank_is_named() -> None:
@@ -369,6 +375,10 @@ def test_ranks_that_disagree_are_told_and_wait_for_nothing() -> None:
         call = Caller(dataclasses.replace(shape, late=rank == 0), mode, rank)  # without weights
         received, _ = call.dispatch(batches[rank])
         y = outputs_of(shape.geometry, rank)
+        # As if the host had enqueued the combine before the dispatch told it.
+        with mock.patch.object(mode._reports, "fatal", return_value=False):
+            mode.combine(shape.geometry, y, received.routing, None)
+        assert mode._reports._words[0] == 0, "a wait ran out"
         with pytest.raises(ArgumentError, match="the same on all ranks"):
             mode.combine(shape.geometry, y, received.routing, None)
 
@@ -401,3 +411,4 @@ def test_a_refused_combine_of_a_void_dispatch_is_void_too(shape: Shape) -> None:
             assert torch.equal(out, sums_of(shape.geometry, batches, rank))
 
     world.run(program)
+    world.check_absent()

@@ -26,6 +26,12 @@ __device__ __forceinline__ uint32_t never_absent(uint32_t word) {
   return word == kAbsent ? 0x7fffffffu : word;
 }
 
+// Where in the memory of `owner` this rank writes. In a bench's mirror two GPUs stand for more:
+// each is rank 0, and what it sends to another rank comes to the other GPU as from another.
+__device__ __forceinline__ int writer_at(const CallArgs& args, int owner) {
+  return kMirror != 0 ? (kRanks - owner) % kRanks : args.rank;
+}
+
 // What every thread asks for first, all at once, and looks at as late as it can.
 struct Prologue {
   CtaEpochs epochs;
@@ -79,11 +85,7 @@ class Call {
 
   __device__ int half() const { return static_cast<int>(epoch & 1u); }
 
-  // Where in the memory of `owner` this rank writes. In a bench's mirror two GPUs stand for more:
-  // each is rank 0, and what it sends to another rank comes to the other GPU as from another.
-  __device__ int writer_at(int owner) const {
-    return kMirror != 0 ? (kRanks - owner) % kRanks : args.rank;
-  }
+  __device__ int writer_at(int owner) const { return fanfold::writer_at(args, owner); }
 
   // ---- places in the memory of `owner` ----------------------------------------------------------
 
@@ -229,9 +231,8 @@ __device__ __forceinline__ void push_receipts(const CallArgs& args, const Prolog
   const auto& epochs = args.state->epochs;
   const Receipt receipts{epochs[0][blockIdx.x].receive - kFirstEpoch,
                          epochs[1][blockIdx.x].receive - kFirstEpoch};
-  const int writer = kMirror != 0 ? (kRanks - lane) % kRanks : args.rank;
   auto* theirs = reinterpret_cast<uint64_t*>(args.peers[lane] + args.at.receipts);
-  store_release_system(theirs + writer, receipts.encode());
+  store_release_system(theirs + writer_at(args, lane), receipts.encode());
 }
 
 // Whether an earlier call has failed. That this one has must not count: the threads of a CTA look
