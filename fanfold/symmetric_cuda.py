@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import weakref
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from fanfold.config import prepare_symmetric_memory
 from fanfold.errors import FanfoldError, SystemFailure, UnavailableError, UsageError
 from fanfold.group import Group, agree, process_group
+from fanfold.letting_go import drop_left, let_go
 
 __all__ = ["CudaSymmetricMemory", "unavailable"]
 
@@ -97,6 +99,7 @@ class CudaSymmetricMemory:
         self._handle: Any = None  # keeps the peers' regions mapped
         self._tensor: torch.Tensor | None = None
         self._bases: list[int] = []
+        drop_left()
         try:
             self._open()
         except RuntimeError as failure:
@@ -104,6 +107,9 @@ class CudaSymmetricMemory:
             if isinstance(failure, FanfoldError):
                 raise
             raise self._absent(failure) from failure
+        # Kernels in flight may outlive this object, and write there.
+        self._end = weakref.finalize(self, let_go, self.device, (self._handle, self._tensor))
+        self._end.atexit = False
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -134,11 +140,9 @@ class CudaSymmetricMemory:
         """
         if self._tensor is None:
             return
-        # After a failure of the device nothing runs there, and the failure was raised elsewhere.
-        with contextlib.suppress(RuntimeError):
-            torch.cuda.synchronize(self.device)
         self._handle = self._tensor = None
         self._bases = []
+        self._end()
 
     def __enter__(self) -> CudaSymmetricMemory:
         return self

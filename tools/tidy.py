@@ -36,6 +36,7 @@ PYTHON_FLOORS: tuple[tuple[str, ...], ...] = (
         "config",
         "group",
         "gpus",
+        "letting_go",
         "pool",
         "staging",
         "forkserver",

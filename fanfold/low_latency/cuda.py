@@ -10,7 +10,6 @@ stays in step with the others.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import weakref
 
@@ -22,6 +21,7 @@ from fanfold.errors import ArgumentError, FanfoldError, UsageError
 from fanfold.formats import RowFormat, ScaleFormat
 from fanfold.geometry import Geometry, check_hidden, is_plain
 from fanfold.group import agree
+from fanfold.letting_go import let_go
 from fanfold.low_latency import kernels
 from fanfold.low_latency.calls import (
     NO_STATISTICS,
@@ -115,8 +115,8 @@ class CudaLowLatency:
         self._last_routing: AnyRouting | None = None
         self._stream = 0
         # Kernels in flight may outlive this object, and write there.
-        kept = weakref.finalize(self, _settle, self.device, (self._state, self._reports))
-        kept.atexit = False
+        end = weakref.finalize(self, let_go, self.device, (self._state, self._reports))
+        end.atexit = False
 
     # ---- calls ----------------------------------------------------------------------------------
 
@@ -566,14 +566,6 @@ class CudaLowLatency:
             args.launch(kernel, ctas, threads, stream, early)
 
         return launch
-
-
-def _settle(device: torch.device, kept: object) -> None:
-    """Lets ``kept`` go when nothing runs on the device any more."""
-    # Where CUDA has failed, or is not there, nothing runs.
-    with contextlib.suppress(RuntimeError, AssertionError):
-        torch.cuda.synchronize(device)
-    del kept
 
 
 def _table(routing: AnyRouting) -> int:

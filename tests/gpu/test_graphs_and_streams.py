@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -167,6 +169,35 @@ def _captured_dispatches(group: dist.ProcessGroup, case: Case, calls: int) -> No
 @pytest.mark.parametrize("calls", [1, 2, 3])
 def test_captured_dispatches(gpus: GpuPools, ranks: int, calls: int) -> None:
     gpus.run(ranks, _captured_dispatches, case_of(ranks, dtype="fp8"), calls)
+
+
+def _dropped_in_capture(group: dist.ProcessGroup, case: Case) -> None:
+    """What the garbage collector finds while a graph is captured does not break the capture."""
+    device = own_device()
+    case_inputs = tokens_of(case, dist.get_rank(group)).to(device)
+    dropped = open_layer(group, case)
+    dropped.dispatch(case_inputs.x, case_inputs.topk_idx, case_inputs.topk_weights)
+    gone = weakref.ref(dropped)
+    cycle: list[object] = [dropped]
+    cycle.append(cycle)
+    answer = answers(group, [case])[0]
+    with open_layer(group, case) as ep:
+        static = _Static(ep, case_inputs, answer)
+        static.dispatch()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            del dropped, cycle
+            gc.collect()
+            assert gone() is None
+            static.dispatch()
+        graph.replay()
+        ep.synchronize()
+        static.check()
+        del graph
+
+
+def test_a_layer_dropped_in_a_capture(gpus: GpuPools, ranks: int) -> None:
+    gpus.run(ranks, _dropped_in_capture, case_of(ranks, dtype="fp8"))
 
 
 # ---- streams ------------------------------------------------------------------------------------

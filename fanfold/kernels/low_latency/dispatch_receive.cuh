@@ -256,6 +256,7 @@ class DispatchReceive {
     const int fan = shared_.fan[task.row];
     auto* rows = reinterpret_cast<uint4*>(args_.rows);
     if (has_unit(task.part, call_.lane)) {
+#pragma unroll 1
       for (int i = 0; i < fan; ++i) {
         const Place to = shared_.places[task.row][i];
         store_weak(rows + (to.local * capacity() + to.row) * kUnits + task.part * kSegmentUnits +
@@ -279,6 +280,7 @@ class DispatchReceive {
                                         : scales.w;
     const int block = task.part * 4 + which;
     if (block >= kBlocks) return;
+#pragma unroll 1
     for (int i = call_.lane / 4; i < fan; i += 8) {
       const Place to = shared_.places[task.row][i];
       args_.scales[(int64_t{to.local} * kBlocks + block) * capacity() + to.row] = scale;
@@ -291,6 +293,7 @@ class DispatchReceive {
     if (blocks > 1) packed |= ue8m0_of(scales.y) << 8;
     if (blocks > 2) packed |= ue8m0_of(scales.z) << 16;
     if (blocks > 3) packed |= ue8m0_of(scales.w) << 24;
+#pragma unroll 1
     for (int i = call_.lane; i < fan; i += kWarpLanes) {
       const Place to = shared_.places[task.row][i];
       args_.scales[(int64_t{to.local} * kSegments + task.part) * capacity() + to.row] = packed;

@@ -1,0 +1,40 @@
+"""Memory of GPUs whose owner is gone while kernels may still use it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+
+import torch
+
+__all__ = ["drop_left", "let_go"]
+
+_left: deque[tuple[torch.device, object]] = deque()
+
+
+def let_go(device: torch.device, kept: object) -> None:
+    """Drops the last reference to ``kept`` once nothing runs on ``device``.
+
+    Waits for that, except where this thread captures a CUDA graph, which a wait would break (the
+    garbage collector runs finalisers wherever it likes): there ``kept`` is left for the next call
+    of this or of :func:`drop_left`.
+    """
+    _left.append((device, kept))
+    del kept
+    drop_left()
+
+
+def drop_left() -> None:
+    """Drops what :func:`let_go` has left, unless this thread captures a graph."""
+    # Where CUDA has failed, or is not there, nothing runs.
+    with contextlib.suppress(RuntimeError, AssertionError):
+        if torch.cuda.is_current_stream_capturing():
+            return
+    while _left:
+        try:
+            device, kept = _left.popleft()
+        except IndexError:  # another thread, or a finaliser meanwhile, was faster
+            return
+        with contextlib.suppress(RuntimeError, AssertionError):
+            torch.cuda.synchronize(device)
+        del kept
