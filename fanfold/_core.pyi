@@ -258,6 +258,48 @@ class CudaCombineArgs:
         self, kernel: CudaKernel, ctas: int, threads: int, stream: int, early: bool
     ) -> None: ...
 
+class CudaQuickLook:
+    @staticmethod
+    def of(
+        like: object,
+        geometry: LowLatencyGeometry,
+        table_at: int,
+        source_tokens_at: int,
+        row_weights_at: int,
+    ) -> CudaQuickLook | None: ...
+    def dispatch(
+        self, args: CudaDispatchArgs, x: object, topk_idx: object, topk_weights: object
+    ) -> int: ...
+    def late(
+        self, args: CudaCombineArgs, ranges: object, topk_idx: object, topk_weights: object
+    ) -> int: ...
+    def combine(
+        self, args: CudaCombineArgs, tokens: int, y: object, out: object, block: object
+    ) -> bool: ...
+    def suits(self, x: object, topk_idx: object) -> bool: ...
+    def suits_handle(
+        self, y: object, source_tokens: object, ranges: object, topk_idx: object
+    ) -> bool: ...
+    def place(
+        self,
+        args: CudaDispatchArgs,
+        rows: object,
+        scales: object,
+        counts: object,
+        block: object,
+        weighted: bool,
+    ) -> None: ...
+    def place_late(
+        self,
+        args: CudaDispatchArgs,
+        rows: object,
+        scales: object,
+        counts: object,
+        ranges: object,
+        source_tokens: object,
+        row_weights: object,
+    ) -> None: ...
+
 class CudaLowLatencyPlace:
     def __init__(
         self,

@@ -303,7 +303,8 @@ class ExpertParallel:
             weighted: multiply each row by its routing weight, if dispatch had weights.
             bias: high throughput: ``[num_tokens, hidden]`` bfloat16 that each sum starts from.
             logfmt: low latency: send rows as LogFMT-10.
-            out: ``[num_tokens, hidden]`` bfloat16 to write to; made if not given.
+            out: ``[num_tokens, hidden]`` bfloat16 to write to, in other memory than ``y`` if on a
+                GPU; made if not given.
             return_hook: low latency: return before anything has arrived, with a function that
                 completes the result.
 
@@ -448,17 +449,8 @@ class ExpertParallel:
             scale_format=scale_format,
             return_hook=return_hook,
         )
-        assert topk_idx is not None
-        received = Received(
-            tokens=dispatched.tokens,
-            scales=dispatched.scales,
-            weights=dispatched.row_weights,
-            tokens_per_expert=dispatched.counts,
-            offsets=self._offsets,
-            num_tokens=topk_idx.shape[0],
-            owner=self,
-            source=LowLatencySource(dispatched, kept_idx),
-            complete=receive is None,
+        received = Received.in_low_latency(
+            dispatched, kept_idx, self._offsets, self, receive is None
         )
         if receive is None:
             return received

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -48,6 +49,42 @@ class Received:
     owner: object = field(repr=False)
     source: LowLatencySource | HighThroughputSource = field(repr=False)
     complete: bool = field(default=True, repr=False)
+
+    @classmethod
+    def in_low_latency(
+        cls,
+        dispatched: low_latency.Dispatched,
+        topk_idx: torch.Tensor | None,
+        offsets: torch.Tensor,
+        owner: object,
+        complete: bool,
+    ) -> Received:
+        """What a low-latency dispatch brought, with as little of the CPU's time as that takes.
+
+        Args:
+            dispatched: by the mode.
+            topk_idx: as dispatched; None where the routing has it.
+            offsets, owner, complete: attributes.
+        """
+        made = cls.__new__(cls)
+        made.tokens, made.scales = dispatched.tokens, dispatched.scales
+        made.tokens_per_expert, made.offsets = dispatched.counts, offsets
+        made.owner, made.complete = owner, complete
+        if topk_idx is None:
+            made.num_tokens = dispatched.routing.tokens  # type: ignore[union-attr]
+        else:
+            made.num_tokens = topk_idx.shape[0]
+        made.source = LowLatencySource(dispatched, topk_idx)
+        return made
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> torch.Tensor | None:
+            """The weights of a low-latency dispatch, from when somebody first asks for them."""
+            if name != "weights":
+                raise AttributeError(f"{type(self).__name__} has no {name!r}", name=name, obj=self)
+            self.weights = self.source.dispatched.row_weights
+            return self.weights
 
     def expert(self, index: int, of: torch.Tensor | None = None) -> torch.Tensor:
         """The valid rows of local expert ``index``: a view ``[n, hidden]`` of ``tokens``.

@@ -25,8 +25,10 @@ from fanfold.low_latency import (
     Hook,
     LateRouting,
     LowLatency,
+    RoutingLayout,
     Statistics,
 )
+from fanfold.low_latency.quick import quick_look
 from fanfold.refusal import Refusing
 
 __all__ = ["LowLatencyCalls"]
@@ -71,17 +73,21 @@ class _Known:
     """A geometry that is known to fit, and the shapes that follow from it: those of the last call,
     as the next one is most often alike and must not wait for what was found out before.
 
+    Args:
+        geometry: this one.
+        device: where tensors must be.
+
     Attributes:
-        rows: ``(E_l, C)``.
-        ranges: ``(E_l, R)``.
         outputs: ``(E_l, C, hidden)``.
     """
 
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(self, geometry: Geometry, device: torch.device) -> None:
+        layout = RoutingLayout.of(geometry, 0)
         self.geometry = geometry
-        self.rows = (geometry.experts_per_rank, geometry.expert_capacity)
-        self.ranges = (geometry.experts_per_rank, geometry.ranks)
-        self.outputs = (*self.rows, geometry.hidden)
+        self.outputs = (*layout.rows, geometry.hidden)
+        self._ranges = layout.ranges
+        self._device = device
+        self._look = quick_look(geometry, layout, device)
 
     def is_of(self, max_tokens: object, num_experts: object, x: object, topk_idx: object) -> bool:
         """Whether a dispatch of these, as far as they tell the geometry, has this one."""
@@ -91,21 +97,19 @@ class _Known:
             and max_tokens == geometry.max_tokens
             and type(num_experts) is int
             and num_experts == geometry.num_experts
-            and _columns(x) == geometry.hidden
-            and _columns(topk_idx) == geometry.top_k
+            and self._look.suits(x, topk_idx)
         )
 
-    def sums(
-        self, totals: torch.Tensor | None, waits: torch.Tensor | None, device: torch.device
-    ) -> bool:
+    def sums(self, totals: torch.Tensor | None, waits: torch.Tensor | None) -> bool:
         """Whether these are tensors that a call may add rows and nanoseconds to, or None."""
-        return (totals is None or is_plain(totals, self.ranges[:1], torch.int32, device)) and (
-            waits is None or is_plain(waits, self.ranges[1:], torch.int64, device)
+        shape, device = self._ranges, self._device
+        return (totals is None or is_plain(totals, shape[:1], torch.int32, device)) and (
+            waits is None or is_plain(waits, shape[1:], torch.int64, device)
         )
 
-    def made(self, handle: object, topk_idx: object, device: torch.device) -> bool:
-        """Whether ``handle`` is one that a dispatch of this geometry has returned, and the tensors
-        in it are as they were."""
+    def takes(self, y: object, handle: object, topk_idx: object) -> bool:
+        """Whether ``handle`` is one that a dispatch of this geometry has returned, the tensors in
+        it are as they were, and ``y`` are outputs of its rows."""
         if type(handle) is not tuple or len(handle) != 5:
             return False
         source_info, layout_range, max_tokens, hidden, num_experts = handle
@@ -114,18 +118,8 @@ class _Known:
             max_tokens is geometry.max_tokens
             and hidden is geometry.hidden
             and num_experts is geometry.num_experts
-            and _columns(topk_idx) == geometry.top_k
-            and is_plain(source_info, self.rows, torch.int32, device)
-            and is_plain(layout_range, self.ranges, torch.int64, device)
+            and self._look.suits_handle(y, source_info, layout_range, topk_idx)
         )
-
-
-def _columns(matrix: object) -> int:
-    """Columns of a plain tensor of two dimensions; -1 for anything else."""
-    if type(matrix) is not torch.Tensor:
-        return -1
-    shape = matrix.shape
-    return shape[1] if len(shape) == 2 else -1
 
 
 @dataclass(frozen=True)
@@ -287,7 +281,7 @@ class LowLatencyCalls(BufferBase):
             and self._on_gpu  # where the mode says why tensors must be there
             and known.is_of(num_max_dispatch_tokens_per_rank, num_experts, x, topk_idx)
             and formats is not None
-            and known.sums(totals, waits, self.device)
+            and known.sums(totals, waits)
             and not (async_finish and return_recv_hook)
         ):
             with Refusing(mode.refuse_dispatch):
@@ -366,9 +360,8 @@ class LowLatencyCalls(BufferBase):
         if not (
             known is not None
             and self._on_gpu  # on the host handles are looked into
-            and known.made(handle, topk_idx, device)
-            and is_plain(x, known.outputs, torch.bfloat16, device)
-            and known.sums(None, combine_wait_recv_cost_stats, device)
+            and known.takes(x, handle, topk_idx)
+            and known.sums(None, combine_wait_recv_cost_stats)
             and not (zero_copy or (async_finish and return_recv_hook))
         ):
             with Refusing(mode.refuse_combine):
@@ -383,7 +376,7 @@ class LowLatencyCalls(BufferBase):
                 sums = {"combine_wait_recv_cost_stats": combine_wait_recv_cost_stats}
                 self._check_sums(known.geometry, **sums)
         geometry = known.geometry
-        routing = LateRouting(handle[1], handle[0], geometry)
+        routing = LateRouting(handle[1], handle[0])
 
         def call() -> tuple[torch.Tensor, Hook | None]:
             return mode.combine(
@@ -478,7 +471,7 @@ class LowLatencyCalls(BufferBase):
         geometry = Geometry(self.group_size, num_experts, topk_idx.shape[1], hidden, max_tokens)
         self._check_fit(geometry)
         if self._known is None or self._known.geometry != geometry:
-            self._known = _Known(geometry)
+            self._known = _Known(geometry, self.device)
         return self._known
 
     def _check_fit(self, geometry: Geometry) -> None:
@@ -535,8 +528,8 @@ def _check_exclusive(async_finish: bool, return_recv_hook: bool) -> None:
 
 
 def _handle_of(dispatched: Dispatched, geometry: Geometry) -> LowLatencyHandle:
-    """DeepEP's handle. Its numbers are the geometry's own objects, by which ``_Known.made`` knows
-    them again."""
+    """DeepEP's handle. Its numbers are the geometry's own objects, by which ``_Known.takes``
+    knows them again."""
     routing = dispatched.routing
     return (
         routing.source_tokens,

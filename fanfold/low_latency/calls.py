@@ -76,12 +76,10 @@ class LateRouting:
 
     Attributes:
         ranges, source_tokens: as in :class:`Routing`.
-        geometry: with which the ranges have been checked, if they have.
     """
 
     ranges: torch.Tensor
     source_tokens: torch.Tensor
-    geometry: Geometry | None = None
 
     def unweighted(self) -> LateRouting:
         """The same: it has no weights."""
@@ -91,19 +89,21 @@ class LateRouting:
 @dataclass(frozen=True)
 class RoutingLayout:
     """The parts of :attr:`CudaRouting.block`: the ranges, then the kernels' table, then the source
-    tokens. Sizes and places are in int32.
+    tokens, then the weights of the rows, if there are any. Sizes and places are in int32.
 
     Attributes:
         ranges: ``(E_l, R)``.
-        source_tokens: ``(E_l, C)``.
-        table_at, source_tokens_at: where those parts begin; each on a boundary of 256 bytes.
-        words: of the whole block.
+        rows: ``(E_l, C)``.
+        table_at, source_tokens_at, row_weights_at: where those parts begin; each on a boundary of
+            256 bytes. A block without weights ends at the last of them.
+        words: of a whole block with weights.
     """
 
     ranges: tuple[int, int]
-    source_tokens: tuple[int, int]
+    rows: tuple[int, int]
     table_at: int
     source_tokens_at: int
+    row_weights_at: int
     words: int
 
     @classmethod
@@ -112,12 +112,14 @@ class RoutingLayout:
         local, capacity = geometry.experts_per_rank, geometry.expert_capacity
         table_at = _align(2 * local * geometry.ranks)
         source_tokens_at = table_at + _align(-(-table_bytes // 4))
+        row_weights_at = source_tokens_at + _align(local * capacity)
         return cls(
             (local, geometry.ranks),
             (local, capacity),
             table_at,
             source_tokens_at,
-            source_tokens_at + local * capacity,
+            row_weights_at,
+            row_weights_at + local * capacity,
         )
 
 
@@ -151,7 +153,16 @@ class CudaRouting:
     @property
     def source_tokens(self) -> torch.Tensor:
         """As in :class:`Routing`."""
-        return self.block[self.layout.source_tokens_at :].view(self.layout.source_tokens)
+        return self._of_rows(self.layout.source_tokens_at)
+
+    @property
+    def row_weights(self) -> torch.Tensor:
+        """``[E_l, C]`` float32, of a dispatch with weights."""
+        return self._of_rows(self.layout.row_weights_at).view(torch.float32)
+
+    def _of_rows(self, begin: int) -> torch.Tensor:
+        local, capacity = shape = self.layout.rows
+        return self.block[begin : begin + local * capacity].view(shape)
 
     def unweighted(self) -> CudaRouting:
         """The same without weights: combine then takes plain sums."""
@@ -172,15 +183,24 @@ class Dispatched:
         scales: None, or ``[E_l, C, blocks]`` float32, or ``[E_l, C, ceil(blocks / 4)]`` int32
             (UE8M0), stored with C innermost as grouped matrix products read them.
         counts: ``[E_l]`` int32.
-        row_weights: ``[E_l, C]`` float32, or None if no weights came along.
         routing: where the rows came from, and what combine needs.
+        own_weights: the :attr:`row_weights`, unless they are in the routing's block and nobody has
+            asked for them yet.
     """
 
     tokens: torch.Tensor
     scales: torch.Tensor | None
     counts: torch.Tensor
-    row_weights: torch.Tensor | None
     routing: AnyRouting
+    own_weights: torch.Tensor | None = None
+
+    @property
+    def row_weights(self) -> torch.Tensor | None:
+        """``[E_l, C]`` float32, or None if no weights came along; the same tensor each time."""
+        routing = self.routing
+        if self.own_weights is None and isinstance(routing, CudaRouting) and routing.weighted:
+            self.own_weights = routing.row_weights
+        return self.own_weights
 
     @property
     def source_tokens(self) -> torch.Tensor:
@@ -291,7 +311,8 @@ class LowLatency(Protocol):
             late_weights: ``[T, K]`` float32 weights of this rank's own tokens where dispatch
                 carried none; all ranks must bring them or none.
             logfmt: send rows as LogFMT-10 (5/8 of the bytes; about 1% error per value).
-            out: ``[T, hidden]`` bfloat16, contiguous; made if not given.
+            out: ``[T, hidden]`` bfloat16, contiguous; made if not given. On a GPU it shares no
+                memory with ``y``.
             wait_ns: ``[R]`` int64 nanoseconds, added to.
             return_hook: as in :meth:`dispatch`.
 

@@ -40,7 +40,7 @@ from fanfold.low_latency.calls import (
     check_tokens,
     once,
 )
-from fanfold.low_latency.outputs import Allocator, Outputs
+from fanfold.low_latency.outputs import Allocator, Outputs, read_of, table_of, written_of
 from fanfold.low_latency.plan import (
     MOST_IN_FLIGHT,
     Arguments,
@@ -50,7 +50,14 @@ from fanfold.low_latency.plan import (
     Launch,
     Plan,
 )
-from fanfold.low_latency.quick import QuickLook, aligned
+from fanfold.low_latency.quick import (
+    aligned,
+    check_apart,
+    quick_look,
+    tell_choices,
+    tell_outputs,
+    tell_tokens,
+)
 from fanfold.low_latency.reports import Reports
 from fanfold.low_latency.sizes import core_geometry
 from fanfold.symmetric_cuda import CudaSymmetricMemory
@@ -142,14 +149,6 @@ class CudaLowLatency:
         if flight.sent != flight.received:
             flight.check("dispatch", return_hook)
         try:
-            tokens = plan.quick.tokens(x, topk_idx, topk_weights)
-            if tokens is None:
-                self._check_place(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
-                check_tokens(geometry, x, topk_idx, topk_weights, self.device)
-                tokens = x.shape[0]
-            address = aligned("x", x)
-            if statistics is not NO_STATISTICS:
-                statistics.check(geometry, self.device)
             call = plan.dispatch
             if (
                 call is None
@@ -158,23 +157,23 @@ class CudaLowLatency:
                 or call.weighted is not weighted
             ):
                 call = self._dispatch_call(plan, row_format, scale_format, weighted)
-            args = call.args
-            dispatched = call.outputs.allocate(self._allocator.empty(), args, tokens, weighted)
+            args, look = call.args, plan.look
+            tokens = look.dispatch(args, x, topk_idx, topk_weights)
+            if tokens < 0:
+                tokens = self._look_closely(geometry, args, x, topk_idx, topk_weights)
+            if call.adds or statistics is not NO_STATISTICS:
+                statistics.check(geometry, self.device)
+                call.adds = statistics is not NO_STATISTICS
+                args.expert_totals = _address(statistics.expert_totals)
+                args.wait_ns = _address(statistics.wait_ns)
+            dispatched = call.outputs.allocate(self._allocator.empty(), look, args, tokens)
         except BaseException as error:
             self.refuse_dispatch(error)
             raise
-        args.tokens = tokens
-        args.x, args.topk_idx = address, topk_idx.data_ptr()
-        if weighted:
-            args.topk_weights = topk_weights.data_ptr()  # type: ignore[union-attr]
-        if call.adds or statistics is not NO_STATISTICS:
-            call.adds = statistics is not NO_STATISTICS
-            args.expert_totals = _address(statistics.expert_totals)
-            args.wait_ns = _address(statistics.wait_ns)
         if not self._late:
             self._last_routing = dispatched.routing
         if return_hook:
-            kept = (*_outputs(dispatched), statistics.expert_totals, statistics.wait_ns)
+            kept = (*written_of(dispatched), statistics.expert_totals, statistics.wait_ns)
             return dispatched, self._send(flight, args, call.launch, kept)
         call.launch(args, self._follow())
         return dispatched, None
@@ -202,79 +201,102 @@ class CudaLowLatency:
         if flight.sent != flight.received:
             flight.check("combine", return_hook)
         try:
-            strides = self._strides(plan, y, routing)
-            tokens = self._own_tokens(plan, routing, topk_idx, late_weights)
-            shape = (tokens, geometry.hidden)
-            if out is None:
-                out = self._allocator.empty()(shape, (geometry.hidden, 1), torch.bfloat16)
-            elif not is_plain(out, shape, torch.bfloat16, self.device):
-                self._check_place(out=out)
-                check_result(out, shape, self.device)
-            result = aligned("out", out)
-            if wait_ns is not None:
-                Statistics(wait_ns=wait_ns).check(geometry, self.device)
-            weighted = late or routing.weighted  # type: ignore[union-attr]
+            own = None if late else self._own_routing(plan, routing, late_weights)
+            weighted = own is None or own.weighted
             call = plan.combine
             if call is None or call.weighted is not weighted or call.logfmt is not logfmt:
                 call = self._combine_call(plan, weighted, logfmt)
+            args, look = call.args, plan.look
+            if own is not None:
+                tokens, block = own.tokens, own.block
+            else:
+                ranges = routing.ranges if type(routing) is LateRouting else None
+                tokens, block = look.late(args, ranges, topk_idx, late_weights), None
+            result = out
+            if out is None and tokens >= 0:
+                shape, strides = (tokens, geometry.hidden), (geometry.hidden, 1)
+                result = self._allocator.empty()(shape, strides, torch.bfloat16)
+            if tokens < 0 or not look.combine(args, tokens, y, result, block):
+                own_tokens = (topk_idx, late_weights) if late else None
+                result = self._look_closely_at_outputs(plan, args, y, routing, own_tokens, result)
+            if call.adds or wait_ns is not None:
+                Statistics(wait_ns=wait_ns).check(geometry, self.device)
+                call.adds = wait_ns is not None
+                args.wait_ns = _address(wait_ns)
         except BaseException as error:
             self.refuse_combine(error, routing)
             raise
-        args = call.args
-        args.tokens, args.y = tokens, y.data_ptr()
-        args.expert_stride, args.row_stride = strides
-        args.out, args.wait_ns = result, _address(wait_ns)
-        if late:
-            args.ranges = routing.ranges.data_ptr()
-            args.topk_idx, args.topk_weights = _address(topk_idx), _address(late_weights)
-        else:
-            args.table = _table(routing)
+        assert result is not None
         if return_hook:
             # The receive half reads the routing too.
-            kept = (out, wait_ns, topk_idx, *_storage(routing))
-            return out, self._send(flight, args, call.launch, kept, raises=True)
+            kept = (result, wait_ns, topk_idx, *read_of(routing))
+            return result, self._send(flight, args, call.launch, kept, raises=True)
         call.launch(args, self._follow())
         if self._reports.passing():
             self.check()
-        return out, None
+        return result, None
 
-    def _strides(self, plan: Plan, y: torch.Tensor, routing: AnyRouting) -> tuple[int, int]:
-        """Bytes from expert to expert and from row to row of ``y``, after the checks of it and of
-        the routing's ranges."""
-        if isinstance(routing, CudaRouting):
-            known = routing.layout is plan.layout
-            if not known and routing.layout != plan.layout:
-                raise ArgumentError("routing", "of another geometry", f"of {plan.geometry}")
-        elif isinstance(routing, LateRouting):
-            known = routing.geometry is plan.geometry or plan.quick.ranges(routing.ranges)
-        else:
-            known = False
-        if known and plan.quick.outputs(y):
-            return plan.strides
-        self._check_place(y=y)
-        check_outputs(plan.geometry, y, routing.ranges, self.device)
-        if y.data_ptr() % 16 or y.stride(0) % 8 or y.stride(1) % 8:
-            raise ArgumentError("y.stride()", y.stride(), "rows on 16-byte boundaries")
-        return 2 * y.stride(0), 2 * y.stride(1)
+    # What a quick look did not pass; each tells the arguments what it would have told them.
 
-    def _own_tokens(
+    def _look_closely(
         self,
-        plan: Plan,
-        routing: AnyRouting,
-        topk_idx: torch.Tensor | None,
-        late_weights: torch.Tensor | None,
+        geometry: Geometry,
+        args: _core.CudaDispatchArgs,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
     ) -> int:
-        if self._late:
-            tokens = plan.quick.choices(topk_idx, late_weights)
-            if tokens is not None:
-                return tokens
-            self._check_place(topk_idx=topk_idx, topk_weights=late_weights)
-            if topk_idx is None or late_weights is None:
-                raise ArgumentError("topk_weights", "None", "given, with topk_idx")
-            return check_own(plan.geometry, topk_idx, late_weights, self.device)
+        """The number of tokens of a dispatch, after all checks of them."""
+        self._check_place(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
+        check_tokens(geometry, x, topk_idx, topk_weights, self.device)
+        aligned("x", x)
+        tell_tokens(args, x, topk_idx, topk_weights)
+        return x.shape[0]
+
+    def _own_routing(
+        self, plan: Plan, routing: AnyRouting, late_weights: torch.Tensor | None
+    ) -> CudaRouting:
+        """``routing`` if it is what a combine without weights of its own takes."""
         if not isinstance(routing, CudaRouting) or late_weights is not None:
             raise UsageError("this mode's weights come with dispatch; combine takes its routing")
-        return routing.tokens
+        if routing.layout is not plan.layout and routing.layout != plan.layout:
+            raise ArgumentError("routing", "of another geometry", f"of {plan.geometry}")
+        return routing
+
+    def _look_closely_at_outputs(
+        self,
+        plan: Plan,
+        args: _core.CudaCombineArgs,
+        y: torch.Tensor,
+        routing: AnyRouting,
+        late: tuple[torch.Tensor | None, torch.Tensor | None] | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The tensor that a combine writes to, after all checks of what it is given: with late
+        weights also of ``late``, its topk_idx and those weights."""
+        geometry = plan.geometry
+        if late is not None and isinstance(routing, CudaRouting):
+            raise ArgumentError("routing", "of a dispatch with weights", "of this mode's dispatch")
+        self._check_place(y=y)
+        check_outputs(geometry, y, routing.ranges, self.device)
+        if y.data_ptr() % 16 or y.stride(0) % 8 or y.stride(1) % 8:
+            raise ArgumentError("y.stride()", y.stride(), "rows on 16-byte boundaries")
+        if late is None:
+            tokens = routing.tokens  # type: ignore[union-attr]
+            args.table = table_of(routing)
+        else:
+            topk_idx, weights = late
+            self._check_place(topk_idx=topk_idx, topk_weights=weights)
+            if topk_idx is None or weights is None:
+                raise ArgumentError("topk_weights", "None", "given, with topk_idx")
+            tokens = check_own(geometry, topk_idx, weights, self.device)
+            tell_choices(args, routing.ranges, topk_idx, weights)
+        self._check_place(out=out)
+        result = check_result(out, (tokens, geometry.hidden), self.device)
+        aligned("out", result)
+        check_apart(y, result)
+        tell_outputs(args, y, result)
+        return result
 
     def _send(
         self,
@@ -365,15 +387,18 @@ class CudaLowLatency:
         args = call.args.copy()
         args.refused, args.out, args.tokens, args.wait_ns = True, 0, 0, 0
         args.table = args.ranges = 0
-        if isinstance(routing, LateRouting) and plan.quick.ranges(routing.ranges):
-            args.ranges = routing.ranges.data_ptr()  # tells whether the dispatch was void
-        elif not self._late:
+        if self._late:
+            if isinstance(routing, LateRouting) and is_plain(
+                routing.ranges, plan.layout.ranges, torch.int64, self.device
+            ):
+                args.ranges = routing.ranges.data_ptr()  # tells whether the dispatch was void
+        else:
             if not isinstance(routing, CudaRouting) or routing.layout != plan.layout:
                 routing = self._last_routing
             if isinstance(routing, CudaRouting):
                 # The peers send this rank's rows, and somebody must take them.
-                args.tokens, args.table = routing.tokens, _table(routing)
-        kept = () if routing is None else _storage(routing)
+                args.tokens, args.table = routing.tokens, table_of(routing)
+        kept = () if routing is None else read_of(routing)
         self._take_part(self._flights[1], args, call.launch, kept)
 
     def _take_part(
@@ -507,12 +532,9 @@ class CudaLowLatency:
         self._stale = None
         agree(self._memory.group, {})
         self._last_routing = None
-        self._plan = Plan(
-            geometry,
-            calls,
-            RoutingLayout.of(geometry, 0 if self._late else _core.cuda_table_bytes(core)),
-            QuickLook(geometry, self.device),
-        )
+        layout = RoutingLayout.of(geometry, 0 if self._late else _core.cuda_table_bytes(core))
+        look = quick_look(geometry, layout, self.device)
+        self._plan = Plan(geometry, calls, layout, look)
         return self._plan
 
     # ---- kernels --------------------------------------------------------------------------------
@@ -566,23 +588,3 @@ class CudaLowLatency:
             args.launch(kernel, ctas, threads, stream, early)
 
         return launch
-
-
-def _table(routing: AnyRouting) -> int:
-    """Address of what dispatch wrote for combine."""
-    assert isinstance(routing, CudaRouting)
-    return routing.block.data_ptr() + 4 * routing.layout.table_at
-
-
-def _storage(routing: AnyRouting) -> tuple[torch.Tensor, ...]:
-    """What kernels read of a routing."""
-    return (routing.block,) if isinstance(routing, CudaRouting) else (routing.ranges,)
-
-
-def _outputs(dispatched: Dispatched) -> tuple[torch.Tensor | None, ...]:
-    """What the kernel writes to."""
-    routing = dispatched.routing
-    written = (dispatched.tokens, dispatched.scales, dispatched.counts, dispatched.row_weights)
-    if isinstance(routing, CudaRouting):
-        return *written, routing.block
-    return *written, routing.ranges, routing.source_tokens

@@ -222,7 +222,7 @@ class HostLowLatency:
             tokens=empty((locals_, capacity, geometry.hidden), dtype=row_format.dtype),
             scales=scales,
             counts=empty((locals_,), dtype=torch.int32),
-            row_weights=empty((locals_, capacity), dtype=torch.float32) if weighted else None,
+            own_weights=empty((locals_, capacity), dtype=torch.float32) if weighted else None,
             routing=Routing(
                 ranges=empty((locals_, geometry.ranks), dtype=torch.int64),
                 source_tokens=empty((locals_, capacity), dtype=torch.int32),

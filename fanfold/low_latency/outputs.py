@@ -11,9 +11,16 @@ import torch
 from fanfold import _core
 from fanfold.formats import RowFormat, ScaleFormat, scale_columns
 from fanfold.geometry import Geometry
-from fanfold.low_latency.calls import CudaRouting, Dispatched, LateRouting, RoutingLayout
+from fanfold.low_latency.calls import (
+    AnyRouting,
+    CudaRouting,
+    Dispatched,
+    LateRouting,
+    RoutingLayout,
+)
+from fanfold.low_latency.quick import Look
 
-__all__ = ["Allocator", "Blank", "Outputs"]
+__all__ = ["Allocator", "Blank", "Outputs", "read_of", "table_of", "written_of"]
 
 Sizes = tuple[int, ...]
 Blank = tuple[Sizes, Sizes, torch.dtype]
@@ -56,25 +63,28 @@ class Allocator:
         return torch.empty_strided(shape, strides, dtype=dtype, device=self._device)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Outputs:
     """What the dispatches of one kind return. Fields None are not there.
 
     Attributes:
-        tokens, scales, counts, row_weights: of :class:`Dispatched`.
+        tokens, scales, counts: of :class:`Dispatched`.
+        block: of :class:`CudaRouting`, whose weights it holds if ``weighted``.
         ranges, source_tokens: of :class:`LateRouting`.
-        block: of :class:`CudaRouting`.
-        layout: of that block.
+        row_weights: with a :class:`LateRouting`, the weights of the rows.
+        layout: of ``block``.
+        weighted: whether weights come along.
     """
 
     tokens: Blank
     scales: Blank | None
     counts: Blank
-    row_weights: Blank | None
+    block: Blank | None
     ranges: Blank
     source_tokens: Blank
-    block: Blank | None
+    row_weights: Blank | None
     layout: RoutingLayout
+    weighted: bool
 
     @classmethod
     def of(
@@ -95,38 +105,53 @@ class Outputs:
             columns = scale_columns(geometry.hidden, scale_format)
             strides = (columns * capacity, 1, capacity)
             scales = ((local, capacity, columns), strides, scale_format.dtype)
+        words = layout.words if weighted else layout.row_weights_at
         return cls(
             tokens=_blank(row_format.dtype, local, capacity, geometry.hidden),
             scales=scales,
             counts=_blank(torch.int32, local),
-            row_weights=_blank(torch.float32, local, capacity) if weighted else None,
+            block=None if late else _blank(torch.int32, words),
             ranges=_blank(torch.int64, *layout.ranges),
-            source_tokens=_blank(torch.int32, *layout.source_tokens),
-            block=None if late else _blank(torch.int32, layout.words),
+            source_tokens=_blank(torch.int32, *layout.rows),
+            row_weights=_blank(torch.float32, *layout.rows) if weighted else None,
             layout=layout,
+            weighted=weighted,
         )
 
     def allocate(
-        self, empty: Empty, args: _core.CudaDispatchArgs, tokens: int, weighted: bool
+        self, empty: Empty, look: Look, args: _core.CudaDispatchArgs, tokens: int
     ) -> Dispatched:
         """The tensors of one call, of which ``tokens`` are this rank's own; ``args`` learn where
         they are."""
         rows, counts = empty(*self.tokens), empty(*self.counts)
-        args.rows, args.counts = rows.data_ptr(), counts.data_ptr()
-        scales = weights = None
-        if self.scales is not None:
-            scales = empty(*self.scales)
-            args.scales = scales.data_ptr()
-        if self.row_weights is not None:
-            weights = empty(*self.row_weights)
-            args.row_weights = weights.data_ptr()
+        scales = None if self.scales is None else empty(*self.scales)
         if self.block is None:
             ranges, source_tokens = empty(*self.ranges), empty(*self.source_tokens)
-            args.ranges, args.source_tokens = ranges.data_ptr(), source_tokens.data_ptr()
-            return Dispatched(rows, scales, counts, weights, LateRouting(ranges, source_tokens))
+            weights = None if self.row_weights is None else empty(*self.row_weights)
+            look.place_late(args, rows, scales, counts, ranges, source_tokens, weights)
+            routing = LateRouting(ranges, source_tokens)
+            return Dispatched(rows, scales, counts, routing, weights)
         block = empty(*self.block)
-        base, layout = block.data_ptr(), self.layout
-        args.ranges, args.table = base, base + 4 * layout.table_at
-        args.source_tokens = base + 4 * layout.source_tokens_at
-        routing = CudaRouting(block, layout, tokens, weighted)
-        return Dispatched(rows, scales, counts, weights, routing)
+        weighted = self.weighted
+        look.place(args, rows, scales, counts, block, weighted)
+        return Dispatched(rows, scales, counts, CudaRouting(block, self.layout, tokens, weighted))
+
+
+def written_of(dispatched: Dispatched) -> tuple[torch.Tensor | None, ...]:
+    """What a dispatch's kernel writes to."""
+    routing = dispatched.routing
+    written = (dispatched.tokens, dispatched.scales, dispatched.counts)
+    if isinstance(routing, CudaRouting):
+        return *written, routing.block
+    return *written, dispatched.own_weights, routing.ranges, routing.source_tokens
+
+
+def read_of(routing: AnyRouting) -> tuple[torch.Tensor, ...]:
+    """What a combine's kernel reads of a routing."""
+    return (routing.block,) if isinstance(routing, CudaRouting) else (routing.ranges,)
+
+
+def table_of(routing: AnyRouting) -> int:
+    """The address of what a dispatch's kernel left for its combine."""
+    assert isinstance(routing, CudaRouting)
+    return routing.block.data_ptr() + 4 * routing.layout.table_at

@@ -11,7 +11,7 @@ from fanfold.formats import RowFormat, ScaleFormat
 from fanfold.geometry import Geometry
 from fanfold.low_latency.calls import RoutingLayout
 from fanfold.low_latency.outputs import Outputs
-from fanfold.low_latency.quick import QuickLook
+from fanfold.low_latency.quick import Look
 
 __all__ = ["Arguments", "CombineCall", "DispatchCall", "Flight", "Launch", "Plan"]
 
@@ -37,12 +37,14 @@ class DispatchCall:
 
 @dataclass(slots=True)
 class CombineCall:
-    """What all combines of one kind share; every call fills in the rest of ``args``."""
+    """What all combines of one kind share; every call fills in the rest of ``args``, which say
+    where to add nanoseconds if ``adds``."""
 
     weighted: bool
     logfmt: bool
     launch: Launch
     args: _core.CudaCombineArgs
+    adds: bool = False
 
 
 class Plan:
@@ -52,8 +54,7 @@ class Plan:
         dispatch, combine: of the last call, as the next is most often alike; of all: ``dispatches``
             and ``combines``.
         layout: of :attr:`CudaRouting.block`.
-        quick: for the geometry.
-        strides: bytes from expert to expert and from row to row of their outputs, if contiguous.
+        look: a quick one at each of them.
     """
 
     def __init__(
@@ -61,13 +62,12 @@ class Plan:
         geometry: Geometry,
         core: _core.CudaLowLatency,
         layout: RoutingLayout,
-        quick: QuickLook,
+        look: Look,
     ) -> None:
         self.geometry = geometry
         self.core = core
         self.layout = layout
-        self.quick = quick
-        self.strides = (2 * geometry.expert_capacity * geometry.hidden, 2 * geometry.hidden)
+        self.look = look
         self.dispatch: DispatchCall | None = None
         self.combine: CombineCall | None = None
         self.dispatches: dict[object, DispatchCall] = {}

@@ -32,12 +32,12 @@ class Reports:
     def fatal(self) -> bool:
         """Whether a report ends the mode: a peer was late, or ranks disagree."""
         words = self._words
-        return bool(words[0] or words[12])
+        return words[0] != 0 or words[12] != 0
 
     def passing(self) -> bool:
         """Whether there is a new report of something that concerns one call only."""
         words = self._words
-        return bool(words[4] or words[8]) and (self._is_new(1) or self._is_new(2))
+        return (words[4] != 0 or words[8] != 0) and (self._is_new(1) or self._is_new(2))
 
     def clear(self) -> None:
         """Forgets everything. No kernel may run."""

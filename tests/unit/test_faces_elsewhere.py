@@ -3,6 +3,7 @@ writes down how it is called."""
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from typing import Any
 
@@ -68,7 +69,6 @@ class Mode:
             tokens=empty(local, capacity, geometry.hidden, dtype=torch.bfloat16),
             scales=None,
             counts=empty(local),
-            row_weights=empty(local, capacity, dtype=torch.float32),
             routing=self._routing(geometry, x.shape[0]),
         )
         return dispatched, self._hook("dispatch", rest)
@@ -140,6 +140,12 @@ def test_native_round_trip(mode: Mode) -> None:
         assert received.num_tokens == 5
         assert received.offsets is ep.dispatch(x, idx, weights).offsets
         assert received.offsets.device == META
+        assert received.weights is received.weights
+        assert received.weights is not None
+        assert (received.weights.shape, received.weights.dtype) == ((4, 8), torch.float32)
+        assert dataclasses.replace(received, num_tokens=4).weights is received.weights
+        assert dataclasses.replace(received, weights=None).weights is None
+        assert not hasattr(received, "wait")
         assert received.source_rank.device == META
         out = ep.combine(received.tokens, received)
         assert out.shape == x.shape

@@ -3,6 +3,7 @@ the CPU and kernels that only write down their arguments."""
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from typing import Any
 
@@ -17,6 +18,7 @@ from fanfold.low_latency import CudaRouting, LateRouting, Statistics, cuda, cuda
 from fanfold.low_latency import reports as reports_module
 from fanfold.low_latency.cuda import CudaLowLatency
 from fanfold.low_latency.outputs import Allocator
+from fanfold.low_latency.quick import QuickLook
 
 CPU = torch.device("cpu")
 GEOMETRY = Geometry(ranks=4, num_experts=8, top_k=2, hidden=256, max_tokens=6)
@@ -43,10 +45,12 @@ class Gpu:
         return self.launches[-1][0]
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    """A GPU that the mode takes the CPU for."""
+@pytest.fixture(params=["core", "python"])
+def gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Gpu:
+    """A GPU that the mode takes the CPU for, with either quick look."""
     made = Gpu()
+    if request.param == "python":
+        monkeypatch.setattr(cuda, "quick_look", QuickLook)
 
     def launch(
         args: Any, kernel: object, ctas: int, threads: int, stream: int, early: bool
@@ -156,12 +160,36 @@ def test_views_of_the_routing_are_where_the_kernel_writes(gpu: Gpu) -> None:
     assert args.table % 256 == routing.block.data_ptr() % 256
     assert routing.ranges.nbytes <= table
     assert table + _core.cuda_table_bytes(core) <= args.source_tokens - routing.block.data_ptr()
-    end = args.source_tokens + routing.source_tokens.nbytes
+    assert got.row_weights is not None
+    assert args.source_tokens + routing.source_tokens.nbytes <= args.row_weights
+    assert args.row_weights == got.row_weights.data_ptr()
+    assert args.row_weights % 256 == routing.block.data_ptr() % 256
+    end = args.row_weights + got.row_weights.nbytes
     assert end == routing.block.data_ptr() + routing.block.nbytes
+    assert got.row_weights is got.row_weights
+    got.row_weights.fill_(9.0)
+    routing.source_tokens.fill_(8)
     routing.ranges.fill_(7)
     assert bool((routing.ranges == 7).all())
+    assert bool((routing.source_tokens == 8).all())
+    assert bool((got.row_weights == 9.0).all())
     plain = routing.unweighted()
     assert (plain.weighted, plain.block is routing.block) == (False, True)
+
+
+def test_weights_that_did_not_come_take_no_room(gpu: Gpu) -> None:
+    mode = open_mode()
+    weighted, plain = (mode.dispatch(GEOMETRY, *tokens()[:count])[0] for count in (3, 2))
+    assert isinstance(weighted.routing, CudaRouting)
+    assert isinstance(plain.routing, CudaRouting)
+    assert plain.row_weights is None
+    assert gpu.last.row_weights == 0
+    end = plain.routing.block.data_ptr() + plain.routing.block.nbytes
+    assert plain.routing.source_tokens.data_ptr() + plain.routing.source_tokens.nbytes <= end
+    assert plain.routing.block.nbytes + 4 * LOCAL * CAPACITY == weighted.routing.block.nbytes
+    late, _ = open_mode(late=True).dispatch(GEOMETRY, *tokens())
+    assert late.row_weights is not None
+    assert gpu.last.row_weights == late.row_weights.data_ptr()
 
 
 def test_with_late_weights_the_routing_is_the_handle(gpu: Gpu) -> None:
@@ -200,6 +228,18 @@ def test_both_ways_to_allocate(gpu: Gpu, shape: tuple[int, int, int]) -> None:
 
 
 # ---- what is refused ----------------------------------------------------------------------------
+
+
+def _shifted(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that begins 2 bytes behind a 16-byte boundary."""
+    room = torch.zeros(tensor.numel() + 16, dtype=torch.bfloat16)
+    begin = -room.data_ptr() % 16 // 2 + 1
+    return room[begin : begin + tensor.numel()].view(tensor.shape)
+
+
+SHARED = outputs()
+WIDE = torch.zeros((LOCAL, CAPACITY, 264), dtype=torch.bfloat16)
+IN_WIDE = WIDE[1].flatten()[: 5 * 256].view(5, 256)
 
 
 def _wrong_dispatches() -> list[tuple[str, Any]]:
@@ -282,6 +322,10 @@ def test_a_refusal_after_a_hook_is_a_whole_call(gpu: Gpu) -> None:
         ("out.shape", outputs(), {"out": torch.zeros((4, 256), dtype=torch.bfloat16)}),
         ("out.dtype", outputs(), {"out": torch.zeros((5, 256))}),
         ("wait_ns.dtype", outputs(), {"wait_ns": torch.zeros(4, dtype=torch.int32)}),
+        ("y.stride", _shifted(outputs()), {}),
+        (r"out.data_ptr\(\)", outputs(), {"out": _shifted(outputs()[0, :5])}),
+        ("out is .* y has row 3 of expert 1", SHARED, {"out": SHARED[1, 3:8]}),
+        ("out is .* y has row 0 of expert 1", WIDE[..., :256], {"out": IN_WIDE}),
     ],
 )
 def test_a_bad_combine_is_refused_and_told(
@@ -294,6 +338,27 @@ def test_a_bad_combine_is_refused_and_told(
     assert (gpu.last.refused, gpu.last.tokens, gpu.last.out) == (True, 5, 0)
     assert isinstance(got.routing, CudaRouting)
     assert gpu.last.table > got.routing.block.data_ptr()
+
+
+def test_a_routing_of_another_mode_is_refused(gpu: Gpu) -> None:
+    mode, late = open_mode(), open_mode(late=True)
+    (x, idx, weights), y = tokens(), outputs()
+    got, _ = mode.dispatch(GEOMETRY, x, idx, weights)
+    left, _ = late.dispatch(GEOMETRY, x, idx)
+    assert isinstance(got.routing, CudaRouting)
+    for routing, brought in ((left.routing, None), (got.routing, weights), (None, None)):
+        with pytest.raises(UsageError, match="weights come with dispatch"):
+            mode.combine(GEOMETRY, y, routing, idx, late_weights=brought)  # type: ignore[arg-type]
+        # Somebody must take the rows that the peers send.
+        assert (gpu.last.refused, gpu.last.tokens, gpu.last.ranges) == (True, 5, 0)
+        assert gpu.last.table > got.routing.block.data_ptr()
+    layout = dataclasses.replace(got.routing.layout, table_at=0)
+    with pytest.raises(ArgumentError, match="of another geometry"):
+        mode.combine(GEOMETRY, y, dataclasses.replace(got.routing, layout=layout), None)
+    assert gpu.last.refused
+    with pytest.raises(ArgumentError, match="of a dispatch with weights"):
+        late.combine(GEOMETRY, y, got.routing, idx, late_weights=weights)
+    assert (gpu.last.refused, gpu.last.tokens) == (True, 0)
 
 
 def test_where_tensors_must_be_is_said_first(gpu: Gpu) -> None:
@@ -341,18 +406,27 @@ def test_outputs_with_gaps_between_rows(gpu: Gpu) -> None:
         assert (gpu.last.y, gpu.last.out) == (y.data_ptr(), out.data_ptr())
 
 
-def test_ranges_are_looked_at_unless_that_was_done(gpu: Gpu) -> None:
+def test_a_result_between_rows_of_outputs(gpu: Gpu) -> None:
+    mode = open_mode()
+    got, _ = mode.dispatch(GEOMETRY, *tokens(1))
+    room = torch.zeros((LOCAL, CAPACITY, 512), dtype=torch.bfloat16)
+    out, _ = mode.combine(
+        GEOMETRY, room[..., :256], got.routing, None, out=room[1, 2, 256:].view(1, 256)
+    )
+    assert (gpu.last.refused, gpu.last.out, gpu.last.tokens) == (False, out.data_ptr(), 1)
+
+
+def test_ranges_are_looked_at(gpu: Gpu) -> None:
     mode = open_mode(late=True)
     _, idx, weights = tokens()
     got, _ = mode.dispatch(GEOMETRY, *tokens()[:2])
     wrong, info = torch.zeros((LOCAL, 4), dtype=torch.int32), got.routing.source_tokens
-    for geometry in (None, Geometry(4, 8, 2, 128, 6)):
-        routing = LateRouting(wrong, info, geometry)
-        with pytest.raises(ArgumentError, match=r"ranges.dtype"):
-            mode.combine(GEOMETRY, outputs(), routing, idx, late_weights=weights)
-    routing = LateRouting(got.routing.ranges, info, GEOMETRY)
-    mode.combine(GEOMETRY, outputs(), routing, idx, late_weights=weights)
-    assert gpu.last.ranges == got.routing.ranges.data_ptr()
+    with pytest.raises(ArgumentError, match=r"ranges.dtype"):
+        mode.combine(GEOMETRY, outputs(), LateRouting(wrong, info), idx, late_weights=weights)
+    for ranges in (got.routing.ranges, torch.nn.Parameter(got.routing.ranges, False)):
+        routing = LateRouting(ranges, info)
+        mode.combine(GEOMETRY, outputs(), routing, idx, late_weights=weights)
+        assert gpu.last.ranges == got.routing.ranges.data_ptr()
 
 
 def test_weights_with_combine(gpu: Gpu) -> None:

@@ -1,0 +1,162 @@
+#include "bindings/cuda_low_latency_look.h"
+
+namespace nb = nanobind;
+
+namespace fanfold::bindings {
+namespace {
+
+// Kernels read and write rows so many bytes at a time.
+bool is_aligned(const std::byte* rows) {
+  return reinterpret_cast<uintptr_t>(rows) % kUnitBytes == 0;
+}
+
+bool overlap(const std::byte* a, int64_t a_bytes, const std::byte* b, int64_t b_bytes) {
+  const auto from_a = reinterpret_cast<uintptr_t>(a);
+  const auto from_b = reinterpret_cast<uintptr_t>(b);
+  return from_a < from_b + static_cast<uintptr_t>(b_bytes) &&
+         from_b < from_a + static_cast<uintptr_t>(a_bytes);
+}
+
+template <typename Target>
+Target* as(std::byte* address) {
+  return reinterpret_cast<Target*>(address);
+}
+
+}  // namespace
+
+std::optional<QuickLook> QuickLook::of(Handle like, const LowLatencyGeometry& geometry,
+                                       const RoutingOffsets& offsets) {
+  const auto reader = TensorReader::of(like.type());
+  if (!reader) return std::nullopt;
+  const auto view = reader->read(like);
+  if (!view) return std::nullopt;
+  return QuickLook(*reader, view->tensor.device, geometry, offsets);
+}
+
+int32_t QuickLook::dispatch(DispatchArgs& args, Handle x, Handle topk_idx,
+                            Handle topk_weights) const {
+  const auto rows = reader_.read(x);
+  if (!rows) return kUndecided;
+  const int32_t tokens = tokens_of(*rows);
+  if (tokens == kUndecided) return kUndecided;
+  if (!is_plain(*rows, dlpack::kBfloat16, {tokens, geometry_.hidden})) return kUndecided;
+  if (!is_aligned(rows->address())) return kUndecided;
+  const auto choices = plain(topk_idx, dlpack::kInt64, {tokens, geometry_.top_k});
+  if (!choices) return kUndecided;
+  if (!topk_weights.is_none()) {
+    const auto weights = plain(topk_weights, dlpack::kFloat32, {tokens, geometry_.top_k});
+    if (!weights) return kUndecided;
+    args.topk_weights = as<float>(*weights);
+  }
+  args.call.tokens = tokens;
+  args.x = as<unsigned char>(rows->address());
+  args.topk_idx = as<int64_t>(*choices);
+  return tokens;
+}
+
+int32_t QuickLook::late(CombineArgs& args, Handle ranges, Handle topk_idx,
+                        Handle topk_weights) const {
+  const auto choices = reader_.read(topk_idx);
+  if (!choices) return kUndecided;
+  const int32_t tokens = tokens_of(*choices);
+  if (tokens == kUndecided) return kUndecided;
+  if (!is_plain(*choices, dlpack::kInt64, {tokens, geometry_.top_k})) return kUndecided;
+  const auto rows = plain(ranges, dlpack::kInt64, {geometry_.experts_per_rank(), geometry_.ranks});
+  const auto weights = plain(topk_weights, dlpack::kFloat32, {tokens, geometry_.top_k});
+  if (!rows || !weights) return kUndecided;
+  args.ranges = as<int64_t>(*rows);
+  args.topk_idx = as<int64_t>(choices->address());
+  args.topk_weights = as<float>(*weights);
+  return tokens;
+}
+
+bool QuickLook::combine(CombineArgs& args, int32_t tokens, Handle y, Handle out,
+                        Handle block) const {
+  const int64_t row = int64_t{2} * geometry_.hidden;
+  const int64_t expert = geometry_.expert_capacity() * row;
+  const int32_t experts = geometry_.experts_per_rank();
+  const auto outputs =
+      plain(y, dlpack::kBfloat16, {experts, geometry_.expert_capacity(), geometry_.hidden});
+  const auto result = plain(out, dlpack::kBfloat16, {tokens, geometry_.hidden});
+  if (!outputs || !is_aligned(*outputs) || !result || !is_aligned(*result)) return false;
+  if (overlap(*outputs, experts * expert, *result, tokens * row)) return false;
+  if (!block.is_none()) {
+    const auto routing = reader_.read(block);
+    if (!routing) return false;
+    args.table = as<unsigned char>(routing->address() + offsets_.table);
+  }
+  args.call.tokens = tokens;
+  args.y = as<unsigned char>(*outputs);
+  args.expert_stride = expert;
+  args.row_stride = row;
+  args.out = as<unsigned char>(*result);
+  return true;
+}
+
+bool QuickLook::suits(Handle x, Handle topk_idx) const {
+  return has_columns(x, geometry_.hidden) && has_columns(topk_idx, geometry_.top_k);
+}
+
+bool QuickLook::suits_handle(Handle y, Handle source_tokens, Handle ranges, Handle topk_idx) const {
+  const int64_t experts = geometry_.experts_per_rank();
+  const int64_t capacity = geometry_.expert_capacity();
+  return plain(y, dlpack::kBfloat16, {experts, capacity, geometry_.hidden}) &&
+         plain(source_tokens, dlpack::kInt32, {experts, capacity}) &&
+         plain(ranges, dlpack::kInt64, {experts, geometry_.ranks}) &&
+         has_columns(topk_idx, geometry_.top_k);
+}
+
+bool QuickLook::has_columns(Handle object, int32_t columns) const {
+  const auto view = reader_.read(object);
+  return view && view->tensor.dimensions == 2 && view->tensor.shape[1] == columns;
+}
+
+void QuickLook::place(DispatchArgs& args, Handle rows, Handle scales, Handle counts, Handle block,
+                      bool weighted) const {
+  place_rows(args, rows, scales, counts);
+  std::byte* const begin = address_of(block);
+  args.ranges = as<int64_t>(begin);
+  args.table = as<unsigned char>(begin + offsets_.table);
+  args.source_tokens = as<int32_t>(begin + offsets_.source_tokens);
+  if (weighted) args.row_weights = as<float>(begin + offsets_.row_weights);
+}
+
+void QuickLook::place_late(DispatchArgs& args, Handle rows, Handle scales, Handle counts,
+                           Handle ranges, Handle source_tokens, Handle row_weights) const {
+  place_rows(args, rows, scales, counts);
+  args.ranges = as<int64_t>(address_of(ranges));
+  args.source_tokens = as<int32_t>(address_of(source_tokens));
+  if (!row_weights.is_none()) args.row_weights = as<float>(address_of(row_weights));
+}
+
+void QuickLook::place_rows(DispatchArgs& args, Handle rows, Handle scales, Handle counts) const {
+  args.rows = as<unsigned char>(address_of(rows));
+  if (!scales.is_none()) args.scales = as<uint32_t>(address_of(scales));
+  args.counts = as<int32_t>(address_of(counts));
+}
+
+bool QuickLook::is_plain(const TensorView& view, dlpack::DataType dtype,
+                         std::initializer_list<int64_t> shape) const {
+  return view.tensor.dtype == dtype && view.tensor.device == device_ && view.has_shape(shape) &&
+         view.is_contiguous();
+}
+
+std::optional<std::byte*> QuickLook::plain(Handle object, dlpack::DataType dtype,
+                                           std::initializer_list<int64_t> shape) const {
+  const auto view = reader_.read(object);
+  if (!view || !is_plain(*view, dtype, shape)) return std::nullopt;
+  return view->address();
+}
+
+int32_t QuickLook::tokens_of(const TensorView& view) const {
+  if (view.tensor.dimensions != 2) return kUndecided;
+  const int64_t tokens = view.tensor.shape[0];
+  return tokens <= geometry_.max_tokens ? static_cast<int32_t>(tokens) : kUndecided;
+}
+
+std::byte* QuickLook::address_of(Handle output) const {
+  if (const auto view = reader_.read(output)) return view->address();
+  return reinterpret_cast<std::byte*>(nb::cast<uintptr_t>(output.attr("data_ptr")()));
+}
+
+}  // namespace fanfold::bindings
