@@ -146,29 +146,31 @@ def _rank(
 
 
 def _plot(results: Path, picture: Path) -> None:
-    """Bars of the times in a graph, by geometry and tokens."""
+    """The times in a graph over the number of tokens, for each geometry."""
     from matplotlib.figure import Figure
 
     points = [json.loads(line) for line in results.read_text().splitlines()]
-    points.sort(key=lambda point: (point["tokens"], -point["hidden"]))
-    figure = Figure(figsize=(8.0, 3.6), layout="constrained")
-    axes = figure.subplots()
-    width = 0.27
-    for place, name in enumerate(("dispatch", "combine", "round")):
-        times = [point["times_us"][f"{name}.graph"] for point in points]
-        label = "both, back to back" if name == "round" else name
-        bars = axes.bar([i + (place - 1) * width for i in range(len(points))], times, width,
-                        label=label)  # fmt: skip
-        axes.bar_label(bars, fmt="%.1f", fontsize="x-small")
-    axes.set_xticks(
-        range(len(points)),
-        [f"{p['hidden']}/{p['top_k']}/{p['experts']}\n{p['tokens']} tokens" for p in points],
-        fontsize="small",
-    )
-    axes.set_ylabel("µs, calls back to back in a graph")
+    points.sort(key=lambda point: point["tokens"])
+    figure = Figure(figsize=(9.0, 3.4), layout="constrained")
+    panels = figure.subplots(1, 2, sharex=True, sharey=True)
+    for axes, name in zip(panels, ("dispatch", "combine"), strict=True):
+        for hidden, top_k, experts in GEOMETRIES:
+            of_geometry = [point for point in points if point["hidden"] == hidden]
+            tokens = [point["tokens"] for point in of_geometry]
+            times = [point["times_us"][f"{name}.graph"] for point in of_geometry]
+            axes.plot(tokens, times, marker="o", label=f"{hidden} / {top_k} / {experts}")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_xticks(sorted({point["tokens"] for point in points}))
+        axes.xaxis.set_major_formatter("{x:.0f}")
+        axes.yaxis.set_major_formatter("{x:.0f}")
+        axes.set_xlabel("tokens per rank")
+        axes.set_title(name, fontsize="medium")
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("µs, calls back to back in a graph")
+    panels[0].legend(title="hidden / top-k / experts", fontsize="small")
     gpu = f"{points[0]['ranks']} ranks mirrored on {GPUS} × {points[0]['device']['name']}"
-    axes.set_title(f"Low latency, fp8 dispatch, weighted bf16 combine, {gpu}", fontsize="medium")
-    axes.legend(fontsize="small")
+    figure.suptitle(f"Low latency, fp8 dispatch, weighted bf16 combine, {gpu}", fontsize="medium")
     figure.savefig(picture)
 
 

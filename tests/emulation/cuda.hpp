@@ -35,6 +35,7 @@ namespace emulation {
 
 inline constexpr int kLanes = 32;
 inline constexpr size_t kStackBytes = 64 << 10;
+inline constexpr size_t kDynamicSharedBytes = 227 << 10;
 
 struct Index {
   unsigned x;
@@ -225,9 +226,16 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 using std::isnan;
 
-// Only on shared memory, which one thread of the operating system has to itself.
 inline uint32_t atomicOr(uint32_t* word, uint32_t bits) {
-  const uint32_t before = *word;
-  *word = before | bits;
+  return __atomic_fetch_or(word, bits, __ATOMIC_RELAXED);
+}
+inline uint32_t atomicAdd(uint32_t* word, uint32_t value) {
+  return __atomic_fetch_add(word, value, __ATOMIC_RELAXED);
+}
+inline uint32_t atomicMax(uint32_t* word, uint32_t value) {
+  uint32_t before = __atomic_load_n(word, __ATOMIC_RELAXED);
+  while (before < value && !__atomic_compare_exchange_n(word, &before, value, true,
+                                                        __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+    continue;
   return before;
 }

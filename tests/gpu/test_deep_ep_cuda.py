@@ -455,6 +455,8 @@ def _masked(group: dist.ProcessGroup, case: Case, masked: int) -> None:
     buffer.low_latency_query_mask_buffer(status)
     assert not status.any()
     dist.barrier(group)
+    # The rank that was masked counts other calls than its peers, so all begin anew.
+    buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.experts)
     result = dispatch(buffer, case, mine, use_fp8=False)
     torch.cuda.synchronize(device)
     buffer.destroy()
@@ -476,6 +478,8 @@ def _shrink(group: dist.ProcessGroup, case: Case) -> list[int]:
     buffer.destroy()
     buffer = open_buffer(group, case, "0.5", enable_shrink=True)
     status = torch.zeros(case.ranks, dtype=torch.int32, device=device)
+    dispatch(buffer, case, mine, use_fp8=False)  # the first call readies the memory of all ranks
+    torch.cuda.synchronize(device)
     dist.barrier(group)
     if rank != 1:
         for _ in range(2):

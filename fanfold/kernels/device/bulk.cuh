@@ -149,6 +149,18 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint
       : "memory");
 }
 
+// Words that are no multiple of 16 bytes, each of them copied for itself.
+__device__ __forceinline__ void copy_word_async(void* shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global)
+               : "memory");
+}
+
+// One arrival, when all words have come that this thread has asked for.
+__device__ __forceinline__ void arrive_when_copied(ArrivalBarrier* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
 __device__ __forceinline__ void bulk_store(void* global, const void* shared, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
                "r"(shared_address(shared)), "r"(bytes)

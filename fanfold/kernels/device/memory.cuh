@@ -59,6 +59,22 @@ __device__ __forceinline__ uint32_t load_relaxed_gpu(const uint32_t* address) {
   return v;
 }
 
+__device__ __forceinline__ uint32_t load_acquire_gpu(const uint32_t* address) {
+  uint32_t v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
+  return v;
+}
+
+// Returns what stood there before.
+__device__ __forceinline__ uint32_t add_release_gpu(uint32_t* address, uint32_t v) {
+  uint32_t before;
+  asm volatile("atom.add.release.gpu.global.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(address), "r"(v)
+               : "memory");
+  return before;
+}
+
 __device__ __forceinline__ void store_relaxed_gpu(uint32_t* address, uint32_t v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
 }

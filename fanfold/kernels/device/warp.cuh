@@ -19,6 +19,13 @@ __device__ __forceinline__ void barrier_of(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The dynamic shared memory of a CTA.
+template <class T>
+__device__ __forceinline__ T& dynamic_shared() {
+  extern __shared__ __align__(128) unsigned char memory[];
+  return *reinterpret_cast<T*>(memory);
+}
+
 // Without these a kernel begins when the one before in its stream has ended. A kernel that allows
 // it early lets the next begin its launch; that one waits until this one's writes are there.
 __device__ __forceinline__ void allow_next_kernel() {

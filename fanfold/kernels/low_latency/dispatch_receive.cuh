@@ -25,6 +25,7 @@ class DispatchReceive {
     for (int first = 0; cta + first * ctas < rows; first += kPassRows) {
       if (first > 0) __syncthreads();
       for (int i = call_.warp; i < kPassRows; i += kWarps) place_row(i, pair_at(first + i, ctas));
+      __syncwarp();  // lanes that store come to the barrier with the others
       __syncthreads();
       if (args_.call.refused != 0) {
         drop_rows(first, ctas);

@@ -64,7 +64,6 @@ __device__ __forceinline__ uint32_t ranks_of(int expert) {
 inline constexpr int kChunkTokens = 7;
 inline constexpr int kTeams = 2;  // of a CTA
 inline constexpr int kTeamThreads = kThreads / kTeams;
-static_assert(kChunkTokens * kWarpLanes < 256, "a byte names a counter");
 static_assert(kTeamThreads / kWarpLanes >= kChunkTokens && kTeamThreads % kWarpLanes == 0);
 
 // Sets of tokens, one for each expert or counter: what a token names twice counts once. They cover
@@ -88,7 +87,7 @@ struct TokenSet {
 
 struct HeaderShared {
   // Of each team: the counter of an expert, plus one; 0 where no token of the chunk names it.
-  alignas(4) uint8_t counter_of[kTeams][(kExperts + 3) / 4 * 4];
+  uint32_t counter_of[kTeams][kExperts];
   TokenSet sets[kTeams][kChunkTokens * kWarpLanes];
   int32_t counters[kTeams][kChunkTokens * kWarpLanes];
 };
@@ -155,20 +154,20 @@ class HeaderSender {
   // Leaves in the chunk's counters and sets how often its experts were chosen before the chunk.
   // `expert` is this lane's of the chunk.
   __device__ void count_earlier(const Team& team, int chunk, int expert) {
-    uint8_t* counter_of = shared_.counter_of[team.index];
+    uint32_t* counter_of = shared_.counter_of[team.index];
     TokenSet* sets = shared_.sets[team.index];
     for (int first = 0; first == 0 || first < chunk; first += kWindowTokens) {
       Window window(choices_, team, first, min(first + kWindowTokens, chunk));
       clear(team, first == 0);
       team.synchronize();
       if (first == 0) {
-        // Of tokens that name the same expert any may win: its counter serves them all.
-        if (expert >= 0)
-          counter_of[expert] = static_cast<uint8_t>(team.warp() * kWarpLanes + call_.lane + 1);
+        // One counter serves all tokens that name the expert.
+        const auto counter = static_cast<uint32_t>(team.warp() * kWarpLanes + call_.lane);
+        if (expert >= 0) atomicMax(&counter_of[expert], counter + 1);
         team.synchronize();
       }
       window.for_each([&](int token, int other) {
-        const int counter = counter_of[other];
+        const auto counter = static_cast<int>(counter_of[other]);
         if (counter != 0) sets[counter - 1].add(token);
       });
       team.synchronize();
@@ -184,8 +183,8 @@ class HeaderSender {
     for (int i = team.thread; i < kChunkTokens * kWarpLanes * kSetWords; i += team.threads)
       sets[i] = 0;
     if (!all) return;
-    auto* words = reinterpret_cast<uint32_t*>(shared_.counter_of[team.index]);
-    for (int i = team.thread; i < (kExperts + 3) / 4; i += team.threads) words[i] = 0;
+    for (int i = team.thread; i < kExperts; i += team.threads)
+      shared_.counter_of[team.index][i] = 0;
     for (int i = team.thread; i < kChunkTokens * kWarpLanes; i += team.threads)
       shared_.counters[team.index][i] = 0;
   }
@@ -205,7 +204,7 @@ class HeaderSender {
       const float weight = summed_weight(own.weight, expert >= 0 ? same : 0u);
       int place = 0;
       if (first) {
-        const int counter = shared_.counter_of[team.index][expert] - 1;
+        const auto counter = static_cast<int>(shared_.counter_of[team.index][expert]) - 1;
         place = counters[counter] + shared_.sets[team.index][counter].size();
         ++counters[counter];
       }

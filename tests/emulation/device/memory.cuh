@@ -25,6 +25,10 @@ inline uint4 load_relaxed_system(const uint4* address) {
 inline uint64_t load_relaxed_system(const uint64_t* address) { return emulated_load(address); }
 inline uint32_t load_relaxed_system(const uint32_t* address) { return emulated_load(address); }
 inline uint64_t load_acquire_system(const uint64_t* address) { return emulated_load(address); }
+inline uint32_t load_acquire_gpu(const uint32_t* address) { return emulated_load(address); }
+inline uint32_t add_release_gpu(uint32_t* address, uint32_t v) {
+  return __atomic_fetch_add(address, v, __ATOMIC_ACQ_REL);
+}
 inline uint32_t load_relaxed_gpu(const uint32_t* address) { return emulated_load(address); }
 
 // Words one after the other, the last first: nothing may rely on their order.

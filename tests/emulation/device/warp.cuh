@@ -10,6 +10,12 @@ inline constexpr int kWarpLanes = 32;
 
 inline uint32_t lanes_below() { return (1u << emulation::Cta::own()->lane()) - 1u; }
 inline void barrier_of(int id, int threads) { emulation::Cta::own()->barrier(id, threads); }
+template <class T>
+T& dynamic_shared() {
+  alignas(128) static thread_local unsigned char memory[emulation::kDynamicSharedBytes];
+  static_assert(sizeof(T) <= sizeof memory);
+  return *reinterpret_cast<T*>(memory);
+}
 inline void allow_next_kernel() {}
 inline void wait_for_previous_kernel() {}
 inline uint64_t global_nanoseconds() {
