@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Times the low-latency kernels of one rank of many on two GPUs.
+"""Times the kernels of one rank of many on two GPUs.
 
     python benchmarks/mirror.py RESULTS.jsonl [--ranks 4] [--tokens 128,8] [--late-weights]
     python benchmarks/mirror.py RESULTS.jsonl --plot PICTURE.svg      # draws what is there
+    python benchmarks/mirror.py RESULTS.jsonl --high-throughput [--tokens 4096,8192] [--sms 12,24]
 
 Each of the two GPUs is rank 0 of ``ranks``, and the other stands for all its peers: what a GPU
 sends to rank p comes to the other as if from rank -p. So each sends and receives over NVLink what
@@ -10,13 +11,16 @@ one of ``ranks`` GPUs does, and runs the kernels compiled for that number; what 
 host of as many GPUs is that its ranks do not drift apart in more than two ways. Results say
 ``"mirror": true`` and are no substitute for a run on all GPUs.
 
-What arrives is compared with what the routing says before anything is timed: the rows of each
-expert, and the sums that combine makes of ones.
+What arrives is compared with what the routing says before anything is timed: in low latency the
+rows of each expert, and the sums that combine makes of ones. In high throughput the places that a
+plan gives rows on other ranks are as if all ranks had the routing of this one, so that only sums of
+ones are compared; the kernels' results are for tests/gpu to check.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from functools import partial
@@ -31,9 +35,11 @@ from fanfold.bench.cuda_run import device_facts
 from fanfold.bench.cuda_timing import Clock, GpuBarrier, empty_kernel
 from fanfold.bench.report import append_json_line, commit, versions
 from fanfold.config import Config
-from fanfold.formats import RowFormat
+from fanfold.formats import RowFormat, quantize
 from fanfold.geometry import Geometry
 from fanfold.group import Group, as_group
+from fanfold.high_throughput import kernels as packed_kernels
+from fanfold.high_throughput.cuda import CudaHighThroughput
 from fanfold.launch import launch
 from fanfold.low_latency import cuda_required_bytes, kernels
 from fanfold.low_latency.cuda import CudaLowLatency
@@ -130,6 +136,95 @@ def _measure(
     return samples
 
 
+# ---- high throughput ----------------------------------------------------------------------------
+
+PACKED = ((7168, 8, 256), (1024, 22, 512), (2048, 8, 256), (4096, 8, 256), (2880, 4, 128),
+          (5120, 8, 256))  # fmt: skip
+ALIGNMENT = 128
+_constants = packed_kernels.Sizes.constants
+
+
+def _packed_mirrored(sizes: packed_kernels.Sizes) -> dict[str, int]:
+    return {**_constants(sizes), "kMirror": 1}
+
+
+def _measure_packed(
+    mode: CudaHighThroughput, geometry: Geometry, tokens: int, clock: Clock, fp8: bool, layout: Any
+) -> dict[str, torch.Tensor]:
+    """Samples of this GPU in microseconds: dispatch with a known and a new routing, combine."""
+    device, rank = mode.device, dist.get_rank()
+    x, topk_idx, weights = (tensor.to(device) for tensor in _batch(geometry, tokens, rank))
+    rows: Any = quantize(x) if fp8 else x
+    expert_major = layout == "expert_major"
+    # Places elsewhere are reckoned with the own routing, so a few may lie behind the last row.
+    capacity = tokens * (geometry.top_k if expert_major else geometry.ranks) * 11 // 10
+    capacity += ALIGNMENT * geometry.experts_per_rank if expert_major else 0
+    options = {"num_experts": geometry.num_experts, "layout": layout, "capacity": capacity}
+    if expert_major:
+        options["expert_alignment"] = ALIGNMENT
+
+    def new() -> Any:
+        return mode.dispatch(rows, topk_idx, weights, **options)
+
+    received = new()
+    plan = received.plan
+    calls = {"new": new, "cached": lambda: mode.dispatch_cached(rows, plan, layout=layout)}
+    if not fp8:
+        y = torch.ones((capacity, geometry.hidden), dtype=torch.bfloat16, device=device)
+        row_weights = received.row_weights if expert_major else None
+        out = torch.full_like(x, torch.nan)
+
+        def combine() -> None:
+            mode.combine(y, plan, layout=layout, row_weights=row_weights, out=out)
+
+        combine()
+        torch.cuda.synchronize()
+        if not expert_major:
+            ranks = (topk_idx // geometry.experts_per_rank).sort(1).values
+            sums = 1 + (ranks.diff(dim=1) != 0).sum(1, keepdim=True)
+            assert torch.equal(out.float(), sums.expand_as(out).float()), "sums of ones"
+        calls["combine"] = combine
+    mode.quiesce()
+    samples: dict[str, torch.Tensor] = {}
+    for name, call in (*calls.items(), ("empty", empty_kernel)):
+        samples[f"{name}.l2_flushed_raw"] = clock.alone(call, flushed=True)
+        samples[f"{name}.graph"] = clock.chain(call, 4)
+    mode.quiesce()
+    return samples
+
+
+def _packed_rank(
+    group: dist.ProcessGroup, ranks: int, tokens_list: list[int], sms_list: list[int]
+) -> list[tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, Any]]]:
+    found = []
+    config = Config.resolve()
+    nbytes = CudaHighThroughput.required_bytes(ranks, config)
+    with mock.patch.object(packed_kernels.Sizes, "constants", _packed_mirrored):
+        for sms in sms_list:
+            memory = _MirrorMemory(as_group(group), ranks, nbytes)
+            mode = CudaHighThroughput(memory, config, max_tokens=max(tokens_list), ctas=sms)  # type: ignore[arg-type]
+            device = memory.device
+            clock = Clock(GpuBarrier(group, device), device, warmup=3, iterations=15)
+            for tokens, (hidden, top_k, experts), fp8, layout in itertools.product(
+                tokens_list, PACKED, (True, False), ("token_major", "expert_major")
+            ):
+                if (hidden, top_k, experts) != PACKED[0] and (sms, tokens) != (24, tokens_list[0]):
+                    continue
+                geometry = Geometry(ranks, experts, top_k, hidden, tokens)
+                what = {
+                    "hidden": hidden, "top_k": top_k, "experts": experts, "tokens": tokens,
+                    "sms": sms, "layout": layout, "dtype": "fp8" if fp8 else "bf16",
+                }  # fmt: skip
+                samples = _measure_packed(mode, geometry, tokens, clock, fp8, layout)
+                found.append((what, samples, device_facts(device)))
+                torch.cuda.empty_cache()
+            memory.close()
+    return found
+
+
+# ---- both ---------------------------------------------------------------------------------------
+
+
 def _rank(
     group: dist.ProcessGroup, ranks: int, tokens_list: list[int], late: bool
 ) -> list[tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, Any]]]:
@@ -138,7 +233,10 @@ def _rank(
         for tokens in tokens_list:
             for hidden, top_k, experts in GEOMETRIES:
                 geometry = Geometry(ranks, experts, top_k, hidden, max(tokens, LEAST_MAX_TOKENS))
-                what = {"hidden": hidden, "top_k": top_k, "experts": experts, "tokens": tokens}
+                what = {
+                    "hidden": hidden, "top_k": top_k, "experts": experts, "tokens": tokens,
+                    "late_weights": late, "dtype": "fp8",
+                }  # fmt: skip
                 samples = _measure(group, geometry, tokens, late)
                 found.append((what, samples, device_facts(torch.device("cuda", 0))))
                 torch.cuda.empty_cache()
@@ -179,15 +277,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--tokens", default="128", help="numbers with commas")
+    parser.add_argument("--tokens", help="numbers with commas; 128, or 4096 in high throughput")
+    parser.add_argument("--high-throughput", action="store_true")
+    parser.add_argument("--sms", default="24", help="high throughput: numbers with commas")
     parser.add_argument("--late-weights", action="store_true", help="as the DeepEP face has them")
     parser.add_argument("--plot", type=Path, metavar="PICTURE", help="draw, and measure nothing")
     args = parser.parse_args()
     if args.plot is not None:
         _plot(args.results, args.plot)
         return
-    tokens = [int(number) for number in args.tokens.split(",")]
-    of_rank = launch(_rank, GPUS, (args.ranks, tokens, args.late_weights))
+    tokens = _numbers(args.tokens or ("4096" if args.high_throughput else "128"))
+    if args.high_throughput:
+        of_rank = launch(_packed_rank, GPUS, (args.ranks, tokens, _numbers(args.sms)))
+    else:
+        of_rank = launch(_rank, GPUS, (args.ranks, tokens, args.late_weights))
     for point in zip(*of_rank, strict=True):
         what, first, facts = point[0]
         slowest = {
@@ -198,13 +301,17 @@ def main() -> None:
         append_json_line(
             args.results,
             {
-                "mirror": True, "gpus": GPUS, "ranks": args.ranks, **what,
-                "late_weights": args.late_weights, "dtype": "fp8", "times_us": times,
+                "mirror": True, "gpus": GPUS, "ranks": args.ranks, **what, "times_us": times,
                 "device": facts, "versions": versions(), "commit": commit(),
                 "command": " ".join(["benchmarks/mirror.py", *sys.argv[1:]]),
             },
         )  # fmt: skip
-        print(what, {name: times[f"{name}.graph"] for name in ("dispatch", "combine", "round")})
+        shown = "l2_flushed_raw" if args.high_throughput else "graph"
+        print(what, {n.split(".")[0]: t for n, t in times.items() if n.endswith(shown)})
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -323,6 +323,143 @@ class CudaLowLatency:
     def dispatch_arguments(self, encoding: int, weights: int) -> CudaDispatchArgs: ...
     def combine_arguments(self, weights: int) -> CudaCombineArgs: ...
 
+CUDA_HIGH_THROUGHPUT_STATE_BYTES: int
+CUDA_HIGH_THROUGHPUT_REPORT_BYTES: int
+CUDA_HIGH_THROUGHPUT_MOST_CTAS: int
+CUDA_HIGH_THROUGHPUT_MOST_EXPERTS: int
+CUDA_BATCH_TOKENS: int
+
+def cuda_high_throughput_bytes(ranks: int, ring_bytes: int) -> tuple[int, int]: ...
+
+class CudaLaunch:
+    def __init__(self, ctas: int, threads: int, shared_bytes: int, early: bool) -> None: ...
+    @property
+    def ctas(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def shared_bytes(self) -> int: ...
+    @property
+    def early(self) -> bool: ...
+
+class CudaPlanArgs:
+    alignment: int
+    topk_idx: int
+    counted: int
+    rows: int
+    places: int
+    tokens_per_expert: int
+    offsets: int
+    source_prefix: int
+    totals: int
+    tokens: int
+    refused: bool
+    @property
+    def address(self) -> int: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def facts(self) -> int: ...
+    def copy(self) -> CudaPlanArgs: ...
+    def launch(self, kernel: CudaKernel, shape: CudaLaunch, stream: int) -> None: ...
+
+class CudaHighThroughputDispatchArgs:
+    scale_token_stride: int
+    scale_word_stride: int
+    lane_stride: int
+    capacity: int
+    batch_stride: int
+    x: int
+    scales: int
+    rows: int
+    lanes: int
+    weights: int
+    source_prefix: int
+    offsets: int
+    tokens_per_expert: int
+    out: int
+    out_scales: int
+    row_weights: int
+    row_source_rank: int
+    row_source_token: int
+    rows_of: int
+    topk_idx: int
+    topk_weights: int
+    source_token: int
+    batches: int
+    tokens: int
+    refused: bool
+    @property
+    def address(self) -> int: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def facts(self) -> int: ...
+    def copy(self) -> CudaHighThroughputDispatchArgs: ...
+    def launch(self, kernel: CudaKernel, shape: CudaLaunch, stream: int) -> None: ...
+
+class CudaHighThroughputCombineArgs:
+    batch_stride: int
+    batches: int
+    source_prefix: int
+    rows_of: int
+    y: int
+    row_weights: int
+    lane_weights: int
+    rows: int
+    out: int
+    out_weights: int
+    tokens: int
+    refused: bool
+    @property
+    def address(self) -> int: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def facts(self) -> int: ...
+    def copy(self) -> CudaHighThroughputCombineArgs: ...
+    def launch(self, kernel: CudaKernel, shape: CudaLaunch, stream: int) -> None: ...
+    def set_bias(self, place: int, address: int) -> None: ...
+
+class CudaHighThroughputPlace:
+    def __init__(
+        self,
+        rank: int,
+        peers: list[int],
+        state: int,
+        reports: int,
+        timeout_ns: int,
+        max_tokens: int,
+        ring_bytes: int,
+    ) -> None: ...
+
+class CudaHighThroughputPhase:
+    PLAN: CudaHighThroughputPhase
+    DISPATCH: CudaHighThroughputPhase
+    COMBINE: CudaHighThroughputPhase
+
+class CudaHighThroughputShape:
+    row_bytes: int
+    scale_words: int
+    slot_bytes: int
+    expert_major: int
+    variant: int
+    alignment: int
+    def __init__(self, phase: CudaHighThroughputPhase, experts: int, top_k: int) -> None: ...
+
+class CudaHighThroughput:
+    def __init__(self, place: CudaHighThroughputPlace) -> None: ...
+    def slots(self, slot_bytes: int) -> int: ...
+    def plan_arguments(
+        self, shape: CudaHighThroughputShape, ctas: int, senders: int
+    ) -> CudaPlanArgs: ...
+    def dispatch_arguments(
+        self, shape: CudaHighThroughputShape, ctas: int, senders: int
+    ) -> CudaHighThroughputDispatchArgs: ...
+    def combine_arguments(
+        self, shape: CudaHighThroughputShape, ctas: int, senders: int
+    ) -> CudaHighThroughputCombineArgs: ...
+
 def count_routes(
     topk_idx: int,
     sizes: tuple[int, int, int, int],

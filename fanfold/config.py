@@ -121,6 +121,17 @@ _SETTINGS = (
         bound="an integer from 65536 to 2**40",
     ),
     Setting(
+        name="ring_bytes",
+        variable="FANFOLD_RING_BYTES",
+        default=16 << 20,
+        help="Bytes of GPU memory per rank and peer through which the high-throughput mode streams "
+        "rows on GPUs. The default holds 128 batches of 8 rows of 7168 bfloat16 and what travels "
+        "beside them, which is as many as are of use; longer rows take fewer.",
+        parse=int,
+        check=lambda v: _is_integer(v) and (1 << 12) <= v <= (1 << 36),
+        bound="an integer from 4096 to 2**36",
+    ),
+    Setting(
         name="backend",
         variable="FANFOLD_BACKEND",
         default="auto",
@@ -135,8 +146,9 @@ _SETTINGS = (
         name="ctas",
         variable="FANFOLD_CTAS",
         default=None,
-        help="CTAs of each low-latency kernel; 'auto' is one for each SM of the GPU. Fewer leave "
-        "SMs to kernels beside it. All must fit on the GPU at once.",
+        help="CTAs of each kernel; 'auto' is one for each SM of the GPU in low latency, and 24 in "
+        "high throughput, which takes 64 at most. Fewer leave SMs to kernels beside it. All must "
+        "fit on the GPU at once.",
         parse=_parse_count,
         check=lambda v: v is None or (_is_integer(v) and 2 <= v <= 512),
         bound="'auto' or an integer from 2 to 512",
@@ -145,8 +157,8 @@ _SETTINGS = (
         name="senders",
         variable="FANFOLD_SENDERS",
         default=None,
-        help="Of those CTAs, how many send rows in a low-latency dispatch while the others "
-        "receive; 'auto' is what fills the links, about one in seven.",
+        help="Of those CTAs, how many send rows in a dispatch while the others receive; 'auto' is "
+        "what fills the links: about one in seven in low latency, 11 of 24 in high throughput.",
         parse=_parse_count,
         check=lambda v: v is None or (_is_integer(v) and 1 <= v <= 511),
         bound="'auto' or an integer from 1 to 511, below the number of CTAs",
@@ -209,8 +221,9 @@ class Config:
         spin_us: microseconds to spin before yielding; None for a choice by the machine.
         late_peers: ``"raise"`` or ``"mask"``.
         staging_bytes: shared memory per rank for high-throughput streams, in bytes.
+        ring_bytes: memory per rank and peer for high-throughput streams on GPUs, in bytes.
         backend: ``"auto"``, ``"host"`` or ``"cuda"``: where low-latency calls run.
-        ctas: of each low-latency kernel; None for one per SM.
+        ctas: of each kernel; None for a choice by the mode.
         senders: CTAs of them that send rows in a dispatch; None for a choice by the machine.
         cache_dir: folder of compiled kernels; None for the user's own (:meth:`cache_folder`).
         sources: for each name above ``"argument"``, ``"environment"`` or ``"default"``.
@@ -220,6 +233,7 @@ class Config:
     spin_us: float | None
     late_peers: str
     staging_bytes: int
+    ring_bytes: int
     backend: str
     ctas: int | None
     senders: int | None

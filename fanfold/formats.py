@@ -17,10 +17,24 @@ import torch
 from fanfold import _core
 from fanfold.errors import ArgumentError
 
-__all__ = ["BLOCK", "RowFormat", "ScaleFormat", "blocks", "dequantize", "quantize", "scale_columns"]
+__all__ = [
+    "BLOCK",
+    "E4M3_MAX",
+    "RowFormat",
+    "ScaleFormat",
+    "blocks",
+    "dequantize",
+    "quantize",
+    "scale_columns",
+]
 
 BLOCK = 128
 """Columns that share one scale."""
+
+E4M3_MAX = 448.0
+"""The largest float8_e4m3fn."""
+
+_SMALLEST_AMAX = 1e-4
 
 
 class RowFormat(enum.Enum):
@@ -73,27 +87,50 @@ def quantize(
     """fp8 rows of ``x``, as dispatch makes them (formula at the top of this module).
 
     Args:
-        x: ``[T, hidden]`` bfloat16 on the CPU, contiguous.
+        x: ``[T, hidden]`` bfloat16, contiguous. On the CPU in one pass; on other devices by
+            PyTorch's own functions, with the same bits but for which NaN it is.
         scale_format: how the scales are rounded and stored.
 
     Returns:
         Values ``[T, hidden]`` float8_e4m3fn and scales ``[T, scale_columns(hidden)]``.
     """
     tokens, hidden = x.shape
-    values = torch.empty((tokens, hidden), dtype=torch.float8_e4m3fn)
-    scales = torch.empty((tokens, blocks(hidden)))
     power_of_two = scale_format is not ScaleFormat.FLOAT32
-    _core.quantize_fp8(
-        x.data_ptr(), tokens, hidden, power_of_two, values.data_ptr(), scales.data_ptr()
-    )
+    if x.device.type == "cpu":
+        values = torch.empty((tokens, hidden), dtype=torch.float8_e4m3fn)
+        scales = torch.empty((tokens, blocks(hidden)))
+        _core.quantize_fp8(
+            x.data_ptr(), tokens, hidden, power_of_two, values.data_ptr(), scales.data_ptr()
+        )
+    else:
+        values, scales = _quantize_anywhere(x, power_of_two)
     if scale_format is not ScaleFormat.UE8M0:
         return values, scales
     exponents = scales.view(torch.int32) >> 23
     columns = scale_columns(hidden, scale_format)
     padding = columns * 4 - blocks(hidden)
     words = torch.nn.functional.pad(exponents, (0, padding)).reshape(tokens, columns, 4)
-    shifts = torch.tensor([0, 8, 16, 24], dtype=torch.int32)
+    shifts = torch.tensor([0, 8, 16, 24], dtype=torch.int32, device=x.device)
     return values, (words << shifts).sum(-1, dtype=torch.int32)
+
+
+def _quantize_anywhere(x: torch.Tensor, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp8 values and float32 scales by functions that every device has."""
+    tokens, hidden = x.shape
+    padding = blocks(hidden) * BLOCK - hidden
+    wide = torch.nn.functional.pad(x.float(), (0, padding)).view(tokens, -1, BLOCK)
+    # A NaN does not count, as in the other ways.
+    magnitudes = wide.abs().nan_to_num(nan=0.0, posinf=float("inf"))
+    largest = magnitudes.amax(-1).clamp(min=_SMALLEST_AMAX)
+    # With a number PyTorch may multiply by a reciprocal instead, which rounds twice.
+    most = torch.full_like(largest, E4M3_MAX)
+    scales, factors = largest / most, most / largest
+    if power_of_two:
+        bits = (scales.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF  # rounds up
+        scales = bits.view(torch.float32)
+        factors = torch.ones_like(scales) / scales
+    scaled = (wide * factors.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX)
+    return scaled.to(torch.float8_e4m3fn).view(tokens, -1)[:, :hidden].contiguous(), scales
 
 
 def dequantize(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from fanfold import high_throughput, low_latency
 from fanfold.errors import ArgumentError
+from fanfold.high_throughput.plan import CudaDispatched
 
 __all__ = ["HighThroughputSource", "LowLatencySource", "Received"]
 
@@ -152,7 +153,8 @@ def _places(received: Received) -> torch.Tensor:
 class HighThroughputSource:
     """What high throughput keeps of a dispatch."""
 
-    dispatched: high_throughput.Dispatched  # on the host, wherever the tokens are
+    # On the host, wherever the tokens are; or on the GPU.
+    dispatched: high_throughput.Dispatched | CudaDispatched
 
     def place(self, index: int) -> tuple[int, int]:
         """Where the rows of a local expert begin, and how many there are."""

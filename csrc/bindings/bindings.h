@@ -12,5 +12,6 @@ void bind_low_latency(nanobind::module_& module);
 void bind_high_throughput(nanobind::module_& module);
 void bind_cuda(nanobind::module_& module);
 void bind_cuda_low_latency(nanobind::module_& module);
+void bind_cuda_high_throughput(nanobind::module_& module);
 
 }  // namespace fanfold::bindings

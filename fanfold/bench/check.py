@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -13,7 +14,7 @@ from fanfold.bench.workload import Batch, expert_output
 from fanfold.errors import FanfoldError
 from fanfold.received import Received
 
-__all__ = ["CheckFailed", "Expectation", "same_bits"]
+__all__ = ["CheckFailed", "Expectation", "TokenMajorRows", "packed_fp8", "same_bits"]
 
 # The rival rounds weights to bfloat16 and sums in another order.
 _RIVAL_TOLERANCE = 0.02
@@ -44,6 +45,38 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(integer[tensor.element_size()])
 
 
+def _check_room(tokens: torch.Tensor, needed: int, capacity: int | None) -> None:
+    rows = needed if capacity is None else capacity
+    if tokens.shape[0] != rows:
+        raise CheckFailed(f"tokens has {tokens.shape[0]} rows instead of {rows}")
+
+
+@dataclass(frozen=True)
+class TokenMajorRows:
+    """What a token-major dispatch brought, in host memory. With a capacity only the first N rows
+    are valid.
+
+    Attributes:
+        tokens: ``[rows, hidden]``, dtype as sent.
+        scales: ``[rows, S]`` float32; None if rows came without.
+        count: N.
+        source_rank: ``[rows]`` int32.
+        source_token: ``[rows]`` int32.
+        topk_idx: ``[rows, K]`` int64: local expert ids, -1 for experts elsewhere and for none.
+        topk_weights: ``[rows, K]`` float32, 0 where topk_idx is -1; None if there were none.
+        tokens_per_expert: ``[E_l]`` int32.
+    """
+
+    tokens: torch.Tensor
+    scales: torch.Tensor | None
+    count: int
+    source_rank: torch.Tensor
+    source_token: torch.Tensor
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor | None
+    tokens_per_expert: torch.Tensor
+
+
 @dataclass(frozen=True)
 class Expectation:
     """What one rank must get when all ranks dispatch their batches.
@@ -65,13 +98,36 @@ class Expectation:
         """This rank's batch."""
         return self.batches[self.rank]
 
-    def received(self, received: Received, alignment: int = 1) -> None:
+    # Worked out once, for however many calls are checked.
+
+    @cached_property
+    def _arrived(self) -> oracle.Arrivals:
+        return oracle.arrivals(self.batches, self.rank, self.experts)
+
+    @cached_property
+    def _all_x(self) -> torch.Tensor:
+        return torch.cat([batch.x for batch in self.batches])
+
+    @cached_property
+    def _all_fp8(self) -> oracle.Fp8Rows:
+        return oracle.quantize_fp8(self._all_x)
+
+    @cached_property
+    def _combined(self) -> torch.Tensor:
+        return oracle.combine(self.own, self._own_output, len(self.batches), self.experts)
+
+    def received(self, received: Received, alignment: int = 1, capacity: int | None = None) -> None:
         """Checks all that a dispatch brought.
+
+        Args:
+            received: in host memory.
+            alignment: of high throughput.
+            capacity: rows asked for, of which those behind the last expert's hold anything.
 
         Raises:
             CheckFailed: naming the first thing that is wrong.
         """
-        arrived = oracle.arrivals(self.batches, self.rank, self.experts)
+        arrived = self._arrived
         layout = oracle.expert_major(arrived, 1)
         counts = arrived.tokens_per_expert
         same_bits("tokens_per_expert", received.tokens_per_expert.long(), counts)
@@ -79,9 +135,11 @@ class Expectation:
         if received.tokens.dim() == 2:
             padded = oracle.expert_major(arrived, alignment)
             same_bits("offsets", received.offsets, padded.offsets)
-            is_row = torch.zeros(received.tokens.shape[0], dtype=torch.bool)
+            rows = int(padded.offsets[-1])
+            _check_room(received.tokens, rows, capacity)
+            is_row = torch.zeros(rows, dtype=torch.bool)
             is_row[places] = True
-            padding = _bits(received.tokens.flatten(0, -2)[~is_row])
+            padding = _bits(received.tokens[:rows])[~is_row]
             same_bits("rows of padding", padding, torch.zeros_like(padding))
         flat = received.source_rank.flatten(), received.source_token.flatten()
         source_rank = arrived.source_rank[layout.arrival]
@@ -91,13 +149,32 @@ class Expectation:
             same_bits("weights", received.weights.flatten()[places], layout.weight)
         self._rows(received, places, arrived.row[layout.arrival])
 
-    def _rows(self, received: Received, places: torch.Tensor, row: torch.Tensor) -> None:
-        x = torch.cat([batch.x for batch in self.batches])
+    def token_major(self, received: TokenMajorRows, capacity: int | None = None) -> None:
+        """Checks all that a token-major dispatch brought.
+
+        Raises:
+            CheckFailed: naming the first thing that is wrong.
+        """
+        arrived = self._arrived
+        counts = arrived.tokens_per_expert
+        same_bits("tokens_per_expert", received.tokens_per_expert.long(), counts)
+        same_bits("rows", torch.tensor(received.count), torch.tensor(len(arrived.row)))
+        _check_room(received.tokens, received.count, capacity)
+        first = slice(0, received.count)
+        for name in ("source_rank", "source_token", "topk_idx"):
+            same_bits(name, getattr(received, name)[first].long(), getattr(arrived, name))
+        if received.topk_weights is not None:
+            same_bits("topk_weights", received.topk_weights[first], arrived.topk_weights)
+        self._rows(received, torch.arange(received.count), arrived.row)
+
+    def _rows(
+        self, received: Received | TokenMajorRows, places: torch.Tensor, row: torch.Tensor
+    ) -> None:
         tokens = received.tokens.flatten(0, -2)
         if not self.fp8:
-            same_bits("tokens", tokens[places], x[row])
+            same_bits("tokens", tokens[places], self._all_x[row])
             return
-        expected = oracle.quantize_fp8(x)
+        expected = self._all_fp8
         same_bits("tokens", _bits(tokens)[places], _bits(expected.values)[row])
         if received.scales is None:
             raise CheckFailed("scales are missing")
@@ -132,6 +209,17 @@ class Expectation:
         y.flatten(0, -2)[places] = expert_output(rows, self._experts_of(counts))
         return y
 
+    def token_major_outputs(self, received: TokenMajorRows) -> torch.Tensor:
+        """What this rank makes of the rows received, as if it were one expert (bfloat16); NaN
+        behind them."""
+        y = torch.full(received.tokens.shape, torch.nan, dtype=torch.bfloat16)
+        first = slice(0, received.count)
+        rows = _bits(received.tokens)[first].view(received.tokens.dtype).float()
+        if received.scales is not None:
+            rows = oracle.dequantize_fp8(oracle.Fp8Rows(rows, received.scales[first]))
+        y[first] = expert_output(rows, torch.full((received.count,), self.rank))
+        return y
+
     def _experts_of(self, counts: torch.Tensor) -> torch.Tensor:
         """Global expert of each valid row."""
         first = self.rank * self.experts // len(self.batches)
@@ -145,21 +233,26 @@ class Expectation:
 
     def combined(self, out: torch.Tensor) -> None:
         """Checks what a combine of :meth:`outputs` gave, bit for bit."""
-        ranks = len(self.batches)
-        expected = oracle.combine(self.own, self._own_output, ranks, self.experts)
-        same_bits("combined tokens", out, expected)
+        same_bits("combined tokens", out, self._combined)
+
+    def token_major_combined(self, out: torch.Tensor) -> None:
+        """Checks what a combine of :meth:`token_major_outputs` gave, bit for bit."""
+        rank_of = self.own.topk_idx.div(self.experts // len(self.batches), rounding_mode="floor")
+        parts = []
+        for rank in range(len(self.batches)):
+            tokens = (rank_of == rank).any(dim=1).nonzero().squeeze(1)
+            parts.append((tokens, self._own_output(tokens, torch.full((len(tokens),), rank))))
+        same_bits("combined tokens", out, oracle.combine_rows(self.own.x.shape, parts))
 
     # ---- the rival --------------------------------------------------------------------------
 
     def routed(self, routed: Routed) -> None:
         """Checks what the rival's dispatch brought."""
-        arrived = oracle.arrivals(self.batches, self.rank, self.experts)
+        arrived = self._arrived
         layout = oracle.expert_major(arrived)
         counts = arrived.tokens_per_expert
         same_bits("tokens_per_expert of the baseline", routed.tokens_per_expert, counts)
-        x = torch.cat([batch.x for batch in self.batches])
-        if self.fp8:
-            x = packed_fp8(oracle.quantize_fp8(x))
+        x = packed_fp8(self._all_fp8) if self.fp8 else self._all_x
         expected = x[arrived.row[layout.arrival]]
         same_bits("rows of the baseline", routed.rows, expected)
 
@@ -176,7 +269,7 @@ class Expectation:
     def rival_combined(self, out: torch.Tensor) -> None:
         """Checks the rival's sums, within what its arithmetic allows."""
         ranks, own = len(self.batches), self.own
-        expected = oracle.combine(own, self._own_output, ranks, self.experts).float()
+        expected = self._combined.float()
         magnitude = oracle.combine(
             own, lambda t, e: self._own_output(t, e).abs(), ranks, self.experts
         ).float()

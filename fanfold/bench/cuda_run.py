@@ -1,8 +1,7 @@
-"""One rank's part of a bench on GPUs: check everything with the oracle, then time it."""
+"""One rank's part of a low-latency bench on GPUs: check everything with the oracle, then time."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,12 +14,22 @@ import torch.distributed as dist
 from fanfold.bench.check import Expectation, same_bits
 from fanfold.bench.cuda_baseline import NcclAllToAll
 from fanfold.bench.cuda_timing import Clock, GpuBarrier
+from fanfold.bench.layouts import on_host
 from fanfold.bench.settings import BenchSettings
 from fanfold.bench.timing import Timings
 from fanfold.expert_parallel import ExpertParallel
 from fanfold.received import Received
 
-__all__ = ["CudaReport", "device_facts", "summary", "time_on_gpu", "timings"]
+__all__ = [
+    "OPERATIONS",
+    "CudaReport",
+    "device_facts",
+    "slowest_rank",
+    "summary",
+    "time_on_gpu",
+    "timings",
+    "worst_median",
+]
 
 OPERATIONS = ("dispatch", "combine", "round")
 
@@ -37,10 +46,14 @@ class CudaReport:
     Attributes:
         samples: microseconds by what was timed, ``"dispatch.graph"`` for example: ``[iterations]``.
         device: facts about its GPU.
+        sms: that each kernel took; high throughput only.
+        capacity: rows that a dispatch with a new routing was given; high throughput only.
     """
 
     samples: dict[str, torch.Tensor]
     device: dict[str, Any]
+    sms: int | None = None
+    capacity: int | None = None
 
 
 def time_on_gpu(
@@ -103,7 +116,7 @@ class _Work:
         self._out.fill_(torch.nan)
         self._received = self.dispatch()
         self._ep.synchronize()
-        there = _on_host(self._received)
+        there = on_host(self._received)
         if check:
             self._expectation.received(there)
         self._y = self._expectation.outputs(there).to(self._device)
@@ -162,26 +175,6 @@ class _Work:
         self.round()
         self._ep.synchronize()
         same_bits("combined tokens after timing", self._out.cpu(), self._first.cpu())
-
-
-def _on_host(received: Received) -> Received:
-    """A copy in host memory, for the oracle."""
-
-    def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else tensor.cpu()
-
-    there = dataclasses.replace(
-        received,
-        tokens=received.tokens.cpu(),
-        scales=moved(received.scales),
-        weights=moved(received.weights),
-        tokens_per_expert=received.tokens_per_expert.cpu(),
-        offsets=received.offsets.cpu(),
-    )
-    # The cached properties, which would be worked out from tensors on the GPU.
-    vars(there)["source_rank"] = received.source_rank.cpu()
-    vars(there)["source_token"] = received.source_token.cpu()
-    return there
 
 
 # ---- beside a matrix product --------------------------------------------------------------------
@@ -277,11 +270,10 @@ def summary(reports: Sequence[CudaReport]) -> dict[str, dict[str, float]]:
     """
 
     def slowest(name: str) -> float:
-        both = torch.stack([report.samples[name] for report in reports])
-        return float(both.amax(dim=0).quantile(0.5))
+        return slowest_rank(reports, name)
 
     def median_of_worst_rank(name: str) -> float:
-        return max(float(report.samples[name].quantile(0.5)) for report in reports)
+        return worst_median(reports, name)
 
     overhead = {name: slowest(f"overhead.{name}") for name in ("empty", "empty_flushed", "launch")}
     warm = overhead["empty"] - overhead["launch"]
@@ -308,6 +300,17 @@ def summary(reports: Sequence[CudaReport]) -> dict[str, dict[str, float]]:
         part: {name: round(value, 2) for name, value in times.items()}
         for part, times in found.items()
     }
+
+
+def slowest_rank(reports: Sequence[CudaReport], name: str) -> float:
+    """Median over iterations of the slowest rank of each."""
+    both = torch.stack([report.samples[name] for report in reports])
+    return float(both.amax(dim=0).quantile(0.5))
+
+
+def worst_median(reports: Sequence[CudaReport], name: str) -> float:
+    """The largest of the ranks' medians."""
+    return max(float(report.samples[name].quantile(0.5)) for report in reports)
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:

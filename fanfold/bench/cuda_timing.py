@@ -28,6 +28,8 @@ _LEAST_FLUSH_BYTES = 128 << 20
 _BARRIER_TIMEOUT_MS = 30_000
 # Longer than the host needs to enqueue a call, so that the GPU never waits for it.
 _HEAD_START_CYCLES = 400_000
+# The same for a call that also allocates and plans; the flush comes on top.
+_LONG_HEAD_START_CYCLES = 2_000_000
 # The driver's queue holds about a thousand launches; a fuller one makes the host wait for the GPU.
 _CALLS_IN_QUEUE = 100
 
@@ -91,9 +93,16 @@ class Clock:
         self._device = device
         self._warmup = warmup
         self._iterations = iterations
+        self._ahead: list[bool] = []
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         flush_bytes = max(2 * l2_bytes, _LEAST_FLUSH_BYTES)
         self._flush = torch.empty(flush_bytes, dtype=torch.uint8, device=device)
+
+    @property
+    def late_share(self) -> float:
+        """Share of the calls timed end to end that the GPU could begin before the host had enqueued
+        all of them: their times are too long."""
+        return self._ahead.count(False) / len(self._ahead) if self._ahead else 0.0
 
     def graph(self, *spans: Call, flushed: bool = False) -> torch.Tensor:
         """Times ``spans``, which follow each other in one graph, replayed again and again.
@@ -154,6 +163,44 @@ class Clock:
             end.record()
             torch.cuda.synchronize(self._device)
             samples.append([begin.elapsed_time(end) * _US_PER_MS])
+        return _tensor(samples[self._warmup :])[:, 0]
+
+    def end_to_end(self, call: Call) -> torch.Tensor:
+        """``[iterations]`` microseconds between the events around all that a call enqueues, without
+        a graph, nothing of its input in the L2 cache.
+
+        The host is ahead, so the call must not wait for the GPU; :attr:`late_share` says whether it
+        was.
+        """
+        samples = []
+        begin, end = _timed_event(False), _timed_event(False)
+        for number in range(self._warmup + self._iterations):
+            torch.cuda._sleep(_LONG_HEAD_START_CYCLES)
+            self._flush.zero_()
+            self._barrier()
+            begin.record()
+            kept = call()
+            end.record()
+            if number >= self._warmup:
+                self._ahead.append(not begin.query())
+            torch.cuda.synchronize(self._device)
+            samples.append([begin.elapsed_time(end) * _US_PER_MS])
+            del kept
+        return _tensor(samples[self._warmup :])[:, 0]
+
+    def wall(self, call: Call) -> torch.Tensor:
+        """``[iterations]`` microseconds of the host's clock from before a call until the GPU has
+        done it, nothing of its input in the L2 cache. The GPU is idle when it begins."""
+        samples = []
+        for _ in range(self._warmup + self._iterations):
+            self._flush.zero_()
+            self._barrier()
+            torch.cuda.synchronize(self._device)
+            begin = time.perf_counter_ns()
+            kept = call()
+            torch.cuda.synchronize(self._device)
+            samples.append([(time.perf_counter_ns() - begin) / _NS_PER_US])
+            del kept
         return _tensor(samples[self._warmup :])[:, 0]
 
     def host(self, call: Call) -> torch.Tensor:

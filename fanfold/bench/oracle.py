@@ -29,6 +29,7 @@ __all__ = [
     "expert_major",
     "pack_ue8m0",
     "quantize_fp8",
+    "rows_arriving",
 ]
 
 _BLOCK = 128
@@ -205,6 +206,28 @@ def expert_major(arrived: Arrivals, alignment: int = 1) -> ExpertMajor:
     layout.expert[places] = expert
     layout.weight[places] = arrived.expert_weight[arrival, expert]
     return layout
+
+
+def rows_arriving(
+    batches: Sequence[Batch], experts: int, *, token_major: bool, alignment: int = 1
+) -> list[int]:
+    """How many rows come to each rank, in expert-major order with all padding."""
+    ranks = len(batches)
+    if token_major:
+        goes = sum(_names(batch, experts).view(-1, ranks, experts // ranks).any(2).sum(0)
+                   for batch in batches)  # fmt: skip
+        return torch.as_tensor(goes).tolist()
+    counts = torch.as_tensor(sum(_names(batch, experts).sum(0) for batch in batches))
+    padded = -(-counts // alignment) * alignment
+    return padded.view(ranks, -1).sum(1).tolist()
+
+
+def _names(batch: Batch, experts: int) -> torch.Tensor:
+    """``[T, experts]`` bool: whether a token names an expert."""
+    names = torch.zeros((batch.topk_idx.shape[0], experts + 1), dtype=torch.bool)
+    # Lanes that lead nowhere go to one more column, which is dropped.
+    names.scatter_(1, batch.topk_idx.where(batch.topk_idx >= 0, experts), True)
+    return names[:, :experts]
 
 
 # ---- combine ------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,12 @@ __all__ = [
     "machine",
     "notes",
     "record",
+    "sweep_table",
     "table",
     "versions",
 ]
 
-SCHEMA = 1
+SCHEMA = 2  # 1 had in `routing` what is `distribution` now
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Result:
     """What one bench found.
 
     Attributes:
-        settings: what was asked for.
+        settings: what was asked for, with the choices that were left to the bench.
         ranks: how many there were.
         hosts: on how many hosts.
         fanfold: its times.
@@ -65,9 +67,12 @@ class Result:
         combine: bytes of one combine.
         checked: whether results were compared with the oracle.
         memory_bytes: symmetric memory of a rank.
-        device: facts about rank 0's GPU where the ranks were GPUs; the times above are then those
-            of graph replays.
-        timing: all ways of timing there, as :func:`fanfold.bench.cuda_run.summary` has them.
+        device: facts about rank 0's GPU where the ranks were GPUs; the times above are then, in low
+            latency, those of graph replays, in high throughput those end to end.
+        timing: all ways of timing there, as the ``summary`` of ``cuda_run`` and of
+            ``cuda_high_throughput`` have them.
+        compared: Fanfold's times taken as the rival's were; None if ``fanfold`` are such.
+        capacity: rows that dispatches with a new routing were given there.
     """
 
     settings: BenchSettings
@@ -81,6 +86,8 @@ class Result:
     memory_bytes: int
     device: dict[str, Any] | None = None
     timing: dict[str, dict[str, float]] | None = None
+    compared: Timings | None = None
+    capacity: int | None = None
 
     def traffic(self, phase: str) -> Traffic:
         """Bytes of one of the :data:`PHASES`."""
@@ -93,7 +100,13 @@ class Result:
         """How many times longer the rival takes, dispatch plus combine; None without one."""
         if self.baseline is None:
             return None
-        return self.baseline.slowest("total").p50 / self.fanfold.slowest("total").p50
+        own = self.fanfold if self.compared is None else self.compared
+        return self.baseline.slowest("total").p50 / own.slowest("total").p50
+
+    def rate(self, phase: str) -> float:
+        """GB/s of a rank to other ranks in one of the :data:`PHASES`."""
+        time = self.fanfold.slowest(phase).p50
+        return self.traffic(phase).remote / time / 1e3 if time else 0.0
 
 
 def _times(prefix: str, timings: Timings) -> dict[str, float]:
@@ -123,6 +136,7 @@ def record(result: Result) -> dict[str, Any]:
         "dispatch_bytes_total": round(result.dispatch.total),
         "combine_bytes_remote": round(result.combine.remote),
         "combine_bytes_total": round(result.combine.total),
+        **{f"{phase}_gbps": round(result.rate(phase), 2) for phase in PHASES},
         "memory_bytes": result.memory_bytes,
         "checked": result.checked,
     }
@@ -131,6 +145,8 @@ def record(result: Result) -> dict[str, Any]:
         fields["ratio"] = round(result.ratio or 0.0, 3)
     if result.device is not None:
         fields |= {"device": result.device, "timing": result.timing}
+    if result.capacity is not None:
+        fields["capacity"] = result.capacity
     fields["machine"] = machine()
     fields["versions"] = versions()
     fields["commit"] = commit()
@@ -221,6 +237,8 @@ def table(result: Result) -> Table:
         f"{s.mode.replace('_', ' ')}: {result.ranks} ranks, {s.tokens} tokens, hidden {s.hidden}, "
         f"top-{s.top_k} of {s.experts} experts, {s.dtype}"
     )
+    if s.mode == "high_throughput":
+        title += f", {_variant(s)}"
     out = Table(title=title)
     out.add_column("")
     for heading in ("p50 µs", "p90 µs", "p99 µs", "slowest rank", "MB remote", "MB total",
@@ -235,7 +253,31 @@ def table(result: Result) -> Table:
     return out
 
 
+def _variant(settings: BenchSettings) -> str:
+    """What of high throughput was timed."""
+    layout = (settings.layout or "").replace("_", "-")
+    said = f"{layout}, {settings.routing} routing"
+    return said if settings.sms is None else f"{said}, {settings.sms} SMs"
+
+
+def sweep_table(results: Sequence[Result]) -> Table:
+    """A line for each result, what varies first."""
+    out = Table(title="µs of the slowest rank (median), GB/s of a rank to others")
+    for heading in ("layout", "routing", "SMs", "dispatch", "GB/s", "combine", "GB/s", "round"):
+        out.add_column(heading, justify="right")
+    for result in results:
+        s = result.settings
+        times = {phase: f"{result.fanfold.slowest(phase).p50:,.1f}" for phase in PHASES}
+        out.add_row(
+            (s.layout or "").replace("_", "-"), s.routing, "" if s.sms is None else str(s.sms),
+            times["dispatch"], f"{result.rate('dispatch'):,.1f}",
+            times["combine"], f"{result.rate('combine'):,.1f}", times["total"],
+        )  # fmt: skip
+    return out
+
+
 _GPU_ROWS = {
+    "end_to_end_us": "end to end, L2 flushed",
     "graph_us": "graph, back to back",
     "alone_us": "graph, alone",
     "l2_flushed_us": "graph, alone, L2 flushed",
@@ -256,11 +298,22 @@ def gpu_table(result: Result) -> Table:
     for name in columns:
         out.add_column(name, justify="right")
     for field, label in _GPU_ROWS.items():
-        out.add_row(label, *(_gpu_cell(timing[name], field) for name in columns))
+        if any(field in timing[name] for name in columns):
+            out.add_row(label, *(_gpu_cell(timing[name], field) for name in columns))
+    if "cpu_sync" in timing:
+        waiting = [f"{timing['cpu_sync'][f'{name}_us']:.1f}" for name in columns]
+        out.add_row("counts read by the CPU, its clock", *waiting)
     if result.baseline is not None:
         times = [result.baseline.slowest(phase).p50 for phase in PHASES]
-        out.add_row("baseline, back to back", *(f"{value:.1f}" for value in times))
+        out.add_row(f"baseline, {_rival_way(result)}", *(f"{value:.1f}" for value in times))
     return out
+
+
+def _rival_way(result: Result) -> str:
+    """How the rival was timed on GPUs."""
+    if result.settings.mode == "low_latency":
+        return "back to back"
+    return "end to end" if result.settings.routing == "cached" else "the CPU's clock"
 
 
 def _gpu_cell(times: dict[str, float], field: str) -> str:
@@ -273,6 +326,8 @@ def _gpu_cell(times: dict[str, float], field: str) -> str:
 def notes(result: Result) -> list[str]:
     """Lines to print below the table."""
     if result.device is not None:
+        if result.settings.mode == "high_throughput":
+            return _high_throughput_notes(result)
         return _gpu_notes(result)
     lines = [
         "Percentiles over ranks and iterations; slowest rank: median of the slowest of each round.",
@@ -299,6 +354,54 @@ def _gpu_notes(result: Result) -> list[str]:
         )
     if result.ratio is not None:
         lines.append(f"The baseline, NCCL's all-to-all, takes {result.ratio:.2f} times as long.")
+    return lines
+
+
+def _high_throughput_notes(result: Result) -> list[str]:
+    timing = result.timing or {}
+    empty = timing.get("overhead", {}).get("end_to_end_us", 0.0)
+    lines = [
+        f"Nothing is taken off; an empty kernel takes {empty:.1f} µs end to end (docs/bench.md).",
+        "Checked against the oracle." if result.checked else "NOT checked.",
+    ]
+    if late := timing.get("overhead", {}).get("late_share", 0.0):
+        lines.append(
+            f"The host was late for {100 * late:.1f}% of the calls timed end to end: where that is "
+            "many, the times hold the host's, too."
+        )
+    if result.capacity is not None:
+        room = f"has room for {result.capacity} rows and waits for nothing."
+        lines.append(f"Each dispatch with a new routing {room}")
+        missing = "cannot be in a CUDA graph: its kernels are not timed apart."
+        lines.append(f"One whose counts the CPU reads {missing}")
+    if "overlap" in timing:
+        lines += _overlap_notes(result, timing["overlap"])
+    if result.ratio is not None:
+        way = "" if result.settings.routing == "cached" else " by the CPU's clock, counts and all,"
+        lines.append(
+            f"The baseline, NCCL's all-to-all of a row for each (token, expert),{way} takes "
+            f"{result.ratio:.2f} times as long."
+        )
+    return lines
+
+
+def _overlap_notes(result: Result, times: dict[str, float]) -> list[str]:
+    product = (
+        f"A matrix product takes {times['gemm_alone_us']:,.0f} µs alone and "
+        f"{times['gemm_beside_us']:,.0f} µs beside dispatches on {result.settings.sms} SMs, which "
+        f"leave it {100 * times['sms_left']:.1f}% of all: it keeps {100 * times['kept']:.1f}% of "
+        "what those give."
+    )
+    dispatch = (
+        f"A dispatch takes {times['dispatch_alone_us']:,.0f} µs alone and "
+        f"{times['dispatch_beside_us']:,.0f} µs beside it."
+    )
+    lines = [product, dispatch]
+    if times["covered"] < 1:
+        lines.append(
+            f"Only {100 * times['covered']:.0f}% of the products had dispatches beside them from "
+            "beginning to end: do not use this figure."
+        )
     return lines
 
 

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fanfold.bench import cuda_run, oracle
+from fanfold.bench import cuda_high_throughput, cuda_run, oracle
 from fanfold.bench.baseline import AllToAll, Routed
 from fanfold.bench.check import Expectation, packed_fp8, same_bits
-from fanfold.bench.cuda_run import CudaReport, time_on_gpu
+from fanfold.bench.cuda_run import CudaReport
+from fanfold.bench.layouts import Calls, ExpertMajor, Given, open_calls, spoil
 from fanfold.bench.report import Result, Traffic
 from fanfold.bench.settings import BenchSettings
 from fanfold.bench.timing import Contender, Timings, interleave
-from fanfold.config import Config
 from fanfold.errors import ArgumentError
-from fanfold.expert_parallel import ExpertParallel
 from fanfold.group import as_group
 from fanfold.launch import launch
-from fanfold.received import Received
 
-__all__ = ["RankReport", "bench", "bench_rank", "check_ranks"]
+__all__ = ["RankReport", "bench", "bench_rank", "check_ranks", "sweep"]
 
 _LONGEST_S = 7200.0
-_GRAPH_SAMPLES = {"fanfold": "{}.graph", "baseline": "baseline.{}"}
+_GRAPH_SAMPLES = {"fanfold": "{}.graph", "baseline": "baseline.{}", "compared": "{}.graph"}
 
 
 @dataclass(frozen=True)
@@ -65,20 +63,31 @@ def bench(settings: BenchSettings, group: Any = None) -> Result | None:
         CheckFailed: something is not as the oracle says.
         LaunchError: a started rank failed.
     """
+    results = sweep([settings], group)
+    return None if results is None else results[0]
+
+
+def sweep(points: Sequence[BenchSettings], group: Any = None) -> list[Result] | None:
+    """Runs all ``points``, which have the same number of ranks, one after the other on the same
+    ranks; else as :func:`bench`."""
     if group is None:
-        chosen = _on(settings, settings.backend_here())
-        reports = launch(bench_rank, settings.ranks, (chosen,), timeout_s=_LONGEST_S)
-        return _result(settings, reports)
-    check_ranks(settings, group)
-    everywhere = as_group(group).all_gather(settings.backend_here())
-    chosen = _on(settings, "cuda" if set(everywhere) == {"cuda"} else "host")
-    reports = as_group(group).all_gather(bench_rank(group, chosen))
-    return _result(settings, reports) if dist.get_rank(group) == 0 else None
-
-
-def _on(settings: BenchSettings, backend: str) -> BenchSettings:
-    """The settings with ``backend`` instead of ``auto``."""
-    return dataclasses.replace(settings, backend=backend)
+        chosen = [settings.on(settings.backend_here()) for settings in points]
+        of_ranks = launch(bench_ranks, points[0].ranks, (chosen,), timeout_s=_LONGEST_S)
+    else:
+        for settings in points:
+            check_ranks(settings, group)
+        everywhere = as_group(group).all_gather([each.backend_here() for each in points])
+        chosen = [
+            settings.on("cuda" if set(backends) == {"cuda"} else "host")
+            for settings, *backends in zip(points, *everywhere, strict=True)
+        ]
+        of_ranks = as_group(group).all_gather(bench_ranks(group, chosen))
+        if dist.get_rank(group) != 0:
+            return None
+    return [
+        _result(asked, settings, reports)
+        for asked, settings, *reports in zip(points, chosen, *of_ranks, strict=True)
+    ]
 
 
 def check_ranks(settings: BenchSettings, group: Any) -> None:
@@ -88,28 +97,43 @@ def check_ranks(settings: BenchSettings, group: Any) -> None:
         raise ArgumentError("ranks", settings.ranks, f"{ranks}, the ranks that were started")
 
 
+def bench_ranks(group: Any, points: Sequence[BenchSettings]) -> list[RankReport]:
+    """One rank's part of a sweep."""
+    reports, made = [], None
+    for settings in points:
+        data = (settings.workload(), settings.dtype)
+        if made is None or made[0] != data:
+            made = None  # the memory of one is enough
+            made = (data, _expectation(group, settings))
+        reports.append(_bench_rank(group, settings, made[1]))
+    return reports
+
+
 def bench_rank(group: Any, settings: BenchSettings) -> RankReport:
     """One rank's part, on the backend that the settings name (``auto``: host)."""
-    high_throughput = settings.mode == "high_throughput"
-    with ExpertParallel(
-        group,
-        num_experts=settings.experts,
-        top_k=settings.top_k,
-        hidden=settings.hidden,
-        max_tokens=settings.tokens,
-        mode=settings.mode,
-        dispatch_dtype=settings.dtype,
-        config=Config.resolve(backend="host" if settings.backend == "auto" else settings.backend),
-    ) as ep:
-        batches = [settings.workload().batch(rank) for rank in range(ep.ranks)]
-        expectation = Expectation(batches, ep.rank, settings.experts, settings.dtype == "fp8")
-        if settings.backend == "cuda":
-            on_gpu = time_on_gpu(ep, group, expectation, settings)
-            return _report(ep, expectation, {}, on_gpu)
-        race = _Race(ep, group, expectation, quantized=high_throughput and expectation.fp8)
-        contenders = [race.fanfold(settings.check)]
+    backend = "host" if settings.backend == "auto" else settings.backend
+    return bench_ranks(group, [settings.on(backend)])[0]
+
+
+def _expectation(group: Any, settings: BenchSettings) -> Expectation:
+    batches = [settings.workload().batch(rank) for rank in range(settings.ranks)]
+    return Expectation(batches, as_group(group).rank, settings.experts, settings.dtype == "fp8")
+
+
+def _bench_rank(group: Any, settings: BenchSettings, expectation: Expectation) -> RankReport:
+    on_gpu = settings.backend == "cuda"
+    with open_calls(group, settings) as calls:
+        if on_gpu and settings.mode == "high_throughput":
+            found = cuda_high_throughput.time_on_gpu(calls, group, expectation, settings)
+            return _report(calls, expectation, {}, found)
+        if on_gpu:
+            assert isinstance(calls, ExpertMajor)
+            found = cuda_run.time_on_gpu(calls.ep, group, expectation, settings)
+            return _report(calls, expectation, {}, found)
+        race = _Race(calls, group, expectation, settings)
+        contenders = [race.fanfold()]
         if settings.baseline:
-            contenders.append(race.rival(settings.check))
+            contenders.append(race.rival())
         microseconds = interleave(
             contenders,
             lambda: dist.barrier(group),
@@ -117,79 +141,87 @@ def bench_rank(group: Any, settings: BenchSettings) -> RankReport:
             iterations=settings.iterations,
         )
         race.check_last()
-        return _report(ep, expectation, microseconds)
+        return _report(calls, expectation, microseconds)
 
 
 def _report(
-    ep: ExpertParallel,
+    calls: Calls,
     expectation: Expectation,
     microseconds: dict[str, torch.Tensor],
     on_gpu: CudaReport | None = None,
 ) -> RankReport:
     total, remote = expectation.rows_sent()
-    return RankReport(microseconds, remote, total, ep.memory.bytes_per_rank, on_gpu)
+    return RankReport(microseconds, remote, total, calls.memory_bytes, on_gpu)
 
 
 class _Race:
-    """The contenders of one rank over the same data.
+    """The contenders of one rank on the host, over the same data.
 
     Args:
-        ep: Fanfold.
+        calls: Fanfold's.
         group: the ranks.
         expectation: the data and what must come of it.
-        quantized: rows are quantised before the race, because Fanfold takes them so in this mode.
+        settings: what is asked for.
     """
 
     def __init__(
-        self, ep: ExpertParallel, group: Any, expectation: Expectation, *, quantized: bool
+        self, calls: Calls, group: Any, expectation: Expectation, settings: BenchSettings
     ) -> None:
-        self._ep = ep
-        self._all_to_all = AllToAll(group, ep.num_experts, ep.top_k)
+        self._calls, self._check = calls, settings.check
+        self._cached = settings.routing == "cached"
+        self._spoils = settings.mode == "high_throughput"
+        self._all_to_all = AllToAll(group, settings.experts, settings.top_k)
         self._expectation = expectation
-        self._rows = oracle.quantize_fp8(expectation.own.x) if quantized else None
+        # High throughput takes fp8 rows quantised, so they are before the race.
+        self._given = Given.of(expectation, calls.device, quantized=self._spoils)
         self._outs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def fanfold(self, check: bool) -> Contender:
+    def fanfold(self) -> Contender:
         """Fanfold, checked first if asked to."""
-        ep, own, expectation = self._ep, self._expectation.own, self._expectation
-        x = own.x if self._rows is None else (self._rows.values, self._rows.scales)
-        out = torch.empty(own.x.shape, dtype=torch.bfloat16)
+        calls, expectation, given = self._calls, self._expectation, self._given
+        out = torch.full(expectation.own.x.shape, torch.nan, dtype=torch.bfloat16)
+        known = calls.dispatch(given) if self._cached else None
 
-        def dispatch() -> Received:
-            return ep.dispatch(x, own.topk_idx, own.topk_weights)
+        def dispatch() -> Any:
+            return calls.dispatch(given) if known is None else calls.dispatch_again(given, known)
 
-        received = dispatch()
-        if check:
-            expectation.received(received)
-        y = expectation.outputs(received)
+        if self._spoils:
+            spoil(dispatch())
+        brought = dispatch()
+        if self._check:
+            calls.check(brought, expectation)
+        y = calls.outputs(brought, expectation)
 
-        def combine(received: Received) -> None:
-            ep.combine(y, received, out=out)
+        def combine(brought: Any) -> None:
+            calls.combine(y, brought, out)
 
-        combine(received)
-        if check:
-            expectation.combined(out)
+        combine(brought)
+        if self._check:
+            calls.check_combined(out, expectation)
         self._outs.append((out, out.clone()))
         return Contender("fanfold", dispatch, combine)
 
-    def rival(self, check: bool) -> Contender:
+    def rival(self) -> Contender:
         """The torch.distributed all-to-all, checked first if asked to."""
         rival, own, expectation = self._all_to_all, self._expectation.own, self._expectation
         rows = self._rival_rows()
+        known = rival.dispatch(rows(), own.topk_idx)
 
         def dispatch() -> Routed:
-            return rival.dispatch(rows(), own.topk_idx)
+            if not self._cached:
+                return rival.dispatch(rows(), own.topk_idx)
+            rival.rows(rows(), known)
+            return known
 
-        routed = dispatch()
-        if check:
-            expectation.routed(routed)
-        y = expectation.rival_outputs(routed)
+        if self._check:
+            expectation.routed(known)
+        y = expectation.rival_outputs(known)
 
         def combine(routed: Routed) -> torch.Tensor:
             return rival.combine(y, routed, own.topk_weights)
 
-        out = combine(routed)
-        if check:
+        out = combine(known)
+        if self._check:
             expectation.rival_combined(out)
         return Contender("baseline", dispatch, combine)
 
@@ -198,8 +230,8 @@ class _Race:
         own = self._expectation.own
         if not self._expectation.fp8:
             return lambda: own.x
-        if self._rows is not None:
-            packed = packed_fp8(self._rows)
+        if isinstance(self._given.x, tuple):
+            packed = packed_fp8(oracle.Fp8Rows(*self._given.x))
             return lambda: packed
         return lambda: packed_fp8(oracle.quantize_fp8(own.x))
 
@@ -209,28 +241,35 @@ class _Race:
             same_bits("combined tokens of the last timed round", out, first)
 
 
-def _result(settings: BenchSettings, reports: list[RankReport]) -> Result:
+def _result(asked: BenchSettings, settings: BenchSettings, reports: Sequence[RankReport]) -> Result:
     on_gpu = [report.on_gpu for report in reports if report.on_gpu is not None]
+    high_throughput = settings.mode == "high_throughput"
+    names = cuda_high_throughput.samples_timed(settings) if high_throughput else _GRAPH_SAMPLES
+    summary = cuda_high_throughput.summary if high_throughput else cuda_run.summary
 
     def timings(name: str) -> Timings:
         if on_gpu:
-            return cuda_run.timings(on_gpu, _GRAPH_SAMPLES[name])
-        return Timings(torch.stack([report.microseconds[name] for report in reports]))
+            return cuda_run.timings(on_gpu, names[name])
+        own = "fanfold" if name == "compared" else name
+        return Timings(torch.stack([report.microseconds[own] for report in reports]))
 
     hidden = settings.hidden
     row = hidden * 2 if settings.dtype == "bf16" else hidden + 4 * -(-hidden // 128)
     remote = sum(report.rows_remote for report in reports) / len(reports)
     total = sum(report.rows_total for report in reports) / len(reports)
+    sms = on_gpu[0].sms if on_gpu else None
     return Result(
-        settings=settings,
+        settings=dataclasses.replace(settings, backend=asked.backend, sms=sms),
         ranks=len(reports),
         hosts=1,
         fanfold=timings("fanfold"),
         baseline=timings("baseline") if settings.baseline else None,
+        compared=timings("compared") if settings.baseline else None,
         dispatch=Traffic(remote * row, total * row),
         combine=Traffic(remote * hidden * 2, total * hidden * 2),
         checked=settings.check,
         memory_bytes=max(report.memory_bytes for report in reports),
         device=on_gpu[0].device if on_gpu else None,
-        timing=cuda_run.summary(on_gpu) if on_gpu else None,
+        timing=summary(on_gpu) if on_gpu else None,
+        capacity=on_gpu[0].capacity if on_gpu else None,
     )

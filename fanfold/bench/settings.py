@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
 
-from fanfold.bench.workload import Workload
+from fanfold import _core
+from fanfold.bench.workload import ROUTINGS, Workload
 from fanfold.errors import ArgumentError, UnavailableError
 from fanfold.formats import RowFormat
 from fanfold.geometry import Geometry, check_hidden
 from fanfold.launch import MAX_RANKS
 
-__all__ = ["BACKENDS", "DTYPES", "MODES", "BenchSettings"]
+__all__ = ["BACKENDS", "DTYPES", "LAYOUTS", "MODES", "REUSES", "BenchSettings"]
 
 MODES = ("low_latency", "high_throughput")
 DTYPES = ("bf16", "fp8")
 BACKENDS = ("auto", "host", "cuda")
+LAYOUTS = ("expert_major", "token_major")
+REUSES = ("new", "cached")
+
+# Of high throughput only.
+_OWN_OPTIONS = ("layout", "routing", "sms", "alignment")
+_GPU_ALIGNMENT = 128  # what grouped matrix products on GPUs want
 
 # The library's argument names, as the command line calls them.
 _OPTIONS = {"num_experts": "experts", "max_tokens": "tokens"}
@@ -35,14 +43,20 @@ class BenchSettings:
         experts: of all ranks.
         dtype: how rows travel to the experts, one of :data:`DTYPES`.
         backend: one of :data:`BACKENDS`.
-        routing: one of ``workload.ROUTINGS``.
+        distribution: which experts tokens choose, one of ``workload.ROUTINGS``.
         seed: of tokens and routing.
         iterations: timed rounds.
         warmup: rounds before them.
         check: compare with the oracle first.
         baseline: time the rival too.
         calls: calls that one CUDA graph holds.
-        overlap: time a matrix product beside a waiting hook; on GPUs only.
+        overlap: time a matrix product beside a waiting hook, or beside dispatches; on GPUs only.
+        layout: high throughput: one of :data:`LAYOUTS`; None for the first.
+        routing: high throughput: one of :data:`REUSES`: whether each dispatch brings a routing of
+            its own, or all follow an earlier one's; None for the first.
+        sms: high throughput on GPUs: how many each kernel takes; None for the library's choice.
+        alignment: high throughput, expert-major: rows of an expert are padded to a multiple of
+            this; None for 128 on GPUs and 1 on the host.
     """
 
     mode: str
@@ -53,7 +67,7 @@ class BenchSettings:
     experts: int = 64
     dtype: str = "bf16"
     backend: str = "auto"
-    routing: str = "uniform"
+    distribution: str = "uniform"
     seed: int = 0
     iterations: int = 100
     warmup: int = 10
@@ -61,26 +75,27 @@ class BenchSettings:
     baseline: bool = False
     calls: int = 20
     overlap: bool = False
+    layout: str | None = None
+    routing: str | None = None
+    sms: int | None = None
+    alignment: int | None = None
 
     def __post_init__(self) -> None:
         """Checks everything that can be checked without a group.
 
         Raises:
             ArgumentError: the first argument that is out of its bound.
-            UnavailableError: a backend that this mode does not have.
+            UnavailableError: something that the backend asked for does not have.
         """
         for name, known in (("mode", MODES), ("dtype", DTYPES), ("backend", BACKENDS)):
             if getattr(self, name) not in known:
                 raise ArgumentError(name, repr(getattr(self, name)), f"one of {', '.join(known)}")
-        if self.backend == "cuda" and self.mode != "low_latency":
-            raise UnavailableError(
-                f"backend is cuda, but {self.mode.replace('_', ' ')} has only the host backend in "
-                "this version of Fanfold: use --backend host, or auto"
-            )
-        if self.overlap and (self.backend == "host" or self.mode != "low_latency"):
-            raise UnavailableError(
-                "overlap is timed on GPUs, in low latency: use --backend cuda, or leave it out"
-            )
+        if self.distribution not in ROUTINGS:
+            known_here = f"one of {', '.join(ROUTINGS)}"
+            raise ArgumentError("distribution", repr(self.distribution), known_here)
+        self._check_own_options()
+        if self.overlap and self.backend == "host":
+            raise UnavailableError("overlap is timed on GPUs: use --backend cuda, or leave it out")
         for name, low, high in (
             ("ranks", 1, MAX_RANKS),
             ("iterations", 1, 10_000_000),
@@ -98,20 +113,60 @@ class BenchSettings:
             raise ArgumentError(name, error.value, error.bound) from None
         self.workload()
 
+    def _check_own_options(self) -> None:
+        """Raises ArgumentError for an option of high throughput that is wrong or out of place."""
+        if self.mode != "high_throughput":
+            for name in _OWN_OPTIONS:
+                if getattr(self, name) is not None:
+                    bound = "left out in low latency; it is an option of high throughput"
+                    if name == "routing":
+                        bound += " (which experts tokens choose is --distribution)"
+                    raise ArgumentError(name, getattr(self, name), bound)
+            return
+        for name, known in (("layout", LAYOUTS), ("routing", REUSES)):
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise ArgumentError(name, repr(value), f"one of {', '.join(known)}")
+        most = _core.CUDA_HIGH_THROUGHPUT_MOST_CTAS
+        for name, low, high in (("sms", 2, most), ("alignment", 1, 1 << 20)):
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ArgumentError(name, value, f"from {low} to {high}")
+        if self.sms is not None and self.backend == "host":
+            bound = "left out with --backend host; layout, routing and alignment work there"
+            raise ArgumentError("sms", self.sms, bound)
+        if self.alignment is not None and self.layout == "token_major":
+            bound = "left out with --layout token-major, which has no padding"
+            raise ArgumentError("alignment", self.alignment, bound)
+
+    def on(self, backend: str) -> BenchSettings:
+        """The settings with ``backend`` instead of ``auto``, and the choices that go with it."""
+        chosen = dataclasses.replace(self, backend=backend)
+        if self.mode != "high_throughput":
+            return chosen
+        layout, alignment = self.layout or LAYOUTS[0], self.alignment
+        if alignment is None and layout == "expert_major":
+            alignment = _GPU_ALIGNMENT if backend == "cuda" else 1
+        return dataclasses.replace(
+            chosen, layout=layout, routing=self.routing or REUSES[0], alignment=alignment
+        )
+
     def backend_here(self) -> str:
         """The backend that ``auto`` means on this machine, or the one asked for.
 
         Raises:
-            UnavailableError: ``cuda``, or ``overlap``, with fewer GPUs than ranks.
+            UnavailableError: ``cuda``, ``overlap`` or ``sms``, with fewer GPUs than ranks.
         """
-        if self.backend == "host" or self.mode != "low_latency":
+        if self.backend == "host":
             return "host"
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if gpus >= self.ranks:
             return "cuda"
-        if self.backend == "auto" and not self.overlap:
-            return "host"
-        asked = "overlap is asked for" if self.backend == "auto" else "backend is cuda"
+        asked = "backend is cuda"
+        if self.backend == "auto":
+            if not self.overlap and self.sms is None:
+                return "host"
+            asked = f"{'overlap' if self.overlap else 'sms'} is asked for"
         raise UnavailableError(
             f"{asked} with {self.ranks} ranks, each on a GPU of its own, but PyTorch sees {gpus} "
             "here: lower --ranks, check CUDA_VISIBLE_DEVICES, or use --backend host"
@@ -125,6 +180,6 @@ class BenchSettings:
             hidden=self.hidden,
             top_k=self.top_k,
             experts=self.experts,
-            routing=self.routing,
+            routing=self.distribution,
             seed=self.seed,
         )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,8 @@ import torch.distributed as dist
 from rich.console import Console
 
 from fanfold.bench import report
-from fanfold.bench.run import bench, check_ranks
-from fanfold.bench.settings import BACKENDS, DTYPES, BenchSettings
+from fanfold.bench.run import check_ranks, sweep
+from fanfold.bench.settings import BACKENDS, DTYPES, LAYOUTS, REUSES, BenchSettings
 from fanfold.bench.workload import ROUTINGS
 from fanfold.errors import FanfoldError
 from fanfold.launch import join
@@ -59,7 +62,7 @@ def _add_options(parser: argparse.ArgumentParser, defaults: BenchSettings) -> No
     for option, choices, what in (
         ("dtype", DTYPES, "how rows travel to the experts"),
         ("backend", BACKENDS, "auto takes the best one there is"),
-        ("routing", ROUTINGS, "which experts tokens choose"),
+        ("distribution", ROUTINGS, "which experts tokens choose"),
     ):
         parser.add_argument(
             f"--{option}", choices=choices, default=getattr(defaults, option),
@@ -75,11 +78,58 @@ def _add_options(parser: argparse.ArgumentParser, defaults: BenchSettings) -> No
     )  # fmt: skip
     parser.add_argument(
         "--overlap", action="store_true",
-        help="on GPUs: time a matrix product beside a waiting hook",
+        help="on GPUs: time a matrix product beside a waiting hook (low latency) or beside "
+        "dispatches (high throughput)",
     )  # fmt: skip
+    _add_own_options(parser)
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="append the result to FILE as one line"
     )
+
+
+def _add_own_options(parser: argparse.ArgumentParser) -> None:
+    """Options of high throughput; low latency knows them to say so."""
+    own = parser.add_argument_group(
+        "high throughput only", "layout, routing, sms: several with commas give a result each"
+    )
+    for option, choices, what in (
+        ("layout", LAYOUTS, "the order in which rows arrive"),
+        ("routing", REUSES, "whether each dispatch brings a routing of its own"),
+    ):
+        shown = ",".join(_spelt(choice) for choice in choices)
+        own.add_argument(
+            f"--{option}", type=_one_or_more(_word), default=[None], metavar=f"{{{shown}}}",
+            help=f"{what} (default {_spelt(choices[0])})",
+        )  # fmt: skip
+    own.add_argument(
+        "--sms", type=_one_or_more(int), default=[None], metavar="N[,N...]",
+        help="on GPUs: SMs that each kernel takes (default: the library's choice)",
+    )  # fmt: skip
+    own.add_argument(
+        "--alignment", type=int, metavar="N",
+        help="expert-major: rows of an expert are padded to a multiple of N (default 128 on GPUs, "
+        "1 on the host)",
+    )  # fmt: skip
+
+
+def _spelt(choice: str) -> str:
+    return choice.replace("_", "-")
+
+
+def _word(text: str) -> str:
+    return text.strip().replace("-", "_")
+
+
+def _one_or_more(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    def read(text: str) -> list[Any]:
+        try:
+            return [kind(part) for part in text.split(",")]
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is no list of numbers with commas between them"
+            ) from None
+
+    return read
 
 
 def run(args: argparse.Namespace) -> int:
@@ -101,8 +151,8 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace, group: Any) -> int:
     speaks = group is None or dist.get_rank(group) == 0
     try:
-        settings = _settings(args, group)
-        check_ranks(settings, group)
+        points = _points(args, group)
+        check_ranks(points[0], group)
         if args.json is not None and speaks:
             report.check_writable(args.json)
     except FanfoldError:
@@ -112,18 +162,33 @@ def _run(args: argparse.Namespace, group: Any) -> int:
     status = Console(stderr=True)
     shown = speaks and status.is_terminal
     with status.status("checking and timing") if shown else contextlib.nullcontext():
-        result = bench(settings, group)
-    if result is None:
+        results = sweep(points, group)
+    if results is None:
         return 0
     # A table that is cut off says nothing; without a terminal it may be as wide as it needs.
     console = Console() if Console().is_terminal else Console(width=132)
-    console.print(report.table(result))
-    if result.device is not None:
-        console.print(report.gpu_table(result))
-    print(*report.notes(result), sep="\n")
-    if args.json is not None:
-        report.append_json_line(args.json, report.record(result))
+    for result in results:
+        console.print(report.table(result))
+        if result.device is not None:
+            console.print(report.gpu_table(result))
+        print(*report.notes(result), sep="\n")
+        if args.json is not None:
+            report.append_json_line(args.json, report.record(result))
+    if len(results) > 1:
+        console.print(report.sweep_table(results))
     return 0
+
+
+def _points(args: argparse.Namespace, group: Any) -> list[BenchSettings]:
+    """What is asked for, with each layout, routing and number of SMs."""
+    settings = _settings(args, group)
+    choices = itertools.product(args.layout, args.routing, args.sms)
+    return [
+        dataclasses.replace(
+            settings, layout=layout, routing=routing, sms=sms, alignment=args.alignment
+        )
+        for layout, routing, sms in choices
+    ]
 
 
 def _settings(args: argparse.Namespace, group: Any) -> BenchSettings:
@@ -139,7 +204,7 @@ def _settings(args: argparse.Namespace, group: Any) -> BenchSettings:
         experts=args.experts,
         dtype=args.dtype,
         backend=args.backend,
-        routing=args.routing,
+        distribution=args.distribution,
         seed=args.seed,
         iterations=args.iterations,
         warmup=args.warmup,

@@ -18,10 +18,21 @@ if TYPE_CHECKING:
 
 __all__ = ["AXES", "Point", "add_arguments", "draw", "load", "run", "series_along"]
 
-AXES = {"tokens": "tokens per rank", "ranks": "ranks", "top_k": "experts per token"}
+AXES = {
+    "tokens": "tokens per rank",
+    "ranks": "ranks",
+    "top_k": "experts per token",
+    "sms": "SMs of each kernel",
+}
 
-_FIXED = ("mode", "backend", "dtype", "hidden", "experts", "routing")
-_NUMBERS = (*AXES, "hidden", "experts", "total_us", "total_us_p90", "bytes_total", "bytes_remote")
+_FIXED = (
+    "mode", "backend", "dtype", "hidden", "experts", "distribution", "layout", "routing",
+    "alignment",
+)  # fmt: skip
+_NUMBERS = (
+    "tokens", "ranks", "top_k", "hidden", "experts", "total_us", "total_us_p90", "bytes_total",
+    "bytes_remote",
+)  # fmt: skip
 _TEXTS = ("mode", "backend", "dtype")
 
 
@@ -43,8 +54,8 @@ class Point:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``fanfold plot``."""
     parser.description = (
-        "Draws latency and bandwidth against tokens, ranks and top-k, as far as the results vary "
-        "in them."
+        "Draws latency and bandwidth against tokens, ranks, top-k and SMs, as far as the results "
+        "vary in them."
     )
     parser.add_argument(
         "files", nargs="+", type=Path, metavar="FILE",
@@ -100,7 +111,20 @@ def _point(line: str, where: str) -> Point:
             value = fields.get(name)
             if not isinstance(value, kinds) or isinstance(value, bool):
                 raise ArgumentError(f"{where}: {name}", json.dumps(value), what)
-    return Point(fields)
+    if not isinstance(fields.get("sms"), (int, type(None))):
+        raise ArgumentError(f"{where}: sms", json.dumps(fields["sms"]), "a number, or null")
+    return Point(_modern(fields))
+
+
+def _modern(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields as they are named today: ``routing`` was the distribution of tokens once, when
+    high throughput had one kind of routing and one layout."""
+    if "distribution" in fields:
+        return fields
+    own: dict[str, Any] = {"distribution": fields.get("routing"), "routing": None}
+    if fields["mode"] == "high_throughput":
+        own |= {"routing": "new", "layout": "expert_major", "alignment": 1}
+    return {**fields, **own}
 
 
 def series_along(points: Sequence[Point], axis: str) -> dict[str, list[Point]]:
@@ -112,19 +136,28 @@ def series_along(points: Sequence[Point], axis: str) -> dict[str, list[Point]]:
     fixed = [*_FIXED, *(other for other in AXES if other != axis)]
     groups: dict[tuple[Any, ...], dict[float, list[Point]]] = defaultdict(lambda: defaultdict(list))
     for point in points:
+        if point[axis] is None:
+            continue
         groups[tuple(point[name] for name in fixed)][point[axis]].append(point)
     varying = [place for place in range(len(fixed)) if len({str(key[place]) for key in groups}) > 1]
     series = {}
     for key, places in groups.items():
         if len(places) > 1:
-            label = ", ".join(_label(fixed[place], key[place]) for place in varying)
+            named = [place for place in varying if key[place] is not None]
+            label = ", ".join(_label(fixed[place], key[place]) for place in named)
             series[label or _label("mode", key[0])] = [_median(places[x]) for x in sorted(places)]
     return series
 
 
 def _label(name: str, value: object) -> str:
+    if name in ("layout", "routing"):
+        return {"new": "new routing", "cached": "cached routing"}.get(
+            str(value), str(value).replace("_", "-")
+        )
     if isinstance(value, str):
         return value.replace("_", " ")
+    if name == "sms":
+        return f"{value} SMs"
     return f"{name.replace('_', '-')} {value}"
 
 

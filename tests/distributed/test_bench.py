@@ -79,7 +79,7 @@ def test_checks_see_damage(pools, mode, dtype):
 @pytest.mark.parametrize("routing", ["skewed", "one_expert"])
 def test_bench_rank_with_baseline(pools, mode, routing):
     settings = BenchSettings(
-        mode, ranks=3, tokens=9, hidden=32, top_k=4, experts=6, routing=routing, iterations=2,
+        mode, ranks=3, tokens=9, hidden=32, top_k=4, experts=6, distribution=routing, iterations=2,
         warmup=1, baseline=True,
     )  # fmt: skip
     reports = pools(3).run(bench_rank, settings)

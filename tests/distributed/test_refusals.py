@@ -184,7 +184,7 @@ class _Exhausted:
 def _no_memory(group: dist.ProcessGroup, mode: str, phase: str) -> tuple[str, bool]:
     shape = Shape(mode=mode)
     with shape.open(group) as ep:
-        owner = ep._low_latency if mode == "low_latency" else ep._high_throughput
+        owner = ep._low_latency if mode == "low_latency" else ep._high_throughput._mode
         call = good_call(shape, ep.rank)
         received = ep.dispatch(call.x, call.topk_idx, call.topk_weights)
         calls = {

@@ -10,6 +10,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <chrono>
 #include <cmath>
@@ -156,6 +157,11 @@ inline Index& grid() {
   return index;
 }
 inline Index thread() { return {Cta::own()->thread()}; }
+
+inline std::atomic<size_t>& dynamic_shared_bytes() {
+  static std::atomic<size_t> bytes{0};
+  return bytes;
+}
 
 // Runs `kernel` on `ctas` CTAs at once, and returns when all have ended.
 inline void run_grid(int ctas, int threads, const std::function<void()>& kernel) {

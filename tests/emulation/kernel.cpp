@@ -2,6 +2,11 @@
 // the struct it takes.
 #include KERNEL
 
+// Of a CTA, as the kernel that has run took it.
+extern "C" __attribute__((visibility("default"))) size_t dynamic_shared_bytes() {
+  return emulation::dynamic_shared_bytes();
+}
+
 // Runs the kernel on `ctas` CTAs and returns when it has ended.
 extern "C" __attribute__((visibility("default"))) void emulate(const void* arguments, int ctas) {
   const auto& args = *static_cast<const fanfold::ARGUMENTS*>(arguments);

@@ -35,8 +35,18 @@ from fanfold.low_latency.sizes import core_geometry
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parent.parent / "fanfold" / "kernels"
-ARGUMENTS = {"low_latency_dispatch": "DispatchArgs", "low_latency_combine": "CombineArgs"}
+ARGUMENTS = {
+    "low_latency_dispatch": "DispatchArgs",
+    "low_latency_combine": "CombineArgs",
+    "high_throughput_plan": "PlanArgs",
+    "high_throughput_dispatch": "HighThroughputDispatchArgs",
+    "high_throughput_combine": "HighThroughputCombineArgs",
+}
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or "c++"
+_OPTIONS = (
+    "-std=c++20", "-O1", "-w", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-pthread",
+)  # fmt: skip
+_PRELUDE = "cuda.hpp"
 
 
 class Builder:
@@ -58,6 +68,15 @@ class Builder:
                 self._loaded[source] = self._build(source)
             return self._loaded[source]
 
+    def _prelude(self) -> Path:
+        """What every kernel includes first, which takes longer to compile than most kernels."""
+        copied = self._folder / _PRELUDE
+        if not copied.exists():
+            shutil.copy(HERE / _PRELUDE, copied)
+            command = [COMPILER, *_OPTIONS, "-x", "c++-header", str(copied), "-o", f"{copied}.gch"]
+            subprocess.run(command, check=True)
+        return copied
+
     def _build(self, source: KernelSource) -> ctypes.CDLL:
         name = hashlib.sha256(str(source).encode()).hexdigest()[:16]
         folder = self._folder / name
@@ -66,9 +85,8 @@ class Builder:
         library = folder / "kernel.so"
         subprocess.run(
             [
-                COMPILER, "-std=c++20", "-O1", "-w", "-ffp-contract=off", "-fPIC", "-shared",
-                "-fvisibility=hidden", "-pthread", "-include", str(HERE / "cuda.hpp"),
-                f"-I{HERE}", f"-I{folder}", f"-I{KERNELS}", f'-DKERNEL="{source.file}"',
+                COMPILER, *_OPTIONS, "-shared", "-include", str(self._prelude()), f"-I{HERE}",
+                f"-I{folder}", f"-I{KERNELS}", f'-DKERNEL="{source.file}"',
                 f"-DENTRY={source.entry}", f"-DARGUMENTS={ARGUMENTS[source.entry]}",
                 str(HERE / "kernel.cpp"), "-o", str(library),
             ],
@@ -80,7 +98,7 @@ class Builder:
         return loaded
 
 
-class _ThreadGroup:
+class ThreadGroup:
     """A group whose ranks are threads."""
 
     def __init__(self, rank: int, values: list[Any], barrier: threading.Barrier) -> None:
@@ -151,7 +169,7 @@ class World:
                     base=lambda peer: regions[peer].data_ptr(),
                     bytes_per_rank=nbytes,
                     tensor=regions[rank],
-                    group=_ThreadGroup(rank, values, barrier),
+                    group=ThreadGroup(rank, values, barrier),
                 ),
                 config,
                 late,

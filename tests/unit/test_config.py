@@ -66,6 +66,7 @@ def test_malformed_variable(monkeypatch: pytest.MonkeyPatch, variable: str, text
         ("spin_us", -0.5),
         ("late_peers", None),
         ("staging_bytes", 1.5e6),
+        ("ring_bytes", 4095),
         ("backend", None),
     ],
 )

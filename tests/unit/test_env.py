@@ -52,6 +52,7 @@ def test_malformed_ones_do_not_hide_the_rest() -> None:
         "spin_us": ["auto", "default"],
         "late_peers": ["mask", "environment"],
         "staging_bytes": ["malformed", "environment"],
+        "ring_bytes": ["16777216", "default"],
         "backend": ["auto", "default"],
         "cache_dir": ["auto", "default"],
         "ctas": ["auto", "default"],

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import fanfold
-from fanfold import expert_parallel
 from fanfold.deep_ep import Buffer, runtime
 from fanfold.deep_ep.sizes import cuda_memory_bytes
 from fanfold.errors import ArgumentError, UsageError
+from fanfold.expert_parallel import face
 from fanfold.geometry import Geometry
 from fanfold.low_latency import (
     CudaRouting,
@@ -109,7 +109,7 @@ class Mode:
 def mode(monkeypatch: pytest.MonkeyPatch) -> Mode:
     """What every face opens instead of a GPU's mode."""
     made = Mode()
-    for module in (expert_parallel, runtime):
+    for module in (face, runtime):
         monkeypatch.setattr(module, "place", lambda group, config: PLACED)
         monkeypatch.setattr(module, "CudaSymmetricMemory", Memory)
 
@@ -117,7 +117,7 @@ def mode(monkeypatch: pytest.MonkeyPatch) -> Mode:
         made.late, made.check_place = late_weights, check_place
         return made
 
-    monkeypatch.setattr(expert_parallel.low_latency, "open_low_latency", opened)
+    monkeypatch.setattr(face.low_latency, "open_low_latency", opened)
     monkeypatch.setattr(runtime, "open_low_latency", opened)
     monkeypatch.setattr(runtime, "Streams", lambda device: runtime.HostStreams())
     return made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fanfold import formats
 from fanfold.errors import ArgumentError
 from fanfold.formats import RowFormat, ScaleFormat, blocks, dequantize, quantize, scale_columns
 
@@ -47,6 +48,23 @@ def test_quantize(hidden: int, scale_format: ScaleFormat) -> None:
             assert torch.equal(torch.exp2(exponent.float() - 127.0), expected_scales[:, block])
     else:
         assert torch.equal(scales, expected_scales)
+
+
+@pytest.mark.parametrize("hidden", [16, 128, 144, 2880])
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_quantize_anywhere(hidden: int, power_of_two: bool) -> None:
+    """The way of devices other than the CPU, taken on the CPU."""
+    x = _rows(hidden)
+    x[0, 0], x[1, 1], x[2, 2], x[3] = torch.nan, torch.inf, -torch.inf, 0.0
+    scale_format = ScaleFormat.POWER_OF_TWO if power_of_two else ScaleFormat.FLOAT32
+    expected_values, expected_scales = quantize(x, scale_format)
+    values, scales = formats._quantize_anywhere(x, power_of_two)
+    assert torch.equal(scales, expected_scales)
+    assert values.is_contiguous()
+    nan = expected_values.float().isnan()
+    assert nan.any()
+    assert torch.equal(values.float().isnan(), nan)
+    assert torch.equal(values.view(torch.uint8)[~nan], expected_values.view(torch.uint8)[~nan])
 
 
 @pytest.mark.parametrize("scale_format", list(ScaleFormat))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from fanfold.bench import cuda_run, report
+from fanfold.bench import cuda_high_throughput, cuda_run, report
 from fanfold.bench.report import Result, Traffic
 from fanfold.bench.settings import BenchSettings
 from fanfold.bench.timing import Contender, Percentiles, Timings, interleave
@@ -69,12 +69,13 @@ def test_contenders_take_turns_and_warmup_is_left_out():
 FIELDS = {
     "mode", "backend", "transport", "hosts", "ranks", "tokens", "hidden", "top_k", "experts",
     "dtype", "bytes_remote", "bytes_total", "checked", "baseline_total_us", "ratio", "seed",
-    "iterations", "warmup", "routing", "check", "baseline", "machine", "versions", "commit",
+    "iterations", "warmup", "distribution", "layout", "routing", "sms", "alignment", "check",
+    "baseline", "machine", "versions", "commit",
 } | {
     f"{phase}_us{suffix}"
     for phase in ("dispatch", "combine", "total")
     for suffix in ("", "_p90", "_p99")
-}  # fmt: skip
+} | {f"{phase}_gbps" for phase in ("dispatch", "combine", "total")}  # fmt: skip
 
 
 def test_record_has_every_field():
@@ -88,6 +89,9 @@ def test_record_has_every_field():
     assert (fields["dispatch_us"], fields["combine_us"], fields["total_us"]) == (5.0, 20.0, 22.0)
     assert (fields["bytes_remote"], fields["bytes_total"]) == (3030, 4040)
     assert (fields["baseline_total_us"], fields["ratio"]) == (88.0, 4.0)
+    assert fields["dispatch_gbps"] == 0.6  # 3000 bytes in 5 us
+    assert (fields["schema"], fields["distribution"]) == (2, "uniform")
+    assert fields["layout"] is fields["routing"] is fields["sms"] is None
     assert set(fields["machine"]) >= {"cpu", "cores", "memory_bytes", "kernel"}
     assert set(fields["versions"]) >= {"fanfold", "torch", "python"}
     without = report.record(result(baseline=False))
@@ -155,19 +159,19 @@ def test_settings_name_what_is_wrong(changes, argument):
     assert caught.value.argument == argument
 
 
-def test_missing_backend_is_said_honestly(monkeypatch):
-    with pytest.raises(UnavailableError, match="only the host backend"):
-        BenchSettings("high_throughput", backend="cuda")
-    for changes in ({"backend": "host"}, {"mode": "high_throughput"}):
+def test_missing_gpus_are_said_honestly(monkeypatch):
+    for mode in ("low_latency", "high_throughput"):
         with pytest.raises(UnavailableError, match="overlap"):
-            BenchSettings(**{"mode": "low_latency", "overlap": True, **changes})
+            BenchSettings(mode, overlap=True, backend="host")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(UnavailableError, match=r"3 ranks.*PyTorch sees 2"):
-        BenchSettings("low_latency", ranks=3, experts=48, backend="cuda").backend_here()
-    assert BenchSettings("low_latency", ranks=3, experts=48).backend_here() == "host"
-    assert BenchSettings("low_latency", ranks=2).backend_here() == "cuda"
-    assert BenchSettings("high_throughput", ranks=2).backend_here() == "host"
+    for mode in ("low_latency", "high_throughput"):
+        with pytest.raises(UnavailableError, match=r"3 ranks.*PyTorch sees 2"):
+            BenchSettings(mode, ranks=3, experts=48, backend="cuda").backend_here()
+        assert BenchSettings(mode, ranks=3, experts=48).backend_here() == "host"
+        assert BenchSettings(mode, ranks=2).backend_here() == "cuda"
+    with pytest.raises(UnavailableError, match="sms is asked for"):
+        BenchSettings("high_throughput", ranks=3, experts=48, sms=12).backend_here()
 
 
 # ---- GPUs ---------------------------------------------------------------------------------------
@@ -225,6 +229,100 @@ def test_gpu_table_and_notes():
     assert "NCCL" in notes
 
 
+# ---- high throughput on GPUs ---------------------------------------------------------------------
+
+
+def high_throughput_report(scale, *, waits=True):
+    samples = {}
+    for number, operation in enumerate(cuda_run.OPERATIONS):
+        for way, us in (("end_to_end", 300.0), ("graph", 280.0), ("host", 50.0), ("wall", 400.0)):
+            if way != "wall" or waits:
+                samples[f"{operation}.{way}"] = torch.full((3,), us + number) * scale
+        samples[f"baseline.{operation}"] = torch.full((3,), 1200.0) * scale
+    for name, us in (("empty", 6.0), ("empty_flushed", 7.0), ("launch", 2.0), ("end_to_end", 8.0)):
+        samples[f"overhead.{name}"] = torch.full((3,), us)
+    for name, us in (("gemm_alone", 1500.0), ("gemm_beside", 2000.0)):
+        samples[f"overlap.{name}"] = torch.full((3,), us)
+    samples["overhead.late"] = torch.tensor([0.25 if scale > 1 else 0.0])
+    samples["overlap.dispatch_alone"] = torch.full((3,), 300.0)
+    samples["overlap.dispatch_beside"] = torch.full((3,), 330.0)
+    samples["overlap.covered"] = torch.tensor([1.0, 1.0, 0.0 if scale > 1 else 1.0])
+    device = {"name": "A GPU", "driver": "1.2", "sms": 120}
+    return cuda_run.CudaReport(samples, device, 24, 4096 if waits else None)
+
+
+def high_throughput_result(scale=1.0, routing="new"):
+    reports = [high_throughput_report(s, waits=routing == "new") for s in (1.0, scale)]
+    settings = BenchSettings(
+        "high_throughput", ranks=2, backend="cuda", layout="expert_major", routing=routing, sms=24,
+        alignment=128, baseline=True,
+    )  # fmt: skip
+    names = cuda_high_throughput.samples_timed(settings)
+    return dataclasses.replace(
+        result(),
+        settings=settings,
+        fanfold=cuda_run.timings(reports, names["fanfold"]),
+        baseline=cuda_run.timings(reports, names["baseline"]),
+        compared=cuda_run.timings(reports, names["compared"]),
+        device=reports[0].device,
+        timing=cuda_high_throughput.summary(reports),
+        capacity=reports[0].capacity,
+    )
+
+
+def test_high_throughput_is_timed_end_to_end_and_apart():
+    fields = json.loads(json.dumps(report.record(high_throughput_result())))
+    assert {name: fields[name] for name in ("layout", "routing", "sms", "alignment")} == {
+        "layout": "expert_major", "routing": "new", "sms": 24, "alignment": 128,
+    }  # fmt: skip
+    assert fields["capacity"] == 4096
+    assert fields["dispatch_us"] == fields["timing"]["dispatch"]["end_to_end_us"] == 300.0
+    assert fields["timing"]["dispatch"]["graph_us"] == 280.0
+    assert fields["timing"]["cpu_sync"]["dispatch_us"] == 400.0
+    assert fields["timing"]["overhead"]["end_to_end_us"] == 8.0
+    assert fields["dispatch_gbps"] == pytest.approx(0.01)  # 3000 bytes
+    # The baseline waits for counts, so what it is compared with does too.
+    assert fields["ratio"] == pytest.approx(1200 / 402, abs=1e-3)
+    # A product at 3/4 of its speed on 4/5 of the SMs.
+    assert fields["timing"]["overlap"]["sms_left"] == 0.8
+    assert fields["timing"]["overlap"]["kept"] == pytest.approx(0.75 / 0.8)
+
+
+def test_cached_routing_has_nothing_to_wait_for():
+    fields = report.record(high_throughput_result(routing="cached"))
+    assert "cpu_sync" not in fields["timing"]
+    assert "capacity" not in fields
+    assert fields["ratio"] == pytest.approx(1200 / 302, abs=1e-3)
+
+
+def shown(*tables):
+    console = Console(width=160, record=True, file=io.StringIO())
+    for each in tables:
+        console.print(each)
+    return console.export_text()
+
+
+def test_high_throughput_tables_and_notes():
+    found = high_throughput_result()
+    text = shown(report.table(found), report.gpu_table(found))
+    assert "expert-major, new routing, 24 SMs" in text
+    for label in ("end to end, L2 flushed", "graph, back to back", "baseline, the CPU's clock"):
+        assert label in text
+    assert "counts read by the CPU" in text
+    assert "send half" not in text
+    notes = " ".join(report.notes(found))
+    assert "room for 4096 rows" in notes
+    assert "keeps 93.8% of what those give" in notes
+    assert "do not use" not in notes
+    assert "late" not in notes
+    cached = high_throughput_result(2.0, "cached")
+    assert "baseline, end to end" in shown(report.gpu_table(cached))
+    assert "do not use this figure" in " ".join(report.notes(cached))
+    assert "late for 25.0% of the calls" in " ".join(report.notes(cached))
+    swept = shown(report.sweep_table([found, cached])).splitlines()
+    assert [c.strip() for c in swept[-2].split("│")[1:4]] == ["expert-major", "cached", "24"]
+
+
 # ---- plots --------------------------------------------------------------------------------------
 
 
@@ -269,6 +367,29 @@ def test_plot_of_gpu_results(tmp_path):
     assert all(word in drawn for word in ("<!-- combine, µs -->", "2 × A GPU", "hidden 7168"))
 
 
+def test_plot_over_sms(tmp_path):
+    pytest.importorskip("matplotlib")
+    fields = report.record(high_throughput_result())
+    lines = [{**fields, "sms": n, "routing": r} for n in (12, 24) for r in ("new", "cached")]
+    path = write(tmp_path / "r.jsonl", lines)
+    assert set(plot.series_along(plot.load(path), "sms")) == {"new routing", "cached routing"}
+    assert plot.run(argparse.Namespace(files=[path], out=tmp_path / "p.svg")) == 0
+    drawn = (tmp_path / "p.svg").read_text()
+    assert all(f"<!-- {text} -->" in drawn for text in ("SMs of each kernel", "cached routing"))
+
+
+def test_lines_of_the_first_schema_are_read(tmp_path):
+    new = ("distribution", "layout", "sms", "alignment")
+    old = {name: value for name, value in line().items() if name not in new}
+    old |= {"schema": 1, "routing": "skewed"}
+    path = write(tmp_path / "r.jsonl", [old, {**old, "mode": "high_throughput"}])
+    low, high = plot.load(path)
+    assert (low["distribution"], low["routing"], low["layout"]) == ("skewed", None, None)
+    assert (high["distribution"], high["routing"], high["layout"]) == (
+        "skewed", "new", "expert_major",
+    )  # fmt: skip
+
+
 def test_plot_of_one_result(tmp_path):
     pytest.importorskip("matplotlib")
     plot.draw(plot.load(write(tmp_path / "r.jsonl", [line()])), tmp_path / "p.png")
@@ -283,6 +404,7 @@ def test_plot_of_one_result(tmp_path):
         ("{}", "line 1: tokens is null, but must be a number"),
         (json.dumps(line(total_us="fast")), r'total_us is "fast"'),
         (json.dumps(line()) + "\n" + json.dumps(line(mode=3)), "line 2: mode is 3"),
+        (json.dumps(line(sms="all")), 'line 1: sms is "all"'),
     ],
 )
 def test_plot_names_a_malformed_line(tmp_path, text, message):

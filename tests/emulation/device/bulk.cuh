@@ -14,12 +14,12 @@ inline void fence_shared_before_bulk() {}
 inline void fence_global_and_bulk() {}
 inline void fence_barrier_init() {}
 
-// In shared memory, which one thread of the operating system has to itself.
+// In shared memory, which one thread of the operating system has to itself; as large as on a GPU.
 struct alignas(8) ArrivalBarrier {
-  int32_t arrivals;  // of a phase
-  int32_t missing;   // of this one
-  int64_t bytes;     // expected and not come
-  uint32_t phase;
+  int32_t bytes;    // expected and not come
+  int8_t arrivals;  // of a phase
+  int8_t missing;   // of this one
+  uint16_t phase;
 
   void look() {
     if (missing != 0 || bytes != 0) return;
@@ -28,14 +28,18 @@ struct alignas(8) ArrivalBarrier {
   }
 };
 
+static_assert(sizeof(ArrivalBarrier) == 8);
+
 inline void init_barrier(ArrivalBarrier* barrier, uint32_t arrivals) {
-  *barrier = {static_cast<int32_t>(arrivals), static_cast<int32_t>(arrivals), 0, 0};
+  *barrier = {0, static_cast<int8_t>(arrivals), static_cast<int8_t>(arrivals), 0};
 }
 inline void arrive(ArrivalBarrier* barrier) {
   --barrier->missing;
   barrier->look();
 }
-inline void expect(ArrivalBarrier* barrier, uint32_t bytes) { barrier->bytes += bytes; }
+inline void expect(ArrivalBarrier* barrier, uint32_t bytes) {
+  barrier->bytes += static_cast<int32_t>(bytes);
+}
 inline void arrive_expecting(ArrivalBarrier* barrier, uint32_t bytes) {
   expect(barrier, bytes);
   arrive(barrier);
@@ -52,7 +56,7 @@ inline void check_bulk(const void* a, const void* b, uint32_t bytes) {
 inline void bulk_load(void* shared, const void* global, uint32_t bytes, ArrivalBarrier* barrier) {
   check_bulk(shared, global, bytes);
   std::memcpy(shared, global, bytes);
-  barrier->bytes -= bytes;
+  barrier->bytes -= static_cast<int32_t>(bytes);
   barrier->look();
 }
 inline void bulk_store(void* global, const void* shared, uint32_t bytes) {

@@ -14,6 +14,7 @@ template <class T>
 T& dynamic_shared() {
   alignas(128) static thread_local unsigned char memory[emulation::kDynamicSharedBytes];
   static_assert(sizeof(T) <= sizeof memory);
+  emulation::dynamic_shared_bytes() = sizeof(T);
   return *reinterpret_cast<T*>(memory);
 }
 inline void allow_next_kernel() {}

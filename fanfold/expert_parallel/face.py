@@ -15,8 +15,10 @@ products), tensors of any length streamed through little memory, reusable routin
 Low latency runs on the ranks' GPUs where each rank has one of its own as current CUDA device, and
 takes tensors there; it enqueues its work on the current stream, waits for nothing and can be
 captured in CUDA graphs. Elsewhere it runs on the host and takes CPU tensors: see
-:attr:`ExpertParallel.device`. High throughput runs on the host; tensors of other devices are copied
-there and their results back, which is slow.
+:attr:`ExpertParallel.device`. High throughput runs on the GPUs where the setting ``backend`` is
+``"cuda"``; it waits for the number of rows that come, or with a ``capacity`` or ``previous`` for
+nothing. Elsewhere it runs on the host; tensors of other devices are copied there and their results
+back, which is slow.
 """
 
 from __future__ import annotations
@@ -28,21 +30,21 @@ from typing import Any, Literal, overload
 
 import torch
 
-from fanfold import high_throughput, low_latency
+from fanfold import low_latency
 from fanfold.config import Config
 from fanfold.errors import ArgumentError, UsageError
-from fanfold.formats import RowFormat, ScaleFormat, quantize
-from fanfold.geometry import Geometry, check_hidden, check_tensor
+from fanfold.expert_parallel.high_throughput import HighThroughputCalls, refuse_given
+from fanfold.formats import RowFormat, ScaleFormat
+from fanfold.geometry import Geometry, check_hidden
 from fanfold.group import agree, as_group
 from fanfold.low_latency import Hook
 from fanfold.placement import Placement, place
-from fanfold.received import HighThroughputSource, LowLatencySource, Received
+from fanfold.received import LowLatencySource, Received
 from fanfold.refusal import Refusing
-from fanfold.staging import Staging
 from fanfold.symmetric import SymmetricMemory
 from fanfold.symmetric_cuda import CudaSymmetricMemory
 
-__all__ = ["ExpertParallel", "Hook", "Received"]
+__all__ = ["ExpertParallel"]
 
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -66,8 +68,8 @@ class ExpertParallel:
         config: a :class:`fanfold.Config`; resolved from the environment if None.
 
     Attributes:
-        device: where low latency takes tensors: this rank's GPU, or the CPU. High throughput takes
-            tensors of any device; this says where it works, the CPU.
+        device: where the calls work: this rank's GPU, which takes tensors of its own only, or the
+            CPU, where high throughput takes tensors of any device.
         memory: the ranks' symmetric memory.
 
     Raises:
@@ -105,6 +107,7 @@ class ExpertParallel:
             "scale_format": scale_format,
             "expert_alignment": expert_alignment,
             "staging_bytes": self.config.staging_bytes,
+            "ring_bytes": self.config.ring_bytes,
         }
         error: Exception | None = None
         try:
@@ -118,13 +121,19 @@ class ExpertParallel:
         self.mode = mode
         self.expert_alignment = expert_alignment
         self._closed = False
-        self.device = torch.device("cpu")
         if mode == "low_latency":
             self._open_low_latency()
         else:
-            nbytes = high_throughput.HighThroughput.staging_bytes(self.ranks, self.config)
-            self.memory = SymmetricMemory(self._group, nbytes, self.config)
-            self._high_throughput = high_throughput.HighThroughput(self.memory, 0, nbytes)
+            self._high_throughput = HighThroughputCalls(
+                self,
+                self._group,
+                self.geometry,
+                self.config,
+                self._formats,
+                expert_alignment,
+                self._check_received,
+            )
+            self.device, self.memory = self._high_throughput.device, self._high_throughput.memory
 
     def _open_low_latency(self) -> None:
         geometry = self.geometry
@@ -247,12 +256,12 @@ class ExpertParallel:
         """
         self._check_open()
         if self.mode == "high_throughput":
-            return self._dispatch_high_throughput(
+            return self._high_throughput.dispatch(
                 x, topk_idx, topk_weights, previous, capacity, return_hook
             )
         if previous is not None or capacity is not None:
             with Refusing(self._low_latency.refuse_dispatch):
-                _refuse_given(previous=previous, capacity=capacity)
+                refuse_given(previous=previous, capacity=capacity)
         return self._dispatch_low_latency(x, topk_idx, topk_weights, return_hook)
 
     @overload
@@ -317,13 +326,13 @@ class ExpertParallel:
         """
         self._check_open()
         if self.mode == "high_throughput":
-            return self._combine_high_throughput(
+            return self._high_throughput.combine(
                 y, received, weighted, bias, logfmt, out, return_hook
             )
         if self._on_host or bias is not None or not self._is_own(received):
             with Refusing(self._refusal_of(received)):
                 self._check_received(received)
-                _refuse_given(bias=bias)
+                refuse_given(bias=bias)
                 self._placement.check(y=y, out=out)
         source = received.source
         assert isinstance(source, LowLatencySource)
@@ -354,16 +363,7 @@ class ExpertParallel:
         self._check_open()
         if self.mode != "high_throughput":
             raise UsageError("combine_weights works in high_throughput mode only")
-        with Refusing(self._high_throughput.refuse_combine):
-            self._check_received(received)
-            staging = Staging(received=received.tokens, row_values=row_values)
-            staged = staging.host(row_values)
-        source = received.source
-        assert isinstance(source, HighThroughputSource)
-        values = self._high_throughput.combine_weights(
-            staged, source.dispatched.plan, layout="expert_major"
-        )
-        return staging.back(values)
+        return self._high_throughput.combine_weights(row_values, received)
 
     def check(self) -> None:
         """Raises what earlier calls have found wrong since they returned; does not wait for them.
@@ -461,105 +461,6 @@ class ExpertParallel:
 
         return received, hook
 
-    def _dispatch_high_throughput(
-        self,
-        x: Rows,
-        topk_idx: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        previous: Received | None,
-        capacity: int | None,
-        return_hook: bool,
-    ) -> Received:
-        mode = self._high_throughput
-        with Refusing(mode.refuse_dispatch):
-            _refuse_given(return_hook=return_hook or None)
-            _check_previous(previous, topk_idx, topk_weights)
-            if previous is not None:
-                self._check_received(previous)
-            staging = Staging(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
-            x, topk_idx, topk_weights = staging.host((x, topk_idx, topk_weights))
-            x = self._prepare_rows(x)
-            if topk_idx is not None:
-                tokens = (x[0] if isinstance(x, tuple) else x).shape[0]
-                check_tensor("topk_idx", topk_idx, (tokens, self.top_k), (torch.int64,))
-        if previous is not None:
-            source = previous.source
-            assert isinstance(source, HighThroughputSource)
-            dispatched = mode.dispatch_cached(x, source.dispatched.plan, layout="expert_major")
-        else:
-            assert topk_idx is not None
-            dispatched = mode.dispatch(
-                x,
-                topk_idx,
-                topk_weights,
-                num_experts=self.num_experts,
-                layout="expert_major",
-                expert_alignment=self.expert_alignment,
-                capacity=capacity,
-            )
-        return Received(
-            tokens=staging.back(dispatched.tokens),
-            scales=staging.back(dispatched.scales),
-            weights=staging.back(dispatched.row_weights),
-            tokens_per_expert=staging.back(dispatched.plan.tokens_per_expert),
-            offsets=staging.back(dispatched.plan.offsets),
-            num_tokens=dispatched.plan.tokens,
-            owner=self,
-            source=HighThroughputSource(dispatched),
-        )
-
-    def _combine_high_throughput(
-        self,
-        y: torch.Tensor,
-        received: Received,
-        weighted: bool,
-        bias: torch.Tensor | None,
-        logfmt: bool,
-        out: torch.Tensor | None,
-        return_hook: bool,
-    ) -> torch.Tensor:
-        with Refusing(self._high_throughput.refuse_combine):
-            self._check_received(received)
-            shape = (received.tokens.shape[0], self.hidden)
-            weights = received.weights if weighted else None
-            staging = Staging(received=received.tokens, y=y, weights=weights, bias=bias, out=out)
-            y, weights, bias = staging.host((y, weights, bias))
-            check_tensor("y", y, shape, (torch.bfloat16,), device=torch.device("cpu"))
-            _refuse_given(logfmt=logfmt or None, return_hook=return_hook or None)
-            if staging.needed and out is not None:
-                check_tensor("out", out, (received.num_tokens, self.hidden), (torch.bfloat16,))
-        source = received.source
-        assert isinstance(source, HighThroughputSource)
-        result, _ = self._high_throughput.combine(
-            y,
-            source.dispatched.plan,
-            layout="expert_major",
-            row_weights=weights,
-            bias=bias,
-            out=None if staging.needed else out,
-        )
-        return staging.result(result, out)
-
-    def _prepare_rows(self, x: Rows) -> Rows:
-        """``x`` as high throughput sends it: quantised here if rows travel as fp8."""
-        row_format, scale_format = self._formats
-        if isinstance(x, tuple):
-            if row_format is not RowFormat.FP8:
-                raise ArgumentError("x", "a pair", "a tensor, as dispatch_dtype is bf16")
-            values = x[0]
-            check_tensor("x[0]", values, (None, self.hidden), (torch.float8_e4m3fn,))
-        else:
-            values = check_tensor(
-                "x", x, (None, self.hidden), (torch.bfloat16,), device=torch.device("cpu")
-            )
-        if values.shape[0] > self.max_tokens:
-            raise ArgumentError(
-                "x.shape[0]", values.shape[0], f"at most max_tokens = {self.max_tokens}"
-            )
-        if row_format is RowFormat.FP8 and not isinstance(x, tuple):
-            return quantize(x, scale_format)
-        return x
-
 
 def _check_options(
     hidden: int, mode: str, dispatch_dtype: object, scale_format: str, expert_alignment: object
@@ -574,19 +475,3 @@ def _check_options(
         raise ArgumentError("expert_alignment", repr(expert_alignment), "an integer from 1")
     check_hidden(hidden, row_format.dtype.itemsize)
     return row_format, ScaleFormat(scale_format)
-
-
-def _refuse_given(**arguments: object) -> None:
-    """Raises ArgumentError for the first argument that the mode at hand cannot honour."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise ArgumentError(name, "given", "left out in this mode")
-
-
-def _check_previous(
-    previous: Received | None, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None
-) -> None:
-    if previous is None and topk_idx is None:
-        raise ArgumentError("topk_idx", "None", "given, unless previous is")
-    if previous is not None and (topk_idx is not None or topk_weights is not None):
-        raise ArgumentError("topk_idx or topk_weights", "given", "None where previous is given")

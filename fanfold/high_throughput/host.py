@@ -1,44 +1,34 @@
-"""The high-throughput mode: dispatch and combine for training and prefill.
-
-Rows arrive packed, either expert by expert (the layout of contiguous grouped matrix products) or
-once per (token, rank); a routing can be reused; tensors of any length stream through a fixed
-amount of shared memory. Protocol, layout and arithmetic: ``docs/high_throughput.md``.
-
-R ranks, E experts, E_l = E / R local experts, T own tokens, K top_k, N rows received: one for each
-token of any rank that names a local expert, ordered by source rank, then source token.
-"""
+"""The high-throughput mode on the CPU, over shared memory of the host."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from fanfold import _core
 from fanfold.config import Config
 from fanfold.errors import ArgumentError
-from fanfold.geometry import (
-    MAX_TOKENS,
-    Geometry,
-    check_hidden,
-    check_integer,
-    check_tensor,
-    check_topk,
+from fanfold.geometry import MAX_TOKENS, check_integer, check_tensor
+from fanfold.high_throughput.calls import (
+    MOST_ROWS,
+    RowOrder,
+    Rows,
+    check_biases,
+    check_capacity,
+    check_lanes,
+    check_layout,
+    check_outputs,
+    check_routing,
+    check_rows,
 )
 from fanfold.pool import OutputPool
 from fanfold.refusal import Refusing, tell
 from fanfold.symmetric import SymmetricMemory
 
-__all__ = ["Dispatched", "HighThroughput", "Layout", "Plan", "RowOrder", "Rows", "dispatch_layout"]
-
-Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-"""Rows to send: ``[T, hidden]``, or such values of a 1-byte dtype and their ``[T, S]`` scales."""
-
-RowOrder = Literal["expert_major", "token_major"]
+__all__ = ["Dispatched", "HighThroughput", "Layout", "Plan", "dispatch_layout"]
 
 _CPU = torch.device("cpu")
-_MOST_ROWS = 2**31 - 1  # row numbers are int32
 
 
 @dataclass(frozen=True)
@@ -68,7 +58,7 @@ def dispatch_layout(topk_idx: torch.Tensor, num_experts: int, ranks: int) -> Lay
         ArgumentError: bad input.
     """
     check_integer("ranks", ranks, 1, MAX_TOKENS)
-    _check_routing(topk_idx, None, None, num_experts, ranks)
+    check_routing(topk_idx, None, None, num_experts, ranks, _CPU)
     tokens, top_k = topk_idx.shape
     layout = Layout(
         torch.empty(ranks, dtype=torch.int32),
@@ -151,6 +141,10 @@ class Plan:
     def rows(self, layout: RowOrder) -> int:
         """Rows of the received tensor in ``layout``."""
         return self.needed(layout) if self.capacity is None else self.capacity
+
+    def allowed(self, layout: RowOrder) -> list[int]:
+        """How many rows a tensor of outputs in ``layout`` may have."""
+        return sorted({self.needed(layout), self.rows(layout)})
 
 
 @dataclass(frozen=True)
@@ -238,12 +232,12 @@ class HighThroughput:
         """
         self._memory.core.check_usable()
         with Refusing(self.refuse_dispatch):
-            _check_layout(layout)
+            check_layout(layout)
             check_integer("expert_alignment", expert_alignment, 1, 1 << 20)
             if capacity is not None:
-                check_integer("capacity", capacity, 0, _MOST_ROWS)
-            values, scales = _check_rows(x)
-            _check_routing(topk_idx, topk_weights, values.shape[0], num_experts, self._ranks)
+                check_integer("capacity", capacity, 0, MOST_ROWS)
+            values, scales = check_rows(x, _CPU)
+            check_routing(topk_idx, topk_weights, values.shape[0], num_experts, self._ranks, _CPU)
             draft = _Draft.of(topk_idx, num_experts, self._ranks)
         sent = _sent(values, scales)
         sent.topk_idx, sent.topk_weights = topk_idx.data_ptr(), _address(topk_weights)
@@ -253,7 +247,7 @@ class HighThroughput:
         self._core.exchange_counts(sent, arriving, expert_alignment)
         with Refusing(self.refuse_dispatch):
             plan = draft.complete(arriving.received, topk_weights is not None, capacity)
-            _check_capacity(plan, layout)
+            check_capacity(plan.capacity, plan.needed(layout))
             dispatched = _allocate(self._pool, plan, x, layout)
         self._core.dispatch_rows(sent, _core_plan(plan), _into(dispatched, layout))
         return dispatched
@@ -268,9 +262,9 @@ class HighThroughput:
         """
         self._memory.core.check_usable()
         with Refusing(self.refuse_dispatch):
-            _check_layout(layout)
+            check_layout(layout)
             self._check_plan(plan)
-            values, scales = _check_rows(x)
+            values, scales = check_rows(x, _CPU)
             if values.shape[0] != plan.tokens:
                 bound = f"{plan.tokens}, the tokens of the plan"
                 raise ArgumentError("x.shape[0]", values.shape[0], bound)
@@ -315,12 +309,12 @@ class HighThroughput:
         """
         self._memory.core.check_usable()
         with Refusing(self.refuse_combine):
-            _check_layout(layout)
+            check_layout(layout)
             self._check_plan(plan)
-            _check_outputs(y, plan, layout, row_weights)
-            lanes = _check_lanes(lane_weights, plan, layout, y.shape[0])
+            check_outputs(y, plan.allowed(layout), layout, row_weights, _CPU)
+            lanes = self._lanes(lane_weights, plan, layout, y.shape[0])
             shape = (plan.tokens, y.shape[1])
-            biases = _check_biases(bias, shape)
+            biases = check_biases(bias, shape, _CPU)
             if out is None:
                 out = self._pool.empty(shape, torch.bfloat16)
             check_tensor("out", out, shape, (torch.bfloat16,), device=_CPU)
@@ -343,9 +337,9 @@ class HighThroughput:
         """
         self._memory.core.check_usable()
         with Refusing(self.refuse_combine):
-            _check_layout(layout)
+            check_layout(layout)
             self._check_plan(plan)
-            lanes = _check_lanes(lane_weights, plan, layout, None)
+            lanes = self._lanes(lane_weights, plan, layout, None)
             if lanes is None:
                 raise ArgumentError("lane_weights", None, "a torch.Tensor")
         result = _core.HighThroughputResult()
@@ -364,6 +358,16 @@ class HighThroughput:
     def refuse_combine(self, error: BaseException) -> None:
         """Makes this combine void on all ranks because of ``error``, found by a layer above."""
         tell(self._core.refuse_combine, error)
+
+    @staticmethod
+    def _lanes(
+        lane_weights: torch.Tensor | None, plan: Plan, layout: RowOrder, rows: int | None
+    ) -> torch.Tensor | None:
+        """Room for the lanes of the own tokens, if there are any."""
+        if lane_weights is None:
+            return None
+        check_lanes(lane_weights, plan.allowed(layout), layout, rows, plan.top_k, _CPU)
+        return torch.empty((plan.tokens, plan.top_k))
 
     def _check_plan(self, plan: Plan) -> None:
         if not isinstance(plan, Plan):
@@ -487,103 +491,3 @@ def _outputs(
     given.row_weights, given.lane_weights = _address(row_weights), _address(lane_weights)
     given.lanes = lane_weights is not None
     return given
-
-
-# ---- checks --------------------------------------------------------------------------------------
-
-
-def _check_layout(layout: object) -> None:
-    if layout not in ("expert_major", "token_major"):
-        raise ArgumentError("layout", repr(layout), "'expert_major' or 'token_major'")
-
-
-def _check_rows(x: object) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The values and scales that ``x`` consists of, after all checks of ``dispatch``."""
-    if not isinstance(x, tuple):
-        return _check_values("x", x), None
-    if len(x) != 2:
-        raise ArgumentError("x", f"a tuple of {len(x)}", "a tensor, or a pair (values, scales)")
-    values = _check_values("x[0]", x[0])
-    if values.itemsize != 1:
-        raise ArgumentError("x[0].dtype", values.dtype, "a 1-byte dtype, as it comes with scales")
-    dtypes = (torch.float32, torch.int32)
-    shape = (values.shape[0], None)
-    scales = check_tensor("x[1]", x[1], shape, dtypes, device=_CPU, contiguous=False)
-    if not 1 <= scales.shape[1] <= values.shape[1]:
-        raise ArgumentError("x[1].shape[1]", scales.shape[1], f"from 1 to {values.shape[1]}")
-    return values, scales
-
-
-def _check_values(name: str, values: object) -> torch.Tensor:
-    if not isinstance(values, torch.Tensor):
-        raise ArgumentError(name, f"a {type(values).__name__}", "a torch.Tensor")
-    check_tensor(name, values, (None, None), (values.dtype,), device=_CPU)
-    check_integer(f"{name}.shape[0]", values.shape[0], 0, MAX_TOKENS)
-    check_hidden(values.shape[1], values.itemsize)
-    return values
-
-
-def _check_routing(
-    topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor | None,
-    tokens: int | None,
-    num_experts: int,
-    ranks: int,
-) -> None:
-    check_tensor("topk_idx", topk_idx, (tokens, None), (torch.int64,), device=_CPU)
-    top_k = topk_idx.shape[1]
-    Geometry(ranks, num_experts, top_k, hidden=16, max_tokens=topk_idx.shape[0])
-    check_topk(topk_idx, topk_idx.shape[0], top_k, num_experts, _CPU)
-    if topk_weights is not None:
-        check_tensor("topk_weights", topk_weights, tuple(topk_idx.shape), (torch.float32,),
-                     device=_CPU)  # fmt: skip
-
-
-def _check_capacity(plan: Plan, layout: RowOrder) -> None:
-    if plan.rows(layout) < plan.needed(layout):
-        bound = f"at least the {plan.needed(layout)} rows that arrive"
-        raise ArgumentError("capacity", plan.capacity, bound)
-
-
-def _check_outputs(
-    y: torch.Tensor, plan: Plan, layout: RowOrder, row_weights: torch.Tensor | None
-) -> None:
-    check_tensor("y", y, (None, None), (torch.bfloat16,), device=_CPU)
-    check_hidden(y.shape[1], 2)
-    _check_row_count("y", y, plan, layout)
-    if row_weights is None:
-        return
-    if layout == "token_major":
-        raise ArgumentError("row_weights", "given", "None in token-major order")
-    check_tensor("row_weights", row_weights, (y.shape[0],), (torch.float32,), device=_CPU)
-
-
-def _check_row_count(name: str, tensor: torch.Tensor, plan: Plan, layout: RowOrder) -> None:
-    allowed = sorted({plan.needed(layout), plan.rows(layout)})
-    if tensor.shape[0] not in allowed:
-        bound = " or ".join(str(rows) for rows in allowed)
-        raise ArgumentError(f"{name}.shape[0]", tensor.shape[0], f"{bound}, the rows of the plan")
-
-
-def _check_lanes(
-    lane_weights: torch.Tensor | None, plan: Plan, layout: RowOrder, rows: int | None
-) -> torch.Tensor | None:
-    """Room for the lanes of the own tokens, if there are any."""
-    if lane_weights is None:
-        return None
-    shape = (rows,) if layout == "expert_major" else (rows, plan.top_k)
-    check_tensor("lane_weights", lane_weights, shape, (torch.float32,), device=_CPU)
-    _check_row_count("lane_weights", lane_weights, plan, layout)
-    return torch.empty((plan.tokens, plan.top_k))
-
-
-def _check_biases(
-    bias: torch.Tensor | tuple[torch.Tensor, ...] | None, shape: tuple[int, int]
-) -> tuple[torch.Tensor, ...]:
-    biases = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
-    if len(biases) > 2:
-        raise ArgumentError("bias", f"a tuple of {len(biases)}", "at most two tensors")
-    for place, rows in enumerate(biases):
-        name = f"bias[{place}]" if isinstance(bias, tuple) else "bias"
-        check_tensor(name, rows, shape, (torch.bfloat16,), device=_CPU)
-    return biases

@@ -1,0 +1,126 @@
+#include "cuda/high_throughput.h"
+
+#include <algorithm>
+#include <string>
+
+#include "base/error.h"
+
+namespace fanfold::cuda {
+namespace {
+
+void check_within(const char* name, int64_t value, int64_t least, int64_t most, const char* why) {
+  if (value >= least && value <= most) return;
+  throw BadArgument(name, std::to_string(value),
+                    "from " + std::to_string(least) + " to " + std::to_string(most) +
+                        " for high throughput on GPUs (" + why + ")");
+}
+
+}  // namespace
+
+HighThroughputOffsets high_throughput_offsets(int32_t ranks, int64_t ring_bytes) {
+  check_within("ranks", ranks, 1, kMostHighThroughputRanks, "a token's ranks are bits of a word");
+  return HighThroughputDeviceLayout{ranks, kMostRingSlots, align_up(ring_bytes, kAreaAlignment)}
+      .offsets();
+}
+
+HighThroughput::HighThroughput(const HighThroughputPlace& place)
+    : place_(place), offsets_(high_throughput_offsets(place.ranks, place.ring_bytes)) {
+  check_within("rank", place.rank, 0, place.ranks - 1, "the ranks of the group");
+  constexpr int64_t kTurns = int64_t{kMostTurns} * kLeastRingSlots * kBatchTokens;
+  check_within("max_tokens", place.max_tokens, 0,
+               std::min<int64_t>(AnnouncementWord::kMostTokens, kTurns - kBatchTokens),
+               "an announcement carries them, and a batch's word the turns of a ring");
+  constexpr int64_t kRows = int64_t{1} << PlaceWord::kRowBits;
+  // A token-major row for each token of each rank at most; expert-major ones are checked below.
+  check_within("ranks * max_tokens", int64_t{place.ranks} * place.max_tokens, 0, kRows - 1,
+               "a row's number has 26 bits");
+}
+
+int32_t HighThroughput::slots(int32_t slot_bytes) const {
+  if (slot_bytes == 0) return kMostRingSlots;
+  const int64_t fit = place_.ring_bytes / (int64_t{slot_bytes} * kBatchTokens);
+  if (fit < kLeastRingSlots) {
+    throw BadArgument("ring_bytes", std::to_string(place_.ring_bytes),
+                      "at least " +
+                          std::to_string(int64_t{slot_bytes} * kBatchTokens * kLeastRingSlots) +
+                          " for these rows (FANFOLD_RING_BYTES)");
+  }
+  return static_cast<int32_t>(std::min<int64_t>(fit, kMostRingSlots));
+}
+
+void HighThroughput::check_shape(const HighThroughputShape& shape) const {
+  check_within("num_experts", shape.experts, 1, HighThroughputDeviceLayout::kMostCounted,
+               "their counts are in shared memory");
+  if (shape.experts % place_.ranks != 0) {
+    throw BadArgument("num_experts", std::to_string(shape.experts),
+                      "divisible by the " + std::to_string(place_.ranks) + " ranks");
+  }
+  if (shape.phase != HighThroughputPhase::kPlan) return;
+  constexpr int64_t kRows = int64_t{1} << PlaceWord::kRowBits;
+  const int64_t local = shape.experts / place_.ranks;
+  const int64_t choices = std::min<int64_t>(shape.top_k, local);
+  const int64_t rows = int64_t{place_.ranks} * place_.max_tokens * choices;
+  check_within("rows that one rank may receive", rows + local * (shape.alignment - 1), 0, kRows - 1,
+               "a row's number has 26 bits: lower max_tokens or expert_alignment");
+}
+
+void HighThroughput::check_grid(const HighThroughputGrid& grid) const {
+  const int32_t receivers = place_.ranks > 1 ? 1 : 0;
+  check_within("ctas", grid.ctas, 1 + receivers, kMostHighThroughputCtas, "SMs of a kernel");
+  check_within("senders", grid.senders, 1, grid.ctas - receivers,
+               "the CTAs, of which one receives at least");
+}
+
+uint32_t HighThroughput::facts_of(const HighThroughputShape& shape) const {
+  uint32_t hash = 2166136261u;
+  for (const int32_t value :
+       {static_cast<int32_t>(shape.phase), shape.experts, shape.top_k, shape.row_bytes,
+        shape.scale_words, shape.slot_bytes, slots(shape.slot_bytes), shape.expert_major,
+        shape.variant, shape.alignment, place_.max_tokens}) {
+    hash = (hash ^ static_cast<uint32_t>(value)) * 16777619u;
+  }
+  return (hash >> 16) ^ (hash & 0xffffu);
+}
+
+HighThroughputArgs HighThroughput::call_arguments(const HighThroughputShape& shape,
+                                                  const HighThroughputGrid& grid) const {
+  check_shape(shape);
+  check_grid(grid);
+  HighThroughputArgs call{};
+  for (size_t peer = 0; peer < place_.peers.size(); ++peer) {
+    call.peers[peer] = reinterpret_cast<unsigned char*>(place_.peers[peer]);
+  }
+  call.at = offsets_;
+  call.state = reinterpret_cast<HighThroughputState*>(place_.state);
+  call.reports = reinterpret_cast<HighThroughputReport*>(place_.reports);
+  call.timeout_ns = place_.timeout_ns;
+  call.rank = place_.rank;
+  call.slots = slots(shape.slot_bytes);
+  call.senders = grid.senders;
+  call.facts = facts_of(shape);
+  return call;
+}
+
+PlanArgs HighThroughput::plan_arguments(const HighThroughputShape& shape,
+                                        const HighThroughputGrid& grid) const {
+  PlanArgs args{};
+  args.call = call_arguments(shape, grid);
+  args.alignment = shape.alignment;
+  return args;
+}
+
+HighThroughputDispatchArgs HighThroughput::dispatch_arguments(
+    const HighThroughputShape& shape, const HighThroughputGrid& grid) const {
+  HighThroughputDispatchArgs args{};
+  args.call = call_arguments(shape, grid);
+  return args;
+}
+
+HighThroughputCombineArgs HighThroughput::combine_arguments(const HighThroughputShape& shape,
+                                                            const HighThroughputGrid& grid) const {
+  HighThroughputCombineArgs args{};
+  args.call = call_arguments(shape, grid);
+  return args;
+}
+
+}  // namespace fanfold::cuda

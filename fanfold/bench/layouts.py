@@ -1,0 +1,340 @@
+"""The calls that are timed, for each order in which rows can arrive: one class for each.
+
+Benches know the orders by nothing but these classes, which run on the host and on GPUs alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from fanfold import _core, high_throughput
+from fanfold.bench.check import Expectation, TokenMajorRows
+from fanfold.bench.oracle import quantize_fp8
+from fanfold.bench.settings import BenchSettings
+from fanfold.config import Config
+from fanfold.errors import UnavailableError
+from fanfold.expert_parallel import ExpertParallel
+from fanfold.group import as_group
+from fanfold.high_throughput.cuda import CudaHighThroughput
+from fanfold.high_throughput.kernels import Grid
+from fanfold.placement import place
+from fanfold.received import Received
+from fanfold.symmetric import SymmetricMemory
+from fanfold.symmetric_cuda import CudaSymmetricMemory
+
+__all__ = [
+    "Calls",
+    "ExpertMajor",
+    "Given",
+    "TokenMajor",
+    "on_host",
+    "open_calls",
+    "sms_taken",
+    "spoil",
+]
+
+_EVERY_BIT = 0xFF  # NaN in bfloat16, in e4m3 and in float32
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a dispatch is given; where the calls work.
+
+    Attributes:
+        x: ``[T, hidden]`` bfloat16, or fp8 values and their float32 scales.
+        topk_idx: ``[T, K]`` int64.
+        topk_weights: ``[T, K]`` float32.
+    """
+
+    x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor
+
+    @classmethod
+    def of(cls, expectation: Expectation, device: torch.device, *, quantized: bool) -> Given:
+        """This rank's batch on ``device``; ``quantized``: as fp8 rows, if they are to travel so."""
+        own = expectation.own
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = own.x.to(device)
+        if quantized and expectation.fp8:
+            rows = quantize_fp8(own.x)
+            x = (rows.values.to(device), rows.scales.to(device))
+        return cls(x, own.topk_idx.to(device), own.topk_weights.to(device))
+
+
+class Calls(Protocol):
+    """The calls of one rank in one order of rows. What a dispatch returns only they look into,
+    except for its ``tokens`` and ``scales``.
+
+    Attributes:
+        device: where tensors must be.
+        memory_bytes: symmetric memory of this rank.
+    """
+
+    device: torch.device
+    memory_bytes: int
+
+    def dispatch(self, given: Given, capacity: int | None = None) -> Any:
+        """Sends ``given``, by a new routing."""
+
+    def dispatch_again(self, given: Given, previous: Any) -> Any:
+        """Sends the rows of ``given`` by the routing of ``previous``."""
+
+    def combine(self, y: torch.Tensor, brought: Any, out: torch.Tensor) -> None:
+        """Brings ``y`` back, summed for each token; expert-major, weighted too."""
+
+    def check(self, brought: Any, expectation: Expectation, capacity: int | None = None) -> None:
+        """Raises CheckFailed unless a dispatch brought what it must."""
+
+    def outputs(self, brought: Any, expectation: Expectation) -> torch.Tensor:
+        """What the experts make of ``brought``."""
+
+    def check_combined(self, out: torch.Tensor, expectation: Expectation) -> None:
+        """Raises CheckFailed unless ``out``, in host memory, is the combine of these outputs."""
+
+    def synchronize(self) -> None:
+        """Waits for what is enqueued, and raises what it found wrong."""
+
+    def close(self) -> None:
+        """Lets the memory go."""
+
+    def __enter__(self) -> Calls: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+class _Closing:
+    """Closes at the end of a ``with``."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def open_calls(group: Any, settings: BenchSettings) -> ExpertMajor | TokenMajor:
+    """What ``settings`` (as :meth:`BenchSettings.on` gives them) are about. Collective.
+
+    Raises:
+        UnavailableError: GPUs were asked for, and this mode does not run there.
+    """
+    kind = TokenMajor if settings.layout == "token_major" else ExpertMajor
+    return kind(group, settings, _config(settings))
+
+
+def _config(settings: BenchSettings) -> Config:
+    asked = {} if settings.sms is None else {"ctas": settings.sms}
+    return Config.resolve(backend=settings.backend, **asked)
+
+
+def sms_taken(settings: BenchSettings, device: torch.device) -> int:
+    """SMs that each kernel of high throughput takes on ``device``."""
+    there = torch.cuda.get_device_properties(device).multi_processor_count
+    ctas = Grid.of(there, settings.ranks, ctas=_config(settings).ctas).ctas
+    return min(ctas, there, _core.CUDA_HIGH_THROUGHPUT_MOST_CTAS)
+
+
+def on_host(received: Received) -> Received:
+    """A copy in host memory, for the oracle."""
+
+    def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.cpu()
+
+    there = dataclasses.replace(
+        received,
+        tokens=received.tokens.cpu(),
+        scales=moved(received.scales),
+        weights=moved(received.weights),
+        tokens_per_expert=received.tokens_per_expert.cpu(),
+        offsets=received.offsets.cpu(),
+    )
+    # The cached properties, which would be worked out from tensors on the GPU.
+    vars(there)["source_rank"] = received.source_rank.cpu()
+    vars(there)["source_token"] = received.source_token.cpu()
+    return there
+
+
+def spoil(brought: Any) -> None:
+    """Sets every bit of the rows and scales that a dispatch brought. The next one is likely to get
+    the same memory, and then shows what it has not written."""
+    for tensor in (brought.tokens, brought.scales):
+        if tensor is not None:
+            tensor.view(torch.uint8).fill_(_EVERY_BIT)
+
+
+class ExpertMajor(_Closing):
+    """Through :class:`fanfold.ExpertParallel`, in either mode. Construction is collective.
+
+    Args:
+        group: the ranks.
+        settings: with a backend.
+        config: of the library.
+    """
+
+    def __init__(self, group: Any, settings: BenchSettings, config: Config) -> None:
+        self._alignment = settings.alignment or 1
+        self.ep = ExpertParallel(
+            group,
+            num_experts=settings.experts,
+            top_k=settings.top_k,
+            hidden=settings.hidden,
+            max_tokens=settings.tokens,
+            mode=settings.mode,
+            dispatch_dtype=settings.dtype,
+            expert_alignment=self._alignment,
+            config=config,
+        )
+        self.device, self.memory_bytes = self.ep.device, self.ep.memory.bytes_per_rank
+        if settings.backend == "cuda" and self.device.type != "cuda":
+            self.close()
+            raise UnavailableError(
+                f"backend is cuda, but {settings.mode.replace('_', ' ')} runs on "
+                f"{self.device} here: use --backend host"
+            )
+
+    def __enter__(self) -> ExpertMajor:
+        return self
+
+    def dispatch(self, given: Given, capacity: int | None = None) -> Received:
+        """Sends ``given``, by a new routing."""
+        return self.ep.dispatch(
+            given.x, given.topk_idx, given.topk_weights, capacity=capacity
+        )  # fmt: skip
+
+    def dispatch_again(self, given: Given, previous: Received) -> Received:
+        """Sends the rows of ``given`` by the routing of ``previous``."""
+        return self.ep.dispatch(given.x, previous=previous)
+
+    def combine(self, y: torch.Tensor, brought: Received, out: torch.Tensor) -> None:
+        """Brings ``y`` back, weighted and summed."""
+        self.ep.combine(y, brought, out=out)
+
+    def check(
+        self, brought: Received, expectation: Expectation, capacity: int | None = None
+    ) -> None:
+        """Compares with the oracle."""
+        expectation.received(on_host(brought), self._alignment, capacity)
+
+    def outputs(self, brought: Received, expectation: Expectation) -> torch.Tensor:
+        """What the experts make of each row; NaN elsewhere."""
+        return expectation.outputs(on_host(brought)).to(self.device)
+
+    def check_combined(self, out: torch.Tensor, expectation: Expectation) -> None:
+        """Compares with the oracle."""
+        expectation.combined(out)
+
+    def synchronize(self) -> None:
+        """Waits for what is enqueued, and raises what it found wrong."""
+        self.ep.synchronize()
+
+    def close(self) -> None:
+        """Lets the memory go."""
+        self.ep.close()
+
+
+class TokenMajor(_Closing):
+    """One row for each (token, rank), DeepEP's order, through the mode below the native face.
+    Construction is collective.
+
+    Args:
+        group: the ranks.
+        settings: of high throughput, with a backend.
+        config: of the library.
+    """
+
+    def __init__(self, group: Any, settings: BenchSettings, config: Config) -> None:
+        ranks = as_group(group)
+        placement = place(ranks, config)
+        self._experts, self.device = settings.experts, placement.device
+        self._memory: CudaSymmetricMemory | SymmetricMemory
+        # The two take and give alike.
+        self._mode: Any
+        if placement.backend == "cuda":
+            nbytes = CudaHighThroughput.required_bytes(ranks.size, config)
+            self._memory = memory = CudaSymmetricMemory(ranks, nbytes)
+        else:
+            nbytes = high_throughput.HighThroughput.staging_bytes(ranks.size, config)
+            self._memory = SymmetricMemory(ranks, nbytes, config)
+        try:
+            if placement.backend == "cuda":
+                self._mode = CudaHighThroughput(memory, config, max_tokens=settings.tokens)
+            else:
+                assert isinstance(self._memory, SymmetricMemory)
+                self._mode = high_throughput.HighThroughput(self._memory, 0, nbytes)
+        except BaseException:
+            self._memory.close()
+            raise
+        self.memory_bytes = self._memory.bytes_per_rank
+
+    def __enter__(self) -> TokenMajor:
+        return self
+
+    def dispatch(self, given: Given, capacity: int | None = None) -> Any:
+        """Sends ``given``, by a new routing."""
+        return self._mode.dispatch(
+            given.x,
+            given.topk_idx,
+            given.topk_weights,
+            num_experts=self._experts,
+            layout="token_major",
+            capacity=capacity,
+        )
+
+    def dispatch_again(self, given: Given, previous: Any) -> Any:
+        """Sends the rows of ``given`` by the routing of ``previous``."""
+        return self._mode.dispatch_cached(given.x, previous.plan, layout="token_major")
+
+    def combine(self, y: torch.Tensor, brought: Any, out: torch.Tensor) -> None:
+        """Brings ``y`` back and sums it."""
+        self._mode.combine(y, brought.plan, layout="token_major", out=out)
+
+    def check(self, brought: Any, expectation: Expectation, capacity: int | None = None) -> None:
+        """Compares with the oracle."""
+        expectation.token_major(_rows_on_host(brought), capacity)
+
+    def outputs(self, brought: Any, expectation: Expectation) -> torch.Tensor:
+        """What this rank makes of each row; NaN behind them."""
+        return expectation.token_major_outputs(_rows_on_host(brought)).to(self.device)
+
+    def check_combined(self, out: torch.Tensor, expectation: Expectation) -> None:
+        """Compares with the oracle."""
+        expectation.token_major_combined(out)
+
+    def synchronize(self) -> None:
+        """Waits for what is enqueued, and raises what it found wrong."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        self._mode.check()
+
+    def close(self) -> None:
+        """Lets the memory go."""
+        self._memory.close()
+
+
+def _rows_on_host(brought: Any) -> TokenMajorRows:
+    plan, scales, weights = brought.plan, brought.scales, brought.plan.topk_weights
+    return TokenMajorRows(
+        tokens=brought.tokens.cpu(),
+        scales=None if scales is None else scales.cpu(),
+        count=int(plan.source_prefix[-1]),
+        source_rank=brought.row_source_rank.cpu(),
+        source_token=brought.row_source_token.cpu(),
+        topk_idx=plan.topk_idx.cpu(),
+        topk_weights=None if weights is None else weights.cpu(),
+        tokens_per_expert=plan.tokens_per_expert.cpu(),
+    )

@@ -1,0 +1,249 @@
+"""The high-throughput calls of the native face: on the ranks' GPUs, or on the host, through whose
+memory tensors of other devices then go."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from fanfold.config import Config
+from fanfold.errors import ArgumentError
+from fanfold.formats import RowFormat, ScaleFormat, quantize
+from fanfold.geometry import Geometry, check_tensor
+from fanfold.group import Group
+from fanfold.high_throughput import HighThroughput, Rows
+from fanfold.high_throughput.cuda import CudaHighThroughput
+from fanfold.placement import Placement, place
+from fanfold.received import HighThroughputSource, Received
+from fanfold.refusal import Refusing
+from fanfold.staging import Staging
+from fanfold.symmetric import SymmetricMemory
+from fanfold.symmetric_cuda import CudaSymmetricMemory
+
+__all__ = ["HighThroughputCalls"]
+
+
+class HighThroughputCalls:
+    """The calls of one ExpertParallel. Construction is collective.
+
+    Args:
+        owner: that ExpertParallel.
+        group, geometry, config: its own.
+        formats: how rows travel.
+        expert_alignment: the rows of each expert are padded to a multiple of this.
+        check_received: raises for what is no result of the owner's dispatch.
+
+    Attributes:
+        device: where the mode works.
+        memory: the ranks' symmetric memory.
+    """
+
+    memory: SymmetricMemory | CudaSymmetricMemory
+
+    def __init__(
+        self,
+        owner: object,
+        group: Group,
+        geometry: Geometry,
+        config: Config,
+        formats: tuple[RowFormat, ScaleFormat],
+        expert_alignment: int,
+        check_received: Callable[[object], None],
+    ) -> None:
+        self._owner, self._geometry = owner, geometry
+        self._formats, self._alignment = formats, expert_alignment
+        self._check_received = check_received
+        self._placement = _place(group, config)
+        self.device = self._placement.device
+        if self._placement.backend == "host":
+            nbytes = HighThroughput.staging_bytes(group.size, config)
+            self.memory = SymmetricMemory(group, nbytes, config)
+            self._mode: HighThroughput | CudaHighThroughput = HighThroughput(self.memory, 0, nbytes)
+            return
+        nbytes = CudaHighThroughput.required_bytes(group.size, config)
+        self.memory = CudaSymmetricMemory(group, nbytes)
+        try:
+            self._mode = CudaHighThroughput(
+                self.memory,
+                config,
+                max_tokens=geometry.max_tokens,
+                check_place=self._placement.check,
+            )
+        except BaseException:
+            self.memory.close()
+            raise
+
+    def dispatch(
+        self,
+        x: Rows,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        previous: Received | None,
+        capacity: int | None,
+        return_hook: bool,
+    ) -> Received:
+        """See :meth:`ExpertParallel.dispatch`."""
+        mode = self._mode
+        with Refusing(self.refuse_dispatch):
+            refuse_given(return_hook=return_hook or None)
+            _check_previous(previous, topk_idx, topk_weights)
+            if previous is not None:
+                self._check_received(previous)
+            staging = self._staging(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
+            x, topk_idx, topk_weights = staging.host((x, topk_idx, topk_weights))
+            x = self._prepare_rows(x)
+            if topk_idx is not None:
+                shape = ((x[0] if isinstance(x, tuple) else x).shape[0], self._geometry.top_k)
+                check_tensor("topk_idx", topk_idx, shape, (torch.int64,), device=self.device)
+        if previous is not None:
+            plan = _source(previous).dispatched.plan
+            dispatched = mode.dispatch_cached(x, plan, layout="expert_major")  # type: ignore[arg-type]
+        else:
+            assert topk_idx is not None
+            dispatched = mode.dispatch(
+                x,
+                topk_idx,
+                topk_weights,
+                num_experts=self._geometry.num_experts,
+                layout="expert_major",
+                expert_alignment=self._alignment,
+                capacity=capacity,
+            )
+        return Received(
+            tokens=staging.back(dispatched.tokens),
+            scales=staging.back(dispatched.scales),
+            weights=staging.back(dispatched.row_weights),
+            tokens_per_expert=staging.back(dispatched.plan.tokens_per_expert),
+            offsets=staging.back(dispatched.plan.offsets),
+            num_tokens=dispatched.plan.tokens,
+            owner=self._owner,
+            source=HighThroughputSource(dispatched),
+        )
+
+    def combine(
+        self,
+        y: torch.Tensor,
+        received: Received,
+        weighted: bool,
+        bias: torch.Tensor | None,
+        logfmt: bool,
+        out: torch.Tensor | None,
+        return_hook: bool,
+    ) -> torch.Tensor:
+        """See :meth:`ExpertParallel.combine`."""
+        with Refusing(self._refusal_of(received)):
+            self._check_received(received)
+            shape = (received.tokens.shape[0], self._geometry.hidden)
+            weights = received.weights if weighted else None
+            staging = self._staging(
+                received=received.tokens, y=y, weights=weights, bias=bias, out=out
+            )
+            y, weights, bias = staging.host((y, weights, bias))
+            check_tensor("y", y, shape, (torch.bfloat16,), device=self.device)
+            refuse_given(logfmt=logfmt or None, return_hook=return_hook or None)
+            if staging.needed and out is not None:
+                shape = (received.num_tokens, self._geometry.hidden)
+                check_tensor("out", out, shape, (torch.bfloat16,))
+        result, _ = self._mode.combine(
+            y,
+            _source(received).dispatched.plan,  # type: ignore[arg-type]  # of this very mode
+            layout="expert_major",
+            row_weights=weights,
+            bias=bias,
+            out=None if staging.needed else out,
+        )
+        return staging.result(result, out)
+
+    def combine_weights(self, row_values: torch.Tensor, received: Received) -> torch.Tensor:
+        """See :meth:`ExpertParallel.combine_weights`."""
+        with Refusing(self._refusal_of(received)):
+            self._check_received(received)
+            staging = self._staging(received=received.tokens, row_values=row_values)
+            staged = staging.host(row_values)
+        plan = _source(received).dispatched.plan
+        values = self._mode.combine_weights(staged, plan, layout="expert_major")  # type: ignore[arg-type]
+        return staging.back(values)
+
+    def check(self) -> None:
+        """See :meth:`ExpertParallel.check`."""
+        self._mode.check()
+
+    def refuse_dispatch(self, error: BaseException) -> None:
+        """Makes this dispatch void on all ranks because of ``error``, found by a layer above."""
+        self._mode.refuse_dispatch(error)
+
+    def _refusal_of(self, received: object) -> Callable[[BaseException], None]:
+        """What refuses a combine of ``received``: on GPUs it is void anyway after a void dispatch,
+        which only its plan tells."""
+        mode = self._mode
+        if not isinstance(mode, CudaHighThroughput) or not isinstance(received, Received):
+            return mode.refuse_combine
+        source = received.source
+        plan = source.dispatched.plan if isinstance(source, HighThroughputSource) else None
+        return lambda error: mode.refuse_combine(error, plan)
+
+    def _staging(self, **tensors: object) -> Staging:
+        """The way of a call's tensors to where the mode works; on GPUs they must be there."""
+        if self._placement.backend == "host":
+            return Staging(**tensors)
+        self._placement.check(**_flat(tensors))
+        return Staging()
+
+    def _prepare_rows(self, x: Rows) -> Rows:
+        """``x`` as it is sent: quantised here if rows travel as fp8."""
+        row_format, scale_format = self._formats
+        hidden, most = self._geometry.hidden, self._geometry.max_tokens
+        if isinstance(x, tuple):
+            if row_format is not RowFormat.FP8:
+                raise ArgumentError("x", "a pair", "a tensor, as dispatch_dtype is bf16")
+            values = x[0]
+            check_tensor("x[0]", values, (None, hidden), (torch.float8_e4m3fn,), device=self.device)
+        else:
+            dtypes = (torch.bfloat16,)
+            values = check_tensor("x", x, (None, hidden), dtypes, device=self.device)
+        if values.shape[0] > most:
+            raise ArgumentError("x.shape[0]", values.shape[0], f"at most max_tokens = {most}")
+        if row_format is RowFormat.FP8 and not isinstance(x, tuple):
+            return quantize(x, scale_format)
+        return x
+
+
+def _place(group: Group, config: Config) -> Placement:
+    """The ranks' GPUs where the setting ``backend`` asks for them, else the host."""
+    backend = "cuda" if config.backend == "cuda" else "host"
+    return place(group, dataclasses.replace(config, backend=backend))
+
+
+def _source(received: Received) -> HighThroughputSource:
+    source = received.source
+    assert isinstance(source, HighThroughputSource)
+    return source
+
+
+def _flat(tensors: dict[str, object]) -> dict[str, object]:
+    """The tensors of pairs by names of their own."""
+    flat: dict[str, object] = {}
+    for name, value in tensors.items():
+        if isinstance(value, tuple):
+            flat |= {f"{name}[{place}]": part for place, part in enumerate(value)}
+        else:
+            flat[name] = value
+    return flat
+
+
+def refuse_given(**arguments: object) -> None:
+    """Raises ArgumentError for the first argument that the mode at hand cannot honour."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise ArgumentError(name, "given", "left out in this mode")
+
+
+def _check_previous(
+    previous: Received | None, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None
+) -> None:
+    if previous is None and topk_idx is None:
+        raise ArgumentError("topk_idx", "None", "given, unless previous is")
+    if previous is not None and (topk_idx is not None or topk_weights is not None):
+        raise ArgumentError("topk_idx or topk_weights", "given", "None where previous is given")

@@ -1,0 +1,553 @@
+"""The high-throughput mode on CUDA GPUs: kernels compiled for the sizes at hand, enqueued on the
+current stream.
+
+Without a capacity a dispatch waits once, for the plan's numbers of rows; nothing else waits.
+Everything that numbers a call lies in the GPU's memory, so a CUDA graph may hold any number of
+calls. What kernels find wrong they write into pinned memory, where later calls look: a timeout ends
+the mode and is raised before anything else is enqueued; what concerns one call only is raised by a
+combine after it has been enqueued, so that this rank stays in step with the others.
+
+A rank that refuses a call takes part with one kernel, whichever call it is. A new routing takes
+two, but where the first was void the second does nothing, and neither does what is done with its
+plan.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from fanfold import _core
+from fanfold.config import Config
+from fanfold.errors import ArgumentError, FanfoldError, UnavailableError, UsageError
+from fanfold.geometry import check_integer, check_tensor
+from fanfold.group import agree
+from fanfold.high_throughput.calls import (
+    MOST_ROWS,
+    PlaceCheck,
+    RowOrder,
+    Rows,
+    anywhere,
+    check_biases,
+    check_lanes,
+    check_layout,
+    check_outputs,
+    check_routing,
+    check_rows,
+)
+from fanfold.high_throughput.kernels import CombineKind, DispatchKind, Grid, Sizes
+from fanfold.high_throughput.launches import Call, Launches
+from fanfold.high_throughput.plan import CudaDispatched, CudaPlan
+from fanfold.high_throughput.reports import Reports, Totals
+from fanfold.letting_go import let_go
+from fanfold.refusal import Refusing
+from fanfold.symmetric_cuda import CudaSymmetricMemory
+
+__all__ = ["CudaHighThroughput"]
+
+_LINE = 128
+_DUMMY_HIDDEN = 8  # of the rows that go with numbers of lanes alone
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _check_aligned(name: str, tensor: torch.Tensor) -> None:
+    if tensor.data_ptr() % 16:
+        raise ArgumentError(f"{name}.data_ptr()", hex(tensor.data_ptr()), "a multiple of 16")
+
+
+def _check_apart(y: torch.Tensor, out: torch.Tensor) -> None:
+    begin, end = out.data_ptr(), out.data_ptr() + out.nbytes
+    if y.data_ptr() < end and begin < y.data_ptr() + y.nbytes:
+        raise ArgumentError("out", "in the memory of y", "apart from it, as rows still leave y")
+
+
+class CudaHighThroughput:
+    """High-throughput calls over a symmetric memory of GPUs. Every call is collective, and so is
+    construction; see :class:`HighThroughput`.
+
+    Besides what is said there, ranks must agree about the layout and ``expert_alignment``. What
+    only the GPU can find (an entry of ``topk_idx`` out of range, more rows than the capacity, a
+    peer that is late or has refused, ranks that disagree) is raised by a later combine, or by
+    :meth:`check`; by a dispatch without capacity, if its plan found it.
+
+    Args:
+        memory: the ranks' symmetric memory; must stay open as long as this object is used.
+        config: time bound, and the grid.
+        max_tokens: most tokens of any rank in any call, the same on all; a plan takes
+            ``ranks * max_tokens`` bytes for it.
+        ctas: of each kernel; None for the configuration's, or 24.
+        senders: of them begin as senders in a dispatch; None for the configuration's, or 11 of 24.
+        check_place: raises for tensors (by name) that are elsewhere, and says why.
+
+    Raises:
+        UnavailableError: this GPU lacks bulk copies, or the kernels cannot be compiled.
+        ArgumentError: for sizes that the kernels cannot serve.
+    """
+
+    def __init__(
+        self,
+        memory: CudaSymmetricMemory,
+        config: Config,
+        *,
+        max_tokens: int = 65536,
+        ctas: int | None = None,
+        senders: int | None = None,
+        check_place: PlaceCheck = anywhere,
+    ) -> None:
+        self.device = memory.device
+        self._memory, self._config, self._check_place = memory, config, check_place
+        self._ranks, self._max_tokens = memory.ranks, max_tokens
+        self._stream = 0
+        error: Exception | None = None
+        try:
+            check_integer("max_tokens", max_tokens, 0, MOST_ROWS)
+            self._open(_grid_of(memory, config, ctas, senders))
+        except FanfoldError as failure:
+            error = failure
+        # When all have come here, everybody's words are zero.
+        agree(memory.group, {"bytes": memory.bytes_per_rank, "max_tokens": max_tokens}, error)
+
+    @staticmethod
+    def required_bytes(ranks: int, config: Config) -> int:
+        """Bytes of symmetric memory per rank: ``config.ring_bytes`` for each rank, and a fixed part
+        of about ``34000 * ranks``. With more or less there are longer or shorter rings."""
+        return _core.cuda_high_throughput_bytes(ranks, config.ring_bytes)[1]
+
+    def _open(self, grid: Grid) -> None:
+        memory, device = self._memory, self.device
+        if torch.cuda.get_device_capability(device.index) < (9, 0):
+            raise UnavailableError(
+                "high throughput on GPUs needs compute capability 9.0 or later for its copies; "
+                "stage through the host instead (backend='host', FANFOLD_BACKEND=host)"
+            )
+        zeroed, fixed = _core.cuda_high_throughput_bytes(memory.ranks, 0)
+        ring_bytes = (memory.bytes_per_rank - fixed) // memory.ranks // _LINE * _LINE
+        if ring_bytes <= 0:
+            bound = f"more than {fixed}; see required_bytes"
+            raise ArgumentError("bytes_per_rank", memory.bytes_per_rank, bound)
+        state_bytes = _core.CUDA_HIGH_THROUGHPUT_STATE_BYTES
+        self._state = torch.zeros(state_bytes, dtype=torch.uint8, device=device)
+        columns = _core.CUDA_HIGH_THROUGHPUT_MOST_EXPERTS + memory.ranks
+        self._counted = torch.empty(grid.ctas * columns, dtype=torch.int32, device=device)
+        self._reports, self._totals = Reports(), Totals()
+        self._core = _core.CudaHighThroughput(
+            _core.CudaHighThroughputPlace(
+                rank=memory.rank,
+                peers=[memory.base(peer) for peer in range(memory.ranks)],
+                state=self._state.data_ptr(),
+                reports=self._reports.address,
+                timeout_ns=int(self._config.timeout_s * 1e9),
+                max_tokens=self._max_tokens,
+                ring_bytes=ring_bytes,
+            )
+        )
+        self._launches = Launches(self._core, device, self._config, grid)
+        # Loaded now, so that a rank can always say that it refuses.
+        refusal = self._launches.plan(Sizes(memory.ranks, memory.ranks, 1), 1)
+        self._refusal = Call(refusal.args.copy(), refusal.launch)
+        self._refusal.args.refused = True
+        memory.tensor[:zeroed].zero_()
+        torch.cuda.synchronize(device)
+        # Kernels in flight may outlive this object, and write there.
+        kept = (self._state, self._counted, self._reports, self._totals)
+        weakref.finalize(self, let_go, device, kept).atexit = False
+
+    # ---- calls ----------------------------------------------------------------------------------
+
+    def dispatch(
+        self,
+        x: Rows,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        num_experts: int,
+        layout: RowOrder = "expert_major",
+        expert_alignment: int = 1,
+        capacity: int | None = None,
+    ) -> CudaDispatched:
+        """See :meth:`HighThroughput.dispatch`. With a capacity the CPU waits for nothing; more rows
+        than that are dropped, and reported."""
+        self._check_usable()
+        with Refusing(self.refuse_dispatch):
+            check_layout(layout)
+            check_integer("expert_alignment", expert_alignment, 1, 1 << 20)
+            if capacity is not None:
+                check_integer("capacity", capacity, 0, MOST_ROWS)
+            elif torch.cuda.is_current_stream_capturing():
+                raise UsageError("a dispatch in a CUDA graph needs a capacity")
+            values, scales = self._check_rows(x)
+            self._check_place(topk_idx=topk_idx, topk_weights=topk_weights)
+            tokens = values.shape[0]
+            check_routing(topk_idx, topk_weights, tokens, num_experts, self._ranks, self.device)
+            sizes = Sizes(self._ranks, num_experts, topk_idx.shape[1])
+            planning = self._launches.plan(sizes, expert_alignment)
+            weighted = topk_weights is not None
+            sending = self._launches.dispatch(_kind(sizes, values, scales, layout, True, weighted))
+            plan = self._draft(sizes, tokens, capacity)
+            self._begin_plan(planning.args, plan, topk_idx)
+            dispatched = None
+            if capacity is not None:
+                dispatched = self._allocate(plan, x, layout, new=True, weighted=weighted)
+        stream = self._follow()
+        planning.launch(planning.args, stream)
+        if dispatched is None:
+            self._await_totals(plan)
+            with Refusing(self.refuse_dispatch):
+                dispatched = self._allocate(plan, x, layout, new=True, weighted=weighted)
+        args = sending.args
+        self._begin_dispatch(args, dispatched, values, scales, topk_idx)
+        args.weights, args.row_weights = _address(topk_weights), _address(plan.row_weights)
+        args.rows_of, args.topk_idx = _address(plan.rows_of), _address(plan.topk_idx)
+        args.topk_weights = _address(plan.topk_weights)
+        args.source_token = plan.source_token.data_ptr()
+        args.batches, args.batch_stride = plan.batches.data_ptr(), plan.batches.shape[1]
+        sending.launch(args, stream)
+        return dispatched
+
+    def dispatch_cached(self, x: Rows, plan: CudaPlan, *, layout: RowOrder) -> CudaDispatched:
+        """See :meth:`HighThroughput.dispatch_cached`."""
+        self._check_usable()
+        with Refusing(lambda error: self.refuse_dispatch(error, plan)):
+            check_layout(layout)
+            self._check_plan(plan)
+            values, scales = self._check_rows(x)
+            if values.shape[0] != plan.tokens:
+                bound = f"{plan.tokens}, the tokens of the plan"
+                raise ArgumentError("x.shape[0]", values.shape[0], bound)
+            sizes = Sizes(plan.ranks, plan.num_experts, plan.top_k)
+            sending = self._launches.dispatch(_kind(sizes, values, scales, layout, False, False))
+            dispatched = self._allocate(plan, x, layout, new=False, weighted=False)
+            rows_of = None
+            if layout == "expert_major" and plan.rows_of is None:
+                rows_of = self._empty((len(plan.source_token), plan.top_k), torch.int32)
+        args = sending.args
+        self._begin_dispatch(args, dispatched, values, scales, None)
+        args.rows_of = _address(rows_of)
+        sending.launch(args, self._follow())
+        if rows_of is not None:
+            plan.rows_of = rows_of
+        return dispatched
+
+    def combine(
+        self,
+        y: torch.Tensor,
+        plan: CudaPlan,
+        *,
+        layout: RowOrder,
+        row_weights: torch.Tensor | None = None,
+        lane_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See :meth:`HighThroughput.combine`. With a capacity ``y`` has as many rows; ``out``
+        shares no memory with ``y``."""
+        self._check_usable()
+        with Refusing(lambda error: self.refuse_combine(error, plan)):
+            check_layout(layout)
+            self._check_plan(plan, layout)
+            self._check_place(y=y, row_weights=row_weights, lane_weights=lane_weights, out=out)
+            check_outputs(y, [plan.row_count(layout)], layout, row_weights, self.device)
+            _check_aligned("y", y)
+            lanes = self._lanes(lane_weights, plan, layout, y.shape[0])
+            shape = (plan.tokens, y.shape[1])
+            biases = check_biases(bias, shape, self.device)
+            if out is None:
+                out = self._empty(shape, torch.bfloat16)
+            check_tensor("out", out, shape, (torch.bfloat16,), device=self.device)
+            for name, tensor in (("out", out), *((f"bias[{n}]", b) for n, b in enumerate(biases))):
+                _check_aligned(name, tensor)
+            _check_apart(y, out)
+            call = self._combining(plan, layout, y, row_weights is not None, lanes is not None)
+        args = call.args
+        args.row_weights = _address(row_weights)
+        args.lane_weights, args.out_weights = _address(lane_weights), _address(lanes)
+        for place in range(2):
+            args.set_bias(place, biases[place].data_ptr() if place < len(biases) else 0)
+        self._finish_combine(call, plan, y, out)
+        return out, lanes
+
+    def combine_weights(
+        self, lane_weights: torch.Tensor, plan: CudaPlan, *, layout: RowOrder
+    ) -> torch.Tensor:
+        """See :meth:`HighThroughput.combine_weights`. Rows of 16 bytes travel beside them."""
+        self._check_usable()
+        with Refusing(lambda error: self.refuse_combine(error, plan)):
+            check_layout(layout)
+            self._check_plan(plan, layout)
+            self._check_place(lane_weights=lane_weights)
+            lanes = self._lanes(lane_weights, plan, layout, None)
+            if lanes is None:
+                raise ArgumentError("lane_weights", None, "a torch.Tensor")
+            y = self._empty((plan.row_count(layout), _DUMMY_HIDDEN), torch.bfloat16)
+            out = self._empty((plan.tokens, _DUMMY_HIDDEN), torch.bfloat16)
+            call = self._combining(plan, layout, y, False, True)
+        args = call.args
+        args.row_weights = 0
+        args.lane_weights, args.out_weights = lane_weights.data_ptr(), lanes.data_ptr()
+        for place in range(2):
+            args.set_bias(place, 0)
+        self._finish_combine(call, plan, y, out)
+        return lanes
+
+    # ---- refusals and reports -------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises what earlier calls have found wrong since; does not wait for them."""
+        self._check_usable()
+        if self._reports.passing():
+            raise self._reports.take(self._memory.rank, self._config.timeout_s)
+
+    def quiesce(self) -> None:
+        """Returns when all calls of this rank so far have ended; raises what they found wrong."""
+        torch.cuda.synchronize(self.device)
+        self.check()
+
+    def refuse_dispatch(self, error: BaseException, plan: object = None) -> None:
+        """Makes this dispatch void on all ranks because of ``error``, found by a layer above.
+
+        Args:
+            error: what was found.
+            plan: of a cached dispatch: if it is void, so is the call without this.
+        """
+        del error  # the peers learn who refused, and look there
+        if self._reports.fatal() or torch.cuda.is_current_stream_capturing():
+            return
+        args = self._refusal.args
+        args.source_prefix = 0
+        if isinstance(plan, CudaPlan) and plan.ranks == self._ranks:
+            args.source_prefix = plan.source_prefix.data_ptr()
+        self._refusal.launch(args, self._follow())
+
+    def refuse_combine(self, error: BaseException, plan: object = None) -> None:
+        """Makes this combine void on all ranks because of ``error``, found by a layer above.
+
+        Args:
+            error, plan: as in :meth:`refuse_dispatch`.
+        """
+        self.refuse_dispatch(error, plan)
+
+    def _check_usable(self) -> None:
+        if self._reports.fatal():
+            raise self._reports.take(self._memory.rank, self._config.timeout_s)
+        self._memory.base(self._memory.rank)  # raises if it is closed
+
+    # ---- parts of calls -------------------------------------------------------------------------
+
+    def _follow(self) -> int:
+        """The current stream, which from here on comes after all earlier calls."""
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if stream != self._stream and not torch.cuda.is_current_stream_capturing():
+            # A capture stands apart: what comes before it is the caller's to order.
+            self._order_after(self._stream, stream)
+            self._stream = stream
+        return stream
+
+    def _order_after(self, before: int, stream: int) -> None:
+        earlier = torch.cuda.ExternalStream(before, device=self.device)
+        with torch.cuda.stream(earlier):
+            if torch.cuda.is_current_stream_capturing():
+                return
+        torch.cuda.ExternalStream(stream, device=self.device).wait_stream(earlier)
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def _rows(
+        self, shape: tuple[int, ...], dtype: torch.dtype, plan: CudaPlan, absent: float
+    ) -> torch.Tensor:
+        """Room for rows that come; with a capacity ``absent`` stands where none does."""
+        if plan.capacity is None:
+            return self._empty(shape, dtype)
+        return torch.full(shape, absent, dtype=dtype, device=self.device)
+
+    def _check_rows(self, x: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
+        parts = x if isinstance(x, tuple) else (x,)
+        self._check_place(**{f"x[{n}]" if len(parts) > 1 else "x": t for n, t in enumerate(parts)})
+        values, scales = check_rows(x, self.device)
+        tokens = values.shape[0]
+        if tokens > self._max_tokens:
+            bound = f"at most max_tokens = {self._max_tokens}"
+            raise ArgumentError("x.shape[0]", tokens, bound)
+        _check_aligned("x", values)
+        return values, scales
+
+    def _check_plan(self, plan: CudaPlan, layout: RowOrder | None = None) -> None:
+        if not isinstance(plan, CudaPlan):
+            raise ArgumentError("plan", f"a {type(plan).__name__}", "the plan of a dispatch here")
+        if plan.ranks != self._ranks:
+            raise ArgumentError("plan.ranks", plan.ranks, f"{self._ranks}, as in this group")
+        if layout == "expert_major" and plan.rows_of is None:
+            raise UsageError(
+                "a combine in expert-major order needs a plan by which a dispatch, new or cached, "
+                "was expert-major"
+            )
+
+    def _draft(self, sizes: Sizes, tokens: int, capacity: int | None) -> CudaPlan:
+        """A plan of which nothing is known yet."""
+        local = sizes.experts // sizes.ranks
+        batches = -(-self._max_tokens // _core.CUDA_BATCH_TOKENS)
+        return CudaPlan(
+            ranks=sizes.ranks,
+            num_experts=sizes.experts,
+            top_k=sizes.top_k,
+            tokens=tokens,
+            capacity=capacity,
+            received=None,
+            expert_rows=None,
+            rows=self._empty((tokens, sizes.ranks), torch.int32),
+            places=self._empty((tokens, sizes.top_k), torch.int32),
+            source_prefix=self._empty((sizes.ranks,), torch.int32),
+            source_token=self._empty((0,), torch.int32),
+            tokens_per_expert=self._empty((local,), torch.int32),
+            offsets=self._empty((local + 1,), torch.int64),
+            batches=self._empty((sizes.ranks, batches), torch.int64),
+        )
+
+    def _begin_plan(self, args: _core.CudaPlanArgs, plan: CudaPlan, topk_idx: torch.Tensor) -> None:
+        args.tokens = plan.tokens
+        args.topk_idx, args.counted = topk_idx.data_ptr(), self._counted.data_ptr()
+        args.rows, args.places = plan.rows.data_ptr(), plan.places.data_ptr()
+        args.tokens_per_expert = plan.tokens_per_expert.data_ptr()
+        args.offsets = plan.offsets.data_ptr()
+        args.source_prefix = plan.source_prefix.data_ptr()
+        args.totals = self._totals.address if plan.capacity is None else 0
+
+    def _await_totals(self, plan: CudaPlan) -> None:
+        """Waits for the numbers of rows that a plan finds to come."""
+        # The plan's own waits end after timeout_s; what was enqueued before it takes time, too.
+        totals = self._totals.wait(2 * self._config.timeout_s + 10)
+        if totals is None or self._reports.fatal():
+            self.check()
+            raise UsageError("a plan was void, and why has been raised already")
+        plan.received, plan.expert_rows = totals
+
+    def _allocate(
+        self, plan: CudaPlan, x: Rows, layout: RowOrder, *, new: bool, weighted: bool
+    ) -> CudaDispatched:
+        """Room for what a dispatch brings, also in the plan if that is new."""
+        count = plan.row_count(layout)
+        values, scales = x if isinstance(x, tuple) else (x, None)
+        expert_major = layout == "expert_major"
+        sources = self._rows((3, count), torch.int32, plan, -1)
+        if new:
+            arriving = plan.row_count("token_major")
+            lanes = (arriving, plan.top_k)
+            plan.source_token = sources[2, :arriving]
+            if expert_major:
+                plan.rows_of = self._empty(lanes, torch.int32)
+            else:
+                plan.topk_idx = self._rows(lanes, torch.int64, plan, -1)
+            if weighted and not expert_major:
+                plan.topk_weights = self._rows(lanes, torch.float32, plan, 0)
+        if new and weighted and expert_major:
+            plan.row_weights = self._rows((count,), torch.float32, plan, 0)
+        return CudaDispatched(
+            tokens=self._empty((count, values.shape[1]), values.dtype),
+            scales=None if scales is None else self._empty((count, scales.shape[1]), scales.dtype),
+            plan=plan,
+            row_weights=plan.row_weights if expert_major else None,
+            row_source_rank=sources[0],
+            row_source_token=sources[1],
+        )
+
+    def _begin_dispatch(
+        self,
+        args: _core.CudaHighThroughputDispatchArgs,
+        dispatched: CudaDispatched,
+        values: torch.Tensor,
+        scales: torch.Tensor | None,
+        topk_idx: torch.Tensor | None,
+    ) -> None:
+        """Fills in what all dispatches have; ``topk_idx`` only of a new routing, token-major."""
+        plan = dispatched.plan
+        args.tokens, args.x = plan.tokens, values.data_ptr()
+        args.scales = _address(scales)
+        if scales is not None:
+            args.scale_token_stride, args.scale_word_stride = scales.stride()
+        if topk_idx is not None and plan.rows_of is None:
+            args.lanes, args.lane_stride = topk_idx.data_ptr(), 2  # the low words
+        else:
+            args.lanes, args.lane_stride = plan.places.data_ptr(), 1
+        args.rows, args.source_prefix = plan.rows.data_ptr(), plan.source_prefix.data_ptr()
+        args.offsets = plan.offsets.data_ptr()
+        args.tokens_per_expert = plan.tokens_per_expert.data_ptr()
+        args.capacity = dispatched.tokens.shape[0]
+        args.out, args.out_scales = dispatched.tokens.data_ptr(), _address(dispatched.scales)
+        args.row_source_rank = dispatched.row_source_rank.data_ptr()
+        args.row_source_token = dispatched.row_source_token.data_ptr()
+
+    def _lanes(
+        self,
+        lane_weights: torch.Tensor | None,
+        plan: CudaPlan,
+        layout: RowOrder,
+        rows: int | None,
+    ) -> torch.Tensor | None:
+        """Room for the lanes of the own tokens, if there are any."""
+        if lane_weights is None:
+            return None
+        allowed = [plan.row_count(layout)]
+        check_lanes(lane_weights, allowed, layout, rows, plan.top_k, self.device)
+        return self._empty((plan.tokens, plan.top_k), torch.float32)
+
+    def _combining(
+        self, plan: CudaPlan, layout: RowOrder, y: torch.Tensor, weighted: bool, lanes: bool
+    ) -> Call[_core.CudaHighThroughputCombineArgs]:
+        sizes = Sizes(plan.ranks, plan.num_experts, plan.top_k)
+        row_bytes = y.shape[1] * y.itemsize
+        kind = CombineKind(sizes, row_bytes, layout == "expert_major", weighted, lanes)
+        return self._launches.combine(kind)
+
+    def _finish_combine(
+        self,
+        call: Call[_core.CudaHighThroughputCombineArgs],
+        plan: CudaPlan,
+        y: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Fills in what all combines have, launches, and raises what earlier calls have found."""
+        args = call.args
+        args.tokens, args.y, args.out = plan.tokens, y.data_ptr(), out.data_ptr()
+        args.batches, args.batch_stride = plan.batches.data_ptr(), plan.batches.shape[1]
+        args.source_prefix, args.rows = plan.source_prefix.data_ptr(), plan.rows.data_ptr()
+        args.rows_of = _address(plan.rows_of)
+        call.launch(args, self._follow())
+        if self._reports.passing():
+            self.check()
+
+
+def _grid_of(
+    memory: CudaSymmetricMemory, config: Config, ctas: int | None, senders: int | None
+) -> Grid:
+    sms = torch.cuda.get_device_properties(memory.device.index).multi_processor_count
+    most = min(sms, _core.CUDA_HIGH_THROUGHPUT_MOST_CTAS)
+    if ctas is None and config.ctas is not None:
+        ctas = min(config.ctas, most)
+        # The setting's senders belong to its CTAs.
+        senders = config.senders if senders is None and ctas == config.ctas else senders
+    grid = Grid.of(sms, memory.ranks, ctas=ctas, senders=senders)
+    if grid.ctas > most:
+        raise ArgumentError("ctas", grid.ctas, f"at most {most} on this GPU")
+    return grid
+
+
+def _kind(
+    sizes: Sizes,
+    values: torch.Tensor,
+    scales: torch.Tensor | None,
+    layout: RowOrder,
+    new: bool,
+    weighted: bool,
+) -> DispatchKind:
+    return DispatchKind(
+        sizes,
+        row_bytes=values.shape[1] * values.itemsize,
+        scale_words=0 if scales is None else scales.shape[1],
+        expert_major=layout == "expert_major",
+        new_routing=new,
+        weighted=weighted,
+    )

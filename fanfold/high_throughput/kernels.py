@@ -1,0 +1,294 @@
+"""Which kernels high-throughput calls need on GPUs, and their shapes: warps, rings, CTAs, roles.
+
+The numbers come from measurements on H200 (``docs/decisions/0101-high-throughput-on-nvlink.md``):
+11 SMs fill the links with rows, the others make further copies of what comes; more than 24 in all
+are of little use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fanfold import _core
+from fanfold.errors import ArgumentError
+from fanfold.jit import KernelSource
+
+__all__ = [
+    "MOST_SHARED_BYTES",
+    "CombineKind",
+    "DispatchKind",
+    "Grid",
+    "Kernel",
+    "Sizes",
+    "combine_kernel",
+    "dispatch_kernel",
+    "plan_kernel",
+]
+
+MOST_SHARED_BYTES = 227 << 10
+"""Dynamic shared memory that a CTA may have on compute capabilities 9.0 and 10.0."""
+
+_CTAS = 24
+_SENDING_SHARE = 11 / 24
+
+_PLAN_WARPS = 16
+_MOST_TILES = 8
+_TILE_BYTES = 64 << 10
+
+_MOST_DISPATCH_WARPS = 4
+_RING_BYTES = 54 << 10  # of a warp, where more is not needed
+_MOST_RING_ROWS = 7
+
+_COMBINE_WARPS = 16
+_MOST_TEAM_WARPS = 8
+_WARP_BYTES = 2 * 32 * 16  # of a row, that a warp of a team takes at once
+_LAG = 24
+
+_LINE = 128
+
+
+def _align(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+@dataclass(frozen=True)
+class Grid:
+    """CTAs of every high-throughput kernel.
+
+    Attributes:
+        ctas: in all; one for each SM.
+        senders: of them begin as senders in a dispatch.
+    """
+
+    ctas: int
+    senders: int
+
+    @classmethod
+    def of(
+        cls, sms: int, ranks: int, *, ctas: int | None = None, senders: int | None = None
+    ) -> Grid:
+        """The grid for ``ranks`` GPUs of ``sms`` SMs each, where nothing else is asked for."""
+        receivers = 1 if ranks > 1 else 0
+        if ctas is None:
+            ctas = min(_CTAS, max(sms, 2))
+        if senders is None:
+            senders = ctas if ranks == 1 else round(ctas * _SENDING_SHARE)
+            senders = min(max(senders, 1), max(ctas - receivers, 1))
+        return cls(ctas, senders)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel to be compiled and how it is launched.
+
+    Attributes:
+        source: the kernel.
+        shared_bytes: dynamic, of a CTA.
+        slot_bytes: of a row in a ring; 0 where there is none.
+    """
+
+    source: KernelSource
+    shared_bytes: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What all kernels of a layer are compiled for.
+
+    Attributes:
+        ranks: R.
+        experts: E.
+        top_k: K.
+    """
+
+    ranks: int
+    experts: int
+    top_k: int
+
+    def constants(self) -> dict[str, int]:
+        """Those of every kernel."""
+        return {
+            "kRanks": self.ranks,
+            "kExperts": self.experts,
+            "kTopK": self.top_k,
+            "kMirror": 0,
+        }
+
+
+@dataclass(frozen=True)
+class DispatchKind:
+    """One kind of dispatch.
+
+    Attributes:
+        sizes: of the layer.
+        row_bytes: of a row's values.
+        scale_words: of a row's scales, 4 bytes each.
+        expert_major: the order of the rows; else token-major.
+        new_routing: whether the plan is new: what is told of the rows is kept.
+        weighted: whether weights travel.
+    """
+
+    sizes: Sizes
+    row_bytes: int
+    scale_words: int
+    expert_major: bool
+    new_routing: bool
+    weighted: bool
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of a row in a ring, with all that travels beside it: whole lines."""
+        return _align(self.row_bytes + self.bytes_beside, _LINE)
+
+    @property
+    def bytes_beside(self) -> int:
+        """What travels beside a row: scales, a word for each choice, weights."""
+        lanes = int(self.expert_major or self.new_routing) + int(self.weighted)
+        return 4 * (self.scale_words + lanes * self.sizes.top_k)
+
+
+@dataclass(frozen=True)
+class CombineKind:
+    """One kind of combine.
+
+    Attributes:
+        sizes: of the layer.
+        row_bytes: of a row.
+        expert_major: the order of the outputs; else token-major.
+        weighted: whether outputs are multiplied.
+        lanes: whether numbers of the choices travel.
+    """
+
+    sizes: Sizes
+    row_bytes: int
+    expert_major: bool
+    weighted: bool
+    lanes: bool
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of a row in a ring: whole lines."""
+        return _align(self.row_bytes + (4 * self.sizes.top_k if self.lanes else 0), _LINE)
+
+
+def plan_kernel(sizes: Sizes) -> Kernel:
+    """The kernel that plans a new routing; the number of tokens is free."""
+    columns = sizes.experts + sizes.ranks
+    tiles = max(1, min(_MOST_TILES, _TILE_BYTES // (8 * columns)))
+    constants = {**sizes.constants(), "kWarps": _PLAN_WARPS, "kGroupTiles": tiles}
+    participants = 4 * sizes.ranks + 4
+    shared = 8 * tiles * columns + 8 * columns + 4 * sizes.experts + participants + 4
+    source = KernelSource(
+        "high_throughput/plan.cu", "high_throughput_plan", constants, _PLAN_WARPS * 32
+    )
+    return Kernel(source, _align(shared, _LINE), 0)
+
+
+@dataclass(frozen=True)
+class _RingShape:
+    """The rings of a dispatch's CTA: of how many warps, and how many rows each holds."""
+
+    warps: int
+    rows: int
+    shared_bytes: int
+
+    @classmethod
+    def of(cls, kind: DispatchKind, warps: int, rows: int) -> _RingShape:
+        ranks, local = kind.sizes.ranks, kind.sizes.experts // kind.sizes.ranks
+        ring = _align(rows * (kind.slot_bytes + 8), _LINE)
+        notes = rows * (24 + 8 * ranks)
+        shared = warps * (ring + notes) + 4 * ranks + 4 + 4 * (ranks + 1) + 4 * (local + 1)
+        return cls(warps, rows, _align(shared, _LINE))
+
+
+def _ring_shape(kind: DispatchKind, most_shared_bytes: int) -> _RingShape:
+    """Rings that fit: of four warps, or of fewer where the rows are long."""
+    wanted = max(2, min(_MOST_RING_ROWS, _RING_BYTES // kind.slot_bytes))
+    for warps, rows in ((_MOST_DISPATCH_WARPS, wanted), (4, 2), (2, 3), (2, 2), (1, 3), (1, 2)):
+        shape = _RingShape.of(kind, warps, rows)
+        if shape.shared_bytes <= most_shared_bytes:
+            return shape
+    fixed = _RingShape.of(kind, 1, 2).shared_bytes - 2 * kind.slot_bytes
+    most = (most_shared_bytes - fixed) // 2 // _LINE * _LINE - kind.bytes_beside
+    raise ArgumentError(
+        "bytes of a row",
+        kind.row_bytes,
+        f"at most {most} for high throughput on this GPU, as two rows must fit its shared memory",
+    )
+
+
+def dispatch_kernel(kind: DispatchKind, most_shared_bytes: int = MOST_SHARED_BYTES) -> Kernel:
+    """The kernel of one kind of dispatch.
+
+    Raises:
+        ArgumentError: two rows do not fit the shared memory.
+    """
+    ring = _ring_shape(kind, most_shared_bytes)
+    behind = ring.rows * 4 // 7 if ring.rows > 3 else 1
+    constants = {
+        **kind.sizes.constants(),
+        "kWarps": ring.warps,
+        "kRowBytes": kind.row_bytes,
+        "kScaleWords": kind.scale_words,
+        "kExpertMajor": int(kind.expert_major),
+        "kNewRouting": int(kind.new_routing),
+        "kWeighted": int(kind.weighted),
+        "kSlotBytes": kind.slot_bytes,
+        "kAhead": ring.rows - behind,
+        "kBehind": behind,
+    }
+    source = KernelSource(
+        "high_throughput/dispatch.cu", "high_throughput_dispatch", constants, ring.warps * 32
+    )
+    return Kernel(source, ring.shared_bytes, kind.slot_bytes)
+
+
+def _team_warps(row_bytes: int) -> int:
+    """Warps that share a row, each of which has work for all its lanes."""
+    warps = _MOST_TEAM_WARPS
+    while warps > 1 and warps * _WARP_BYTES > row_bytes:
+        warps //= 2
+    return warps
+
+
+def combine_kernel(kind: CombineKind, slots: int) -> Kernel:
+    """The kernel of one kind of combine, for rings of ``slots``."""
+    sizes, team_warps = kind.sizes, _team_warps(kind.row_bytes)
+    teams = _COMBINE_WARPS // team_warps
+    terms = max(sizes.top_k if kind.expert_major else 0, sizes.ranks)
+    table = 16 + 16 * _core.CUDA_BATCH_TOKENS * (1 + terms)
+    shared = teams * (2 * table + 8) + _COMBINE_WARPS * 2 * 32 + 4 * sizes.ranks + 4
+    shared += 4 * (sizes.ranks + 1)
+    constants = {
+        **sizes.constants(),
+        "kWarps": _COMBINE_WARPS,
+        "kRowBytes": kind.row_bytes,
+        "kSlotBytes": kind.slot_bytes,
+        "kExpertMajor": int(kind.expert_major),
+        "kWeighted": int(kind.weighted),
+        "kLanes": int(kind.lanes),
+        "kTeamWarps": team_warps,
+        "kLag": min(_LAG, slots - 2),
+    }
+    source = KernelSource(
+        "high_throughput/combine.cu", "high_throughput_combine", constants, _COMBINE_WARPS * 32
+    )
+    return Kernel(source, _align(shared, _LINE), kind.slot_bytes)
+
+
+def core_shape(kind: DispatchKind | CombineKind) -> _core.CudaHighThroughputShape:
+    """What ranks must agree about in a call of this kind, as the core takes it."""
+    dispatches = isinstance(kind, DispatchKind)
+    phases = _core.CudaHighThroughputPhase
+    shape = _core.CudaHighThroughputShape(
+        phases.DISPATCH if dispatches else phases.COMBINE, kind.sizes.experts, kind.sizes.top_k
+    )
+    shape.row_bytes, shape.slot_bytes = kind.row_bytes, kind.slot_bytes
+    shape.expert_major = int(kind.expert_major)
+    if isinstance(kind, DispatchKind):
+        shape.scale_words = kind.scale_words
+        shape.variant = int(kind.new_routing) | int(kind.weighted) << 1
+    else:
+        shape.variant = int(kind.lanes)
+    return shape

@@ -1,0 +1,111 @@
+"""The kernels of the high-throughput mode on one GPU, loaded, with the arguments that all calls of
+a kind share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from fanfold import _core, jit
+from fanfold.config import Config
+from fanfold.errors import UsageError
+from fanfold.high_throughput import kernels
+from fanfold.high_throughput.kernels import CombineKind, DispatchKind, Grid, Kernel, Sizes
+
+__all__ = ["Call", "Launches"]
+
+Arguments = TypeVar(
+    "Arguments",
+    _core.CudaPlanArgs,
+    _core.CudaHighThroughputDispatchArgs,
+    _core.CudaHighThroughputCombineArgs,
+)
+_UNASKED_SHARED_BYTES = 48 << 10
+
+
+@dataclass(frozen=True)
+class Call(Generic[Arguments]):
+    """All calls of one kind; every call fills in the rest of ``args`` and launches them.
+
+    Attributes:
+        args: those that all calls share; the tensors are of the last call.
+        launch: of arguments, on a stream.
+    """
+
+    args: Arguments
+    launch: Callable[[Arguments, int], None]
+
+
+class Launches:
+    """Makes each kind of call once.
+
+    Args:
+        core: fills in arguments.
+        device: whose kernels are loaded.
+        config: of the compiler's cache.
+        grid: CTAs of every kernel.
+    """
+
+    def __init__(
+        self, core: _core.CudaHighThroughput, device: torch.device, config: Config, grid: Grid
+    ) -> None:
+        self._core, self._device, self._config, self._grid = core, device, config, grid
+        properties = torch.cuda.get_device_properties(device.index)
+        most = getattr(properties, "shared_memory_per_block_optin", kernels.MOST_SHARED_BYTES)
+        self._most_shared_bytes = int(most)
+        self._plans: dict[tuple[Sizes, int], Call[_core.CudaPlanArgs]] = {}
+        self._dispatches: dict[DispatchKind, Call[_core.CudaHighThroughputDispatchArgs]] = {}
+        self._combines: dict[CombineKind, Call[_core.CudaHighThroughputCombineArgs]] = {}
+
+    def plan(self, sizes: Sizes, alignment: int) -> Call[_core.CudaPlanArgs]:
+        """Plans of layers of these sizes, with experts' rows aligned."""
+        known = self._plans.get((sizes, alignment))
+        if known is None:
+            shape = _core.CudaHighThroughputShape(
+                _core.CudaHighThroughputPhase.PLAN, sizes.experts, sizes.top_k
+            )
+            shape.alignment = alignment
+            args = self._core.plan_arguments(shape, self._grid.ctas, self._grid.senders)
+            known = Call(args, self._load(kernels.plan_kernel(sizes)))
+            self._plans[sizes, alignment] = known
+        return known
+
+    def dispatch(self, kind: DispatchKind) -> Call[_core.CudaHighThroughputDispatchArgs]:
+        """Dispatches of one kind."""
+        known = self._dispatches.get(kind)
+        if known is None:
+            kernel = kernels.dispatch_kernel(kind, self._most_shared_bytes)
+            shape = kernels.core_shape(kind)
+            args = self._core.dispatch_arguments(shape, self._grid.ctas, self._grid.senders)
+            known = self._dispatches[kind] = Call(args, self._load(kernel))
+        return known
+
+    def combine(self, kind: CombineKind) -> Call[_core.CudaHighThroughputCombineArgs]:
+        """Combines of one kind."""
+        known = self._combines.get(kind)
+        if known is None:
+            shape = kernels.core_shape(kind)
+            args = self._core.combine_arguments(shape, self._grid.ctas, self._grid.senders)
+            known = Call(args, self._load(kernels.combine_kernel(kind, args.slots)))
+            self._combines[kind] = known
+        return known
+
+    def _load(self, kernel: Kernel) -> Callable[[Arguments, int], None]:
+        source = kernel.source
+        if torch.cuda.is_current_stream_capturing():
+            raise UsageError(
+                f"{source} is not loaded yet, which a CUDA graph cannot hold; make the same call "
+                "once before the capture"
+            )
+        loaded = jit.load(source, self._device.index, self._config)
+        if kernel.shared_bytes > _UNASKED_SHARED_BYTES:
+            loaded.allow_shared_bytes(kernel.shared_bytes)
+        shape = _core.CudaLaunch(self._grid.ctas, source.threads, kernel.shared_bytes, early=True)
+
+        def launch(args: Arguments, stream: int) -> None:
+            args.launch(loaded, shape, stream)
+
+        return launch

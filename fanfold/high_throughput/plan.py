@@ -1,0 +1,107 @@
+"""What a routing leaves on a GPU, and what a dispatch brings there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fanfold.high_throughput.calls import RowOrder
+
+__all__ = ["CudaDispatched", "CudaPlan"]
+
+
+@dataclass
+class CudaPlan:
+    """What one routing means on this rank. Reusable: the handle of a cached dispatch. On the GPU.
+
+    N is ``received`` where the CPU knows it, else ``capacity``, of which the first
+    ``source_prefix[-1]`` rows are there. After a call that a rank has refused the plan is void:
+    ``source_prefix[0]`` is -1 and the rest not written; what is done with it does nothing.
+
+    Attributes:
+        ranks: R.
+        num_experts: E.
+        top_k: K.
+        tokens: T.
+        capacity: rows to allocate, where the dispatch was given a number; else None.
+        received: rows that come, token-major; None with a capacity.
+        expert_rows: rows that come, expert-major, with all padding; None with a capacity.
+        rows: ``[T, R]`` int32: how many of this rank's rows went to that rank before; -1 where the
+            token does not go there.
+        places: ``[T, K]`` int32: rank << 26 | expert-major row there, of each choice; -1 for none.
+        source_prefix: ``[R]`` int32: rows received from ranks 0 to r.
+        source_token: ``[N]`` int32: each row's token index at its source.
+        tokens_per_expert: ``[E_l]`` int32: rows of each local expert; a token counts once.
+        offsets: ``[E_l + 1]`` int64: where each expert's rows begin in expert-major order, rounded
+            up to the alignment; the last is the number of rows with all padding.
+        batches: ``[R, ceil(max_tokens / 8)]`` int64: which tokens of each source's batches of 8
+            brought a row, as the kernels write it.
+        rows_of: ``[N, K]`` int32: the expert-major row of each lane, -1 for experts elsewhere and
+            for none; None until a dispatch by this plan was expert-major.
+        topk_idx: ``[N, K]`` int64: local expert ids, -1 likewise; None unless the dispatch that
+            made the plan was token-major.
+        topk_weights: ``[N, K]`` float32, 0 where topk_idx is -1; None likewise, or if no weights
+            came along.
+        row_weights: of the dispatch that made the plan, if it was expert-major and weighted; a
+            cached one brings the same tensor.
+    """
+
+    ranks: int
+    num_experts: int
+    top_k: int
+    tokens: int
+    capacity: int | None
+    received: int | None
+    expert_rows: int | None
+    rows: torch.Tensor
+    places: torch.Tensor
+    source_prefix: torch.Tensor
+    source_token: torch.Tensor
+    tokens_per_expert: torch.Tensor
+    offsets: torch.Tensor
+    batches: torch.Tensor
+    rows_of: torch.Tensor | None = None
+    topk_idx: torch.Tensor | None = None
+    topk_weights: torch.Tensor | None = None
+    row_weights: torch.Tensor | None = None
+
+    @property
+    def is_token_in_rank(self) -> torch.Tensor:
+        """``[T, R]`` bool: where the own tokens go."""
+        return self.rows >= 0
+
+    def row_count(self, layout: RowOrder) -> int:
+        """Rows of the received tensor in ``layout``."""
+        if self.capacity is not None:
+            return self.capacity
+        count = self.received if layout == "token_major" else self.expert_rows
+        assert count is not None
+        return count
+
+
+@dataclass
+class CudaDispatched:
+    """What one dispatch brings to this rank.
+
+    ``rows`` is, expert-major, ``plan.expert_rows``; token-major, ``plan.received``; or the capacity
+    asked for, of which the rows behind ``plan.offsets[-1]``, or N, are not written in ``tokens``
+    and ``scales``.
+
+    Attributes:
+        tokens: ``[rows, hidden]``, dtype as sent. Rows between experts are zero.
+        scales: ``[rows, S]`` as sent, row-major; None if rows came without.
+        plan: the routing.
+        row_weights: ``[rows]`` float32, expert-major only: the sum, in top-k order, of the weights
+            that the row's token gives the row's expert; 0 where there is no row. None without
+            weights.
+        row_source_rank: ``[rows]`` int32, -1 where there is no row.
+        row_source_token: ``[rows]`` int32: each row's token index at its source; -1 likewise.
+    """
+
+    tokens: torch.Tensor
+    scales: torch.Tensor | None
+    plan: CudaPlan
+    row_weights: torch.Tensor | None
+    row_source_rank: torch.Tensor
+    row_source_token: torch.Tensor

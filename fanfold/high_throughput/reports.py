@@ -1,0 +1,120 @@
+"""What the high-throughput kernels find wrong, as exceptions, and the numbers that they leave for
+the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+
+import torch
+
+from fanfold import _core
+from fanfold.errors import ArgumentError, FanfoldError, PeerRefused, PeerTimeout, UsageError
+
+__all__ = ["Reports", "Totals"]
+
+_PHASES = ("high_throughput counts", "high_throughput dispatch", "high_throughput combine")
+
+
+class Reports:
+    """What kernels report: four words for each kind, of which the first is 0 or tells a call.
+
+    The host only reads them, so no report is lost to a race; it remembers which it has raised.
+    """
+
+    _TIMEOUT, _INDEX, _REFUSED, _DISAGREEMENT, _CAPACITY = range(5)
+    # Gravest first; a disagreement tells more than a refusal.
+    _PASSING = (_DISAGREEMENT, _REFUSED, _CAPACITY, _INDEX)
+
+    def __init__(self) -> None:
+        nbytes = _core.CUDA_HIGH_THROUGHPUT_REPORT_BYTES
+        self._tensor = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+        self.address = self._tensor.data_ptr()
+        self._words = (ctypes.c_int32 * (nbytes // 4)).from_address(self.address)
+        self._raised: dict[int, tuple[int, int]] = {}
+
+    def fatal(self) -> bool:
+        """Whether a peer was late, after which no call can be trusted."""
+        return self._words[0] != 0
+
+    def passing(self) -> bool:
+        """Whether there is a new report of something that concerns one call only."""
+        words = self._words
+        if not (words[4] or words[8] or words[12] or words[16]):
+            return False
+        return any(self._is_new(kind) for kind in self._PASSING)
+
+    def take(self, rank: int, timeout_s: float) -> FanfoldError:
+        """The gravest report as an exception; those of one call are new once only."""
+        kinds = (self._TIMEOUT, *self._PASSING)
+        kind = next(kind for kind in kinds if self._is_new(kind))
+        call, epoch, first, second = self._words[4 * kind : 4 * kind + 4]
+        peer, phase = call >> 8, _PHASES[(call & 0xFF) - 1]
+        number = epoch & 0xFFFFFFFF
+        if kind == self._TIMEOUT:
+            return PeerTimeout(rank, peer, phase, number & 0xFFFFFF, first, timeout_s, False)
+        self._raised[kind] = (call & 0xFF, epoch)
+        if kind == self._REFUSED:
+            return PeerRefused(rank, peer, phase, f"call {number}; its own exception says why")
+        if kind == self._DISAGREEMENT:
+            return ArgumentError(
+                f"call {number}, {phase}",
+                f"another on rank {rank} than on rank {peer}: the kind of call, experts, top_k, "
+                "bytes of a row, scales, order of rows, alignment, max_tokens, or whether weights "
+                "travel differ",
+                "the same on all ranks; the call was void on all of them",
+            )
+        if kind == self._CAPACITY:
+            return ArgumentError(
+                f"capacity of call {number}, {phase}",
+                second,
+                f"at least {first + 1}, as a row of that number came; it was dropped",
+            )
+        value = (second & 0xFFFFFF) - ((second & 0x800000) << 1)
+        return ArgumentError(
+            f"topk_idx[{first}, {second >> 24 & 0xFF}] of call {number}, {phase}",
+            value,
+            "from -1 (none) to num_experts - 1; it was taken for none",
+        )
+
+    def _is_new(self, kind: int) -> bool:
+        call, epoch = self._words[4 * kind], self._words[4 * kind + 1]
+        # Several ranks may refuse one call; it is told once.
+        return call != 0 and self._raised.get(kind) != (call & 0xFF, epoch)
+
+
+class Totals:
+    """The rows that a plan finds to come, for which the CPU waits."""
+
+    _NAP_S = 20e-6
+    _SPINS = 200
+
+    def __init__(self) -> None:
+        self._tensor = torch.zeros(2, dtype=torch.int32, pin_memory=True)
+        self.address = self._tensor.data_ptr()
+        self._words = (ctypes.c_int32 * 2).from_address(self.address)
+        self._event = torch.cuda.Event()
+
+    def wait(self, limit_s: float) -> tuple[int, int] | None:
+        """Rows token-major and expert-major, when all that is on the current stream has run; None
+        if the plan's call moves nothing.
+
+        Raises:
+            UsageError: that has not happened within ``limit_s``.
+        """
+        self._event.record()
+        end = time.monotonic() + limit_s
+        looks = 0
+        while not self._event.query():
+            looks += 1
+            if looks < self._SPINS:
+                continue
+            if time.monotonic() > end:
+                raise UsageError(
+                    f"the current stream has not come to the end of a plan within {limit_s:.3g} s: "
+                    "what was enqueued before it takes longer; synchronize first, or raise "
+                    "timeout_s (FANFOLD_TIMEOUT_S)"
+                )
+            time.sleep(self._NAP_S)
+        received, placed = self._words[0], self._words[1]
+        return None if received < 0 else (received, placed)

@@ -1,0 +1,43 @@
+// High-throughput dispatch by a known plan: every row crosses the link once to each peer that wants
+// it, and is copied to its places there. The first `senders` CTAs, one at least, send before they
+// receive; all of the grid must be on the GPU at once, as receivers wait for what others send.
+#include "high_throughput/dispatch_receive.cuh"
+#include "high_throughput/dispatch_send.cuh"
+
+using namespace fanfold;
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    high_throughput_dispatch(const __grid_constant__ HighThroughputDispatchArgs args) {
+  auto& shared = dynamic_shared<DispatchShared>();
+  allow_next_kernel();
+  wait_for_previous_kernel();
+  if (is_void(args.source_prefix)) return;
+  const Call call(args.call, HighThroughputPhase::kDispatch);
+  const auto thread = static_cast<int>(threadIdx.x);
+  if (thread <= kRanks) shared.prefix[thread] = thread == 0 ? 0 : args.source_prefix[thread - 1];
+  for (int e = thread; e <= kLocalExperts; e += kThreads)
+    shared.offsets[e] = static_cast<int32_t>(args.offsets[e]);
+  __syncthreads();
+  RowRing ring(shared.rings[call.warp], call);
+  const DispatchWarp warp{args, shared, call, ring.shared, shared.notes[call.warp]};
+  const bool sends = static_cast<int>(blockIdx.x) < args.call.senders;
+  // Receivers have nothing to do until the first rows come. A failed plan may say anything.
+  const bool pads = __any_sync(kFullWarp, call.failed()) == 0;
+  if (pads && (!sends || args.call.senders == static_cast<int>(gridDim.x))) {
+    const int first = sends ? 0 : args.call.senders;
+    const int index = (static_cast<int>(blockIdx.x) - first) * kWarps + call.warp;
+    Placer(warp).pad(ring.shared.slots[0], index, (static_cast<int>(gridDim.x) - first) * kWarps);
+  }
+  gather(call, shared.participants);
+  const bool moves = !shared.participants.is_void;
+  if (moves) {
+    if (sends) {
+      Sender sender(warp);
+      ring.run<Until::kWritten>(sender);
+    }
+    Receiver receiver(warp);
+    ring.run<Until::kRead>(receiver);
+  }
+  bulk_await_written<0>();
+  finish(call, kNewRouting == 0 || moves ? nullptr : args.source_prefix);
+}

@@ -1,0 +1,124 @@
+// Where a row goes that has come: its places among the results, and what is kept of it.
+#pragma once
+
+#include "high_throughput/dispatch_shape.cuh"
+
+namespace fanfold {
+
+class Placer {
+ public:
+  __device__ explicit Placer(const DispatchWarp& warp)
+      : args_(warp.args), cta_(warp.cta), call_(warp.call) {}
+
+  // All lanes: enqueues the copies of the row in a slot, and stores what is told of it.
+  __device__ void place(const unsigned char* bytes, const Arrival& row) const {
+    const bool fits = row.row < args_.capacity;
+    if (!fits && call_.lane == 0) report_capacity(row.row);
+    if constexpr (kExpertMajor != 0) {
+      place_copies(bytes, row, fits);
+    } else {
+      if (fits && call_.lane == 0) store_copy(bytes, row.row, row);
+      if (kNewRouting != 0 && fits) keep_choice(bytes, row);
+    }
+    if (kNewRouting != 0 && fits && call_.lane == 0) args_.source_token[row.row] = row.token;
+  }
+
+  // All lanes of some warps, before anything is in their rings: the rows between the experts, each
+  // by one lane, so that all warps have as many. `zeros` is a slot of the warp's ring.
+  __device__ void pad(unsigned char* zeros, int warp, int warps) const {
+    if constexpr (kExpertMajor == 0) return;
+    for (int i = call_.lane; i < kSlotBytes / 16; i += kWarpLanes)
+      reinterpret_cast<uint4*>(zeros)[i] = uint4{0, 0, 0, 0};
+    fence_shared_before_bulk();
+    __syncwarp();
+    for (int e = call_.lane; e < kLocalExperts; e += kWarpLanes) {
+      const int64_t end = min(int64_t{cta_.offsets[e + 1]}, args_.capacity);
+      const int begin = cta_.offsets[e] + args_.tokens_per_expert[e];
+      for (int64_t place = begin + (warp + e) % warps; place < end; place += warps) {
+        store_copy(zeros, static_cast<int>(place), {-1, -1, 0});
+        if (args_.row_weights != nullptr) args_.row_weights[place] = 0.0f;
+      }
+    }
+    bulk_commit();
+    bulk_await_read<0>();
+    __syncwarp();
+  }
+
+ private:
+  __device__ static uint32_t lane_word(const unsigned char* bytes, int k) {
+    return reinterpret_cast<const uint32_t*>(bytes + kLanesAt)[k];
+  }
+  __device__ static float weight(const unsigned char* bytes, int k) {
+    return reinterpret_cast<const float*>(bytes + kWeightsAt)[k];
+  }
+
+  // ---- expert-major -----------------------------------------------------------------------------
+
+  // The row of this rank's results that the token's k-th choice has; -1 if it has none here.
+  __device__ int place_of(const unsigned char* bytes, int k, int source) const {
+    if (k >= kTopK) return -1;
+    const uint32_t word = lane_word(bytes, k);
+    const PlaceWord place = PlaceWord::decode(word);
+    const auto reader = static_cast<uint32_t>(reader_for(call_.args, source));
+    return word != PlaceWord::kNowhere && place.rank == reader ? static_cast<int>(place.row) : -1;
+  }
+
+  // Each lane sees to one choice. Of those that name one expert the first makes the copy, with the
+  // weights of all.
+  __device__ void place_copies(const unsigned char* bytes, const Arrival& row, bool keeps) const {
+    const int place = place_of(bytes, call_.lane, row.source);
+    if (keeps && args_.rows_of != nullptr && call_.lane < kTopK)
+      args_.rows_of[int64_t{row.row} * kTopK + call_.lane] = place < args_.capacity ? place : -1;
+    bool copies = place >= 0;
+    float sum = 0.0f;
+    for (int k = 0; k < kTopK; ++k) {
+      if (place_of(bytes, k, row.source) != place) continue;
+      copies = copies && k >= call_.lane;
+      if constexpr (kWeighted != 0) sum = __fadd_rn(sum, weight(bytes, k));
+    }
+    if (!copies) return;
+    if (place >= args_.capacity) return report_capacity(place);
+    store_copy(bytes, place, row);
+    if (args_.row_weights != nullptr) args_.row_weights[place] = sum;
+  }
+
+  // ---- token-major ------------------------------------------------------------------------------
+
+  __device__ void keep_choice(const unsigned char* bytes, const Arrival& row) const {
+    if (call_.lane >= kTopK) return;
+    const int first = reader_for(call_.args, row.source) * kLocalExperts;
+    const int local = static_cast<int>(lane_word(bytes, call_.lane)) - first;
+    const bool here = local >= 0 && local < kLocalExperts;
+    const int64_t at = int64_t{row.row} * kTopK + call_.lane;
+    args_.topk_idx[at] = here ? local : -1;
+    if constexpr (kWeighted != 0) args_.topk_weights[at] = here ? weight(bytes, call_.lane) : 0.0f;
+  }
+
+  // ---- either -----------------------------------------------------------------------------------
+
+  // By one lane.
+  __device__ void store_copy(const unsigned char* bytes, int place, const Arrival& row) const {
+    bulk_store(args_.out + int64_t{place} * kRowBytes, bytes, kRowBytes);
+    uint32_t* scales = args_.out_scales + int64_t{place} * kScaleWords;
+    if constexpr (kScaleWords % 4 == 0) {
+      if constexpr (kScaleWords > 0) bulk_store(scales, bytes + kScalesAt, kScaleWords * 4);
+    } else {
+      const auto* from = reinterpret_cast<const uint32_t*>(bytes + kScalesAt);
+      for (int i = 0; i < kScaleWords; ++i) scales[i] = from[i];
+    }
+    if (args_.row_source_rank == nullptr) return;
+    args_.row_source_rank[place] = row.source;
+    args_.row_source_token[place] = row.token;
+  }
+
+  __device__ __noinline__ void report_capacity(int row) const {
+    call_.report(HighThroughputReportKind::kCapacity, call_.args.rank, row,
+                 static_cast<int32_t>(args_.capacity));
+  }
+
+  const HighThroughputDispatchArgs& args_;
+  const DispatchShared& cta_;
+  const Call& call_;
+};
+
+}  // namespace fanfold

@@ -1,0 +1,143 @@
+// The sending role of dispatch: batches of this rank's tokens, each row once to every peer that
+// wants it, and to its places here.
+#pragma once
+
+#include "high_throughput/dispatch_place.cuh"
+
+namespace fanfold {
+
+class Sender {
+ public:
+  __device__ explicit Sender(const DispatchWarp& warp) : w_(warp), call_(warp.call) {
+    ticket_ = of_lane_0(draw(call_, &call_.args.state->sent));
+    fetch();
+    drawn_ = draw(call_, &call_.args.state->sent);
+  }
+
+  __device__ Next next(int slot, bool may_wait) {
+    while (remaining_ == 0) {
+      if (!holds_batch_ && !draw_batch()) return Next::kNone;
+      if (!slot_is_free(may_wait)) return may_wait ? Next::kNone : Next::kNotYet;
+      holds_batch_ = false;
+      remaining_ = __reduce_or_sync(kFullWarp, tokens_);
+      if (remaining_ == 0) publish(slot_, word_);
+    }
+    const int place = __ffs(static_cast<int>(remaining_)) - 1;
+    remaining_ &= remaining_ - 1;
+    const int token = batch_ * kBatchTokens + place;
+    w_.load_own(slot, token);
+    SenderNote& note = w_.notes[slot].sent;
+    const uint32_t to = __ballot_sync(kFullWarp, (tokens_ >> place & 1u) != 0);
+    const bool last = remaining_ == 0;
+    if (call_.lane == 0) {
+      note.to = to;
+      note.at = slot_ * kBatchTokens + place;
+      note.slot = last ? slot_ : -1;
+    }
+    if (call_.lane == call_.args.rank) note.own = {call_.args.rank, token, own_row(place)};
+    if (last && call_.lane < kRanks) note.words[call_.lane] = word_;
+    __syncwarp();
+    return Next::kRow;
+  }
+
+  __device__ void pass(int slot) const {
+    // Words came by ordinary copies.
+    if constexpr (kExtraWords > 0) {
+      fence_shared_before_bulk();
+      __syncwarp();
+    }
+    const SenderNote& note = w_.notes[slot].sent;
+    if (call_.is_peer(call_.lane) && (note.to >> call_.lane & 1u) != 0) {
+      unsigned char* row = w_.ring_row(call_.lane, writer_at(call_.args, call_.lane), note.at);
+      bulk_store(row, w_.ring.slots[slot], kSlotBytes);
+    }
+    if ((note.to >> call_.args.rank & 1u) != 0) Placer(w_).place(w_.ring.slots[slot], note.own);
+  }
+
+  __device__ void passed(int slot) const {
+    const SenderNote& note = w_.notes[slot].sent;
+    if (note.slot >= 0) publish(note.slot, call_.lane < kRanks ? note.words[call_.lane] : 0);
+    __syncwarp();
+  }
+
+ private:
+  // The rows of lane r's rank in the batch whose ticket is held; -1 where there is none.
+  __device__ void fetch() {
+    const auto batch = static_cast<int>(ticket_);
+#pragma unroll
+    for (int place = 0; place < kBatchTokens; ++place) {
+      const int token = batch * kBatchTokens + place;
+      const bool exists = token < call_.args.tokens && call_.lane < kRanks;
+      rows_[place] = exists ? w_.args.rows[int64_t{token} * kRanks + call_.lane] : -1;
+    }
+  }
+
+  // In the lane of this rank: the row that a token of the batch has here.
+  __device__ int own_row(int place) const {
+    const BatchWord word = BatchWord::decode(word_);
+    return w_.cta.prefix[call_.args.rank] + static_cast<int>(word.before) +
+           __popc(word.tokens & ((1u << place) - 1u));
+  }
+
+  // Goes on to the next batch; false if there are no more.
+  __device__ bool draw_batch() {
+    if (static_cast<int>(ticket_) >= w_.batches(call_.args.rank)) return false;
+    batch_ = static_cast<int>(ticket_);
+    tokens_ = 0;
+    uint32_t before = 0;
+#pragma unroll
+    for (int place = kBatchTokens - 1; place >= 0; --place) {
+      if (rows_[place] < 0) continue;
+      tokens_ |= 1u << place;
+      before = static_cast<uint32_t>(rows_[place]);
+    }
+    slot_ = batch_ % call_.args.slots;
+    turn_ = static_cast<uint32_t>(batch_ / call_.args.slots);
+    const BatchWord word{BatchWord::use_of(call_.epoch, turn_), before, tokens_};
+    word_ = word.encode();
+    if (call_.lane == call_.args.rank) w_.keep_batch(call_.args.rank, batch_, word);
+    ticket_ = of_lane_0(drawn_);
+    fetch();
+    drawn_ = draw(call_, &call_.args.state->sent);
+    holds_batch_ = true;
+    return true;
+  }
+
+  // Whether every peer has read what the slot held before; with `waits` it is free, or the call has
+  // failed.
+  __device__ bool slot_is_free(bool waits) const {
+    if (turn_ == 0) return true;
+    bool free = true;
+    if (call_.is_peer(call_.lane)) {
+      const uint64_t* word = call_.taken(call_.args.rank, call_.lane, slot_);
+      Patience patience(call_);
+      do {
+        const CountedWord taken = CountedWord::decode(load_acquire_system(word));
+        free = taken.epoch == call_.epoch && taken.count >= turn_;
+      } while (waits && !free && !patience.exhausted(call_.lane, turn_));
+    }
+    return __all_sync(kFullWarp, free) != 0;
+  }
+
+  // The batch has arrived at lane r's rank.
+  __device__ void publish(int slot, uint64_t word) const {
+    if (call_.is_peer(call_.lane)) {
+      fence_global_and_bulk();
+      store_release_system(call_.ready(call_.lane, writer_at(call_.args, call_.lane), slot), word);
+    }
+    __syncwarp();
+  }
+
+  const DispatchWarp& w_;
+  const Call& call_;
+  uint32_t ticket_, drawn_;  // of the next batch, and in lane 0 of the one after
+  int32_t rows_[kBatchTokens];
+  bool holds_batch_ = false;  // one that is not begun
+  int batch_ = 0, slot_ = 0;
+  uint32_t turn_ = 0;
+  uint32_t tokens_ = 0;     // of the batch, for lane r's rank
+  uint64_t word_ = 0;       // likewise
+  uint32_t remaining_ = 0;  // tokens of the batch that are not asked for yet
+};
+
+}  // namespace fanfold

@@ -1,0 +1,108 @@
+// What the two roles of dispatch share: how a row lies in its slot, and what a warp notes of the
+// rows in its ring.
+//
+// A slot holds the row, its scales, a word for each of its choices (expert-major the place there,
+// token-major the expert) and their weights, and is sent whole: rows that fill whole lines of 128
+// bytes cross the link fastest (decision 0101). Constants: kRowBytes, kScaleWords, kExpertMajor,
+// kNewRouting (the plan is new: what is told of the rows is kept for later calls), kWeighted.
+#pragma once
+
+#include "high_throughput/row_ring.cuh"
+
+namespace fanfold {
+
+inline constexpr bool kHasLanes = kExpertMajor != 0 || kNewRouting != 0;
+inline constexpr int kScalesAt = kRowBytes;
+inline constexpr int kLanesAt = kScalesAt + kScaleWords * 4;
+inline constexpr int kWeightsAt = kLanesAt + (kHasLanes ? kTopK * 4 : 0);
+inline constexpr int kUsedBytes = kWeightsAt + (kWeighted != 0 ? kTopK * 4 : 0);
+inline constexpr int kExtraWords = (kUsedBytes - kRowBytes) / 4;
+static_assert(kRowBytes % kRowAlignment == 0);
+static_assert(kSlotBytes == align_up(kUsedBytes, kAreaAlignment));
+static_assert(kWeighted == 0 || kHasLanes);
+
+// A row that has come.
+struct Arrival {
+  int32_t source;
+  int32_t token;
+  int32_t row;  // token-major
+};
+
+// What is noted of a row in the ring for when it is there, and sent.
+struct SenderNote {
+  uint32_t to;             // a bit for each rank, this one, too
+  int32_t at;              // row of the peers' rings
+  int32_t slot;            // of those rings, if this is the last row of its batch; else -1
+  Arrival own;             // if it stays here
+  uint64_t words[kRanks];  // of the batch, for each rank, with its last row
+};
+struct ReceiverNote {
+  Arrival row;
+  int32_t slot;   // to be given back, if this is the last row of its batch; else -1
+  uint32_t turn;  // of that slot
+};
+union Note {
+  SenderNote sent;
+  ReceiverNote received;
+};
+
+struct DispatchShared {
+  RowRingShared rings[kWarps];
+  Note notes[kWarps][kSlots];
+  Participants participants;
+  int32_t prefix[kRanks + 1];  // rows of earlier sources
+  int32_t offsets[kLocalExperts + 1];
+};
+
+// Both roles of a warp.
+struct DispatchWarp {
+  const HighThroughputDispatchArgs& args;
+  const DispatchShared& cta;
+  const Call& call;
+  RowRingShared& ring;
+  Note* notes;
+
+  __device__ int batches(int source) const {
+    return (cta.participants.tokens[source] + kBatchTokens - 1) / kBatchTokens;
+  }
+
+  // Row `at` of what `source` sends to `owner`.
+  __device__ unsigned char* ring_row(int owner, int source, int at) const {
+    const int64_t row = int64_t{source} * args.call.slots * kBatchTokens + at;
+    return call.at<unsigned char>(owner, args.call.at.ring) + row * kSlotBytes;
+  }
+
+  // What is kept names no rows beyond the capacity, so that a combine reads none.
+  __device__ void keep_batch(int source, int batch, BatchWord word) const {
+    if (kNewRouting == 0) return;
+    const int64_t room = args.capacity - cta.prefix[source] - static_cast<int64_t>(word.before);
+    for (int place = kBatchTokens - 1; place >= 0 && __popc(word.tokens) > room; --place)
+      word.tokens &= ~(1u << place);
+    args.batches[source * args.batch_stride + batch] = word.encode();
+  }
+
+  // Asks for a row of this rank's own, with all that travels beside it.
+  __device__ void load_own(int slot, int token) const {
+    ArrivalBarrier* full = &ring.full[slot];
+    unsigned char* to = ring.slots[slot];
+    if (call.lane == 0) {
+      expect(full, kRowBytes);
+      bulk_load(to, args.x + int64_t{token} * kRowBytes, kRowBytes, full);
+    }
+    for (int word = call.lane; word < kExtraWords; word += kWarpLanes)
+      copy_word_async(to + kRowBytes + word * 4, extra(token, word));
+    arrive_when_copied(full);
+  }
+
+ private:
+  __device__ const void* extra(int token, int word) const {
+    if (word < kScaleWords)
+      return args.scales + token * args.scale_token_stride + word * args.scale_word_stride;
+    word -= kScaleWords;
+    if (kHasLanes && word < kTopK)
+      return args.lanes + (int64_t{token} * kTopK + word) * args.lane_stride;
+    return args.weights + int64_t{token} * kTopK + word - kTopK;
+  }
+};
+
+}  // namespace fanfold

@@ -1,0 +1,226 @@
+// The high-throughput mode in the memory of GPUs: where peers write, how single words are encoded,
+// and what the kernels are told. The protocol: docs/high_throughput.md.
+//
+//   announcements  [parity][source rank]               u64    every call
+//   counts         [parity][source rank][expert, rank] u64    a plan: of all experts, then ranks
+//   ready          [source rank][slot]                 u64    a batch of rows has arrived
+//   taken          [reader rank][slot]                 u64    the reader has read a batch
+//   ring           [source rank][slot][token]          rows   what the sources send
+//
+// Rows travel in batches of kBatchTokens tokens of one source. Batch b of a stream uses slot
+// b % slots of its ring, and the token t the place t % kBatchTokens there, whether or not its
+// neighbours go to the same rank: so nobody needs to know where the others' rows lie.
+#pragma once
+
+#include "layout/types.h"
+
+namespace fanfold {
+
+inline constexpr int32_t kBatchTokens = 8;
+// The ranks of a token are the bits of one word.
+inline constexpr int32_t kMostHighThroughputRanks = 32;
+inline constexpr int32_t kMostHighThroughputCtas = 64;
+
+// What a rank says when it begins a call, which also says that it has left the one before: its
+// memory is free for this one.
+struct AnnouncementWord {
+  uint32_t epoch;   // the call's number, 24 bits
+  uint32_t facts;   // 16 bits of what ranks must agree about
+  uint32_t tokens;  // 23 bits
+  bool refused;
+
+  static constexpr uint32_t kEpochMask = 0xffffffu;
+  static constexpr int32_t kMostTokens = (1 << 23) - 1;
+
+  FANFOLD_HD constexpr uint64_t encode() const {
+    return (uint64_t{epoch & kEpochMask} << 40) | (uint64_t{facts & 0xffffu} << 24) |
+           (uint64_t{refused} << 23) | tokens;
+  }
+  FANFOLD_HD static constexpr AnnouncementWord decode(uint64_t word) {
+    return {static_cast<uint32_t>(word >> 40), static_cast<uint32_t>(word >> 24) & 0xffffu,
+            static_cast<uint32_t>(word) & 0x7fffffu, ((word >> 23) & 1u) != 0};
+  }
+};
+
+// How many rows a source has for an expert or a rank, in this call.
+struct CountedWord {
+  uint32_t epoch;
+  uint32_t count;
+
+  FANFOLD_HD constexpr uint64_t encode() const { return (uint64_t{epoch} << 32) | count; }
+  FANFOLD_HD static constexpr CountedWord decode(uint64_t word) {
+    return {static_cast<uint32_t>(word >> 32), static_cast<uint32_t>(word)};
+  }
+};
+
+// A batch that has arrived: which of its tokens brought a row, and how many rows this source has
+// sent to this rank before.
+struct BatchWord {
+  uint32_t use;     // 36 bits would not do for ever: see `use_of`
+  uint32_t before;  // 24 bits
+  uint32_t tokens;  // a bit for each
+
+  FANFOLD_HD constexpr uint64_t encode() const {
+    return (uint64_t{use} << 32) | (uint64_t{before} << 8) | tokens;
+  }
+  FANFOLD_HD static constexpr BatchWord decode(uint64_t word) {
+    return {static_cast<uint32_t>(word >> 32), static_cast<uint32_t>(word >> 8) & 0xffffffu,
+            static_cast<uint32_t>(word) & 0xffu};
+  }
+  // Tells this use of a slot from all earlier ones that a word may still stand for: the turn of the
+  // ring in its call, and the call. Words are wiped, some in every call, before their call's number
+  // comes again.
+  FANFOLD_HD static constexpr uint32_t use_of(uint32_t epoch, uint32_t turn) {
+    return (epoch << kTurnBits) | turn;
+  }
+  static constexpr int kTurnBits = 14;
+};
+inline constexpr int32_t kMostTurns = 1 << BatchWord::kTurnBits;
+
+// Where a row goes among the expert-major rows of all ranks. All ones: nowhere.
+struct PlaceWord {
+  uint32_t rank;
+  uint32_t row;
+
+  static constexpr int kRowBits = 26;
+  static constexpr uint32_t kNowhere = 0xffffffffu;
+
+  FANFOLD_HD constexpr uint32_t encode() const { return (rank << kRowBits) | row; }
+  FANFOLD_HD static constexpr PlaceWord decode(uint32_t word) {
+    return {word >> kRowBits, word & ((1u << kRowBits) - 1)};
+  }
+};
+
+struct HighThroughputOffsets {
+  int64_t announcements, counts, ready, taken, ring, end;
+};
+
+// How a region of symmetric memory is divided. Slots and the stride of rows are the kernel's own
+// matter, as a ring is empty whenever a call begins.
+struct HighThroughputDeviceLayout {
+  int32_t ranks;
+  int32_t most_slots;  // of each ring
+  int64_t ring_bytes;  // of each ring
+
+  FANFOLD_HD constexpr HighThroughputOffsets offsets() const {
+    HighThroughputOffsets at{};
+    at.announcements = 0;
+    at.counts = align_up(int64_t{2} * ranks * 8, kAreaAlignment);
+    at.ready =
+        at.counts + align_up(int64_t{2} * ranks * (kMostCounted + ranks) * 8, kAreaAlignment);
+    const int64_t words = align_up(int64_t{ranks} * most_slots * 8, kAreaAlignment);
+    at.taken = at.ready + words;
+    at.ring = at.taken + words;
+    at.end = at.ring + ranks * ring_bytes;
+    return at;
+  }
+  static constexpr int64_t kMostCounted = 2048;  // experts
+};
+
+// Memory of one rank that only its own kernels use.
+struct HighThroughputState {
+  uint32_t epoch;  // of the last call that has ended
+  uint32_t sent;   // tickets drawn
+  uint32_t received;
+  uint32_t finished;  // warps
+  uint32_t gathered;  // CTAs of a plan that have counted
+  uint32_t failed;    // 1: no call can be trusted any more
+};
+
+enum class HighThroughputReportKind : uint32_t {
+  kTimeout = 0,
+  kIndex = 1,
+  kRefused = 2,
+  kDisagreement = 3,
+  kCapacity = 4
+};
+
+struct alignas(16) HighThroughputReport {
+  uint32_t call;  // 1 + phase, | peer << 8; 0: nothing to report
+  uint32_t epoch;
+  int32_t first;
+  int32_t second;
+};
+
+enum class HighThroughputPhase : uint32_t { kPlan = 0, kDispatch = 1, kCombine = 2 };
+
+// Stands in the first word of a routing's source_prefix when a plan, or the first dispatch by it,
+// has moved nothing.
+inline constexpr int32_t kVoidRouting = -1;
+
+// What all kernels are told.
+struct HighThroughputArgs {
+  unsigned char* peers[kMostHighThroughputRanks];  // every rank's symmetric memory
+  HighThroughputOffsets at;
+  HighThroughputState* state;
+  HighThroughputReport* reports;
+  int64_t timeout_ns;
+  int32_t rank;
+  int32_t tokens;   // of this rank
+  int32_t slots;    // of each ring
+  int32_t senders;  // CTAs that begin as senders
+  uint32_t facts;
+  int32_t refused;
+};
+
+struct PlanArgs {
+  HighThroughputArgs call;
+  const int64_t* topk_idx;  // [tokens][top_k], -1 is no choice
+  int32_t* counted;         // scratch: [CTAs][experts + ranks]
+  int32_t alignment;        // of every expert's rows
+  // What the source keeps, to send by.
+  int32_t* rows;  // [tokens][ranks]: how many of its rows went to that rank before; -1: none does
+  uint32_t* places;  // [tokens][top_k] PlaceWord
+  // What comes, known to each rank alone.
+  int32_t* tokens_per_expert;  // [local experts]
+  int64_t* offsets;            // [local experts + 1]
+  int32_t* source_prefix;      // [ranks]: rows of ranks 0 to r
+  int32_t* totals;             // [2] pinned or on the GPU: rows that come, expert rows; or null
+};
+
+struct HighThroughputDispatchArgs {
+  HighThroughputArgs call;
+  const unsigned char* x;                         // [tokens][row bytes]
+  const uint32_t* scales;                         // [tokens][scale words], by strides; or null
+  int64_t scale_token_stride, scale_word_stride;  // in words
+  const int32_t* rows;                            // of the plan
+  const uint32_t* lanes;   // [tokens][top_k] x lane_stride: the plan's places, expert-major; else
+  int64_t lane_stride;     // the low words of topk_idx; in words
+  const float* weights;    // [tokens][top_k], or null
+  int32_t* source_prefix;  // made void with a new routing, if the call is
+  const int64_t* offsets;
+  const int32_t* tokens_per_expert;
+  int64_t capacity;  // rows of the results
+  // Results; each row token-major or expert-major.
+  unsigned char* out;         // [capacity][row bytes]
+  uint32_t* out_scales;       // [capacity][scale words]
+  float* row_weights;         // [capacity]; expert-major, or null
+  int32_t* row_source_rank;   // [capacity]
+  int32_t* row_source_token;  // [capacity]
+  // Kept for later calls, by token-major row.
+  int32_t* rows_of;       // [rows][top_k]; expert-major, or null
+  int64_t* topk_idx;      // [rows][top_k]; token-major, with a new routing
+  float* topk_weights;    // [rows][top_k]; likewise, if there are weights
+  int32_t* source_token;  // [rows]; with a new routing
+  uint64_t* batches;      // [ranks][batch stride] BatchWord; with a new routing
+  int64_t batch_stride;
+};
+
+struct HighThroughputCombineArgs {
+  HighThroughputArgs call;
+  // Of the dispatch, about the rows that came here.
+  const uint64_t* batches;  // [ranks][batch stride] BatchWord
+  int64_t batch_stride;
+  const int32_t* source_prefix;  // [ranks]
+  const int32_t* rows_of;        // [rows][top_k]; expert-major
+  const unsigned char* y;        // [rows][row bytes]: the outputs
+  const float* row_weights;      // [expert-major rows], or null
+  const float* lane_weights;     // expert-major [rows], token-major [rows][top_k]; or null
+  // Of the plan, about this rank's own tokens, and their results.
+  const int32_t* rows;           // [tokens][ranks]
+  const unsigned char* bias[2];  // [tokens][row bytes], or null
+  unsigned char* out;            // [tokens][row bytes]
+  float* out_weights;            // [tokens][top_k], or null
+};
+
+}  // namespace fanfold

@@ -1,0 +1,157 @@
+// The high-throughput layout of GPUs: areas that never overlap, words that survive their encoding,
+// and the bounds within which all of that holds.
+#include <cstdint>
+#include <functional>
+#include <set>
+#include <vector>
+
+#include "base/error.h"
+#include "check.hpp"
+#include "cuda/high_throughput.h"
+#include "layout/high_throughput_device.h"
+
+using namespace fanfold;
+using cuda::HighThroughput;
+using cuda::HighThroughputGrid;
+using cuda::HighThroughputPlace;
+using cuda::HighThroughputShape;
+
+namespace {
+
+HighThroughputPlace place_of(int32_t ranks, int64_t ring_bytes = 1 << 20) {
+  HighThroughputPlace place{};
+  place.rank = ranks - 1;
+  place.ranks = ranks;
+  for (int32_t peer = 0; peer < ranks; ++peer) {
+    place.peers[static_cast<size_t>(peer)] = uintptr_t{4096} * static_cast<uintptr_t>(peer + 1);
+  }
+  place.timeout_ns = 5;
+  place.max_tokens = 4096;
+  place.ring_bytes = ring_bytes;
+  return place;
+}
+
+HighThroughputShape shape_of(HighThroughputPhase phase) {
+  HighThroughputShape shape{};
+  shape.phase = phase;
+  shape.experts = 48;
+  shape.top_k = 8;
+  shape.alignment = 1;
+  if (phase != HighThroughputPhase::kPlan) {
+    shape.row_bytes = 1024;
+    shape.slot_bytes = 1152;
+  }
+  return shape;
+}
+
+}  // namespace
+
+TEST(high_throughput_device_areas_do_not_overlap) {
+  for (const int32_t ranks : {1, 2, 3, 8, 32}) {
+    for (const int64_t ring : {0, 128, 100000}) {
+      const auto at = cuda::high_throughput_offsets(ranks, ring);
+      constexpr int64_t kColumns = HighThroughputDeviceLayout::kMostCounted;
+      CHECK(at.counts - at.announcements >= int64_t{2} * ranks * 8);
+      CHECK(at.ready - at.counts >= int64_t{2} * ranks * (kColumns + ranks) * 8);
+      CHECK(at.taken - at.ready >= int64_t{ranks} * cuda::kMostRingSlots * 8);
+      CHECK(at.ring - at.taken >= int64_t{ranks} * cuda::kMostRingSlots * 8);
+      CHECK(at.end - at.ring >= ranks * ring);
+      for (const int64_t begin : {at.counts, at.ready, at.taken, at.ring, at.end}) {
+        CHECK_EQ(begin % kAreaAlignment, int64_t{0});
+      }
+    }
+  }
+}
+
+TEST(high_throughput_device_words_survive_their_encoding) {
+  for (const uint32_t epoch : {0u, 1u, 0xfffffeu, 0xffffffu}) {
+    for (const bool refused : {false, true}) {
+      const AnnouncementWord word{epoch, 0xbeef, AnnouncementWord::kMostTokens, refused};
+      const auto read = AnnouncementWord::decode(word.encode());
+      CHECK_EQ(read.epoch, epoch);
+      CHECK_EQ(read.facts, word.facts);
+      CHECK_EQ(read.tokens, word.tokens);
+      CHECK_EQ(read.refused, refused);
+    }
+  }
+  const auto batch = BatchWord::decode(BatchWord{0xfedcba98u, 0xffffffu, 0x81u}.encode());
+  CHECK_EQ(batch.use, 0xfedcba98u);
+  CHECK_EQ(batch.before, 0xffffffu);
+  CHECK_EQ(batch.tokens, 0x81u);
+  const auto place = PlaceWord::decode(PlaceWord{31, (1u << PlaceWord::kRowBits) - 2}.encode());
+  CHECK_EQ(place.rank, 31u);
+  CHECK_EQ(place.row, (1u << PlaceWord::kRowBits) - 2);
+  CHECK(BatchWord::use_of(1, 0) != BatchWord::use_of(0, kMostTurns - 1));
+}
+
+TEST(high_throughput_device_slots_follow_from_the_ring) {
+  const HighThroughput calls(place_of(4, 8 * 128 * 5));
+  CHECK_EQ(calls.slots(128), 5);
+  CHECK_EQ(calls.slots(0), cuda::kMostRingSlots);
+  CHECK_EQ(HighThroughput(place_of(4, 1 << 30)).slots(128), cuda::kMostRingSlots);
+  CHECK_THROWS(calls.slots(256), BadArgument);
+}
+
+TEST(high_throughput_device_arguments_are_filled_in) {
+  const HighThroughput calls(place_of(3));
+  const auto args =
+      calls.dispatch_arguments(shape_of(HighThroughputPhase::kDispatch), {.ctas = 8, .senders = 3});
+  CHECK_EQ(args.call.rank, 2);
+  CHECK_EQ(reinterpret_cast<uintptr_t>(args.call.peers[2]), uintptr_t{4096 * 3});
+  CHECK_EQ(args.call.senders, 3);
+  CHECK_EQ(args.call.slots, calls.slots(1152));
+  CHECK_EQ(args.call.timeout_ns, int64_t{5});
+}
+
+TEST(high_throughput_device_facts_tell_shapes_apart) {
+  const HighThroughput calls(place_of(4));
+  std::vector<HighThroughputShape> shapes(9, shape_of(HighThroughputPhase::kDispatch));
+  shapes[1].phase = HighThroughputPhase::kCombine;
+  shapes[2].experts = 96;
+  shapes[3].top_k = 7;
+  shapes[4].row_bytes = 1040;
+  shapes[5].scale_words = 1;
+  shapes[6].slot_bytes = 1280;
+  shapes[7].expert_major = 1;
+  shapes[8].variant = 1;
+  std::set<uint32_t> facts;
+  for (const auto& shape : shapes) {
+    facts.insert(calls.combine_arguments(shape, {.ctas = 4, .senders = 1}).call.facts);
+  }
+  CHECK_EQ(facts.size(), shapes.size());
+  auto plan = shape_of(HighThroughputPhase::kPlan);
+  const auto first = calls.plan_arguments(plan, {.ctas = 4, .senders = 1}).call.facts;
+  plan.alignment = 128;
+  CHECK(calls.plan_arguments(plan, {.ctas = 4, .senders = 1}).call.facts != first);
+}
+
+TEST(high_throughput_device_refuses_what_its_words_cannot_hold) {
+  const auto bad_place = [](const std::function<void(HighThroughputPlace&)>& change) {
+    auto place = place_of(4);
+    change(place);
+    CHECK_THROWS(HighThroughput(place), BadArgument);
+  };
+  bad_place([](auto& place) { place.ranks = 33; });
+  bad_place([](auto& place) { place.rank = 4; });
+  bad_place([](auto& place) { place.max_tokens = AnnouncementWord::kMostTokens + 1; });
+  bad_place([](auto& place) { place.max_tokens = kMostTurns * 4 * kBatchTokens; });
+
+  const HighThroughput calls(place_of(4));
+  const HighThroughputGrid grid{.ctas = 8, .senders = 3};
+  const auto bad_plan = [&](const std::function<void(HighThroughputShape&)>& change) {
+    auto shape = shape_of(HighThroughputPhase::kPlan);
+    change(shape);
+    CHECK_THROWS(calls.plan_arguments(shape, grid), BadArgument);
+  };
+  bad_plan([](auto& shape) { shape.experts = 2052; });
+  bad_plan([](auto& shape) { shape.experts = 62; });
+  bad_plan([](auto& shape) { shape.alignment = 1 << 23; });
+
+  const auto plan = shape_of(HighThroughputPhase::kPlan);
+  for (const HighThroughputGrid bad : {HighThroughputGrid{1, 1}, HighThroughputGrid{8, 0},
+                                       HighThroughputGrid{8, 8}, HighThroughputGrid{65, 11}}) {
+    CHECK_THROWS(calls.plan_arguments(plan, bad), BadArgument);
+  }
+  const HighThroughput alone(place_of(1));
+  CHECK_EQ(alone.plan_arguments(plan, {.ctas = 1, .senders = 1}).call.senders, 1);
+}

@@ -1,0 +1,156 @@
+"""Rounds of the high-throughput mode on GPUs, checked bit for bit; with its kernels emulated, too.
+
+What must come is worked out by :mod:`tests.distributed.routings`, which knows nothing of GPUs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fanfold.high_throughput.cuda import CudaHighThroughput
+from fanfold.high_throughput.plan import CudaDispatched, CudaPlan
+from tests.distributed.routings import Case, Round, expected_combine
+from tests.distributed.test_high_throughput import (
+    check_rows,
+    expected_lanes,
+    lanes_of,
+    outputs_of,
+    same_bits,
+)
+
+
+def sent(expect: Round, device: torch.device) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The own rows on a device; scales keep their strides."""
+    own = expect.own
+    if own.scales is None:
+        return own.x.to(device)
+    scales = own.scales
+    if device.type != "cpu":
+        held = torch.empty_strided(scales.shape, scales.stride(), device=device)
+        scales = held.copy_(scales)
+    return own.x.to(device), scales
+
+
+def dispatch(
+    mode: CudaHighThroughput, expect: Round, layout: str, capacity: int | None
+) -> CudaDispatched:
+    """The dispatch of a round."""
+    own, device = expect.own, mode.device
+    weights = None if own.topk_weights is None else own.topk_weights.to(device)
+    return mode.dispatch(
+        sent(expect, device),
+        own.topk_idx.to(device),
+        weights,
+        num_experts=expect.case.experts,
+        layout=layout,  # type: ignore[arg-type]
+        expert_alignment=expect.case.alignment,
+        capacity=capacity,
+    )
+
+
+def check_plan(expect: Round, plan: CudaPlan, layout: str) -> None:
+    """What the plan of a new routing says; ``layout`` of the dispatch that made it."""
+    case, rows = expect.case, expect.rows
+    assert (plan.ranks, plan.num_experts, plan.top_k) == (case.ranks, case.experts, case.top_k)
+    assert plan.tokens == case.tokens[expect.rank]
+    sources = [row.source for row in rows]
+    prefix = [sum(source <= rank for source in sources) for rank in range(case.ranks)]
+    assert plan.source_prefix.tolist() == prefix
+    assert plan.tokens_per_expert.tolist() == expect.counts
+    assert plan.offsets.tolist() == expect.offsets
+    if plan.capacity is None:
+        assert (plan.received, plan.expert_rows) == (len(rows), expect.offsets[-1])
+    count = len(rows)
+    assert plan.source_token[:count].tolist() == [row.token for row in rows]
+    to = [
+        [any(r.source == expect.rank and r.token == t for r in theirs) for theirs in
+         expect.rows_by_rank]
+        for t in range(plan.tokens)
+    ]  # fmt: skip
+    assert plan.is_token_in_rank.tolist() == to
+    if layout == "expert_major":
+        assert plan.rows_of is not None
+        check_rows_of(expect, plan)
+        return
+    assert plan.topk_idx is not None
+    assert plan.topk_idx[:count].tolist() == [row.lanes for row in rows]
+    assert bool((plan.topk_idx[count:] == -1).all())
+    if case.weighted:
+        assert plan.topk_weights is not None
+        weights = torch.tensor([row.weights for row in rows]).reshape(count, case.top_k)
+        assert same_bits(plan.topk_weights[:count].cpu(), weights)
+
+
+def check_rows_of(expect: Round, plan: CudaPlan) -> None:
+    """Where the lanes of the rows are in expert-major order."""
+    assert plan.rows_of is not None
+    assert plan.rows_of[: len(expect.rows)].tolist() == [
+        [expect.place_of[n, lane] if lane >= 0 else -1 for lane in row.lanes]
+        for n, row in enumerate(expect.rows)
+    ]
+
+
+def check_brought(expect: Round, got: CudaDispatched, layout: str) -> None:
+    """The rows of a dispatch. Behind those that came it has written nothing."""
+    needed = len(expect.rows) if layout == "token_major" else expect.offsets[-1]
+    on_host = CudaDispatched(
+        tokens=got.tokens.cpu().clone(),
+        scales=None if got.scales is None else got.scales.cpu().clone(),
+        plan=got.plan,
+        row_weights=None if got.row_weights is None else got.row_weights.cpu(),
+        row_source_rank=got.row_source_rank.cpu(),
+        row_source_token=got.row_source_token.cpu(),
+    )
+    on_host.tokens.view(torch.uint8)[needed:] = 0
+    if on_host.scales is not None:
+        on_host.scales[needed:] = 0
+    check_rows(expect, on_host, layout)  # type: ignore[arg-type]
+
+
+def check_combine(
+    mode: CudaHighThroughput, expect: Round, got: CudaDispatched, layout: str
+) -> None:
+    """Combines of all kinds."""
+    case, device, plan = expect.case, mode.device, got.plan
+    weighted, bias = case.weighted, tuple(each.to(device) for each in expect.own.bias)
+    wanted = expected_combine(case, expect.inputs, expect.rows_by_rank, expect.rank, weighted)
+    y, lanes_given = outputs_of(expect, layout, weighted), lanes_of(expect, layout)
+    out, lanes = mode.combine(
+        y.to(device),
+        plan,
+        layout=layout,  # type: ignore[arg-type]
+        row_weights=got.row_weights,
+        lane_weights=lanes_given.to(device),
+        bias=bias[0] if len(bias) == 1 else bias or None,
+    )
+    assert same_bits(out.cpu(), wanted)
+    assert lanes is not None
+    assert same_bits(lanes.cpu(), expected_lanes(expect, layout))
+    alone = mode.combine_weights(lanes_given.to(device), plan, layout=layout)  # type: ignore[arg-type]
+    assert same_bits(alone.cpu(), lanes.cpu())
+    unweighted = expected_combine(case, expect.inputs, expect.rows_by_rank, expect.rank, False)
+    into = torch.full_like(out, float("nan"))
+    result, none = mode.combine(
+        outputs_of(expect, layout, False).to(device),
+        plan,
+        layout=layout,  # type: ignore[arg-type]
+        bias=bias or None,
+        out=into,
+    )
+    assert result is into
+    assert none is None
+    assert same_bits(into.cpu(), unweighted)
+
+
+def run_case(mode: CudaHighThroughput, case: Case, rank: int, layout: str) -> None:
+    """Dispatches, reuses and combines ``case``, and checks every bit of what this rank gets."""
+    expect = Round(case, rank)
+    got = dispatch(mode, expect, layout, expect.capacity(layout))
+    if got.tokens.is_cuda:
+        torch.cuda.synchronize(got.tokens.device)
+    check_plan(expect, got.plan, layout)
+    check_brought(expect, got, layout)
+    check_combine(mode, expect, got, layout)
+    again = mode.dispatch_cached(sent(expect, mode.device), got.plan, layout=layout)  # type: ignore[arg-type]
+    check_brought(expect, again, layout)
+    mode.quiesce()

@@ -1,0 +1,222 @@
+"""Benches of high throughput in both orders of rows: what is timed passes the oracle, and the
+program of the GPUs runs, with a clock that does not look."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fanfold.bench import cuda_high_throughput, cuda_run
+from fanfold.bench.check import CheckFailed, Expectation
+from fanfold.bench.layouts import Given, open_calls, spoil
+from fanfold.bench.run import bench_rank, bench_ranks
+from fanfold.bench.settings import LAYOUTS, REUSES, BenchSettings
+from fanfold.cli import bench
+
+SETTINGS = BenchSettings(
+    "high_throughput", ranks=2, tokens=13, hidden=144, top_k=3, experts=6, iterations=2, warmup=1,
+    calls=2, backend="host",
+)  # fmt: skip
+
+
+def of(layout, routing="new", **changes):
+    return dataclasses.replace(SETTINGS, layout=layout, routing=routing, **changes).on("host")
+
+
+def expectation_of(group, settings):
+    batches = [settings.workload().batch(rank) for rank in range(settings.ranks)]
+    rank = dist.get_rank(group)
+    return Expectation(batches, rank, settings.experts, settings.dtype == "fp8")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("routing", REUSES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bench_on_the_host(pools, layout, routing, dtype):
+    alignment = 8 if layout == "expert_major" else None
+    settings = of(layout, routing, dtype=dtype, alignment=alignment, baseline=True)
+    for report in pools(2).run(bench_rank, settings):
+        assert {n: tuple(t.shape) for n, t in report.microseconds.items()} == {
+            "fanfold": (2, 3),
+            "baseline": (2, 3),
+        }
+
+
+def test_a_sweep_has_a_report_for_each_point(pools):
+    points = [of(layout, routing) for layout in LAYOUTS for routing in REUSES]
+    points.append(of("token_major", tokens=7))
+    for reports in pools(2).run(bench_ranks, points):
+        assert len(reports) == len(points)
+        assert len({report.rows_total for report in reports[:-1]}) == 1
+        assert reports[-1].rows_total <= 14
+
+
+def test_a_line_and_a_table_for_each_point(tmp_path, capsys):
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    path = tmp_path / "r.jsonl"
+    arguments = (
+        "high-throughput --backend host --ranks 2 --tokens 5 --hidden 64 --experts 4 --top-k 2 "
+        "--iterations 2 --warmup 0 --layout token-major,expert-major --routing cached,new"
+    )
+    assert bench.run(parser.parse_args([*arguments.split(), "--json", str(path)])) == 0
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(f["layout"], f["routing"], f["alignment"], f["sms"]) for f in found] == [
+        ("token_major", "cached", None, None),
+        ("token_major", "new", None, None),
+        ("expert_major", "cached", 1, None),
+        ("expert_major", "new", 1, None),
+    ]
+    assert {(f["backend"], f["backend_asked"], f["distribution"]) for f in found} == {
+        ("host", "host", "uniform")
+    }
+    said = capsys.readouterr().out
+    assert said.count("Checked against the oracle.") == 4
+    assert "token-major, cached routing" in said
+    assert "µs of the slowest rank" in said
+
+
+# What to spoil of a token-major dispatch, and which check must see it.
+SPOILED = {
+    "tokens": lambda brought: brought.tokens.view(torch.uint8)[1].add_(1),
+    "tokens_per_expert": lambda brought: brought.plan.tokens_per_expert[1].sub_(1),
+    "source_rank": lambda brought: brought.row_source_rank[1].add_(1),
+    "source_token": lambda brought: brought.row_source_token[1].add_(1),
+    "topk_idx": lambda brought: brought.plan.topk_idx[1].add_(1),
+    "topk_weights": lambda brought: brought.plan.topk_weights.add_(1),
+    "scales": lambda brought: brought.scales[1].mul_(2),
+}
+
+
+def findings(group, settings):
+    expectation = expectation_of(group, settings)
+    said = {}
+    with open_calls(group, settings) as calls:
+        given = Given.of(expectation, calls.device, quantized=True)
+        for name, spoiler in SPOILED.items():
+            brought = calls.dispatch(given)
+            calls.check(brought, expectation)
+            spoiler(brought)
+            said[name] = _said(calls.check, brought, expectation)
+        brought = calls.dispatch(given)
+        out = torch.empty(expectation.own.x.shape, dtype=torch.bfloat16)
+        calls.combine(calls.outputs(brought, expectation), brought, out)
+        calls.check_combined(out, expectation)
+        out.view(torch.int16)[5, 7] += 1
+        said["combined"] = _said(calls.check_combined, out, expectation)
+        spoil(brought)
+        said["poison"] = _said(calls.check, brought, expectation)
+    return said
+
+
+def _said(check, *arguments):
+    try:
+        check(*arguments)
+    except CheckFailed as failed:
+        return str(failed)
+    return "nothing"
+
+
+def test_token_major_checks_see_damage(pools):
+    for said in pools(2).run(findings, of("token_major", dtype="fp8")):
+        assert said.pop("poison").startswith("tokens")
+        assert set(said) == {*SPOILED, "combined"}
+        for name, message in said.items():
+            assert message.startswith(name), (name, message)
+
+
+def with_room(group, settings):
+    """Whether a dispatch with more room than rows, in memory of something else, is as it must be,
+    and one with another room than asked for is seen."""
+    expectation = expectation_of(group, settings)
+    capacity = cuda_high_throughput.capacity_for(expectation, settings)
+    with open_calls(group, settings) as calls:
+        given = Given.of(expectation, calls.device, quantized=True)
+        spoil(calls.dispatch(given, capacity))
+        brought = calls.dispatch(given, capacity)
+        calls.check(brought, expectation, capacity)
+        out = torch.empty(expectation.own.x.shape, dtype=torch.bfloat16)
+        calls.combine(calls.outputs(brought, expectation), brought, out)
+        calls.check_combined(out, expectation)
+        return capacity, _said(calls.check, brought, expectation)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dispatches_with_capacity(pools, layout):
+    alignment = 8 if layout == "expert_major" else None
+    for capacity, said in pools(2).run(with_room, of(layout, alignment=alignment)):
+        assert capacity % 128 == 0
+        assert said.startswith(f"tokens has {capacity} rows instead of")
+
+
+# ---- the program of the GPUs --------------------------------------------------------------------
+
+
+class BlindClock:
+    """Runs what it is to time, and calls everything a microsecond."""
+
+    late_share = 0.0
+
+    def __init__(self, barrier, device, *, warmup, iterations):
+        self._iterations = iterations
+
+    def overhead(self, calls):
+        return {name: self._ones() for name in ("empty", "empty_flushed", "launch")}
+
+    def end_to_end(self, call):
+        call()
+        return self._ones()
+
+    wall = host = end_to_end
+
+    def chain(self, call, calls):
+        return self.end_to_end(call)
+
+    def _ones(self):
+        return torch.ones(self._iterations, dtype=torch.float64)
+
+
+STANDINS = {
+    "Clock": BlindClock,
+    "GpuBarrier": lambda group, device: lambda: None,
+    "empty_kernel": lambda: None,
+    "device_facts": lambda device: {"name": "none", "sms": 132},
+    "sms_taken": lambda settings, device: 24,
+    "_RIVAL_BACKEND": "gloo",
+}
+
+
+def as_on_gpus(group, settings):
+    """What ``time_on_gpu`` reports of calls on the host."""
+    kept = {name: getattr(cuda_high_throughput, name) for name in STANDINS}
+    for name, value in STANDINS.items():
+        setattr(cuda_high_throughput, name, value)
+    try:
+        expectation = expectation_of(group, settings)
+        with open_calls(group, settings) as calls:
+            return cuda_high_throughput.time_on_gpu(calls, group, expectation, settings)
+    finally:
+        for name, value in kept.items():
+            setattr(cuda_high_throughput, name, value)
+
+
+@pytest.mark.parametrize("routing", REUSES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_program_of_the_gpus(pools, layout, routing):
+    alignment = 8 if layout == "expert_major" else None
+    settings = of(layout, routing, dtype="fp8", alignment=alignment, baseline=True)
+    reports = pools(2).run(as_on_gpus, settings)
+    ways = {"end_to_end", "graph", "host"} | ({"wall"} if routing == "new" else set())
+    for report in reports:
+        for operation in cuda_run.OPERATIONS:
+            timed = {n.partition(".")[2] for n in report.samples if n.startswith(f"{operation}.")}
+            assert timed == ways
+        assert (report.sms, report.capacity is None) == (24, routing == "cached")
+    for pattern in cuda_high_throughput.samples_timed(settings).values():
+        assert cuda_run.timings(reports, pattern).microseconds.shape == (2, 2, 3)
+    assert ("cpu_sync" in cuda_high_throughput.summary(reports)) == (routing == "new")

@@ -1,0 +1,144 @@
+"""The high-throughput mode of GPUs with its kernels on CPUs; see :mod:`tests.emulation.world`."""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from fanfold import _core
+from fanfold.config import Config
+from fanfold.high_throughput import kernels, launches
+from fanfold.high_throughput import reports as reports_module
+from fanfold.high_throughput.cuda import CudaHighThroughput
+from tests.emulation.world import Builder, ThreadGroup
+
+ARGUMENTS = (
+    _core.CudaPlanArgs,
+    _core.CudaHighThroughputDispatchArgs,
+    _core.CudaHighThroughputCombineArgs,
+)
+
+
+class _Loaded:
+    """A kernel as the mode takes it."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def allow_shared_bytes(self, nbytes: int) -> None:
+        assert nbytes <= kernels.MOST_SHARED_BYTES
+
+    def run(self, address: int, shape: _core.CudaLaunch) -> None:
+        self._library.emulate(address, shape.ctas)
+        needed, given = self._library.dynamic_shared_bytes(), shape.shared_bytes
+        assert needed <= given, f"a CTA of {self._library._name} needs {needed} bytes, has {given}"
+
+
+class _Event:
+    """Of a stream whose work is done when it is enqueued."""
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+def _launch(args: Any, kernel: _Loaded, shape: _core.CudaLaunch, stream: int) -> None:
+    del stream
+    kernel.run(args.address, shape)
+
+
+@contextmanager
+def emulated(builder: Builder, ctas: int) -> Iterator[None]:
+    """Within it the mode takes the CPU for a GPU with ``ctas`` SMs; its CTAs have fewer warps."""
+    pageable = types.SimpleNamespace(
+        zeros=lambda size, dtype, pin_memory: torch.zeros(size, dtype=dtype),
+        uint8=torch.uint8,
+        int32=torch.int32,
+        cuda=types.SimpleNamespace(Event=_Event),
+    )
+    cuda_answers = {
+        "get_device_properties": lambda index: types.SimpleNamespace(multi_processor_count=ctas),
+        "get_device_capability": lambda index: (9, 0),
+        "is_current_stream_capturing": lambda: False,
+        "synchronize": lambda device: None,
+    }
+    # Rows of 64 bytes are one warp's, longer ones two warps'.
+    few_warps = {"_PLAN_WARPS": 2, "_COMBINE_WARPS": 4, "_MOST_TEAM_WARPS": 2, "_WARP_BYTES": 48,
+                 "_MOST_TILES": 2}  # fmt: skip
+    patches = [
+        *(mock.patch.object(cls, "launch", _launch) for cls in ARGUMENTS),
+        mock.patch.multiple(torch.cuda, **cuda_answers),
+        mock.patch.object(torch._C, "_cuda_getCurrentRawStream", create=True, return_value=0),
+        mock.patch.object(launches.jit, "load", lambda source, *_: _Loaded(builder.load(source))),
+        mock.patch.object(reports_module, "torch", pageable),
+        mock.patch.multiple(kernels, **few_warps),
+    ]
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        yield
+
+
+class World:
+    """All ranks of a group; only within :func:`emulated`.
+
+    Args:
+        ranks: their number.
+        ring_bytes: of each of their rings.
+        max_tokens: of the mode.
+        ctas, senders: of every kernel.
+        settings: of :class:`Config`.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        ring_bytes: int,
+        *,
+        max_tokens: int = 256,
+        ctas: int | None = None,
+        senders: int | None = None,
+        **settings: Any,
+    ) -> None:
+        config = Config.resolve(**{"timeout_s": 10.0, **settings})
+        _, nbytes = _core.cuda_high_throughput_bytes(ranks, ring_bytes)
+        # What the mode does not make zero itself may hold anything.
+        regions = [torch.full((nbytes + 128,), 0xA5, dtype=torch.uint8) for _ in range(ranks)]
+        regions = [region[-region.data_ptr() % 128 :][:nbytes] for region in regions]
+        values: list[Any] = [None] * ranks
+        barrier = threading.Barrier(ranks, timeout=120.0)
+
+        def open_mode(rank: int) -> CudaHighThroughput:
+            memory = types.SimpleNamespace(
+                device=torch.device("cpu"),
+                rank=rank,
+                ranks=ranks,
+                base=lambda peer: regions[peer].data_ptr(),
+                bytes_per_rank=nbytes,
+                tensor=regions[rank],
+                group=ThreadGroup(rank, values, barrier),
+            )
+            return CudaHighThroughput(
+                memory,  # type: ignore[arg-type]
+                config,
+                max_tokens=max_tokens,
+                ctas=ctas,
+                senders=senders,
+            )
+
+        with ThreadPoolExecutor(ranks) as pool:
+            self.modes = list(pool.map(open_mode, range(ranks)))
+
+    def run(self, program: Callable[[int, CudaHighThroughput], Any]) -> list[Any]:
+        """``program(rank, mode)`` on all ranks at once; their results."""
+        with ThreadPoolExecutor(len(self.modes)) as pool:
+            return list(pool.map(program, range(len(self.modes)), self.modes))

@@ -1,0 +1,52 @@
+"""``fanfold bench high-throughput --backend cuda``: everything it times, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch.distributed as dist
+
+from fanfold.bench.run import RankReport, bench_ranks
+from fanfold.bench.settings import LAYOUTS, REUSES, BenchSettings
+from tests.gpu.conftest import GpuPools
+
+pytestmark = pytest.mark.gpu
+
+SETTINGS = BenchSettings(
+    "high_throughput", ranks=1, tokens=256, hidden=1024, top_k=4, experts=48, iterations=3,
+    warmup=1, calls=3, backend="cuda", baseline=True,
+)  # fmt: skip
+
+
+def _reports(group: dist.ProcessGroup, settings: BenchSettings) -> list[RankReport]:
+    points = [
+        dataclasses.replace(settings, layout=layout, routing=routing).on("cuda")
+        for layout in LAYOUTS
+        for routing in REUSES
+    ]
+    return bench_ranks(group, points)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_layouts_and_routings(gpus: GpuPools, ranks: int, dtype: str) -> None:
+    settings = dataclasses.replace(SETTINGS, ranks=ranks, dtype=dtype)
+    for reports in gpus.run(ranks, _reports, settings):
+        for report in reports:
+            assert report.on_gpu is not None
+            assert all(bool((t > 0).all()) for t in report.on_gpu.samples.values())
+            assert "round.end_to_end" in report.on_gpu.samples
+
+
+def _overlap(group: dist.ProcessGroup, settings: BenchSettings) -> RankReport:
+    return bench_ranks(group, [settings.on("cuda")])[0]
+
+
+def test_beside_a_matrix_product(gpus: GpuPools, ranks: int) -> None:
+    settings = dataclasses.replace(
+        SETTINGS, ranks=ranks, tokens=2048, overlap=True, sms=8, routing="cached", baseline=False
+    )
+    for report in gpus.run(ranks, _overlap, settings):
+        assert report.on_gpu is not None
+        assert report.on_gpu.sms == 8
+        assert float(report.on_gpu.samples["overlap.covered"].mean()) == 1.0

@@ -1,0 +1,421 @@
+"""The high-throughput mode on GPUs: what it brings and sums, bit for bit, for any sizes and however
+skewed the routing; without the CPU waiting; in graphs; with delayed streams; and ranks that stop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fanfold.config import Config
+from fanfold.errors import ArgumentError, PeerRefused, PeerTimeout, UsageError
+from fanfold.group import as_group
+from fanfold.high_throughput import HighThroughput, Plan
+from fanfold.high_throughput.cuda import CudaHighThroughput
+from fanfold.high_throughput.plan import CudaDispatched
+from fanfold.symmetric import SymmetricMemory
+from fanfold.symmetric_cuda import CudaSymmetricMemory
+from tests.distributed.cuda_rounds import (
+    check_brought,
+    check_combine,
+    check_plan,
+    check_rows_of,
+    dispatch,
+    run_case,
+    sent,
+)
+from tests.distributed.routings import Case, Round, random_case
+from tests.gpu.conftest import GpuPools
+from tests.gpu.support import assert_same
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+LAYOUTS = ("expert_major", "token_major")
+DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
+
+
+@contextmanager
+def opened(
+    group: dist.ProcessGroup, *, ring_bytes: int = 1 << 22, timeout_s: float = 30.0, **rest: Any
+) -> Iterator[CudaHighThroughput]:
+    """The mode over its own memory. Collective."""
+    config = Config.resolve(ring_bytes=ring_bytes, timeout_s=timeout_s)
+    ranks = as_group(group)
+    nbytes = CudaHighThroughput.required_bytes(ranks.size, config)
+    with CudaSymmetricMemory(ranks, nbytes) as memory:
+        yield CudaHighThroughput(memory, config, **rest)
+
+
+def case_of(ranks: int, **changes: Any) -> Case:
+    """Other numbers of tokens on each rank, none on one of several."""
+    tokens = tuple((130, 77, 0, 201)[rank % 4] for rank in range(ranks))
+    case = Case(tokens=tokens, experts_per_rank=8, top_k=4, hidden=512, alignment=16)
+    return dataclasses.replace(case, **changes)
+
+
+# ---- small cases, every bit against loops over plain tensors ------------------------------------
+
+
+def _rounds(group: dist.ProcessGroup, cases: list[Case], ring_bytes: int) -> None:
+    rank = dist.get_rank(group)
+    with opened(group, ring_bytes=ring_bytes) as mode:
+        for number, case in enumerate(cases):
+            run_case(mode, case, rank, LAYOUTS[number % 2])
+
+
+@pytest.mark.parametrize("style", ["spread", "one_rank", "one_expert", "none", "holes"])
+def test_every_style_of_routing(gpus: GpuPools, ranks: int, style: str) -> None:
+    case = case_of(ranks, style=style, biases=1)
+    gpus.run(ranks, _rounds, [case, case], 4 * 8 * 1152)
+
+
+@pytest.mark.parametrize("scales", [1, 4, 7, 56])
+def test_scales_of_any_number_and_strides(gpus: GpuPools, ranks: int, scales: int) -> None:
+    case = case_of(ranks, dtype=torch.float8_e4m3fn, scales=scales, slack=9)
+    gpus.run(ranks, _rounds, [case, case], 1 << 20)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_geometries(gpus: GpuPools, ranks: int, seed: int) -> None:
+    numbers = random.Random(seed)
+    cases = [random_case(numbers, ranks) for _ in range(4)]
+    gpus.run(ranks, _rounds, cases, 1 << 17)
+
+
+# ---- large cases, against the host backend ------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Large:
+    """A layer of real size; the same on all ranks."""
+
+    tokens: tuple[int, ...]
+    experts_per_rank: int
+    top_k: int
+    hidden: int
+    style: str
+    fp8: bool
+    seed: int
+
+    @property
+    def experts(self) -> int:
+        return self.experts_per_rank * len(self.tokens)
+
+    def make(self, rank: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
+        """Rows, routing and weights of ``rank``, on the host."""
+        numbers = torch.Generator().manual_seed(self.seed * 64 + rank)
+        count = self.tokens[rank]
+        x = torch.randn((count, self.hidden), generator=numbers).bfloat16()
+        idx = torch.randint(0, self.experts, (count, self.top_k), generator=numbers)
+        if self.style == "one_rank":
+            idx %= self.experts_per_rank
+        if self.style == "holes":
+            idx[torch.rand(idx.shape, generator=numbers) < 0.5] = -1
+        weights = torch.rand(idx.shape, generator=numbers)
+        if not self.fp8:
+            return x, idx, weights
+        scales = torch.rand((-(-self.hidden // 128), count), generator=numbers).t()
+        return (x.to(torch.float8_e4m3fn), scales), idx, weights
+
+
+def random_large(seed: int, ranks: int) -> Large:
+    numbers = random.Random(seed)
+    most = numbers.choice([64, 1000, 4096])
+    return Large(
+        tokens=tuple(numbers.choice([0, most, numbers.randint(0, most)]) for _ in range(ranks)),
+        experts_per_rank=numbers.choice([1, 7, 32, 64]),
+        top_k=numbers.choice([1, 2, 8, 22]),
+        hidden=numbers.choice([1024, 2048, 2880, 7168, 16 * numbers.randint(8, 300)]),
+        style=numbers.choice(["spread", "one_rank", "holes"]),
+        fp8=numbers.random() < 0.5,
+        seed=seed,
+    )
+
+
+def _on_gpu(x: Any, device: torch.device) -> Any:
+    if not isinstance(x, tuple):
+        return x.to(device)
+    scales = torch.empty_strided(x[1].shape, x[1].stride(), device=device)
+    return x[0].to(device), scales.copy_(x[1])
+
+
+def _against_the_host(group: dist.ProcessGroup, large: Large, layout: Any) -> None:
+    rank, ranks = dist.get_rank(group), as_group(group)
+    x, idx, weights = large.make(rank)
+    config = Config.resolve(timeout_s=60.0)
+    nbytes = HighThroughput.staging_bytes(ranks.size, config)
+    with SymmetricMemory(ranks, nbytes, config) as memory, opened(group) as mode:
+        host = HighThroughput(memory, 0, nbytes)
+        rest = {"num_experts": large.experts, "layout": layout, "expert_alignment": 128}
+        want = host.dispatch(x, idx, weights, **rest)
+        device = mode.device
+        got = mode.dispatch(_on_gpu(x, device), idx.to(device), weights.to(device), **rest)
+        _assert_brought(got, want)
+        _assert_plan(got, want.plan, layout)
+        again = mode.dispatch_cached(_on_gpu(x, device), got.plan, layout=layout)
+        _assert_brought(again, want)
+        rows = want.tokens.shape[0]
+        numbers = torch.Generator().manual_seed(rank)
+        y = torch.randn((rows, large.hidden), generator=numbers).bfloat16()
+        lanes_shape = (rows,) if layout == "expert_major" else (rows, large.top_k)
+        lanes = torch.rand(lanes_shape, generator=numbers)
+        bias = torch.randn((large.tokens[rank], large.hidden), generator=numbers).bfloat16()
+        wanted, wanted_lanes = host.combine(
+            y, want.plan, layout=layout, row_weights=want.row_weights, lane_weights=lanes,
+            bias=bias,
+        )  # fmt: skip
+        out, out_lanes = mode.combine(
+            y.to(device), got.plan, layout=layout, row_weights=got.row_weights,
+            lane_weights=lanes.to(device), bias=bias.to(device),
+        )  # fmt: skip
+        mode.quiesce()
+        assert_same("combined", out, wanted)
+        assert out_lanes is not None
+        assert wanted_lanes is not None
+        assert_same("lanes", out_lanes, wanted_lanes)
+
+
+def _assert_brought(got: CudaDispatched, want: Any) -> None:
+    assert_same("tokens", got.tokens.view(torch.uint8), want.tokens.view(torch.uint8))
+    for name in ("scales", "row_weights", "row_source_rank", "row_source_token"):
+        actual, expected = getattr(got, name), getattr(want, name)
+        assert (actual is None) == (expected is None), name
+        if expected is not None:
+            assert_same(name, actual, expected)
+
+
+def _assert_plan(got: CudaDispatched, want: Plan, layout: str) -> None:
+    names = ["source_prefix", "source_token", "tokens_per_expert", "offsets", "is_token_in_rank"]
+    names += ["rows_of"] if layout == "expert_major" else ["topk_idx", "topk_weights"]
+    for name in names:
+        assert_same(name, getattr(got.plan, name), getattr(want, name))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("seed", range(6))
+def test_random_layers_against_the_host(gpus: GpuPools, ranks: int, seed: int, layout: str) -> None:
+    gpus.run(ranks, _against_the_host, random_large(seed, ranks), layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("style", ["spread", "one_rank"])
+def test_many_tokens_against_the_host(
+    gpus: GpuPools, most_ranks: int, style: str, layout: str
+) -> None:
+    tokens = (16384, 0, 5000, 16384)[:most_ranks]
+    large = Large(tokens, 8, 4, 256, style, False, 3)
+    gpus.run(most_ranks, _against_the_host, large, layout)
+
+
+# ---- plans, capacities, refusals ----------------------------------------------------------------
+
+
+def _one_plan_for_both(group: dist.ProcessGroup, case: Case) -> None:
+    with opened(group) as mode:
+        expect = Round(case, dist.get_rank(group))
+        got = dispatch(mode, expect, "token_major", None)
+        check_plan(expect, got.plan, "token_major")
+        rows = sent(expect, mode.device)
+        for _ in range(3):
+            again = mode.dispatch_cached(rows, got.plan, layout="expert_major")
+            check_brought(expect, again, "expert_major")
+            check_rows_of(expect, got.plan)
+            check_combine(mode, expect, again, "expert_major")
+            check_brought(
+                expect, mode.dispatch_cached(rows, got.plan, layout="token_major"), "token_major"
+            )
+
+
+def test_one_plan_for_both_layouts(gpus: GpuPools, ranks: int) -> None:
+    gpus.run(ranks, _one_plan_for_both, case_of(ranks, weighted=False))
+
+
+def _too_small(group: dist.ProcessGroup, case: Case, layout: str) -> None:
+    rank = dist.get_rank(group)
+    with opened(group) as mode:
+        expect = Round(case, rank)
+        needed = len(expect.rows) if layout == "token_major" else expect.offsets[-1]
+        room = needed - 3 if rank == 0 else needed
+        got = dispatch(mode, expect, layout, room)
+        if rank == 0:
+            with pytest.raises(ArgumentError, match=f"capacity of .* is {room}"):
+                mode.quiesce()
+        else:
+            check_brought(expect, got, layout)
+        run_case(mode, case, rank, layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_too_small_a_capacity_is_reported(gpus: GpuPools, ranks: int, layout: str) -> None:
+    gpus.run(ranks, _too_small, case_of(ranks), layout)
+
+
+def _refused(group: dist.ProcessGroup, case: Case, capacity: int | None) -> None:
+    rank = dist.get_rank(group)
+    with opened(group) as mode:
+        expect = Round(case, rank)
+        for _ in range(3):
+            if rank == 0:
+                wrong = torch.zeros((4, 4), dtype=torch.int32, device=mode.device)
+                with pytest.raises(ArgumentError, match="topk_idx"):
+                    mode.dispatch(sent(expect, mode.device), wrong, num_experts=case.experts)
+            elif capacity is None:
+                with pytest.raises(PeerRefused, match="rank 0"):
+                    dispatch(mode, expect, "expert_major", None)
+            else:
+                void = dispatch(mode, expect, "expert_major", capacity)
+                mode.combine(void.tokens, void.plan, layout="expert_major")
+                with pytest.raises(PeerRefused, match="rank 0"):
+                    mode.quiesce()
+            run_case(mode, case, rank, "token_major")
+
+
+@pytest.mark.parametrize("capacity", [None, 3000])
+def test_refusals(gpus: GpuPools, most_ranks: int, capacity: int | None) -> None:
+    gpus.run(most_ranks, _refused, case_of(most_ranks), capacity)
+
+
+def _bad_index(group: dist.ProcessGroup, case: Case) -> None:
+    with opened(group) as mode:
+        device = mode.device
+        x = torch.ones((9, case.hidden), dtype=torch.bfloat16, device=device)
+        idx = torch.zeros((9, 2), dtype=torch.int64, device=device)
+        idx[5, 1] = case.experts
+        mode.dispatch(x, idx, num_experts=case.experts)
+        with pytest.raises(ArgumentError, match=rf"topk_idx\[5, 1\].* is {case.experts}"):
+            mode.quiesce()
+
+
+def test_an_index_out_of_range_is_reported(gpus: GpuPools, ranks: int) -> None:
+    gpus.run(ranks, _bad_index, case_of(ranks))
+
+
+# ---- graphs, streams ----------------------------------------------------------------------------
+
+
+def _graphs(group: dist.ProcessGroup, cases: list[Case], layout: Any, room: int) -> None:
+    """New and cached dispatches and combines in one graph, replayed with other routings."""
+    rank = dist.get_rank(group)
+    rounds = [Round(case, rank) for case in cases]
+    with opened(group) as mode:
+        device = mode.device
+        first = rounds[0].own
+        x, idx = first.x.to(device), first.topk_idx.to(device)
+        assert first.topk_weights is not None
+        weights = first.topk_weights.to(device)
+        with pytest.raises(UsageError, match="capacity"):
+            _captured(lambda: mode.dispatch(x, idx, num_experts=cases[0].experts, layout=layout))
+
+        def calls() -> tuple[CudaDispatched, CudaDispatched, torch.Tensor]:
+            got = mode.dispatch(
+                x, idx, weights, num_experts=cases[0].experts, layout=layout, capacity=room,
+                expert_alignment=cases[0].alignment,
+            )  # fmt: skip
+            again = mode.dispatch_cached(x, got.plan, layout=layout)
+            out, _ = mode.combine(again.tokens, got.plan, layout=layout)
+            return got, again, out
+
+        calls()
+        graph, (got, again, out) = _captured(calls)
+        for number, expect in enumerate([*rounds, *rounds[::-1]]):
+            x.copy_(expect.own.x)
+            idx.copy_(expect.own.topk_idx)
+            assert expect.own.topk_weights is not None
+            weights.copy_(expect.own.topk_weights)
+            if number % 3 == rank % 3:
+                torch.cuda._sleep(2_000_000)
+            graph.replay()
+            if number % 2:
+                calls()
+            mode.quiesce()
+            expect.capacity = lambda _: room  # type: ignore[method-assign]
+            check_brought(expect, got, layout)
+            check_brought(expect, again, layout)
+            plain = mode.combine(again.tokens, got.plan, layout=layout)[0]
+            assert_same("combined", out, plain.cpu())
+
+
+def _captured(calls: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = calls()
+    return graph, result
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_graphs(gpus: GpuPools, ranks: int, layout: str) -> None:
+    styles = ("spread", "one_rank", "duplicates", "none")
+    cases = [case_of(ranks, style=style, seed=n) for n, style in enumerate(styles)]
+    gpus.run(ranks, _graphs, cases, layout, 4096)
+
+
+def _delayed(group: dist.ProcessGroup, case: Case) -> None:
+    """Calls change streams, and ranks fall behind at different times."""
+    rank = dist.get_rank(group)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    with opened(group) as mode:
+        expect = Round(case, rank)
+        rows = sent(expect, mode.device)
+        got = dispatch(mode, expect, "expert_major", 4096)
+        for number in range(12):
+            if number % 4 == rank % 4:
+                torch.cuda._sleep(3_000_000)
+            with torch.cuda.stream(streams[number % 3]):
+                again = mode.dispatch_cached(rows, got.plan, layout="expert_major")
+                out, _ = mode.combine(again.tokens, got.plan, layout="expert_major")
+                again.tokens.zero_()  # the combine has read it, as it comes before on its stream
+                last = mode.dispatch_cached(rows, got.plan, layout="expert_major")
+            mode.quiesce()
+            want, _ = mode.combine(last.tokens, got.plan, layout="expert_major")
+            assert_same("combined", out, want.cpu())
+            expect.capacity = lambda _: 4096  # type: ignore[method-assign]
+            check_brought(expect, last, "expert_major")
+
+
+def test_delayed_streams(gpus: GpuPools, ranks: int) -> None:
+    gpus.run(ranks, _delayed, case_of(ranks))
+
+
+# ---- faults -------------------------------------------------------------------------------------
+
+
+def _stalled(group: dist.ProcessGroup, case: Case, call: str) -> None:
+    rank = dist.get_rank(group)
+    with opened(group) as mode:  # compiles, which may take longer than the bound below
+        run_case(mode, case, rank, "expert_major")
+        run_case(mode, dataclasses.replace(case, weighted=False), rank, "expert_major")
+    with opened(group, timeout_s=2.0) as mode:
+        expect = Round(case, rank)
+        rows = sent(expect, mode.device)
+        got = dispatch(mode, expect, "expert_major", 4096)
+        mode.combine(got.tokens, got.plan, layout="expert_major")
+        mode.dispatch_cached(rows, got.plan, layout="expert_major")
+        mode.quiesce()
+        dist.barrier(group)
+        if rank != 1:
+            calls: dict[str, Callable[[], object]] = {
+                "counts": lambda: dispatch(mode, expect, "expert_major", 4096),
+                "dispatch": lambda: mode.dispatch_cached(rows, got.plan, layout="expert_major"),
+                "combine": lambda: mode.combine(got.tokens, got.plan, layout="expert_major"),
+            }
+            start = time.monotonic()
+            calls[call]()
+            with pytest.raises(PeerTimeout, match=f"rank 1 in high_throughput {call}"):
+                mode.quiesce()
+            assert time.monotonic() - start < 10.0
+            with pytest.raises(PeerTimeout):
+                dispatch(mode, expect, "expert_major", None)
+        dist.barrier(group)
+
+
+@pytest.mark.parametrize("call", ["counts", "dispatch", "combine"])
+def test_a_stalled_rank_is_named(gpus: GpuPools, most_ranks: int, call: str) -> None:
+    gpus.run(most_ranks, _stalled, case_of(most_ranks), call)

@@ -1,0 +1,145 @@
+"""The high-throughput kernels compile for a broad range of sizes, without spilling, and with few
+enough registers and shared memory for their CTAs to start. NVRTC needs no GPU.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from fanfold.errors import ArgumentError
+from fanfold.high_throughput.kernels import (
+    MOST_SHARED_BYTES,
+    CombineKind,
+    DispatchKind,
+    Grid,
+    Kernel,
+    Sizes,
+    combine_kernel,
+    dispatch_kernel,
+    plan_kernel,
+)
+from fanfold.jit import KernelSource
+from tests.unit.test_kernels_compile import Compiled, check, compiled, short
+
+__all__ = ["compiled"]
+
+# Ranks, experts, top-k and hidden of the layers that the mode is measured with, and the extremes.
+NAMED = [
+    (4, 256, 8, 7168),
+    (4, 512, 22, 1024),
+    (8, 128, 4, 2880),
+    (1, 1, 1, 16),
+    (32, 2048, 32, 16384),
+]
+SMALL_SHARED_BYTES = 99 << 10  # of compute capability 12.0
+
+
+def dispatches(sizes: Sizes, hidden: int) -> Iterator[DispatchKind]:
+    """bf16 and fp8 rows, in both orders, by a new plan with weights and by a cached one."""
+    for row_bytes, scale_words in ((2 * hidden, 0), (hidden, -(-hidden // 128))):
+        for expert_major in (False, True):
+            yield DispatchKind(sizes, row_bytes, scale_words, expert_major, True, True)
+            yield DispatchKind(sizes, row_bytes, scale_words, expert_major, False, False)
+
+
+def combines(sizes: Sizes, hidden: int) -> Iterator[CombineKind]:
+    """Both orders, with weights and numbers of the lanes, and without."""
+    yield CombineKind(sizes, 2 * hidden, False, False, False)
+    yield CombineKind(sizes, 2 * hidden, False, False, True)
+    yield CombineKind(sizes, 2 * hidden, True, True, False)
+    yield CombineKind(sizes, 2 * hidden, True, False, True)
+    yield CombineKind(sizes, 16, True, False, True)
+
+
+def kernels(ranks: int, experts: int, top_k: int, hidden: int) -> list[Kernel]:
+    sizes = Sizes(ranks, experts, top_k)
+    return [
+        plan_kernel(sizes),
+        *(dispatch_kernel(kind) for kind in dispatches(sizes, hidden)),
+        *(combine_kernel(kind, 128) for kind in combines(sizes, hidden)),
+    ]
+
+
+def drawn(count: int) -> Iterator[tuple[int, int, int, int]]:
+    chance = random.Random(5)
+    for _ in range(count):
+        ranks = chance.randint(1, 8)
+        local = chance.choice([1, 3, 8, 60, 256])
+        hidden = 16 * chance.choice([8, 17, 64, 180, 512, 1024])
+        yield ranks, ranks * local, chance.randint(1, 32), hidden
+
+
+def sources(every: list[Kernel]) -> list[KernelSource]:
+    return list(dict.fromkeys(kernel.source for kernel in every))
+
+
+# All of the first layer, and of the others one kernel of each kind in turn.
+FEW = sources(
+    kernels(*NAMED[0])
+    + [kernels(*layer)[place] for layer in NAMED[1:] for place in (0, 1, 3, 8, 9, 11)]
+)
+MANY = sources([kernel for layer in [*NAMED, *drawn(12)] for kernel in kernels(*layer)])
+
+
+@pytest.mark.parametrize("source", FEW, ids=short)
+def test_for_hopper(compiled: Compiled, source: KernelSource) -> None:
+    check(source, compiled(FEW, source, "sm_90a"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("source", MANY, ids=short)
+def test_many_for_hopper(compiled: Compiled, source: KernelSource) -> None:
+    check(source, compiled(MANY, source, "sm_90a"))
+
+
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_120a"])
+def test_for_other_gpus(compiled: Compiled, arch: str) -> None:
+    some = [FEW[0], FEW[3], FEW[-1]]
+    for source in some:
+        binary = compiled(some, source, arch)
+        assert 0 < binary.registers <= source.register_limit, f"{source}: {binary.registers}"
+
+
+@pytest.mark.parametrize("layer", [*NAMED, *drawn(30)])
+@pytest.mark.parametrize("most", [MOST_SHARED_BYTES, SMALL_SHARED_BYTES])
+def test_shared_memory_suffices(layer: tuple[int, int, int, int], most: int) -> None:
+    sizes = Sizes(*layer[:3])
+    for kind in dispatches(sizes, layer[3]):
+        kernel = dispatch_kernel(kind, most)
+        constants = dict(kernel.source.pairs)
+        rows = constants["kWarps"] * (constants["kAhead"] + constants["kBehind"])
+        assert rows * kernel.slot_bytes <= kernel.shared_bytes <= most
+        assert constants["kAhead"] >= 1
+        assert constants["kBehind"] >= 1
+    for combine in combines(sizes, layer[3]):
+        assert combine_kernel(combine, 128).shared_bytes <= most
+
+
+def test_rows_that_do_not_fit_name_the_bound() -> None:
+    sizes = Sizes(4, 256, 8)
+    with pytest.raises(ArgumentError, match="at most") as raised:
+        dispatch_kernel(DispatchKind(sizes, 131072, 0, True, True, True))
+    most = int(str(raised.value).split("at most ")[1].split()[0])
+    dispatch_kernel(DispatchKind(sizes, most // 16 * 16, 0, True, True, True))
+    with pytest.raises(ArgumentError):
+        dispatch_kernel(DispatchKind(sizes, most // 16 * 16 + 16, 0, True, True, True))
+
+
+@pytest.mark.parametrize("slots", [4, 5, 25, 26, 27, 128])
+def test_a_combine_lags_less_than_its_ring_is_long(slots: int) -> None:
+    kind = CombineKind(Sizes(4, 256, 8), 14336, False, False, False)
+    lag = dict(combine_kernel(kind, slots).source.pairs)["kLag"]
+    assert 1 <= lag < slots
+    assert lag == min(24, slots - 2)
+
+
+def test_grids() -> None:
+    assert Grid.of(132, 4) == Grid(24, 11)
+    assert Grid.of(132, 1) == Grid(24, 24)
+    assert Grid.of(8, 4) == Grid(8, 4)
+    assert Grid.of(2, 2) == Grid(2, 1)
+    assert Grid.of(132, 4, ctas=12) == Grid(12, 6)
+    assert Grid.of(132, 4, ctas=2, senders=1) == Grid(2, 1)

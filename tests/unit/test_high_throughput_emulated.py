@@ -1,0 +1,364 @@
+"""The high-throughput kernels, run on the CPU, against loops over plain tensors: any number of
+ranks, rings so short that credits matter, refusals and late ranks, without a GPU. What only
+hardware shows is for ``tests/gpu``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import pytest
+import torch
+
+from fanfold import _core
+from fanfold.errors import ArgumentError, PeerRefused, PeerTimeout, UsageError
+from fanfold.high_throughput import cuda as cuda_module
+from fanfold.high_throughput.cuda import CudaHighThroughput
+from fanfold.high_throughput.plan import CudaDispatched
+from tests.distributed import routings
+from tests.distributed.cuda_rounds import (
+    check_brought,
+    check_combine,
+    check_plan,
+    check_rows_of,
+    dispatch,
+    run_case,
+    sent,
+)
+from tests.distributed.routings import Case, Round
+from tests.emulation.high_throughput import World, emulated
+from tests.emulation.world import Builder
+
+CTAS = 3
+LAYOUTS = ("expert_major", "token_major")
+ROOMY_RING = 1 << 16
+
+
+def tiny_ring(case: Case) -> int:
+    """Bytes of four slots of 8 rows, so that every slot is used again and again."""
+    used = 2 * case.hidden + 8 * case.top_k + 4 * case.scales
+    return 4 * 8 * (-(-used // 128) * 128)
+
+
+@pytest.fixture(scope="module")
+def builder(tmp_path_factory: pytest.TempPathFactory) -> Builder:
+    return Builder(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(autouse=True)
+def gpu(builder: Builder) -> Iterator[None]:
+    with emulated(builder, CTAS):
+        yield
+
+
+CASES = [
+    Case(tokens=(230, 0, 45), experts_per_rank=3, top_k=4, hidden=32, alignment=4, biases=2),
+    Case(tokens=(50, 61), experts_per_rank=4, top_k=3, hidden=80, style="holes", weighted=False,
+         dtype=torch.float8_e4m3fn, scales=7, slack=3, alignment=128, biases=1),
+    Case(tokens=(9, 40, 0, 66), experts_per_rank=2, top_k=2, hidden=16, style="duplicates",
+         slack=0),
+    Case(tokens=(37,), experts_per_rank=5, top_k=6, hidden=48, dtype=torch.float8_e4m3fn,
+         scales=8),
+]  # fmt: skip
+SMALL = Case(tokens=(30, 0, 45), experts_per_rank=3, top_k=4, hidden=32, alignment=4)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rounds(case: Case, layout: str) -> None:
+    world = World(case.ranks, tiny_ring(case))
+    fewer = tuple(tokens // 4 for tokens in case.tokens[::-1])
+    turns = [case, dataclasses.replace(case, tokens=fewer, seed=1)]
+
+    def program(rank: int, mode: CudaHighThroughput) -> None:
+        for turn in turns:
+            run_case(mode, turn, rank, layout)
+
+    world.run(program)
+
+
+@pytest.mark.parametrize("style", ["one_rank", "one_expert", "none"])
+def test_skewed_routing(style: str) -> None:
+    case = dataclasses.replace(CASES[0], tokens=(90, 0, 45), style=style, biases=0)
+    world = World(case.ranks, tiny_ring(case))
+    world.run(lambda rank, mode: run_case(mode, case, rank, "expert_major"))
+
+
+@pytest.mark.parametrize("grid", [(2, 1), (3, 2)])
+def test_other_grids(grid: tuple[int, int]) -> None:
+    world = World(SMALL.ranks, tiny_ring(SMALL), ctas=grid[0], senders=grid[1])
+    world.run(lambda rank, mode: run_case(mode, SMALL, rank, "expert_major"))
+
+
+@pytest.mark.parametrize("capacity", [False, True])
+def test_a_plan_serves_both_layouts(capacity: bool) -> None:
+    world = World(SMALL.ranks, ROOMY_RING)
+
+    def program(rank: int, mode: CudaHighThroughput) -> None:
+        expect = Round(dataclasses.replace(SMALL, weighted=False), rank)
+        room = 400 if capacity else None
+        got = dispatch(mode, expect, "token_major", room)
+        check_plan(expect, got.plan, "token_major")
+        y = torch.zeros((got.plan.row_count("expert_major"), 32), dtype=torch.bfloat16)
+        if capacity:
+            expect.case = dataclasses.replace(expect.case, slack=0)
+            expect.capacity = lambda layout: 400  # type: ignore[method-assign]
+        again = mode.dispatch_cached(sent(expect, mode.device), got.plan, layout="expert_major")
+        check_brought(expect, again, "expert_major")
+        check_rows_of(expect, got.plan)
+        check_combine(mode, expect, again, "expert_major")
+        assert len(y) == len(again.tokens)
+        back = mode.dispatch_cached(sent(expect, mode.device), got.plan, layout="token_major")
+        check_brought(expect, back, "token_major")
+        mode.quiesce()
+
+    world.run(program)
+
+
+def test_expert_major_combine_needs_expert_major_rows() -> None:
+    world = World(2, ROOMY_RING)
+    case = dataclasses.replace(SMALL, tokens=(5, 9))
+
+    def program(rank: int, mode: CudaHighThroughput) -> None:
+        got = dispatch(mode, Round(case, rank), "token_major", None)
+        y = torch.zeros((got.plan.row_count("expert_major"), 32), dtype=torch.bfloat16)
+        with pytest.raises(UsageError, match="expert-major"):
+            mode.combine(y, got.plan, layout="expert_major")
+        run_case(mode, case, rank, "expert_major")
+
+    world.run(program)
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+
+def refuse(mode: CudaHighThroughput, how: str, got: CudaDispatched) -> None:
+    """Makes a mistake in a call."""
+    x = torch.zeros((5, 32))
+    idx = torch.zeros((5, 4), dtype=torch.int64)
+    calls: dict[str, Callable[[], object]] = {
+        "dispatch": lambda: mode.dispatch(x, idx.int(), num_experts=9),
+        "cached": lambda: mode.dispatch_cached(x[:1], got.plan, layout="expert_major"),
+        "combine": lambda: mode.combine(x, got.plan, layout="expert_major"),
+        "weights": lambda: mode.combine_weights(x, got.plan, layout="expert_major"),
+    }
+    with pytest.raises(ArgumentError):
+        calls[how]()
+
+
+@pytest.mark.parametrize("how", ["dispatch", "cached", "combine", "weights"])
+@pytest.mark.parametrize("capacity", [None, 500])
+def test_a_refused_call_is_void_on_all_ranks(how: str, capacity: int | None) -> None:
+    world = World(SMALL.ranks, ROOMY_RING)
+
+    def program(rank: int, mode: CudaHighThroughput) -> None:
+        expect = Round(SMALL, rank)
+        got = dispatch(mode, expect, "expert_major", None)
+        if rank == 1:
+            refuse(mode, how, got)
+        else:
+            call_that_is_void(mode, how, expect, got, capacity)
+        # The plan of before is as good as before, and so is the memory.
+        check_combine(mode, expect, got, "expert_major")
+        run_case(mode, SMALL, rank, "token_major")
+
+    world.run(program)
+
+
+def call_that_is_void(
+    mode: CudaHighThroughput, how: str, expect: Round, got: CudaDispatched, capacity: int | None
+) -> None:
+    plan = got.plan
+    y = torch.zeros((plan.row_count("expert_major"), 32), dtype=torch.bfloat16)
+    if how == "dispatch" and capacity is None:
+        with pytest.raises(PeerRefused, match="rank 1 refused its input to high_throughput counts"):
+            dispatch(mode, expect, "expert_major", capacity)
+        return
+    if how == "dispatch":
+        void = dispatch(mode, expect, "expert_major", capacity)
+        assert int(void.plan.source_prefix[0]) == -1
+        # What is done with its plan is no call: rank 1 does not take part.
+        mode.dispatch_cached(sent(expect, mode.device), void.plan, layout="expert_major")
+        y = torch.zeros((500, 32), dtype=torch.bfloat16)
+        with pytest.raises(PeerRefused):
+            mode.combine(y, void.plan, layout="expert_major")
+        mode.combine(y, void.plan, layout="expert_major")
+        with pytest.raises(ArgumentError, match="y"):
+            mode.combine(y.float(), void.plan, layout="expert_major")
+        return
+    if how == "cached":
+        mode.dispatch_cached(sent(expect, mode.device), plan, layout="expert_major")
+        with pytest.raises(PeerRefused, match="high_throughput dispatch"):
+            mode.check()
+        return
+    lanes = torch.zeros(len(y))
+    with pytest.raises(PeerRefused, match="high_throughput combine"):
+        (
+            mode.combine(y, plan, layout="expert_major")
+            if how == "combine"
+            else mode.combine_weights(lanes, plan, layout="expert_major")
+        )
+
+
+def test_a_dispatch_refused_after_its_plan() -> None:
+    """Rank 1 finds after the counts that it has no memory for the rows."""
+    world = World(SMALL.ranks, ROOMY_RING)
+
+    def program(rank: int, mode: CudaHighThroughput) -> None:
+        expect = Round(SMALL, rank)
+        room = 500 if rank == 0 else None
+        if rank == 1:
+            broken = mock.patch.object(mode, "_allocate", side_effect=MemoryError)
+            with broken, pytest.raises(MemoryError):
+                dispatch(mode, expect, "expert_major", None)
+        else:
+            void = dispatch(mode, expect, "expert_major", room)
+            assert int(void.plan.source_prefix[0]) == -1
+            y = torch.zeros_like(void.tokens)
+            with pytest.raises(PeerRefused, match=r"rank 1 .* high_throughput dispatch"):
+                mode.combine(y, void.plan, layout="expert_major")
+        run_case(mode, SMALL, rank, "expert_major")
+
+    world.run(program)
+
+
+def test_ranks_that_disagree_are_told_and_stay_in_step() -> None:
+    world = World(SMALL.ranks, ROOMY_RING)
+
+    def program(rank: int, mode: CudaHighThroughput) -> None:
+        case = dataclasses.replace(SMALL, alignment=8 if rank == 2 else 4)
+        with pytest.raises(ArgumentError, match="the same on all ranks"):
+            dispatch(mode, Round(case, rank), "expert_major", None)
+        expect = Round(SMALL, rank)
+        layout = LAYOUTS[rank % 2]
+        got = dispatch(mode, expect, layout, 500)
+        assert int(got.plan.source_prefix[0]) == -1
+        with pytest.raises(ArgumentError, match="high_throughput dispatch"):
+            mode.combine(got.tokens, got.plan, layout=layout)  # type: ignore[arg-type]
+        run_case(mode, SMALL, rank, "expert_major")
+
+    world.run(program)
+
+
+# ---- what only the kernels find -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["plan", "dispatch", "combine"])
+def test_a_late_rank_is_named(call: str) -> None:
+    world = World(SMALL.ranks, ROOMY_RING, timeout_s=1.0)
+
+    def program(rank: int, mode: CudaHighThroughput) -> None:
+        expect = Round(SMALL, rank)
+        got = dispatch(mode, expect, "expert_major", 500)
+        mode.quiesce()
+        if rank == 2:
+            return
+        phase = {"plan": "counts"}.get(call, call)
+        room = None if rank == 0 else 500
+        calls: dict[str, Callable[[], object]] = {
+            "plan": lambda: dispatch(mode, expect, "expert_major", room),
+            "dispatch": lambda: mode.dispatch_cached(
+                sent(expect, mode.device), got.plan, layout="expert_major"
+            ),
+            "combine": lambda: mode.combine(got.tokens, got.plan, layout="expert_major"),
+        }
+        with pytest.raises(PeerTimeout, match=f"rank 2 in high_throughput {phase}"):
+            (calls[call](), mode.check())
+        with pytest.raises(PeerTimeout):
+            mode.dispatch_cached(sent(expect, mode.device), got.plan, layout="expert_major")
+
+    world.run(program)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_more_rows_than_the_capacity_are_reported(layout: str) -> None:
+    world = World(SMALL.ranks, ROOMY_RING)
+    short = SMALL.ranks - 1  # whose own rows come last
+
+    def program(rank: int, mode: CudaHighThroughput) -> None:
+        expect = Round(SMALL, rank)
+        needed = len(expect.rows) if layout == "token_major" else expect.offsets[-1]
+        room = needed - 5 if rank == short else needed
+        got = dispatch(mode, expect, layout, room)
+        assert len(got.tokens) == room
+        if rank == short:
+            with pytest.raises(ArgumentError, match=f"capacity of .* is {room}"):
+                mode.check()
+        else:
+            check_brought(expect, got, layout)
+        # Rows behind the capacity are nowhere, so nothing is read where they would be.
+        y = torch.full((room + 64, SMALL.hidden), torch.nan, dtype=torch.bfloat16)
+        y[:room] = 1.0
+        lanes = None if layout == "expert_major" else torch.ones((room, SMALL.top_k))
+        sums, _ = mode.combine(y[:room], got.plan, layout=layout, lane_weights=lanes)
+        if layout == "token_major":
+            assert not sums.isnan().any()
+        run_case(mode, SMALL, rank, layout)
+
+    world.run(program)
+
+
+def test_an_index_out_of_range_is_none() -> None:
+    world = World(SMALL.ranks, ROOMY_RING)
+
+    inputs = Round(SMALL, 0).inputs
+    inputs[0].topk_idx[7, 1] = -1
+    with mock.patch.object(routings, "make_input", lambda case, peer: inputs[peer]):
+        rounds = [Round(SMALL, rank) for rank in range(SMALL.ranks)]
+
+    def program(rank: int, mode: CudaHighThroughput) -> None:
+        expect = rounds[rank]
+        good = expect.own.topk_idx
+        if rank == 0:
+            expect.own = dataclasses.replace(expect.own, topk_idx=good.clone())
+            expect.own.topk_idx[7, 1] = 9
+        got = dispatch(mode, expect, "expert_major", None)
+        check_brought(expect, got, "expert_major")
+        if rank == 0:
+            with pytest.raises(ArgumentError, match=r"topk_idx\[7, 1\].*is 9"):
+                mode.check()
+        check_combine(mode, expect, got, "expert_major")
+
+    with mock.patch.object(cuda_module, "check_routing"):  # which looks at entries on a CPU
+        world.run(program)
+
+
+# ---- sizes that cannot be -----------------------------------------------------------------------
+
+
+def test_bounds() -> None:
+    world = World(1, 1 << 20)
+    [mode] = world.modes
+
+    def call(hidden: int = 32, experts: int = 4, tokens: int = 2, alignment: int = 1) -> None:
+        x = torch.zeros((tokens, hidden), dtype=torch.bfloat16)
+        idx = torch.zeros((tokens, 1), dtype=torch.int64)
+        mode.dispatch(x, idx, num_experts=experts, expert_alignment=alignment)
+
+    for bad, word in (
+        ({"hidden": 65536}, "two rows must fit its shared memory"),
+        ({"hidden": 40000}, "ring_bytes"),
+        ({"experts": 2049}, "num_experts"),
+        ({"tokens": 257}, "max_tokens"),
+        ({"alignment": 1 << 20, "experts": 2048}, "rows that one rank may receive"),
+    ):
+        with pytest.raises(ArgumentError, match=word):
+            call(**bad)
+    call()
+    with pytest.raises(ArgumentError, match="senders"):
+        World(2, ROOMY_RING, ctas=2, senders=2)
+    with pytest.raises(ArgumentError, match="from 1 to 32 for high throughput"):
+        _core.cuda_high_throughput_bytes(33, 1 << 12)
+
+
+def test_long_rows_take_fewer_warps() -> None:
+    case = Case(tokens=(9, 14), experts_per_rank=2, top_k=2, hidden=24576)
+    world = World(2, 4 * 8 * 49408)
+    world.run(lambda rank, mode: check_one_dispatch(mode, case, rank))
+
+
+def check_one_dispatch(mode: CudaHighThroughput, case: Case, rank: int) -> None:
+    expect = Round(case, rank)
+    check_brought(expect, dispatch(mode, expect, "expert_major", None), "expert_major")
