@@ -399,6 +399,7 @@ class CudaHighThroughputDispatchArgs:
     def launch(self, kernel: CudaKernel, shape: CudaLaunch, stream: int) -> None: ...
 
 class CudaHighThroughputCombineArgs:
+    kept: int
     batch_stride: int
     batches: int
     source_prefix: int

@@ -101,7 +101,8 @@ void bind_dispatch(nb::module_& module) {
 
 void bind_combine(nb::module_& module) {
   auto cls = bind_call<Combine>(module, "CudaHighThroughputCombineArgs");
-  cls.def_rw("batch_stride", &Combine::batch_stride)
+  cls.def_rw("kept", &Combine::kept)
+      .def_rw("batch_stride", &Combine::batch_stride)
       .def(
           "set_bias",
           [](Combine& self, int place, uintptr_t address) {

@@ -86,7 +86,7 @@ class HighThroughputCalls:
     ) -> Received:
         """See :meth:`ExpertParallel.dispatch`."""
         mode = self._mode
-        with Refusing(self.refuse_dispatch):
+        with Refusing(self._refusal_of(previous, mode.refuse_dispatch)):
             refuse_given(return_hook=return_hook or None)
             _check_previous(previous, topk_idx, topk_weights)
             if previous is not None:
@@ -133,7 +133,7 @@ class HighThroughputCalls:
         return_hook: bool,
     ) -> torch.Tensor:
         """See :meth:`ExpertParallel.combine`."""
-        with Refusing(self._refusal_of(received)):
+        with Refusing(self._refusal_of(received, self._mode.refuse_combine)):
             self._check_received(received)
             shape = (received.tokens.shape[0], self._geometry.hidden)
             weights = received.weights if weighted else None
@@ -158,7 +158,7 @@ class HighThroughputCalls:
 
     def combine_weights(self, row_values: torch.Tensor, received: Received) -> torch.Tensor:
         """See :meth:`ExpertParallel.combine_weights`."""
-        with Refusing(self._refusal_of(received)):
+        with Refusing(self._refusal_of(received, self._mode.refuse_combine)):
             self._check_received(received)
             staging = self._staging(received=received.tokens, row_values=row_values)
             staged = staging.host(row_values)
@@ -174,15 +174,15 @@ class HighThroughputCalls:
         """Makes this dispatch void on all ranks because of ``error``, found by a layer above."""
         self._mode.refuse_dispatch(error)
 
-    def _refusal_of(self, received: object) -> Callable[[BaseException], None]:
-        """What refuses a combine of ``received``: on GPUs it is void anyway after a void dispatch,
-        which only its plan tells."""
-        mode = self._mode
-        if not isinstance(mode, CudaHighThroughput) or not isinstance(received, Received):
-            return mode.refuse_combine
-        source = received.source
-        plan = source.dispatched.plan if isinstance(source, HighThroughputSource) else None
-        return lambda error: mode.refuse_combine(error, plan)
+    def _refusal_of(
+        self, received: object, refuse: Callable[..., None]
+    ) -> Callable[[BaseException], None]:
+        """``refuse`` for a call with what a dispatch brought: on GPUs such a call is none if that
+        dispatch was void, which only its plan tells."""
+        if not isinstance(self._mode, CudaHighThroughput):
+            return refuse
+        own = isinstance(received, Received) and received.owner is self._owner
+        return lambda error: refuse(error, _source(received).dispatched.plan if own else None)  # type: ignore[arg-type]
 
     def _staging(self, **tensors: object) -> Staging:
         """The way of a call's tensors to where the mode works; on GPUs they must be there."""

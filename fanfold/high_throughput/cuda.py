@@ -192,11 +192,12 @@ class CudaHighThroughput:
             dispatched = None
             if capacity is not None:
                 dispatched = self._allocate(plan, x, layout, new=True, weighted=weighted)
-        stream = self._follow()
+        stream = plan.stream = self._follow()
         planning.launch(planning.args, stream)
         if dispatched is None:
-            self._await_totals(plan)
-            with Refusing(self.refuse_dispatch):
+            # Where the plan is void this is no call.
+            with Refusing(lambda error: self.refuse_dispatch(error, plan)):
+                self._await_totals(plan)
                 dispatched = self._allocate(plan, x, layout, new=True, weighted=weighted)
         args = sending.args
         self._begin_dispatch(args, dispatched, values, scales, topk_idx)
@@ -221,15 +222,18 @@ class CudaHighThroughput:
             sizes = Sizes(plan.ranks, plan.num_experts, plan.top_k)
             sending = self._launches.dispatch(_kind(sizes, values, scales, layout, False, False))
             dispatched = self._allocate(plan, x, layout, new=False, weighted=False)
-            rows_of = None
             if layout == "expert_major" and plan.rows_of is None:
-                rows_of = self._empty((len(plan.source_token), plan.top_k), torch.int32)
+                shape = (len(plan.source_token), plan.top_k)
+                # The call may be void, and leave them as they are.
+                plan.rows_of = torch.full(shape, -1, dtype=torch.int32, device=self.device)
         args = sending.args
         self._begin_dispatch(args, dispatched, values, scales, None)
-        args.rows_of = _address(rows_of)
-        sending.launch(args, self._follow())
-        if rows_of is not None:
-            plan.rows_of = rows_of
+        # Every such call writes the same, as nobody can tell which was the first that took place.
+        late = layout == "expert_major" and plan.topk_idx is not None
+        args.rows_of = _address(plan.rows_of) if late else 0
+        stream = self._follow()
+        self._keep(plan, stream)
+        sending.launch(args, stream)
         return dispatched
 
     def combine(
@@ -353,6 +357,15 @@ class CudaHighThroughput:
                 return
         torch.cuda.ExternalStream(stream, device=self.device).wait_stream(earlier)
 
+    def _keep(self, plan: CudaPlan, stream: int) -> None:
+        """Tells the allocator that a plan is used on another stream than it was made on, which the
+        caller, who sees little of it, cannot."""
+        if stream == plan.stream or torch.cuda.is_current_stream_capturing():
+            return
+        current = torch.cuda.current_stream(self.device)
+        for tensor in plan.tensors():
+            tensor.record_stream(current)
+
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
@@ -419,7 +432,8 @@ class CudaHighThroughput:
     def _await_totals(self, plan: CudaPlan) -> None:
         """Waits for the numbers of rows that a plan finds to come."""
         # The plan's own waits end after timeout_s; what was enqueued before it takes time, too.
-        totals = self._totals.wait(2 * self._config.timeout_s + 10)
+        limit_s = 2 * self._config.timeout_s + 10
+        totals = self._totals.wait(torch.cuda.current_stream(self.device), limit_s)
         if totals is None or self._reports.fatal():
             self.check()
             raise UsageError("a plan was void, and why has been raised already")
@@ -513,9 +527,12 @@ class CudaHighThroughput:
         args = call.args
         args.tokens, args.y, args.out = plan.tokens, y.data_ptr(), out.data_ptr()
         args.batches, args.batch_stride = plan.batches.data_ptr(), plan.batches.shape[1]
+        args.kept = len(plan.source_token)
         args.source_prefix, args.rows = plan.source_prefix.data_ptr(), plan.rows.data_ptr()
         args.rows_of = _address(plan.rows_of)
-        call.launch(args, self._follow())
+        stream = self._follow()
+        self._keep(plan, stream)
+        call.launch(args, stream)
         if self._reports.passing():
             self.check()
 

@@ -40,7 +40,7 @@ _RING_BYTES = 54 << 10  # of a warp, where more is not needed
 _MOST_RING_ROWS = 7
 
 _COMBINE_WARPS = 16
-_MOST_TEAM_WARPS = 8
+_MOST_TEAM_WARPS, _LEAST_TEAM_WARPS = 8, 4  # fewer have too many rows each for their registers
 _WARP_BYTES = 2 * 32 * 16  # of a row, that a warp of a team takes at once
 _LAG = 24
 
@@ -247,7 +247,7 @@ def dispatch_kernel(kind: DispatchKind, most_shared_bytes: int = MOST_SHARED_BYT
 def _team_warps(row_bytes: int) -> int:
     """Warps that share a row, each of which has work for all its lanes."""
     warps = _MOST_TEAM_WARPS
-    while warps > 1 and warps * _WARP_BYTES > row_bytes:
+    while warps > _LEAST_TEAM_WARPS and warps * _WARP_BYTES > row_bytes:
         warps //= 2
     return warps
 

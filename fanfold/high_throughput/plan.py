@@ -45,6 +45,7 @@ class CudaPlan:
             came along.
         row_weights: of the dispatch that made the plan, if it was expert-major and weighted; a
             cached one brings the same tensor.
+        stream: on which it was made.
     """
 
     ranks: int
@@ -65,6 +66,11 @@ class CudaPlan:
     topk_idx: torch.Tensor | None = None
     topk_weights: torch.Tensor | None = None
     row_weights: torch.Tensor | None = None
+    stream: int = 0
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that is on the GPU."""
+        return [value for value in vars(self).values() if isinstance(value, torch.Tensor)]
 
     @property
     def is_token_in_rank(self) -> torch.Tensor:

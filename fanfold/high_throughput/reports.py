@@ -93,25 +93,24 @@ class Totals:
         self._tensor = torch.zeros(2, dtype=torch.int32, pin_memory=True)
         self.address = self._tensor.data_ptr()
         self._words = (ctypes.c_int32 * 2).from_address(self.address)
-        self._event = torch.cuda.Event()
 
-    def wait(self, limit_s: float) -> tuple[int, int] | None:
-        """Rows token-major and expert-major, when all that is on the current stream has run; None
-        if the plan's call moves nothing.
+    def wait(self, stream: torch.cuda.Stream, limit_s: float) -> tuple[int, int] | None:
+        """Rows token-major and expert-major, when all that is on ``stream`` has run; None if the
+        plan's call moves nothing.
 
         Raises:
             UsageError: that has not happened within ``limit_s``.
         """
-        self._event.record()
+        event = stream.record_event()
         end = time.monotonic() + limit_s
         looks = 0
-        while not self._event.query():
+        while not event.query():
             looks += 1
             if looks < self._SPINS:
                 continue
             if time.monotonic() > end:
                 raise UsageError(
-                    f"the current stream has not come to the end of a plan within {limit_s:.3g} s: "
+                    f"the stream has not come to the end of a plan within {limit_s:.3g} s: "
                     "what was enqueued before it takes longer; synchronize first, or raise "
                     "timeout_s (FANFOLD_TIMEOUT_S)"
                 )

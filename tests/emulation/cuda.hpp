@@ -218,6 +218,7 @@ template <class T>
 T __shfl_xor_sync(uint32_t mask, T value, int other) {
   return __shfl_sync(mask, value, emulation::Cta::own()->lane() ^ other);
 }
+inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 inline void __syncthreads() { emulation::Cta::own()->barrier(0, emulation::Cta::own()->threads()); }
 
 // ---- arithmetic -----------------------------------------------------------------------------------

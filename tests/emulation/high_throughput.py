@@ -44,9 +44,6 @@ class _Loaded:
 class _Event:
     """Of a stream whose work is done when it is enqueued."""
 
-    def record(self) -> None:
-        pass
-
     def query(self) -> bool:
         return True
 
@@ -63,16 +60,17 @@ def emulated(builder: Builder, ctas: int) -> Iterator[None]:
         zeros=lambda size, dtype, pin_memory: torch.zeros(size, dtype=dtype),
         uint8=torch.uint8,
         int32=torch.int32,
-        cuda=types.SimpleNamespace(Event=_Event),
     )
     cuda_answers = {
         "get_device_properties": lambda index: types.SimpleNamespace(multi_processor_count=ctas),
         "get_device_capability": lambda index: (9, 0),
         "is_current_stream_capturing": lambda: False,
         "synchronize": lambda device: None,
+        "current_stream": lambda device: types.SimpleNamespace(record_event=_Event),
     }
     # Rows of 64 bytes are one warp's, longer ones two warps'.
-    few_warps = {"_PLAN_WARPS": 2, "_COMBINE_WARPS": 4, "_MOST_TEAM_WARPS": 2, "_WARP_BYTES": 48,
+    few_warps = {"_PLAN_WARPS": 2, "_COMBINE_WARPS": 4, "_MOST_TEAM_WARPS": 2,
+                 "_LEAST_TEAM_WARPS": 1, "_WARP_BYTES": 48,
                  "_MOST_TILES": 2}  # fmt: skip
     patches = [
         *(mock.patch.object(cls, "launch", _launch) for cls in ARGUMENTS),

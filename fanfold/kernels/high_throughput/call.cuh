@@ -173,6 +173,7 @@ __device__ __forceinline__ void finish(const Call& call, int32_t* void_prefix = 
   __syncwarp();
   if (call.lane != 0) return;
   HighThroughputState* state = call.args.state;
+  __threadfence();  // what this warp drew comes before the counters begin anew
   if (atomicAdd(&state->finished, 1u) + 1 != gridDim.x * kWarps) return;
   if (void_prefix != nullptr) void_prefix[0] = kVoidRouting;
   call.wipe();

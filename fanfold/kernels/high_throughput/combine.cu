@@ -85,6 +85,8 @@ class Team {
   // The last warp tells of what the whole team has done; the others go on.
   __device__ void tell(const Job& job) const {
     if (member_ != kTeamWarps - 1) return;
+    // Others of the team may have given up where this warp did not.
+    if (call_.failed()) return;
     if (job.kind == Job::Kind::kFold && uses_ring(call_.lane)) {
       store_release_system(call_.taken(call_.lane, writer_at(call_.args, call_.lane), job.slot),
                            CountedWord{call_.epoch, job.turn + 1}.encode());
@@ -104,11 +106,13 @@ class Team {
     if (call_.lane == 0) {
       const uint64_t* word = call_.taken(call_.args.rank, job.source, job.slot);
       Patience patience(call_);
+      CountedWord taken{};
       do {
-        const CountedWord taken = CountedWord::decode(load_acquire_system(word));
+        taken = CountedWord::decode(load_acquire_system(word));
         free = taken.epoch == call_.epoch && taken.count >= job.turn;
-      } while (!free && !patience.exhausted(job.source, job.turn));
+      } while (!free && !patience.exhausted(job.source, taken.epoch));
     }
+    __syncwarp();
     return __any_sync(kFullWarp, free) != 0;
   }
 
@@ -119,10 +123,13 @@ class Team {
     if (uses_ring(call_.lane)) {
       const uint64_t* word = call_.ready(call_.args.rank, call_.lane, job.slot);
       Patience patience(call_);
+      uint32_t seen = 0;
       do {
-        came = BatchWord::decode(load_acquire_system(word)).use == use;
-      } while (!came && !patience.exhausted(call_.lane, job.turn));
+        seen = BatchWord::decode(load_acquire_system(word)).use;
+        came = seen == use;
+      } while (!came && !patience.exhausted(call_.lane, seen >> BatchWord::kTurnBits));
     }
+    __syncwarp();
     return __all_sync(kFullWarp, came) != 0;
   }
 
@@ -150,6 +157,7 @@ class Team {
 
   // The number of lane k for a row that came here.
   __device__ float lane_of(int row) const {
+    if (row >= args_.kept) return 0.0f;
     const int64_t at = int64_t{row} * kTopK + call_.lane;
     if constexpr (kExpertMajor == 0) return args_.lane_weights[at];
     const int place = args_.rows_of[at];
@@ -163,17 +171,12 @@ class Team {
       float sum = 0.0f;
       for (int rank = 0; rank < kRanks; ++rank) {
         const int row = args_.rows[int64_t{token} * kRanks + rank];
-        if (row < 0 || is_dropped(job, rank, place)) continue;
+        if (row < 0) continue;
         sum = __fadd_rn(sum, uses_ring(rank) ? came(rank, job.slot, place)
                                              : lane_of(shared_.prefix[rank] + row));
       }
       args_.out_weights[int64_t{token} * kTopK + call_.lane] = sum;
     }
-  }
-
-  // This rank's own row lies behind the capacity.
-  __device__ bool is_dropped(const Job& job, int rank, int place) const {
-    return !uses_ring(rank) && (job.rows.tokens >> place & 1u) == 0;
   }
 
   __device__ float came(int rank, int slot, int place) const {
@@ -196,8 +199,8 @@ using namespace fanfold;
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     high_throughput_combine(const __grid_constant__ HighThroughputCombineArgs args) {
   auto& shared = dynamic_shared<CombineShared>();
-  allow_next_kernel();
   wait_for_previous_kernel();
+  allow_next_kernel();  // not before, or ever more kernels would wait on SMs of their own
   if (is_void(args.source_prefix)) return;
   const Call call(args.call, HighThroughputPhase::kCombine);
   const auto thread = static_cast<int>(threadIdx.x);

@@ -81,30 +81,29 @@ class Preparation {
   }
 
   __device__ void load_batch() const {
-    // Which of its own rows a rank has kept; those behind a capacity are not there.
-    const bool folds_own = kExpertMajor == 0 && job().kind == Job::Kind::kFold;
-    if (job().kind != Job::Kind::kSend && !folds_own) return;
+    if (job().kind != Job::Kind::kSend) return;
     if (call_.lane == 0)
       job().rows =
           BatchWord::decode(args_.batches[job().source * args_.batch_stride + job().batch]);
     __syncwarp();
   }
 
-  // In the lane of this rank, token-major: its own row of a fold is behind the capacity, if any.
-  __device__ bool is_dropped(int i) const {
-    return kExpertMajor == 0 && call_.lane == call_.args.rank &&
-           (job().rows.tokens >> place(i) & 1u) == 0;
-  }
+  // Whether the rank's rows are folded where they lie.
+  __device__ bool is_own(int rank) const { return kExpertMajor == 0 && rank == call_.args.rank; }
+  __device__ int own_row(int i) const { return shared_.prefix[call_.args.rank] + rows_[i]; }
+  __device__ bool is_kept(int i) const { return row(i) < args_.kept; }
 
   // Send, expert-major: lane k has the row of the k-th choice. Fold: lane r whether rank r has one.
   __device__ void load_rows() {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       rows_[i] = -1;
-      if (kExpertMajor != 0 && sends(i) && call_.lane < kTopK)
+      if (kExpertMajor != 0 && sends(i) && is_kept(i) && call_.lane < kTopK)
         rows_[i] = args_.rows_of[int64_t{row(i)} * kTopK + call_.lane];
-      if (folds(i) && call_.lane < kRanks && !is_dropped(i))
+      if (folds(i) && call_.lane < kRanks) {
         rows_[i] = args_.rows[int64_t{token(i)} * kRanks + call_.lane];
+        if (is_own(call_.lane) && own_row(i) >= args_.kept) rows_[i] = -1;
+      }
     }
   }
 
@@ -137,7 +136,7 @@ class Preparation {
     const int owner = job().source;
     unsigned char* to =
         shared_.ring_row(call_, owner, writer_at(call_.args, owner), job().slot, place(i));
-    int terms = 1;
+    int terms = is_kept(i) ? 1 : 0;
     if constexpr (kExpertMajor != 0) {
       // In the order of the choices, each row once.
       bool first = rows_[i] >= 0;
@@ -148,20 +147,22 @@ class Preparation {
       const uint32_t chosen = __ballot_sync(kFullWarp, first);
       terms = __popc(chosen);
       if (first) table().term[at][__popc(chosen & lanes_below())] = {output(rows_[i]), weights_[i]};
-    } else if (call_.lane == 0) {
+    } else if (terms != 0 && call_.lane == 0) {
       table().term[at][0] = {output(row(i)), 1.0f};
     }
-    if (call_.lane == 0) table().sum[at] = {to, token(i), terms};
+    if (call_.lane != 0) return;
+    table().sum[at] = {to, token(i), terms};
+    if (terms == 0) table().term[at][0] = {nullptr, 1.0f};  // zeros times a number
   }
 
   __device__ void write_fold(int i) const {
     const bool comes = rows_[i] >= 0;
     const uint32_t ranks = __ballot_sync(kFullWarp, comes);
     if (comes) {
-      const bool here = kExpertMajor == 0 && call_.lane == call_.args.rank;
       const unsigned char* from =
-          here ? output(shared_.prefix[call_.lane] + rows_[i])
-               : shared_.ring_row(call_, call_.args.rank, call_.lane, job().slot, place(i));
+          is_own(call_.lane)
+              ? output(own_row(i))
+              : shared_.ring_row(call_, call_.args.rank, call_.lane, job().slot, place(i));
       table().term[place(i)][__popc(ranks & lanes_below())] = {from, 1.0f};
     }
     if (call_.lane == 0)

@@ -32,7 +32,7 @@ struct Job {
   int32_t batch;
   int32_t slot;    // of the ring
   uint32_t turn;   // of the slot
-  BatchWord rows;  // of a send, and of a fold the own ones
+  BatchWord rows;  // of a send
 };
 
 struct CombineShared {

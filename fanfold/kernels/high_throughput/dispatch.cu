@@ -9,8 +9,8 @@ using namespace fanfold;
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     high_throughput_dispatch(const __grid_constant__ HighThroughputDispatchArgs args) {
   auto& shared = dynamic_shared<DispatchShared>();
-  allow_next_kernel();
   wait_for_previous_kernel();
+  allow_next_kernel();  // not before, or ever more kernels would wait on SMs of their own
   if (is_void(args.source_prefix)) return;
   const Call call(args.call, HighThroughputPhase::kDispatch);
   const auto thread = static_cast<int>(threadIdx.x);

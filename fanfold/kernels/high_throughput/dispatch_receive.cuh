@@ -83,7 +83,8 @@ class Receiver {
       Patience patience(call_);
       do {
         word = load_acquire_system(ready);
-      } while (BatchWord::decode(word).use != use && waits && !patience.exhausted(source_, turn_));
+      } while (BatchWord::decode(word).use != use && waits &&
+               !patience.exhausted(source_, BatchWord::decode(word).use >> BatchWord::kTurnBits));
       fence_global_and_bulk();
     }
     const auto low = of_lane_0(static_cast<uint32_t>(word));

@@ -111,17 +111,19 @@ class Sender {
     if (call_.is_peer(call_.lane)) {
       const uint64_t* word = call_.taken(call_.args.rank, call_.lane, slot_);
       Patience patience(call_);
+      CountedWord taken{};
       do {
-        const CountedWord taken = CountedWord::decode(load_acquire_system(word));
+        taken = CountedWord::decode(load_acquire_system(word));
         free = taken.epoch == call_.epoch && taken.count >= turn_;
-      } while (waits && !free && !patience.exhausted(call_.lane, turn_));
+      } while (waits && !free && !patience.exhausted(call_.lane, taken.epoch));
     }
     return __all_sync(kFullWarp, free) != 0;
   }
 
   // The batch has arrived at lane r's rank.
   __device__ void publish(int slot, uint64_t word) const {
-    if (call_.is_peer(call_.lane)) {
+    // A row that never came into the ring fails the call, and was sent all the same.
+    if (call_.is_peer(call_.lane) && !call_.failed()) {
       fence_global_and_bulk();
       store_release_system(call_.ready(call_.lane, writer_at(call_.args, call_.lane), slot), word);
     }

@@ -72,13 +72,8 @@ struct DispatchWarp {
     return call.at<unsigned char>(owner, args.call.at.ring) + row * kSlotBytes;
   }
 
-  // What is kept names no rows beyond the capacity, so that a combine reads none.
-  __device__ void keep_batch(int source, int batch, BatchWord word) const {
-    if (kNewRouting == 0) return;
-    const int64_t room = args.capacity - cta.prefix[source] - static_cast<int64_t>(word.before);
-    for (int place = kBatchTokens - 1; place >= 0 && __popc(word.tokens) > room; --place)
-      word.tokens &= ~(1u << place);
-    args.batches[source * args.batch_stride + batch] = word.encode();
+  __device__ void keep_batch(int source, int batch, const BatchWord& word) const {
+    if (kNewRouting != 0) args.batches[source * args.batch_stride + batch] = word.encode();
   }
 
   // Asks for a row of this rank's own, with all that travels beside it.

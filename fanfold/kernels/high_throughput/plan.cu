@@ -287,6 +287,14 @@ class Planner {
   int begin_, end_;  // tiles of this CTA
 };
 
+// What a void call leaves for who reads it on the GPU: no rows.
+__device__ __forceinline__ void bring_nothing(const PlanArgs& args) {
+  for (int e = static_cast<int>(threadIdx.x); e <= kLocalExperts; e += kThreads) {
+    args.offsets[e] = 0;
+    if (e < kLocalExperts) args.tokens_per_expert[e] = 0;
+  }
+}
+
 }  // namespace fanfold
 
 using namespace fanfold;
@@ -294,8 +302,8 @@ using namespace fanfold;
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     high_throughput_plan(const __grid_constant__ PlanArgs args) {
   auto& shared = dynamic_shared<PlanShared>();
-  allow_next_kernel();
   wait_for_previous_kernel();
+  allow_next_kernel();  // not before, or ever more kernels would wait on SMs of their own
   // Who refuses a call launches this whatever the call was, with the routing if it knows it.
   const bool refuses = args.call.refused != 0;
   if (refuses && args.source_prefix != nullptr && is_void(args.source_prefix)) return;
@@ -303,6 +311,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   gather(call, shared.participants);
   const bool moves = !shared.participants.is_void;
   if (moves) Planner(args, shared, call).run();
+  if (!moves && args.offsets != nullptr && blockIdx.x == 0) bring_nothing(args);
   if (!moves && args.totals != nullptr && blockIdx.x == 0 && threadIdx.x == 0)
     store_relaxed_system(reinterpret_cast<uint64_t*>(args.totals), ~uint64_t{0});
   finish(call, moves || refuses ? nullptr : args.source_prefix);

@@ -56,7 +56,7 @@ struct CountedWord {
 // A batch that has arrived: which of its tokens brought a row, and how many rows this source has
 // sent to this rank before.
 struct BatchWord {
-  uint32_t use;     // 36 bits would not do for ever: see `use_of`
+  uint32_t use;     // see `use_of`
   uint32_t before;  // 24 bits
   uint32_t tokens;  // a bit for each
 
@@ -68,14 +68,16 @@ struct BatchWord {
             static_cast<uint32_t>(word) & 0xffu};
   }
   // Tells this use of a slot from all earlier ones that a word may still stand for: the turn of the
-  // ring in its call, and the call. Words are wiped, some in every call, before their call's number
-  // comes again.
+  // ring in its call, counted from 1, and the low bits of the call's number. Words are wiped to 0,
+  // which no use is, one in every call, before their call's low bits come again.
   FANFOLD_HD static constexpr uint32_t use_of(uint32_t epoch, uint32_t turn) {
-    return (epoch << kTurnBits) | turn;
+    return (epoch << kTurnBits) | (turn + 1);
   }
   static constexpr int kTurnBits = 14;
 };
-inline constexpr int32_t kMostTurns = 1 << BatchWord::kTurnBits;
+inline constexpr int32_t kMostTurns = (1 << BatchWord::kTurnBits) - 1;
+static_assert(BatchWord::use_of(1u << 18, 0) != 0);
+static_assert(BatchWord::use_of(7, kMostTurns - 1) < BatchWord::use_of(8, 0));
 
 // Where a row goes among the expert-major rows of all ranks. All ones: nowhere.
 struct PlaceWord {
@@ -211,6 +213,7 @@ struct HighThroughputCombineArgs {
   // Of the dispatch, about the rows that came here.
   const uint64_t* batches;  // [ranks][batch stride] BatchWord
   int64_t batch_stride;
+  int64_t kept;                  // rows that the dispatch had room for; those behind are nothing
   const int32_t* source_prefix;  // [ranks]
   const int32_t* rows_of;        // [rows][top_k]; expert-major
   const unsigned char* y;        // [rows][row bytes]: the outputs
