@@ -70,7 +70,7 @@ class HighThroughput {
   HighThroughputOffsets offsets_;
 };
 
-// Sixteen bits of everything that ranks must agree about are enough to notice a mistake.
+// Slots of a ring, batches of rows each.
 inline constexpr int32_t kMostRingSlots = 128;
 inline constexpr int32_t kLeastRingSlots = 4;
 

@@ -170,10 +170,6 @@ class HighThroughputCalls:
         """See :meth:`ExpertParallel.check`."""
         self._mode.check()
 
-    def refuse_dispatch(self, error: BaseException) -> None:
-        """Makes this dispatch void on all ranks because of ``error``, found by a layer above."""
-        self._mode.refuse_dispatch(error)
-
     def _refusal_of(
         self, received: object, refuse: Callable[..., None]
     ) -> Callable[[BaseException], None]:

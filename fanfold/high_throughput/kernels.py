@@ -198,7 +198,7 @@ class _RingShape:
         ranks, local = kind.sizes.ranks, kind.sizes.experts // kind.sizes.ranks
         ring = _align(rows * (kind.slot_bytes + 8), _LINE)
         notes = rows * (24 + 8 * ranks)
-        shared = warps * (ring + notes) + 4 * ranks + 4 + 4 * (ranks + 1) + 4 * (local + 1)
+        shared = warps * (ring + notes) + 4 * ranks + 4 + 4 * ranks + 4 * (local + 1)
         return cls(warps, rows, _align(shared, _LINE))
 
 
@@ -259,7 +259,7 @@ def combine_kernel(kind: CombineKind, slots: int) -> Kernel:
     terms = max(sizes.top_k if kind.expert_major else 0, sizes.ranks)
     table = 16 + 16 * _core.CUDA_BATCH_TOKENS * (1 + terms)
     shared = teams * (2 * table + 8) + _COMBINE_WARPS * 2 * 32 + 4 * sizes.ranks + 4
-    shared += 4 * (sizes.ranks + 1)
+    shared += 4 * sizes.ranks
     constants = {
         **sizes.constants(),
         "kWarps": _COMBINE_WARPS,

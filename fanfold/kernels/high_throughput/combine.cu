@@ -204,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (is_void(args.source_prefix)) return;
   const Call call(args.call, HighThroughputPhase::kCombine);
   const auto thread = static_cast<int>(threadIdx.x);
-  if (thread <= kRanks) shared.prefix[thread] = thread == 0 ? 0 : args.source_prefix[thread - 1];
+  if (thread < kRanks) shared.prefix[thread] = thread == 0 ? 0 : args.source_prefix[thread - 1];
   gather(call, shared.participants);
   if (!shared.participants.is_void) Team(args, shared, call).run();
   finish(call);

@@ -40,7 +40,7 @@ struct CombineShared {
   Job jobs[kWarps][2];  // each warp's own copy
   uint32_t tickets[kTeams][2];
   Participants participants;
-  int32_t prefix[kRanks + 1];
+  int32_t prefix[kRanks];
 
   __device__ int batches(int source) const {
     return (participants.tokens[source] + kBatchTokens - 1) / kBatchTokens;

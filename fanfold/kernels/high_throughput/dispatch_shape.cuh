@@ -50,7 +50,7 @@ struct DispatchShared {
   RowRingShared rings[kWarps];
   Note notes[kWarps][kSlots];
   Participants participants;
-  int32_t prefix[kRanks + 1];  // rows of earlier sources
+  int32_t prefix[kRanks];  // rows of earlier sources
   int32_t offsets[kLocalExperts + 1];
 };
 
