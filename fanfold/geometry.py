@@ -15,6 +15,7 @@ __all__ = [
     "MAX_EXPERTS",
     "MAX_TOP_K",
     "Geometry",
+    "check_aligned",
     "check_hidden",
     "check_integer",
     "check_tensor",
@@ -170,3 +171,14 @@ def check_integer(name: str, value: object, low: int, high: int) -> None:
         raise ArgumentError(name, repr(value), f"an integer from {low} to {high}")
     if not low <= value <= high:
         raise ArgumentError(name, value, f"from {low} to {high}")
+
+
+def check_aligned(name: str, tensor: torch.Tensor) -> None:
+    """Checks what kernels on GPUs read and write 16 bytes at a time.
+
+    Raises:
+        ArgumentError: its address is no multiple of 16.
+    """
+    address = tensor.data_ptr()
+    if address % 16:
+        raise ArgumentError(f"{name}.data_ptr()", hex(address), "on a 16-byte boundary")

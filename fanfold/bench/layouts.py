@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -102,30 +101,6 @@ class Calls(Protocol):
     def close(self) -> None:
         """Lets the memory go."""
 
-    def __enter__(self) -> Calls: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
-
-
-class _Closing:
-    """Closes at the end of a ``with``."""
-
-    def close(self) -> None:
-        raise NotImplementedError
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
 
 def open_calls(group: Any, settings: BenchSettings) -> ExpertMajor | TokenMajor:
     """What ``settings`` (as :meth:`BenchSettings.on` gives them) are about. Collective.
@@ -177,7 +152,7 @@ def spoil(brought: Any) -> None:
             tensor.view(torch.uint8).fill_(_EVERY_BIT)
 
 
-class ExpertMajor(_Closing):
+class ExpertMajor:
     """Through :class:`fanfold.ExpertParallel`, in either mode. Construction is collective.
 
     Args:
@@ -206,9 +181,6 @@ class ExpertMajor(_Closing):
                 f"backend is cuda, but {settings.mode.replace('_', ' ')} runs on "
                 f"{self.device} here: use --backend host"
             )
-
-    def __enter__(self) -> ExpertMajor:
-        return self
 
     def dispatch(self, given: Given, capacity: int | None = None) -> Received:
         """Sends ``given``, by a new routing."""
@@ -247,7 +219,7 @@ class ExpertMajor(_Closing):
         self.ep.close()
 
 
-class TokenMajor(_Closing):
+class TokenMajor:
     """One row for each (token, rank), DeepEP's order, through the mode below the native face.
     Construction is collective.
 
@@ -280,9 +252,6 @@ class TokenMajor(_Closing):
             self._memory.close()
             raise
         self.memory_bytes = self._memory.bytes_per_rank
-
-    def __enter__(self) -> TokenMajor:
-        return self
 
     def dispatch(self, given: Given, capacity: int | None = None) -> Any:
         """Sends ``given``, by a new routing."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,7 +123,7 @@ def _expectation(group: Any, settings: BenchSettings) -> Expectation:
 
 def _bench_rank(group: Any, settings: BenchSettings, expectation: Expectation) -> RankReport:
     on_gpu = settings.backend == "cuda"
-    with open_calls(group, settings) as calls:
+    with closing(open_calls(group, settings)) as calls:
         if on_gpu and settings.mode == "high_throughput":
             found = cuda_high_throughput.time_on_gpu(calls, group, expectation, settings)
             return _report(calls, expectation, {}, found)

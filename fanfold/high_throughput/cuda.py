@@ -21,7 +21,7 @@ import torch
 from fanfold import _core
 from fanfold.config import Config
 from fanfold.errors import ArgumentError, FanfoldError, UnavailableError, UsageError
-from fanfold.geometry import check_integer, check_tensor
+from fanfold.geometry import check_aligned, check_integer, check_tensor
 from fanfold.group import agree
 from fanfold.high_throughput.calls import (
     MOST_ROWS,
@@ -42,6 +42,7 @@ from fanfold.high_throughput.plan import CudaDispatched, CudaPlan
 from fanfold.high_throughput.reports import Reports, Totals
 from fanfold.letting_go import let_go
 from fanfold.refusal import Refusing
+from fanfold.stream_order import StreamOrder
 from fanfold.symmetric_cuda import CudaSymmetricMemory
 
 __all__ = ["CudaHighThroughput"]
@@ -52,11 +53,6 @@ _DUMMY_HIDDEN = 8  # of the rows that go with numbers of lanes alone
 
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def _check_aligned(name: str, tensor: torch.Tensor) -> None:
-    if tensor.data_ptr() % 16:
-        raise ArgumentError(f"{name}.data_ptr()", hex(tensor.data_ptr()), "a multiple of 16")
 
 
 def _check_apart(y: torch.Tensor, out: torch.Tensor) -> None:
@@ -101,7 +97,7 @@ class CudaHighThroughput:
         self.device = memory.device
         self._memory, self._config, self._check_place = memory, config, check_place
         self._ranks, self._max_tokens = memory.ranks, max_tokens
-        self._stream = 0
+        self._follow = StreamOrder(self.device).follow
         error: Exception | None = None
         try:
             check_integer("max_tokens", max_tokens, 0, MOST_ROWS)
@@ -255,7 +251,7 @@ class CudaHighThroughput:
             self._check_plan(plan, layout)
             self._check_place(y=y, row_weights=row_weights, lane_weights=lane_weights, out=out)
             check_outputs(y, [plan.row_count(layout)], layout, row_weights, self.device)
-            _check_aligned("y", y)
+            check_aligned("y", y)
             lanes = self._lanes(lane_weights, plan, layout, y.shape[0])
             shape = (plan.tokens, y.shape[1])
             biases = check_biases(bias, shape, self.device)
@@ -263,7 +259,7 @@ class CudaHighThroughput:
                 out = self._empty(shape, torch.bfloat16)
             check_tensor("out", out, shape, (torch.bfloat16,), device=self.device)
             for name, tensor in (("out", out), *((f"bias[{n}]", b) for n, b in enumerate(biases))):
-                _check_aligned(name, tensor)
+                check_aligned(name, tensor)
             _check_apart(y, out)
             call = self._combining(plan, layout, y, row_weights is not None, lanes is not None)
         args = call.args
@@ -341,22 +337,6 @@ class CudaHighThroughput:
 
     # ---- parts of calls -------------------------------------------------------------------------
 
-    def _follow(self) -> int:
-        """The current stream, which from here on comes after all earlier calls."""
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        if stream != self._stream and not torch.cuda.is_current_stream_capturing():
-            # A capture stands apart: what comes before it is the caller's to order.
-            self._order_after(self._stream, stream)
-            self._stream = stream
-        return stream
-
-    def _order_after(self, before: int, stream: int) -> None:
-        earlier = torch.cuda.ExternalStream(before, device=self.device)
-        with torch.cuda.stream(earlier):
-            if torch.cuda.is_current_stream_capturing():
-                return
-        torch.cuda.ExternalStream(stream, device=self.device).wait_stream(earlier)
-
     def _keep(self, plan: CudaPlan, stream: int) -> None:
         """Tells the allocator that a plan is used on another stream than it was made on, which the
         caller, who sees little of it, cannot."""
@@ -385,7 +365,7 @@ class CudaHighThroughput:
         if tokens > self._max_tokens:
             bound = f"at most max_tokens = {self._max_tokens}"
             raise ArgumentError("x.shape[0]", tokens, bound)
-        _check_aligned("x", values)
+        check_aligned("x", values)
         return values, scales
 
     def _check_plan(self, plan: CudaPlan, layout: RowOrder | None = None) -> None:

@@ -10,28 +10,22 @@ import torch
 
 from fanfold import _core
 from fanfold.errors import ArgumentError, FanfoldError, PeerRefused, PeerTimeout, UsageError
+from fanfold.kernel_reports import KernelReports
 
 __all__ = ["Reports", "Totals"]
 
 _PHASES = ("high_throughput counts", "high_throughput dispatch", "high_throughput combine")
 
 
-class Reports:
-    """What kernels report: four words for each kind, of which the first is 0 or tells a call.
-
-    The host only reads them, so no report is lost to a race; it remembers which it has raised.
-    """
+class Reports(KernelReports):
+    """What the high-throughput kernels report."""
 
     _TIMEOUT, _INDEX, _REFUSED, _DISAGREEMENT, _CAPACITY = range(5)
     # Gravest first; a disagreement tells more than a refusal.
     _PASSING = (_DISAGREEMENT, _REFUSED, _CAPACITY, _INDEX)
 
     def __init__(self) -> None:
-        nbytes = _core.CUDA_HIGH_THROUGHPUT_REPORT_BYTES
-        self._tensor = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
-        self.address = self._tensor.data_ptr()
-        self._words = (ctypes.c_int32 * (nbytes // 4)).from_address(self.address)
-        self._raised: dict[int, tuple[int, int]] = {}
+        super().__init__(_core.CUDA_HIGH_THROUGHPUT_REPORT_BYTES)
 
     def fatal(self) -> bool:
         """Whether a peer was late, after which no call can be trusted."""
@@ -70,17 +64,12 @@ class Reports:
                 second,
                 f"at least {first + 1}, as a row of that number came; it was dropped",
             )
-        value = (second & 0xFFFFFF) - ((second & 0x800000) << 1)
+        place, value = self._choice(second)
         return ArgumentError(
-            f"topk_idx[{first}, {second >> 24 & 0xFF}] of call {number}, {phase}",
+            f"topk_idx[{first}, {place}] of call {number}, {phase}",
             value,
             "from -1 (none) to num_experts - 1; it was taken for none",
         )
-
-    def _is_new(self, kind: int) -> bool:
-        call, epoch = self._words[4 * kind], self._words[4 * kind + 1]
-        # Several ranks may refuse one call; it is told once.
-        return call != 0 and self._raised.get(kind) != (call & 0xFF, epoch)
 
 
 class Totals:

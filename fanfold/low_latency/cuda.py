@@ -19,7 +19,7 @@ from fanfold import _core, jit
 from fanfold.config import Config
 from fanfold.errors import ArgumentError, FanfoldError, UsageError
 from fanfold.formats import RowFormat, ScaleFormat
-from fanfold.geometry import Geometry, check_hidden, is_plain
+from fanfold.geometry import Geometry, check_aligned, check_hidden, is_plain
 from fanfold.group import agree
 from fanfold.letting_go import let_go
 from fanfold.low_latency import kernels
@@ -51,7 +51,6 @@ from fanfold.low_latency.plan import (
     Plan,
 )
 from fanfold.low_latency.quick import (
-    aligned,
     check_apart,
     quick_look,
     tell_choices,
@@ -60,6 +59,7 @@ from fanfold.low_latency.quick import (
 )
 from fanfold.low_latency.reports import Reports
 from fanfold.low_latency.sizes import core_geometry
+from fanfold.stream_order import StreamOrder
 from fanfold.symmetric_cuda import CudaSymmetricMemory
 
 __all__ = ["CudaLowLatency"]
@@ -120,7 +120,7 @@ class CudaLowLatency:
         self._stale: str | None = None  # why the memory must be readied anew
         self._flights = (Flight(), Flight())
         self._last_routing: AnyRouting | None = None
-        self._stream = 0
+        self._follow = StreamOrder(self.device).follow
         # Kernels in flight may outlive this object, and write there.
         end = weakref.finalize(self, let_go, self.device, (self._state, self._reports))
         end.atexit = False
@@ -249,7 +249,7 @@ class CudaLowLatency:
         """The number of tokens of a dispatch, after all checks of them."""
         self._check_place(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
         check_tokens(geometry, x, topk_idx, topk_weights, self.device)
-        aligned("x", x)
+        check_aligned("x", x)
         tell_tokens(args, x, topk_idx, topk_weights)
         return x.shape[0]
 
@@ -293,7 +293,7 @@ class CudaLowLatency:
             tell_choices(args, routing.ranges, topk_idx, weights)
         self._check_place(out=out)
         result = check_result(out, (tokens, geometry.hidden), self.device)
-        aligned("out", result)
+        check_aligned("out", result)
         check_apart(y, result)
         tell_outputs(args, y, result)
         return result
@@ -331,22 +331,6 @@ class CudaLowLatency:
                 self.check()
 
         return once(receive, ready)
-
-    def _follow(self) -> int:
-        """The current stream, which from here on comes after all earlier calls."""
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
-        if stream != self._stream and not torch.cuda.is_current_stream_capturing():
-            # A capture stands apart: what comes before it is the caller's to order.
-            self._order_after(self._stream, stream)
-            self._stream = stream
-        return stream
-
-    def _order_after(self, before: int, stream: int) -> None:
-        earlier = torch.cuda.ExternalStream(before, device=self.device)
-        with torch.cuda.stream(earlier):
-            if torch.cuda.is_current_stream_capturing():
-                return
-        torch.cuda.ExternalStream(stream, device=self.device).wait_stream(earlier)
 
     # ---- refusals and reports -------------------------------------------------------------------
 

@@ -23,7 +23,6 @@ from fanfold.low_latency.sizes import core_geometry
 __all__ = [
     "Look",
     "QuickLook",
-    "aligned",
     "check_apart",
     "quick_look",
     "tell_choices",
@@ -282,17 +281,6 @@ def tell_outputs(args: _core.CudaCombineArgs, y: torch.Tensor, out: torch.Tensor
 
 
 # ---- what the kernels ask for beyond the other backends -----------------------------------------
-
-
-def aligned(name: str, tensor: torch.Tensor) -> None:
-    """Checks what kernels read and write 16 bytes at a time.
-
-    Raises:
-        ArgumentError: its address is no multiple of 16.
-    """
-    address = tensor.data_ptr()
-    if address % 16:
-        raise ArgumentError(f"{name}.data_ptr()", hex(address), "on a 16-byte boundary")
 
 
 def check_apart(y: torch.Tensor, out: torch.Tensor) -> None:

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
-
-import torch
-
 from fanfold import _core
 from fanfold.errors import ArgumentError, FanfoldError, PeerRefused, PeerTimeout
 from fanfold.geometry import Geometry
+from fanfold.kernel_reports import KernelReports
 
 __all__ = ["Reports"]
 
 _PHASES = ("low_latency dispatch", "low_latency combine")
 
 
-class Reports:
-    """What kernels report: four words for each kind, of which the first is 0 or tells a call.
-
-    The host only reads them, so no report is lost to a race; it remembers which it has raised.
-    """
+class Reports(KernelReports):
+    """What the low-latency kernels report."""
 
     _TIMEOUT, _INDEX, _REFUSED, _DISAGREEMENT = range(4)
 
     def __init__(self) -> None:
-        self._tensor = torch.zeros(_core.CUDA_REPORT_BYTES, dtype=torch.uint8, pin_memory=True)
-        self.address = self._tensor.data_ptr()
-        self._words = (ctypes.c_int32 * (_core.CUDA_REPORT_BYTES // 4)).from_address(self.address)
-        self._raised: dict[int, tuple[int, int]] = {}
+        super().__init__(_core.CUDA_REPORT_BYTES)
 
     def fatal(self) -> bool:
         """Whether a report ends the mode: a peer was late, or ranks disagree."""
@@ -67,15 +58,10 @@ class Reports:
         if kind == self._REFUSED:
             reason = f"call {number}; its own exception says why"
             return PeerRefused(rank, peer, phase, reason)
-        value = (second & 0xFFFFFF) - ((second & 0x800000) << 1)
+        place, value = self._choice(second)
         most = "num_experts - 1" if geometry is None else str(geometry.num_experts - 1)
         return ArgumentError(
-            f"topk_idx[{first}, {second >> 24 & 0xFF}] of call {number} of {phase}",
+            f"topk_idx[{first}, {place}] of call {number} of {phase}",
             value,
             f"from -1 (none) to {most}; it was taken for none",
         )
-
-    def _is_new(self, kind: int) -> bool:
-        call, epoch = self._words[4 * kind], self._words[4 * kind + 1]
-        # Several ranks may refuse one call; it is told once.
-        return call != 0 and self._raised.get(kind) != (call & 0xFF, epoch)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from contextlib import closing
 
 import pytest
 import torch
@@ -96,7 +97,7 @@ SPOILED = {
 def findings(group, settings):
     expectation = expectation_of(group, settings)
     said = {}
-    with open_calls(group, settings) as calls:
+    with closing(open_calls(group, settings)) as calls:
         given = Given.of(expectation, calls.device, quantized=True)
         for name, spoiler in SPOILED.items():
             brought = calls.dispatch(given)
@@ -135,7 +136,7 @@ def with_room(group, settings):
     and one with another room than asked for is seen."""
     expectation = expectation_of(group, settings)
     capacity = cuda_high_throughput.capacity_for(expectation, settings)
-    with open_calls(group, settings) as calls:
+    with closing(open_calls(group, settings)) as calls:
         given = Given.of(expectation, calls.device, quantized=True)
         spoil(calls.dispatch(given, capacity))
         brought = calls.dispatch(given, capacity)
@@ -198,7 +199,7 @@ def as_on_gpus(group, settings):
         setattr(cuda_high_throughput, name, value)
     try:
         expectation = expectation_of(group, settings)
-        with open_calls(group, settings) as calls:
+        with closing(open_calls(group, settings)) as calls:
             return cuda_high_throughput.time_on_gpu(calls, group, expectation, settings)
     finally:
         for name, value in kept.items():

@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from fanfold import _core
+from fanfold import _core, kernel_reports
 from fanfold.config import Config
 from fanfold.high_throughput import kernels, launches
 from fanfold.high_throughput import reports as reports_module
@@ -77,7 +77,7 @@ def emulated(builder: Builder, ctas: int) -> Iterator[None]:
         mock.patch.multiple(torch.cuda, **cuda_answers),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", create=True, return_value=0),
         mock.patch.object(launches.jit, "load", lambda source, *_: _Loaded(builder.load(source))),
-        mock.patch.object(reports_module, "torch", pageable),
+        *(mock.patch.object(each, "torch", pageable) for each in (kernel_reports, reports_module)),
         mock.patch.multiple(kernels, **few_warps),
     ]
     with ExitStack() as stack:

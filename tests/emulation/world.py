@@ -24,12 +24,11 @@ from unittest import mock
 
 import torch
 
-from fanfold import _core
+from fanfold import _core, kernel_reports
 from fanfold.config import Config
 from fanfold.geometry import Geometry
 from fanfold.jit import KernelSource
 from fanfold.low_latency import cuda, cuda_required_bytes
-from fanfold.low_latency import reports as reports_module
 from fanfold.low_latency.cuda import CudaLowLatency
 from fanfold.low_latency.sizes import core_geometry
 
@@ -137,7 +136,7 @@ def emulated(builder: Builder, ctas: int) -> Iterator[None]:
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", create=True, return_value=0),
         mock.patch.object(torch._C, "_cuda_getDevice", create=True, return_value=None),
         mock.patch.object(cuda.jit, "load", lambda source, *_: builder.load(source)),
-        mock.patch.object(reports_module, "torch", pageable),
+        mock.patch.object(kernel_reports, "torch", pageable),
     ):
         yield
 

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from fanfold import Config, _core
+from fanfold import Config, _core, kernel_reports
 from fanfold.errors import ArgumentError, PeerTimeout, UsageError
 from fanfold.formats import RowFormat, ScaleFormat
 from fanfold.geometry import Geometry
 from fanfold.low_latency import CudaRouting, LateRouting, Statistics, cuda, cuda_required_bytes
-from fanfold.low_latency import reports as reports_module
 from fanfold.low_latency.cuda import CudaLowLatency
 from fanfold.low_latency.outputs import Allocator
 from fanfold.low_latency.quick import QuickLook
@@ -81,7 +80,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Gpu:
     pageable = types.SimpleNamespace(
         zeros=lambda size, dtype, pin_memory: torch.zeros(size, dtype=dtype), uint8=torch.uint8
     )
-    monkeypatch.setattr(reports_module, "torch", pageable)
+    monkeypatch.setattr(kernel_reports, "torch", pageable)
     return made
 
 
@@ -557,7 +556,8 @@ def test_calls_are_launched_on_the_current_stream(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mode, ordered = open_mode(), []
-    monkeypatch.setattr(mode, "_order_after", lambda *streams: ordered.append(streams))
+    order = mode._follow.__self__  # type: ignore[attr-defined]
+    monkeypatch.setattr(order, "_order_after", lambda *streams: ordered.append(streams))
     for gpu.stream in (0, 7, 7):
         mode.dispatch(GEOMETRY, *tokens())
     assert [stream for _, stream in gpu.launches] == [0, 7, 7]

@@ -1,0 +1,38 @@
+"""What kernels find wrong, in pinned memory that they write and the host reads."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+__all__ = ["KernelReports"]
+
+
+class KernelReports:
+    """Four words for each kind of report, of which the first is 0 or tells a call.
+
+    The host only reads them, so no report is lost to a race; it remembers which it has raised.
+
+    Args:
+        nbytes: of all kinds.
+
+    Attributes:
+        address: where kernels write.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._tensor = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+        self.address = self._tensor.data_ptr()
+        self._words = (ctypes.c_int32 * (nbytes // 4)).from_address(self.address)
+        self._raised: dict[int, tuple[int, int]] = {}
+
+    def _is_new(self, kind: int) -> bool:
+        call, epoch = self._words[4 * kind], self._words[4 * kind + 1]
+        # Several ranks may refuse one call; it is told once.
+        return call != 0 and self._raised.get(kind) != (call & 0xFF, epoch)
+
+    @staticmethod
+    def _choice(second: int) -> tuple[int, int]:
+        """The place in its token's row and the value of a bad expert index."""
+        return second >> 24 & 0xFF, (second & 0xFFFFFF) - ((second & 0x800000) << 1)
