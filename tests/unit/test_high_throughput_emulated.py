@@ -177,8 +177,16 @@ def call_that_is_void(
             dispatch(mode, expect, "expert_major", capacity)
         return
     if how == "dispatch":
-        void = dispatch(mode, expect, "expert_major", capacity)
+
+        def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return torch.full(shape, 7, dtype=dtype)
+
+        with mock.patch.object(mode, "_empty", poisoned):
+            void = dispatch(mode, expect, "expert_major", capacity)
         assert int(void.plan.source_prefix[0]) == -1
+        # Who reads these on the GPU, before anything is raised, finds no rows.
+        assert not void.plan.offsets.any()
+        assert not void.plan.tokens_per_expert.any()
         # What is done with its plan is no call: rank 1 does not take part.
         mode.dispatch_cached(sent(expect, mode.device), void.plan, layout="expert_major")
         y = torch.zeros((500, 32), dtype=torch.bfloat16)
@@ -200,6 +208,26 @@ def call_that_is_void(
             if how == "combine"
             else mode.combine_weights(lanes, plan, layout="expert_major")
         )
+
+
+def test_the_rows_of_a_plan_after_a_void_dispatch_by_it() -> None:
+    """A cached dispatch that was to compute them may be void; the next one then does."""
+    world = World(SMALL.ranks, ROOMY_RING)
+
+    def program(rank: int, mode: CudaHighThroughput) -> None:
+        expect = Round(dataclasses.replace(SMALL, weighted=False), rank)
+        got = dispatch(mode, expect, "token_major", None)
+        if rank == 1:
+            refuse(mode, "cached", got)
+        else:
+            mode.dispatch_cached(sent(expect, mode.device), got.plan, layout="expert_major")
+            with pytest.raises(PeerRefused):
+                mode.check()
+        again = mode.dispatch_cached(sent(expect, mode.device), got.plan, layout="expert_major")
+        check_brought(expect, again, "expert_major")
+        check_rows_of(expect, got.plan)
+
+    world.run(program)
 
 
 def test_a_dispatch_refused_after_its_plan() -> None:
