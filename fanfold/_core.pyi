@@ -328,8 +328,10 @@ CUDA_HIGH_THROUGHPUT_REPORT_BYTES: int
 CUDA_HIGH_THROUGHPUT_MOST_CTAS: int
 CUDA_HIGH_THROUGHPUT_MOST_EXPERTS: int
 CUDA_BATCH_TOKENS: int
+CUDA_MOST_SLICES: int
 
 def cuda_high_throughput_bytes(ranks: int, ring_bytes: int) -> tuple[int, int]: ...
+def cuda_high_throughput_slots(slot_bytes: int, ring_bytes: int) -> int: ...
 
 class CudaLaunch:
     def __init__(self, ctas: int, threads: int, shared_bytes: int, early: bool) -> None: ...
@@ -341,6 +343,18 @@ class CudaLaunch:
     def shared_bytes(self) -> int: ...
     @property
     def early(self) -> bool: ...
+
+class CudaQuantizeArgs:
+    tokens: int
+    x: int
+    values: int
+    scales: int
+    def __init__(self) -> None: ...
+    @property
+    def address(self) -> int: ...
+    def launch(
+        self, kernel: CudaKernel, ctas: int, threads: int, stream: int, early: bool
+    ) -> None: ...
 
 class CudaPlanArgs:
     alignment: int

@@ -135,9 +135,10 @@ _SETTINGS = (
         name="backend",
         variable="FANFOLD_BACKEND",
         default="auto",
-        help="Where low-latency calls run: 'cuda' on the ranks' GPUs, 'host' on the CPU, 'auto' "
-        "on the GPUs where every rank has one of its own and all reach each other, else on the "
-        "CPU. High-throughput calls run on the CPU and take tensors of any device.",
+        help="Where calls run: 'cuda' on the ranks' GPUs, 'host' on the CPU, 'auto' on the GPUs "
+        "where every rank has one of its own and all reach each other, else on the CPU. High "
+        "throughput needs GPUs of compute capability 9.0 or later; on the CPU it takes tensors of "
+        "any device, through host memory.",
         parse=str,
         check=lambda v: v in ("auto", "host", "cuda"),
         bound="'auto', 'host' or 'cuda'",
@@ -222,7 +223,7 @@ class Config:
         late_peers: ``"raise"`` or ``"mask"``.
         staging_bytes: shared memory per rank for high-throughput streams, in bytes.
         ring_bytes: memory per rank and peer for high-throughput streams on GPUs, in bytes.
-        backend: ``"auto"``, ``"host"`` or ``"cuda"``: where low-latency calls run.
+        backend: ``"auto"``, ``"host"`` or ``"cuda"``: where calls run.
         ctas: of each kernel; None for a choice by the mode.
         senders: CTAs of them that send rows in a dispatch; None for a choice by the machine.
         cache_dir: folder of compiled kernels; None for the user's own (:meth:`cache_folder`).

@@ -14,7 +14,7 @@ import enum
 
 import torch
 
-from fanfold import _core
+from fanfold import _core, quantizing
 from fanfold.errors import ArgumentError
 
 __all__ = [
@@ -87,15 +87,28 @@ def quantize(
     """fp8 rows of ``x``, as dispatch makes them (formula at the top of this module).
 
     Args:
-        x: ``[T, hidden]`` bfloat16, contiguous. On the CPU in one pass; on other devices by
-            PyTorch's own functions, with the same bits but for which NaN it is.
+        x: ``[T, hidden]`` bfloat16, contiguous. In one pass on the CPU, and on GPUs where there is
+            NVRTC and compute capability 9.0, if ``hidden`` is a multiple of 8; elsewhere by
+            PyTorch's own functions. The bits are the same.
         scale_format: how the scales are rounded and stored.
 
     Returns:
         Values ``[T, hidden]`` float8_e4m3fn and scales ``[T, scale_columns(hidden)]``.
+
+    Raises:
+        UsageError: the kernel is not loaded yet, and a CUDA graph is being captured: call this
+            once before.
     """
     tokens, hidden = x.shape
     power_of_two = scale_format is not ScaleFormat.FLOAT32
+    packed = scale_format is ScaleFormat.UE8M0
+    kernel = quantizing.quantizer_of(x, power_of_two=power_of_two, packed=packed)
+    if kernel is not None:
+        values = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+        shape = (tokens, scale_columns(hidden, scale_format))
+        scales = torch.empty(shape, dtype=scale_format.dtype, device=x.device)
+        kernel.run(x, values, scales)
+        return values, scales
     if x.device.type == "cpu":
         values = torch.empty((tokens, hidden), dtype=torch.float8_e4m3fn)
         scales = torch.empty((tokens, blocks(hidden)))
@@ -104,21 +117,25 @@ def quantize(
         )
     else:
         values, scales = _quantize_anywhere(x, power_of_two)
-    if scale_format is not ScaleFormat.UE8M0:
-        return values, scales
+    return values, _packed(scales) if packed else scales
+
+
+def _packed(scales: torch.Tensor) -> torch.Tensor:
+    """Powers of two as UE8M0."""
+    tokens, count = scales.shape
     exponents = scales.view(torch.int32) >> 23
-    columns = scale_columns(hidden, scale_format)
-    padding = columns * 4 - blocks(hidden)
+    columns = -(-count // 4)
+    padding = columns * 4 - count
     words = torch.nn.functional.pad(exponents, (0, padding)).reshape(tokens, columns, 4)
-    shifts = torch.tensor([0, 8, 16, 24], dtype=torch.int32, device=x.device)
-    return values, (words << shifts).sum(-1, dtype=torch.int32)
+    shifts = torch.tensor([0, 8, 16, 24], dtype=torch.int32, device=scales.device)
+    return (words << shifts).sum(-1, dtype=torch.int32)
 
 
 def _quantize_anywhere(x: torch.Tensor, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """fp8 values and float32 scales by functions that every device has."""
     tokens, hidden = x.shape
     padding = blocks(hidden) * BLOCK - hidden
-    wide = torch.nn.functional.pad(x.float(), (0, padding)).view(tokens, -1, BLOCK)
+    wide = torch.nn.functional.pad(x.float(), (0, padding)).view(tokens, blocks(hidden), BLOCK)
     # A NaN does not count, as in the other ways.
     magnitudes = wide.abs().nan_to_num(nan=0.0, posinf=float("inf"))
     largest = magnitudes.amax(-1).clamp(min=_SMALLEST_AMAX)
@@ -130,7 +147,8 @@ def _quantize_anywhere(x: torch.Tensor, power_of_two: bool) -> tuple[torch.Tenso
         scales = bits.view(torch.float32)
         factors = torch.ones_like(scales) / scales
     scaled = (wide * factors.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX)
-    return scaled.to(torch.float8_e4m3fn).view(tokens, -1)[:, :hidden].contiguous(), scales
+    scaled = scaled.nan_to_num(nan=torch.nan)  # all NaNs are the positive one
+    return scaled.to(torch.float8_e4m3fn).flatten(1)[:, :hidden].contiguous(), scales
 
 
 def dequantize(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

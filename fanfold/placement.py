@@ -1,4 +1,4 @@
-"""Where the ranks of a group run low-latency calls: on their GPUs, or on the host, and why."""
+"""Where the ranks of a group run their calls: on their GPUs, or on the host, and why."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ class Placement:
         backend: ``"host"`` or ``"cuda"``.
         device: where this rank's tensors must be.
         reason: why, in one line that error messages show.
+        capability: the lowest compute capability of the ranks' GPUs; (0, 0) on the host.
     """
 
     backend: Literal["host", "cuda"]
     device: torch.device
     reason: str
+    capability: tuple[int, int] = (0, 0)
 
     def check(self, **tensors: object) -> None:
         """Raises ArgumentError for the first tensor that is not on :attr:`device`; what is no
@@ -40,7 +42,7 @@ class Placement:
                 raise ArgumentError(
                     f"{name}.device",
                     tensor.device,
-                    f"{self.device}, where these ranks run low-latency calls ({self.reason})",
+                    f"{self.device}, where these ranks run this call ({self.reason})",
                 )
 
 
@@ -54,6 +56,7 @@ class _Seat:
         identity: of that device, the same in all processes of a host.
         unreachable: identities of devices that it sees, but whose memory its device does not reach.
         lacking: why it cannot run on a GPU, or None.
+        capability: of that device.
     """
 
     host: str
@@ -61,6 +64,7 @@ class _Seat:
     identity: str = ""
     unreachable: tuple[str, ...] = ()
     lacking: str | None = None
+    capability: tuple[int, int] = (0, 0)
 
 
 def place(group: Group, config: Config) -> Placement:
@@ -85,7 +89,8 @@ def place(group: Group, config: Config) -> Placement:
     obstacle = _obstacle(seats)
     if obstacle is None:
         device = torch.device(seats[group.rank].device)
-        return Placement("cuda", device, "each rank has a GPU of its own; this is this rank's")
+        reason = "each rank has a GPU of its own; this is this rank's"
+        return Placement("cuda", device, reason, min(seat.capability for seat in seats))
     if config.backend == "cuda":
         source = config.sources.get("backend", "argument")
         raise UnavailableError(f"the setting backend is 'cuda' (from {source}), but {obstacle}")
@@ -100,7 +105,13 @@ def _look(group: Group) -> _Seat:
         return _Seat(host, lacking=obstacle)
     try:
         current = torch.cuda.current_device()
-        return _Seat(host, f"cuda:{current}", identity(current), unreachable_from(current))
+        return _Seat(
+            host,
+            f"cuda:{current}",
+            identity(current),
+            unreachable_from(current),
+            capability=torch.cuda.get_device_capability(current),
+        )
     except (RuntimeError, AssertionError) as failure:
         return _Seat(host, lacking=f"its CUDA device does not answer: {failure}")
 

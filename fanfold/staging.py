@@ -13,7 +13,7 @@ import torch
 
 from fanfold.errors import ArgumentError
 
-__all__ = ["Staging"]
+__all__ = ["Staging", "named_tensors"]
 
 _T = TypeVar("_T")
 
@@ -40,7 +40,7 @@ class Staging:
         self.needed = False
         first: str | None = None
         for name, value in tensors.items():
-            for place, tensor in _tensors(name, value):
+            for place, tensor in named_tensors(name, value):
                 if first is None:
                     first, self.device = place, tensor.device
                     self.needed = not _is_host(tensor.device)
@@ -70,12 +70,13 @@ def _is_host(device: torch.device) -> bool:
     return device.type in _HOST_KINDS
 
 
-def _tensors(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in an argument: itself, or those in a tuple; each with its place in it."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, tuple):
         for place, part in enumerate(value):
-            yield from _tensors(f"{name}[{place}]", part)
+            yield from named_tensors(f"{name}[{place}]", part)
 
 
 def _move(value: Any, device: torch.device) -> Any:

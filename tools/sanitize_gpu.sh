@@ -1,13 +1,26 @@
 #!/usr/bin/env bash
-# Runs small low-latency rounds of one rank under compute-sanitizer: memcheck (accesses outside of
-# memory), racecheck (shared memory without order) and synccheck (barriers that not all reach).
+# Runs small rounds of one rank, and the kernel that quantises rows, under compute-sanitizer:
+# memcheck (accesses outside of memory), racecheck (shared memory without order) and synccheck
+# (barriers that not all reach).
 #
-# Use: tools/sanitize_gpu.sh [tool...]        PYTHON=python3 where there is no .venv
+# Use: tools/sanitize_gpu.sh [--only PART]... [tool...]     PYTHON=python3 where there is no .venv
+#      PART is low-latency, high-throughput or formats; without one all of them run.
 # Needs a GPU and compute-sanitizer, of the CUDA toolkit. Exits with 1 if a tool found something.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python="${PYTHON:-.venv/bin/python}"
+parts=()
+while [[ "${1:-}" == --only ]]; do
+  case "${2:-}" in
+    low-latency | high-throughput | formats) parts+=("$2") ;;
+    *)
+      echo "--only is followed by low-latency, high-throughput or formats, not by '${2:-}'" >&2
+      exit 2
+      ;;
+  esac
+  shift 2
+done
 tools=("$@")
 [[ ${#tools[@]} -gt 0 ]] || tools=(memcheck racecheck synccheck)
 
@@ -26,7 +39,8 @@ for tool in "${tools[@]}"; do
   # PyTorch asks the driver for things that it may refuse; only what kernels do counts.
   options=()
   [[ "$tool" != memcheck ]] || options=(--report-api-errors no)
-  "$sanitizer" --tool "$tool" "${options[@]}" --error-exitcode 9 "$python" tests/gpu/sanitize.py ||
+  "$sanitizer" --tool "$tool" "${options[@]}" --error-exitcode 9 \
+    "$python" tests/gpu/sanitize.py "${parts[@]}" ||
     { failed=1; echo "== $tool found something" >&2; }
 done
 exit "$failed"

@@ -32,7 +32,6 @@ PYTHON_FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     (
         "geometry",
-        "formats",
         "config",
         "group",
         "gpus",
@@ -46,6 +45,8 @@ PYTHON_FLOORS: tuple[tuple[str, ...], ...] = (
         "refusal",
     ),
     ("routing", "symmetric", "symmetric_cuda", "launch", "jit"),
+    ("quantizing",),
+    ("formats",),
     ("placement", "low_latency", "high_throughput", "fused_moe"),
     ("received",),  # what a dispatch of either mode brings
     ("expert_parallel", "deep_ep"),
@@ -62,7 +63,7 @@ CPP_FLOORS: tuple[tuple[str, ...], ...] = (
     ("memory",),
     ("ring", "transport"),
     ("proxy",),
-    ("host", "cuda", "hip", "low_latency", "high_throughput", "fused_moe"),
+    ("host", "cuda", "hip", "formats", "low_latency", "high_throughput", "fused_moe"),
     ("bindings",),
 )
 

@@ -181,6 +181,7 @@ void bind_cuda_high_throughput(nb::module_& module) {
   module.attr("CUDA_HIGH_THROUGHPUT_MOST_CTAS") = kMostHighThroughputCtas;
   module.attr("CUDA_HIGH_THROUGHPUT_MOST_EXPERTS") = HighThroughputDeviceLayout::kMostCounted;
   module.attr("CUDA_BATCH_TOKENS") = kBatchTokens;
+  module.attr("CUDA_MOST_SLICES") = kMostSlices;
   // Bytes that must be zero at first, and the bytes in all.
   module.def(
       "cuda_high_throughput_bytes",
@@ -189,6 +190,8 @@ void bind_cuda_high_throughput(nb::module_& module) {
         return nb::make_tuple(at.ring, at.end);
       },
       "ranks"_a, "ring_bytes"_a);
+  module.def("cuda_high_throughput_slots", &cuda::high_throughput_slots, "slot_bytes"_a,
+             "ring_bytes"_a);
   nb::class_<HighThroughput>(module, "CudaHighThroughput")
       .def(nb::init<const Place&>(), "place"_a)
       .def("slots", &HighThroughput::slots, "slot_bytes"_a)

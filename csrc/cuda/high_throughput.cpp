@@ -19,8 +19,7 @@ void check_within(const char* name, int64_t value, int64_t least, int64_t most, 
 
 HighThroughputOffsets high_throughput_offsets(int32_t ranks, int64_t ring_bytes) {
   check_within("ranks", ranks, 1, kMostHighThroughputRanks, "a token's ranks are bits of a word");
-  return HighThroughputDeviceLayout{ranks, kMostRingSlots, align_up(ring_bytes, kAreaAlignment)}
-      .offsets();
+  return HighThroughputDeviceLayout{ranks, align_up(ring_bytes, kAreaAlignment)}.offsets();
 }
 
 HighThroughput::HighThroughput(const HighThroughputPlace& place)
@@ -36,16 +35,20 @@ HighThroughput::HighThroughput(const HighThroughputPlace& place)
                "a row's number has 26 bits");
 }
 
-int32_t HighThroughput::slots(int32_t slot_bytes) const {
+int32_t high_throughput_slots(int32_t slot_bytes, int64_t ring_bytes) {
   if (slot_bytes == 0) return kMostRingSlots;
-  const int64_t fit = place_.ring_bytes / (int64_t{slot_bytes} * kBatchTokens);
+  const int64_t fit = ring_bytes / (int64_t{slot_bytes} * kBatchTokens);
   if (fit < kLeastRingSlots) {
-    throw BadArgument("ring_bytes", std::to_string(place_.ring_bytes),
+    throw BadArgument("ring_bytes", std::to_string(ring_bytes),
                       "at least " +
                           std::to_string(int64_t{slot_bytes} * kBatchTokens * kLeastRingSlots) +
                           " for these rows (FANFOLD_RING_BYTES)");
   }
   return static_cast<int32_t>(std::min<int64_t>(fit, kMostRingSlots));
+}
+
+int32_t HighThroughput::slots(int32_t slot_bytes) const {
+  return high_throughput_slots(slot_bytes, place_.ring_bytes);
 }
 
 void HighThroughput::check_shape(const HighThroughputShape& shape) const {

@@ -71,8 +71,10 @@ class HighThroughput {
 };
 
 // Slots of a ring, batches of rows each.
-inline constexpr int32_t kMostRingSlots = 128;
 inline constexpr int32_t kLeastRingSlots = 4;
+// How many a ring of `ring_bytes` has for rows of `slot_bytes` (0: without rows). Throws
+// BadArgument if they are too few.
+int32_t high_throughput_slots(int32_t slot_bytes, int64_t ring_bytes);
 
 // How a region is divided among the rings of `ranks`.
 HighThroughputOffsets high_throughput_offsets(int32_t ranks, int64_t ring_bytes);

@@ -41,7 +41,7 @@ inline uint8_t round_one_to_e4m3(float value) {
   const uint32_t normal = (word + 0x7ffffu + ((word >> 20) & 1u) - (120u << 23)) >> 20;
   const uint32_t code = magnitude < 0x1p-6f ? subnormal : normal;
   const bool nan = (bits & ~kSignBit) > 0x7f800000u;
-  return static_cast<uint8_t>(sign | (nan ? 0x7fu : code));
+  return static_cast<uint8_t>(nan ? 0x7fu : sign | code);
 }
 
 // 2^ceil(log2(value)) for a positive normal value, exactly.

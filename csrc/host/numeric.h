@@ -20,7 +20,8 @@ inline float bf16_to_float(uint16_t bits) {
 // Round to nearest even; every NaN becomes the quiet one.
 uint16_t float_to_bf16(float value);
 
-// Round to nearest even, saturating at 448; NaN stays NaN.
+// Round to nearest even, saturating at 448; every NaN becomes the positive one, as on GPUs: which
+// sign the product of infinity and 0 has depends on the processor.
 uint8_t float_to_e4m3(float value);
 
 enum class ScaleRounding { kNone, kPowerOfTwo };

@@ -272,6 +272,7 @@ class RankRun:
         expert_rows: ``[steps, layers, E_l]`` int64: rows that each local expert computed.
         device: where the model was, such as ``"cuda:0"``.
         reason: why there.
+        backend: where high throughput ran: ``"cuda"`` or ``"host"``.
         decoding: what followed the training, on GPUs.
     """
 
@@ -283,6 +284,7 @@ class RankRun:
     expert_rows: torch.Tensor
     device: str = "cpu"
     reason: str = ""
+    backend: str = "host"
     decoding: Decoding | None = None
 
 
@@ -292,7 +294,8 @@ def train_rank(group: dist.ProcessGroup, settings: DemoSettings, progress: Progr
     with _open(settings, group) as ep:
         model = _parallel_model(settings, ep).to(placement.device)
         run = _train_parallel(model, settings, ep, group, progress)
-        run = replace(run, device=str(placement.device), reason=placement.reason)
+        backend = "cuda" if ep.device.type == "cuda" else "host"
+        run = replace(run, device=str(placement.device), reason=placement.reason, backend=backend)
         if placement.backend == "host":
             return run
         return replace(run, decoding=decode(model, settings, group, placement))

@@ -264,7 +264,7 @@ class DemoReport:
         """Where each mode ran; None for one that was not used."""
         decoding = self.runs[0].decoding
         return {
-            "high_throughput": "host",
+            "high_throughput": self.runs[0].backend,
             "low_latency": None if decoding is None else decoding.backend,
         }
 
@@ -314,8 +314,9 @@ class DemoReport:
         if decoding is None:
             print(f"backend   high throughput: host ({first.reason})")
             return
+        staged = ", to and from the ranks' GPUs" if first.backend == "host" else ""
         print(
-            "backend   high throughput (training): host, to and from the ranks' GPUs; low latency "
+            f"backend   high throughput (training): {first.backend}{staged}; low latency "
             f"(decoding): {decoding.backend}"
         )
         print(

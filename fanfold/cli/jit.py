@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import itertools
 import json
+import multiprocessing
+import os
+import signal
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
-from fanfold.errors import SystemFailure, UnavailableError
+from fanfold.errors import ArgumentError, FanfoldError, SystemFailure, UnavailableError
 from fanfold.jit import kernel, nvrtc
 from fanfold.jit.cache import Entry
 
@@ -34,12 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_geometry(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--mode", choices=("low-latency", "high-throughput"), default="low-latency",
+        help="whose kernels (default %(default)s)",
+    )  # fmt: skip
     for option, default, what in (
         ("hidden", 7168, "columns of a row"),
         ("top-k", 8, "experts per token"),
         ("experts", 256, "experts of all ranks"),
         ("ranks", 8, "ranks of the group"),
-        ("tokens", 128, "most tokens of a rank in a call"),
+        ("tokens", 128, "most tokens of a rank in a call, for low latency"),
     ):
         parser.add_argument(
             f"--{option}", type=int, default=default, metavar="N",
@@ -53,13 +64,24 @@ def _add_geometry(parser: argparse.ArgumentParser) -> None:
         "--scales", choices=("float32", "power_of_two", "ue8m0"), default="float32",
         help="of fp8 rows (default %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--logfmt", action="store_true", help="results travel back as LogFMT")
     parser.add_argument(
-        "--late-weights", action="store_true", help="weights come with combine, as DeepEP's do"
+        "--logfmt", action="store_true", help="low latency: results travel back as LogFMT"
     )
+    parser.add_argument(
+        "--late-weights", action="store_true",
+        help="low latency: weights come with combine, as DeepEP's do",
+    )  # fmt: skip
+    parser.add_argument(
+        "--layout", choices=("expert-major", "token-major", "both"), default="both",
+        help="high throughput: the order in which rows arrive (default %(default)s)",
+    )  # fmt: skip
     parser.add_argument(
         "--arch", default="sm_90a", metavar="SM", help="GPU architecture (default %(default)s)"
     )
+    parser.add_argument(
+        "--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N",
+        help="kernels compiled at a time (default %(default)s, the CPUs of this process)",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -159,6 +181,18 @@ def _where(args: argparse.Namespace) -> int:
 
 
 def _warm(args: argparse.Namespace) -> int:
+    if args.jobs < 1:
+        raise ArgumentError("jobs", args.jobs, "1 or more")
+    named = _low_latency(args) if args.mode == "low-latency" else _high_throughput(args)
+    compiled = _compiled(list(named.values()), args.arch, args.jobs)
+    for (name, source), binary in zip(named.items(), compiled, strict=True):
+        how = "kept already" if binary.from_cache else f"compiled in {binary.seconds:.2f} s"
+        print(f"{source.file} {name}: {binary.registers} registers, {how}", flush=True)
+    return 0
+
+
+def _low_latency(args: argparse.Namespace) -> dict[str, kernel.KernelSource]:
+    """The kernels that low latency needs for these sizes, each with a name."""
     from fanfold.formats import RowFormat, ScaleFormat
     from fanfold.geometry import Geometry
     from fanfold.low_latency.kernels import kernel_sources
@@ -171,8 +205,54 @@ def _warm(args: argparse.Namespace) -> int:
         logfmt=args.logfmt,
         late_weights=args.late_weights,
     )
-    for source in sources:
-        binary = kernel.compile(source, args.arch)
-        how = "kept already" if binary.from_cache else f"compiled in {binary.seconds:.2f} s"
-        print(f"{source.file} {source.entry}: {binary.registers} registers, {how}")
-    return 0
+    return {source.entry: source for source in sources}
+
+
+def _high_throughput(args: argparse.Namespace) -> dict[str, kernel.KernelSource]:
+    """The kernels that high throughput may need for these sizes, each with a name."""
+    from fanfold.config import Config
+    from fanfold.formats import RowFormat, ScaleFormat
+    from fanfold.high_throughput import RowOrder
+    from fanfold.high_throughput.kernels import Sizes
+    from fanfold.high_throughput.layer_kernels import Layer, shared_bytes_of
+
+    layer = Layer(
+        Sizes(args.ranks, args.experts, args.top_k),
+        args.hidden,
+        RowFormat(args.dtype),
+        ScaleFormat(args.scales),
+        Config.resolve().ring_bytes,
+    )
+    layouts: dict[str, tuple[RowOrder, ...]] = {
+        "expert-major": ("expert_major",),
+        "token-major": ("token_major",),
+        "both": ("expert_major", "token_major"),
+    }
+    return layer.kernels(layouts[args.layout], shared_bytes_of(args.arch))
+
+
+def _compiled(
+    sources: Sequence[kernel.KernelSource], arch: str, jobs: int
+) -> Iterator[kernel.Binary]:
+    """The sources' binaries, in order; several are compiled at a time, in processes, as NVRTC
+    works on one program at a time in each."""
+    jobs = min(jobs, len(sources))
+    if jobs == 1:
+        yield from (kernel.compile(source, arch) for source in sources)
+        return
+    context = multiprocessing.get_context("spawn")
+    try:
+        with concurrent.futures.ProcessPoolExecutor(jobs, context, _leave_interrupts) as pool:
+            yield from pool.map(kernel.compile, sources, itertools.repeat(arch))
+    except BrokenProcessPool as error:
+        raise SystemFailure(
+            f"a process that compiled a kernel has died ({error}); is there memory for {jobs}? "
+            "--jobs takes fewer"
+        ) from None
+    except FanfoldError as error:
+        raise error from None  # without the other process's traceback
+
+
+def _leave_interrupts() -> None:
+    """Ctrl-C reaches all processes; the one that has started the others ends them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

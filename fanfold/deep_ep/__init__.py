@@ -1,7 +1,7 @@
 """DeepEP's interface on Fanfold: the same names, arguments, return values and layouts.
 
 ``packages/deep_ep`` installs this under the name ``deep_ep``, so that a program written for DeepEP
-runs unchanged. It is DeepEP's first interface (``Buffer``), on CPU tensors; what each call does
+runs unchanged. It is DeepEP's first interface (``Buffer``), on GPUs or the CPU; what each call does
 here and where it differs stands in ``docs/deep_ep.md``.
 """
 

@@ -36,13 +36,15 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
     ``num_nvl_bytes``, so any tensor passes through any size; low latency (``low_latency_*``) lives
     in ``num_rdma_bytes``, which must hold its geometry.
 
-    Where each rank has a GPU of its own as current CUDA device, low latency runs there and takes
-    tensors there; else it runs on the host and takes CPU tensors. High throughput runs on the host
-    and takes tensors of any device, which it copies there and back.
+    Where each rank has a GPU of its own as current CUDA device, both run there and take tensors
+    there; else they run on the host and take CPU tensors. High throughput needs compute capability
+    9.0; without it, it runs on the host and takes tensors of any device, which it copies there and
+    back.
 
     Args:
         group: a torch.distributed group of any backend; or None with ``comm``.
-        num_nvl_bytes: memory per rank for high throughput; 0 without it.
+        num_nvl_bytes: memory per rank for high throughput; 0 without it. On GPUs at most
+            ``ring_bytes`` for each rank are used of it.
         num_rdma_bytes: memory per rank for low latency; 0 without it.
         low_latency_mode: whether low-latency calls may be made.
         num_qps_per_rank: above 0. Shared memory has no queue pairs, so the number does not matter.
@@ -59,7 +61,7 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
         num_sms: of the class: twice the channels in the handles of high throughput.
         rank, group, group_size, num_nvl_bytes, num_rdma_bytes, low_latency_mode,
         explicitly_destroy, enable_shrink: as given.
-        device: where low latency takes tensors.
+        device: where calls on GPUs, and low latency on the host, take tensors.
         runtime: the memory; None once destroyed.
 
     Raises:
@@ -204,8 +206,8 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
         return combine_config(Buffer.num_sms, num_ranks)
 
     def get_comm_stream(self) -> Any:
-        """The stream of low-latency calls with ``async_finish``: a ``torch.cuda.Stream``; where low
-        latency runs on the host, ``torch.cpu.Stream``, which has no queue."""
+        """The stream of calls on GPUs with ``async_finish``: a ``torch.cuda.Stream``; where calls
+        run on the host, ``torch.cpu.Stream``, which has no queue."""
         return self._open().streams.comm
 
     def get_local_buffer_tensor(
@@ -218,8 +220,9 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
         """This rank's memory of one mode, which may serve as scratch while no call is in flight.
 
         Peers write to it during their calls: after such use, ``clean_low_latency_buffer`` makes
-        sure that every rank is done, and on a GPU writes what the calls must find there. The tensor
-        must not be touched after ``destroy``.
+        sure that every rank is done, and on a GPU writes what the calls must find there. High
+        throughput on GPUs has memory of its own besides, so that part is the caller's alone there.
+        The tensor must not be touched after ``destroy``.
 
         Args:
             dtype: of the tensor.

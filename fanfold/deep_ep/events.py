@@ -124,9 +124,9 @@ class EventOverlap:
 
 def check_ordering(
     previous_event: object, async_finish: bool, allocate_on_comm_stream: bool
-) -> None:
-    """Checks the three stream arguments that high-throughput calls share, and makes the current
-    stream wait for ``previous_event``.
+) -> EventHandle | None:
+    """The event to wait for, after checks of the three stream arguments that high-throughput calls
+    share.
 
     Raises:
         ArgumentError: ``previous_event`` is no event, or ``allocate_on_comm_stream`` is set without
@@ -136,7 +136,7 @@ def check_ordering(
         raise ArgumentError(
             "previous_event", f"a {type(previous_event).__name__}", "an EventOverlap or None"
         )
-    event = getattr(previous_event, "event", previous_event)
+    event = previous_event.event if isinstance(previous_event, EventOverlap) else previous_event
     if allocate_on_comm_stream and (event is None or not async_finish):
         raise ArgumentError(
             "allocate_on_comm_stream",
@@ -144,11 +144,4 @@ def check_ordering(
             f"async_finish={async_finish}",
             "used only together with a previous_event and async_finish=True",
         )
-    if event is not None:
-        event.current_stream_wait()
-
-
-def finished(async_finish: bool, *tensors: torch.Tensor | None) -> EventOverlap:
-    """What a call returns as its event once everything is done, or enqueued on the current
-    stream."""
-    return EventOverlap(EventHandle(), tensors) if async_finish else EventOverlap()
+    return event

@@ -102,7 +102,7 @@ class Exchange:
         phase: str,
         facts: dict[str, int],
         numbers: torch.Tensor,
-        error: ArgumentError | None = None,
+        error: BaseException | None = None,
     ) -> torch.Tensor:
         """The ``numbers`` of every rank, once all agree about ``facts``. Collective.
 
@@ -116,7 +116,8 @@ class Exchange:
             ``[ranks, n]`` int32; zeros for a masked rank.
 
         Raises:
-            ArgumentError: ``error``; or a fact that differs, naming both values, on all ranks.
+            BaseException: ``error``.
+            ArgumentError: a fact that differs, naming both values, on all ranks.
             PeerRefused: another rank refused.
             PeerTimeout: a rank did not take part in time.
         """

@@ -1,7 +1,7 @@
 """DeepEP's high-throughput handle: six tensors that say all there is to say about one routing.
 
 R ranks, T own tokens, N received rows, C channels. Tokens are dealt to channels in runs of
-ceil(T / C); on the CPU channels are a manner of counting only.
+ceil(T / C); here channels are a manner of counting only.
 
 0. rank_prefix_matrix          [R, R] int32: rows that ranks 0 to i send to rank j
 1. channel_prefix_matrix       [R, C] int32: own tokens of channels 0 to c that go to rank r
@@ -9,22 +9,38 @@ ceil(T / C); on the CPU channels are a manner of counting only.
 3. recv_src_idx                [N] int32: each row's token index at its source
 4. is_token_in_rank            [T, R] bool
 5. send_head                   [T, R] int32: place among its channel's tokens for the rank, or -1
+
+After a dispatch on GPUs with num_worst_tokens nobody has exchanged numbers: all of (2) is -1 then,
+and of (0) all but this rank's own column.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from fanfold.errors import ArgumentError
 from fanfold.geometry import check_tensor
+from fanfold.high_throughput import Plan
+from fanfold.high_throughput.plan import CudaPlan
 
-__all__ = ["Handle", "Received", "make_handle", "read_handle"]
+__all__ = [
+    "GpuHandle",
+    "Handle",
+    "Received",
+    "Routing",
+    "check_channels",
+    "make_handle",
+    "read_handle",
+]
 
 Handle = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 _CPU = torch.device("cpu")
+_NOTHING = torch.empty(0)
 _NAMES = (
     "rank_prefix_matrix",
     "channel_prefix_matrix",
@@ -41,61 +57,114 @@ class Received:
 
     Attributes:
         rank: this rank.
-        tokens_per_rank: ``[R, R]`` int32: tokens that rank i sends to rank j.
-        num_tokens: ``[R]`` int32: tokens of each rank.
+        rank_prefix: ``[R, R]`` int32: rows that ranks 0 to i send to rank j.
+        num_tokens: ``[R]`` int32: tokens of each rank; None where nobody knows.
         is_token_in_rank: ``[T, R]`` bool: where this rank's own tokens go.
-        source_token: ``[N]`` int32: each row's token index at its source, by source rank.
+        source_token: ``[N]`` int32: each row's token index at its source, by source rank; then -1
+            for rows that no token fills.
     """
 
     rank: int
-    tokens_per_rank: torch.Tensor
-    num_tokens: torch.Tensor
+    rank_prefix: torch.Tensor
+    num_tokens: torch.Tensor | None
     is_token_in_rank: torch.Tensor
     source_token: torch.Tensor
 
 
-def _channel_ends(num_tokens: int, channels: int) -> torch.Tensor:
-    """``[C + 1]`` int64: the token with which each channel begins, and the number of tokens."""
-    run = -(-num_tokens // channels)
-    return (torch.arange(channels + 1) * run).clamp(max=num_tokens)
-
-
-def make_handle(received: Received, channels: int, rows: int) -> Handle:
-    """The handle of a routing.
-
-    Args:
-        received: what is known of it.
-        channels: C.
-        rows: length of recv_src_idx: N, or more where the caller asked for a fixed number.
-    """
+def make_handle(received: Received, channels: int) -> Handle:
+    """The handle of a routing with C channels, where its tensors are; the CPU waits for nothing."""
     is_in = received.is_token_in_rank
-    tokens, ranks = is_in.shape
-    rank_prefix = received.tokens_per_rank.cumsum(0, dtype=torch.int32)
-    before = torch.zeros((tokens + 1, ranks), dtype=torch.int32)
+    (tokens, ranks), device = is_in.shape, is_in.device
+    before = torch.zeros((tokens + 1, ranks), dtype=torch.int32, device=device)
     torch.cumsum(is_in, 0, dtype=torch.int32, out=before[1:])
-    ends = _channel_ends(tokens, channels)
-    channel_prefix = before[ends[1:]].T.contiguous()
     run = max(-(-tokens // channels), 1)
-    starts = torch.arange(tokens) // run * run
-    send_head = torch.where(is_in, before[:-1] - before[starts], -1)
-    recv_channel_prefix = torch.empty((ranks, channels), dtype=torch.int32)
-    begin = 0
-    for source, end in enumerate(rank_prefix[:, received.rank].tolist()):
-        source_ends = _channel_ends(int(received.num_tokens[source]), channels)[:-1]
-        recv_channel_prefix[source] = torch.searchsorted(
-            received.source_token[begin:end], source_ends.to(torch.int32)
-        )
-        begin = end
-    recv_src_idx = torch.full((rows,), -1, dtype=torch.int32)
-    recv_src_idx[: received.source_token.shape[0]] = received.source_token
+    ends = (torch.arange(1, channels + 1, device=device) * run).clamp(max=tokens)
+    starts = torch.arange(tokens, device=device) // run * run
     return (
-        rank_prefix,
-        channel_prefix,
-        recv_channel_prefix,
-        recv_src_idx,
+        received.rank_prefix,
+        before[ends].T.contiguous(),
+        _rows_before_channels(received, channels),
+        received.source_token,
         is_in,
-        send_head.to(torch.int32),
+        torch.where(is_in, before[:-1] - before[starts], -1),
     )
+
+
+def _rows_before_channels(received: Received, channels: int) -> torch.Tensor:
+    """``[R, C]`` int32: recv_channel_prefix_matrix."""
+    counts, device = received.num_tokens, received.source_token.device
+    ranks = received.rank_prefix.shape[0]
+    if counts is None:
+        return torch.full((ranks, channels), -1, dtype=torch.int32, device=device)
+    counts = counts.long().unsqueeze(1)
+    ends = received.rank_prefix[:, received.rank].long()
+    rows = torch.arange(received.source_token.shape[0], device=device)
+    # Rows are in order of source and token, so one search in numbers made of both finds them.
+    source = torch.searchsorted(ends, rows, right=True)
+    keys = (source << 32) + received.source_token
+    starts = -(-counts // channels) * torch.arange(channels, device=device)
+    first = torch.minimum(starts, counts) + (torch.arange(ranks, device=device) << 32).unsqueeze(1)
+    begins = torch.nn.functional.pad(ends[:-1], (1, 0)).unsqueeze(1)
+    return (torch.searchsorted(keys, first) - begins).to(torch.int32)
+
+
+class GpuHandle(tuple[torch.Tensor, ...]):
+    """The handle of a dispatch on GPUs: DeepEP's tuple, and the plan by which calls there work.
+
+    Its tensors are made when somebody looks into it, which callers of DeepEP hardly do; in a CUDA
+    graph at once, as each replay must write them anew. A copy is a plain tuple without the plan.
+
+    Attributes:
+        plan: the routing.
+        channels: C.
+    """
+
+    plan: CudaPlan
+    channels: int
+    _make: Callable[[], Handle]
+    _made: Handle | None
+
+    @classmethod
+    def of(cls, plan: CudaPlan, channels: int, make: Callable[[], Handle]) -> GpuHandle:
+        """The handle of ``plan``, whose tensors ``make`` makes, on the current stream."""
+        handle = super().__new__(cls, (_NOTHING,) * len(_NAMES))
+        handle.plan, handle.channels, handle._make, handle._made = plan, channels, make, None
+        return handle
+
+    @property
+    def rows(self) -> int:
+        """Rows of the received tensors."""
+        return self.plan.row_count("token_major")
+
+    @property
+    def lanes(self) -> int:
+        """K."""
+        return self.plan.top_k
+
+    def tensors(self) -> Handle:
+        """What the tuple holds."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    def __new__(cls, tensors: Iterable[torch.Tensor]) -> Any:
+        return tuple(tensors)
+
+    def __reduce__(self) -> Any:
+        return tuple, (self.tensors(),)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.tensors())
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.tensors()[place]
+
+
+def check_channels(of_handle: int, of_call: int) -> None:
+    """Raises ArgumentError unless a call's configuration has as many channels as its handle."""
+    if of_handle != of_call:
+        bound = f"{2 * of_handle}, as for the dispatch that made the handle"
+        raise ArgumentError("config.num_sms", 2 * of_call, bound)
 
 
 @dataclass(frozen=True)
@@ -109,6 +178,7 @@ class Routing:
         source_token: ``[N]`` int32.
         is_token_in_rank: ``[T, R]`` bool.
         channels: C.
+        lanes: None, as any number of them may come back.
     """
 
     received: int
@@ -117,6 +187,27 @@ class Routing:
     source_token: torch.Tensor
     is_token_in_rank: torch.Tensor
     channels: int
+    lanes: None = None
+
+    def plan(self, lanes: int) -> Plan:
+        """The plan: of what a handle does not say, nothing is needed for whole rows."""
+        received, (tokens, ranks) = self.received, self.is_token_in_rank.shape
+        return Plan(
+            ranks=ranks,
+            num_experts=ranks,
+            top_k=lanes,
+            tokens=tokens,
+            is_token_in_rank=self.is_token_in_rank,
+            received=received,
+            source_prefix=self.source_prefix,
+            source_token=self.source_token,
+            topk_idx=torch.full((received, lanes), -1),
+            topk_weights=None,
+            tokens_per_expert=torch.zeros(1, dtype=torch.int32),
+            offsets=torch.zeros(2, dtype=torch.int64),
+            rows_of=torch.full((received, lanes), -1, dtype=torch.int32),
+            capacity=self.rows if self.rows > received else None,
+        )
 
 
 def read_handle(handle: object, rank: int, ranks: int) -> Routing:

@@ -1,40 +1,41 @@
 """The high-throughput half of ``Buffer``: DeepEP's calls in terms of
-:mod:`fanfold.high_throughput`.
-
-The mode works on the host. Tensors of other devices are staged: copied there and their results
-back, on the current stream, for which the CPU waits.
-"""
+:mod:`fanfold.high_throughput`, on the ranks' GPUs or on the host."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from fanfold.deep_ep.base import BufferBase
-from fanfold.deep_ep.events import EventHandle, EventOverlap, check_ordering, finished
-from fanfold.deep_ep.handles import Handle, Received, Routing, make_handle, read_handle
+from fanfold.deep_ep.events import EventHandle, EventOverlap, check_ordering
+from fanfold.deep_ep.handles import GpuHandle, Handle
+from fanfold.deep_ep.on_gpu import OnGpu
 from fanfold.deep_ep.routes import (
     Bias,
     Given,
     Route,
     Rows,
     channels_of,
+    layout_of,
     new_route,
     tokens_of,
 )
-from fanfold.deep_ep.runtime import Runtime
 from fanfold.deep_ep.sizes import Config, check_count
+from fanfold.deep_ep.staged import Staged
+from fanfold.deep_ep.way import Brought, Way
 from fanfold.errors import ArgumentError
 from fanfold.geometry import check_tensor
-from fanfold.high_throughput import Dispatched, HighThroughput, Plan, dispatch_layout
-from fanfold.staging import Staging
+from fanfold.high_throughput import Layout
+from fanfold.high_throughput.cuda import CudaHighThroughput
+from fanfold.refusal import Refusing
 
 __all__ = ["HighThroughputCalls"]
 
-_CPU = torch.device("cpu")
-
 Event = EventOverlap | EventHandle | None
+AnyHandle = Handle | GpuHandle
 DispatchResult = tuple[
-    Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, Handle | None, EventOverlap
+    Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, AnyHandle | None, EventOverlap
 ]
 CombineResult = tuple[torch.Tensor, torch.Tensor | None, EventOverlap]
 
@@ -50,14 +51,13 @@ class HighThroughputCalls(BufferBase):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
-        """Where this rank's tokens go. Local: nothing is communicated.
+        """Where this rank's tokens go. Local: nothing is communicated, and on a GPU the CPU does
+        not wait.
 
         Args:
-            topk_idx: ``[T, K]`` int64, -1 for none.
+            topk_idx: ``[T, K]`` int64, -1 for none; on any device, where the results then are.
             num_experts: of all ranks.
-            previous_event: what to wait for first.
-            async_finish: return an event.
-            allocate_on_comm_stream: needs previous_event and async_finish; changes nothing here.
+            previous_event, async_finish, allocate_on_comm_stream: as in dispatch.
 
         Returns:
             tokens for each rank ``[R]`` int32; None, as all ranks are on one host; tokens for each
@@ -68,22 +68,22 @@ class HighThroughputCalls(BufferBase):
             ArgumentError: bad input.
             UsageError: destroyed.
         """
-        self._open()
-        check_ordering(previous_event, async_finish, allocate_on_comm_stream)
-        staging = Staging(topk_idx=topk_idx)
-        layout = dispatch_layout(staging.host(topk_idx), num_experts, self.group_size)
-        return (
-            staging.back(layout.tokens_per_rank),
-            None,
-            staging.back(layout.tokens_per_expert),
-            staging.back(layout.is_token_in_rank),
-            finished(async_finish, topk_idx),
+        runtime = self._open()
+        previous = check_ordering(previous_event, async_finish, allocate_on_comm_stream)
+
+        def call() -> tuple[Layout, None]:
+            return layout_of(topk_idx, num_experts, self.group_size), None
+
+        layout, _, event = runtime.streams.run(
+            call, async_finish=async_finish, inputs=topk_idx, previous=previous
         )
+        counts = layout.tokens_per_rank, None, layout.tokens_per_expert
+        return *counts, layout.is_token_in_rank, event
 
     def dispatch(
         self,
         x: Rows,
-        handle: Handle | None = None,
+        handle: AnyHandle | None = None,
         num_tokens_per_rank: torch.Tensor | None = None,
         num_tokens_per_rdma_rank: torch.Tensor | None = None,
         is_token_in_rank: torch.Tensor | None = None,
@@ -99,15 +99,20 @@ class HighThroughputCalls(BufferBase):
     ) -> DispatchResult:
         """Sends each token once to every rank that it goes to. Collective.
 
+        On a GPU the CPU waits only for a new routing without num_worst_tokens, which is given on
+        all ranks or on none. What only the kernels find (an index out of range, more rows than
+        num_worst_tokens, a rank that refused or is late) is raised by a later combine.
+
         Args:
             x: ``[T, hidden]`` bfloat16 (or any dtype whose rows are multiples of 16 bytes),
                 contiguous; or a pair of values ``[T, hidden]`` of a 1-byte dtype and scales
-                ``[T, S]`` float32 or int32 of any strides, sent as they are.
+                ``[T, S]`` float32 or int32 of any strides, sent as they are. Where high throughput
+                runs on GPUs all tensors are on :attr:`Buffer.device`, else on any one device.
             handle: reuse the routing of an earlier dispatch; then everything about routing must be
-                None.
+                None. On a GPU the very object that dispatch returned.
             num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert:
                 what get_dispatch_layout returned; all but the second must be given for a new
-                routing.
+                routing. On a GPU they are believed, as reading them would wait.
             topk_idx: ``[T, K]`` int64, -1 for none, or None if the receivers need not know.
             topk_weights: ``[T, K]`` float32; given with topk_idx, and only then.
             expert_alignment: what the counts of the list are rounded up to.
@@ -115,7 +120,9 @@ class HighThroughputCalls(BufferBase):
             config: num_sms // 2 is the number of channels in the handle; of a given handle it must
                 be the same. The default is get_dispatch_config.
             previous_event: what to wait for first.
-            async_finish: return an event, of the current stream. On the CPU the work is done.
+            async_finish: return an event. On a GPU the work runs on the communication stream,
+                after previous_event, or without it after what the current stream was given;
+                otherwise it is done, or enqueued on the current stream.
             allocate_on_comm_stream: needs previous_event and async_finish; changes nothing here.
 
         Returns:
@@ -123,7 +130,8 @@ class HighThroughputCalls(BufferBase):
 
             - rows ``[N, hidden]``, or a pair with scales ``[N, S]``, row-major, ordered by source
               rank, then source token;
-            - ``[N, K]`` int64: local expert ids, -1 for experts elsewhere and for unused rows;
+            - ``[N, K]`` int64: local expert ids, -1 for experts elsewhere and for unused rows
+              (which on a GPU are not written in the first item);
             - ``[N, K]`` float32: weights, 0 for experts elsewhere;
             - list of the rows for each local expert, counted as often as named, rounded up to
               expert_alignment; [] with num_worst_tokens;
@@ -139,8 +147,7 @@ class HighThroughputCalls(BufferBase):
             PeerTimeout: a rank did not arrive in time.
             UsageError: no memory for this mode, a masked rank, or destroyed.
         """
-        runtime = self._open()
-        mode = runtime.high_throughput
+        way = self._way()
         given: Given = {
             "num_tokens_per_rank": num_tokens_per_rank,
             "num_tokens_per_rdma_rank": num_tokens_per_rdma_rank,
@@ -149,42 +156,43 @@ class HighThroughputCalls(BufferBase):
             "topk_idx": topk_idx,
             "topk_weights": topk_weights,
         }
-        route = routing = None
-        try:
-            check_ordering(previous_event, async_finish, allocate_on_comm_stream)
-            channels = channels_of(config, self.get_dispatch_config(self.group_size))
-            check_count("expert_alignment", expert_alignment, 1)
-            check_count("num_worst_tokens", num_worst_tokens, 0)
-            staging = Staging(x=x, **given)
-            x = staging.host(x)
-            if handle is None:
-                given = {name: staging.host(tensor) for name, tensor in given.items()}
-                route = new_route(given, self.group_size, tokens_of(x))
-                _check_worst(num_worst_tokens, route)
-            else:
-                routing = self._routing(staging.host(handle), channels)
-                _check_reuse(given, routing, num_worst_tokens)
-        except ArgumentError as error:
-            mode.refuse_dispatch(error)
-            raise
-        if routing is not None:
-            again = mode.dispatch_cached(x, self._plan(routing, 1), layout="token_major")
-            runtime.check_complete("high_throughput dispatch")
-            rows = staging.back(_rows_of(again))
-            return rows, None, None, None, None, finished(async_finish)
-        assert route is not None
-        dispatched = _send(mode, x, route, num_worst_tokens)
-        runtime.check_complete("high_throughput dispatch")
-        counts, made = _describe(runtime, route, dispatched, channels)
-        aligned = [-(-count // expert_alignment) * expert_alignment for count in counts.tolist()]
-        listed = aligned if num_worst_tokens == 0 else []
-        rows, *topk = staging.back((_rows_of(dispatched), *_topk_of(dispatched, route)))
-        return rows, topk[0], topk[1], listed, staging.back(made), finished(async_finish)
+        refusing = Refusing(lambda error: way.refuse_dispatch(error, handle))
+        with refusing:
+            previous = check_ordering(previous_event, async_finish, allocate_on_comm_stream)
+
+        def call() -> tuple[Brought, None]:
+            route = known = None
+            with refusing:
+                channels = channels_of(config, self.get_dispatch_config(self.group_size))
+                check_count("expert_alignment", expert_alignment, 1)
+                check_count("num_worst_tokens", num_worst_tokens, 0)
+                staging = way.staging(x=x, **given)
+                rows = staging.host(x)
+                if handle is None:
+                    brought = {name: staging.host(tensor) for name, tensor in given.items()}
+                    tokens = tokens_of(rows)
+                    route = new_route(brought, self.group_size, tokens, way.device, way.looks)
+                    _check_worst(num_worst_tokens, route)
+                else:
+                    known = way.known(staging.host(handle), channels)
+                    _check_reuse(given, known.rows, num_worst_tokens)
+            if route is None:
+                return Brought(staging.back(way.send_again(rows, known))), None
+            return way.send(rows, route, num_worst_tokens, channels).back(staging), None
+
+        inputs = (x, *given.values())
+        brought, _, event = way.streams.run(
+            call, async_finish=async_finish, inputs=inputs, previous=previous
+        )
+        if handle is not None:
+            return brought.rows, None, None, None, None, event
+        listed = [-(-count // expert_alignment) * expert_alignment for count in brought.named]
+        return brought.rows, brought.topk_idx, brought.topk_weights, listed, brought.handle, event
 
     def combine(
         self,
         x: torch.Tensor,
-        handle: Handle,
+        handle: AnyHandle,
         topk_weights: torch.Tensor | None = None,
         bias: Bias = None,
         config: Config | None = None,
@@ -194,12 +202,14 @@ class HighThroughputCalls(BufferBase):
     ) -> CombineResult:
         """Brings rows back to the ranks they came from and sums them, unweighted. Collective.
 
-        Works from the handle alone.
+        Works from the handle alone. On a GPU the CPU waits for nothing, and what kernels have found
+        wrong in earlier calls is raised here, after this one has been enqueued.
 
         Args:
             x: ``[N, hidden]`` bfloat16, contiguous: a row for each received one.
             handle: what dispatch returned.
-            topk_weights: ``[N, K]`` float32 that travel back to the lanes they came from.
+            topk_weights: ``[N, K]`` float32 that travel back to the lanes they came from. On a GPU
+                K is that of the dispatch; if it had no topk_idx, the number of ranks.
             bias: one or two ``[T, hidden]`` bfloat16 that each sum starts from.
             config: as in dispatch; the default is get_combine_config.
             previous_event: what to wait for first.
@@ -214,38 +224,35 @@ class HighThroughputCalls(BufferBase):
         Raises:
             ArgumentError, PeerRefused, PeerTimeout, UsageError: as dispatch.
         """
-        runtime = self._open()
-        mode = runtime.high_throughput
-        try:
-            check_ordering(previous_event, async_finish, allocate_on_comm_stream)
-            channels = channels_of(config, self.get_combine_config(self.group_size))
-            staging = Staging(x=x, topk_weights=topk_weights, bias=bias)
-            y, weights, biases = staging.host((x, topk_weights, bias))
-            routing = self._routing(staging.host(handle), channels)
-            check_tensor("x", y, (routing.rows, None), (torch.bfloat16,), device=_CPU)
-            lanes = 1
-            if weights is not None:
-                check_tensor("topk_weights", weights, (routing.rows, None), (torch.float32,),
-                             device=_CPU)  # fmt: skip
-                lanes = weights.shape[1]
-        except ArgumentError as error:
-            mode.refuse_combine(error)
-            raise
-        combined = mode.combine(
-            y,
-            self._plan(routing, lanes),
-            layout="token_major",
-            lane_weights=weights,
-            bias=biases,
+        way = self._way()
+        refusing = Refusing(lambda error: way.refuse_combine(error, handle))
+        with refusing:
+            previous = check_ordering(previous_event, async_finish, allocate_on_comm_stream)
+
+        def call() -> tuple[tuple[torch.Tensor, torch.Tensor | None], None]:
+            with refusing:
+                channels = channels_of(config, self.get_combine_config(self.group_size))
+                staging = way.staging(x=x, topk_weights=topk_weights, bias=bias)
+                y, weights, biases = staging.host((x, topk_weights, bias))
+                known = way.known(staging.host(handle), channels)
+                shape = (known.rows, None)
+                check_tensor("x", y, shape, (torch.bfloat16,), device=way.device)
+                if weights is not None:
+                    shape = (known.rows, known.lanes)
+                    check_tensor("topk_weights", weights, shape, (torch.float32,),
+                                 device=way.device)  # fmt: skip
+            return staging.back(way.combine(y, known, weights, biases)), None
+
+        inputs = (x, topk_weights, bias)
+        (out, summed), _, event = way.streams.run(
+            call, async_finish=async_finish, inputs=inputs, previous=previous
         )
-        runtime.check_complete("high_throughput combine")
-        out, summed = staging.back(combined)
-        return out, summed, finished(async_finish, x, topk_weights, out)
+        return out, summed, event
 
     def internode_dispatch(
         self,
         x: Rows,
-        handle: Handle | None = None,
+        handle: AnyHandle | None = None,
         num_tokens_per_rank: torch.Tensor | None = None,
         num_tokens_per_rdma_rank: torch.Tensor | None = None,
         is_token_in_rank: torch.Tensor | None = None,
@@ -280,7 +287,7 @@ class HighThroughputCalls(BufferBase):
     def internode_combine(
         self,
         x: torch.Tensor,
-        handle: Handle,
+        handle: AnyHandle,
         topk_weights: torch.Tensor | None = None,
         bias: Bias = None,
         config: Config | None = None,
@@ -300,51 +307,13 @@ class HighThroughputCalls(BufferBase):
             allocate_on_comm_stream,
         )
 
-    def _routing(self, handle: object, channels: int) -> Routing:
-        routing = read_handle(handle, self.rank, self.group_size)
-        if routing.channels != channels:
-            raise ArgumentError(
-                "config.num_sms",
-                f"{2 * channels}",
-                f"{2 * routing.channels}, as for the dispatch that made the handle",
-            )
-        return routing
-
-    def _plan(self, routing: Routing, lanes: int) -> Plan:
-        """The plan of a handle: of what it does not say, nothing is needed for whole rows."""
-        received, ranks = routing.received, self.group_size
-        return Plan(
-            ranks=ranks,
-            num_experts=ranks,
-            top_k=lanes,
-            tokens=routing.is_token_in_rank.shape[0],
-            is_token_in_rank=routing.is_token_in_rank,
-            received=received,
-            source_prefix=routing.source_prefix,
-            source_token=routing.source_token,
-            topk_idx=torch.full((received, lanes), -1),
-            topk_weights=None,
-            tokens_per_expert=torch.zeros(1, dtype=torch.int32),
-            offsets=torch.zeros(2, dtype=torch.int64),
-            rows_of=torch.full((received, lanes), -1, dtype=torch.int32),
-            capacity=routing.rows if routing.rows > received else None,
-        )
-
-
-def _send(mode: HighThroughput, x: Rows, route: Route, num_worst_tokens: int) -> Dispatched:
-    try:
-        return mode.dispatch(
-            x,
-            route.topk_idx,
-            route.topk_weights,
-            num_experts=route.num_experts,
-            layout="token_major",
-            capacity=num_worst_tokens or None,
-        )
-    except ArgumentError as error:
-        if error.argument == "capacity":  # known only once the counts are
-            raise ArgumentError("num_worst_tokens", error.value, error.bound) from error
-        raise
+    def _way(self) -> Way[Any]:
+        """Where the calls run."""
+        runtime = self._open()
+        mode = runtime.high_throughput
+        if isinstance(mode, CudaHighThroughput):
+            return OnGpu(runtime, mode)
+        return Staged(runtime, mode)
 
 
 def _check_worst(num_worst_tokens: int, route: Route) -> None:
@@ -354,58 +323,10 @@ def _check_worst(num_worst_tokens: int, route: Route) -> None:
         )
 
 
-def _check_reuse(given: Given, routing: Routing, num_worst_tokens: int) -> None:
+def _check_reuse(given: Given, rows: int, num_worst_tokens: int) -> None:
     """Raises ArgumentError for what does not go with a handle."""
     for name, tensor in given.items():
         if tensor is not None:
             raise ArgumentError(name, "given", "None with a handle, which has the routing")
-    if num_worst_tokens not in (0, routing.rows):
-        bound = f"0 or {routing.rows}, as for the handle"
-        raise ArgumentError("num_worst_tokens", num_worst_tokens, bound)
-
-
-def _rows_of(dispatched: Dispatched) -> Rows:
-    if dispatched.scales is None:
-        return dispatched.tokens
-    return dispatched.tokens, dispatched.scales
-
-
-def _topk_of(
-    dispatched: Dispatched, route: Route
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The received top-k, -1 and 0 in rows that no token fills."""
-    plan = dispatched.plan
-    if route.topk_weights is None:
-        return None, None
-    assert plan.topk_weights is not None
-    rows, received = dispatched.tokens.shape[0], plan.received
-    if rows == received:
-        return plan.topk_idx, plan.topk_weights
-    topk_idx = torch.full((rows, plan.topk_idx.shape[1]), -1)
-    topk_weights = torch.zeros((rows, plan.topk_idx.shape[1]))
-    topk_idx[:received], topk_weights[:received] = plan.topk_idx, plan.topk_weights
-    return topk_idx, topk_weights
-
-
-def _describe(
-    runtime: Runtime, route: Route, dispatched: Dispatched, channels: int
-) -> tuple[torch.Tensor, Handle]:
-    """Rows of each local expert ``[E_l]``, as often as named, and the handle. Collective."""
-    plan = dispatched.plan
-    ranks, experts = runtime.ranks, route.tokens_per_expert.shape[0]
-    tokens = torch.tensor([plan.tokens], dtype=torch.int32)
-    numbers = torch.cat([tokens, route.tokens_per_rank, route.tokens_per_expert])
-    facts = {"config.num_sms": 2 * channels, "num_experts": experts}
-    gathered = runtime.exchange.gather("dispatch", facts, numbers)
-    runtime.check_complete("exchange of handles")
-    num_tokens, per_rank, per_expert = gathered.split([1, ranks, experts], dim=1)
-    local = experts // ranks
-    counts = per_expert[:, runtime.rank * local : (runtime.rank + 1) * local].sum(0)
-    received = Received(
-        rank=runtime.rank,
-        tokens_per_rank=per_rank,
-        num_tokens=num_tokens.flatten(),
-        is_token_in_rank=plan.is_token_in_rank,
-        source_token=plan.source_token,
-    )
-    return counts, make_handle(received, channels, dispatched.tokens.shape[0])
+    if num_worst_tokens not in (0, rows):
+        raise ArgumentError("num_worst_tokens", num_worst_tokens, f"0 or {rows}, as for the handle")

@@ -9,11 +9,20 @@ import torch
 from fanfold.deep_ep.sizes import Config
 from fanfold.errors import ArgumentError
 from fanfold.geometry import check_tensor
-from fanfold.high_throughput import Rows, dispatch_layout
+from fanfold.high_throughput import Layout, Rows, dispatch_layout
+from fanfold.high_throughput.calls import check_routing
 
-__all__ = ["Bias", "Given", "Route", "Rows", "channels_of", "new_route", "tokens_of"]
-
-_CPU = torch.device("cpu")
+__all__ = [
+    "Bias",
+    "Given",
+    "Route",
+    "Rows",
+    "channels_of",
+    "layout_of",
+    "layout_there",
+    "new_route",
+    "tokens_of",
+]
 
 Bias = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 Given = dict[str, torch.Tensor | None]
@@ -40,8 +49,44 @@ class Route:
     tokens_per_expert: torch.Tensor
 
 
-def new_route(given: Given, ranks: int, tokens: int) -> Route:
+def layout_of(topk_idx: torch.Tensor, num_experts: int, ranks: int) -> Layout:
+    """Where this rank's tokens go; see :func:`fanfold.high_throughput.dispatch_layout`.
+
+    Raises:
+        ArgumentError: bad input; an index out of range on the CPU only.
+    """
+    device: torch.device = getattr(topk_idx, "device", torch.device("cpu"))
+    if device.type in ("cpu", "meta"):
+        return dispatch_layout(topk_idx, num_experts, ranks)
+    check_routing(topk_idx, None, None, num_experts, ranks, device)
+    return layout_there(topk_idx, num_experts, ranks)
+
+
+def layout_there(topk_idx: torch.Tensor, num_experts: int, ranks: int) -> Layout:
+    """The same by operations of PyTorch on the tensor's device, for which the CPU does not wait; an
+    index out of range counts as none."""
+    tokens, device = topk_idx.shape[0], topk_idx.device
+    is_expert = (topk_idx >= 0) & (topk_idx < num_experts)
+    # What is none is counted in a place behind all others.
+    expert = torch.where(is_expert, topk_idx, num_experts)
+    per_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
+    one = torch.ones(1, dtype=torch.int32, device=device)
+    per_expert.scatter_add_(0, expert.flatten(), one.expand(expert.numel()))
+    rank = torch.div(expert, num_experts // ranks, rounding_mode="floor")
+    in_rank = torch.zeros((tokens, ranks + 1), dtype=torch.bool, device=device)
+    in_rank = in_rank.scatter_(1, rank, True)[:, :ranks].contiguous()
+    return Layout(in_rank.sum(0, dtype=torch.int32), per_expert[:num_experts], in_rank)
+
+
+def new_route(given: Given, ranks: int, tokens: int, device: torch.device, look: bool) -> Route:
     """The routing that ``given`` describes.
+
+    Args:
+        given: the caller's tensors.
+        ranks: size of the group.
+        tokens: of this rank.
+        device: where the tensors must be.
+        look: compare what is in them; where it is a GPU the CPU would have to wait for that.
 
     Raises:
         ArgumentError: something is missing or bad, or two of them do not say the same.
@@ -50,32 +95,35 @@ def new_route(given: Given, ranks: int, tokens: int) -> Route:
         _required(given, name)
         for name in ("num_tokens_per_rank", "is_token_in_rank", "num_tokens_per_expert")
     )
-    check_tensor("num_tokens_per_rank", per_rank, (ranks,), (torch.int32,), device=_CPU)
-    check_tensor("is_token_in_rank", in_rank, (tokens, ranks), (torch.bool,), device=_CPU)
-    check_tensor("num_tokens_per_expert", per_expert, (None,), (torch.int32,), device=_CPU)
+    check_tensor("num_tokens_per_rank", per_rank, (ranks,), (torch.int32,), device=device)
+    check_tensor("is_token_in_rank", in_rank, (tokens, ranks), (torch.bool,), device=device)
+    check_tensor("num_tokens_per_expert", per_expert, (None,), (torch.int32,), device=device)
     experts = per_expert.shape[0]
     if experts == 0 or experts % ranks:
         bound = f"above 0 and divisible by the {ranks} ranks"
         raise ArgumentError("num_tokens_per_expert.shape[0]", experts, bound)
-    sums = in_rank.sum(0, dtype=torch.int32)
-    _same("num_tokens_per_rank", per_rank, sums, "the column sums of is_token_in_rank")
     per_host = given["num_tokens_per_rdma_rank"]
     if per_host is not None:
-        check_tensor("num_tokens_per_rdma_rank", per_host, (1,), (torch.int32,), device=_CPU)
+        check_tensor("num_tokens_per_rdma_rank", per_host, (1,), (torch.int32,), device=device)
+    if look:
+        sums = in_rank.sum(0, dtype=torch.int32)
+        _same("num_tokens_per_rank", per_rank, sums, "the column sums of is_token_in_rank")
         moving = in_rank.any(1).sum(dtype=torch.int32).reshape(1)
-        _same("num_tokens_per_rdma_rank", per_host, moving, "tokens for this one host")
+        if per_host is not None:
+            _same("num_tokens_per_rdma_rank", per_host, moving, "tokens for this one host")
     topk_idx, weights = given["topk_idx"], given["topk_weights"]
     if topk_idx is None or weights is None:
         if topk_idx is not None or weights is not None:
             missing = "topk_idx" if topk_idx is None else "topk_weights"
             raise ArgumentError(missing, None, "given together with the other of the two")
-        lanes = torch.where(in_rank, torch.arange(ranks), -1)
+        lanes = torch.where(in_rank, torch.arange(ranks, device=device), -1)
         return Route(lanes, None, ranks, per_rank, per_expert)
-    check_tensor("topk_idx", topk_idx, (tokens, None), (torch.int64,), device=_CPU)
-    layout = dispatch_layout(topk_idx, experts, ranks)
-    source = "by what topk_idx says"
-    _same("is_token_in_rank", in_rank, layout.is_token_in_rank, source)
-    _same("num_tokens_per_expert", per_expert, layout.tokens_per_expert, source)
+    check_tensor("topk_idx", topk_idx, (tokens, None), (torch.int64,), device=device)
+    if look:
+        layout = dispatch_layout(topk_idx, experts, ranks)
+        source = "by what topk_idx says"
+        _same("is_token_in_rank", in_rank, layout.is_token_in_rank, source)
+        _same("num_tokens_per_expert", per_expert, layout.tokens_per_expert, source)
     return Route(topk_idx, weights, experts, per_rank, per_expert)
 
 

@@ -7,7 +7,8 @@ On the host all is one region of each rank:
 What the modes must find again at the next call lies outside of what ``get_local_buffer_tensor``
 shows, because callers use that memory as scratch between calls.
 
-Where low latency runs on the GPUs its part is a region there, and the host's has none.
+A mode that runs on the GPUs has a region there, and no part of the host's. Low latency then shows
+its region as scratch; high throughput keeps its own to itself and makes scratch when asked for it.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ import torch
 from fanfold import _core
 from fanfold.config import Config as Settings
 from fanfold.deep_ep.exchange import Exchange, view_bytes
-from fanfold.deep_ep.sizes import align, cuda_memory_bytes, signal_bytes
+from fanfold.deep_ep.sizes import align, cuda_memory_bytes, cuda_stream_bytes, signal_bytes
 from fanfold.deep_ep.streams import HostStreams, Streams
 from fanfold.errors import ArgumentError, PeerTimeout, UsageError
 from fanfold.group import Group
 from fanfold.high_throughput import HighThroughput
+from fanfold.high_throughput.cuda import LEAST_CAPABILITY, CudaHighThroughput
 from fanfold.low_latency import HostLowLatency, LowLatency, open_low_latency
 from fanfold.placement import place
 from fanfold.symmetric import SymmetricMemory
@@ -51,11 +53,12 @@ class Runtime:
     Args:
         group: the ranks.
         sizes: bytes for each mode; 0 for a mode that is not used.
-        settings: time bounds, what happens to late peers, and where low latency runs.
+        settings: time bounds, what happens to late peers, and where the modes run.
 
     Attributes:
         rank, ranks: of the group.
-        placement: where low latency runs.
+        placement: where low latency runs; high throughput, too, unless that is on GPUs which lack
+            what its kernels need.
         streams: in which order calls run.
         memory: on the host.
         exchange: between the hosts' processes.
@@ -69,40 +72,56 @@ class Runtime:
         self.placement = place(group, settings)
         on_gpu = self.placement.backend == "cuda"
         self.streams = Streams(self.placement.device) if on_gpu else HostStreams()
+        streams_on_gpu = on_gpu and self.placement.capability >= LEAST_CAPABILITY
         host_rdma = 0 if on_gpu else sizes.rdma
+        host_nvl = 0 if streams_on_gpu else sizes.nvl
         rdma_signals = signal_bytes(group.size)
         nvl_signals = _core.HighThroughput.required_bytes(group.size, 0)
         rdma_part = align(Exchange.required_bytes(group.size))
         self._rdma_offset = rdma_part + rdma_signals
         nvl_part = self._rdma_offset + align(host_rdma)
         self._nvl_offset = nvl_part + nvl_signals
-        total = self._nvl_offset + align(sizes.nvl)
+        total = self._nvl_offset + align(host_nvl)
         self.memory = SymmetricMemory(group, total, settings)
         self.exchange = Exchange(self.memory, group.rank, group.size, 0)
         self._gpu_memory: CudaSymmetricMemory | None = None
+        self._gpu_streams: CudaSymmetricMemory | None = None
+        self._scratch: torch.Tensor | None = None
         self._low_latency: LowLatency | None = None
-        if sizes.rdma and on_gpu:
-            self._open_on_gpu(group, settings)
-        elif sizes.rdma:
-            self._low_latency = HostLowLatency(self.memory, rdma_part, rdma_signals + sizes.rdma)
-        self._high_throughput: HighThroughput | None = None
-        if sizes.nvl:
-            # A ring that stays in cache is faster than one that uses all there is.
-            staging = nvl_signals + min(sizes.nvl, settings.staging_bytes)
-            self._high_throughput = HighThroughput(self.memory, nvl_part, staging)
-
-    def _open_on_gpu(self, group: Group, settings: Settings) -> None:
+        self._high_throughput: HighThroughput | CudaHighThroughput | None = None
         try:
-            self._gpu_memory = CudaSymmetricMemory(group, cuda_memory_bytes(self._sizes.rdma))
-            self._low_latency = open_low_latency(
-                self._gpu_memory,
-                settings,
-                late_weights=True,
-                check_place=self.placement.check,
-            )
+            if sizes.rdma and on_gpu:
+                self._open_low_latency(group, settings)
+            elif sizes.rdma:
+                nbytes = rdma_signals + sizes.rdma
+                self._low_latency = HostLowLatency(self.memory, rdma_part, nbytes)
+            if sizes.nvl and streams_on_gpu:
+                self._open_high_throughput(group, settings)
+            elif sizes.nvl:
+                # A ring that stays in cache is faster than one that uses all there is.
+                nbytes = nvl_signals + min(sizes.nvl, settings.staging_bytes)
+                self._high_throughput = HighThroughput(self.memory, nvl_part, nbytes)
         except BaseException:
             self.close()
             raise
+
+    def _open_low_latency(self, group: Group, settings: Settings) -> None:
+        """On the GPUs."""
+        self._gpu_memory = CudaSymmetricMemory(group, cuda_memory_bytes(self._sizes.rdma))
+        self._low_latency = open_low_latency(
+            self._gpu_memory,
+            settings,
+            late_weights=True,
+            check_place=self.placement.check,
+        )
+
+    def _open_high_throughput(self, group: Group, settings: Settings) -> None:
+        """On the GPUs."""
+        nbytes = cuda_stream_bytes(self._sizes.nvl, group.size, settings)
+        self._gpu_streams = CudaSymmetricMemory(group, nbytes)
+        self._high_throughput = CudaHighThroughput(
+            self._gpu_streams, settings, check_place=self.placement.check
+        )
 
     @property
     def low_latency(self) -> LowLatency:
@@ -120,7 +139,7 @@ class Runtime:
         return self._low_latency
 
     @property
-    def high_throughput(self) -> HighThroughput:
+    def high_throughput(self) -> HighThroughput | CudaHighThroughput:
         """The high-throughput mode.
 
         Raises:
@@ -142,8 +161,9 @@ class Runtime:
     def check_complete(self, phase: str) -> None:
         """Raises PeerTimeout if a rank was masked, because it was late, in a high-throughput call:
         what it owed is missing from the result."""
-        for peer in self._masked():
-            raise PeerTimeout(self.rank, peer, phase, 1, 0, self._timeout_s, peer_gone=False)
+        for peer in range(self.ranks):
+            if self.memory.core.masked(peer):
+                raise PeerTimeout(self.rank, peer, phase, 1, 0, self._timeout_s, peer_gone=False)
 
     def set_masked(self, rank: int, masked: bool) -> None:
         """Masks or unmasks a rank, on every backend that the Buffer uses."""
@@ -153,28 +173,37 @@ class Runtime:
 
     def _masked(self) -> list[int]:
         masked = {peer for peer in range(self.ranks) if self.memory.core.masked(peer)}
-        if self._gpu_memory is not None and self._masks:  # reading them waits for the GPU
+        # Reading those of the GPU waits for it, which a capture cannot.
+        on_gpu = self._gpu_memory is not None and self._masks
+        if on_gpu and not torch.cuda.is_current_stream_capturing():
             masked.update(self.low_latency.masked().nonzero().flatten().tolist())
         return sorted(masked)
 
     def local_tensor(self, dtype: torch.dtype, offset: int, use_rdma_buffer: bool) -> torch.Tensor:
         """This rank's memory of one mode, from element ``offset`` on, as a flat tensor."""
         nbytes = self._sizes.rdma if use_rdma_buffer else self._sizes.nvl
-        start = self._rdma_offset if use_rdma_buffer else self._nvl_offset
         elements = nbytes // dtype.itemsize
         if not 0 <= offset <= elements:
             raise ArgumentError("offset", offset, f"from 0 to the {elements} elements there are")
+        return self._local_bytes(elements * dtype.itemsize, use_rdma_buffer).view(dtype)[offset:]
+
+    def _local_bytes(self, nbytes: int, use_rdma_buffer: bool) -> torch.Tensor:
         if use_rdma_buffer and self._gpu_memory is not None:
-            return self._gpu_memory.tensor[: elements * dtype.itemsize].view(dtype)[offset:]
-        address = self.memory.core.base(self.rank) + start
-        raw = view_bytes(address, elements * dtype.itemsize, owner=self.memory)
-        return raw.view(dtype)[offset:]
+            return self._gpu_memory.tensor[:nbytes]
+        if not use_rdma_buffer and self._gpu_streams is not None:
+            if self._scratch is None:
+                shape, device = (self._sizes.nvl,), self.placement.device
+                self._scratch = torch.empty(shape, dtype=torch.uint8, device=device)
+            return self._scratch[:nbytes]
+        start = self._rdma_offset if use_rdma_buffer else self._nvl_offset
+        return view_bytes(self.memory.core.base(self.rank) + start, nbytes, owner=self.memory)
 
     def close(self) -> None:
         """Releases the memory. Not collective; peers keep what they have mapped."""
-        if self._gpu_memory is not None:
-            self._gpu_memory.close()
-        self.memory.close()
+        for memory in (self._gpu_memory, self._gpu_streams, self.memory):
+            if memory is not None:
+                memory.close()
+        self._scratch = None
 
     # What programs ask DeepEP's runtime object.
 

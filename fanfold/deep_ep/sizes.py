@@ -9,6 +9,7 @@ from fanfold import _core
 from fanfold.config import Config as Settings
 from fanfold.errors import ArgumentError
 from fanfold.geometry import MAX_TOP_K, Geometry
+from fanfold.high_throughput.cuda import CudaHighThroughput
 from fanfold.low_latency import HostLowLatency, cuda_required_bytes
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "combine_config",
     "cuda_low_latency_bytes",
     "cuda_memory_bytes",
+    "cuda_stream_bytes",
     "dispatch_config",
     "hint_bytes",
     "low_latency_bytes",
@@ -30,13 +32,16 @@ DEEP_EP_TOP_K = 11
 _TABLE_SHARE = 16
 _TABLE_BYTES = 1 << 16
 
+_MOST_GPUS = 32
+_LEAST_RING_BYTES = 1 << 12
+
 
 @dataclass(frozen=True)
 class Config:
     """DeepEP's tuning of a high-throughput call.
 
-    The host backend streams through one ring whatever the chunk sizes, so they are checked, kept
-    and change nothing. ``num_sms // 2`` is the number of channels in a handle's matrices.
+    High throughput streams through one ring per peer whatever the chunk sizes, so they are checked,
+    kept and change nothing. ``num_sms // 2`` is the number of channels in a handle's matrices.
 
     Attributes:
         num_sms: even, from 0.
@@ -80,9 +85,10 @@ class Config:
         return self.num_sms // 2
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes to pass as ``num_nvl_bytes``: the staging that high throughput streams through.
+        """Bytes to pass as ``num_nvl_bytes``: what high throughput streams through.
 
-        Any tensor passes through any staging, so this is what runs well and not what must be.
+        Tensors of any length pass through any memory, so this is what runs well, on the host and on
+        GPUs, and not what must be; DeepEP's own hint where that is less.
 
         Args:
             hidden_bytes: bytes of one row.
@@ -90,7 +96,12 @@ class Config:
         """
         check_count("hidden_bytes", hidden_bytes, 1)
         check_count("num_ranks", num_ranks, 1)
-        return align(Settings.resolve().staging_bytes)
+        settings = Settings.resolve()
+        host = align(settings.staging_bytes)
+        if num_ranks > _MOST_GPUS:
+            return host
+        gpu = align(CudaHighThroughput.required_bytes(num_ranks, settings))
+        return max(host, min(gpu, deep_ep_stream_bytes(self, hidden_bytes, num_ranks)))
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Bytes to pass as ``num_rdma_bytes`` for high throughput: 0, as one host needs none."""
@@ -152,6 +163,27 @@ def signal_bytes(num_ranks: int) -> int:
 def low_latency_bytes(geometry: Geometry) -> int:
     """Bytes of ``num_rdma_bytes`` that low-latency calls of ``geometry`` use on the host."""
     return HostLowLatency.required_bytes(geometry) - signal_bytes(geometry.ranks)
+
+
+def deep_ep_stream_bytes(config: Config, hidden_bytes: int, num_ranks: int) -> int:
+    """What DeepEP's queues between GPUs of one host hold at least (DeepEP, csrc/config.hpp): for
+    each channel and rank so many rows, with their choices and weights of 128 lanes."""
+    rows = config.num_channels * min(num_ranks, 8) * config.num_max_nvl_chunked_recv_tokens
+    return rows * (hidden_bytes + 128 * (8 + 4)) // 128 * 128
+
+
+def cuda_stream_bytes(num_nvl_bytes: int, num_ranks: int, settings: Settings) -> int:
+    """Bytes of symmetric memory per rank for high throughput on GPUs: rings of the setting's size,
+    or what there is.
+
+    Raises:
+        ArgumentError: that is nothing.
+    """
+    _, least = _core.cuda_high_throughput_bytes(num_ranks, _LEAST_RING_BYTES)
+    if num_nvl_bytes < least:
+        bound = f"0, or at least {least} for {num_ranks} GPUs"
+        raise ArgumentError("num_nvl_bytes", num_nvl_bytes, f"{bound}; get_nvl_buffer_size_hint")
+    return min(num_nvl_bytes, CudaHighThroughput.required_bytes(num_ranks, settings))
 
 
 def cuda_memory_bytes(num_rdma_bytes: int) -> int:

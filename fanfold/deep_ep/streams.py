@@ -4,6 +4,8 @@
 - ``async_finish``: the call runs on the communication stream, after what the current stream was
   given so far; its event, recorded there, is what the caller waits for. Tensors that both streams
   use are recorded on both, so that the allocator gives none of them away too early.
+- A previous event: the stream that the call runs on waits for it. The communication stream then
+  waits for nothing else, so that what the current stream was given since may run beside the call.
 - With a hook, both halves run on the stream that is current when they are called.
 
 That each call follows the one before, whatever streams they run on, is the mode's own care.
@@ -20,11 +22,11 @@ import torch
 from fanfold.deep_ep.events import EventHandle, EventOverlap
 from fanfold.low_latency import Hook
 
-__all__ = ["HostStreams", "Streams"]
+__all__ = ["HostStreams", "Streams", "record"]
 
 _Result = TypeVar("_Result")
 Call = Callable[[], tuple[_Result, Hook | None]]
-Inputs = tuple[torch.Tensor | None, ...]
+Tensors = tuple[torch.Tensor, ...]
 
 
 class HostStreams:
@@ -36,13 +38,21 @@ class HostStreams:
         return torch.cpu.current_stream()
 
     def run(
-        self, call: Call[_Result], *, async_finish: bool, inputs: Inputs
+        self,
+        call: Call[_Result],
+        *,
+        async_finish: bool,
+        inputs: object,
+        previous: EventHandle | None = None,
     ) -> tuple[_Result, Hook | None, EventOverlap]:
-        """See :meth:`Streams.run`."""
+        """See :meth:`Streams.run`. Tensors of devices without Buffers' own streams come by the
+        current one."""
+        if previous is not None:
+            previous.current_stream_wait()
         result, hook = call()
         if not async_finish:
             return result, hook, EventOverlap()
-        return result, hook, EventOverlap(EventHandle(), (*inputs, *_tensors(result)))
+        return result, hook, EventOverlap(EventHandle(), tuple(_tensors((inputs, result))))
 
 
 class Streams:
@@ -60,7 +70,12 @@ class Streams:
         self.comm = torch.cuda.Stream(device, priority=-1)
 
     def run(
-        self, call: Call[_Result], *, async_finish: bool, inputs: Inputs
+        self,
+        call: Call[_Result],
+        *,
+        async_finish: bool,
+        inputs: object,
+        previous: EventHandle | None = None,
     ) -> tuple[_Result, Hook | None, EventOverlap]:
         """Enqueues ``call`` where it belongs.
 
@@ -68,41 +83,53 @@ class Streams:
             call: enqueues its work on the current stream; returns its result and maybe a hook,
                 which does the same with the rest.
             async_finish: run on the communication stream.
-            inputs: tensors that the call reads.
+            inputs: what the call reads: tensors, and tuples and dataclasses with tensors in them.
+            previous: what the call waits for.
 
         Returns:
             The result, the hook, and the event, which holds None without ``async_finish``.
         """
         if not async_finish:
+            if previous is not None:
+                previous.current_stream_wait()
             result, hook = call()
             return result, hook, EventOverlap()
         current = torch.cuda.current_stream(self._device)
-        self.comm.wait_stream(current)
+        given = tuple(_tensors(inputs))
+        if previous is None:
+            self.comm.wait_stream(current)
         try:
             with torch.cuda.stream(self.comm):
+                if previous is not None:
+                    previous.current_stream_wait()
                 result, hook = call()
         except BaseException:
             # A report of an earlier call is raised when this one has been enqueued.
             current.wait_stream(self.comm)
             raise
         finally:
-            _record(inputs, self.comm)
-        tensors = (*inputs, *_tensors(result))
-        _record(tensors[len(inputs) :], self.comm)
-        _record(tensors, current)
+            record(given, self.comm)
+        tensors = (*given, *_tensors(result))
+        record(tensors[len(given) :], self.comm)
+        record(tensors, current)
         return result, hook, EventOverlap(EventHandle(self.comm), tensors)
 
 
-def _record(tensors: Inputs, stream: torch.cuda.Stream) -> None:
+def record(tensors: Tensors, stream: torch.cuda.Stream) -> None:
+    """Tells the allocator that ``stream`` uses these tensors, those on the CPU aside."""
     for tensor in tensors:
-        if tensor is not None and tensor.is_cuda:
+        if tensor.is_cuda:
             tensor.record_stream(stream)
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in a result: itself, or those in its fields."""
+    """The tensors in a value: itself, or those in its parts. A handle on GPUs has none until it is
+    looked into."""
     if isinstance(value, torch.Tensor):
         yield value
+    elif type(value) is tuple:
+        for part in value:
+            yield from _tensors(part)
     elif dataclasses.is_dataclass(value):
         for part in dataclasses.fields(value):
             yield from _tensors(getattr(value, part.name))

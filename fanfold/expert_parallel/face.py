@@ -12,13 +12,12 @@ rank at each local expert (the layout of masked grouped matrix products). ``"hig
 for training and prefill: rows packed expert by expert (the layout of contiguous grouped matrix
 products), tensors of any length streamed through little memory, reusable routing, gradients.
 
-Low latency runs on the ranks' GPUs where each rank has one of its own as current CUDA device, and
-takes tensors there; it enqueues its work on the current stream, waits for nothing and can be
-captured in CUDA graphs. Elsewhere it runs on the host and takes CPU tensors: see
-:attr:`ExpertParallel.device`. High throughput runs on the GPUs where the setting ``backend`` is
-``"cuda"``; it waits for the number of rows that come, or with a ``capacity`` or ``previous`` for
-nothing. Elsewhere it runs on the host; tensors of other devices are copied there and their results
-back, which is slow.
+Both run on the ranks' GPUs where each rank has one of its own as current CUDA device, and take
+tensors there: see :attr:`ExpertParallel.device`. Low latency enqueues its work on the current
+stream, waits for nothing and can be captured in CUDA graphs; high throughput waits for the number
+of rows that come, or with a ``capacity`` or ``previous`` for nothing. Elsewhere they run on the
+host and take CPU tensors, and so does high throughput with GPUs before compute capability 9.0; on
+the host it also takes tensors of other devices, which it copies there and back: slow.
 """
 
 from __future__ import annotations

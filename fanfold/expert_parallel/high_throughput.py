@@ -3,7 +3,6 @@ memory tensors of other devices then go."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -14,11 +13,11 @@ from fanfold.formats import RowFormat, ScaleFormat, quantize
 from fanfold.geometry import Geometry, check_tensor
 from fanfold.group import Group
 from fanfold.high_throughput import HighThroughput, Rows
-from fanfold.high_throughput.cuda import CudaHighThroughput
+from fanfold.high_throughput.cuda import LEAST_CAPABILITY, CudaHighThroughput
 from fanfold.placement import Placement, place
 from fanfold.received import HighThroughputSource, Received
 from fanfold.refusal import Refusing
-from fanfold.staging import Staging
+from fanfold.staging import Staging, named_tensors
 from fanfold.symmetric import SymmetricMemory
 from fanfold.symmetric_cuda import CudaSymmetricMemory
 
@@ -184,7 +183,8 @@ class HighThroughputCalls:
         """The way of a call's tensors to where the mode works; on GPUs they must be there."""
         if self._placement.backend == "host":
             return Staging(**tensors)
-        self._placement.check(**_flat(tensors))
+        for name, value in tensors.items():
+            self._placement.check(**dict(named_tensors(name, value)))
         return Staging()
 
     def _prepare_rows(self, x: Rows) -> Rows:
@@ -207,26 +207,18 @@ class HighThroughputCalls:
 
 
 def _place(group: Group, config: Config) -> Placement:
-    """The ranks' GPUs where the setting ``backend`` asks for them, else the host."""
-    backend = "cuda" if config.backend == "cuda" else "host"
-    return place(group, dataclasses.replace(config, backend=backend))
+    """The ranks' GPUs, unless there are older ones among them and nobody insists."""
+    placement = place(group, config)
+    old = placement.backend == "cuda" and placement.capability < LEAST_CAPABILITY
+    if not old or config.backend == "cuda":
+        return placement
+    return Placement("host", torch.device("cpu"), "there is a GPU that high throughput cannot use")
 
 
 def _source(received: Received) -> HighThroughputSource:
     source = received.source
     assert isinstance(source, HighThroughputSource)
     return source
-
-
-def _flat(tensors: dict[str, object]) -> dict[str, object]:
-    """The tensors of pairs by names of their own."""
-    flat: dict[str, object] = {}
-    for name, value in tensors.items():
-        if isinstance(value, tuple):
-            flat |= {f"{name}[{place}]": part for place, part in enumerate(value)}
-        else:
-            flat[name] = value
-    return flat
 
 
 def refuse_given(**arguments: object) -> None:

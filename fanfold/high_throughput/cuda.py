@@ -15,6 +15,7 @@ plan.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -45,7 +46,10 @@ from fanfold.refusal import Refusing
 from fanfold.stream_order import StreamOrder
 from fanfold.symmetric_cuda import CudaSymmetricMemory
 
-__all__ = ["CudaHighThroughput"]
+__all__ = ["LEAST_CAPABILITY", "CudaHighThroughput"]
+
+LEAST_CAPABILITY = (9, 0)
+"""The first compute capability with the copies that the kernels make."""
 
 _LINE = 128
 _DUMMY_HIDDEN = 8  # of the rows that go with numbers of lanes alone
@@ -110,12 +114,12 @@ class CudaHighThroughput:
     @staticmethod
     def required_bytes(ranks: int, config: Config) -> int:
         """Bytes of symmetric memory per rank: ``config.ring_bytes`` for each rank, and a fixed part
-        of about ``34000 * ranks``. With more or less there are longer or shorter rings."""
+        of about ``66000 * ranks``. With more or less there are longer or shorter rings."""
         return _core.cuda_high_throughput_bytes(ranks, config.ring_bytes)[1]
 
     def _open(self, grid: Grid) -> None:
         memory, device = self._memory, self.device
-        if torch.cuda.get_device_capability(device.index) < (9, 0):
+        if torch.cuda.get_device_capability(device.index) < LEAST_CAPABILITY:
             raise UnavailableError(
                 "high throughput on GPUs needs compute capability 9.0 or later for its copies; "
                 "stage through the host instead (backend='host', FANFOLD_BACKEND=host)"
@@ -164,9 +168,11 @@ class CudaHighThroughput:
         layout: RowOrder = "expert_major",
         expert_alignment: int = 1,
         capacity: int | None = None,
+        planned: Callable[[CudaPlan], None] | None = None,
     ) -> CudaDispatched:
         """See :meth:`HighThroughput.dispatch`. With a capacity the CPU waits for nothing; more rows
-        than that are dropped, and reported."""
+        than that are dropped, and reported. ``planned`` is called without one, as soon as the CPU
+        knows the plan: what fails later fails after the peers went on."""
         self._check_usable()
         with Refusing(self.refuse_dispatch):
             check_layout(layout)
@@ -194,6 +200,8 @@ class CudaHighThroughput:
             # Where the plan is void this is no call.
             with Refusing(lambda error: self.refuse_dispatch(error, plan)):
                 self._await_totals(plan)
+                if planned is not None:
+                    planned(plan)
                 dispatched = self._allocate(plan, x, layout, new=True, weighted=weighted)
         args = sending.args
         self._begin_dispatch(args, dispatched, values, scales, topk_idx)

@@ -39,10 +39,15 @@ _MOST_DISPATCH_WARPS = 4
 _RING_BYTES = 54 << 10  # of a warp, where more is not needed
 _MOST_RING_ROWS = 7
 
-_COMBINE_WARPS = 16
-_MOST_TEAM_WARPS, _LEAST_TEAM_WARPS = 8, 4  # fewer have too many rows each for their registers
-_WARP_BYTES = 2 * 32 * 16  # of a row, that a warp of a team takes at once
-_LAG = 24
+# Warps, beside the one that tells of what they have done: with 12 in all each has 168 registers.
+_COMBINE_WORKERS = 11
+# Of 16 bytes, in a slice. Where rows are added, longer ones have fewer instructions beside that.
+_SLICE_UNITS, _ADDED_SLICE_UNITS = 128, 224
+_MOST_PIECES, _LEAST_PIECES = (
+    4,
+    2,
+)  # of a slice each, in the ring of a warp; more disturb each other
+_LAG = 64  # batches
 
 _LINE = 128
 
@@ -244,37 +249,67 @@ def dispatch_kernel(kind: DispatchKind, most_shared_bytes: int = MOST_SHARED_BYT
     return Kernel(source, ring.shared_bytes, kind.slot_bytes)
 
 
-def _team_warps(row_bytes: int) -> int:
-    """Warps that share a row, each of which has work for all its lanes."""
-    warps = _MOST_TEAM_WARPS
-    while warps > _LEAST_TEAM_WARPS and warps * _WARP_BYTES > row_bytes:
-        warps //= 2
-    return warps
+def _slices(row_bytes: int, most_units: int) -> tuple[int, int]:
+    """Into how many slices a row is cut, and the units of each but the last: whole lines, and so
+    that few lanes have nothing to do."""
+    units, line = row_bytes // 16, min(most_units, _LINE // 16)
+    least = min(_core.CUDA_MOST_SLICES, -(-units // most_units))
+
+    def units_of(slices: int) -> int:
+        return _align(-(-units // slices), line)
+
+    candidates = range(least, min(_core.CUDA_MOST_SLICES, least + 2) + 1)
+    best = min(candidates, key=lambda slices: slices * -(-units_of(slices) // 32))
+    return -(-units // units_of(best)), units_of(best)
 
 
-def combine_kernel(kind: CombineKind, slots: int) -> Kernel:
-    """The kernel of one kind of combine, for rings of ``slots``."""
-    sizes, team_warps = kind.sizes, _team_warps(kind.row_bytes)
-    teams = _COMBINE_WARPS // team_warps
+def combine_kernel(
+    kind: CombineKind, slots: int, most_shared_bytes: int = MOST_SHARED_BYTES
+) -> Kernel:
+    """The kernel of one kind of combine, for rings of ``slots``.
+
+    Raises:
+        ArgumentError: two pieces of a row do not fit the shared memory.
+    """
+    sizes = kind.sizes
+    # With more choices the places of a batch take the registers.
+    adds = kind.expert_major and sizes.top_k <= 16
+    most_units = _ADDED_SLICE_UNITS if adds else _SLICE_UNITS
+    slices, slice_units = _slices(kind.row_bytes, most_units)
     terms = max(sizes.top_k if kind.expert_major else 0, sizes.ranks)
-    table = 16 + 16 * _core.CUDA_BATCH_TOKENS * (1 + terms)
-    shared = teams * (2 * table + 8) + _COMBINE_WARPS * 2 * 32 + 4 * sizes.ranks + 4
-    shared += 4 * sizes.ranks
+    entries = 2 * 8 * _core.CUDA_BATCH_TOKENS * terms
+    piece = 16 * _align(slice_units, 32)
+    rest = _align(8 * sizes.ranks + 8, _LINE)
+
+    def shared_bytes(workers: int, pieces: int) -> int:
+        return workers * _align(pieces * piece + entries + 28, _LINE) + rest
+
+    workers = _COMBINE_WORKERS
+    while workers > 1 and shared_bytes(workers, 3) > most_shared_bytes:
+        workers //= 2
+    pieces = _MOST_PIECES
+    while pieces > _LEAST_PIECES and shared_bytes(workers, pieces) > most_shared_bytes:
+        pieces -= 1
+    if shared_bytes(workers, pieces) > most_shared_bytes:
+        bound = f"fewer, as two slices of {16 * slice_units} must fit this GPU's shared memory"
+        raise ArgumentError("bytes of a row", kind.row_bytes, bound)
     constants = {
         **sizes.constants(),
-        "kWarps": _COMBINE_WARPS,
+        "kWarps": workers + 1,
         "kRowBytes": kind.row_bytes,
         "kSlotBytes": kind.slot_bytes,
         "kExpertMajor": int(kind.expert_major),
         "kWeighted": int(kind.weighted),
         "kLanes": int(kind.lanes),
-        "kTeamWarps": team_warps,
-        "kLag": min(_LAG, slots - 2),
+        "kSlices": slices,
+        "kSliceUnits": slice_units,
+        "kPieces": pieces,
+        "kLag": min(_LAG, slots // 2),
     }
     source = KernelSource(
-        "high_throughput/combine.cu", "high_throughput_combine", constants, _COMBINE_WARPS * 32
+        "high_throughput/combine.cu", "high_throughput_combine", constants, (workers + 1) * 32
     )
-    return Kernel(source, _align(shared, _LINE), kind.slot_bytes)
+    return Kernel(source, shared_bytes(workers, pieces), kind.slot_bytes)
 
 
 def core_shape(kind: DispatchKind | CombineKind) -> _core.CudaHighThroughputShape:

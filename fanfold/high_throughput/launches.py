@@ -89,7 +89,8 @@ class Launches:
         if known is None:
             shape = kernels.core_shape(kind)
             args = self._core.combine_arguments(shape, self._grid.ctas, self._grid.senders)
-            known = Call(args, self._load(kernels.combine_kernel(kind, args.slots)))
+            kernel = kernels.combine_kernel(kind, args.slots, self._most_shared_bytes)
+            known = Call(args, self._load(kernel))
             self._combines[kind] = known
         return known
 

@@ -62,7 +62,7 @@ class Reports(KernelReports):
             return ArgumentError(
                 f"capacity of call {number}, {phase}",
                 second,
-                f"at least {first + 1}, as a row of that number came; it was dropped",
+                f"at least {first + 1}, as there is a row of that number; it was dropped",
             )
         place, value = self._choice(second)
         return ArgumentError(

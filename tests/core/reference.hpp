@@ -45,7 +45,7 @@ inline double e4m3_value(uint8_t code) {
 // The nearest of all finite codes of the same sign; of two equally near the even one.
 inline uint8_t e4m3_of(float value) {
   const int sign = std::signbit(value) ? 0x80 : 0;
-  if (std::isnan(value)) return static_cast<uint8_t>(sign | 0x7f);
+  if (std::isnan(value)) return 0x7f;
   const double magnitude = std::fabs(static_cast<double>(value));
   int best = 0;
   double best_distance = magnitude;

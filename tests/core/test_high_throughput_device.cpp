@@ -53,8 +53,8 @@ TEST(high_throughput_device_areas_do_not_overlap) {
       constexpr int64_t kColumns = HighThroughputDeviceLayout::kMostCounted;
       CHECK(at.counts - at.announcements >= int64_t{2} * ranks * 8);
       CHECK(at.ready - at.counts >= int64_t{2} * ranks * (kColumns + ranks) * 8);
-      CHECK(at.taken - at.ready >= int64_t{ranks} * cuda::kMostRingSlots * 8);
-      CHECK(at.ring - at.taken >= int64_t{ranks} * cuda::kMostRingSlots * 8);
+      CHECK(at.taken - at.ready >= int64_t{ranks} * kRingWords * 8);
+      CHECK(at.ring - at.taken >= int64_t{ranks} * kRingWords * 8);
       CHECK(at.end - at.ring >= ranks * ring);
       for (const int64_t begin : {at.counts, at.ready, at.taken, at.ring, at.end}) {
         CHECK_EQ(begin % kAreaAlignment, int64_t{0});
@@ -87,8 +87,8 @@ TEST(high_throughput_device_words_survive_their_encoding) {
 TEST(high_throughput_device_slots_follow_from_the_ring) {
   const HighThroughput calls(place_of(4, 8 * 128 * 5));
   CHECK_EQ(calls.slots(128), 5);
-  CHECK_EQ(calls.slots(0), cuda::kMostRingSlots);
-  CHECK_EQ(HighThroughput(place_of(4, 1 << 30)).slots(128), cuda::kMostRingSlots);
+  CHECK_EQ(calls.slots(0), kMostRingSlots);
+  CHECK_EQ(HighThroughput(place_of(4, 1 << 30)).slots(128), kMostRingSlots);
   CHECK_THROWS(calls.slots(256), BadArgument);
 }
 

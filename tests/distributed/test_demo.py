@@ -170,19 +170,25 @@ def test_decoding_agrees_with_the_mode_of_the_training(pools, broken):
     assert results[0][0].text[: SMALL.prompt] != results[1][0].text[: SMALL.prompt]
 
 
-@pytest.mark.parametrize(("loss", "passed"), [(2.0, True), (2.03, False), (float("nan"), False)])
-def test_the_report_of_a_run_on_gpus(capsys, loss, passed):
+@pytest.mark.parametrize(
+    ("loss", "backend", "passed"),
+    [(2.0, "cuda", True), (2.03, "host", False), (float("nan"), "cuda", False)],
+)
+def test_the_report_of_a_run_on_gpus(capsys, loss, backend, passed):
     decoding = Decoding("cuda", loss, 2.01, "If the\nname", 0.0015)
-    report = small_report(device="cuda:0", reason="each has one", decoding=decoding)
+    report = small_report(
+        device="cuda:0", reason="each has one", backend=backend, decoding=decoding
+    )
     report.print()
     out = capsys.readouterr().out
-    assert "high throughput (training): host" in out
+    assert f"high throughput (training): {backend}" in out
+    assert ("to and from the ranks' GPUs" in out) is (backend == "host")
     assert "low latency (decoding): cuda" in out
     assert r"'If the\nname', 1.5 ms per byte" in out
     assert ("passed: on one batch" in out) is passed
     assert report.passed is passed
     figures = report.figures()
-    assert figures["backends"] == {"high_throughput": "host", "low_latency": "cuda"}
+    assert figures["backends"] == {"high_throughput": backend, "low_latency": "cuda"}
     assert figures["device"] == "cuda:0"
     json.dumps(figures)
 

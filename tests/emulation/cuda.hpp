@@ -232,6 +232,10 @@ inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 using std::isnan;
+namespace fanfold {
+// A signalling NaN gives way to a number, too; C's function returns NaN.
+inline float fmaxf(float a, float b) { return isnan(a) || a < b ? b : a; }
+}  // namespace fanfold
 
 inline uint32_t atomicOr(uint32_t* word, uint32_t bits) {
   return __atomic_fetch_or(word, bits, __ATOMIC_RELAXED);

@@ -68,9 +68,9 @@ def emulated(builder: Builder, ctas: int) -> Iterator[None]:
         "synchronize": lambda device: None,
         "current_stream": lambda device: types.SimpleNamespace(record_event=_Event),
     }
-    # Rows of 64 bytes are one warp's, longer ones two warps'.
-    few_warps = {"_PLAN_WARPS": 2, "_COMBINE_WARPS": 4, "_MOST_TEAM_WARPS": 2,
-                 "_LEAST_TEAM_WARPS": 1, "_WARP_BYTES": 48,
+    # Rows of 32 bytes and more have several slices.
+    few_warps = {"_PLAN_WARPS": 2, "_COMBINE_WORKERS": 3, "_SLICE_UNITS": 2,
+                 "_ADDED_SLICE_UNITS": 3, "_MOST_PIECES": 3,
                  "_MOST_TILES": 2}  # fmt: skip
     patches = [
         *(mock.patch.object(cls, "launch", _launch) for cls in ARGUMENTS),

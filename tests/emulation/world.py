@@ -37,6 +37,7 @@ KERNELS = HERE.parent.parent / "fanfold" / "kernels"
 ARGUMENTS = {
     "low_latency_dispatch": "DispatchArgs",
     "low_latency_combine": "CombineArgs",
+    "formats_quantize": "QuantizeArgs",
     "high_throughput_plan": "PlanArgs",
     "high_throughput_dispatch": "HighThroughputDispatchArgs",
     "high_throughput_combine": "HighThroughputCombineArgs",

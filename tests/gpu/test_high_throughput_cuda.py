@@ -272,9 +272,8 @@ def _refused(group: dist.ProcessGroup, case: Case, capacity: int | None) -> None
                     dispatch(mode, expect, "expert_major", None)
             else:
                 void = dispatch(mode, expect, "expert_major", capacity)
-                mode.combine(void.tokens, void.plan, layout="expert_major")
-                with pytest.raises(PeerRefused, match="rank 0"):
-                    mode.quiesce()
+                with pytest.raises(PeerRefused, match="rank 0"):  # by the first that can know
+                    (mode.combine(void.tokens, void.plan, layout="expert_major"), mode.quiesce())
             run_case(mode, case, rank, "token_major")
 
 

@@ -8,6 +8,7 @@ import torch
 from fanfold import formats
 from fanfold.errors import ArgumentError
 from fanfold.formats import RowFormat, ScaleFormat, blocks, dequantize, quantize, scale_columns
+from tests.kernels.rows import unusual_rows
 
 
 def _rows(hidden: int) -> torch.Tensor:
@@ -50,21 +51,21 @@ def test_quantize(hidden: int, scale_format: ScaleFormat) -> None:
         assert torch.equal(scales, expected_scales)
 
 
-@pytest.mark.parametrize("hidden", [16, 128, 144, 2880])
-@pytest.mark.parametrize("power_of_two", [False, True])
-def test_quantize_anywhere(hidden: int, power_of_two: bool) -> None:
-    """The way of devices other than the CPU, taken on the CPU."""
-    x = _rows(hidden)
-    x[0, 0], x[1, 1], x[2, 2], x[3] = torch.nan, torch.inf, -torch.inf, 0.0
-    scale_format = ScaleFormat.POWER_OF_TWO if power_of_two else ScaleFormat.FLOAT32
-    expected_values, expected_scales = quantize(x, scale_format)
-    values, scales = formats._quantize_anywhere(x, power_of_two)
-    assert torch.equal(scales, expected_scales)
-    assert values.is_contiguous()
-    nan = expected_values.float().isnan()
-    assert nan.any()
-    assert torch.equal(values.float().isnan(), nan)
-    assert torch.equal(values.view(torch.uint8)[~nan], expected_values.view(torch.uint8)[~nan])
+@pytest.mark.parametrize("scale_format", list(ScaleFormat))
+@pytest.mark.parametrize("hidden", [4, 8, 130, 2880])
+@pytest.mark.parametrize("rows", [0, 1, 29])
+def test_quantize_anywhere(scale_format: ScaleFormat, hidden: int, rows: int) -> None:
+    """The way of devices without a kernel, taken on the CPU."""
+    x = unusual_rows(rows, hidden)
+    values, scales = quantize(x, scale_format)
+    power_of_two = scale_format is not ScaleFormat.FLOAT32
+    got_values, got_scales = formats._quantize_anywhere(x, power_of_two)
+    if scale_format is ScaleFormat.UE8M0:
+        got_scales = formats._packed(got_scales)
+    for got, wanted in ((got_values, values), (got_scales, scales)):
+        assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
+        assert got.is_contiguous()
+        assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
 
 
 @pytest.mark.parametrize("scale_format", list(ScaleFormat))

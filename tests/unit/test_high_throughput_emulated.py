@@ -301,7 +301,9 @@ def test_a_late_rank_is_named(call: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_more_rows_than_the_capacity_are_reported(layout: str) -> None:
+@pytest.mark.parametrize("missing", [1, 5])
+def test_more_rows_than_the_capacity_are_reported(layout: str, missing: int) -> None:
+    """Also if what does not fit is padding."""
     world = World(SMALL.ranks, ROOMY_RING)
     short = SMALL.ranks - 1  # whose own rows come last
 
@@ -311,7 +313,7 @@ def test_more_rows_than_the_capacity_are_reported(layout: str) -> None:
         whole = dispatch(mode, expect, layout, None)
         mode.combine(torch.full_like(whole.tokens, torch.nan), whole.plan, layout=layout)
         needed = len(expect.rows) if layout == "token_major" else expect.offsets[-1]
-        room = needed - 5 if rank == short else needed
+        room = needed - missing if rank == short else needed
         got = dispatch(mode, expect, layout, room)
         assert len(got.tokens) == room
         if rank == short:

@@ -13,6 +13,8 @@ import torch
 from fanfold import gpus, placement
 from fanfold.config import Config
 from fanfold.errors import ArgumentError, UnavailableError
+from fanfold.expert_parallel import high_throughput
+from fanfold.group import as_group
 from fanfold.placement import Placement, place
 from fanfold.symmetric import host_identity
 
@@ -92,6 +94,28 @@ def test_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     placed = decide(monkeypatch, GOOD)
     assert [p.backend for p in placed] == ["cuda", "cuda"]
     assert [p.device for p in placed] == [torch.device("cuda:0"), torch.device("cuda:1")]
+
+
+def test_the_oldest_gpu_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seats = [seat(0, "a", capability=(10, 0)), seat(1, "b", capability=(8, 9))]
+    assert [p.capability for p in decide(monkeypatch, seats)] == [(8, 9), (8, 9)]
+    seats[1] = seat(1, "a", capability=(8, 9))
+    assert [p.capability for p in decide(monkeypatch, seats)] == [(0, 0), (0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("capability", "backend", "wanted"),
+    [((9, 0), "auto", "cuda"), ((8, 9), "auto", "host"), ((8, 9), "cuda", "cuda")],
+)
+def test_high_throughput_leaves_older_gpus(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], backend: str, wanted: str
+) -> None:
+    """Where somebody insists, the mode itself says what is missing."""
+    there = Placement("cuda", torch.device("cuda:0"), "each has one", capability)
+    monkeypatch.setattr(high_throughput, "place", lambda group, config: there)
+    placed = high_throughput._place(as_group(), Config.resolve(backend=backend))
+    assert placed.backend == wanted
+    assert placed.device.type == ("cuda" if wanted == "cuda" else "cpu")
 
 
 def test_the_same_index_of_different_gpus_will_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fanfold.deep_ep import streams as module
-from fanfold.deep_ep.events import EventHandle, EventOverlap, check_ordering, finished
+from fanfold.deep_ep.events import EventHandle, EventOverlap, check_ordering
 from fanfold.deep_ep.streams import HostStreams, Streams
 
 
@@ -52,9 +52,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Device:
         yield
         device.current = before
 
-    def record(tensors: tuple[torch.Tensor | None, ...], stream: FakeStream) -> None:
-        count = sum(tensor is not None for tensor in tensors)
-        device.log.append(f"{count} tensors on {stream.name}")
+    def record(tensors: tuple[torch.Tensor, ...], stream: FakeStream) -> None:
+        device.log.append(f"{len(tensors)} tensors on {stream.name}")
 
     for name, value in {
         "Stream": lambda device_, priority: FakeStream("comm", device),
@@ -63,20 +62,22 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Device:
         "stream": entered,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(module, "_record", record)
+    monkeypatch.setattr(module, "record", record)
     return device
 
 
 X, OUT = torch.ones(1), torch.zeros(1)
 
 
-def run(cuda: Device, *, async_finish: bool = False, hook: Any = None) -> tuple[Any, ...]:
+def run(
+    cuda: Device, *, async_finish: bool = False, hook: Any = None, previous: Any = None
+) -> tuple[Any, ...]:
     def call() -> tuple[torch.Tensor, Any]:
         cuda.log.append(f"call on {cuda.current.name}")
         return OUT, hook
 
     streams = Streams(torch.device("cuda:0"))
-    return streams.run(call, async_finish=async_finish, inputs=(X, None))
+    return streams.run(call, async_finish=async_finish, inputs=(X, None), previous=previous)
 
 
 def test_a_plain_call_runs_on_the_current_stream(cuda: Device) -> None:
@@ -102,7 +103,7 @@ def test_an_asynchronous_call_runs_beside(cuda: Device) -> None:
         "2 tensors on main",
         "event on comm",
     ]
-    assert [tensor for tensor in event.extra_tensors if tensor is not None] == [X, OUT]
+    assert event.extra_tensors == (X, OUT)
     cuda.log.clear()
     event.current_stream_wait()
     assert cuda.log == ["main waits for event of comm"]
@@ -124,21 +125,49 @@ def test_an_event_of_the_current_stream(cuda: Device) -> None:
     assert cuda.log == ["event on main", "other work", "main waits for event of main"]
 
 
-def test_high_throughput_waits_for_the_previous_event(cuda: Device) -> None:
-    previous = EventOverlap(EventHandle())
+def test_a_call_after_a_previous_event(cuda: Device) -> None:
+    previous = EventHandle()
     cuda.log.clear()
-    check_ordering(previous, True, True)
-    assert cuda.log == ["main waits for event of main"]
-    check_ordering(EventOverlap(), False, False)
-    check_ordering(None, False, False)
-    assert len(cuda.log) == 1
+    run(cuda, previous=previous)
+    assert cuda.log == ["main waits for event of main", "call on main"]
+    cuda.log.clear()
+    run(cuda, previous=previous, async_finish=True)
+    # What the current stream has been given since the event may run beside the call.
+    assert cuda.log[:2] == ["comm waits for event of main", "call on comm"]
+
+
+def test_the_event_of_an_ordering(cuda: Device) -> None:
+    event = EventHandle()
+    cuda.log.clear()
+    for previous, wanted in (
+        (EventOverlap(event), event),
+        (event, event),
+        (EventOverlap(), None),
+        (None, None),
+    ):
+        assert check_ordering(previous, False, False) is wanted
+    assert check_ordering(event, True, True) is event
+    assert cuda.log == []
+
+
+def test_tensors_of_a_result_are_recorded_wherever_they_are(cuda: Device) -> None:
+    @dataclass
+    class Result:
+        pair: tuple[torch.Tensor, torch.Tensor]
+        absent: None
+        counts: list[int]
+
+    result = Result((X, OUT), None, [3])
+    streams = Streams(torch.device("cuda:0"))
+    _, _, event = streams.run(
+        lambda: (result, None), async_finish=True, inputs=((X, X), "no tensor", (OUT, None))
+    )
+    assert event.extra_tensors == (X, X, OUT, X, OUT)
 
 
 def test_events_do_not_start_cuda(cuda: Device) -> None:
     cuda.initialized = False
     EventHandle().current_stream_wait()
-    assert finished(False).event is None
-    assert finished(True, X).event is not None
     assert cuda.log == []
 
 
@@ -152,3 +181,10 @@ def test_on_the_host_a_call_is_over_when_it_returns() -> None:
     assert event.extra_tensors[0] is X
     event.current_stream_wait()
     assert streams.comm is not None
+
+
+def test_staged_calls_wait_on_the_current_stream(cuda: Device) -> None:
+    previous = EventHandle()
+    cuda.log.clear()
+    HostStreams().run(lambda: (OUT, None), async_finish=False, inputs=X, previous=previous)
+    assert cuda.log == ["main waits for event of main"]

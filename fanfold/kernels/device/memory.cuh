@@ -1,4 +1,4 @@
-// Loads and stores of global memory. Memory order and scope are part of each name.
+// Loads and stores of memory. Memory order and scope are part of each name.
 #pragma once
 
 #include "layout/types.h"
@@ -51,6 +51,9 @@ __device__ __forceinline__ void store_release_system(uint64_t* address, uint64_t
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(v) : "memory");
 }
 
+// What this thread has done and seen comes before what it stores next, for all GPUs and the host.
+__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
 // ---- of this GPU --------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t load_relaxed_gpu(const uint32_t* address) {
@@ -78,6 +81,45 @@ __device__ __forceinline__ uint32_t add_release_gpu(uint32_t* address, uint32_t 
 __device__ __forceinline__ void store_relaxed_gpu(uint32_t* address, uint32_t v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
 }
+
+// ---- of this CTA, shared memory -----------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t load_acquire_cta(const uint32_t* address) {
+  uint32_t v;
+  asm volatile("ld.acquire.cta.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store_release_cta(uint32_t* address, uint32_t v) {
+  asm volatile("st.release.cta.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ void add_release_cta(uint32_t* address, uint32_t v) {
+  asm volatile("red.release.cta.add.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
+}
+
+// ---- copies to shared memory, which the thread that asked for them waits for -------------------
+
+// 16 bytes.
+__device__ __forceinline__ void copy_async(uint4* shared, const uint4* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+               "l"(global)
+               : "memory");
+}
+
+// Those since the last time are a group.
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// All but the `Youngest` groups of this thread are there.
+template <int Youngest>
+__device__ __forceinline__ void await_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Youngest) : "memory");
+}
+
+// ---- for one thread -----------------------------------------------------------------------------
 
 // Input that is read once. Not through the read-only path: a kernel launched early begins while the
 // one that makes its input still runs.

@@ -69,15 +69,20 @@ __device__ __forceinline__ uint32_t ue8m0_of(uint32_t power_of_two_bits) {
   return power_of_two_bits >> 23;
 }
 
-// sum += weight * the eight bf16 of `v`; each product is rounded before it is added (decision
+// to = sum + weight * the eight bf16 of `v`; each product is rounded before it is added (decision
 // 0004).
-__device__ __forceinline__ void add_weighted(float (&sum)[8], uint4 v, float weight) {
+__device__ __forceinline__ void sum_weighted(float (&to)[8], const float (&sum)[8], uint4 v,
+                                             float weight) {
   const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    sum[2 * i] = __fadd_rn(sum[2 * i], __fmul_rn(weight, bf16_low(words[i])));
-    sum[2 * i + 1] = __fadd_rn(sum[2 * i + 1], __fmul_rn(weight, bf16_high(words[i])));
+    to[2 * i] = __fadd_rn(sum[2 * i], __fmul_rn(weight, bf16_low(words[i])));
+    to[2 * i + 1] = __fadd_rn(sum[2 * i + 1], __fmul_rn(weight, bf16_high(words[i])));
   }
+}
+
+__device__ __forceinline__ void add_weighted(float (&sum)[8], uint4 v, float weight) {
+  sum_weighted(sum, sum, v, weight);
 }
 
 __device__ __forceinline__ uint4 round_to_bf16(const float (&v)[8]) {

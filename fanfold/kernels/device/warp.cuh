@@ -40,6 +40,9 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
+// Leaves the SM to other warps between two looks at what is awaited.
+__device__ __forceinline__ void nap() { __nanosleep(32); }
+
 __device__ __forceinline__ uint64_t global_nanoseconds() {
   uint64_t t;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));

@@ -51,11 +51,12 @@ class Call {
   __device__ uint64_t* announcement(int owner, int source) const {
     return at<uint64_t>(owner, args.at.announcements) + parity() * kRanks + source;
   }
-  __device__ uint64_t* ready(int owner, int source, int slot) const {
-    return at<uint64_t>(owner, args.at.ready) + int64_t{source} * args.slots + slot;
+  // Words of one ring: of each slot, or of each slice of each slot.
+  __device__ uint64_t* ready(int owner, int source, int word) const {
+    return at<uint64_t>(owner, args.at.ready) + source * kRingWords + word;
   }
-  __device__ uint64_t* taken(int owner, int reader, int slot) const {
-    return at<uint64_t>(owner, args.at.taken) + int64_t{reader} * args.slots + slot;
+  __device__ uint64_t* taken(int owner, int reader, int word) const {
+    return at<uint64_t>(owner, args.at.taken) + reader * kRingWords + word;
   }
 
   // ---- the course of a call ---------------------------------------------------------------------

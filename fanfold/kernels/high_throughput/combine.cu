@@ -2,99 +2,125 @@
 // outputs of its local experts (token-major: its output), into the ring that the source has for
 // this rank. Source: for each token the sum of the ranks' rows.
 //
-// Teams of warps draw jobs from one list: batch b of every source, then the fold of an earlier
-// batch of this rank's own. Whatever a job waits for was drawn before it, here or on a peer, so no
-// order of arrival can block the list.
+// Warps draw jobs from one list: of every slice of columns, batch b of every source, then the fold
+// of an earlier batch of this rank's own. Whatever a job waits for was drawn before it, here or on
+// a peer, so no order of arrival can block the list. The last warp of each CTA tells the ranks of
+// what the others have done: to release what is written takes a round trip on the link.
 #include "high_throughput/combine_job.cuh"
+#include "high_throughput/row_sum.cuh"
 
 namespace fanfold {
 
-class Team {
+// What a send adds up, and where to.
+struct SentRows {
+  static constexpr bool kAdds = kExpertMajor != 0, kWeights = kWeighted != 0;
+
+  const unsigned char* y;  // the slice of row 0
+  unsigned char* ring;     // the slice of the batch's first token in the source's ring
+
+  __device__ const unsigned char* from(const Entry& entry) const {
+    return y + entry.row() * kRowBytes;
+  }
+  __device__ unsigned char* to(int place) const { return ring + place * kSlotBytes; }
+  __device__ static constexpr bool starts() { return false; }
+  __device__ void start(int, int, float (&)[8]) const {}
+};
+
+struct FoldedRows {
+  static constexpr bool kAdds = true, kWeights = false;
+
+  const unsigned char* y;
+  const unsigned char* ring;  // the slice of row 0 of all rings of this rank
+  unsigned char* out;         // the slice of the batch's first token
+  const unsigned char* bias[2];
+
+  __device__ const unsigned char* from(const Entry& entry) const {
+    if (kExpertMajor == 0 && entry.kind() == Entry::Kind::kOwn) return y + entry.row() * kRowBytes;
+    return ring + entry.row() * kSlotBytes;
+  }
+  __device__ unsigned char* to(int place) const { return out + place * kRowBytes; }
+  __device__ bool starts() const { return bias[0] != nullptr || bias[1] != nullptr; }
+  __device__ void start(int place, int unit, float (&sum)[8]) const {
+#pragma unroll
+    for (const unsigned char* rows : bias) {
+      if (rows == nullptr) continue;
+      const auto* row = reinterpret_cast<const uint4*>(rows + place * kRowBytes);
+      add_weighted(sum, load_once(row + unit), 1.0f);
+    }
+  }
+};
+
+class Worker {
  public:
-  __device__ Team(const HighThroughputCombineArgs& args, CombineShared& shared, const Call& call)
-      : args_(args), shared_(shared), call_(call), team_(call.warp / kTeamWarps),
-        member_(call.warp % kTeamWarps), next_(args, shared, call, member_) {}
+  __device__ Worker(const HighThroughputCombineArgs& args, CombineShared& shared, const Call& call)
+      : args_(args), shared_(shared), own_(shared.workers[call.warp]), call_(call),
+        sums_(own_, call.lane), next_(args, shared, own_, call) {}
 
   __device__ void run() {
     int most = 0;
     for (int source = 0; source < kRanks; ++source) most = max(most, shared_.batches(source));
-    const auto tickets = static_cast<uint32_t>((most + kLag) * kJobs);
-    uint32_t ticket = draw_first();
-    next_.begin(ticket, 0);
-    next_.complete();
-    bool done = false;  // the job before, whose place in `jobs` is that of the one after
-    int which = 0;
-    for (; ticket < tickets; which = 1 - which) {
-      if (member_ == 0) {
-        const uint32_t drawn = draw(call_, &call_.args.state->sent);
-        if (call_.lane == 0) shared_.tickets[team_][which] = drawn;
-      }
-      meet();  // the table stands, and everybody is done with the job before
-      if (done) tell(shared_.jobs[call_.warp][1 - which]);
-      ticket = shared_.tickets[team_][which];
-      next_.begin(ticket, 1 - which);
-      done = do_job(shared_.jobs[call_.warp][which], shared_.tables[team_][which]);
-      next_.complete();
+    const auto tickets = static_cast<uint32_t>((most + kLag) * kJobs * kSlices);
+    uint32_t ticket = of_lane_0(draw(call_, &args_.call.state->sent));
+    uint32_t drawn = draw(call_, &args_.call.state->sent);
+    next_.begin(ticket);
+    next_.complete(0);
+    while (ticket < tickets) {
+      const Job job = next_.job();
+      const BatchWord batch = next_.batch();
+      const Entry* entries = next_.entries();
+      const int count = next_.count();
+      ticket = of_lane_0(drawn);
+      drawn = draw(call_, &args_.call.state->sent);
+      next_.begin(ticket);
+      if (!do_job(job, batch, entries, count)) break;
+      next_.complete(count);
     }
-    meet();
-    if (done) tell(shared_.jobs[call_.warp][1 - which]);
+    __syncwarp();
+    if (call_.lane == 0) add_release_cta(&shared_.working, ~0u);
   }
 
  private:
-  __device__ void meet() const {
-    if constexpr (kTeamWarps == 1) {
-      __syncwarp();
-    } else {
-      barrier_of(1 + team_, kTeamWarps * kWarpLanes);
-    }
-  }
-
-  __device__ uint32_t draw_first() const {
-    if (member_ == 0) {
-      const uint32_t drawn = draw(call_, &call_.args.state->sent);
-      if (call_.lane == 0) shared_.tickets[team_][1] = drawn;
-    }
-    meet();
-    return shared_.tickets[team_][1];
-  }
-
-  __device__ bool do_job(const Job& job, const SumTable& table) {
-    const auto prepare = [&] { next_.step(); };
+  __device__ bool do_job(const Job& job, const BatchWord& batch, const Entry* entries, int count) {
+    if (job.kind == Job::Kind::kNone) return true;
+    const int units = min(kSliceUnits, kUnits - job.slice * kSliceUnits);
+    const auto prepare = [&](int i) { next_.step(i); };
+    const int64_t columns = int64_t{job.slice} * kSliceBytes;
     if (job.kind == Job::Kind::kSend) {
-      if (!await_free(job)) return false;
-      if constexpr (kLanes != 0) send_lanes(job);
-      RowSums<kWeighted != 0>(table, member_, call_.lane)
-          .run([](int, int, float (&)[8]) {}, prepare);
-    } else if (job.kind == Job::Kind::kFold) {
+      const int64_t row = ring_row(call_, writer_at(args_.call, job.source), job.slot, 0);
+      const SentRows rows{args_.y + columns,
+                          ring_of(call_, job.source) + row * kSlotBytes + columns};
+      sums_.begin(entries, count, units, rows);
+      if (!await_free(job)) return sums_.drop(), false;
+      if (kLanes != 0 && job.slice == 0) send_lanes(job, batch);
+      sums_.run(rows, prepare);
+    } else {
       if (!await_ready(job)) return false;
-      RowSums<false>(table, member_, call_.lane)
-          .run([&](int token, int unit, float (&sum)[8]) { add_biases(token, unit, sum); },
-               prepare);
-      if constexpr (kLanes != 0) fold_lanes(job);
+      const int64_t first = int64_t{job.batch} * kBatchTokens * kRowBytes + columns;
+      const FoldedRows rows{args_.y + columns,
+                            ring_of(call_, args_.call.rank) + columns,
+                            args_.out + first,
+                            {bias(0, first), bias(1, first)}};
+      sums_.begin(entries, count, units, rows);
+      sums_.run(rows, prepare);
+      if (kLanes != 0 && job.slice == 0) fold_lanes(job);
     }
+    post(job);
     return true;
   }
 
-  // ---- what ranks tell each other ---------------------------------------------------------------
-
-  // Whether a rank's rows come through a ring.
-  __device__ bool uses_ring(int rank) const {
-    return kExpertMajor != 0 ? rank < kRanks : call_.is_peer(rank);
+  __device__ const unsigned char* bias(int which, int64_t offset) const {
+    return args_.bias[which] != nullptr ? args_.bias[which] + offset : nullptr;
   }
 
-  // The last warp tells of what the whole team has done; the others go on.
-  __device__ void tell(const Job& job) const {
-    if (member_ != kTeamWarps - 1) return;
-    // Others of the team may have given up where this warp did not.
-    if (call_.failed()) return;
-    if (job.kind == Job::Kind::kFold && uses_ring(call_.lane)) {
-      store_release_system(call_.taken(call_.lane, writer_at(call_.args, call_.lane), job.slot),
-                           CountedWord{call_.epoch, job.turn + 1}.encode());
-    } else if (job.kind == Job::Kind::kSend && call_.lane == 0) {
-      const BatchWord sent{BatchWord::use_of(call_.epoch, job.turn), job.rows.before,
-                           job.rows.tokens};
-      store_release_system(call_.ready(job.source, writer_at(call_.args, job.source), job.slot),
-                           sent.encode());
+  // Hands a job to the warp that tells of it.
+  __device__ void post(const Job& job) const {
+    __syncwarp();
+    if (call_.lane == 0) {
+      Patience patience(call_);  // the teller waits for nobody, but may have failed
+      while (load_acquire_cta(&own_.posted) != 0)
+        if (patience.exhausted(args_.call.rank, 0)) break;
+      own_.done = job;
+      store_release_cta(&own_.posted, 1u);
     }
     __syncwarp();
   }
@@ -104,12 +130,13 @@ class Team {
     if (job.turn == 0) return true;
     bool free = false;
     if (call_.lane == 0) {
-      const uint64_t* word = call_.taken(call_.args.rank, job.source, job.slot);
+      const uint64_t* word = call_.taken(args_.call.rank, job.source, word_of(job));
       Patience patience(call_);
       CountedWord taken{};
       do {
         taken = CountedWord::decode(load_acquire_system(word));
         free = taken.epoch == call_.epoch && taken.count >= job.turn;
+        if (!free) nap();
       } while (!free && !patience.exhausted(job.source, taken.epoch));
     }
     __syncwarp();
@@ -120,37 +147,30 @@ class Team {
   __device__ bool await_ready(const Job& job) const {
     const uint32_t use = BatchWord::use_of(call_.epoch, job.turn);
     bool came = true;
-    if (uses_ring(call_.lane)) {
-      const uint64_t* word = call_.ready(call_.args.rank, call_.lane, job.slot);
+    if (uses_ring(call_, call_.lane)) {
+      const uint64_t* word = call_.ready(args_.call.rank, call_.lane, word_of(job));
       Patience patience(call_);
       uint32_t seen = 0;
       do {
         seen = BatchWord::decode(load_acquire_system(word)).use;
         came = seen == use;
+        if (!came) nap();
       } while (!came && !patience.exhausted(call_.lane, seen >> BatchWord::kTurnBits));
     }
     __syncwarp();
     return __all_sync(kFullWarp, came) != 0;
   }
 
-  __device__ void add_biases(int token, int unit, float (&sum)[8]) const {
-    for (const unsigned char* bias : args_.bias) {
-      if (bias == nullptr) continue;
-      const auto* row = reinterpret_cast<const uint4*>(bias + int64_t{token} * kRowBytes);
-      add_weighted(sum, load_once(row + unit), 1.0f);
-    }
-  }
-
   // ---- numbers of the choices -------------------------------------------------------------------
 
-  __device__ void send_lanes(const Job& job) const {
-    const BatchWord& word = job.rows;
-    for (int place = member_; place < kBatchTokens; place += kTeamWarps) {
-      if ((word.tokens >> place & 1u) == 0 || call_.lane >= kTopK) continue;
-      const uint32_t earlier = word.tokens & ((1u << place) - 1u);
-      const int row = shared_.prefix[job.source] + static_cast<int>(word.before) + __popc(earlier);
+  __device__ void send_lanes(const Job& job, const BatchWord& batch) const {
+    for (int place = 0; place < kBatchTokens; ++place) {
+      if ((batch.tokens >> place & 1u) == 0 || call_.lane >= kTopK) continue;
+      const uint32_t earlier = batch.tokens & ((1u << place) - 1u);
+      const int row = shared_.prefix[job.source] + static_cast<int>(batch.before) + __popc(earlier);
+      const int writer = writer_at(args_.call, job.source);
       unsigned char* to =
-          shared_.ring_row(call_, job.source, writer_at(call_.args, job.source), job.slot, place);
+          ring_of(call_, job.source) + ring_row(call_, writer, job.slot, place) * kSlotBytes;
       reinterpret_cast<float*>(to + kLanesAt)[call_.lane] = lane_of(row);
     }
   }
@@ -165,31 +185,75 @@ class Team {
   }
 
   __device__ void fold_lanes(const Job& job) const {
-    for (int place = member_; place < kBatchTokens; place += kTeamWarps) {
+    for (int place = 0; place < kBatchTokens; ++place) {
       const int token = job.batch * kBatchTokens + place;
-      if (token >= call_.args.tokens || call_.lane >= kTopK) continue;
+      if (token >= args_.call.tokens || call_.lane >= kTopK) continue;
       float sum = 0.0f;
       for (int rank = 0; rank < kRanks; ++rank) {
         const int row = args_.rows[int64_t{token} * kRanks + rank];
         if (row < 0) continue;
-        sum = __fadd_rn(sum, uses_ring(rank) ? came(rank, job.slot, place)
-                                             : lane_of(shared_.prefix[rank] + row));
+        sum = __fadd_rn(sum, uses_ring(call_, rank) ? came(rank, job.slot, place)
+                                                    : lane_of(shared_.prefix[rank] + row));
       }
       args_.out_weights[int64_t{token} * kTopK + call_.lane] = sum;
     }
   }
 
   __device__ float came(int rank, int slot, int place) const {
-    const unsigned char* from = shared_.ring_row(call_, call_.args.rank, rank, slot, place);
+    const unsigned char* from =
+        ring_of(call_, args_.call.rank) + ring_row(call_, rank, slot, place) * kSlotBytes;
     const auto* words = reinterpret_cast<const uint32_t*>(from + kLanesAt);
     return __uint_as_float(load_relaxed_system(words + call_.lane));
   }
 
   const HighThroughputCombineArgs& args_;
   CombineShared& shared_;
+  WorkerShared& own_;
   const Call& call_;
-  const int team_, member_;
+  RowSums sums_;
   Preparation next_;  // of the job after the one that is done
+};
+
+// The warp that tells of what the workers have done: one fence for all that are posted.
+class Teller {
+ public:
+  __device__ Teller(CombineShared& shared, const Call& call) : shared_(shared), call_(call) {}
+
+  // Ends when the workers have, whose waits have bounds.
+  __device__ void run() const {
+    while (look()) nap();
+  }
+
+ private:
+  // Tells of what there is; whether more may come.
+  __device__ bool look() const {
+    const bool works = load_acquire_cta(&shared_.working) != 0;  // before what is posted
+    const bool tells = take();
+    return __any_sync(kFullWarp, works || tells) != 0;
+  }
+
+  // Lane w tells of what worker w has posted.
+  __device__ bool take() const {
+    WorkerShared* worker = call_.lane < kWorkers ? &shared_.workers[call_.lane] : nullptr;
+    if (worker == nullptr || load_acquire_cta(&worker->posted) == 0) return false;
+    const Job job = worker->done;
+    store_release_cta(&worker->posted, 0u);
+    fence_system();
+    if (job.kind == Job::Kind::kSend) {
+      const uint32_t use = BatchWord::use_of(call_.epoch, job.turn);
+      store_relaxed_system(call_.ready(job.source, writer_at(call_.args, job.source), word_of(job)),
+                           BatchWord{use, 0, 0}.encode());
+      return true;
+    }
+    for (int rank = 0; rank < kRanks; ++rank)
+      if (uses_ring(call_, rank))
+        store_relaxed_system(call_.taken(rank, writer_at(call_.args, rank), word_of(job)),
+                             CountedWord{call_.epoch, job.turn + 1}.encode());
+    return true;
+  }
+
+  CombineShared& shared_;
+  const Call& call_;
 };
 
 }  // namespace fanfold
@@ -205,7 +269,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const Call call(args.call, HighThroughputPhase::kCombine);
   const auto thread = static_cast<int>(threadIdx.x);
   if (thread < kRanks) shared.prefix[thread] = thread == 0 ? 0 : args.source_prefix[thread - 1];
+  if (thread < kWorkers) shared.workers[thread].posted = 0;
+  if (thread == 0) shared.working = kWorkers;
   gather(call, shared.participants);
-  if (!shared.participants.is_void) Team(args, shared, call).run();
+  if (!shared.participants.is_void) {
+    if (call.warp < kWorkers) {
+      Worker(args, shared, call).run();
+    } else {
+      Teller(shared, call).run();
+    }
+  }
   finish(call);
 }

@@ -1,5 +1,5 @@
-// The jobs of a combine, and what a team has to know of one before it can add: gathered in steps,
-// as each needs what the one before has loaded, while the job before is done.
+// The jobs of a combine, and the rows that each adds: gathered in steps, as each needs what the one
+// before has loaded, while the job before is done.
 #pragma once
 
 #include "high_throughput/combine_shape.cuh"
@@ -7,40 +7,47 @@
 namespace fanfold {
 
 // The batches of all sources in turn, the next rank's first, and with each the fold of the own
-// batch kLag before it.
+// batch kLag before it; of each all slices.
 __device__ __forceinline__ Job job_of(uint32_t ticket, const Call& call,
                                       const CombineShared& shared) {
-  const int group = static_cast<int>(ticket / kJobs), place = static_cast<int>(ticket % kJobs);
+  const uint32_t whole = ticket / kSlices;
+  const int group = static_cast<int>(whole / kJobs), place = static_cast<int>(whole % kJobs);
   const bool folds = place == kSources;
   Job job{};
   job.source = folds ? call.args.rank : (call.args.rank + 1 + place) % kRanks;
   job.batch = folds ? group - kLag : group;
   if (job.batch < 0 || job.batch >= shared.batches(job.source)) return job;
   job.kind = folds ? Job::Kind::kFold : Job::Kind::kSend;
+  job.slice = static_cast<int>(ticket % kSlices);
   job.slot = job.batch % call.args.slots;
   job.turn = static_cast<uint32_t>(job.batch / call.args.slots);
   return job;
 }
 
-// One warp's part of it: every kTeamWarps-th row of the batch. What it knows lies in shared memory,
-// as adding needs the registers.
+// Lanes of each token in a pass over the terms of a batch's tokens. One pass or several take all.
+__device__ constexpr int lanes_for(int terms) {
+  int lanes = kWarpLanes / kBatchTokens;
+  while (lanes < terms) lanes *= 2;
+  return lanes;
+}
+
+// One warp's. Where rows are looked up, the lanes are the tokens of a batch by the terms of each.
 class Preparation {
  public:
-  __device__ Preparation(const HighThroughputCombineArgs& args, CombineShared& shared,
-                         const Call& call, int member)
-      : args_(args), shared_(shared), call_(call), member_(member) {}
+  __device__ Preparation(const HighThroughputCombineArgs& args, const CombineShared& shared,
+                         WorkerShared& own, const Call& call)
+      : args_(args), shared_(shared), own_(own), call_(call) {}
 
-  // Begins with the job of a ticket, for the team's table `which`.
-  __device__ void begin(uint32_t ticket, int which) {
-    which_ = which;
-    step_ = 0;
-    if (call_.lane == 0) job() = job_of(ticket, call_, shared_);
-    __syncwarp();
+  // Begins with the job of a ticket; its entries overwrite those of the last job but one.
+  __device__ void begin(uint32_t ticket) {
+    job_ = job_of(ticket, call_, shared_);
+    which_ = 1 - which_;
+    count_ = 0;
   }
 
-  // Does the next step, if there is one.
-  __device__ void step() {
-    switch (step_++) {
+  // Step i, if there is one; they come in their order.
+  __device__ void step(int i) {
+    switch (i) {
       case 0:
         return load_batch();
       case 1:
@@ -53,133 +60,143 @@ class Preparation {
         return;
     }
   }
-  __device__ void complete() {
-    while (step_ < 4) step();
+  // The steps from i on.
+  __device__ void complete(int i) {
+    for (; i < kSteps; ++i) step(i);
   }
+
+  __device__ const Job& job() const { return job_; }
+  __device__ const BatchWord& batch() const { return batch_; }
+  __device__ const Entry* entries() const { return own_.entries[which_]; }
+  __device__ int count() const { return count_; }
 
  private:
-  static constexpr int kRows = kBatchTokens / kTeamWarps;  // of a warp
+  static constexpr int kSteps = 4;
+  static constexpr int kSendWidth = lanes_for(kExpertMajor != 0 ? kTopK : 1);
+  static constexpr int kFoldWidth = lanes_for(kRanks);
+  static constexpr int kWidth = kSendWidth > kFoldWidth ? kSendWidth : kFoldWidth;
+  static constexpr int kPasses = kBatchTokens * kWidth / kWarpLanes;
+  static_assert(kWidth <= kWarpLanes);
 
-  __device__ Job& job() const { return shared_.jobs[call_.warp][which_]; }
-  __device__ SumTable& table() const { return shared_.tables[call_.warp / kTeamWarps][which_]; }
+  template <int kTerms>
+  __device__ int place(int pass) const {
+    return (pass * kWarpLanes + call_.lane) / kTerms;
+  }
+  template <int kTerms>
+  __device__ int term() const {
+    return call_.lane % kTerms;
+  }
+  template <int kTerms>
+  static constexpr int kPassesOf = kBatchTokens * kTerms / kWarpLanes;
 
-  __device__ int place(int i) const { return member_ + i * kTeamWarps; }
-  __device__ bool sends(int i) const {
-    return job().kind == Job::Kind::kSend && (job().rows.tokens >> place(i) & 1u) != 0;
-  }
-  __device__ int token(int i) const { return job().batch * kBatchTokens + place(i); }
-  __device__ bool folds(int i) const {
-    return job().kind == Job::Kind::kFold && token(i) < call_.args.tokens;
-  }
-  // How many rows of the batch come before it.
-  __device__ int earlier(int i) const {
-    return __popc(job().rows.tokens & ((1u << place(i)) - 1u));
-  }
+  __device__ bool is_sent(int place) const { return (batch_.tokens >> place & 1u) != 0; }
   // Which of the rows that came here.
-  __device__ int row(int i) const {
-    return shared_.prefix[job().source] + static_cast<int>(job().rows.before) + earlier(i);
+  __device__ int arrival(int place) const {
+    const int earlier = __popc(batch_.tokens & ((1u << place) - 1u));
+    return shared_.prefix[job_.source] + static_cast<int>(batch_.before) + earlier;
   }
-
-  __device__ void load_batch() const {
-    if (job().kind != Job::Kind::kSend) return;
-    if (call_.lane == 0)
-      job().rows =
-          BatchWord::decode(args_.batches[job().source * args_.batch_stride + job().batch]);
-    __syncwarp();
-  }
-
-  // Whether the rank's rows are folded where they lie.
+  __device__ int token(int place) const { return job_.batch * kBatchTokens + place; }
   __device__ bool is_own(int rank) const { return kExpertMajor == 0 && rank == call_.args.rank; }
-  __device__ int own_row(int i) const { return shared_.prefix[call_.args.rank] + rows_[i]; }
-  __device__ bool is_kept(int i) const { return row(i) < args_.kept; }
 
-  // Send, expert-major: lane k has the row of the k-th choice. Fold: lane r whether rank r has one.
+  __device__ void load_batch() {
+    batch_ = BatchWord{};
+    if (job_.kind == Job::Kind::kSend)
+      batch_ = BatchWord::decode(args_.batches[job_.source * args_.batch_stride + job_.batch]);
+  }
+
   __device__ void load_rows() {
+    if (job_.kind == Job::Kind::kSend) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      rows_[i] = -1;
-      if (kExpertMajor != 0 && sends(i) && is_kept(i) && call_.lane < kTopK)
-        rows_[i] = args_.rows_of[int64_t{row(i)} * kTopK + call_.lane];
-      if (folds(i) && call_.lane < kRanks) {
-        rows_[i] = args_.rows[int64_t{token(i)} * kRanks + call_.lane];
-        if (is_own(call_.lane) && own_row(i) >= args_.kept) rows_[i] = -1;
-      }
+      for (int p = 0; p < kPassesOf<kSendWidth>; ++p) rows_[p] = sent_row(place<kSendWidth>(p));
+    } else if (job_.kind == Job::Kind::kFold) {
+#pragma unroll
+      for (int p = 0; p < kPassesOf<kFoldWidth>; ++p) rows_[p] = folded_row(place<kFoldWidth>(p));
     }
+  }
+  __device__ int sent_row(int place) const {
+    const int k = term<kSendWidth>();
+    if (!is_sent(place) || k >= (kExpertMajor != 0 ? kTopK : 1)) return -1;
+    const int row = arrival(place);
+    if (row >= args_.kept) return -1;
+    return kExpertMajor != 0 ? args_.rows_of[int64_t{row} * kTopK + k] : row;
+  }
+  // How many rows of this rank went to that one before; of its own, which row it is.
+  __device__ int folded_row(int place) const {
+    const int rank = term<kFoldWidth>();
+    if (token(place) >= call_.args.tokens || rank >= kRanks) return -1;
+    const int row = args_.rows[int64_t{token(place)} * kRanks + rank];
+    if (row < 0 || !is_own(rank)) return row;
+    const int own = shared_.prefix[rank] + row;
+    return own < args_.kept ? own : -1;
   }
 
   __device__ void load_weights() {
+    if (kWeighted == 0 || job_.kind != Job::Kind::kSend) return;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      weights_[i] = 1.0f;
-      if (kWeighted != 0 && sends(i) && rows_[i] >= 0) weights_[i] = args_.row_weights[rows_[i]];
-    }
+    for (int p = 0; p < kPassesOf<kSendWidth>; ++p)
+      weights_[p] = rows_[p] >= 0 ? args_.row_weights[rows_[p]] : 1.0f;
   }
 
-  __device__ void write() const {
-    if (member_ == 0 && call_.lane == 0) table().sums = sums();
+  __device__ void write() {
+    if (job_.kind == Job::Kind::kSend) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      if (sends(i)) write_send(i);
-      if (folds(i)) write_fold(i);
+      for (int p = 0; p < kPassesOf<kSendWidth>; ++p) write_sent(p);
+    } else if (job_.kind == Job::Kind::kFold) {
+#pragma unroll
+      for (int p = 0; p < kPassesOf<kFoldWidth>; ++p) write_folded(p);
     }
     __syncwarp();
   }
 
-  __device__ int sums() const {
-    if (job().kind == Job::Kind::kSend) return __popc(job().rows.tokens);
-    if (job().kind == Job::Kind::kNone) return 0;
-    return min(kBatchTokens, call_.args.tokens - job().batch * kBatchTokens);
-  }
-
-  __device__ void write_send(int i) const {
-    const int at = earlier(i);
-    const int owner = job().source;
-    unsigned char* to =
-        shared_.ring_row(call_, owner, writer_at(call_.args, owner), job().slot, place(i));
-    int terms = is_kept(i) ? 1 : 0;
+  __device__ void write_sent(int p) {
+    const int at = place<kSendWidth>(p);
+    bool comes = rows_[p] >= 0;
     if constexpr (kExpertMajor != 0) {
-      // In the order of the choices, each row once.
-      bool first = rows_[i] >= 0;
-      for (int k = 0; k < kTopK; ++k) {
-        const int other = __shfl_sync(kFullWarp, rows_[i], k);
-        first = first && (k >= call_.lane || other != rows_[i]);
-      }
-      const uint32_t chosen = __ballot_sync(kFullWarp, first);
-      terms = __popc(chosen);
-      if (first) table().term[at][__popc(chosen & lanes_below())] = {output(rows_[i]), weights_[i]};
-    } else if (terms != 0 && call_.lane == 0) {
-      table().term[at][0] = {output(row(i)), 1.0f};
+      // Each row once, whatever choices name it; no two tokens have one.
+      const uint32_t same = __match_any_sync(kFullWarp, rows_[p]);
+      comes = comes && (same & lanes_below()) == 0;
     }
-    if (call_.lane != 0) return;
-    table().sum[at] = {to, token(i), terms};
-    if (terms == 0) table().term[at][0] = {nullptr, 1.0f};  // zeros times a number
+    append<kSendWidth>(at, is_sent(at), comes, Entry::Kind::kRow, static_cast<uint32_t>(rows_[p]),
+                       kWeighted != 0 ? weights_[p] : 1.0f);
   }
 
-  __device__ void write_fold(int i) const {
-    const bool comes = rows_[i] >= 0;
-    const uint32_t ranks = __ballot_sync(kFullWarp, comes);
-    if (comes) {
-      const unsigned char* from =
-          is_own(call_.lane)
-              ? output(own_row(i))
-              : shared_.ring_row(call_, call_.args.rank, call_.lane, job().slot, place(i));
-      table().term[place(i)][__popc(ranks & lanes_below())] = {from, 1.0f};
-    }
-    if (call_.lane == 0)
-      table().sum[place(i)] = {args_.out + int64_t{token(i)} * kRowBytes, token(i), __popc(ranks)};
+  __device__ void write_folded(int p) {
+    const int at = place<kFoldWidth>(p), rank = term<kFoldWidth>();
+    const bool own = is_own(rank);
+    const auto row = own ? static_cast<uint32_t>(rows_[p])
+                         : static_cast<uint32_t>(ring_row(call_, rank, job_.slot, at));
+    append<kFoldWidth>(at, token(at) < call_.args.tokens, rows_[p] >= 0,
+                       own ? Entry::Kind::kOwn : Entry::Kind::kRow, row, 1.0f);
   }
 
-  __device__ const unsigned char* output(int row) const {
-    return args_.y + int64_t{row} * kRowBytes;
+  // Appends what the lanes of a pass have, in their order; for a token that exists, and of which no
+  // lane has anything, zeros.
+  template <int kTerms>
+  __device__ void append(int place, bool exists, bool comes, Entry::Kind kind, uint32_t row,
+                         float weight) {
+    constexpr uint32_t kToken = kTerms == kWarpLanes ? kFullWarp : (1u << kTerms % kWarpLanes) - 1u;
+    const uint32_t token = kToken << (call_.lane / kTerms * kTerms);
+    const uint32_t coming = __ballot_sync(kFullWarp, comes);
+    const bool zeros = exists && (coming & token) == 0 && term<kTerms>() == 0;
+    const uint32_t all = __ballot_sync(kFullWarp, comes || zeros);
+    if (comes || zeros) {
+      const bool last = (all & token & ~lanes_below()) == 1u << call_.lane;
+      const int at = count_ + __popc(all & lanes_below());
+      own_.entries[which_][at] = comes ? Entry(kind, row, place, last, weight)
+                                       : Entry(Entry::Kind::kZeros, 0, place, last, 1.0f);
+    }
+    count_ += __popc(all);
   }
 
   const HighThroughputCombineArgs& args_;
-  CombineShared& shared_;
+  const CombineShared& shared_;
+  WorkerShared& own_;
   const Call& call_;
-  const int member_;
-  int which_ = 0, step_ = 4;
-  int rows_[kRows];
-  float weights_[kRows];
+  Job job_{};
+  BatchWord batch_{};
+  int which_ = 0, count_ = 0;
+  int rows_[kPasses];
+  float weights_[kPasses];
 };
 
 }  // namespace fanfold

@@ -1,55 +1,103 @@
 // What the parts of combine share. Constants: kRowBytes, kSlotBytes (of a row in a ring),
 // kExpertMajor, kWeighted (the outputs), kLanes (numbers of the choices travel beside the rows),
-// kTeamWarps (1, 2, 4 or 8), kLag (batches between sending and folding).
+// kSlices (of columns, in a row), kSliceUnits (of each but the last), kPieces (in the ring of a
+// warp), kLag (batches between sending and folding). All warps but the last are workers.
 #pragma once
 
-#include "constants.h"
-
-namespace fanfold {
-// Rows in a sum: a token's experts here, or the ranks that have some.
-inline constexpr int kMostTerms = kExpertMajor != 0 && kTopK > kRanks ? kTopK : kRanks;
-}  // namespace fanfold
-
-#include "high_throughput/row_sum.cuh"
+#include "high_throughput/call.cuh"
 
 namespace fanfold {
 
-inline constexpr int kTeams = kWarps / kTeamWarps;
+inline constexpr int kUnitBytes = 16;
+inline constexpr int kUnits = kRowBytes / kUnitBytes;
+inline constexpr int kSliceBytes = kSliceUnits * kUnitBytes;
+inline constexpr int kLaneUnits = (kSliceUnits + kWarpLanes - 1) / kWarpLanes;
+inline constexpr int kWorkers = kWarps - 1;
 inline constexpr int kLanesAt = kRowBytes;
-static_assert(kWarps % kTeamWarps == 0 && kTeams <= 16 && kBatchTokens % kTeamWarps == 0);
+static_assert(kRowBytes % kUnitBytes == 0 && kPieces >= 2);
+static_assert((kSlices - 1) * kSliceUnits < kUnits && kUnits <= kSlices * kSliceUnits);
+static_assert(kSlices <= kMostSlices && kWorkers >= 1 && kWorkers <= kWarpLanes);
 static_assert(kSlotBytes == align_up(kRowBytes + (kLanes != 0 ? kTopK * 4 : 0), kAreaAlignment));
 static_assert(kWeighted == 0 || kExpertMajor != 0);
 
 // A rank's own token-major rows are folded where they lie.
 inline constexpr int kSources = kExpertMajor != 0 ? kRanks : kRanks - 1;
 inline constexpr int kJobs = kSources + 1;
+// Rows in a sum: a token's experts here, or the ranks that have some.
+inline constexpr int kMostTerms = kExpertMajor != 0 && kTopK > kRanks ? kTopK : kRanks;
+inline constexpr int kMostEntries = kBatchTokens * kMostTerms;
 
+// One slice of the rows of a batch.
 struct Job {
   enum class Kind : int32_t { kNone, kSend, kFold };
 
   Kind kind;
   int32_t source;  // whose tokens they are
   int32_t batch;
-  int32_t slot;    // of the ring
-  uint32_t turn;   // of the slot
-  BatchWord rows;  // of a send
+  int32_t slice;
+  int32_t slot;   // of the ring
+  uint32_t turn;  // of the slot
+};
+
+// One row on its way into a sum. Those of a sum follow each other.
+struct alignas(8) Entry {
+  enum class Kind : uint32_t {
+    kRow,   // of the outputs, or folded: of this rank's ring
+    kOwn,   // folded: of the outputs
+    kZeros  // of a sum of nothing
+  };
+
+  uint32_t word;  // row | place of the token in its batch | whether it is its sum's last | kind
+  float weight;
+
+  Entry() = default;
+  __device__ Entry(Kind kind, uint32_t row, int place, bool last, float w)
+      : word(row | (static_cast<uint32_t>(place) << kPlaceAt) | (uint32_t{last} << kLastAt) |
+             (static_cast<uint32_t>(kind) << kKindAt)),
+        weight(w) {}
+
+  __device__ Kind kind() const { return static_cast<Kind>(word >> kKindAt); }
+  __device__ bool is_last() const { return (word >> kLastAt & 1u) != 0; }
+  __device__ int place() const { return static_cast<int>(word >> kPlaceAt) & (kBatchTokens - 1); }
+  __device__ int64_t row() const { return word & ((1u << kPlaceAt) - 1); }
+
+  static constexpr int kPlaceAt = PlaceWord::kRowBits, kLastAt = kPlaceAt + 3,
+                       kKindAt = kLastAt + 1;
+};
+static_assert(kBatchTokens == 8);
+
+struct WorkerShared {
+  alignas(128) uint4 pieces[kPieces][kLaneUnits * kWarpLanes];
+  Entry entries[2][kMostEntries];  // of this job and of the next
+  Job done;                        // to be told of
+  uint32_t posted;                 // 1: it is
 };
 
 struct CombineShared {
-  SumTable tables[kTeams][2];
-  Job jobs[kWarps][2];  // each warp's own copy
-  uint32_t tickets[kTeams][2];
+  WorkerShared workers[kWorkers];
   Participants participants;
   int32_t prefix[kRanks];
+  uint32_t working;  // workers that may still post
 
   __device__ int batches(int source) const {
     return (participants.tokens[source] + kBatchTokens - 1) / kBatchTokens;
   }
-  __device__ unsigned char* ring_row(const Call& call, int owner, int writer, int slot,
-                                     int place) const {
-    const int64_t row = (int64_t{writer} * call.args.slots + slot) * kBatchTokens + place;
-    return call.at<unsigned char>(owner, call.args.at.ring) + row * kSlotBytes;
-  }
 };
+
+// The row of `writer` in the ring that it has in the memory of `owner`.
+__device__ __forceinline__ int64_t ring_row(const Call& call, int writer, int slot, int place) {
+  return (int64_t{writer} * call.args.slots + slot) * kBatchTokens + place;
+}
+__device__ __forceinline__ unsigned char* ring_of(const Call& call, int owner) {
+  return call.at<unsigned char>(owner, call.args.at.ring);
+}
+
+// The words that tell of a slice.
+__device__ __forceinline__ int word_of(const Job& job) { return job.slot * kSlices + job.slice; }
+
+// Whether a rank's rows come through a ring.
+__device__ __forceinline__ bool uses_ring(const Call& call, int rank) {
+  return kExpertMajor != 0 ? rank < kRanks : call.is_peer(rank);
+}
 
 }  // namespace fanfold

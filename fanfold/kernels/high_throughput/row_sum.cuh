@@ -1,128 +1,133 @@
-// Weighted sums of bf16 rows by a team of warps, each of which takes its columns of every row:
-// fp32, in order, rounded once. Loads run `kDepth` pieces ahead, across the rows of a table; a
-// piece is kPieceUnits units of each lane, of one row (2 and 6: more of either spill registers).
-//
-// Constants: kRowBytes, kTeamWarps, kMostTerms (rows in a sum).
+// Weighted sums of one slice of bf16 rows by a warp: fp32, in order, rounded once. Each lane copies
+// its own columns into a ring in shared memory, some rows ahead, so lanes wait for nobody. (Loads
+// into registers that far ahead took twice the time, as they wait for each other; bulk copies need
+// more instructions, and instructions bind this.)
 #pragma once
 
 #include "device/numbers.cuh"
-#include "high_throughput/call.cuh"
+#include "high_throughput/combine_shape.cuh"
 
 namespace fanfold {
 
-inline constexpr int kUnitBytes = 16;
-inline constexpr int kUnits = kRowBytes / kUnitBytes;
-inline constexpr int kPieceUnits = 2;  // of a lane
-inline constexpr int kGroupUnits = kPieceUnits * kTeamWarps * kWarpLanes;
-inline constexpr int kGroups = (kUnits + kGroupUnits - 1) / kGroupUnits;
-inline constexpr int kDepth = 6;
-static_assert(kRowBytes % kUnitBytes == 0);
-
-struct alignas(16) Term {
-  const unsigned char* row;
-  float weight;
-};
-
-struct alignas(16) Sum {
-  unsigned char* to;
-  int32_t token;  // for who adds to it
-  int32_t terms;  // 0 gives zeros
-};
-
-// What a team adds up, in shared memory.
-struct SumTable {
-  int32_t sums;
-  Sum sum[kBatchTokens];
-  Term term[kBatchTokens][kMostTerms];
-};
-
-template <bool kWeighted>
 class RowSums {
  public:
-  __device__ RowSums(const SumTable& table, int member, int lane)
-      : table_(table), member_(member), lane_(lane) {}
+  __device__ RowSums(WorkerShared& own, int lane) : own_(own), lane_(lane) {}
 
-  // `start(token, unit, sum)` adds what a sum begins with, to zeros; `between()` is called now and
-  // then, when this warp has done its part of a sum.
-  template <class Start, class Between>
-  __device__ void run(const Start& start, const Between& between) {
-    Cursor loads(table_), adds(table_);
-    uint4 pieces[kDepth][kPieceUnits];
+  // Begins with a list of entries, whose pieces are of `units`: asks for the first pieces.
+  // `rows.from(entry)` says where the piece of a row begins.
+  template <class Rows>
+  __device__ void begin(const Entry* entries, int count, int units, const Rows& rows) {
+    entries_ = entries;
+    count_ = count;
+    units_ = units;
+    asked_ = 0;
+    for (int i = 0; i < kPieces - 1; ++i) ask(i, rows);
+  }
+
+  // Adds and stores them. `rows.to(place)` says where a sum goes; where `Rows::kAdds` there is only
+  // one row in each, and it goes as it is; `rows.starts()` whether sums begin with something, which
+  // `rows.start(place, unit, sum)` adds to zeros. `between(i)` is called behind each.
+  template <class Rows, class Between>
+  __device__ void run(const Rows& rows, const Between& between) {
+    bool first = true;
+    int taken = 0;
+    for (int i = 0; i < count_; ++i) {
+      await_copies<kPieces - 2>();
+      const Entry entry = entries_[i];
+      uint4 units[kLaneUnits];
 #pragma unroll
-    for (int d = 0; d < kDepth; ++d) load(loads, pieces[d]);
-    for (int done = 0; adds.sum < table_.sums;) {
-#pragma unroll
-      for (int d = 0; d < kDepth; ++d) {
-        if (adds.sum >= table_.sums) break;
-        add(adds, pieces[d], start);
-        load(loads, pieces[d]);
+      for (int u = 0; u < kLaneUnits; ++u) units[u] = own_.pieces[taken][unit_of(u)];
+      taken = next(taken);
+      ask(i + kPieces - 1, rows);  // while these come to the registers
+      if constexpr (Rows::kAdds) {
+        add(entry, units, first, rows);
+        first = entry.is_last();
+      } else {
+        store(entry.place(), units, rows);
       }
-      if (adds.sum != done) between();
-      done = adds.sum;
+      between(i);
     }
   }
+
+  // Instead of `run`: what was asked for comes all the same.
+  __device__ void drop() const { await_copies<0>(); }
 
  private:
-  struct Cursor {
-    int sum = 0, group = 0, term = 0, terms;
-
-    __device__ explicit Cursor(const SumTable& table) : terms(terms_of(table, 0)) {}
-
-    // A sum of nothing has one piece, of zeros.
-    __device__ static int terms_of(const SumTable& table, int sum) {
-      return sum < table.sums ? max(table.sum[sum].terms, 1) : 1;
-    }
-    __device__ void step(const SumTable& table) {
-      if (++term < terms) return;
-      term = 0;
-      if (++group < kGroups) return;
-      group = 0;
-      terms = terms_of(table, ++sum);
-    }
-  };
-
-  __device__ int unit_of(int group, int i) const {
-    return ((group * kPieceUnits + i) * kTeamWarps + member_) * kWarpLanes + lane_;
-  }
-  __device__ bool has_unit(int group, int i) const {
-    return kUnits % kGroupUnits == 0 || unit_of(group, i) < kUnits;
-  }
-
-  __device__ void load(Cursor& at, uint4 (&piece)[kPieceUnits]) const {
-    if (at.sum >= table_.sums) return;
-    const auto* row = reinterpret_cast<const uint4*>(table_.term[at.sum][at.term].row);
-    const bool exists = table_.sum[at.sum].terms != 0;
+  template <class Rows>
+  __device__ void ask(int i, const Rows& rows) {
+    if (i < count_) {
+      const Entry entry = entries_[i];
+      uint4* to = own_.pieces[asked_] + lane_;
+      if (entry.kind() != Entry::Kind::kZeros) {
+        const auto* from = reinterpret_cast<const uint4*>(rows.from(entry)) + lane_;
 #pragma unroll
-    for (int i = 0; i < kPieceUnits; ++i) {
-      piece[i] = uint4{0, 0, 0, 0};
-      if (exists && has_unit(at.group, i)) piece[i] = load_once(row + unit_of(at.group, i));
-    }
-    at.step(table_);
-  }
-
-  template <class Start>
-  __device__ void add(Cursor& at, const uint4 (&piece)[kPieceUnits], const Start& start) {
-    const float weight = kWeighted ? table_.term[at.sum][at.term].weight : 1.0f;
-    const Sum& sum = table_.sum[at.sum];
-    const bool last = at.term == at.terms - 1;
+        for (int u = 0; u < kLaneUnits; ++u)
+          if (has_unit(u)) copy_async(to + u * kWarpLanes, from + u * kWarpLanes);
+      } else {
 #pragma unroll
-    for (int i = 0; i < kPieceUnits; ++i) {
-      if (!has_unit(at.group, i)) continue;
-      const int unit = unit_of(at.group, i);
-      if (at.term == 0) {
-#pragma unroll
-        for (float& value : sums_[i]) value = 0.0f;
-        start(sum.token, unit, sums_[i]);
+        for (int u = 0; u < kLaneUnits; ++u) to[u * kWarpLanes] = uint4{0, 0, 0, 0};
       }
-      add_weighted(sums_[i], piece[i], weight);
-      if (last) store_weak(reinterpret_cast<uint4*>(sum.to) + unit, round_to_bf16(sums_[i]));
     }
-    at.step(table_);
+    commit_copies();  // also of nothing, as they are counted
+    asked_ = next(asked_);
   }
 
-  const SumTable& table_;
-  const int member_, lane_;
-  float sums_[kPieceUnits][8];
+  __device__ static int next(int piece) { return piece + 1 == kPieces ? 0 : piece + 1; }
+
+  __device__ int unit_of(int u) const { return u * kWarpLanes + lane_; }
+  __device__ bool has_unit(int u) const {
+    constexpr bool kAll = kSliceUnits % kWarpLanes == 0 && kUnits % kSliceUnits == 0;
+    return kAll || unit_of(u) < units_;
+  }
+
+  template <class Rows>
+  __device__ void store(int place, const uint4 (&units)[kLaneUnits], const Rows& rows) const {
+    auto* to = reinterpret_cast<uint4*>(rows.to(place)) + lane_;
+#pragma unroll
+    for (int u = 0; u < kLaneUnits; ++u)
+      if (has_unit(u)) store_weak(to + u * kWarpLanes, units[u]);
+  }
+
+  // Lanes that have fewer units add what happens to be in the ring, and store nothing of it.
+  template <class Rows>
+  __device__ void add(const Entry& entry, const uint4 (&units)[kLaneUnits], bool first,
+                      const Rows& rows) {
+    const float weight = Rows::kWeights ? entry.weight : 1.0f;
+    // Zeros to begin with cost as much as adding, so that is apart.
+    if (first && !rows.starts()) {
+#pragma unroll
+      for (int u = 0; u < kLaneUnits; ++u) {
+        const float zeros[8] = {};
+        sum_weighted(sums_[u], zeros, units[u], weight);
+      }
+    } else {
+      if (first) start(entry.place(), rows);
+#pragma unroll
+      for (int u = 0; u < kLaneUnits; ++u) sum_weighted(sums_[u], sums_[u], units[u], weight);
+    }
+    if (!entry.is_last()) return;
+    uint4 rounded[kLaneUnits];
+#pragma unroll
+    for (int u = 0; u < kLaneUnits; ++u) rounded[u] = round_to_bf16(sums_[u]);
+    store(entry.place(), rounded, rows);
+  }
+
+  template <class Rows>
+  __device__ void start(int place, const Rows& rows) {
+#pragma unroll
+    for (int u = 0; u < kLaneUnits; ++u) {
+#pragma unroll
+      for (float& value : sums_[u]) value = 0.0f;
+      if (has_unit(u)) rows.start(place, unit_of(u), sums_[u]);
+    }
+  }
+
+  WorkerShared& own_;
+  const int lane_;
+  const Entry* entries_ = nullptr;
+  int count_ = 0, units_ = 0;
+  int asked_ = 0;  // place in the ring
+  float sums_[kLaneUnits][8];
 };
 
 }  // namespace fanfold

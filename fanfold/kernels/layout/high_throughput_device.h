@@ -3,8 +3,8 @@
 //
 //   announcements  [parity][source rank]               u64    every call
 //   counts         [parity][source rank][expert, rank] u64    a plan: of all experts, then ranks
-//   ready          [source rank][slot]                 u64    a batch of rows has arrived
-//   taken          [reader rank][slot]                 u64    the reader has read a batch
+//   ready          [source rank][slot, or slot, slice] u64    a batch of rows has arrived
+//   taken          [reader rank][slot, or slot, slice] u64    the reader has read a batch
 //   ring           [source rank][slot][token]          rows   what the sources send
 //
 // Rows travel in batches of kBatchTokens tokens of one source. Batch b of a stream uses slot
@@ -17,6 +17,10 @@
 namespace fanfold {
 
 inline constexpr int32_t kBatchTokens = 8;
+inline constexpr int32_t kMostRingSlots = 128;
+// A combine cuts its rows into slices of columns, each of which comes and goes for itself.
+inline constexpr int32_t kMostSlices = 16;
+inline constexpr int32_t kRingWords = kMostRingSlots * kMostSlices;
 // The ranks of a token are the bits of one word.
 inline constexpr int32_t kMostHighThroughputRanks = 32;
 inline constexpr int32_t kMostHighThroughputCtas = 64;
@@ -77,6 +81,7 @@ struct BatchWord {
 };
 inline constexpr int32_t kMostTurns = (1 << BatchWord::kTurnBits) - 1;
 static_assert(BatchWord::use_of(1u << 18, 0) != 0);
+static_assert(kMostHighThroughputRanks * kRingWords <= 1 << 18, "words are wiped in time");
 static_assert(BatchWord::use_of(7, kMostTurns - 1) < BatchWord::use_of(8, 0));
 
 // Where a row goes among the expert-major rows of all ranks. All ones: nowhere.
@@ -101,7 +106,6 @@ struct HighThroughputOffsets {
 // matter, as a ring is empty whenever a call begins.
 struct HighThroughputDeviceLayout {
   int32_t ranks;
-  int32_t most_slots;  // of each ring
   int64_t ring_bytes;  // of each ring
 
   FANFOLD_HD constexpr HighThroughputOffsets offsets() const {
@@ -110,7 +114,7 @@ struct HighThroughputDeviceLayout {
     at.counts = align_up(int64_t{2} * ranks * 8, kAreaAlignment);
     at.ready =
         at.counts + align_up(int64_t{2} * ranks * (kMostCounted + ranks) * 8, kAreaAlignment);
-    const int64_t words = align_up(int64_t{ranks} * most_slots * 8, kAreaAlignment);
+    const int64_t words = align_up(int64_t{ranks} * kRingWords * 8, kAreaAlignment);
     at.taken = at.ready + words;
     at.ring = at.taken + words;
     at.end = at.ring + ranks * ring_bytes;

@@ -137,12 +137,11 @@ class DispatchReceive {
 
   // One warp: where the copies of one row go.
   __device__ void place_row(int i, SourceToken pair) {
-    if (pair.token >= shared_.tokens[pair.source]) {
-      if (call_.lane == 0) shared_.fan[i] = 0;
-      return;
-    }
-    const Resolved header = take_header(call_, pair.source, pair.token);
+    const bool exists = pair.token < shared_.tokens[pair.source];
+    Resolved header{};
+    if (exists) header = take_header(call_, pair.source, pair.token);
     if (call_.lane == 0) shared_.fan[i] = __popc(header.all);
+    if (!exists) return;
     const int index = __popc(header.all & lanes_below());
     int row = 0;
     if (header.here) {

@@ -4,6 +4,7 @@
 // same kernel should not push rows; and few fill the links (decision 0100).
 #pragma once
 
+#include "device/fp8.cuh"
 #include "low_latency/dispatch_shape.cuh"
 
 namespace fanfold {
@@ -83,42 +84,18 @@ class DispatchSend {
 
   __device__ Segment encode(uint4 low, uint4 high) const {
     if constexpr (kFp8) {
-      return quantise(low, high);
+      return quantised(low, high);
     } else {
       return {{never_absent(low.x), never_absent(low.y), never_absent(low.z), never_absent(low.w)},
               {}};
     }
   }
 
-  // Eight lanes hold a block of 128 columns.
-  __device__ static Segment quantise(uint4 a, uint4 b) {
-    const uint32_t words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-    float v[16];
-    float largest = kSmallestAmax;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      v[2 * i] = bf16_low(words[i]);
-      v[2 * i + 1] = bf16_high(words[i]);
-      largest = fmaxf(largest, fmaxf(fabsf(v[2 * i]), fabsf(v[2 * i + 1])));
-    }
-#pragma unroll
-    for (int other = 1; other < 8; other *= 2)
-      largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, other));
-    float scale = __fdiv_rn(largest, kE4m3Max);
-    float factor;
-    if constexpr (kPowerOfTwoScales) {
-      scale = next_power_of_two(scale);
-      factor = __fdiv_rn(1.0f, scale);
-    } else {
-      factor = __fdiv_rn(kE4m3Max, largest);
-    }
-    uint32_t q[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      q[i] = pack_e4m3(v[4 * i] * factor, v[4 * i + 1] * factor, v[4 * i + 2] * factor,
-                       v[4 * i + 3] * factor);
+  // Eight lanes that follow each other hold a block.
+  __device__ static Segment quantised(uint4 low, uint4 high) {
+    const auto [values, scale] = quantise<1, kPowerOfTwoScales>(low, high);
     const uint32_t bits = __float_as_uint(scale);
-    return {{q[0], q[1], q[2], q[3]},
+    return {values,
             {__shfl_sync(kFullWarp, bits, 0), __shfl_sync(kFullWarp, bits, 8),
              __shfl_sync(kFullWarp, bits, 16), __shfl_sync(kFullWarp, bits, 24)}};
   }

@@ -41,6 +41,16 @@ inline void store_relaxed_system(uint64_t* address, uint64_t v) { emulated_store
 inline void store_relaxed_system(uint32_t* address, uint32_t v) { emulated_store(address, v); }
 inline void store_release_system(uint64_t* address, uint64_t v) { emulated_store(address, v); }
 inline void store_relaxed_gpu(uint32_t* address, uint32_t v) { emulated_store(address, v); }
+inline uint32_t load_acquire_cta(const uint32_t* address) { return emulated_load(address); }
+inline void store_release_cta(uint32_t* address, uint32_t v) { emulated_store(address, v); }
+inline void add_release_cta(uint32_t* address, uint32_t v) {
+  __atomic_fetch_add(address, v, __ATOMIC_RELEASE);
+}
+inline void fence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+inline void copy_async(uint4* shared, const uint4* global) { *shared = *global; }
+inline void commit_copies() {}
+template <int Youngest>
+void await_copies() {}
 inline void store_weak(uint4* address, uint4 v) { store_relaxed_system(address, v); }
 inline uint4 load_once(const uint4* address) { return *address; }
 

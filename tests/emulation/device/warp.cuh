@@ -19,6 +19,7 @@ T& dynamic_shared() {
 }
 inline void allow_next_kernel() {}
 inline void wait_for_previous_kernel() {}
+inline void nap() {}
 inline uint64_t global_nanoseconds() {
   const auto now = std::chrono::steady_clock::now().time_since_epoch();
   return static_cast<uint64_t>(std::chrono::nanoseconds(now).count());

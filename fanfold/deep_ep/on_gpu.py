@@ -1,0 +1,202 @@
+"""High throughput on the ranks' GPUs, enqueued on the current stream.
+
+With ``num_worst_tokens``, for a cached dispatch and for combine the CPU waits for nothing. A new
+routing without it makes the CPU wait for the plan's numbers of rows, and for the other ranks' CPUs,
+which exchange what DeepEP's list and handle hold while the GPUs move rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+
+import torch
+
+from fanfold.deep_ep.events import EventHandle
+from fanfold.deep_ep.handles import GpuHandle, Handle, Received, check_channels, make_handle
+from fanfold.deep_ep.routes import Bias, Route, Rows
+from fanfold.deep_ep.runtime import Runtime
+from fanfold.deep_ep.streams import record
+from fanfold.deep_ep.way import Brought, Counts, Way, gather_counts
+from fanfold.errors import ArgumentError, FanfoldError, UsageError
+from fanfold.high_throughput.cuda import CudaHighThroughput
+from fanfold.high_throughput.plan import CudaDispatched, CudaPlan
+from fanfold.refusal import Refusing
+from fanfold.staging import Staging, named_tensors
+
+__all__ = ["OnGpu"]
+
+
+class OnGpu(Way[GpuHandle]):
+    """Calls on the GPUs' mode; see :class:`Way`.
+
+    Args:
+        runtime: of the Buffer.
+        mode: its high-throughput mode.
+    """
+
+    looks = False
+
+    def __init__(self, runtime: Runtime, mode: CudaHighThroughput) -> None:
+        super().__init__(runtime)
+        self._mode = mode
+        self.device = runtime.placement.device
+        self.streams = runtime.streams
+
+    def refuse_dispatch(self, error: BaseException, handle: object) -> None:
+        """See :meth:`Way.refuse_dispatch`."""
+        self._mode.refuse_dispatch(error, handle.plan if isinstance(handle, GpuHandle) else None)
+
+    def refuse_combine(self, error: BaseException, handle: object) -> None:
+        """See :meth:`Way.refuse_combine`."""
+        self._mode.refuse_combine(error, handle.plan if isinstance(handle, GpuHandle) else None)
+
+    def staging(self, **tensors: object) -> Staging:
+        """None: the tensors must be on the GPU."""
+        for name, value in tensors.items():
+            self._runtime.placement.check(**dict(named_tensors(name, value)))
+        return Staging()
+
+    def known(self, handle: object, channels: int) -> GpuHandle:
+        """See :meth:`Way.known`."""
+        if not isinstance(handle, GpuHandle):
+            size = f" of {len(handle)}" if isinstance(handle, tuple | list) else ""
+            raise ArgumentError(
+                "handle",
+                f"a {type(handle).__name__}{size}",
+                "the very object that dispatch returned: GPUs work by the plan that it carries, "
+                "which a tuple of its tensors lacks",
+            )
+        if handle.plan.ranks != self._runtime.ranks:
+            bound = f"one of {self._runtime.ranks} ranks, as this group"
+            raise ArgumentError("handle", f"one of {handle.plan.ranks} ranks", bound)
+        check_channels(handle.channels, channels)
+        return handle
+
+    def send(self, x: Rows, route: Route, num_worst_tokens: int, channels: int) -> Brought:
+        """See :meth:`Way.send`."""
+        if num_worst_tokens:
+            dispatched, counts = self._dispatch(x, route, num_worst_tokens, []), None
+        else:
+            dispatched, counts = self._dispatch_and_count(x, route, channels)
+        plan = dispatched.plan
+        known = route.topk_weights is not None
+        return Brought(
+            rows=_rows_of(dispatched),
+            topk_idx=plan.topk_idx if known else None,
+            topk_weights=plan.topk_weights,
+            named=[] if counts is None else counts.named,
+            handle=self._handle(plan, channels, counts),
+            plan=plan,
+        )
+
+    def send_again(self, x: Rows, known: GpuHandle) -> Rows:
+        """See :meth:`Way.send_again`."""
+        with _DeepEpNames():
+            return _rows_of(self._mode.dispatch_cached(x, known.plan, layout="token_major"))
+
+    def combine(
+        self, y: torch.Tensor, known: GpuHandle, weights: torch.Tensor | None, bias: Bias
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See :meth:`Way.combine`."""
+        with _DeepEpNames():
+            return self._mode.combine(
+                y, known.plan, layout="token_major", lane_weights=weights, bias=bias
+            )
+
+    def _dispatch(
+        self, x: Rows, route: Route, num_worst_tokens: int, planned: list[CudaPlan]
+    ) -> CudaDispatched:
+        """Enqueues; ``planned`` gets the plan when the CPU knows that it is a good one."""
+        with _DeepEpNames():
+            return self._mode.dispatch(
+                x,
+                route.topk_idx,
+                route.topk_weights,
+                num_experts=route.num_experts,
+                layout="token_major",
+                capacity=num_worst_tokens or None,
+                planned=planned.append,
+            )
+
+    def _dispatch_and_count(
+        self, x: Rows, route: Route, channels: int
+    ) -> tuple[CudaDispatched, Counts]:
+        """Enqueues, then exchanges the counts while the GPU works."""
+        if torch.cuda.is_current_stream_capturing():
+            raise UsageError("a dispatch in a CUDA graph needs num_worst_tokens")
+        with Refusing(self._mode.refuse_dispatch):
+            # One copy, which has come when the CPU knows the plan, as it is enqueued before it.
+            numbers = torch.cat([route.tokens_per_rank, route.tokens_per_expert])
+            numbers = numbers.to("cpu", non_blocking=True)
+        tokens = len(route.topk_idx)
+        planned: list[CudaPlan] = []
+        try:
+            dispatched = self._dispatch(x, route, 0, planned)
+        except BaseException as error:
+            if planned:  # the peers' calls are good so far, and they have come to exchange counts
+                gather_counts(self._runtime, tokens, numbers, channels, error)
+            raise
+        try:
+            counts = gather_counts(self._runtime, tokens, numbers, channels)
+        except FanfoldError:
+            # The kernels may have seen the same refusal; it is not to be raised twice.
+            with contextlib.suppress(FanfoldError):
+                self._mode.quiesce()
+            raise
+        return dispatched, counts
+
+    def _handle(self, plan: CudaPlan, channels: int, counts: Counts | None) -> GpuHandle:
+        """The handle, with whatever is known."""
+        make = partial(_tensors_of, plan, channels, counts, self._runtime.rank, EventHandle())
+        handle = GpuHandle.of(plan, channels, make)
+        if torch.cuda.is_current_stream_capturing():
+            handle.tensors()
+        return handle
+
+
+class _DeepEpNames:
+    """Has errors name what a caller of DeepEP can change."""
+
+    _THEIRS = (("ring_bytes", "num_nvl_bytes / num_ranks"), ("capacity", "num_worst_tokens"))
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, ArgumentError):
+            return
+        for ours, theirs in self._THEIRS:
+            if error.argument.startswith(ours):
+                name = error.argument.replace(ours, theirs, 1)
+                raise ArgumentError(name, error.value, error.bound) from error
+
+
+def _tensors_of(
+    plan: CudaPlan, channels: int, counts: Counts | None, rank: int, done: EventHandle
+) -> Handle:
+    """The tensors of a handle, on the current stream, after ``done``."""
+    device = plan.rows.device
+    done.current_stream_wait()
+    record(tuple(plan.tensors()), torch.cuda.current_stream(device))
+    if counts is not None:
+        prefix = counts.rank_prefix.to(device, non_blocking=True)
+        num_tokens = counts.num_tokens.to(device, non_blocking=True)
+    else:
+        prefix = torch.full((plan.ranks, plan.ranks), -1, dtype=torch.int32, device=device)
+        prefix[:, rank] = plan.source_prefix
+        num_tokens = None
+    received = Received(
+        rank=rank,
+        rank_prefix=prefix,
+        num_tokens=num_tokens,
+        is_token_in_rank=plan.is_token_in_rank,
+        source_token=plan.source_token,
+    )
+    return make_handle(received, channels)
+
+
+def _rows_of(dispatched: CudaDispatched) -> Rows:
+    if dispatched.scales is None:
+        return dispatched.tokens
+    return dispatched.tokens, dispatched.scales

@@ -1,0 +1,127 @@
+"""High throughput on the host. Tensors of other devices are copied there and their results back, on
+the current stream, for which the CPU waits."""
+
+from __future__ import annotations
+
+import torch
+
+from fanfold.deep_ep.handles import Received, Routing, check_channels, make_handle, read_handle
+from fanfold.deep_ep.routes import Bias, Route, Rows
+from fanfold.deep_ep.runtime import Runtime
+from fanfold.deep_ep.streams import HostStreams
+from fanfold.deep_ep.way import Brought, Way, gather_counts
+from fanfold.errors import ArgumentError
+from fanfold.high_throughput import Dispatched, HighThroughput
+from fanfold.staging import Staging
+
+__all__ = ["Staged"]
+
+
+class Staged(Way[Routing]):
+    """Calls on the host's mode; see :class:`Way`.
+
+    Args:
+        runtime: of the Buffer.
+        mode: its high-throughput mode.
+    """
+
+    device = torch.device("cpu")
+    looks = True
+
+    def __init__(self, runtime: Runtime, mode: HighThroughput) -> None:
+        super().__init__(runtime)
+        self._mode = mode
+        self.streams = HostStreams()
+
+    def refuse_dispatch(self, error: BaseException, handle: object) -> None:
+        """See :meth:`Way.refuse_dispatch`."""
+        del handle
+        self._mode.refuse_dispatch(error)
+
+    def refuse_combine(self, error: BaseException, handle: object) -> None:
+        """See :meth:`Way.refuse_combine`."""
+        del handle
+        self._mode.refuse_combine(error)
+
+    def staging(self, **tensors: object) -> Staging:
+        """See :meth:`Way.staging`."""
+        return Staging(**tensors)
+
+    def known(self, handle: object, channels: int) -> Routing:
+        """See :meth:`Way.known`."""
+        routing = read_handle(handle, self._runtime.rank, self._runtime.ranks)
+        check_channels(routing.channels, channels)
+        return routing
+
+    def send(self, x: Rows, route: Route, num_worst_tokens: int, channels: int) -> Brought:
+        """See :meth:`Way.send`."""
+        dispatched = self._dispatch(x, route, num_worst_tokens)
+        self._runtime.check_complete("high_throughput dispatch")
+        plan = dispatched.plan
+        numbers = torch.cat([route.tokens_per_rank, route.tokens_per_expert])
+        counts = gather_counts(self._runtime, plan.tokens, numbers, channels)
+        received = Received(
+            rank=self._runtime.rank,
+            rank_prefix=counts.rank_prefix,
+            num_tokens=counts.num_tokens,
+            is_token_in_rank=plan.is_token_in_rank,
+            source_token=_padded(plan.source_token, dispatched, -1),
+        )
+        known = route.topk_weights is not None
+        return Brought(
+            rows=_rows_of(dispatched),
+            topk_idx=_padded(plan.topk_idx, dispatched, -1) if known else None,
+            topk_weights=None if plan.topk_weights is None else _padded(
+                plan.topk_weights, dispatched, 0
+            ),
+            named=[] if num_worst_tokens else counts.named,
+            handle=make_handle(received, channels),
+        )  # fmt: skip
+
+    def send_again(self, x: Rows, known: Routing) -> Rows:
+        """See :meth:`Way.send_again`."""
+        dispatched = self._mode.dispatch_cached(x, known.plan(1), layout="token_major")
+        self._runtime.check_complete("high_throughput dispatch")
+        return _rows_of(dispatched)
+
+    def combine(
+        self, y: torch.Tensor, known: Routing, weights: torch.Tensor | None, bias: Bias
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See :meth:`Way.combine`."""
+        plan = known.plan(1 if weights is None else weights.shape[1])
+        combined = self._mode.combine(
+            y, plan, layout="token_major", lane_weights=weights, bias=bias
+        )
+        self._runtime.check_complete("high_throughput combine")
+        return combined
+
+    def _dispatch(self, x: Rows, route: Route, num_worst_tokens: int) -> Dispatched:
+        try:
+            return self._mode.dispatch(
+                x,
+                route.topk_idx,
+                route.topk_weights,
+                num_experts=route.num_experts,
+                layout="token_major",
+                capacity=num_worst_tokens or None,
+            )
+        except ArgumentError as error:
+            if error.argument == "capacity":  # known only once the counts are
+                raise ArgumentError("num_worst_tokens", error.value, error.bound) from error
+            raise
+
+
+def _rows_of(dispatched: Dispatched) -> Rows:
+    if dispatched.scales is None:
+        return dispatched.tokens
+    return dispatched.tokens, dispatched.scales
+
+
+def _padded(tensor: torch.Tensor, dispatched: Dispatched, absent: int) -> torch.Tensor:
+    """With ``absent`` in rows that no token fills."""
+    rows, received = dispatched.tokens.shape[0], tensor.shape[0]
+    if rows == received:
+        return tensor
+    padded = tensor.new_full((rows, *tensor.shape[1:]), absent)
+    padded[:received] = tensor
+    return padded

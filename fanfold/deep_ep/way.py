@@ -1,0 +1,175 @@
+"""What the high-throughput calls of a Buffer ask of where they run: the host, to which tensors of
+other devices are staged (:mod:`fanfold.deep_ep.staged`), or the GPUs
+(:mod:`fanfold.deep_ep.on_gpu`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from fanfold.deep_ep.handles import GpuHandle, Handle
+from fanfold.deep_ep.routes import Bias, Route, Rows
+from fanfold.deep_ep.runtime import Runtime
+from fanfold.deep_ep.streams import HostStreams, Streams
+from fanfold.high_throughput.plan import CudaPlan
+from fanfold.staging import Staging
+
+__all__ = ["Brought", "Counts", "Way", "gather_counts"]
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What a dispatch brings.
+
+    Attributes:
+        rows: in order of source rank and token.
+        topk_idx, topk_weights: None where the receivers need not know.
+        named: rows for each local expert, as often as named; [] where the CPU does not know.
+        handle: None if the caller has brought one.
+        plan: of a new routing on GPUs; here for the streams that use its tensors.
+    """
+
+    rows: Rows
+    topk_idx: torch.Tensor | None = None
+    topk_weights: torch.Tensor | None = None
+    named: list[int] = dataclasses.field(default_factory=list)
+    handle: Handle | GpuHandle | None = None
+    plan: CudaPlan | None = None
+
+    def back(self, staging: Staging) -> Brought:
+        """The same with its tensors where the caller's are."""
+        return dataclasses.replace(
+            self,
+            rows=staging.back(self.rows),
+            topk_idx=staging.back(self.topk_idx),
+            topk_weights=staging.back(self.topk_weights),
+            handle=staging.back(self.handle),
+        )
+
+
+class _Known(Protocol):
+    """What is checked of a caller's handle.
+
+    Attributes:
+        rows: of the received tensors.
+        lanes: that numbers may come back for; None for any number of them.
+    """
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def lanes(self) -> int | None: ...
+
+
+Known = TypeVar("Known", bound=_Known)
+
+
+class Way(ABC, Generic[Known]):
+    """How calls reach the mode that carries them out.
+
+    Args:
+        runtime: of the Buffer.
+
+    Attributes:
+        device: where the mode works.
+        looks: whether the CPU may look into tensors there.
+        streams: that the calls run on.
+    """
+
+    device: torch.device
+    looks: bool
+    streams: Streams | HostStreams
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    @abstractmethod
+    def refuse_dispatch(self, error: BaseException, handle: object) -> None:
+        """Makes this dispatch void on all ranks; with the caller's handle, if it has one."""
+
+    @abstractmethod
+    def refuse_combine(self, error: BaseException, handle: object) -> None:
+        """Makes this combine void on all ranks."""
+
+    @abstractmethod
+    def staging(self, **tensors: object) -> Staging:
+        """The way of a call's tensors, by name, to :attr:`device` and back.
+
+        Raises:
+            ArgumentError: they are where they cannot be taken from.
+        """
+
+    @abstractmethod
+    def known(self, handle: object, channels: int) -> Known:
+        """The caller's handle.
+
+        Raises:
+            ArgumentError: it is none, one of another group, or one of other channels.
+        """
+
+    @abstractmethod
+    def send(self, x: Rows, route: Route, num_worst_tokens: int, channels: int) -> Brought:
+        """A dispatch with a new routing."""
+
+    @abstractmethod
+    def send_again(self, x: Rows, known: Known) -> Rows:
+        """A dispatch with a handle's routing."""
+
+    @abstractmethod
+    def combine(
+        self, y: torch.Tensor, known: Known, weights: torch.Tensor | None, bias: Bias
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The sums, and those of the weights for each lane."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What ranks tell each other about a new routing, on the CPU.
+
+    Attributes:
+        num_tokens: ``[R]`` int32: of each rank.
+        rank_prefix: ``[R, R]`` int32: rows that ranks 0 to i send to rank j.
+        named: rows for each expert of this rank, as often as named.
+    """
+
+    num_tokens: torch.Tensor
+    rank_prefix: torch.Tensor
+    named: list[int]
+
+
+def gather_counts(
+    runtime: Runtime,
+    tokens: int,
+    numbers: torch.Tensor,
+    channels: int,
+    error: BaseException | None = None,
+) -> Counts:
+    """Exchanges them. Collective.
+
+    Args:
+        runtime: of the Buffer.
+        tokens: of this rank.
+        numbers: ``[R + E]`` int32 on the CPU: tokens for each rank, then for each expert.
+        channels: of the call.
+        error: why this rank refuses, if it does.
+
+    Raises:
+        BaseException: ``error``.
+        ArgumentError, PeerRefused, PeerTimeout: the ranks disagree, another refuses, or is late.
+    """
+    ranks = runtime.ranks
+    experts = len(numbers) - ranks
+    facts = {"config.num_sms": 2 * channels, "num_experts": experts}
+    own = torch.cat([torch.tensor([tokens], dtype=torch.int32), numbers])
+    gathered = runtime.exchange.gather("dispatch", facts, own, error)
+    runtime.check_complete("exchange of handles")
+    num_tokens, per_rank, per_expert = gathered.split([1, ranks, experts], dim=1)
+    local = experts // ranks
+    named = per_expert[:, runtime.rank * local : (runtime.rank + 1) * local].sum(0)
+    prefix = per_rank.cumsum(0, dtype=torch.int32)
+    return Counts(num_tokens.flatten(), prefix, named.tolist())

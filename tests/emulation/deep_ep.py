@@ -1,0 +1,72 @@
+"""Buffers of the DeepEP face whose high throughput runs on emulated GPUs; ranks are threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from fanfold.deep_ep import Buffer, runtime
+from fanfold.deep_ep.streams import HostStreams
+from fanfold.placement import Placement
+from tests.emulation.high_throughput import emulated
+from tests.emulation.world import Builder, ThreadGroup
+
+_PLACED = Placement("cuda", torch.device("cpu"), "each rank has a GPU of its own", (9, 0))
+
+
+class _Memory:
+    """Symmetric memory between threads."""
+
+    def __init__(self, group: ThreadGroup, bytes_per_rank: int) -> None:
+        self.group, self.rank, self.ranks = group, group.rank, group.size
+        self.device, self.bytes_per_rank = torch.device("cpu"), bytes_per_rank
+        region = torch.full((bytes_per_rank + 128,), 0xA5, dtype=torch.uint8)
+        self.tensor = region[-region.data_ptr() % 128 :][:bytes_per_rank]
+        self._regions = group.all_gather(self.tensor)
+        self.closed = False
+
+    def base(self, peer: int) -> int:
+        return int(self._regions[peer].data_ptr())
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@contextmanager
+def emulated_buffers(builder: Builder, ctas: int) -> Iterator[None]:
+    """Within it Buffers take the CPU for a GPU of compute capability 9.0."""
+    with (
+        emulated(builder, ctas),
+        mock.patch.multiple(
+            runtime,
+            place=lambda group, settings: _PLACED,
+            CudaSymmetricMemory=_Memory,
+            Streams=lambda device: HostStreams(),
+        ),
+        mock.patch.object(dist, "get_rank", lambda group: group.rank),
+    ):
+        yield
+
+
+def open_buffer(group: Any, nvl_bytes: int = 1 << 20, **changes: Any) -> Buffer:
+    """A Buffer for high throughput. Collective."""
+    return Buffer(group, nvl_bytes, explicitly_destroy=True, **changes)
+
+
+def run(ranks: int, program: Callable[..., Any], *args: Any) -> list[Any]:
+    """``program(group, *args)`` on each of so many ranks at once; their results."""
+    values: list[Any] = [None] * ranks
+    barrier = threading.Barrier(ranks, timeout=60.0)
+
+    def be(rank: int) -> Any:
+        return program(ThreadGroup(rank, values, barrier), *args)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(be, range(ranks)))

@@ -1,0 +1,107 @@
+"""The kernels that are compiled before a high-throughput layer's first call are those that its
+calls need. The calls run on the CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fanfold import _core
+from fanfold.errors import ArgumentError
+from fanfold.formats import RowFormat, ScaleFormat
+from fanfold.high_throughput.kernels import CombineKind, Sizes
+from fanfold.high_throughput.layer_kernels import Layer, shared_bytes_of
+from tests.distributed.cuda_rounds import run_case
+from tests.distributed.routings import Case
+from tests.emulation.high_throughput import World, emulated
+from tests.emulation.world import Builder
+
+CTAS = 2
+LAYOUTS = ("expert_major", "token_major")
+BF16 = Case(tokens=(9, 13), experts_per_rank=2, top_k=2, hidden=32)
+FP8 = dataclasses.replace(BF16, dtype=torch.float8_e4m3fn, scales=1)
+
+
+def layer_of(case: Case, ring_bytes: int, scale_format: ScaleFormat = ScaleFormat.UE8M0) -> Layer:
+    return Layer(
+        Sizes(case.ranks, case.experts, case.top_k),
+        case.hidden,
+        RowFormat.FP8 if case.scales else RowFormat.BF16,
+        scale_format,
+        ring_bytes,
+    )
+
+
+@pytest.mark.timeout(200)
+def test_calls_need_no_others(tmp_path: Path) -> None:
+    builder = Builder(tmp_path)
+    ring_bytes = 8192 - 100  # so few slots that a kernel knows; and no whole lines
+    with emulated(builder, CTAS):
+        world = World(FP8.ranks, ring_bytes)
+        unweighted = dataclasses.replace(FP8, weighted=False)
+        for layout in LAYOUTS:
+            for case in (FP8, unweighted):
+                world.run(lambda rank, mode, one=case, at=layout: run_case(mode, one, rank, at))
+        expected = layer_of(FP8, ring_bytes).kernels(LAYOUTS)
+    names = {source: name for name, source in expected.items()}
+    used = {names[source] for source in builder._loaded}
+    # The rounds make no cached dispatch of bf16 rows, and quantise nothing.
+    left = {"quantise", *(name for name in expected if name.endswith("bf16"))}
+    # Nor do they combine with weights but without numbers of lanes, or the reverse.
+    left |= {f"combine {layout} lanes" for layout in LAYOUTS} | {"combine expert_major weighted"}
+    assert set(expected) - used <= left
+
+
+def test_names() -> None:
+    layer = layer_of(FP8, 1 << 16)
+    both = layer.kernels(LAYOUTS)
+    assert len(both) == 19
+    assert len(set(both.values())) == len(both)
+    assert both["quantise"].entry == "formats_quantize"
+    assert dict(both["quantise"].pairs)["kPackScales"] == 1
+    one = layer.kernels(["token_major"])
+    assert one.items() <= both.items()
+    assert {name for name in one if "expert_major" in name} == set()
+    bf16 = layer_of(BF16, 1 << 16).kernels(["expert_major"])
+    assert list(bf16) == [
+        "refusal", "plan", "dispatch expert_major new weighted", "dispatch expert_major new",
+        "dispatch expert_major cached", "combine expert_major", "combine expert_major lanes",
+        "combine expert_major weighted", "combine expert_major weighted lanes",
+        "combine expert_major lanes alone",
+    ]  # fmt: skip
+
+
+def test_slots_are_those_of_the_mode() -> None:
+    kind = CombineKind(Sizes(4, 8, 2), 14336, False, False, False)
+    place = _core.CudaHighThroughputPlace(0, [0] * 4, 0, 0, 1, 8, 1 << 20)
+    for slot_bytes in (128, kind.slot_bytes):
+        slots = _core.CudaHighThroughput(place).slots(slot_bytes)
+        assert _core.cuda_high_throughput_slots(slot_bytes, 1 << 20) == slots
+    with pytest.raises(ArgumentError, match="FANFOLD_RING_BYTES"):
+        _core.cuda_high_throughput_slots(kind.slot_bytes, 1 << 12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"sizes": Sizes(33, 33, 1)}, "from 1 to 32"),
+        ({"sizes": Sizes(0, 8, 1)}, "from 1 to 32"),
+        ({"sizes": Sizes(2, 7, 1)}, "divisible by the 2 ranks"),
+        ({"sizes": Sizes(2, 4096, 1)}, "num_experts"),
+        ({"sizes": Sizes(2, 8, 33)}, "top_k"),
+        ({"hidden": 40}, "a multiple of 16"),
+    ],
+)
+def test_sizes_that_cannot_be(changes: dict[str, Any], word: str) -> None:
+    with pytest.raises(ArgumentError, match=word):
+        dataclasses.replace(layer_of(FP8, 1 << 16), **changes)
+
+
+def test_shared_memory_of_architectures() -> None:
+    assert shared_bytes_of("sm_90a") == shared_bytes_of("sm_100a") == 227 << 10
+    assert shared_bytes_of("sm_120a") == 99 << 10
