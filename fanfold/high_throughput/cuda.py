@@ -114,7 +114,7 @@ class CudaHighThroughput:
     @staticmethod
     def required_bytes(ranks: int, config: Config) -> int:
         """Bytes of symmetric memory per rank: ``config.ring_bytes`` for each rank, and a fixed part
-        of about ``66000 * ranks``. With more or less there are longer or shorter rings."""
+        of about ``66100 * ranks``. With more or less there are longer or shorter rings."""
         return _core.cuda_high_throughput_bytes(ranks, config.ring_bytes)[1]
 
     def _open(self, grid: Grid) -> None:
@@ -440,7 +440,7 @@ class CudaHighThroughput:
             lanes = (arriving, plan.top_k)
             plan.source_token = sources[2, :arriving]
             if expert_major:
-                plan.rows_of = self._empty(lanes, torch.int32)
+                plan.rows_of = self._rows(lanes, torch.int32, plan, -1)
             else:
                 plan.topk_idx = self._rows(lanes, torch.int64, plan, -1)
             if weighted and not expert_major:

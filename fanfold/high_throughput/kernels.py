@@ -1,6 +1,6 @@
 """Which kernels high-throughput calls need on GPUs, and their shapes: warps, rings, CTAs, roles.
 
-The numbers come from measurements on H200 (``docs/decisions/0101-high-throughput-on-nvlink.md``):
+The numbers come from measurements on H200 (``docs/decisions``, 0101 for dispatch, 0103 for combine):
 11 SMs fill the links with rows, the others make further copies of what comes; more than 24 in all
 are of little use.
 """
@@ -43,10 +43,8 @@ _MOST_RING_ROWS = 7
 _COMBINE_WORKERS = 11
 # Of 16 bytes, in a slice. Where rows are added, longer ones have fewer instructions beside that.
 _SLICE_UNITS, _ADDED_SLICE_UNITS = 128, 224
-_MOST_PIECES, _LEAST_PIECES = (
-    4,
-    2,
-)  # of a slice each, in the ring of a warp; more disturb each other
+# Of a slice each, in the ring of a warp; with too little memory there are fewer warps first.
+_MOST_PIECES, _FEW_PIECES, _LEAST_PIECES = 4, 3, 2
 _LAG = 64  # batches
 
 _LINE = 128
@@ -272,8 +270,8 @@ def combine_kernel(
         ArgumentError: two pieces of a row do not fit the shared memory.
     """
     sizes = kind.sizes
-    # With more choices the places of a batch take the registers.
-    adds = kind.expert_major and sizes.top_k <= 16
+    # With more choices, or ranks, the places of a batch take the registers.
+    adds = kind.expert_major and max(sizes.top_k, sizes.ranks) <= 16
     most_units = _ADDED_SLICE_UNITS if adds else _SLICE_UNITS
     slices, slice_units = _slices(kind.row_bytes, most_units)
     terms = max(sizes.top_k if kind.expert_major else 0, sizes.ranks)
@@ -284,10 +282,9 @@ def combine_kernel(
     def shared_bytes(workers: int, pieces: int) -> int:
         return workers * _align(pieces * piece + entries + 28, _LINE) + rest
 
-    workers = _COMBINE_WORKERS
-    while workers > 1 and shared_bytes(workers, 3) > most_shared_bytes:
-        workers //= 2
-    pieces = _MOST_PIECES
+    workers, pieces = _COMBINE_WORKERS, _MOST_PIECES
+    while workers > 1 and shared_bytes(workers, _FEW_PIECES) > most_shared_bytes:
+        workers -= 1
     while pieces > _LEAST_PIECES and shared_bytes(workers, pieces) > most_shared_bytes:
         pieces -= 1
     if shared_bytes(workers, pieces) > most_shared_bytes:

@@ -88,6 +88,7 @@ def check_rows_of(expect: Round, plan: CudaPlan) -> None:
         [expect.place_of[n, lane] if lane >= 0 else -1 for lane in row.lanes]
         for n, row in enumerate(expect.rows)
     ]
+    assert bool((plan.rows_of[len(expect.rows) :] == -1).all())
 
 
 def check_brought(expect: Round, got: CudaDispatched, layout: str) -> None:

@@ -3,9 +3,10 @@
 // this rank. Source: for each token the sum of the ranks' rows.
 //
 // Warps draw jobs from one list: of every slice of columns, batch b of every source, then the fold
-// of an earlier batch of this rank's own. Whatever a job waits for was drawn before it, here or on
-// a peer, so no order of arrival can block the list. The last warp of each CTA tells the ranks of
-// what the others have done: to release what is written takes a round trip on the link.
+// of an earlier batch of this rank's own. Whatever a job waits for stands before it in the list,
+// here or on a peer, and each warp does its jobs in that order, so the list cannot block. The last
+// warp of each CTA tells the ranks of what the others have done: to release what is written takes a
+// round trip on the link.
 #include "high_throughput/combine_job.cuh"
 #include "high_throughput/row_sum.cuh"
 
@@ -26,6 +27,7 @@ struct SentRows {
   __device__ void start(int, int, float (&)[8]) const {}
 };
 
+// What a fold adds up.
 struct FoldedRows {
   static constexpr bool kAdds = true, kWeights = false;
 
@@ -54,12 +56,11 @@ class Worker {
  public:
   __device__ Worker(const HighThroughputCombineArgs& args, CombineShared& shared, const Call& call)
       : args_(args), shared_(shared), own_(shared.workers[call.warp]), call_(call),
-        sums_(own_, call.lane), next_(args, shared, own_, call) {}
+        most_(shared.most_batches()), lag_(min(kLag, most_)), sums_(own_, call.lane),
+        next_(args, shared, own_, call, lag_) {}
 
   __device__ void run() {
-    int most = 0;
-    for (int source = 0; source < kRanks; ++source) most = max(most, shared_.batches(source));
-    const auto tickets = static_cast<uint32_t>((most + kLag) * kJobs * kSlices);
+    const auto tickets = static_cast<uint32_t>((most_ + lag_) * kJobs * kSlices);
     uint32_t ticket = of_lane_0(draw(call_, &args_.call.state->sent));
     uint32_t drawn = draw(call_, &args_.call.state->sent);
     next_.begin(ticket);
@@ -192,14 +193,14 @@ class Worker {
       for (int rank = 0; rank < kRanks; ++rank) {
         const int row = args_.rows[int64_t{token} * kRanks + rank];
         if (row < 0) continue;
-        sum = __fadd_rn(sum, uses_ring(call_, rank) ? came(rank, job.slot, place)
+        sum = __fadd_rn(sum, uses_ring(call_, rank) ? arrived_lane(rank, job.slot, place)
                                                     : lane_of(shared_.prefix[rank] + row));
       }
       args_.out_weights[int64_t{token} * kTopK + call_.lane] = sum;
     }
   }
 
-  __device__ float came(int rank, int slot, int place) const {
+  __device__ float arrived_lane(int rank, int slot, int place) const {
     const unsigned char* from =
         ring_of(call_, args_.call.rank) + ring_row(call_, rank, slot, place) * kSlotBytes;
     const auto* words = reinterpret_cast<const uint32_t*>(from + kLanesAt);
@@ -210,6 +211,7 @@ class Worker {
   CombineShared& shared_;
   WorkerShared& own_;
   const Call& call_;
+  const int most_, lag_;  // batches; no more lag than there are
   RowSums sums_;
   Preparation next_;  // of the job after the one that is done
 };

@@ -7,15 +7,15 @@
 namespace fanfold {
 
 // The batches of all sources in turn, the next rank's first, and with each the fold of the own
-// batch kLag before it; of each all slices.
-__device__ __forceinline__ Job job_of(uint32_t ticket, const Call& call,
+// batch `lag` before it; of each all slices.
+__device__ __forceinline__ Job job_of(uint32_t ticket, int lag, const Call& call,
                                       const CombineShared& shared) {
   const uint32_t whole = ticket / kSlices;
   const int group = static_cast<int>(whole / kJobs), place = static_cast<int>(whole % kJobs);
   const bool folds = place == kSources;
   Job job{};
   job.source = folds ? call.args.rank : (call.args.rank + 1 + place) % kRanks;
-  job.batch = folds ? group - kLag : group;
+  job.batch = folds ? group - lag : group;
   if (job.batch < 0 || job.batch >= shared.batches(job.source)) return job;
   job.kind = folds ? Job::Kind::kFold : Job::Kind::kSend;
   job.slice = static_cast<int>(ticket % kSlices);
@@ -35,12 +35,12 @@ __device__ constexpr int lanes_for(int terms) {
 class Preparation {
  public:
   __device__ Preparation(const HighThroughputCombineArgs& args, const CombineShared& shared,
-                         WorkerShared& own, const Call& call)
-      : args_(args), shared_(shared), own_(own), call_(call) {}
+                         WorkerShared& own, const Call& call, int lag)
+      : args_(args), shared_(shared), own_(own), call_(call), lag_(lag) {}
 
   // Begins with the job of a ticket; its entries overwrite those of the last job but one.
   __device__ void begin(uint32_t ticket) {
-    job_ = job_of(ticket, call_, shared_);
+    job_ = job_of(ticket, lag_, call_, shared_);
     which_ = 1 - which_;
     count_ = 0;
   }
@@ -192,6 +192,7 @@ class Preparation {
   const CombineShared& shared_;
   WorkerShared& own_;
   const Call& call_;
+  const int lag_;
   Job job_{};
   BatchWord batch_{};
   int which_ = 0, count_ = 0;

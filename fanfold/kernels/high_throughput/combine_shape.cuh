@@ -1,7 +1,8 @@
 // What the parts of combine share. Constants: kRowBytes, kSlotBytes (of a row in a ring),
 // kExpertMajor, kWeighted (the outputs), kLanes (numbers of the choices travel beside the rows),
 // kSlices (of columns, in a row), kSliceUnits (of each but the last), kPieces (in the ring of a
-// warp), kLag (batches between sending and folding). All warps but the last are workers.
+// warp), kLag (batches between sending and folding, fewer than slots). All warps but the last are
+// workers.
 #pragma once
 
 #include "high_throughput/call.cuh"
@@ -81,6 +82,11 @@ struct CombineShared {
 
   __device__ int batches(int source) const {
     return (participants.tokens[source] + kBatchTokens - 1) / kBatchTokens;
+  }
+  __device__ int most_batches() const {
+    int most = 0;
+    for (int source = 0; source < kRanks; ++source) most = max(most, batches(source));
+    return most;
   }
 };
 

@@ -58,7 +58,7 @@ struct CountedWord {
 };
 
 // A batch that has arrived: which of its tokens brought a row, and how many rows this source has
-// sent to this rank before.
+// sent to this rank before. In a combine both are known, and 0.
 struct BatchWord {
   uint32_t use;     // see `use_of`
   uint32_t before;  // 24 bits

@@ -1,6 +1,10 @@
 // device/memory.cuh on a CPU. Reading what others write gives way to them.
 #pragma once
 
+#include <deque>
+#include <utility>
+#include <vector>
+
 #include "layout/types.h"
 
 namespace fanfold {
@@ -47,10 +51,41 @@ inline void add_release_cta(uint32_t* address, uint32_t v) {
   __atomic_fetch_add(address, v, __ATOMIC_RELEASE);
 }
 inline void fence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
-inline void copy_async(uint4* shared, const uint4* global) { *shared = *global; }
-inline void commit_copies() {}
+
+// Copies to shared memory come as late as they may; until then noise stands there.
+struct LateCopy {
+  uint4* to;
+  const uint4* from;
+};
+struct LateCopies {
+  std::vector<LateCopy> open;
+  std::deque<std::vector<LateCopy>> groups;
+
+  static LateCopies& own() {
+    static thread_local std::vector<LateCopies> of_threads(kMostThreads);
+    return of_threads[emulation::Cta::own()->thread()];
+  }
+
+ private:
+  static constexpr size_t kMostThreads = 1024;
+};
+
+inline void copy_async(uint4* shared, const uint4* global) {
+  *shared = uint4{0x7fc17fc1u, 0x7fc17fc1u, 0x7fc17fc1u, 0x7fc17fc1u};
+  LateCopies::own().open.push_back({shared, global});
+}
+inline void commit_copies() {
+  LateCopies& own = LateCopies::own();
+  own.groups.push_back(std::exchange(own.open, {}));
+}
 template <int Youngest>
-void await_copies() {}
+void await_copies() {
+  emulation::Cta::own()->yield();
+  LateCopies& own = LateCopies::own();
+  for (; own.groups.size() > Youngest; own.groups.pop_front())
+    for (const LateCopy& copy : own.groups.front()) *copy.to = *copy.from;
+}
+
 inline void store_weak(uint4* address, uint4 v) { store_relaxed_system(address, v); }
 inline uint4 load_once(const uint4* address) { return *address; }
 
