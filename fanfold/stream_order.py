@@ -29,8 +29,14 @@ class StreamOrder:
         return stream
 
     def _order_after(self, before: int, stream: int) -> None:
-        earlier = torch.cuda.ExternalStream(before, device=self._device)
+        earlier = self._stream_at(before)
         with torch.cuda.stream(earlier):
             if torch.cuda.is_current_stream_capturing():
                 return
-        torch.cuda.ExternalStream(stream, device=self._device).wait_stream(earlier)
+        self._stream_at(stream).wait_stream(earlier)
+
+    def _stream_at(self, address: int) -> torch.cuda.Stream:
+        # For an ExternalStream, 0 is no address: it would be another stream of PyTorch's pool.
+        if address == 0:
+            return torch.cuda.default_stream(self._device)
+        return torch.cuda.ExternalStream(address, device=self._device)

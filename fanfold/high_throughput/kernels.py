@@ -1,8 +1,8 @@
 """Which kernels high-throughput calls need on GPUs, and their shapes: warps, rings, CTAs, roles.
 
-The numbers come from measurements on H200 (``docs/decisions``, 0101 for dispatch, 0103 for combine):
-11 SMs fill the links with rows, the others make further copies of what comes; more than 24 in all
-are of little use.
+The numbers come from measurements on H200 (decisions 0101 for dispatch, 0103 for combine): 11 SMs
+fill the links with rows, the others make further copies of what comes; more than 24 in all are of
+little use.
 """
 
 from __future__ import annotations

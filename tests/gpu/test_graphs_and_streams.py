@@ -244,6 +244,41 @@ def test_two_streams_in_turn(gpus: GpuPools, ranks: int, dtype: str, ordered: bo
     gpus.run(ranks, _two_streams, case_of(ranks, dtype=dtype), ordered)
 
 
+def _default_stream_and_back(group: dist.ProcessGroup, case: Case) -> None:
+    """A dispatch on the default stream and its combine on another, or the other way round. Only the
+    library orders them: nothing else that they read is made meanwhile."""
+    device, rank = own_device(), dist.get_rank(group)
+    cases = _batches(case)
+    answered = answers(group, cases)
+    inputs = [tokens_of(each, rank).to(device) for each in cases]
+    streams = [torch.cuda.default_stream(device), torch.cuda.Stream(device)]
+    kept, outs = [], []
+    with open_layer(group, case) as ep:
+        first = ep.dispatch(inputs[0].x, inputs[0].topk_idx, inputs[0].topk_weights)
+        ys = [answer.spread(first.tokens, device) for answer in answered]
+        ep.combine(ys[0], first)  # all kernels are loaded now
+        torch.cuda.synchronize(device)
+        for number in range(2 * INPUTS):
+            here, other = streams[number % 2], streams[1 - number % 2]
+            mine = inputs[number % INPUTS]
+            with torch.cuda.stream(here):
+                if number % 3 != rank % 3:
+                    torch.cuda._sleep(10_000_000)
+                kept.append(ep.dispatch(mine.x, mine.topk_idx, mine.topk_weights))
+            with torch.cuda.stream(other):
+                outs.append(ep.combine(ys[number % INPUTS], kept[-1]))
+        torch.cuda.synchronize(device)
+        ep.synchronize()
+    for number, out in enumerate(outs):
+        assert_received(kept[number], answered[number % INPUTS])
+        assert_combined(out, answered[number % INPUTS])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_the_default_stream_and_back(gpus: GpuPools, ranks: int, dtype: str) -> None:
+    gpus.run(ranks, _default_stream_and_back, case_of(ranks, dtype=dtype))
+
+
 def _memory_given_back(group: dist.ProcessGroup, case: Case) -> None:
     """Inputs and results are dropped right after the call that reads them, and their memory is
     taken and overwritten by work that follows on the stream."""

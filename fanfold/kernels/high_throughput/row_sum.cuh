@@ -24,9 +24,9 @@ class RowSums {
     for (int i = 0; i < kPieces - 1; ++i) ask(i, rows);
   }
 
-  // Adds and stores them. `rows.to(place)` says where a sum goes; without `Rows::kAdds` there is only
-  // one row in each, and it goes as it is; `rows.starts()` whether sums begin with something, which
-  // `rows.start(place, unit, sum)` adds to zeros. `between(i)` is called behind each.
+  // Adds and stores them. `rows.to(place)` says where a sum goes; without `Rows::kAdds` there is
+  // only one row in each, and it goes as it is; `rows.starts()` whether sums begin with something,
+  // which `rows.start(place, unit, sum)` adds to zeros. `between(i)` is called behind each.
   template <class Rows, class Between>
   __device__ void run(const Rows& rows, const Between& between) {
     bool first = true;

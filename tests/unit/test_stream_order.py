@@ -1,0 +1,80 @@
+"""Calls of a mode on several streams, on streams that only write down what they are told."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fanfold.stream_order import StreamOrder
+
+DEVICE = torch.device("cuda", 0)
+
+
+class FakeStream:
+    def __init__(self, address: int, log: list[tuple[int, int]]) -> None:
+        self.address, self._log = address, log
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self._log.append((self.address, other.address))
+
+
+class FakeCuda:
+    """Stands for ``torch.cuda``; ``log`` has who waits for whom, by address."""
+
+    def __init__(self) -> None:
+        self.current, self.capturing = 0, set[int]()
+        self.log: list[tuple[int, int]] = []
+
+    def ExternalStream(self, address: int, device: torch.device) -> FakeStream:  # noqa: N802
+        assert device == DEVICE
+        assert address != 0, "PyTorch makes a new stream for no address"
+        return FakeStream(address, self.log)
+
+    def default_stream(self, device: torch.device) -> FakeStream:
+        assert device == DEVICE
+        return FakeStream(0, self.log)
+
+    @contextlib.contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self.current = self.current, stream.address
+        yield
+        self.current = before
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.current in self.capturing
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
+    native = SimpleNamespace(_cuda_getCurrentRawStream=lambda index: fake.current)
+    stands_in = SimpleNamespace(cuda=fake, _C=native, device=torch.device)
+    monkeypatch.setattr("fanfold.stream_order.torch", stands_in)
+    return fake
+
+
+def test_calls_follow_each_other_from_the_default_stream_and_back(cuda: FakeCuda) -> None:
+    order = StreamOrder(DEVICE)
+    for stream in (0, 0, 64, 64, 128, 0):
+        cuda.current = stream
+        assert order.follow() == stream
+    assert cuda.log == [(64, 0), (128, 64), (0, 128)]
+
+
+def test_a_capture_stands_apart(cuda: FakeCuda) -> None:
+    order = StreamOrder(DEVICE)
+    cuda.capturing = {64}
+    cuda.current = 64
+    assert order.follow() == 64
+    cuda.current = 128
+    order.follow()
+    assert cuda.log == [(128, 0)]
+    # The stream of the last call is being captured: nothing outside can wait for it.
+    cuda.capturing = {128}
+    cuda.current = 0
+    order.follow()
+    assert cuda.log == [(128, 0)]
