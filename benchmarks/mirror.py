@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import sys
 from functools import partial
 from pathlib import Path
@@ -141,6 +142,7 @@ def _measure(
 PACKED = ((7168, 8, 256), (1024, 22, 512), (2048, 8, 256), (4096, 8, 256), (2880, 4, 128),
           (5120, 8, 256))  # fmt: skip
 ALIGNMENT = 128
+LINK_GB_S = 375  # that one H200 sends to three (decision 0101)
 _constants = packed_kernels.Sizes.constants
 
 
@@ -244,10 +246,59 @@ def _rank(
 
 
 def _plot(results: Path, picture: Path) -> None:
-    """The times in a graph over the number of tokens, for each geometry."""
+    points = [json.loads(line) for line in results.read_text().splitlines()]
+    draw = _plot_packed if "layout" in points[0] else _plot_tokens
+    draw(points, picture)
+
+
+def _plot_packed(points: list[dict[str, Any]], picture: Path) -> None:
+    """High throughput: the times of each geometry, and what the link alone would take."""
     from matplotlib.figure import Figure
 
-    points = [json.loads(line) for line in results.read_text().splitlines()]
+    points = [point for point in points if (point["tokens"], point["sms"]) == (4096, 24)]
+    panels = [("dispatch, fp8", "fp8", "cached"), ("dispatch, bf16", "bf16", "cached"),
+              ("combine, bf16", "bf16", "combine")]  # fmt: skip
+    figure = Figure(figsize=(9.0, 3.4), layout="constrained")
+    for axes, (title, dtype, call) in zip(
+        figure.subplots(1, len(panels), sharey=True), panels, strict=True
+    ):
+        places = range(len(PACKED))
+        for offset, layout in ((-0.2, "token_major"), (0.2, "expert_major")):
+            of_layout = [p for p in points if (p["dtype"], p["layout"]) == (dtype, layout)]
+            times = {p["hidden"]: p["times_us"][f"{call}.l2_flushed_raw"] for p in of_layout}
+            heights = [times[hidden] for hidden, _, _ in PACKED]
+            label = layout.replace("_", "-")
+            axes.bar([place + offset for place in places], heights, 0.38, label=label)
+        limits = [_link_us(points[0]["ranks"], geometry, dtype) for geometry in PACKED]
+        axes.hlines(limits, [p - 0.4 for p in places], [p + 0.4 for p in places], "black", lw=1.5,
+                    label=f"link at {LINK_GB_S} GB/s")  # fmt: skip
+        names = ["\n".join(map(str, geometry)) for geometry in PACKED]
+        axes.set_xticks(list(places), names, fontsize="x-small")
+        axes.set_title(title, fontsize="medium")
+        axes.grid(axis="y", alpha=0.3)
+        if call == "combine":
+            axes.legend(fontsize="small")
+    figure.axes[0].set_ylabel("µs, one call, L2 flushed")
+    figure.supxlabel("hidden, top-k, experts", fontsize="small")
+    gpu = f"{points[0]['ranks']} ranks mirrored on {GPUS} × {points[0]['device']['name']}"
+    figure.suptitle(f"High throughput, 4096 tokens, 24 SMs, cached routing, {gpu}",
+                    fontsize="medium")  # fmt: skip
+    figure.savefig(picture)
+
+
+def _link_us(ranks: int, geometry: tuple[int, int, int], dtype: str) -> float:
+    """Microseconds for the rows that a rank sends to others, if each expert is as likely."""
+    hidden, top_k, experts = geometry
+    local = experts // ranks
+    missed = math.comb(experts - local, top_k) / math.comb(experts, top_k)
+    row_bytes = 2 * hidden if dtype == "bf16" else hidden + 4 * -(-hidden // 128)
+    return 4096 * (ranks - 1) * (1 - missed) * row_bytes / LINK_GB_S / 1000
+
+
+def _plot_tokens(points: list[dict[str, Any]], picture: Path) -> None:
+    """Low latency: the times in a graph over the number of tokens, for each geometry."""
+    from matplotlib.figure import Figure
+
     points.sort(key=lambda point: point["tokens"])
     figure = Figure(figsize=(9.0, 3.4), layout="constrained")
     panels = figure.subplots(1, 2, sharex=True, sharey=True)
