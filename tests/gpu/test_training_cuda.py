@@ -1,0 +1,102 @@
+"""Gradients through high throughput on GPUs: of the calls, and of a whole layer, against plain
+PyTorch on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fanfold.config import Config
+from tests.distributed import test_functional as calls
+from tests.distributed import test_nn as layers
+from tests.gpu.conftest import GpuPools
+from tests.gpu.support import own_device
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+
+def _config() -> Config:
+    return Config.resolve(backend="cuda", timeout_s=30.0)
+
+
+def _case(case: calls.Case, ranks: int) -> calls.Case:
+    return dataclasses.replace(case, tokens=case.tokens[-ranks:])
+
+
+def _gradients(group: dist.ProcessGroup, case: calls.Case) -> tuple[torch.Tensor, ...]:
+    """Output and gradients of one rank, all work on its GPU."""
+    device = own_device()
+    mine = {name: t.to(device) for name, t in case.inputs()[dist.get_rank(group)].items()}
+    with calls.open_ep(group, case, config=_config()) as ep:
+        assert ep.device == device
+        x, weights = mine["x"].requires_grad_(), mine["weights"].requires_grad_()
+        with device:  # where the layer makes tensors of its own
+            out = calls.run_layer(ep, case, x, weights, mine["idx"])
+        out.backward(mine["grad"])
+        assert x.grad is not None
+        assert weights.grad is not None
+        return tuple(tensor.detach().cpu() for tensor in (out, x.grad, weights.grad))
+
+
+@pytest.mark.parametrize("case", calls.CASES, ids=lambda case: f"seed{case.seed}")
+def test_gradients(gpus: GpuPools, ranks: int, case: calls.Case) -> None:
+    case = _case(case, ranks)
+    with mock.patch.object(calls, "RANKS", ranks):
+        wanted = [calls.reference_gradients(case, rank) for rank in range(ranks)]
+    for got, want in zip(gpus.run(ranks, _gradients, case), wanted, strict=True):
+        for name, ours, theirs in zip(("out", "x", "weights"), got, want, strict=True):
+            if case.integers:
+                assert torch.equal(ours, theirs), name
+                continue
+            # As on the host; the GPU's tanh errs in its last places, too.
+            near = {"rtol": 1e-3, "atol": 1e-3} if name == "weights" else {"rtol": 2**-7,
+                                                                         "atol": 2**-5}  # fmt: skip
+            torch.testing.assert_close(ours, theirs, **near)
+
+
+def _train_once(group: dist.ProcessGroup, problem: layers.Problem) -> dict[str, object]:
+    """As the host's test does, on this rank's GPU."""
+    device = own_device()
+    with layers.open_ep(group, problem.options, expert_alignment=16, config=_config()) as ep:
+        layer = layers.make_layer(ep, problem.options).to(device)
+        x, grad = (tensor.to(device) for tensor in problem.inputs()[ep.rank])
+        x.requires_grad_()
+        out = layer(x)
+        ((out * grad).sum() + layer.balance_loss).backward()
+        layers.average_gradients(layer)
+        named = dict(layer.named_parameters())
+        assert x.grad is not None
+        gradients = {name: p.grad.cpu() for name, p in named.items() if p.grad is not None}
+        return {
+            "out": out.detach().cpu(),
+            "grad_x": x.grad.cpu(),
+            "parameters": {name: p.detach().cpu() for name, p in named.items()},
+            "gradients": gradients,
+            "local": {name for name, p in named.items() if getattr(p, "expert_parallel", False)},
+        }
+
+
+@pytest.mark.parametrize("name", ["softmax", "latent", "bfloat16"])
+def test_a_layer(gpus: GpuPools, ranks: int, name: str) -> None:
+    problem = layers.PROBLEMS[name]
+    problem = dataclasses.replace(problem, tokens=(problem.tokens * 2)[:ranks])
+    results = gpus.run(ranks, _train_once, problem)
+    full = {n: v.clone().requires_grad_() for n, v in layers.all_parameters(results).items()}
+    loss = torch.zeros(())
+    inputs = problem.inputs()
+    for rank, (x, grad) in enumerate(inputs):
+        out, balance = layers.plain_layer(full, x.requires_grad_(), problem)
+        layers.assert_near(results[rank]["out"], out, f"output of rank {rank}")
+        loss = loss + (out * grad).sum() + balance
+    loss.backward()
+    for rank, (x, _) in enumerate(inputs):
+        layers.assert_near(results[rank]["grad_x"], x.grad, f"gradient of rank {rank}'s input")
+    for parameter, value in full.items():
+        got = results[0]["gradients"][parameter]
+        if parameter in results[0]["local"]:
+            got = torch.cat([result["gradients"][parameter] for result in results])
+        layers.assert_near(got * problem.ranks, value.grad, f"gradient of {parameter}")
