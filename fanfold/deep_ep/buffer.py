@@ -58,7 +58,8 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
         use_fabric: either; there is no fabric memory.
 
     Attributes:
-        num_sms: of the class: twice the channels in the handles of high throughput.
+        num_sms: of the class: SMs that high throughput takes on GPUs, and twice the channels in its
+            handles.
         rank, group, group_size, num_nvl_bytes, num_rdma_bytes, low_latency_mode,
         explicitly_destroy, enable_shrink: as given.
         device: where calls on GPUs, and low latency on the host, take tensors.

@@ -75,6 +75,7 @@ class OnGpu(Way[GpuHandle]):
 
     def send(self, x: Rows, route: Route, num_worst_tokens: int, channels: int) -> Brought:
         """See :meth:`Way.send`."""
+        self._mode.use_sms(2 * channels)
         if num_worst_tokens:
             dispatched, counts = self._dispatch(x, route, num_worst_tokens, []), None
         else:
@@ -92,6 +93,7 @@ class OnGpu(Way[GpuHandle]):
 
     def send_again(self, x: Rows, known: GpuHandle) -> Rows:
         """See :meth:`Way.send_again`."""
+        self._mode.use_sms(2 * known.channels)
         with _DeepEpNames():
             return _rows_of(self._mode.dispatch_cached(x, known.plan, layout="token_major"))
 
@@ -99,6 +101,7 @@ class OnGpu(Way[GpuHandle]):
         self, y: torch.Tensor, known: GpuHandle, weights: torch.Tensor | None, bias: Bias
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See :meth:`Way.combine`."""
+        self._mode.use_sms(2 * known.channels)
         with _DeepEpNames():
             return self._mode.combine(
                 y, known.plan, layout="token_major", lane_weights=weights, bias=bias

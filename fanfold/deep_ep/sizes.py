@@ -41,7 +41,8 @@ class Config:
     """DeepEP's tuning of a high-throughput call.
 
     High throughput streams through one ring per peer whatever the chunk sizes, so they are checked,
-    kept and change nothing. ``num_sms // 2`` is the number of channels in a handle's matrices.
+    kept and change nothing. ``num_sms`` is how many SMs the kernels take on GPUs; half of it is the
+    number of channels in a handle's matrices.
 
     Attributes:
         num_sms: even, from 0.

@@ -105,7 +105,8 @@ class CudaHighThroughput:
         error: Exception | None = None
         try:
             check_integer("max_tokens", max_tokens, 0, MOST_ROWS)
-            self._open(_grid_of(memory, config, ctas, senders))
+            self._grid = _grid_of(memory, config, ctas, senders)
+            self._open()
         except FanfoldError as failure:
             error = failure
         # When all have come here, everybody's words are zero.
@@ -117,7 +118,28 @@ class CudaHighThroughput:
         of about ``66100 * ranks``. With more or less there are longer or shorter rings."""
         return _core.cuda_high_throughput_bytes(ranks, config.ring_bytes)[1]
 
-    def _open(self, grid: Grid) -> None:
+    def use_sms(self, sms: int | None) -> None:
+        """Has the kernels of all calls from here on take another number of SMs, a CTA on each; None
+        for that of the beginning. Ranks need not take the same.
+
+        Args:
+            sms: from 1; at least 2 are taken with other ranks, and at most 64 or those there are.
+        """
+        grid = self._grid
+        if sms is not None:
+            check_integer("sms", sms, 1, 1 << 30)
+            least, most = _ctas_bounds(self._memory)
+            grid = Grid.of(most, self._ranks, ctas=min(max(sms, least), most))
+        self._launches = self._launches_with(grid)
+
+    def _launches_with(self, grid: Grid) -> Launches:
+        known = self._launches_of.get(grid)
+        if known is None:
+            known = Launches(self._core, self.device, self._config, grid)
+            self._launches_of[grid] = known
+        return known
+
+    def _open(self) -> None:
         memory, device = self._memory, self.device
         if torch.cuda.get_device_capability(device.index) < LEAST_CAPABILITY:
             raise UnavailableError(
@@ -132,7 +154,8 @@ class CudaHighThroughput:
         state_bytes = _core.CUDA_HIGH_THROUGHPUT_STATE_BYTES
         self._state = torch.zeros(state_bytes, dtype=torch.uint8, device=device)
         columns = _core.CUDA_HIGH_THROUGHPUT_MOST_EXPERTS + memory.ranks
-        self._counted = torch.empty(grid.ctas * columns, dtype=torch.int32, device=device)
+        ctas = _ctas_bounds(memory)[1]
+        self._counted = torch.empty(ctas * columns, dtype=torch.int32, device=device)
         self._reports, self._totals = Reports(), Totals()
         self._core = _core.CudaHighThroughput(
             _core.CudaHighThroughputPlace(
@@ -145,7 +168,8 @@ class CudaHighThroughput:
                 ring_bytes=ring_bytes,
             )
         )
-        self._launches = Launches(self._core, device, self._config, grid)
+        self._launches_of: dict[Grid, Launches] = {}
+        self._launches = self._launches_with(self._grid)
         # Loaded now, so that a rank can always say that it refuses.
         refusal = self._launches.plan(Sizes(memory.ranks, memory.ranks, 1), 1)
         self._refusal = Call(refusal.args.copy(), refusal.launch)
@@ -525,16 +549,21 @@ class CudaHighThroughput:
             self.check()
 
 
+def _ctas_bounds(memory: CudaSymmetricMemory) -> tuple[int, int]:
+    """The fewest and the most CTAs that a kernel may have."""
+    sms = torch.cuda.get_device_properties(memory.device.index).multi_processor_count
+    return 1 + int(memory.ranks > 1), min(sms, _core.CUDA_HIGH_THROUGHPUT_MOST_CTAS)
+
+
 def _grid_of(
     memory: CudaSymmetricMemory, config: Config, ctas: int | None, senders: int | None
 ) -> Grid:
-    sms = torch.cuda.get_device_properties(memory.device.index).multi_processor_count
-    most = min(sms, _core.CUDA_HIGH_THROUGHPUT_MOST_CTAS)
+    most = _ctas_bounds(memory)[1]
     if ctas is None and config.ctas is not None:
         ctas = min(config.ctas, most)
         # The setting's senders belong to its CTAs.
         senders = config.senders if senders is None and ctas == config.ctas else senders
-    grid = Grid.of(sms, memory.ranks, ctas=ctas, senders=senders)
+    grid = Grid.of(most, memory.ranks, ctas=ctas, senders=senders)
     if grid.ctas > most:
         raise ArgumentError("ctas", grid.ctas, f"at most {most} on this GPU")
     return grid

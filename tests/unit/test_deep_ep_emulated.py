@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -78,6 +79,24 @@ def test_bias() -> None:
 
 def test_events_and_internode() -> None:
     run(CASE.ranks, conformance._asynchronous)
+
+
+def _sms(group: Any) -> None:
+    buffer = open_buffer(group)
+    arguments = good_dispatch(buffer, CASE, group.rank)
+    taken = []
+    for config, sms in ((Config(2), 2), (None, CTAS)):  # the default is more than there are
+        rows, _, _, _, handle, _ = buffer.dispatch(**arguments, config=config)
+        again = partial(buffer.dispatch, arguments["x"], handle=handle)
+        for call in (again, partial(buffer.combine, rows, handle)):
+            mode_of(buffer).use_sms(CTAS + 2 - sms)
+            call(config=config)
+            taken.append(mode_of(buffer)._launches._grid.ctas)
+    assert taken == [2, 2, CTAS, CTAS]
+
+
+def test_as_many_sms_as_the_configuration_says() -> None:
+    run(CASE.ranks, _sms)
 
 
 def test_counts_where_the_tensor_is() -> None:

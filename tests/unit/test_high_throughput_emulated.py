@@ -92,6 +92,24 @@ def test_other_grids(grid: tuple[int, int]) -> None:
     world.run(lambda rank, mode: run_case(mode, SMALL, rank, "expert_major"))
 
 
+def test_sms_change_between_calls() -> None:
+    """Also by a plan of other CTAs, and on each rank otherwise."""
+    world = World(SMALL.ranks, tiny_ring(SMALL))
+
+    def program(rank: int, mode: CudaHighThroughput) -> None:
+        launched = []
+        ctas_of = {2: 2, 1: 2, 1000: CTAS, None: CTAS}
+        with pytest.raises(ArgumentError, match="sms"):
+            mode.use_sms(0)
+        for turn, sms in enumerate([*ctas_of, 2]):
+            mode.use_sms(sms if rank else None)
+            launched.append(mode._launches._grid.ctas)
+            run_case(mode, dataclasses.replace(SMALL, seed=turn), rank, LAYOUTS[turn % 2])
+        assert launched == [ctas_of[sms] if rank else CTAS for sms in [*ctas_of, 2]]
+
+    world.run(program)
+
+
 @pytest.mark.parametrize("capacity", [False, True])
 def test_a_plan_serves_both_layouts(capacity: bool) -> None:
     world = World(SMALL.ranks, ROOMY_RING)
