@@ -17,7 +17,7 @@ from fanfold.deep_ep.handles import GpuHandle, Handle, Received, check_channels,
 from fanfold.deep_ep.routes import Bias, Route, Rows
 from fanfold.deep_ep.runtime import Runtime
 from fanfold.deep_ep.streams import record
-from fanfold.deep_ep.way import Brought, Counts, Way, gather_counts
+from fanfold.deep_ep.way import Brought, Counts, DeepEpNames, Way, gather_counts, rows_brought
 from fanfold.errors import ArgumentError, FanfoldError, UsageError
 from fanfold.high_throughput.cuda import CudaHighThroughput
 from fanfold.high_throughput.plan import CudaDispatched, CudaPlan
@@ -83,7 +83,7 @@ class OnGpu(Way[GpuHandle]):
         plan = dispatched.plan
         known = route.topk_weights is not None
         return Brought(
-            rows=_rows_of(dispatched),
+            rows=rows_brought(dispatched),
             topk_idx=plan.topk_idx if known else None,
             topk_weights=plan.topk_weights,
             named=[] if counts is None else counts.named,
@@ -94,15 +94,15 @@ class OnGpu(Way[GpuHandle]):
     def send_again(self, x: Rows, known: GpuHandle) -> Rows:
         """See :meth:`Way.send_again`."""
         self._mode.use_sms(2 * known.channels)
-        with _DeepEpNames():
-            return _rows_of(self._mode.dispatch_cached(x, known.plan, layout="token_major"))
+        with DeepEpNames():
+            return rows_brought(self._mode.dispatch_cached(x, known.plan, layout="token_major"))
 
     def combine(
         self, y: torch.Tensor, known: GpuHandle, weights: torch.Tensor | None, bias: Bias
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See :meth:`Way.combine`."""
         self._mode.use_sms(2 * known.channels)
-        with _DeepEpNames():
+        with DeepEpNames():
             return self._mode.combine(
                 y, known.plan, layout="token_major", lane_weights=weights, bias=bias
             )
@@ -111,7 +111,7 @@ class OnGpu(Way[GpuHandle]):
         self, x: Rows, route: Route, num_worst_tokens: int, planned: list[CudaPlan]
     ) -> CudaDispatched:
         """Enqueues; ``planned`` gets the plan when the CPU knows that it is a good one."""
-        with _DeepEpNames():
+        with DeepEpNames():
             return self._mode.dispatch(
                 x,
                 route.topk_idx,
@@ -158,23 +158,6 @@ class OnGpu(Way[GpuHandle]):
         return handle
 
 
-class _DeepEpNames:
-    """Has errors name what a caller of DeepEP can change."""
-
-    _THEIRS = (("ring_bytes", "num_nvl_bytes / num_ranks"), ("capacity", "num_worst_tokens"))
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, ArgumentError):
-            return
-        for ours, theirs in self._THEIRS:
-            if error.argument.startswith(ours):
-                name = error.argument.replace(ours, theirs, 1)
-                raise ArgumentError(name, error.value, error.bound) from error
-
-
 def _tensors_of(
     plan: CudaPlan, channels: int, counts: Counts | None, rank: int, done: EventHandle
 ) -> Handle:
@@ -197,9 +180,3 @@ def _tensors_of(
         source_token=plan.source_token,
     )
     return make_handle(received, channels)
-
-
-def _rows_of(dispatched: CudaDispatched) -> Rows:
-    if dispatched.scales is None:
-        return dispatched.tokens
-    return dispatched.tokens, dispatched.scales

@@ -9,8 +9,7 @@ from fanfold.deep_ep.handles import Received, Routing, check_channels, make_hand
 from fanfold.deep_ep.routes import Bias, Route, Rows
 from fanfold.deep_ep.runtime import Runtime
 from fanfold.deep_ep.streams import HostStreams
-from fanfold.deep_ep.way import Brought, Way, gather_counts
-from fanfold.errors import ArgumentError
+from fanfold.deep_ep.way import Brought, DeepEpNames, Way, gather_counts, rows_brought
 from fanfold.high_throughput import Dispatched, HighThroughput
 from fanfold.staging import Staging
 
@@ -55,7 +54,15 @@ class Staged(Way[Routing]):
 
     def send(self, x: Rows, route: Route, num_worst_tokens: int, channels: int) -> Brought:
         """See :meth:`Way.send`."""
-        dispatched = self._dispatch(x, route, num_worst_tokens)
+        with DeepEpNames():
+            dispatched = self._mode.dispatch(
+                x,
+                route.topk_idx,
+                route.topk_weights,
+                num_experts=route.num_experts,
+                layout="token_major",
+                capacity=num_worst_tokens or None,
+            )
         self._runtime.check_complete("high_throughput dispatch")
         plan = dispatched.plan
         numbers = torch.cat([route.tokens_per_rank, route.tokens_per_expert])
@@ -69,7 +76,7 @@ class Staged(Way[Routing]):
         )
         known = route.topk_weights is not None
         return Brought(
-            rows=_rows_of(dispatched),
+            rows=rows_brought(dispatched),
             topk_idx=_padded(plan.topk_idx, dispatched, -1) if known else None,
             topk_weights=None if plan.topk_weights is None else _padded(
                 plan.topk_weights, dispatched, 0
@@ -82,7 +89,7 @@ class Staged(Way[Routing]):
         """See :meth:`Way.send_again`."""
         dispatched = self._mode.dispatch_cached(x, known.plan(1), layout="token_major")
         self._runtime.check_complete("high_throughput dispatch")
-        return _rows_of(dispatched)
+        return rows_brought(dispatched)
 
     def combine(
         self, y: torch.Tensor, known: Routing, weights: torch.Tensor | None, bias: Bias
@@ -94,27 +101,6 @@ class Staged(Way[Routing]):
         )
         self._runtime.check_complete("high_throughput combine")
         return combined
-
-    def _dispatch(self, x: Rows, route: Route, num_worst_tokens: int) -> Dispatched:
-        try:
-            return self._mode.dispatch(
-                x,
-                route.topk_idx,
-                route.topk_weights,
-                num_experts=route.num_experts,
-                layout="token_major",
-                capacity=num_worst_tokens or None,
-            )
-        except ArgumentError as error:
-            if error.argument == "capacity":  # known only once the counts are
-                raise ArgumentError("num_worst_tokens", error.value, error.bound) from error
-            raise
-
-
-def _rows_of(dispatched: Dispatched) -> Rows:
-    if dispatched.scales is None:
-        return dispatched.tokens
-    return dispatched.tokens, dispatched.scales
 
 
 def _padded(tensor: torch.Tensor, dispatched: Dispatched, absent: int) -> torch.Tensor:

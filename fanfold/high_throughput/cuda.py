@@ -37,7 +37,13 @@ from fanfold.high_throughput.calls import (
     check_routing,
     check_rows,
 )
-from fanfold.high_throughput.kernels import CombineKind, DispatchKind, Grid, Sizes
+from fanfold.high_throughput.kernels import (
+    LANES_ALONE_ROW_BYTES,
+    CombineKind,
+    DispatchKind,
+    Grid,
+    Sizes,
+)
 from fanfold.high_throughput.launches import Call, Launches
 from fanfold.high_throughput.plan import CudaDispatched, CudaPlan
 from fanfold.high_throughput.reports import Reports, Totals
@@ -52,7 +58,7 @@ LEAST_CAPABILITY = (9, 0)
 """The first compute capability with the copies that the kernels make."""
 
 _LINE = 128
-_DUMMY_HIDDEN = 8  # of the rows that go with numbers of lanes alone
+_LANES_ALONE_HIDDEN = LANES_ALONE_ROW_BYTES // torch.bfloat16.itemsize
 
 
 def _address(tensor: torch.Tensor | None) -> int:
@@ -314,8 +320,8 @@ class CudaHighThroughput:
             lanes = self._lanes(lane_weights, plan, layout, None)
             if lanes is None:
                 raise ArgumentError("lane_weights", None, "a torch.Tensor")
-            y = self._empty((plan.row_count(layout), _DUMMY_HIDDEN), torch.bfloat16)
-            out = self._empty((plan.tokens, _DUMMY_HIDDEN), torch.bfloat16)
+            y = self._empty((plan.row_count(layout), _LANES_ALONE_HIDDEN), torch.bfloat16)
+            out = self._empty((plan.tokens, _LANES_ALONE_HIDDEN), torch.bfloat16)
             call = self._combining(plan, layout, y, False, True)
         args = call.args
         args.row_weights = 0

@@ -14,6 +14,7 @@ from fanfold.errors import ArgumentError
 from fanfold.jit import KernelSource
 
 __all__ = [
+    "LANES_ALONE_ROW_BYTES",
     "MOST_SHARED_BYTES",
     "CombineKind",
     "DispatchKind",
@@ -27,6 +28,9 @@ __all__ = [
 
 MOST_SHARED_BYTES = 227 << 10
 """Dynamic shared memory that a CTA may have on compute capabilities 9.0 and 10.0."""
+
+LANES_ALONE_ROW_BYTES = 16
+"""Of the rows beside which numbers of lanes travel where there are no others."""
 
 _CTAS = 24
 _SENDING_SHARE = 11 / 24

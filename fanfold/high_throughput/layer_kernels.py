@@ -10,6 +10,7 @@ from fanfold.formats import RowFormat, ScaleFormat, scale_columns
 from fanfold.geometry import Geometry, check_hidden, check_integer
 from fanfold.high_throughput.calls import RowOrder
 from fanfold.high_throughput.kernels import (
+    LANES_ALONE_ROW_BYTES,
     MOST_SHARED_BYTES,
     CombineKind,
     DispatchKind,
@@ -22,7 +23,6 @@ from fanfold.jit import KernelSource
 
 __all__ = ["Layer", "shared_bytes_of"]
 
-_ALONE_BYTES = 16  # of the rows that numbers of lanes travel with where there are no others
 _CONSUMER_SHARED_BYTES = 99 << 10
 
 
@@ -114,5 +114,5 @@ class Layer:
                 row_bytes = 2 * self.hidden
                 kind = CombineKind(self.sizes, row_bytes, expert_major, weighted, lanes)
                 yield " ".join(words), kind
-        alone = CombineKind(self.sizes, _ALONE_BYTES, expert_major, False, True)
+        alone = CombineKind(self.sizes, LANES_ALONE_ROW_BYTES, expert_major, False, True)
         yield f"{start} lanes alone", alone

@@ -21,6 +21,7 @@ from fanfold.high_throughput.kernels import (
     dispatch_kernel,
     plan_kernel,
 )
+from fanfold.high_throughput.layer_kernels import shared_bytes_of
 from fanfold.jit import KernelSource
 from tests.unit.test_kernels_compile import Compiled, check, compiled, short
 
@@ -35,7 +36,7 @@ NAMED = [
     (32, 2048, 32, 16384),
     (32, 256, 8, 7168),
 ]
-SMALL_SHARED_BYTES = 99 << 10  # of compute capability 12.0
+SMALL_SHARED_BYTES = shared_bytes_of("sm_120a")
 
 
 def dispatches(sizes: Sizes, hidden: int) -> Iterator[DispatchKind]:

@@ -12,6 +12,7 @@
 //                      written again bulk_await_read<0>()
 #pragma once
 
+#include "device/memory.cuh"
 #include "device/warp.cuh"
 #include "layout/types.h"
 
@@ -29,10 +30,6 @@ struct alignas(16) ArrivalReport {
 inline constexpr bool kHasBulkCopies = false;
 #else
 inline constexpr bool kHasBulkCopies = true;
-
-__device__ __forceinline__ uint32_t shared_address(const void* shared) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-}
 
 // ---- fences -------------------------------------------------------------------------------------
 

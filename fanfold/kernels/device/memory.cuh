@@ -100,10 +100,13 @@ __device__ __forceinline__ void add_release_cta(uint32_t* address, uint32_t v) {
 
 // ---- copies to shared memory, which the thread that asked for them waits for -------------------
 
+__device__ __forceinline__ uint32_t shared_address(const void* shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+}
+
 // 16 bytes.
 __device__ __forceinline__ void copy_async(uint4* shared, const uint4* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)),
                "l"(global)
                : "memory");
 }
