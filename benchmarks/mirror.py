@@ -41,6 +41,7 @@ from fanfold.geometry import Geometry
 from fanfold.group import Group, as_group
 from fanfold.high_throughput import kernels as packed_kernels
 from fanfold.high_throughput.cuda import CudaHighThroughput
+from fanfold.high_throughput.in_place import bytes_for_results
 from fanfold.launch import launch
 from fanfold.low_latency import cuda_required_bytes, kernels
 from fanfold.low_latency.cuda import CudaLowLatency
@@ -150,27 +151,37 @@ def _packed_mirrored(sizes: packed_kernels.Sizes) -> dict[str, int]:
     return {**_constants(sizes), "kMirror": 1}
 
 
+def _capacity(geometry: Geometry, tokens: int, layout: str) -> int:
+    # Places elsewhere are reckoned with the own routing, so a few may lie behind the last row.
+    if layout == "token_major":
+        return tokens * geometry.ranks * 11 // 10
+    return tokens * geometry.top_k * 11 // 10 + ALIGNMENT * geometry.experts_per_rank
+
+
 def _measure_packed(
     mode: CudaHighThroughput, geometry: Geometry, tokens: int, clock: Clock, fp8: bool, layout: Any
 ) -> dict[str, torch.Tensor]:
-    """Samples of this GPU in microseconds: dispatch with a known and a new routing, combine."""
+    """Samples of this GPU in microseconds: dispatch with a known and a new routing (expert-major in
+    place, too) and combine."""
     device, rank = mode.device, dist.get_rank()
     x, topk_idx, weights = (tensor.to(device) for tensor in _batch(geometry, tokens, rank))
     rows: Any = quantize(x) if fp8 else x
     expert_major = layout == "expert_major"
-    # Places elsewhere are reckoned with the own routing, so a few may lie behind the last row.
-    capacity = tokens * (geometry.top_k if expert_major else geometry.ranks) * 11 // 10
-    capacity += ALIGNMENT * geometry.experts_per_rank if expert_major else 0
+    capacity = _capacity(geometry, tokens, layout)
     options = {"num_experts": geometry.num_experts, "layout": layout, "capacity": capacity}
     if expert_major:
         options["expert_alignment"] = ALIGNMENT
 
-    def new() -> Any:
-        return mode.dispatch(rows, topk_idx, weights, **options)
+    def new(**more: Any) -> Any:
+        return mode.dispatch(rows, topk_idx, weights, **options, **more)
 
     received = new()
     plan = received.plan
-    calls = {"new": new, "cached": lambda: mode.dispatch_cached(rows, plan, layout=layout)}
+    cached = partial(mode.dispatch_cached, rows, plan, layout=layout)
+    calls: dict[str, Any] = {"new": new, "cached": cached}
+    if expert_major:
+        calls["new_in_place"] = partial(new, in_place=True)
+        calls["cached_in_place"] = partial(cached, in_place=True)
     if not fp8:
         y = torch.ones((capacity, geometry.hidden), dtype=torch.bfloat16, device=device)
         row_weights = received.row_weights if expert_major else None
@@ -200,11 +211,23 @@ def _packed_rank(
 ) -> list[tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, Any]]]:
     found = []
     config = Config.resolve()
-    nbytes = CudaHighThroughput.required_bytes(ranks, config)
+    results = max(
+        bytes_for_results(
+            _capacity(Geometry(ranks, experts, top_k, hidden, 0), tokens, "expert_major"), hidden, 2
+        )
+        for (hidden, top_k, experts), tokens in itertools.product(PACKED, tokens_list)
+    )
+    nbytes = CudaHighThroughput.required_bytes(ranks, config, results)
     with mock.patch.object(packed_kernels.Sizes, "constants", _packed_mirrored):
         for sms in sms_list:
             memory = _MirrorMemory(as_group(group), ranks, nbytes)
-            mode = CudaHighThroughput(memory, config, max_tokens=max(tokens_list), ctas=sms)  # type: ignore[arg-type]
+            mode = CudaHighThroughput(
+                memory,  # type: ignore[arg-type]
+                config,
+                max_tokens=max(tokens_list),
+                ctas=sms,
+                result_bytes=results,
+            )
             device = memory.device
             clock = Clock(GpuBarrier(group, device), device, warmup=3, iterations=15)
             for tokens, (hidden, top_k, experts), fp8, layout in itertools.product(
@@ -263,12 +286,16 @@ def _plot_packed(points: list[dict[str, Any]], picture: Path) -> None:
         figure.subplots(1, len(panels), sharey=True), panels, strict=True
     ):
         places = range(len(PACKED))
-        for offset, layout in ((-0.2, "token_major"), (0.2, "expert_major")):
+        kinds = [("token_major", call, "token-major"), ("expert_major", call, "expert-major")]
+        if call == "cached":
+            kinds.append(("expert_major", "cached_in_place", "expert-major, in place"))
+        width = 0.8 / len(kinds)
+        for number, (layout, timed, label) in enumerate(kinds):
             of_layout = [p for p in points if (p["dtype"], p["layout"]) == (dtype, layout)]
-            times = {p["hidden"]: p["times_us"][f"{call}.l2_flushed_raw"] for p in of_layout}
+            times = {p["hidden"]: p["times_us"][f"{timed}.l2_flushed_raw"] for p in of_layout}
             heights = [times[hidden] for hidden, _, _ in PACKED]
-            label = layout.replace("_", "-")
-            axes.bar([place + offset for place in places], heights, 0.38, label=label)
+            offset = (number - (len(kinds) - 1) / 2) * width
+            axes.bar([place + offset for place in places], heights, 0.95 * width, label=label)
         limits = [_link_us(points[0]["ranks"], geometry, dtype) for geometry in PACKED]
         axes.hlines(limits, [p - 0.4 for p in places], [p + 0.4 for p in places], "black", lw=1.5,
                     label=f"link at {LINK_GB_S} GB/s")  # fmt: skip
@@ -276,8 +303,7 @@ def _plot_packed(points: list[dict[str, Any]], picture: Path) -> None:
         axes.set_xticks(list(places), names, fontsize="x-small")
         axes.set_title(title, fontsize="medium")
         axes.grid(axis="y", alpha=0.3)
-        if call == "combine":
-            axes.legend(fontsize="small")
+    figure.axes[0].legend(fontsize="x-small")
     figure.axes[0].set_ylabel("µs, one call, L2 flushed")
     figure.supxlabel("hidden, top-k, experts", fontsize="small")
     gpu = f"{points[0]['ranks']} ranks mirrored on {GPUS} × {points[0]['device']['name']}"

@@ -3,10 +3,10 @@
 #
 #   cuda_low_latency.jsonl       three geometries at 128 tokens, with the baseline and a matrix
 #                                product beside a waiting hook; then the same at 1 to 1024 tokens
-#   cuda_high_throughput.jsonl   hidden 7168 at 4096 and 8192 tokens: fp8 and bf16, both layouts,
-#                                cached and new routings, on 12 and 24 SMs, with the baseline; on 24
-#                                SMs also beside a matrix product; more SMs; then five geometries at
-#                                4096 tokens, and hidden 7168 at 512 to 2048
+#   cuda_high_throughput.jsonl   hidden 7168 at 4096 and 8192 tokens: fp8 and bf16, both layouts and
+#                                in place, cached and new routings, on 12 and 24 SMs, also beside a
+#                                matrix product, and against the baseline; more SMs; then five
+#                                geometries at 4096 tokens, and hidden 7168 at 512 to 2048
 #   cuda_low_latency.png, cuda_high_throughput.png   their pictures
 #
 # Use: benchmarks/run_cuda.sh GPUS [folder [low_latency|high_throughput]]
@@ -63,6 +63,8 @@ high_throughput() {
       bench high-throughput "$tokens" "$main" --dtype "$dtype" "${kinds[@]}" --sms 24 \
         --baseline --overlap
       bench high-throughput "$tokens" "$main" --dtype "$dtype" "${kinds[@]}" --sms 12 --overlap
+      bench high-throughput "$tokens" "$main" --dtype "$dtype" --layout expert-major --in-place \
+        --routing cached,new --sms 12,24 --overlap
     done
   done
   if wanted sms; then

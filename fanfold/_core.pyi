@@ -331,7 +331,7 @@ CUDA_BATCH_TOKENS: int
 CUDA_MOST_SLICES: int
 
 def cuda_high_throughput_bytes(ranks: int, ring_bytes: int) -> tuple[int, int]: ...
-def cuda_high_throughput_slots(slot_bytes: int, ring_bytes: int) -> int: ...
+def cuda_high_throughput_combine_slots(slot_bytes: int, slices: int, ring_bytes: int) -> int: ...
 
 class CudaLaunch:
     def __init__(self, ctas: int, threads: int, shared_bytes: int, early: bool) -> None: ...
@@ -382,6 +382,7 @@ class CudaHighThroughputDispatchArgs:
     scale_word_stride: int
     lane_stride: int
     capacity: int
+    result_rows: int
     batch_stride: int
     x: int
     scales: int
@@ -458,13 +459,14 @@ class CudaHighThroughputShape:
     scale_words: int
     slot_bytes: int
     expert_major: int
+    in_place: int
+    slices: int
     variant: int
     alignment: int
     def __init__(self, phase: CudaHighThroughputPhase, experts: int, top_k: int) -> None: ...
 
 class CudaHighThroughput:
     def __init__(self, place: CudaHighThroughputPlace) -> None: ...
-    def slots(self, slot_bytes: int) -> int: ...
     def plan_arguments(
         self, shape: CudaHighThroughputShape, ctas: int, senders: int
     ) -> CudaPlanArgs: ...

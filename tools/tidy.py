@@ -336,7 +336,7 @@ BANNED_CALL = re.compile(
 ENDLESS_LOOP = re.compile(r"\bwhile\s*\(\s*(?:true|1)\s*\)|\bfor\s*\([^;()]*;\s*;[^()]*\)")
 PTX = re.compile(r"\basm\b")
 # What device code looks at memory with that others write, and what ends such looking.
-LOOK = re.compile(r"\b(?:load_(?:relaxed|acquire|volatile)_\w+|phase_is_over)\s*\(")
+LOOK = re.compile(r"\b(?:load_(?:relaxed|acquire|volatile)_\w+|phase_is_over(?:_now)?)\s*\(")
 BOUND = re.compile(r"\bexhausted\s*\(")
 
 

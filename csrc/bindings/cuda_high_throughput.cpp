@@ -78,6 +78,7 @@ void bind_dispatch(nb::module_& module) {
       .def_rw("scale_word_stride", &Dispatch::scale_word_stride)
       .def_rw("lane_stride", &Dispatch::lane_stride)
       .def_rw("capacity", &Dispatch::capacity)
+      .def_rw("result_rows", &Dispatch::result_rows)
       .def_rw("batch_stride", &Dispatch::batch_stride);
   def_address(cls, "x", &Dispatch::x);
   def_address(cls, "scales", &Dispatch::scales);
@@ -146,13 +147,15 @@ void bind_place(nb::module_& module) {
       .def(
           "__init__",
           [](Shape* self, HighThroughputPhase phase, int32_t experts, int32_t top_k) {
-            new (self) Shape{phase, experts, top_k, 0, 0, 0, 0, 0, 1};
+            new (self) Shape{phase, experts, top_k, 0, 0, 0, 0, 0, 1, 0, 1};
           },
           "phase"_a, "experts"_a, "top_k"_a)
       .def_rw("row_bytes", &Shape::row_bytes)
       .def_rw("scale_words", &Shape::scale_words)
       .def_rw("slot_bytes", &Shape::slot_bytes)
       .def_rw("expert_major", &Shape::expert_major)
+      .def_rw("in_place", &Shape::in_place)
+      .def_rw("slices", &Shape::slices)
       .def_rw("variant", &Shape::variant)
       .def_rw("alignment", &Shape::alignment);
   nb::class_<Launch>(module, "CudaLaunch")
@@ -182,19 +185,18 @@ void bind_cuda_high_throughput(nb::module_& module) {
   module.attr("CUDA_HIGH_THROUGHPUT_MOST_EXPERTS") = HighThroughputDeviceLayout::kMostCounted;
   module.attr("CUDA_BATCH_TOKENS") = kBatchTokens;
   module.attr("CUDA_MOST_SLICES") = kMostSlices;
-  // Bytes that must be zero at first, and the bytes in all.
+  // Bytes that must be zero at first, and where results in place begin.
   module.def(
       "cuda_high_throughput_bytes",
       [](int32_t ranks, int64_t ring_bytes) {
         const auto at = cuda::high_throughput_offsets(ranks, ring_bytes);
-        return nb::make_tuple(at.ring, at.end);
+        return nb::make_tuple(at.ring, at.results);
       },
       "ranks"_a, "ring_bytes"_a);
-  module.def("cuda_high_throughput_slots", &cuda::high_throughput_slots, "slot_bytes"_a,
-             "ring_bytes"_a);
+  module.def("cuda_high_throughput_combine_slots", &cuda::high_throughput_combine_slots,
+             "slot_bytes"_a, "slices"_a, "ring_bytes"_a);
   nb::class_<HighThroughput>(module, "CudaHighThroughput")
       .def(nb::init<const Place&>(), "place"_a)
-      .def("slots", &HighThroughput::slots, "slot_bytes"_a)
       .def(
           "plan_arguments",
           [](const HighThroughput& self, const Shape& shape, int32_t ctas, int32_t senders) {

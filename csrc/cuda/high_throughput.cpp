@@ -15,6 +15,17 @@ void check_within(const char* name, int64_t value, int64_t least, int64_t most, 
                         " for high throughput on GPUs (" + why + ")");
 }
 
+int32_t slots_of(int32_t slot_bytes, int64_t ring_bytes, int32_t most) {
+  const int64_t fit = ring_bytes / (int64_t{slot_bytes} * kBatchTokens);
+  if (fit < kLeastRingSlots) {
+    throw BadArgument("ring_bytes", std::to_string(ring_bytes),
+                      "at least " +
+                          std::to_string(int64_t{slot_bytes} * kBatchTokens * kLeastRingSlots) +
+                          " for these rows (FANFOLD_RING_BYTES)");
+  }
+  return static_cast<int32_t>(std::min<int64_t>(fit, most));
+}
+
 }  // namespace
 
 HighThroughputOffsets high_throughput_offsets(int32_t ranks, int64_t ring_bytes) {
@@ -35,20 +46,22 @@ HighThroughput::HighThroughput(const HighThroughputPlace& place)
                "a row's number has 26 bits");
 }
 
-int32_t high_throughput_slots(int32_t slot_bytes, int64_t ring_bytes) {
-  if (slot_bytes == 0) return kMostRingSlots;
-  const int64_t fit = ring_bytes / (int64_t{slot_bytes} * kBatchTokens);
-  if (fit < kLeastRingSlots) {
-    throw BadArgument("ring_bytes", std::to_string(ring_bytes),
-                      "at least " +
-                          std::to_string(int64_t{slot_bytes} * kBatchTokens * kLeastRingSlots) +
-                          " for these rows (FANFOLD_RING_BYTES)");
-  }
-  return static_cast<int32_t>(std::min<int64_t>(fit, kMostRingSlots));
+int32_t high_throughput_combine_slots(int32_t slot_bytes, int32_t slices, int64_t ring_bytes) {
+  check_within("slices", slices, 1, kMostSlices, "words of a slot");
+  return slots_of(slot_bytes, ring_bytes, kRingWords / slices);
 }
 
-int32_t HighThroughput::slots(int32_t slot_bytes) const {
-  return high_throughput_slots(slot_bytes, place_.ring_bytes);
+int32_t HighThroughput::slots(const HighThroughputShape& shape) const {
+  switch (shape.phase) {
+    case HighThroughputPhase::kPlan:
+      return 0;
+    case HighThroughputPhase::kDispatch:
+      return slots_of(shape.slot_bytes, place_.ring_bytes,
+                      shape.in_place != 0 ? kMostSlotsInPlace : kMostDispatchSlots);
+    case HighThroughputPhase::kCombine:
+      return high_throughput_combine_slots(shape.slot_bytes, shape.slices, place_.ring_bytes);
+  }
+  return 0;
 }
 
 void HighThroughput::check_shape(const HighThroughputShape& shape) const {
@@ -78,8 +91,8 @@ uint32_t HighThroughput::facts_of(const HighThroughputShape& shape) const {
   uint32_t hash = 2166136261u;
   for (const int32_t value :
        {static_cast<int32_t>(shape.phase), shape.experts, shape.top_k, shape.row_bytes,
-        shape.scale_words, shape.slot_bytes, slots(shape.slot_bytes), shape.expert_major,
-        shape.variant, shape.alignment, place_.max_tokens}) {
+        shape.scale_words, shape.slot_bytes, slots(shape), shape.expert_major, shape.in_place,
+        shape.slices, shape.variant, shape.alignment, place_.max_tokens}) {
     hash = (hash ^ static_cast<uint32_t>(value)) * 16777619u;
   }
   return (hash >> 16) ^ (hash & 0xffffu);
@@ -98,7 +111,7 @@ HighThroughputArgs HighThroughput::call_arguments(const HighThroughputShape& sha
   call.reports = reinterpret_cast<HighThroughputReport*>(place_.reports);
   call.timeout_ns = place_.timeout_ns;
   call.rank = place_.rank;
-  call.slots = slots(shape.slot_bytes);
+  call.slots = slots(shape);
   call.senders = grid.senders;
   call.facts = facts_of(shape);
   return call;

@@ -30,6 +30,8 @@ struct HighThroughputShape {
   int32_t scale_words;   // dispatch
   int32_t slot_bytes;    // of a row in a ring; 0 in a plan
   int32_t expert_major;  // 1 or 0
+  int32_t in_place;      // likewise
+  int32_t slices;        // of a row in a combine; 1 elsewhere
   int32_t variant;       // whatever else tells two calls apart, such as new routing, weights
   int32_t alignment;     // of a plan
 };
@@ -49,7 +51,7 @@ class HighThroughput {
   explicit HighThroughput(const HighThroughputPlace& place);
 
   // Of each ring, as many as a call of this shape uses.
-  int32_t slots(int32_t slot_bytes) const;
+  int32_t slots(const HighThroughputShape& shape) const;
 
   // Arguments with all but a call's tensors filled in. Throws BadArgument for a shape, or a grid,
   // that the kernels cannot serve.
@@ -72,9 +74,9 @@ class HighThroughput {
 
 // Slots of a ring, batches of rows each.
 inline constexpr int32_t kLeastRingSlots = 4;
-// How many a ring of `ring_bytes` has for rows of `slot_bytes` (0: without rows). Throws
-// BadArgument if they are too few.
-int32_t high_throughput_slots(int32_t slot_bytes, int64_t ring_bytes);
+// How many a ring of `ring_bytes` has for a combine of rows of `slot_bytes`, which travel in
+// `slices`. Throws BadArgument if they are too few.
+int32_t high_throughput_combine_slots(int32_t slot_bytes, int32_t slices, int64_t ring_bytes);
 
 // How a region is divided among the rings of `ranks`.
 HighThroughputOffsets high_throughput_offsets(int32_t ranks, int64_t ring_bytes);

@@ -22,16 +22,13 @@ from fanfold.bench.cuda_run import (
     worst_median,
 )
 from fanfold.bench.cuda_timing import Clock, GpuBarrier, empty_kernel
-from fanfold.bench.layouts import Calls, Given, sms_taken, spoil
+from fanfold.bench.layouts import Calls, Given, room_for, sms_taken, spoil
 from fanfold.bench.settings import BenchSettings
 from fanfold.group import as_group
 
 __all__ = ["capacity_for", "samples_timed", "summary", "time_on_gpu"]
 
 _RIVAL_BACKEND = "nccl"
-# Room that a caller who does not know the routing leaves above the fullest rank.
-_SPARE = 1.25
-_ROOM_STEP = 128
 
 _GEMM_SIZE = 8192  # about 1.5 ms
 _MOST_OVERLAPS = 20
@@ -70,15 +67,7 @@ def time_on_gpu(
 def capacity_for(expectation: Expectation, settings: BenchSettings) -> int:
     """Rows that a dispatch is given when it must not wait for counts: a quarter more than the
     fullest rank receives, the same on all ranks."""
-    fullest = max(
-        oracle.rows_arriving(
-            expectation.batches,
-            settings.experts,
-            token_major=settings.layout == "token_major",
-            alignment=settings.alignment or 1,
-        )
-    )
-    return math.ceil(fullest * _SPARE / _ROOM_STEP) * _ROOM_STEP
+    return room_for(expectation.batches, settings)
 
 
 class _Work:

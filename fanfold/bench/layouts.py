@@ -6,6 +6,8 @@ Benches know the orders by nothing but these classes, which run on the host and 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,8 +15,9 @@ import torch
 
 from fanfold import _core, high_throughput
 from fanfold.bench.check import Expectation, TokenMajorRows
-from fanfold.bench.oracle import quantize_fp8
+from fanfold.bench.oracle import quantize_fp8, rows_arriving
 from fanfold.bench.settings import BenchSettings
+from fanfold.bench.workload import Batch
 from fanfold.config import Config
 from fanfold.errors import UnavailableError
 from fanfold.expert_parallel import ExpertParallel
@@ -33,11 +36,15 @@ __all__ = [
     "TokenMajor",
     "on_host",
     "open_calls",
+    "room_for",
     "sms_taken",
     "spoil",
 ]
 
 _EVERY_BIT = 0xFF  # NaN in bfloat16, in e4m3 and in float32
+# Room that a caller who does not know the routing leaves above the fullest rank.
+_SPARE = 1.25
+_ROOM_STEP = 128
 
 
 @dataclass(frozen=True)
@@ -117,6 +124,34 @@ def _config(settings: BenchSettings) -> Config:
     return Config.resolve(backend=settings.backend, **asked)
 
 
+def room_for(batches: Sequence[Batch], settings: BenchSettings) -> int:
+    """Rows for which any rank has room: a quarter more than the fullest receives.
+
+    Args:
+        batches: of all ranks; only their ``topk_idx`` are looked at.
+        settings: with an order of rows and its alignment.
+    """
+    fullest = max(
+        rows_arriving(
+            batches,
+            settings.experts,
+            token_major=settings.layout == "token_major",
+            alignment=settings.alignment or 1,
+        )
+    )
+    return math.ceil(fullest * _SPARE / _ROOM_STEP) * _ROOM_STEP
+
+
+def _in_place_rows(settings: BenchSettings) -> int:
+    """Rows of memory for dispatches in place, the same on all ranks: enough for any capacity."""
+    if not settings.in_place:
+        return 0
+    # A batch chooses its experts before its rows are made: without columns it chooses the same.
+    workload = dataclasses.replace(settings.workload(), hidden=0)
+    batches = [workload.batch(rank) for rank in range(settings.ranks)]
+    return max(1, room_for(batches, settings))
+
+
 def sms_taken(settings: BenchSettings, device: torch.device) -> int:
     """SMs that each kernel of high throughput takes on ``device``."""
     there = torch.cuda.get_device_properties(device).multi_processor_count
@@ -146,7 +181,7 @@ def on_host(received: Received) -> Received:
 
 def spoil(brought: Any) -> None:
     """Sets every bit of the rows and scales that a dispatch brought. The next one is likely to get
-    the same memory, and then shows what it has not written."""
+    the same memory (in place it does), and then shows what it has not written."""
     for tensor in (brought.tokens, brought.scales):
         if tensor is not None:
             tensor.view(torch.uint8).fill_(_EVERY_BIT)
@@ -163,6 +198,7 @@ class ExpertMajor:
 
     def __init__(self, group: Any, settings: BenchSettings, config: Config) -> None:
         self._alignment = settings.alignment or 1
+        self._in_place = bool(settings.in_place)
         self.ep = ExpertParallel(
             group,
             num_experts=settings.experts,
@@ -172,6 +208,7 @@ class ExpertMajor:
             mode=settings.mode,
             dispatch_dtype=settings.dtype,
             expert_alignment=self._alignment,
+            in_place_rows=_in_place_rows(settings),
             config=config,
         )
         self.device, self.memory_bytes = self.ep.device, self.ep.memory.bytes_per_rank
@@ -185,12 +222,16 @@ class ExpertMajor:
     def dispatch(self, given: Given, capacity: int | None = None) -> Received:
         """Sends ``given``, by a new routing."""
         return self.ep.dispatch(
-            given.x, given.topk_idx, given.topk_weights, capacity=capacity
-        )  # fmt: skip
+            given.x,
+            given.topk_idx,
+            given.topk_weights,
+            capacity=capacity,
+            in_place=self._in_place,
+        )
 
     def dispatch_again(self, given: Given, previous: Received) -> Received:
         """Sends the rows of ``given`` by the routing of ``previous``."""
-        return self.ep.dispatch(given.x, previous=previous)
+        return self.ep.dispatch(given.x, previous=previous, in_place=self._in_place)
 
     def combine(self, y: torch.Tensor, brought: Received, out: torch.Tensor) -> None:
         """Brings ``y`` back, weighted and summed."""

@@ -255,9 +255,14 @@ def table(result: Result) -> Table:
 
 def _variant(settings: BenchSettings) -> str:
     """What of high throughput was timed."""
-    layout = (settings.layout or "").replace("_", "-")
-    said = f"{layout}, {settings.routing} routing"
+    said = f"{_layout(settings)}, {settings.routing} routing"
     return said if settings.sms is None else f"{said}, {settings.sms} SMs"
+
+
+def _layout(settings: BenchSettings) -> str:
+    """The order of rows, and whether they came in place."""
+    said = (settings.layout or "").replace("_", "-")
+    return f"{said}, in place" if settings.in_place else said
 
 
 def sweep_table(results: Sequence[Result]) -> Table:
@@ -269,7 +274,7 @@ def sweep_table(results: Sequence[Result]) -> Table:
         s = result.settings
         times = {phase: f"{result.fanfold.slowest(phase).p50:,.1f}" for phase in PHASES}
         out.add_row(
-            (s.layout or "").replace("_", "-"), s.routing, "" if s.sms is None else str(s.sms),
+            _layout(s), s.routing, "" if s.sms is None else str(s.sms),
             times["dispatch"], f"{result.rate('dispatch'):,.1f}",
             times["combine"], f"{result.rate('combine'):,.1f}", times["total"],
         )  # fmt: skip
@@ -368,6 +373,10 @@ def _high_throughput_notes(result: Result) -> list[str]:
         lines.append(
             f"The host was late for {100 * late:.1f}% of the calls timed end to end: where that is "
             "many, the times hold the host's, too."
+        )
+    if result.settings.in_place:
+        lines.append(
+            "Rows came in place: into symmetric memory, where they stay until the next dispatch."
         )
     if result.capacity is not None:
         room = f"has room for {result.capacity} rows and waits for nothing."

@@ -23,7 +23,8 @@ LAYOUTS = ("expert_major", "token_major")
 REUSES = ("new", "cached")
 
 # Of high throughput only.
-_OWN_OPTIONS = ("layout", "routing", "sms", "alignment")
+_OWN_OPTIONS = ("layout", "routing", "sms", "alignment", "in_place")
+_OF_GPUS = ("sms", "in_place")  # of these, what the host backend does not have
 _GPU_ALIGNMENT = 128  # what grouped matrix products on GPUs want
 
 # The library's argument names, as the command line calls them.
@@ -57,6 +58,8 @@ class BenchSettings:
         sms: high throughput on GPUs: how many each kernel takes; None for the library's choice.
         alignment: high throughput, expert-major: rows of an expert are padded to a multiple of
             this; None for 128 on GPUs and 1 on the host.
+        in_place: high throughput on GPUs, expert-major: rows stay where peers write them; None for
+            False there.
     """
 
     mode: str
@@ -79,6 +82,7 @@ class BenchSettings:
     routing: str | None = None
     sms: int | None = None
     alignment: int | None = None
+    in_place: bool | None = None
 
     def __post_init__(self) -> None:
         """Checks everything that can be checked without a group.
@@ -132,12 +136,16 @@ class BenchSettings:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise ArgumentError(name, value, f"from {low} to {high}")
-        if self.sms is not None and self.backend == "host":
-            bound = "left out with --backend host; layout, routing and alignment work there"
-            raise ArgumentError("sms", self.sms, bound)
-        if self.alignment is not None and self.layout == "token_major":
-            bound = "left out with --layout token-major, which has no padding"
-            raise ArgumentError("alignment", self.alignment, bound)
+        for name in _OF_GPUS:
+            if self.backend == "host" and getattr(self, name):
+                bound = "left out with --backend host; layout, routing and alignment work there"
+                raise ArgumentError(name, getattr(self, name), bound)
+        if self.layout != "token_major":
+            return
+        for name, lack in (("alignment", "has no padding"), ("in_place", "is never in place")):
+            if getattr(self, name):
+                bound = f"left out with --layout token-major, which {lack}"
+                raise ArgumentError(name, getattr(self, name), bound)
 
     def on(self, backend: str) -> BenchSettings:
         """The settings with ``backend`` instead of ``auto``, and the choices that go with it."""
@@ -147,15 +155,21 @@ class BenchSettings:
         layout, alignment = self.layout or LAYOUTS[0], self.alignment
         if alignment is None and layout == "expert_major":
             alignment = _GPU_ALIGNMENT if backend == "cuda" else 1
+        applies = backend == "cuda" and layout == "expert_major"
         return dataclasses.replace(
-            chosen, layout=layout, routing=self.routing or REUSES[0], alignment=alignment
+            chosen,
+            layout=layout,
+            routing=self.routing or REUSES[0],
+            alignment=alignment,
+            in_place=bool(self.in_place) if applies else None,
         )
 
     def backend_here(self) -> str:
         """The backend that ``auto`` means on this machine, or the one asked for.
 
         Raises:
-            UnavailableError: ``cuda``, ``overlap`` or ``sms``, with fewer GPUs than ranks.
+            UnavailableError: ``cuda``, ``overlap``, ``sms`` or ``in_place``, with fewer GPUs than
+                ranks.
         """
         if self.backend == "host":
             return "host"
@@ -164,9 +178,10 @@ class BenchSettings:
             return "cuda"
         asked = "backend is cuda"
         if self.backend == "auto":
-            if not self.overlap and self.sms is None:
+            of_gpus = [name for name in ("overlap", *_OF_GPUS) if getattr(self, name)]
+            if not of_gpus:
                 return "host"
-            asked = f"{'overlap' if self.overlap else 'sms'} is asked for"
+            asked = f"{of_gpus[0]} is asked for"
         raise UnavailableError(
             f"{asked} with {self.ranks} ranks, each on a GPU of its own, but PyTorch sees {gpus} "
             "here: lower --ranks, check CUDA_VISIBLE_DEVICES, or use --backend host"

@@ -110,6 +110,10 @@ def _add_own_options(parser: argparse.ArgumentParser) -> None:
         help="expert-major: rows of an expert are padded to a multiple of N (default 128 on GPUs, "
         "1 on the host)",
     )  # fmt: skip
+    own.add_argument(
+        "--in-place", action="store_const", const=True,
+        help="on GPUs, expert-major: rows stay in the symmetric memory into which peers write them",
+    )  # fmt: skip
 
 
 def _spelt(choice: str) -> str:
@@ -185,7 +189,12 @@ def _points(args: argparse.Namespace, group: Any) -> list[BenchSettings]:
     choices = itertools.product(args.layout, args.routing, args.sms)
     return [
         dataclasses.replace(
-            settings, layout=layout, routing=routing, sms=sms, alignment=args.alignment
+            settings,
+            layout=layout,
+            routing=routing,
+            sms=sms,
+            alignment=args.alignment,
+            in_place=args.in_place,
         )
         for layout, routing, sms in choices
     ]

@@ -26,8 +26,8 @@ AXES = {
 }
 
 _FIXED = (
-    "mode", "backend", "dtype", "hidden", "experts", "distribution", "layout", "routing",
-    "alignment",
+    "mode", "backend", "dtype", "hidden", "experts", "distribution", "layout", "in_place",
+    "routing", "alignment",
 )  # fmt: skip
 _NUMBERS = (
     "tokens", "ranks", "top_k", "hidden", "experts", "total_us", "total_us_p90", "bytes_total",
@@ -138,7 +138,8 @@ def series_along(points: Sequence[Point], axis: str) -> dict[str, list[Point]]:
     for point in points:
         if point[axis] is None:
             continue
-        groups[tuple(point[name] for name in fixed)][point[axis]].append(point)
+        # Not in place is what results say nothing of that are older than the choice.
+        groups[tuple(point[name] or None for name in fixed)][point[axis]].append(point)
     varying = [place for place in range(len(fixed)) if len({str(key[place]) for key in groups}) > 1]
     series = {}
     for key, places in groups.items():
@@ -156,6 +157,8 @@ def _label(name: str, value: object) -> str:
         )
     if isinstance(value, str):
         return value.replace("_", " ")
+    if name == "in_place":
+        return "in place"
     if name == "sms":
         return f"{value} SMs"
     return f"{name.replace('_', '-')} {value}"

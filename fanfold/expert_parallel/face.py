@@ -34,7 +34,7 @@ from fanfold.config import Config
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.expert_parallel.high_throughput import HighThroughputCalls, refuse_given
 from fanfold.formats import RowFormat, ScaleFormat
-from fanfold.geometry import Geometry, check_hidden
+from fanfold.geometry import Geometry, check_hidden, check_integer
 from fanfold.group import agree, as_group
 from fanfold.low_latency import Hook
 from fanfold.placement import Placement, place
@@ -64,6 +64,8 @@ class ExpertParallel:
             experts. They always come back as bfloat16.
         scale_format: of fp8 rows: ``"float32"``, ``"power_of_two"`` or ``"ue8m0"``.
         expert_alignment: high throughput pads each expert's rows to a multiple of this.
+        in_place_rows: high throughput on GPUs: memory for this many rows, with their padding, into
+            which peers write in a dispatch in place.
         config: a :class:`fanfold.Config`; resolved from the environment if None.
 
     Attributes:
@@ -92,6 +94,7 @@ class ExpertParallel:
         dispatch_dtype: str | torch.dtype | RowFormat = "bf16",
         scale_format: str = "float32",
         expert_alignment: int = 1,
+        in_place_rows: int = 0,
         config: Config | None = None,
     ) -> None:
         self._group = as_group(group)
@@ -105,6 +108,7 @@ class ExpertParallel:
             "dispatch_dtype": str(dispatch_dtype),
             "scale_format": scale_format,
             "expert_alignment": expert_alignment,
+            "in_place_rows": in_place_rows,
             "staging_bytes": self.config.staging_bytes,
             "ring_bytes": self.config.ring_bytes,
         }
@@ -112,7 +116,7 @@ class ExpertParallel:
         try:
             self.geometry = Geometry(self._group.size, num_experts, top_k, hidden, max_tokens)
             self._formats = _check_options(
-                hidden, mode, dispatch_dtype, scale_format, expert_alignment
+                hidden, mode, dispatch_dtype, scale_format, expert_alignment, in_place_rows
             )
         except ArgumentError as refused:
             error = refused
@@ -130,6 +134,7 @@ class ExpertParallel:
                 self.config,
                 self._formats,
                 expert_alignment,
+                in_place_rows,
                 self._check_received,
             )
             self.device, self.memory = self._high_throughput.device, self._high_throughput.memory
@@ -200,6 +205,7 @@ class ExpertParallel:
         *,
         previous: Received | None = None,
         capacity: int | None = None,
+        in_place: bool = False,
         return_hook: Literal[False] = False,
     ) -> Received: ...
 
@@ -212,6 +218,7 @@ class ExpertParallel:
         *,
         previous: Received | None = None,
         capacity: int | None = None,
+        in_place: bool = False,
         return_hook: Literal[True],
     ) -> tuple[Received, Hook]: ...
 
@@ -223,6 +230,7 @@ class ExpertParallel:
         *,
         previous: Received | None = None,
         capacity: int | None = None,
+        in_place: bool = False,
         return_hook: bool = False,
     ) -> Received | tuple[Received, Hook]:
         """Sends each token to the ranks that hold its experts. Collective.
@@ -237,6 +245,10 @@ class ExpertParallel:
             previous: high throughput: reuse the routing of this earlier dispatch; topk_idx and
                 topk_weights must then be None.
             capacity: high throughput: rows to allocate, so that no size depends on what arrives.
+            in_place: high throughput: the fastest way on GPUs. Tokens and scales of the result lie
+                in memory of this object, into which peers write: they are valid until the next
+                dispatch in place on this rank begins, or :meth:`close`. Asked for on all ranks, or
+                on none; the same as False on the host.
             return_hook: low latency: return before anything has arrived, with a function that
                 receives it; at most two such dispatches may be open.
 
@@ -256,11 +268,11 @@ class ExpertParallel:
         self._check_open()
         if self.mode == "high_throughput":
             return self._high_throughput.dispatch(
-                x, topk_idx, topk_weights, previous, capacity, return_hook
+                x, topk_idx, topk_weights, previous, capacity, in_place, return_hook
             )
-        if previous is not None or capacity is not None:
+        if previous is not None or capacity is not None or in_place:
             with Refusing(self._low_latency.refuse_dispatch):
-                refuse_given(previous=previous, capacity=capacity)
+                refuse_given(previous=previous, capacity=capacity, in_place=in_place or None)
         return self._dispatch_low_latency(x, topk_idx, topk_weights, return_hook)
 
     @overload
@@ -462,7 +474,12 @@ class ExpertParallel:
 
 
 def _check_options(
-    hidden: int, mode: str, dispatch_dtype: object, scale_format: str, expert_alignment: object
+    hidden: int,
+    mode: str,
+    dispatch_dtype: object,
+    scale_format: str,
+    expert_alignment: object,
+    in_place_rows: object,
 ) -> tuple[RowFormat, ScaleFormat]:
     if mode not in ("low_latency", "high_throughput"):
         raise ArgumentError("mode", repr(mode), "'low_latency' or 'high_throughput'")
@@ -472,5 +489,8 @@ def _check_options(
         raise ArgumentError("scale_format", repr(scale_format), allowed)
     if not isinstance(expert_alignment, int) or expert_alignment < 1:
         raise ArgumentError("expert_alignment", repr(expert_alignment), "an integer from 1")
+    check_integer("in_place_rows", in_place_rows, 0, 2**31 - 1)
+    if in_place_rows != 0 and mode == "low_latency":
+        raise ArgumentError("in_place_rows", in_place_rows, "0 in low latency")
     check_hidden(hidden, row_format.dtype.itemsize)
     return row_format, ScaleFormat(scale_format)

@@ -4,16 +4,18 @@ memory tensors of other devices then go."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from fanfold.config import Config
 from fanfold.errors import ArgumentError
-from fanfold.formats import RowFormat, ScaleFormat, quantize
+from fanfold.formats import RowFormat, ScaleFormat, quantize, scale_columns
 from fanfold.geometry import Geometry, check_tensor
 from fanfold.group import Group
 from fanfold.high_throughput import HighThroughput, Rows
 from fanfold.high_throughput.cuda import LEAST_CAPABILITY, CudaHighThroughput
+from fanfold.high_throughput.in_place import bytes_for_results
 from fanfold.placement import Placement, place
 from fanfold.received import HighThroughputSource, Received
 from fanfold.refusal import Refusing
@@ -32,6 +34,7 @@ class HighThroughputCalls:
         group, geometry, config: its own.
         formats: how rows travel.
         expert_alignment: the rows of each expert are padded to a multiple of this.
+        in_place_rows: rows for which there is memory in place.
         check_received: raises for what is no result of the owner's dispatch.
 
     Attributes:
@@ -49,11 +52,13 @@ class HighThroughputCalls:
         config: Config,
         formats: tuple[RowFormat, ScaleFormat],
         expert_alignment: int,
+        in_place_rows: int,
         check_received: Callable[[object], None],
     ) -> None:
         self._owner, self._geometry = owner, geometry
         self._formats, self._alignment = formats, expert_alignment
         self._check_received = check_received
+        self._in_place_rows = in_place_rows
         self._placement = _place(group, config)
         self.device = self._placement.device
         if self._placement.backend == "host":
@@ -61,13 +66,15 @@ class HighThroughputCalls:
             self.memory = SymmetricMemory(group, nbytes, config)
             self._mode: HighThroughput | CudaHighThroughput = HighThroughput(self.memory, 0, nbytes)
             return
-        nbytes = CudaHighThroughput.required_bytes(group.size, config)
+        result_bytes = self._result_bytes()
+        nbytes = CudaHighThroughput.required_bytes(group.size, config, result_bytes)
         self.memory = CudaSymmetricMemory(group, nbytes)
         try:
             self._mode = CudaHighThroughput(
                 self.memory,
                 config,
                 max_tokens=geometry.max_tokens,
+                result_bytes=result_bytes,
                 check_place=self._placement.check,
             )
         except BaseException:
@@ -81,6 +88,7 @@ class HighThroughputCalls:
         topk_weights: torch.Tensor | None,
         previous: Received | None,
         capacity: int | None,
+        in_place: bool,
         return_hook: bool,
     ) -> Received:
         """See :meth:`ExpertParallel.dispatch`."""
@@ -88,6 +96,9 @@ class HighThroughputCalls:
         with Refusing(self._refusal_of(previous, mode.refuse_dispatch)):
             refuse_given(return_hook=return_hook or None)
             _check_previous(previous, topk_idx, topk_weights)
+            if in_place and self._in_place_rows == 0:
+                bound = "False, as this ExpertParallel has no in_place_rows"
+                raise ArgumentError("in_place", True, bound)
             if previous is not None:
                 self._check_received(previous)
             staging = self._staging(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
@@ -96,9 +107,12 @@ class HighThroughputCalls:
             if topk_idx is not None:
                 shape = ((x[0] if isinstance(x, tuple) else x).shape[0], self._geometry.top_k)
                 check_tensor("topk_idx", topk_idx, shape, (torch.int64,), device=self.device)
+        # On the host rows come into tensors of their own.
+        on_gpu = isinstance(mode, CudaHighThroughput)
+        options: dict[str, Any] = {"in_place": in_place} if on_gpu else {}
         if previous is not None:
             plan = _source(previous).dispatched.plan
-            dispatched = mode.dispatch_cached(x, plan, layout="expert_major")  # type: ignore[arg-type]
+            dispatched = mode.dispatch_cached(x, plan, layout="expert_major", **options)  # type: ignore[arg-type]
         else:
             assert topk_idx is not None
             dispatched = mode.dispatch(
@@ -109,6 +123,7 @@ class HighThroughputCalls:
                 layout="expert_major",
                 expert_alignment=self._alignment,
                 capacity=capacity,
+                **options,
             )
         return Received(
             tokens=staging.back(dispatched.tokens),
@@ -168,6 +183,14 @@ class HighThroughputCalls:
     def check(self) -> None:
         """See :meth:`ExpertParallel.check`."""
         self._mode.check()
+
+    def _result_bytes(self) -> int:
+        """Of the memory for dispatches in place."""
+        if self._in_place_rows == 0:
+            return 0
+        (row_format, scale_format), hidden = self._formats, self._geometry.hidden
+        scales = scale_columns(hidden, scale_format) if row_format is RowFormat.FP8 else 0
+        return bytes_for_results(self._in_place_rows, hidden, row_format.dtype.itemsize, scales)
 
     def _refusal_of(
         self, received: object, refuse: Callable[..., None]

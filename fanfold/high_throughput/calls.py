@@ -23,6 +23,7 @@ __all__ = [
     "RowOrder",
     "Rows",
     "anywhere",
+    "check_apart",
     "check_biases",
     "check_capacity",
     "check_lanes",
@@ -160,6 +161,18 @@ def check_lanes(
     shape = (rows,) if layout == "expert_major" else (rows, top_k)
     check_tensor("lane_weights", lane_weights, shape, (torch.float32,), device=device)
     _check_row_count("lane_weights", lane_weights, allowed)
+
+
+def check_apart(name: str, tensor: torch.Tensor, what: str, other: torch.Tensor) -> None:
+    """Raises ArgumentError where ``tensor`` shares memory with ``other``, which rows leave or come
+    to in the same call."""
+    begin, end = other.data_ptr(), other.data_ptr() + other.nbytes
+    # From the first element to the last, whatever the strides.
+    first = tensor.data_ptr()
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    span = sum((count - 1) * stride for count, stride in steps) + 1 if tensor.numel() else 0
+    if first < end and begin < first + span * tensor.itemsize:
+        raise ArgumentError(name, f"in the memory of {what}", "apart from it, as rows move there")
 
 
 def check_biases(

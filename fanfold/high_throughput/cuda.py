@@ -7,9 +7,8 @@ calls. What kernels find wrong they write into pinned memory, where later calls 
 the mode and is raised before anything else is enqueued; what concerns one call only is raised by a
 combine after it has been enqueued, so that this rank stays in step with the others.
 
-A rank that refuses a call takes part with one kernel, whichever call it is. A new routing takes
-two, but where the first was void the second does nothing, and neither does what is done with its
-plan.
+A rank that refuses takes part with one kernel, whichever call it is. A new routing has two, but
+where the first was void the second does nothing, and neither does what is done with its plan.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from fanfold.high_throughput.calls import (
     RowOrder,
     Rows,
     anywhere,
+    check_apart,
     check_biases,
     check_lanes,
     check_layout,
@@ -37,6 +37,7 @@ from fanfold.high_throughput.calls import (
     check_routing,
     check_rows,
 )
+from fanfold.high_throughput.in_place import Results
 from fanfold.high_throughput.kernels import (
     LANES_ALONE_ROW_BYTES,
     CombineKind,
@@ -44,7 +45,7 @@ from fanfold.high_throughput.kernels import (
     Grid,
     Sizes,
 )
-from fanfold.high_throughput.launches import Call, Launches
+from fanfold.high_throughput.launches import Call, Launches, ctas_bounds, grid_of
 from fanfold.high_throughput.plan import CudaDispatched, CudaPlan
 from fanfold.high_throughput.reports import Reports, Totals
 from fanfold.letting_go import let_go
@@ -65,12 +66,6 @@ def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _check_apart(y: torch.Tensor, out: torch.Tensor) -> None:
-    begin, end = out.data_ptr(), out.data_ptr() + out.nbytes
-    if y.data_ptr() < end and begin < y.data_ptr() + y.nbytes:
-        raise ArgumentError("out", "in the memory of y", "apart from it, as rows still leave y")
-
-
 class CudaHighThroughput:
     """High-throughput calls over a symmetric memory of GPUs. Every call is collective, and so is
     construction; see :class:`HighThroughput`.
@@ -86,7 +81,9 @@ class CudaHighThroughput:
         max_tokens: most tokens of any rank in any call, the same on all; a plan takes
             ``ranks * max_tokens`` bytes for it.
         ctas: of each kernel; None for the configuration's, or 24.
-        senders: of them begin as senders in a dispatch; None for the configuration's, or 11 of 24.
+        senders: of them begin as senders in a dispatch; None for the configuration's, or 9 of 24
+            (expert-major 8).
+        result_bytes: of the memory, for the rows of dispatches in place; the same on all ranks.
         check_place: raises for tensors (by name) that are elsewhere, and says why.
 
     Raises:
@@ -102,6 +99,7 @@ class CudaHighThroughput:
         max_tokens: int = 65536,
         ctas: int | None = None,
         senders: int | None = None,
+        result_bytes: int = 0,
         check_place: PlaceCheck = anywhere,
     ) -> None:
         self.device = memory.device
@@ -111,18 +109,21 @@ class CudaHighThroughput:
         error: Exception | None = None
         try:
             check_integer("max_tokens", max_tokens, 0, MOST_ROWS)
-            self._grid = _grid_of(memory, config, ctas, senders)
-            self._open()
+            check_integer("result_bytes", result_bytes, 0, memory.bytes_per_rank)
+            self._grid = grid_of(memory, config, ctas, senders)
+            self._open(result_bytes)
         except FanfoldError as failure:
             error = failure
         # When all have come here, everybody's words are zero.
-        agree(memory.group, {"bytes": memory.bytes_per_rank, "max_tokens": max_tokens}, error)
+        facts = {"bytes": memory.bytes_per_rank, "max_tokens": max_tokens}
+        agree(memory.group, {**facts, "result_bytes": result_bytes}, error)
 
     @staticmethod
-    def required_bytes(ranks: int, config: Config) -> int:
-        """Bytes of symmetric memory per rank: ``config.ring_bytes`` for each rank, and a fixed part
-        of about ``66100 * ranks``. With more or less there are longer or shorter rings."""
-        return _core.cuda_high_throughput_bytes(ranks, config.ring_bytes)[1]
+    def required_bytes(ranks: int, config: Config, result_bytes: int = 0) -> int:
+        """Bytes of symmetric memory per rank: ``config.ring_bytes`` for each rank,
+        ``result_bytes``, and a fixed part of about ``66100 * ranks``. With more or less there are
+        longer or shorter rings."""
+        return _core.cuda_high_throughput_bytes(ranks, config.ring_bytes)[1] + result_bytes
 
     def use_sms(self, sms: int | None) -> None:
         """Has the kernels of all calls from here on take another number of SMs, a CTA on each; None
@@ -134,7 +135,7 @@ class CudaHighThroughput:
         grid = self._grid
         if sms is not None:
             check_integer("sms", sms, 1, 1 << 30)
-            least, most = _ctas_bounds(self._memory)
+            least, most = ctas_bounds(self._memory)
             grid = Grid.of(most, self._ranks, ctas=min(max(sms, least), most))
         self._launches = self._launches_with(grid)
 
@@ -145,7 +146,7 @@ class CudaHighThroughput:
             self._launches_of[grid] = known
         return known
 
-    def _open(self) -> None:
+    def _open(self, result_bytes: int) -> None:
         memory, device = self._memory, self.device
         if torch.cuda.get_device_capability(device.index) < LEAST_CAPABILITY:
             raise UnavailableError(
@@ -153,6 +154,7 @@ class CudaHighThroughput:
                 "stage through the host instead (backend='host', FANFOLD_BACKEND=host)"
             )
         zeroed, fixed = _core.cuda_high_throughput_bytes(memory.ranks, 0)
+        fixed += result_bytes
         ring_bytes = (memory.bytes_per_rank - fixed) // memory.ranks // _LINE * _LINE
         if ring_bytes <= 0:
             bound = f"more than {fixed}; see required_bytes"
@@ -160,7 +162,7 @@ class CudaHighThroughput:
         state_bytes = _core.CUDA_HIGH_THROUGHPUT_STATE_BYTES
         self._state = torch.zeros(state_bytes, dtype=torch.uint8, device=device)
         columns = _core.CUDA_HIGH_THROUGHPUT_MOST_EXPERTS + memory.ranks
-        ctas = _ctas_bounds(memory)[1]
+        ctas = ctas_bounds(memory)[1]
         self._counted = torch.empty(ctas * columns, dtype=torch.int32, device=device)
         self._reports, self._totals = Reports(), Totals()
         self._core = _core.CudaHighThroughput(
@@ -180,6 +182,8 @@ class CudaHighThroughput:
         refusal = self._launches.plan(Sizes(memory.ranks, memory.ranks, 1), 1)
         self._refusal = Call(refusal.args.copy(), refusal.launch)
         self._refusal.args.refused = True
+        begin = _core.cuda_high_throughput_bytes(memory.ranks, ring_bytes)[1]
+        self._results = Results(memory, begin, result_bytes)
         memory.tensor[:zeroed].zero_()
         torch.cuda.synchronize(device)
         # Kernels in flight may outlive this object, and write there.
@@ -198,11 +202,15 @@ class CudaHighThroughput:
         layout: RowOrder = "expert_major",
         expert_alignment: int = 1,
         capacity: int | None = None,
+        in_place: bool = False,
         planned: Callable[[CudaPlan], None] | None = None,
     ) -> CudaDispatched:
         """See :meth:`HighThroughput.dispatch`. With a capacity the CPU waits for nothing; more rows
         than that are dropped, and reported. ``planned`` is called without one, as soon as the CPU
-        knows the plan: what fails later fails after the peers went on."""
+        knows the plan: what fails later fails after the peers went on.
+
+        In place, in expert-major order only, ``tokens`` and ``scales`` are part of the symmetric
+        memory until the next dispatch in place begins. All ranks dispatch in place or none."""
         self._check_usable()
         with Refusing(self.refuse_dispatch):
             check_layout(layout)
@@ -212,18 +220,21 @@ class CudaHighThroughput:
             elif torch.cuda.is_current_stream_capturing():
                 raise UsageError("a dispatch in a CUDA graph needs a capacity")
             values, scales = self._check_rows(x)
+            if in_place:
+                self._results.check(layout, x)
             self._check_place(topk_idx=topk_idx, topk_weights=topk_weights)
             tokens = values.shape[0]
             check_routing(topk_idx, topk_weights, tokens, num_experts, self._ranks, self.device)
             sizes = Sizes(self._ranks, num_experts, topk_idx.shape[1])
             planning = self._launches.plan(sizes, expert_alignment)
             weighted = topk_weights is not None
-            sending = self._launches.dispatch(_kind(sizes, values, scales, layout, True, weighted))
+            kind = _kind(sizes, values, scales, layout, True, weighted, in_place)
+            sending = self._launches.dispatch(kind)
             plan = self._draft(sizes, tokens, capacity)
             self._begin_plan(planning.args, plan, topk_idx)
             dispatched = None
             if capacity is not None:
-                dispatched = self._allocate(plan, x, layout, new=True, weighted=weighted)
+                dispatched = self._allocate(plan, x, kind)
         stream = plan.stream = self._follow()
         planning.launch(planning.args, stream)
         if dispatched is None:
@@ -232,9 +243,10 @@ class CudaHighThroughput:
                 self._await_totals(plan)
                 if planned is not None:
                     planned(plan)
-                dispatched = self._allocate(plan, x, layout, new=True, weighted=weighted)
+                dispatched = self._allocate(plan, x, kind)
         args = sending.args
         self._begin_dispatch(args, dispatched, values, scales, topk_idx)
+        args.result_rows = self._results.most_rows(kind)
         args.weights, args.row_weights = _address(topk_weights), _address(plan.row_weights)
         args.rows_of, args.topk_idx = _address(plan.rows_of), _address(plan.topk_idx)
         args.topk_weights = _address(plan.topk_weights)
@@ -243,25 +255,31 @@ class CudaHighThroughput:
         sending.launch(args, stream)
         return dispatched
 
-    def dispatch_cached(self, x: Rows, plan: CudaPlan, *, layout: RowOrder) -> CudaDispatched:
-        """See :meth:`HighThroughput.dispatch_cached`."""
+    def dispatch_cached(
+        self, x: Rows, plan: CudaPlan, *, layout: RowOrder, in_place: bool = False
+    ) -> CudaDispatched:
+        """See :meth:`HighThroughput.dispatch_cached`, and :meth:`dispatch`."""
         self._check_usable()
         with Refusing(lambda error: self.refuse_dispatch(error, plan)):
             check_layout(layout)
             self._check_plan(plan)
             values, scales = self._check_rows(x)
+            if in_place:
+                self._results.check(layout, x)
             if values.shape[0] != plan.tokens:
                 bound = f"{plan.tokens}, the tokens of the plan"
                 raise ArgumentError("x.shape[0]", values.shape[0], bound)
             sizes = Sizes(plan.ranks, plan.num_experts, plan.top_k)
-            sending = self._launches.dispatch(_kind(sizes, values, scales, layout, False, False))
-            dispatched = self._allocate(plan, x, layout, new=False, weighted=False)
+            kind = _kind(sizes, values, scales, layout, False, False, in_place)
+            sending = self._launches.dispatch(kind)
+            dispatched = self._allocate(plan, x, kind)
             if layout == "expert_major" and plan.rows_of is None:
                 shape = (len(plan.source_token), plan.top_k)
                 # The call may be void, and leave them as they are.
                 plan.rows_of = torch.full(shape, -1, dtype=torch.int32, device=self.device)
         args = sending.args
         self._begin_dispatch(args, dispatched, values, scales, None)
+        args.result_rows = self._results.most_rows(kind)
         # Every such call writes the same, as nobody can tell which was the first that took place.
         late = layout == "expert_major" and plan.topk_idx is not None
         args.rows_of = _address(plan.rows_of) if late else 0
@@ -298,7 +316,7 @@ class CudaHighThroughput:
             check_tensor("out", out, shape, (torch.bfloat16,), device=self.device)
             for name, tensor in (("out", out), *((f"bias[{n}]", b) for n, b in enumerate(biases))):
                 check_aligned(name, tensor)
-            _check_apart(y, out)
+            check_apart("out", out, "y", y)
             call = self._combining(plan, layout, y, row_weights is not None, lanes is not None)
         args = call.args
         args.row_weights = _address(row_weights)
@@ -457,13 +475,11 @@ class CudaHighThroughput:
             raise UsageError("a plan was void, and why has been raised already")
         plan.received, plan.expert_rows = totals
 
-    def _allocate(
-        self, plan: CudaPlan, x: Rows, layout: RowOrder, *, new: bool, weighted: bool
-    ) -> CudaDispatched:
+    def _allocate(self, plan: CudaPlan, x: Rows, kind: DispatchKind) -> CudaDispatched:
         """Room for what a dispatch brings, also in the plan if that is new."""
-        count = plan.row_count(layout)
-        values, scales = x if isinstance(x, tuple) else (x, None)
-        expert_major = layout == "expert_major"
+        expert_major, new, weighted = kind.expert_major, kind.new_routing, kind.weighted
+        count = plan.row_count(kind.layout)
+        tokens, row_scales = self._room_for_rows(count, x, kind)
         sources = self._rows((3, count), torch.int32, plan, -1)
         if new:
             arriving = plan.row_count("token_major")
@@ -478,13 +494,22 @@ class CudaHighThroughput:
         if new and weighted and expert_major:
             plan.row_weights = self._rows((count,), torch.float32, plan, 0)
         return CudaDispatched(
-            tokens=self._empty((count, values.shape[1]), values.dtype),
-            scales=None if scales is None else self._empty((count, scales.shape[1]), scales.dtype),
+            tokens=tokens,
+            scales=row_scales,
             plan=plan,
             row_weights=plan.row_weights if expert_major else None,
             row_source_rank=sources[0],
             row_source_token=sources[1],
         )
+
+    def _room_for_rows(
+        self, count: int, x: Rows, kind: DispatchKind
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if kind.in_place:
+            return self._results.room(count, x, kind)
+        parts = x if isinstance(x, tuple) else (x,)
+        made = [self._empty((count, part.shape[1]), part.dtype) for part in parts]
+        return made[0], made[1] if len(made) > 1 else None
 
     def _begin_dispatch(
         self,
@@ -555,26 +580,6 @@ class CudaHighThroughput:
             self.check()
 
 
-def _ctas_bounds(memory: CudaSymmetricMemory) -> tuple[int, int]:
-    """The fewest and the most CTAs that a kernel may have."""
-    sms = torch.cuda.get_device_properties(memory.device.index).multi_processor_count
-    return 1 + int(memory.ranks > 1), min(sms, _core.CUDA_HIGH_THROUGHPUT_MOST_CTAS)
-
-
-def _grid_of(
-    memory: CudaSymmetricMemory, config: Config, ctas: int | None, senders: int | None
-) -> Grid:
-    most = _ctas_bounds(memory)[1]
-    if ctas is None and config.ctas is not None:
-        ctas = min(config.ctas, most)
-        # The setting's senders belong to its CTAs.
-        senders = config.senders if senders is None and ctas == config.ctas else senders
-    grid = Grid.of(most, memory.ranks, ctas=ctas, senders=senders)
-    if grid.ctas > most:
-        raise ArgumentError("ctas", grid.ctas, f"at most {most} on this GPU")
-    return grid
-
-
 def _kind(
     sizes: Sizes,
     values: torch.Tensor,
@@ -582,6 +587,7 @@ def _kind(
     layout: RowOrder,
     new: bool,
     weighted: bool,
+    in_place: bool,
 ) -> DispatchKind:
     return DispatchKind(
         sizes,
@@ -590,4 +596,5 @@ def _kind(
         expert_major=layout == "expert_major",
         new_routing=new,
         weighted=weighted,
+        in_place=in_place,
     )

@@ -1,8 +1,8 @@
 """Which kernels high-throughput calls need on GPUs, and their shapes: warps, rings, CTAs, roles.
 
-The numbers come from measurements on H200 (decisions 0101 for dispatch, 0103 for combine): 11 SMs
-fill the links with rows, the others make further copies of what comes; more than 24 in all are of
-little use.
+The numbers come from measurements on H200 (decisions 0101 and 0104 for dispatch, 0103 for combine):
+eight or nine SMs nearly fill the links with rows, the others place what comes; more than 24 in all
+are of little use.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from fanfold import _core
 from fanfold.errors import ArgumentError
+from fanfold.high_throughput.calls import RowOrder
 from fanfold.jit import KernelSource
 
 __all__ = [
@@ -33,15 +34,20 @@ LANES_ALONE_ROW_BYTES = 16
 """Of the rows beside which numbers of lanes travel where there are no others."""
 
 _CTAS = 24
-_SENDING_SHARE = 11 / 24
+# Of those 24 in a dispatch. Expert-major there are more copies for the others to make.
+_SENDERS: dict[RowOrder, int] = {"token_major": 9, "expert_major": 8}
 
 _PLAN_WARPS = 16
 _MOST_TILES = 8
 _TILE_BYTES = 64 << 10
 
-_MOST_DISPATCH_WARPS = 4
-_RING_BYTES = 54 << 10  # of a warp, where more is not needed
+# Warps of a dispatch and the rows in the ring of each. A row costs a warp much the same time
+# whatever its length, so many warps are best, if that leaves each enough rows on their way. Four
+# with long rings fill an SM's share of the link; expert-major there is more to do for what comes.
+_MANY_WARPS, _FEW_WARPS = 8, 4
 _MOST_RING_ROWS = 7
+_LEAST_MANY_ROWS: dict[RowOrder, int] = {"token_major": 7, "expert_major": 4}
+_RING_BYTES = 54 << 10  # of one of few warps, where more is not needed
 
 # Warps, beside the one that tells of what they have done: with 12 in all each has 168 registers.
 _COMBINE_WORKERS = 11
@@ -49,7 +55,9 @@ _COMBINE_WORKERS = 11
 _SLICE_UNITS, _ADDED_SLICE_UNITS = 128, 224
 # Of a slice each, in the ring of a warp; with too little memory there are fewer warps first.
 _MOST_PIECES, _FEW_PIECES, _LEAST_PIECES = 4, 3, 2
-_LAG = 64  # batches
+# Batches between sending and folding: some, and several times what the warps of a grid work on at
+# once.
+_LAG, _LAG_WAVES = 64, 4
 
 _LINE = 128
 
@@ -64,24 +72,33 @@ class Grid:
 
     Attributes:
         ctas: in all; one for each SM.
-        senders: of them begin as senders in a dispatch.
+        token_major_senders, expert_major_senders: of them begin as senders in a dispatch.
     """
 
     ctas: int
-    senders: int
+    token_major_senders: int
+    expert_major_senders: int
 
     @classmethod
     def of(
         cls, sms: int, ranks: int, *, ctas: int | None = None, senders: int | None = None
     ) -> Grid:
         """The grid for ``ranks`` GPUs of ``sms`` SMs each, where nothing else is asked for."""
-        receivers = 1 if ranks > 1 else 0
         if ctas is None:
             ctas = min(_CTAS, max(sms, 2))
-        if senders is None:
-            senders = ctas if ranks == 1 else round(ctas * _SENDING_SHARE)
-            senders = min(max(senders, 1), max(ctas - receivers, 1))
-        return cls(ctas, senders)
+        if senders is not None:
+            return cls(ctas, senders, senders)
+        if ranks == 1:
+            return cls(ctas, ctas, ctas)
+
+        def of(order: RowOrder) -> int:
+            return min(-(-ctas * _SENDERS[order] // _CTAS), max(ctas - 1, 1))
+
+        return cls(ctas, of("token_major"), of("expert_major"))
+
+    def senders(self, layout: RowOrder) -> int:
+        """Those of a dispatch in this order."""
+        return self.token_major_senders if layout == "token_major" else self.expert_major_senders
 
 
 @dataclass(frozen=True)
@@ -134,6 +151,7 @@ class DispatchKind:
         expert_major: the order of the rows; else token-major.
         new_routing: whether the plan is new: what is told of the rows is kept.
         weighted: whether weights travel.
+        in_place: expert-major rows go straight to one of their places, not through a ring.
     """
 
     sizes: Sizes
@@ -142,11 +160,22 @@ class DispatchKind:
     expert_major: bool
     new_routing: bool
     weighted: bool
+    in_place: bool = False
+
+    @property
+    def layout(self) -> RowOrder:
+        """The order of the rows."""
+        return "expert_major" if self.expert_major else "token_major"
 
     @property
     def slot_bytes(self) -> int:
-        """Of a row in a ring, with all that travels beside it: whole lines."""
-        return _align(self.row_bytes + self.bytes_beside, _LINE)
+        """Of a row in a ring, with all that travels beside it, or of that alone: whole lines."""
+        return _align((0 if self.in_place else self.row_bytes) + self.bytes_beside, _LINE)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of a row in shared memory, with all that travels beside it."""
+        return _align((self.row_bytes if self.in_place else 0) + self.slot_bytes, _LINE)
 
     @property
     def bytes_beside(self) -> int:
@@ -178,6 +207,17 @@ class CombineKind:
         """Of a row in a ring: whole lines."""
         return _align(self.row_bytes + (4 * self.sizes.top_k if self.lanes else 0), _LINE)
 
+    @property
+    def slices(self) -> int:
+        """Of columns, in which a row travels."""
+        return self.cut()[0]
+
+    def cut(self) -> tuple[int, int]:
+        """The slices of a row, and the units of 16 bytes in each but the last."""
+        # With more choices, or ranks, the places of a batch take the registers.
+        adds = self.expert_major and max(self.sizes.top_k, self.sizes.ranks) <= 16
+        return _slices(self.row_bytes, _ADDED_SLICE_UNITS if adds else _SLICE_UNITS)
+
 
 def plan_kernel(sizes: Sizes) -> Kernel:
     """The kernel that plans a new routing; the number of tokens is free."""
@@ -203,21 +243,25 @@ class _RingShape:
     @classmethod
     def of(cls, kind: DispatchKind, warps: int, rows: int) -> _RingShape:
         ranks, local = kind.sizes.ranks, kind.sizes.experts // kind.sizes.ranks
-        ring = _align(rows * (kind.slot_bytes + 8), _LINE)
-        notes = rows * (24 + 8 * ranks)
+        ring = _align(rows * (kind.held_bytes + 8), _LINE)
+        notes = rows * (16 + 8 * ranks)
         shared = warps * (ring + notes) + 4 * ranks + 4 + 4 * ranks + 4 * (local + 1)
         return cls(warps, rows, _align(shared, _LINE))
 
 
 def _ring_shape(kind: DispatchKind, most_shared_bytes: int) -> _RingShape:
-    """Rings that fit: of four warps, or of fewer where the rows are long."""
-    wanted = max(2, min(_MOST_RING_ROWS, _RING_BYTES // kind.slot_bytes))
-    for warps, rows in ((_MOST_DISPATCH_WARPS, wanted), (4, 2), (2, 3), (2, 2), (1, 3), (1, 2)):
+    """Rings that fit: of many warps, or of few where rows are long."""
+    least = _LEAST_MANY_ROWS[kind.layout]
+    many = [(_MANY_WARPS, rows) for rows in range(_MOST_RING_ROWS, least - 1, -1)]
+    wanted = max(2, min(_MOST_RING_ROWS, _RING_BYTES // kind.held_bytes))
+    few = [(_FEW_WARPS, wanted), (4, 2), (2, 3), (2, 2), (1, 3), (1, 2)]
+    for warps, rows in (*many, (_MANY_WARPS - 1, least), *few):
         shape = _RingShape.of(kind, warps, rows)
         if shape.shared_bytes <= most_shared_bytes:
             return shape
-    fixed = _RingShape.of(kind, 1, 2).shared_bytes - 2 * kind.slot_bytes
-    most = (most_shared_bytes - fixed) // 2 // _LINE * _LINE - kind.bytes_beside
+    fixed = _RingShape.of(kind, 1, 2).shared_bytes - 2 * kind.held_bytes
+    beside = kind.slot_bytes if kind.in_place else kind.bytes_beside
+    most = (most_shared_bytes - fixed) // 2 // _LINE * _LINE - beside
     raise ArgumentError(
         "bytes of a row",
         kind.row_bytes,
@@ -239,9 +283,11 @@ def dispatch_kernel(kind: DispatchKind, most_shared_bytes: int = MOST_SHARED_BYT
         "kRowBytes": kind.row_bytes,
         "kScaleWords": kind.scale_words,
         "kExpertMajor": int(kind.expert_major),
+        "kInPlace": int(kind.in_place),
         "kNewRouting": int(kind.new_routing),
         "kWeighted": int(kind.weighted),
-        "kSlotBytes": kind.slot_bytes,
+        "kRingRowBytes": kind.slot_bytes,
+        "kSlotBytes": kind.held_bytes,
         "kAhead": ring.rows - behind,
         "kBehind": behind,
     }
@@ -265,6 +311,11 @@ def _slices(row_bytes: int, most_units: int) -> tuple[int, int]:
     return -(-units // units_of(best)), units_of(best)
 
 
+def _lag(kind: CombineKind, workers: int) -> int:
+    jobs = (kind.sizes.ranks + int(kind.expert_major)) * kind.slices  # for a batch of each source
+    return max(_LAG, _LAG_WAVES * workers * _CTAS // jobs)
+
+
 def combine_kernel(
     kind: CombineKind, slots: int, most_shared_bytes: int = MOST_SHARED_BYTES
 ) -> Kernel:
@@ -274,17 +325,14 @@ def combine_kernel(
         ArgumentError: two pieces of a row do not fit the shared memory.
     """
     sizes = kind.sizes
-    # With more choices, or ranks, the places of a batch take the registers.
-    adds = kind.expert_major and max(sizes.top_k, sizes.ranks) <= 16
-    most_units = _ADDED_SLICE_UNITS if adds else _SLICE_UNITS
-    slices, slice_units = _slices(kind.row_bytes, most_units)
+    slices, slice_units = kind.cut()
     terms = max(sizes.top_k if kind.expert_major else 0, sizes.ranks)
     entries = 2 * 8 * _core.CUDA_BATCH_TOKENS * terms
     piece = 16 * _align(slice_units, 32)
-    rest = _align(8 * sizes.ranks + 8, _LINE)
+    rest = _align(8 * sizes.ranks + 16, _LINE)
 
     def shared_bytes(workers: int, pieces: int) -> int:
-        return workers * _align(pieces * piece + entries + 28, _LINE) + rest
+        return workers * _align(pieces * piece + entries + 40, _LINE) + rest
 
     workers, pieces = _COMBINE_WORKERS, _MOST_PIECES
     while workers > 1 and shared_bytes(workers, _FEW_PIECES) > most_shared_bytes:
@@ -305,7 +353,7 @@ def combine_kernel(
         "kSlices": slices,
         "kSliceUnits": slice_units,
         "kPieces": pieces,
-        "kLag": min(_LAG, slots // 2),
+        "kLag": min(_lag(kind, workers), slots // 2),
     }
     source = KernelSource(
         "high_throughput/combine.cu", "high_throughput_combine", constants, (workers + 1) * 32
@@ -324,7 +372,8 @@ def core_shape(kind: DispatchKind | CombineKind) -> _core.CudaHighThroughputShap
     shape.expert_major = int(kind.expert_major)
     if isinstance(kind, DispatchKind):
         shape.scale_words = kind.scale_words
+        shape.in_place = int(kind.in_place)
         shape.variant = int(kind.new_routing) | int(kind.weighted) << 1
     else:
-        shape.variant = int(kind.lanes)
+        shape.slices, shape.variant = kind.slices, int(kind.lanes)
     return shape

@@ -11,11 +11,12 @@ import torch
 
 from fanfold import _core, jit
 from fanfold.config import Config
-from fanfold.errors import UsageError
+from fanfold.errors import ArgumentError, UsageError
 from fanfold.high_throughput import kernels
 from fanfold.high_throughput.kernels import CombineKind, DispatchKind, Grid, Kernel, Sizes
+from fanfold.symmetric_cuda import CudaSymmetricMemory
 
-__all__ = ["Call", "Launches"]
+__all__ = ["Call", "Launches", "ctas_bounds", "grid_of"]
 
 Arguments = TypeVar(
     "Arguments",
@@ -68,7 +69,7 @@ class Launches:
                 _core.CudaHighThroughputPhase.PLAN, sizes.experts, sizes.top_k
             )
             shape.alignment = alignment
-            args = self._core.plan_arguments(shape, self._grid.ctas, self._grid.senders)
+            args = self._core.plan_arguments(shape, self._grid.ctas, self._grid.token_major_senders)
             known = Call(args, self._load(kernels.plan_kernel(sizes)))
             self._plans[sizes, alignment] = known
         return known
@@ -79,7 +80,8 @@ class Launches:
         if known is None:
             kernel = kernels.dispatch_kernel(kind, self._most_shared_bytes)
             shape = kernels.core_shape(kind)
-            args = self._core.dispatch_arguments(shape, self._grid.ctas, self._grid.senders)
+            senders = self._grid.senders(kind.layout)
+            args = self._core.dispatch_arguments(shape, self._grid.ctas, senders)
             known = self._dispatches[kind] = Call(args, self._load(kernel))
         return known
 
@@ -88,7 +90,9 @@ class Launches:
         known = self._combines.get(kind)
         if known is None:
             shape = kernels.core_shape(kind)
-            args = self._core.combine_arguments(shape, self._grid.ctas, self._grid.senders)
+            args = self._core.combine_arguments(
+                shape, self._grid.ctas, self._grid.token_major_senders
+            )
             kernel = kernels.combine_kernel(kind, args.slots, self._most_shared_bytes)
             known = Call(args, self._load(kernel))
             self._combines[kind] = known
@@ -110,3 +114,24 @@ class Launches:
             args.launch(loaded, shape, stream)
 
         return launch
+
+
+def ctas_bounds(memory: CudaSymmetricMemory) -> tuple[int, int]:
+    """The fewest and the most CTAs that a kernel may have."""
+    sms = torch.cuda.get_device_properties(memory.device.index).multi_processor_count
+    return 1 + int(memory.ranks > 1), min(sms, _core.CUDA_HIGH_THROUGHPUT_MOST_CTAS)
+
+
+def grid_of(
+    memory: CudaSymmetricMemory, config: Config, ctas: int | None, senders: int | None
+) -> Grid:
+    """The CTAs that were asked for, else those of the configuration, else the mode's own choice."""
+    most = ctas_bounds(memory)[1]
+    if ctas is None and config.ctas is not None:
+        ctas = min(config.ctas, most)
+        # The setting's senders belong to its CTAs.
+        senders = config.senders if senders is None and ctas == config.ctas else senders
+    grid = Grid.of(most, memory.ranks, ctas=ctas, senders=senders)
+    if grid.ctas > most:
+        raise ArgumentError("ctas", grid.ctas, f"at most {most} on this GPU")
+    return grid

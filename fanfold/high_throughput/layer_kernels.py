@@ -81,7 +81,9 @@ class Layer:
             for what, dispatch in self._dispatches(layout):
                 found[what] = dispatch_kernel(dispatch, most_shared_bytes).source
             for what, combine in self._combines(layout):
-                slots = _core.cuda_high_throughput_slots(combine.slot_bytes, ring_bytes)
+                slots = _core.cuda_high_throughput_combine_slots(
+                    combine.slot_bytes, combine.slices, ring_bytes
+                )
                 found[what] = combine_kernel(combine, slots, most_shared_bytes).source
         if self.row_format is RowFormat.FP8:
             found["quantise"] = quantizing.kernel_source(
@@ -102,9 +104,14 @@ class Layer:
                 f"{start} cached bf16",
                 DispatchKind(self.sizes, *bf16, expert_major, False, False),
             )
-        yield f"{start} new weighted", DispatchKind(self.sizes, *rows, expert_major, True, True)
-        yield f"{start} new", DispatchKind(self.sizes, *rows, expert_major, True, False)
-        yield f"{start} cached", DispatchKind(self.sizes, *rows, expert_major, False, False)
+        for place in ("", " in place") if expert_major else ("",):
+            for what, new, weighted in (
+                (" new weighted", True, True),
+                (" new", True, False),
+                (" cached", False, False),
+            ):
+                kind = DispatchKind(self.sizes, *rows, expert_major, new, weighted, bool(place))
+                yield start + place + what, kind
 
     def _combines(self, layout: RowOrder) -> Iterator[tuple[str, CombineKind]]:
         start, expert_major = f"combine {layout}", layout == "expert_major"

@@ -37,6 +37,7 @@ HighThroughputShape shape_of(HighThroughputPhase phase) {
   shape.experts = 48;
   shape.top_k = 8;
   shape.alignment = 1;
+  shape.slices = 1;
   if (phase != HighThroughputPhase::kPlan) {
     shape.row_bytes = 1024;
     shape.slot_bytes = 1152;
@@ -55,8 +56,8 @@ TEST(high_throughput_device_areas_do_not_overlap) {
       CHECK(at.ready - at.counts >= int64_t{2} * ranks * (kColumns + ranks) * 8);
       CHECK(at.taken - at.ready >= int64_t{ranks} * kRingWords * 8);
       CHECK(at.ring - at.taken >= int64_t{ranks} * kRingWords * 8);
-      CHECK(at.end - at.ring >= ranks * ring);
-      for (const int64_t begin : {at.counts, at.ready, at.taken, at.ring, at.end}) {
+      CHECK(at.results - at.ring >= ranks * ring);
+      for (const int64_t begin : {at.counts, at.ready, at.taken, at.ring, at.results}) {
         CHECK_EQ(begin % kAreaAlignment, int64_t{0});
       }
     }
@@ -86,10 +87,23 @@ TEST(high_throughput_device_words_survive_their_encoding) {
 
 TEST(high_throughput_device_slots_follow_from_the_ring) {
   const HighThroughput calls(place_of(4, 8 * 128 * 5));
-  CHECK_EQ(calls.slots(128), 5);
-  CHECK_EQ(calls.slots(0), kMostRingSlots);
-  CHECK_EQ(HighThroughput(place_of(4, 1 << 30)).slots(128), kMostRingSlots);
-  CHECK_THROWS(calls.slots(256), BadArgument);
+  const HighThroughput roomy(place_of(4, 1 << 30));
+  auto shape = shape_of(HighThroughputPhase::kDispatch);
+  shape.slot_bytes = 128;
+  CHECK_EQ(calls.slots(shape), 5);
+  CHECK_EQ(roomy.slots(shape), kMostDispatchSlots);
+  shape.in_place = 1;
+  CHECK_EQ(roomy.slots(shape), kMostSlotsInPlace);
+  CHECK(kLandingsAt + kMostSlotsInPlace * kBatchTokens <= kRingWords);
+  shape.phase = HighThroughputPhase::kCombine;
+  CHECK_EQ(roomy.slots(shape), kRingWords);
+  shape.slices = kMostSlices;
+  CHECK_EQ(roomy.slots(shape), kRingWords / kMostSlices);
+  shape.slices = kMostSlices + 1;
+  CHECK_THROWS(roomy.slots(shape), BadArgument);
+  CHECK_EQ(roomy.slots(shape_of(HighThroughputPhase::kPlan)), 0);
+  shape.slot_bytes = 256;
+  CHECK_THROWS(calls.slots(shape), BadArgument);
 }
 
 TEST(high_throughput_device_arguments_are_filled_in) {
@@ -99,13 +113,13 @@ TEST(high_throughput_device_arguments_are_filled_in) {
   CHECK_EQ(args.call.rank, 2);
   CHECK_EQ(reinterpret_cast<uintptr_t>(args.call.peers[2]), uintptr_t{4096 * 3});
   CHECK_EQ(args.call.senders, 3);
-  CHECK_EQ(args.call.slots, calls.slots(1152));
+  CHECK_EQ(args.call.slots, calls.slots(shape_of(HighThroughputPhase::kDispatch)));
   CHECK_EQ(args.call.timeout_ns, int64_t{5});
 }
 
 TEST(high_throughput_device_facts_tell_shapes_apart) {
   const HighThroughput calls(place_of(4));
-  std::vector<HighThroughputShape> shapes(9, shape_of(HighThroughputPhase::kDispatch));
+  std::vector<HighThroughputShape> shapes(11, shape_of(HighThroughputPhase::kDispatch));
   shapes[1].phase = HighThroughputPhase::kCombine;
   shapes[2].experts = 96;
   shapes[3].top_k = 7;
@@ -114,6 +128,8 @@ TEST(high_throughput_device_facts_tell_shapes_apart) {
   shapes[6].slot_bytes = 1280;
   shapes[7].expert_major = 1;
   shapes[8].variant = 1;
+  shapes[9].in_place = 1;
+  shapes[10].slices = 2;
   std::set<uint32_t> facts;
   for (const auto& shape : shapes) {
     facts.insert(calls.combine_arguments(shape, {.ctas = 4, .senders = 1}).call.facts);

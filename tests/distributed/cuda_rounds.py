@@ -32,7 +32,11 @@ def sent(expect: Round, device: torch.device) -> torch.Tensor | tuple[torch.Tens
 
 
 def dispatch(
-    mode: CudaHighThroughput, expect: Round, layout: str, capacity: int | None
+    mode: CudaHighThroughput,
+    expect: Round,
+    layout: str,
+    capacity: int | None,
+    in_place: bool = False,
 ) -> CudaDispatched:
     """The dispatch of a round."""
     own, device = expect.own, mode.device
@@ -45,6 +49,7 @@ def dispatch(
         layout=layout,  # type: ignore[arg-type]
         expert_alignment=expect.case.alignment,
         capacity=capacity,
+        in_place=in_place,
     )
 
 
@@ -143,15 +148,24 @@ def check_combine(
     assert same_bits(into.cpu(), unweighted)
 
 
-def run_case(mode: CudaHighThroughput, case: Case, rank: int, layout: str) -> None:
+def run_case(
+    mode: CudaHighThroughput, case: Case, rank: int, layout: str, in_place: bool = False
+) -> None:
     """Dispatches, reuses and combines ``case``, and checks every bit of what this rank gets."""
     expect = Round(case, rank)
-    got = dispatch(mode, expect, layout, expect.capacity(layout))
+    mode._results.memory.fill_(0xA5)
+    got = dispatch(mode, expect, layout, expect.capacity(layout), in_place)
     if got.tokens.is_cuda:
         torch.cuda.synchronize(got.tokens.device)
     check_plan(expect, got.plan, layout)
     check_brought(expect, got, layout)
     check_combine(mode, expect, got, layout)
-    again = mode.dispatch_cached(sent(expect, mode.device), got.plan, layout=layout)  # type: ignore[arg-type]
+    mode._results.memory.fill_(0xA5)
+    again = mode.dispatch_cached(
+        sent(expect, mode.device),
+        got.plan,
+        layout=layout,  # type: ignore[arg-type]
+        in_place=in_place,
+    )
     check_brought(expect, again, layout)
     mode.quiesce()

@@ -94,6 +94,7 @@ class World:
         ring_bytes: of each of their rings.
         max_tokens: of the mode.
         ctas, senders: of every kernel.
+        result_bytes: for dispatches in place.
         settings: of :class:`Config`.
     """
 
@@ -105,10 +106,11 @@ class World:
         max_tokens: int = 256,
         ctas: int | None = None,
         senders: int | None = None,
+        result_bytes: int = 0,
         **settings: Any,
     ) -> None:
         config = Config.resolve(**{"timeout_s": 10.0, **settings})
-        _, nbytes = _core.cuda_high_throughput_bytes(ranks, ring_bytes)
+        nbytes = _core.cuda_high_throughput_bytes(ranks, ring_bytes)[1] + result_bytes
         # What the mode does not make zero itself may hold anything.
         regions = [torch.full((nbytes + 128,), 0xA5, dtype=torch.uint8) for _ in range(ranks)]
         regions = [region[-region.data_ptr() % 128 :][:nbytes] for region in regions]
@@ -131,6 +133,7 @@ class World:
                 max_tokens=max_tokens,
                 ctas=ctas,
                 senders=senders,
+                result_bytes=result_bytes,
             )
 
         with ThreadPoolExecutor(ranks) as pool:

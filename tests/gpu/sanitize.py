@@ -91,10 +91,15 @@ def high_throughput(group: dist.ProcessGroup) -> None:
         # The fewest slots that a ring may have.
         row_bytes = 2 * case.hidden + 8 * case.top_k + 4 * case.scales
         ring_bytes = 4 * 8 * (-(-row_bytes // 128) * 128)
-        for layout in LAYOUTS:
-            with opened(group, ring_bytes=ring_bytes, timeout_s=TIMEOUT_S) as mode:
-                run_case(mode, case, 0, layout)
-            print(f"right: {layout} {case}", flush=True)
+        for layout, in_place in (*((layout, False) for layout in LAYOUTS), ("expert_major", True)):
+            with opened(
+                group,
+                ring_bytes=ring_bytes,
+                timeout_s=TIMEOUT_S,
+                result_bytes=routings.results_of(case),
+            ) as mode:
+                run_case(mode, case, 0, layout, in_place)
+            print(f"right: {layout} {'in place ' if in_place else ''}{case}", flush=True)
 
 
 def formats(group: dist.ProcessGroup) -> None:

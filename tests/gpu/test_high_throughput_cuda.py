@@ -15,11 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import fanfold
 from fanfold.config import Config
 from fanfold.errors import ArgumentError, PeerRefused, PeerTimeout, UsageError
 from fanfold.group import as_group
 from fanfold.high_throughput import HighThroughput, Plan
 from fanfold.high_throughput.cuda import CudaHighThroughput
+from fanfold.high_throughput.in_place import bytes_for_results
 from fanfold.high_throughput.plan import CudaDispatched
 from fanfold.symmetric import SymmetricMemory
 from fanfold.symmetric_cuda import CudaSymmetricMemory
@@ -32,7 +34,7 @@ from tests.distributed.cuda_rounds import (
     run_case,
     sent,
 )
-from tests.distributed.routings import Case, Round, random_case
+from tests.distributed.routings import Case, Round, random_case, results_of
 from tests.gpu.conftest import GpuPools
 from tests.gpu.support import assert_same
 
@@ -44,14 +46,19 @@ DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 
 @contextmanager
 def opened(
-    group: dist.ProcessGroup, *, ring_bytes: int = 1 << 22, timeout_s: float = 30.0, **rest: Any
+    group: dist.ProcessGroup,
+    *,
+    ring_bytes: int = 1 << 22,
+    timeout_s: float = 30.0,
+    result_bytes: int = 0,
+    **rest: Any,
 ) -> Iterator[CudaHighThroughput]:
     """The mode over its own memory. Collective."""
     config = Config.resolve(ring_bytes=ring_bytes, timeout_s=timeout_s)
     ranks = as_group(group)
-    nbytes = CudaHighThroughput.required_bytes(ranks.size, config)
+    nbytes = CudaHighThroughput.required_bytes(ranks.size, config, result_bytes)
     with CudaSymmetricMemory(ranks, nbytes) as memory:
-        yield CudaHighThroughput(memory, config, **rest)
+        yield CudaHighThroughput(memory, config, result_bytes=result_bytes, **rest)
 
 
 def case_of(ranks: int, **changes: Any) -> Case:
@@ -64,17 +71,30 @@ def case_of(ranks: int, **changes: Any) -> Case:
 # ---- small cases, every bit against loops over plain tensors ------------------------------------
 
 
-def _rounds(group: dist.ProcessGroup, cases: list[Case], ring_bytes: int) -> None:
+def _rounds(
+    group: dist.ProcessGroup, cases: list[Case], ring_bytes: int, in_place: bool = False
+) -> None:
     rank = dist.get_rank(group)
-    with opened(group, ring_bytes=ring_bytes) as mode:
+    result_bytes = max(map(results_of, cases)) if in_place else 0
+    with opened(group, ring_bytes=ring_bytes, result_bytes=result_bytes) as mode:
         for number, case in enumerate(cases):
-            run_case(mode, case, rank, LAYOUTS[number % 2])
+            layout = "expert_major" if in_place else LAYOUTS[number % 2]
+            run_case(mode, case, rank, layout, in_place)
 
 
 @pytest.mark.parametrize("style", ["spread", "one_rank", "one_expert", "none", "holes"])
 def test_every_style_of_routing(gpus: GpuPools, ranks: int, style: str) -> None:
     case = case_of(ranks, style=style, biases=1)
     gpus.run(ranks, _rounds, [case, case], 4 * 8 * 1152)
+
+
+@pytest.mark.parametrize("style", ["spread", "one_rank", "one_expert", "duplicates"])
+@pytest.mark.parametrize("scales", [0, 7, 8])
+def test_rounds_in_place(gpus: GpuPools, ranks: int, style: str, scales: int) -> None:
+    dtype = torch.float8_e4m3fn if scales else torch.bfloat16
+    case = case_of(ranks, style=style, dtype=dtype, scales=scales)
+    fewer = dataclasses.replace(case, tokens=case.tokens[::-1], slack=5)
+    gpus.run(ranks, _rounds, [case, fewer, case], 4 * 8 * 1152, True)
 
 
 @pytest.mark.parametrize("scales", [1, 4, 7, 56])
@@ -108,6 +128,14 @@ class Large:
     @property
     def experts(self) -> int:
         return self.experts_per_rank * len(self.tokens)
+
+    @property
+    def result_bytes(self) -> int:
+        """Of all rows that any rank may get, with padding to 128."""
+        rows = sum(self.tokens) * min(self.top_k, self.experts_per_rank)
+        scales = -(-self.hidden // 128) if self.fp8 else 0
+        rows += 128 * self.experts_per_rank
+        return bytes_for_results(rows, self.hidden, 1 if self.fp8 else 2, scales)
 
     def make(self, rank: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
         """Rows, routing and weights of ``rank``, on the host."""
@@ -147,20 +175,28 @@ def _on_gpu(x: Any, device: torch.device) -> Any:
     return x[0].to(device), scales.copy_(x[1])
 
 
-def _against_the_host(group: dist.ProcessGroup, large: Large, layout: Any) -> None:
+def _against_the_host(
+    group: dist.ProcessGroup, large: Large, layout: Any, in_place: bool = False
+) -> None:
     rank, ranks = dist.get_rank(group), as_group(group)
     x, idx, weights = large.make(rank)
     config = Config.resolve(timeout_s=60.0)
     nbytes = HighThroughput.staging_bytes(ranks.size, config)
-    with SymmetricMemory(ranks, nbytes, config) as memory, opened(group) as mode:
+    result_bytes = large.result_bytes if in_place else 0
+    with (
+        SymmetricMemory(ranks, nbytes, config) as memory,
+        opened(group, result_bytes=result_bytes) as mode,
+    ):
         host = HighThroughput(memory, 0, nbytes)
         rest = {"num_experts": large.experts, "layout": layout, "expert_alignment": 128}
         want = host.dispatch(x, idx, weights, **rest)
         device = mode.device
-        got = mode.dispatch(_on_gpu(x, device), idx.to(device), weights.to(device), **rest)
+        sends = (_on_gpu(x, device), idx.to(device), weights.to(device))
+        got = mode.dispatch(*sends, **rest, in_place=in_place)
         _assert_brought(got, want)
         _assert_plan(got, want.plan, layout)
-        again = mode.dispatch_cached(_on_gpu(x, device), got.plan, layout=layout)
+        mode._results.memory.fill_(0xA5)
+        again = mode.dispatch_cached(sends[0], got.plan, layout=layout, in_place=in_place)
         _assert_brought(again, want)
         rows = want.tokens.shape[0]
         numbers = torch.Generator().manual_seed(rank)
@@ -205,6 +241,11 @@ def test_random_layers_against_the_host(gpus: GpuPools, ranks: int, seed: int, l
     gpus.run(ranks, _against_the_host, random_large(seed, ranks), layout)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_random_layers_in_place_against_the_host(gpus: GpuPools, ranks: int, seed: int) -> None:
+    gpus.run(ranks, _against_the_host, random_large(seed, ranks), "expert_major", True)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("style", ["spread", "one_rank"])
 def test_many_tokens_against_the_host(
@@ -238,13 +279,15 @@ def test_one_plan_for_both_layouts(gpus: GpuPools, ranks: int) -> None:
     gpus.run(ranks, _one_plan_for_both, case_of(ranks, weighted=False))
 
 
-def _too_small(group: dist.ProcessGroup, case: Case, layout: str) -> None:
+def _too_small(group: dist.ProcessGroup, case: Case, layout: str, missing: int) -> None:
     rank = dist.get_rank(group)
-    with opened(group) as mode:
+    in_place = layout == "in_place"
+    layout = "expert_major" if in_place else layout
+    with opened(group, result_bytes=results_of(case)) as mode:
         expect = Round(case, rank)
         needed = len(expect.rows) if layout == "token_major" else expect.offsets[-1]
-        room = needed - 3 if rank == 0 else needed
-        got = dispatch(mode, expect, layout, room)
+        room = max(0, needed - missing) if rank == 0 else needed
+        got = dispatch(mode, expect, layout, room, in_place)
         if rank == 0:
             with pytest.raises(ArgumentError, match=f"capacity of .* is {room}"):
                 mode.quiesce()
@@ -253,9 +296,12 @@ def _too_small(group: dist.ProcessGroup, case: Case, layout: str) -> None:
         run_case(mode, case, rank, layout)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_too_small_a_capacity_is_reported(gpus: GpuPools, ranks: int, layout: str) -> None:
-    gpus.run(ranks, _too_small, case_of(ranks), layout)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "in_place"])
+@pytest.mark.parametrize("missing", [3, 10000])
+def test_too_small_a_capacity_is_reported(
+    gpus: GpuPools, ranks: int, layout: str, missing: int
+) -> None:
+    gpus.run(ranks, _too_small, case_of(ranks), layout, missing)
 
 
 def _refused(group: dist.ProcessGroup, case: Case, capacity: int | None) -> None:
@@ -300,11 +346,14 @@ def test_an_index_out_of_range_is_reported(gpus: GpuPools, ranks: int) -> None:
 # ---- graphs, streams ----------------------------------------------------------------------------
 
 
-def _graphs(group: dist.ProcessGroup, cases: list[Case], layout: Any, room: int) -> None:
+def _graphs(
+    group: dist.ProcessGroup, cases: list[Case], layout: Any, room: int, in_place: bool = False
+) -> None:
     """New and cached dispatches and combines in one graph, replayed with other routings."""
     rank = dist.get_rank(group)
     rounds = [Round(case, rank) for case in cases]
-    with opened(group) as mode:
+    nbytes = bytes_for_results(room, cases[0].hidden, 2) if in_place else 0
+    with opened(group, result_bytes=nbytes) as mode:
         device = mode.device
         first = rounds[0].own
         x, idx = first.x.to(device), first.topk_idx.to(device)
@@ -316,9 +365,9 @@ def _graphs(group: dist.ProcessGroup, cases: list[Case], layout: Any, room: int)
         def calls() -> tuple[CudaDispatched, CudaDispatched, torch.Tensor]:
             got = mode.dispatch(
                 x, idx, weights, num_experts=cases[0].experts, layout=layout, capacity=room,
-                expert_alignment=cases[0].alignment,
+                expert_alignment=cases[0].alignment, in_place=in_place,
             )  # fmt: skip
-            again = mode.dispatch_cached(x, got.plan, layout=layout)
+            again = mode.dispatch_cached(x, got.plan, layout=layout, in_place=in_place)
             out, _ = mode.combine(again.tokens, got.plan, layout=layout)
             return got, again, out
 
@@ -354,6 +403,12 @@ def test_graphs(gpus: GpuPools, ranks: int, layout: str) -> None:
     styles = ("spread", "one_rank", "duplicates", "none")
     cases = [case_of(ranks, style=style, seed=n) for n, style in enumerate(styles)]
     gpus.run(ranks, _graphs, cases, layout, 4096)
+
+
+def test_graphs_of_dispatches_in_place(gpus: GpuPools, ranks: int) -> None:
+    styles = ("spread", "one_rank", "duplicates", "none")
+    cases = [case_of(ranks, style=style, seed=n) for n, style in enumerate(styles)]
+    gpus.run(ranks, _graphs, cases, "expert_major", 4096, True)
 
 
 def _delayed(group: dist.ProcessGroup, case: Case) -> None:
@@ -420,3 +475,45 @@ def _stalled(group: dist.ProcessGroup, case: Case, call: str) -> None:
 @pytest.mark.parametrize("call", ["counts", "dispatch", "combine"])
 def test_a_stalled_rank_is_named(gpus: GpuPools, most_ranks: int, call: str) -> None:
     gpus.run(most_ranks, _stalled, case_of(most_ranks), call)
+
+
+# ---- the native face ----------------------------------------------------------------------------
+
+
+def _in_place_by_the_face(group: dist.ProcessGroup, dtype: str) -> None:
+    """What arrives in place is what the host brings, for a new routing and a known one."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    numbers = torch.Generator().manual_seed(rank)
+    x = torch.randn((90, 512), generator=numbers).bfloat16()
+    idx = torch.randint(0, 4 * ranks, (90, 3), generator=numbers)
+    weights = torch.rand((90, 3), generator=numbers)
+    sizes = {
+        "num_experts": 4 * ranks, "top_k": 3, "hidden": 512, "max_tokens": 128,
+        "mode": "high_throughput", "dispatch_dtype": dtype, "expert_alignment": 16,
+        "in_place_rows": 90 * 3 * ranks + 64,
+    }  # fmt: skip
+    layers = [
+        fanfold.ExpertParallel(group, **sizes, config=Config.resolve(backend=backend))
+        for backend in ("host", "cuda")
+    ]
+    with layers[0] as host, layers[1] as ep:
+        given = [tensor.to(ep.device) for tensor in (x, idx, weights)]
+        want = host.dispatch(x, idx, weights, in_place=True)
+        got = ep.dispatch(*given, in_place=True)
+        again = ep.dispatch(given[0], previous=got, in_place=True)
+        begin, end = ep.memory.base(rank), ep.memory.base(rank) + ep.memory.bytes_per_rank
+        for each in (got, again):
+            assert begin <= each.tokens.data_ptr() < end
+            assert_same("tokens", each.tokens.view(torch.uint8), want.tokens.view(torch.uint8))
+            assert (each.scales is None) == (dtype == "bf16")
+            if each.scales is not None:
+                assert want.scales is not None
+                assert_same("scales", each.scales, want.scales)
+        y = torch.ones((len(want.tokens), 512), dtype=torch.bfloat16)
+        assert_same("out", ep.combine(y.to(ep.device), got), host.combine(y, want))
+        ep.check()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_in_place_by_the_face(gpus: GpuPools, ranks: int, dtype: str) -> None:
+    gpus.run(ranks, _in_place_by_the_face, dtype)

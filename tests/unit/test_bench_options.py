@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import io
+import types
 
 import pytest
 import torch
+from rich.console import Console
 
-from fanfold.bench import oracle
+from fanfold.bench import layouts, oracle, report
+from fanfold.bench.check import Expectation
+from fanfold.bench.cuda_high_throughput import capacity_for
+from fanfold.bench.layouts import Given
+from fanfold.bench.report import Result, Traffic
 from fanfold.bench.settings import BenchSettings
+from fanfold.bench.timing import Timings
 from fanfold.bench.workload import Workload
 from fanfold.cli import bench
-from fanfold.errors import ArgumentError
+from fanfold.errors import ArgumentError, UnavailableError
 
 
 def points(*arguments):
@@ -65,11 +73,107 @@ def test_what_is_left_out_the_backend_decides():
         ("high-throughput --sms 12,1000", "sms is 1000"),
         ("high-throughput --alignment 0", "alignment is 0"),
         ("high-throughput --layout token-major --alignment 8", "has no padding"),
+        ("low-latency --in-place", "in_place is True, .*high throughput"),
+        ("high-throughput --backend host --in-place", "layout, routing and alignment work there"),
+        (
+            "high-throughput --layout expert-major,token-major --in-place",
+            "in_place is True, .*left out with --layout token-major",
+        ),
     ],
 )
 def test_what_does_not_apply_is_refused(arguments, message):
     with pytest.raises(ArgumentError, match=message):
         points(*arguments.split())
+
+
+def test_in_place_is_of_expert_major_on_gpus():
+    arguments = ("high-throughput", "--backend", "cuda", "--routing", "new,cached")
+    found = points(*arguments, "--in-place")
+    assert [(each.routing, each.on("cuda").in_place) for each in found] == [
+        ("new", True),
+        ("cached", True),
+    ]
+    (asked, _) = points(*arguments)
+    assert asked.in_place is None
+    assert asked.on("cuda").in_place is False
+    assert asked.on("host").in_place is None
+    (token_major,) = points("high-throughput", "--layout", "token-major")
+    assert token_major.on("cuda").in_place is None
+    (low_latency,) = points("low-latency")
+    assert low_latency.on("cuda").in_place is None
+
+
+@pytest.mark.parametrize("option", ["overlap", "sms", "in_place"])
+def test_what_needs_gpus_says_so_without(monkeypatch, option):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    settings = BenchSettings("high_throughput", **{option: 12 if option == "sms" else True})
+    with pytest.raises(UnavailableError, match=f"{option} is asked for with 4 ranks"):
+        settings.backend_here()
+    assert BenchSettings("high_throughput").backend_here() == "host"
+
+
+class Recorded:
+    """Stands in for an ExpertParallel, and keeps what it is given."""
+
+    device = torch.device("cuda")
+    memory = types.SimpleNamespace(bytes_per_rank=0)
+
+    def __init__(self, group, **options):
+        self.options, self.dispatched = options, []
+
+    def dispatch(self, x, topk_idx=None, topk_weights=None, **options):
+        self.dispatched.append(options)
+
+
+@pytest.mark.parametrize("distribution", ["uniform", "skewed", "one_expert"])
+@pytest.mark.parametrize("tokens", [0, 33])
+def test_in_place_has_room_for_every_dispatch(monkeypatch, tokens, distribution):
+    monkeypatch.setattr(layouts, "ExpertParallel", Recorded)
+    settings = BenchSettings(
+        "high_throughput", ranks=3, tokens=tokens, hidden=16, top_k=2, experts=6, backend="cuda",
+        distribution=distribution, seed=3, in_place=True,
+    ).on("cuda")  # fmt: skip
+    batches = [settings.workload().batch(rank) for rank in range(3)]
+    capacity = capacity_for(Expectation(batches, 0, 6, False), settings)
+    calls = layouts.open_calls(None, settings)
+    assert calls.ep.options["in_place_rows"] == max(1, capacity)
+    assert capacity >= max(oracle.rows_arriving(batches, 6, token_major=False, alignment=128))
+    given = Given(batches[0].x, batches[0].topk_idx, batches[0].topk_weights)
+    calls.dispatch(given, 5)
+    calls.dispatch_again(given, None)
+    assert calls.ep.dispatched == [
+        {"capacity": 5, "in_place": True},
+        {"previous": None, "in_place": True},
+    ]
+
+
+def test_elsewhere_no_memory_is_kept_for_rows(monkeypatch):
+    monkeypatch.setattr(layouts, "ExpertParallel", Recorded)
+    settings = BenchSettings("high_throughput", tokens=3, hidden=16, backend="cuda").on("cuda")
+    calls = layouts.open_calls(None, settings)
+    assert calls.ep.options["in_place_rows"] == 0
+    batch = settings.workload().batch(0)
+    calls.dispatch(Given(batch.x, batch.topk_idx, batch.topk_weights))
+    assert calls.ep.dispatched == [{"capacity": None, "in_place": False}]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_reports_say_whether_rows_came_in_place(in_place):
+    settings = BenchSettings("high_throughput", ranks=2, backend="cuda", in_place=in_place)
+    times, traffic = Timings(torch.ones((2, 3, 3), dtype=torch.float64)), Traffic(1.0, 2.0)
+    result = Result(
+        settings=settings.on("cuda"), ranks=2, hosts=1, fanfold=times, baseline=None,
+        dispatch=traffic, combine=traffic, checked=True, memory_bytes=1, device={"name": "none"},
+        timing={},
+    )  # fmt: skip
+    assert report.record(result)["in_place"] is in_place
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(report.table(result))
+    console.print(report.sweep_table([result]))
+    said = console.export_text()
+    assert "expert-major" in said
+    assert said.count("expert-major, in place") == (2 if in_place else 0)
+    assert ("Rows came in place" in " ".join(report.notes(result))) is in_place
 
 
 def test_a_list_of_something_else_is_refused(capsys):

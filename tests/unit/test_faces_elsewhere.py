@@ -293,3 +293,26 @@ def test_deep_ep_knows_a_geometry_again_and_what_is_wrong_with_a_call(mode: Mode
     for top_k in (wider, idx, wider):  # another geometry each time
         buffer.low_latency_dispatch(x, top_k, 8, 4, **bf16)  # type: ignore[arg-type]
         assert mode.calls[-1][1][1] is top_k
+
+
+def test_in_place_without_a_gpu() -> None:
+    """On the host rows come into tensors of their own; what cannot be is refused all the same."""
+    host = fanfold.Config.resolve(backend="host")
+    x, idx, weights = tokens(torch.device("cpu"))
+    with fanfold.ExpertParallel(
+        None, **SIZES, mode="high_throughput", in_place_rows=64, config=host
+    ) as ep:
+        got = ep.dispatch(x, idx, weights, in_place=True)
+        ep.dispatch(x + 1, previous=got, in_place=True)
+        assert not got.tokens.any()
+    with fanfold.ExpertParallel(None, **SIZES, mode="high_throughput", config=host) as ep:
+        with pytest.raises(ArgumentError, match="in_place_rows"):
+            ep.dispatch(x, idx, weights, in_place=True)
+        ep.dispatch(x, idx, weights)
+    with fanfold.ExpertParallel(None, **SIZES, config=host) as ep:
+        with pytest.raises(ArgumentError, match="in_place"):
+            ep.dispatch(x, idx, weights, in_place=True)
+        ep.dispatch(x, idx, weights)
+    for wrong in (-1, 1.5, 64):
+        with pytest.raises(ArgumentError, match="in_place_rows"):
+            fanfold.ExpertParallel(None, **SIZES, in_place_rows=wrong, config=host)

@@ -45,6 +45,7 @@ def dispatches(sizes: Sizes, hidden: int) -> Iterator[DispatchKind]:
         for expert_major in (False, True):
             yield DispatchKind(sizes, row_bytes, scale_words, expert_major, True, True)
             yield DispatchKind(sizes, row_bytes, scale_words, expert_major, False, False)
+        yield DispatchKind(sizes, row_bytes, scale_words, True, True, True, in_place=True)
 
 
 def combines(sizes: Sizes, hidden: int) -> Iterator[CombineKind]:
@@ -113,7 +114,7 @@ def test_shared_memory_suffices(layer: tuple[int, int, int, int], most: int) -> 
         kernel = dispatch_kernel(kind, most)
         constants = dict(kernel.source.pairs)
         rows = constants["kWarps"] * (constants["kAhead"] + constants["kBehind"])
-        assert rows * kernel.slot_bytes <= kernel.shared_bytes <= most
+        assert rows * kind.held_bytes <= kernel.shared_bytes <= most
         assert constants["kAhead"] >= 1
         assert constants["kBehind"] >= 1
     for combine in combines(sizes, layer[3]):
@@ -141,9 +142,9 @@ def test_a_combine_lags_less_than_its_ring_is_long(slots: int) -> None:
 
 
 def test_grids() -> None:
-    assert Grid.of(132, 4) == Grid(24, 11)
-    assert Grid.of(132, 1) == Grid(24, 24)
-    assert Grid.of(8, 4) == Grid(8, 4)
-    assert Grid.of(2, 2) == Grid(2, 1)
-    assert Grid.of(132, 4, ctas=12) == Grid(12, 6)
-    assert Grid.of(132, 4, ctas=2, senders=1) == Grid(2, 1)
+    assert Grid.of(132, 4) == Grid(24, 9, 8)
+    assert Grid.of(132, 1) == Grid(24, 24, 24)
+    assert Grid.of(8, 4) == Grid(8, 3, 3)
+    assert Grid.of(2, 2) == Grid(2, 1, 1)
+    assert Grid.of(132, 4, ctas=12) == Grid(12, 5, 4)
+    assert Grid.of(132, 4, ctas=2, senders=1) == Grid(2, 1, 1)

@@ -27,7 +27,7 @@ from tests.distributed.cuda_rounds import (
     run_case,
     sent,
 )
-from tests.distributed.routings import Case, Round
+from tests.distributed.routings import Case, Round, results_of
 from tests.emulation.high_throughput import World, emulated
 from tests.emulation.world import Builder
 
@@ -77,6 +77,60 @@ def test_rounds(case: Case, layout: str) -> None:
             run_case(mode, turn, rank, layout)
 
     world.run(program)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rounds_in_place(case: Case) -> None:
+    """Rows that peers write where they stay, in memory that holds just those of the rank that gets
+    most."""
+    turns = [case, dataclasses.replace(case, seed=1), dataclasses.replace(case, style="one_rank")]
+    world = World(case.ranks, tiny_ring(case), result_bytes=max(map(results_of, turns)))
+
+    def program(rank: int, mode: CudaHighThroughput) -> None:
+        for turn in turns:
+            run_case(mode, turn, rank, "expert_major", in_place=True)
+
+    world.run(program)
+
+
+def test_in_place_needs_memory() -> None:
+    """What one rank alone finds makes the call void on all; it stays in step."""
+    world = World(SMALL.ranks, ROOMY_RING, result_bytes=results_of(SMALL))
+
+    def program(rank: int, mode: CudaHighThroughput) -> None:
+        with pytest.raises(ArgumentError, match="in_place"):
+            dispatch(mode, Round(SMALL, rank), "token_major", None, in_place=True)
+        there = mode._results.memory[256:1280]
+        rows = there.view(torch.bfloat16).view(16, 32)
+        scales = there.view(torch.float32).view(16, 16)[:, ::3]
+        for x in (rows, (torch.zeros((16, 32), dtype=torch.float8_e4m3fn), scales)):
+            with pytest.raises(ArgumentError, match="x is in the memory of results in place"):
+                mode.dispatch(x, torch.zeros((16, 4), dtype=torch.int64), num_experts=9,
+                              in_place=True)  # fmt: skip
+        # All tokens go to rank 0, whose memory does not hold them.
+        case = dataclasses.replace(SMALL, style="one_rank", tokens=(90, 80, 45))
+        expect = Round(case, rank)
+        raised = ArgumentError if rank == 0 else PeerRefused
+        with pytest.raises(raised, match=r"at most \d+ in place" if rank == 0 else "rank 0"):
+            (dispatch(mode, expect, "expert_major", None, in_place=True), mode.check())
+        with pytest.raises(ArgumentError, match="in place"):
+            dispatch(mode, expect, "expert_major", 1000, in_place=True)
+        run_case(mode, SMALL, rank, "expert_major", in_place=True)
+        # Some in place and others not.
+        expect = Round(SMALL, rank)
+        got = dispatch(mode, expect, "expert_major", None)
+        mode.dispatch_cached(
+            sent(expect, mode.device), got.plan, layout="expert_major", in_place=rank == 1
+        )
+        with pytest.raises(ArgumentError, match="the same on all ranks"):
+            mode.check()
+        run_case(mode, SMALL, rank, "expert_major", in_place=True)
+
+    world.run(program)
+    [alone] = World(1, ROOMY_RING).modes
+    expect = Round(dataclasses.replace(SMALL, tokens=(4,)), 0)
+    with pytest.raises(UsageError, match="result_bytes"):
+        dispatch(alone, expect, "expert_major", 99, in_place=True)
 
 
 @pytest.mark.parametrize("style", ["one_rank", "one_expert", "none"])
@@ -318,11 +372,17 @@ def test_a_late_rank_is_named(call: str) -> None:
     world.run(program)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("missing", [1, 5])
-def test_more_rows_than_the_capacity_are_reported(layout: str, missing: int) -> None:
+@pytest.mark.parametrize(
+    ("layout", "in_place"),
+    [("expert_major", False), ("token_major", False), ("expert_major", True)],
+)
+@pytest.mark.parametrize("missing", [1, 5, 10000])
+def test_more_rows_than_the_capacity_are_reported(
+    layout: str, in_place: bool, missing: int
+) -> None:
     """Also if what does not fit is padding."""
-    world = World(SMALL.ranks, ROOMY_RING)
+    # In place there is no memory behind the rows of the rank that gets most.
+    world = World(SMALL.ranks, ROOMY_RING, result_bytes=results_of(SMALL))
     short = SMALL.ranks - 1  # whose own rows come last
 
     def program(rank: int, mode: CudaHighThroughput) -> None:
@@ -331,8 +391,8 @@ def test_more_rows_than_the_capacity_are_reported(layout: str, missing: int) -> 
         whole = dispatch(mode, expect, layout, None)
         mode.combine(torch.full_like(whole.tokens, torch.nan), whole.plan, layout=layout)
         needed = len(expect.rows) if layout == "token_major" else expect.offsets[-1]
-        room = needed - missing if rank == short else needed
-        got = dispatch(mode, expect, layout, room)
+        room = max(0, needed - missing) if rank == short else needed
+        got = dispatch(mode, expect, layout, room, in_place)
         assert len(got.tokens) == room
         if rank == short:
             with pytest.raises(ArgumentError, match=f"capacity of .* is {room}"):

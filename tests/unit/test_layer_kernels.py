@@ -14,10 +14,10 @@ import torch
 from fanfold import _core
 from fanfold.errors import ArgumentError
 from fanfold.formats import RowFormat, ScaleFormat
-from fanfold.high_throughput.kernels import CombineKind, Sizes
+from fanfold.high_throughput.kernels import CombineKind, Sizes, core_shape
 from fanfold.high_throughput.layer_kernels import Layer, shared_bytes_of
 from tests.distributed.cuda_rounds import run_case
-from tests.distributed.routings import Case
+from tests.distributed.routings import Case, results_of
 from tests.emulation.high_throughput import World, emulated
 from tests.emulation.world import Builder
 
@@ -42,11 +42,11 @@ def test_calls_need_no_others(tmp_path: Path) -> None:
     builder = Builder(tmp_path)
     ring_bytes = 8192 - 100  # so few slots that a kernel knows; and no whole lines
     with emulated(builder, CTAS):
-        world = World(FP8.ranks, ring_bytes)
+        world = World(FP8.ranks, ring_bytes, result_bytes=results_of(FP8))
         unweighted = dataclasses.replace(FP8, weighted=False)
-        for layout in LAYOUTS:
+        for how in (("expert_major",), ("token_major",), ("expert_major", True)):
             for case in (FP8, unweighted):
-                world.run(lambda rank, mode, one=case, at=layout: run_case(mode, one, rank, at))
+                world.run(lambda rank, mode, one=case, how=how: run_case(mode, one, rank, *how))
         expected = layer_of(FP8, ring_bytes).kernels(LAYOUTS)
     names = {source: name for name, source in expected.items()}
     used = {names[source] for source in builder._loaded}
@@ -60,7 +60,7 @@ def test_calls_need_no_others(tmp_path: Path) -> None:
 def test_names() -> None:
     layer = layer_of(FP8, 1 << 16)
     both = layer.kernels(LAYOUTS)
-    assert len(both) == 19
+    assert len(both) == 22
     assert len(set(both.values())) == len(both)
     assert both["quantise"].entry == "formats_quantize"
     assert dict(both["quantise"].pairs)["kPackScales"] == 1
@@ -70,20 +70,23 @@ def test_names() -> None:
     bf16 = layer_of(BF16, 1 << 16).kernels(["expert_major"])
     assert list(bf16) == [
         "refusal", "plan", "dispatch expert_major new weighted", "dispatch expert_major new",
-        "dispatch expert_major cached", "combine expert_major", "combine expert_major lanes",
+        "dispatch expert_major cached", "dispatch expert_major in place new weighted",
+        "dispatch expert_major in place new", "dispatch expert_major in place cached",
+        "combine expert_major", "combine expert_major lanes",
         "combine expert_major weighted", "combine expert_major weighted lanes",
         "combine expert_major lanes alone",
     ]  # fmt: skip
 
 
 def test_slots_are_those_of_the_mode() -> None:
-    kind = CombineKind(Sizes(4, 8, 2), 14336, False, False, False)
     place = _core.CudaHighThroughputPlace(0, [0] * 4, 0, 0, 1, 8, 1 << 20)
-    for slot_bytes in (128, kind.slot_bytes):
-        slots = _core.CudaHighThroughput(place).slots(slot_bytes)
-        assert _core.cuda_high_throughput_slots(slot_bytes, 1 << 20) == slots
+    for hidden in (32, 7168):
+        kind = CombineKind(Sizes(4, 8, 2), 2 * hidden, False, False, False)
+        args = _core.CudaHighThroughput(place).combine_arguments(core_shape(kind), 24, 11)
+        slots = _core.cuda_high_throughput_combine_slots(kind.slot_bytes, kind.slices, 1 << 20)
+        assert slots == args.slots
     with pytest.raises(ArgumentError, match="FANFOLD_RING_BYTES"):
-        _core.cuda_high_throughput_slots(kind.slot_bytes, 1 << 12)
+        _core.cuda_high_throughput_combine_slots(kind.slot_bytes, kind.slices, 1 << 12)
 
 
 @pytest.mark.parametrize(

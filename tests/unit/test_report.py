@@ -69,8 +69,8 @@ def test_contenders_take_turns_and_warmup_is_left_out():
 FIELDS = {
     "mode", "backend", "transport", "hosts", "ranks", "tokens", "hidden", "top_k", "experts",
     "dtype", "bytes_remote", "bytes_total", "checked", "baseline_total_us", "ratio", "seed",
-    "iterations", "warmup", "distribution", "layout", "routing", "sms", "alignment", "check",
-    "baseline", "machine", "versions", "commit",
+    "iterations", "warmup", "distribution", "layout", "in_place", "routing", "sms", "alignment",
+    "check", "baseline", "machine", "versions", "commit",
 } | {
     f"{phase}_us{suffix}"
     for phase in ("dispatch", "combine", "total")

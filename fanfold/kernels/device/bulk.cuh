@@ -101,6 +101,19 @@ __device__ __forceinline__ bool phase_is_over(ArrivalBarrier* barrier, uint32_t 
   return over != 0;
 }
 
+// The same without sleep, for who looks at several.
+__device__ __forceinline__ bool phase_is_over_now(ArrivalBarrier* barrier, uint32_t parity) {
+  uint32_t over;
+  asm volatile(
+      "{\n .reg .pred over;\n"
+      " mbarrier.test_wait.parity.shared::cta.b64 over, [%1], %2;\n"
+      " selp.u32 %0, 1, 0, over;\n}"
+      : "=r"(over)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return over != 0;
+}
+
 // Waits until the phase is over. `patience.exhausted()` is asked after every fruitless look; when
 // it says so, it has reported what was awaited, and this returns false.
 template <class Patience>

@@ -82,22 +82,6 @@ __device__ __forceinline__ void store_relaxed_gpu(uint32_t* address, uint32_t v)
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
 }
 
-// ---- of this CTA, shared memory -----------------------------------------------------------------
-
-__device__ __forceinline__ uint32_t load_acquire_cta(const uint32_t* address) {
-  uint32_t v;
-  asm volatile("ld.acquire.cta.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
-  return v;
-}
-
-__device__ __forceinline__ void store_release_cta(uint32_t* address, uint32_t v) {
-  asm volatile("st.release.cta.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
-}
-
-__device__ __forceinline__ void add_release_cta(uint32_t* address, uint32_t v) {
-  asm volatile("red.release.cta.add.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
-}
-
 // ---- copies to shared memory, which the thread that asked for them waits for -------------------
 
 __device__ __forceinline__ uint32_t shared_address(const void* shared) {

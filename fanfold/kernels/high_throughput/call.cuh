@@ -178,7 +178,7 @@ __device__ __forceinline__ void finish(const Call& call, int32_t* void_prefix = 
   if (atomicAdd(&state->finished, 1u) + 1 != gridDim.x * kWarps) return;
   if (void_prefix != nullptr) void_prefix[0] = kVoidRouting;
   call.wipe();
-  state->sent = state->received = state->finished = state->gathered = 0;
+  state->sent = state->received = state->kept = state->finished = state->gathered = 0;
   state->epoch = call.epoch;
 }
 

@@ -77,7 +77,7 @@ class Worker {
       next_.complete(count);
     }
     __syncwarp();
-    if (call_.lane == 0) add_release_cta(&shared_.working, ~0u);
+    if (call_.lane == 0) arrive(&shared_.ended);
   }
 
  private:
@@ -114,15 +114,16 @@ class Worker {
   }
 
   // Hands a job to the warp that tells of it.
-  __device__ void post(const Job& job) const {
+  __device__ void post(const Job& job) {
     __syncwarp();
     if (call_.lane == 0) {
       Patience patience(call_);  // the teller waits for nobody, but may have failed
-      while (load_acquire_cta(&own_.posted) != 0)
+      while (posted_ > 0 && !phase_is_over(&own_.taken, (posted_ - 1) & 1u))
         if (patience.exhausted(args_.call.rank, 0)) break;
       own_.done = job;
-      store_release_cta(&own_.posted, 1u);
+      arrive(&own_.posted);
     }
+    ++posted_;
     __syncwarp();
   }
 
@@ -214,6 +215,7 @@ class Worker {
   const int most_, lag_;  // batches; no more lag than there are
   RowSums sums_;
   Preparation next_;  // of the job after the one that is done
+  uint32_t posted_ = 0;
 };
 
 // The warp that tells of what the workers have done: one fence for all that are posted.
@@ -222,24 +224,25 @@ class Teller {
   __device__ Teller(CombineShared& shared, const Call& call) : shared_(shared), call_(call) {}
 
   // Ends when the workers have, whose waits have bounds.
-  __device__ void run() const {
+  __device__ void run() {
     while (look()) nap();
   }
 
  private:
   // Tells of what there is; whether more may come.
-  __device__ bool look() const {
-    const bool works = load_acquire_cta(&shared_.working) != 0;  // before what is posted
+  __device__ bool look() {
+    const bool works = !phase_is_over_now(&shared_.ended, 0);  // before what is posted
     const bool tells = take();
     return __any_sync(kFullWarp, works || tells) != 0;
   }
 
   // Lane w tells of what worker w has posted.
-  __device__ bool take() const {
+  __device__ bool take() {
     WorkerShared* worker = call_.lane < kWorkers ? &shared_.workers[call_.lane] : nullptr;
-    if (worker == nullptr || load_acquire_cta(&worker->posted) == 0) return false;
+    if (worker == nullptr || !phase_is_over_now(&worker->posted, taken_ & 1u)) return false;
     const Job job = worker->done;
-    store_release_cta(&worker->posted, 0u);
+    arrive(&worker->taken);
+    ++taken_;
     fence_system();
     if (job.kind == Job::Kind::kSend) {
       const uint32_t use = BatchWord::use_of(call_.epoch, job.turn);
@@ -256,6 +259,7 @@ class Teller {
 
   CombineShared& shared_;
   const Call& call_;
+  uint32_t taken_ = 0;  // by this lane
 };
 
 }  // namespace fanfold
@@ -271,8 +275,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const Call call(args.call, HighThroughputPhase::kCombine);
   const auto thread = static_cast<int>(threadIdx.x);
   if (thread < kRanks) shared.prefix[thread] = thread == 0 ? 0 : args.source_prefix[thread - 1];
-  if (thread < kWorkers) shared.workers[thread].posted = 0;
-  if (thread == 0) shared.working = kWorkers;
+  if (thread < kWorkers) init_barrier(&shared.workers[thread].posted, 1);
+  if (thread < kWorkers) init_barrier(&shared.workers[thread].taken, 1);
+  if (thread == 0) init_barrier(&shared.ended, kWorkers);
   gather(call, shared.participants);
   if (!shared.participants.is_void) {
     if (call.warp < kWorkers) {

@@ -5,6 +5,7 @@
 // workers.
 #pragma once
 
+#include "device/bulk.cuh"
 #include "high_throughput/call.cuh"
 
 namespace fanfold {
@@ -71,14 +72,14 @@ struct WorkerShared {
   alignas(128) uint4 pieces[kPieces][kLaneUnits * kWarpLanes];
   Entry entries[2][kMostEntries];  // of this job and of the next
   Job done;                        // to be told of
-  uint32_t posted;                 // 1: it is
+  ArrivalBarrier posted, taken;    // it is; the teller has it. A phase for each job
 };
 
 struct CombineShared {
   WorkerShared workers[kWorkers];
   Participants participants;
   int32_t prefix[kRanks];
-  uint32_t working;  // workers that may still post
+  ArrivalBarrier ended;  // the workers: no more is posted
 
   __device__ int batches(int source) const {
     return (participants.tokens[source] + kBatchTokens - 1) / kBatchTokens;

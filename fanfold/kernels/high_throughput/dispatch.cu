@@ -1,6 +1,7 @@
 // High-throughput dispatch by a known plan: every row crosses the link once to each peer that wants
-// it, and is copied to its places there. The first `senders` CTAs, one at least, send before they
-// receive; all of the grid must be on the GPU at once, as receivers wait for what others send.
+// it; receivers copy what comes, and the rows of their own rank, to its places. The first `senders`
+// CTAs, one at least, send before they receive; all of the grid must be on the GPU at once, as
+// receivers wait for what others send.
 #include "high_throughput/dispatch_receive.cuh"
 #include "high_throughput/dispatch_send.cuh"
 
@@ -29,9 +30,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     Placer(warp).pad(ring.shared.slots[0], index, (static_cast<int>(gridDim.x) - first) * kWarps);
   }
   gather(call, shared.participants);
+  fence_global_and_bulk();  // what others have left behind comes before what is written there
   const bool moves = !shared.participants.is_void;
   if (moves) {
-    if (sends) {
+    if (kRanks > 1 && sends) {
       Sender sender(warp);
       ring.run<Until::kWritten>(sender);
     }

@@ -37,7 +37,7 @@ class Placer {
       const int64_t end = min(int64_t{cta_.offsets[e + 1]}, args_.capacity);
       const int begin = cta_.offsets[e] + args_.tokens_per_expert[e];
       for (int64_t place = begin + (warp + e) % warps; place < end; place += warps) {
-        store_copy(zeros, static_cast<int>(place), {-1, -1, 0});
+        store_copy(zeros, static_cast<int>(place), {-1, -1, 0, -1});
         if (args_.row_weights != nullptr) args_.row_weights[place] = 0.0f;
       }
     }
@@ -47,9 +47,6 @@ class Placer {
   }
 
  private:
-  __device__ static uint32_t lane_word(const unsigned char* bytes, int k) {
-    return reinterpret_cast<const uint32_t*>(bytes + kLanesAt)[k];
-  }
   __device__ static float weight(const unsigned char* bytes, int k) {
     return reinterpret_cast<const float*>(bytes + kWeightsAt)[k];
   }
@@ -71,17 +68,16 @@ class Placer {
     const int place = place_of(bytes, call_.lane, row.source);
     if (keeps && args_.rows_of != nullptr && call_.lane < kTopK)
       args_.rows_of[int64_t{row.row} * kTopK + call_.lane] = place < args_.capacity ? place : -1;
-    bool copies = place >= 0;
-    float sum = 0.0f;
-    for (int k = 0; k < kTopK; ++k) {
-      if (place_of(bytes, k, row.source) != place) continue;
-      copies = copies && k >= call_.lane;
-      if constexpr (kWeighted != 0) sum = __fadd_rn(sum, weight(bytes, k));
-    }
-    if (!copies) return;
+    uint32_t same = __match_any_sync(kFullWarp, place);
+    if (place < 0 || (same & lanes_below()) != 0) return;
     if (place >= args_.capacity) return report_capacity(place);
     store_copy(bytes, place, row);
-    if (args_.row_weights != nullptr) args_.row_weights[place] = sum;
+    if (args_.row_weights == nullptr) return;
+    float sum = 0.0f;
+    if constexpr (kWeighted != 0)
+      for (; same != 0; same &= same - 1)
+        sum = __fadd_rn(sum, weight(bytes, __ffs(static_cast<int>(same)) - 1));
+    args_.row_weights[place] = sum;
   }
 
   // ---- token-major ------------------------------------------------------------------------------
@@ -100,7 +96,8 @@ class Placer {
 
   // By one lane.
   __device__ void store_copy(const unsigned char* bytes, int place, const Arrival& row) const {
-    bulk_store(args_.out + int64_t{place} * kRowBytes, bytes, kRowBytes);
+    if (kInPlace == 0 || place != row.lies)
+      bulk_store(args_.out + int64_t{place} * kRowBytes, bytes, kRowBytes);
     uint32_t* scales = args_.out_scales + int64_t{place} * kScaleWords;
     if constexpr (kScaleWords % 4 == 0) {
       if constexpr (kScaleWords > 0) bulk_store(scales, bytes + kScalesAt, kScaleWords * 4);

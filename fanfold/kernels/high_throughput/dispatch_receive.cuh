@@ -1,42 +1,83 @@
-// The receiving role of dispatch: batches of all peers, each row to its places among the results.
+// The receiving role of dispatch: batches of all ranks, each row to its places among the results.
+// Those of this rank itself come from where they are, whenever nothing of a peer has arrived.
 #pragma once
 
 #include "high_throughput/dispatch_place.cuh"
 
 namespace fanfold {
 
+// The batches that one counter hands out, in turns of `sources`; the next one has been asked for.
+class BatchTickets {
+ public:
+  __device__ BatchTickets(const Call& call, uint32_t* counter)
+      : call_(call), counter_(counter), ticket_(of_lane_0(draw(call, counter))),
+        drawn_(draw(call, counter)) {}
+
+  __device__ int current() const { return static_cast<int>(ticket_); }
+  __device__ void advance() {
+    ticket_ = of_lane_0(drawn_);
+    drawn_ = draw(call_, counter_);
+  }
+
+ private:
+  const Call& call_;
+  uint32_t* counter_;
+  uint32_t ticket_, drawn_;  // in lane 0 the one after
+};
+
 class Receiver {
-  static constexpr int kPeers = kRanks > 1 ? kRanks - 1 : 1;
+  static constexpr int kPeers = kRanks - 1;
 
  public:
-  __device__ explicit Receiver(const DispatchWarp& warp) : w_(warp), call_(warp.call) {
+  __device__ explicit Receiver(const DispatchWarp& warp)
+      : w_(warp), call_(warp.call), arriving_(call_, &call_.args.state->received),
+        own_(call_, &call_.args.state->kept) {
     for (int source = 0; source < kRanks; ++source)
       if (call_.is_peer(source)) most_batches_ = max(most_batches_, w_.batches(source));
-    ticket_ = of_lane_0(draw(call_, &call_.args.state->received));
-    drawn_ = draw(call_, &call_.args.state->received);
   }
 
   __device__ Next next(int slot, bool may_wait) {
-    while (remaining_ == 0) {
-      if (!holds_batch_ && !draw_batch()) return Next::kNone;
-      if (!has_arrived(may_wait)) return may_wait ? Next::kNone : Next::kNotYet;
-      begin_batch();
+    while (now_.tokens == 0) {
+      holds_ = holds_ || draw_arriving();
+      if (holds_ && has_arrived(false)) {
+        begin_arrived();
+      } else if (own_.current() < w_.batches(call_.args.rank)) {
+        begin_own();
+      } else if (!holds_) {
+        return Next::kNone;
+      } else if (!may_wait) {
+        return Next::kNotYet;
+      } else if (has_arrived(true)) {
+        begin_arrived();
+      } else {
+        return Next::kNone;
+      }
     }
-    const int place = __ffs(static_cast<int>(remaining_)) - 1;
-    remaining_ &= remaining_ - 1;
-    load_arrived(slot, slot_ * kBatchTokens + place);
-    if (call_.lane == 0) {
-      const int earlier = __popc(word_.tokens & ((1u << place) - 1u));
-      const int row = w_.cta.prefix[source_] + static_cast<int>(word_.before) + earlier;
-      w_.notes[slot].received = {
-          {source_, batch_ * kBatchTokens + place, row}, remaining_ == 0 ? slot_ : -1, turn_};
+    const int place = __ffs(static_cast<int>(now_.tokens)) - 1;
+    now_.tokens &= now_.tokens - 1;
+    const bool is_own = now_.source == call_.args.rank;
+    Arrival row{now_.source, now_.batch * kBatchTokens + place, now_.row++, -1};
+    if (is_own) {
+      w_.load_own(slot, row.token);
+    } else {
+      const auto landing = LandingWord::decode(__shfl_sync(kFullWarp, landing_, place));
+      load_arrived(slot, now_.slot * kBatchTokens + place, landing);
+      if (kInPlace != 0 && landing.row != LandingWord::kNowhere)
+        row.lies = static_cast<int>(landing.row);
     }
+    if (call_.lane == 0)
+      w_.notes[slot].received = {row, now_.tokens == 0 && !is_own ? now_.slot : -1, now_.turn};
     __syncwarp();
     return Next::kRow;
   }
 
   __device__ void pass(int slot) const {
     const ReceiverNote note = w_.notes[slot].received;
+    // Words beside own rows came by ordinary copies.
+    if constexpr (kExtraWords > 0) {
+      fence_shared_before_bulk();
+      __syncwarp();
+    }
     // All rows of the batch have been read; what is stored next depends on it, so it comes after.
     if (note.slot >= 0) give_back(note.row.source, note.slot, note.turn);
     Placer(w_).place(w_.ring.slots[slot], note.row);
@@ -46,58 +87,96 @@ class Receiver {
   __device__ void passed(int) const {}
 
  private:
-  // ---- batches ----------------------------------------------------------------------------------
+  struct Batch {
+    int source, batch, slot;
+    uint32_t turn;
+    // Of one that is begun:
+    uint32_t tokens;  // that are not asked for yet
+    int row;          // of the first of them
+  };
 
-  // A peer's row, with all that travels beside it.
-  __device__ void load_arrived(int slot, int at) const {
+  // A peer's row, with all that travels beside it; in place the row itself only for its copies.
+  __device__ void load_arrived(int slot, int at, const LandingWord& landing) const {
     ArrivalBarrier* full = &w_.ring.full[slot];
     if (call_.lane != 0) return arrive(full);
-    arrive_expecting(full, kSlotBytes);
-    bulk_load(w_.ring.slots[slot], w_.ring_row(call_.args.rank, source_, at), kSlotBytes, full);
+    unsigned char* to = w_.ring.slots[slot];
+    const bool copies = kInPlace != 0 && landing.copies;
+    arrive_expecting(full, kRingRowBytes + (copies ? kRowBytes : 0));
+    bulk_load(to + kSentAt, w_.ring_row(call_.args.rank, now_.source, at), kRingRowBytes, full);
+    if (copies) bulk_load(to, w_.result_row(call_.args.rank, landing.row), kRowBytes, full);
   }
 
-  // Goes on to the next batch; false if there are no more. Neighbours take the batches of different
-  // sources, the next rank's first.
-  __device__ bool draw_batch() {
+  // Goes on to the next batch of a peer; false if there are no more. Neighbours take the batches of
+  // different sources, the next rank's first.
+  __device__ bool draw_arriving() {
+    if constexpr (kPeers == 0) return false;
     do {
-      const auto ticket = static_cast<int>(ticket_);
+      const int ticket = arriving_.current();
       if (ticket >= most_batches_ * kPeers) return false;
-      batch_ = ticket / kPeers;
-      source_ = (call_.args.rank + 1 + ticket % kPeers) % kRanks;
-      ticket_ = of_lane_0(drawn_);
-      drawn_ = draw(call_, &call_.args.state->received);
-    } while (batch_ >= w_.batches(source_));
-    slot_ = batch_ % call_.args.slots;
-    turn_ = static_cast<uint32_t>(batch_ / call_.args.slots);
-    holds_batch_ = true;
+      held_.batch = ticket / kPeers;
+      held_.source = (call_.args.rank + 1 + ticket % kPeers) % kRanks;
+      arriving_.advance();
+    } while (held_.batch >= w_.batches(held_.source));
+    held_.slot = held_.batch % call_.args.slots;
+    held_.turn = static_cast<uint32_t>(held_.batch / call_.args.slots);
     return true;
   }
 
-  // Whether the batch has arrived, which `word_` then describes; with `waits` it has, or the call
-  // has failed.
+  // Whether the held batch has arrived, which `word_` and `landing_` then describe; with `waits` it
+  // has, or the call has failed.
   __device__ bool has_arrived(bool waits) {
-    const uint32_t use = BatchWord::use_of(call_.epoch, turn_);
+    const uint32_t use = BatchWord::use_of(call_.epoch, held_.turn);
     uint64_t word = 0;
     if (call_.lane == 0) {
-      const uint64_t* ready = call_.ready(call_.args.rank, source_, slot_);
+      const uint64_t* ready = call_.ready(call_.args.rank, held_.source, held_.slot);
       Patience patience(call_);
+      uint32_t seen = 0;
       do {
         word = load_acquire_system(ready);
-      } while (BatchWord::decode(word).use != use && waits &&
-               !patience.exhausted(source_, BatchWord::decode(word).use >> BatchWord::kTurnBits));
+        seen = BatchWord::decode(word).use;
+      } while (seen != use && waits &&
+               !patience.exhausted(held_.source, seen >> BatchWord::kTurnBits));
       fence_global_and_bulk();
     }
     const auto low = of_lane_0(static_cast<uint32_t>(word));
     const auto high = of_lane_0(static_cast<uint32_t>(word >> 32));
     word_ = BatchWord::decode((uint64_t{high} << 32) | low);
-    return word_.use == use;
+    if (word_.use != use) return false;
+    if constexpr (kInPlace != 0) {
+      __syncwarp();  // lane 0 has seen the batch arrive
+      const int at = held_.slot * kBatchTokens + call_.lane;
+      const bool comes = call_.lane < kBatchTokens && (word_.tokens >> call_.lane & 1u) != 0;
+      const uint64_t* landing = w_.landing(call_.args.rank, held_.source, at);
+      landing_ = comes ? static_cast<uint32_t>(load_relaxed_system(landing)) : 0u;
+    }
+    return true;
   }
 
-  __device__ void begin_batch() {
-    holds_batch_ = false;
-    remaining_ = word_.tokens;
-    if (call_.lane == 0) w_.keep_batch(source_, batch_, word_);
-    if (remaining_ == 0) give_back(source_, slot_, turn_);
+  __device__ void begin_arrived() {
+    holds_ = false;
+    now_ = held_;
+    begin(word_);
+    if (now_.tokens == 0) give_back(now_.source, now_.slot, now_.turn);
+  }
+
+  __device__ void begin_own() {
+    now_ = {};
+    now_.source = call_.args.rank;
+    now_.batch = own_.current();
+    own_.advance();
+    const int token = now_.batch * kBatchTokens + call_.lane;
+    const bool exists = call_.lane < kBatchTokens && token < call_.args.tokens;
+    const int row = exists ? w_.args.rows[int64_t{token} * kRanks + call_.args.rank] : -1;
+    const uint32_t tokens = __ballot_sync(kFullWarp, row >= 0);
+    const int before = __shfl_sync(kFullWarp, row, tokens != 0 ? __ffs(tokens) - 1 : 0);
+    const uint32_t use = BatchWord::use_of(call_.epoch, now_.batch / call_.args.slots);
+    begin({use, tokens != 0 ? static_cast<uint32_t>(before) : 0u, tokens});
+  }
+
+  __device__ void begin(const BatchWord& word) {
+    now_.tokens = word.tokens;
+    now_.row = w_.cta.prefix[now_.source] + static_cast<int>(word.before);
+    if (call_.lane == 0) w_.keep_batch(now_.source, now_.batch, word);
   }
 
   __device__ void give_back(int source, int slot, uint32_t turn) const {
@@ -108,13 +187,13 @@ class Receiver {
 
   const DispatchWarp& w_;
   const Call& call_;
-  uint32_t ticket_, drawn_;  // the next batch, and in lane 0 the one after
+  BatchTickets arriving_, own_;
   int most_batches_ = 0;
-  bool holds_batch_ = false;  // one that is not begun
-  int source_ = 0, batch_ = 0, slot_ = 0;
-  uint32_t turn_ = 0;
+  bool holds_ = false;
+  Batch held_{};  // of a peer, not begun
   BatchWord word_{};
-  uint32_t remaining_ = 0;  // tokens of the batch that are not asked for yet
+  Batch now_{};           // whose rows are asked for
+  uint32_t landing_ = 0;  // in place, in lane t: low half of the word of the batch's token t
 };
 
 }  // namespace fanfold

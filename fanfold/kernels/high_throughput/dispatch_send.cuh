@@ -1,8 +1,8 @@
 // The sending role of dispatch: batches of this rank's tokens, each row once to every peer that
-// wants it, and to its places here.
+// wants it.
 #pragma once
 
-#include "high_throughput/dispatch_place.cuh"
+#include "high_throughput/dispatch_shape.cuh"
 
 namespace fanfold {
 
@@ -33,8 +33,8 @@ class Sender {
       note.to = to;
       note.at = slot_ * kBatchTokens + place;
       note.slot = last ? slot_ : -1;
+      note.use = BatchWord::use_of(call_.epoch, turn_);
     }
-    if (call_.lane == call_.args.rank) note.own = {call_.args.rank, token, own_row(place)};
     if (last && call_.lane < kRanks) note.words[call_.lane] = word_;
     __syncwarp();
     return Next::kRow;
@@ -48,10 +48,10 @@ class Sender {
     }
     const SenderNote& note = w_.notes[slot].sent;
     if (call_.is_peer(call_.lane) && (note.to >> call_.lane & 1u) != 0) {
+      if constexpr (kInPlace != 0) land(slot, note);
       unsigned char* row = w_.ring_row(call_.lane, writer_at(call_.args, call_.lane), note.at);
-      bulk_store(row, w_.ring.slots[slot], kSlotBytes);
+      bulk_store(row, w_.ring.slots[slot] + kSentAt, kRingRowBytes);
     }
-    if ((note.to >> call_.args.rank & 1u) != 0) Placer(w_).place(w_.ring.slots[slot], note.own);
   }
 
   __device__ void passed(int slot) const {
@@ -61,22 +61,34 @@ class Sender {
   }
 
  private:
-  // The rows of lane r's rank in the batch whose ticket is held; -1 where there is none.
+  // Sends the row to the first of its places on lane r's rank.
+  __device__ void land(int slot, const SenderNote& note) const {
+    const unsigned char* bytes = w_.ring.slots[slot];
+    LandingWord landing{note.use, LandingWord::kNowhere, false};
+    for (int k = 0; k < kTopK; ++k) {
+      const uint32_t word = lane_word(bytes, k);
+      const PlaceWord place = PlaceWord::decode(word);
+      const bool there = word != PlaceWord::kNowhere && static_cast<int>(place.rank) == call_.lane;
+      if (!there || place.row >= w_.args.result_rows) continue;
+      if (landing.row == LandingWord::kNowhere) landing.row = place.row;
+      landing.copies = landing.copies || place.row != landing.row;
+    }
+    if (landing.row != LandingWord::kNowhere)
+      bulk_store(w_.result_row(call_.lane, landing.row), bytes, kRowBytes);
+    // Published with the batch.
+    store_relaxed_system(w_.landing(call_.lane, writer_at(call_.args, call_.lane), note.at),
+                         landing.encode());
+  }
+
+  // The rows of lane r's rank, a peer, in the batch whose ticket is held; -1 where there is none.
   __device__ void fetch() {
     const auto batch = static_cast<int>(ticket_);
 #pragma unroll
     for (int place = 0; place < kBatchTokens; ++place) {
       const int token = batch * kBatchTokens + place;
-      const bool exists = token < call_.args.tokens && call_.lane < kRanks;
+      const bool exists = token < call_.args.tokens && call_.is_peer(call_.lane);
       rows_[place] = exists ? w_.args.rows[int64_t{token} * kRanks + call_.lane] : -1;
     }
-  }
-
-  // In the lane of this rank: the row that a token of the batch has here.
-  __device__ int own_row(int place) const {
-    const BatchWord word = BatchWord::decode(word_);
-    return w_.cta.prefix[call_.args.rank] + static_cast<int>(word.before) +
-           __popc(word.tokens & ((1u << place) - 1u));
   }
 
   // Goes on to the next batch; false if there are no more.
@@ -95,7 +107,6 @@ class Sender {
     turn_ = static_cast<uint32_t>(batch_ / call_.args.slots);
     const BatchWord word{BatchWord::use_of(call_.epoch, turn_), before, tokens_};
     word_ = word.encode();
-    if (call_.lane == call_.args.rank) w_.keep_batch(call_.args.rank, batch_, word);
     ticket_ = of_lane_0(drawn_);
     fetch();
     drawn_ = draw(call_, &call_.args.state->sent);
@@ -116,6 +127,7 @@ class Sender {
         taken = CountedWord::decode(load_acquire_system(word));
         free = taken.epoch == call_.epoch && taken.count >= turn_;
       } while (waits && !free && !patience.exhausted(call_.lane, taken.epoch));
+      fence_global_and_bulk();
     }
     return __all_sync(kFullWarp, free) != 0;
   }

@@ -3,8 +3,12 @@
 //
 // A slot holds the row, its scales, a word for each of its choices (expert-major the place there,
 // token-major the expert) and their weights, and is sent whole: rows that fill whole lines of 128
-// bytes cross the link fastest (decision 0101). Constants: kRowBytes, kScaleWords, kExpertMajor,
-// kNewRouting (the plan is new: what is told of the rows is kept for later calls), kWeighted.
+// bytes cross the link fastest (decision 0101). In place the row goes straight to the first of its
+// places on each rank, and only what is beside it through the ring (decision 0104).
+//
+// Constants: kRowBytes, kScaleWords, kExpertMajor, kInPlace, kNewRouting (the plan is new: what is
+// told of the rows is kept for later calls), kWeighted, kRingRowBytes (of what goes through the
+// ring).
 #pragma once
 
 #include "high_throughput/row_ring.cuh"
@@ -18,14 +22,23 @@ inline constexpr int kWeightsAt = kLanesAt + (kHasLanes ? kTopK * 4 : 0);
 inline constexpr int kUsedBytes = kWeightsAt + (kWeighted != 0 ? kTopK * 4 : 0);
 inline constexpr int kExtraWords = (kUsedBytes - kRowBytes) / 4;
 static_assert(kRowBytes % kRowAlignment == 0);
-static_assert(kSlotBytes == align_up(kUsedBytes, kAreaAlignment));
+inline constexpr int kSentAt = kInPlace != 0 ? kRowBytes : 0;
+static_assert(kRingRowBytes == align_up(kUsedBytes - kSentAt, kAreaAlignment));
+static_assert(kSlotBytes == align_up(kSentAt + kRingRowBytes, kAreaAlignment));
 static_assert(kWeighted == 0 || kHasLanes);
+static_assert(kInPlace == 0 || kExpertMajor != 0);
+
+// Word k of those that travel beside a row in a slot.
+__device__ __forceinline__ uint32_t lane_word(const unsigned char* bytes, int k) {
+  return reinterpret_cast<const uint32_t*>(bytes + kLanesAt)[k];
+}
 
 // A row that has come.
 struct Arrival {
   int32_t source;
   int32_t token;
-  int32_t row;  // token-major
+  int32_t row;   // token-major
+  int32_t lies;  // the row of the results where it is already; -1: none
 };
 
 // What is noted of a row in the ring for when it is there, and sent.
@@ -33,7 +46,7 @@ struct SenderNote {
   uint32_t to;             // a bit for each rank, this one, too
   int32_t at;              // row of the peers' rings
   int32_t slot;            // of those rings, if this is the last row of its batch; else -1
-  Arrival own;             // if it stays here
+  uint32_t use;            // of that slot
   uint64_t words[kRanks];  // of the batch, for each rank, with its last row
 };
 struct ReceiverNote {
@@ -69,7 +82,16 @@ struct DispatchWarp {
   // Row `at` of what `source` sends to `owner`.
   __device__ unsigned char* ring_row(int owner, int source, int at) const {
     const int64_t row = int64_t{source} * args.call.slots * kBatchTokens + at;
-    return call.at<unsigned char>(owner, args.call.at.ring) + row * kSlotBytes;
+    return call.at<unsigned char>(owner, args.call.at.ring) + row * kRingRowBytes;
+  }
+
+  // Row `row` of the results of a dispatch in place.
+  __device__ unsigned char* result_row(int owner, uint32_t row) const {
+    return call.at<unsigned char>(owner, args.call.at.results) + int64_t{row} * kRowBytes;
+  }
+  // The word that says where row `at` of those in the ring has landed.
+  __device__ uint64_t* landing(int owner, int source, int at) const {
+    return call.ready(owner, source, kLandingsAt + at);
   }
 
   __device__ void keep_batch(int source, int batch, const BatchWord& word) const {

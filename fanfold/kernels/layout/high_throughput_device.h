@@ -3,9 +3,10 @@
 //
 //   announcements  [parity][source rank]               u64    every call
 //   counts         [parity][source rank][expert, rank] u64    a plan: of all experts, then ranks
-//   ready          [source rank][slot, or slot, slice] u64    a batch of rows has arrived
-//   taken          [reader rank][slot, or slot, slice] u64    the reader has read a batch
+//   ready          [source rank][word of the ring]     u64    a batch of rows has arrived
+//   taken          [reader rank][word of the ring]     u64    the reader has read a batch
 //   ring           [source rank][slot][token]          rows   what the sources send
+//   results        [row]                               rows   of dispatches in place
 //
 // Rows travel in batches of kBatchTokens tokens of one source. Batch b of a stream uses slot
 // b % slots of its ring, and the token t the place t % kBatchTokens there, whether or not its
@@ -17,10 +18,13 @@
 namespace fanfold {
 
 inline constexpr int32_t kBatchTokens = 8;
-inline constexpr int32_t kMostRingSlots = 128;
-// A combine cuts its rows into slices of columns, each of which comes and goes for itself.
+// Words that tell of the slots of one ring. In a dispatch each slot has one, and in place one more
+// for each of its rows. A combine cuts its rows into slices of columns, each of which comes and
+// goes for itself, and has its own.
+inline constexpr int32_t kRingWords = 2048;
 inline constexpr int32_t kMostSlices = 16;
-inline constexpr int32_t kRingWords = kMostRingSlots * kMostSlices;
+inline constexpr int32_t kMostDispatchSlots = kRingWords;
+inline constexpr int32_t kMostSlotsInPlace = kRingWords / (1 + kBatchTokens);
 // The ranks of a token are the bits of one word.
 inline constexpr int32_t kMostHighThroughputRanks = 32;
 inline constexpr int32_t kMostHighThroughputCtas = 64;
@@ -98,8 +102,26 @@ struct PlaceWord {
   }
 };
 
+// Of a dispatch in place: the row of the reader's results to which a row of a batch has been sent.
+struct LandingWord {
+  uint32_t use;  // as in BatchWord
+  uint32_t row;
+  bool copies;  // the token has other rows there
+
+  static constexpr uint32_t kNowhere = (1u << PlaceWord::kRowBits) - 1;
+
+  FANFOLD_HD constexpr uint64_t encode() const {
+    return (uint64_t{use} << 32) | (uint64_t{copies} << 31) | row;
+  }
+  FANFOLD_HD static constexpr LandingWord decode(uint64_t word) {
+    return {static_cast<uint32_t>(word >> 32), static_cast<uint32_t>(word) & kNowhere,
+            ((word >> 31) & 1u) != 0};
+  }
+};
+inline constexpr int32_t kLandingsAt = kMostSlotsInPlace;  // behind the words of the slots
+
 struct HighThroughputOffsets {
-  int64_t announcements, counts, ready, taken, ring, end;
+  int64_t announcements, counts, ready, taken, ring, results;
 };
 
 // How a region of symmetric memory is divided. Slots and the stride of rows are the kernel's own
@@ -117,7 +139,7 @@ struct HighThroughputDeviceLayout {
     const int64_t words = align_up(int64_t{ranks} * kRingWords * 8, kAreaAlignment);
     at.taken = at.ready + words;
     at.ring = at.taken + words;
-    at.end = at.ring + ranks * ring_bytes;
+    at.results = at.ring + ranks * ring_bytes;
     return at;
   }
   static constexpr int64_t kMostCounted = 2048;  // experts
@@ -128,6 +150,7 @@ struct HighThroughputState {
   uint32_t epoch;  // of the last call that has ended
   uint32_t sent;   // tickets drawn
   uint32_t received;
+  uint32_t kept;      // batches of its own
   uint32_t finished;  // warps
   uint32_t gathered;  // CTAs of a plan that have counted
   uint32_t failed;    // 1: no call can be trusted any more
@@ -196,7 +219,8 @@ struct HighThroughputDispatchArgs {
   int32_t* source_prefix;  // made void with a new routing, if the call is
   const int64_t* offsets;
   const int32_t* tokens_per_expert;
-  int64_t capacity;  // rows of the results
+  int64_t capacity;     // rows of the results
+  int64_t result_rows;  // in place: rows that fit the ranks' memory, no fewer than any capacity
   // Results; each row token-major or expert-major.
   unsigned char* out;         // [capacity][row bytes]
   uint32_t* out_scales;       // [capacity][scale words]

@@ -49,6 +49,10 @@ inline bool phase_is_over(ArrivalBarrier* barrier, uint32_t parity) {
   return (barrier->phase & 1u) != parity;
 }
 
+inline bool phase_is_over_now(ArrivalBarrier* barrier, uint32_t parity) {
+  return phase_is_over(barrier, parity);
+}
+
 inline void check_bulk(const void* a, const void* b, uint32_t bytes) {
   const auto bits = reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) | bytes;
   if (bits % 16 != 0) std::abort();

@@ -45,11 +45,6 @@ inline void store_relaxed_system(uint64_t* address, uint64_t v) { emulated_store
 inline void store_relaxed_system(uint32_t* address, uint32_t v) { emulated_store(address, v); }
 inline void store_release_system(uint64_t* address, uint64_t v) { emulated_store(address, v); }
 inline void store_relaxed_gpu(uint32_t* address, uint32_t v) { emulated_store(address, v); }
-inline uint32_t load_acquire_cta(const uint32_t* address) { return emulated_load(address); }
-inline void store_release_cta(uint32_t* address, uint32_t v) { emulated_store(address, v); }
-inline void add_release_cta(uint32_t* address, uint32_t v) {
-  __atomic_fetch_add(address, v, __ATOMIC_RELEASE);
-}
 inline void fence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
 // Copies to shared memory come as late as they may; until then noise stands there.
