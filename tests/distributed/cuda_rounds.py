@@ -5,6 +5,11 @@ What must come is worked out by :mod:`tests.distributed.routings`, which knows n
 
 from __future__ import annotations
 
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from fanfold.high_throughput.cuda import CudaHighThroughput
@@ -169,3 +174,66 @@ def run_case(
     )
     check_brought(expect, again, layout)
     mode.quiesce()
+
+
+WAYS = (("token_major", False), ("expert_major", False), ("expert_major", True))
+"""Layouts, and whether in place."""
+
+
+def soak(
+    mode: CudaHighThroughput,
+    cases: list[Case],
+    rank: int,
+    turns: int,
+    pause: Callable[[int], None] = lambda turn: None,
+) -> None:
+    """Rounds by new plans and known ones, in all ways and with changing routings, and nobody waits
+    between them. The first round of each routing and way is checked; later ones must bring the same
+    sums. ``pause`` is called with the number of each turn."""
+    device = mode.device
+    rounds = [Round(case, rank) for case in cases]
+    room = max(len(each.rows) + each.offsets[-1] for of in cases for each in _on_all_ranks(of))
+    first = []
+    for expect, (layout, in_place) in itertools.product(rounds, WAYS):
+        got = dispatch(mode, expect, layout, room, in_place)
+        mode.quiesce()
+        expect.capacity = lambda _: room  # type: ignore[method-assign]
+        check_brought(expect, got, layout)
+        sums, _ = mode.combine(got.tokens, got.plan, layout=layout, row_weights=got.row_weights)  # type: ignore[arg-type]
+        first.append((expect, layout, in_place, got.plan, sums.clone()))
+    given = {}
+    for expect in rounds:
+        weights = expect.own.topk_weights
+        assert weights is not None
+        tensors = (sent(expect, device), expect.own.topk_idx.to(device), weights.to(device))
+        given[id(expect)] = tensors
+    mode.quiesce()
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    numbers = random.Random(turns)  # the same on all ranks
+    for turn in range(turns):
+        expect, layout, in_place, plan, sums = numbers.choice(first)
+        x, idx, weights = given[id(expect)]
+        pause(turn)
+        options: dict[str, Any] = {"layout": layout, "in_place": in_place}
+        if numbers.random() < 0.5:
+            got = mode.dispatch_cached(x, plan, **options)
+        else:
+            experts, alignment = expect.case.experts, expect.case.alignment
+            got = mode.dispatch(
+                x, idx, weights, num_experts=experts, expert_alignment=alignment, capacity=room,
+                **options,
+            )  # fmt: skip
+        out, _ = mode.combine(got.tokens, got.plan, layout=layout, row_weights=got.row_weights)  # type: ignore[arg-type]
+        wrong += (out.view(torch.int16) != sums.view(torch.int16)).any()
+    mode.quiesce()
+    assert int(wrong) == 0, f"{int(wrong)} of {turns} turns brought other sums"
+
+
+def soak_results(cases: list[Case]) -> int:
+    """Bytes for the results in place of :func:`soak`."""
+    rows = max(len(each.rows) + each.offsets[-1] for of in cases for each in _on_all_ranks(of))
+    return rows * max(case.hidden for case in cases) * 2 + 128
+
+
+def _on_all_ranks(case: Case) -> list[Round]:
+    return [Round(case, rank) for rank in range(case.ranks)]

@@ -33,6 +33,8 @@ from tests.distributed.cuda_rounds import (
     dispatch,
     run_case,
     sent,
+    soak,
+    soak_results,
 )
 from tests.distributed.routings import Case, Round, random_case, results_of
 from tests.gpu.conftest import GpuPools
@@ -434,6 +436,24 @@ def _delayed(group: dist.ProcessGroup, case: Case) -> None:
             assert_same("combined", out, want.cpu())
             expect.capacity = lambda _: 4096  # type: ignore[method-assign]
             check_brought(expect, last, "expert_major")
+
+
+def _soak(group: dist.ProcessGroup, cases: list[Case], turns: int) -> None:
+    rank = dist.get_rank(group)
+
+    def pause(turn: int) -> None:
+        if turn % 16 == rank:
+            torch.cuda._sleep(500_000)
+
+    nbytes = soak_results(cases)
+    with opened(group, ring_bytes=4 * 8 * 1152, result_bytes=nbytes) as mode:
+        soak(mode, cases, rank, turns, pause)
+
+
+def test_many_turns_without_a_wait(gpus: GpuPools, ranks: int) -> None:
+    styles = ("spread", "one_rank", "duplicates", "none", "holes")
+    cases = [case_of(ranks, style=style, seed=n) for n, style in enumerate(styles)]
+    gpus.run(ranks, _soak, cases, 5000)
 
 
 def test_delayed_streams(gpus: GpuPools, ranks: int) -> None:

@@ -26,6 +26,8 @@ from tests.distributed.cuda_rounds import (
     dispatch,
     run_case,
     sent,
+    soak,
+    soak_results,
 )
 from tests.distributed.routings import Case, Round, results_of
 from tests.emulation.high_throughput import World, emulated
@@ -138,6 +140,15 @@ def test_skewed_routing(style: str) -> None:
     case = dataclasses.replace(CASES[0], tokens=(90, 0, 45), style=style, biases=0)
     world = World(case.ranks, tiny_ring(case))
     world.run(lambda rank, mode: run_case(mode, case, rank, "expert_major"))
+
+
+def test_turns_without_a_wait() -> None:
+    cases = [
+        dataclasses.replace(SMALL, style=style, seed=n)
+        for n, style in enumerate(("spread", "one_rank", "holes"))
+    ]
+    world = World(SMALL.ranks, tiny_ring(SMALL), result_bytes=soak_results(cases))
+    world.run(lambda rank, mode: soak(mode, cases, rank, 40))
 
 
 @pytest.mark.parametrize("grid", [(2, 1), (3, 2)])
