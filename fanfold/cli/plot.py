@@ -118,7 +118,9 @@ def _point(line: str, where: str) -> Point:
 
 def _modern(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields as they are named today: ``routing`` was the distribution of tokens once, when
-    high throughput had one kind of routing and one layout."""
+    high throughput had one kind of routing and one layout; and there was no dispatch in place."""
+    if (fields["backend"], fields.get("layout")) == ("cuda", "expert_major"):
+        fields = {"in_place": False, **fields}
     if "distribution" in fields:
         return fields
     own: dict[str, Any] = {"distribution": fields.get("routing"), "routing": None}
@@ -138,8 +140,7 @@ def series_along(points: Sequence[Point], axis: str) -> dict[str, list[Point]]:
     for point in points:
         if point[axis] is None:
             continue
-        # Not in place is what results say nothing of that are older than the choice.
-        groups[tuple(point[name] or None for name in fixed)][point[axis]].append(point)
+        groups[tuple(point[name] for name in fixed)][point[axis]].append(point)
     varying = [place for place in range(len(fixed)) if len({str(key[place]) for key in groups}) > 1]
     series = {}
     for key, places in groups.items():
@@ -158,7 +159,7 @@ def _label(name: str, value: object) -> str:
     if isinstance(value, str):
         return value.replace("_", " ")
     if name == "in_place":
-        return "in place"
+        return "in place" if value else "not in place"
     if name == "sms":
         return f"{value} SMs"
     return f"{name.replace('_', '-')} {value}"

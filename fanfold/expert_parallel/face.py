@@ -36,6 +36,7 @@ from fanfold.expert_parallel.high_throughput import HighThroughputCalls, refuse_
 from fanfold.formats import RowFormat, ScaleFormat
 from fanfold.geometry import Geometry, check_hidden, check_integer
 from fanfold.group import agree, as_group
+from fanfold.high_throughput.calls import MOST_ROWS
 from fanfold.low_latency import Hook
 from fanfold.placement import Placement, place
 from fanfold.received import LowLatencySource, Received
@@ -489,7 +490,7 @@ def _check_options(
         raise ArgumentError("scale_format", repr(scale_format), allowed)
     if not isinstance(expert_alignment, int) or expert_alignment < 1:
         raise ArgumentError("expert_alignment", repr(expert_alignment), "an integer from 1")
-    check_integer("in_place_rows", in_place_rows, 0, 2**31 - 1)
+    check_integer("in_place_rows", in_place_rows, 0, MOST_ROWS)
     if in_place_rows != 0 and mode == "low_latency":
         raise ArgumentError("in_place_rows", in_place_rows, "0 in low latency")
     check_hidden(hidden, row_format.dtype.itemsize)

@@ -108,12 +108,10 @@ class Kernel:
     Attributes:
         source: the kernel.
         shared_bytes: dynamic, of a CTA.
-        slot_bytes: of a row in a ring; 0 where there is none.
     """
 
     source: KernelSource
     shared_bytes: int
-    slot_bytes: int
 
 
 @dataclass(frozen=True)
@@ -229,7 +227,7 @@ def plan_kernel(sizes: Sizes) -> Kernel:
     source = KernelSource(
         "high_throughput/plan.cu", "high_throughput_plan", constants, _PLAN_WARPS * 32
     )
-    return Kernel(source, _align(shared, _LINE), 0)
+    return Kernel(source, _align(shared, _LINE))
 
 
 @dataclass(frozen=True)
@@ -294,7 +292,7 @@ def dispatch_kernel(kind: DispatchKind, most_shared_bytes: int = MOST_SHARED_BYT
     source = KernelSource(
         "high_throughput/dispatch.cu", "high_throughput_dispatch", constants, ring.warps * 32
     )
-    return Kernel(source, ring.shared_bytes, kind.slot_bytes)
+    return Kernel(source, ring.shared_bytes)
 
 
 def _slices(row_bytes: int, most_units: int) -> tuple[int, int]:
@@ -358,7 +356,7 @@ def combine_kernel(
     source = KernelSource(
         "high_throughput/combine.cu", "high_throughput_combine", constants, (workers + 1) * 32
     )
-    return Kernel(source, shared_bytes(workers, pieces), kind.slot_bytes)
+    return Kernel(source, shared_bytes(workers, pieces))
 
 
 def core_shape(kind: DispatchKind | CombineKind) -> _core.CudaHighThroughputShape:

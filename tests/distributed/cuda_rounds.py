@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fanfold.high_throughput.cuda import CudaHighThroughput
+from fanfold.high_throughput.in_place import bytes_for_results
 from fanfold.high_throughput.plan import CudaDispatched, CudaPlan
 from tests.distributed.routings import Case, Round, expected_combine
 from tests.distributed.test_high_throughput import (
@@ -192,7 +193,7 @@ def soak(
     sums. ``pause`` is called with the number of each turn."""
     device = mode.device
     rounds = [Round(case, rank) for case in cases]
-    room = max(len(each.rows) + each.offsets[-1] for of in cases for each in _on_all_ranks(of))
+    room = soak_room(cases)
     first = []
     for expect, (layout, in_place) in itertools.product(rounds, WAYS):
         got = dispatch(mode, expect, layout, room, in_place)
@@ -229,11 +230,13 @@ def soak(
     assert int(wrong) == 0, f"{int(wrong)} of {turns} turns brought other sums"
 
 
+def soak_room(cases: list[Case]) -> int:
+    """Rows for which :func:`soak` has room, in both orders and on every rank."""
+    rounds = [Round(case, rank) for case in cases for rank in range(case.ranks)]
+    return max(max(len(each.rows), each.offsets[-1]) for each in rounds)
+
+
 def soak_results(cases: list[Case]) -> int:
     """Bytes for the results in place of :func:`soak`."""
-    rows = max(len(each.rows) + each.offsets[-1] for of in cases for each in _on_all_ranks(of))
-    return rows * max(case.hidden for case in cases) * 2 + 128
-
-
-def _on_all_ranks(case: Case) -> list[Round]:
-    return [Round(case, rank) for rank in range(case.ranks)]
+    hidden = max(case.hidden for case in cases)
+    return bytes_for_results(soak_room(cases), hidden, torch.bfloat16.itemsize)

@@ -378,6 +378,21 @@ def test_plot_over_sms(tmp_path):
     assert all(f"<!-- {text} -->" in drawn for text in ("SMs of each kernel", "cached routing"))
 
 
+def test_rows_in_place_are_a_series_of_their_own(tmp_path):
+    """Lines from before there was the choice are with those that were not in place."""
+    fields = report.record(high_throughput_result())
+    of = {"backend": "cuda", "layout": "expert_major"}
+    plain = [{**fields, **of, "in_place": False, "sms": n} for n in (12, 24)]
+    there = [{**each, "in_place": True} for each in plain]
+    older = {name: value for name, value in plain[0].items() if name != "in_place"}
+    points = plot.load(write(tmp_path / "r.jsonl", [*plain, *there, {**older, "sms": 48}]))
+    along = plot.series_along(points, "sms")
+    assert {label: [p["sms"] for p in s] for label, s in along.items()} == {
+        "not in place": [12, 24, 48],
+        "in place": [12, 24],
+    }
+
+
 def test_lines_of_the_first_schema_are_read(tmp_path):
     new = ("distribution", "layout", "sms", "alignment")
     old = {name: value for name, value in line().items() if name not in new}

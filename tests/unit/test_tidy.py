@@ -283,6 +283,11 @@ CPP_CASES = {
         ),
         ["fanfold/kernels/device/bulk.cuh:2: [unbounded-wait]"],
     ),
+    "a device loop that looks without sleep": (
+        "fanfold/kernels/device/bulk.cuh",
+        "__device__ void f() {\n  while (!phase_is_over_now(barrier, 0)) continue;\n}\n",
+        ["fanfold/kernels/device/bulk.cuh:2: [unbounded-wait]"],
+    ),
     "device loops that end": (
         "fanfold/kernels/low_latency/call.cuh",
         (

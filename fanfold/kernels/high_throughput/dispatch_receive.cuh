@@ -6,7 +6,7 @@
 
 namespace fanfold {
 
-// The batches that one counter hands out, in turns of `sources`; the next one has been asked for.
+// The batches that one counter hands out; the next one has been asked for.
 class BatchTickets {
  public:
   __device__ BatchTickets(const Call& call, uint32_t* counter)
