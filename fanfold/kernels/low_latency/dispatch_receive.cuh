@@ -43,6 +43,9 @@ class DispatchReceive {
     return pair_of(static_cast<int>(blockIdx.x) - first_cta_, turn, ctas, kSources);
   }
   __device__ bool is_kept() const { return args_.call.refused == 0; }
+  __device__ bool exists(SourceToken pair) const {
+    return pair.token < shared_.tokens[pair.source];
+  }
 
   __device__ int rows_to_look_at() const {
     int most = 0;
@@ -137,11 +140,9 @@ class DispatchReceive {
 
   // One warp: where the copies of one row go.
   __device__ void place_row(int i, SourceToken pair) {
-    const bool exists = pair.token < shared_.tokens[pair.source];
-    Resolved header{};
-    if (exists) header = take_header(call_, pair.source, pair.token);
+    if (!exists(pair)) return;
+    const Resolved header = take_header(call_, pair.source, pair.token);
     if (call_.lane == 0) shared_.fan[i] = __popc(header.all);
-    if (!exists) return;
     const int index = __popc(header.all & lanes_below());
     int row = 0;
     if (header.here) {
@@ -175,8 +176,9 @@ class DispatchReceive {
     const int task = first_task + call_.warp + i * kWarps;
     return {task / kSegments, task % kSegments};
   }
-  __device__ bool is_due(Task task) const {
-    return task.row < kPassRows && shared_.fan[task.row] > 0;
+  __device__ bool is_due(int first_row, Task task, int ctas) const {
+    return task.row < kPassRows && exists(pair_at(first_row + task.row, ctas)) &&
+           shared_.fan[task.row] > 0;
   }
 
   __device__ uint4* received(int first_row, Task task, int ctas) const {
@@ -191,7 +193,7 @@ class DispatchReceive {
 #pragma unroll
     for (int i = 0; i < kTasks; ++i) {
       const Task task = task_at(first_task, i);
-      if (!is_due(task)) continue;
+      if (!is_due(first_row, task, ctas)) continue;
       open |= 1u << i;
       segments[i] = look(received(first_row, task, ctas), task.part);
     }
@@ -226,8 +228,8 @@ class DispatchReceive {
   // encoding.
   __device__ void drop_rows(int first_row, int ctas) {
     for (int i = call_.warp; i < kPassRows; i += kWarps) {
-      if (shared_.fan[i] == 0) continue;
       const SourceToken pair = pair_at(first_row + i, ctas);
+      if (!exists(pair) || shared_.fan[i] == 0) continue;
       uint4* row = call_.row(args_.call.rank, pair.source, pair.token);
       const int units = shared_.fp8[pair.source] ? kHidden / kUnitBytes + (kBlocks + 3) / 4
                                                  : kHidden * 2 / kUnitBytes;
