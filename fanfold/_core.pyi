@@ -383,6 +383,7 @@ class CudaHighThroughputDispatchArgs:
     lane_stride: int
     capacity: int
     result_rows: int
+    marks_absent: bool
     batch_stride: int
     x: int
     scales: int

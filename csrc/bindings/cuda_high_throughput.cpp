@@ -79,6 +79,9 @@ void bind_dispatch(nb::module_& module) {
       .def_rw("lane_stride", &Dispatch::lane_stride)
       .def_rw("capacity", &Dispatch::capacity)
       .def_rw("result_rows", &Dispatch::result_rows)
+      .def_prop_rw(
+          "marks_absent", [](const Dispatch& self) { return self.marks_absent != 0; },
+          [](Dispatch& self, bool marks) { self.marks_absent = marks ? 1 : 0; })
       .def_rw("batch_stride", &Dispatch::batch_stride);
   def_address(cls, "x", &Dispatch::x);
   def_address(cls, "scales", &Dispatch::scales);

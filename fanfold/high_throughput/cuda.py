@@ -405,14 +405,6 @@ class CudaHighThroughput:
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def _rows(
-        self, shape: tuple[int, ...], dtype: torch.dtype, plan: CudaPlan, absent: float
-    ) -> torch.Tensor:
-        """Room for rows that come; with a capacity ``absent`` stands where none does."""
-        if plan.capacity is None:
-            return self._empty(shape, dtype)
-        return torch.full(shape, absent, dtype=dtype, device=self.device)
-
     def _check_rows(self, x: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
         parts = x if isinstance(x, tuple) else (x,)
         self._check_place(**{f"x[{n}]" if len(parts) > 1 else "x": t for n, t in enumerate(parts)})
@@ -480,19 +472,19 @@ class CudaHighThroughput:
         expert_major, new, weighted = kind.expert_major, kind.new_routing, kind.weighted
         count = plan.row_count(kind.layout)
         tokens, row_scales = self._room_for_rows(count, x, kind)
-        sources = self._rows((3, count), torch.int32, plan, -1)
+        sources = self._empty((3, count), torch.int32)
         if new:
             arriving = plan.row_count("token_major")
             lanes = (arriving, plan.top_k)
             plan.source_token = sources[2, :arriving]
             if expert_major:
-                plan.rows_of = self._rows(lanes, torch.int32, plan, -1)
+                plan.rows_of = self._empty(lanes, torch.int32)
             else:
-                plan.topk_idx = self._rows(lanes, torch.int64, plan, -1)
+                plan.topk_idx = self._empty(lanes, torch.int64)
             if weighted and not expert_major:
-                plan.topk_weights = self._rows(lanes, torch.float32, plan, 0)
+                plan.topk_weights = self._empty(lanes, torch.float32)
         if new and weighted and expert_major:
-            plan.row_weights = self._rows((count,), torch.float32, plan, 0)
+            plan.row_weights = self._empty((count,), torch.float32)
         return CudaDispatched(
             tokens=tokens,
             scales=row_scales,
@@ -533,6 +525,7 @@ class CudaHighThroughput:
         args.offsets = plan.offsets.data_ptr()
         args.tokens_per_expert = plan.tokens_per_expert.data_ptr()
         args.capacity = dispatched.tokens.shape[0]
+        args.marks_absent = plan.capacity is not None
         args.out, args.out_scales = dispatched.tokens.data_ptr(), _address(dispatched.scales)
         args.row_source_rank = dispatched.row_source_rank.data_ptr()
         args.row_source_token = dispatched.row_source_token.data_ptr()

@@ -48,6 +48,11 @@ class _Event:
         return True
 
 
+def _poisoned(mode: CudaHighThroughput, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Memory for results as it may come: nothing in it may be taken for what a call has written."""
+    return torch.full(shape, 7, dtype=torch.float32, device=mode.device).to(dtype)
+
+
 def _launch(args: Any, kernel: _Loaded, shape: _core.CudaLaunch, stream: int) -> None:
     del stream
     kernel.run(args.address, shape)
@@ -79,6 +84,7 @@ def emulated(builder: Builder, ctas: int) -> Iterator[None]:
         mock.patch.object(launches.jit, "load", lambda source, *_: _Loaded(builder.load(source))),
         *(mock.patch.object(each, "torch", pageable) for each in (kernel_reports, reports_module)),
         mock.patch.multiple(kernels, **few_warps),
+        mock.patch.object(CudaHighThroughput, "_empty", _poisoned),
     ]
     with ExitStack() as stack:
         for patch in patches:

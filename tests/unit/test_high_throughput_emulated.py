@@ -260,16 +260,12 @@ def call_that_is_void(
             dispatch(mode, expect, "expert_major", capacity)
         return
     if how == "dispatch":
-
-        def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            return torch.full(shape, 7, dtype=dtype)
-
-        with mock.patch.object(mode, "_empty", poisoned):
-            void = dispatch(mode, expect, "expert_major", capacity)
+        void = dispatch(mode, expect, "expert_major", capacity)
         assert int(void.plan.source_prefix[0]) == -1
         # Who reads these on the GPU, before anything is raised, finds no rows.
         assert not void.plan.offsets.any()
         assert not void.plan.tokens_per_expert.any()
+        assert_no_rows(void)
         # What is done with its plan is no call: rank 1 does not take part.
         mode.dispatch_cached(sent(expect, mode.device), void.plan, layout="expert_major")
         y = torch.zeros((500, 32), dtype=torch.bfloat16)
@@ -291,6 +287,16 @@ def call_that_is_void(
             if how == "combine"
             else mode.combine_weights(lanes, plan, layout="expert_major")
         )
+
+
+def assert_no_rows(got: CudaDispatched) -> None:
+    """What is told of the rows of a dispatch says of all of them that there is none."""
+    absent = [got.row_source_rank, got.row_source_token, got.plan.source_token]
+    absent += [each for each in (got.plan.rows_of, got.plan.topk_idx) if each is not None]
+    for told in absent:
+        assert bool((told == -1).all())
+    for weights in (got.row_weights, got.plan.topk_weights):
+        assert weights is None or not weights.any()
 
 
 def test_the_rows_of_a_plan_after_a_void_dispatch_by_it() -> None:

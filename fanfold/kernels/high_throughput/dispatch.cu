@@ -12,8 +12,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   auto& shared = dynamic_shared<DispatchShared>();
   wait_for_previous_kernel();
   allow_next_kernel();  // not before, or ever more kernels would wait on SMs of their own
-  if (is_void(args.source_prefix)) return;
   const Call call(args.call, HighThroughputPhase::kDispatch);
+  const int index = static_cast<int>(blockIdx.x) * kWarps + call.warp;
+  const int warps = static_cast<int>(gridDim.x) * kWarps;
+  if (is_void(args.source_prefix)) return mark_absent(args, 0, 0, index, warps);
   const auto thread = static_cast<int>(threadIdx.x);
   if (thread < kRanks) shared.prefix[thread] = thread == 0 ? 0 : args.source_prefix[thread - 1];
   for (int e = thread; e <= kLocalExperts; e += kThreads)
@@ -25,13 +27,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   // Receivers have nothing to do until the first rows come. A failed plan may say anything.
   const bool pads = __any_sync(kFullWarp, call.failed()) == 0;
   if (pads && (!sends || args.call.senders == static_cast<int>(gridDim.x))) {
-    const int first = sends ? 0 : args.call.senders;
-    const int index = (static_cast<int>(blockIdx.x) - first) * kWarps + call.warp;
-    Placer(warp).pad(ring.shared.slots[0], index, (static_cast<int>(gridDim.x) - first) * kWarps);
+    const int first = sends ? 0 : args.call.senders * kWarps;
+    Placer(warp).pad(ring.shared.slots[0], index - first, warps - first);
+    const int row = args.source_prefix[kRanks - 1];
+    const int place = kExpertMajor != 0 ? shared.offsets[kLocalExperts] : row;
+    mark_absent(args, row, place, index - first, warps - first);
   }
   gather(call, shared.participants);
   fence_global_and_bulk();  // what others have left behind comes before what is written there
   const bool moves = !shared.participants.is_void;
+  if (!moves) mark_absent(args, 0, 0, index, warps);
   if (moves) {
     if (kRanks > 1 && sends) {
       Sender sender(warp);

@@ -5,6 +5,29 @@
 
 namespace fanfold {
 
+// All lanes of some warps: what is told of rows says that there is none, from row `row` of those
+// that arrive and from `place` of the results on.
+__device__ __forceinline__ void mark_absent(const HighThroughputDispatchArgs& args, int64_t row,
+                                            int64_t place, int warp, int warps) {
+  if (args.marks_absent == 0) return;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+  const int first = warp * kWarpLanes + lane, step = warps * kWarpLanes;
+  for (int64_t i = place + first; i < args.capacity; i += step) {
+    args.row_source_rank[i] = args.row_source_token[i] = -1;
+    if (kExpertMajor != 0 && args.row_weights != nullptr) args.row_weights[i] = 0.0f;
+  }
+  if constexpr (kNewRouting == 0) return;
+  for (int64_t i = row + first; i < args.capacity; i += step) args.source_token[i] = -1;
+  for (int64_t i = row * kTopK + first; i < args.capacity * kTopK; i += step) {
+    if constexpr (kExpertMajor != 0) {
+      if (args.rows_of != nullptr) args.rows_of[i] = -1;
+    } else {
+      args.topk_idx[i] = -1;
+      if constexpr (kWeighted != 0) args.topk_weights[i] = 0.0f;
+    }
+  }
+}
+
 class Placer {
  public:
   __device__ explicit Placer(const DispatchWarp& warp)

@@ -221,6 +221,7 @@ struct HighThroughputDispatchArgs {
   const int32_t* tokens_per_expert;
   int64_t capacity;     // rows of the results
   int64_t result_rows;  // in place: rows that fit the ranks' memory, no fewer than any capacity
+  int32_t marks_absent;  // there may be more room than rows: what is kept of the others says so
   // Results; each row token-major or expert-major.
   unsigned char* out;         // [capacity][row bytes]
   uint32_t* out_scales;       // [capacity][scale words]
