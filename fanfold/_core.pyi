@@ -328,6 +328,7 @@ CUDA_HIGH_THROUGHPUT_REPORT_BYTES: int
 CUDA_HIGH_THROUGHPUT_MOST_CTAS: int
 CUDA_HIGH_THROUGHPUT_MOST_EXPERTS: int
 CUDA_BATCH_TOKENS: int
+CUDA_SHORT_BATCH_TOKENS: int
 CUDA_MOST_SLICES: int
 
 def cuda_high_throughput_bytes(ranks: int, ring_bytes: int) -> tuple[int, int]: ...

@@ -187,6 +187,7 @@ void bind_cuda_high_throughput(nb::module_& module) {
   module.attr("CUDA_HIGH_THROUGHPUT_MOST_CTAS") = kMostHighThroughputCtas;
   module.attr("CUDA_HIGH_THROUGHPUT_MOST_EXPERTS") = HighThroughputDeviceLayout::kMostCounted;
   module.attr("CUDA_BATCH_TOKENS") = kBatchTokens;
+  module.attr("CUDA_SHORT_BATCH_TOKENS") = kShortBatchTokens;
   module.attr("CUDA_MOST_SLICES") = kMostSlices;
   // Bytes that must be zero at first, and where results in place begin.
   module.def(

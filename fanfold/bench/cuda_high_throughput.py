@@ -4,7 +4,9 @@ it end to end and apart."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +57,8 @@ def time_on_gpu(
     for name, call in work.waiting_calls().items():
         samples[f"{name}.wall"] = clock.wall(call)
     if settings.overlap:
-        samples |= _Overlap(work.dispatch, barrier, device, group).time(settings.iterations)
+        taken = sms_taken(settings, device) or 0
+        samples |= _Overlap(work.dispatch, taken, barrier, device, group).time(settings.iterations)
     work.check_last()
     if settings.baseline:
         samples |= _time_rival(clock, expectation, settings, device)
@@ -172,10 +175,12 @@ class _Overlap:
     """A matrix product beside back-to-back dispatches, on all ranks at once.
 
     The dispatches are on a stream of higher priority, as a framework's communication is: when one
-    ends, the next gets the SMs that it frees.
+    ends, the next gets the SMs that it frees. The product is told to leave as many: one that takes
+    whichever are free for a moment keeps them to its end, and dispatches wait for it.
 
     Args:
         dispatch: one dispatch; must not wait on the CPU.
+        sms: that it takes.
         barrier: of all ranks' GPUs.
         device: this rank's.
         group: the ranks.
@@ -184,11 +189,12 @@ class _Overlap:
     def __init__(
         self,
         dispatch: Callable[[], Any],
+        sms: int,
         barrier: Callable[[], None],
         device: torch.device,
         group: Any,
     ) -> None:
-        self._dispatch, self._barrier, self._device = dispatch, barrier, device
+        self._dispatch, self._sms, self._barrier, self._device = dispatch, sms, barrier, device
         self._group = as_group(group)
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._a = torch.randn((_GEMM_SIZE, _GEMM_SIZE), device=device).bfloat16()
@@ -198,11 +204,19 @@ class _Overlap:
         self._chain = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
 
     def time(self, iterations: int) -> dict[str, torch.Tensor]:
-        """Microseconds of each alone and beside the other; ``covered``: whether dispatches ran
-        from before the product's beginning to after its end."""
+        """Microseconds of each alone and beside the other, of the product alone also on all SMs;
+        ``covered``: whether dispatches ran from before the product's beginning to after its end."""
         turns = range(max(3, min(iterations, _MOST_OVERLAPS)))
         graph = self._captured()
         self._turn(graph, 1, 1)  # libraries loaded, clocks up
+        on_all = [self._turn(graph, 0, 1).gemm for _ in turns]
+        with _leaving(self._sms):
+            self._turn(graph, 1, 1)
+            times = self._beside(graph, turns)
+        graph.reset()
+        return {"overlap.gemm_on_all": _tensor(on_all), **times}
+
+    def _beside(self, graph: torch.cuda.CUDAGraph, turns: range) -> dict[str, torch.Tensor]:
         alone = [self._turn(graph, 0, 1).gemm for _ in turns]
         dispatch_alone = [self._turn(graph, 1, 0).dispatch for _ in turns]
         chain = _CHAIN * max(min(dispatch_alone), 1.0)
@@ -210,7 +224,6 @@ class _Overlap:
         beside = [self._turn(graph, replays, 1) for _ in turns]
         products = 1 + math.ceil(_COVER * chain / min(alone))
         dispatch_beside = [self._turn(graph, 1, products).dispatch for _ in turns]
-        graph.reset()
         return {
             "overlap.gemm_alone": _tensor(alone),
             "overlap.gemm_beside": _tensor([turn.gemm for turn in beside]),
@@ -253,6 +266,22 @@ class _Overlap:
             dispatch=_us(*self._chain) / max(replays * _CHAIN, 1),
             covered=float(after >= self._gemm[0].elapsed_time(self._gemm[1])),
         )
+
+
+@contextmanager
+def _leaving(sms: int) -> Iterator[None]:
+    """Matrix products leave that many SMs to others. cuBLASLt does so; cuBLAS not always."""
+    libraries = torch.backends.cuda
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # both settings are called experimental
+        before = libraries.preferred_blas_library()
+        libraries.preferred_blas_library("cublaslt")
+        torch._C._set_sm_carveout_experimental(sms)
+        try:
+            yield
+        finally:
+            torch._C._set_sm_carveout_experimental(None)
+            libraries.preferred_blas_library(before)
 
 
 @dataclass(frozen=True)
@@ -374,13 +403,12 @@ def summary(reports: Sequence[CudaReport]) -> dict[str, dict[str, float]]:
 
 
 def _overlap(reports: Sequence[CudaReport]) -> dict[str, float]:
-    """The product's and the dispatch's times, and what they say of the SMs: of these ``sms_left``
-    is the share that dispatches leave, ``kept`` the product's speed beside them over its speed
-    alone, over this share; the goal of issue 4 is 0.9."""
-    names = ("gemm_alone", "gemm_beside", "dispatch_alone", "dispatch_beside")
+    """The product's and the dispatch's times; ``kept`` is the product's speed beside dispatches by
+    its speed alone, both times on the SMs that these leave, ``sms_left`` of all."""
+    names = ("gemm_on_all", "gemm_alone", "gemm_beside", "dispatch_alone", "dispatch_beside")
     times = {f"{name}_us": worst_median(reports, f"overlap.{name}") for name in names}
     there, taken = reports[0].device["sms"], reports[0].sms or 0
     left = (there - taken) / there
-    speed = times["gemm_alone_us"] / times["gemm_beside_us"]
+    kept = times["gemm_alone_us"] / times["gemm_beside_us"]
     covered = min(float(report.samples["overlap.covered"].mean()) for report in reports)
-    return {**times, "sms_left": left, "kept": speed / left if left else 0.0, "covered": covered}
+    return {**times, "sms_left": left, "kept": kept, "covered": covered}

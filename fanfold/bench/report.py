@@ -396,10 +396,10 @@ def _high_throughput_notes(result: Result) -> list[str]:
 
 def _overlap_notes(result: Result, times: dict[str, float]) -> list[str]:
     product = (
-        f"A matrix product takes {times['gemm_alone_us']:,.0f} µs alone and "
-        f"{times['gemm_beside_us']:,.0f} µs beside dispatches on {result.settings.sms} SMs, which "
-        f"leave it {100 * times['sms_left']:.1f}% of all: it keeps {100 * times['kept']:.1f}% of "
-        "what those give."
+        f"A matrix product that leaves {result.settings.sms} SMs takes "
+        f"{times['gemm_alone_us']:,.0f} µs alone and {times['gemm_beside_us']:,.0f} µs beside "
+        f"dispatches on those: it keeps {100 * times['kept']:.1f}% of its speed. On all SMs it "
+        f"takes {times['gemm_on_all_us']:,.0f} µs."
     )
     dispatch = (
         f"A dispatch takes {times['dispatch_alone_us']:,.0f} µs alone and "

@@ -44,6 +44,7 @@ from fanfold.high_throughput.kernels import (
     DispatchKind,
     Grid,
     Sizes,
+    most_batches,
 )
 from fanfold.high_throughput.launches import Call, Launches, ctas_bounds, grid_of
 from fanfold.high_throughput.plan import CudaDispatched, CudaPlan
@@ -430,7 +431,7 @@ class CudaHighThroughput:
     def _draft(self, sizes: Sizes, tokens: int, capacity: int | None) -> CudaPlan:
         """A plan of which nothing is known yet."""
         local = sizes.experts // sizes.ranks
-        batches = -(-self._max_tokens // _core.CUDA_BATCH_TOKENS)
+        batches = most_batches(self._max_tokens)
         return CudaPlan(
             ranks=sizes.ranks,
             num_experts=sizes.experts,

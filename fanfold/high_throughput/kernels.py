@@ -24,6 +24,7 @@ __all__ = [
     "Sizes",
     "combine_kernel",
     "dispatch_kernel",
+    "most_batches",
     "plan_kernel",
 ]
 
@@ -48,6 +49,10 @@ _MANY_WARPS, _FEW_WARPS = 8, 4
 _MOST_RING_ROWS = 7
 _LEAST_MANY_ROWS: dict[RowOrder, int] = {"token_major": 7, "expert_major": 4}
 _RING_BYTES = 54 << 10  # of one of few warps, where more is not needed
+
+# The last tokens of each source, in batches of two: a sender's last whole batch takes it a
+# twentieth of the call, and begins and ends at any time.
+_SHORT_TOKENS = 256
 
 # Warps, beside the one that tells of what they have done: with 12 in all each has 168 registers.
 _COMBINE_WORKERS = 11
@@ -99,6 +104,12 @@ class Grid:
     def senders(self, layout: RowOrder) -> int:
         """Those of a dispatch in this order."""
         return self.token_major_senders if layout == "token_major" else self.expert_major_senders
+
+
+def most_batches(tokens: int) -> int:
+    """The most batches into which a dispatch cuts ``tokens`` tokens or fewer."""
+    whole, short = _core.CUDA_BATCH_TOKENS, _core.CUDA_SHORT_BATCH_TOKENS
+    return tokens // whole + -(-(_SHORT_TOKENS + whole - 1) // short)
 
 
 @dataclass(frozen=True)
@@ -285,6 +296,7 @@ def dispatch_kernel(kind: DispatchKind, most_shared_bytes: int = MOST_SHARED_BYT
         "kNewRouting": int(kind.new_routing),
         "kWeighted": int(kind.weighted),
         "kRingRowBytes": kind.slot_bytes,
+        "kShortTokens": _SHORT_TOKENS,
         "kSlotBytes": kind.held_bytes,
         "kAhead": ring.rows - behind,
         "kBehind": behind,
@@ -351,6 +363,7 @@ def combine_kernel(
         "kSlices": slices,
         "kSliceUnits": slice_units,
         "kPieces": pieces,
+        "kShortTokens": _SHORT_TOKENS,
         "kLag": min(_lag(kind, workers), slots // 2),
     }
     source = KernelSource(

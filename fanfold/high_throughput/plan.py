@@ -35,7 +35,7 @@ class CudaPlan:
         tokens_per_expert: ``[E_l]`` int32: rows of each local expert; a token counts once.
         offsets: ``[E_l + 1]`` int64: where each expert's rows begin in expert-major order, rounded
             up to the alignment; the last is the number of rows with all padding.
-        batches: ``[R, ceil(max_tokens / 8)]`` int64: which tokens of each source's batches of 8
+        batches: ``[R, most_batches(max_tokens)]`` int64: which tokens of each source's batches
             brought a row, as the kernels write it.
         rows_of: ``[N, K]`` int32: the expert-major row of each lane, -1 for experts elsewhere and
             for none; None until a dispatch by this plan was expert-major.

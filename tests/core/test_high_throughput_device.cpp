@@ -85,6 +85,24 @@ TEST(high_throughput_device_words_survive_their_encoding) {
   CHECK(BatchWord::use_of(1, 0) != BatchWord::use_of(0, kMostTurns - 1));
 }
 
+TEST(high_throughput_device_batches_have_every_token_once) {
+  for (const int32_t short_tokens : {0, 1, 11, 256}) {
+    for (const int32_t tokens : {0, 1, 2, 7, 8, 9, 250, 263, 264, 265, 4096}) {
+      const DispatchBatches batches(tokens, short_tokens);
+      int32_t next = 0;
+      for (int32_t batch = 0; batch < batches.count(); ++batch) {
+        CHECK_EQ(batches.first_token(batch), next);
+        next += batches.size(batch);
+        if (batch + 1 < batches.count()) CHECK(next < tokens);
+      }
+      CHECK(next >= tokens && next < tokens + kShortBatchTokens);
+      // What combine finds in place of each of its batches behind the whole ones.
+      CHECK_EQ(batches.first_token(batches.whole), batches.whole * kBatchTokens);
+      CHECK(tokens - batches.whole * kBatchTokens >= std::min(tokens, short_tokens));
+    }
+  }
+}
+
 TEST(high_throughput_device_slots_follow_from_the_ring) {
   const HighThroughput calls(place_of(4, 8 * 128 * 5));
   const HighThroughput roomy(place_of(4, 1 << 30));

@@ -19,6 +19,7 @@ from fanfold.high_throughput.kernels import (
     Sizes,
     combine_kernel,
     dispatch_kernel,
+    most_batches,
     plan_kernel,
 )
 from fanfold.high_throughput.layer_kernels import shared_bytes_of
@@ -139,6 +140,16 @@ def test_a_combine_lags_less_than_its_ring_is_long(slots: int) -> None:
     lag = dict(combine_kernel(kind, slots).source.pairs)["kLag"]
     assert 1 <= lag < slots
     assert lag == min(64, slots // 2)
+
+
+def test_a_plan_has_room_for_the_words_of_all_batches() -> None:
+    kernel = dispatch_kernel(DispatchKind(Sizes(4, 8, 2), 64, 0, False, True, True))
+    short = dict(kernel.source.pairs)
+    for most in (0, 1, 9, 255, 256, 300, 4096):
+        room = most_batches(most)
+        for tokens in range(max(0, most - 40), most + 1):
+            whole = max(0, tokens - short["kShortTokens"]) // 8
+            assert whole + -(-(tokens - 8 * whole) // 2) <= room
 
 
 def test_grids() -> None:

@@ -100,8 +100,21 @@ class Preparation {
 
   __device__ void load_batch() {
     batch_ = BatchWord{};
-    if (job_.kind == Job::Kind::kSend)
-      batch_ = BatchWord::decode(args_.batches[job_.source * args_.batch_stride + job_.batch]);
+    if (job_.kind != Job::Kind::kSend) return;
+    const DispatchBatches dispatched(shared_.participants.tokens[job_.source], kShortTokens);
+    const uint64_t* words = args_.batches + job_.source * args_.batch_stride;
+    if (job_.batch < dispatched.whole) {
+      batch_ = BatchWord::decode(words[job_.batch]);
+      return;
+    }
+    // Came as several short ones.
+    constexpr int kParts = kBatchTokens / kShortBatchTokens;
+    const int first = dispatched.whole + (job_.batch - dispatched.whole) * kParts;
+    for (int i = 0; i < kParts && first + i < dispatched.count(); ++i) {
+      const BatchWord part = BatchWord::decode(words[first + i]);
+      if (batch_.tokens == 0) batch_.before = part.before;
+      batch_.tokens |= part.tokens << i * kShortBatchTokens;
+    }
   }
 
   __device__ void load_rows() {

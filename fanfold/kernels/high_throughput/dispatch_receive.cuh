@@ -33,7 +33,7 @@ class Receiver {
       : w_(warp), call_(warp.call), arriving_(call_, &call_.args.state->received),
         own_(call_, &call_.args.state->kept) {
     for (int source = 0; source < kRanks; ++source)
-      if (call_.is_peer(source)) most_batches_ = max(most_batches_, w_.batches(source));
+      if (call_.is_peer(source)) most_batches_ = max(most_batches_, w_.batches(source).count());
   }
 
   __device__ Next next(int slot, bool may_wait) {
@@ -41,7 +41,7 @@ class Receiver {
       holds_ = holds_ || draw_arriving();
       if (holds_ && has_arrived(false)) {
         begin_arrived();
-      } else if (own_.current() < w_.batches(call_.args.rank)) {
+      } else if (own_.current() < w_.batches(call_.args.rank).count()) {
         begin_own();
       } else if (!holds_) {
         return Next::kNone;
@@ -56,7 +56,7 @@ class Receiver {
     const int place = __ffs(static_cast<int>(now_.tokens)) - 1;
     now_.tokens &= now_.tokens - 1;
     const bool is_own = now_.source == call_.args.rank;
-    Arrival row{now_.source, now_.batch * kBatchTokens + place, now_.row++, -1};
+    Arrival row{now_.source, first_token_ + place, now_.row++, -1};
     if (is_own) {
       w_.load_own(slot, row.token);
     } else {
@@ -116,7 +116,7 @@ class Receiver {
       held_.batch = ticket / kPeers;
       held_.source = (call_.args.rank + 1 + ticket % kPeers) % kRanks;
       arriving_.advance();
-    } while (held_.batch >= w_.batches(held_.source));
+    } while (held_.batch >= w_.batches(held_.source).count());
     held_.slot = held_.batch % call_.args.slots;
     held_.turn = static_cast<uint32_t>(held_.batch / call_.args.slots);
     return true;
@@ -164,8 +164,9 @@ class Receiver {
     now_.source = call_.args.rank;
     now_.batch = own_.current();
     own_.advance();
-    const int token = now_.batch * kBatchTokens + call_.lane;
-    const bool exists = call_.lane < kBatchTokens && token < call_.args.tokens;
+    const DispatchBatches batches = w_.batches(now_.source);
+    const int token = batches.first_token(now_.batch) + call_.lane;
+    const bool exists = call_.lane < batches.size(now_.batch) && token < call_.args.tokens;
     const int row = exists ? w_.args.rows[int64_t{token} * kRanks + call_.args.rank] : -1;
     const uint32_t tokens = __ballot_sync(kFullWarp, row >= 0);
     const int before = __shfl_sync(kFullWarp, row, tokens != 0 ? __ffs(tokens) - 1 : 0);
@@ -175,6 +176,7 @@ class Receiver {
 
   __device__ void begin(const BatchWord& word) {
     now_.tokens = word.tokens;
+    first_token_ = w_.batches(now_.source).first_token(now_.batch);
     now_.row = w_.cta.prefix[now_.source] + static_cast<int>(word.before);
     if (call_.lane == 0) w_.keep_batch(now_.source, now_.batch, word);
   }
@@ -193,6 +195,7 @@ class Receiver {
   Batch held_{};  // of a peer, not begun
   BatchWord word_{};
   Batch now_{};           // whose rows are asked for
+  int first_token_ = 0;   // of that
   uint32_t landing_ = 0;  // in place, in lane t: low half of the word of the batch's token t
 };
 

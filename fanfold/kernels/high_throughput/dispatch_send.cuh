@@ -24,8 +24,7 @@ class Sender {
     }
     const int place = __ffs(static_cast<int>(remaining_)) - 1;
     remaining_ &= remaining_ - 1;
-    const int token = batch_ * kBatchTokens + place;
-    w_.load_own(slot, token);
+    w_.load_own(slot, first_token_ + place);
     SenderNote& note = w_.notes[slot].sent;
     const uint32_t to = __ballot_sync(kFullWarp, (tokens_ >> place & 1u) != 0);
     const bool last = remaining_ == 0;
@@ -83,18 +82,23 @@ class Sender {
   // The rows of lane r's rank, a peer, in the batch whose ticket is held; -1 where there is none.
   __device__ void fetch() {
     const auto batch = static_cast<int>(ticket_);
+    const DispatchBatches batches = w_.batches(call_.args.rank);
+    const int first = batches.first_token(batch);
+    const int end = min(first + batches.size(batch), call_.args.tokens);
 #pragma unroll
     for (int place = 0; place < kBatchTokens; ++place) {
-      const int token = batch * kBatchTokens + place;
-      const bool exists = token < call_.args.tokens && call_.is_peer(call_.lane);
+      const int token = first + place;
+      const bool exists = token < end && call_.is_peer(call_.lane);
       rows_[place] = exists ? w_.args.rows[int64_t{token} * kRanks + call_.lane] : -1;
     }
   }
 
   // Goes on to the next batch; false if there are no more.
   __device__ bool draw_batch() {
-    if (static_cast<int>(ticket_) >= w_.batches(call_.args.rank)) return false;
-    batch_ = static_cast<int>(ticket_);
+    const DispatchBatches batches = w_.batches(call_.args.rank);
+    const auto batch = static_cast<int>(ticket_);
+    if (batch >= batches.count()) return false;
+    first_token_ = batches.first_token(batch);
     tokens_ = 0;
     uint32_t before = 0;
 #pragma unroll
@@ -103,8 +107,8 @@ class Sender {
       tokens_ |= 1u << place;
       before = static_cast<uint32_t>(rows_[place]);
     }
-    slot_ = batch_ % call_.args.slots;
-    turn_ = static_cast<uint32_t>(batch_ / call_.args.slots);
+    slot_ = batch % call_.args.slots;
+    turn_ = static_cast<uint32_t>(batch / call_.args.slots);
     const BatchWord word{BatchWord::use_of(call_.epoch, turn_), before, tokens_};
     word_ = word.encode();
     ticket_ = of_lane_0(drawn_);
@@ -147,7 +151,7 @@ class Sender {
   uint32_t ticket_, drawn_;  // of the next batch, and in lane 0 of the one after
   int32_t rows_[kBatchTokens];
   bool holds_batch_ = false;  // one that is not begun
-  int batch_ = 0, slot_ = 0;
+  int first_token_ = 0, slot_ = 0;
   uint32_t turn_ = 0;
   uint32_t tokens_ = 0;     // of the batch, for lane r's rank
   uint64_t word_ = 0;       // likewise

@@ -8,7 +8,7 @@
 //
 // Constants: kRowBytes, kScaleWords, kExpertMajor, kInPlace, kNewRouting (the plan is new: what is
 // told of the rows is kept for later calls), kWeighted, kRingRowBytes (of what goes through the
-// ring).
+// ring), kShortTokens (that go in short batches).
 #pragma once
 
 #include "high_throughput/row_ring.cuh"
@@ -27,6 +27,7 @@ static_assert(kRingRowBytes == align_up(kUsedBytes - kSentAt, kAreaAlignment));
 static_assert(kSlotBytes == align_up(kSentAt + kRingRowBytes, kAreaAlignment));
 static_assert(kWeighted == 0 || kHasLanes);
 static_assert(kInPlace == 0 || kExpertMajor != 0);
+static_assert(0 <= kShortTokens && kShortTokens <= kMostShortTokens);
 
 // Word k of those that travel beside a row in a slot.
 __device__ __forceinline__ uint32_t lane_word(const unsigned char* bytes, int k) {
@@ -75,8 +76,8 @@ struct DispatchWarp {
   RowRingShared& ring;
   Note* notes;
 
-  __device__ int batches(int source) const {
-    return (cta.participants.tokens[source] + kBatchTokens - 1) / kBatchTokens;
+  __device__ DispatchBatches batches(int source) const {
+    return {cta.participants.tokens[source], kShortTokens};
   }
 
   // Row `at` of what `source` sends to `owner`.

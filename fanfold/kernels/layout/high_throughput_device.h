@@ -8,9 +8,9 @@
 //   ring           [source rank][slot][token]          rows   what the sources send
 //   results        [row]                               rows   of dispatches in place
 //
-// Rows travel in batches of kBatchTokens tokens of one source. Batch b of a stream uses slot
-// b % slots of its ring, and the token t the place t % kBatchTokens there, whether or not its
-// neighbours go to the same rank: so nobody needs to know where the others' rows lie.
+// Rows travel in batches of kBatchTokens successive tokens of one source, in a dispatch the last in
+// shorter ones. Batch b of a stream uses slot b % slots of its ring, and its token i place i there,
+// whether or not the others go to the same rank: so nobody needs to know where their rows lie.
 #pragma once
 
 #include "layout/types.h"
@@ -18,6 +18,9 @@
 namespace fanfold {
 
 inline constexpr int32_t kBatchTokens = 8;
+inline constexpr int32_t kShortBatchTokens = 2;
+inline constexpr int32_t kMostShortTokens = 1024;  // that a dispatch sends in short batches
+static_assert(kBatchTokens % kShortBatchTokens == 0);
 // Words that tell of the slots of one ring. In a dispatch each slot has one, and in place one more
 // for each of its rows. A combine cuts its rows into slices of columns, each of which comes and
 // goes for itself, and has its own.
@@ -47,6 +50,28 @@ struct AnnouncementWord {
   FANFOLD_HD static constexpr AnnouncementWord decode(uint64_t word) {
     return {static_cast<uint32_t>(word >> 40), static_cast<uint32_t>(word >> 24) & 0xffffu,
             static_cast<uint32_t>(word) & 0x7fffffu, ((word >> 23) & 1u) != 0};
+  }
+};
+
+// How a dispatch cuts the tokens of a source: `whole` batches, then short ones for `short_tokens`
+// and what is left over. Senders are done with a whole one at quite different times; who is done
+// early takes more of the short ones.
+struct DispatchBatches {
+  int32_t tokens;
+  int32_t whole;
+
+  FANFOLD_HD constexpr DispatchBatches(int32_t all, int32_t short_tokens)
+      : tokens(all), whole(all > short_tokens ? (all - short_tokens) / kBatchTokens : 0) {}
+
+  FANFOLD_HD constexpr int32_t count() const {
+    return whole + (tokens - whole * kBatchTokens + kShortBatchTokens - 1) / kShortBatchTokens;
+  }
+  FANFOLD_HD constexpr int32_t first_token(int32_t batch) const {
+    return batch < whole ? batch * kBatchTokens
+                         : whole * kBatchTokens + (batch - whole) * kShortBatchTokens;
+  }
+  FANFOLD_HD constexpr int32_t size(int32_t batch) const {
+    return batch < whole ? kBatchTokens : kShortBatchTokens;
   }
 };
 
