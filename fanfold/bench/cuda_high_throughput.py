@@ -33,6 +33,7 @@ __all__ = ["capacity_for", "samples_timed", "summary", "time_on_gpu"]
 _RIVAL_BACKEND = "nccl"
 
 _GEMM_SIZE = 8192  # about 1.5 ms
+_GEMMS = 8  # one after the other: a GPU that has been idle is faster for a few milliseconds
 _MOST_OVERLAPS = 20
 _COVER = 3.0  # what is beside lasts this many times longer than what is timed does alone
 _CHAIN = 8  # dispatches of one graph
@@ -209,7 +210,7 @@ class _Overlap:
         turns = range(max(3, min(iterations, _MOST_OVERLAPS)))
         graph = self._captured()
         self._turn(graph, 1, 1)  # libraries loaded, clocks up
-        on_all = [self._turn(graph, 0, 1).gemm for _ in turns]
+        on_all = [self._turn(graph, 0, _GEMMS).gemm for _ in turns]
         with _leaving(self._sms):
             self._turn(graph, 1, 1)
             times = self._beside(graph, turns)
@@ -217,11 +218,11 @@ class _Overlap:
         return {"overlap.gemm_on_all": _tensor(on_all), **times}
 
     def _beside(self, graph: torch.cuda.CUDAGraph, turns: range) -> dict[str, torch.Tensor]:
-        alone = [self._turn(graph, 0, 1).gemm for _ in turns]
+        alone = [self._turn(graph, 0, _GEMMS).gemm for _ in turns]
         dispatch_alone = [self._turn(graph, 1, 0).dispatch for _ in turns]
         chain = _CHAIN * max(min(dispatch_alone), 1.0)
-        replays = max(self._group.all_gather(math.ceil(_COVER * max(alone) / chain)))
-        beside = [self._turn(graph, replays, 1) for _ in turns]
+        replays = max(self._group.all_gather(math.ceil(_COVER * _GEMMS * max(alone) / chain)))
+        beside = [self._turn(graph, replays, _GEMMS) for _ in turns]
         products = 1 + math.ceil(_COVER * chain / min(alone))
         dispatch_beside = [self._turn(graph, 1, products).dispatch for _ in turns]
         return {

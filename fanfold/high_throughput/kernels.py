@@ -61,8 +61,8 @@ _SLICE_UNITS, _ADDED_SLICE_UNITS = 128, 224
 # Of a slice each, in the ring of a warp; with too little memory there are fewer warps first.
 _MOST_PIECES, _FEW_PIECES, _LEAST_PIECES = 4, 3, 2
 # Batches between sending and folding: some, and several times what the warps of a grid work on at
-# once.
-_LAG, _LAG_WAVES = 64, 4
+# once. Where sending ends, fewer: the link waits for what is then left to fold.
+_LAG, _LAG_WAVES, _LAST_LAG_WAVES = 64, 4, 3
 
 _LINE = 128
 
@@ -321,9 +321,12 @@ def _slices(row_bytes: int, most_units: int) -> tuple[int, int]:
     return -(-units // units_of(best)), units_of(best)
 
 
-def _lag(kind: CombineKind, workers: int) -> int:
+def _lags(kind: CombineKind, workers: int, slots: int) -> tuple[int, int]:
+    """Batches between sending and folding, and where sending ends."""
     jobs = (kind.sizes.ranks + int(kind.expert_major)) * kind.slices  # for a batch of each source
-    return max(_LAG, _LAG_WAVES * workers * _CTAS // jobs)
+    at_once = -(-workers * _CTAS // jobs)
+    lag = min(max(_LAG, _LAG_WAVES * at_once), slots // 2)
+    return lag, min(_LAST_LAG_WAVES * at_once, lag)
 
 
 def combine_kernel(
@@ -352,6 +355,7 @@ def combine_kernel(
     if shared_bytes(workers, pieces) > most_shared_bytes:
         bound = f"fewer, as two slices of {16 * slice_units} must fit this GPU's shared memory"
         raise ArgumentError("bytes of a row", kind.row_bytes, bound)
+    lag, last_lag = _lags(kind, workers, slots)
     constants = {
         **sizes.constants(),
         "kWarps": workers + 1,
@@ -364,7 +368,8 @@ def combine_kernel(
         "kSliceUnits": slice_units,
         "kPieces": pieces,
         "kShortTokens": _SHORT_TOKENS,
-        "kLag": min(_lag(kind, workers), slots // 2),
+        "kLag": lag,
+        "kLastLag": last_lag,
     }
     source = KernelSource(
         "high_throughput/combine.cu", "high_throughput_combine", constants, (workers + 1) * 32

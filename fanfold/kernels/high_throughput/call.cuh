@@ -169,9 +169,11 @@ __device__ __forceinline__ bool is_void(const int32_t* source_prefix) {
 }
 
 // Each warp, when it has nothing left to do. The last one of the grid leaves what the next call
-// begins with, and makes a routing void, if there is one.
+// begins with, and makes a routing void, if there is one. Only now may the next kernel come to the
+// GPU: it would hold SMs of its own all the time, which whatever runs beside could have.
 __device__ __forceinline__ void finish(const Call& call, int32_t* void_prefix = nullptr) {
   __syncwarp();
+  allow_next_kernel();
   if (call.lane != 0) return;
   HighThroughputState* state = call.args.state;
   __threadfence();  // what this warp drew comes before the counters begin anew

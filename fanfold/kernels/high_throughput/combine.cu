@@ -2,9 +2,9 @@
 // outputs of its local experts (token-major: its output), into the ring that the source has for
 // this rank. Source: for each token the sum of the ranks' rows.
 //
-// Warps draw jobs from one list: of every slice of columns, batch b of every source, then the fold
-// of an earlier batch of this rank's own. Whatever a job waits for stands before it in the list,
-// here or on a peer, and each warp does its jobs in that order, so the list cannot block. The last
+// Warps draw jobs from one list: of every slice of columns, batch b of every source, then folds of
+// earlier batches of this rank's own. Whatever a job waits for stands before it in the list, here
+// or on a peer, and each warp does its jobs in that order, so the list cannot block. The last
 // warp of each CTA tells the ranks of what the others have done: to release what is written takes a
 // round trip on the link.
 #include "high_throughput/combine_job.cuh"
@@ -56,11 +56,10 @@ class Worker {
  public:
   __device__ Worker(const HighThroughputCombineArgs& args, CombineShared& shared, const Call& call)
       : args_(args), shared_(shared), own_(shared.workers[call.warp]), call_(call),
-        most_(shared.most_batches()), lag_(min(kLag, most_)), sums_(own_, call.lane),
-        next_(args, shared, own_, call, lag_) {}
+        sums_(own_, call.lane), next_(args, shared, own_, call) {}
 
   __device__ void run() {
-    const auto tickets = static_cast<uint32_t>((most_ + lag_) * kJobs * kSlices);
+    const uint32_t tickets = next_.tickets();
     uint32_t ticket = of_lane_0(draw(call_, &args_.call.state->sent));
     uint32_t drawn = draw(call_, &args_.call.state->sent);
     next_.begin(ticket);
@@ -212,7 +211,6 @@ class Worker {
   CombineShared& shared_;
   WorkerShared& own_;
   const Call& call_;
-  const int most_, lag_;  // batches; no more lag than there are
   RowSums sums_;
   Preparation next_;  // of the job after the one that is done
   uint32_t posted_ = 0;
@@ -270,7 +268,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     high_throughput_combine(const __grid_constant__ HighThroughputCombineArgs args) {
   auto& shared = dynamic_shared<CombineShared>();
   wait_for_previous_kernel();
-  allow_next_kernel();  // not before, or ever more kernels would wait on SMs of their own
   if (is_void(args.source_prefix)) return;
   const Call call(args.call, HighThroughputPhase::kCombine);
   const auto thread = static_cast<int>(threadIdx.x);

@@ -6,23 +6,64 @@
 
 namespace fanfold {
 
-// The batches of all sources in turn, the next rank's first, and with each the fold of the own
-// batch `lag` before it; of each all slices.
-__device__ __forceinline__ Job job_of(uint32_t ticket, int lag, const Call& call,
-                                      const CombineShared& shared) {
-  const uint32_t whole = ticket / kSlices;
-  const int group = static_cast<int>(whole / kJobs), place = static_cast<int>(whole % kJobs);
-  const bool folds = place == kSources;
-  Job job{};
-  job.source = folds ? call.args.rank : (call.args.rank + 1 + place) % kRanks;
-  job.batch = folds ? group - lag : group;
-  if (job.batch < 0 || job.batch >= shared.batches(job.source)) return job;
-  job.kind = folds ? Job::Kind::kFold : Job::Kind::kSend;
-  job.slice = static_cast<int>(ticket % kSlices);
-  job.slot = job.batch % call.args.slots;
-  job.turn = static_cast<uint32_t>(job.batch / call.args.slots);
-  return job;
-}
+// What the warps of each rank do: the batches of all sources in turn, the next rank's first, and with
+// each the fold of the own batch `lag` before it; of each all slices. With the last batches come two
+// folds each, so that few are left when nothing is sent any more. All ranks' lists are equally long,
+// and send the same batches at the same places.
+class JobList {
+ public:
+  __device__ JobList(const CombineShared& shared, const Call& call)
+      : shared_(shared), call_(call) {
+    most_ = shared.most_batches();
+    lag_ = min(kLag, most_);
+    last_lag_ = min(kLastLag, lag_);
+    pairs_begin_ = most_ - (lag_ - last_lag_);
+  }
+
+  __device__ uint32_t tickets() const {
+    return static_cast<uint32_t>(pairs_end() + last_lag_) * kSlices;
+  }
+
+  __device__ Job job(uint32_t ticket) const {
+    const int place = static_cast<int>(ticket / kSlices);
+    const int single = pairs_begin_ * kJobs;
+    int turn = kSources;  // of a group: its sends, then its folds
+    int group = most_, fold = most_ - last_lag_ + (place - pairs_end());
+    if (place < single) {
+      group = place / kJobs, turn = place % kJobs;
+      fold = group - lag_;
+    } else if (place < pairs_end()) {
+      const int pair = (place - single) / (kJobs + 1);
+      group = pairs_begin_ + pair, turn = (place - single) % (kJobs + 1);
+      fold = pairs_begin_ - lag_ + 2 * pair + (turn - kSources);
+    }
+    return turn < kSources ? made(Job::Kind::kSend, source_at(turn), group, ticket)
+                           : made(Job::Kind::kFold, call_.args.rank, fold, ticket);
+  }
+
+ private:
+  __device__ int pairs_end() const {
+    return pairs_begin_ * kJobs + (lag_ - last_lag_) * (kJobs + 1);
+  }
+  __device__ int source_at(int turn) const { return (call_.args.rank + 1 + turn) % kRanks; }
+
+  __device__ Job made(Job::Kind kind, int source, int batch, uint32_t ticket) const {
+    Job job{};
+    job.source = source;
+    job.batch = batch;
+    if (batch < 0 || batch >= shared_.batches(source)) return job;
+    job.kind = kind;
+    job.slice = static_cast<int>(ticket % kSlices);
+    job.slot = batch % call_.args.slots;
+    job.turn = static_cast<uint32_t>(batch / call_.args.slots);
+    return job;
+  }
+
+  const CombineShared& shared_;
+  const Call& call_;
+  int most_, lag_, last_lag_;  // batches; no more lag than there are
+  int pairs_begin_;            // the group from which on two folds come with each
+};
 
 // Lanes of each token in a pass over the terms of a batch's tokens. One pass or several take all.
 __device__ constexpr int lanes_for(int terms) {
@@ -35,12 +76,14 @@ __device__ constexpr int lanes_for(int terms) {
 class Preparation {
  public:
   __device__ Preparation(const HighThroughputCombineArgs& args, const CombineShared& shared,
-                         WorkerShared& own, const Call& call, int lag)
-      : args_(args), shared_(shared), own_(own), call_(call), lag_(lag) {}
+                         WorkerShared& own, const Call& call)
+      : args_(args), shared_(shared), own_(own), call_(call), jobs_(shared, call) {}
+
+  __device__ uint32_t tickets() const { return jobs_.tickets(); }
 
   // Begins with the job of a ticket; its entries overwrite those of the last job but one.
   __device__ void begin(uint32_t ticket) {
-    job_ = job_of(ticket, lag_, call_, shared_);
+    job_ = jobs_.job(ticket);
     which_ = 1 - which_;
     count_ = 0;
   }
@@ -205,7 +248,7 @@ class Preparation {
   const CombineShared& shared_;
   WorkerShared& own_;
   const Call& call_;
-  const int lag_;
+  const JobList jobs_;
   Job job_{};
   BatchWord batch_{};
   int which_ = 0, count_ = 0;

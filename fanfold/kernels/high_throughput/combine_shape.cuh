@@ -1,8 +1,8 @@
 // What the parts of combine share. Constants: kRowBytes, kSlotBytes (of a row in a ring),
 // kExpertMajor, kWeighted (the outputs), kLanes (numbers of the choices travel beside the rows),
 // kSlices (of columns, in a row), kSliceUnits (of each but the last), kPieces (in the ring of a
-// warp), kLag (batches between sending and folding, fewer than slots), kShortTokens (of the
-// dispatch). All warps but the last are workers.
+// warp), kLag (batches between sending and folding, fewer than slots), kLastLag (the same where
+// sending ends, no more), kShortTokens (of the dispatch). All warps but the last are workers.
 #pragma once
 
 #include "device/bulk.cuh"

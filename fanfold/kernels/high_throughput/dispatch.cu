@@ -11,7 +11,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     high_throughput_dispatch(const __grid_constant__ HighThroughputDispatchArgs args) {
   auto& shared = dynamic_shared<DispatchShared>();
   wait_for_previous_kernel();
-  allow_next_kernel();  // not before, or ever more kernels would wait on SMs of their own
   const Call call(args.call, HighThroughputPhase::kDispatch);
   const int index = static_cast<int>(blockIdx.x) * kWarps + call.warp;
   const int warps = static_cast<int>(gridDim.x) * kWarps;

@@ -303,7 +303,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     high_throughput_plan(const __grid_constant__ PlanArgs args) {
   auto& shared = dynamic_shared<PlanShared>();
   wait_for_previous_kernel();
-  allow_next_kernel();  // not before, or ever more kernels would wait on SMs of their own
   // Who refuses a call launches this whatever the call was, with the routing if it knows it.
   const bool refuses = args.call.refused != 0;
   if (refuses && args.source_prefix != nullptr && is_void(args.source_prefix)) return;

@@ -1,0 +1,169 @@
+#!/usr/bin/env python3
+"""Measures both modes on the GPUs of one host: what is committed under benchmarks/results/.
+
+    python benchmarks/run_cuda.py GPUS [--results FOLDER] [STEP...]      all steps by default
+
+    cuda_low_latency.jsonl, .png
+        baseline       three geometries at 128 tokens, with NCCL and a product beside a waiting hook
+        tokens         the same at 1 to 1024 tokens
+    cuda_high_throughput.jsonl, .png
+        fp8, bf16      hidden 7168 at 4096 tokens: both layouts and in place, cached and new
+                       routings, with NCCL and beside a product; the same on 12 SMs
+        more_tokens    at 8192 tokens, and at 512 to 2048
+        sms            on 8 to 48 SMs
+        geometries     five others at 4096 tokens
+
+Each step starts its ranks once; all take some ten minutes on a machine that does nothing else. A
+step compiles its kernels first, if they are not in the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from fanfold.bench import report
+from fanfold.bench.run import sweep
+from fanfold.bench.settings import BenchSettings
+from fanfold.bench.timing import PHASES
+from fanfold.cli.main import main as fanfold
+
+MAIN = (7168, 8, 256)  # hidden, top-k, experts
+LOW_LATENCY = (MAIN, (2048, 8, 512), (1024, 22, 512))
+OTHERS = ((1024, 22, 512), (2048, 8, 512), (4096, 8, 128), (2880, 4, 128), (5120, 6, 160))
+LAYOUTS = ("token_major", "expert_major")
+DTYPES = ("fp8", "bf16")
+Points = Iterator[BenchSettings]
+
+
+def low_latency(ranks: int, tokens: int, geometry: tuple[int, int, int]) -> BenchSettings:
+    """fp8 to the experts, weighted sums back."""
+    hidden, top_k, experts = geometry
+    return BenchSettings(
+        "low_latency", ranks, tokens, hidden, top_k, experts, dtype="fp8", backend="cuda"
+    )
+
+
+def baseline(ranks: int) -> Points:
+    """Of low latency, at 128 tokens."""
+    for geometry in LOW_LATENCY:
+        point = low_latency(ranks, 128, geometry)
+        yield dataclasses.replace(point, baseline=True, overlap=True)
+
+
+def tokens_of_low_latency(ranks: int) -> Points:
+    """All other numbers of tokens."""
+    for geometry, tokens in itertools.product(LOW_LATENCY, (1, 8, 32, 64, 256, 512, 1024)):
+        yield low_latency(ranks, tokens, geometry)
+
+
+def high_throughput(
+    ranks: int, dtype: str, tokens: int = 4096, geometry: tuple[int, int, int] = MAIN
+) -> BenchSettings:
+    """Cached and token-major on 24 SMs, if nothing else is said."""
+    hidden, top_k, experts = geometry
+    return BenchSettings(
+        "high_throughput", ranks, tokens, hidden, top_k, experts, dtype=dtype, backend="cuda",
+        iterations=20, warmup=3, layout="token_major", routing="cached", sms=24,
+    )  # fmt: skip
+
+
+def kinds(point: BenchSettings, *, new: bool = True, in_place: bool = False) -> Points:
+    """Both layouts and, if asked for, new routings and expert-major in place."""
+    orders = [(layout, False) for layout in LAYOUTS]
+    if in_place:
+        orders.append(("expert_major", True))
+    for routing, (layout, stays) in itertools.product(("cached", "new")[: 1 + new], orders):
+        yield dataclasses.replace(point, layout=layout, routing=routing, in_place=stays)
+
+
+def main_geometry(dtype: str) -> Callable[[int], Points]:
+    """The step of one dtype at 4096 tokens."""
+
+    def step(ranks: int) -> Points:
+        point = high_throughput(ranks, dtype)
+        for kind in kinds(point, in_place=True):
+            yield dataclasses.replace(kind, baseline=not kind.in_place, overlap=True)
+        yield from kinds(dataclasses.replace(point, sms=12, check=False), new=False, in_place=True)
+
+    return step
+
+
+def more_tokens(ranks: int) -> Points:
+    """The oracle takes half a minute for each kind at 8192 tokens; they are checked at 4096."""
+    for dtype in DTYPES:
+        point = dataclasses.replace(high_throughput(ranks, dtype, 8192), check=False)
+        yield from kinds(point, in_place=True)
+        for tokens in (512, 1024, 2048):
+            yield from kinds(high_throughput(ranks, dtype, tokens), new=False)
+
+
+def sms(ranks: int) -> Points:
+    """More and fewer SMs."""
+    for dtype, count in itertools.product(DTYPES, (8, 16, 20, 32, 48)):
+        point = dataclasses.replace(high_throughput(ranks, dtype), sms=count, check=False)
+        yield from kinds(point, new=False)
+
+
+def geometries(ranks: int) -> Points:
+    """Other hidden sizes, top-k and experts."""
+    for geometry, dtype in itertools.product(OTHERS, DTYPES):
+        for kind in kinds(high_throughput(ranks, dtype, geometry=geometry)):
+            yield dataclasses.replace(kind, check=kind.routing == "cached")
+
+
+STEPS: dict[str, Callable[[int], Points]] = {
+    "baseline": baseline,
+    "tokens": tokens_of_low_latency,
+    "fp8": main_geometry("fp8"),
+    "bf16": main_geometry("bf16"),
+    "more_tokens": more_tokens,
+    "sms": sms,
+    "geometries": geometries,
+}
+
+
+def run(name: str, ranks: int, folder: Path) -> Path:
+    """Appends the results of one step to its file, which it returns."""
+    points = list(STEPS[name](ranks))
+    file = folder / f"cuda_{points[0].mode}.jsonl"
+    begin = time.monotonic()
+    for result in sweep(points) or ():
+        settings = result.settings
+        command = " ".join(["benchmarks/run_cuda.py", str(ranks), name])
+        report.append_json_line(file, {**report.record(result), "command": command})
+        times = {phase: f"{result.fanfold.slowest(phase).p50:.1f}" for phase in PHASES}
+        kind = (settings.layout, settings.routing, settings.sms, settings.in_place)
+        print(settings.tokens, settings.hidden, settings.dtype, *kind, times, flush=True)
+    print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
+    return file
+
+
+def main() -> None:
+    """Runs the steps that are named, then draws what is there."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("gpus", type=int, metavar="GPUS")
+    parser.add_argument("steps", nargs="*", metavar="STEP", help=f"of {', '.join(STEPS)}")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    args = parser.parse_args()
+    steps = args.steps or list(STEPS)
+    if unknown := set(steps) - set(STEPS):
+        parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(STEPS)}")
+    # NCCL's and PyTorch's use of NVLink multicast, which Fanfold does without.
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    args.results.mkdir(parents=True, exist_ok=True)
+    files = {run(name, args.gpus, args.results) for name in steps}
+    for file in sorted(files):
+        fanfold(["plot", str(file), "--out", str(file.with_suffix(".png"))])
+
+
+if __name__ == "__main__":
+    main()
