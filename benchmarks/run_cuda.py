@@ -1,7 +1,10 @@
 #!/usr/bin/env python3
-"""Measures both modes on the GPUs of one host: what is committed under benchmarks/results/.
+r"""Measures both modes on the GPUs of one host: what is committed under benchmarks/results/.
 
-    python benchmarks/run_cuda.py GPUS [--results FOLDER] [STEP...]      all steps by default
+    NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 \
+        python benchmarks/run_cuda.py GPUS [--results FOLDER] [STEP...]      all steps by default
+
+Without NVLink multicast, which Fanfold does not use, and the committed results are without.
 
     cuda_low_latency.jsonl, .png
         baseline       three geometries at 128 tokens, with NCCL and a product beside a waiting hook
@@ -22,7 +25,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -156,9 +158,6 @@ def main() -> None:
     steps = args.steps or list(STEPS)
     if unknown := set(steps) - set(STEPS):
         parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(STEPS)}")
-    # NCCL's and PyTorch's use of NVLink multicast, which Fanfold does without.
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     args.results.mkdir(parents=True, exist_ok=True)
     files = {run(name, args.gpus, args.results) for name in steps}
     for file in sorted(files):

@@ -37,8 +37,7 @@ HighThroughput::HighThroughput(const HighThroughputPlace& place)
     : place_(place), offsets_(high_throughput_offsets(place.ranks, place.ring_bytes)) {
   check_within("rank", place.rank, 0, place.ranks - 1, "the ranks of the group");
   constexpr int64_t kShortBatches = kMostShortTokens / kShortBatchTokens;
-  constexpr int64_t kTurns =
-      (int64_t{kMostTurns} * kLeastRingSlots - kShortBatches) * kBatchTokens;
+  constexpr int64_t kTurns = (int64_t{kMostTurns} * kLeastRingSlots - kShortBatches) * kBatchTokens;
   check_within("max_tokens", place.max_tokens, 0,
                std::min<int64_t>(AnnouncementWord::kMostTokens, kTurns - kBatchTokens),
                "an announcement carries them, and a batch's word the turns of a ring");

@@ -6,14 +6,13 @@
 
 namespace fanfold {
 
-// What the warps of each rank do: the batches of all sources in turn, the next rank's first, and with
-// each the fold of the own batch `lag` before it; of each all slices. With the last batches come two
-// folds each, so that few are left when nothing is sent any more. All ranks' lists are equally long,
-// and send the same batches at the same places.
+// What the warps of each rank do: the batches of all sources in turn, the next rank's first, and
+// with each the fold of the own batch `lag` before it; of each all slices. With the last batches
+// come two folds each, so that few are left when nothing is sent any more. All ranks' lists are
+// equally long, and send the same batches at the same places.
 class JobList {
  public:
-  __device__ JobList(const CombineShared& shared, const Call& call)
-      : shared_(shared), call_(call) {
+  __device__ JobList(const CombineShared& shared, const Call& call) : shared_(shared), call_(call) {
     most_ = shared.most_batches();
     lag_ = min(kLag, most_);
     last_lag_ = min(kLastLag, lag_);

@@ -244,8 +244,8 @@ struct HighThroughputDispatchArgs {
   int32_t* source_prefix;  // made void with a new routing, if the call is
   const int64_t* offsets;
   const int32_t* tokens_per_expert;
-  int64_t capacity;     // rows of the results
-  int64_t result_rows;  // in place: rows that fit the ranks' memory, no fewer than any capacity
+  int64_t capacity;      // rows of the results
+  int64_t result_rows;   // in place: rows that fit the ranks' memory, no fewer than any capacity
   int32_t marks_absent;  // there may be more room than rows: what is kept of the others says so
   // Results; each row token-major or expert-major.
   unsigned char* out;         // [capacity][row bytes]
