@@ -129,11 +129,13 @@ def _modern(fields: dict[str, Any]) -> dict[str, Any]:
     return {**fields, **own}
 
 
-def series_along(points: Sequence[Point], axis: str) -> dict[str, list[Point]]:
+def series_along(
+    points: Sequence[Point], axis: str, least_places: int = 2
+) -> dict[str, list[Point]]:
     """The points in series that differ along ``axis`` alone, by label, sorted along it.
 
     Where a series has several results at one place, the one of median time stands for them. Only
-    series with at least two places are given.
+    series with ``least_places`` are given.
     """
     fixed = [*_FIXED, *(other for other in AXES if other != axis)]
     groups: dict[tuple[Any, ...], dict[float, list[Point]]] = defaultdict(lambda: defaultdict(list))
@@ -144,7 +146,7 @@ def series_along(points: Sequence[Point], axis: str) -> dict[str, list[Point]]:
     varying = [place for place in range(len(fixed)) if len({str(key[place]) for key in groups}) > 1]
     series = {}
     for key, places in groups.items():
-        if len(places) > 1:
+        if len(places) >= least_places:
             named = [place for place in varying if key[place] is not None]
             label = ", ".join(_label(fixed[place], key[place]) for place in named)
             series[label or _label("mode", key[0])] = [_median(places[x]) for x in sorted(places)]
@@ -163,10 +165,6 @@ def _label(name: str, value: object) -> str:
     if name == "sms":
         return f"{value} SMs"
     return f"{name.replace('_', '-')} {value}"
-
-
-def _sizes(point: Point) -> str:
-    return f"{point['hidden']}/{point['top_k']}/{point['experts']}"
 
 
 def _median(points: Sequence[Point]) -> Point:
@@ -190,7 +188,7 @@ def draw(points: Sequence[Point], out: Path) -> None:
         ) from error
     columns = {axis: series for axis in AXES if (series := series_along(points, axis))}
     if not columns:
-        columns = {"tokens": {f"{_label('mode', p['mode'])} {_sizes(p)}": [p] for p in points}}
+        columns = {"tokens": series_along(points, "tokens", least_places=1)}
     # On GPUs each call has a time of its own; on a host they are parts of one round.
     parts = ("dispatch", "combine") if all(point["timing"] for point in points) else ()
     rows = 2 + len(parts)

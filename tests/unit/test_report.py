@@ -405,6 +405,19 @@ def test_lines_of_the_first_schema_are_read(tmp_path):
     )  # fmt: skip
 
 
+def test_results_at_one_place_are_told_apart(tmp_path):
+    pytest.importorskip("matplotlib")
+    fields = report.record(high_throughput_result())
+    lines = [{**fields, "routing": r, "layout": k} for r in ("new", "cached")
+             for k in ("token_major", "expert_major")]  # fmt: skip
+    path = write(tmp_path / "r.jsonl", lines)
+    assert plot.run(argparse.Namespace(files=[path], out=tmp_path / "p.svg")) == 0
+    drawn = (tmp_path / "p.svg").read_text()
+    for layout in ("token-major", "expert-major"):
+        for routing in ("new", "cached"):
+            assert f"<!-- {layout}, {routing} routing -->" in drawn
+
+
 def test_plot_of_one_result(tmp_path):
     pytest.importorskip("matplotlib")
     plot.draw(plot.load(write(tmp_path / "r.jsonl", [line()])), tmp_path / "p.png")
