@@ -26,12 +26,14 @@ from fanfold.bench.cuda_run import (
 from fanfold.bench.cuda_timing import Clock, GpuBarrier, empty_kernel
 from fanfold.bench.layouts import Calls, Given, room_for, sms_taken, spoil
 from fanfold.bench.settings import BenchSettings
+from fanfold.errors import UnavailableError
 from fanfold.group import as_group
 
 __all__ = ["capacity_for", "samples_timed", "summary", "time_on_gpu"]
 
 _RIVAL_BACKEND = "nccl"
 
+_LEAVE_SMS = "_set_sm_carveout_experimental"  # PyTorch 2.7 and later have it
 _GEMM_SIZE = 8192  # about 1.5 ms
 _GEMMS = 8  # one after the other: a GPU that has been idle is faster for a few milliseconds
 _MOST_OVERLAPS = 20
@@ -45,6 +47,9 @@ def time_on_gpu(
 ) -> CudaReport:
     """Checks, then times, what ``settings`` ask for. Collective."""
     device = calls.device
+    if settings.overlap and not hasattr(torch._C, _LEAVE_SMS):
+        missing = f"PyTorch {torch.__version__} cannot tell a matrix product to leave SMs to others"
+        raise UnavailableError(f"{missing}: leave out --overlap, or install a newer one")
     work = _Work(calls, expectation, settings)
     work.prepare()
     barrier = GpuBarrier(group, device)
@@ -58,8 +63,8 @@ def time_on_gpu(
     for name, call in work.waiting_calls().items():
         samples[f"{name}.wall"] = clock.wall(call)
     if settings.overlap:
-        taken = sms_taken(settings, device) or 0
-        samples |= _Overlap(work.dispatch, taken, barrier, device, group).time(settings.iterations)
+        sms = sms_taken(settings, device)
+        samples |= _Overlap(work.dispatch, sms, barrier, device, group).time(settings.iterations)
     work.check_last()
     if settings.baseline:
         samples |= _time_rival(clock, expectation, settings, device)
@@ -275,13 +280,14 @@ def _leaving(sms: int) -> Iterator[None]:
     libraries = torch.backends.cuda
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # both settings are called experimental
+        leave_sms = getattr(torch._C, _LEAVE_SMS)
         before = libraries.preferred_blas_library()
         libraries.preferred_blas_library("cublaslt")
-        torch._C._set_sm_carveout_experimental(sms)
+        leave_sms(sms)
         try:
             yield
         finally:
-            torch._C._set_sm_carveout_experimental(None)
+            leave_sms(None)
             libraries.preferred_blas_library(before)
 
 

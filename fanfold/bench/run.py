@@ -118,7 +118,7 @@ def _threads_for(settings: BenchSettings) -> Iterator[None]:
     much longer than all that is timed; a launched rank has one thread."""
     before = torch.get_num_threads()
     if settings.backend == "cuda":
-        torch.set_num_threads(max(before, (os.cpu_count() or 1) // settings.ranks))
+        torch.set_num_threads(max(before, len(os.sched_getaffinity(0)) // settings.ranks))
     try:
         yield
     finally:

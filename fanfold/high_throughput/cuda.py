@@ -80,7 +80,7 @@ class CudaHighThroughput:
         memory: the ranks' symmetric memory; must stay open as long as this object is used.
         config: time bound, and the grid.
         max_tokens: most tokens of any rank in any call, the same on all; a plan takes
-            ``ranks * max_tokens`` bytes for it.
+            ``ranks * (max_tokens + 1056)`` bytes for it.
         ctas: of each kernel; None for the configuration's, or 24.
         senders: of them begin as senders in a dispatch; None for the configuration's, or 9 of 24
             (expert-major 8).

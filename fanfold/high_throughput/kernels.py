@@ -1,8 +1,7 @@
 """Which kernels high-throughput calls need on GPUs, and their shapes: warps, rings, CTAs, roles.
 
-The numbers come from measurements on H200 (decisions 0101 and 0104 for dispatch, 0103 for combine):
-eight or nine SMs nearly fill the links with rows, the others place what comes; more than 24 in all
-are of little use.
+The numbers come from measurements on H200 (decisions 0101 and 0103 to 0105): eight or nine SMs
+nearly fill the links with rows, the others place what comes; more than 24 in all are of little use.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ class Grid:
 
 
 def most_batches(tokens: int) -> int:
-    """The most batches into which a dispatch cuts ``tokens`` tokens or fewer."""
+    """At least as many batches as a dispatch makes of ``tokens`` tokens or fewer."""
     whole, short = _core.CUDA_BATCH_TOKENS, _core.CUDA_SHORT_BATCH_TOKENS
     return tokens // whole + -(-(_SHORT_TOKENS + whole - 1) // short)
 

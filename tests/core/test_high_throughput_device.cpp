@@ -96,8 +96,6 @@ TEST(high_throughput_device_batches_have_every_token_once) {
         if (batch + 1 < batches.count()) CHECK(next < tokens);
       }
       CHECK(next >= tokens && next < tokens + kShortBatchTokens);
-      // What combine finds in place of each of its batches behind the whole ones.
-      CHECK_EQ(batches.first_token(batches.whole), batches.whole * kBatchTokens);
       CHECK(tokens - batches.whole * kBatchTokens >= std::min(tokens, short_tokens));
     }
   }
@@ -168,7 +166,13 @@ TEST(high_throughput_device_refuses_what_its_words_cannot_hold) {
   bad_place([](auto& place) { place.ranks = 33; });
   bad_place([](auto& place) { place.rank = 4; });
   bad_place([](auto& place) { place.max_tokens = AnnouncementWord::kMostTokens + 1; });
-  bad_place([](auto& place) { place.max_tokens = kMostTurns * 4 * kBatchTokens; });
+  const int32_t short_batches = kMostShortTokens / kShortBatchTokens;
+  const int32_t most = (kMostTurns * 4 - short_batches - 1) * kBatchTokens;
+  auto roomy = place_of(4);
+  roomy.max_tokens = most;
+  HighThroughput{roomy};
+  CHECK(DispatchBatches(most, kMostShortTokens).count() <= kMostTurns * 4);
+  bad_place([&](auto& place) { place.max_tokens = most + 1; });
 
   const HighThroughput calls(place_of(4));
   const HighThroughputGrid grid{.ctas = 8, .senders = 3};

@@ -73,6 +73,7 @@ def check_plan(expect: Round, plan: CudaPlan, layout: str) -> None:
         assert (plan.received, plan.expert_rows) == (len(rows), expect.offsets[-1])
     count = len(rows)
     assert plan.source_token[:count].tolist() == [row.token for row in rows]
+    assert bool((plan.source_token[count:] == -1).all())
     to = [
         [any(r.source == expect.rank and r.token == t for r in theirs) for theirs in
          expect.rows_by_rank]
@@ -90,6 +91,7 @@ def check_plan(expect: Round, plan: CudaPlan, layout: str) -> None:
         assert plan.topk_weights is not None
         weights = torch.tensor([row.weights for row in rows]).reshape(count, case.top_k)
         assert same_bits(plan.topk_weights[:count].cpu(), weights)
+        assert not plan.topk_weights[count:].any()
 
 
 def check_rows_of(expect: Round, plan: CudaPlan) -> None:

@@ -76,7 +76,7 @@ def emulated(builder: Builder, ctas: int) -> Iterator[None]:
     # Rows of 32 bytes and more have several slices.
     few_warps = {"_PLAN_WARPS": 2, "_COMBINE_WORKERS": 3, "_SLICE_UNITS": 2,
                  "_ADDED_SLICE_UNITS": 3, "_MOST_PIECES": 3,
-                 "_MOST_TILES": 2, "_SHORT_TOKENS": 11}  # fmt: skip
+                 "_MOST_TILES": 2, "_SHORT_TOKENS": 11, "_LAST_LAG_WAVES": 0}  # fmt: skip
     patches = [
         *(mock.patch.object(cls, "launch", _launch) for cls in ARGUMENTS),
         mock.patch.multiple(torch.cuda, **cuda_answers),

@@ -16,7 +16,7 @@ from fanfold import _core
 from fanfold.errors import ArgumentError, PeerRefused, PeerTimeout, UsageError
 from fanfold.high_throughput import cuda as cuda_module
 from fanfold.high_throughput.cuda import CudaHighThroughput
-from fanfold.high_throughput.plan import CudaDispatched
+from fanfold.high_throughput.plan import CudaDispatched, CudaPlan
 from tests.distributed import routings
 from tests.distributed.cuda_rounds import (
     check_brought,
@@ -36,6 +36,7 @@ from tests.emulation.world import Builder
 CTAS = 3
 LAYOUTS = ("expert_major", "token_major")
 ROOMY_RING = 1 << 16
+FAILED = 6  # word of HighThroughputState
 
 
 def tiny_ring(case: Case) -> int:
@@ -333,6 +334,8 @@ def test_a_dispatch_refused_after_its_plan() -> None:
         else:
             void = dispatch(mode, expect, "expert_major", room)
             assert int(void.plan.source_prefix[0]) == -1
+            if room is not None:
+                assert_no_rows(void)
             y = torch.zeros_like(void.tokens)
             with pytest.raises(PeerRefused, match=r"rank 1 .* high_throughput dispatch"):
                 mode.combine(y, void.plan, layout="expert_major")
@@ -352,6 +355,7 @@ def test_ranks_that_disagree_are_told_and_stay_in_step() -> None:
         layout = LAYOUTS[rank % 2]
         got = dispatch(mode, expect, layout, 500)
         assert int(got.plan.source_prefix[0]) == -1
+        assert_no_rows(got)
         with pytest.raises(ArgumentError, match="high_throughput dispatch"):
             mode.combine(got.tokens, got.plan, layout=layout)  # type: ignore[arg-type]
         run_case(mode, SMALL, rank, "expert_major")
@@ -360,6 +364,37 @@ def test_ranks_that_disagree_are_told_and_stay_in_step() -> None:
 
 
 # ---- what only the kernels find -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_that_never_came_are_no_indices(layout: str) -> None:
+    """A rank announces its rows and sends none: who waited must not find indices in their place."""
+    world = World(SMALL.ranks, ROOMY_RING, timeout_s=1.0)
+
+    def program(rank: int, mode: CudaHighThroughput) -> None:
+        expect = Round(SMALL, rank)
+        if rank == 2:
+
+            def fail(plan: CudaPlan) -> None:
+                mode._state.view(torch.int32)[FAILED] = 1
+
+            own = expect.own
+            mode.dispatch(
+                sent(expect, mode.device),
+                own.topk_idx,
+                own.topk_weights,
+                num_experts=SMALL.experts,
+                layout=layout,  # type: ignore[arg-type]
+                expert_alignment=SMALL.alignment,
+                planned=fail,
+            )
+            return
+        got = dispatch(mode, expect, layout, 500)
+        with pytest.raises(PeerTimeout, match="rank 2 in high_throughput dispatch"):
+            mode.check()
+        assert_no_rows(got)
+
+    world.run(program)
 
 
 @pytest.mark.parametrize("call", ["plan", "dispatch", "combine"])

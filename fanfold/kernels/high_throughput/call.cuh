@@ -168,28 +168,39 @@ __device__ __forceinline__ bool is_void(const int32_t* source_prefix) {
   return source_prefix[0] == kVoidRouting;
 }
 
-// Each warp, when it has nothing left to do. The last one of the grid leaves what the next call
-// begins with, and makes a routing void, if there is one. Only now may the next kernel come to the
-// GPU: it would hold SMs of its own all the time, which whatever runs beside could have.
-__device__ __forceinline__ void finish(const Call& call, int32_t* void_prefix = nullptr) {
-  __syncwarp();
-  allow_next_kernel();
-  if (call.lane != 0) return;
-  HighThroughputState* state = call.args.state;
-  __threadfence();  // what this warp drew comes before the counters begin anew
-  if (atomicAdd(&state->finished, 1u) + 1 != gridDim.x * kWarps) return;
-  if (void_prefix != nullptr) void_prefix[0] = kVoidRouting;
-  call.wipe();
-  state->sent = state->received = state->kept = state->finished = state->gathered = 0;
-  state->epoch = call.epoch;
-}
-
 // The next ticket of a counter, in lane 0; the others get it from `of_lane_0`.
 __device__ __forceinline__ uint32_t draw(const Call& call, uint32_t* counter) {
   return call.lane == 0 ? atomicAdd(counter, 1u) : 0u;
 }
 __device__ __forceinline__ uint32_t of_lane_0(uint32_t value) {
   return __shfl_sync(kFullWarp, value, 0);
+}
+
+// Each warp, when it has nothing left to do. The last one of the grid leaves what the next call
+// begins with, and makes a routing void, if there is one. The next kernel may come to the GPU when
+// each CTA has a warp that is here: before it would hold SMs of its own all the time, which
+// whatever runs beside could have. True for the last warp of a call that has failed.
+__device__ __forceinline__ bool finish(const Call& call, int32_t* void_prefix = nullptr) {
+  constexpr uint32_t kFailure = 1u << 16;
+  static_assert(kMostHighThroughputCtas * kWarps < kFailure);
+  __syncwarp();
+  allow_next_kernel();
+  HighThroughputState* state = call.args.state;
+  uint32_t finished = 0;
+  if (call.lane == 0) {
+    const uint32_t own = call.failed() ? kFailure + 1u : 1u;
+    __threadfence();  // what this warp drew comes before the counters begin anew
+    finished = atomicAdd(&state->finished, own) + own;
+  }
+  finished = of_lane_0(finished);
+  if ((finished & (kFailure - 1u)) != gridDim.x * kWarps) return false;
+  if (call.lane == 0) {
+    if (void_prefix != nullptr) void_prefix[0] = kVoidRouting;
+    call.wipe();
+    state->sent = state->received = state->kept = state->finished = state->gathered = 0;
+    state->epoch = call.epoch;
+  }
+  return finished >= kFailure;
 }
 
 }  // namespace fanfold

@@ -35,8 +35,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   gather(call, shared.participants);
   fence_global_and_bulk();  // what others have left behind comes before what is written there
   const bool moves = !shared.participants.is_void;
-  if (!moves) mark_absent(args, 0, 0, index, warps);
-  if (moves) {
+  if (!moves) {
+    mark_absent(args, 0, 0, index, warps);
+  } else {
     if (kRanks > 1 && sends) {
       Sender sender(warp);
       ring.run<Until::kWritten>(sender);
@@ -45,5 +46,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ring.run<Until::kRead>(receiver);
   }
   bulk_await_written<0>();
-  finish(call, kNewRouting == 0 || moves ? nullptr : args.source_prefix);
+  // Nobody shall take what lies where rows have not come for indices.
+  if (finish(call, kNewRouting == 0 || moves ? nullptr : args.source_prefix))
+    mark_absent(args, 0, 0, 0, 1);
 }

@@ -176,7 +176,7 @@ struct HighThroughputState {
   uint32_t sent;   // tickets drawn
   uint32_t received;
   uint32_t kept;      // batches of its own
-  uint32_t finished;  // warps
+  uint32_t finished;  // warps; in the upper half those that found the call failed
   uint32_t gathered;  // CTAs of a plan that have counted
   uint32_t failed;    // 1: no call can be trusted any more
 };
