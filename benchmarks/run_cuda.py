@@ -16,8 +16,8 @@ Without NVLink multicast, which Fanfold does not use, and the committed results 
         sms            on 8 to 48 SMs
         geometries     five others at 4096 tokens
 
-Each step starts its ranks once and writes its lines at its end; all take some ten minutes on a
-machine that does nothing else. A step compiles its kernels first, if they are not in the cache.
+Each step starts its ranks once and writes its lines at its end, on a machine that does nothing
+else. A step compiles its kernels first, if they are not in the cache.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def main_geometry(dtype: str) -> Callable[[int], Points]:
 
 
 def more_tokens(ranks: int) -> Points:
-    """The oracle takes half a minute for each kind at 8192 tokens; they are checked at 4096."""
+    """Without the oracle at 8192 tokens, where it takes longest: the kinds are checked at 4096."""
     for dtype in DTYPES:
         point = dataclasses.replace(high_throughput(ranks, dtype, 8192), check=False)
         yield from kinds(point, in_place=True)

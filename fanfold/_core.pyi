@@ -328,10 +328,10 @@ CUDA_HIGH_THROUGHPUT_REPORT_BYTES: int
 CUDA_HIGH_THROUGHPUT_MOST_CTAS: int
 CUDA_HIGH_THROUGHPUT_MOST_EXPERTS: int
 CUDA_BATCH_TOKENS: int
-CUDA_SHORT_BATCH_TOKENS: int
 CUDA_MOST_SLICES: int
 
 def cuda_high_throughput_bytes(ranks: int, ring_bytes: int) -> tuple[int, int]: ...
+def cuda_dispatch_batches(tokens: int, short_tokens: int) -> int: ...
 def cuda_high_throughput_combine_slots(slot_bytes: int, slices: int, ring_bytes: int) -> int: ...
 
 class CudaLaunch:

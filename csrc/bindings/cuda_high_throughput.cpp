@@ -187,7 +187,6 @@ void bind_cuda_high_throughput(nb::module_& module) {
   module.attr("CUDA_HIGH_THROUGHPUT_MOST_CTAS") = kMostHighThroughputCtas;
   module.attr("CUDA_HIGH_THROUGHPUT_MOST_EXPERTS") = HighThroughputDeviceLayout::kMostCounted;
   module.attr("CUDA_BATCH_TOKENS") = kBatchTokens;
-  module.attr("CUDA_SHORT_BATCH_TOKENS") = kShortBatchTokens;
   module.attr("CUDA_MOST_SLICES") = kMostSlices;
   // Bytes that must be zero at first, and where results in place begin.
   module.def(
@@ -199,6 +198,12 @@ void bind_cuda_high_throughput(nb::module_& module) {
       "ranks"_a, "ring_bytes"_a);
   module.def("cuda_high_throughput_combine_slots", &cuda::high_throughput_combine_slots,
              "slot_bytes"_a, "slices"_a, "ring_bytes"_a);
+  module.def(
+      "cuda_dispatch_batches",
+      [](int32_t tokens, int32_t short_tokens) {
+        return DispatchBatches(tokens, short_tokens).count();
+      },
+      "tokens"_a, "short_tokens"_a);
   nb::class_<HighThroughput>(module, "CudaHighThroughput")
       .def(nb::init<const Place&>(), "place"_a)
       .def(

@@ -25,15 +25,13 @@ from fanfold.bench.cuda_run import (
 )
 from fanfold.bench.cuda_timing import Clock, GpuBarrier, empty_kernel
 from fanfold.bench.layouts import Calls, Given, room_for, sms_taken, spoil
-from fanfold.bench.settings import BenchSettings
-from fanfold.errors import UnavailableError
+from fanfold.bench.settings import LEAVE_SMS, BenchSettings
 from fanfold.group import as_group
 
 __all__ = ["capacity_for", "samples_timed", "summary", "time_on_gpu"]
 
 _RIVAL_BACKEND = "nccl"
 
-_LEAVE_SMS = "_set_sm_carveout_experimental"  # PyTorch 2.7 and later have it
 _GEMM_SIZE = 8192  # about 1.5 ms
 _GEMMS = 8  # one after the other: a GPU that has been idle is faster for a few milliseconds
 _MOST_OVERLAPS = 20
@@ -47,9 +45,6 @@ def time_on_gpu(
 ) -> CudaReport:
     """Checks, then times, what ``settings`` ask for. Collective."""
     device = calls.device
-    if settings.overlap and not hasattr(torch._C, _LEAVE_SMS):
-        missing = f"PyTorch {torch.__version__} cannot tell a matrix product to leave SMs to others"
-        raise UnavailableError(f"{missing}: leave out --overlap, or install a newer one")
     work = _Work(calls, expectation, settings)
     work.prepare()
     barrier = GpuBarrier(group, device)
@@ -276,11 +271,11 @@ class _Overlap:
 
 @contextmanager
 def _leaving(sms: int) -> Iterator[None]:
-    """Matrix products leave that many SMs to others. cuBLASLt does so; cuBLAS not always."""
+    """Matrix products are told to leave that many SMs. cuBLASLt takes it as advice; cuBLAS less."""
     libraries = torch.backends.cuda
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # both settings are called experimental
-        leave_sms = getattr(torch._C, _LEAVE_SMS)
+        leave_sms = getattr(torch._C, LEAVE_SMS)
         before = libraries.preferred_blas_library()
         libraries.preferred_blas_library("cublaslt")
         leave_sms(sms)
@@ -411,7 +406,7 @@ def summary(reports: Sequence[CudaReport]) -> dict[str, dict[str, float]]:
 
 def _overlap(reports: Sequence[CudaReport]) -> dict[str, float]:
     """The product's and the dispatch's times; ``kept`` is the product's speed beside dispatches by
-    its speed alone, both times on the SMs that these leave, ``sms_left`` of all."""
+    its speed alone, both times told to leave these their SMs; ``sms_left``: the others' share."""
     names = ("gemm_on_all", "gemm_alone", "gemm_beside", "dispatch_alone", "dispatch_beside")
     times = {f"{name}_us": worst_median(reports, f"overlap.{name}") for name in names}
     there, taken = reports[0].device["sms"], reports[0].sms or 0

@@ -396,7 +396,7 @@ def _high_throughput_notes(result: Result) -> list[str]:
 
 def _overlap_notes(result: Result, times: dict[str, float]) -> list[str]:
     product = (
-        f"A matrix product that leaves {result.settings.sms} SMs takes "
+        f"A matrix product told to leave {result.settings.sms} SMs takes "
         f"{times['gemm_alone_us']:,.0f} µs alone and {times['gemm_beside_us']:,.0f} µs beside "
         f"dispatches on those: it keeps {100 * times['kept']:.1f}% of its speed. On all SMs it "
         f"takes {times['gemm_on_all_us']:,.0f} µs."

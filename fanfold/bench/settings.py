@@ -14,13 +14,15 @@ from fanfold.formats import RowFormat
 from fanfold.geometry import Geometry, check_hidden
 from fanfold.launch import MAX_RANKS
 
-__all__ = ["BACKENDS", "DTYPES", "LAYOUTS", "MODES", "REUSES", "BenchSettings"]
+__all__ = ["BACKENDS", "DTYPES", "LAYOUTS", "LEAVE_SMS", "MODES", "REUSES", "BenchSettings"]
 
 MODES = ("low_latency", "high_throughput")
 DTYPES = ("bf16", "fp8")
 BACKENDS = ("auto", "host", "cuda")
 LAYOUTS = ("expert_major", "token_major")
 REUSES = ("new", "cached")
+LEAVE_SMS = "_set_sm_carveout_experimental"
+"""Of ``torch._C``, since PyTorch 2.7: how many SMs matrix products leave to others."""
 
 # Of high throughput only.
 _OWN_OPTIONS = ("layout", "routing", "sms", "alignment", "in_place")
@@ -100,6 +102,11 @@ class BenchSettings:
         self._check_own_options()
         if self.overlap and self.backend == "host":
             raise UnavailableError("overlap is timed on GPUs: use --backend cuda, or leave it out")
+        if self.overlap and self.mode == "high_throughput" and not hasattr(torch._C, LEAVE_SMS):
+            raise UnavailableError(
+                "overlap needs PyTorch 2.7 or newer, which can tell a product to leave SMs to "
+                f"others; this is {torch.__version__}: install a newer one, or leave out --overlap"
+            )
         for name, low, high in (
             ("ranks", 1, MAX_RANKS),
             ("iterations", 1, 10_000_000),

@@ -80,7 +80,7 @@ class CudaHighThroughput:
         memory: the ranks' symmetric memory; must stay open as long as this object is used.
         config: time bound, and the grid.
         max_tokens: most tokens of any rank in any call, the same on all; a plan takes
-            ``ranks * (max_tokens + 1056)`` bytes for it.
+            ``ranks * (max_tokens + 800)`` bytes for it.
         ctas: of each kernel; None for the configuration's, or 24.
         senders: of them begin as senders in a dispatch; None for the configuration's, or 9 of 24
             (expert-major 8).
@@ -106,6 +106,7 @@ class CudaHighThroughput:
         self.device = memory.device
         self._memory, self._config, self._check_place = memory, config, check_place
         self._ranks, self._max_tokens = memory.ranks, max_tokens
+        self._most_batches = most_batches(max_tokens)
         self._follow = StreamOrder(self.device).follow
         error: Exception | None = None
         try:
@@ -431,7 +432,6 @@ class CudaHighThroughput:
     def _draft(self, sizes: Sizes, tokens: int, capacity: int | None) -> CudaPlan:
         """A plan of which nothing is known yet."""
         local = sizes.experts // sizes.ranks
-        batches = most_batches(self._max_tokens)
         return CudaPlan(
             ranks=sizes.ranks,
             num_experts=sizes.experts,
@@ -446,7 +446,7 @@ class CudaHighThroughput:
             source_token=self._empty((0,), torch.int32),
             tokens_per_expert=self._empty((local,), torch.int32),
             offsets=self._empty((local + 1,), torch.int64),
-            batches=self._empty((sizes.ranks, batches), torch.int64),
+            batches=self._empty((sizes.ranks, self._most_batches), torch.int64),
         )
 
     def _begin_plan(self, args: _core.CudaPlanArgs, plan: CudaPlan, topk_idx: torch.Tensor) -> None:

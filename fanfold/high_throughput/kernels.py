@@ -106,9 +106,10 @@ class Grid:
 
 
 def most_batches(tokens: int) -> int:
-    """At least as many batches as a dispatch makes of ``tokens`` tokens or fewer."""
-    whole, short = _core.CUDA_BATCH_TOKENS, _core.CUDA_SHORT_BATCH_TOKENS
-    return tokens // whole + -(-(_SHORT_TOKENS + whole - 1) // short)
+    """The most batches into which a dispatch cuts ``tokens`` tokens or fewer."""
+    # Where one more whole batch fits there are fewer than with a token less.
+    last = range(max(0, tokens - _core.CUDA_BATCH_TOKENS + 1), tokens + 1)
+    return max(_core.cuda_dispatch_batches(count, _SHORT_TOKENS) for count in last)
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,16 @@ import dataclasses
 import io
 import json
 import multiprocessing
+import os
 import sys
 
 import pytest
 import torch
 from rich.console import Console
 
-from fanfold.bench import cuda_high_throughput, cuda_run, report
+from fanfold.bench import cuda_high_throughput, cuda_run, report, run
 from fanfold.bench.report import Result, Traffic
-from fanfold.bench.settings import BenchSettings
+from fanfold.bench.settings import LEAVE_SMS, BenchSettings
 from fanfold.bench.timing import Contender, Percentiles, Timings, interleave
 from fanfold.cli import plot
 from fanfold.errors import ArgumentError, UnavailableError
@@ -159,10 +160,31 @@ def test_settings_name_what_is_wrong(changes, argument):
     assert caught.value.argument == argument
 
 
+def test_ranks_on_gpus_share_the_cores_for_the_oracle():
+    before, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    with run._threads_for(BenchSettings("low_latency", ranks=1, backend="cuda")):
+        assert torch.get_num_threads() == max(before, cores)
+    assert torch.get_num_threads() == before
+    torch.set_num_threads(1)
+    try:
+        with run._threads_for(BenchSettings("low_latency", ranks=1, backend="cuda")):
+            assert torch.get_num_threads() == cores
+        with run._threads_for(BenchSettings("low_latency", ranks=1, backend="host")):
+            assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_missing_gpus_are_said_honestly(monkeypatch):
     for mode in ("low_latency", "high_throughput"):
         with pytest.raises(UnavailableError, match="overlap"):
             BenchSettings(mode, overlap=True, backend="host")
+    with monkeypatch.context() as older:
+        older.delattr(torch._C, LEAVE_SMS)
+        BenchSettings("low_latency", overlap=True)
+        with pytest.raises(UnavailableError, match=r"overlap needs PyTorch 2\.7"):
+            BenchSettings("high_throughput", overlap=True)
+    BenchSettings("high_throughput", overlap=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for mode in ("low_latency", "high_throughput"):
