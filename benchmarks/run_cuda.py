@@ -77,11 +77,9 @@ def high_throughput(
 
 
 def kinds(point: BenchSettings, *, new: bool = True, in_place: bool = False) -> Points:
-    """Both layouts and, if asked for, new routings and expert-major in place."""
-    orders = [(layout, False) for layout in LAYOUTS]
-    if in_place:
-        orders.append(("expert_major", True))
-    for routing, (layout, stays) in itertools.product(("cached", "new")[: 1 + new], orders):
+    """Both layouts and, if asked for, new routings and in place."""
+    orders = itertools.product((False, True)[: 1 + in_place], LAYOUTS)
+    for routing, (stays, layout) in itertools.product(("cached", "new")[: 1 + new], orders):
         yield dataclasses.replace(point, layout=layout, routing=routing, in_place=stays)
 
 

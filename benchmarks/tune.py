@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Times high-throughput kernels on all GPUs of a host under other constants than the library's.
 
-    python benchmarks/tune.py RESULTS.jsonl [CHANGES...] [--calls dispatch,combine]
+    python benchmarks/tune.py RESULTS.jsonl [CHANGES...] [--calls PART,...]
         [--tokens 4096] [--geometry 7168/8/256]...
 
 Each of CHANGES is a JSON object, ``{}`` for none: ``ctas``, ``senders``, and names of
@@ -10,6 +10,7 @@ times them all, so that they can be compared: machines differ by some percent. A
 changes, tokens and geometry has the times of one call between two events, behind a flush of the L2
 cache and a barrier of the ranks: medians of the slowest rank, in microseconds, nothing subtracted.
 
+``--calls`` times only calls in whose names one of its parts is, such as ``in_place cached``.
 Nothing is compared with the oracle but token-major sums of ones: results are for tests/gpu to
 check, with the constants that are kept.
 """
@@ -46,6 +47,7 @@ from fanfold.symmetric_cuda import CudaSymmetricMemory
 
 ALIGNMENT = 128
 CTAS = 24
+LAYOUTS: tuple[RowOrder, ...] = ("token_major", "expert_major")
 Point = tuple[int, tuple[int, int, int]]  # tokens; hidden, top-k, experts
 
 
@@ -58,15 +60,14 @@ def room(ranks: int, point: Point, layout: str) -> int:
 
 
 def timed_calls(
-    mode: CudaHighThroughput, ranks: int, point: Point, wanted: set[str]
+    mode: CudaHighThroughput, ranks: int, point: Point, wanted: Callable[[str], bool]
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Names and calls of one rank; all ranks must make them in this order."""
     tokens, (hidden, top_k, experts) = point
     batch = Workload(ranks, tokens, hidden, top_k, experts).batch(dist.get_rank())
     x, idx = batch.x.to(mode.device), batch.topk_idx.to(mode.device)
     weights = batch.topk_weights.to(mode.device)
-    layouts: tuple[RowOrder, ...] = ("token_major", "expert_major")
-    for layout, fp8 in itertools.product(layouts, (True, False)):
+    for layout, fp8 in itertools.product(LAYOUTS, (True, False)):
         rows: Any = quantize(x) if fp8 else x
         expert_major = layout == "expert_major"
         options: dict[str, Any] = {
@@ -79,13 +80,15 @@ def timed_calls(
         received = new()
         cached = partial(mode.dispatch_cached, rows, received.plan, layout=layout)
         kind = f"{'fp8' if fp8 else 'bf16'} {layout}"
-        if "dispatch" in wanted:
-            yield f"dispatch {kind} cached", cached
-            yield f"dispatch {kind} new", new
-            if expert_major:
-                yield f"dispatch {kind} in_place cached", partial(cached, in_place=True)
-        if "combine" in wanted and not fp8:
-            yield f"combine {kind}", combine_of(mode, received, x, idx, layout, experts // ranks)
+        calls = {
+            f"dispatch {kind} cached": cached,
+            f"dispatch {kind} new": new,
+            f"dispatch {kind} in_place cached": partial(cached, in_place=True),
+            f"dispatch {kind} in_place new": partial(new, in_place=True),
+        }
+        yield from ((name, call) for name, call in calls.items() if wanted(name))
+        if not fp8 and wanted(name := f"combine {kind}"):
+            yield name, combine_of(mode, received, x, idx, layout, experts // ranks)
 
 
 def combine_of(
@@ -108,12 +111,18 @@ def combine_of(
 
 def times_of_rank(
     group: dist.ProcessGroup, ranks: int, every: list[dict[str, Any]], points: list[Point],
-    wanted: set[str],
+    parts: list[str],
 ) -> list[tuple[dict[str, Any], Point, dict[str, torch.Tensor], dict[str, Any]]]:  # fmt: skip
     """What this rank measured, in the order of changes, then points."""
+
+    def wanted(name: str) -> bool:
+        return any(part in name for part in parts)
+
     config = Config.resolve()
     results = max(
-        bytes_for_results(room(ranks, point, "expert_major"), point[1][0], 2) for point in points
+        bytes_for_results(room(ranks, point, layout), point[1][0], 2)
+        for point in points
+        for layout in LAYOUTS
     )
     nbytes = CudaHighThroughput.required_bytes(ranks, config, results)
     found = []
@@ -151,7 +160,7 @@ def main() -> None:
     geometries = [tuple(int(part) for part in text.split("/")) for text in args.geometry]
     points = list(itertools.product(args.tokens, geometries))
     ranks = torch.cuda.device_count()
-    given = (ranks, args.changes, points, set(args.calls.split(",")))
+    given = (ranks, args.changes, points, args.calls.split(","))
     for of_ranks in zip(*launch(times_of_rank, ranks, given), strict=True):
         changes, (tokens, (hidden, top_k, experts)), first, device = of_ranks[0]
         slowest = {}

@@ -366,6 +366,7 @@ class CudaPlanArgs:
     tokens_per_expert: int
     offsets: int
     source_prefix: int
+    first_rows: int
     totals: int
     tokens: int
     refused: bool
@@ -389,6 +390,7 @@ class CudaHighThroughputDispatchArgs:
     x: int
     scales: int
     rows: int
+    first_rows: int
     lanes: int
     weights: int
     source_prefix: int

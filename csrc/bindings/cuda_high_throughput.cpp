@@ -69,6 +69,7 @@ void bind_plan(nb::module_& module) {
   def_address(cls, "tokens_per_expert", &PlanArgs::tokens_per_expert);
   def_address(cls, "offsets", &PlanArgs::offsets);
   def_address(cls, "source_prefix", &PlanArgs::source_prefix);
+  def_address(cls, "first_rows", &PlanArgs::first_rows);
   def_address(cls, "totals", &PlanArgs::totals);
 }
 
@@ -86,6 +87,7 @@ void bind_dispatch(nb::module_& module) {
   def_address(cls, "x", &Dispatch::x);
   def_address(cls, "scales", &Dispatch::scales);
   def_address(cls, "rows", &Dispatch::rows);
+  def_address(cls, "first_rows", &Dispatch::first_rows);
   def_address(cls, "lanes", &Dispatch::lanes);
   def_address(cls, "weights", &Dispatch::weights);
   def_address(cls, "source_prefix", &Dispatch::source_prefix);

@@ -57,8 +57,9 @@ int32_t HighThroughput::slots(const HighThroughputShape& shape) const {
     case HighThroughputPhase::kPlan:
       return 0;
     case HighThroughputPhase::kDispatch:
-      return slots_of(shape.slot_bytes, place_.ring_bytes,
-                      shape.in_place != 0 ? kMostSlotsInPlace : kMostDispatchSlots);
+      return slots_of(
+          shape.slot_bytes, place_.ring_bytes,
+          shape.in_place != 0 && shape.expert_major != 0 ? kMostLandingSlots : kMostDispatchSlots);
     case HighThroughputPhase::kCombine:
       return high_throughput_combine_slots(shape.slot_bytes, shape.slices, place_.ring_bytes);
   }

@@ -21,8 +21,10 @@ from fanfold.bench.workload import Batch
 from fanfold.config import Config
 from fanfold.errors import UnavailableError
 from fanfold.expert_parallel import ExpertParallel
+from fanfold.formats import RowFormat, ScaleFormat, scale_columns
 from fanfold.group import as_group
 from fanfold.high_throughput.cuda import CudaHighThroughput
+from fanfold.high_throughput.in_place import bytes_for_results
 from fanfold.high_throughput.kernels import Grid
 from fanfold.placement import place
 from fanfold.received import Received
@@ -152,6 +154,16 @@ def _in_place_rows(settings: BenchSettings) -> int:
     return max(1, room_for(batches, settings))
 
 
+def _result_bytes(settings: BenchSettings) -> int:
+    """Of the memory for those rows, where no :class:`fanfold.ExpertParallel` works it out."""
+    if not settings.in_place:
+        return 0
+    fp8 = settings.dtype == "fp8"
+    scales = scale_columns(settings.hidden, ScaleFormat.FLOAT32) if fp8 else 0
+    itemsize = RowFormat.of(settings.dtype).dtype.itemsize
+    return bytes_for_results(_in_place_rows(settings), settings.hidden, itemsize, scales)
+
+
 def sms_taken(settings: BenchSettings, device: torch.device) -> int:
     """SMs that each kernel of high throughput takes on ``device``."""
     there = torch.cuda.get_device_properties(device).multi_processor_count
@@ -274,18 +286,23 @@ class TokenMajor:
         ranks = as_group(group)
         placement = place(ranks, config)
         self._experts, self.device = settings.experts, placement.device
+        # On the host rows come into tensors of their own.
+        self._options = {} if placement.backend == "host" else {"in_place": bool(settings.in_place)}
         self._memory: CudaSymmetricMemory | SymmetricMemory
         # The two take and give alike.
         self._mode: Any
         if placement.backend == "cuda":
-            nbytes = CudaHighThroughput.required_bytes(ranks.size, config)
+            results = _result_bytes(settings)
+            nbytes = CudaHighThroughput.required_bytes(ranks.size, config, results)
             self._memory = memory = CudaSymmetricMemory(ranks, nbytes)
         else:
             nbytes = high_throughput.HighThroughput.staging_bytes(ranks.size, config)
             self._memory = SymmetricMemory(ranks, nbytes, config)
         try:
             if placement.backend == "cuda":
-                self._mode = CudaHighThroughput(memory, config, max_tokens=settings.tokens)
+                self._mode = CudaHighThroughput(
+                    memory, config, max_tokens=settings.tokens, result_bytes=results
+                )
             else:
                 assert isinstance(self._memory, SymmetricMemory)
                 self._mode = high_throughput.HighThroughput(self._memory, 0, nbytes)
@@ -303,11 +320,14 @@ class TokenMajor:
             num_experts=self._experts,
             layout="token_major",
             capacity=capacity,
+            **self._options,
         )
 
     def dispatch_again(self, given: Given, previous: Any) -> Any:
         """Sends the rows of ``given`` by the routing of ``previous``."""
-        return self._mode.dispatch_cached(given.x, previous.plan, layout="token_major")
+        return self._mode.dispatch_cached(
+            given.x, previous.plan, layout="token_major", **self._options
+        )
 
     def combine(self, y: torch.Tensor, brought: Any, out: torch.Tensor) -> None:
         """Brings ``y`` back and sums it."""

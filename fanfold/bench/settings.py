@@ -60,8 +60,7 @@ class BenchSettings:
         sms: high throughput on GPUs: how many each kernel takes; None for the library's choice.
         alignment: high throughput, expert-major: rows of an expert are padded to a multiple of
             this; None for 128 on GPUs and 1 on the host.
-        in_place: high throughput on GPUs, expert-major: rows stay where peers write them; None for
-            False there.
+        in_place: high throughput on GPUs: rows stay where peers write them; None for False there.
     """
 
     mode: str
@@ -147,12 +146,9 @@ class BenchSettings:
             if self.backend == "host" and getattr(self, name):
                 bound = "left out with --backend host; layout, routing and alignment work there"
                 raise ArgumentError(name, getattr(self, name), bound)
-        if self.layout != "token_major":
-            return
-        for name, lack in (("alignment", "has no padding"), ("in_place", "is never in place")):
-            if getattr(self, name):
-                bound = f"left out with --layout token-major, which {lack}"
-                raise ArgumentError(name, getattr(self, name), bound)
+        if self.layout == "token_major" and self.alignment:
+            bound = "left out with --layout token-major, which has no padding"
+            raise ArgumentError("alignment", self.alignment, bound)
 
     def on(self, backend: str) -> BenchSettings:
         """The settings with ``backend`` instead of ``auto``, and the choices that go with it."""
@@ -162,13 +158,12 @@ class BenchSettings:
         layout, alignment = self.layout or LAYOUTS[0], self.alignment
         if alignment is None and layout == "expert_major":
             alignment = _GPU_ALIGNMENT if backend == "cuda" else 1
-        applies = backend == "cuda" and layout == "expert_major"
         return dataclasses.replace(
             chosen,
             layout=layout,
             routing=self.routing or REUSES[0],
             alignment=alignment,
-            in_place=bool(self.in_place) if applies else None,
+            in_place=bool(self.in_place) if backend == "cuda" else None,
         )
 
     def backend_here(self) -> str:

@@ -112,7 +112,7 @@ def _add_own_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     own.add_argument(
         "--in-place", action="store_const", const=True,
-        help="on GPUs, expert-major: rows stay in the symmetric memory into which peers write them",
+        help="on GPUs: rows stay in the symmetric memory into which peers write them",
     )  # fmt: skip
 
 

@@ -211,8 +211,8 @@ class CudaHighThroughput:
         than that are dropped, and reported. ``planned`` is called without one, as soon as the CPU
         knows the plan: what fails later fails after the peers went on.
 
-        In place, in expert-major order only, ``tokens`` and ``scales`` are part of the symmetric
-        memory until the next dispatch in place begins. All ranks dispatch in place or none."""
+        In place ``tokens`` and ``scales`` are part of the symmetric memory until the next dispatch
+        in place begins. All ranks dispatch in place or none."""
         self._check_usable()
         with Refusing(self.refuse_dispatch):
             check_layout(layout)
@@ -223,7 +223,7 @@ class CudaHighThroughput:
                 raise UsageError("a dispatch in a CUDA graph needs a capacity")
             values, scales = self._check_rows(x)
             if in_place:
-                self._results.check(layout, x)
+                self._results.check(x)
             self._check_place(topk_idx=topk_idx, topk_weights=topk_weights)
             tokens = values.shape[0]
             check_routing(topk_idx, topk_weights, tokens, num_experts, self._ranks, self.device)
@@ -267,7 +267,7 @@ class CudaHighThroughput:
             self._check_plan(plan)
             values, scales = self._check_rows(x)
             if in_place:
-                self._results.check(layout, x)
+                self._results.check(x)
             if values.shape[0] != plan.tokens:
                 bound = f"{plan.tokens}, the tokens of the plan"
                 raise ArgumentError("x.shape[0]", values.shape[0], bound)
@@ -443,6 +443,7 @@ class CudaHighThroughput:
             rows=self._empty((tokens, sizes.ranks), torch.int32),
             places=self._empty((tokens, sizes.top_k), torch.int32),
             source_prefix=self._empty((sizes.ranks,), torch.int32),
+            first_rows=self._empty((sizes.ranks,), torch.int32),
             source_token=self._empty((0,), torch.int32),
             tokens_per_expert=self._empty((local,), torch.int32),
             offsets=self._empty((local + 1,), torch.int64),
@@ -456,6 +457,7 @@ class CudaHighThroughput:
         args.tokens_per_expert = plan.tokens_per_expert.data_ptr()
         args.offsets = plan.offsets.data_ptr()
         args.source_prefix = plan.source_prefix.data_ptr()
+        args.first_rows = plan.first_rows.data_ptr()
         args.totals = self._totals.address if plan.capacity is None else 0
 
     def _await_totals(self, plan: CudaPlan) -> None:
@@ -522,7 +524,8 @@ class CudaHighThroughput:
             args.lanes, args.lane_stride = topk_idx.data_ptr(), 2  # the low words
         else:
             args.lanes, args.lane_stride = plan.places.data_ptr(), 1
-        args.rows, args.source_prefix = plan.rows.data_ptr(), plan.source_prefix.data_ptr()
+        args.rows, args.first_rows = plan.rows.data_ptr(), plan.first_rows.data_ptr()
+        args.source_prefix = plan.source_prefix.data_ptr()
         args.offsets = plan.offsets.data_ptr()
         args.tokens_per_expert = plan.tokens_per_expert.data_ptr()
         args.capacity = dispatched.tokens.shape[0]

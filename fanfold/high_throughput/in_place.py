@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fanfold.errors import ArgumentError, UsageError
-from fanfold.high_throughput.calls import RowOrder, Rows, check_apart
+from fanfold.high_throughput.calls import Rows, check_apart
 from fanfold.high_throughput.kernels import DispatchKind
 from fanfold.symmetric_cuda import CudaSymmetricMemory
 
@@ -39,10 +39,8 @@ class Results:
         """``[bytes]`` uint8: all of it."""
         return self._memory.tensor[self._begin : self._begin + self._nbytes]
 
-    def check(self, layout: RowOrder, x: Rows) -> None:
-        """Raises unless a dispatch of ``x`` in this order can be in place."""
-        if layout != "expert_major":
-            raise ArgumentError("in_place", True, "False in token-major order")
+    def check(self, x: Rows) -> None:
+        """Raises unless a dispatch of ``x`` can be in place."""
         if self._nbytes == 0:
             raise UsageError("a dispatch in place needs a mode with result_bytes")
         for part in x if isinstance(x, tuple) else (x,):

@@ -36,6 +36,8 @@ LANES_ALONE_ROW_BYTES = 16
 _CTAS = 24
 # Of those 24 in a dispatch. Expert-major there are more copies for the others to make.
 _SENDERS: dict[RowOrder, int] = {"token_major": 9, "expert_major": 8}
+# Token-major in place there are none: eight senders of twelve fill the links, of more half.
+_MOST_IN_PLACE, _FEW_IN_PLACE = 2 / 3, 8
 
 _PLAN_WARPS = 16
 _MOST_TILES = 8
@@ -43,10 +45,11 @@ _TILE_BYTES = 64 << 10
 
 # Warps of a dispatch and the rows in the ring of each. A row costs a warp much the same time
 # whatever its length, so many warps are best, if that leaves each enough rows on their way. Four
-# with long rings fill an SM's share of the link; expert-major there is more to do for what comes.
+# with long rings fill an SM's share of the link; expert-major, and in place on few SMs, there is
+# more to do for what comes.
 _MANY_WARPS, _FEW_WARPS = 8, 4
 _MOST_RING_ROWS = 7
-_LEAST_MANY_ROWS: dict[RowOrder, int] = {"token_major": 7, "expert_major": 4}
+_LEAST_MANY_ROWS, _LEAST_FOR_COPIES = 7, 4
 _RING_BYTES = 54 << 10  # of one of few warps, where more is not needed
 
 # The last tokens of each source, in batches of two: a sender's last whole batch takes it a
@@ -60,8 +63,10 @@ _SLICE_UNITS, _ADDED_SLICE_UNITS = 128, 224
 # Of a slice each, in the ring of a warp; with too little memory there are fewer warps first.
 _MOST_PIECES, _FEW_PIECES, _LEAST_PIECES = 4, 3, 2
 # Batches between sending and folding: some, and several times what the warps of a grid work on at
-# once. Where sending ends, fewer: the link waits for what is then left to fold.
-_LAG, _LAG_WAVES, _LAST_LAG_WAVES = 64, 4, 3
+# once. Where sending ends, fewer, as the link waits for what is then left to fold, and each fold is
+# of half a batch: a warp in the middle of one keeps the send that it has drawn waiting.
+_LAG, _LAG_WAVES, _LAST_LAG_WAVES = 48, 4, 2
+_PART_TOKENS = 4
 
 _LINE = 128
 
@@ -77,11 +82,13 @@ class Grid:
     Attributes:
         ctas: in all; one for each SM.
         token_major_senders, expert_major_senders: of them begin as senders in a dispatch.
+        in_place_senders: the same, token-major in place.
     """
 
     ctas: int
     token_major_senders: int
     expert_major_senders: int
+    in_place_senders: int
 
     @classmethod
     def of(
@@ -91,18 +98,21 @@ class Grid:
         if ctas is None:
             ctas = min(_CTAS, max(sms, 2))
         if senders is not None:
-            return cls(ctas, senders, senders)
+            return cls(ctas, senders, senders, senders)
         if ranks == 1:
-            return cls(ctas, ctas, ctas)
+            return cls(ctas, ctas, ctas, ctas)
 
         def of(order: RowOrder) -> int:
             return min(-(-ctas * _SENDERS[order] // _CTAS), max(ctas - 1, 1))
 
-        return cls(ctas, of("token_major"), of("expert_major"))
+        in_place = min(max(int(ctas * _MOST_IN_PLACE), 1), max(_FEW_IN_PLACE, ctas // 2))
+        return cls(ctas, of("token_major"), of("expert_major"), in_place)
 
-    def senders(self, layout: RowOrder) -> int:
-        """Those of a dispatch in this order."""
-        return self.token_major_senders if layout == "token_major" else self.expert_major_senders
+    def senders(self, kind: DispatchKind) -> int:
+        """Those of a dispatch of this kind."""
+        if kind.expert_major:
+            return self.expert_major_senders
+        return self.in_place_senders if kind.in_place else self.token_major_senders
 
 
 def most_batches(tokens: int) -> int:
@@ -160,7 +170,7 @@ class DispatchKind:
         expert_major: the order of the rows; else token-major.
         new_routing: whether the plan is new: what is told of the rows is kept.
         weighted: whether weights travel.
-        in_place: expert-major rows go straight to one of their places, not through a ring.
+        in_place: rows go straight to their place, expert-major to one of them, not through a ring.
     """
 
     sizes: Sizes
@@ -179,7 +189,8 @@ class DispatchKind:
     @property
     def slot_bytes(self) -> int:
         """Of a row in a ring, with all that travels beside it, or of that alone: whole lines."""
-        return _align((0 if self.in_place else self.row_bytes) + self.bytes_beside, _LINE)
+        through = (0 if self.in_place else self.row_bytes) + self.bytes_beside
+        return _align(max(through, 1), _LINE)  # in place there may be nothing
 
     @property
     def held_bytes(self) -> int:
@@ -260,7 +271,7 @@ class _RingShape:
 
 def _ring_shape(kind: DispatchKind, most_shared_bytes: int) -> _RingShape:
     """Rings that fit: of many warps, or of few where rows are long."""
-    least = _LEAST_MANY_ROWS[kind.layout]
+    least = _LEAST_FOR_COPIES if kind.expert_major or kind.in_place else _LEAST_MANY_ROWS
     many = [(_MANY_WARPS, rows) for rows in range(_MOST_RING_ROWS, least - 1, -1)]
     wanted = max(2, min(_MOST_RING_ROWS, _RING_BYTES // kind.held_bytes))
     few = [(_FEW_WARPS, wanted), (4, 2), (2, 3), (2, 2), (1, 3), (1, 2)]
@@ -322,7 +333,8 @@ def _slices(row_bytes: int, most_units: int) -> tuple[int, int]:
 
 
 def _lags(kind: CombineKind, workers: int, slots: int) -> tuple[int, int]:
-    """Batches between sending and folding, and where sending ends."""
+    """Batches between sending and folding, and where sending ends. The first is no more than half a
+    ring: behind its last use of a slot a combine gives none back."""
     jobs = (kind.sizes.ranks + int(kind.expert_major)) * kind.slices  # for a batch of each source
     at_once = -(-workers * _CTAS // jobs)
     lag = min(max(_LAG, _LAG_WAVES * at_once), slots // 2)
@@ -340,12 +352,12 @@ def combine_kernel(
     sizes = kind.sizes
     slices, slice_units = kind.cut()
     terms = max(sizes.top_k if kind.expert_major else 0, sizes.ranks)
-    entries = 2 * 8 * _core.CUDA_BATCH_TOKENS * terms
+    entries = 2 * 8 * (_core.CUDA_BATCH_TOKENS * terms + _MOST_PIECES)
     piece = 16 * _align(slice_units, 32)
     rest = _align(8 * sizes.ranks + 16, _LINE)
 
     def shared_bytes(workers: int, pieces: int) -> int:
-        return workers * _align(pieces * piece + entries + 40, _LINE) + rest
+        return workers * _align(pieces * piece + entries + 56, _LINE) + rest
 
     workers, pieces = _COMBINE_WORKERS, _MOST_PIECES
     while workers > 1 and shared_bytes(workers, _FEW_PIECES) > most_shared_bytes:
@@ -370,6 +382,7 @@ def combine_kernel(
         "kShortTokens": _SHORT_TOKENS,
         "kLag": lag,
         "kLastLag": last_lag,
+        "kPartTokens": _PART_TOKENS,
     }
     source = KernelSource(
         "high_throughput/combine.cu", "high_throughput_combine", constants, (workers + 1) * 32

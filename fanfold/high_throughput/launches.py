@@ -80,7 +80,7 @@ class Launches:
         if known is None:
             kernel = kernels.dispatch_kernel(kind, self._most_shared_bytes)
             shape = kernels.core_shape(kind)
-            senders = self._grid.senders(kind.layout)
+            senders = self._grid.senders(kind)
             args = self._core.dispatch_arguments(shape, self._grid.ctas, senders)
             known = self._dispatches[kind] = Call(args, self._load(kernel))
         return known

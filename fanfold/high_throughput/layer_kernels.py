@@ -104,7 +104,7 @@ class Layer:
                 f"{start} cached bf16",
                 DispatchKind(self.sizes, *bf16, expert_major, False, False),
             )
-        for place in ("", " in place") if expert_major else ("",):
+        for place in ("", " in place"):
             for what, new, weighted in (
                 (" new weighted", True, True),
                 (" new", True, False),

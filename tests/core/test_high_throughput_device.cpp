@@ -109,8 +109,10 @@ TEST(high_throughput_device_slots_follow_from_the_ring) {
   CHECK_EQ(calls.slots(shape), 5);
   CHECK_EQ(roomy.slots(shape), kMostDispatchSlots);
   shape.in_place = 1;
-  CHECK_EQ(roomy.slots(shape), kMostSlotsInPlace);
-  CHECK(kLandingsAt + kMostSlotsInPlace * kBatchTokens <= kRingWords);
+  CHECK_EQ(roomy.slots(shape), kMostDispatchSlots);
+  shape.expert_major = 1;
+  CHECK_EQ(roomy.slots(shape), kMostLandingSlots);
+  CHECK(kLandingsAt + kMostLandingSlots * kBatchTokens <= kRingWords);
   shape.phase = HighThroughputPhase::kCombine;
   CHECK_EQ(roomy.slots(shape), kRingWords);
   shape.slices = kMostSlices;

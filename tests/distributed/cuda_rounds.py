@@ -179,7 +179,7 @@ def run_case(
     mode.quiesce()
 
 
-WAYS = (("token_major", False), ("expert_major", False), ("expert_major", True))
+WAYS = tuple(itertools.product(("token_major", "expert_major"), (False, True)))
 """Layouts, and whether in place."""
 
 

@@ -239,8 +239,8 @@ class Round:
         return filled, needed if capacity is None else capacity
 
 
-def results_of(case: Case) -> int:
+def results_of(case: Case, layout: str = "expert_major") -> int:
     """Bytes for the results of a dispatch in place on the rank that gets most, and no more."""
     rounds = [Round(case, rank) for rank in range(case.ranks)]
-    rows = max(each.places("expert_major")[1] for each in rounds)
+    rows = max(each.places(layout)[1] for each in rounds)
     return rows * (case.hidden * case.dtype.itemsize + 4 * case.scales) + 128

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import sys
 from pathlib import Path
 
@@ -91,7 +92,7 @@ def high_throughput(group: dist.ProcessGroup) -> None:
         # The fewest slots that a ring may have.
         row_bytes = 2 * case.hidden + 8 * case.top_k + 4 * case.scales
         ring_bytes = 4 * 8 * (-(-row_bytes // 128) * 128)
-        for layout, in_place in (*((layout, False) for layout in LAYOUTS), ("expert_major", True)):
+        for layout, in_place in itertools.product(LAYOUTS, (False, True)):
             with opened(
                 group,
                 ring_bytes=ring_bytes,

@@ -80,8 +80,7 @@ def _rounds(
     result_bytes = max(map(results_of, cases)) if in_place else 0
     with opened(group, ring_bytes=ring_bytes, result_bytes=result_bytes) as mode:
         for number, case in enumerate(cases):
-            layout = "expert_major" if in_place else LAYOUTS[number % 2]
-            run_case(mode, case, rank, layout, in_place)
+            run_case(mode, case, rank, LAYOUTS[number % 2], in_place)
 
 
 @pytest.mark.parametrize("style", ["spread", "one_rank", "one_expert", "none", "holes"])
@@ -96,7 +95,7 @@ def test_rounds_in_place(gpus: GpuPools, ranks: int, style: str, scales: int) ->
     dtype = torch.float8_e4m3fn if scales else torch.bfloat16
     case = case_of(ranks, style=style, dtype=dtype, scales=scales)
     fewer = dataclasses.replace(case, tokens=case.tokens[::-1], slack=5)
-    gpus.run(ranks, _rounds, [case, fewer, case], 4 * 8 * 1152, True)
+    gpus.run(ranks, _rounds, [case, fewer, fewer, case], 4 * 8 * 1152, True)
 
 
 @pytest.mark.parametrize("scales", [1, 4, 7, 56])
@@ -243,9 +242,12 @@ def test_random_layers_against_the_host(gpus: GpuPools, ranks: int, seed: int, l
     gpus.run(ranks, _against_the_host, random_large(seed, ranks), layout)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("seed", range(6))
-def test_random_layers_in_place_against_the_host(gpus: GpuPools, ranks: int, seed: int) -> None:
-    gpus.run(ranks, _against_the_host, random_large(seed, ranks), "expert_major", True)
+def test_random_layers_in_place_against_the_host(
+    gpus: GpuPools, ranks: int, seed: int, layout: str
+) -> None:
+    gpus.run(ranks, _against_the_host, random_large(seed, ranks), layout, True)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -281,11 +283,11 @@ def test_one_plan_for_both_layouts(gpus: GpuPools, ranks: int) -> None:
     gpus.run(ranks, _one_plan_for_both, case_of(ranks, weighted=False))
 
 
-def _too_small(group: dist.ProcessGroup, case: Case, layout: str, missing: int) -> None:
+def _too_small(
+    group: dist.ProcessGroup, case: Case, layout: str, in_place: bool, missing: int
+) -> None:
     rank = dist.get_rank(group)
-    in_place = layout == "in_place"
-    layout = "expert_major" if in_place else layout
-    with opened(group, result_bytes=results_of(case)) as mode:
+    with opened(group, result_bytes=results_of(case, layout)) as mode:
         expect = Round(case, rank)
         needed = len(expect.rows) if layout == "token_major" else expect.offsets[-1]
         room = max(0, needed - missing) if rank == 0 else needed
@@ -298,12 +300,13 @@ def _too_small(group: dist.ProcessGroup, case: Case, layout: str, missing: int) 
         run_case(mode, case, rank, layout)
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, "in_place"])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("missing", [3, 10000])
 def test_too_small_a_capacity_is_reported(
-    gpus: GpuPools, ranks: int, layout: str, missing: int
+    gpus: GpuPools, ranks: int, layout: str, in_place: bool, missing: int
 ) -> None:
-    gpus.run(ranks, _too_small, case_of(ranks), layout, missing)
+    gpus.run(ranks, _too_small, case_of(ranks), layout, in_place, missing)
 
 
 def _refused(group: dist.ProcessGroup, case: Case, capacity: int | None) -> None:
@@ -407,10 +410,11 @@ def test_graphs(gpus: GpuPools, ranks: int, layout: str) -> None:
     gpus.run(ranks, _graphs, cases, layout, 4096)
 
 
-def test_graphs_of_dispatches_in_place(gpus: GpuPools, ranks: int) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_graphs_of_dispatches_in_place(gpus: GpuPools, ranks: int, layout: str) -> None:
     styles = ("spread", "one_rank", "duplicates", "none")
     cases = [case_of(ranks, style=style, seed=n) for n, style in enumerate(styles)]
-    gpus.run(ranks, _graphs, cases, "expert_major", 4096, True)
+    gpus.run(ranks, _graphs, cases, layout, 4096, True)
 
 
 def _delayed(group: dist.ProcessGroup, case: Case) -> None:

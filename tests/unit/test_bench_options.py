@@ -75,10 +75,6 @@ def test_what_is_left_out_the_backend_decides():
         ("high-throughput --layout token-major --alignment 8", "has no padding"),
         ("low-latency --in-place", "in_place is True, .*high throughput"),
         ("high-throughput --backend host --in-place", "layout, routing and alignment work there"),
-        (
-            "high-throughput --layout expert-major,token-major --in-place",
-            "in_place is True, .*left out with --layout token-major",
-        ),
     ],
 )
 def test_what_does_not_apply_is_refused(arguments, message):
@@ -86,7 +82,7 @@ def test_what_does_not_apply_is_refused(arguments, message):
         points(*arguments.split())
 
 
-def test_in_place_is_of_expert_major_on_gpus():
+def test_in_place_is_of_high_throughput_on_gpus():
     arguments = ("high-throughput", "--backend", "cuda", "--routing", "new,cached")
     found = points(*arguments, "--in-place")
     assert [(each.routing, each.on("cuda").in_place) for each in found] == [
@@ -97,8 +93,8 @@ def test_in_place_is_of_expert_major_on_gpus():
     assert asked.in_place is None
     assert asked.on("cuda").in_place is False
     assert asked.on("host").in_place is None
-    (token_major,) = points("high-throughput", "--layout", "token-major")
-    assert token_major.on("cuda").in_place is None
+    (token_major,) = points("high-throughput", "--layout", "token-major", "--in-place")
+    assert token_major.on("cuda").in_place is True
     (low_latency,) = points("low-latency")
     assert low_latency.on("cuda").in_place is None
 

@@ -48,6 +48,8 @@ def dispatches(sizes: Sizes, hidden: int) -> Iterator[DispatchKind]:
             yield DispatchKind(sizes, row_bytes, scale_words, expert_major, True, True)
             yield DispatchKind(sizes, row_bytes, scale_words, expert_major, False, False)
         yield DispatchKind(sizes, row_bytes, scale_words, True, True, True, in_place=True)
+        yield DispatchKind(sizes, row_bytes, scale_words, False, True, True, in_place=True)
+        yield DispatchKind(sizes, row_bytes, scale_words, False, False, False, in_place=True)
 
 
 def combines(sizes: Sizes, hidden: int) -> Iterator[CombineKind]:
@@ -140,8 +142,8 @@ def test_a_combine_lags_less_than_its_ring_is_long(slots: int) -> None:
     kind = CombineKind(Sizes(4, 256, 8), 14336, False, False, False)
     constants = dict(combine_kernel(kind, slots).source.pairs)
     assert 1 <= constants["kLastLag"] <= constants["kLag"] < slots
-    assert constants["kLag"] == min(64, slots // 2)
-    assert constants["kLastLag"] == min(30, constants["kLag"])
+    assert constants["kLag"] == min(48, slots // 2)
+    assert constants["kLastLag"] == min(20, constants["kLag"])
 
 
 def test_a_plan_has_room_for_the_words_of_all_batches() -> None:
@@ -154,9 +156,9 @@ def test_a_plan_has_room_for_the_words_of_all_batches() -> None:
 
 
 def test_grids() -> None:
-    assert Grid.of(132, 4) == Grid(24, 9, 8)
-    assert Grid.of(132, 1) == Grid(24, 24, 24)
-    assert Grid.of(8, 4) == Grid(8, 3, 3)
-    assert Grid.of(2, 2) == Grid(2, 1, 1)
-    assert Grid.of(132, 4, ctas=12) == Grid(12, 5, 4)
-    assert Grid.of(132, 4, ctas=2, senders=1) == Grid(2, 1, 1)
+    assert Grid.of(132, 4) == Grid(24, 9, 8, 12)
+    assert Grid.of(132, 1) == Grid(24, 24, 24, 24)
+    assert Grid.of(8, 4) == Grid(8, 3, 3, 5)
+    assert Grid.of(2, 2) == Grid(2, 1, 1, 1)
+    assert Grid.of(132, 4, ctas=12) == Grid(12, 5, 4, 8)
+    assert Grid.of(132, 4, ctas=2, senders=1) == Grid(2, 1, 1, 1)

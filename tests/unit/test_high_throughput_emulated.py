@@ -83,15 +83,17 @@ def test_rounds(case: Case, layout: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_rounds_in_place(case: Case) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rounds_in_place(case: Case, layout: str) -> None:
     """Rows that peers write where they stay, in memory that holds just those of the rank that gets
     most."""
     turns = [case, dataclasses.replace(case, seed=1), dataclasses.replace(case, style="one_rank")]
-    world = World(case.ranks, tiny_ring(case), result_bytes=max(map(results_of, turns)))
+    result_bytes = max(results_of(turn, layout) for turn in turns)
+    world = World(case.ranks, tiny_ring(case), result_bytes=result_bytes)
 
     def program(rank: int, mode: CudaHighThroughput) -> None:
         for turn in turns:
-            run_case(mode, turn, rank, "expert_major", in_place=True)
+            run_case(mode, turn, rank, layout, in_place=True)
 
     world.run(program)
 
@@ -101,8 +103,6 @@ def test_in_place_needs_memory() -> None:
     world = World(SMALL.ranks, ROOMY_RING, result_bytes=results_of(SMALL))
 
     def program(rank: int, mode: CudaHighThroughput) -> None:
-        with pytest.raises(ArgumentError, match="in_place"):
-            dispatch(mode, Round(SMALL, rank), "token_major", None, in_place=True)
         there = mode._results.memory[256:1280]
         rows = there.view(torch.bfloat16).view(16, 32)
         scales = there.view(torch.float32).view(16, 16)[:, ::3]
@@ -425,8 +425,7 @@ def test_a_late_rank_is_named(call: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "in_place"),
-    [("expert_major", False), ("token_major", False), ("expert_major", True)],
+    ("layout", "in_place"), [(layout, in_place) for layout in LAYOUTS for in_place in (False, True)]
 )
 @pytest.mark.parametrize("missing", [1, 5, 10000])
 def test_more_rows_than_the_capacity_are_reported(
@@ -434,7 +433,7 @@ def test_more_rows_than_the_capacity_are_reported(
 ) -> None:
     """Also if what does not fit is padding."""
     # In place there is no memory behind the rows of the rank that gets most.
-    world = World(SMALL.ranks, ROOMY_RING, result_bytes=results_of(SMALL))
+    world = World(SMALL.ranks, ROOMY_RING, result_bytes=results_of(SMALL, layout))
     short = SMALL.ranks - 1  # whose own rows come last
 
     def program(rank: int, mode: CudaHighThroughput) -> None:

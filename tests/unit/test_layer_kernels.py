@@ -5,6 +5,7 @@ calls need. The calls run on the CPU.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def test_calls_need_no_others(tmp_path: Path) -> None:
     with emulated(builder, CTAS):
         world = World(FP8.ranks, ring_bytes, result_bytes=results_of(FP8))
         unweighted = dataclasses.replace(FP8, weighted=False)
-        for how in (("expert_major",), ("token_major",), ("expert_major", True)):
+        for how in itertools.product(LAYOUTS, (False, True)):
             for case in (FP8, unweighted):
                 world.run(lambda rank, mode, one=case, how=how: run_case(mode, one, rank, *how))
         expected = layer_of(FP8, ring_bytes).kernels(LAYOUTS)
@@ -60,7 +61,7 @@ def test_calls_need_no_others(tmp_path: Path) -> None:
 def test_names() -> None:
     layer = layer_of(FP8, 1 << 16)
     both = layer.kernels(LAYOUTS)
-    assert len(both) == 22
+    assert len(both) == 25
     assert len(set(both.values())) == len(both)
     assert both["quantise"].entry == "formats_quantize"
     assert dict(both["quantise"].pairs)["kPackScales"] == 1

@@ -104,7 +104,7 @@ class Worker {
       sums_.run(rows, prepare);
       if (kLanes != 0 && job.slice == 0) fold_lanes(job);
     }
-    post(job);
+    if (job.is_told) post(job);
     return true;
   }
 
@@ -186,7 +186,7 @@ class Worker {
   }
 
   __device__ void fold_lanes(const Job& job) const {
-    for (int place = 0; place < kBatchTokens; ++place) {
+    for (int place = job.begin; place < job.end; ++place) {
       const int token = job.batch * kBatchTokens + place;
       if (token >= args_.call.tokens || call_.lane >= kTopK) continue;
       float sum = 0.0f;

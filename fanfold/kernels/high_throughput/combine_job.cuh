@@ -8,8 +8,9 @@ namespace fanfold {
 
 // What the warps of each rank do: the batches of all sources in turn, the next rank's first, and
 // with each the fold of the own batch `lag` before it; of each all slices. With the last batches
-// come two folds each, so that few are left when nothing is sent any more. All ranks' lists are
-// equally long, and send the same batches at the same places.
+// come two folds each, in parts, so that little is left when nothing is sent any more, and sends
+// drawn by a warp that folds do not wait for long. All ranks' lists are equally long, and send the
+// same batches at the same places.
 class JobList {
  public:
   __device__ JobList(const CombineShared& shared, const Call& call) : shared_(shared), call_(call) {
@@ -20,31 +21,50 @@ class JobList {
   }
 
   __device__ uint32_t tickets() const {
-    return static_cast<uint32_t>(pairs_end() + last_lag_) * kSlices;
+    return static_cast<uint32_t>(pairs_end() + last_lag_ * kParts) * kSlices;
   }
 
   __device__ Job job(uint32_t ticket) const {
     const int place = static_cast<int>(ticket / kSlices);
-    const int single = pairs_begin_ * kJobs;
-    int turn = kSources;  // of a group: its sends, then its folds
-    int group = most_, fold = most_ - last_lag_ + (place - pairs_end());
-    if (place < single) {
-      group = place / kJobs, turn = place % kJobs;
-      fold = group - lag_;
-    } else if (place < pairs_end()) {
-      const int pair = (place - single) / (kJobs + 1);
-      group = pairs_begin_ + pair, turn = (place - single) % (kJobs + 1);
-      fold = pairs_begin_ - lag_ + 2 * pair + (turn - kSources);
+    const int begin = pairs_begin_ * kJobs, end = pairs_end();
+    if (place < begin) {
+      const int group = place / kJobs, turn = place % kJobs;
+      return turn < kSources ? send(turn, group, ticket) : fold(group - lag_, ticket);
     }
-    return turn < kSources ? made(Job::Kind::kSend, source_at(turn), group, ticket)
-                           : made(Job::Kind::kFold, call_.args.rank, fold, ticket);
+    int part = (most_ - last_lag_) * kParts;  // the first of those behind the last send
+    if (place < end) {
+      const int pair = (place - begin) / kPairJobs, turn = (place - begin) % kPairJobs;
+      if (turn < kSources) return send(turn, pairs_begin_ + pair, ticket);
+      part += 2 * kParts * (pairs_begin_ + pair - most_) + (turn - kSources);
+    } else {
+      part += place - end;
+    }
+    return fold_part(part, ticket);
   }
 
  private:
+  static constexpr int kJobs = kSources + 1;               // of a group
+  static constexpr int kPairJobs = kSources + 2 * kParts;  // of one with two folds
+
   __device__ int pairs_end() const {
-    return pairs_begin_ * kJobs + (lag_ - last_lag_) * (kJobs + 1);
+    return pairs_begin_ * kJobs + (most_ - pairs_begin_) * kPairJobs;
   }
   __device__ int source_at(int turn) const { return (call_.args.rank + 1 + turn) % kRanks; }
+
+  __device__ Job send(int turn, int batch, uint32_t ticket) const {
+    return made(Job::Kind::kSend, source_at(turn), batch, ticket);
+  }
+  __device__ Job fold(int batch, uint32_t ticket) const {
+    return made(Job::Kind::kFold, call_.args.rank, batch, ticket);
+  }
+  // Nobody waits for its slot any more, as two lags are no more than all slots.
+  __device__ Job fold_part(int part, uint32_t ticket) const {
+    Job job = fold(part >= 0 ? part / kParts : -1, ticket);
+    job.begin = part % kParts * kPartTokens;
+    job.end = job.begin + kPartTokens;
+    job.is_told = false;
+    return job;
+  }
 
   __device__ Job made(Job::Kind kind, int source, int batch, uint32_t ticket) const {
     Job job{};
@@ -52,6 +72,8 @@ class JobList {
     job.batch = batch;
     if (batch < 0 || batch >= shared_.batches(source)) return job;
     job.kind = kind;
+    job.end = kBatchTokens;
+    job.is_told = true;
     job.slice = static_cast<int>(ticket % kSlices);
     job.slot = batch % call_.args.slots;
     job.turn = static_cast<uint32_t>(batch / call_.args.slots);
@@ -137,7 +159,11 @@ class Preparation {
     const int earlier = __popc(batch_.tokens & ((1u << place) - 1u));
     return shared_.prefix[job_.source] + static_cast<int>(batch_.before) + earlier;
   }
-  __device__ int token(int place) const { return job_.batch * kBatchTokens + place; }
+  // Whether there is such a token in the job.
+  __device__ bool is_folded(int place) const {
+    const int token = job_.batch * kBatchTokens + place;
+    return job_.begin <= place && place < job_.end && token < call_.args.tokens;
+  }
   __device__ bool is_own(int rank) const { return kExpertMajor == 0 && rank == call_.args.rank; }
 
   __device__ void load_batch() {
@@ -178,8 +204,9 @@ class Preparation {
   // How many rows of this rank went to that one before; of its own, which row it is.
   __device__ int folded_row(int place) const {
     const int rank = term<kFoldWidth>();
-    if (token(place) >= call_.args.tokens || rank >= kRanks) return -1;
-    const int row = args_.rows[int64_t{token(place)} * kRanks + rank];
+    if (!is_folded(place) || rank >= kRanks) return -1;
+    const int token = job_.batch * kBatchTokens + place;
+    const int row = args_.rows[int64_t{token} * kRanks + rank];
     if (row < 0 || !is_own(rank)) return row;
     const int own = shared_.prefix[rank] + row;
     return own < args_.kept ? own : -1;
@@ -220,7 +247,7 @@ class Preparation {
     const bool own = is_own(rank);
     const auto row = own ? static_cast<uint32_t>(rows_[p])
                          : static_cast<uint32_t>(ring_row(call_, rank, job_.slot, at));
-    append<kFoldWidth>(at, token(at) < call_.args.tokens, rows_[p] >= 0,
+    append<kFoldWidth>(at, is_folded(at), rows_[p] >= 0,
                        own ? Entry::Kind::kOwn : Entry::Kind::kRow, row, 1.0f);
   }
 

@@ -2,7 +2,8 @@
 // kExpertMajor, kWeighted (the outputs), kLanes (numbers of the choices travel beside the rows),
 // kSlices (of columns, in a row), kSliceUnits (of each but the last), kPieces (in the ring of a
 // warp), kLag (batches between sending and folding, fewer than slots), kLastLag (the same where
-// sending ends, no more), kShortTokens (of the dispatch). All warps but the last are workers.
+// sending ends, no more), kPartTokens (of a fold there), kShortTokens (of the dispatch). All warps
+// but the last are workers.
 #pragma once
 
 #include "device/bulk.cuh"
@@ -24,21 +25,24 @@ static_assert(kWeighted == 0 || kExpertMajor != 0);
 
 // A rank's own token-major rows are folded where they lie.
 inline constexpr int kSources = kExpertMajor != 0 ? kRanks : kRanks - 1;
-inline constexpr int kJobs = kSources + 1;
+inline constexpr int kParts = kBatchTokens / kPartTokens;
+static_assert(kBatchTokens % kPartTokens == 0);
 // Rows in a sum: a token's experts here, or the ranks that have some.
 inline constexpr int kMostTerms = kExpertMajor != 0 && kTopK > kRanks ? kTopK : kRanks;
 inline constexpr int kMostEntries = kBatchTokens * kMostTerms;
 
-// One slice of the rows of a batch.
+// One slice of the rows of a batch, or of some of them.
 struct Job {
   enum class Kind : int32_t { kNone, kSend, kFold };
 
   Kind kind;
   int32_t source;  // whose tokens they are
   int32_t batch;
+  int32_t begin, end;  // places in the batch
   int32_t slice;
   int32_t slot;   // of the ring
   uint32_t turn;  // of the slot
+  bool is_told;   // whether others may wait for it
 };
 
 // One row on its way into a sum. Those of a sum follow each other.
@@ -70,9 +74,10 @@ static_assert(kBatchTokens == 8);
 
 struct WorkerShared {
   alignas(128) uint4 pieces[kPieces][kLaneUnits * kWarpLanes];
-  Entry entries[2][kMostEntries];  // of this job and of the next
-  Job done;                        // to be told of
-  ArrivalBarrier posted, taken;    // it is; the teller has it. A phase for each job
+  // Of this job and of the next; those behind them are read, too, ahead.
+  Entry entries[2][kMostEntries + kPieces];
+  Job done;                      // to be told of
+  ArrivalBarrier posted, taken;  // it is; the teller has it. A phase for each job
 };
 
 struct CombineShared {

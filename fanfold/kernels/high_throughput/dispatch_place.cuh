@@ -46,6 +46,42 @@ class Placer {
     if (kNewRouting != 0 && fits && call_.lane == 0) args_.source_token[row.row] = row.token;
   }
 
+  // All lanes: what lies in the ring beside the rows of a batch, which are in place. `rows` is that
+  // of its first token, `first` what arrives first.
+  __device__ void place_beside(const unsigned char* rows, const Arrival& first,
+                               uint32_t tokens) const {
+    const int last = first.row + __popc(tokens) - 1;
+    if (last >= args_.capacity && call_.lane == 0) report_capacity(last);
+    const auto beside = [rows](int at, int place, int word) {
+      const unsigned char* row = rows + place * kRingRowBytes + at - kSentAt;
+      return load_relaxed_system(reinterpret_cast<const uint32_t*>(row) + word);
+    };
+    if constexpr (kScaleWords > 0)
+      for_words<kScaleWords>(
+          first, tokens, [&](int place, int word) { return beside(kScalesAt, place, word); },
+          [&](int, int row, int word, uint32_t scale) {
+            args_.out_scales[int64_t{row} * kScaleWords + word] = scale;
+          });
+    if constexpr (kNewRouting != 0)
+      for_words<kTopK>(
+          first, tokens, [&](int place, int k) { return beside(kLanesAt, place, k); },
+          [&](int place, int row, int k, uint32_t expert) {
+            const int local =
+                static_cast<int>(expert) - reader_for(call_.args, first.source) * kLocalExperts;
+            const bool here = local >= 0 && local < kLocalExperts;
+            args_.topk_idx[int64_t{row} * kTopK + k] = here ? local : -1;
+            if constexpr (kWeighted != 0)
+              args_.topk_weights[int64_t{row} * kTopK + k] =
+                  here ? __uint_as_float(beside(kWeightsAt, place, k)) : 0.0f;
+          });
+    if (call_.lane >= kBatchTokens || (tokens >> call_.lane & 1u) == 0) return;
+    const int row = first.row + __popc(tokens & lanes_below());
+    if (row >= args_.capacity) return;
+    args_.row_source_rank[row] = first.source;
+    args_.row_source_token[row] = first.token + call_.lane;
+    if constexpr (kNewRouting != 0) args_.source_token[row] = first.token + call_.lane;
+  }
+
   // All lanes of some warps, before anything is in their rings: the rows between the experts, each
   // by one lane, so that all warps have as many. `zeros` is a slot of the warp's ring.
   __device__ void pad(unsigned char* zeros, int warp, int warps) const {
@@ -113,6 +149,30 @@ class Placer {
     const int64_t at = int64_t{row.row} * kTopK + call_.lane;
     args_.topk_idx[at] = here ? local : -1;
     if constexpr (kWeighted != 0) args_.topk_weights[at] = here ? weight(bytes, call_.lane) : 0.0f;
+  }
+
+  // Of `kWords` words of each token of a batch each lane takes some: what `load(place, word)` gives
+  // goes to `store(place, row, word, value)`. Many loads are on their way at once.
+  template <int kWords, class Load, class Store>
+  __device__ void for_words(const Arrival& first, uint32_t tokens, const Load& load,
+                            const Store& store) const {
+    constexpr int kEach = (kBatchTokens * kWords + kWarpLanes - 1) / kWarpLanes, kAtOnce = 16;
+    for (int done = 0; done < kEach; done += kAtOnce) {
+      uint32_t values[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce && i < kEach; ++i) {
+        const int at = (done + i) * kWarpLanes + call_.lane, place = at / kWords;
+        if (place < kBatchTokens && (tokens >> place & 1u) != 0)
+          values[i] = load(place, at % kWords);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce && i < kEach; ++i) {
+        const int at = (done + i) * kWarpLanes + call_.lane, place = at / kWords;
+        if (place >= kBatchTokens || (tokens >> place & 1u) == 0) continue;
+        const int row = first.row + __popc(tokens & ((1u << place) - 1u));
+        if (row < args_.capacity) store(place, row, at % kWords, values[i]);
+      }
+    }
   }
 
   // ---- either -----------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ class Receiver {
     } else {
       const auto landing = LandingWord::decode(__shfl_sync(kFullWarp, landing_, place));
       load_arrived(slot, now_.slot * kBatchTokens + place, landing);
-      if (kInPlace != 0 && landing.row != LandingWord::kNowhere)
+      if (kTellsLandings && landing.row != LandingWord::kNowhere)
         row.lies = static_cast<int>(landing.row);
     }
     if (call_.lane == 0)
@@ -100,7 +100,7 @@ class Receiver {
     ArrivalBarrier* full = &w_.ring.full[slot];
     if (call_.lane != 0) return arrive(full);
     unsigned char* to = w_.ring.slots[slot];
-    const bool copies = kInPlace != 0 && landing.copies;
+    const bool copies = kTellsLandings && landing.copies;
     arrive_expecting(full, kRingRowBytes + (copies ? kRowBytes : 0));
     bulk_load(to + kSentAt, w_.ring_row(call_.args.rank, now_.source, at), kRingRowBytes, full);
     if (copies) bulk_load(to, w_.result_row(call_.args.rank, landing.row), kRowBytes, full);
@@ -142,7 +142,7 @@ class Receiver {
     const auto high = of_lane_0(static_cast<uint32_t>(word >> 32));
     word_ = BatchWord::decode((uint64_t{high} << 32) | low);
     if (word_.use != use) return false;
-    if constexpr (kInPlace != 0) {
+    if constexpr (kTellsLandings) {
       __syncwarp();  // lane 0 has seen the batch arrive
       const int at = held_.slot * kBatchTokens + call_.lane;
       const bool comes = call_.lane < kBatchTokens && (word_.tokens >> call_.lane & 1u) != 0;
@@ -156,6 +156,13 @@ class Receiver {
     holds_ = false;
     now_ = held_;
     begin(word_);
+    if constexpr (kStaysInPlace) {
+      const int at = now_.slot * kBatchTokens;
+      Placer(w_).place_beside(w_.ring_row(call_.args.rank, now_.source, at),
+                              {now_.source, first_token_, now_.row, -1}, now_.tokens);
+      __syncwarp();  // all lanes have what they asked for
+      now_.tokens = 0;
+    }
     if (now_.tokens == 0) give_back(now_.source, now_.slot, now_.turn);
   }
 
@@ -196,7 +203,7 @@ class Receiver {
   BatchWord word_{};
   Batch now_{};           // whose rows are asked for
   int first_token_ = 0;   // of that
-  uint32_t landing_ = 0;  // in place, in lane t: low half of the word of the batch's token t
+  uint32_t landing_ = 0;  // where landings are told, in lane t: low half of that of token t
 };
 
 }  // namespace fanfold

@@ -9,6 +9,7 @@ namespace fanfold {
 class Sender {
  public:
   __device__ explicit Sender(const DispatchWarp& warp) : w_(warp), call_(warp.call) {
+    if (kStaysInPlace && call_.lane < kRanks) first_row_ = w_.args.first_rows[call_.lane];
     ticket_ = of_lane_0(draw(call_, &call_.args.state->sent));
     fetch();
     drawn_ = draw(call_, &call_.args.state->sent);
@@ -34,7 +35,7 @@ class Sender {
       note.slot = last ? slot_ : -1;
       note.use = BatchWord::use_of(call_.epoch, turn_);
     }
-    if (last && call_.lane < kRanks) note.words[call_.lane] = word_;
+    if ((last || kStaysInPlace) && call_.lane < kRanks) note.words[call_.lane] = word_;
     __syncwarp();
     return Next::kRow;
   }
@@ -49,7 +50,7 @@ class Sender {
     if (call_.is_peer(call_.lane) && (note.to >> call_.lane & 1u) != 0) {
       if constexpr (kInPlace != 0) land(slot, note);
       unsigned char* row = w_.ring_row(call_.lane, writer_at(call_.args, call_.lane), note.at);
-      bulk_store(row, w_.ring.slots[slot] + kSentAt, kRingRowBytes);
+      if constexpr (kSentBytes > 0) bulk_store(row, w_.ring.slots[slot] + kSentAt, kSentBytes);
     }
   }
 
@@ -60,9 +61,16 @@ class Sender {
   }
 
  private:
-  // Sends the row to the first of its places on lane r's rank.
+  // Sends the row to its place on lane r's rank, expert-major to the first of them.
   __device__ void land(int slot, const SenderNote& note) const {
     const unsigned char* bytes = w_.ring.slots[slot];
+    if constexpr (kStaysInPlace) {
+      const BatchWord batch = BatchWord::decode(note.words[call_.lane]);
+      const uint32_t earlier = batch.tokens & ((1u << note.at % kBatchTokens) - 1u);
+      const int row = first_row_ + static_cast<int>(batch.before) + __popc(earlier);
+      if (row < w_.args.result_rows) bulk_store(w_.result_row(call_.lane, row), bytes, kRowBytes);
+      return;
+    }
     LandingWord landing{note.use, LandingWord::kNowhere, false};
     for (int k = 0; k < kTopK; ++k) {
       const uint32_t word = lane_word(bytes, k);
@@ -148,6 +156,7 @@ class Sender {
 
   const DispatchWarp& w_;
   const Call& call_;
+  int first_row_ = 0;        // of this rank at lane r's
   uint32_t ticket_, drawn_;  // of the next batch, and in lane 0 of the one after
   int32_t rows_[kBatchTokens];
   bool holds_batch_ = false;  // one that is not begun

@@ -3,8 +3,9 @@
 //
 // A slot holds the row, its scales, a word for each of its choices (expert-major the place there,
 // token-major the expert) and their weights, and is sent whole: rows that fill whole lines of 128
-// bytes cross the link fastest (decision 0101). In place the row goes straight to the first of its
-// places on each rank, and only what is beside it through the ring (decision 0104).
+// bytes cross the link fastest (decision 0101). In place the row goes straight to its place on each
+// rank, expert-major to the first of them, and only what is beside it through the ring (decisions
+// 0104, 0106).
 //
 // Constants: kRowBytes, kScaleWords, kExpertMajor, kInPlace, kNewRouting (the plan is new: what is
 // told of the rows is kept for later calls), kWeighted, kRingRowBytes (of what goes through the
@@ -23,10 +24,15 @@ inline constexpr int kUsedBytes = kWeightsAt + (kWeighted != 0 ? kTopK * 4 : 0);
 inline constexpr int kExtraWords = (kUsedBytes - kRowBytes) / 4;
 static_assert(kRowBytes % kRowAlignment == 0);
 inline constexpr int kSentAt = kInPlace != 0 ? kRowBytes : 0;
-static_assert(kRingRowBytes == align_up(kUsedBytes - kSentAt, kAreaAlignment));
+// Through the ring. In place there may be nothing, and slots are of one line all the same.
+inline constexpr int kSentBytes = align_up(kUsedBytes - kSentAt, kAreaAlignment);
+static_assert(kRingRowBytes == (kSentBytes > 0 ? kSentBytes : kAreaAlignment));
+// In place. Expert-major, where rows have landed is told, as each may have several places;
+// token-major, the reader has nothing to do with rows that have come.
+inline constexpr bool kTellsLandings = kInPlace != 0 && kExpertMajor != 0;
+inline constexpr bool kStaysInPlace = kInPlace != 0 && kExpertMajor == 0;
 static_assert(kSlotBytes == align_up(kSentAt + kRingRowBytes, kAreaAlignment));
 static_assert(kWeighted == 0 || kHasLanes);
-static_assert(kInPlace == 0 || kExpertMajor != 0);
 static_assert(0 <= kShortTokens && kShortTokens <= kMostShortTokens);
 
 // Word k of those that travel beside a row in a slot.
@@ -48,7 +54,7 @@ struct SenderNote {
   int32_t at;              // row of the peers' rings
   int32_t slot;            // of those rings, if this is the last row of its batch; else -1
   uint32_t use;            // of that slot
-  uint64_t words[kRanks];  // of the batch, for each rank, with its last row
+  uint64_t words[kRanks];  // of the batch, for each rank, with its last row; in place with each
 };
 struct ReceiverNote {
   Arrival row;

@@ -233,18 +233,29 @@ class Planner {
 
   // ---- what remains -----------------------------------------------------------------------------
 
+  // How many rows of a source go to a rank.
+  __device__ int rows_of(int source, int rank) const {
+    const int column = kExperts + rank;
+    return call_.is_peer(source) ? await_count(source, column) : shared_.total[column];
+  }
+
   __device__ void publish() {
     const int first = args_.call.rank * kLocalExperts;
     for (int e = thread(); e < kLocalExperts; e += kThreads) {
       args_.tokens_per_expert[e] = shared_.total[first + e];
       args_.offsets[e + 1] = shared_.end[first + e];
     }
+    for (int rank = thread(); rank < kRanks; rank += kThreads) {
+      int before = 0;
+      for (int source = 0; source < writer_at(args_.call, rank); ++source)
+        before += rows_of(source, rank);
+      args_.first_rows[rank] = before;
+    }
     if (thread() != 0) return;
     args_.offsets[0] = 0;
     int rows = 0;
     for (int source = 0; source < kRanks; ++source) {
-      const int column = kExperts + args_.call.rank;
-      rows += call_.is_peer(source) ? await_count(source, column) : shared_.total[column];
+      rows += rows_of(source, args_.call.rank);
       args_.source_prefix[source] = rows;
     }
     if (args_.totals == nullptr) return;

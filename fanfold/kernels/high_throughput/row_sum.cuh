@@ -21,7 +21,7 @@ class RowSums {
     count_ = count;
     units_ = units;
     asked_ = 0;
-    for (int i = 0; i < kPieces - 1; ++i) ask(i, rows);
+    for (int i = 0; i < kPieces - 1; ++i) ask(i, entries[i], rows);
   }
 
   // Adds and stores them. `rows.to(place)` says where a sum goes; without `Rows::kAdds` there is
@@ -31,14 +31,16 @@ class RowSums {
   __device__ void run(const Rows& rows, const Between& between) {
     bool first = true;
     int taken = 0;
+    Entry next_entry = entries_[0], next_asked = entries_[kPieces - 1];
     for (int i = 0; i < count_; ++i) {
+      const Entry entry = next_entry, asked = next_asked;
+      next_entry = entries_[i + 1], next_asked = entries_[i + kPieces];  // some turns early
       await_copies<kPieces - 2>();
-      const Entry entry = entries_[i];
       uint4 units[kLaneUnits];
 #pragma unroll
       for (int u = 0; u < kLaneUnits; ++u) units[u] = own_.pieces[taken][unit_of(u)];
       taken = next(taken);
-      ask(i + kPieces - 1, rows);  // while these come to the registers
+      ask(i + kPieces - 1, asked, rows);  // while these come to the registers
       if constexpr (Rows::kAdds) {
         add(entry, units, first, rows);
         first = entry.is_last();
@@ -54,9 +56,8 @@ class RowSums {
 
  private:
   template <class Rows>
-  __device__ void ask(int i, const Rows& rows) {
+  __device__ void ask(int i, const Entry& entry, const Rows& rows) {
     if (i < count_) {
-      const Entry entry = entries_[i];
       uint4* to = own_.pieces[asked_] + lane_;
       if (entry.kind() != Entry::Kind::kZeros) {
         const auto* from = reinterpret_cast<const uint4*>(rows.from(entry)) + lane_;

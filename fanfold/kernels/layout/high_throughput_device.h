@@ -21,13 +21,13 @@ inline constexpr int32_t kBatchTokens = 8;
 inline constexpr int32_t kShortBatchTokens = 2;
 inline constexpr int32_t kMostShortTokens = 1024;  // that a dispatch sends in short batches
 static_assert(kBatchTokens % kShortBatchTokens == 0);
-// Words that tell of the slots of one ring. In a dispatch each slot has one, and in place one more
-// for each of its rows. A combine cuts its rows into slices of columns, each of which comes and
+// Words that tell of the slots of one ring. In a dispatch each slot has one, and expert-major in
+// place one more for each of its rows. A combine cuts its rows into slices of columns, each of which comes and
 // goes for itself, and has its own.
 inline constexpr int32_t kRingWords = 2048;
 inline constexpr int32_t kMostSlices = 16;
 inline constexpr int32_t kMostDispatchSlots = kRingWords;
-inline constexpr int32_t kMostSlotsInPlace = kRingWords / (1 + kBatchTokens);
+inline constexpr int32_t kMostLandingSlots = kRingWords / (1 + kBatchTokens);
 // The ranks of a token are the bits of one word.
 inline constexpr int32_t kMostHighThroughputRanks = 32;
 inline constexpr int32_t kMostHighThroughputCtas = 64;
@@ -127,7 +127,7 @@ struct PlaceWord {
   }
 };
 
-// Of a dispatch in place: the row of the reader's results to which a row of a batch has been sent.
+// Of a dispatch in place, expert-major: the row of the reader's results to which a row of a batch has been sent.
 struct LandingWord {
   uint32_t use;  // as in BatchWord
   uint32_t row;
@@ -143,7 +143,7 @@ struct LandingWord {
             ((word >> 31) & 1u) != 0};
   }
 };
-inline constexpr int32_t kLandingsAt = kMostSlotsInPlace;  // behind the words of the slots
+inline constexpr int32_t kLandingsAt = kMostLandingSlots;  // behind the words of the slots
 
 struct HighThroughputOffsets {
   int64_t announcements, counts, ready, taken, ring, results;
@@ -229,6 +229,7 @@ struct PlanArgs {
   int32_t* tokens_per_expert;  // [local experts]
   int64_t* offsets;            // [local experts + 1]
   int32_t* source_prefix;      // [ranks]: rows of ranks 0 to r
+  int32_t* first_rows;         // [ranks]: of this rank's rows at that rank the first, token-major
   int32_t* totals;             // [2] pinned or on the GPU: rows that come, expert rows; or null
 };
 
@@ -238,6 +239,7 @@ struct HighThroughputDispatchArgs {
   const uint32_t* scales;                         // [tokens][scale words], by strides; or null
   int64_t scale_token_stride, scale_word_stride;  // in words
   const int32_t* rows;                            // of the plan
+  const int32_t* first_rows;                      // likewise
   const uint32_t* lanes;   // [tokens][top_k] x lane_stride: the plan's places, expert-major; else
   int64_t lane_stride;     // the low words of topk_idx; in words
   const float* weights;    // [tokens][top_k], or null
