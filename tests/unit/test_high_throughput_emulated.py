@@ -65,6 +65,9 @@ CASES = [
     Case(tokens=(37,), experts_per_rank=5, top_k=6, hidden=48, dtype=torch.float8_e4m3fn,
          scales=8),
 ]  # fmt: skip
+# More scales than lanes take at once.
+WIDE = Case(tokens=(21, 40), experts_per_rank=2, top_k=2, hidden=16, dtype=torch.float8_e4m3fn,
+            scales=67, slack=2)  # fmt: skip
 SMALL = Case(tokens=(30, 0, 45), experts_per_rank=3, top_k=4, hidden=32, alignment=4)
 
 
@@ -82,7 +85,7 @@ def test_rounds(case: Case, layout: str) -> None:
     world.run(program)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, WIDE], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rounds_in_place(case: Case, layout: str) -> None:
     """Rows that peers write where they stay, in memory that holds just those of the rank that gets
