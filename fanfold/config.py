@@ -159,7 +159,8 @@ _SETTINGS = (
         variable="FANFOLD_SENDERS",
         default=None,
         help="Of those CTAs, how many send rows in a dispatch while the others receive; 'auto' is "
-        "what fills the links: about one in seven in low latency, 8 or 9 of 24 in high throughput.",
+        "what fills the links: about one in seven in low latency, 8 to 12 of 24 in high "
+        "throughput.",
         parse=_parse_count,
         check=lambda v: v is None or (_is_integer(v) and 1 <= v <= 511),
         bound="'auto' or an integer from 1 to 511, below the number of CTAs",

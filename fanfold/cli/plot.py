@@ -119,8 +119,8 @@ def _point(line: str, where: str) -> Point:
 def _modern(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields as they are named today: ``routing`` was the distribution of tokens once, when
     high throughput had one kind of routing and one layout; and there was no dispatch in place."""
-    if (fields["backend"], fields.get("layout")) == ("cuda", "expert_major"):
-        fields = {"in_place": False, **fields}
+    if fields["backend"] == "cuda" and fields.get("layout") is not None:
+        fields = {**fields, "in_place": bool(fields.get("in_place"))}
     if "distribution" in fields:
         return fields
     own: dict[str, Any] = {"distribution": fields.get("routing"), "routing": None}

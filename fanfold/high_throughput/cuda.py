@@ -83,7 +83,7 @@ class CudaHighThroughput:
             ``ranks * (max_tokens + 800)`` bytes for it.
         ctas: of each kernel; None for the configuration's, or 24.
         senders: of them begin as senders in a dispatch; None for the configuration's, or 9 of 24
-            (expert-major 8).
+            (expert-major 8, token-major in place 12).
         result_bytes: of the memory, for the rows of dispatches in place; the same on all ranks.
         check_place: raises for tensors (by name) that are elsewhere, and says why.
 

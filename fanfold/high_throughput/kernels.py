@@ -1,6 +1,6 @@
 """Which kernels high-throughput calls need on GPUs, and their shapes: warps, rings, CTAs, roles.
 
-The numbers come from measurements on H200 (decisions 0101 and 0103 to 0105): eight or nine SMs
+The numbers come from measurements on H200 (decisions 0101 and 0103 to 0106): eight or nine SMs
 nearly fill the links with rows, the others place what comes; more than 24 in all are of little use.
 """
 
@@ -45,11 +45,11 @@ _TILE_BYTES = 64 << 10
 
 # Warps of a dispatch and the rows in the ring of each. A row costs a warp much the same time
 # whatever its length, so many warps are best, if that leaves each enough rows on their way. Four
-# with long rings fill an SM's share of the link; expert-major, and in place on few SMs, there is
-# more to do for what comes.
+# with long rings fill an SM's share of the link; expert-major and in place more is to be done for
+# what comes.
 _MANY_WARPS, _FEW_WARPS = 8, 4
 _MOST_RING_ROWS = 7
-_LEAST_MANY_ROWS, _LEAST_FOR_COPIES = 7, 4
+_LEAST_MANY_ROWS, _LEAST_FOR_MORE = 7, 4
 _RING_BYTES = 54 << 10  # of one of few warps, where more is not needed
 
 # The last tokens of each source, in batches of two: a sender's last whole batch takes it a
@@ -271,7 +271,7 @@ class _RingShape:
 
 def _ring_shape(kind: DispatchKind, most_shared_bytes: int) -> _RingShape:
     """Rings that fit: of many warps, or of few where rows are long."""
-    least = _LEAST_FOR_COPIES if kind.expert_major or kind.in_place else _LEAST_MANY_ROWS
+    least = _LEAST_FOR_MORE if kind.expert_major or kind.in_place else _LEAST_MANY_ROWS
     many = [(_MANY_WARPS, rows) for rows in range(_MOST_RING_ROWS, least - 1, -1)]
     wanted = max(2, min(_MOST_RING_ROWS, _RING_BYTES // kind.held_bytes))
     few = [(_FEW_WARPS, wanted), (4, 2), (2, 3), (2, 2), (1, 3), (1, 2)]

@@ -93,6 +93,9 @@ def emulated(builder: Builder, ctas: int) -> Iterator[None]:
         yield
 
 
+_BEHIND = 8192  # bytes behind each rank's memory, which nobody may write
+
+
 class World:
     """All ranks of a group; only within :func:`emulated`.
 
@@ -119,8 +122,12 @@ class World:
         config = Config.resolve(**{"timeout_s": 10.0, **settings})
         nbytes = _core.cuda_high_throughput_bytes(ranks, ring_bytes)[1] + result_bytes
         # What the mode does not make zero itself may hold anything.
-        regions = [torch.full((nbytes + 128,), 0xA5, dtype=torch.uint8) for _ in range(ranks)]
-        regions = [region[-region.data_ptr() % 128 :][:nbytes] for region in regions]
+        whole = [
+            torch.full((nbytes + 128 + _BEHIND,), 0xA5, dtype=torch.uint8) for _ in range(ranks)
+        ]
+        whole = [region[-region.data_ptr() % 128 :] for region in whole]
+        regions = [region[:nbytes] for region in whole]
+        self._behind = [region[nbytes:] for region in whole]
         values: list[Any] = [None] * ranks
         barrier = threading.Barrier(ranks, timeout=120.0)
 
@@ -149,4 +156,6 @@ class World:
     def run(self, program: Callable[[int, CudaHighThroughput], Any]) -> list[Any]:
         """``program(rank, mode)`` on all ranks at once; their results."""
         with ThreadPoolExecutor(len(self.modes)) as pool:
-            return list(pool.map(program, range(len(self.modes)), self.modes))
+            results = list(pool.map(program, range(len(self.modes)), self.modes))
+        assert all(bool((memory == 0xA5).all()) for memory in self._behind), "written to"
+        return results

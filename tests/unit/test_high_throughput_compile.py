@@ -70,6 +70,20 @@ def kernels(ranks: int, experts: int, top_k: int, hidden: int) -> list[Kernel]:
     ]
 
 
+def some_kernels(ranks: int, experts: int, top_k: int, hidden: int) -> list[Kernel]:
+    """One of each that differs much from the others."""
+    sizes = Sizes(ranks, experts, top_k)
+    bf16_new, _, bf16_experts, *_ = dispatches(sizes, hidden)
+    *_, fp8_experts_in_place, fp8_in_place, _ = dispatches(sizes, hidden)
+    tokens, _, experts_weighted, *_ = combines(sizes, hidden)
+    found = [bf16_new, bf16_experts, fp8_experts_in_place, fp8_in_place]
+    return [
+        plan_kernel(sizes),
+        *(dispatch_kernel(kind) for kind in found),
+        *(combine_kernel(kind, 128) for kind in (tokens, experts_weighted)),
+    ]
+
+
 def drawn(count: int) -> Iterator[tuple[int, int, int, int]]:
     chance = random.Random(5)
     for _ in range(count):
@@ -83,10 +97,8 @@ def sources(every: list[Kernel]) -> list[KernelSource]:
     return list(dict.fromkeys(kernel.source for kernel in every))
 
 
-# All of the first layer, and of the others one kernel of each kind in turn.
 FEW = sources(
-    kernels(*NAMED[0])
-    + [kernels(*layer)[place] for layer in NAMED[1:] for place in (0, 1, 3, 8, 9, 11)]
+    kernels(*NAMED[0]) + [kernel for layer in NAMED[1:] for kernel in some_kernels(*layer)]
 )
 MANY = sources([kernel for layer in [*NAMED, *drawn(12)] for kernel in kernels(*layer)])
 
@@ -104,7 +116,7 @@ def test_many_for_hopper(compiled: Compiled, source: KernelSource) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_120a"])
 def test_for_other_gpus(compiled: Compiled, arch: str) -> None:
-    some = [FEW[0], FEW[3], FEW[-1]]
+    some = sources(some_kernels(*NAMED[1])[::2])
     for source in some:
         binary = compiled(some, source, arch)
         assert 0 < binary.registers <= source.register_limit, f"{source}: {binary.registers}"
@@ -141,7 +153,8 @@ def test_rows_that_do_not_fit_name_the_bound() -> None:
 def test_a_combine_lags_less_than_its_ring_is_long(slots: int) -> None:
     kind = CombineKind(Sizes(4, 256, 8), 14336, False, False, False)
     constants = dict(combine_kernel(kind, slots).source.pairs)
-    assert 1 <= constants["kLastLag"] <= constants["kLag"] < slots
+    assert 1 <= constants["kLastLag"] <= constants["kLag"]
+    assert 2 * constants["kLag"] - constants["kLastLag"] <= slots
     assert constants["kLag"] == min(48, slots // 2)
     assert constants["kLastLag"] == min(20, constants["kLag"])
 
@@ -162,3 +175,10 @@ def test_grids() -> None:
     assert Grid.of(2, 2) == Grid(2, 1, 1, 1)
     assert Grid.of(132, 4, ctas=12) == Grid(12, 5, 4, 8)
     assert Grid.of(132, 4, ctas=2, senders=1) == Grid(2, 1, 1, 1)
+    grid, sizes = Grid(9, 1, 2, 3), Sizes(4, 8, 2)
+    kinds = [
+        DispatchKind(sizes, 64, 0, expert_major, False, False, in_place)
+        for expert_major in (False, True)
+        for in_place in (False, True)
+    ]
+    assert [grid.senders(kind) for kind in kinds] == [1, 3, 2, 2]

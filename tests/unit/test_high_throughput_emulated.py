@@ -156,9 +156,12 @@ def test_turns_without_a_wait() -> None:
 
 
 @pytest.mark.parametrize("grid", [(2, 1), (3, 2)])
-def test_other_grids(grid: tuple[int, int]) -> None:
-    world = World(SMALL.ranks, tiny_ring(SMALL), ctas=grid[0], senders=grid[1])
-    world.run(lambda rank, mode: run_case(mode, SMALL, rank, "expert_major"))
+@pytest.mark.parametrize(("layout", "in_place"), [("expert_major", False), ("token_major", True)])
+def test_other_grids(grid: tuple[int, int], layout: str, in_place: bool) -> None:
+    ctas, senders = grid
+    results = results_of(SMALL, layout)
+    world = World(SMALL.ranks, tiny_ring(SMALL), ctas=ctas, senders=senders, result_bytes=results)
+    world.run(lambda rank, mode: run_case(mode, SMALL, rank, layout, in_place))
 
 
 def test_sms_change_between_calls() -> None:
@@ -181,7 +184,7 @@ def test_sms_change_between_calls() -> None:
 
 @pytest.mark.parametrize("capacity", [False, True])
 def test_a_plan_serves_both_layouts(capacity: bool) -> None:
-    world = World(SMALL.ranks, ROOMY_RING)
+    world = World(SMALL.ranks, ROOMY_RING, result_bytes=1 << 15)
 
     def program(rank: int, mode: CudaHighThroughput) -> None:
         expect = Round(dataclasses.replace(SMALL, weighted=False), rank)
@@ -199,6 +202,11 @@ def test_a_plan_serves_both_layouts(capacity: bool) -> None:
         assert len(y) == len(again.tokens)
         back = mode.dispatch_cached(sent(expect, mode.device), got.plan, layout="token_major")
         check_brought(expect, back, "token_major")
+        for layout in LAYOUTS:
+            there = mode.dispatch_cached(
+                sent(expect, mode.device), got.plan, layout=layout, in_place=True
+            )
+            check_brought(expect, there, layout)
         mode.quiesce()
 
     world.run(program)
@@ -370,9 +378,10 @@ def test_ranks_that_disagree_are_told_and_stay_in_step() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_that_never_came_are_no_indices(layout: str) -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_rows_that_never_came_are_no_indices(layout: str, in_place: bool) -> None:
     """A rank announces its rows and sends none: who waited must not find indices in their place."""
-    world = World(SMALL.ranks, ROOMY_RING, timeout_s=1.0)
+    world = World(SMALL.ranks, ROOMY_RING, timeout_s=1.0, result_bytes=1 << 16)
 
     def program(rank: int, mode: CudaHighThroughput) -> None:
         expect = Round(SMALL, rank)
@@ -390,9 +399,10 @@ def test_rows_that_never_came_are_no_indices(layout: str) -> None:
                 layout=layout,  # type: ignore[arg-type]
                 expert_alignment=SMALL.alignment,
                 planned=fail,
+                in_place=in_place,
             )
             return
-        got = dispatch(mode, expect, layout, 500)
+        got = dispatch(mode, expect, layout, 500, in_place)
         with pytest.raises(PeerTimeout, match="rank 2 in high_throughput dispatch"):
             mode.check()
         assert_no_rows(got)
@@ -459,6 +469,22 @@ def test_more_rows_than_the_capacity_are_reported(
         sums, _ = mode.combine(y[:room], got.plan, layout=layout, lane_weights=lanes)
         assert not sums.isnan().any()
         run_case(mode, SMALL, rank, layout)
+
+    world.run(program)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_that_do_not_fit_their_memory_are_not_sent(layout: str) -> None:
+    """With as much room as there is on every rank, and more that comes."""
+    rows, few = 40, dataclasses.replace(SMALL, tokens=(9, 0, 3))
+    result_bytes = rows * 2 * SMALL.hidden + 128
+    world = World(SMALL.ranks, ROOMY_RING, result_bytes=result_bytes)
+
+    def program(rank: int, mode: CudaHighThroughput) -> None:
+        dispatch(mode, Round(SMALL, rank), layout, rows, in_place=True)
+        with pytest.raises(ArgumentError, match=f"capacity of .* is {rows}"):
+            mode.check()
+        run_case(mode, few, rank, layout, in_place=True)
 
     world.run(program)
 

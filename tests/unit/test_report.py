@@ -400,17 +400,19 @@ def test_plot_over_sms(tmp_path):
     assert all(f"<!-- {text} -->" in drawn for text in ("SMs of each kernel", "cached routing"))
 
 
-def test_rows_in_place_are_a_series_of_their_own(tmp_path):
+@pytest.mark.parametrize("layout", ["expert_major", "token_major"])
+def test_rows_in_place_are_a_series_of_their_own(tmp_path, layout):
     """Lines from before there was the choice are with those that were not in place."""
     fields = report.record(high_throughput_result())
-    of = {"backend": "cuda", "layout": "expert_major"}
+    of = {"backend": "cuda", "layout": layout}
     plain = [{**fields, **of, "in_place": False, "sms": n} for n in (12, 24)]
     there = [{**each, "in_place": True} for each in plain]
     older = {name: value for name, value in plain[0].items() if name != "in_place"}
-    points = plot.load(write(tmp_path / "r.jsonl", [*plain, *there, {**older, "sms": 48}]))
+    old = [{**older, "sms": 48}, {**older, "sms": 64, "in_place": None}]
+    points = plot.load(write(tmp_path / "r.jsonl", [*plain, *there, *old]))
     along = plot.series_along(points, "sms")
     assert {label: [p["sms"] for p in s] for label, s in along.items()} == {
-        "not in place": [12, 24, 48],
+        "not in place": [12, 24, 48, 64],
         "in place": [12, 24],
     }
 

@@ -64,15 +64,17 @@ class Placer {
           });
     if constexpr (kNewRouting != 0)
       for_words<kTopK>(
-          first, tokens, [&](int place, int k) { return beside(kLanesAt, place, k); },
-          [&](int place, int row, int k, uint32_t expert) {
-            const int local =
-                static_cast<int>(expert) - reader_for(call_.args, first.source) * kLocalExperts;
+          first, tokens,
+          [&](int place, int k) {
+            return Choice{static_cast<int>(beside(kLanesAt, place, k)),
+                          kWeighted != 0 ? __uint_as_float(beside(kWeightsAt, place, k)) : 0.0f};
+          },
+          [&](int, int row, int k, const Choice& choice) {
+            const int local = choice.expert - reader_for(call_.args, first.source) * kLocalExperts;
             const bool here = local >= 0 && local < kLocalExperts;
             args_.topk_idx[int64_t{row} * kTopK + k] = here ? local : -1;
             if constexpr (kWeighted != 0)
-              args_.topk_weights[int64_t{row} * kTopK + k] =
-                  here ? __uint_as_float(beside(kWeightsAt, place, k)) : 0.0f;
+              args_.topk_weights[int64_t{row} * kTopK + k] = here ? choice.weight : 0.0f;
           });
     if (call_.lane >= kBatchTokens || (tokens >> call_.lane & 1u) == 0) return;
     const int row = first.row + __popc(tokens & lanes_below());
@@ -151,6 +153,11 @@ class Placer {
     if constexpr (kWeighted != 0) args_.topk_weights[at] = here ? weight(bytes, call_.lane) : 0.0f;
   }
 
+  struct Choice {
+    int expert;
+    float weight;
+  };
+
   // Of `kWords` words of each token of a batch each lane takes some: what `load(place, word)` gives
   // goes to `store(place, row, word, value)`. Many loads are on their way at once.
   template <int kWords, class Load, class Store>
@@ -158,7 +165,7 @@ class Placer {
                             const Store& store) const {
     constexpr int kEach = (kBatchTokens * kWords + kWarpLanes - 1) / kWarpLanes, kAtOnce = 16;
     for (int done = 0; done < kEach; done += kAtOnce) {
-      uint32_t values[kAtOnce];
+      decltype(load(0, 0)) values[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce && i < kEach; ++i) {
         const int at = (done + i) * kWarpLanes + call_.lane, place = at / kWords;

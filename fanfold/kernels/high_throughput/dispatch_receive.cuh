@@ -59,7 +59,7 @@ class Receiver {
     Arrival row{now_.source, first_token_ + place, now_.row++, -1};
     if (is_own) {
       w_.load_own(slot, row.token);
-    } else {
+    } else if constexpr (!kStaysInPlace) {
       const auto landing = LandingWord::decode(__shfl_sync(kFullWarp, landing_, place));
       load_arrived(slot, now_.slot * kBatchTokens + place, landing);
       if (kTellsLandings && landing.row != LandingWord::kNowhere)
@@ -142,8 +142,8 @@ class Receiver {
     const auto high = of_lane_0(static_cast<uint32_t>(word >> 32));
     word_ = BatchWord::decode((uint64_t{high} << 32) | low);
     if (word_.use != use) return false;
+    __syncwarp();  // lane 0 has seen the batch arrive
     if constexpr (kTellsLandings) {
-      __syncwarp();  // lane 0 has seen the batch arrive
       const int at = held_.slot * kBatchTokens + call_.lane;
       const bool comes = call_.lane < kBatchTokens && (word_.tokens >> call_.lane & 1u) != 0;
       const uint64_t* landing = w_.landing(call_.args.rank, held_.source, at);
@@ -160,7 +160,8 @@ class Receiver {
       const int at = now_.slot * kBatchTokens;
       Placer(w_).place_beside(w_.ring_row(call_.args.rank, now_.source, at),
                               {now_.source, first_token_, now_.row, -1}, now_.tokens);
-      __syncwarp();  // all lanes have what they asked for
+      // All lanes have what they asked for, as they have stored it: the slot may be written again.
+      __syncwarp();
       now_.tokens = 0;
     }
     if (now_.tokens == 0) give_back(now_.source, now_.slot, now_.turn);

@@ -48,9 +48,12 @@ class Sender {
     }
     const SenderNote& note = w_.notes[slot].sent;
     if (call_.is_peer(call_.lane) && (note.to >> call_.lane & 1u) != 0) {
-      if constexpr (kInPlace != 0) land(slot, note);
-      unsigned char* row = w_.ring_row(call_.lane, writer_at(call_.args, call_.lane), note.at);
-      if constexpr (kSentBytes > 0) bulk_store(row, w_.ring.slots[slot] + kSentAt, kSentBytes);
+      if constexpr (kStaysInPlace) land(slot, note);
+      if constexpr (kTellsLandings) land_first(slot, note);
+      if constexpr (kSentBytes > 0) {
+        unsigned char* row = w_.ring_row(call_.lane, writer_at(call_.args, call_.lane), note.at);
+        bulk_store(row, w_.ring.slots[slot] + kSentAt, kSentBytes);
+      }
     }
   }
 
@@ -61,16 +64,18 @@ class Sender {
   }
 
  private:
-  // Sends the row to its place on lane r's rank, expert-major to the first of them.
+  // Token-major: sends the row to its place on lane r's rank.
   __device__ void land(int slot, const SenderNote& note) const {
+    const BatchWord batch = BatchWord::decode(note.words[call_.lane]);
+    const uint32_t earlier = batch.tokens & ((1u << note.at % kBatchTokens) - 1u);
+    const int row = first_row_ + static_cast<int>(batch.before) + __popc(earlier);
+    if (row < w_.args.result_rows)
+      bulk_store(w_.result_row(call_.lane, row), w_.ring.slots[slot], kRowBytes);
+  }
+
+  // Expert-major: sends the row to the first of its places on lane r's rank, and tells which it is.
+  __device__ void land_first(int slot, const SenderNote& note) const {
     const unsigned char* bytes = w_.ring.slots[slot];
-    if constexpr (kStaysInPlace) {
-      const BatchWord batch = BatchWord::decode(note.words[call_.lane]);
-      const uint32_t earlier = batch.tokens & ((1u << note.at % kBatchTokens) - 1u);
-      const int row = first_row_ + static_cast<int>(batch.before) + __popc(earlier);
-      if (row < w_.args.result_rows) bulk_store(w_.result_row(call_.lane, row), bytes, kRowBytes);
-      return;
-    }
     LandingWord landing{note.use, LandingWord::kNowhere, false};
     for (int k = 0; k < kTopK; ++k) {
       const uint32_t word = lane_word(bytes, k);

@@ -234,7 +234,7 @@ class Planner {
   // ---- what remains -----------------------------------------------------------------------------
 
   // How many rows of a source go to a rank.
-  __device__ int rows_of(int source, int rank) const {
+  __device__ int count_of(int source, int rank) const {
     const int column = kExperts + rank;
     return call_.is_peer(source) ? await_count(source, column) : shared_.total[column];
   }
@@ -245,17 +245,18 @@ class Planner {
       args_.tokens_per_expert[e] = shared_.total[first + e];
       args_.offsets[e + 1] = shared_.end[first + e];
     }
-    for (int rank = thread(); rank < kRanks; rank += kThreads) {
+    // A warp of its own, as thread 0 waits for counts, too.
+    for (int rank = thread() - kWarpLanes; rank >= 0 && rank < kRanks; rank += kThreads) {
       int before = 0;
       for (int source = 0; source < writer_at(args_.call, rank); ++source)
-        before += rows_of(source, rank);
+        before += count_of(source, rank);
       args_.first_rows[rank] = before;
     }
     if (thread() != 0) return;
     args_.offsets[0] = 0;
     int rows = 0;
     for (int source = 0; source < kRanks; ++source) {
-      rows += rows_of(source, args_.call.rank);
+      rows += count_of(source, args_.call.rank);
       args_.source_prefix[source] = rows;
     }
     if (args_.totals == nullptr) return;
