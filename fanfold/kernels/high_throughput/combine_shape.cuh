@@ -1,9 +1,9 @@
 // What the parts of combine share. Constants: kRowBytes, kSlotBytes (of a row in a ring),
 // kExpertMajor, kWeighted (the outputs), kLanes (numbers of the choices travel beside the rows),
 // kSlices (of columns, in a row), kSliceUnits (of each but the last), kPieces (in the ring of a
-// warp), kLag (batches between sending and folding, no more than half of the slots), kLastLag (the same where
-// sending ends, no more), kPartTokens (of a fold there), kShortTokens (of the dispatch). All warps
-// but the last are workers.
+// warp), kLag (batches between sending and folding, no more than half of the slots), kLastLag (the
+// same where sending ends, no more), kPartTokens (of a fold there), kShortTokens (of the dispatch).
+// All warps but the last are workers.
 #pragma once
 
 #include "device/bulk.cuh"

@@ -1,8 +1,7 @@
 // High-throughput dispatch by a known plan: every row crosses the link once to each peer that wants
-// it; receivers copy what comes (token-major in place only what is beside it), and the rows of their
-// own rank, to its places. The first `senders`
-// CTAs, one at least, send before they receive; all of the grid must be on the GPU at once, as
-// receivers wait for what others send.
+// it; receivers copy what comes (token-major in place only what is beside it), and the rows of
+// their own rank, to its places. The first `senders` CTAs, one at least, send before they receive;
+// all of the grid must be on the GPU at once, as receivers wait for what others send.
 #include "high_throughput/dispatch_receive.cuh"
 #include "high_throughput/dispatch_send.cuh"
 

@@ -22,8 +22,8 @@ inline constexpr int32_t kShortBatchTokens = 2;
 inline constexpr int32_t kMostShortTokens = 1024;  // that a dispatch sends in short batches
 static_assert(kBatchTokens % kShortBatchTokens == 0);
 // Words that tell of the slots of one ring. In a dispatch each slot has one, and expert-major in
-// place one more for each of its rows. A combine cuts its rows into slices of columns, each of which
-// comes and goes for itself, and has its own.
+// place one more for each of its rows. A combine cuts its rows into slices of columns, each of
+// which comes and goes for itself, and has its own.
 inline constexpr int32_t kRingWords = 2048;
 inline constexpr int32_t kMostSlices = 16;
 inline constexpr int32_t kMostDispatchSlots = kRingWords;
@@ -127,7 +127,8 @@ struct PlaceWord {
   }
 };
 
-// Of a dispatch in place, expert-major: the row of the reader's results to which a row of a batch has been sent.
+// Of a dispatch in place, expert-major: the row of the reader's results to which a row of a batch
+// has been sent.
 struct LandingWord {
   uint32_t use;  // as in BatchWord
   uint32_t row;
