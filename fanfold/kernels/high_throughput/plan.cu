@@ -13,6 +13,7 @@ namespace fanfold {
 
 inline constexpr int kColumns = kExperts + kRanks;  // what is counted: experts, then ranks
 inline constexpr int kTileTokens = 32;
+static_assert(kWarps >= 2);
 
 struct PlanShared {
   uint32_t tokens_of[kGroupTiles][kColumns];  // a bit for each token of the tile
@@ -245,12 +246,12 @@ class Planner {
       args_.tokens_per_expert[e] = shared_.total[first + e];
       args_.offsets[e + 1] = shared_.end[first + e];
     }
-    // A warp of its own, as thread 0 waits for counts, too.
-    for (int rank = thread() - kWarpLanes; rank >= 0 && rank < kRanks; rank += kThreads) {
+    // By a warp of its own, as thread 0 waits for counts, too.
+    if (call_.warp == 1 && call_.lane < kRanks) {
       int before = 0;
-      for (int source = 0; source < writer_at(args_.call, rank); ++source)
-        before += count_of(source, rank);
-      args_.first_rows[rank] = before;
+      for (int source = 0; source < writer_at(args_.call, call_.lane); ++source)
+        before += count_of(source, call_.lane);
+      args_.first_rows[call_.lane] = before;
     }
     if (thread() != 0) return;
     args_.offsets[0] = 0;
