@@ -171,7 +171,7 @@ def main() -> None:
             "ranks": ranks, "changes": changes, "tokens": tokens, "hidden": hidden, "top_k": top_k,
             "experts": experts, "times_us": {name: round(us, 1) for name, us in slowest.items()},
             "device": device, "versions": versions(), "commit": commit(),
-            "command": " ".join(["benchmarks/tune.py", *sys.argv[1:]]),
+            "command": " ".join(["benchmarks/tune.py", args.results.name, *sys.argv[2:]]),
         }  # fmt: skip
         append_json_line(args.results, fields)
         print(changes, tokens, hidden, fields["times_us"], flush=True)

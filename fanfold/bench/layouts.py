@@ -21,10 +21,10 @@ from fanfold.bench.workload import Batch
 from fanfold.config import Config
 from fanfold.errors import UnavailableError
 from fanfold.expert_parallel import ExpertParallel
-from fanfold.formats import RowFormat, ScaleFormat, scale_columns
+from fanfold.formats import RowFormat, ScaleFormat
 from fanfold.group import as_group
 from fanfold.high_throughput.cuda import CudaHighThroughput
-from fanfold.high_throughput.in_place import bytes_for_results
+from fanfold.high_throughput.in_place import bytes_for_rows
 from fanfold.high_throughput.kernels import Grid
 from fanfold.placement import place
 from fanfold.received import Received
@@ -158,10 +158,9 @@ def _result_bytes(settings: BenchSettings) -> int:
     """Of the memory for those rows, where no :class:`fanfold.ExpertParallel` works it out."""
     if not settings.in_place:
         return 0
-    fp8 = settings.dtype == "fp8"
-    scales = scale_columns(settings.hidden, ScaleFormat.FLOAT32) if fp8 else 0
-    itemsize = RowFormat.of(settings.dtype).dtype.itemsize
-    return bytes_for_results(_in_place_rows(settings), settings.hidden, itemsize, scales)
+    row_format = RowFormat.of(settings.dtype)
+    rows = _in_place_rows(settings)
+    return bytes_for_rows(rows, settings.hidden, row_format, ScaleFormat.FLOAT32)
 
 
 def sms_taken(settings: BenchSettings, device: torch.device) -> int:

@@ -10,12 +10,12 @@ import torch
 
 from fanfold.config import Config
 from fanfold.errors import ArgumentError
-from fanfold.formats import RowFormat, ScaleFormat, quantize, scale_columns
+from fanfold.formats import RowFormat, ScaleFormat, quantize
 from fanfold.geometry import Geometry, check_tensor
 from fanfold.group import Group
 from fanfold.high_throughput import HighThroughput, Rows
 from fanfold.high_throughput.cuda import LEAST_CAPABILITY, CudaHighThroughput
-from fanfold.high_throughput.in_place import bytes_for_results
+from fanfold.high_throughput.in_place import bytes_for_rows
 from fanfold.placement import Placement, place
 from fanfold.received import HighThroughputSource, Received
 from fanfold.refusal import Refusing
@@ -188,9 +188,7 @@ class HighThroughputCalls:
         """Of the memory for dispatches in place."""
         if self._in_place_rows == 0:
             return 0
-        (row_format, scale_format), hidden = self._formats, self._geometry.hidden
-        scales = scale_columns(hidden, scale_format) if row_format is RowFormat.FP8 else 0
-        return bytes_for_results(self._in_place_rows, hidden, row_format.dtype.itemsize, scales)
+        return bytes_for_rows(self._in_place_rows, self._geometry.hidden, *self._formats)
 
     def _refusal_of(
         self, received: object, refuse: Callable[..., None]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from fanfold.errors import ArgumentError, UsageError
+from fanfold.formats import RowFormat, ScaleFormat, scale_columns
 from fanfold.high_throughput.calls import Rows, check_apart
 from fanfold.high_throughput.kernels import DispatchKind
 from fanfold.symmetric_cuda import CudaSymmetricMemory
 
-__all__ = ["Results", "bytes_for_results"]
+__all__ = ["Results", "bytes_for_results", "bytes_for_rows"]
 
 _LINE = 128
 
@@ -18,6 +19,12 @@ def bytes_for_results(rows: int, hidden: int, itemsize: int, scale_columns: int 
     """Bytes for ``rows`` rows of a dispatch in place, of values of ``itemsize`` bytes and of
     ``scale_columns`` scales; on every rank the rows, with padding, of the one that gets most."""
     return rows * (hidden * itemsize + 4 * scale_columns) + _LINE
+
+
+def bytes_for_rows(rows: int, hidden: int, row_format: RowFormat, scale_format: ScaleFormat) -> int:
+    """The same for rows of a format, with the scales that it has."""
+    scales = scale_columns(hidden, scale_format) if row_format is RowFormat.FP8 else 0
+    return bytes_for_results(rows, hidden, row_format.dtype.itemsize, scales)
 
 
 class Results:

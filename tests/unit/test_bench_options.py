@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import io
 import types
 
@@ -141,6 +142,17 @@ def test_in_place_has_room_for_every_dispatch(monkeypatch, tokens, distribution)
         {"capacity": 5, "in_place": True},
         {"previous": None, "in_place": True},
     ]
+
+
+@pytest.mark.parametrize(("dtype", "row_bytes"), [("fp8", 272 + 4 * 3), ("bf16", 2 * 272)])
+def test_token_major_rows_in_place_have_their_memory(dtype, row_bytes):
+    settings = BenchSettings(
+        "high_throughput", ranks=2, tokens=9, hidden=272, top_k=2, experts=4, backend="cuda",
+        dtype=dtype, layout="token_major", in_place=True,
+    )  # fmt: skip
+    room = layouts.room_for([settings.workload().batch(rank) for rank in range(2)], settings)
+    assert layouts._result_bytes(settings) == room * row_bytes + 128
+    assert layouts._result_bytes(dataclasses.replace(settings, in_place=False)) == 0
 
 
 def test_elsewhere_no_memory_is_kept_for_rows(monkeypatch):

@@ -50,11 +50,12 @@ struct Arrival {
 
 // What is noted of a row in the ring for when it is there, and sent.
 struct SenderNote {
-  uint32_t to;             // a bit for each rank, this one, too
-  int32_t at;              // row of the peers' rings
-  int32_t slot;            // of those rings, if this is the last row of its batch; else -1
-  uint32_t use;            // of that slot
-  uint64_t words[kRanks];  // of the batch, for each rank, with its last row; in place with each
+  uint32_t to;   // a bit for each rank, this one, too
+  int32_t at;    // row of the peers' rings
+  int32_t slot;  // of those rings, if this is the last row of its batch; else -1
+  uint32_t use;  // of that slot
+  // Of the batch, for each rank, with its last row; where rows stay in place with each.
+  uint64_t words[kRanks];
 };
 struct ReceiverNote {
   Arrival row;
