@@ -18,7 +18,7 @@ from fanfold.errors import ArgumentError, PeerRefused, UsageError
 from fanfold.expert_parallel import ExpertParallel
 
 RANKS = 3
-EXPERTS = 6
+EXPERTS = 12
 HIDDEN = 32
 
 
@@ -117,10 +117,11 @@ def reference_layer(
     case: Case, x: torch.Tensor, weights: torch.Tensor, idx: torch.Tensor
 ) -> torch.Tensor:
     """The same for one rank's tokens in plain PyTorch, rounding where Fanfold rounds."""
-    local = EXPERTS // RANKS
+    ranks = len(case.tokens)
+    local = EXPERTS // ranks
     total = torch.zeros(x.shape[0], HIDDEN)
     exact = x.float()
-    for rank in range(RANKS):
+    for rank in range(ranks):
         copy = exact.bfloat16().float()  # in the backward pass: one row per (token, rank)
         part = torch.zeros(x.shape[0], HIDDEN)
         for index in range(rank * local, (rank + 1) * local):
@@ -187,7 +188,7 @@ def change_of_loss(
 
 @pytest.mark.parametrize(
     ("name", "rank", "at"),
-    [("x", 0, (0, 3)), ("x", 1, (0, 0)), ("weights", 0, (2, 1)), ("weights", 1, (1, 3))],
+    [("x", 0, (0, 3)), ("x", 1, (0, 0)), ("weights", 0, (2, 1)), ("weights", 1, (1, 2))],
 )
 def test_finite_differences_are_exact_on_small_integers(pool, name, rank, at):
     case = next(case for case in CASES if case.integers)
