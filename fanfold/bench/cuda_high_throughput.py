@@ -20,6 +20,8 @@ from fanfold.bench.cuda_run import (
     OPERATIONS,
     CudaReport,
     device_facts,
+    host_speed,
+    host_times,
     slowest_rank,
     worst_median,
 )
@@ -378,18 +380,18 @@ def samples_timed(settings: BenchSettings) -> dict[str, str]:
 def summary(reports: Sequence[CudaReport]) -> dict[str, dict[str, float]]:
     """All times in microseconds, by operation and by way of timing, as in the JSON line.
 
-    Each is the median over iterations of the slowest rank, the host's times and those of the matrix
-    product the largest of the ranks' medians.
+    Each is the median over iterations of the slowest rank, the times of the matrix product the
+    largest of the ranks' medians, the host's the largest and the least.
     """
     found: dict[str, dict[str, float]] = {}
     for name in OPERATIONS:
         found[name] = {f"{way}_us": slowest_rank(reports, f"{name}.{way}")
                        for way in ("end_to_end", "graph")}  # fmt: skip
-        found[name]["host_us"] = worst_median(reports, f"{name}.host")
+        found[name] |= host_times(reports, name)
     names = ("empty", "empty_flushed", "launch", "end_to_end")
     found["overhead"] = {f"{name}_us": slowest_rank(reports, f"overhead.{name}") for name in names}
     late = max(float(report.samples["overhead.late"].max()) for report in reports)
-    found["overhead"]["late_share"] = late
+    found["overhead"] |= {"late_share": late, **host_speed(reports)}
     if "dispatch.wall" in reports[0].samples:
         found["cpu_sync"] = {
             f"{name}_us": slowest_rank(reports, f"{name}.wall") for name in OPERATIONS

@@ -24,6 +24,8 @@ __all__ = [
     "OPERATIONS",
     "CudaReport",
     "device_facts",
+    "host_speed",
+    "host_times",
     "slowest_rank",
     "summary",
     "time_on_gpu",
@@ -264,9 +266,9 @@ def timings(reports: Sequence[CudaReport], pattern: str) -> Timings:
 def summary(reports: Sequence[CudaReport]) -> dict[str, dict[str, float]]:
     """All times in microseconds, by operation and by way of timing, as in the JSON line.
 
-    Each is the median over iterations of the slowest rank; the host's time the largest of the
-    ranks' medians. ``_raw_us`` is as between the events, without it less what an empty kernel costs
-    there over its price in a chain.
+    Each is the median over iterations of the slowest rank; the host's times the largest and the
+    least of the ranks' medians. ``_raw_us`` is as between the events, without it less what an empty
+    kernel costs there over its price in a chain.
     """
 
     def slowest(name: str) -> float:
@@ -288,9 +290,10 @@ def summary(reports: Sequence[CudaReport]) -> dict[str, dict[str, float]]:
             raw = slowest(f"{operation}.{name}")
             times[f"{name}_us"], times[f"{name}_raw_us"] = raw - price, raw
         times["single_us"] = slowest(f"{operation}.single")
-        times["host_us"] = median_of_worst_rank(f"{operation}.host")
+        times |= host_times(reports, operation)
         found[operation] = times
     found["overhead"] = {f"{name}_us": value for name, value in overhead.items()}
+    found["overhead"] |= host_speed(reports)
     if "overlap.gemm_alone" in reports[0].samples:
         found["overlap"] = {
             f"{name}_us": median_of_worst_rank(f"overlap.{name}")
@@ -311,6 +314,22 @@ def slowest_rank(reports: Sequence[CudaReport], name: str) -> float:
 def worst_median(reports: Sequence[CudaReport], name: str) -> float:
     """The largest of the ranks' medians."""
     return max(float(report.samples[name].quantile(0.5)) for report in reports)
+
+
+def host_times(reports: Sequence[CudaReport], operation: str) -> dict[str, float]:
+    """What the host takes to enqueue an operation: medians of the slowest and of the fastest rank's
+    host, which may differ, as cores do: :func:`host_speed`."""
+    return _extremes(reports, f"{operation}.host", "host")
+
+
+def host_speed(reports: Sequence[CudaReport]) -> dict[str, float]:
+    """What the ranks' cores take for the same little Python, slowest and fastest."""
+    return _extremes(reports, "overhead.python", "python")
+
+
+def _extremes(reports: Sequence[CudaReport], sample: str, name: str) -> dict[str, float]:
+    medians = [float(report.samples[sample].quantile(0.5)) for report in reports]
+    return {f"{name}_us": max(medians), f"{name}_least_us": min(medians)}
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:

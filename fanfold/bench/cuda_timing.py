@@ -32,6 +32,7 @@ _HEAD_START_CYCLES = 400_000
 _LONG_HEAD_START_CYCLES = 2_000_000
 # The driver's queue holds about a thousand launches; a fuller one makes the host wait for the GPU.
 _CALLS_IN_QUEUE = 100
+_KNOWN_WORK = 200  # squares, added up
 
 
 def empty_kernel() -> None:
@@ -218,12 +219,22 @@ class Clock:
 
     def overhead(self, calls: int) -> dict[str, torch.Tensor]:
         """What measuring costs: an empty kernel between two events, warm (``empty``) and behind a
-        flush (``empty_flushed``), and one of ``calls`` back to back (``launch``)."""
+        flush (``empty_flushed``), and one of ``calls`` back to back (``launch``). And how fast this
+        rank's core is: the same little Python in every run (``python``)."""
         return {
             "empty": self.alone(empty_kernel, flushed=False),
             "empty_flushed": self.alone(empty_kernel, flushed=True),
             "launch": self.chain(empty_kernel, calls),
+            "python": self.host(_known_work),
         }
+
+
+def _known_work() -> int:
+    """Takes CPython 3.12 about 6 us on a core of 2024 that it has to itself."""
+    total = 0
+    for number in range(_KNOWN_WORK):
+        total += number * number
+    return total
 
 
 def _tensor(samples: Sequence[Sequence[float]]) -> torch.Tensor:

@@ -281,6 +281,9 @@ def sweep_table(results: Sequence[Result]) -> Table:
     return out
 
 
+# How much slower one rank's core may be than another's before the notes speak of it.
+_UNEQUAL_CORES = 1.3
+
 _GPU_ROWS = {
     "end_to_end_us": "end to end, L2 flushed",
     "graph_us": "graph, back to back",
@@ -290,6 +293,7 @@ _GPU_ROWS = {
     "receive_us": "receive half, all arrived",
     "single_us": "between events, no graph",
     "host_us": "host time of a call",
+    "host_least_us": "the same, fastest rank's",
 }
 
 
@@ -357,6 +361,7 @@ def _gpu_notes(result: Result) -> list[str]:
             f"A matrix product takes {alone:,.0f} µs alone and {beside:,.0f} µs beside a waiting "
             f"hook: {100 * (beside / alone - 1) if alone else 0:+.1f}%."
         )
+    lines += _host_notes(timing)
     if result.ratio is not None:
         lines.append(f"The baseline, NCCL's all-to-all, takes {result.ratio:.2f} times as long.")
     return lines
@@ -385,6 +390,7 @@ def _high_throughput_notes(result: Result) -> list[str]:
         lines.append(f"One whose counts the CPU reads {missing}")
     if "overlap" in timing:
         lines += _overlap_notes(result, timing["overlap"])
+    lines += _host_notes(timing)
     if result.ratio is not None:
         way = "" if result.settings.routing == "cached" else " by the CPU's clock, counts and all,"
         lines.append(
@@ -392,6 +398,14 @@ def _high_throughput_notes(result: Result) -> list[str]:
             f"{result.ratio:.2f} times as long."
         )
     return lines
+
+
+def _host_notes(timing: dict[str, dict[str, float]]) -> list[str]:
+    slow, fast = (timing["overhead"][name] for name in ("python_us", "python_least_us"))
+    if slow < _UNEQUAL_CORES * fast:
+        return []
+    same = f"the same Python takes {fast:.1f} to {slow:.1f} µs"
+    return [f"The ranks' cores are not equally fast: {same}, and the host's times differ with it."]
 
 
 def _overlap_notes(result: Result, times: dict[str, float]) -> list[str]:

@@ -209,6 +209,7 @@ def gpu_report(scale):
     samples = {name: torch.full((3,), 10.0 + n) * scale for n, name in enumerate(names)}
     price = {"empty": 6.0, "empty_flushed": 7.0, "launch": 2.0}
     samples |= {f"overhead.{name}": torch.full((3,), us) for name, us in price.items()}
+    samples["overhead.python"] = torch.full((3,), 6.4) * scale
     samples |= {f"baseline.{name}": torch.full((3,), 99.0) for name in cuda_run.OPERATIONS}
     samples["overlap.gemm_alone"] = torch.tensor([100.0, 101.0])
     samples["overlap.gemm_beside_hook"] = torch.tensor([101.0, 102.0])
@@ -234,10 +235,12 @@ def test_gpu_times_are_the_slowest_ranks_less_what_measuring_costs():
     dispatch = fields["timing"]["dispatch"]
     assert (dispatch["alone_raw_us"], dispatch["alone_us"]) == (22.0, 22.0 - (6.0 - 2.0))
     assert (dispatch["l2_flushed_raw_us"], dispatch["l2_flushed_us"]) == (24.0, 24.0 - (7.0 - 2.0))
-    assert dispatch["host_us"] == 28.0
+    assert (dispatch["host_us"], dispatch["host_least_us"]) == (28.0, 14.0)
     assert dispatch["send_us"] == dispatch["send_raw_us"] - 4.0
     assert "send_us" not in fields["timing"]["round"]
-    assert fields["timing"]["overhead"]["launch_us"] == 2.0
+    overhead = fields["timing"]["overhead"]
+    assert overhead["launch_us"] == 2.0
+    assert (overhead["python_us"], overhead["python_least_us"]) == (12.8, 6.4)
 
 
 def test_gpu_table_and_notes():
@@ -249,6 +252,7 @@ def test_gpu_table_and_notes():
     notes = " ".join(report.notes(gpu_result()))
     assert "+1.0%" in notes
     assert "NCCL" in notes
+    assert "takes 6.4 to 12.8 µs" in notes
 
 
 # ---- high throughput on GPUs ---------------------------------------------------------------------
@@ -265,6 +269,7 @@ def high_throughput_report(scale, *, waits=True):
         samples[f"overhead.{name}"] = torch.full((3,), us)
     for name, us in (("gemm_on_all", 1200.0), ("gemm_alone", 1500.0), ("gemm_beside", 2000.0)):
         samples[f"overlap.{name}"] = torch.full((3,), us)
+    samples["overhead.python"] = torch.full((3,), 6.4) * scale
     samples["overhead.late"] = torch.tensor([0.25 if scale > 1 else 0.0])
     samples["overlap.dispatch_alone"] = torch.full((3,), 300.0)
     samples["overlap.dispatch_beside"] = torch.full((3,), 330.0)
@@ -302,6 +307,8 @@ def test_high_throughput_is_timed_end_to_end_and_apart():
     assert fields["timing"]["dispatch"]["graph_us"] == 280.0
     assert fields["timing"]["cpu_sync"]["dispatch_us"] == 400.0
     assert fields["timing"]["overhead"]["end_to_end_us"] == 8.0
+    assert fields["timing"]["overhead"]["python_least_us"] == 6.4
+    assert fields["timing"]["dispatch"]["host_least_us"] == 50.0
     assert fields["dispatch_gbps"] == pytest.approx(0.01)  # 3000 bytes
     # The baseline waits for counts, so what it is compared with does too.
     assert fields["ratio"] == pytest.approx(1200 / 402, abs=1e-3)
