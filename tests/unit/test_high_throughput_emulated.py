@@ -146,6 +146,24 @@ def test_skewed_routing(style: str) -> None:
     world.run(lambda rank, mode: run_case(mode, case, rank, "expert_major"))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sums_of_negative_zeros_are_positive(layout: str) -> None:
+    """As on the host, whose sums begin with zero; also of one row alone."""
+    world = World(SMALL.ranks, ROOMY_RING)
+
+    def program(rank: int, mode: CudaHighThroughput) -> None:
+        got = dispatch(mode, Round(SMALL, rank), layout, None)
+        sums, _ = mode.combine(
+            torch.full_like(got.tokens, -0.0),
+            got.plan,
+            layout=layout,  # type: ignore[arg-type]
+            row_weights=got.row_weights,
+        )
+        assert not sums.view(torch.int16).any()
+
+    world.run(program)
+
+
 def test_turns_without_a_wait() -> None:
     cases = [
         dataclasses.replace(SMALL, style=style, seed=n)
@@ -435,6 +453,40 @@ def test_a_late_rank_is_named(call: str) -> None:
             mode.dispatch_cached(sent(expect, mode.device), got.plan, layout="expert_major")
 
     world.run(program)
+
+
+@pytest.mark.parametrize("style", ["spread", "none"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("call", ["dispatch", "in_place", "combine"])
+def test_a_rank_that_has_not_come_is_only_announced_to(call: str, layout: str, style: str) -> None:
+    """Its memory is that of the call before, which it may still read; also where no row goes to
+    anybody, as batches are told of all the same."""
+    case = dataclasses.replace(SMALL, style=style)
+    world = World(case.ranks, ROOMY_RING, timeout_s=1.0, result_bytes=1 << 16)
+
+    def begin(rank: int, mode: CudaHighThroughput) -> CudaDispatched:
+        got = dispatch(mode, Round(case, rank), layout, 500)
+        mode.quiesce()
+        return got
+
+    given = world.run(begin)
+    late = world.modes[2]._memory.tensor[2 * 8 * case.ranks :]  # behind the announcements
+    before = late.clone()
+
+    def program(rank: int, mode: CudaHighThroughput) -> None:
+        if rank == 2:
+            return
+        x, got = sent(Round(case, rank), mode.device), given[rank]
+        calls: dict[str, Callable[[], object]] = {
+            "dispatch": lambda: mode.dispatch_cached(x, got.plan, layout=layout),
+            "in_place": lambda: mode.dispatch_cached(x, got.plan, layout=layout, in_place=True),
+            "combine": lambda: mode.combine(got.tokens, got.plan, layout=layout),
+        }
+        with pytest.raises(PeerTimeout, match="rank 2"):
+            (calls[call](), mode.check())
+
+    world.run(program)
+    assert torch.equal(late, before)
 
 
 @pytest.mark.parametrize(
