@@ -17,6 +17,7 @@ from fanfold.config import Config
 from fanfold.high_throughput import kernels, launches
 from fanfold.high_throughput import reports as reports_module
 from fanfold.high_throughput.cuda import CudaHighThroughput
+from tests.distributed.routings import Case
 from tests.emulation.world import Builder, ThreadGroup
 
 ARGUMENTS = (
@@ -92,6 +93,11 @@ def emulated(builder: Builder, ctas: int) -> Iterator[None]:
             stack.enter_context(patch)
         yield
 
+
+# What most tests take.
+CTAS = 3
+ROOMY_RING = 1 << 16
+SMALL = Case(tokens=(30, 0, 45), experts_per_rank=3, top_k=4, hidden=32, alignment=4)
 
 _BEHIND = 8192  # bytes behind each rank's memory, which nobody may write
 

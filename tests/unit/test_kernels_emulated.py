@@ -22,11 +22,6 @@ from tests.emulation.world import Builder, World, emulated
 CTAS = 7
 
 
-@pytest.fixture(scope="module")
-def builder(tmp_path_factory: pytest.TempPathFactory) -> Builder:
-    return Builder(tmp_path_factory.mktemp("kernels"))
-
-
 @pytest.fixture(autouse=True)
 def gpu(builder: Builder) -> Iterator[None]:
     with emulated(builder, CTAS):
