@@ -36,11 +36,6 @@ CTAS = 3
 DUPLICATES = Case(experts=8, top_k=3, hidden=256, tokens=(7, 0, 20, 9), duplicates=True)
 
 
-@pytest.fixture(scope="module")
-def builder(tmp_path_factory: pytest.TempPathFactory) -> Builder:
-    return Builder(tmp_path_factory.mktemp("kernels"))
-
-
 @pytest.fixture(autouse=True)
 def gpu(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("FANFOLD_TIMEOUT_S", "10")

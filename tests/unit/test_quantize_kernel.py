@@ -58,11 +58,6 @@ def test_for_other_gpus(compiled: Compiled, arch: str) -> None:
 # ---- what it makes ------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def builder(tmp_path_factory: pytest.TempPathFactory) -> Builder:
-    return Builder(tmp_path_factory.mktemp("kernels"))
-
-
 def aligned(nbytes: int) -> torch.Tensor:
     """Bytes on a boundary of 16 and no better one, with a guard behind them."""
     room = torch.full((nbytes + GUARD + 32,), 0xA5, dtype=torch.uint8)
