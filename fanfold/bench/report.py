@@ -401,8 +401,9 @@ def _high_throughput_notes(result: Result) -> list[str]:
 
 
 def _host_notes(timing: dict[str, dict[str, float]]) -> list[str]:
-    slow, fast = (timing["overhead"][name] for name in ("python_us", "python_least_us"))
-    if slow < _UNEQUAL_CORES * fast:
+    overhead = timing.get("overhead", {})
+    slow, fast = (overhead.get(name, 0.0) for name in ("python_us", "python_least_us"))
+    if slow <= _UNEQUAL_CORES * fast:
         return []
     same = f"the same Python takes {fast:.1f} to {slow:.1f} µs"
     return [f"The ranks' cores are not equally fast: {same}, and the host's times differ with it."]

@@ -167,7 +167,7 @@ class BlindClock:
         self._iterations = iterations
 
     def overhead(self, calls):
-        return {name: self._ones() for name in ("empty", "empty_flushed", "launch")}
+        return {name: self._ones() for name in ("empty", "empty_flushed", "launch", "python")}
 
     def end_to_end(self, call):
         call()
