@@ -126,6 +126,18 @@ def test_in_place_needs_memory() -> None:
         dispatch(alone, expect, "expert_major", 99, in_place=True)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "layout", "in_place"),
+    [(5, "expert_major", False), (6, "token_major", False), (7, "expert_major", True),
+     (8, "token_major", True)],
+)  # fmt: skip
+def test_more_ranks(ranks: int, layout: str, in_place: bool) -> None:
+    tokens = tuple((19, 0, 33)[rank % 3] for rank in range(ranks))
+    case = dataclasses.replace(SMALL, tokens=tokens, experts_per_rank=2)
+    world = World(ranks, tiny_ring(case), result_bytes=results_of(case, layout))
+    world.run(lambda rank, mode: run_case(mode, case, rank, layout, in_place))
+
+
 @pytest.mark.parametrize("style", ["one_rank", "one_expert", "none"])
 def test_skewed_routing(style: str) -> None:
     case = dataclasses.replace(CASES[0], tokens=(90, 0, 45), style=style, biases=0)
