@@ -15,6 +15,7 @@ namespace fanfold {
 // What a send adds up, and where to.
 struct SentRows {
   static constexpr bool kAdds = kExpertMajor != 0, kWeights = kWeighted != 0;
+  static constexpr bool kBeginsWithZero = false;  // the fold does, so it makes no difference here
 
   const unsigned char* y;  // the slice of row 0
   unsigned char* ring;     // the slice of the batch's first token in the source's ring
@@ -29,7 +30,7 @@ struct SentRows {
 
 // What a fold adds up.
 struct FoldedRows {
-  static constexpr bool kAdds = true, kWeights = false;
+  static constexpr bool kAdds = true, kWeights = false, kBeginsWithZero = true;
 
   const unsigned char* y;
   const unsigned char* ring;  // the slice of row 0 of all rings of this rank
@@ -47,7 +48,7 @@ struct FoldedRows {
     for (const unsigned char* rows : bias) {
       if (rows == nullptr) continue;
       const auto* row = reinterpret_cast<const uint4*>(rows + place * kRowBytes);
-      add_weighted(sum, load_once(row + unit), 1.0f);
+      add_unweighted(sum, load_once(row + unit));
     }
   }
 };
