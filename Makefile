@@ -24,8 +24,8 @@ PY_DIRS := $(wildcard fanfold tools tests benchmarks packages)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv build demo test test-core test-python test-long test-gpu lint format sanitize \
-	wheel clean
+.PHONY: help venv build demo test test-core test-python test-long test-kernels test-gpu lint \
+	format sanitize wheel clean
 
 help:
 	@echo 'Fanfold: set-up happens by itself; start with make demo.'
@@ -33,6 +33,7 @@ help:
 	@echo '  make demo       build, then train a small MoE model over several ranks'
 	@echo '  make test       build, then the C++ and the Python tests (the default set)'
 	@echo '  make test-long  the same, with the tests marked long'
+	@echo '  make test-kernels   compiles the kernels of many sizes, without a GPU'
 	@echo '  make test-gpu   the tests marked gpu (PYTEST_ARGS="-m gpu": the long ones, too)'
 	@echo '  make lint       ruff, mypy, clang-format, clang-tidy, tools/tidy.py'
 	@echo '  make format     let ruff and clang-format rewrite the sources'
@@ -135,6 +136,10 @@ test-python: build
 
 test-long: test-core
 	$(BIN)/python -m pytest -m 'not gpu' --hypothesis-profile=long --timeout=3600 $(PYTEST_ARGS)
+
+test-kernels: build
+	$(BIN)/python -m pytest -m long tests/unit/test_kernels_compile.py \
+	  tests/unit/test_high_throughput_compile.py $(PYTEST_ARGS)
 
 test-gpu: build
 	$(BIN)/python -m pytest -m 'gpu and not long' $(PYTEST_ARGS)

@@ -144,7 +144,7 @@ def test_many_for_hopper(compiled: Compiled, source: KernelSource) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100a", "sm_120a"])
 def test_for_other_gpus(compiled: Compiled, arch: str) -> None:
-    some = FEW[:4]
+    some = kernels([point(NAMED[0], rows, rows) for rows in range(len(ROWS))])
     for source in some:
         binary = compiled(some, source, arch)
         assert 0 < binary.registers <= source.register_limit, f"{source}: {binary.registers}"
