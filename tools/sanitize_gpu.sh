@@ -1,16 +1,23 @@
 #!/usr/bin/env bash
-# Runs small rounds of one rank, and the kernel that quantises rows, under compute-sanitizer:
-# memcheck (accesses outside of memory), racecheck (shared memory without order) and synccheck
-# (barriers that not all reach).
+# Runs small rounds of one rank or of some, and the kernel that quantises rows, under
+# compute-sanitizer: memcheck (accesses outside of memory), racecheck (shared memory without order)
+# and synccheck (barriers that not all reach).
 #
-# Use: tools/sanitize_gpu.sh [--only PART]... [tool...]     PYTHON=python3 where there is no .venv
-#      PART is low-latency, high-throughput or formats; without one all of them run.
+# Use: tools/sanitize_gpu.sh [--ranks N] [--only PART]... [tool...]
+#      PYTHON=python3 where there is no .venv
+#      PART is low-latency, high-throughput or formats; without one all of them run. One rank by
+#      default; several take as many GPUs.
 # Needs a GPU and compute-sanitizer, of the CUDA toolkit. Exits with 1 if a tool found something.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python="${PYTHON:-.venv/bin/python}"
 parts=()
+ranks=1
+if [[ "${1:-}" == --ranks ]]; then
+  ranks="${2:?--ranks is followed by their number}"
+  shift 2
+fi
 while [[ "${1:-}" == --only ]]; do
   case "${2:-}" in
     low-latency | high-throughput | formats) parts+=("$2") ;;
@@ -39,8 +46,8 @@ for tool in "${tools[@]}"; do
   # PyTorch asks the driver for things that it may refuse; only what kernels do counts.
   options=()
   [[ "$tool" != memcheck ]] || options=(--report-api-errors no)
-  "$sanitizer" --tool "$tool" "${options[@]}" --error-exitcode 9 \
-    "$python" tests/gpu/sanitize.py "${parts[@]}" ||
+  "$sanitizer" --tool "$tool" "${options[@]}" --target-processes all --error-exitcode 9 \
+    "$python" tests/gpu/sanitize.py --ranks "$ranks" "${parts[@]}" ||
     { failed=1; echo "== $tool found something" >&2; }
 done
 exit "$failed"

@@ -1,7 +1,9 @@
-"""Small rounds of one rank in this process, for compute-sanitizer (tools/sanitize_gpu.sh).
+"""Small rounds for compute-sanitizer (tools/sanitize_gpu.sh).
 
-Use: python tests/gpu/sanitize.py [low-latency | high-throughput | formats]...    all by default;
-     exits with 1 if a result is wrong, with 2 if there is no GPU
+Use: python tests/gpu/sanitize.py [--ranks N] [low-latency | high-throughput | formats]...
+     all parts by default; one rank, in this process, or several with a GPU and a process each: what
+     goes to peers and comes from them does not run in one alone. Exits with 1 if a result is wrong,
+     with 2 if there are too few GPUs.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fanfold.formats import ScaleFormat, quantize
+from fanfold.launch import launch
 from tests.distributed import routings
 from tests.distributed.cuda_rounds import run_case
 from tests.gpu.support import (
@@ -39,11 +42,17 @@ from tests.kernels.rows import unusual_rows
 TIMEOUT_S = 600.0
 
 
+def tell(group: dist.ProcessGroup, what: str) -> None:
+    """Says, on one rank, what has been right."""
+    if group.rank() == 0:
+        print(f"right: {what}", flush=True)
+
+
 def check_round(group: dist.ProcessGroup, case: Case) -> None:
     """Two rounds, whole and with hooks, and a graph of one; all must be right."""
     device = own_device()
     (answer,) = answers(group, [case])
-    mine = tokens_of(case, 0).to(device)
+    mine = tokens_of(case, group.rank()).to(device)
     with open_layer(group, case, timeout_s=TIMEOUT_S) as ep:
         received = ep.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
         y = answer.spread(received.tokens, device)
@@ -62,22 +71,25 @@ def check_round(group: dist.ProcessGroup, case: Case) -> None:
 
 def low_latency(group: dist.ProcessGroup) -> None:
     """All small cases of low latency."""
-    small = case_of(1, max_tokens=16, experts_per_rank=5, top_k=3, hidden=1040)
+    ranks = group.size()
+    small = case_of(ranks, max_tokens=16, experts_per_rank=5, top_k=3, hidden=1040)
     cases = [small.but(dtype=dtype, scale_format=scales) for dtype, scales in FORMATS]
     cases += [
         small.but(routing="duplicates", specials=True),
-        small.but(hidden=256, tokens=(0,)),
+        small.but(hidden=256, tokens=(0,) * ranks),
         small.but(logfmt=True, weighted=False),
-        small.but(hidden=7168, dtype="fp8", top_k=5, tokens=(7,)),
+        small.but(hidden=7168, dtype="fp8", top_k=5, tokens=(7,) * ranks),
     ]
     for case in cases:
         check_round(group, case)
-        print(f"right: {case}", flush=True)
+        tell(group, f"{case}")
 
 
 def high_throughput(group: dist.ProcessGroup) -> None:
     """Plans, dispatches by new plans and old ones, and combines of all kinds, in both layouts."""
-    small = routings.Case(tokens=(41,), experts_per_rank=5, top_k=3, hidden=528, alignment=4)
+    rank, ranks = group.rank(), group.size()
+    tokens = tuple((41, 0, 23, 9)[n % 4] for n in range(ranks))
+    small = routings.Case(tokens=tokens, experts_per_rank=5, top_k=3, hidden=528, alignment=4)
     fp8 = {"dtype": torch.float8_e4m3fn, "scales": 5}
     cases = [
         dataclasses.replace(small, biases=2),
@@ -85,8 +97,8 @@ def high_throughput(group: dist.ProcessGroup) -> None:
         dataclasses.replace(small, style="duplicates", **fp8),
         dataclasses.replace(small, style="one_expert", weighted=False, biases=1, **fp8),
         dataclasses.replace(small, style="none"),
-        dataclasses.replace(small, tokens=(0,)),
-        dataclasses.replace(small, tokens=(9,), hidden=7168, top_k=8, experts_per_rank=64),
+        dataclasses.replace(small, tokens=(0,) * ranks),
+        dataclasses.replace(small, tokens=(9,) * ranks, hidden=7168, top_k=8, experts_per_rank=64),
     ]
     for case in cases:
         # The fewest slots that a ring may have.
@@ -99,13 +111,12 @@ def high_throughput(group: dist.ProcessGroup) -> None:
                 timeout_s=TIMEOUT_S,
                 result_bytes=routings.results_of(case),
             ) as mode:
-                run_case(mode, case, 0, layout, in_place)
-            print(f"right: {layout} {'in place ' if in_place else ''}{case}", flush=True)
+                run_case(mode, case, rank, layout, in_place)
+            tell(group, f"{layout} {'in place ' if in_place else ''}{case}")
 
 
 def formats(group: dist.ProcessGroup) -> None:
     """Rows quantised, of which the last segment is whole, short, or ends within 16 bytes."""
-    del group
     for rows, hidden in ((0, 512), (1, 8), (50, 136), (33, 512), (20, 2880), (300, 128)):
         for scale_format in ScaleFormat:
             x = unusual_rows(rows, hidden)
@@ -114,30 +125,45 @@ def formats(group: dist.ProcessGroup) -> None:
                 ("values", "scales"), ours, quantize(x, scale_format), strict=True
             ):
                 assert_same(what, got.view(torch.uint8), wanted.view(torch.uint8))
-            print(f"right: {rows} rows of {hidden}, {scale_format.value}", flush=True)
+            tell(group, f"{rows} rows of {hidden}, {scale_format.value}")
 
 
 PARTS = {"low-latency": low_latency, "high-throughput": high_throughput, "formats": formats}
+
+
+def run_parts(group: dist.ProcessGroup, parts: list[str]) -> None:
+    """What one rank does."""
+    for part in parts:
+        PARTS[part](group)
+
+
+def run_alone(parts: list[str]) -> None:
+    """The same in this process."""
+    torch.cuda.set_device(0)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.group.WORLD
+    assert group is not None
+    run_parts(group, parts)
+    del group
+    dist.destroy_process_group()
 
 
 def main() -> int:
     """Runs the small cases of the parts that are named."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
-    parts = parser.parse_args().parts or list(PARTS)
+    parser.add_argument("--ranks", type=int, default=1)
+    args = parser.parse_args()
+    parts = args.parts or list(PARTS)
     if unknown := set(parts) - set(PARTS):
         parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(PARTS)}")
-    if torch.cuda.device_count() == 0:
-        print("no GPU")
+    if torch.cuda.device_count() < args.ranks:
+        print(f"{args.ranks} ranks need as many GPUs, there are {torch.cuda.device_count()}")
         return 2
-    torch.cuda.set_device(0)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    group = dist.group.WORLD
-    assert group is not None
-    for part in parts:
-        PARTS[part](group)
-    del group
-    dist.destroy_process_group()
+    if args.ranks == 1:
+        run_alone(parts)
+    else:
+        launch(run_parts, args.ranks, (parts,), timeout_s=TIMEOUT_S)
     return 0
 
 
