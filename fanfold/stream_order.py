@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["StreamOrder"]
+__all__ = ["StreamOrder", "stream_at"]
+
+
+def stream_at(address: int, device: torch.device) -> torch.cuda.Stream:
+    """The stream that PyTorch calls by ``address``; 0 is the default one."""
+    # For an ExternalStream, 0 is no address: it would be another stream of PyTorch's pool.
+    if address == 0:
+        return torch.cuda.default_stream(device)
+    return torch.cuda.ExternalStream(address, device=device)
 
 
 class StreamOrder:
@@ -29,14 +37,8 @@ class StreamOrder:
         return stream
 
     def _order_after(self, before: int, stream: int) -> None:
-        earlier = self._stream_at(before)
+        earlier = stream_at(before, self._device)
         with torch.cuda.stream(earlier):
             if torch.cuda.is_current_stream_capturing():
                 return
-        self._stream_at(stream).wait_stream(earlier)
-
-    def _stream_at(self, address: int) -> torch.cuda.Stream:
-        # For an ExternalStream, 0 is no address: it would be another stream of PyTorch's pool.
-        if address == 0:
-            return torch.cuda.default_stream(self._device)
-        return torch.cuda.ExternalStream(address, device=self._device)
+        stream_at(stream, self._device).wait_stream(earlier)

@@ -17,7 +17,6 @@ from fanfold.deep_ep.routes import (
     Route,
     Rows,
     channels_of,
-    layout_of,
     new_route,
     tokens_of,
 )
@@ -26,7 +25,7 @@ from fanfold.deep_ep.staged import Staged
 from fanfold.deep_ep.way import Brought, Way
 from fanfold.errors import ArgumentError
 from fanfold.geometry import check_tensor
-from fanfold.high_throughput import Layout
+from fanfold.high_throughput import Layout, dispatch_layout
 from fanfold.high_throughput.cuda import CudaHighThroughput
 from fanfold.refusal import Refusing
 
@@ -72,7 +71,7 @@ class HighThroughputCalls(BufferBase):
         previous = check_ordering(previous_event, async_finish, allocate_on_comm_stream)
 
         def call() -> tuple[Layout, None]:
-            return layout_of(topk_idx, num_experts, self.group_size), None
+            return dispatch_layout(topk_idx, num_experts, self.group_size), None
 
         layout, _, event = runtime.streams.run(
             call, async_finish=async_finish, inputs=topk_idx, previous=previous

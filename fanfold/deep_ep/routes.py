@@ -9,8 +9,7 @@ import torch
 from fanfold.deep_ep.sizes import Config
 from fanfold.errors import ArgumentError
 from fanfold.geometry import check_tensor
-from fanfold.high_throughput import Layout, Rows, dispatch_layout
-from fanfold.high_throughput.calls import check_routing
+from fanfold.high_throughput import Rows, dispatch_layout
 
 __all__ = [
     "Bias",
@@ -18,8 +17,6 @@ __all__ = [
     "Route",
     "Rows",
     "channels_of",
-    "layout_of",
-    "layout_there",
     "new_route",
     "tokens_of",
 ]
@@ -47,35 +44,6 @@ class Route:
     num_experts: int
     tokens_per_rank: torch.Tensor
     tokens_per_expert: torch.Tensor
-
-
-def layout_of(topk_idx: torch.Tensor, num_experts: int, ranks: int) -> Layout:
-    """Where this rank's tokens go; see :func:`fanfold.high_throughput.dispatch_layout`.
-
-    Raises:
-        ArgumentError: bad input; an index out of range on the CPU only.
-    """
-    device: torch.device = getattr(topk_idx, "device", torch.device("cpu"))
-    if device.type in ("cpu", "meta"):
-        return dispatch_layout(topk_idx, num_experts, ranks)
-    check_routing(topk_idx, None, None, num_experts, ranks, device)
-    return layout_there(topk_idx, num_experts, ranks)
-
-
-def layout_there(topk_idx: torch.Tensor, num_experts: int, ranks: int) -> Layout:
-    """The same by operations of PyTorch on the tensor's device, for which the CPU does not wait; an
-    index out of range counts as none."""
-    tokens, device = topk_idx.shape[0], topk_idx.device
-    is_expert = (topk_idx >= 0) & (topk_idx < num_experts)
-    # What is none is counted in a place behind all others.
-    expert = torch.where(is_expert, topk_idx, num_experts)
-    per_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
-    one = torch.ones(1, dtype=torch.int32, device=device)
-    per_expert.scatter_add_(0, expert.flatten(), one.expand(expert.numel()))
-    rank = torch.div(expert, num_experts // ranks, rounding_mode="floor")
-    in_rank = torch.zeros((tokens, ranks + 1), dtype=torch.bool, device=device)
-    in_rank = in_rank.scatter_(1, rank, True)[:, :ranks].contiguous()
-    return Layout(in_rank.sum(0, dtype=torch.int32), per_expert[:num_experts], in_rank)
 
 
 def new_route(given: Given, ranks: int, tokens: int, device: torch.device, look: bool) -> Route:

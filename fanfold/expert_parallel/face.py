@@ -36,7 +36,7 @@ from fanfold.expert_parallel.high_throughput import HighThroughputCalls, refuse_
 from fanfold.formats import RowFormat, ScaleFormat
 from fanfold.geometry import Geometry, check_hidden, check_integer
 from fanfold.group import agree, as_group
-from fanfold.high_throughput.calls import MOST_ROWS
+from fanfold.high_throughput.calls import MOST_ALIGNMENT, MOST_ROWS
 from fanfold.low_latency import Hook
 from fanfold.placement import Placement, place
 from fanfold.received import LowLatencySource, Received
@@ -243,8 +243,8 @@ class ExpertParallel:
             topk_idx: ``[T, top_k]`` int64, -1 for none. A token goes to an expert once however
                 often it is named there, with the sum of its weights.
             topk_weights: ``[T, top_k]`` float32. Travel along for a weighted combine.
-            previous: high throughput: reuse the routing of this earlier dispatch; topk_idx and
-                topk_weights must then be None.
+            previous: high throughput: reuse the routing of this earlier dispatch, and its capacity;
+                topk_idx, topk_weights and capacity must then be None.
             capacity: high throughput: rows to allocate, so that no size depends on what arrives.
             in_place: high throughput: the fastest way on GPUs. Tokens and scales of the result lie
                 in memory of this object, into which peers write: they are valid until the next
@@ -264,7 +264,8 @@ class ExpertParallel:
             PeerTimeout: a peer did not arrive in time; close this object.
             UsageError: closed, failed earlier, or more than two dispatches open.
 
-        On a GPU what kernels find (a bad index, PeerRefused, PeerTimeout) a later call raises.
+        On a GPU what kernels find is raised by a later call: PeerTimeout by any, a bad index, a
+        capacity or PeerRefused by a combine or :meth:`check`.
         """
         self._check_open()
         if self.mode == "high_throughput":
@@ -380,8 +381,9 @@ class ExpertParallel:
     def check(self) -> None:
         """Raises what earlier calls have found wrong since they returned; does not wait for them.
 
-        On a GPU a call returns before its kernels have run. What those find (an expert index out of
-        range, a peer that is late or has refused) is raised by the next call, or here.
+        On a GPU a call returns before its kernels have run. What those find is raised here, or by a
+        later call: that a peer is late by any, else (an expert index out of range, too small a
+        capacity, a peer that has refused) by a combine.
 
         Raises:
             ArgumentError, PeerRefused, PeerTimeout: of an earlier call.
@@ -488,8 +490,7 @@ def _check_options(
     if scale_format not in [member.value for member in ScaleFormat]:
         allowed = " or ".join(repr(member.value) for member in ScaleFormat)
         raise ArgumentError("scale_format", repr(scale_format), allowed)
-    if not isinstance(expert_alignment, int) or expert_alignment < 1:
-        raise ArgumentError("expert_alignment", repr(expert_alignment), "an integer from 1")
+    check_integer("expert_alignment", expert_alignment, 1, MOST_ALIGNMENT)
     check_integer("in_place_rows", in_place_rows, 0, MOST_ROWS)
     if in_place_rows != 0 and mode == "low_latency":
         raise ArgumentError("in_place_rows", in_place_rows, "0 in low latency")

@@ -95,7 +95,7 @@ class HighThroughputCalls:
         mode = self._mode
         with Refusing(self._refusal_of(previous, mode.refuse_dispatch)):
             refuse_given(return_hook=return_hook or None)
-            _check_previous(previous, topk_idx, topk_weights)
+            _check_previous(previous, topk_idx, topk_weights, capacity)
             if in_place and self._in_place_rows == 0:
                 bound = "False, as this ExpertParallel has no in_place_rows"
                 raise ArgumentError("in_place", True, bound)
@@ -250,9 +250,16 @@ def refuse_given(**arguments: object) -> None:
 
 
 def _check_previous(
-    previous: Received | None, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None
+    previous: Received | None,
+    topk_idx: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    capacity: int | None,
 ) -> None:
-    if previous is None and topk_idx is None:
-        raise ArgumentError("topk_idx", "None", "given, unless previous is")
-    if previous is not None and (topk_idx is not None or topk_weights is not None):
-        raise ArgumentError("topk_idx or topk_weights", "given", "None where previous is given")
+    if previous is None:
+        if topk_idx is None:
+            raise ArgumentError("topk_idx", "None", "given, unless previous is")
+        return
+    routing = {"topk_idx": topk_idx, "topk_weights": topk_weights, "capacity": capacity}
+    for name, value in routing.items():
+        if value is not None:
+            raise ArgumentError(name, "given", "None where previous is, whose routing has its own")

@@ -11,12 +11,7 @@ token of any rank that names a local expert, ordered by source rank, then source
 from __future__ import annotations
 
 from fanfold.high_throughput.calls import RowOrder, Rows
-from fanfold.high_throughput.host import (
-    Dispatched,
-    HighThroughput,
-    Layout,
-    Plan,
-    dispatch_layout,
-)
+from fanfold.high_throughput.host import Dispatched, HighThroughput, Plan
+from fanfold.high_throughput.layout import Layout, dispatch_layout
 
 __all__ = ["Dispatched", "HighThroughput", "Layout", "Plan", "RowOrder", "Rows", "dispatch_layout"]

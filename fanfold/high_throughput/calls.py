@@ -18,6 +18,7 @@ from fanfold.geometry import (
 )
 
 __all__ = [
+    "MOST_ALIGNMENT",
     "MOST_ROWS",
     "PlaceCheck",
     "RowOrder",
@@ -42,6 +43,7 @@ PlaceCheck = Callable[..., None]
 """Raises ArgumentError for the first of some tensors (by name) that is not where it must be."""
 
 MOST_ROWS = 2**31 - 1  # row numbers are int32
+MOST_ALIGNMENT = 1 << 20
 
 
 def anywhere(**tensors: object) -> None:

@@ -24,6 +24,7 @@ from fanfold.errors import ArgumentError, FanfoldError, UnavailableError, UsageE
 from fanfold.geometry import check_aligned, check_integer, check_tensor
 from fanfold.group import agree
 from fanfold.high_throughput.calls import (
+    MOST_ALIGNMENT,
     MOST_ROWS,
     PlaceCheck,
     RowOrder,
@@ -51,7 +52,7 @@ from fanfold.high_throughput.plan import CudaDispatched, CudaPlan
 from fanfold.high_throughput.reports import Reports, Totals
 from fanfold.letting_go import let_go
 from fanfold.refusal import Refusing
-from fanfold.stream_order import StreamOrder
+from fanfold.stream_order import StreamOrder, stream_at
 from fanfold.symmetric_cuda import CudaSymmetricMemory
 
 __all__ = ["LEAST_CAPABILITY", "CudaHighThroughput"]
@@ -73,8 +74,9 @@ class CudaHighThroughput:
 
     Besides what is said there, ranks must agree about the layout and ``expert_alignment``. What
     only the GPU can find (an entry of ``topk_idx`` out of range, more rows than the capacity, a
-    peer that is late or has refused, ranks that disagree) is raised by a later combine, or by
-    :meth:`check`; by a dispatch without capacity, if its plan found it.
+    peer that has refused, ranks that disagree) is raised by a later combine, or by :meth:`check`;
+    that a peer is late by any later call. A dispatch without capacity raises what has made its plan
+    void.
 
     Args:
         memory: the ranks' symmetric memory; must stay open as long as this object is used.
@@ -216,7 +218,7 @@ class CudaHighThroughput:
         self._check_usable()
         with Refusing(self.refuse_dispatch):
             check_layout(layout)
-            check_integer("expert_alignment", expert_alignment, 1, 1 << 20)
+            check_integer("expert_alignment", expert_alignment, 1, MOST_ALIGNMENT)
             if capacity is not None:
                 check_integer("capacity", capacity, 0, MOST_ROWS)
             elif torch.cuda.is_current_stream_capturing():
@@ -230,7 +232,9 @@ class CudaHighThroughput:
             sizes = Sizes(self._ranks, num_experts, topk_idx.shape[1])
             planning = self._launches.plan(sizes, expert_alignment)
             weighted = topk_weights is not None
-            kind = _kind(sizes, values, scales, layout, True, weighted, in_place)
+            kind = DispatchKind.of(
+                sizes, values, scales, layout, weighted=weighted, in_place=in_place
+            )
             sending = self._launches.dispatch(kind)
             plan = self._draft(sizes, tokens, capacity)
             self._begin_plan(planning.args, plan, topk_idx)
@@ -272,7 +276,9 @@ class CudaHighThroughput:
                 bound = f"{plan.tokens}, the tokens of the plan"
                 raise ArgumentError("x.shape[0]", values.shape[0], bound)
             sizes = Sizes(plan.ranks, plan.num_experts, plan.top_k)
-            kind = _kind(sizes, values, scales, layout, False, False, in_place)
+            kind = DispatchKind.of(
+                sizes, values, scales, layout, new_routing=False, in_place=in_place
+            )
             sending = self._launches.dispatch(kind)
             dispatched = self._allocate(plan, x, kind)
             if layout == "expert_major" and plan.rows_of is None:
@@ -288,6 +294,8 @@ class CudaHighThroughput:
         stream = self._follow()
         self._keep(plan, stream)
         sending.launch(args, stream)
+        if layout == "expert_major" and plan.row_weights is None and plan.topk_weights is not None:
+            dispatched.row_weights = plan.weights_of_rows(len(dispatched.tokens))
         return dispatched
 
     def combine(
@@ -374,11 +382,12 @@ class CudaHighThroughput:
         del error  # the peers learn who refused, and look there
         if self._reports.fatal() or torch.cuda.is_current_stream_capturing():
             return
-        args = self._refusal.args
+        args, stream = self._refusal.args, self._follow()
         args.source_prefix = 0
         if isinstance(plan, CudaPlan) and plan.ranks == self._ranks:
             args.source_prefix = plan.source_prefix.data_ptr()
-        self._refusal.launch(args, self._follow())
+            self._keep(plan, stream)
+        self._refusal.launch(args, stream)
 
     def refuse_combine(self, error: BaseException, plan: object = None) -> None:
         """Makes this combine void on all ranks because of ``error``, found by a layer above.
@@ -403,6 +412,8 @@ class CudaHighThroughput:
         current = torch.cuda.current_stream(self.device)
         for tensor in plan.tensors():
             tensor.record_stream(current)
+        if plan.rows_of is not None:  # by whose first call it was made, wherever that was
+            plan.rows_of.record_stream(stream_at(plan.stream, self.device))
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
@@ -575,23 +586,3 @@ class CudaHighThroughput:
         call.launch(args, stream)
         if self._reports.passing():
             self.check()
-
-
-def _kind(
-    sizes: Sizes,
-    values: torch.Tensor,
-    scales: torch.Tensor | None,
-    layout: RowOrder,
-    new: bool,
-    weighted: bool,
-    in_place: bool,
-) -> DispatchKind:
-    return DispatchKind(
-        sizes,
-        row_bytes=values.shape[1] * values.itemsize,
-        scale_words=0 if scales is None else scales.shape[1],
-        expert_major=layout == "expert_major",
-        new_routing=new,
-        weighted=weighted,
-        in_place=in_place,
-    )

@@ -9,8 +9,9 @@ import torch
 from fanfold import _core
 from fanfold.config import Config
 from fanfold.errors import ArgumentError
-from fanfold.geometry import MAX_TOKENS, check_integer, check_tensor
+from fanfold.geometry import check_integer, check_tensor
 from fanfold.high_throughput.calls import (
+    MOST_ALIGNMENT,
     MOST_ROWS,
     RowOrder,
     Rows,
@@ -26,53 +27,9 @@ from fanfold.pool import OutputPool
 from fanfold.refusal import Refusing, tell
 from fanfold.symmetric import SymmetricMemory
 
-__all__ = ["Dispatched", "HighThroughput", "Layout", "Plan", "dispatch_layout"]
+__all__ = ["Dispatched", "HighThroughput", "Plan"]
 
 _CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where the tokens of one rank go.
-
-    Attributes:
-        tokens_per_rank: ``[R]`` int32: tokens with an expert on each rank.
-        tokens_per_expert: ``[E]`` int32: an expert counts as often as a token names it.
-        is_token_in_rank: ``[T, R]`` bool.
-    """
-
-    tokens_per_rank: torch.Tensor
-    tokens_per_expert: torch.Tensor
-    is_token_in_rank: torch.Tensor
-
-
-def dispatch_layout(topk_idx: torch.Tensor, num_experts: int, ranks: int) -> Layout:
-    """Where this rank's tokens go. Local: nothing is communicated.
-
-    Args:
-        topk_idx: ``[T, K]`` int64, -1 for none.
-        num_experts: of all ranks, divisible by ``ranks``.
-        ranks: size of the group.
-
-    Raises:
-        ArgumentError: bad input.
-    """
-    check_integer("ranks", ranks, 1, MAX_TOKENS)
-    check_routing(topk_idx, None, None, num_experts, ranks, _CPU)
-    tokens, top_k = topk_idx.shape
-    layout = Layout(
-        torch.empty(ranks, dtype=torch.int32),
-        torch.empty(num_experts, dtype=torch.int32),
-        torch.empty((tokens, ranks), dtype=torch.bool),
-    )
-    _core.count_routes(
-        topk_idx.data_ptr(),
-        (tokens, top_k, num_experts, ranks),
-        layout.tokens_per_rank.data_ptr(),
-        layout.tokens_per_expert.data_ptr(),
-        layout.is_token_in_rank.data_ptr(),
-    )
-    return layout
 
 
 @dataclass(frozen=True)
@@ -233,7 +190,7 @@ class HighThroughput:
         self._memory.core.check_usable()
         with Refusing(self.refuse_dispatch):
             check_layout(layout)
-            check_integer("expert_alignment", expert_alignment, 1, 1 << 20)
+            check_integer("expert_alignment", expert_alignment, 1, MOST_ALIGNMENT)
             if capacity is not None:
                 check_integer("capacity", capacity, 0, MOST_ROWS)
             values, scales = check_rows(x, _CPU)

@@ -70,7 +70,10 @@ class Results:
         most = self.most_rows(kind)
         if count > most:
             each = kind.row_bytes + 4 * kind.scale_words
-            bound = f"at most {most} in place, as {self._nbytes} bytes hold of {each}"
+            bound = (
+                f"at most {most} of {each} bytes, as {self._nbytes} bytes are kept for rows in "
+                "place (in_place_rows of an ExpertParallel, else result_bytes)"
+            )
             raise ArgumentError("rows", count, bound)
         rows = self.memory[: count * kind.row_bytes]
         tokens = rows.view(values.dtype).view(count, values.shape[1])

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from fanfold import _core
 from fanfold.errors import ArgumentError
 from fanfold.high_throughput.calls import RowOrder
@@ -180,6 +182,22 @@ class DispatchKind:
     new_routing: bool
     weighted: bool
     in_place: bool = False
+
+    @classmethod
+    def of(
+        cls, sizes: Sizes, values: torch.Tensor, scales: torch.Tensor | None, layout: RowOrder, *,
+        new_routing: bool = True, weighted: bool = False, in_place: bool = False,
+    ) -> DispatchKind:  # fmt: skip
+        """That of rows of ``values`` and ``scales``."""
+        return cls(
+            sizes,
+            row_bytes=values.shape[1] * values.itemsize,
+            scale_words=0 if scales is None else scales.shape[1],
+            expert_major=layout == "expert_major",
+            new_routing=new_routing,
+            weighted=weighted,
+            in_place=in_place,
+        )
 
     @property
     def layout(self) -> RowOrder:

@@ -87,6 +87,19 @@ class CudaPlan:
         assert count is not None
         return count
 
+    def weights_of_rows(self, rows: int) -> torch.Tensor:
+        """The ``row_weights`` of :class:`CudaDispatched` where a new dispatch was token-major, and
+        another one has found ``rows_of``."""
+        assert self.rows_of is not None
+        assert self.topk_weights is not None
+        weights = torch.zeros(rows + 1, device=self.rows_of.device)
+        # In top-k order. No two rows share a place, but for the last one, which stands for none.
+        for k in range(self.top_k):
+            places = self.rows_of[:, k]
+            places = torch.where(places < 0, rows, places)
+            weights.index_add_(0, places, self.topk_weights[:, k])
+        return weights[:rows]
+
 
 @dataclass
 class CudaDispatched:

@@ -360,3 +360,11 @@ def test_dispatch_layout_counts_duplicates() -> None:
     ]
     with pytest.raises(fanfold.ArgumentError, match=r"topk_idx\[0, 2\] is 5"):
         dispatch_layout(topk_idx, 4, 2)
+
+
+def test_dispatch_layout_is_where_the_indices_are() -> None:
+    topk_idx = torch.empty((5, 2), dtype=torch.int64, device="meta")
+    layout = dispatch_layout(topk_idx, 6, 3)
+    found = (layout.tokens_per_rank, layout.tokens_per_expert, layout.is_token_in_rank)
+    assert [tuple(each.shape) for each in found] == [(3,), (6,), (5, 3)]
+    assert {each.device.type for each in found} == {"meta"}

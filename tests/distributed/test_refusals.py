@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -134,6 +135,24 @@ def test_dispatch(
 ) -> None:
     spoil, argument, value, bound = case
     _check(pools(RANKS).run(_spoilt_dispatch, mode, spoil), argument, value, bound)
+
+
+def _spoilt_reuse(group: dist.ProcessGroup, name: str) -> tuple[object, bool]:
+    shape = Shape(mode="high_throughput")
+    with shape.open(group) as ep:
+        call = good_call(shape, ep.rank)
+        received = ep.dispatch(call.x, call.topk_idx, call.topk_weights)
+        given = {"topk_idx": call.topk_idx, "topk_weights": call.topk_weights, "capacity": 99}
+        extra: dict[str, Any] = {name: given[name]} if ep.rank == BAD_RANK else {}
+        error = caught(lambda: ep.dispatch(call.x, previous=received, **extra))
+        return error, works(ep, shape)
+
+
+@pytest.mark.parametrize("name", ["topk_idx", "topk_weights", "capacity"])
+def test_a_routing_that_is_used_again_has_its_own(
+    pools: Callable[[int], RankPool], name: str
+) -> None:
+    _check(pools(RANKS).run(_spoilt_reuse, name), name, "given", "None where previous is")
 
 
 def _spoilt_combine(group: dist.ProcessGroup, mode: str, what: str) -> tuple[object, bool]:
@@ -315,6 +334,8 @@ def _construct(group: dist.ProcessGroup, changes: list[dict[str, object]]) -> Ex
         ({"dispatch_dtype": "int4"}, "dispatch_dtype", "'int4'"),
         ({"scale_format": "none"}, "scale_format", "'none'"),
         ({"expert_alignment": 0}, "expert_alignment", "0"),
+        ({"expert_alignment": True}, "expert_alignment", "True"),
+        ({"expert_alignment": 1 << 21}, "expert_alignment", str(1 << 21)),
     ],
 )
 def test_construction(

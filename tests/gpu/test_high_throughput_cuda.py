@@ -279,8 +279,9 @@ def _one_plan_for_both(group: dist.ProcessGroup, case: Case) -> None:
             )
 
 
-def test_one_plan_for_both_layouts(gpus: GpuPools, ranks: int) -> None:
-    gpus.run(ranks, _one_plan_for_both, case_of(ranks, weighted=False))
+@pytest.mark.parametrize("weighted", [False, True])
+def test_one_plan_for_both_layouts(gpus: GpuPools, ranks: int, weighted: bool) -> None:
+    gpus.run(ranks, _one_plan_for_both, case_of(ranks, weighted=weighted))
 
 
 def _too_small(

@@ -199,12 +199,14 @@ def test_sms_change_between_calls() -> None:
     world.run(program)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("capacity", [False, True])
-def test_a_plan_serves_both_layouts(capacity: bool) -> None:
+def test_a_plan_serves_both_layouts(capacity: bool, weighted: bool) -> None:
     world = World(SMALL.ranks, ROOMY_RING, result_bytes=1 << 15)
 
     def program(rank: int, mode: CudaHighThroughput) -> None:
-        expect = Round(dataclasses.replace(SMALL, weighted=False), rank)
+        style = "duplicates" if weighted else SMALL.style
+        expect = Round(dataclasses.replace(SMALL, weighted=weighted, style=style), rank)
         room = 400 if capacity else None
         got = dispatch(mode, expect, "token_major", room)
         check_plan(expect, got.plan, "token_major")
@@ -227,6 +229,29 @@ def test_a_plan_serves_both_layouts(capacity: bool) -> None:
         mode.quiesce()
 
     world.run(program)
+
+
+def test_a_plan_is_kept_for_all_streams_that_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory goes back to the stream that it was made on, also what came to it on another."""
+    (mode,) = World(1, ROOMY_RING).modes
+    expect = Round(dataclasses.replace(SMALL, tokens=(30,), weighted=False), 0)
+    current, kept = [5], set[tuple[int, int]]()
+    monkeypatch.setattr(mode, "_follow", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
+    monkeypatch.setattr("fanfold.high_throughput.cuda.stream_at", lambda address, device: address)
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda tensor, stream: kept.add((tensor.data_ptr(), stream))
+    )
+    plan = dispatch(mode, expect, "token_major", 100).plan
+    assert not kept
+    current[0] = 7
+    mode.dispatch_cached(sent(expect, mode.device), plan, layout="expert_major")
+    assert plan.rows_of is not None
+    used = {(tensor.data_ptr(), 7) for tensor in plan.tensors()}
+    assert kept == used | {(plan.rows_of.data_ptr(), 5)}
+    current[0] = 9
+    mode.refuse_dispatch(ValueError("of a layer above"), plan)
+    assert (plan.source_prefix.data_ptr(), 9) in kept
 
 
 def test_expert_major_combine_needs_expert_major_rows() -> None:
