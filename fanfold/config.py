@@ -105,7 +105,7 @@ _SETTINGS = (
         variable="FANFOLD_LATE_PEERS",
         default="raise",
         help="What a wait does when its time is over: 'raise' PeerTimeout, or 'mask' the peer "
-        "and go on without its tokens and results.",
+        "and go on without its tokens and results; high throughput on GPUs always raises.",
         parse=str,
         check=lambda v: v in ("raise", "mask"),
         bound="'raise' or 'mask'",
@@ -221,7 +221,7 @@ class Config:
     Attributes:
         timeout_s: seconds that any wait for a peer may last before ``PeerTimeout``.
         spin_us: microseconds to spin before yielding; None for a choice by the machine.
-        late_peers: ``"raise"`` or ``"mask"``.
+        late_peers: ``"raise"`` or ``"mask"``; high throughput on GPUs always raises.
         staging_bytes: shared memory per rank for high-throughput streams, in bytes.
         ring_bytes: memory per rank and peer for high-throughput streams on GPUs, in bytes.
         backend: ``"auto"``, ``"host"`` or ``"cuda"``: where calls run.
