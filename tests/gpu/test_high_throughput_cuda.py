@@ -252,12 +252,13 @@ def test_random_layers_in_place_against_the_host(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("style", ["spread", "one_rank"])
+@pytest.mark.parametrize(("top_k", "fp8", "in_place"), [(4, False, False), (22, True, True)])
 def test_many_tokens_against_the_host(
-    gpus: GpuPools, most_ranks: int, style: str, layout: str
+    gpus: GpuPools, most_ranks: int, style: str, layout: str, top_k: int, fp8: bool, in_place: bool
 ) -> None:
     tokens = (16384, 0, 5000, 16384)[:most_ranks]
-    large = Large(tokens, 8, 4, 256, style, False, 3)
-    gpus.run(most_ranks, _against_the_host, large, layout)
+    large = Large(tokens, 8, top_k, 256, style, fp8, 3)
+    gpus.run(most_ranks, _against_the_host, large, layout, in_place)
 
 
 # ---- plans, capacities, refusals ----------------------------------------------------------------
