@@ -378,6 +378,25 @@ class ExpertParallel:
             raise UsageError("combine_weights works in high_throughput mode only")
         return self._high_throughput.combine_weights(row_values, received)
 
+    def use_sms(self, sms: int | None) -> None:
+        """High throughput on GPUs: how many SMs calls from here on take, to leave the others to
+        what runs beside them. Local: ranks need not take the same. On the host it changes nothing.
+
+        Args:
+            sms: from 1; at least 2 are taken with other ranks, and at most 64 or those there are.
+                None for the beginning's: ``config.ctas``, or 24.
+
+        Raises:
+            ArgumentError: ``sms`` is no such number.
+            UsageError: closed, or low latency.
+        """
+        self._check_open()
+        if self.mode != "high_throughput":
+            raise UsageError(
+                "use_sms works in high_throughput mode only; low latency takes config.ctas"
+            )
+        self._high_throughput.use_sms(sms)
+
     def check(self) -> None:
         """Raises what earlier calls have found wrong since they returned; does not wait for them.
 

@@ -11,10 +11,10 @@ import torch
 from fanfold.config import Config
 from fanfold.errors import ArgumentError
 from fanfold.formats import RowFormat, ScaleFormat, quantize
-from fanfold.geometry import Geometry, check_tensor
+from fanfold.geometry import Geometry, check_integer, check_tensor
 from fanfold.group import Group
 from fanfold.high_throughput import HighThroughput, Rows
-from fanfold.high_throughput.cuda import LEAST_CAPABILITY, CudaHighThroughput
+from fanfold.high_throughput.cuda import LEAST_CAPABILITY, MOST_SMS, CudaHighThroughput
 from fanfold.high_throughput.in_place import bytes_for_rows
 from fanfold.placement import Placement, place
 from fanfold.received import HighThroughputSource, Received
@@ -179,6 +179,13 @@ class HighThroughputCalls:
         plan = _source(received).dispatched.plan
         values = self._mode.combine_weights(staged, plan, layout="expert_major")  # type: ignore[arg-type]
         return staging.back(values)
+
+    def use_sms(self, sms: int | None) -> None:
+        """See :meth:`ExpertParallel.use_sms`."""
+        if isinstance(self._mode, CudaHighThroughput):
+            self._mode.use_sms(sms)
+        elif sms is not None:
+            check_integer("sms", sms, 1, MOST_SMS)
 
     def check(self) -> None:
         """See :meth:`ExpertParallel.check`."""

@@ -55,10 +55,13 @@ from fanfold.refusal import Refusing
 from fanfold.stream_order import StreamOrder, stream_at
 from fanfold.symmetric_cuda import CudaSymmetricMemory
 
-__all__ = ["LEAST_CAPABILITY", "CudaHighThroughput"]
+__all__ = ["LEAST_CAPABILITY", "MOST_SMS", "CudaHighThroughput"]
 
 LEAST_CAPABILITY = (9, 0)
 """The first compute capability with the copies that the kernels make."""
+
+MOST_SMS = 1 << 30
+"""That can be asked for; a GPU gives what it has."""
 
 _LINE = 128
 _LANES_ALONE_HIDDEN = LANES_ALONE_ROW_BYTES // torch.bfloat16.itemsize
@@ -138,7 +141,7 @@ class CudaHighThroughput:
         """
         grid = self._grid
         if sms is not None:
-            check_integer("sms", sms, 1, 1 << 30)
+            check_integer("sms", sms, 1, MOST_SMS)
             least, most = ctas_bounds(self._memory)
             grid = Grid.of(most, self._ranks, ctas=min(max(sms, least), most))
         self._launches = self._launches_with(grid)

@@ -526,6 +526,7 @@ def _in_place_by_the_face(group: dist.ProcessGroup, dtype: str) -> None:
         given = [tensor.to(ep.device) for tensor in (x, idx, weights)]
         want = host.dispatch(x, idx, weights, in_place=True)
         got = ep.dispatch(*given, in_place=True)
+        ep.use_sms(6)
         again = ep.dispatch(given[0], previous=got, in_place=True)
         begin, end = ep.memory.base(rank), ep.memory.base(rank) + ep.memory.bytes_per_rank
         for each in (got, again):

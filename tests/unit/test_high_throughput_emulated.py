@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
 
-from fanfold import _core
+from fanfold import Config, ExpertParallel, _core
 from fanfold.errors import ArgumentError, PeerRefused, UsageError
 from fanfold.high_throughput.cuda import CudaHighThroughput
 from tests.distributed.cuda_rounds import (
@@ -197,6 +198,25 @@ def test_sms_change_between_calls() -> None:
         assert launched == [ctas_of[sms] if rank else CTAS for sms in [*ctas_of, 2]]
 
     world.run(program)
+
+
+def test_the_face_says_how_many_sms() -> None:
+    sizes = {"num_experts": 4, "top_k": 2, "hidden": 32, "max_tokens": 8}
+    config = Config.resolve(backend="host")
+    with ExpertParallel(None, **sizes, mode="high_throughput", config=config) as ep:
+        ep.use_sms(8)
+        ep.use_sms(None)
+        with pytest.raises(ArgumentError, match="sms"):
+            ep.use_sms(0)
+        on_gpu = mock.create_autospec(CudaHighThroughput, instance=True)
+        with mock.patch.object(ep._high_throughput, "_mode", on_gpu):
+            ep.use_sms(12)
+        on_gpu.use_sms.assert_called_once_with(12)
+    with (
+        ExpertParallel(None, **sizes, config=config) as ep,
+        pytest.raises(UsageError, match="high_throughput"),
+    ):
+        ep.use_sms(8)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
