@@ -43,7 +43,9 @@ __all__ = ["Exchange", "combine", "dispatch"]
 
 
 class Exchange(Protocol):
-    """What is used of an ExpertParallel, so that a user can wrap one, to measure it for example."""
+    """What is used of an ExpertParallel, so that a user can wrap one, to measure it for example.
+
+    Backward passes call with :meth:`Received.without_rows` of what dispatch returned."""
 
     @property
     def mode(self) -> str:
@@ -149,7 +151,7 @@ class _Dispatch(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None, Received]:
         received = ep.dispatch(x, topk_idx, topk_weights)
         _check_exact(received)
-        ctx.ep, ctx.received = ep, received
+        ctx.ep, ctx.received = ep, received.without_rows()
         # The outputs are tensors of their own: if `received` held them, it would hold the graph
         # that holds it, and nothing of it could ever be freed.
         weights = None if received.weights is None else received.weights.detach()
@@ -162,10 +164,10 @@ class _Dispatch(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         grad_x = grad_topk = None
         if ctx.needs_input_grad[1]:
-            grad_x = ctx.ep.combine(grad_tokens.contiguous(), ctx.received, weighted=False)
+            grad_x = ctx.ep.combine(_aligned(grad_tokens), ctx.received, weighted=False)
         if ctx.needs_input_grad[3]:
             assert grad_weights is not None
-            grad_topk = ctx.ep.combine_weights(grad_weights.contiguous(), ctx.received)
+            grad_topk = ctx.ep.combine_weights(_aligned(grad_weights), ctx.received)
         return None, grad_x, None, grad_topk
 
 
@@ -179,7 +181,7 @@ class _Combine(torch.autograd.Function):
         weights: torch.Tensor | None,
     ) -> torch.Tensor:
         _check_exact(received)
-        ctx.ep, ctx.received = ep, received
+        ctx.ep, ctx.received = ep, received.without_rows()
         ctx.save_for_backward(y if ctx.needs_input_grad[3] else None, weights)
         return _combine(ep, y, received, weights)
 
@@ -187,7 +189,7 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         y, weights = ctx.saved_tensors
-        rows = ctx.ep.dispatch(grad_out.contiguous(), previous=ctx.received).tokens
+        rows = ctx.ep.dispatch(_aligned(grad_out), previous=ctx.received).tokens
         grad_y = grad_weights = None
         if ctx.needs_input_grad[1]:
             grad_y = rows if weights is None else (rows * weights.unsqueeze(-1)).to(rows.dtype)
@@ -204,6 +206,13 @@ def _combine(
     if weights is None:
         return ep.combine(y, received, weighted=False)
     return ep.combine(y, dataclasses.replace(received, weights=weights.detach()), weighted=True)
+
+
+def _aligned(grad: torch.Tensor) -> torch.Tensor:
+    """``grad`` as a call takes it. Autograd makes gradients that nobody can shape as a call wants
+    them: views that repeat one element, or begin anywhere."""
+    grad = grad.contiguous()
+    return grad if grad.data_ptr() % 16 == 0 else grad.clone()
 
 
 def _wants_gradient(**tensors: object) -> bool:

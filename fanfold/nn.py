@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import hashlib
 import time
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -74,26 +76,59 @@ class MoEOptions:
             raise ArgumentError("shared_intermediate", self.shared_intermediate, "0 or more")
 
 
+class _Count:
+    """An attribute of a dataclass: an int that may still be on its way on a GPU, for which only
+    who reads it waits."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_{name}"
+
+    def __get__(self, instance: object | None, owner: type) -> int:
+        return 0 if instance is None else int(vars(instance)[self._name])
+
+    def __set__(self, instance: object, value: int | torch.Tensor) -> None:
+        vars(instance)[self._name] = value
+
+
 @dataclass
 class MoEStatistics:
-    """What a layer did since it was made or :meth:`reset`, on this rank.
+    """What a layer did since it was made or :meth:`reset`, on this rank. A pass that activation
+    checkpointing computes again counts again.
 
     Attributes:
         tokens: tokens that this rank passed to the layer.
-        expert_rows: ``[E_l]`` int64: rows that each local expert computed.
-        dispatch_seconds: wall time in dispatches, forward and backward, waiting for peers included.
-        combine_seconds: the same for combines.
+        expert_rows: ``[E_l]`` int64, where the rows are: rows that each local expert computed.
+        dispatch_seconds: time that this thread spent in dispatches, forward and backward. On the
+            host that is all they take, waiting for peers included. On a GPU only a forward
+            dispatch of high throughput waits, for the numbers of rows; the others return when they
+            are enqueued.
+        combine_seconds: the same for combines, which a GPU's ranks only enqueue.
         bytes_sent: row values that left this rank for another in dispatches, as they travel: one
-            row for each (token, other rank).
-        bytes_returned: row values that came back to this rank's tokens in combines.
+            row for each (token, other rank). Reading it waits for the GPU.
+        bytes_returned: row values that came back to this rank's tokens in combines, likewise.
     """
 
     tokens: int = 0
     expert_rows: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     dispatch_seconds: float = 0.0
     combine_seconds: float = 0.0
-    bytes_sent: int = 0
-    bytes_returned: int = 0
+    bytes_sent: _Count = _Count()
+    bytes_returned: _Count = _Count()
+
+    def count_bytes(
+        self, name: Literal["bytes_sent", "bytes_returned"], rows: torch.Tensor, row_bytes: int
+    ) -> None:
+        """Adds to a number of bytes without waiting for anything.
+
+        Args:
+            name: the number's.
+            rows: how many, an int64 scalar on any device.
+            row_bytes: of each.
+        """
+        known = vars(self)[f"_{name}"]
+        if isinstance(known, torch.Tensor):
+            known = known.to(rows.device)
+        setattr(self, name, rows * row_bytes + known)
 
     def reset(self) -> None:
         """Sets everything to zero."""
@@ -138,7 +173,10 @@ class Router(torch.nn.Module):
         weights, indices = scores.topk(self.top_k, dim=-1)
         if self.options.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        choices = torch.bincount(indices.flatten(), minlength=self.num_experts)
+        chosen = indices.flatten()
+        # Not by bincount, which waits for the GPU to find out how long its result is.
+        choices = chosen.new_zeros(self.num_experts)
+        choices.scatter_add_(0, chosen, torch.ones_like(chosen))
         count = max(tokens.shape[0], 1)
         per_expert = (choices / (count * self.top_k)) * (shares.sum(0) / count)
         return indices, weights, self.options.balance * self.num_experts * per_expert.sum()
@@ -167,7 +205,9 @@ class MoE(torch.nn.Module):
     :func:`average_gradients` does both.
 
     Attributes:
-        balance_loss: of the latest forward pass; add it to the loss.
+        balance_loss: of the latest forward pass; add it to the loss. A pass inside a backward pass
+            (activation checkpointing computes it again) puts its own here for as long as the output
+            of that pass is part of a graph.
         statistics: rows, bytes and times since the last ``statistics.reset()``.
 
     Raises:
@@ -193,7 +233,8 @@ class MoE(torch.nn.Module):
         self.expert_parallel = expert_parallel
         first = expert_parallel.rank * expert_parallel.experts_per_rank
         self.local_experts = range(first, first + expert_parallel.experts_per_rank)
-        self.balance_loss = torch.zeros(())
+        self._balance_loss = torch.zeros(())
+        self._balance_loss_again: Callable[[], torch.Tensor | None] = _nothing
         self.statistics = MoEStatistics(
             expert_rows=torch.zeros(len(self.local_experts), dtype=torch.int64)
         )
@@ -222,6 +263,12 @@ class MoE(torch.nn.Module):
                 )
         self._expert_parallel = ep
 
+    @property
+    def balance_loss(self) -> torch.Tensor:
+        """Of the latest forward pass; see the class."""
+        again = self._balance_loss_again()
+        return self._balance_loss if again is None else again
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The layer's output for this rank's tokens. Collective.
 
@@ -235,15 +282,27 @@ class MoE(torch.nn.Module):
             ArgumentError, PeerRefused, PeerTimeout, UsageError: as ``ExpertParallel.dispatch``.
         """
         tokens = x.reshape(-1, self.hidden)
-        indices, weights, self.balance_loss = self.router(tokens)
+        indices, weights, balance_loss = self.router(tokens)
         rows = tokens if self.latent_in is None else _apply(self.latent_in, tokens)
         routed = self._routed(rows.to(torch.bfloat16).contiguous(), indices, weights)
+        self._keep_balance_loss(balance_loss, routed)
         if self.latent_out is not None:
             routed = _apply(self.latent_out, routed)
         out = routed.to(x.dtype)
         if self.shared is not None:
             out = out + self.shared(tokens).to(x.dtype)
         return out.reshape(x.shape)
+
+    def _keep_balance_loss(self, loss: torch.Tensor, routed: torch.Tensor) -> None:
+        """Makes ``loss`` the attribute, not to outlive the graph of ``routed`` in a backward pass.
+
+        What a checkpoint computes again is never run backward itself: a loss kept here would hold
+        all that was computed before it, of every layer, until the layer's next pass."""
+        if torch._C._current_graph_task_id() == -1 or routed.grad_fn is None:
+            self._balance_loss, self._balance_loss_again = loss, _nothing
+            return
+        routed.grad_fn.metadata["fanfold.balance_loss"] = loss  # type: ignore[index]
+        self._balance_loss_again = weakref.ref(loss)
 
     def _routed(
         self, rows: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
@@ -324,30 +383,31 @@ class _Experts(torch.autograd.Function):
         train: bool,
     ) -> torch.Tensor:
         y = tokens.new_empty(tokens.shape, dtype=torch.bfloat16)
+        train = train and any(ctx.needs_input_grad)
         projected = w_in.new_empty((tokens.shape[0], w_in.shape[1])) if train else None
-        for expert in range(w_in.shape[0]):
-            rows = _rows(received, expert, w_in.dtype)
+        # Read once: on a GPU each time would wait for it. And nothing of `received` but this is
+        # kept, as its rows are the checkpointing's to keep or to let go.
+        ctx.places = received.places()
+        for expert, place in enumerate(ctx.places):
+            rows = _in_dtype(received, expert, place, w_in.dtype)
             hidden = rows @ w_in[expert].T
             if projected is not None:
-                received.expert(expert, of=projected).copy_(hidden)
+                _rows_at(place, projected).copy_(hidden)
             gate, up = hidden.chunk(2, dim=-1)
-            received.expert(expert, of=y).copy_((F.silu(gate) * up) @ w_out[expert].T)
+            _rows_at(place, y).copy_((F.silu(gate) * up) @ w_out[expert].T)
         ctx.save_for_backward(tokens, w_in, w_out, projected)
-        ctx.received = received
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         tokens, w_in, w_out, projected = ctx.saved_tensors
-        received = ctx.received
         # Padding rows are sent to nobody, so nothing reads their gradient.
         grad_tokens = torch.empty_like(tokens)
         grad_in, grad_out = torch.empty_like(w_in), torch.empty_like(w_out)
-        for expert in range(w_in.shape[0]):
+        for expert, place in enumerate(ctx.places):
             rows, grad, hidden = (
-                received.expert(expert, of=tensor).to(w_in.dtype)
-                for tensor in (tokens, grad_y, projected)
+                _rows_at(place, tensor).to(w_in.dtype) for tensor in (tokens, grad_y, projected)
             )
             gate, up = hidden.chunk(2, dim=-1)
             sigmoid = gate.sigmoid()
@@ -357,19 +417,27 @@ class _Experts(torch.autograd.Function):
             grad_gate = grad_middle * up * (sigmoid + silu * (1 - sigmoid))
             grad_hidden = torch.cat([grad_gate, grad_middle * silu], dim=-1)
             torch.mm(grad_hidden.T, rows, out=grad_in[expert])
-            received.expert(expert, of=grad_tokens).copy_(grad_hidden @ w_in[expert])
+            _rows_at(place, grad_tokens).copy_(grad_hidden @ w_in[expert])
         return grad_tokens, grad_in, grad_out, None, None
 
 
-def _rows(received: Received, expert: int, dtype: torch.dtype) -> torch.Tensor:
+def _rows_at(place: tuple[int, int], tensor: torch.Tensor) -> torch.Tensor:
+    """A view of the rows of one local expert, whose place ``Received.places`` says."""
+    begin, count = place
+    return tensor.flatten(0, tensor.dim() - 2)[begin : begin + count]
+
+
+def _in_dtype(
+    received: Received, expert: int, place: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
     """The rows of one local expert in the dtype of the weights."""
-    rows = received.expert(expert)
+    rows = _rows_at(place, received.tokens)
     if received.scales is None:
         return rows.to(dtype)
     if received.scales.dim() == 3:  # low latency: packed scales have no flat view
         scales = received.scales[expert, : rows.shape[0]]
     else:
-        scales = received.expert(expert, of=received.scales)
+        scales = _rows_at(place, received.scales)
     return dequantize(rows, scales).to(dtype)
 
 
@@ -399,7 +467,7 @@ class _Meter:
         begin = time.perf_counter()
         received = self._ep.dispatch(x, topk_idx, topk_weights, previous=previous)
         self._statistics.dispatch_seconds += time.perf_counter() - begin
-        self._statistics.bytes_sent += self._remote_rows * _row_bytes(received)
+        self._statistics.count_bytes("bytes_sent", self._remote_rows, _row_bytes(received))
         return received
 
     def combine(
@@ -409,7 +477,8 @@ class _Meter:
         begin = time.perf_counter()
         out = self._ep.combine(y, received, weighted=weighted)
         self._statistics.combine_seconds += time.perf_counter() - begin
-        self._statistics.bytes_returned += self._remote_rows * y.shape[-1] * y.element_size()
+        row_bytes = y.shape[-1] * y.element_size()
+        self._statistics.count_bytes("bytes_returned", self._remote_rows, row_bytes)
         return out
 
     def combine_weights(self, row_values: torch.Tensor, received: Received) -> torch.Tensor:
@@ -420,13 +489,14 @@ class _Meter:
         return values
 
 
-def _remote_rows(ep: ExpertParallel, topk_idx: torch.Tensor) -> int:
-    """Pairs of one of this rank's tokens and another rank that holds one of its experts."""
+def _remote_rows(ep: ExpertParallel, topk_idx: torch.Tensor) -> torch.Tensor:
+    """Pairs of one of this rank's tokens and another rank that holds one of its experts: an int64
+    scalar where ``topk_idx`` is, as reading it would wait."""
     ranks = torch.where(topk_idx < 0, ep.rank, topk_idx // ep.experts_per_rank)
     reached = topk_idx.new_zeros((topk_idx.shape[0], ep.ranks), dtype=torch.bool)
     reached.scatter_(1, ranks, True)
     reached[:, ep.rank] = False
-    return int(reached.sum())
+    return reached.sum()
 
 
 def _row_bytes(received: Received) -> int:
@@ -435,6 +505,10 @@ def _row_bytes(received: Received) -> int:
     if received.scales is not None:
         row += received.scales.shape[-1] * received.scales.element_size()
     return row
+
+
+def _nothing() -> None:
+    """What a weak reference to nothing would return."""
 
 
 def _linear(columns: int, rows: int, options: MoEOptions, name: str) -> torch.nn.Linear:

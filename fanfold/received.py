@@ -6,6 +6,7 @@ Low latency and high throughput lay rows out differently, each as its consumers 
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fanfold import high_throughput, low_latency
-from fanfold.errors import ArgumentError
+from fanfold.errors import ArgumentError, UsageError
 from fanfold.high_throughput.plan import CudaDispatched
 
 __all__ = ["HighThroughputSource", "LowLatencySource", "Received"]
@@ -90,8 +91,10 @@ class Received:
     def expert(self, index: int, of: torch.Tensor | None = None) -> torch.Tensor:
         """The valid rows of local expert ``index``: a view ``[n, hidden]`` of ``tokens``.
 
-        In low latency this reads a count, so on a GPU it waits for the stream and cannot be
-        captured in a graph; there, hand ``tokens`` and ``tokens_per_expert`` to a masked grouped
+        This reads where the rows are, so on a GPU it waits for the stream and cannot be captured in
+        a graph: at every call in low latency, and after a dispatch with a capacity; else at the
+        first call only, for all experts. :meth:`places` is one such wait for a whole loop; without
+        any, hand ``tokens`` and ``tokens_per_expert`` (and ``offsets``) to a masked or grouped
         matrix product instead.
 
         Args:
@@ -104,6 +107,24 @@ class Received:
             raise ArgumentError("index", index, f"from 0 to {self.tokens_per_expert.shape[0] - 1}")
         begin, count = self.source.place(index)
         return rows.flatten(0, rows.dim() - 2)[begin : begin + count]
+
+    def places(self) -> list[tuple[int, int]]:
+        """Of each local expert, where its valid rows begin in ``tokens.flatten(0, -2)`` and how
+        many there are. On a GPU one copy, which waits for the stream."""
+        return self.source.places()
+
+    def without_rows(self) -> Received:
+        """What later calls by this routing take in place of it, in high throughput: whoever keeps
+        it does not keep the rows in memory. Its ``tokens`` have shape, dtype and device alone, it
+        has no ``scales`` and no ``weights``.
+
+        Raises:
+            UsageError: it came by low latency, whose routing cannot be sent over again.
+        """
+        if not isinstance(self.source, HighThroughputSource):
+            raise UsageError("without_rows() is for high_throughput, and this came by low_latency")
+        tokens, source = _shape_of(self.tokens), self.source.without_rows()
+        return dataclasses.replace(self, tokens=tokens, scales=None, weights=None, source=source)
 
     @cached_property
     def source_rank(self) -> torch.Tensor:
@@ -127,6 +148,12 @@ class LowLatencySource:
         """Where the rows of a local expert begin, and how many there are."""
         capacity = self.dispatched.tokens.shape[1]
         return index * capacity, int(self.dispatched.counts[index])
+
+    def places(self) -> list[tuple[int, int]]:
+        """The same of all local experts, read at once."""
+        capacity = self.dispatched.tokens.shape[1]
+        counts = self.dispatched.counts.tolist()
+        return [(index * capacity, count) for index, count in enumerate(counts)]
 
     def ranks(self, received: Received) -> torch.Tensor:
         """Each row's source rank, found in the ranges of the ranks."""
@@ -158,8 +185,33 @@ class HighThroughputSource:
 
     def place(self, index: int) -> tuple[int, int]:
         """Where the rows of a local expert begin, and how many there are."""
+        return self.places()[index]
+
+    def places(self) -> list[tuple[int, int]]:
+        """The same of all local experts, read at once."""
+        # A CUDA graph writes its plans anew at every replay. They have a capacity; what a plan
+        # without one says never changes.
+        return self._lasting_places if self.dispatched.plan.capacity is None else self._read()
+
+    @cached_property
+    def _lasting_places(self) -> list[tuple[int, int]]:
+        return self._read()
+
+    def _read(self) -> list[tuple[int, int]]:
         plan = self.dispatched.plan
-        return int(plan.offsets[index]), int(plan.tokens_per_expert[index])
+        both = torch.stack([plan.offsets[:-1], plan.tokens_per_expert.long()])
+        begins, counts = both.tolist()
+        return list(zip(begins, counts, strict=True))
+
+    def without_rows(self) -> HighThroughputSource:
+        """What :meth:`Received.without_rows` keeps of it."""
+        dispatched = dataclasses.replace(
+            self.dispatched,
+            tokens=_shape_of(self.dispatched.tokens),
+            scales=None,
+            row_weights=None,
+        )
+        return HighThroughputSource(dispatched)
 
     def ranks(self, received: Received) -> torch.Tensor:
         """Each row's source rank."""
@@ -168,3 +220,8 @@ class HighThroughputSource:
     def tokens(self, received: Received) -> torch.Tensor:
         """Each row's source token."""
         return self.dispatched.row_source_token.to(received.tokens.device)
+
+
+def _shape_of(rows: torch.Tensor) -> torch.Tensor:
+    """A tensor like ``rows`` to look at, but of one element that nobody has written."""
+    return rows.new_empty(()).expand(rows.shape)

@@ -267,7 +267,7 @@ class RankRun:
     Attributes:
         training: losses, gradients (of the routed experts those that live here), time.
         dispatch_seconds, combine_seconds: of that time, in dispatches and combines, backward
-            passes and waiting for peers included.
+            passes included; what that holds, :class:`fanfold.nn.MoEStatistics` says.
         bytes_sent, bytes_returned: of rows, to other ranks and back.
         expert_rows: ``[steps, layers, E_l]`` int64: rows that each local expert computed.
         device: where the model was, such as ``"cuda:0"``.

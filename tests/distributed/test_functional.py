@@ -73,7 +73,9 @@ def expert(index: int, rows: torch.Tensor, integers: bool) -> torch.Tensor:
     return torch.tanh(rows.float() * (0.5 + index)).bfloat16()
 
 
-def open_ep(group: object, case: Case, **options: object) -> ExpertParallel:
+def open_ep(
+    group: object, case: Case, kind: type[ExpertParallel] = ExpertParallel, **options: object
+) -> ExpertParallel:
     settings = {
         "num_experts": EXPERTS,
         "top_k": case.top_k,
@@ -82,7 +84,7 @@ def open_ep(group: object, case: Case, **options: object) -> ExpertParallel:
         "mode": "high_throughput",
         "expert_alignment": case.alignment,
     } | options
-    return ExpertParallel(group, **settings)
+    return kind(group, **settings)
 
 
 def run_layer(
@@ -280,14 +282,58 @@ def graph_is_freed(group: object, case: Case) -> bool:
         gc.disable()  # a circle through the graph is out of the collector's sight in any case
         tokens, row_weights, received = functional.dispatch(ep, x, inputs["idx"], weights)
         out = functional.combine(ep, tokens, received, row_weights)
-        storage = weakref.ref(received)
+        nodes = weakref.ref(tokens.grad_fn), weakref.ref(out.grad_fn), weakref.ref(received)
+        assert all(node() is not None for node in nodes)
         del tokens, row_weights, received, out
         gc.enable()
-        return storage() is None
+        return all(node() is None for node in nodes)
 
 
 def test_a_graph_that_never_ran_backward_is_freed(pool):
     assert all(pool.run(graph_is_freed, CASES[0]))
+
+
+class Addresses(ExpertParallel):
+    """Notes where the tensors lie that it is called with."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)
+        self.seen: list[int] = []
+
+    def dispatch(self, x, *args, **options):
+        self.seen.append(x.data_ptr())
+        return super().dispatch(x, *args, **options)
+
+    def combine(self, y, *args, **options):
+        self.seen.append(y.data_ptr())
+        return super().combine(y, *args, **options)
+
+    def combine_weights(self, row_values, received):
+        self.seen.append(row_values.data_ptr())
+        return super().combine_weights(row_values, received)
+
+
+def test_gradients_come_to_the_calls_where_kernels_can_read_them():
+    """Autograd hands out parts of larger tensors, of which no caller knows where they begin."""
+    case = Case(seed=7, top_k=2, tokens=(6,), integers=True)
+    grad, idx = case.inputs()[0]["grad"], torch.arange(12).reshape(6, 2)
+    gradients = []
+    for odd in (0, 1):
+        x = case.inputs()[0]["x"].requires_grad_()
+        weights = case.inputs()[0]["weights"].requires_grad_()
+        with open_ep(None, case, kind=Addresses) as ep:
+            tokens, row_weights, received = functional.dispatch(ep, x, idx, weights)
+            before = torch.zeros(odd)
+            rows = torch.cat([before.bfloat16(), tokens.flatten()])[odd:].view_as(tokens)
+            out = functional.combine(
+                ep, rows.clone(), received, torch.cat([before, row_weights])[odd:]
+            )
+            joined = torch.cat([before.bfloat16(), out.flatten()])
+            joined.backward(torch.cat([before.bfloat16(), grad.flatten()]))
+            assert all(address % 16 == 0 for address in ep.seen)
+            assert len(ep.seen) == 5
+        gradients.append((x.grad, weights.grad))
+    assert all(map(torch.equal, *gradients))
 
 
 def low_latency_calls(group: object, case: Case) -> tuple[str, bool]:

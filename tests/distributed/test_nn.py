@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
 
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.expert_parallel import ExpertParallel
 from fanfold.nn import MoE, MoEOptions, average_gradients
+from fanfold.received import Received
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 8, 3, 48, 40
 
@@ -49,8 +52,13 @@ PROBLEMS = {
 }
 
 
-def open_ep(group: object, options: MoEOptions, **settings: object) -> ExpertParallel:
-    return ExpertParallel(
+def open_ep(
+    group: object,
+    options: MoEOptions,
+    kind: type[ExpertParallel] = ExpertParallel,
+    **settings: object,
+) -> ExpertParallel:
+    return kind(
         group,
         num_experts=EXPERTS,
         top_k=TOP_K,
@@ -279,7 +287,7 @@ def count(group: object, tokens: tuple[int, ...]) -> dict[str, object]:
         x, _ = Problem(options, tokens).inputs()[ep.rank]
         chosen, _, _ = layer.router(x)
         layer(x.requires_grad_()).sum().backward()
-        result = {"chosen": chosen, **vars(layer.statistics)}
+        result = {"chosen": chosen, **dataclasses.asdict(layer.statistics)}
         layer.statistics.reset()
         assert layer.statistics.bytes_sent == 0
         assert layer.statistics.expert_rows.tolist() == [0] * ep.experts_per_rank
@@ -304,6 +312,79 @@ def test_statistics_count_rows_and_bytes(pools):
         assert result["bytes_sent"] == result["bytes_returned"] == 2 * len(pairs) * HIDDEN * 2
         assert result["dispatch_seconds"] > 0
         assert result["combine_seconds"] > 0
+
+
+class Reads(TorchFunctionMode):
+    """Notes what would wait for a GPU if tensors were there."""
+
+    WAITING = frozenset({
+        "__bool__", "__float__", "__index__", "__int__", "bincount", "cpu", "item", "nonzero",
+        "numpy", "repeat_interleave", "tolist", "unique",
+    })  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name in self.WAITING:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class Aside(ExpertParallel):
+    """Hides the reads of its own calls, which are the host backend's."""
+
+    reads: Reads
+
+    def _hidden(self, call, *args, **options):
+        before = len(self.reads.names)
+        result = call(*args, **options)
+        del self.reads.names[before:]
+        return result
+
+    def dispatch(self, *args: object, **options: object) -> Received:
+        return self._hidden(super().dispatch, *args, **options)
+
+    def combine(self, *args: object, **options: object) -> torch.Tensor:
+        return self._hidden(super().combine, *args, **options)
+
+    def combine_weights(self, *args: object) -> torch.Tensor:
+        return self._hidden(super().combine_weights, *args)
+
+
+@pytest.mark.parametrize("mode", ["high_throughput", "low_latency"])
+def test_a_layer_reads_one_tensor_in_its_forward_pass_and_none_in_its_backward_pass(mode):
+    options = MoEOptions(shared_intermediate=16)
+    with open_ep(None, options, kind=Aside, mode=mode) as ep, Reads() as ep.reads:
+        layer = make_layer(ep, options).requires_grad_(mode == "high_throughput")
+        x = torch.ones((30, HIDDEN))
+        for _ in range(2):
+            out = layer(x)
+        assert ep.reads.names == ["tolist"] * 2
+        if mode == "high_throughput":
+            (out.sum() + layer.balance_loss).backward()
+            assert ep.reads.names == ["tolist"] * 2
+        assert layer.statistics.expert_rows.sum() == 2 * 30 * TOP_K
+
+
+@pytest.mark.parametrize("capacity", [None, 200])
+def test_where_rows_lie_is_read_once_unless_a_graph_may_write_it_again(capacity):
+    """A CUDA graph is one with a capacity: its replays fill the tensors of one plan."""
+    options = MoEOptions()
+    with open_ep(None, options, kind=Aside, expert_alignment=4) as ep, Reads() as ep.reads:
+        idx = torch.arange(60).reshape(20, 3) % 7
+        received = ep.dispatch(torch.ones((20, HIDDEN)).bfloat16(), idx, capacity=capacity)
+        again = ep.dispatch(torch.ones((20, HIDDEN)).bfloat16(), previous=received)
+        for brought in (received, dataclasses.replace(received, weights=None), again):
+            rows = [brought.expert(expert).shape[0] for expert in range(EXPERTS)]
+            assert rows == [9, 9, 9, 9, 8, 8, 8, 0]
+            assert [count for _, count in brought.places()] == rows
+        counts = received.source.dispatched.plan.tokens_per_expert
+        counts[7] = 3
+        assert len(received.expert(7)) == (0 if capacity is None else 3)
+        assert capacity is not None or ep.reads.names == ["tolist"] * 2
 
 
 def test_sizes_that_are_not_the_expert_parallels_are_refused():

@@ -98,3 +98,27 @@ def test_a_layer(gpus: GpuPools, ranks: int, name: str) -> None:
         if parameter in results[0]["local"]:
             got = torch.cat([result["gradients"][parameter] for result in results])
         layers.assert_near(got * problem.ranks, value.grad, f"gradient of {parameter}")
+
+
+def _backward_without_waiting(group: dist.ProcessGroup, problem: layers.Problem) -> bool:
+    """Where PyTorch raises for whatever waits for the GPU."""
+    device = own_device()
+    with layers.open_ep(group, problem.options, config=_config()) as ep:
+        layer = layers.make_layer(ep, problem.options).to(device)
+        x = problem.inputs()[ep.rank][0].to(device).requires_grad_()
+        for _ in range(2):
+            out = layer(x)
+            loss = out.sum() + layer.balance_loss
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                loss.backward()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        ep.synchronize()
+        return bool((layer.w_in.grad != 0).any())
+
+
+def test_a_backward_pass_does_not_wait_for_the_gpu(gpus: GpuPools, ranks: int) -> None:
+    problem = layers.PROBLEMS["shared"]
+    problem = dataclasses.replace(problem, tokens=(problem.tokens * 2)[:ranks])
+    assert all(gpus.run(ranks, _backward_without_waiting, problem))
