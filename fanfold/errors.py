@@ -179,7 +179,7 @@ class PeerTimeout(FanfoldError, TimeoutError):
         rank: this rank.
         peer: the rank waited for.
         phase: the call and what in it was waited for.
-        expected: the number waited for: the call's epoch, or a count of rows.
+        expected: the number waited for: the call's, or a count of rows.
         actual: the number seen last.
         seconds: how long this rank waited.
         peer_gone: whether the peer's process was seen to have ended.

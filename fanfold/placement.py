@@ -12,10 +12,14 @@ from fanfold.errors import ArgumentError, UnavailableError
 from fanfold.geometry import on_device
 from fanfold.gpus import identity, lacking, unreachable_from
 from fanfold.group import Group, agree
+from fanfold.jit import nvrtc
 from fanfold.symmetric import host_identity
 from fanfold.symmetric_cuda import unavailable
 
-__all__ = ["Placement", "place"]
+__all__ = ["LEAST_CAPABILITY", "Placement", "place"]
+
+LEAST_CAPABILITY = (8, 0)
+"""Of GPUs, for any kernel; high throughput needs more."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,8 @@ def place(group: Group, config: Config) -> Placement:
     Args:
         group: the ranks.
         config: ``backend`` decides: ``"auto"`` takes the GPUs where every rank has a CUDA device of
-            its own, all on one host and within each other's reach.
+            its own, all on one host and within each other's reach, and kernels can be compiled for
+            it.
 
     Raises:
         ArgumentError: the ranks' settings of ``backend`` differ.
@@ -105,15 +110,30 @@ def _look(group: Group) -> _Seat:
         return _Seat(host, lacking=obstacle)
     try:
         current = torch.cuda.current_device()
+        capability = torch.cuda.get_device_capability(current)
         return _Seat(
             host,
             f"cuda:{current}",
             identity(current),
             unreachable_from(current),
-            capability=torch.cuda.get_device_capability(current),
+            lacking=_no_kernels_for(current, capability),
+            capability=capability,
         )
     except (RuntimeError, AssertionError) as failure:
         return _Seat(host, lacking=f"its CUDA device does not answer: {failure}")
+
+
+def _no_kernels_for(device: int, capability: tuple[int, int]) -> str | None:
+    """Why there can be no kernels for a device, or None; compiles nothing and opens no compiler."""
+    if capability < LEAST_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        least, actual = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY, capability))
+        return f"kernels need compute capability {least}, and cuda:{device} ({name}) has {actual}"
+    try:
+        nvrtc.find()
+    except UnavailableError as error:
+        return str(error)
+    return None
 
 
 def _obstacle(seats: list[_Seat]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from fanfold.deep_ep.sizes import (
     low_latency_bytes,
     promised_top_k,
 )
+from fanfold.deep_ep.zero_copy import ZeroCopy
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.formats import RowFormat, ScaleFormat
 from fanfold.geometry import Geometry, check_tensor, is_plain
@@ -27,6 +29,7 @@ from fanfold.low_latency import (
     LowLatency,
     RoutingLayout,
     Statistics,
+    check_cuda_geometry,
 )
 from fanfold.low_latency.quick import quick_look
 from fanfold.refusal import Refusing
@@ -46,6 +49,7 @@ DispatchResult = tuple[
 
 
 Formats = tuple[RowFormat, ScaleFormat]
+_Sizes = tuple[int, int, torch.Tensor, int]  # max_tokens, num_experts, topk_idx, hidden
 
 # By use_fp8, round_scale, use_ue8m0.
 _FORMATS: dict[tuple[bool, bool, bool], Formats] = {
@@ -67,6 +71,14 @@ def _formats_of(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Formats:
     if round_scale and not use_fp8:
         raise ArgumentError("round_scale", "True with use_fp8=False", "used only with fp8 rows")
     return _FORMATS[bool(use_fp8), bool(round_scale), bool(use_ue8m0)]
+
+
+def _quick_formats(*flags: object) -> Formats | None:
+    """The same of what are truth values; None where :func:`_formats_of` must decide."""
+    try:
+        return _FORMATS.get(flags)  # type: ignore[arg-type]
+    except TypeError:  # what cannot be looked up is none
+        return None
 
 
 class _Known:
@@ -149,6 +161,10 @@ class _Handle:
             check_count(f"handle[{place}] ({name})", handle[place], 0)
         return cls(*handle)
 
+    def sizes(self, topk_idx: torch.Tensor) -> _Sizes:
+        """Of a combine with this handle."""
+        return self.max_tokens, self.num_experts, topk_idx, self.hidden
+
     def check(self, geometry: Geometry, device: torch.device) -> None:
         """Raises ArgumentError unless the tensors are those of ``geometry``, on ``device``.
 
@@ -178,7 +194,7 @@ class LowLatencyCalls(BufferBase):
     """Low-latency dispatch and combine with DeepEP's arguments."""
 
     def __init__(self) -> None:
-        self._combine_buffer: torch.Tensor | None = None
+        self._zero_copy = ZeroCopy(self.device)
         self._known: _Known | None = None
         self._on_gpu = self.device.type != "cpu"
 
@@ -189,8 +205,9 @@ class LowLatencyCalls(BufferBase):
 
         When this returns, every rank has finished its earlier low-latency calls and has arrived
         here, so whatever a rank did to its own memory before is done. On the host nothing more is
-        needed, because flags are epochs that only grow; on a GPU the memory is written anew, for
-        which the CPU waits. No low-latency call may be in flight.
+        needed, because flags are epochs that only grow, and no low-latency call may be in flight.
+        On a GPU the memory is written anew, for which the CPU waits; calls in flight are given up,
+        and their hooks raise UsageError.
 
         Args:
             num_max_dispatch_tokens_per_rank, hidden, num_experts: of the calls to come; checked to
@@ -198,7 +215,7 @@ class LowLatencyCalls(BufferBase):
 
         Raises:
             ArgumentError: the calls to come do not fit into ``num_rdma_bytes``.
-            UsageError: no low-latency mode, or a call is in flight.
+            UsageError: no low-latency mode; on the host, a call is in flight.
             PeerTimeout: a rank did not arrive in time.
         """
         mode = self._low_latency()
@@ -275,7 +292,7 @@ class LowLatencyCalls(BufferBase):
         """
         mode, runtime = self._low_latency(), self._open()
         totals, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
-        known, formats = self._known, _FORMATS.get((use_fp8, round_scale, use_ue8m0))
+        known, formats = self._known, _quick_formats(use_fp8, round_scale, use_ue8m0)
         if not (
             known is not None
             and self._on_gpu  # where the mode says why tensors must be there
@@ -284,14 +301,13 @@ class LowLatencyCalls(BufferBase):
             and known.sums(totals, waits)
             and not (async_finish and return_recv_hook)
         ):
-            with Refusing(mode.refuse_dispatch):
+            sizes = (num_max_dispatch_tokens_per_rank, num_experts, topk_idx)
+            with self._refusing(mode.refuse_dispatch, lambda: (*sizes, x.shape[1])):
                 _check_exclusive(async_finish, return_recv_hook)
                 formats = _formats_of(use_fp8, round_scale, use_ue8m0)
                 runtime.placement.check(x=x, topk_idx=topk_idx)
                 check_tensor("x", x, (None, None), (torch.bfloat16,), device=self.device)
-                known = self._know(
-                    num_max_dispatch_tokens_per_rank, num_experts, topk_idx, x.shape[1]
-                )
+                known = self._know(*sizes, x.shape[1])
                 self._check_sums(
                     known.geometry,
                     dispatch_wait_recv_cost_stats=waits,
@@ -364,9 +380,9 @@ class LowLatencyCalls(BufferBase):
             and known.sums(None, combine_wait_recv_cost_stats)
             and not (zero_copy or (async_finish and return_recv_hook))
         ):
-            with Refusing(mode.refuse_combine):
+            with self._refusing(mode.refuse_combine, lambda: _Handle.of(handle).sizes(topk_idx)):
                 parts = _Handle.of(handle)
-                known = self._know(parts.max_tokens, parts.num_experts, topk_idx, parts.hidden)
+                known = self._know(*parts.sizes(topk_idx))
                 runtime.placement.check(x=x, topk_weights=topk_weights, out=out)
                 parts.check(known.geometry, device)
                 _check_exclusive(async_finish, return_recv_hook)
@@ -393,26 +409,27 @@ class LowLatencyCalls(BufferBase):
 
         inputs = (y, topk_idx, topk_weights, routing.ranges, combine_wait_recv_cost_stats)
         combined, hook, event = runtime.streams.run(call, async_finish=async_finish, inputs=inputs)
+        if zero_copy:
+            self._zero_copy.was_given(event)
         return combined, event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
-        """Where to put the experts' outputs for a combine with ``zero_copy=True``.
+        """Where to put the experts' outputs for a combine with ``zero_copy=True``. Ask before the
+        outputs of each such combine are written: on a GPU this makes the current stream wait until
+        the last one has read its own.
 
         Args:
             handle: what low_latency_dispatch returned.
 
         Returns:
             ``[E_l, R * M, hidden]`` bfloat16. The same memory until a handle of another geometry
-            comes; combine has read it when it, or its send half, returns (on a GPU: for work that
-            follows on the stream).
+            comes.
         """
         self._low_latency()
         parts = _Handle.of(handle)
         geometry = Geometry(self.group_size, parts.num_experts, 1, parts.hidden, parts.max_tokens)
         shape = (geometry.experts_per_rank, geometry.expert_capacity, geometry.hidden)
-        if self._combine_buffer is None or self._combine_buffer.shape != shape:
-            self._combine_buffer = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
-        return self._combine_buffer
+        return self._zero_copy.take(shape, self._open().streams)
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Masks a rank (nothing is sent to it or awaited from it), or unmasks it. Local.
@@ -463,19 +480,45 @@ class LowLatencyCalls(BufferBase):
             )
         return runtime
 
+    def _refusing(self, refuse: Callable[..., None], sizes: Callable[[], _Sizes]) -> Refusing:
+        """Refuses a call with whatever its block raises.
+
+        Args:
+            refuse: the mode's.
+            sizes: what the call's arguments tell of its geometry, which may be anything: where it
+                is none that fits, no rank can make a call of it.
+        """
+
+        def tell(error: BaseException) -> None:
+            geometry = None
+            with contextlib.suppress(ArgumentError, AttributeError, IndexError, TypeError):
+                geometry = self._fitting(*sizes())
+            refuse(error, geometry=geometry)
+
+        return Refusing(tell)
+
+    def _fitting(
+        self, max_tokens: int, num_experts: int, topk_idx: torch.Tensor, hidden: int
+    ) -> Geometry:
+        """The geometry of one call, checked to fit."""
+        geometry = Geometry(self.group_size, num_experts, topk_idx.shape[1], hidden, max_tokens)
+        self._check_fit(geometry)
+        return geometry
+
     def _know(
         self, max_tokens: int, num_experts: int, topk_idx: torch.Tensor, hidden: int
     ) -> _Known:
-        """The geometry of one call, checked to fit."""
+        """The same with what follows from it."""
         check_tensor("topk_idx", topk_idx, (None, None), (torch.int64,), device=self.device)
-        geometry = Geometry(self.group_size, num_experts, topk_idx.shape[1], hidden, max_tokens)
-        self._check_fit(geometry)
+        geometry = self._fitting(max_tokens, num_experts, topk_idx, hidden)
         if self._known is None or self._known.geometry != geometry:
             self._known = _Known(geometry, self.device)
         return self._known
 
     def _check_fit(self, geometry: Geometry) -> None:
         on_host = self.device.type == "cpu"
+        if not on_host:
+            check_cuda_geometry(geometry)
         needed = low_latency_bytes(geometry) if on_host else cuda_low_latency_bytes(geometry)
         if needed <= self.num_rdma_bytes:
             return
@@ -501,13 +544,14 @@ class LowLatencyCalls(BufferBase):
             return x
         if use_logfmt:
             raise ArgumentError("zero_copy", "True with use_logfmt=True", "used without LogFMT")
-        if self._combine_buffer is None or self._combine_buffer.shape != shape:
+        written = self._zero_copy.tensor
+        if written is None or written.shape != shape:
             raise ArgumentError(
                 "zero_copy",
                 "True, but the zero-copy buffer was not asked for",
                 "preceded by get_next_low_latency_combine_buffer(handle)",
             )
-        return self._combine_buffer
+        return written
 
     def _check_sums(self, geometry: Geometry, **tensors: torch.Tensor | None) -> None:
         """Raises ArgumentError for a tensor to add to that is not as DeepEP has it."""

@@ -146,6 +146,7 @@ class ExpertParallel:
         self.device = self._placement.device
         self._on_host = self.device.type == "cpu"
         if self._placement.backend == "cuda":
+            low_latency.check_cuda_geometry(geometry)
             nbytes = low_latency.cuda_required_bytes(geometry, late_weights=False)
             self.memory = CudaSymmetricMemory(self._group, nbytes)
         else:

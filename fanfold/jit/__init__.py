@@ -6,6 +6,7 @@ from fanfold.jit.kernel import (
     architecture_of,
     compile,  # noqa: A004, called as jit.compile
     load,
+    load_all,
 )
 
-__all__ = ["Binary", "KernelSource", "architecture_of", "compile", "load"]
+__all__ = ["Binary", "KernelSource", "architecture_of", "compile", "load", "load_all"]

@@ -14,6 +14,7 @@ import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,11 +26,13 @@ from fanfold.jit import nvrtc
 from fanfold.jit.cache import Cache, Entry
 
 if TYPE_CHECKING:
+    import torch
+
     from fanfold import _core
 
 __all__ = [
     "KERNELS", "Binary", "KernelSource", "architecture_of", "cache_of", "compile", "compile_in",
-    "load",
+    "load", "load_all",
 ]  # fmt: skip
 
 KERNELS = Path(__file__).parent.parent / "kernels"
@@ -323,9 +326,29 @@ def load(source: KernelSource, device_index: int, config: Config | None = None) 
         kernel = _loaded.get((source, device_index))
         if kernel is None:
             device = torch.device("cuda", device_index)
-            arch = architecture_of(torch.cuda.get_device_capability(device))
-            image = compile(source, arch, config=config).image
+            image = compile(source, _architecture_at(device), config=config).image
             with torch.cuda.device(device):
                 torch.empty(1, device=device)  # makes the context current that it is loaded into
                 kernel = _loaded[source, device_index] = _core.CudaKernel(image, source.entry)
     return kernel
+
+
+def load_all(
+    sources: Sequence[KernelSource], device_index: int, config: Config | None = None
+) -> list[_core.CudaKernel]:
+    """:func:`load` of each. Those that nobody has compiled before are compiled at the same time,
+    as each takes the compiler about a second of one core."""
+    import torch
+
+    missing = [source for source in sources if (source, device_index) not in _loaded]
+    if len(missing) > 1:
+        arch = _architecture_at(torch.device("cuda", device_index))
+        with ThreadPoolExecutor(len(missing)) as pool:
+            list(pool.map(functools.partial(compile, arch=arch, config=config), missing))
+    return [load(source, device_index, config) for source in sources]
+
+
+def _architecture_at(device: torch.device) -> str:
+    import torch
+
+    return architecture_of(torch.cuda.get_device_capability(device))

@@ -26,7 +26,7 @@ from fanfold.low_latency.calls import (
     check_tokens,
 )
 from fanfold.low_latency.host import HostLowLatency
-from fanfold.low_latency.sizes import cuda_required_bytes
+from fanfold.low_latency.sizes import check_cuda_geometry, cuda_required_bytes
 from fanfold.symmetric import SymmetricMemory
 from fanfold.symmetric_cuda import CudaSymmetricMemory
 
@@ -42,6 +42,7 @@ __all__ = [
     "Routing",
     "RoutingLayout",
     "Statistics",
+    "check_cuda_geometry",
     "check_tokens",
     "cuda_required_bytes",
     "open_low_latency",

@@ -333,7 +333,8 @@ class LowLatency(Protocol):
 
     def reset(self) -> None:
         """Readies the memory after other use of it. Collective on a GPU, where it waits for the
-        ranks' calls and writes the memory anew; on the host the same as :meth:`quiesce`."""
+        ranks' calls and writes the memory anew; calls in flight are given up, and their hooks raise
+        UsageError. On the host the same as :meth:`quiesce`."""
 
     def set_masked(self, rank: int, masked: bool) -> None:
         """Masks a rank (nothing is sent to it or awaited from it), or unmasks it. Local."""
@@ -341,15 +342,27 @@ class LowLatency(Protocol):
     def masked(self) -> torch.Tensor:
         """``[R]`` int32 on :attr:`device`: 1 for each masked rank."""
 
-    def refuse_dispatch(self, error: BaseException) -> None:
-        """Makes this dispatch void on all ranks because of ``error``, found by a layer above."""
+    def refuse_dispatch(self, error: BaseException, geometry: Geometry | None = None) -> None:
+        """Makes this dispatch void on all ranks because of ``error``, found by a layer above.
 
-    def refuse_combine(self, error: BaseException, routing: AnyRouting | None = None) -> None:
+        Args:
+            error: what was found.
+            geometry: of the dispatch, where it may be another than the last call's and is known:
+                on a GPU the peers then agree about it, and raise FanfoldError.
+        """
+
+    def refuse_combine(
+        self,
+        error: BaseException,
+        routing: AnyRouting | None = None,
+        geometry: Geometry | None = None,
+    ) -> None:
         """Makes this combine void on all ranks because of ``error``, found by a layer above.
 
         Args:
             error: what was found.
             routing: of the combine, where it is known: its rows are what the peers send.
+            geometry: as in :meth:`refuse_dispatch`.
         """
 
 

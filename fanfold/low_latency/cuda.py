@@ -10,8 +10,11 @@ stays in step with the others.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -19,7 +22,7 @@ from fanfold import _core, jit
 from fanfold.config import Config
 from fanfold.errors import ArgumentError, FanfoldError, UsageError
 from fanfold.formats import RowFormat, ScaleFormat
-from fanfold.geometry import Geometry, check_aligned, check_hidden, is_plain
+from fanfold.geometry import Geometry, check_aligned, is_plain
 from fanfold.group import agree
 from fanfold.letting_go import let_go
 from fanfold.low_latency import kernels
@@ -68,6 +71,8 @@ _SEND, _RECEIVE = 1, 2  # arguments begin with both
 # LowLatencyFacts.weights
 _NONE, _WITH_DISPATCH, _WITH_COMBINE = 0, 1, 2
 
+_Sources = Callable[[], list[jit.KernelSource]]
+
 
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
@@ -98,9 +103,7 @@ class CudaLowLatency:
         self._late = late_weights
         index = self._index = memory.device.index
         sms = torch.cuda.get_device_properties(index).multi_processor_count
-        self._grid = kernels.Grid.of(sms, ctas=config.ctas, senders=config.senders)
-        if self._grid.ctas > sms:
-            raise ArgumentError("ctas", self._grid.ctas, f"at most {sms}, the SMs of this GPU")
+        self._grid = kernels.Grid.of(sms, memory.ranks, ctas=config.ctas, senders=config.senders)
         self._early = torch.cuda.get_device_capability(index) >= (9, 0)
         self._allocator = Allocator(self.device)
         self._reports = Reports()
@@ -144,7 +147,8 @@ class CudaLowLatency:
             self.check()
         plan = self._plan
         if plan is None or plan.geometry is not geometry or self._stale is not None:
-            plan = self._plan_of(geometry)
+            needed = partial(kernels.kernel_sources, geometry, row_format, scale_format)
+            plan = self._plan_of(geometry, partial(needed, late_weights=self._late))
         flight, weighted = self._flights[0], topk_weights is not None
         if flight.sent != flight.received:
             flight.check("dispatch", return_hook)
@@ -196,7 +200,7 @@ class CudaLowLatency:
             self.check()
         plan = self._plan
         if plan is None or plan.geometry is not geometry or self._stale is not None:
-            plan = self._plan_of(geometry)
+            plan = self._plan_of(geometry, partial(self._combine_sources, geometry, logfmt))
         flight, late = self._flights[1], self._late
         if flight.sent != flight.received:
             flight.check("combine", return_hook)
@@ -279,7 +283,8 @@ class CudaLowLatency:
             raise ArgumentError("routing", "of a dispatch with weights", "of this mode's dispatch")
         self._check_place(y=y)
         check_outputs(geometry, y, routing.ranges, self.device)
-        if y.data_ptr() % 16 or y.stride(0) % 8 or y.stride(1) % 8:
+        check_aligned("y", y)
+        if y.stride(0) % 8 or y.stride(1) % 8:
             raise ArgumentError("y.stride()", y.stride(), "rows on 16-byte boundaries")
         if late is None:
             tokens = routing.tokens  # type: ignore[union-attr]
@@ -317,6 +322,9 @@ class CudaLowLatency:
         ticket = flight.sent
 
         def ready() -> None:
+            self._memory.base(self._memory.rank)  # raises if it is closed
+            if flight not in self._flights:
+                raise UsageError("reset() has given up this call; its hook receives nothing")
             if self._reports.fatal():
                 self.check()
             if flight.received != ticket - 1:
@@ -340,9 +348,9 @@ class CudaLowLatency:
             geometry = None if self._plan is None else self._plan.geometry
             raise self._reports.take(self._memory.rank, geometry, self._config.timeout_s)
 
-    def refuse_dispatch(self, error: BaseException) -> None:
+    def refuse_dispatch(self, error: BaseException, geometry: Geometry | None = None) -> None:
         """See :meth:`LowLatency.refuse_dispatch`."""
-        plan = self._plan_to_refuse(error)
+        plan = self._plan_to_refuse(error, geometry)
         if plan is None:
             return
         # Any dispatch's kernel takes away what comes, whatever its encoding.
@@ -355,15 +363,15 @@ class CudaLowLatency:
         args.rows = args.counts = args.expert_totals = args.wait_ns = 0
         self._take_part(self._flights[0], args, call.launch)
 
-    def refuse_combine(self, error: BaseException, routing: AnyRouting | None = None) -> None:
-        """See :meth:`LowLatency.refuse_combine`.
-
-        Args:
-            error: what was found.
-            routing: of the call; where a layer above refuses before it is known, the last
-                dispatch's, as its rows are what the peers send most likely.
-        """
-        plan = self._plan_to_refuse(error)
+    def refuse_combine(
+        self,
+        error: BaseException,
+        routing: AnyRouting | None = None,
+        geometry: Geometry | None = None,
+    ) -> None:
+        """See :meth:`LowLatency.refuse_combine`. Without its routing that of the last dispatch is
+        taken, as its rows are what the peers send most likely."""
+        plan = self._plan_to_refuse(error, geometry)
         if plan is None:
             return
         # The peers may send LogFMT, and its kernel takes either.
@@ -420,17 +428,18 @@ class CudaLowLatency:
             if tensor is not None:
                 tensor.record_stream(current)
 
-    def _plan_to_refuse(self, error: BaseException) -> Plan | None:
+    def _plan_to_refuse(self, error: BaseException, geometry: Geometry | None) -> Plan | None:
+        """The plan by which the peers make the call that is refused; None if no kernel runs."""
         if self._stale is not None:
             return None  # nobody makes calls before the memory is ready again
-        if self._plan is None:
-            # The others agree about the memory in their first call.
-            reason = error if isinstance(error, FanfoldError) else FanfoldError(str(error))
-            try:
-                agree(self._memory.group, {}, reason)
-            except FanfoldError:
-                return None
-        return self._plan
+        plan = self._plan
+        if plan is not None and geometry in (None, plan.geometry):
+            return plan
+        # The others agree about the memory, in their first call of this geometry.
+        reason = error if isinstance(error, FanfoldError) else FanfoldError(str(error))
+        with contextlib.suppress(FanfoldError):
+            agree(self._memory.group, {}, reason)
+        return None
 
     # ---- the memory -----------------------------------------------------------------------------
 
@@ -443,7 +452,7 @@ class CudaLowLatency:
     def reset(self) -> None:
         """See :meth:`LowLatency.reset`."""
         if self._plan is not None:
-            self._lay_out(self._plan.geometry)
+            self._lay_out(self._plan.geometry, None)
 
     def set_masked(self, rank: int, masked: bool) -> None:
         """See :meth:`LowLatency.set_masked`. Waits for the calls so far. A rank that comes back
@@ -466,9 +475,12 @@ class CudaLowLatency:
 
     def _check_idle(self) -> None:
         if any(flight.sent != flight.received for flight in self._flights):
-            raise UsageError("a call is in flight; call its hook first")
+            raise UsageError(
+                "a call is in flight; call its hook first. If that is lost, all ranks must give "
+                "the call up: reset(), or clean_low_latency_buffer() of a Buffer"
+            )
 
-    def _plan_of(self, geometry: Geometry) -> Plan:
+    def _plan_of(self, geometry: Geometry, sources: _Sources) -> Plan:
         plan = self._plan
         if self._stale is not None:
             raise UsageError(
@@ -483,15 +495,21 @@ class CudaLowLatency:
                 f"the first call of {geometry} readies the memory of all ranks, which a CUDA graph "
                 "cannot hold; call dispatch and combine once before the capture"
             )
-        return self._lay_out(geometry)
+        return self._lay_out(geometry, sources)
 
-    def _lay_out(self, geometry: Geometry) -> Plan:
-        """Readies the memory of all ranks for a geometry. Collective; waits for all calls."""
-        core = core_geometry(geometry)
-        grid = self._grid
+    def _lay_out(self, geometry: Geometry, sources: _Sources | None) -> Plan:
+        """Readies the memory of all ranks for a geometry. Collective; waits for all calls. What
+        fails on one rank, be it the compiler or CUDA, is raised by all.
+
+        Args:
+            geometry: of the calls to come.
+            sources: of kernels to load; None to reset, which gives up calls in flight.
+        """
+        core, grid = core_geometry(geometry), self._grid
         error: Exception | None = None
         try:
-            self._check_idle()
+            if sources is not None:
+                self._check_idle()
             torch.cuda.synchronize(self.device)
             self._check_unmasked(geometry)
             calls = _core.CudaLowLatency(self._place, core, self._late, grid.ctas, grid.senders)
@@ -502,20 +520,25 @@ class CudaLowLatency:
                     f"{self._memory.bytes_per_rank} bytes",
                     f"at least {nbytes} for {geometry}",
                 )
-        except FanfoldError as refused:
-            error = refused
+            if sources is not None:
+                jit.load_all(sources(), self.device.index, self._config)
+        except Exception as failure:
+            error = failure
         # When all have come here, no kernel of an earlier call runs anywhere.
         agree(self._memory.group, dataclasses.asdict(geometry), error)
-        region = self._memory.tensor
-        region[:first_absent].zero_()
-        region[first_absent:nbytes].fill_(0xFF)
-        self._epochs.fill_(_core.CUDA_FIRST_EPOCH)
-        self._state[-4:].zero_()
-        torch.cuda.synchronize(self.device)
-        self._reports.clear()
-        self._stale = None
-        agree(self._memory.group, {})
-        self._last_routing = None
+        self._plan = self._last_routing = self._stale = None
+        self._flights = (Flight(), Flight())
+        try:
+            region = self._memory.tensor
+            region[:first_absent].zero_()
+            region[first_absent:nbytes].fill_(0xFF)
+            self._epochs.fill_(_core.CUDA_FIRST_EPOCH)
+            self._state[-4:].zero_()
+            torch.cuda.synchronize(self.device)
+            self._reports.clear()
+        except Exception as failure:
+            error = failure
+        agree(self._memory.group, {}, error)
         layout = RoutingLayout.of(geometry, 0 if self._late else _core.cuda_table_bytes(core))
         look = quick_look(geometry, layout, self.device)
         self._plan = Plan(geometry, calls, layout, look)
@@ -529,7 +552,6 @@ class CudaLowLatency:
         key = (row_format, scale_format, weighted)
         known = plan.dispatches.get(key)
         if known is None:
-            check_hidden(plan.geometry.hidden, row_format.dtype.itemsize)
             launch = self._load(kernels.dispatch_kernel(plan.geometry, row_format, scale_format))
             args = plan.core.dispatch_arguments(
                 kernels.encoding(row_format, scale_format), _WITH_DISPATCH if weighted else _NONE
@@ -548,16 +570,20 @@ class CudaLowLatency:
         return known
 
     def _combine_call(self, plan: Plan, weighted: bool, logfmt: bool) -> CombineCall:
+        logfmt = bool(logfmt)
         key = (weighted, logfmt)
         known = plan.combines.get(key)
         if known is None:
-            source = kernels.combine_kernel(plan.geometry, late=self._late, logfmt=logfmt)
+            (source,) = self._combine_sources(plan.geometry, logfmt)
             weights = _WITH_COMBINE if self._late else _WITH_DISPATCH if weighted else _NONE
             launch, args = self._load(source), plan.core.combine_arguments(weights)
             args.weighted = weighted
             known = plan.combines[key] = CombineCall(weighted, logfmt, launch, args)
         plan.combine = known
         return known
+
+    def _combine_sources(self, geometry: Geometry, logfmt: bool) -> list[jit.KernelSource]:
+        return [kernels.combine_kernel(geometry, late=self._late, logfmt=bool(logfmt))]
 
     def _load(self, source: jit.KernelSource) -> Launch:
         if torch.cuda.is_current_stream_capturing():

@@ -150,6 +150,7 @@ class HostLowLatency:
             tokens = check_own(geometry, own, late_weights, _CPU)
             result = check_result(out, (tokens, geometry.hidden), _CPU)
             Statistics(wait_ns=wait_ns).check(geometry, _CPU)
+            logfmt = bool(logfmt)
         sent = _core.LowLatencyOutputs()
         sent.y, sent.expert_stride, sent.row_stride = y.data_ptr(), y.stride(0), y.stride(1)
         sent.ranges = routing.ranges.data_ptr()
@@ -199,13 +200,19 @@ class HostLowLatency:
         peers = range(self._memory.ranks)
         return torch.tensor([self._memory.core.masked(peer) for peer in peers], dtype=torch.int32)
 
-    def refuse_dispatch(self, error: BaseException) -> None:
+    def refuse_dispatch(self, error: BaseException, geometry: Geometry | None = None) -> None:
         """Makes this dispatch void on all ranks because of ``error``, found by a layer above."""
+        del geometry  # nothing depends on it here
         tell(self._core.refuse_dispatch, error)
 
-    def refuse_combine(self, error: BaseException, routing: AnyRouting | None = None) -> None:
+    def refuse_combine(
+        self,
+        error: BaseException,
+        routing: AnyRouting | None = None,
+        geometry: Geometry | None = None,
+    ) -> None:
         """Makes this combine void on all ranks because of ``error``, found by a layer above."""
-        del routing  # peers look at nothing of a void combine here
+        del routing, geometry  # peers look at nothing of a void combine here
         tell(self._core.refuse_combine, error)
 
     def _allocate(

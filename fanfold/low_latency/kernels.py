@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fanfold import _core
+from fanfold.errors import ArgumentError
 from fanfold.formats import RowFormat, ScaleFormat
-from fanfold.geometry import Geometry
+from fanfold.geometry import Geometry, check_hidden
 from fanfold.jit import KernelSource
 
 __all__ = ["Grid", "combine_kernel", "dispatch_kernel", "kernel_sources"]
@@ -40,12 +41,25 @@ class Grid:
     senders: int
 
     @classmethod
-    def of(cls, sms: int, *, ctas: int | None = None, senders: int | None = None) -> Grid:
-        """The grid for a GPU with ``sms`` SMs, where nothing else is asked for."""
+    def of(
+        cls, sms: int, ranks: int, *, ctas: int | None = None, senders: int | None = None
+    ) -> Grid:
+        """The grid for a GPU with ``sms`` SMs, where nothing else is asked for.
+
+        Raises:
+            ArgumentError: too few CTAs for so many ranks, or too many for the GPU; or so many
+                senders that too few are left.
+        """
         if ctas is None:
             ctas = min(max(sms, 2), _core.CUDA_MOST_CTAS)
+        if not ranks < ctas <= sms:
+            bound = f"from {ranks + 1}, one that sends and one for each rank that it receives from"
+            raise ArgumentError("ctas", ctas, f"{bound}, to {sms}, the SMs of this GPU")
         if senders is None:
-            senders = min(max(round(ctas * _SENDING_SHARE), 1), ctas - 1)
+            senders = min(max(round(ctas * _SENDING_SHARE), 1), ctas - ranks)
+        if not 1 <= senders <= ctas - ranks:
+            bound = f"from 1 to {ctas - ranks}: of {ctas} CTAs one for each rank must receive"
+            raise ArgumentError("senders", senders, bound)
         return cls(ctas, senders)
 
 
@@ -77,7 +91,12 @@ def _dispatch_tasks(row_format: RowFormat, hidden: int) -> int:
 def dispatch_kernel(
     geometry: Geometry, row_format: RowFormat, scale_format: ScaleFormat
 ) -> KernelSource:
-    """The kernel that dispatches rows of these formats; the number of tokens is free."""
+    """The kernel that dispatches rows of these formats; the number of tokens is free.
+
+    Raises:
+        ArgumentError: such rows are no multiple of 16 bytes.
+    """
+    check_hidden(geometry.hidden, row_format.dtype.itemsize)
     fp8 = row_format is RowFormat.FP8
     constants = {
         **_sizes(geometry),

@@ -74,7 +74,7 @@ class Plan:
         self.combines: dict[object, CombineCall] = {}
 
 
-@dataclass
+@dataclass(eq=False)
 class Flight:
     """Calls of one kind that were sent and not yet received.
 

@@ -46,7 +46,8 @@ class Reports(KernelReports):
         peer, phase = call >> 8, _PHASES[(call & 0xFF) - 1]
         number = (epoch & 0xFFFFFFFF) - _core.CUDA_FIRST_EPOCH + 1
         if kind == self._TIMEOUT:
-            return PeerTimeout(rank, peer, phase, epoch & 0xFFFF, first, timeout_s, False)
+            what, expected, actual = _awaited(number, first)
+            return PeerTimeout(rank, peer, phase + what, expected, actual, timeout_s, False)
         if kind == self._DISAGREEMENT:
             return ArgumentError(
                 f"call {number} of {phase}",
@@ -65,3 +66,20 @@ class Reports(KernelReports):
             value,
             f"from -1 (none) to {most}; it was taken for none",
         )
+
+
+def _awaited(number: int, came: int) -> tuple[str, int, int]:
+    """What a wait of call ``number`` was for, and the calls, counted from 1, that it expected of
+    the peer and had.
+
+    Args:
+        number: of the call that waited.
+        came: what stood where the peer was to write: in a count of calls received that count, else
+            the epoch of an earlier call or 0, neither of which tells how far the peer is.
+    """
+    # Before it sends, a call waits until the peer has received all calls but the last, as the call
+    # before it did with one less. (That none has been received cannot be told from a 0 of others.)
+    if came == number - 3 > 0:
+        return " (receipts of earlier calls)", number - 2, came
+    # What waits for anything else of a call has had all of the call before it.
+    return "", number, number - 1

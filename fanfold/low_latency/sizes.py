@@ -5,7 +5,7 @@ from __future__ import annotations
 from fanfold import _core
 from fanfold.geometry import Geometry
 
-__all__ = ["core_geometry", "cuda_required_bytes"]
+__all__ = ["check_cuda_geometry", "core_geometry", "cuda_required_bytes"]
 
 
 def core_geometry(geometry: Geometry) -> _core.LowLatencyGeometry:
@@ -17,6 +17,11 @@ def core_geometry(geometry: Geometry) -> _core.LowLatencyGeometry:
         hidden=geometry.hidden,
         max_tokens=geometry.max_tokens,
     )
+
+
+def check_cuda_geometry(geometry: Geometry) -> None:
+    """Raises ArgumentError for a geometry that the kernels do not take, whatever the memory."""
+    _core.check_cuda_geometry(core_geometry(geometry))
 
 
 def cuda_required_bytes(geometry: Geometry, *, late_weights: bool) -> int:

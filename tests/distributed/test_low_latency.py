@@ -302,7 +302,8 @@ def test_statistics(pools: Callable[[int], RankPool]) -> None:
 
 
 def _bad_statistics(group: dist.ProcessGroup) -> list[str]:
-    """What each rank is told where rank 1 gives tensors of a wrong shape or dtype."""
+    """What each rank is told where rank 1 gives tensors of a wrong shape or dtype; and then, what
+    is no bool but taken for one."""
     from fanfold.geometry import Geometry
     from fanfold.group import as_group
     from fanfold.low_latency import HostLowLatency, Statistics
@@ -326,15 +327,17 @@ def _bad_statistics(group: dist.ProcessGroup) -> list[str]:
             lambda: mode.dispatch(*args, statistics=Statistics(expert_totals=few)),
             lambda: mode.dispatch(*args, statistics=Statistics(wait_ns=narrow)),
             lambda: mode.combine(*back, wait_ns=narrow),
+            lambda: mode.combine(*back, logfmt="yes" if odd else True),  # type: ignore[arg-type]
         )
         return [str(caught(call)) for call in calls]
 
 
 def test_bad_statistics(pools: Callable[[int], RankPool]) -> None:
-    for totals, wait, combine_wait in pools(PLAIN.ranks).run(_bad_statistics):
+    for totals, wait, combine_wait, logfmt in pools(PLAIN.ranks).run(_bad_statistics):
         assert "expert_totals.shape" in totals
         assert "wait_ns.dtype" in wait
         assert "wait_ns.dtype" in combine_wait
+        assert logfmt == "None"
 
 
 def test_bytes_of_memory() -> None:

@@ -137,6 +137,7 @@ def emulated(builder: Builder, ctas: int) -> Iterator[None]:
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", create=True, return_value=0),
         mock.patch.object(torch._C, "_cuda_getDevice", create=True, return_value=None),
         mock.patch.object(cuda.jit, "load", lambda source, *_: builder.load(source)),
+        mock.patch.object(cuda.jit, "load_all", lambda every, *_: [*map(builder.load, every)]),
         mock.patch.object(kernel_reports, "torch", pageable),
     ):
         yield

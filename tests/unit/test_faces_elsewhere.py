@@ -15,6 +15,7 @@ from fanfold.deep_ep import Buffer, runtime
 from fanfold.deep_ep.sizes import cuda_memory_bytes
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.expert_parallel import face
+from fanfold.formats import RowFormat
 from fanfold.geometry import Geometry
 from fanfold.low_latency import (
     CudaRouting,
@@ -50,16 +51,18 @@ class Mode:
         self.calls: list[tuple[str, Any]] = []
         self.error: Exception | None = None
         self.late = False
+        self.row_format: RowFormat | None = None
         self.check_place: Any = None
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *args: self.calls.append((name, *args))
+        return lambda *args, **rest: self.calls.append((name, *args, *rest.values()))
 
     def dispatch(
         self, geometry: Geometry, x: Any, topk_idx: Any, topk_weights: Any = None, **rest: Any
     ) -> Any:
         self._check("dispatch", x=x, topk_idx=topk_idx, topk_weights=topk_weights)
         self.calls.append(("dispatch", (x, topk_idx, topk_weights)))
+        self.row_format = rest.get("row_format")
         local, capacity = geometry.experts_per_rank, geometry.expert_capacity
 
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -261,6 +264,7 @@ def test_deep_ep_knows_a_geometry_again_and_what_is_wrong_with_a_call(mode: Mode
             ((None, idx, 8, 4), bf16, "x is a NoneType"),
             ((x, idx.flatten(), 8, 4), bf16, "topk_idx.shape"),
             ((x, idx, 1 << 20, 4), bf16, "num_rdma_bytes"),
+            ((x, idx, 8, 4096), bf16, "num_experts is 4096, .* at most 2048"),
             ((x, idx, 8, 4, idx), bf16, "cumulative_local_expert_recv_stats"),
             ((x, idx, 8, 4), {**bf16, "use_ue8m0": True}, "use_ue8m0"),
             ((x, idx, 8, 4), {**bf16, "round_scale": True}, "round_scale"),
@@ -293,6 +297,60 @@ def test_deep_ep_knows_a_geometry_again_and_what_is_wrong_with_a_call(mode: Mode
     for top_k in (wider, idx, wider):  # another geometry each time
         buffer.low_latency_dispatch(x, top_k, 8, 4, **bf16)  # type: ignore[arg-type]
         assert mode.calls[-1][1][1] is top_k
+
+
+def test_a_deep_ep_refusal_tells_the_geometry_of_the_call(mode: Mode) -> None:
+    """So that the mode knows whether the peers are about to agree about another."""
+    size = Buffer.get_low_latency_rdma_size_hint(8, 32, 1, 4)
+    comm = types.SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: 1, allgather=lambda v: [v])
+    buffer = Buffer(None, 0, size, low_latency_mode=True, comm=comm)
+    x, idx, weights = tokens()
+    rows, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, 8, 4, use_fp8=False)
+    assert isinstance(rows, torch.Tensor)
+    same, narrow = Geometry(1, **SIZES), torch.zeros((5, 1), dtype=torch.int64, device=META)
+    dispatches: list[tuple[Any, Geometry | None]] = [
+        ((x, idx, 8, 4, idx), same),
+        ((x, idx.int(), 6, 4), dataclasses.replace(same, max_tokens=6)),
+        ((x.float(), narrow, 8, 4), dataclasses.replace(same, top_k=1)),
+        # These tell none, or one of which no rank can make a call.
+        ((x[0], idx, 8, 4), None),
+        ((None, idx, 8, 4), None),
+        ((x, idx.flatten(), 8, 4), None),
+        ((x, idx, 8, "4"), None),
+        ((x, idx, 1 << 20, 4), None),
+    ]
+    for call, geometry in dispatches:
+        with pytest.raises(ArgumentError):
+            buffer.low_latency_dispatch(*call)
+        assert (mode.calls[-1][0], mode.calls[-1][2]) == ("refuse_dispatch", geometry)
+    info, ranges, *sizes = handle
+    combines: list[tuple[Any, Geometry | None]] = [
+        ((rows.float(), idx, weights, handle), same),
+        (
+            (rows, idx, weights, (info, ranges, 6, *sizes[1:])),
+            dataclasses.replace(same, max_tokens=6),
+        ),
+        ((rows, idx, weights, handle[:4]), None),
+        ((rows, None, weights, handle), None),
+    ]
+    for call, geometry in combines:
+        with pytest.raises(ArgumentError):
+            buffer.low_latency_combine(*call)
+        assert (mode.calls[-1][0], mode.calls[-1][2]) == ("refuse_combine", geometry)
+
+
+def test_what_is_no_bool_is_taken_for_one(mode: Mode) -> None:
+    size = Buffer.get_low_latency_rdma_size_hint(8, 32, 1, 4)
+    comm = types.SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: 1, allgather=lambda v: [v])
+    buffer = Buffer(None, 0, size, low_latency_mode=True, comm=comm)
+    x, idx, _ = tokens()
+    for use_fp8, row_format in ((1, RowFormat.FP8), ([0], RowFormat.FP8), ([], RowFormat.BF16)):
+        buffer.low_latency_dispatch(x, idx, 8, 4, use_fp8=use_fp8)  # type: ignore[arg-type]
+        assert mode.row_format is row_format
+    wrong: Any = torch.zeros(2)
+    with pytest.raises(RuntimeError, match="ambiguous"):
+        buffer.low_latency_dispatch(x, idx, 8, 4, use_fp8=wrong)
+    assert mode.calls[-1][0] == "refuse_dispatch"
 
 
 def test_in_place_without_a_gpu() -> None:

@@ -13,6 +13,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -553,3 +554,20 @@ def test_warm_refuses_an_odd_geometry() -> None:
     code, out, err = fanfold("jit", "warm", "--experts", "10", "--ranks", "3")
     assert (code, out) == (2, "")
     assert "divisible by the 3 ranks" in err
+
+
+def test_several_are_compiled_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    all_at_once = threading.Barrier(3, timeout=20.0)
+    sources = [KernelSource("test/scale.cu", "scale", {"kScale": scale}) for scale in range(4)]
+    loaded: list[KernelSource] = []
+
+    def load(source: KernelSource, *rest: object) -> str:
+        loaded.append(source)
+        return str(source)
+
+    monkeypatch.setattr(kernel, "_loaded", {(sources[1], 0): object()})
+    monkeypatch.setattr(kernel, "_architecture_at", lambda device: "sm_90a")
+    monkeypatch.setattr(kernel, "compile", lambda source, arch, config: all_at_once.wait())
+    monkeypatch.setattr(kernel, "load", load)
+    assert jit.load_all(sources, 0) == [str(source) for source in sources]
+    assert loaded == sources

@@ -66,7 +66,8 @@ class Point:
 def point(sizes: tuple[int, int, int, int], rows: int, combine: int) -> Point:
     ranks, experts, top_k, hidden = sizes
     geometry = Geometry(ranks, experts, top_k, hidden, 128)
-    return Point(geometry, *ROWS[rows % len(ROWS)], bool(combine & 1), bool(combine & 2))
+    formats = ROWS[rows % len(ROWS) if hidden % 16 == 0 else 0]  # 16 bytes of fp8
+    return Point(geometry, *formats, bool(combine & 1), bool(combine & 2))
 
 
 def drawn(count: int, seed: int) -> Iterator[Point]:

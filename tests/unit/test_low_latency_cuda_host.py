@@ -71,6 +71,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Gpu:
     }.items():
         monkeypatch.setattr(torch._C, name, value, raising=False)
     monkeypatch.setattr(cuda.jit, "load", lambda *_: object())
+    monkeypatch.setattr(cuda.jit, "load_all", lambda *_: [])
 
     def agree(group: object, facts: object, error: Exception | None = None) -> None:
         if error is not None:
@@ -238,6 +239,7 @@ def _shifted(tensor: torch.Tensor) -> torch.Tensor:
 
 SHARED = outputs()
 WIDE = torch.zeros((LOCAL, CAPACITY, 264), dtype=torch.bfloat16)
+UNEVEN = torch.zeros((LOCAL, CAPACITY, 260), dtype=torch.bfloat16)[..., :256]
 IN_WIDE = WIDE[1].flatten()[: 5 * 256].view(5, 256)
 
 
@@ -321,7 +323,8 @@ def test_a_refusal_after_a_hook_is_a_whole_call(gpu: Gpu) -> None:
         ("out.shape", outputs(), {"out": torch.zeros((4, 256), dtype=torch.bfloat16)}),
         ("out.dtype", outputs(), {"out": torch.zeros((5, 256))}),
         ("wait_ns.dtype", outputs(), {"wait_ns": torch.zeros(4, dtype=torch.int32)}),
-        ("y.stride", _shifted(outputs()), {}),
+        (r"y.data_ptr\(\)", _shifted(outputs()), {}),
+        (r"y.stride\(\)", UNEVEN, {}),
         (r"out.data_ptr\(\)", outputs(), {"out": _shifted(outputs()[0, :5])}),
         ("out is .* y has row 3 of expert 1", SHARED, {"out": SHARED[1, 3:8]}),
         ("out is .* y has row 0 of expert 1", WIDE[..., :256], {"out": IN_WIDE}),
@@ -512,7 +515,7 @@ def test_nothing_is_enqueued_after_a_timeout(gpu: Gpu) -> None:
     mode = open_mode()
     got, hook = mode.dispatch(GEOMETRY, *tokens(), return_hook=True)
     assert hook is not None
-    mode._reports._words[0:3] = [1 | 1 << 8, 7, 5]  # rank 1, in a dispatch
+    mode._reports._words[0:3] = [1 | 1 << 8, 7, 5]  # rank 1, in the sixth dispatch
     count = len(gpu.launches)
     calls = (
         lambda: mode.dispatch(GEOMETRY, *tokens()),
@@ -521,9 +524,23 @@ def test_nothing_is_enqueued_after_a_timeout(gpu: Gpu) -> None:
         mode.check,
     )
     for call in calls:
-        with pytest.raises(PeerTimeout, match="rank 1 in low_latency dispatch: expected 7, have 5"):
+        with pytest.raises(PeerTimeout, match="rank 1 in low_latency dispatch: expected 6, have 5"):
             call()
     assert len(gpu.launches) == count
+
+
+def test_a_hook_after_the_memory_is_closed_launches_nothing(gpu: Gpu) -> None:
+    mode = open_mode()
+    _, hook = mode.dispatch(GEOMETRY, *tokens(), return_hook=True)
+    assert hook is not None
+
+    def base(peer: int) -> int:
+        raise UsageError("this CudaSymmetricMemory is closed")
+
+    mode._memory.base = base  # type: ignore[method-assign]
+    with pytest.raises(UsageError, match="closed"):
+        hook()
+    assert [args.phases for args, _ in gpu.launches] == [SEND]
 
 
 def test_a_refusal_behind_a_call_in_flight_takes_what_comes_after_it(gpu: Gpu) -> None:

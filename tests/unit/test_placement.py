@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +16,12 @@ from fanfold.config import Config
 from fanfold.errors import ArgumentError, UnavailableError
 from fanfold.expert_parallel import high_throughput
 from fanfold.group import as_group
+from fanfold.jit import nvrtc
 from fanfold.placement import Placement, place
 from fanfold.symmetric import host_identity
 
 HOST = host_identity()
+find = nvrtc.find
 
 
 class Ranks:
@@ -151,6 +154,55 @@ def test_obstacles(monkeypatch: pytest.MonkeyPatch, seats: list[Any], reason: st
         assert isinstance(error, UnavailableError)
         assert "the setting backend is 'cuda' (from argument), but" in str(error)
         assert reason in str(error)
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device of compute capability 9.0 with all that kernels need."""
+    for name, value in {
+        "current_device": lambda: 0,
+        "get_device_capability": lambda device: (9, 0),
+        "get_device_name": lambda device: "a GPU",
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(placement, "lacking", lambda: None)
+    monkeypatch.setattr(placement, "identity", lambda device: "a")
+    monkeypatch.setattr(placement, "unreachable_from", lambda device: ())
+    monkeypatch.setattr(placement.nvrtc, "library", lambda: pytest.fail("opened the compiler"))
+    monkeypatch.setattr(placement.nvrtc, "find", lambda: None)
+
+
+def placed_alone(backend: str) -> Any:
+    [placed] = Ranks(1).run(lambda group: place(group, Config.resolve(backend=backend)))
+    return placed
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_a_gpu_that_kernels_run_on(
+    one_gpu: None, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    placed = placed_alone("cuda")
+    assert (placed.backend, placed.capability) == ("cuda", capability)
+
+
+def test_a_gpu_too_old_for_kernels(one_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    reason = r"rank 0 .*: kernels need compute capability 8\.0, and cuda:0 \(a GPU\) has 7\.5"
+    assert re.search(reason, placed_alone("auto").reason)
+    error = placed_alone("cuda")
+    assert isinstance(error, UnavailableError)
+    assert re.search(reason, str(error))
+
+
+def test_no_compiler_for_kernels(one_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "find", find)
+    monkeypatch.setattr(nvrtc, "candidates", lambda: iter(()))
+    placed, error = placed_alone("auto"), placed_alone("cuda")
+    assert placed.backend == "host"
+    assert "rank 0 cannot use a GPU: no NVRTC" in placed.reason
+    assert isinstance(error, UnavailableError)
+    assert "no NVRTC" in str(error)
 
 
 def test_no_access_to_a_gpu_of_nobody_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:

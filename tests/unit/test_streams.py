@@ -13,6 +13,7 @@ import torch
 from fanfold.deep_ep import streams as module
 from fanfold.deep_ep.events import EventHandle, EventOverlap, check_ordering
 from fanfold.deep_ep.streams import HostStreams, Streams
+from fanfold.deep_ep.zero_copy import ZeroCopy
 
 
 @dataclass
@@ -22,6 +23,7 @@ class Device:
     log: list[str] = field(default_factory=list)
     current: Any = None
     initialized: bool = True
+    captured: tuple[str, ...] = ()
 
 
 @dataclass(eq=False)
@@ -59,6 +61,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Device:
         "Stream": lambda device_, priority: FakeStream("comm", device),
         "current_stream": lambda device_=None: device.current,
         "is_initialized": lambda: device.initialized,
+        "is_current_stream_capturing": lambda: device.current.name in device.captured,
         "stream": entered,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
@@ -188,3 +191,48 @@ def test_staged_calls_wait_on_the_current_stream(cuda: Device) -> None:
     cuda.log.clear()
     HostStreams().run(lambda: (OUT, None), async_finish=False, inputs=X, previous=previous)
     assert cuda.log == ["main waits for event of main"]
+
+
+@pytest.mark.parametrize("async_finish", [False, True])
+def test_who_writes_zero_copy_outputs_waits_for_their_last_reader(
+    cuda: Device, async_finish: bool
+) -> None:
+    streams, outputs = Streams(torch.device("cuda:0")), ZeroCopy(torch.device("cuda:0"))
+    outputs.tensor = torch.zeros(2, 3)
+    assert outputs.take((2, 3), streams) is outputs.tensor
+    assert cuda.log == []
+    _, _, event = streams.run(lambda: (OUT, None), async_finish=async_finish, inputs=X)
+    outputs.was_given(event)
+    cuda.log.clear()
+    cuda.current = FakeStream("other", cuda)
+    outputs.take((2, 3), streams)
+    assert cuda.log == [f"other waits for event of {'comm' if async_finish else 'main'}"]
+
+
+def test_a_capture_waits_for_readers_within_it_only(cuda: Device) -> None:
+    streams, outputs = Streams(torch.device("cuda:0")), ZeroCopy(torch.device("cuda:0"))
+    outputs.tensor = torch.zeros(2, 3)
+    _, _, event = streams.run(lambda: (OUT, None), async_finish=True, inputs=X)
+    outputs.was_given(event)
+    cuda.log.clear()
+    cuda.captured = ("main",)
+    outputs.take((2, 3), streams)
+    assert cuda.log == []
+    cuda.captured = ("main", "comm")
+    outputs.was_given(EventOverlap(EventHandle()))
+    cuda.log.clear()
+    outputs.take((2, 3), streams)
+    assert cuda.log == ["main waits for comm"]
+    cuda.log.clear()
+    cuda.captured = ()
+    outputs.take((2, 3), streams)
+    assert cuda.log == ["main waits for event of comm"]  # of before the capture
+
+
+def test_on_the_host_zero_copy_outputs_wait_for_nothing(cuda: Device) -> None:
+    outputs = ZeroCopy(torch.device("cpu"))
+    first = outputs.take((2, 3), HostStreams())
+    outputs.was_given(EventOverlap())
+    assert outputs.take((2, 3), HostStreams()) is first
+    assert outputs.take((2, 4), HostStreams()).shape == (2, 4)
+    assert cuda.log == []

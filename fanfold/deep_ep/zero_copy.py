@@ -1,0 +1,58 @@
+"""Outputs that a low-latency combine sends from where they were written."""
+
+from __future__ import annotations
+
+import torch
+
+from fanfold.deep_ep.events import EventHandle, EventOverlap
+from fanfold.deep_ep.streams import HostStreams, Streams
+
+__all__ = ["ZeroCopy"]
+
+
+class ZeroCopy:
+    """Where outputs are put for combines that take them from there, and when the last of these has
+    read them.
+
+    Args:
+        device: of the outputs.
+
+    Attributes:
+        tensor: the outputs; None before anybody asked for it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.tensor: torch.Tensor | None = None
+        self._device = device
+        self._has_streams = device.type == "cuda"
+        self._read: EventHandle | None = None
+
+    def take(self, shape: tuple[int, ...], streams: HostStreams | Streams) -> torch.Tensor:
+        """The tensor, bfloat16, to which the current stream may write from here on.
+
+        Args:
+            shape: of the outputs.
+            streams: of the Buffer.
+        """
+        if self._has_streams:
+            self._await_reader(streams)
+        if self.tensor is None or self.tensor.shape != shape:
+            self.tensor = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
+        return self.tensor
+
+    def was_given(self, event: EventOverlap) -> None:
+        """Says that a combine, which has this event, reads the tensor."""
+        if self._has_streams and not torch.cuda.is_current_stream_capturing():
+            self._read = event.event or EventHandle()
+
+    def _await_reader(self, streams: HostStreams | Streams) -> None:
+        if not torch.cuda.is_current_stream_capturing():
+            if self._read is not None:
+                self._read.current_stream_wait()
+            return
+        # Within a capture nothing outside of it may be waited for. A combine in the capture has
+        # run on the current stream, or on one that was forked from it.
+        with torch.cuda.stream(streams.comm):
+            forked = torch.cuda.is_current_stream_capturing()
+        if forked:
+            torch.cuda.current_stream().wait_stream(streams.comm)
