@@ -46,8 +46,12 @@ for tool in "${tools[@]}"; do
   # PyTorch asks the driver for things that it may refuse; only what kernels do counts.
   options=()
   [[ "$tool" != memcheck ]] || options=(--report-api-errors no)
+  log="$(mktemp)"
   "$sanitizer" --tool "$tool" "${options[@]}" --target-processes all --error-exitcode 9 \
-    "$python" tests/gpu/sanitize.py --ranks "$ranks" "${parts[@]}" ||
-    { failed=1; echo "== $tool found something" >&2; }
+    "$python" tests/gpu/sanitize.py --ranks "$ranks" "${parts[@]}" 2>&1 | tee "$log" || failed=1
+  # Each process has a summary of its own; the exit code may be that of the first one only.
+  if grep -qE 'SUMMARY: *[1-9]' "$log"; then failed=1; fi
+  rm -f "$log"
 done
+((failed == 0)) || echo "== something was found" >&2
 exit "$failed"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from fanfold.deep_ep.base import BufferBase
 from fanfold.deep_ep.events import EventOverlap
+from fanfold.deep_ep.row_formats import formats_of, quick_formats
 from fanfold.deep_ep.runtime import Runtime
 from fanfold.deep_ep.sizes import (
     check_count,
@@ -19,7 +21,6 @@ from fanfold.deep_ep.sizes import (
 )
 from fanfold.deep_ep.zero_copy import ZeroCopy
 from fanfold.errors import ArgumentError, UsageError
-from fanfold.formats import RowFormat, ScaleFormat
 from fanfold.geometry import Geometry, check_tensor, is_plain
 from fanfold.low_latency import (
     NO_STATISTICS,
@@ -48,37 +49,17 @@ DispatchResult = tuple[
 ]
 
 
-Formats = tuple[RowFormat, ScaleFormat]
 _Sizes = tuple[int, int, torch.Tensor, int]  # max_tokens, num_experts, topk_idx, hidden
 
-# By use_fp8, round_scale, use_ue8m0.
-_FORMATS: dict[tuple[bool, bool, bool], Formats] = {
-    (False, False, False): (RowFormat.BF16, ScaleFormat.FLOAT32),
-    (True, False, False): (RowFormat.FP8, ScaleFormat.FLOAT32),
-    (True, True, False): (RowFormat.FP8, ScaleFormat.POWER_OF_TWO),
-    (True, True, True): (RowFormat.FP8, ScaleFormat.UE8M0),
-}
 
-
-def _formats_of(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Formats:
-    """How a dispatch encodes its rows."""
-    if use_ue8m0 and not (round_scale and use_fp8):
-        raise ArgumentError(
-            "use_ue8m0",
-            f"True with use_fp8={use_fp8} and round_scale={round_scale}",
-            "used only with use_fp8=True and round_scale=True: only powers of two fit in UE8M0",
-        )
-    if round_scale and not use_fp8:
-        raise ArgumentError("round_scale", "True with use_fp8=False", "used only with fp8 rows")
-    return _FORMATS[bool(use_fp8), bool(round_scale), bool(use_ue8m0)]
-
-
-def _quick_formats(*flags: object) -> Formats | None:
-    """The same of what are truth values; None where :func:`_formats_of` must decide."""
-    try:
-        return _FORMATS.get(flags)  # type: ignore[arg-type]
-    except TypeError:  # what cannot be looked up is none
+def _sizes_told(
+    max_tokens: int, num_experts: int, topk_idx: torch.Tensor, x: torch.Tensor
+) -> _Sizes | None:
+    """What a dispatch that is refused tells of its geometry: nothing if its tensors do not fit
+    together, as then one of them is most likely what is wrong."""
+    if not (x.dim() == topk_idx.dim() == 2 and x.shape[0] == topk_idx.shape[0]):
         return None
+    return max_tokens, num_experts, topk_idx, x.shape[1]
 
 
 class _Known:
@@ -190,6 +171,20 @@ class _Handle:
             )
 
 
+def _sizes_of_combine(
+    known: _Known | None, handle: object, topk_idx: torch.Tensor
+) -> _Sizes | None:
+    """The same of a combine: nothing if its handle is of the last call's geometry, as top-k is that
+    of the dispatch."""
+    sizes = _Handle.of(handle).sizes(topk_idx)
+    last = None if known is None else known.geometry
+    if last is not None and (sizes[0], sizes[1], sizes[3]) == (
+        last.max_tokens, last.num_experts, last.hidden
+    ):  # fmt: skip
+        return None
+    return sizes if topk_idx.dim() == 2 else None
+
+
 class LowLatencyCalls(BufferBase):
     """Low-latency dispatch and combine with DeepEP's arguments."""
 
@@ -292,7 +287,7 @@ class LowLatencyCalls(BufferBase):
         """
         mode, runtime = self._low_latency(), self._open()
         totals, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
-        known, formats = self._known, _quick_formats(use_fp8, round_scale, use_ue8m0)
+        known, formats = self._known, quick_formats(use_fp8, round_scale, use_ue8m0)
         if not (
             known is not None
             and self._on_gpu  # where the mode says why tensors must be there
@@ -302,9 +297,10 @@ class LowLatencyCalls(BufferBase):
             and not (async_finish and return_recv_hook)
         ):
             sizes = (num_max_dispatch_tokens_per_rank, num_experts, topk_idx)
-            with self._refusing(mode.refuse_dispatch, lambda: (*sizes, x.shape[1])):
+            told = partial(_sizes_told, *sizes, x)
+            with self._refusing(mode.refuse_dispatch, told):
                 _check_exclusive(async_finish, return_recv_hook)
-                formats = _formats_of(use_fp8, round_scale, use_ue8m0)
+                formats = formats_of(use_fp8, round_scale, use_ue8m0)
                 runtime.placement.check(x=x, topk_idx=topk_idx)
                 check_tensor("x", x, (None, None), (torch.bfloat16,), device=self.device)
                 known = self._know(*sizes, x.shape[1])
@@ -380,7 +376,8 @@ class LowLatencyCalls(BufferBase):
             and known.sums(None, combine_wait_recv_cost_stats)
             and not (zero_copy or (async_finish and return_recv_hook))
         ):
-            with self._refusing(mode.refuse_combine, lambda: _Handle.of(handle).sizes(topk_idx)):
+            told = partial(_sizes_of_combine, known, handle, topk_idx)
+            with self._refusing(mode.refuse_combine, told):
                 parts = _Handle.of(handle)
                 known = self._know(*parts.sizes(topk_idx))
                 runtime.placement.check(x=x, topk_weights=topk_weights, out=out)
@@ -480,19 +477,22 @@ class LowLatencyCalls(BufferBase):
             )
         return runtime
 
-    def _refusing(self, refuse: Callable[..., None], sizes: Callable[[], _Sizes]) -> Refusing:
+    def _refusing(
+        self, refuse: Callable[..., None], sizes: Callable[[], _Sizes | None]
+    ) -> Refusing:
         """Refuses a call with whatever its block raises.
 
         Args:
             refuse: the mode's.
-            sizes: what the call's arguments tell of its geometry, which may be anything: where it
-                is none that fits, no rank can make a call of it.
+            sizes: what the call's arguments tell of its geometry, if anything, for which a call of
+                this rank alone would wait in the group. Where none fits, no rank can make a call.
         """
 
         def tell(error: BaseException) -> None:
             geometry = None
             with contextlib.suppress(ArgumentError, AttributeError, IndexError, TypeError):
-                geometry = self._fitting(*sizes())
+                told = sizes()
+                geometry = None if told is None else self._fitting(*told)
             refuse(error, geometry=geometry)
 
         return Refusing(tell)

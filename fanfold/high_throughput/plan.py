@@ -92,7 +92,7 @@ class CudaPlan:
         another one has found ``rows_of``."""
         assert self.rows_of is not None
         assert self.topk_weights is not None
-        weights = torch.zeros(rows + 1, device=self.rows_of.device)
+        weights = torch.zeros(rows + 1, dtype=torch.float32, device=self.rows_of.device)
         # In top-k order. No two rows share a place, but for the last one, which stands for none.
         for k in range(self.top_k):
             places = self.rows_of[:, k]

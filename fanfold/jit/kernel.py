@@ -318,19 +318,7 @@ def load(source: KernelSource, device_index: int, config: Config | None = None) 
         CompileError, UnavailableError: as :func:`compile`.
         DriverFailure: the driver refuses the compiled kernel.
     """
-    import torch
-
-    from fanfold import _core
-
-    with _loading:
-        kernel = _loaded.get((source, device_index))
-        if kernel is None:
-            device = torch.device("cuda", device_index)
-            image = compile(source, _architecture_at(device), config=config).image
-            with torch.cuda.device(device):
-                torch.empty(1, device=device)  # makes the context current that it is loaded into
-                kernel = _loaded[source, device_index] = _core.CudaKernel(image, source.entry)
-    return kernel
+    return load_all([source], device_index, config)[0]
 
 
 def load_all(
@@ -340,15 +328,24 @@ def load_all(
     as each takes the compiler about a second of one core."""
     import torch
 
-    missing = [source for source in sources if (source, device_index) not in _loaded]
-    if len(missing) > 1:
-        arch = _architecture_at(torch.device("cuda", device_index))
-        with ThreadPoolExecutor(len(missing)) as pool:
-            list(pool.map(functools.partial(compile, arch=arch, config=config), missing))
-    return [load(source, device_index, config) for source in sources]
+    with _loading:
+        device = torch.device("cuda", device_index)
+        missing = [one for one in dict.fromkeys(sources) if (one, device_index) not in _loaded]
+        if missing:
+            arch = architecture_of(torch.cuda.get_device_capability(device))
+            job = functools.partial(compile, arch=arch, config=config)
+            with ThreadPoolExecutor(len(missing)) as pool:
+                binaries = list(pool.map(job, missing))
+            for source, binary in zip(missing, binaries, strict=True):
+                _loaded[source, device_index] = _into(device, source, binary)
+    return [_loaded[source, device_index] for source in sources]
 
 
-def _architecture_at(device: torch.device) -> str:
+def _into(device: torch.device, source: KernelSource, binary: Binary) -> _core.CudaKernel:
     import torch
 
-    return architecture_of(torch.cuda.get_device_capability(device))
+    from fanfold import _core
+
+    with torch.cuda.device(device):
+        torch.empty(1, device=device)  # makes the context current that it is loaded into
+        return _core.CudaKernel(binary.image, source.entry)

@@ -435,10 +435,11 @@ class CudaLowLatency:
         plan = self._plan
         if plan is not None and geometry in (None, plan.geometry):
             return plan
-        # The others agree about the memory, in their first call of this geometry.
-        reason = error if isinstance(error, FanfoldError) else FanfoldError(str(error))
-        with contextlib.suppress(FanfoldError):
-            agree(self._memory.group, {}, reason)
+        # The others agree about the memory, in their first call of this geometry; in no capture.
+        if not torch.cuda.is_current_stream_capturing():
+            reason = error if isinstance(error, FanfoldError) else FanfoldError(str(error))
+            with contextlib.suppress(Exception):  # the caller raises what it has found
+                agree(self._memory.group, {}, reason)
         return None
 
     # ---- the memory -----------------------------------------------------------------------------
@@ -499,7 +500,7 @@ class CudaLowLatency:
 
     def _lay_out(self, geometry: Geometry, sources: _Sources | None) -> Plan:
         """Readies the memory of all ranks for a geometry. Collective; waits for all calls. What
-        fails on one rank, be it the compiler or CUDA, is raised by all.
+        fails on one rank is raised by all, unless CUDA is lost, by which a group of NCCL meets.
 
         Args:
             geometry: of the calls to come.
@@ -540,8 +541,7 @@ class CudaLowLatency:
             error = failure
         agree(self._memory.group, {}, error)
         layout = RoutingLayout.of(geometry, 0 if self._late else _core.cuda_table_bytes(core))
-        look = quick_look(geometry, layout, self.device)
-        self._plan = Plan(geometry, calls, layout, look)
+        self._plan = Plan(geometry, calls, layout, quick_look(geometry, layout, self.device))
         return self._plan
 
     # ---- kernels --------------------------------------------------------------------------------

@@ -12,15 +12,16 @@ import argparse
 import dataclasses
 import itertools
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fanfold.formats import ScaleFormat, quantize
-from fanfold.launch import launch
 from tests.distributed import routings
 from tests.distributed.cuda_rounds import run_case
 from tests.gpu.support import (
@@ -131,19 +132,13 @@ def formats(group: dist.ProcessGroup) -> None:
 PARTS = {"low-latency": low_latency, "high-throughput": high_throughput, "formats": formats}
 
 
-def run_parts(group: dist.ProcessGroup, parts: list[str]) -> None:
-    """What one rank does."""
-    for part in parts:
-        PARTS[part](group)
-
-
-def run_alone(parts: list[str]) -> None:
-    """The same in this process."""
-    torch.cuda.set_device(0)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def run_rank(rank: int, ranks: int, part: str, meeting: str) -> None:
+    """What one rank does; it ends by itself, as its sanitizer tells what it found only then."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=ranks)
     group = dist.group.WORLD
     assert group is not None
-    run_parts(group, parts)
+    PARTS[part](group)
     del group
     dist.destroy_process_group()
 
@@ -160,10 +155,13 @@ def main() -> int:
     if torch.cuda.device_count() < args.ranks:
         print(f"{args.ranks} ranks need as many GPUs, there are {torch.cuda.device_count()}")
         return 2
-    if args.ranks == 1:
-        run_alone(parts)
-    else:
-        launch(run_parts, args.ranks, (parts,), timeout_s=TIMEOUT_S)
+    with tempfile.TemporaryDirectory() as folder:
+        for part in parts:
+            given = (args.ranks, part, f"{folder}/{part}")
+            if args.ranks == 1:
+                run_rank(0, *given)
+            else:
+                torch.multiprocessing.spawn(run_rank, given, args.ranks)
     return 0
 
 

@@ -314,6 +314,9 @@ def test_a_deep_ep_refusal_tells_the_geometry_of_the_call(mode: Mode) -> None:
         ((x.float(), narrow, 8, 4), dataclasses.replace(same, top_k=1)),
         # These tell none, or one of which no rank can make a call.
         ((x[0], idx, 8, 4), None),
+        ((x[None], idx, 8, 4), None),
+        ((x, idx[None], 8, 4), None),
+        ((x, idx[:4], 8, 4, idx), None),
         ((None, idx, 8, 4), None),
         ((x, idx.flatten(), 8, 4), None),
         ((x, idx, 8, "4"), None),
@@ -325,13 +328,17 @@ def test_a_deep_ep_refusal_tells_the_geometry_of_the_call(mode: Mode) -> None:
         assert (mode.calls[-1][0], mode.calls[-1][2]) == ("refuse_dispatch", geometry)
     info, ranges, *sizes = handle
     combines: list[tuple[Any, Geometry | None]] = [
-        ((rows.float(), idx, weights, handle), same),
+        # A combine of the last geometry has its top-k, whatever its tensors say.
+        ((rows.float(), idx, weights, handle), None),
+        ((rows, narrow, weights, handle), None),
+        ((rows, idx[None], weights, handle), None),
         (
             (rows, idx, weights, (info, ranges, 6, *sizes[1:])),
             dataclasses.replace(same, max_tokens=6),
         ),
         ((rows, idx, weights, handle[:4]), None),
         ((rows, None, weights, handle), None),
+        ((rows, idx[None], weights, (info, ranges, 6, *sizes[1:])), None),
     ]
     for call, geometry in combines:
         with pytest.raises(ArgumentError):

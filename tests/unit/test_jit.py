@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fanfold import errors, jit
 from fanfold.config import Config
@@ -557,17 +558,23 @@ def test_warm_refuses_an_odd_geometry() -> None:
 
 
 def test_several_are_compiled_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each once, also where no cache keeps them."""
     all_at_once = threading.Barrier(3, timeout=20.0)
     sources = [KernelSource("test/scale.cu", "scale", {"kScale": scale}) for scale in range(4)]
-    loaded: list[KernelSource] = []
+    compiled: list[KernelSource] = []
 
-    def load(source: KernelSource, *rest: object) -> str:
-        loaded.append(source)
-        return str(source)
+    def compile_one(source: KernelSource, arch: str, config: Config | None) -> str:
+        compiled.append(source)
+        all_at_once.wait()
+        return f"{source} for {arch}"
 
-    monkeypatch.setattr(kernel, "_loaded", {(sources[1], 0): object()})
-    monkeypatch.setattr(kernel, "_architecture_at", lambda device: "sm_90a")
-    monkeypatch.setattr(kernel, "compile", lambda source, arch, config: all_at_once.wait())
-    monkeypatch.setattr(kernel, "load", load)
-    assert jit.load_all(sources, 0) == [str(source) for source in sources]
-    assert loaded == sources
+    monkeypatch.setattr(kernel, "_loaded", {(sources[1], 0): "loaded before"})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(kernel, "compile", compile_one)
+    monkeypatch.setattr(kernel, "_into", lambda device, source, binary: binary)
+    wanted = [f"{source} for sm_90a" for source in sources]
+    wanted[1] = "loaded before"
+    assert jit.load_all([*sources, sources[0]], 0) == [*wanted, wanted[0]]  # type: ignore[comparison-overlap]
+    assert jit.load(sources[2], 0) == wanted[2]  # type: ignore[comparison-overlap]
+    assert len(compiled) == 3
+    assert set(compiled) == {sources[0], sources[2], sources[3]}

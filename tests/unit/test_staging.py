@@ -9,7 +9,7 @@ import torch
 
 import fanfold
 from fanfold import staging
-from fanfold.errors import ArgumentError
+from fanfold.errors import ArgumentError, UsageError
 from fanfold.nn import MoE
 from fanfold.staging import Staging
 
@@ -123,3 +123,20 @@ def test_a_staged_layer_trains(copies: Copies) -> None:
     assert len(staged) > 3
     for ours, theirs in zip(staged, expected, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_what_is_kept_of_a_dispatch_without_its_rows() -> None:
+    x, idx = torch.randn((8, 32)).bfloat16(), torch.arange(16).reshape(8, 2) % 4
+    with fanfold.ExpertParallel(None, mode="high_throughput", **SIZES) as ep:
+        received = ep.dispatch(x, idx)
+        kept = received.without_rows()
+        assert (kept.tokens.shape, kept.tokens.dtype) == (received.tokens.shape, torch.bfloat16)
+        assert kept.tokens.untyped_storage().nbytes() == 2
+        assert torch.equal(ep.dispatch(x, previous=kept).tokens, received.tokens)
+        again = ep.combine(received.tokens, kept, weighted=False)
+        assert torch.equal(again, ep.combine(received.tokens, received, weighted=False))
+    with fanfold.ExpertParallel(None, **SIZES) as ep:
+        received = ep.dispatch(x, idx)
+        with pytest.raises(UsageError, match="low_latency"):
+            received.without_rows()
+        ep.combine(received.tokens, received, weighted=False)
