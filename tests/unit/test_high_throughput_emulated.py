@@ -105,7 +105,8 @@ def test_in_place_needs_memory() -> None:
         case = dataclasses.replace(SMALL, style="one_rank", tokens=(90, 80, 45))
         expect = Round(case, rank)
         raised = ArgumentError if rank == 0 else PeerRefused
-        with pytest.raises(raised, match=r"at most \d+ in place" if rank == 0 else "rank 0"):
+        told = r"at most \d+ of 64 .*in_place_rows" if rank == 0 else "rank 0"
+        with pytest.raises(raised, match=told):
             (dispatch(mode, expect, "expert_major", None, in_place=True), mode.check())
         with pytest.raises(ArgumentError, match="in place"):
             dispatch(mode, expect, "expert_major", 1000, in_place=True)
