@@ -14,6 +14,8 @@ struct ConvertArgs {
   uint32_t* by_hand;    // [count / 4]
   float* powers;        // [count]: the next power of two
   uint4* weighted;      // [count / 8]: bf16 of 1 + weight * bf16(value)
+  uint4* unweighted;    // [count / 8]: the same without a weight
+  uint4* positive;      // [count / 8]: bf16(value), zeros positive
   float weight;
   int32_t count;
 };
@@ -39,6 +41,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
     add_weighted(sum, rounded, args.weight);
     args.weighted[i] = round_to_bf16(sum);
+    for (float& one : sum) one = 1.0f;
+    add_unweighted(sum, rounded);
+    args.unweighted[i] = round_to_bf16(sum);
+    args.positive[i] = positive_zeros(rounded);
   }
 }
 

@@ -84,10 +84,11 @@ struct CombineShared {
   WorkerShared workers[kWorkers];
   Participants participants;
   int32_t prefix[kRanks];
-  ArrivalBarrier ended;  // the workers: no more is posted
+  int32_t tokens[kRanks];          // of each source, by the plan
+  ArrivalBarrier gathered, ended;  // the participants are; the workers have: no more is posted
 
   __device__ int batches(int source) const {
-    return (participants.tokens[source] + kBatchTokens - 1) / kBatchTokens;
+    return (tokens[source] + kBatchTokens - 1) / kBatchTokens;
   }
   __device__ int most_batches() const {
     int most = 0;

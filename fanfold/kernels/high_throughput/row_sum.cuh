@@ -25,8 +25,9 @@ class RowSums {
   }
 
   // Adds and stores them. `rows.to(place)` says where a sum goes; without `Rows::kAdds` there is
-  // only one row in each, and it goes as it is; `rows.starts()` whether sums begin with something,
-  // which `rows.start(place, unit, sum)` adds to zeros. `between(i)` is called behind each.
+  // only one row in each, and it goes as it is; `Rows::kBeginsWithZero` says whether no sum is to be
+  // a negative zero; `rows.starts()` whether sums begin with something, which
+  // `rows.start(place, unit, sum)` adds to zeros. `between(i)` is called behind each.
   template <class Rows, class Between>
   __device__ void run(const Rows& rows, const Between& between) {
     bool first = true;
@@ -93,23 +94,33 @@ class RowSums {
   template <class Rows>
   __device__ void add(const Entry& entry, const uint4 (&units)[kLaneUnits], bool first,
                       const Rows& rows) {
-    const float weight = Rows::kWeights ? entry.weight : 1.0f;
-    // Zeros to begin with cost as much as adding, so that is apart.
     if (first && !rows.starts()) {
 #pragma unroll
       for (int u = 0; u < kLaneUnits; ++u) {
-        const float zeros[8] = {};
-        sum_weighted(sums_[u], zeros, units[u], weight);
+        if constexpr (Rows::kWeights) {
+          weigh(sums_[u], units[u], entry.weight);
+        } else {
+          widen(sums_[u], units[u]);
+        }
       }
     } else {
       if (first) start(entry.place(), rows);
 #pragma unroll
-      for (int u = 0; u < kLaneUnits; ++u) sum_weighted(sums_[u], sums_[u], units[u], weight);
+      for (int u = 0; u < kLaneUnits; ++u) {
+        if constexpr (Rows::kWeights) {
+          add_weighted(sums_[u], units[u], entry.weight);
+        } else {
+          add_unweighted(sums_[u], units[u]);
+        }
+      }
     }
     if (!entry.is_last()) return;
     uint4 rounded[kLaneUnits];
 #pragma unroll
-    for (int u = 0; u < kLaneUnits; ++u) rounded[u] = round_to_bf16(sums_[u]);
+    for (int u = 0; u < kLaneUnits; ++u) {
+      rounded[u] = round_to_bf16(sums_[u]);
+      if constexpr (Rows::kBeginsWithZero) rounded[u] = positive_zeros(rounded[u]);
+    }
     store(entry.place(), rounded, rows);
   }
 
