@@ -15,7 +15,6 @@ struct ConvertArgs {
   float* powers;        // [count]: the next power of two
   uint4* weighted;      // [count / 8]: bf16 of 1 + weight * bf16(value)
   uint4* unweighted;    // [count / 8]: the same without a weight
-  uint4* positive;      // [count / 8]: bf16(value), zeros positive
   float weight;
   int32_t count;
 };
@@ -44,7 +43,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     for (float& one : sum) one = 1.0f;
     add_unweighted(sum, rounded);
     args.unweighted[i] = round_to_bf16(sum);
-    args.positive[i] = positive_zeros(rounded);
   }
 }
 

@@ -88,10 +88,11 @@ __device__ __forceinline__ uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// 16 bytes.
-__device__ __forceinline__ void copy_async(uint4* shared, const uint4* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)),
-               "l"(global)
+// 16 bytes, or zeros without a look at `global`.
+__device__ __forceinline__ void copy_async_or_zeros(uint4* shared, const uint4* global,
+                                                    bool copies) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
+               "l"(global), "r"(copies ? 16 : 0)
                : "memory");
 }
 

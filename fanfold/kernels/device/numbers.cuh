@@ -75,54 +75,20 @@ __device__ __forceinline__ float bf16_of(uint4 v, int i) {
   return i % 2 == 0 ? bf16_low(words[i / 2]) : bf16_high(words[i / 2]);
 }
 
-// Products are rounded before they are added (decision 0004). The compiler keeps a product even with
-// a weight of one, so there is a way without.
-__device__ __forceinline__ void weigh(float (&to)[8], uint4 v, float weight) {
-#pragma unroll
-  for (int i = 0; i < 8; ++i) to[i] = __fmul_rn(weight, bf16_of(v, i));
-}
-__device__ __forceinline__ void widen(float (&to)[8], uint4 v) {
-#pragma unroll
-  for (int i = 0; i < 8; ++i) to[i] = bf16_of(v, i);
-}
-__device__ __forceinline__ void add(float (&sum)[8], const float (&terms)[8]) {
-#pragma unroll
-  for (int i = 0; i < 8; ++i) sum[i] = __fadd_rn(sum[i], terms[i]);
-}
-
+// sum += weight * the eight bf16 of `v`; each product is rounded before it is added (decision 0004).
 __device__ __forceinline__ void add_weighted(float (&sum)[8], uint4 v, float weight) {
-  float terms[8];
-  weigh(terms, v, weight);
-  add(sum, terms);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) sum[i] = __fadd_rn(sum[i], __fmul_rn(weight, bf16_of(v, i)));
 }
+// With a weight of one; the compiler would keep the product.
 __device__ __forceinline__ void add_unweighted(float (&sum)[8], uint4 v) {
-  float terms[8];
-  widen(terms, v);
-  add(sum, terms);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) sum[i] = __fadd_rn(sum[i], bf16_of(v, i));
 }
 
 __device__ __forceinline__ uint4 round_to_bf16(const float (&v)[8]) {
   return {pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]),
           pack_bf16(v[6], v[7])};
-}
-
-// Two bf16, of which zeros become the positive one and nothing else changes. With it a sum of bf16
-// need not begin with zero to be the same, which would cost an addition of each value. (Products may
-// be so small that their sum, no zero, is rounded to a negative zero: that would be lost.)
-__device__ __forceinline__ uint32_t positive_zeros(uint32_t pair) {
-#if __CUDA_ARCH__ >= 800
-  constexpr uint32_t kOnes = 0x3f803f80u, kZeros = 0;
-  uint32_t sums;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sums) : "r"(pair), "r"(kOnes), "r"(kZeros));
-  return sums;
-#else
-  const uint32_t low = (pair & 0xffffu) == 0x8000u ? 0x8000u : 0u;
-  const uint32_t high = (pair >> 16) == 0x8000u ? 0x80000000u : 0u;
-  return pair ^ low ^ high;
-#endif
-}
-__device__ __forceinline__ uint4 positive_zeros(uint4 v) {
-  return {positive_zeros(v.x), positive_zeros(v.y), positive_zeros(v.z), positive_zeros(v.w)};
 }
 
 }  // namespace fanfold

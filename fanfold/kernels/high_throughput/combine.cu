@@ -15,7 +15,6 @@ namespace fanfold {
 // What a send adds up, and where to.
 struct SentRows {
   static constexpr bool kAdds = kExpertMajor != 0, kWeights = kWeighted != 0;
-  static constexpr bool kBeginsWithZero = false;  // the fold does, so it makes no difference here
 
   const unsigned char* y;  // the slice of row 0
   unsigned char* ring;     // the slice of the batch's first token in the source's ring
@@ -30,7 +29,7 @@ struct SentRows {
 
 // What a fold adds up.
 struct FoldedRows {
-  static constexpr bool kAdds = true, kWeights = false, kBeginsWithZero = true;
+  static constexpr bool kAdds = true, kWeights = false;
 
   const unsigned char* y;
   const unsigned char* ring;  // the slice of row 0 of all rings of this rank
@@ -88,7 +87,9 @@ class Worker {
   __device__ bool do_job(const Job& job, const BatchWord& batch, const Entry* entries, int count) {
     if (job.kind == Job::Kind::kNone) return true;
     const int units = min(kSliceUnits, kUnits - job.slice * kSliceUnits);
-    const auto prepare = [&](int i) { next_.step(i); };
+    const auto prepare = [&](int i) {
+      if (i < Preparation::kSteps) next_.step(i);
+    };
     const int64_t columns = int64_t{job.slice} * kSliceBytes;
     if (job.kind == Job::Kind::kSend) {
       const int64_t row = ring_row(call_, writer_at(args_.call, job.source), job.slot, 0);

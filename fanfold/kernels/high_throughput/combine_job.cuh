@@ -96,6 +96,8 @@ __device__ constexpr int lanes_for(int terms) {
 // One warp's. Where rows are looked up, the lanes are the tokens of a batch by the terms of each.
 class Preparation {
  public:
+  static constexpr int kSteps = 4;
+
   __device__ Preparation(const HighThroughputCombineArgs& args, const CombineShared& shared,
                          WorkerShared& own, const Call& call)
       : args_(args), shared_(shared), own_(own), call_(call), jobs_(shared, call) {}
@@ -109,7 +111,7 @@ class Preparation {
     count_ = 0;
   }
 
-  // Step i, if there is one; they come in their order.
+  // Step i of kSteps; they come in their order.
   __device__ void step(int i) {
     switch (i) {
       case 0:
@@ -135,7 +137,6 @@ class Preparation {
   __device__ int count() const { return count_; }
 
  private:
-  static constexpr int kSteps = 4;
   static constexpr int kSendWidth = lanes_for(kExpertMajor != 0 ? kTopK : 1);
   static constexpr int kFoldWidth = lanes_for(kRanks);
   static constexpr int kWidth = kSendWidth > kFoldWidth ? kSendWidth : kFoldWidth;

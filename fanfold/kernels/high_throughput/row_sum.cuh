@@ -25,11 +25,11 @@ class RowSums {
   }
 
   // Adds and stores them. `rows.to(place)` says where a sum goes; without `Rows::kAdds` there is
-  // only one row in each, and it goes as it is; `Rows::kBeginsWithZero` says whether no sum is to be
-  // a negative zero; `rows.starts()` whether sums begin with something, which
-  // `rows.start(place, unit, sum)` adds to zeros. `between(i)` is called behind each.
+  // only one row in each, and it goes as it is; `rows.starts()` whether sums begin with something,
+  // which `rows.start(place, unit, sum)` adds to zeros. `between(i)` is called behind each.
   template <class Rows, class Between>
   __device__ void run(const Rows& rows, const Between& between) {
+    clear();
     bool first = true;
     int taken = 0;
     Entry next_entry = entries_[0], next_asked = entries_[kPieces - 1];
@@ -58,18 +58,12 @@ class RowSums {
  private:
   template <class Rows>
   __device__ void ask(int i, const Entry& entry, const Rows& rows) {
-    if (i < count_) {
-      uint4* to = own_.pieces[asked_] + lane_;
-      if (entry.kind() != Entry::Kind::kZeros) {
-        const auto* from = reinterpret_cast<const uint4*>(rows.from(entry)) + lane_;
+    const bool copies = i < count_ && entry.kind() != Entry::Kind::kZeros;
+    uint4* to = own_.pieces[asked_] + lane_;
+    const auto* from = reinterpret_cast<const uint4*>(rows.from(entry)) + lane_;
 #pragma unroll
-        for (int u = 0; u < kLaneUnits; ++u)
-          if (has_unit(u)) copy_async(to + u * kWarpLanes, from + u * kWarpLanes);
-      } else {
-#pragma unroll
-        for (int u = 0; u < kLaneUnits; ++u) to[u * kWarpLanes] = uint4{0, 0, 0, 0};
-      }
-    }
+    for (int u = 0; u < kLaneUnits; ++u)
+      copy_async_or_zeros(to + u * kWarpLanes, from + u * kWarpLanes, copies && has_unit(u));
     commit_copies();  // also of nothing, as they are counted
     asked_ = next(asked_);
   }
@@ -90,48 +84,40 @@ class RowSums {
       if (has_unit(u)) store_weak(to + u * kWarpLanes, units[u]);
   }
 
-  // Lanes that have fewer units add what happens to be in the ring, and store nothing of it.
+  // The first row of a sum is added to zeros, as the others are to it: a way of its own would save
+  // additions, but be as much code again, and took longer (decision 0108).
   template <class Rows>
   __device__ void add(const Entry& entry, const uint4 (&units)[kLaneUnits], bool first,
                       const Rows& rows) {
-    if (first && !rows.starts()) {
+    if (first && rows.starts()) start(entry.place(), rows);
 #pragma unroll
-      for (int u = 0; u < kLaneUnits; ++u) {
-        if constexpr (Rows::kWeights) {
-          weigh(sums_[u], units[u], entry.weight);
-        } else {
-          widen(sums_[u], units[u]);
-        }
-      }
-    } else {
-      if (first) start(entry.place(), rows);
-#pragma unroll
-      for (int u = 0; u < kLaneUnits; ++u) {
-        if constexpr (Rows::kWeights) {
-          add_weighted(sums_[u], units[u], entry.weight);
-        } else {
-          add_unweighted(sums_[u], units[u]);
-        }
+    for (int u = 0; u < kLaneUnits; ++u) {
+      if constexpr (Rows::kWeights) {
+        add_weighted(sums_[u], units[u], entry.weight);
+      } else {
+        add_unweighted(sums_[u], units[u]);
       }
     }
     if (!entry.is_last()) return;
     uint4 rounded[kLaneUnits];
 #pragma unroll
-    for (int u = 0; u < kLaneUnits; ++u) {
-      rounded[u] = round_to_bf16(sums_[u]);
-      if constexpr (Rows::kBeginsWithZero) rounded[u] = positive_zeros(rounded[u]);
-    }
+    for (int u = 0; u < kLaneUnits; ++u) rounded[u] = round_to_bf16(sums_[u]);
     store(entry.place(), rounded, rows);
+    clear();
+  }
+
+  __device__ void clear() {
+#pragma unroll
+    for (int u = 0; u < kLaneUnits; ++u)
+#pragma unroll
+      for (float& value : sums_[u]) value = 0.0f;
   }
 
   template <class Rows>
   __device__ void start(int place, const Rows& rows) {
 #pragma unroll
-    for (int u = 0; u < kLaneUnits; ++u) {
-#pragma unroll
-      for (float& value : sums_[u]) value = 0.0f;
+    for (int u = 0; u < kLaneUnits; ++u)
       if (has_unit(u)) rows.start(place, unit_of(u), sums_[u]);
-    }
   }
 
   WorkerShared& own_;

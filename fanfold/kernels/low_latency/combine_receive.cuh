@@ -74,7 +74,7 @@ class CombineReceive {
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       if (!wants(first, j, ranks)) continue;
-      if ((came >> j & 1u) != 0) add_weighted(sum, v[j], 1.0f);
+      if ((came >> j & 1u) != 0) add_unweighted(sum, v[j]);
       // The half is written again when peers have the receipt of this call.
       store_weak(received(first + j, token) + unit, absent());
     }
@@ -154,7 +154,7 @@ class CombineReceive {
       uint4 v = load_relaxed_system(units + call_.lane);
       while (!arrived(v) && !patience.exhausted(rank, 0))
         v = load_relaxed_system(units + call_.lane);
-      if (arrived(v)) add_weighted(sum, v, 1.0f);
+      if (arrived(v)) add_unweighted(sum, v);
       store_weak(units + call_.lane, absent());
     }
   }

@@ -50,7 +50,7 @@ inline void fence_system() { std::atomic_thread_fence(std::memory_order_seq_cst)
 // Copies to shared memory come as late as they may; until then noise stands there.
 struct LateCopy {
   uint4* to;
-  const uint4* from;
+  const uint4* from;  // null for zeros
 };
 struct LateCopies {
   std::vector<LateCopy> open;
@@ -65,9 +65,9 @@ struct LateCopies {
   static constexpr size_t kMostThreads = 1024;
 };
 
-inline void copy_async(uint4* shared, const uint4* global) {
+inline void copy_async_or_zeros(uint4* shared, const uint4* global, bool copies) {
   *shared = uint4{0x7fc17fc1u, 0x7fc17fc1u, 0x7fc17fc1u, 0x7fc17fc1u};
-  LateCopies::own().open.push_back({shared, global});
+  LateCopies::own().open.push_back({shared, copies ? global : nullptr});
 }
 inline void commit_copies() {
   LateCopies& own = LateCopies::own();
@@ -78,7 +78,8 @@ void await_copies() {
   emulation::Cta::own()->yield();
   LateCopies& own = LateCopies::own();
   for (; own.groups.size() > Youngest; own.groups.pop_front())
-    for (const LateCopy& copy : own.groups.front()) *copy.to = *copy.from;
+    for (const LateCopy& copy : own.groups.front())
+      *copy.to = copy.from != nullptr ? *copy.from : uint4{};
 }
 
 inline void store_weak(uint4* address, uint4 v) { store_relaxed_system(address, v); }
