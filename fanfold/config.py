@@ -147,9 +147,9 @@ _SETTINGS = (
         name="ctas",
         variable="FANFOLD_CTAS",
         default=None,
-        help="CTAs of each kernel; 'auto' is one for each SM of the GPU in low latency, and 24 in "
-        "high throughput, which takes 64 at most. Fewer leave SMs to kernels beside it. All must "
-        "fit on the GPU at once.",
+        help="CTAs of each kernel; 'auto' is one for each SM of the GPU in low latency, and as "
+        "many as keep the link busy, 24 at most, in high throughput, which can have 64. Fewer "
+        "leave SMs to kernels beside it. All must fit on the GPU at once.",
         parse=_parse_count,
         check=lambda v: v is None or (_is_integer(v) and 2 <= v <= 512),
         bound="'auto' or an integer from 2 to 512",

@@ -21,11 +21,12 @@ from fanfold.bench.workload import Batch
 from fanfold.config import Config
 from fanfold.errors import UnavailableError
 from fanfold.expert_parallel import ExpertParallel
-from fanfold.formats import RowFormat, ScaleFormat
+from fanfold.formats import RowFormat, ScaleFormat, scale_columns
 from fanfold.group import as_group
 from fanfold.high_throughput.cuda import CudaHighThroughput
+from fanfold.high_throughput.grid import Grid
 from fanfold.high_throughput.in_place import bytes_for_rows
-from fanfold.high_throughput.kernels import Grid
+from fanfold.high_throughput.kernels import DispatchKind, Sizes
 from fanfold.placement import place
 from fanfold.received import Received
 from fanfold.symmetric import SymmetricMemory
@@ -164,10 +165,23 @@ def _result_bytes(settings: BenchSettings) -> int:
 
 
 def sms_taken(settings: BenchSettings, device: torch.device) -> int:
-    """SMs that each kernel of high throughput takes on ``device``."""
+    """SMs that a dispatch takes on ``device``, and a combine, too, if a number was asked for."""
     there = torch.cuda.get_device_properties(device).multi_processor_count
-    ctas = Grid.of(there, settings.ranks, ctas=_config(settings).ctas).ctas
-    return min(ctas, there, _core.CUDA_HIGH_THROUGHPUT_MOST_CTAS)
+    most = min(there, _core.CUDA_HIGH_THROUGHPUT_MOST_CTAS)
+    asked = _config(settings).ctas
+    row_format, new = RowFormat.of(settings.dtype), settings.routing == "new"
+    scales = scale_columns(settings.hidden, ScaleFormat.FLOAT32)
+    kind = DispatchKind(
+        Sizes(settings.ranks, settings.experts, settings.top_k),
+        row_bytes=settings.hidden * row_format.dtype.itemsize,
+        scale_words=scales if row_format is RowFormat.FP8 else 0,
+        expert_major=settings.layout != "token_major",
+        new_routing=new,
+        weighted=new,
+        in_place=bool(settings.in_place),
+    )
+    grid = Grid(settings.ranks, most, None if asked is None else min(asked, most))
+    return grid.of_dispatch(kind)[0]
 
 
 def on_host(received: Received) -> Received:

@@ -385,7 +385,8 @@ class ExpertParallel:
 
         Args:
             sms: from 1; at least 2 are taken with other ranks, and at most 64 or those there are.
-                None for the beginning's: ``config.ctas``, or 24.
+                None for the beginning's: ``config.ctas``, or those that keep the link busy, at
+                most 24.
 
         Raises:
             ArgumentError: ``sms`` is no such number.

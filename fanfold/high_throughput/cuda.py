@@ -38,12 +38,12 @@ from fanfold.high_throughput.calls import (
     check_routing,
     check_rows,
 )
+from fanfold.high_throughput.grid import Grid
 from fanfold.high_throughput.in_place import Results
 from fanfold.high_throughput.kernels import (
     LANES_ALONE_ROW_BYTES,
     CombineKind,
     DispatchKind,
-    Grid,
     Sizes,
     most_batches,
 )
@@ -86,7 +86,8 @@ class CudaHighThroughput:
         config: time bound, and the grid.
         max_tokens: most tokens of any rank in any call, the same on all; a plan takes
             ``ranks * (max_tokens + 800)`` bytes for it.
-        ctas: of each kernel; None for the configuration's, or 24.
+        ctas: of each kernel; None for the configuration's, or as many as the model says
+            (:mod:`fanfold.high_throughput.grid`), at most 24.
         senders: of them begin as senders in a dispatch; None for the configuration's, or 9 of 24
             (expert-major 8, token-major in place 12).
         result_bytes: of the memory, for the rows of dispatches in place; the same on all ranks.
@@ -143,7 +144,7 @@ class CudaHighThroughput:
         if sms is not None:
             check_integer("sms", sms, 1, MOST_SMS)
             least, most = ctas_bounds(self._memory)
-            grid = Grid.of(most, self._ranks, ctas=min(max(sms, least), most))
+            grid = Grid(self._ranks, most, min(max(sms, least), most))
         self._launches = self._launches_with(grid)
 
     def _launches_with(self, grid: Grid) -> Launches:

@@ -1,7 +1,6 @@
-"""Which kernels high-throughput calls need on GPUs, and their shapes: warps, rings, CTAs, roles.
+"""Which kernels high-throughput calls need on GPUs, and their shapes: warps, rings, slices.
 
-The numbers come from measurements on H200 (decisions 0101 and 0103 to 0106): eight or nine SMs
-nearly fill the links with rows, the others place what comes; more than 24 in all are of little use.
+The numbers come from measurements on H200 (decisions 0101, 0103 to 0106 and 0108).
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from fanfold.high_throughput.calls import RowOrder
 from fanfold.jit import KernelSource
 
 __all__ = [
+    "DEFAULT_MOST_CTAS",
     "LANES_ALONE_ROW_BYTES",
     "MOST_SHARED_BYTES",
     "CombineKind",
     "DispatchKind",
-    "Grid",
     "Kernel",
     "Sizes",
     "combine_kernel",
@@ -35,11 +34,9 @@ MOST_SHARED_BYTES = 227 << 10
 LANES_ALONE_ROW_BYTES = 16
 """Of the rows beside which numbers of lanes travel where there are no others."""
 
-_CTAS = 24
-# Of those 24 in a dispatch. Expert-major there are more copies for the others to make.
-_SENDERS: dict[RowOrder, int] = {"token_major": 9, "expert_major": 8}
-# Token-major in place there are none: eight senders of twelve fill the links, of more half.
-_MOST_IN_PLACE, _FEW_IN_PLACE = 2 / 3, 8
+DEFAULT_MOST_CTAS = 24
+"""Of a kernel, if nobody asks for more: SMs belong to what runs beside, and long rows hardly need
+more (decision 0108)."""
 
 _PLAN_WARPS = 16
 _MOST_TILES = 8
@@ -63,7 +60,7 @@ _COMBINE_WORKERS = 11
 # Of 16 bytes, in a slice. Where rows are added, longer ones have fewer instructions beside that.
 _SLICE_UNITS, _ADDED_SLICE_UNITS = 128, 224
 # Of a slice each, in the ring of a warp; with too little memory there are fewer warps first.
-_MOST_PIECES, _FEW_PIECES, _LEAST_PIECES = 4, 3, 2
+_MOST_PIECES, _FEW_PIECES, _LEAST_PIECES = 5, 3, 2
 # Batches between sending and folding: some, and several times what the warps of a grid work on at
 # once. Where sending ends, fewer, as the link waits for what is then left to fold, and each fold is
 # of half a batch: a warp in the middle of one keeps the send that it has drawn waiting.
@@ -75,46 +72,6 @@ _LINE = 128
 
 def _align(value: int, step: int) -> int:
     return -(-value // step) * step
-
-
-@dataclass(frozen=True)
-class Grid:
-    """CTAs of every high-throughput kernel.
-
-    Attributes:
-        ctas: in all; one for each SM.
-        token_major_senders, expert_major_senders: of them begin as senders in a dispatch.
-        in_place_senders: the same, token-major in place.
-    """
-
-    ctas: int
-    token_major_senders: int
-    expert_major_senders: int
-    in_place_senders: int
-
-    @classmethod
-    def of(
-        cls, sms: int, ranks: int, *, ctas: int | None = None, senders: int | None = None
-    ) -> Grid:
-        """The grid for ``ranks`` GPUs of ``sms`` SMs each, where nothing else is asked for."""
-        if ctas is None:
-            ctas = min(_CTAS, max(sms, 2))
-        if senders is not None:
-            return cls(ctas, senders, senders, senders)
-        if ranks == 1:
-            return cls(ctas, ctas, ctas, ctas)
-
-        def of(order: RowOrder) -> int:
-            return min(-(-ctas * _SENDERS[order] // _CTAS), max(ctas - 1, 1))
-
-        in_place = min(max(int(ctas * _MOST_IN_PLACE), 1), max(_FEW_IN_PLACE, ctas // 2))
-        return cls(ctas, of("token_major"), of("expert_major"), in_place)
-
-    def senders(self, kind: DispatchKind) -> int:
-        """Those of a dispatch of this kind."""
-        if kind.expert_major:
-            return self.expert_major_senders
-        return self.in_place_senders if kind.in_place else self.token_major_senders
 
 
 def most_batches(tokens: int) -> int:
@@ -354,7 +311,7 @@ def _lags(kind: CombineKind, workers: int, slots: int) -> tuple[int, int]:
     """Batches between sending and folding, and where sending ends. The first is no more than half a
     ring: behind its last use of a slot a combine gives none back."""
     jobs = (kind.sizes.ranks + int(kind.expert_major)) * kind.slices  # for a batch of each source
-    at_once = -(-workers * _CTAS // jobs)
+    at_once = -(-workers * DEFAULT_MOST_CTAS // jobs)
     lag = min(max(_LAG, _LAG_WAVES * at_once), slots // 2)
     return lag, min(_LAST_LAG_WAVES * at_once, lag)
 

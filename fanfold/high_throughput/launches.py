@@ -13,7 +13,8 @@ from fanfold import _core, jit
 from fanfold.config import Config
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.high_throughput import kernels
-from fanfold.high_throughput.kernels import CombineKind, DispatchKind, Grid, Kernel, Sizes
+from fanfold.high_throughput.grid import Grid
+from fanfold.high_throughput.kernels import CombineKind, DispatchKind, Kernel, Sizes
 from fanfold.symmetric_cuda import CudaSymmetricMemory
 
 __all__ = ["Call", "Launches", "ctas_bounds", "grid_of"]
@@ -47,7 +48,7 @@ class Launches:
         core: fills in arguments.
         device: whose kernels are loaded.
         config: of the compiler's cache.
-        grid: CTAs of every kernel.
+        grid: CTAs of each kernel.
     """
 
     def __init__(
@@ -69,8 +70,9 @@ class Launches:
                 _core.CudaHighThroughputPhase.PLAN, sizes.experts, sizes.top_k
             )
             shape.alignment = alignment
-            args = self._core.plan_arguments(shape, self._grid.ctas, self._grid.token_major_senders)
-            known = Call(args, self._load(kernels.plan_kernel(sizes)))
+            ctas, senders = self._grid.of_plan()
+            args = self._core.plan_arguments(shape, ctas, senders)
+            known = Call(args, self._load(kernels.plan_kernel(sizes), ctas))
             self._plans[sizes, alignment] = known
         return known
 
@@ -80,9 +82,9 @@ class Launches:
         if known is None:
             kernel = kernels.dispatch_kernel(kind, self._most_shared_bytes)
             shape = kernels.core_shape(kind)
-            senders = self._grid.senders(kind)
-            args = self._core.dispatch_arguments(shape, self._grid.ctas, senders)
-            known = self._dispatches[kind] = Call(args, self._load(kernel))
+            ctas, senders = self._grid.of_dispatch(kind)
+            args = self._core.dispatch_arguments(shape, ctas, senders)
+            known = self._dispatches[kind] = Call(args, self._load(kernel, ctas))
         return known
 
     def combine(self, kind: CombineKind) -> Call[_core.CudaHighThroughputCombineArgs]:
@@ -90,15 +92,14 @@ class Launches:
         known = self._combines.get(kind)
         if known is None:
             shape = kernels.core_shape(kind)
-            args = self._core.combine_arguments(
-                shape, self._grid.ctas, self._grid.token_major_senders
-            )
+            ctas, senders = self._grid.of_combine(kind)
+            args = self._core.combine_arguments(shape, ctas, senders)
             kernel = kernels.combine_kernel(kind, args.slots, self._most_shared_bytes)
-            known = Call(args, self._load(kernel))
+            known = Call(args, self._load(kernel, ctas))
             self._combines[kind] = known
         return known
 
-    def _load(self, kernel: Kernel) -> Callable[[Arguments, int], None]:
+    def _load(self, kernel: Kernel, ctas: int) -> Callable[[Arguments, int], None]:
         source = kernel.source
         if torch.cuda.is_current_stream_capturing():
             raise UsageError(
@@ -108,7 +109,7 @@ class Launches:
         loaded = jit.load(source, self._device.index, self._config)
         if kernel.shared_bytes > _UNASKED_SHARED_BYTES:
             loaded.allow_shared_bytes(kernel.shared_bytes)
-        shape = _core.CudaLaunch(self._grid.ctas, source.threads, kernel.shared_bytes, early=True)
+        shape = _core.CudaLaunch(ctas, source.threads, kernel.shared_bytes, early=True)
 
         def launch(args: Arguments, stream: int) -> None:
             args.launch(loaded, shape, stream)
@@ -125,13 +126,14 @@ def ctas_bounds(memory: CudaSymmetricMemory) -> tuple[int, int]:
 def grid_of(
     memory: CudaSymmetricMemory, config: Config, ctas: int | None, senders: int | None
 ) -> Grid:
-    """The CTAs that were asked for, else those of the configuration, else the mode's own choice."""
+    """The CTAs that were asked for, else those of the configuration, else the model's."""
     most = ctas_bounds(memory)[1]
     if ctas is None and config.ctas is not None:
         ctas = min(config.ctas, most)
         # The setting's senders belong to its CTAs.
         senders = config.senders if senders is None and ctas == config.ctas else senders
-    grid = Grid.of(most, memory.ranks, ctas=ctas, senders=senders)
-    if grid.ctas > most:
-        raise ArgumentError("ctas", grid.ctas, f"at most {most} on this GPU")
-    return grid
+    if ctas is None and senders is not None:
+        ctas = min(kernels.DEFAULT_MOST_CTAS, most)  # a number of senders is of some number of CTAs
+    if ctas is not None and ctas > most:
+        raise ArgumentError("ctas", ctas, f"at most {most} on this GPU")
+    return Grid(memory.ranks, most, ctas, senders)

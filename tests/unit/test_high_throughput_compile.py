@@ -15,7 +15,6 @@ from fanfold.high_throughput.kernels import (
     MOST_SHARED_BYTES,
     CombineKind,
     DispatchKind,
-    Grid,
     Kernel,
     Sizes,
     combine_kernel,
@@ -166,19 +165,3 @@ def test_a_plan_has_room_for_the_words_of_all_batches() -> None:
     for tokens in range(1000):
         most = max(most, _core.cuda_dispatch_batches(tokens, short))
         assert most_batches(tokens) == most
-
-
-def test_grids() -> None:
-    assert Grid.of(132, 4) == Grid(24, 9, 8, 12)
-    assert Grid.of(132, 1) == Grid(24, 24, 24, 24)
-    assert Grid.of(8, 4) == Grid(8, 3, 3, 5)
-    assert Grid.of(2, 2) == Grid(2, 1, 1, 1)
-    assert Grid.of(132, 4, ctas=12) == Grid(12, 5, 4, 8)
-    assert Grid.of(132, 4, ctas=2, senders=1) == Grid(2, 1, 1, 1)
-    grid, sizes = Grid(9, 1, 2, 3), Sizes(4, 8, 2)
-    kinds = [
-        DispatchKind(sizes, 64, 0, expert_major, False, False, in_place)
-        for expert_major in (False, True)
-        for in_place in (False, True)
-    ]
-    assert [grid.senders(kind) for kind in kinds] == [1, 3, 2, 2]

@@ -194,7 +194,7 @@ def test_sms_change_between_calls() -> None:
             mode.use_sms(0)
         for turn, sms in enumerate([*ctas_of, 2]):
             mode.use_sms(sms if rank else None)
-            launched.append(mode._launches._grid.ctas)
+            launched.append(mode._launches._grid.of_plan()[0])
             run_case(mode, dataclasses.replace(SMALL, seed=turn), rank, LAYOUTS[turn % 2])
         assert launched == [ctas_of[sms] if rank else CTAS for sms in [*ctas_of, 2]]
 
