@@ -367,7 +367,6 @@ class CudaPlanArgs:
     offsets: int
     source_prefix: int
     first_rows: int
-    rank_tokens: int
     totals: int
     tokens: int
     refused: bool
@@ -423,7 +422,6 @@ class CudaHighThroughputCombineArgs:
     batch_stride: int
     batches: int
     source_prefix: int
-    rank_tokens: int
     rows_of: int
     y: int
     row_weights: int

@@ -70,7 +70,6 @@ void bind_plan(nb::module_& module) {
   def_address(cls, "offsets", &PlanArgs::offsets);
   def_address(cls, "source_prefix", &PlanArgs::source_prefix);
   def_address(cls, "first_rows", &PlanArgs::first_rows);
-  def_address(cls, "rank_tokens", &PlanArgs::rank_tokens);
   def_address(cls, "totals", &PlanArgs::totals);
 }
 
@@ -119,7 +118,6 @@ void bind_combine(nb::module_& module) {
           "place"_a, "address"_a);
   def_address(cls, "batches", &Combine::batches);
   def_address(cls, "source_prefix", &Combine::source_prefix);
-  def_address(cls, "rank_tokens", &Combine::rank_tokens);
   def_address(cls, "rows_of", &Combine::rows_of);
   def_address(cls, "y", &Combine::y);
   def_address(cls, "row_weights", &Combine::row_weights);

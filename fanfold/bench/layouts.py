@@ -165,7 +165,8 @@ def _result_bytes(settings: BenchSettings) -> int:
 
 
 def sms_taken(settings: BenchSettings, device: torch.device) -> int:
-    """SMs that a dispatch takes on ``device``, and a combine, too, if a number was asked for."""
+    """SMs that a dispatch, with the plan of a new routing, takes on ``device``; a combine takes no
+    more."""
     there = torch.cuda.get_device_properties(device).multi_processor_count
     most = min(there, _core.CUDA_HIGH_THROUGHPUT_MOST_CTAS)
     asked = _config(settings).ctas
@@ -181,7 +182,7 @@ def sms_taken(settings: BenchSettings, device: torch.device) -> int:
         in_place=bool(settings.in_place),
     )
     grid = Grid(settings.ranks, most, None if asked is None else min(asked, most))
-    return grid.of_dispatch(kind)[0]
+    return max(grid.of_dispatch(kind)[0], grid.of_plan()[0] if new else 0)
 
 
 def on_host(received: Received) -> Received:

@@ -459,7 +459,6 @@ class CudaHighThroughput:
             places=self._empty((tokens, sizes.top_k), torch.int32),
             source_prefix=self._empty((sizes.ranks,), torch.int32),
             first_rows=self._empty((sizes.ranks,), torch.int32),
-            rank_tokens=self._empty((sizes.ranks,), torch.int32),
             source_token=self._empty((0,), torch.int32),
             tokens_per_expert=self._empty((local,), torch.int32),
             offsets=self._empty((local + 1,), torch.int64),
@@ -473,7 +472,7 @@ class CudaHighThroughput:
         args.tokens_per_expert = plan.tokens_per_expert.data_ptr()
         args.offsets = plan.offsets.data_ptr()
         args.source_prefix = plan.source_prefix.data_ptr()
-        args.first_rows, args.rank_tokens = plan.first_rows.data_ptr(), plan.rank_tokens.data_ptr()
+        args.first_rows = plan.first_rows.data_ptr()
         args.totals = self._totals.address if plan.capacity is None else 0
 
     def _await_totals(self, plan: CudaPlan) -> None:
@@ -585,7 +584,7 @@ class CudaHighThroughput:
         args.batches, args.batch_stride = plan.batches.data_ptr(), plan.batches.shape[1]
         args.kept = len(plan.source_token)
         args.source_prefix, args.rows = plan.source_prefix.data_ptr(), plan.rows.data_ptr()
-        args.rank_tokens, args.rows_of = plan.rank_tokens.data_ptr(), _address(plan.rows_of)
+        args.rows_of = _address(plan.rows_of)
         stream = self._follow()
         self._keep(plan, stream)
         call.launch(args, stream)

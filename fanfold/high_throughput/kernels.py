@@ -358,6 +358,7 @@ def combine_kernel(
         "kLag": lag,
         "kLastLag": last_lag,
         "kPartTokens": _PART_TOKENS,
+        "kSharedBytes": shared_bytes(workers, pieces),
     }
     source = KernelSource(
         "high_throughput/combine.cu", "high_throughput_combine", constants, (workers + 1) * 32

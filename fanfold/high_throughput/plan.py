@@ -32,7 +32,6 @@ class CudaPlan:
         places: ``[T, K]`` int32: rank << 26 | expert-major row there, of each choice; -1 for none.
         source_prefix: ``[R]`` int32: rows received from ranks 0 to r.
         first_rows: ``[R]`` int32: at each rank the first token-major row of this one.
-        rank_tokens: ``[R]`` int32: the tokens of each rank.
         source_token: ``[N]`` int32: each row's token index at its source.
         tokens_per_expert: ``[E_l]`` int32: rows of each local expert; a token counts once.
         offsets: ``[E_l + 1]`` int64: where each expert's rows begin in expert-major order, rounded
@@ -61,7 +60,6 @@ class CudaPlan:
     places: torch.Tensor
     source_prefix: torch.Tensor
     first_rows: torch.Tensor
-    rank_tokens: torch.Tensor
     source_token: torch.Tensor
     tokens_per_expert: torch.Tensor
     offsets: torch.Tensor

@@ -186,21 +186,6 @@ def test_ranks_that_disagree_are_told_and_stay_in_step() -> None:
     world.run(program)
 
 
-def test_ranks_that_combine_by_different_routings_are_told() -> None:
-    world = World(SMALL.ranks, ROOMY_RING)
-
-    def program(rank: int, mode: CudaHighThroughput) -> None:
-        fewer = dataclasses.replace(SMALL, tokens=(7, 5, 1))
-        given = [dispatch(mode, Round(case, rank), "expert_major", None) for case in (SMALL, fewer)]
-        got = given[rank % 2]
-        with pytest.raises(ArgumentError, match=r"combine .* (?s:.)*the same on all ranks"):
-            (mode.combine(got.tokens, got.plan, layout="expert_major"), mode.check())
-        for case, whole in zip((SMALL, fewer), given, strict=True):
-            check_combine(mode, Round(case, rank), whole, "expert_major")
-
-    world.run(program)
-
-
 # ---- what only the kernels find -----------------------------------------------------------------
 
 

@@ -61,10 +61,10 @@ class Call {
 
   // ---- the course of a call ---------------------------------------------------------------------
 
-  // The first warp of the grid says to all peers that this rank is here, and so has left the call
-  // before. What needs no peer is best done between this and `gather`: they come a while later.
+  // One warp of the kernel: says to all peers that this rank is here, and so has left the call
+  // before.
   __device__ void announce() const {
-    if (blockIdx.x != 0 || warp != 0 || !is_peer(lane)) return;
+    if (!is_peer(lane)) return;
     const AnnouncementWord word{epoch, args.facts, static_cast<uint32_t>(args.tokens),
                                 args.refused != 0};
     store_release_system(announcement(lane, writer_at(args, lane)), word.encode());
@@ -142,31 +142,23 @@ struct Participants {
   bool is_void;        // somebody refused, or means another call: nothing moves
 };
 
-// One warp: the participants of this call, when all have announced it. Where the routing knows how
-// many `tokens` each rank has, a rank that says otherwise means another one.
-__device__ __forceinline__ void gather_by_warp(const Call& call, Participants& shared,
-                                               const int* tokens = nullptr) {
-  const AnnouncementWord word = call.await_announcement();
-  const bool is_rank = call.lane < kRanks;
-  bool differs = word.facts != call.args.facts;
-  if (tokens != nullptr && is_rank)
-    differs = differs || static_cast<int>(word.tokens) != tokens[call.lane];
-  if (is_rank) shared.tokens[call.lane] = static_cast<int>(word.tokens);
-  if (blockIdx.x == 0 && call.args.refused == 0 && !call.failed()) {
-    if (word.refused) {
-      call.report(HighThroughputReportKind::kRefused, call.lane, 0, 0);
-    } else if (differs) {
-      call.report(HighThroughputReportKind::kDisagreement, call.lane, 0, 0);
-    }
-  }
-  const bool stops = __any_sync(kFullWarp, is_rank && (word.refused || differs)) != 0;
-  if (call.lane == 0) shared.is_void = stops || call.failed();
-  __syncwarp();
-}
-
-// The whole CTA: the same.
+// The whole CTA: the participants of this call, when all have announced it.
 __device__ __forceinline__ void gather(const Call& call, Participants& shared) {
-  if (call.warp == 0) gather_by_warp(call, shared);
+  if (call.warp == 0) {
+    if (blockIdx.x == 0) call.announce();
+    const AnnouncementWord word = call.await_announcement();
+    const bool differs = word.facts != call.args.facts;
+    if (call.lane < kRanks) shared.tokens[call.lane] = static_cast<int>(word.tokens);
+    if (blockIdx.x == 0 && call.args.refused == 0 && !call.failed()) {
+      if (word.refused) {
+        call.report(HighThroughputReportKind::kRefused, call.lane, 0, 0);
+      } else if (differs) {
+        call.report(HighThroughputReportKind::kDisagreement, call.lane, 0, 0);
+      }
+    }
+    const bool stops = __any_sync(kFullWarp, call.lane < kRanks && (word.refused || differs)) != 0;
+    if (call.lane == 0) shared.is_void = stops || call.failed();
+  }
   __syncthreads();
 }
 

@@ -62,12 +62,8 @@ class Worker {
     const uint32_t tickets = next_.tickets();
     uint32_t ticket = of_lane_0(draw(call_, &args_.call.state->sent));
     uint32_t drawn = draw(call_, &args_.call.state->sent);
-    // The first rows are looked up while the peers come. A failed dispatch may have left anything.
-    if (__any_sync(kFullWarp, call_.failed()) == 0) {
-      next_.begin(ticket);
-      next_.complete(0);
-    }
-    if (!await_participants()) return;
+    next_.begin(ticket);
+    next_.complete(0);
     while (ticket < tickets) {
       const Job job = next_.job();
       const BatchWord batch = next_.batch();
@@ -116,14 +112,6 @@ class Worker {
 
   __device__ const unsigned char* bias(int which, int64_t offset) const {
     return args_.bias[which] != nullptr ? args_.bias[which] + offset : nullptr;
-  }
-
-  // Whether the call moves anything.
-  __device__ bool await_participants() const {
-    Patience patience(call_);  // who gathers them waits no longer than that
-    while (!phase_is_over(&shared_.gathered, 0))
-      if (patience.exhausted(call_.args.rank, 0)) return false;
-    return !shared_.participants.is_void;
   }
 
   // Hands a job to the warp that tells of it.
@@ -284,21 +272,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   wait_for_previous_kernel();
   if (is_void(args.source_prefix)) return;
   const Call call(args.call, HighThroughputPhase::kCombine);
-  call.announce();
   const auto thread = static_cast<int>(threadIdx.x);
   if (thread < kRanks) shared.prefix[thread] = thread == 0 ? 0 : args.source_prefix[thread - 1];
-  if (thread < kRanks) shared.tokens[thread] = args.rank_tokens[thread];
   if (thread < kWorkers) init_barrier(&shared.workers[thread].posted, 1);
   if (thread < kWorkers) init_barrier(&shared.workers[thread].taken, 1);
-  if (thread == 0) init_barrier(&shared.gathered, 1);
   if (thread == 0) init_barrier(&shared.ended, kWorkers);
-  __syncthreads();
-  if (call.warp < kWorkers) {
-    Worker(args, shared, call).run();
-  } else {
-    gather_by_warp(call, shared.participants, shared.tokens);
-    if (call.lane == 0) arrive(&shared.gathered);
-    if (!shared.participants.is_void) Teller(shared, call).run();
+  gather(call, shared.participants);
+  if (!shared.participants.is_void) {
+    if (call.warp < kWorkers) {
+      Worker(args, shared, call).run();
+    } else {
+      Teller(shared, call).run();
+    }
   }
   finish(call);
 }

@@ -170,7 +170,7 @@ class Preparation {
   __device__ void load_batch() {
     batch_ = BatchWord{};
     if (job_.kind != Job::Kind::kSend) return;
-    const DispatchBatches dispatched(shared_.tokens[job_.source], kShortTokens);
+    const DispatchBatches dispatched(shared_.participants.tokens[job_.source], kShortTokens);
     const uint64_t* words = args_.batches + job_.source * args_.batch_stride;
     if (job_.batch < dispatched.whole) {
       batch_ = BatchWord::decode(words[job_.batch]);

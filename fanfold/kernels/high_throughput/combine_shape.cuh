@@ -2,7 +2,8 @@
 // kExpertMajor, kWeighted (the outputs), kLanes (numbers of the choices travel beside the rows),
 // kSlices (of columns, in a row), kSliceUnits (of each but the last), kPieces (in the ring of a
 // warp), kLag (batches between sending and folding, no more than half of the slots), kLastLag (the
-// same where sending ends, no more), kPartTokens (of a fold there), kShortTokens (of the dispatch).
+// same where sending ends, no more), kPartTokens (of a fold there), kShortTokens (of the dispatch),
+// kSharedBytes (that the launch brings).
 // All warps but the last are workers.
 #pragma once
 
@@ -84,11 +85,10 @@ struct CombineShared {
   WorkerShared workers[kWorkers];
   Participants participants;
   int32_t prefix[kRanks];
-  int32_t tokens[kRanks];          // of each source, by the plan
-  ArrivalBarrier gathered, ended;  // the participants are; the workers have: no more is posted
+  ArrivalBarrier ended;  // the workers: no more is posted
 
   __device__ int batches(int source) const {
-    return (tokens[source] + kBatchTokens - 1) / kBatchTokens;
+    return (participants.tokens[source] + kBatchTokens - 1) / kBatchTokens;
   }
   __device__ int most_batches() const {
     int most = 0;
@@ -96,6 +96,8 @@ struct CombineShared {
     return most;
   }
 };
+
+static_assert(sizeof(CombineShared) <= kSharedBytes);
 
 // The row of `writer` in the ring that it has in the memory of `owner`.
 __device__ __forceinline__ int64_t ring_row(const Call& call, int writer, int slot, int place) {

@@ -15,40 +15,31 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int index = static_cast<int>(blockIdx.x) * kWarps + call.warp;
   const int warps = static_cast<int>(gridDim.x) * kWarps;
   if (is_void(args.source_prefix)) return mark_absent(args, 0, 0, index, warps);
-  call.announce();
   const auto thread = static_cast<int>(threadIdx.x);
   if (thread < kRanks) shared.prefix[thread] = thread == 0 ? 0 : args.source_prefix[thread - 1];
   for (int e = thread; e <= kLocalExperts; e += kThreads)
     shared.offsets[e] = static_cast<int32_t>(args.offsets[e]);
   __syncthreads();
   RowRing ring(shared.rings[call.warp], call);
-  // A failed plan may say anything.
-  const bool is_sound = __any_sync(kFullWarp, call.failed()) == 0;
   const DispatchWarp warp{args, shared, call, ring.shared, shared.notes[call.warp]};
   const bool sends = static_cast<int>(blockIdx.x) < args.call.senders;
-  // Receivers have nothing to do until the first rows come.
-  if (is_sound && (!sends || args.call.senders == static_cast<int>(gridDim.x))) {
+  // Receivers have nothing to do until the first rows come. A failed plan may say anything.
+  const bool pads = __any_sync(kFullWarp, call.failed()) == 0;
+  if (pads && (!sends || args.call.senders == static_cast<int>(gridDim.x))) {
     const int first = sends ? 0 : args.call.senders * kWarps;
     Placer(warp).pad(ring.shared.slots[0], index - first, warps - first);
     const int row = args.source_prefix[kRanks - 1];
     const int place = kExpertMajor != 0 ? shared.offsets[kLocalExperts] : row;
     mark_absent(args, row, place, index - first, warps - first);
   }
-  // Rows to be sent come here while the peers do.
-  Sender sender(warp);
-  if (kRanks > 1 && sends && is_sound) {
-    sender.begin();
-    ring.fill(sender);
-  }
   gather(call, shared.participants);
   fence_global_and_bulk();  // what others have left behind comes before what is written there
   const bool moves = !shared.participants.is_void;
   if (!moves) {
-    ring.drop();
     mark_absent(args, 0, 0, index, warps);
   } else {
     if (kRanks > 1 && sends) {
-      sender.peers_are_here();
+      Sender sender(warp);
       ring.run<Until::kWritten>(sender);
     }
     Receiver receiver(warp);

@@ -8,26 +8,20 @@ namespace fanfold {
 
 class Sender {
  public:
-  __device__ explicit Sender(const DispatchWarp& warp) : w_(warp), call_(warp.call) {}
-
-  // Before anything else. The peers need not be here yet, but for what is told of a batch.
-  __device__ void begin() {
+  __device__ explicit Sender(const DispatchWarp& warp) : w_(warp), call_(warp.call) {
     if (kStaysInPlace && call_.lane < kRanks) first_row_ = w_.args.first_rows[call_.lane];
     ticket_ = of_lane_0(draw(call_, &call_.args.state->sent));
     fetch();
     drawn_ = draw(call_, &call_.args.state->sent);
   }
-  __device__ void peers_are_here() { may_tell_ = true; }
 
   __device__ Next next(int slot, bool may_wait) {
     while (remaining_ == 0) {
       if (!holds_batch_ && !draw_batch()) return Next::kNone;
       if (!slot_is_free(may_wait)) return may_wait ? Next::kNone : Next::kNotYet;
-      const uint32_t wanted = __reduce_or_sync(kFullWarp, tokens_);
-      if (wanted == 0 && !may_tell_) return Next::kNotYet;
       holds_batch_ = false;
-      remaining_ = wanted;
-      if (wanted == 0) publish(slot_, word_);
+      remaining_ = __reduce_or_sync(kFullWarp, tokens_);
+      if (remaining_ == 0) publish(slot_, word_);
     }
     const int place = __ffs(static_cast<int>(remaining_)) - 1;
     remaining_ &= remaining_ - 1;
@@ -70,8 +64,6 @@ class Sender {
   }
 
  private:
-  __device__ DispatchBatches own_batches() const { return {call_.args.tokens, kShortTokens}; }
-
   // Token-major: sends the row to its place on lane r's rank.
   __device__ void land(int slot, const SenderNote& note) const {
     const BatchWord batch = BatchWord::decode(note.words[call_.lane]);
@@ -103,7 +95,7 @@ class Sender {
   // The rows of lane r's rank, a peer, in the batch whose ticket is held; -1 where there is none.
   __device__ void fetch() {
     const auto batch = static_cast<int>(ticket_);
-    const DispatchBatches batches = own_batches();
+    const DispatchBatches batches = w_.batches(call_.args.rank);
     const int first = batches.first_token(batch);
     const int end = min(first + batches.size(batch), call_.args.tokens);
 #pragma unroll
@@ -116,7 +108,7 @@ class Sender {
 
   // Goes on to the next batch; false if there are no more.
   __device__ bool draw_batch() {
-    const DispatchBatches batches = own_batches();
+    const DispatchBatches batches = w_.batches(call_.args.rank);
     const auto batch = static_cast<int>(ticket_);
     if (batch >= batches.count()) return false;
     first_token_ = batches.first_token(batch);
@@ -169,10 +161,9 @@ class Sender {
 
   const DispatchWarp& w_;
   const Call& call_;
-  int first_row_ = 0;                // of this rank at lane r's
-  uint32_t ticket_ = 0, drawn_ = 0;  // of the next batch, and in lane 0 of the one after
+  int first_row_ = 0;        // of this rank at lane r's
+  uint32_t ticket_, drawn_;  // of the next batch, and in lane 0 of the one after
   int32_t rows_[kBatchTokens];
-  bool may_tell_ = false;
   bool holds_batch_ = false;  // one that is not begun
   int first_token_ = 0, slot_ = 0;
   uint32_t turn_ = 0;

@@ -252,7 +252,6 @@ class Planner {
       for (int source = 0; source < writer_at(args_.call, call_.lane); ++source)
         before += count_of(source, call_.lane);
       args_.first_rows[call_.lane] = before;
-      args_.rank_tokens[call_.lane] = shared_.participants.tokens[call_.lane];
     }
     if (thread() != 0) return;
     args_.offsets[0] = 0;
@@ -321,7 +320,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const bool refuses = args.call.refused != 0;
   if (refuses && args.source_prefix != nullptr && is_void(args.source_prefix)) return;
   const Call call(args.call, HighThroughputPhase::kPlan);
-  call.announce();
   gather(call, shared.participants);
   const bool moves = !shared.participants.is_void;
   if (moves) Planner(args, shared, call).run();

@@ -43,18 +43,6 @@ class RowRing {
     __syncwarp();
   }
 
-  // Asks for the first rows, and waits for nobody.
-  template <class Job>
-  __device__ void fill(Job& job) {
-    while (asked_ < kAhead && job.next(slot_of(asked_), false) == Next::kRow) ++asked_;
-  }
-
-  // Instead of `run`: what was asked for comes all the same.
-  __device__ void drop() {
-    while (stored_ != asked_) await(stored_++);
-    passed_ = stored_;
-  }
-
   template <Until kUntil, class Job>
   __device__ void run(Job& job) {
     bool more = true;

@@ -21,6 +21,7 @@ class RowSums {
     count_ = count;
     units_ = units;
     asked_ = 0;
+    await_copies<0>();  // zeros behind the last list's end, which nothing orders before what comes
     for (int i = 0; i < kPieces - 1; ++i) ask(i, entries[i], rows);
   }
 

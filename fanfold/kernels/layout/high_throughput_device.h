@@ -231,7 +231,6 @@ struct PlanArgs {
   int64_t* offsets;            // [local experts + 1]
   int32_t* source_prefix;      // [ranks]: rows of ranks 0 to r
   int32_t* first_rows;         // [ranks]: of this rank's rows at that rank the first, token-major
-  int32_t* rank_tokens;        // [ranks]: how many tokens each has
   int32_t* totals;             // [2] pinned or on the GPU: rows that come, expert rows; or null
 };
 
@@ -273,7 +272,6 @@ struct HighThroughputCombineArgs {
   int64_t batch_stride;
   int64_t kept;                  // rows that the dispatch had room for; those behind are nothing
   const int32_t* source_prefix;  // [ranks]
-  const int32_t* rank_tokens;    // [ranks], of the plan
   const int32_t* rows_of;        // [rows][top_k]; expert-major
   const unsigned char* y;        // [rows][row bytes]: the outputs
   const float* row_weights;      // [expert-major rows], or null
