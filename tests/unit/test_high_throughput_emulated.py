@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,7 +16,9 @@ import torch
 
 from fanfold import Config, ExpertParallel, _core
 from fanfold.errors import ArgumentError, PeerRefused, UsageError
+from fanfold.high_throughput import grid
 from fanfold.high_throughput.cuda import CudaHighThroughput
+from fanfold.high_throughput.kernels import CombineKind, DispatchKind
 from tests.distributed.cuda_rounds import (
     check_brought,
     check_combine,
@@ -27,7 +31,14 @@ from tests.distributed.cuda_rounds import (
     soak_results,
 )
 from tests.distributed.routings import Case, Round, results_of
-from tests.emulation.high_throughput import CTAS, ROOMY_RING, SMALL, World, emulated
+from tests.emulation.high_throughput import (
+    ARGUMENTS,
+    CTAS,
+    ROOMY_RING,
+    SMALL,
+    World,
+    emulated,
+)
 from tests.emulation.world import Builder
 
 LAYOUTS = ("expert_major", "token_major")
@@ -181,6 +192,37 @@ def test_other_grids(grid: tuple[int, int], layout: str, in_place: bool) -> None
     results = results_of(SMALL, layout)
     world = World(SMALL.ranks, tiny_ring(SMALL), ctas=ctas, senders=senders, result_bytes=results)
     world.run(lambda rank, mode: run_case(mode, SMALL, rank, layout, in_place))
+
+
+@pytest.mark.parametrize(("sends", "combines"), [(2, CTAS), (CTAS, 2)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_kernel_has_ctas_of_its_own(layout: str, sends: int, combines: int) -> None:
+    """As many as the model says, and a plan all."""
+    taken = set()
+
+    def chosen(kind: DispatchKind | CombineKind) -> int:
+        return sends if isinstance(kind, DispatchKind) else combines
+
+    def spied(arguments: type) -> Any:
+        launch = arguments.launch  # type: ignore[attr-defined]
+
+        def spy(args: Any, loaded: Any, shape: Any, stream: int) -> None:
+            taken.add((arguments, shape.ctas))
+            launch(args, loaded, shape, stream)
+
+        return mock.patch.object(arguments, "launch", spy)
+
+    with ExitStack() as stack:
+        for arguments in ARGUMENTS:
+            stack.enter_context(spied(arguments))
+        stack.enter_context(mock.patch.object(grid, "sms_for", chosen))
+        world = World(SMALL.ranks, tiny_ring(SMALL))
+        world.run(lambda rank, mode: run_case(mode, SMALL, rank, layout))
+    assert taken == {
+        (_core.CudaPlanArgs, CTAS),
+        (_core.CudaHighThroughputDispatchArgs, sends),
+        (_core.CudaHighThroughputCombineArgs, combines),
+    }
 
 
 def test_sms_change_between_calls() -> None:
