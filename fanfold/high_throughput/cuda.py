@@ -331,12 +331,13 @@ class CudaHighThroughput:
             for name, tensor in (("out", out), *((f"bias[{n}]", b) for n, b in enumerate(biases))):
                 check_aligned(name, tensor)
             check_apart("out", out, "y", y)
-            call = self._combining(plan, layout, y, row_weights is not None, lanes is not None)
+            weighted = row_weights is not None
+            call = self._combining(plan, layout, y, weighted, lanes is not None, len(biases))
         args = call.args
         args.row_weights = _address(row_weights)
         args.lane_weights, args.out_weights = _address(lane_weights), _address(lanes)
-        for place in range(2):
-            args.set_bias(place, biases[place].data_ptr() if place < len(biases) else 0)
+        for place, rows in enumerate(biases):
+            args.set_bias(place, rows.data_ptr())
         self._finish_combine(call, plan, y, out)
         return out, lanes
 
@@ -358,8 +359,6 @@ class CudaHighThroughput:
         args = call.args
         args.row_weights = 0
         args.lane_weights, args.out_weights = lane_weights.data_ptr(), lanes.data_ptr()
-        for place in range(2):
-            args.set_bias(place, 0)
         self._finish_combine(call, plan, y, out)
         return lanes
 
@@ -564,11 +563,17 @@ class CudaHighThroughput:
         return self._empty((plan.tokens, plan.top_k), torch.float32)
 
     def _combining(
-        self, plan: CudaPlan, layout: RowOrder, y: torch.Tensor, weighted: bool, lanes: bool
+        self,
+        plan: CudaPlan,
+        layout: RowOrder,
+        y: torch.Tensor,
+        weighted: bool,
+        lanes: bool,
+        biases: int = 0,
     ) -> Call[_core.CudaHighThroughputCombineArgs]:
         sizes = Sizes(plan.ranks, plan.num_experts, plan.top_k)
         row_bytes = y.shape[1] * y.itemsize
-        kind = CombineKind(sizes, row_bytes, layout == "expert_major", weighted, lanes)
+        kind = CombineKind(sizes, row_bytes, layout == "expert_major", weighted, lanes, biases)
         return self._launches.combine(kind)
 
     def _finish_combine(

@@ -189,6 +189,7 @@ class CombineKind:
         expert_major: the order of the outputs; else token-major.
         weighted: whether outputs are multiplied.
         lanes: whether numbers of the choices travel.
+        biases: with which sums begin, 0 to 2; ranks need not have the same.
     """
 
     sizes: Sizes
@@ -196,6 +197,7 @@ class CombineKind:
     expert_major: bool
     weighted: bool
     lanes: bool
+    biases: int = 0
 
     @property
     def slot_bytes(self) -> int:
@@ -326,7 +328,7 @@ def combine_kernel(
     """
     sizes = kind.sizes
     slices, slice_units = kind.cut()
-    terms = max(sizes.top_k if kind.expert_major else 0, sizes.ranks)
+    terms = max(sizes.top_k if kind.expert_major else 0, sizes.ranks + kind.biases)
     entries = 2 * 8 * (_core.CUDA_BATCH_TOKENS * terms + _MOST_PIECES)
     piece = 16 * _align(slice_units, 32)
     rest = _align(8 * sizes.ranks + 16, _LINE)
@@ -351,6 +353,7 @@ def combine_kernel(
         "kExpertMajor": int(kind.expert_major),
         "kWeighted": int(kind.weighted),
         "kLanes": int(kind.lanes),
+        "kBiases": kind.biases,
         "kSlices": slices,
         "kSliceUnits": slice_units,
         "kPieces": pieces,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from fanfold.jit import KernelSource
 __all__ = ["Layer", "shared_bytes_of"]
 
 _CONSUMER_SHARED_BYTES = 99 << 10
+_BIASED = {0: (), 1: ("biased",), 2: ("biased", "twice")}
 
 
 def shared_bytes_of(arch: str) -> int:
@@ -115,11 +117,11 @@ class Layer:
 
     def _combines(self, layout: RowOrder) -> Iterator[tuple[str, CombineKind]]:
         start, expert_major = f"combine {layout}", layout == "expert_major"
-        for weighted in (False, True) if expert_major else (False,):
-            for lanes in (False, True):
-                words = [start, *["weighted"] * weighted, *["lanes"] * lanes]
-                row_bytes = 2 * self.hidden
-                kind = CombineKind(self.sizes, row_bytes, expert_major, weighted, lanes)
-                yield " ".join(words), kind
+        kinds = itertools.product((False, True) if expert_major else (False,), (False, True))
+        for (weighted, lanes), (biases, biased) in itertools.product(kinds, _BIASED.items()):
+            words = [start, *["weighted"] * weighted, *["lanes"] * lanes, *biased]
+            row_bytes = 2 * self.hidden
+            kind = CombineKind(self.sizes, row_bytes, expert_major, weighted, lanes, biases)
+            yield " ".join(words), kind
         alone = CombineKind(self.sizes, LANES_ALONE_ROW_BYTES, expert_major, False, True)
         yield f"{start} lanes alone", alone

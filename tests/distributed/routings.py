@@ -100,6 +100,12 @@ def make_input(case: Case, rank: int) -> Input:
         # Column-major, every other column of a larger tensor: strides of no simple kind.
         table = torch.rand((2 * case.scales, tokens + 1), generator=generator)
         scales = table[::2, 1:].T
+
+    def values() -> torch.Tensor:
+        # Some are -0.0, which a sum keeps only if it begins with it and nothing else is added.
+        some = torch.randn(shape, generator=generator).bfloat16()
+        return torch.where(torch.rand(shape, generator=generator) < 0.2, -0.0, some)
+
     return Input(
         x=noise.view(case.dtype),
         scales=scales,
@@ -107,8 +113,8 @@ def make_input(case: Case, rank: int) -> Input:
         topk_weights=(
             torch.randn((tokens, case.top_k), generator=generator) if case.weighted else None
         ),
-        base=torch.randn(shape, generator=generator).bfloat16(),
-        bias=tuple(torch.randn(shape, generator=generator).bfloat16() for _ in range(case.biases)),
+        base=values(),
+        bias=tuple(values() for _ in range(case.biases)),
     )
 
 

@@ -52,12 +52,14 @@ def dispatches(sizes: Sizes, hidden: int) -> Iterator[DispatchKind]:
 
 
 def combines(sizes: Sizes, hidden: int) -> Iterator[CombineKind]:
-    """Both orders, with weights and numbers of the lanes, and without."""
+    """Both orders, with weights, numbers of the lanes and biases, and without."""
     yield CombineKind(sizes, 2 * hidden, False, False, False)
     yield CombineKind(sizes, 2 * hidden, False, False, True)
     yield CombineKind(sizes, 2 * hidden, True, True, False)
     yield CombineKind(sizes, 2 * hidden, True, False, True)
     yield CombineKind(sizes, 16, True, False, True)
+    yield CombineKind(sizes, 2 * hidden, False, False, True, 1)
+    yield CombineKind(sizes, 2 * hidden, True, True, True, 2)
 
 
 def kernels(ranks: int, experts: int, top_k: int, hidden: int) -> list[Kernel]:

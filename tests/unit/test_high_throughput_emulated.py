@@ -16,9 +16,9 @@ import torch
 
 from fanfold import Config, ExpertParallel, _core
 from fanfold.errors import ArgumentError, PeerRefused, UsageError
-from fanfold.high_throughput import grid
+from fanfold.high_throughput import grid, kernels
 from fanfold.high_throughput.cuda import CudaHighThroughput
-from fanfold.high_throughput.kernels import CombineKind, DispatchKind
+from fanfold.high_throughput.kernels import CombineKind, DispatchKind, Sizes
 from tests.distributed.cuda_rounds import (
     check_brought,
     check_combine,
@@ -42,6 +42,7 @@ from tests.emulation.high_throughput import (
 from tests.emulation.world import Builder
 
 LAYOUTS = ("expert_major", "token_major")
+LONG_RING = kernels._MOST_PIECES
 
 
 def tiny_ring(case: Case) -> int:
@@ -98,6 +99,18 @@ def test_rounds_in_place(case: Case, layout: str) -> None:
             run_case(mode, turn, rank, layout, in_place=True)
 
     world.run(program)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rings_as_long_as_on_a_gpu(layout: str) -> None:
+    """Of a combine's warps, where emulated ones are shorter."""
+    case = CASES[0]
+    world = World(case.ranks, tiny_ring(case))
+    with mock.patch.object(kernels, "_MOST_PIECES", LONG_RING):
+        kind = CombineKind(Sizes(case.ranks, case.experts, case.top_k), 64, False, False, False)
+        constants = dict(kernels.combine_kernel(kind, 8).source.pairs)
+        assert constants["kPieces"] == LONG_RING
+        world.run(lambda rank, mode: run_case(mode, case, rank, layout))
 
 
 def test_in_place_needs_memory() -> None:

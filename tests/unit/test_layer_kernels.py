@@ -44,7 +44,7 @@ def test_calls_need_no_others(tmp_path: Path) -> None:
     ring_bytes = 8192 - 100  # so few slots that a kernel knows; and no whole lines
     with emulated(builder, CTAS):
         world = World(FP8.ranks, ring_bytes, result_bytes=results_of(FP8))
-        unweighted = dataclasses.replace(FP8, weighted=False)
+        unweighted = dataclasses.replace(FP8, weighted=False, biases=2)
         for how in itertools.product(LAYOUTS, (False, True)):
             for case in (FP8, unweighted):
                 world.run(lambda rank, mode, one=case, how=how: run_case(mode, one, rank, *how))
@@ -55,13 +55,14 @@ def test_calls_need_no_others(tmp_path: Path) -> None:
     left = {"quantise", *(name for name in expected if name.endswith("bf16"))}
     # Nor do they combine with weights but without numbers of lanes, or the reverse.
     left |= {f"combine {layout} lanes" for layout in LAYOUTS} | {"combine expert_major weighted"}
+    left |= {name for name in expected if "biased" in name}  # of which they make one or two
     assert set(expected) - used <= left
 
 
 def test_names() -> None:
     layer = layer_of(FP8, 1 << 16)
     both = layer.kernels(LAYOUTS)
-    assert len(both) == 25
+    assert len(both) == 37
     assert len(set(both.values())) == len(both)
     assert both["quantise"].entry == "formats_quantize"
     assert dict(both["quantise"].pairs)["kPackScales"] == 1
@@ -73,8 +74,14 @@ def test_names() -> None:
         "refusal", "plan", "dispatch expert_major new weighted", "dispatch expert_major new",
         "dispatch expert_major cached", "dispatch expert_major in place new weighted",
         "dispatch expert_major in place new", "dispatch expert_major in place cached",
-        "combine expert_major", "combine expert_major lanes",
-        "combine expert_major weighted", "combine expert_major weighted lanes",
+        "combine expert_major", "combine expert_major biased",
+        "combine expert_major biased twice",
+        "combine expert_major lanes", "combine expert_major lanes biased",
+        "combine expert_major lanes biased twice",
+        "combine expert_major weighted", "combine expert_major weighted biased",
+        "combine expert_major weighted biased twice",
+        "combine expert_major weighted lanes", "combine expert_major weighted lanes biased",
+        "combine expert_major weighted lanes biased twice",
         "combine expert_major lanes alone",
     ]  # fmt: skip
 

@@ -1,6 +1,6 @@
 // High-throughput combine. Expert side: for each token of each source one row, the sum of the
 // outputs of its local experts (token-major: its output), into the ring that the source has for
-// this rank. Source: for each token the sum of the ranks' rows.
+// this rank. Source: for each token the sum of the biases and the ranks' rows.
 //
 // Warps draw jobs from one list: of every slice of columns, batch b of every source, then folds of
 // earlier batches of this rank's own. Whatever a job waits for stands before it in the list, here
@@ -15,6 +15,7 @@ namespace fanfold {
 // What a send adds up, and where to.
 struct SentRows {
   static constexpr bool kAdds = kExpertMajor != 0, kWeights = kWeighted != 0;
+  static constexpr float kNothing = 0.0f;
 
   const unsigned char* y;  // the slice of row 0
   unsigned char* ring;     // the slice of the batch's first token in the source's ring
@@ -23,33 +24,26 @@ struct SentRows {
     return y + entry.row() * kRowBytes;
   }
   __device__ unsigned char* to(int place) const { return ring + place * kSlotBytes; }
-  __device__ static constexpr bool starts() { return false; }
-  __device__ void start(int, int, float (&)[8]) const {}
 };
 
 // What a fold adds up.
 struct FoldedRows {
   static constexpr bool kAdds = true, kWeights = false;
+  // A sum begins with its bias, which may be -0.0 and stays that only if it is added to that.
+  static constexpr float kNothing = kBiases > 0 ? -0.0f : 0.0f;
 
   const unsigned char* y;
   const unsigned char* ring;  // the slice of row 0 of all rings of this rank
   unsigned char* out;         // the slice of the batch's first token
-  const unsigned char* bias[2];
+  const unsigned char* bias[2];  // likewise
 
   __device__ const unsigned char* from(const Entry& entry) const {
+    if (kBiases > 0 && entry.kind() == Entry::Kind::kBias)
+      return (entry.row() == 0 ? bias[0] : bias[1]) + entry.place() * kRowBytes;
     if (kExpertMajor == 0 && entry.kind() == Entry::Kind::kOwn) return y + entry.row() * kRowBytes;
     return ring + entry.row() * kSlotBytes;
   }
   __device__ unsigned char* to(int place) const { return out + place * kRowBytes; }
-  __device__ bool starts() const { return bias[0] != nullptr || bias[1] != nullptr; }
-  __device__ void start(int place, int unit, float (&sum)[8]) const {
-#pragma unroll
-    for (const unsigned char* rows : bias) {
-      if (rows == nullptr) continue;
-      const auto* row = reinterpret_cast<const uint4*>(rows + place * kRowBytes);
-      add_unweighted(sum, load_once(row + unit));
-    }
-  }
 };
 
 class Worker {
@@ -101,17 +95,13 @@ class Worker {
       const FoldedRows rows{args_.y + columns,
                             ring_of(call_, args_.call.rank) + columns,
                             args_.out + first,
-                            {bias(0, first), bias(1, first)}};
+                            {args_.bias[0] + first, args_.bias[1] + first}};
       sums_.begin(entries, count, units, rows);
       sums_.run(rows, prepare);
       if (kLanes != 0 && job.slice == 0) fold_lanes(job);
     }
     if (job.is_told) post(job);
     return true;
-  }
-
-  __device__ const unsigned char* bias(int which, int64_t offset) const {
-    return args_.bias[which] != nullptr ? args_.bias[which] + offset : nullptr;
   }
 
   // Hands a job to the warp that tells of it.

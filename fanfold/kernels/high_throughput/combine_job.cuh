@@ -239,8 +239,8 @@ class Preparation {
       const uint32_t same = __match_any_sync(kFullWarp, rows_[p]);
       comes = comes && (same & lanes_below()) == 0;
     }
-    append<kSendWidth>(at, is_sent(at), comes, Entry::Kind::kRow, static_cast<uint32_t>(rows_[p]),
-                       kWeighted != 0 ? weights_[p] : 1.0f);
+    append<kSendWidth, 0>(at, is_sent(at), comes, Entry::Kind::kRow,
+                          static_cast<uint32_t>(rows_[p]), kWeighted != 0 ? weights_[p] : 1.0f);
   }
 
   __device__ void write_folded(int p) {
@@ -248,27 +248,37 @@ class Preparation {
     const bool own = is_own(rank);
     const auto row = own ? static_cast<uint32_t>(rows_[p])
                          : static_cast<uint32_t>(ring_row(call_, rank, job_.slot, at));
-    append<kFoldWidth>(at, is_folded(at), rows_[p] >= 0,
-                       own ? Entry::Kind::kOwn : Entry::Kind::kRow, row, 1.0f);
+    append<kFoldWidth, kBiases>(at, is_folded(at), rows_[p] >= 0,
+                                own ? Entry::Kind::kOwn : Entry::Kind::kRow, row, 1.0f);
   }
 
-  // Appends what the lanes of a pass have, in their order; for a token that exists, and of which no
-  // lane has anything, zeros.
-  template <int kTerms>
+  // Appends what the lanes of a pass have, in their order, behind the first `kStarts` biases of
+  // each token that exists; for one that has neither, zeros.
+  template <int kTerms, int kStarts>
   __device__ void append(int place, bool exists, bool comes, Entry::Kind kind, uint32_t row,
                          float weight) {
     constexpr uint32_t kToken = kTerms == kWarpLanes ? kFullWarp : (1u << kTerms % kWarpLanes) - 1u;
     const uint32_t token = kToken << (call_.lane / kTerms * kTerms);
     const uint32_t coming = __ballot_sync(kFullWarp, comes);
-    const bool zeros = exists && (coming & token) == 0 && term<kTerms>() == 0;
+    const bool begins = exists && term<kTerms>() == 0;
+    const bool zeros = kStarts == 0 && begins && (coming & token) == 0;
     const uint32_t all = __ballot_sync(kFullWarp, comes || zeros);
+    int at = count_ + __popc(all & lanes_below());
+    count_ += __popc(all);
+    if constexpr (kStarts > 0) {
+      const uint32_t beginning = __ballot_sync(kFullWarp, begins);
+      at += kStarts * __popc(beginning & lanes_below());
+      count_ += kStarts * __popc(beginning);
+      for (uint32_t bias = 0; begins && bias < kStarts; ++bias) {
+        const bool last = bias + 1 == kStarts && (coming & token) == 0;
+        own_.entries[which_][at++] = Entry(Entry::Kind::kBias, bias, place, last, 1.0f);
+      }
+    }
     if (comes || zeros) {
       const bool last = (all & token & ~lanes_below()) == 1u << call_.lane;
-      const int at = count_ + __popc(all & lanes_below());
       own_.entries[which_][at] = comes ? Entry(kind, row, place, last, weight)
                                        : Entry(Entry::Kind::kZeros, 0, place, last, 1.0f);
     }
-    count_ += __popc(all);
   }
 
   const HighThroughputCombineArgs& args_;

@@ -28,8 +28,10 @@ static_assert(kWeighted == 0 || kExpertMajor != 0);
 inline constexpr int kSources = kExpertMajor != 0 ? kRanks : kRanks - 1;
 inline constexpr int kParts = kBatchTokens / kPartTokens;
 static_assert(kBatchTokens % kPartTokens == 0);
-// Rows in a sum: a token's experts here, or the ranks that have some.
-inline constexpr int kMostTerms = kExpertMajor != 0 && kTopK > kRanks ? kTopK : kRanks;
+static_assert(kBiases >= 0 && kBiases <= 2);
+// Rows in a sum: a token's experts here, or the biases and the ranks that have some.
+inline constexpr int kFoldTerms = kRanks + kBiases;
+inline constexpr int kMostTerms = kExpertMajor != 0 && kTopK > kFoldTerms ? kTopK : kFoldTerms;
 inline constexpr int kMostEntries = kBatchTokens * kMostTerms;
 
 // One slice of the rows of a batch, or of some of them.
@@ -51,6 +53,7 @@ struct alignas(8) Entry {
   enum class Kind : uint32_t {
     kRow,   // of the outputs, or folded: of this rank's ring
     kOwn,   // folded: of the outputs
+    kBias,  // folded: of that bias
     kZeros  // of a sum of nothing
   };
 

@@ -26,12 +26,11 @@ class RowSums {
   }
 
   // Adds and stores them. `rows.to(place)` says where a sum goes; without `Rows::kAdds` there is
-  // only one row in each, and it goes as it is; `rows.starts()` whether sums begin with something,
-  // which `rows.start(place, unit, sum)` adds to zeros. `between(i)` is called behind each.
+  // only one row in each, and it goes as it is; `Rows::kNothing` is the sum of no rows.
+  // `between(i)` is called behind each.
   template <class Rows, class Between>
   __device__ void run(const Rows& rows, const Between& between) {
-    clear();
-    bool first = true;
+    clear<Rows>();
     int taken = 0;
     Entry next_entry = entries_[0], next_asked = entries_[kPieces - 1];
     for (int i = 0; i < count_; ++i) {
@@ -44,8 +43,7 @@ class RowSums {
       taken = next(taken);
       ask(i + kPieces - 1, asked, rows);  // while these come to the registers
       if constexpr (Rows::kAdds) {
-        add(entry, units, first, rows);
-        first = entry.is_last();
+        add(entry, units, rows);
       } else {
         store(entry.place(), units, rows);
       }
@@ -85,12 +83,10 @@ class RowSums {
       if (has_unit(u)) store_weak(to + u * kWarpLanes, units[u]);
   }
 
-  // The first row of a sum is added to zeros, as the others are to it: a way of its own would save
+  // The first row of a sum is added to nothing, as the others are to it: a way of its own would save
   // additions, but be as much code again, and took longer (decision 0108).
   template <class Rows>
-  __device__ void add(const Entry& entry, const uint4 (&units)[kLaneUnits], bool first,
-                      const Rows& rows) {
-    if (first && rows.starts()) start(entry.place(), rows);
+  __device__ void add(const Entry& entry, const uint4 (&units)[kLaneUnits], const Rows& rows) {
 #pragma unroll
     for (int u = 0; u < kLaneUnits; ++u) {
       if constexpr (Rows::kWeights) {
@@ -104,21 +100,15 @@ class RowSums {
 #pragma unroll
     for (int u = 0; u < kLaneUnits; ++u) rounded[u] = round_to_bf16(sums_[u]);
     store(entry.place(), rounded, rows);
-    clear();
+    clear<Rows>();
   }
 
+  template <class Rows>
   __device__ void clear() {
 #pragma unroll
     for (int u = 0; u < kLaneUnits; ++u)
 #pragma unroll
-      for (float& value : sums_[u]) value = 0.0f;
-  }
-
-  template <class Rows>
-  __device__ void start(int place, const Rows& rows) {
-#pragma unroll
-    for (int u = 0; u < kLaneUnits; ++u)
-      if (has_unit(u)) rows.start(place, unit_of(u), sums_[u]);
+      for (float& value : sums_[u]) value = Rows::kNothing;
   }
 
   WorkerShared& own_;

@@ -278,7 +278,7 @@ struct HighThroughputCombineArgs {
   const float* lane_weights;     // expert-major [rows], token-major [rows][top_k]; or null
   // Of the plan, about this rank's own tokens, and their results.
   const int32_t* rows;           // [tokens][ranks]
-  const unsigned char* bias[2];  // [tokens][row bytes], or null
+  const unsigned char* bias[2];  // [tokens][row bytes], as many as the kernel adds
   unsigned char* out;            // [tokens][row bytes]
   float* out_weights;            // [tokens][top_k], or null
 };
