@@ -33,6 +33,8 @@ class KernelReports:
         return call != 0 and self._raised.get(kind) != (call & 0xFF, epoch)
 
     @staticmethod
-    def _choice(second: int) -> tuple[int, int]:
-        """The place in its token's row and the value of a bad expert index."""
-        return second >> 24 & 0xFF, (second & 0xFFFFFF) - ((second & 0x800000) << 1)
+    def _choice(second: int) -> tuple[int, int | str]:
+        """The place in its token's row and the value of a bad expert index (layout/reports.h)."""
+        value = (second & 0xFFFFFF) - ((second & 0x800000) << 1)
+        beyond = {0x7FFFFF: f"{value} or more", -0x800000: f"{value} or less"}
+        return second >> 24 & 0xFF, beyond.get(value, value)

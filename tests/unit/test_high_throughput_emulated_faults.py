@@ -347,7 +347,11 @@ def test_calls_whose_low_bits_begin_anew() -> None:
     world.run(program)
 
 
-def test_an_index_out_of_range_is_none() -> None:
+@pytest.mark.parametrize(
+    ("index", "told"),
+    [(9, "9"), (-2, "-2"), (1 << 40, "8388607 or more"), (-1 << 40, "-8388608 or less")],
+)
+def test_an_index_out_of_range_is_none(index: int, told: str) -> None:
     world = World(SMALL.ranks, ROOMY_RING)
 
     inputs = Round(SMALL, 0).inputs
@@ -360,11 +364,11 @@ def test_an_index_out_of_range_is_none() -> None:
         good = expect.own.topk_idx
         if rank == 0:
             expect.own = dataclasses.replace(expect.own, topk_idx=good.clone())
-            expect.own.topk_idx[7, 1] = 9
+            expect.own.topk_idx[7, 1] = index
         got = dispatch(mode, expect, "expert_major", None)
         check_brought(expect, got, "expert_major")
         if rank == 0:
-            with pytest.raises(ArgumentError, match=r"topk_idx\[7, 1\].*is 9"):
+            with pytest.raises(ArgumentError, match=rf"topk_idx\[7, 1\].* is {told}, "):
                 mode.check()
         check_combine(mode, expect, got, "expert_major")
 

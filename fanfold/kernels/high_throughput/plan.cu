@@ -121,10 +121,9 @@ class Planner {
     for (int64_t i = int64_t{begin_} * kTileTokens * kTopK + thread(); i < end; i += kThreads) {
       const int64_t raw = args_.topk_idx[i];
       if (raw >= -1 && raw < kExperts) continue;
-      const auto value = static_cast<uint32_t>(raw) & 0xffffffu;
       call_.report(HighThroughputReportKind::kIndex, args_.call.rank,
                    static_cast<int32_t>(i / kTopK),
-                   static_cast<int32_t>((static_cast<uint32_t>(i % kTopK) << 24) | value));
+                   bad_choice(static_cast<int32_t>(i % kTopK), raw));
     }
   }
 

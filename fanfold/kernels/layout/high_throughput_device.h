@@ -13,6 +13,7 @@
 // whether or not the others go to the same rank: so nobody needs to know where their rows lie.
 #pragma once
 
+#include "layout/reports.h"
 #include "layout/types.h"
 
 namespace fanfold {
@@ -194,7 +195,7 @@ struct alignas(16) HighThroughputReport {
   uint32_t call;  // 1 + phase, | peer << 8; 0: nothing to report
   uint32_t epoch;
   int32_t first;
-  int32_t second;
+  int32_t second;  // kIndex: `bad_choice`
 };
 
 enum class HighThroughputPhase : uint32_t { kPlan = 0, kDispatch = 1, kCombine = 2 };

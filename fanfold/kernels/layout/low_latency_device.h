@@ -14,6 +14,7 @@
 #pragma once
 
 #include "layout/low_latency.h"
+#include "layout/reports.h"
 
 namespace fanfold {
 
@@ -203,7 +204,7 @@ struct alignas(16) Report {
   uint32_t call;  // 1 + kind of call, | peer << 8; 0: nothing to report
   uint32_t epoch;
   int32_t first;   // kTimeout: what had come; kIndex: the token
-  int32_t second;  // kIndex: place in the token's row << 24 | value, in 24 bits
+  int32_t second;  // kIndex: `bad_choice`
 };
 
 // Names a call among all of a rank's; never 0.

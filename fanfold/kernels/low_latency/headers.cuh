@@ -242,10 +242,7 @@ class HeaderSender {
   }
 
   __device__ void report_bad_index(int token, int64_t value) const {
-    const auto clipped =
-        static_cast<int32_t>(max(int64_t{-0x800000}, min(int64_t{0x7fffff}, value)));
-    call_.report(ReportKind::kIndex, call_.args.rank, token,
-                 (call_.lane << 24) | (clipped & 0xffffff));
+    call_.report(ReportKind::kIndex, call_.args.rank, token, bad_choice(call_.lane, value));
   }
 
   const Call<Kind>& call_;
