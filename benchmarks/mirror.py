@@ -380,7 +380,7 @@ def main() -> None:
             {
                 "mirror": True, "gpus": GPUS, "ranks": args.ranks, **what, "times_us": times,
                 "device": facts, "versions": versions(), "commit": commit(),
-                "command": " ".join(["benchmarks/mirror.py", *sys.argv[1:]]),
+                "command": " ".join(["benchmarks/mirror.py", args.results.name, *sys.argv[2:]]),
             },
         )  # fmt: skip
         shown = "l2_flushed_raw" if args.high_throughput else "graph"

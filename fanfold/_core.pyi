@@ -332,7 +332,6 @@ CUDA_MOST_SLICES: int
 
 def cuda_high_throughput_bytes(ranks: int, ring_bytes: int) -> tuple[int, int]: ...
 def cuda_dispatch_batches(tokens: int, short_tokens: int) -> int: ...
-def cuda_high_throughput_combine_slots(slot_bytes: int, slices: int, ring_bytes: int) -> int: ...
 
 class CudaLaunch:
     def __init__(self, ctas: int, threads: int, shared_bytes: int, early: bool) -> None: ...
@@ -419,6 +418,8 @@ class CudaHighThroughputDispatchArgs:
 
 class CudaHighThroughputCombineArgs:
     kept: int
+    lag: int
+    last_lag: int
     batch_stride: int
     batches: int
     source_prefix: int

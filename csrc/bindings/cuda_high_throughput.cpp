@@ -107,7 +107,9 @@ void bind_dispatch(nb::module_& module) {
 
 void bind_combine(nb::module_& module) {
   auto cls = bind_call<Combine>(module, "CudaHighThroughputCombineArgs");
-  cls.def_rw("kept", &Combine::kept)
+  cls.def_rw("lag", &Combine::lag)
+      .def_rw("last_lag", &Combine::last_lag)
+      .def_rw("kept", &Combine::kept)
       .def_rw("batch_stride", &Combine::batch_stride)
       .def(
           "set_bias",
@@ -198,8 +200,6 @@ void bind_cuda_high_throughput(nb::module_& module) {
         return nb::make_tuple(at.ring, at.results);
       },
       "ranks"_a, "ring_bytes"_a);
-  module.def("cuda_high_throughput_combine_slots", &cuda::high_throughput_combine_slots,
-             "slot_bytes"_a, "slices"_a, "ring_bytes"_a);
   module.def(
       "cuda_dispatch_batches",
       [](int32_t tokens, int32_t short_tokens) {

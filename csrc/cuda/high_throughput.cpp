@@ -47,11 +47,6 @@ HighThroughput::HighThroughput(const HighThroughputPlace& place)
                "a row's number has 26 bits");
 }
 
-int32_t high_throughput_combine_slots(int32_t slot_bytes, int32_t slices, int64_t ring_bytes) {
-  check_within("slices", slices, 1, kMostSlices, "words of a slot");
-  return slots_of(slot_bytes, ring_bytes, kRingWords / slices);
-}
-
 int32_t HighThroughput::slots(const HighThroughputShape& shape) const {
   switch (shape.phase) {
     case HighThroughputPhase::kPlan:
@@ -61,7 +56,8 @@ int32_t HighThroughput::slots(const HighThroughputShape& shape) const {
           shape.slot_bytes, place_.ring_bytes,
           shape.in_place != 0 && shape.expert_major != 0 ? kMostLandingSlots : kMostDispatchSlots);
     case HighThroughputPhase::kCombine:
-      return high_throughput_combine_slots(shape.slot_bytes, shape.slices, place_.ring_bytes);
+      check_within("slices", shape.slices, 1, kMostSlices, "words of a slot");
+      return slots_of(shape.slot_bytes, place_.ring_bytes, kRingWords / shape.slices);
   }
   return 0;
 }

@@ -74,9 +74,6 @@ class HighThroughput {
 
 // Slots of a ring, batches of rows each.
 inline constexpr int32_t kLeastRingSlots = 4;
-// How many a ring of `ring_bytes` has for a combine of rows of `slot_bytes`, which travel in
-// `slices`. Throws BadArgument if they are too few.
-int32_t high_throughput_combine_slots(int32_t slot_bytes, int32_t slices, int64_t ring_bytes);
 
 // How a region is divided among the rings of `ranks`.
 HighThroughputOffsets high_throughput_offsets(int32_t ranks, int64_t ring_bytes);

@@ -221,7 +221,7 @@ def _high_throughput(args: argparse.Namespace) -> dict[str, kernel.KernelSource]
         args.hidden,
         RowFormat(args.dtype),
         ScaleFormat(args.scales),
-        Config.resolve().ring_bytes,
+        Config.resolve().ctas,
     )
     layouts: dict[str, tuple[RowOrder, ...]] = {
         "expert-major": ("expert_major",),

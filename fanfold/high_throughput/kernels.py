@@ -24,6 +24,7 @@ __all__ = [
     "Sizes",
     "combine_kernel",
     "dispatch_kernel",
+    "lags",
     "most_batches",
     "plan_kernel",
 ]
@@ -55,16 +56,22 @@ _RING_BYTES = 54 << 10  # of one of few warps, where more is not needed
 # twentieth of the call, and begins and ends at any time.
 _SHORT_TOKENS = 256
 
-# Warps, beside the one that tells of what they have done: with 12 in all each has 168 registers.
-_COMBINE_WORKERS = 11
-# Of 16 bytes, in a slice. Where rows are added, longer ones have fewer instructions beside that.
+# Of 16 bytes, in a slice. Where long rows are added, longer ones have fewer instructions beside.
 _SLICE_UNITS, _ADDED_SLICE_UNITS = 128, 224
-# Of a slice each, in the ring of a warp; with too little memory there are fewer warps first.
-_MOST_PIECES, _FEW_PIECES, _LEAST_PIECES = 5, 3, 2
-# Batches between sending and folding: some, and several times what the warps of a grid work on at
-# once. Where sending ends, fewer, as the link waits for what is then left to fold, and each fold is
-# of half a batch: a warp in the middle of one keeps the send that it has drawn waiting.
-_LAG, _LAG_WAVES, _LAST_LAG_WAVES = 48, 4, 2
+_LONG_ROW_BYTES = 12 << 10
+# Warps of a combine, beside the one that tells of what they have done: with 16 in all each thread
+# has 128 registers, which short slices of few ranks' rows need, with 12 it has 168. Token-major
+# more of them keep fewer SMs busy; many SMs fill the link with either, and end later with more.
+_MANY_WORKERS, _FEW_WORKERS = 15, 11
+_MANY_MOST_RANKS, _MANY_MOST_CTAS = 16, 18
+# Of a slice each, in the ring of a warp, token-major of one of many; with too little memory there
+# are fewer warps first.
+_MOST_PIECES, _MANY_PIECES, _FEW_PIECES, _LEAST_PIECES = 5, 4, 3, 2
+# Batches between sending and folding: some for each CTA, and several times what the warps of a
+# grid work on at once. Where sending ends, fewer, as the link waits for what is then left to fold,
+# and each fold is of half a batch: a warp in the middle of one keeps the send that it has drawn
+# waiting.
+_LAG_OF_CTA, _LAG_WAVES, _LAST_LAG_WAVES = 2, 4, 2
 _PART_TOKENS = 4
 
 _LINE = 128
@@ -213,7 +220,8 @@ class CombineKind:
         """The slices of a row, and the units of 16 bytes in each but the last."""
         # With more choices, or ranks, the places of a batch take the registers.
         adds = self.expert_major and max(self.sizes.top_k, self.sizes.ranks) <= 16
-        return _slices(self.row_bytes, _ADDED_SLICE_UNITS if adds else _SLICE_UNITS)
+        long = adds and self.row_bytes >= _LONG_ROW_BYTES
+        return _slices(self.row_bytes, _ADDED_SLICE_UNITS if long else _SLICE_UNITS)
 
 
 def plan_kernel(sizes: Sizes) -> Kernel:
@@ -309,19 +317,27 @@ def _slices(row_bytes: int, most_units: int) -> tuple[int, int]:
     return -(-units // units_of(best)), units_of(best)
 
 
-def _lags(kind: CombineKind, workers: int, slots: int) -> tuple[int, int]:
-    """Batches between sending and folding, and where sending ends. The first is no more than half a
-    ring: behind its last use of a slot a combine gives none back."""
+def _has_many_workers(kind: CombineKind, ctas: int) -> bool:
+    if kind.cut()[1] > _SLICE_UNITS or kind.sizes.ranks > _MANY_MOST_RANKS:
+        return False
+    return kind.expert_major or ctas <= _MANY_MOST_CTAS
+
+
+def lags(kind: CombineKind, ctas: int, slots: int) -> tuple[int, int]:
+    """Batches between sending and folding, and where sending ends, in a combine of ``ctas`` CTAs
+    with rings of ``slots``. The first is no more than half a ring: behind its last use of a slot a
+    combine gives none back."""
+    workers = _MANY_WORKERS if _has_many_workers(kind, ctas) else _FEW_WORKERS
     jobs = (kind.sizes.ranks + int(kind.expert_major)) * kind.slices  # for a batch of each source
-    at_once = -(-workers * DEFAULT_MOST_CTAS // jobs)
-    lag = min(max(_LAG, _LAG_WAVES * at_once), slots // 2)
+    at_once = -(-workers * ctas // jobs)
+    lag = min(max(_LAG_OF_CTA * ctas, _LAG_WAVES * at_once), slots // 2)
     return lag, min(_LAST_LAG_WAVES * at_once, lag)
 
 
 def combine_kernel(
-    kind: CombineKind, slots: int, most_shared_bytes: int = MOST_SHARED_BYTES
+    kind: CombineKind, ctas: int, most_shared_bytes: int = MOST_SHARED_BYTES
 ) -> Kernel:
-    """The kernel of one kind of combine, for rings of ``slots``.
+    """The kernel of one kind of combine: of many warps or, on some numbers of CTAs, of few.
 
     Raises:
         ArgumentError: two pieces of a row do not fit the shared memory.
@@ -336,7 +352,9 @@ def combine_kernel(
     def shared_bytes(workers: int, pieces: int) -> int:
         return workers * _align(pieces * piece + entries + 56, _LINE) + rest
 
-    workers, pieces = _COMBINE_WORKERS, _MOST_PIECES
+    workers, pieces = _FEW_WORKERS, _MOST_PIECES
+    if _has_many_workers(kind, ctas):
+        workers, pieces = _MANY_WORKERS, _MOST_PIECES if kind.expert_major else _MANY_PIECES
     while workers > 1 and shared_bytes(workers, _FEW_PIECES) > most_shared_bytes:
         workers -= 1
     while pieces > _LEAST_PIECES and shared_bytes(workers, pieces) > most_shared_bytes:
@@ -344,7 +362,6 @@ def combine_kernel(
     if shared_bytes(workers, pieces) > most_shared_bytes:
         bound = f"fewer, as two slices of {16 * slice_units} must fit this GPU's shared memory"
         raise ArgumentError("bytes of a row", kind.row_bytes, bound)
-    lag, last_lag = _lags(kind, workers, slots)
     constants = {
         **sizes.constants(),
         "kWarps": workers + 1,
@@ -358,8 +375,6 @@ def combine_kernel(
         "kSliceUnits": slice_units,
         "kPieces": pieces,
         "kShortTokens": _SHORT_TOKENS,
-        "kLag": lag,
-        "kLastLag": last_lag,
         "kPartTokens": _PART_TOKENS,
         "kSharedBytes": shared_bytes(workers, pieces),
     }

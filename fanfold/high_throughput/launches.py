@@ -94,7 +94,8 @@ class Launches:
             shape = kernels.core_shape(kind)
             ctas, senders = self._grid.of_combine(kind)
             args = self._core.combine_arguments(shape, ctas, senders)
-            kernel = kernels.combine_kernel(kind, args.slots, self._most_shared_bytes)
+            args.lag, args.last_lag = kernels.lags(kind, ctas, args.slots)
+            kernel = kernels.combine_kernel(kind, ctas, self._most_shared_bytes)
             known = Call(args, self._load(kernel, ctas))
             self._combines[kind] = known
         return known

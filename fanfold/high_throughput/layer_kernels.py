@@ -10,6 +10,7 @@ from fanfold import _core, quantizing
 from fanfold.formats import RowFormat, ScaleFormat, scale_columns
 from fanfold.geometry import Geometry, check_hidden, check_integer
 from fanfold.high_throughput.calls import RowOrder
+from fanfold.high_throughput.grid import Grid
 from fanfold.high_throughput.kernels import (
     LANES_ALONE_ROW_BYTES,
     MOST_SHARED_BYTES,
@@ -42,14 +43,14 @@ class Layer:
         hidden: columns of a row.
         row_format: of the rows that go to the experts; results are bf16.
         scale_format: of fp8 rows.
-        ring_bytes: the setting.
+        ctas: the setting; None for the model's.
     """
 
     sizes: Sizes
     hidden: int
     row_format: RowFormat
     scale_format: ScaleFormat
-    ring_bytes: int
+    ctas: int | None = None
 
     def __post_init__(self) -> None:
         """Checks the sizes as calls do.
@@ -57,7 +58,7 @@ class Layer:
         Raises:
             ArgumentError: for the first one that does not hold.
         """
-        _core.cuda_high_throughput_bytes(self.sizes.ranks, self.ring_bytes)
+        _core.cuda_high_throughput_bytes(self.sizes.ranks, 0)
         most = _core.CUDA_HIGH_THROUGHPUT_MOST_EXPERTS
         check_integer("num_experts", self.sizes.experts, 1, most)
         Geometry(self.sizes.ranks, self.sizes.experts, self.sizes.top_k, self.hidden, 0)
@@ -69,11 +70,10 @@ class Layer:
         """The kernels of calls in these layouts, each by what it does.
 
         Raises:
-            ArgumentError: rows do not fit the rings, or the shared memory.
+            ArgumentError: rows do not fit the shared memory.
         """
-        first, end = _core.cuda_high_throughput_bytes(self.sizes.ranks, self.ring_bytes)
         ranks = self.sizes.ranks
-        ring_bytes = (end - first) // ranks
+        grid = Grid(ranks, _core.CUDA_HIGH_THROUGHPUT_MOST_CTAS, self.ctas)
         refusal = Sizes(ranks, ranks, 1)  # as the mode loads when it is opened
         found = {
             "refusal": plan_kernel(refusal).source,
@@ -83,10 +83,8 @@ class Layer:
             for what, dispatch in self._dispatches(layout):
                 found[what] = dispatch_kernel(dispatch, most_shared_bytes).source
             for what, combine in self._combines(layout):
-                slots = _core.cuda_high_throughput_combine_slots(
-                    combine.slot_bytes, combine.slices, ring_bytes
-                )
-                found[what] = combine_kernel(combine, slots, most_shared_bytes).source
+                ctas, _ = grid.of_combine(combine)
+                found[what] = combine_kernel(combine, ctas, most_shared_bytes).source
         if self.row_format is RowFormat.FP8:
             found["quantise"] = quantizing.kernel_source(
                 self.hidden,

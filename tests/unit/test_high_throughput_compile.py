@@ -19,6 +19,7 @@ from fanfold.high_throughput.kernels import (
     Sizes,
     combine_kernel,
     dispatch_kernel,
+    lags,
     most_batches,
     plan_kernel,
 )
@@ -67,7 +68,7 @@ def kernels(ranks: int, experts: int, top_k: int, hidden: int) -> list[Kernel]:
     return [
         plan_kernel(sizes),
         *(dispatch_kernel(kind) for kind in dispatches(sizes, hidden)),
-        *(combine_kernel(kind, 128) for kind in combines(sizes, hidden)),
+        *(combine_kernel(kind, ctas) for kind in combines(sizes, hidden) for ctas in (16, 24)),
     ]
 
 
@@ -81,7 +82,7 @@ def some_kernels(ranks: int, experts: int, top_k: int, hidden: int) -> list[Kern
     return [
         plan_kernel(sizes),
         *(dispatch_kernel(kind) for kind in found),
-        *(combine_kernel(kind, 128) for kind in (tokens, experts_weighted)),
+        *(combine_kernel(kind, 16) for kind in (tokens, experts_weighted)),
     ]
 
 
@@ -135,7 +136,7 @@ def test_shared_memory_suffices(layer: tuple[int, int, int, int], most: int) -> 
         assert constants["kAhead"] >= 1
         assert constants["kBehind"] >= 1
     for combine in combines(sizes, layer[3]):
-        kernel = combine_kernel(combine, 128, most)
+        kernel = combine_kernel(combine, 16, most)
         pieces = dict(kernel.source.pairs)["kPieces"] * dict(kernel.source.pairs)["kSliceUnits"]
         assert 16 * pieces <= kernel.shared_bytes <= most
 
@@ -151,13 +152,21 @@ def test_rows_that_do_not_fit_name_the_bound() -> None:
 
 
 @pytest.mark.parametrize("slots", [4, 5, 27, 127, 128])
-def test_a_combine_lags_less_than_its_ring_is_long(slots: int) -> None:
+@pytest.mark.parametrize("ctas", [1, 2, 12, 24, 64])
+@pytest.mark.parametrize("expert_major", [False, True])
+def test_a_combine_lags_less_than_its_ring_is_long(
+    expert_major: bool, ctas: int, slots: int
+) -> None:
+    kind = CombineKind(Sizes(4, 256, 8), 14336, expert_major, False, False)
+    lag, last_lag = lags(kind, ctas, slots)
+    assert 1 <= last_lag <= lag
+    assert 2 * lag - last_lag <= slots
+
+
+def test_lags_are_those_that_were_measured() -> None:
     kind = CombineKind(Sizes(4, 256, 8), 14336, False, False, False)
-    constants = dict(combine_kernel(kind, slots).source.pairs)
-    assert 1 <= constants["kLastLag"] <= constants["kLag"]
-    assert 2 * constants["kLag"] - constants["kLastLag"] <= slots
-    assert constants["kLag"] == min(48, slots // 2)
-    assert constants["kLastLag"] == min(20, constants["kLag"])
+    assert lags(kind, 24, 146) == (48, 20)
+    assert lags(kind, 12, 146) == (28, 14)
 
 
 def test_a_plan_has_room_for_the_words_of_all_batches() -> None:

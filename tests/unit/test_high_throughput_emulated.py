@@ -106,9 +106,9 @@ def test_rings_as_long_as_on_a_gpu(layout: str) -> None:
     """Of a combine's warps, where emulated ones are shorter."""
     case = CASES[0]
     world = World(case.ranks, tiny_ring(case))
-    with mock.patch.object(kernels, "_MOST_PIECES", LONG_RING):
+    with mock.patch.multiple(kernels, _MOST_PIECES=LONG_RING, _MANY_PIECES=LONG_RING):
         kind = CombineKind(Sizes(case.ranks, case.experts, case.top_k), 64, False, False, False)
-        constants = dict(kernels.combine_kernel(kind, 8).source.pairs)
+        constants = dict(kernels.combine_kernel(kind, CTAS).source.pairs)
         assert constants["kPieces"] == LONG_RING
         world.run(lambda rank, mode: run_case(mode, case, rank, layout))
 

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from fanfold import _core
 from fanfold.errors import ArgumentError
 from fanfold.formats import RowFormat, ScaleFormat
-from fanfold.high_throughput.kernels import CombineKind, Sizes, core_shape
+from fanfold.high_throughput.kernels import Sizes
 from fanfold.high_throughput.layer_kernels import Layer, shared_bytes_of
 from tests.distributed.cuda_rounds import run_case
 from tests.distributed.routings import Case, results_of
-from tests.emulation.high_throughput import World, emulated
+from tests.emulation.high_throughput import ROOMY_RING, World, emulated
 from tests.emulation.world import Builder
 
 CTAS = 2
@@ -28,27 +27,25 @@ BF16 = Case(tokens=(9, 13), experts_per_rank=2, top_k=2, hidden=32)
 FP8 = dataclasses.replace(BF16, dtype=torch.float8_e4m3fn, scales=1)
 
 
-def layer_of(case: Case, ring_bytes: int, scale_format: ScaleFormat = ScaleFormat.UE8M0) -> Layer:
+def layer_of(case: Case, scale_format: ScaleFormat = ScaleFormat.UE8M0) -> Layer:
     return Layer(
         Sizes(case.ranks, case.experts, case.top_k),
         case.hidden,
         RowFormat.FP8 if case.scales else RowFormat.BF16,
         scale_format,
-        ring_bytes,
     )
 
 
 @pytest.mark.timeout(200)
 def test_calls_need_no_others(tmp_path: Path) -> None:
     builder = Builder(tmp_path)
-    ring_bytes = 8192 - 100  # so few slots that a kernel knows; and no whole lines
     with emulated(builder, CTAS):
-        world = World(FP8.ranks, ring_bytes, result_bytes=results_of(FP8))
+        world = World(FP8.ranks, ROOMY_RING, result_bytes=results_of(FP8))
         unweighted = dataclasses.replace(FP8, weighted=False, biases=2)
         for how in itertools.product(LAYOUTS, (False, True)):
             for case in (FP8, unweighted):
                 world.run(lambda rank, mode, one=case, how=how: run_case(mode, one, rank, *how))
-        expected = layer_of(FP8, ring_bytes).kernels(LAYOUTS)
+        expected = dataclasses.replace(layer_of(FP8), ctas=CTAS).kernels(LAYOUTS)
     names = {source: name for name, source in expected.items()}
     used = {names[source] for source in builder._loaded}
     # The rounds make no cached dispatch of bf16 rows, and quantise nothing.
@@ -60,7 +57,7 @@ def test_calls_need_no_others(tmp_path: Path) -> None:
 
 
 def test_names() -> None:
-    layer = layer_of(FP8, 1 << 16)
+    layer = layer_of(FP8)
     both = layer.kernels(LAYOUTS)
     assert len(both) == 37
     assert len(set(both.values())) == len(both)
@@ -69,7 +66,7 @@ def test_names() -> None:
     one = layer.kernels(["token_major"])
     assert one.items() <= both.items()
     assert {name for name in one if "expert_major" in name} == set()
-    bf16 = layer_of(BF16, 1 << 16).kernels(["expert_major"])
+    bf16 = layer_of(BF16).kernels(["expert_major"])
     assert list(bf16) == [
         "refusal", "plan", "dispatch expert_major new weighted", "dispatch expert_major new",
         "dispatch expert_major cached", "dispatch expert_major in place new weighted",
@@ -86,15 +83,17 @@ def test_names() -> None:
     ]  # fmt: skip
 
 
-def test_slots_are_those_of_the_mode() -> None:
-    place = _core.CudaHighThroughputPlace(0, [0] * 4, 0, 0, 1, 8, 1 << 20)
-    for hidden in (32, 7168):
-        kind = CombineKind(Sizes(4, 8, 2), 2 * hidden, False, False, False)
-        args = _core.CudaHighThroughput(place).combine_arguments(core_shape(kind), 24, 11)
-        slots = _core.cuda_high_throughput_combine_slots(kind.slot_bytes, kind.slices, 1 << 20)
-        assert slots == args.slots
-    with pytest.raises(ArgumentError, match="FANFOLD_RING_BYTES"):
-        _core.cuda_high_throughput_combine_slots(kind.slot_bytes, kind.slices, 1 << 12)
+def test_a_combine_on_few_sms_is_another_kernel() -> None:
+    for layout, same in (("token_major", False), ("expert_major", True)):
+        few, many = (
+            dataclasses.replace(layer_of(BF16), ctas=ctas).kernels([layout]) for ctas in (18, 19)
+        )
+        name = f"combine {layout}"
+        assert (few[name] == many[name]) is same
+        assert few["plan"] == many["plan"]
+    by_model = layer_of(dataclasses.replace(BF16, hidden=7168)).kernels(["token_major"])
+    named = dataclasses.replace(layer_of(dataclasses.replace(BF16, hidden=7168)), ctas=24)
+    assert by_model == named.kernels(["token_major"])
 
 
 @pytest.mark.parametrize(
@@ -110,7 +109,7 @@ def test_slots_are_those_of_the_mode() -> None:
 )
 def test_sizes_that_cannot_be(changes: dict[str, Any], word: str) -> None:
     with pytest.raises(ArgumentError, match=word):
-        dataclasses.replace(layer_of(FP8, 1 << 16), **changes)
+        dataclasses.replace(layer_of(FP8), **changes)
 
 
 def test_shared_memory_of_architectures() -> None:

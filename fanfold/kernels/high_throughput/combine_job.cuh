@@ -13,10 +13,12 @@ namespace fanfold {
 // same batches at the same places.
 class JobList {
  public:
-  __device__ JobList(const CombineShared& shared, const Call& call) : shared_(shared), call_(call) {
+  __device__ JobList(const HighThroughputCombineArgs& args, const CombineShared& shared,
+                     const Call& call)
+      : shared_(shared), call_(call) {
     most_ = shared.most_batches();
-    lag_ = min(kLag, most_);
-    last_lag_ = min(kLastLag, lag_);
+    lag_ = min(args.lag, most_);
+    last_lag_ = min(args.last_lag, lag_);
     pairs_begin_ = most_ - (lag_ - last_lag_);
   }
 
@@ -100,7 +102,7 @@ class Preparation {
 
   __device__ Preparation(const HighThroughputCombineArgs& args, const CombineShared& shared,
                          WorkerShared& own, const Call& call)
-      : args_(args), shared_(shared), own_(own), call_(call), jobs_(shared, call) {}
+      : args_(args), shared_(shared), own_(own), call_(call), jobs_(args, shared, call) {}
 
   __device__ uint32_t tickets() const { return jobs_.tickets(); }
 

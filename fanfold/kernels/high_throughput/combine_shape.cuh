@@ -1,9 +1,8 @@
 // What the parts of combine share. Constants: kRowBytes, kSlotBytes (of a row in a ring),
 // kExpertMajor, kWeighted (the outputs), kLanes (numbers of the choices travel beside the rows),
-// kSlices (of columns, in a row), kSliceUnits (of each but the last), kPieces (in the ring of a
-// warp), kLag (batches between sending and folding, no more than half of the slots), kLastLag (the
-// same where sending ends, no more), kPartTokens (of a fold there), kShortTokens (of the dispatch),
-// kSharedBytes (that the launch brings).
+// kBiases (of a sum), kSlices (of columns, in a row), kSliceUnits (of each but the last), kPieces
+// (in the ring of a warp), kPartTokens (of a fold where sending ends), kShortTokens (of the
+// dispatch), kSharedBytes (that the launch brings).
 // All warps but the last are workers.
 #pragma once
 

@@ -268,6 +268,9 @@ struct HighThroughputDispatchArgs {
 
 struct HighThroughputCombineArgs {
   HighThroughputArgs call;
+  // Batches between sending and folding, and, no more, where sending ends. Twice the first less the
+  // second is no more than the slots; ranks need not have the same.
+  int32_t lag, last_lag;
   // Of the dispatch, about the rows that came here.
   const uint64_t* batches;  // [ranks][batch stride] BatchWord
   int64_t batch_stride;
