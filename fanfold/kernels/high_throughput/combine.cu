@@ -33,8 +33,8 @@ struct FoldedRows {
   static constexpr float kNothing = kBiases > 0 ? -0.0f : 0.0f;
 
   const unsigned char* y;
-  const unsigned char* ring;  // the slice of row 0 of all rings of this rank
-  unsigned char* out;         // the slice of the batch's first token
+  const unsigned char* ring;     // the slice of row 0 of all rings of this rank
+  unsigned char* out;            // the slice of the batch's first token
   const unsigned char* bias[2];  // likewise
 
   __device__ const unsigned char* from(const Entry& entry) const {

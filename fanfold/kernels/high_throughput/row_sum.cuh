@@ -83,8 +83,8 @@ class RowSums {
       if (has_unit(u)) store_weak(to + u * kWarpLanes, units[u]);
   }
 
-  // The first row of a sum is added to nothing, as the others are to it: a way of its own would save
-  // additions, but be as much code again, and took longer (decision 0108).
+  // The first row of a sum is added to nothing, as the others are to it: a way of its own would
+  // save additions, but be as much code again, and took longer (decision 0108).
   template <class Rows>
   __device__ void add(const Entry& entry, const uint4 (&units)[kLaneUnits], const Rows& rows) {
 #pragma unroll

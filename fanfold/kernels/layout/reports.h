@@ -10,7 +10,8 @@ namespace fanfold {
 FANFOLD_HD constexpr int32_t bad_choice(int32_t place, int64_t value) {
   constexpr int64_t kLeast = -0x800000, kMost = 0x7fffff;
   const int64_t clipped = value < kLeast ? kLeast : value > kMost ? kMost : value;
-  const auto word = static_cast<uint32_t>(place) << 24 | (static_cast<uint32_t>(clipped) & 0xffffffu);
+  const auto word =
+      static_cast<uint32_t>(place) << 24 | (static_cast<uint32_t>(clipped) & 0xffffffu);
   return static_cast<int32_t>(word);
 }
 
