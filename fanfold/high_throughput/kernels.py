@@ -60,10 +60,11 @@ _SHORT_TOKENS = 256
 _SLICE_UNITS, _ADDED_SLICE_UNITS = 128, 224
 _LONG_ROW_BYTES = 12 << 10
 # Warps of a combine, beside the one that tells of what they have done: with 16 in all each thread
-# has 128 registers, which short slices of few ranks' rows need, with 12 it has 168. Token-major
-# more of them keep fewer SMs busy; many SMs fill the link with either, and end later with more.
+# has 128 registers, with 12 it has 168, which long slices need to be added up, those of which some
+# lanes have no part (where there are more than a few rows to look up), and many ranks. Token-major
+# more warps keep fewer SMs busy; many SMs fill the link with either, and end later with more.
 _MANY_WORKERS, _FEW_WORKERS = 15, 11
-_MANY_MOST_RANKS, _MANY_MOST_CTAS = 16, 18
+_MANY_MOST_RANKS, _MANY_MOST_CTAS, _UNEVEN_MOST_TERMS = 16, 18, 8
 # Of a slice each, in the ring of a warp, token-major of one of many; with too little memory there
 # are fewer warps first.
 _MOST_PIECES, _MANY_PIECES, _FEW_PIECES, _LEAST_PIECES = 5, 4, 3, 2
@@ -318,9 +319,13 @@ def _slices(row_bytes: int, most_units: int) -> tuple[int, int]:
 
 
 def _has_many_workers(kind: CombineKind, ctas: int) -> bool:
-    if kind.cut()[1] > _SLICE_UNITS or kind.sizes.ranks > _MANY_MOST_RANKS:
+    units = kind.cut()[1]
+    if units > _SLICE_UNITS or kind.sizes.ranks > _MANY_MOST_RANKS:
         return False
-    return kind.expert_major or ctas <= _MANY_MOST_CTAS
+    if not kind.expert_major:
+        return ctas <= _MANY_MOST_CTAS
+    even = units % 32 == 0 and kind.row_bytes % (16 * units) == 0
+    return even or max(kind.sizes.top_k, kind.sizes.ranks) <= _UNEVEN_MOST_TERMS
 
 
 def lags(kind: CombineKind, ctas: int, slots: int) -> tuple[int, int]:
