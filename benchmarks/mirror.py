@@ -23,7 +23,6 @@ import argparse
 import itertools
 import json
 import math
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ import torch.distributed as dist
 
 from fanfold.bench.cuda_run import device_facts
 from fanfold.bench.cuda_timing import Clock, GpuBarrier, empty_kernel
-from fanfold.bench.report import append_json_line, commit, versions
+from fanfold.bench.report import append_json_line, command_line, commit, versions
 from fanfold.config import Config
 from fanfold.formats import RowFormat, quantize
 from fanfold.geometry import Geometry
@@ -380,7 +379,7 @@ def main() -> None:
             {
                 "mirror": True, "gpus": GPUS, "ranks": args.ranks, **what, "times_us": times,
                 "device": facts, "versions": versions(), "commit": commit(),
-                "command": " ".join(["benchmarks/mirror.py", args.results.name, *sys.argv[2:]]),
+                "command": command_line(args.results),
             },
         )  # fmt: skip
         shown = "l2_flushed_raw" if args.high_throughput else "graph"

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -33,7 +32,7 @@ import torch.distributed as dist
 
 from fanfold.bench.cuda_run import device_facts
 from fanfold.bench.cuda_timing import Clock, GpuBarrier
-from fanfold.bench.report import append_json_line, commit, versions
+from fanfold.bench.report import append_json_line, command_line, commit, versions
 from fanfold.bench.workload import Workload
 from fanfold.config import Config
 from fanfold.formats import quantize
@@ -171,7 +170,7 @@ def main() -> None:
             "ranks": ranks, "changes": changes, "tokens": tokens, "hidden": hidden, "top_k": top_k,
             "experts": experts, "times_us": {name: round(us, 1) for name, us in slowest.items()},
             "device": device, "versions": versions(), "commit": commit(),
-            "command": " ".join(["benchmarks/tune.py", args.results.name, *sys.argv[2:]]),
+            "command": command_line(args.results),
         }  # fmt: skip
         append_json_line(args.results, fields)
         print(changes, tokens, hidden, fields["times_us"], flush=True)

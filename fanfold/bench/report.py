@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ __all__ = [
     "Traffic",
     "append_json_line",
     "check_writable",
+    "command_line",
     "commit",
     "gpu_table",
     "machine",
@@ -191,6 +193,14 @@ def commit() -> str | None:
         return None
     changed = _git(here, "status", "--porcelain", "--untracked-files=no")
     return head + ("+" if changed else "")
+
+
+def command_line(results: Path) -> str:
+    """The command that runs this program, from the folder above the program's; the file for its
+    results by name alone."""
+    program = Path(sys.argv[0])
+    arguments = [results.name if each == str(results) else each for each in sys.argv[1:]]
+    return " ".join([f"{program.parent.name}/{program.name}", *arguments])
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

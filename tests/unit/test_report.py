@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -494,3 +495,10 @@ def test_plot_without_matplotlib(tmp_path, monkeypatch):
     points = plot.load(write(tmp_path / "r.jsonl", [line()]))
     with pytest.raises(UnavailableError, match="pip install"):
         plot.draw(points, tmp_path / "p.png")
+
+
+def test_a_command_names_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    results = tmp_path / "r.jsonl"
+    given = ["--sms", "12", str(results), "r.jsonl"]
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "benchmarks" / "tune.py"), *given])
+    assert report.command_line(results) == "benchmarks/tune.py --sms 12 r.jsonl r.jsonl"
