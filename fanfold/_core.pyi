@@ -362,6 +362,7 @@ class CudaPlanArgs:
     counted: int
     rows: int
     places: int
+    choices: int
     tokens_per_expert: int
     offsets: int
     source_prefix: int
@@ -381,7 +382,6 @@ class CudaPlanArgs:
 class CudaHighThroughputDispatchArgs:
     scale_token_stride: int
     scale_word_stride: int
-    lane_stride: int
     capacity: int
     result_rows: int
     marks_absent: bool
@@ -420,6 +420,7 @@ class CudaHighThroughputCombineArgs:
     kept: int
     lag: int
     last_lag: int
+    biases: int
     batch_stride: int
     batches: int
     source_prefix: int

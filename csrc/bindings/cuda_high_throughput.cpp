@@ -66,6 +66,7 @@ void bind_plan(nb::module_& module) {
   def_address(cls, "counted", &PlanArgs::counted);
   def_address(cls, "rows", &PlanArgs::rows);
   def_address(cls, "places", &PlanArgs::places);
+  def_address(cls, "choices", &PlanArgs::choices);
   def_address(cls, "tokens_per_expert", &PlanArgs::tokens_per_expert);
   def_address(cls, "offsets", &PlanArgs::offsets);
   def_address(cls, "source_prefix", &PlanArgs::source_prefix);
@@ -77,7 +78,6 @@ void bind_dispatch(nb::module_& module) {
   auto cls = bind_call<Dispatch>(module, "CudaHighThroughputDispatchArgs");
   cls.def_rw("scale_token_stride", &Dispatch::scale_token_stride)
       .def_rw("scale_word_stride", &Dispatch::scale_word_stride)
-      .def_rw("lane_stride", &Dispatch::lane_stride)
       .def_rw("capacity", &Dispatch::capacity)
       .def_rw("result_rows", &Dispatch::result_rows)
       .def_prop_rw(
@@ -109,6 +109,7 @@ void bind_combine(nb::module_& module) {
   auto cls = bind_call<Combine>(module, "CudaHighThroughputCombineArgs");
   cls.def_rw("lag", &Combine::lag)
       .def_rw("last_lag", &Combine::last_lag)
+      .def_rw("biases", &Combine::biases)
       .def_rw("kept", &Combine::kept)
       .def_rw("batch_stride", &Combine::batch_stride)
       .def(

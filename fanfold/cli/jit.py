@@ -210,7 +210,6 @@ def _low_latency(args: argparse.Namespace) -> dict[str, kernel.KernelSource]:
 
 def _high_throughput(args: argparse.Namespace) -> dict[str, kernel.KernelSource]:
     """The kernels that high throughput may need for these sizes, each with a name."""
-    from fanfold.config import Config
     from fanfold.formats import RowFormat, ScaleFormat
     from fanfold.high_throughput import RowOrder
     from fanfold.high_throughput.kernels import Sizes
@@ -221,7 +220,6 @@ def _high_throughput(args: argparse.Namespace) -> dict[str, kernel.KernelSource]
         args.hidden,
         RowFormat(args.dtype),
         ScaleFormat(args.scales),
-        Config.resolve().ctas,
     )
     layouts: dict[str, tuple[RowOrder, ...]] = {
         "expert-major": ("expert_major",),

@@ -241,7 +241,11 @@ class CudaHighThroughput:
             )
             sending = self._launches.dispatch(kind)
             plan = self._draft(sizes, tokens, capacity)
+            choices = None
+            if layout == "token_major":
+                choices = self._empty(tuple(topk_idx.shape), torch.int32)
             self._begin_plan(planning.args, plan, topk_idx)
+            planning.args.choices = _address(choices)
             dispatched = None
             if capacity is not None:
                 dispatched = self._allocate(plan, x, kind)
@@ -255,7 +259,7 @@ class CudaHighThroughput:
                     planned(plan)
                 dispatched = self._allocate(plan, x, kind)
         args = sending.args
-        self._begin_dispatch(args, dispatched, values, scales, topk_idx)
+        self._begin_dispatch(args, dispatched, values, scales, choices)
         args.result_rows = self._results.most_rows(kind)
         args.weights, args.row_weights = _address(topk_weights), _address(plan.row_weights)
         args.rows_of, args.topk_idx = _address(plan.rows_of), _address(plan.topk_idx)
@@ -332,8 +336,9 @@ class CudaHighThroughput:
                 check_aligned(name, tensor)
             check_apart("out", out, "y", y)
             weighted = row_weights is not None
-            call = self._combining(plan, layout, y, weighted, lanes is not None, len(biases))
+            call = self._combining(plan, layout, y, weighted, lanes is not None, bool(biases))
         args = call.args
+        args.biases = len(biases)
         args.row_weights = _address(row_weights)
         args.lane_weights, args.out_weights = _address(lane_weights), _address(lanes)
         for place, rows in enumerate(biases):
@@ -526,18 +531,15 @@ class CudaHighThroughput:
         dispatched: CudaDispatched,
         values: torch.Tensor,
         scales: torch.Tensor | None,
-        topk_idx: torch.Tensor | None,
+        choices: torch.Tensor | None,
     ) -> None:
-        """Fills in what all dispatches have; ``topk_idx`` only of a new routing, token-major."""
+        """Fills in what all dispatches have; ``choices`` only of a new routing, token-major."""
         plan = dispatched.plan
         args.tokens, args.x = plan.tokens, values.data_ptr()
         args.scales = _address(scales)
         if scales is not None:
             args.scale_token_stride, args.scale_word_stride = scales.stride()
-        if topk_idx is not None and plan.rows_of is None:
-            args.lanes, args.lane_stride = topk_idx.data_ptr(), 2  # the low words
-        else:
-            args.lanes, args.lane_stride = plan.places.data_ptr(), 1
+        args.lanes = (plan.places if choices is None else choices).data_ptr()
         args.rows, args.first_rows = plan.rows.data_ptr(), plan.first_rows.data_ptr()
         args.source_prefix = plan.source_prefix.data_ptr()
         args.offsets = plan.offsets.data_ptr()
@@ -563,17 +565,12 @@ class CudaHighThroughput:
         return self._empty((plan.tokens, plan.top_k), torch.float32)
 
     def _combining(
-        self,
-        plan: CudaPlan,
-        layout: RowOrder,
-        y: torch.Tensor,
-        weighted: bool,
-        lanes: bool,
-        biases: int = 0,
-    ) -> Call[_core.CudaHighThroughputCombineArgs]:
+        self, plan: CudaPlan, layout: RowOrder, y: torch.Tensor, weighted: bool, lanes: bool,
+        biased: bool = False,
+    ) -> Call[_core.CudaHighThroughputCombineArgs]:  # fmt: skip
         sizes = Sizes(plan.ranks, plan.num_experts, plan.top_k)
         row_bytes = y.shape[1] * y.itemsize
-        kind = CombineKind(sizes, row_bytes, layout == "expert_major", weighted, lanes, biases)
+        kind = CombineKind(sizes, row_bytes, layout == "expert_major", weighted, lanes, biased)
         return self._launches.combine(kind)
 
     def _finish_combine(

@@ -197,7 +197,7 @@ class CombineKind:
         expert_major: the order of the outputs; else token-major.
         weighted: whether outputs are multiplied.
         lanes: whether numbers of the choices travel.
-        biases: with which sums begin, 0 to 2; ranks need not have the same.
+        biased: whether sums begin with biases; ranks need not agree.
     """
 
     sizes: Sizes
@@ -205,7 +205,7 @@ class CombineKind:
     expert_major: bool
     weighted: bool
     lanes: bool
-    biases: int = 0
+    biased: bool = False
 
     @property
     def slot_bytes(self) -> int:
@@ -349,7 +349,7 @@ def combine_kernel(
     """
     sizes = kind.sizes
     slices, slice_units = kind.cut()
-    terms = max(sizes.top_k if kind.expert_major else 0, sizes.ranks + kind.biases)
+    terms = max(sizes.top_k if kind.expert_major else 0, sizes.ranks + (2 if kind.biased else 0))
     entries = 2 * 8 * (_core.CUDA_BATCH_TOKENS * terms + _MOST_PIECES)
     piece = 16 * _align(slice_units, 32)
     rest = _align(8 * sizes.ranks + 16, _LINE)
@@ -375,7 +375,7 @@ def combine_kernel(
         "kExpertMajor": int(kind.expert_major),
         "kWeighted": int(kind.weighted),
         "kLanes": int(kind.lanes),
-        "kBiases": kind.biases,
+        "kBiased": int(kind.biased),
         "kSlices": slices,
         "kSliceUnits": slice_units,
         "kPieces": pieces,

@@ -10,7 +10,6 @@ from fanfold import _core, quantizing
 from fanfold.formats import RowFormat, ScaleFormat, scale_columns
 from fanfold.geometry import Geometry, check_hidden, check_integer
 from fanfold.high_throughput.calls import RowOrder
-from fanfold.high_throughput.grid import Grid
 from fanfold.high_throughput.kernels import (
     LANES_ALONE_ROW_BYTES,
     MOST_SHARED_BYTES,
@@ -26,7 +25,6 @@ from fanfold.jit import KernelSource
 __all__ = ["Layer", "shared_bytes_of"]
 
 _CONSUMER_SHARED_BYTES = 99 << 10
-_BIASED = {0: (), 1: ("biased",), 2: ("biased", "twice")}
 
 
 def shared_bytes_of(arch: str) -> int:
@@ -43,14 +41,12 @@ class Layer:
         hidden: columns of a row.
         row_format: of the rows that go to the experts; results are bf16.
         scale_format: of fp8 rows.
-        ctas: the setting; None for the model's.
     """
 
     sizes: Sizes
     hidden: int
     row_format: RowFormat
     scale_format: ScaleFormat
-    ctas: int | None = None
 
     def __post_init__(self) -> None:
         """Checks the sizes as calls do.
@@ -72,8 +68,7 @@ class Layer:
         Raises:
             ArgumentError: rows do not fit the shared memory.
         """
-        ranks = self.sizes.ranks
-        grid = Grid(ranks, _core.CUDA_HIGH_THROUGHPUT_MOST_CTAS, self.ctas)
+        ranks, most_ctas = self.sizes.ranks, _core.CUDA_HIGH_THROUGHPUT_MOST_CTAS
         refusal = Sizes(ranks, ranks, 1)  # as the mode loads when it is opened
         found = {
             "refusal": plan_kernel(refusal).source,
@@ -83,8 +78,13 @@ class Layer:
             for what, dispatch in self._dispatches(layout):
                 found[what] = dispatch_kernel(dispatch, most_shared_bytes).source
             for what, combine in self._combines(layout):
-                ctas, _ = grid.of_combine(combine)
-                found[what] = combine_kernel(combine, ctas, most_shared_bytes).source
+                many, few = (
+                    combine_kernel(combine, ctas, most_shared_bytes).source
+                    for ctas in (most_ctas, 1)
+                )
+                found[what] = many
+                if few != many:
+                    found[f"{what}, few SMs"] = few
         if self.row_format is RowFormat.FP8:
             found["quantise"] = quantizing.kernel_source(
                 self.hidden,
@@ -116,10 +116,10 @@ class Layer:
     def _combines(self, layout: RowOrder) -> Iterator[tuple[str, CombineKind]]:
         start, expert_major = f"combine {layout}", layout == "expert_major"
         kinds = itertools.product((False, True) if expert_major else (False,), (False, True))
-        for (weighted, lanes), (biases, biased) in itertools.product(kinds, _BIASED.items()):
-            words = [start, *["weighted"] * weighted, *["lanes"] * lanes, *biased]
+        for (weighted, lanes), biased in itertools.product(kinds, (False, True)):
+            words = [start, *["weighted"] * weighted, *["lanes"] * lanes, *["biased"] * biased]
             row_bytes = 2 * self.hidden
-            kind = CombineKind(self.sizes, row_bytes, expert_major, weighted, lanes, biases)
+            kind = CombineKind(self.sizes, row_bytes, expert_major, weighted, lanes, biased)
             yield " ".join(words), kind
         alone = CombineKind(self.sizes, LANES_ALONE_ROW_BYTES, expert_major, False, True)
         yield f"{start} lanes alone", alone

@@ -75,9 +75,9 @@ def emulated(builder: Builder, ctas: int) -> Iterator[None]:
         "current_stream": lambda device: types.SimpleNamespace(record_event=_Event),
     }
     # Rows of 32 bytes and more have several slices, and a combine has folds of all its kinds.
-    few_warps = {"_PLAN_WARPS": 2, "_MANY_WORKERS": 3, "_FEW_WORKERS": 3, "_SLICE_UNITS": 2,
+    few_warps = {"_PLAN_WARPS": 2, "_MANY_WORKERS": 3, "_FEW_WORKERS": 2, "_SLICE_UNITS": 2,
                  "_ADDED_SLICE_UNITS": 3, "_LONG_ROW_BYTES": 64, "_MOST_PIECES": 3,
-                 "_MANY_PIECES": 3, "_MOST_TILES": 2, "_SHORT_TOKENS": 11,
+                 "_MANY_PIECES": 4, "_MOST_TILES": 2, "_SHORT_TOKENS": 11,
                  "lags": lambda kind, ctas, slots: (slots // 2, 1)}  # fmt: skip
     patches = [
         *(mock.patch.object(cls, "launch", _launch) for cls in ARGUMENTS),

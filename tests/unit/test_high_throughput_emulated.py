@@ -18,7 +18,7 @@ from fanfold import Config, ExpertParallel, _core
 from fanfold.errors import ArgumentError, PeerRefused, UsageError
 from fanfold.high_throughput import grid, kernels
 from fanfold.high_throughput.cuda import CudaHighThroughput
-from fanfold.high_throughput.kernels import CombineKind, DispatchKind, Sizes
+from fanfold.high_throughput.kernels import CombineKind, DispatchKind
 from tests.distributed.cuda_rounds import (
     check_brought,
     check_combine,
@@ -42,7 +42,7 @@ from tests.emulation.high_throughput import (
 from tests.emulation.world import Builder
 
 LAYOUTS = ("expert_major", "token_major")
-LONG_RING = kernels._MOST_PIECES
+LONG_RINGS = {"_MOST_PIECES": kernels._MOST_PIECES, "_MANY_PIECES": kernels._MANY_PIECES}
 
 
 def tiny_ring(case: Case) -> int:
@@ -106,11 +106,28 @@ def test_rings_as_long_as_on_a_gpu(layout: str) -> None:
     """Of a combine's warps, where emulated ones are shorter."""
     case = CASES[0]
     world = World(case.ranks, tiny_ring(case))
-    with mock.patch.multiple(kernels, _MOST_PIECES=LONG_RING, _MANY_PIECES=LONG_RING):
-        kind = CombineKind(Sizes(case.ranks, case.experts, case.top_k), 64, False, False, False)
-        constants = dict(kernels.combine_kernel(kind, CTAS).source.pairs)
-        assert constants["kPieces"] == LONG_RING
+    with mock.patch.multiple(kernels, **LONG_RINGS):
         world.run(lambda rank, mode: run_case(mode, case, rank, layout))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_rank_combines_in_its_own_way(layout: str) -> None:
+    """With as many SMs and warps as it has, and folding as far behind as suits them."""
+    case = Case(
+        tokens=(150, 0, 45, 97), experts_per_rank=2, top_k=3, hidden=16, style="holes", biases=1
+    )
+
+    def lags(kind: CombineKind, ctas: int, slots: int) -> tuple[int, int]:
+        return (1, 1) if ctas == 2 else (slots // 2, slots // 2)
+
+    with mock.patch.multiple(kernels, lags=lags, _MANY_MOST_CTAS=2):
+        world = World(case.ranks, tiny_ring(case))
+
+        def program(rank: int, mode: CudaHighThroughput) -> None:
+            mode.use_sms(2 + rank % 2)
+            run_case(mode, case, rank, layout)
+
+        world.run(program)
 
 
 def test_in_place_needs_memory() -> None:

@@ -19,6 +19,7 @@ from tests.distributed import routings
 from tests.distributed.cuda_rounds import (
     check_brought,
     check_combine,
+    check_plan,
     check_rows_of,
     dispatch,
     run_case,
@@ -314,6 +315,9 @@ def test_more_rows_than_the_capacity_are_reported(
         lanes = None if layout == "expert_major" else torch.ones((room, SMALL.top_k))
         sums, _ = mode.combine(y[:room], got.plan, layout=layout, lane_weights=lanes)
         assert not sums.isnan().any()
+        # They count as zeros, which is not the same as nothing.
+        sums, _ = mode.combine(y[:room], got.plan, layout=layout, bias=torch.full_like(sums, -0.0))
+        assert torch.equal(sums.signbit().all(1), (expect.own.topk_idx < 0).all(1))
         run_case(mode, SMALL, rank, layout)
 
     world.run(program)
@@ -349,9 +353,15 @@ def test_calls_whose_low_bits_begin_anew() -> None:
 
 @pytest.mark.parametrize(
     ("index", "told"),
-    [(9, "9"), (-2, "-2"), (1 << 40, "8388607 or more"), (-1 << 40, "-8388608 or less")],
+    [
+        (9, "9"),
+        (-2, "-2"),
+        (1 << 32, "8388607 or more"),  # whose low word is an expert's number
+        (-1 << 40, "-8388608 or less"),
+    ],
 )
-def test_an_index_out_of_range_is_none(index: int, told: str) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_index_out_of_range_is_none(layout: str, index: int, told: str) -> None:
     world = World(SMALL.ranks, ROOMY_RING)
 
     inputs = Round(SMALL, 0).inputs
@@ -365,12 +375,13 @@ def test_an_index_out_of_range_is_none(index: int, told: str) -> None:
         if rank == 0:
             expect.own = dataclasses.replace(expect.own, topk_idx=good.clone())
             expect.own.topk_idx[7, 1] = index
-        got = dispatch(mode, expect, "expert_major", None)
-        check_brought(expect, got, "expert_major")
+        got = dispatch(mode, expect, layout, None)
+        check_plan(expect, got.plan, layout)
+        check_brought(expect, got, layout)
         if rank == 0:
             with pytest.raises(ArgumentError, match=rf"topk_idx\[7, 1\].* is {told}, "):
                 mode.check()
-        check_combine(mode, expect, got, "expert_major")
+        check_combine(mode, expect, got, layout)
 
     with mock.patch.object(cuda_module, "check_routing"):  # which looks at entries on a CPU
         world.run(program)

@@ -30,7 +30,7 @@ struct SentRows {
 struct FoldedRows {
   static constexpr bool kAdds = true, kWeights = false;
   // A sum begins with its bias, which may be -0.0 and stays that only if it is added to that.
-  static constexpr float kNothing = kBiases > 0 ? -0.0f : 0.0f;
+  static constexpr float kNothing = kBiased != 0 ? -0.0f : 0.0f;
 
   const unsigned char* y;
   const unsigned char* ring;     // the slice of row 0 of all rings of this rank
@@ -38,7 +38,7 @@ struct FoldedRows {
   const unsigned char* bias[2];  // likewise
 
   __device__ const unsigned char* from(const Entry& entry) const {
-    if (kBiases > 0 && entry.kind() == Entry::Kind::kBias)
+    if (kBiased != 0 && entry.kind() == Entry::Kind::kBias)
       return (entry.row() == 0 ? bias[0] : bias[1]) + entry.place() * kRowBytes;
     if (kExpertMajor == 0 && entry.kind() == Entry::Kind::kOwn) return y + entry.row() * kRowBytes;
     return ring + entry.row() * kSlotBytes;

@@ -144,6 +144,7 @@ class Preparation {
   static constexpr int kWidth = kSendWidth > kFoldWidth ? kSendWidth : kFoldWidth;
   static constexpr int kPasses = kBatchTokens * kWidth / kWarpLanes;
   static_assert(kWidth <= kWarpLanes);
+  static constexpr int kNone = -1, kDropped = -2;  // instead of a row
 
   template <int kTerms>
   __device__ int place(int pass) const {
@@ -204,7 +205,8 @@ class Preparation {
     if (row >= args_.kept) return -1;
     return kExpertMajor != 0 ? args_.rows_of[int64_t{row} * kTopK + k] : row;
   }
-  // How many rows of this rank went to that one before; of its own, which row it is.
+  // How many rows of this rank went to that one before; of its own, which row it is, or that there
+  // was no room for it.
   __device__ int folded_row(int place) const {
     const int rank = term<kFoldWidth>();
     if (!is_folded(place) || rank >= kRanks) return -1;
@@ -212,7 +214,7 @@ class Preparation {
     const int row = args_.rows[int64_t{token} * kRanks + rank];
     if (row < 0 || !is_own(rank)) return row;
     const int own = shared_.prefix[rank] + row;
-    return own < args_.kept ? own : -1;
+    return own < args_.kept ? own : kDropped;
   }
 
   __device__ void load_weights() {
@@ -241,39 +243,44 @@ class Preparation {
       const uint32_t same = __match_any_sync(kFullWarp, rows_[p]);
       comes = comes && (same & lanes_below()) == 0;
     }
-    append<kSendWidth, 0>(at, is_sent(at), comes, Entry::Kind::kRow,
-                          static_cast<uint32_t>(rows_[p]), kWeighted != 0 ? weights_[p] : 1.0f);
+    append<kSendWidth, false>(at, is_sent(at), comes, Entry::Kind::kRow,
+                              static_cast<uint32_t>(rows_[p]), kWeighted != 0 ? weights_[p] : 1.0f);
   }
 
   __device__ void write_folded(int p) {
     const int at = place<kFoldWidth>(p), rank = term<kFoldWidth>();
-    const bool own = is_own(rank);
-    const auto row = own ? static_cast<uint32_t>(rows_[p])
-                         : static_cast<uint32_t>(ring_row(call_, rank, job_.slot, at));
-    append<kFoldWidth, kBiases>(at, is_folded(at), rows_[p] >= 0,
-                                own ? Entry::Kind::kOwn : Entry::Kind::kRow, row, 1.0f);
+    auto kind = Entry::Kind::kRow;
+    auto row = static_cast<uint32_t>(ring_row(call_, rank, job_.slot, at));
+    if (is_own(rank)) {
+      // What peers drop comes as zeros, too.
+      kind = rows_[p] == kDropped ? Entry::Kind::kZeros : Entry::Kind::kOwn;
+      row = rows_[p] == kDropped ? 0 : static_cast<uint32_t>(rows_[p]);
+    }
+    append<kFoldWidth, kBiased != 0>(at, is_folded(at), rows_[p] != kNone, kind, row, 1.0f);
   }
 
-  // Appends what the lanes of a pass have, in their order, behind the first `kStarts` biases of
-  // each token that exists; for one that has neither, zeros.
-  template <int kTerms, int kStarts>
+  // Appends what the lanes of a pass have, in their order, with `kStarts` behind the biases of each
+  // token that exists; for one that has neither, zeros.
+  template <int kTerms, bool kStarts>
   __device__ void append(int place, bool exists, bool comes, Entry::Kind kind, uint32_t row,
                          float weight) {
     constexpr uint32_t kToken = kTerms == kWarpLanes ? kFullWarp : (1u << kTerms % kWarpLanes) - 1u;
     const uint32_t token = kToken << (call_.lane / kTerms * kTerms);
     const uint32_t coming = __ballot_sync(kFullWarp, comes);
     const bool begins = exists && term<kTerms>() == 0;
-    const bool zeros = kStarts == 0 && begins && (coming & token) == 0;
+    const bool zeros = !kStarts && begins && (coming & token) == 0;
     const uint32_t all = __ballot_sync(kFullWarp, comes || zeros);
     int at = count_ + __popc(all & lanes_below());
     count_ += __popc(all);
-    if constexpr (kStarts > 0) {
+    if constexpr (kStarts) {
       const uint32_t beginning = __ballot_sync(kFullWarp, begins);
-      at += kStarts * __popc(beginning & lanes_below());
-      count_ += kStarts * __popc(beginning);
-      for (uint32_t bias = 0; begins && bias < kStarts; ++bias) {
-        const bool last = bias + 1 == kStarts && (coming & token) == 0;
-        own_.entries[which_][at++] = Entry(Entry::Kind::kBias, bias, place, last, 1.0f);
+      const int biases = args_.biases;
+      at += biases * __popc(beginning & lanes_below());
+      count_ += biases * __popc(beginning);
+      for (int bias = 0; begins && bias < biases; ++bias) {
+        const bool last = bias + 1 == biases && (coming & token) == 0;
+        own_.entries[which_][at++] =
+            Entry(Entry::Kind::kBias, static_cast<uint32_t>(bias), place, last, 1.0f);
       }
     }
     if (comes || zeros) {

@@ -1,6 +1,6 @@
 // What the parts of combine share. Constants: kRowBytes, kSlotBytes (of a row in a ring),
 // kExpertMajor, kWeighted (the outputs), kLanes (numbers of the choices travel beside the rows),
-// kBiases (of a sum), kSlices (of columns, in a row), kSliceUnits (of each but the last), kPieces
+// kBiased (sums begin with biases), kSlices (of columns, in a row), kSliceUnits (of each but the last), kPieces
 // (in the ring of a warp), kPartTokens (of a fold where sending ends), kShortTokens (of the
 // dispatch), kSharedBytes (that the launch brings).
 // All warps but the last are workers.
@@ -27,9 +27,9 @@ static_assert(kWeighted == 0 || kExpertMajor != 0);
 inline constexpr int kSources = kExpertMajor != 0 ? kRanks : kRanks - 1;
 inline constexpr int kParts = kBatchTokens / kPartTokens;
 static_assert(kBatchTokens % kPartTokens == 0);
-static_assert(kBiases >= 0 && kBiases <= 2);
 // Rows in a sum: a token's experts here, or the biases and the ranks that have some.
-inline constexpr int kFoldTerms = kRanks + kBiases;
+inline constexpr int kMostBiases = 2;
+inline constexpr int kFoldTerms = kRanks + (kBiased != 0 ? kMostBiases : 0);
 inline constexpr int kMostTerms = kExpertMajor != 0 && kTopK > kFoldTerms ? kTopK : kFoldTerms;
 inline constexpr int kMostEntries = kBatchTokens * kMostTerms;
 
@@ -53,7 +53,7 @@ struct alignas(8) Entry {
     kRow,   // of the outputs, or folded: of this rank's ring
     kOwn,   // folded: of the outputs
     kBias,  // folded: of that bias
-    kZeros  // of a sum of nothing
+    kZeros  // of a sum of nothing, or for what was dropped
   };
 
   uint32_t word;  // row | place of the token in its batch | whether it is its sum's last | kind

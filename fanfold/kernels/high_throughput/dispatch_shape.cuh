@@ -124,8 +124,7 @@ struct DispatchWarp {
     if (word < kScaleWords)
       return args.scales + token * args.scale_token_stride + word * args.scale_word_stride;
     word -= kScaleWords;
-    if (kHasLanes && word < kTopK)
-      return args.lanes + (int64_t{token} * kTopK + word) * args.lane_stride;
+    if (kHasLanes && word < kTopK) return args.lanes + int64_t{token} * kTopK + word;
     return args.weights + int64_t{token} * kTopK + word - kTopK;
   }
 };

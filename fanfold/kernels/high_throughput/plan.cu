@@ -113,14 +113,17 @@ class Planner {
     __syncthreads();
     for (int c = thread(); c < kColumns; c += kThreads)
       store_relaxed_gpu(counted(cta(), c), static_cast<uint32_t>(shared_.next[c]));
-    report_bad_indices();
+    check_choices();
   }
 
-  __device__ void report_bad_indices() const {
+  // Reports what is no expert, and writes none in its place.
+  __device__ void check_choices() const {
     const int64_t end = min(int64_t{end_} * kTileTokens, int64_t{args_.call.tokens}) * kTopK;
     for (int64_t i = int64_t{begin_} * kTileTokens * kTopK + thread(); i < end; i += kThreads) {
       const int64_t raw = args_.topk_idx[i];
-      if (raw >= -1 && raw < kExperts) continue;
+      const bool good = raw >= -1 && raw < kExperts;
+      if (args_.choices != nullptr) args_.choices[i] = good ? static_cast<int32_t>(raw) : -1;
+      if (good) continue;
       call_.report(HighThroughputReportKind::kIndex, args_.call.rank,
                    static_cast<int32_t>(i / kTopK),
                    bad_choice(static_cast<int32_t>(i % kTopK), raw));

@@ -227,6 +227,7 @@ struct PlanArgs {
   // What the source keeps, to send by.
   int32_t* rows;  // [tokens][ranks]: how many of its rows went to that rank before; -1: none does
   uint32_t* places;  // [tokens][top_k] PlaceWord
+  int32_t* choices;  // [tokens][top_k]: topk_idx with -1 for what is no expert; or null
   // What comes, known to each rank alone.
   int32_t* tokens_per_expert;  // [local experts]
   int64_t* offsets;            // [local experts + 1]
@@ -242,8 +243,7 @@ struct HighThroughputDispatchArgs {
   int64_t scale_token_stride, scale_word_stride;  // in words
   const int32_t* rows;                            // of the plan
   const int32_t* first_rows;                      // likewise
-  const uint32_t* lanes;   // [tokens][top_k] x lane_stride: the plan's places, expert-major; else
-  int64_t lane_stride;     // the low words of topk_idx; in words
+  const uint32_t* lanes;   // [tokens][top_k]: the plan's places, expert-major; else its choices
   const float* weights;    // [tokens][top_k], or null
   int32_t* source_prefix;  // made void with a new routing, if the call is
   const int64_t* offsets;
@@ -271,6 +271,7 @@ struct HighThroughputCombineArgs {
   // Batches between sending and folding, and, no more, where sending ends. Twice the first less the
   // second is no more than the slots; ranks need not have the same.
   int32_t lag, last_lag;
+  int32_t biases;  // 1 or 2, in a kernel that adds some
   // Of the dispatch, about the rows that came here.
   const uint64_t* batches;  // [ranks][batch stride] BatchWord
   int64_t batch_stride;
@@ -282,7 +283,7 @@ struct HighThroughputCombineArgs {
   const float* lane_weights;     // expert-major [rows], token-major [rows][top_k]; or null
   // Of the plan, about this rank's own tokens, and their results.
   const int32_t* rows;           // [tokens][ranks]
-  const unsigned char* bias[2];  // [tokens][row bytes], as many as the kernel adds
+  const unsigned char* bias[2];  // [tokens][row bytes], as many as there are
   unsigned char* out;            // [tokens][row bytes]
   float* out_weights;            // [tokens][top_k], or null
 };
