@@ -241,11 +241,7 @@ class CudaHighThroughput:
             )
             sending = self._launches.dispatch(kind)
             plan = self._draft(sizes, tokens, capacity)
-            choices = None
-            if layout == "token_major":
-                choices = self._empty(tuple(topk_idx.shape), torch.int32)
-            self._begin_plan(planning.args, plan, topk_idx)
-            planning.args.choices = _address(choices)
+            choices = self._begin_plan(planning.args, plan, topk_idx, layout)
             dispatched = None
             if capacity is not None:
                 dispatched = self._allocate(plan, x, kind)
@@ -469,8 +465,12 @@ class CudaHighThroughput:
             batches=self._empty((sizes.ranks, self._most_batches), torch.int64),
         )
 
-    def _begin_plan(self, args: _core.CudaPlanArgs, plan: CudaPlan, topk_idx: torch.Tensor) -> None:
-        args.tokens = plan.tokens
+    def _begin_plan(
+        self, args: _core.CudaPlanArgs, plan: CudaPlan, topk_idx: torch.Tensor, layout: RowOrder
+    ) -> torch.Tensor | None:
+        """Fills in what a plan has; its choices where a dispatch in that order sends them."""
+        choices = self._empty(topk_idx.shape, torch.int32) if layout == "token_major" else None
+        args.tokens, args.choices = plan.tokens, _address(choices)
         args.topk_idx, args.counted = topk_idx.data_ptr(), self._counted.data_ptr()
         args.rows, args.places = plan.rows.data_ptr(), plan.places.data_ptr()
         args.tokens_per_expert = plan.tokens_per_expert.data_ptr()
@@ -478,6 +478,7 @@ class CudaHighThroughput:
         args.source_prefix = plan.source_prefix.data_ptr()
         args.first_rows = plan.first_rows.data_ptr()
         args.totals = self._totals.address if plan.capacity is None else 0
+        return choices
 
     def _await_totals(self, plan: CudaPlan) -> None:
         """Waits for the numbers of rows that a plan finds to come."""

@@ -1,8 +1,8 @@
 // What the parts of combine share. Constants: kRowBytes, kSlotBytes (of a row in a ring),
 // kExpertMajor, kWeighted (the outputs), kLanes (numbers of the choices travel beside the rows),
-// kBiased (sums begin with biases), kSlices (of columns, in a row), kSliceUnits (of each but the last), kPieces
-// (in the ring of a warp), kPartTokens (of a fold where sending ends), kShortTokens (of the
-// dispatch), kSharedBytes (that the launch brings).
+// kBiased (sums begin with biases), kSlices (of columns, in a row), kSliceUnits (of each but the
+// last), kPieces (in the ring of a warp), kPartTokens (of a fold where sending ends), kShortTokens
+// (of the dispatch), kSharedBytes (that the launch brings).
 // All warps but the last are workers.
 #pragma once
 
