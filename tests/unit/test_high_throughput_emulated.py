@@ -118,7 +118,7 @@ def test_each_rank_combines_in_its_own_way(layout: str) -> None:
     )
 
     def lags(kind: CombineKind, ctas: int, slots: int) -> tuple[int, int]:
-        return (1, 1) if ctas == 2 else (slots // 2, slots // 2)
+        return (1, 1) if ctas == 2 else (slots // 2, 1)
 
     with mock.patch.multiple(kernels, lags=lags, _MANY_MOST_CTAS=2):
         world = World(case.ranks, tiny_ring(case))

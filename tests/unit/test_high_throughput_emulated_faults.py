@@ -315,10 +315,28 @@ def test_more_rows_than_the_capacity_are_reported(
         lanes = None if layout == "expert_major" else torch.ones((room, SMALL.top_k))
         sums, _ = mode.combine(y[:room], got.plan, layout=layout, lane_weights=lanes)
         assert not sums.isnan().any()
-        # They count as zeros, which is not the same as nothing.
-        sums, _ = mode.combine(y[:room], got.plan, layout=layout, bias=torch.full_like(sums, -0.0))
-        assert torch.equal(sums.signbit().all(1), (expect.own.topk_idx < 0).all(1))
         run_case(mode, SMALL, rank, layout)
+
+    world.run(program)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dropped_rows_count_as_zeros(layout: str) -> None:
+    """Which is not the same as nothing: added to a bias of -0.0 they make 0.0, whosever they are."""
+    case = dataclasses.replace(SMALL, style="one_rank")
+    world = World(case.ranks, ROOMY_RING)
+
+    def program(rank: int, mode: CudaHighThroughput) -> None:
+        expect = Round(case, rank)
+        got = dispatch(mode, expect, layout, 2)
+        if rank == 0:  # to whom all go
+            with pytest.raises(ArgumentError, match="capacity of .* is 2"):
+                mode.check()
+        bias = torch.full((case.tokens[rank], case.hidden), -0.0, dtype=torch.bfloat16)
+        sums, _ = mode.combine(torch.ones_like(got.tokens), got.plan, layout=layout, bias=bias)
+        assert not sums.signbit().any()
+        # Of the first tokens some rows had room.
+        assert not sums[2:].any()
 
     world.run(program)
 
