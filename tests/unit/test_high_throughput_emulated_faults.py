@@ -322,7 +322,7 @@ def test_more_rows_than_the_capacity_are_reported(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_dropped_rows_count_as_zeros(layout: str) -> None:
-    """Which is not the same as nothing: added to a bias of -0.0 they make 0.0, whosever they are."""
+    """Which is not the same as nothing: added to a bias of -0.0 they make 0.0."""
     case = dataclasses.replace(SMALL, style="one_rank")
     world = World(case.ranks, ROOMY_RING)
 
@@ -330,7 +330,7 @@ def test_dropped_rows_count_as_zeros(layout: str) -> None:
         expect = Round(case, rank)
         got = dispatch(mode, expect, layout, 2)
         if rank == 0:  # to whom all go
-            with pytest.raises(ArgumentError, match="capacity of .* is 2"):
+            with pytest.raises(ArgumentError, match=r"capacity of .* is 2"):
                 mode.check()
         bias = torch.full((case.tokens[rank], case.hidden), -0.0, dtype=torch.bfloat16)
         sums, _ = mode.combine(torch.ones_like(got.tokens), got.plan, layout=layout, bias=bias)
