@@ -16,7 +16,8 @@ def stream_at(address: int, device: torch.device) -> torch.cuda.Stream:
 
 
 class StreamOrder:
-    """Has every call of a mode come after the one before it.
+    """Has every call of a mode come after the one before it, inside of a capture too. A capture
+    stands apart: what comes before it, and where it is replayed, is the caller's to order.
 
     Args:
         device: of the mode, with an index.
@@ -25,20 +26,28 @@ class StreamOrder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._index = device.index
-        self._stream = 0
+        self._stream: int | None = 0  # of the last call; None: it was captured
+        self._outside = 0  # of the last call that was not
+        self._captured: int | None = None  # of the last call, if it was
 
     def follow(self) -> int:
         """The current stream, which from here on comes after all earlier calls."""
         stream = torch._C._cuda_getCurrentRawStream(self._index)
-        if stream != self._stream and not torch.cuda.is_current_stream_capturing():
-            # A capture stands apart: what comes before it is the caller's to order.
-            self._order_after(self._stream, stream)
-            self._stream = stream
+        if stream != self._stream:
+            self._change_to(stream)
         return stream
 
-    def _order_after(self, before: int, stream: int) -> None:
-        earlier = stream_at(before, self._device)
-        with torch.cuda.stream(earlier):
-            if torch.cuda.is_current_stream_capturing():
-                return
-        stream_at(stream, self._device).wait_stream(earlier)
+    def _change_to(self, stream: int) -> None:
+        captures = torch.cuda.is_current_stream_capturing()
+        # The first call of a capture on the stream of the last call came by without a word.
+        before = self._outside if self._captured is None or not captures else self._captured
+        if before != stream and self._captures(before) == captures:
+            stream_at(stream, self._device).wait_stream(stream_at(before, self._device))
+        if captures:
+            self._stream, self._captured = None, stream
+        else:
+            self._stream, self._outside, self._captured = stream, stream, None
+
+    def _captures(self, stream: int) -> bool:
+        with torch.cuda.stream(stream_at(stream, self._device)):
+            return torch.cuda.is_current_stream_capturing()

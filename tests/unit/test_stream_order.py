@@ -78,3 +78,47 @@ def test_a_capture_stands_apart(cuda: FakeCuda) -> None:
     cuda.current = 0
     order.follow()
     assert cuda.log == [(128, 0)]
+
+
+def test_calls_of_one_capture_follow_each_other(cuda: FakeCuda) -> None:
+    order = StreamOrder(DEVICE)
+    cuda.current = 64
+    order.follow()
+    assert cuda.log == [(64, 0)]
+    # It begins on the stream of the last call, and comes back to it.
+    cuda.capturing = {64, 128}
+    for stream in (64, 128, 128, 64):
+        cuda.current = stream
+        assert order.follow() == stream
+    assert cuda.log[1:] == [(128, 64), (64, 128)]
+    # Outside again, calls follow the last that was not captured: on the same stream, and on another.
+    cuda.capturing = set()
+    for stream in (64, 192):
+        cuda.current = stream
+        order.follow()
+    assert cuda.log[3:] == [(192, 64)]
+
+
+def test_a_stream_that_was_captured_last_follows_the_calls_outside(cuda: FakeCuda) -> None:
+    order = StreamOrder(DEVICE)
+    cuda.current, cuda.capturing = 64, {64}
+    order.follow()
+    cuda.capturing = set()
+    order.follow()
+    assert cuda.log == [(64, 0)]
+
+
+def test_captures_do_not_wait_for_each_other(cuda: FakeCuda) -> None:
+    order = StreamOrder(DEVICE)
+    for stream in (64, 128):
+        cuda.current, cuda.capturing = stream, {stream}
+        order.follow()
+    assert cuda.log == []
+    # A later one that has the stream of an earlier one, after a call outside.
+    cuda.current, cuda.capturing = 192, set()
+    order.follow()
+    cuda.capturing = {192, 128}
+    order.follow()
+    cuda.current = 128
+    order.follow()
+    assert cuda.log == [(192, 0), (128, 192)]
