@@ -24,6 +24,7 @@ _COMBINE_WARPS_OF_SHORT_ROWS = 16
 _SHORT_ROW_BYTES = 4096
 _SEGMENT_BYTES = 512
 _LONG_ROW_SEGMENTS = 8
+_FEW_RANKS = 8
 # 20 of 132 SMs of an H200 fill its links; from 12 to 32 the time changes by a tenth at most.
 _SENDING_SHARE = 20 / 132
 
@@ -80,12 +81,13 @@ def encoding(row_format: RowFormat, scale_format: ScaleFormat) -> int:
     return 1 if scale_format is ScaleFormat.FLOAT32 else 2
 
 
-def _dispatch_tasks(row_format: RowFormat, hidden: int) -> int:
+def _dispatch_tasks(row_format: RowFormat, geometry: Geometry) -> int:
     """Segments that a receiving warp has in flight: as many as registers allow, as all rows that a
     CTA places together are asked for together."""
     if row_format is RowFormat.BF16:
         return 8
-    return 5 if hidden > _LONG_ROW_SEGMENTS * _SEGMENT_BYTES else 4
+    long = geometry.hidden > _LONG_ROW_SEGMENTS * _SEGMENT_BYTES
+    return 5 if long and geometry.ranks <= _FEW_RANKS else 4
 
 
 def dispatch_kernel(
@@ -103,7 +105,7 @@ def dispatch_kernel(
         "kEncoding": encoding(row_format, scale_format),
         "kPackScales": int(fp8 and scale_format is ScaleFormat.UE8M0),
         "kWarps": _DISPATCH_WARPS,
-        "kTasks": _dispatch_tasks(row_format, geometry.hidden),
+        "kTasks": _dispatch_tasks(row_format, geometry),
     }
     return KernelSource(
         "low_latency/dispatch.cu", "low_latency_dispatch", constants, _DISPATCH_WARPS * 32

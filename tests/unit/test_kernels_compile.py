@@ -29,8 +29,8 @@ ROWS = [
 HIDDEN = [128, 136, 512, 1024, 2048, 2880, 4096, 5120, 7168, 8192, 12288, 16384]
 TOP_K = [1, 2, 4, 6, 8, 22, 32]
 EXPERTS_PER_RANK = [1, 3, 8, 32, 64, 128, 256, 1024]
-RANKS = [1, 2, 3, 4, 8]
-MOST_EXPERTS = 1024
+RANKS = [1, 2, 3, 4, 8, 16, 32]
+MOST_EXPERTS = 2048
 # Ranks, experts, top-k and hidden of the layers that the mode is measured with, and the extremes.
 NAMED = [
     (4, 256, 8, 7168),
@@ -40,6 +40,8 @@ NAMED = [
     (1, 1, 1, 128),
     (8, 1024, 32, 16384),
     (2, 128, 4, 2880),
+    (16, 256, 8, 7168),
+    (32, 2048, 32, 16384),
 ]
 
 

@@ -38,6 +38,8 @@ class DispatchReceive {
 
  private:
   static constexpr int kSources = kRanks;
+  // That a thread asks for together: more would not fit its registers.
+  static constexpr int kCountsAtOnce = kSources < 8 ? kSources : 8;
 
   __device__ SourceToken pair_at(int turn, int ctas) const {
     return pair_of(static_cast<int>(blockIdx.x) - first_cta_, turn, ctas, kSources);
@@ -61,14 +63,20 @@ class DispatchReceive {
     const uint32_t live = call_.live_ranks();
     if (call_.warp == kWarps - 1 && call_.lane < kSources) await_source(call_.lane, live);
     for (int e = static_cast<int>(threadIdx.x); e < kLocalExperts; e += kThreads) {
-      uint32_t words[kSources];
-#pragma unroll
-      for (int s = 0; s < kSources; ++s) words[s] = load_relaxed_system(count(s, e));
       int rows = 0;
+#pragma unroll 1
+      for (int first = 0; first < kSources; first += kCountsAtOnce) {
+        uint32_t words[kCountsAtOnce];
 #pragma unroll
-      for (int s = 0; s < kSources; ++s) {
-        shared_.before[s][e] = rows;
-        if ((live >> s & 1u) != 0) rows += await_count(s, e, words[s]);
+        for (int i = 0; i < kCountsAtOnce; ++i)
+          if (first + i < kSources) words[i] = load_relaxed_system(count(first + i, e));
+#pragma unroll
+        for (int i = 0; i < kCountsAtOnce; ++i) {
+          const int s = first + i;
+          if (s >= kSources) break;
+          shared_.before[s][e] = rows;
+          if ((live >> s & 1u) != 0) rows += await_count(s, e, words[i]);
+        }
       }
       shared_.total[e] = rows;
     }

@@ -107,7 +107,7 @@ class DispatchSend {
   }
 
   __device__ void push_segment(int token, int part, uint32_t ranks, const Segment& segment) {
-#pragma unroll
+#pragma unroll 8
     for (int i = 0; i < kRanks; ++i) {
       const int rank = destination(token, i);
       if ((ranks >> rank & 1u) == 0) continue;
