@@ -151,7 +151,7 @@ void bind_cuda_low_latency(nb::module_& module) {
              int32_t senders) { new (self) LowLatency(place, geometry, late, {ctas, senders}); },
           "place"_a, "geometry"_a, "late"_a, "ctas"_a, "senders"_a)
       .def("dispatch_arguments", &LowLatency::dispatch_arguments, "encoding"_a, "weights"_a)
-      .def("combine_arguments", &LowLatency::combine_arguments, "weights"_a);
+      .def("combine_arguments", &LowLatency::combine_arguments, "logfmt"_a, "weights"_a);
 }
 
 }  // namespace fanfold::bindings

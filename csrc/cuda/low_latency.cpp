@@ -74,9 +74,9 @@ DispatchArgs LowLatency::dispatch_arguments(int32_t encoding, int32_t weights) c
   return args;
 }
 
-CombineArgs LowLatency::combine_arguments(int32_t weights) const {
+CombineArgs LowLatency::combine_arguments(bool logfmt, int32_t weights) const {
   CombineArgs args{};
-  args.call = call_arguments(0, weights);
+  args.call = call_arguments(logfmt ? 1 : 0, weights);
   return args;
 }
 

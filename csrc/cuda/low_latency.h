@@ -35,7 +35,7 @@ class LowLatency {
   // Arguments with all but the call's own filled in.
   // `encoding` and `weights` are those of LowLatencyFacts.
   DispatchArgs dispatch_arguments(int32_t encoding, int32_t weights) const;
-  CombineArgs combine_arguments(int32_t weights) const;
+  CombineArgs combine_arguments(bool logfmt, int32_t weights) const;
 
  private:
   CallArgs call_arguments(int32_t encoding, int32_t weights) const;

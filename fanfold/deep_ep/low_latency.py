@@ -185,6 +185,13 @@ def _sizes_of_combine(
     return sizes if topk_idx.dim() == 2 else None
 
 
+def _routing_of(handle: object) -> LateRouting | None:
+    """What a combine that is refused needs of its handle, as far as that is one."""
+    if isinstance(handle, tuple | list) and len(handle) == 5:
+        return LateRouting(handle[1], handle[0])
+    return None
+
+
 class LowLatencyCalls(BufferBase):
     """Low-latency dispatch and combine with DeepEP's arguments."""
 
@@ -377,7 +384,7 @@ class LowLatencyCalls(BufferBase):
             and not (zero_copy or (async_finish and return_recv_hook))
         ):
             told = partial(_sizes_of_combine, known, handle, topk_idx)
-            with self._refusing(mode.refuse_combine, told):
+            with self._refusing(partial(mode.refuse_combine, routing=_routing_of(handle)), told):
                 parts = _Handle.of(handle)
                 known = self._know(*parts.sizes(topk_idx))
                 runtime.placement.check(x=x, topk_weights=topk_weights, out=out)

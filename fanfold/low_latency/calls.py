@@ -137,12 +137,14 @@ class CudaRouting:
         layout: where the parts of ``block`` lie.
         tokens: of this rank's own call.
         weighted: whether combine multiplies by the weights in the block's table.
+        stream: on which the block was allocated.
     """
 
     block: torch.Tensor
     layout: RoutingLayout
     tokens: int
     weighted: bool
+    stream: int
 
     @property
     def ranges(self) -> torch.Tensor:
@@ -166,7 +168,7 @@ class CudaRouting:
 
     def unweighted(self) -> CudaRouting:
         """The same without weights: combine then takes plain sums."""
-        return CudaRouting(self.block, self.layout, self.tokens, False)
+        return CudaRouting(self.block, self.layout, self.tokens, False, self.stream)
 
 
 AnyRouting = Routing | CudaRouting | LateRouting
@@ -310,7 +312,8 @@ class LowLatency(Protocol):
                 routing is a :class:`CudaRouting`, which has what it takes.
             late_weights: ``[T, K]`` float32 weights of this rank's own tokens where dispatch
                 carried none; all ranks must bring them or none.
-            logfmt: send rows as LogFMT-10 (5/8 of the bytes; about 1% error per value).
+            logfmt: send rows as LogFMT-10 (5/8 of the bytes; about 1% error per value). On GPUs
+                all ranks do or none.
             out: ``[T, hidden]`` bfloat16, contiguous; made if not given. On a GPU it shares no
                 memory with ``y``.
             wait_ns: ``[R]`` int64 nanoseconds, added to.

@@ -22,7 +22,7 @@ from fanfold import _core, jit
 from fanfold.config import Config
 from fanfold.errors import ArgumentError, FanfoldError, UsageError
 from fanfold.formats import RowFormat, ScaleFormat
-from fanfold.geometry import Geometry, check_aligned, is_plain
+from fanfold.geometry import Geometry, is_plain
 from fanfold.group import agree
 from fanfold.letting_go import let_go
 from fanfold.low_latency import kernels
@@ -37,12 +37,9 @@ from fanfold.low_latency.calls import (
     RoutingLayout,
     Statistics,
     anywhere,
-    check_outputs,
-    check_own,
-    check_result,
-    check_tokens,
     once,
 )
+from fanfold.low_latency.closer_look import CloserLook
 from fanfold.low_latency.outputs import Allocator, Outputs, read_of, table_of, written_of
 from fanfold.low_latency.plan import (
     MOST_IN_FLIGHT,
@@ -53,15 +50,10 @@ from fanfold.low_latency.plan import (
     Launch,
     Plan,
 )
-from fanfold.low_latency.quick import (
-    check_apart,
-    quick_look,
-    tell_choices,
-    tell_outputs,
-    tell_tokens,
-)
+from fanfold.low_latency.quick import quick_look
 from fanfold.low_latency.reports import Reports
 from fanfold.low_latency.sizes import core_geometry
+from fanfold.refusal import tell
 from fanfold.stream_order import StreamOrder
 from fanfold.symmetric_cuda import CudaSymmetricMemory
 
@@ -97,7 +89,7 @@ class CudaLowLatency:
         check_place: PlaceCheck = anywhere,
     ) -> None:
         self.device = memory.device
-        self._check_place = check_place
+        self._closer_look = CloserLook(self.device, check_place)
         self._memory = memory
         self._config = config
         self._late = late_weights
@@ -164,13 +156,15 @@ class CudaLowLatency:
             args, look = call.args, plan.look
             tokens = look.dispatch(args, x, topk_idx, topk_weights)
             if tokens < 0:
-                tokens = self._look_closely(geometry, args, x, topk_idx, topk_weights)
+                tokens = self._closer_look.dispatch(geometry, args, x, topk_idx, topk_weights)
             if call.adds or statistics is not NO_STATISTICS:
                 statistics.check(geometry, self.device)
                 call.adds = statistics is not NO_STATISTICS
                 args.expert_totals = _address(statistics.expert_totals)
                 args.wait_ns = _address(statistics.wait_ns)
-            dispatched = call.outputs.allocate(self._allocator.empty(), look, args, tokens)
+            stream = self._follow()
+            empty = self._allocator.empty()
+            dispatched = call.outputs.allocate(empty, look, args, tokens, stream)
         except BaseException as error:
             self.refuse_dispatch(error)
             raise
@@ -178,8 +172,8 @@ class CudaLowLatency:
             self._last_routing = dispatched.routing
         if return_hook:
             kept = (*written_of(dispatched), statistics.expert_totals, statistics.wait_ns)
-            return dispatched, self._send(flight, args, call.launch, kept)
-        call.launch(args, self._follow())
+            return dispatched, self._send(flight, args, call.launch, kept, stream)
+        call.launch(args, stream)
         return dispatched, None
 
     def combine(
@@ -222,40 +216,26 @@ class CudaLowLatency:
                 result = self._allocator.empty()(shape, strides, torch.bfloat16)
             if tokens < 0 or not look.combine(args, tokens, y, result, block):
                 own_tokens = (topk_idx, late_weights) if late else None
-                result = self._look_closely_at_outputs(plan, args, y, routing, own_tokens, result)
+                result = self._closer_look.combine(geometry, args, y, routing, own_tokens, result)
             if call.adds or wait_ns is not None:
                 Statistics(wait_ns=wait_ns).check(geometry, self.device)
                 call.adds = wait_ns is not None
                 args.wait_ns = _address(wait_ns)
         except BaseException as error:
-            self.refuse_combine(error, routing)
+            self._tell(partial(self._refuse_combine, error, routing, None, logfmt=logfmt), error)
             raise
         assert result is not None
+        stream = self._follow()
+        if own is not None:
+            self._keep((own.block,), own.stream, stream)
         if return_hook:
             # The receive half reads the routing too.
             kept = (result, wait_ns, topk_idx, *read_of(routing))
-            return result, self._send(flight, args, call.launch, kept, raises=True)
-        call.launch(args, self._follow())
+            return result, self._send(flight, args, call.launch, kept, stream, raises=True)
+        call.launch(args, stream)
         if self._reports.passing():
             self.check()
         return result, None
-
-    # What a quick look did not pass; each tells the arguments what it would have told them.
-
-    def _look_closely(
-        self,
-        geometry: Geometry,
-        args: _core.CudaDispatchArgs,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor | None,
-    ) -> int:
-        """The number of tokens of a dispatch, after all checks of them."""
-        self._check_place(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
-        check_tokens(geometry, x, topk_idx, topk_weights, self.device)
-        check_aligned("x", x)
-        tell_tokens(args, x, topk_idx, topk_weights)
-        return x.shape[0]
 
     def _own_routing(
         self, plan: Plan, routing: AnyRouting, late_weights: torch.Tensor | None
@@ -267,54 +247,18 @@ class CudaLowLatency:
             raise ArgumentError("routing", "of another geometry", f"of {plan.geometry}")
         return routing
 
-    def _look_closely_at_outputs(
-        self,
-        plan: Plan,
-        args: _core.CudaCombineArgs,
-        y: torch.Tensor,
-        routing: AnyRouting,
-        late: tuple[torch.Tensor | None, torch.Tensor | None] | None,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """The tensor that a combine writes to, after all checks of what it is given: with late
-        weights also of ``late``, its topk_idx and those weights."""
-        geometry = plan.geometry
-        if late is not None and isinstance(routing, CudaRouting):
-            raise ArgumentError("routing", "of a dispatch with weights", "of this mode's dispatch")
-        self._check_place(y=y)
-        check_outputs(geometry, y, routing.ranges, self.device)
-        check_aligned("y", y)
-        if y.stride(0) % 8 or y.stride(1) % 8:
-            raise ArgumentError("y.stride()", y.stride(), "rows on 16-byte boundaries")
-        if late is None:
-            tokens = routing.tokens  # type: ignore[union-attr]
-            args.table = table_of(routing)
-        else:
-            topk_idx, weights = late
-            self._check_place(topk_idx=topk_idx, topk_weights=weights)
-            if topk_idx is None or weights is None:
-                raise ArgumentError("topk_weights", "None", "given, with topk_idx")
-            tokens = check_own(geometry, topk_idx, weights, self.device)
-            tell_choices(args, routing.ranges, topk_idx, weights)
-        self._check_place(out=out)
-        result = check_result(out, (tokens, geometry.hidden), self.device)
-        check_aligned("out", result)
-        check_apart(y, result)
-        tell_outputs(args, y, result)
-        return result
-
     def _send(
         self,
         flight: Flight,
         args: Arguments,
         launch: Launch,
         kept: tuple[torch.Tensor | None, ...],
+        stream: int,
         *,
         raises: bool = False,
     ) -> Hook:
-        """Launches the send half of a call; the hook launches the other, for which ``kept`` must
-        stay, and ``raises`` what was reported."""
-        stream = self._follow()
+        """Launches the send half of a call on ``stream``, the current one; the hook launches the
+        other, for which ``kept`` must stay, and ``raises`` what was reported."""
         sending, receiving = args.copy(), args.copy()
         sending.phases, receiving.phases = _SEND, _RECEIVE
         launch(sending, stream)
@@ -350,6 +294,9 @@ class CudaLowLatency:
 
     def refuse_dispatch(self, error: BaseException, geometry: Geometry | None = None) -> None:
         """See :meth:`LowLatency.refuse_dispatch`."""
+        self._tell(partial(self._refuse_dispatch, error, geometry), error)
+
+    def _refuse_dispatch(self, error: BaseException, geometry: Geometry | None) -> None:
         plan = self._plan_to_refuse(error, geometry)
         if plan is None:
             return
@@ -371,11 +318,25 @@ class CudaLowLatency:
     ) -> None:
         """See :meth:`LowLatency.refuse_combine`. Without its routing that of the last dispatch is
         taken, as its rows are what the peers send most likely."""
+        # The peers may send LogFMT, and its kernel takes either.
+        self._tell(partial(self._refuse_combine, error, routing, geometry, logfmt=True), error)
+
+    @staticmethod
+    def _tell(refuse: Callable[[], None], error: BaseException) -> None:
+        tell(lambda _: refuse(), error)  # no reason travels: the peers learn who refused
+
+    def _refuse_combine(
+        self,
+        error: BaseException,
+        routing: AnyRouting | None,
+        geometry: Geometry | None,
+        *,
+        logfmt: bool,
+    ) -> None:
         plan = self._plan_to_refuse(error, geometry)
         if plan is None:
             return
-        # The peers may send LogFMT, and its kernel takes either.
-        call = self._combine_call(plan, True, True)
+        call = self._combine_call(plan, True, logfmt)
         args = call.args.copy()
         args.refused, args.out, args.tokens, args.wait_ns = True, 0, 0, 0
         args.table = args.ranges = 0
@@ -390,6 +351,7 @@ class CudaLowLatency:
             if isinstance(routing, CudaRouting):
                 # The peers send this rank's rows, and somebody must take them.
                 args.tokens, args.table = routing.tokens, table_of(routing)
+                self._keep((routing.block,), routing.stream, self._follow())
         kept = () if routing is None else read_of(routing)
         self._take_part(self._flights[1], args, call.launch, kept)
 
@@ -419,9 +381,10 @@ class CudaLowLatency:
 
         flight.refused.append((flight.sent, take))
 
-    def _keep(self, kept: tuple[torch.Tensor | None, ...], sent: int, here: int) -> None:
-        """Tells the allocator that a receive half uses ``kept`` on another stream than the send."""
-        if here == sent:
+    def _keep(self, kept: tuple[torch.Tensor | None, ...], before: int, here: int) -> None:
+        """Tells the allocator that ``kept`` are used on the current stream ``here``, if that is
+        another than where they were made or are used already."""
+        if here == before:
             return
         current = torch.cuda.current_stream(self.device)
         for tensor in kept:
@@ -576,7 +539,7 @@ class CudaLowLatency:
         if known is None:
             (source,) = self._combine_sources(plan.geometry, logfmt)
             weights = _WITH_COMBINE if self._late else _WITH_DISPATCH if weighted else _NONE
-            launch, args = self._load(source), plan.core.combine_arguments(weights)
+            launch, args = self._load(source), plan.core.combine_arguments(logfmt, weights)
             args.weighted = weighted
             known = plan.combines[key] = CombineCall(weighted, logfmt, launch, args)
         plan.combine = known

@@ -119,22 +119,23 @@ class Outputs:
         )
 
     def allocate(
-        self, empty: Empty, look: Look, args: _core.CudaDispatchArgs, tokens: int
+        self, empty: Empty, look: Look, args: _core.CudaDispatchArgs, tokens: int, stream: int
     ) -> Dispatched:
-        """The tensors of one call, of which ``tokens`` are this rank's own; ``args`` learn where
-        they are."""
+        """The tensors of one call on ``stream``, of which ``tokens`` are this rank's own; ``args``
+        learn where they are."""
         rows, counts = empty(*self.tokens), empty(*self.counts)
         scales = None if self.scales is None else empty(*self.scales)
         if self.block is None:
             ranges, source_tokens = empty(*self.ranges), empty(*self.source_tokens)
             weights = None if self.row_weights is None else empty(*self.row_weights)
             look.place_late(args, rows, scales, counts, ranges, source_tokens, weights)
-            routing = LateRouting(ranges, source_tokens)
-            return Dispatched(rows, scales, counts, routing, weights)
+            late = LateRouting(ranges, source_tokens)
+            return Dispatched(rows, scales, counts, late, weights)
         block = empty(*self.block)
         weighted = self.weighted
         look.place(args, rows, scales, counts, block, weighted)
-        return Dispatched(rows, scales, counts, CudaRouting(block, self.layout, tokens, weighted))
+        routing = CudaRouting(block, self.layout, tokens, weighted, stream)
+        return Dispatched(rows, scales, counts, routing)
 
 
 def written_of(dispatched: Dispatched) -> tuple[torch.Tensor | None, ...]:

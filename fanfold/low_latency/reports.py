@@ -51,8 +51,8 @@ class Reports(KernelReports):
         if kind == self._DISAGREEMENT:
             return ArgumentError(
                 f"call {number} of {phase}",
-                f"another on rank {rank} than on rank {peer}: geometry, row format or whether "
-                "weights come along differ",
+                f"another on rank {rank} than on rank {peer}: geometry, row format, LogFMT or "
+                "whether weights come along differ",
                 "the same on all ranks; close this object",
             )
         self._raised[kind] = (call & 0xFF, epoch)

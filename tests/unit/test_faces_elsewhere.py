@@ -79,7 +79,7 @@ class Mode:
     def _routing(self, geometry: Geometry, tokens: int) -> CudaRouting | LateRouting:
         layout = RoutingLayout.of(geometry, 36)
         routing = CudaRouting(
-            torch.empty(layout.words, dtype=torch.int32, device=META), layout, tokens, True
+            torch.empty(layout.words, dtype=torch.int32, device=META), layout, tokens, True, 0
         )
         return LateRouting(routing.ranges, routing.source_tokens) if self.late else routing
 
@@ -343,7 +343,11 @@ def test_a_deep_ep_refusal_tells_the_geometry_of_the_call(mode: Mode) -> None:
     for call, geometry in combines:
         with pytest.raises(ArgumentError):
             buffer.low_latency_combine(*call)
-        assert (mode.calls[-1][0], mode.calls[-1][2]) == ("refuse_combine", geometry)
+        # The ranges say whether the dispatch was void, in which case no rank counts the combine.
+        name, _, routing, told = mode.calls[-1]  # type: ignore[misc]
+        assert (name, told) == ("refuse_combine", geometry)
+        assert (routing is None) == (len(call[3]) != 5)
+        assert routing is None or routing.ranges is ranges
 
 
 def test_what_is_no_bool_is_taken_for_one(mode: Mode) -> None:

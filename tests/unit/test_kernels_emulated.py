@@ -380,6 +380,23 @@ def test_ranks_that_disagree_are_told_and_wait_for_nothing() -> None:
     world.run(program)
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_ranks_that_disagree_about_logfmt_are_told_and_wait_for_nothing(late: bool) -> None:
+    shape = dataclasses.replace(SHAPES[0], late=late)
+    world = world_of(shape)
+    batches = batches_of(shape, 0)
+
+    def program(rank: int, mode: CudaLowLatency) -> None:
+        call = Caller(shape, mode, rank)
+        received, _ = call.dispatch(batches[rank])
+        call.combine(batches[rank], received, logfmt=rank == 0)
+        assert mode._reports._words[0] == 0, "a wait ran out"
+        with pytest.raises(ArgumentError, match=r"LogFMT.*the same on all ranks"):
+            call.dispatch(batches[rank])
+
+    world.run(program)
+
+
 @pytest.mark.parametrize("shape", [SHAPES[0], Shape(Geometry(3, 6, 2, 64, 5), late=True)], ids=str)
 def test_a_refused_combine_of_a_void_dispatch_is_void_too(shape: Shape) -> None:
     world = world_of(shape)

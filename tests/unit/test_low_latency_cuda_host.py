@@ -574,8 +574,66 @@ def test_calls_are_launched_on_the_current_stream(
 ) -> None:
     mode, ordered = open_mode(), []
     order = mode._follow.__self__  # type: ignore[attr-defined]
-    monkeypatch.setattr(order, "_order_after", lambda *streams: ordered.append(streams))
+    monkeypatch.setattr(order, "_change_to", ordered.append)
     for gpu.stream in (0, 7, 7):
         mode.dispatch(GEOMETRY, *tokens())
     assert [stream for _, stream in gpu.launches] == [0, 7, 7]
-    assert ordered == [(0, 7)]
+    assert ordered == [7, 7]
+
+
+def test_a_routing_is_kept_for_the_stream_that_combines_it(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mode, kept = open_mode(), list[tuple[int, int]]()
+    monkeypatch.setattr(mode, "_follow", lambda: gpu.stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: gpu.stream)
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda tensor, on: kept.append((tensor.data_ptr(), on))
+    )
+    gpu.stream = 7
+    got, _ = mode.dispatch(GEOMETRY, *tokens())
+    mode.dispatch(GEOMETRY, *tokens())  # else this is the last routing, which stays
+    routing = got.routing
+    assert isinstance(routing, CudaRouting)
+    mode.combine(GEOMETRY, outputs(), routing, None)
+    assert kept == []
+    block = routing.block.data_ptr()
+    gpu.stream = 9
+    mode.combine(GEOMETRY, outputs(), routing.unweighted(), None)
+    assert kept == [(block, 9)]
+    _, hook = mode.combine(GEOMETRY, outputs(), routing, None, return_hook=True)
+    assert hook is not None
+    gpu.stream = 7
+    hook()
+    assert kept[:2] == [(block, 9), (block, 9)]
+    gpu.stream, kept[:] = 11, []
+    with pytest.raises(ArgumentError):
+        mode.combine(GEOMETRY, outputs().float(), routing, None)
+    assert kept == [(block, 11)]
+
+
+def test_a_refusal_that_fails_leaves_the_mistake_as_it_is(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mode = open_mode()
+    mode.dispatch(GEOMETRY, *tokens())
+    count, mistake = len(gpu.launches), UsageError("of a layer above")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    mode.refuse_combine(mistake)
+    assert "not loaded yet" in str(mistake.__context__)
+    assert len(gpu.launches) == count
+
+
+def test_a_refusal_has_the_format_of_its_call(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel is there already, so that peers do not wait for a compiler."""
+    mode = open_mode()
+    got, _ = mode.dispatch(GEOMETRY, *tokens())
+    mode.combine(GEOMETRY, outputs(), got.routing, None)
+    loaded: list[Any] = []
+    monkeypatch.setattr(cuda.jit, "load", lambda source, *_: loaded.append(source))
+    with pytest.raises(ArgumentError):
+        mode.combine(GEOMETRY, outputs().float(), got.routing, None)
+    assert loaded == []
+    with pytest.raises(ArgumentError):
+        mode.combine(GEOMETRY, outputs().float(), got.routing, None, logfmt=True)
+    assert [dict(source.constants)["kLogFmt"] for source in loaded] == [1]

@@ -66,7 +66,7 @@ def dispatch_arguments() -> _core.CudaDispatchArgs:
 
 
 def combine_arguments() -> _core.CudaCombineArgs:
-    return _mode().combine_arguments(0)
+    return _mode().combine_arguments(False, 0)
 
 
 def _mode() -> _core.CudaLowLatency:

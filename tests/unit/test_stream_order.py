@@ -91,7 +91,7 @@ def test_calls_of_one_capture_follow_each_other(cuda: FakeCuda) -> None:
         cuda.current = stream
         assert order.follow() == stream
     assert cuda.log[1:] == [(128, 64), (64, 128)]
-    # Outside again, calls follow the last that was not captured: on the same stream, and on another.
+    # Outside again, calls follow the last that was not captured, on its stream or on another.
     cuda.capturing = set()
     for stream in (64, 192):
         cuda.current = stream

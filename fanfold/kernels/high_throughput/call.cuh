@@ -107,7 +107,7 @@ class Patience {
     if ((++looks_ & (kLooks - 1)) != 0) return false;
     if (call_.failed()) return true;
     const auto now = static_cast<int64_t>(global_nanoseconds());
-    if (looks_ == kLooks) begin_ = now;
+    if (begin_ == 0) begin_ = now;
     if (now - begin_ < call_.args.timeout_ns) return false;
     call_.fail();
     report_timeout(call_, peer, static_cast<int32_t>(came));

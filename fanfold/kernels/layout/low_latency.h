@@ -40,7 +40,7 @@ struct LowLatencyFacts {
   int32_t top_k;
   int32_t hidden;
   int32_t max_tokens;
-  int32_t encoding;  // of dispatched rows; 0 in combine
+  int32_t encoding;  // of dispatched rows; of a combine on GPUs 1 for LogFMT, else 0
   int32_t weights;   // 0: the call uses none; 1: those that came with dispatch; 2: with combine
   int32_t reserved[2];
 };

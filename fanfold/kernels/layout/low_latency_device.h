@@ -207,9 +207,9 @@ struct alignas(16) Report {
   int32_t second;  // kIndex: `bad_choice`
 };
 
-// Names a call among all of a rank's; never 0.
+// Tells a call from those near it; never 0.
 FANFOLD_HD constexpr uint32_t call_id(CallKind kind, uint32_t epoch) {
-  return (epoch << 1) | static_cast<uint32_t>(kind);
+  return (epoch << 2) | (static_cast<uint32_t>(kind) << 1) | 1u;
 }
 
 // A CTA's own count of the calls it has taken part in, so that no CTA waits for another.
@@ -268,7 +268,6 @@ struct CombineArgs {
   const int64_t* ranges;       // as dispatch left them; late routing
   const unsigned char* table;  // as dispatch left it; null with late routing
   int32_t weighted;            // whether the table's weights are used
-  int32_t logfmt;              // kept for messages; a kernel is compiled for it
   const int64_t* topk_idx;     // [tokens][top_k]; late routing
   const float* topk_weights;   // [tokens][top_k]; late routing
   unsigned char* out;          // [tokens][hidden] bf16; null: nothing is kept

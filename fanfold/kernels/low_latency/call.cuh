@@ -172,12 +172,12 @@ class Patience {
     if ((++looks_ & (kLooks - 1)) != 0) return false;
     if (call_.failed() || call_.is_masked(peer)) return true;
     const auto now = static_cast<int64_t>(global_nanoseconds());
-    if (looks_ == kLooks) begin_ = now;
+    if (begin_ == 0) begin_ = now;
     if (now - begin_ < call_.args.timeout_ns) return false;
     const CallArgs& args = call_.args;
     if (args.mask_late != 0) {
       mask_peer(args.state, peer);
-      looks_ = 0;  // the others have all their time
+      begin_ = 0;  // the others have all their time
     } else {
       call_.fail();
       report_timeout(args.reports, Call<Kind>::call_of(peer), call_.epoch, came);

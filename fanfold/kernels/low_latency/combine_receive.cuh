@@ -110,7 +110,7 @@ class CombineReceive {
         }
       }
       if (open == 0) return wanted & ~lost;
-      if (!has_refused(late) && !patience.exhausted(late, 0)) continue;
+      if (!sends_nothing(late) && !patience.exhausted(late, 0)) continue;
       if (call_.failed()) return wanted & ~open & ~lost;
       lost |= 1u << (late - first);
       open &= ~lost;
@@ -118,12 +118,14 @@ class CombineReceive {
     }
   }
 
-  // A rank that refused sends no rows. Looked at only where one is awaited in vain for a while.
-  __device__ bool has_refused(int rank) {
+  // A rank that refused sends no rows, and one that means another call none that can be awaited
+  // like these. Looked at only where one is awaited in vain for a while.
+  __device__ bool sends_nothing(int rank) {
     if ((++looks_ & 0xffu) != 0) return false;
     const CallWord word =
         CallWord::decode(load_relaxed_system(call_.call_word(args_.call.rank, rank)));
-    return word.epoch == (call_.epoch & 0xffffu) && word.refused;
+    if (word.epoch != (call_.epoch & 0xffffu)) return false;
+    return word.refused || (word.facts != args_.call.facts && args_.call.refused == 0);
   }
 
   // Every rank is heard of in every call, so that refusals and disagreement are seen.
@@ -143,7 +145,7 @@ class CombineReceive {
     auto* words = reinterpret_cast<uint32_t*>(units);
     uint32_t mark = load_relaxed_system(words);
     while (mark == kAbsent) {
-      if (has_refused(rank) || patience.exhausted(rank, 0)) break;
+      if (sends_nothing(rank) || patience.exhausted(rank, 0)) break;
       mark = load_relaxed_system(words);
     }
     // Every lane has looked before one of them makes the first word absent.
