@@ -14,6 +14,7 @@ import torch.distributed as dist
 from fanfold.bench.check import Expectation, same_bits
 from fanfold.bench.cuda_baseline import NcclAllToAll
 from fanfold.bench.cuda_timing import Clock, GpuBarrier
+from fanfold.bench.late_weights import LateWeights
 from fanfold.bench.layouts import on_host
 from fanfold.bench.settings import BenchSettings
 from fanfold.bench.timing import Timings
@@ -59,7 +60,10 @@ class CudaReport:
 
 
 def time_on_gpu(
-    ep: ExpertParallel, group: Any, expectation: Expectation, settings: BenchSettings
+    ep: ExpertParallel | LateWeights,
+    group: Any,
+    expectation: Expectation,
+    settings: BenchSettings,
 ) -> CudaReport:
     """Checks, then times, what ``settings`` ask for. Collective."""
     device = ep.device
@@ -102,7 +106,9 @@ class _Work:
         device: this rank's GPU.
     """
 
-    def __init__(self, ep: ExpertParallel, expectation: Expectation, device: torch.device) -> None:
+    def __init__(
+        self, ep: ExpertParallel | LateWeights, expectation: Expectation, device: torch.device
+    ) -> None:
         own = expectation.own
         self._ep, self._expectation, self._device = ep, expectation, device
         self._x, self._topk_idx = own.x.to(device), own.topk_idx.to(device)

@@ -15,6 +15,7 @@ import torch
 
 from fanfold import _core, high_throughput
 from fanfold.bench.check import Expectation, TokenMajorRows
+from fanfold.bench.late_weights import LateWeights
 from fanfold.bench.oracle import quantize_fp8, rows_arriving
 from fanfold.bench.settings import BenchSettings
 from fanfold.bench.workload import Batch
@@ -214,7 +215,8 @@ def spoil(brought: Any) -> None:
 
 
 class ExpertMajor:
-    """Through :class:`fanfold.ExpertParallel`, in either mode. Construction is collective.
+    """Through :class:`fanfold.ExpertParallel`, in either mode, or in low latency through
+    :class:`LateWeights`. Construction is collective.
 
     Args:
         group: the ranks.
@@ -225,18 +227,22 @@ class ExpertMajor:
     def __init__(self, group: Any, settings: BenchSettings, config: Config) -> None:
         self._alignment = settings.alignment or 1
         self._in_place = bool(settings.in_place)
-        self.ep = ExpertParallel(
-            group,
-            num_experts=settings.experts,
-            top_k=settings.top_k,
-            hidden=settings.hidden,
-            max_tokens=settings.tokens,
-            mode=settings.mode,
-            dispatch_dtype=settings.dtype,
-            expert_alignment=self._alignment,
-            in_place_rows=_in_place_rows(settings),
-            config=config,
-        )
+        self.ep: ExpertParallel | LateWeights
+        if settings.late_weights:
+            self.ep = LateWeights(group, settings, config)
+        else:
+            self.ep = ExpertParallel(
+                group,
+                num_experts=settings.experts,
+                top_k=settings.top_k,
+                hidden=settings.hidden,
+                max_tokens=settings.tokens,
+                mode=settings.mode,
+                dispatch_dtype=settings.dtype,
+                expert_alignment=self._alignment,
+                in_place_rows=_in_place_rows(settings),
+                config=config,
+            )
         self.device, self.memory_bytes = self.ep.device, self.ep.memory.bytes_per_rank
         if settings.backend == "cuda" and self.device.type != "cuda":
             self.close()
@@ -247,6 +253,10 @@ class ExpertMajor:
 
     def dispatch(self, given: Given, capacity: int | None = None) -> Received:
         """Sends ``given``, by a new routing."""
+        if isinstance(self.ep, LateWeights):
+            assert not isinstance(given.x, tuple)  # low latency quantises in the call
+            received: Received = self.ep.dispatch(given.x, given.topk_idx, given.topk_weights)
+            return received
         return self.ep.dispatch(
             given.x,
             given.topk_idx,
@@ -257,6 +267,7 @@ class ExpertMajor:
 
     def dispatch_again(self, given: Given, previous: Received) -> Received:
         """Sends the rows of ``given`` by the routing of ``previous``."""
+        assert not isinstance(self.ep, LateWeights)  # low latency has no such dispatch
         return self.ep.dispatch(given.x, previous=previous, in_place=self._in_place)
 
     def combine(self, y: torch.Tensor, brought: Received, out: torch.Tensor) -> None:

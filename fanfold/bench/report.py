@@ -249,6 +249,8 @@ def table(result: Result) -> Table:
     )
     if s.mode == "high_throughput":
         title += f", {_variant(s)}"
+    elif s.late_weights:
+        title += ", weights with combine"
     out = Table(title=title)
     out.add_column("")
     for heading in ("p50 µs", "p90 µs", "p99 µs", "slowest rank", "MB remote", "MB total",
@@ -352,6 +354,7 @@ def notes(result: Result) -> list[str]:
         "Percentiles over ranks and iterations; slowest rank: median of the slowest of each round.",
         "MB and GB/s are per rank; remote leaves out what a rank sends to itself.",
         "Checked against the oracle." if result.checked else "NOT checked.",
+        *_weights_notes(result.settings),
     ]
     if result.ratio is not None:
         rival = "The baseline, torch.distributed's all-to-all,"
@@ -364,6 +367,7 @@ def _gpu_notes(result: Result) -> list[str]:
     lines = [
         "Less what an empty kernel costs between the events; in brackets with it (docs/bench.md).",
         "Checked against the oracle." if result.checked else "NOT checked.",
+        *_weights_notes(result.settings),
     ]
     if "overlap" in timing:
         alone, beside = (timing["overlap"][f"gemm_{name}_us"] for name in ("alone", "beside_hook"))
@@ -375,6 +379,12 @@ def _gpu_notes(result: Result) -> list[str]:
     if result.ratio is not None:
         lines.append(f"The baseline, NCCL's all-to-all, takes {result.ratio:.2f} times as long.")
     return lines
+
+
+def _weights_notes(settings: BenchSettings) -> list[str]:
+    if not settings.late_weights:
+        return []
+    return ["Weights come with combine, in which every rank first sends its routing once more."]
 
 
 def _high_throughput_notes(result: Result) -> list[str]:

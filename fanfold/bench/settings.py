@@ -61,6 +61,7 @@ class BenchSettings:
         alignment: high throughput, expert-major: rows of an expert are padded to a multiple of
             this; None for 128 on GPUs and 1 on the host.
         in_place: high throughput on GPUs: rows stay where peers write them; None for False there.
+        late_weights: low latency: the weights come with combine; None for False there.
     """
 
     mode: str
@@ -84,6 +85,7 @@ class BenchSettings:
     sms: int | None = None
     alignment: int | None = None
     in_place: bool | None = None
+    late_weights: bool | None = None
 
     def __post_init__(self) -> None:
         """Checks everything that can be checked without a group.
@@ -124,7 +126,7 @@ class BenchSettings:
         self.workload()
 
     def _check_own_options(self) -> None:
-        """Raises ArgumentError for an option of high throughput that is wrong or out of place."""
+        """Raises ArgumentError for an option of one mode that is wrong or out of place."""
         if self.mode != "high_throughput":
             for name in _OWN_OPTIONS:
                 if getattr(self, name) is not None:
@@ -133,6 +135,9 @@ class BenchSettings:
                         bound += " (which experts tokens choose is --distribution)"
                     raise ArgumentError(name, getattr(self, name), bound)
             return
+        if self.late_weights is not None:
+            bound = "left out in high throughput; it is an option of low latency"
+            raise ArgumentError("late_weights", self.late_weights, bound)
         for name, known in (("layout", LAYOUTS), ("routing", REUSES)):
             value = getattr(self, name)
             if value is not None and value not in known:
@@ -154,7 +159,7 @@ class BenchSettings:
         """The settings with ``backend`` instead of ``auto``, and the choices that go with it."""
         chosen = dataclasses.replace(self, backend=backend)
         if self.mode != "high_throughput":
-            return chosen
+            return dataclasses.replace(chosen, late_weights=bool(self.late_weights))
         layout, alignment = self.layout or LAYOUTS[0], self.alignment
         if alignment is None and layout == "expert_major":
             alignment = _GPU_ALIGNMENT if backend == "cuda" else 1

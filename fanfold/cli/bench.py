@@ -82,6 +82,10 @@ def _add_options(parser: argparse.ArgumentParser, defaults: BenchSettings) -> No
         "dispatches (high throughput)",
     )  # fmt: skip
     _add_own_options(parser)
+    parser.add_argument_group("low latency only").add_argument(
+        "--late-weights", action="store_const", const=True,
+        help="weights come with combine, as in the DeepEP face, instead of with dispatch",
+    )  # fmt: skip
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="append the result to FILE as one line"
     )
@@ -221,4 +225,5 @@ def _settings(args: argparse.Namespace, group: Any) -> BenchSettings:
         baseline=args.baseline,
         calls=args.calls,
         overlap=args.overlap,
+        late_weights=args.late_weights,
     )

@@ -27,7 +27,7 @@ AXES = {
 
 _FIXED = (
     "mode", "backend", "dtype", "hidden", "experts", "distribution", "layout", "in_place",
-    "routing", "alignment",
+    "routing", "alignment", "late_weights",
 )  # fmt: skip
 _NUMBERS = (
     "tokens", "ranks", "top_k", "hidden", "experts", "total_us", "total_us_p90", "bytes_total",
@@ -118,7 +118,9 @@ def _point(line: str, where: str) -> Point:
 
 def _modern(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields as they are named today: ``routing`` was the distribution of tokens once, when
-    high throughput had one kind of routing and one layout; and there was no dispatch in place."""
+    high throughput had one kind of routing and one layout; and there was no dispatch in place. Of
+    weights only those that come with combine are named: None for all others, as in old lines."""
+    fields = {**fields, "late_weights": bool(fields.get("late_weights")) or None}
     if fields["backend"] == "cuda" and fields.get("layout") is not None:
         fields = {**fields, "in_place": bool(fields.get("in_place"))}
     if "distribution" in fields:
@@ -162,6 +164,8 @@ def _label(name: str, value: object) -> str:
         return value.replace("_", " ")
     if name == "in_place":
         return "in place" if value else "not in place"
+    if name == "late_weights":
+        return "weights with combine"
     if name == "sms":
         return f"{value} SMs"
     return f"{name.replace('_', '-')} {value}"

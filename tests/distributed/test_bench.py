@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from contextlib import closing
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from fanfold.bench import oracle
+from fanfold.bench import cuda_run, oracle
 from fanfold.bench.baseline import AllToAll
 from fanfold.bench.check import CheckFailed, Expectation, packed_fp8
+from fanfold.bench.layouts import Given, open_calls
 from fanfold.bench.run import bench_rank
 from fanfold.bench.settings import MODES, BenchSettings
 from fanfold.bench.workload import Workload
+from fanfold.cli.main import main
 from fanfold.expert_parallel import ExpertParallel
 
 SIZES = {"tokens": 13, "hidden": 144, "top_k": 3, "experts": 6}
@@ -92,6 +98,139 @@ def test_bench_rank_with_baseline(pools, mode, routing):
     if routing == "one_expert":  # expert 0 is on rank 0
         assert [r.rows_total for r in reports] == [9, 9, 9]
         assert [r.rows_remote for r in reports] == [0, 9, 9]
+
+
+# ---- weights that come with combine --------------------------------------------------------------
+
+LATE = BenchSettings(
+    "low_latency", ranks=3, tokens=13, hidden=144, top_k=4, experts=6, iterations=2, warmup=1,
+    calls=2, backend="host", late_weights=True,
+)  # fmt: skip
+
+
+def expectation_of(group, settings):
+    batches = [settings.workload().batch(rank) for rank in range(settings.ranks)]
+    rank = dist.get_rank(group)
+    return Expectation(batches, rank, settings.experts, settings.dtype == "fp8")
+
+
+def findings_of_weights(group, settings):
+    """The weights that come with a dispatch, and what the check says of its combine, then of one
+    before which the caller's weights have changed."""
+    expectation = expectation_of(group, settings)
+    with closing(open_calls(group, settings)) as calls:
+        given = Given.of(expectation, calls.device, quantized=False)
+        brought = calls.dispatch(given)
+        calls.check(brought, expectation)
+        y, out = calls.outputs(brought, expectation), torch.empty_like(given.x)
+        said = []
+        for scale in (1, 2):
+            given.topk_weights.mul_(scale)
+            calls.combine(y, brought, out)
+            said.append(_said(expectation.combined, out))
+        return brought.weights, said
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("late", [False, True])
+def test_late_weights_come_with_combine(pools, late, dtype):
+    settings = dataclasses.replace(LATE, late_weights=late, dtype=dtype)
+    for weights, (right, changed) in pools(3).run(findings_of_weights, settings):
+        assert (weights is None) is late
+        assert right == "nothing"
+        assert changed.startswith("combined tokens" if late else "nothing")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_bench_of_late_weights(pools, dtype):
+    settings = dataclasses.replace(LATE, dtype=dtype, baseline=True)
+    for report in pools(3).run(bench_rank, settings):
+        assert {n: tuple(t.shape) for n, t in report.microseconds.items()} == {
+            "fanfold": (2, 3),
+            "baseline": (2, 3),
+        }
+
+
+def test_a_line_says_which_way_weights_came(tmp_path, capsys):
+    path = tmp_path / "r.jsonl"
+    arguments = (
+        "bench low-latency --backend host --ranks 2 --tokens 5 --hidden 64 --experts 4 --top-k 2 "
+        f"--iterations 2 --warmup 0 --json {path}"
+    ).split()
+    assert main(arguments) == main([*arguments, "--late-weights"]) == 0
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["late_weights"] for line in lines] == [False, True]
+    assert all(line["checked"] for line in lines)
+    assert capsys.readouterr().out.count(", weights with combine") == 1
+
+
+class BlindClock:
+    """Runs what it is to time, and calls everything a microsecond."""
+
+    def __init__(self, barrier, device, *, warmup, iterations):
+        self._iterations = iterations
+
+    def overhead(self, calls):
+        return {name: self._ones() for name in ("empty", "empty_flushed", "launch", "python")}
+
+    def graph(self, *spans):
+        for span in spans:
+            span()
+        return self._ones(len(spans))
+
+    def chain(self, call, calls):
+        for _ in range(calls):
+            call()
+        return self._ones()
+
+    def single(self, call):
+        return self.chain(call, 1)
+
+    host = single
+
+    def alone(self, call, *, flushed):
+        return self.chain(call, 1)
+
+    def _ones(self, *spans):
+        return torch.ones((self._iterations, *spans), dtype=torch.float64)
+
+
+STANDINS = {
+    "Clock": BlindClock,
+    "GpuBarrier": lambda group, device: lambda: None,
+    "device_facts": lambda device: {"name": "none"},
+}
+
+
+def as_on_gpus(group, settings):
+    """What ``time_on_gpu`` reports of calls on the host."""
+    kept = {name: getattr(cuda_run, name) for name in STANDINS}
+    for name, value in STANDINS.items():
+        setattr(cuda_run, name, value)
+    try:
+        expectation = expectation_of(group, settings)
+        with closing(open_calls(group, settings)) as calls:
+            return cuda_run.time_on_gpu(calls.ep, group, expectation, settings)
+    finally:
+        for name, value in kept.items():
+            setattr(cuda_run, name, value)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_program_of_the_gpus(pools, late):
+    settings = dataclasses.replace(LATE, late_weights=late, dtype="fp8")
+    reports = pools(3).run(as_on_gpus, settings)
+    for report in reports:
+        for operation in cuda_run.OPERATIONS:
+            timed = {n.partition(".")[2] for n in report.samples if n.startswith(f"{operation}.")}
+            halves = set() if operation == "round" else {"send", "receive"}
+            assert timed == {"graph", "alone", "l2_flushed", "single", "host"} | halves
+        assert {tuple(t.shape) for t in report.samples.values()} == {(2,)}
+    assert cuda_run.timings(reports, "{}.graph").microseconds.shape == (3, 2, 3)
+    assert cuda_run.summary(reports)["combine"]["send_us"] == 1.0
+
+
+# ---- the rival ----------------------------------------------------------------------------------
 
 
 def rival(group, workload, fp8):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from fanfold.bench import layouts, oracle, report
+from fanfold.bench import late_weights, layouts, oracle, report
 from fanfold.bench.check import Expectation
 from fanfold.bench.cuda_high_throughput import capacity_for
 from fanfold.bench.layouts import Given
@@ -21,6 +21,10 @@ from fanfold.bench.timing import Timings
 from fanfold.bench.workload import Workload
 from fanfold.cli import bench
 from fanfold.errors import ArgumentError, UnavailableError
+from fanfold.formats import RowFormat
+from fanfold.geometry import Geometry
+from fanfold.low_latency import Dispatched, LateRouting, cuda_required_bytes
+from fanfold.placement import Placement
 
 
 def points(*arguments):
@@ -76,6 +80,7 @@ def test_what_is_left_out_the_backend_decides():
         ("high-throughput --layout token-major --alignment 8", "has no padding"),
         ("low-latency --in-place", "in_place is True, .*high throughput"),
         ("high-throughput --backend host --in-place", "layout, routing and alignment work there"),
+        ("high-throughput --late-weights", "late_weights is True, .*option of low latency"),
     ],
 )
 def test_what_does_not_apply_is_refused(arguments, message):
@@ -98,6 +103,17 @@ def test_in_place_is_of_high_throughput_on_gpus():
     assert token_major.on("cuda").in_place is True
     (low_latency,) = points("low-latency")
     assert low_latency.on("cuda").in_place is None
+
+
+def test_weights_come_with_combine_where_asked_for():
+    (asked,) = points("low-latency")
+    assert asked.late_weights is None
+    (late,) = points("low-latency", "--late-weights")
+    for backend in ("host", "cuda"):
+        assert asked.on(backend).late_weights is False
+        assert late.on(backend).late_weights is True
+        (packed,) = points("high-throughput")
+        assert packed.on(backend).late_weights is None
 
 
 @pytest.mark.parametrize("option", ["overlap", "sms", "in_place"])
@@ -155,6 +171,71 @@ def test_token_major_rows_in_place_have_their_memory(dtype, row_bytes):
     assert layouts._result_bytes(dataclasses.replace(settings, in_place=False)) == 0
 
 
+GPU = torch.device("cuda")
+
+
+class RecordedMode:
+    """Stands in for the low-latency mode of a GPU, and keeps what it is given."""
+
+    def __init__(self):
+        self.calls = []
+        self.dispatched = Dispatched(*[torch.zeros((2, 12, 16))] * 3, LateRouting(None, None))
+
+    def dispatch(self, geometry, x, topk_idx, **options):
+        self.calls.append(("dispatch", geometry, options))
+        return self.dispatched, "receives" if options["return_hook"] else None
+
+    def combine(self, geometry, y, routing, topk_idx, **options):
+        assert routing is self.dispatched.routing
+        self.calls.append(("combine", geometry, options))
+        return options["out"], "receives" if options["return_hook"] else None
+
+
+def open_late_weights(monkeypatch, settings):
+    """A LateWeights of a GPU that is not there; what was asked for to make it is in its mode."""
+    mode = RecordedMode()
+    mode.opened = {}
+
+    def memory(group, nbytes):
+        mode.opened["nbytes"] = nbytes
+        return types.SimpleNamespace(bytes_per_rank=nbytes)
+
+    def open_mode(memory, config, **options):
+        mode.opened |= options
+        return mode
+
+    monkeypatch.setattr(late_weights, "place", lambda group, config: Placement("cuda", GPU, ""))
+    monkeypatch.setattr(late_weights, "CudaSymmetricMemory", memory)
+    monkeypatch.setattr(late_weights.low_latency, "open_low_latency", open_mode)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: tensor)
+    return layouts.open_calls(None, settings), mode
+
+
+def test_late_weights_on_gpus_are_the_modes_own(monkeypatch):
+    settings = BenchSettings(
+        "low_latency", ranks=1, tokens=12, hidden=16, top_k=2, experts=2, dtype="fp8",
+        backend="cuda", late_weights=True,
+    ).on("cuda")  # fmt: skip
+    calls, mode = open_late_weights(monkeypatch, settings)
+    nbytes = cuda_required_bytes(Geometry(1, 2, 2, 16, 12), late_weights=True)
+    assert mode.opened.pop("check_place")
+    assert mode.opened == {"nbytes": nbytes, "late_weights": True}
+    assert (calls.device, calls.memory_bytes) == (GPU, nbytes)
+    batch = settings.workload().batch(0)
+    out, weights = torch.zeros_like(batch.x), batch.topk_weights
+    calls.combine(batch.x, calls.dispatch(Given(batch.x, batch.topk_idx, weights)), out)
+    received, hook = calls.ep.dispatch(batch.x, batch.topk_idx, weights, return_hook=True)
+    assert hook == calls.ep.combine(batch.x, received, out=out, return_hook=True)[1] == "receives"
+    for number, (name, geometry, options) in enumerate(mode.calls):
+        # Kernels are found by the very object.
+        assert geometry is mode.calls[0][1]
+        assert name == ("dispatch", "combine")[number % 2]
+        sent = {"row_format": RowFormat.FP8} if number % 2 == 0 else {}
+        assert options.pop("late_weights", None) is (weights if number % 2 else None)
+        assert options.pop("out", None) is (out if number % 2 else None)
+        assert options == {**sent, "return_hook": number >= 2}
+
+
 def test_elsewhere_no_memory_is_kept_for_rows(monkeypatch):
     monkeypatch.setattr(layouts, "ExpertParallel", Recorded)
     settings = BenchSettings("high_throughput", tokens=3, hidden=16, backend="cuda").on("cuda")
@@ -163,6 +244,30 @@ def test_elsewhere_no_memory_is_kept_for_rows(monkeypatch):
     batch = settings.workload().batch(0)
     calls.dispatch(Given(batch.x, batch.topk_idx, batch.topk_weights))
     assert calls.ep.dispatched == [{"capacity": None, "in_place": False}]
+
+
+def said_of(result):
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(report.table(result))
+    return console.export_text() + " ".join(report.notes(result))
+
+
+@pytest.mark.parametrize("backend", ["host", "cuda"])
+def test_reports_say_which_way_weights_came(backend):
+    times, traffic = Timings(torch.ones((2, 3, 3), dtype=torch.float64)), Traffic(1.0, 2.0)
+    for late in (False, True):
+        settings = BenchSettings("low_latency", ranks=2, late_weights=late).on(backend)
+        result = Result(
+            settings=settings, ranks=2, hosts=1, fanfold=times, baseline=None, dispatch=traffic,
+            combine=traffic, checked=True, memory_bytes=1, timing={},
+            device={"name": "none"} if backend == "cuda" else None,
+        )  # fmt: skip
+        assert report.record(result)["late_weights"] is late
+        said = said_of(result)
+        assert (", weights with combine" in said) is late
+        assert ("Weights come with combine" in said) is late
+    packed = BenchSettings("high_throughput", ranks=2).on(backend)
+    assert report.record(dataclasses.replace(result, settings=packed))["late_weights"] is None
 
 
 @pytest.mark.parametrize("in_place", [True, False])

@@ -72,7 +72,7 @@ FIELDS = {
     "mode", "backend", "transport", "hosts", "ranks", "tokens", "hidden", "top_k", "experts",
     "dtype", "bytes_remote", "bytes_total", "checked", "baseline_total_us", "ratio", "seed",
     "iterations", "warmup", "distribution", "layout", "in_place", "routing", "sms", "alignment",
-    "check", "baseline", "machine", "versions", "commit",
+    "late_weights", "check", "baseline", "machine", "versions", "commit",
 } | {
     f"{phase}_us{suffix}"
     for phase in ("dispatch", "combine", "total")
@@ -422,6 +422,20 @@ def test_rows_in_place_are_a_series_of_their_own(tmp_path, layout):
     assert {label: [p["sms"] for p in s] for label, s in along.items()} == {
         "not in place": [12, 24, 48, 64],
         "in place": [12, 24],
+    }
+
+
+def test_late_weights_are_a_series_of_their_own(tmp_path):
+    """Lines from before there was the choice are with those whose weights came with dispatch."""
+    early = [line(tokens=t, late_weights=False) for t in (16, 64)]
+    late = [line(tokens=t, late_weights=True) for t in (16, 32)]
+    without = {name: value for name, value in early[0].items() if name != "late_weights"}
+    old = [{**without, "tokens": 128}, line(tokens=256, mode="high_throughput", late_weights=None)]
+    points = plot.load(write(tmp_path / "r.jsonl", [*early, *late, *old]))
+    along = plot.series_along(points, "tokens")
+    assert {label: [p["tokens"] for p in s] for label, s in along.items()} == {
+        "low latency": [16, 64, 128],
+        "low latency, weights with combine": [16, 32],
     }
 
 

@@ -1,0 +1,126 @@
+"""Low latency whose weights come with combine, as the DeepEP face has them, for the bench."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fanfold import low_latency
+from fanfold.bench.settings import BenchSettings
+from fanfold.config import Config
+from fanfold.formats import RowFormat
+from fanfold.geometry import Geometry
+from fanfold.group import as_group
+from fanfold.placement import place
+from fanfold.received import LowLatencySource, Received
+from fanfold.symmetric import SymmetricMemory
+from fanfold.symmetric_cuda import CudaSymmetricMemory
+
+__all__ = ["LateWeights"]
+
+
+@dataclass(slots=True)
+class _Source(LowLatencySource):
+    """Of a dispatch without weights: those that its combine brings, ``[T, K]`` float32."""
+
+    late_weights: torch.Tensor
+
+
+class LateWeights:
+    """The mode below the native face, called as :class:`fanfold.ExpertParallel` is: the weights
+    that a dispatch is given stay here until its combine. Construction is collective.
+
+    Args:
+        group: the ranks.
+        settings: of low latency, with a backend.
+        config: of the library.
+
+    Attributes:
+        device: where tensors must be.
+        memory: the ranks' symmetric memory.
+    """
+
+    memory: SymmetricMemory | CudaSymmetricMemory
+
+    def __init__(self, group: Any, settings: BenchSettings, config: Config) -> None:
+        ranks = as_group(group)
+        geometry = self._geometry = Geometry(
+            ranks.size, settings.experts, settings.top_k, settings.hidden, settings.tokens
+        )
+        self._row_format = RowFormat.of(settings.dtype)
+        placement = place(ranks, config)
+        self.device = placement.device
+        if placement.backend == "cuda":
+            low_latency.check_cuda_geometry(geometry)
+            nbytes = low_latency.cuda_required_bytes(geometry, late_weights=True)
+            self.memory = CudaSymmetricMemory(ranks, nbytes)
+        else:
+            nbytes = low_latency.HostLowLatency.required_bytes(geometry)
+            self.memory = SymmetricMemory(ranks, nbytes, config)
+        try:
+            self._mode = low_latency.open_low_latency(
+                self.memory, config, late_weights=True, check_place=placement.check
+            )
+        except BaseException:
+            self.memory.close()
+            raise
+        begins = torch.arange(geometry.experts_per_rank + 1) * geometry.expert_capacity
+        self._offsets = begins.to(self.device)
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        *,
+        return_hook: bool = False,
+    ) -> Any:
+        """Sends ``[T, hidden]`` bfloat16 by ``[T, K]`` int64; the ``[T, K]`` float32 stay here.
+
+        Returns:
+            What arrived, or with ``return_hook`` what will have arrived, and the hook.
+        """
+        dispatched, hook = self._mode.dispatch(
+            self._geometry, x, topk_idx, row_format=self._row_format, return_hook=return_hook
+        )
+        received = Received.in_low_latency(dispatched, topk_idx, self._offsets, self, hook is None)
+        received.source = _Source(dispatched, topk_idx, topk_weights)
+        return received if hook is None else (received, hook)
+
+    def combine(
+        self,
+        y: torch.Tensor,
+        received: Received,
+        *,
+        out: torch.Tensor,
+        return_hook: bool = False,
+    ) -> Any:
+        """Brings ``y`` and the weights of the dispatch, and sums into ``out``.
+
+        Returns:
+            ``out``, and with ``return_hook`` the hook.
+        """
+        source = received.source
+        assert isinstance(source, _Source)
+        result, hook = self._mode.combine(
+            self._geometry,
+            y,
+            source.dispatched.routing,
+            source.topk_idx,
+            late_weights=source.late_weights,
+            out=out,
+            return_hook=return_hook,
+        )
+        return result if hook is None else (result, hook)
+
+    def synchronize(self) -> None:
+        """Waits for what is enqueued, and raises what it found wrong."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        self._mode.check()
+
+    def close(self) -> None:
+        """Lets the memory go."""
+        self.memory.close()
