@@ -328,11 +328,18 @@ def _plot_tokens(points: list[dict[str, Any]], picture: Path) -> None:
     figure = Figure(figsize=(9.0, 3.4), layout="constrained")
     panels = figure.subplots(1, 2, sharex=True, sharey=True)
     for axes, name in zip(panels, ("dispatch", "combine"), strict=True):
-        for hidden, top_k, experts in GEOMETRIES:
-            of_geometry = [point for point in points if point["hidden"] == hidden]
+        for (hidden, top_k, experts), late in itertools.product(GEOMETRIES, (False, True)):
+            of_geometry = [
+                point
+                for point in points
+                if point["hidden"] == hidden and bool(point.get("late_weights")) is late
+            ]
+            if not of_geometry:
+                continue
             tokens = [point["tokens"] for point in of_geometry]
             times = [point["times_us"][f"{name}.graph"] for point in of_geometry]
-            axes.plot(tokens, times, marker="o", label=f"{hidden} / {top_k} / {experts}")
+            label = f"{hidden} / {top_k} / {experts}" + (", late weights" if late else "")
+            axes.plot(tokens, times, marker="o", linestyle="--" if late else "-", label=label)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
         axes.set_xticks(sorted({point["tokens"] for point in points}))

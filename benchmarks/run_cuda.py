@@ -9,6 +9,8 @@ Without NVLink multicast, which Fanfold does not use, and the committed results 
     cuda_low_latency.jsonl, .png
         baseline       three geometries at 128 tokens, with NCCL and a product beside a waiting hook
         tokens         the same at 1 to 1024 tokens
+        late_weights   the same at 128 tokens, with weights that come with combine, as in the DeepEP
+                       face; in the other steps they come with dispatch
     cuda_high_throughput.jsonl, .png
         fp8, bf16      hidden 7168 at 4096 tokens: both layouts and in place, cached and new
                        routings, with NCCL and beside a product; the same on 12 SMs
@@ -63,6 +65,12 @@ def tokens_of_low_latency(ranks: int) -> Points:
     """All other numbers of tokens."""
     for geometry, tokens in itertools.product(LOW_LATENCY, (1, 8, 32, 64, 256, 512, 1024)):
         yield low_latency(ranks, tokens, geometry)
+
+
+def late_weights(ranks: int) -> Points:
+    """The geometries of ``baseline``, without what that compares with."""
+    for geometry in LOW_LATENCY:
+        yield dataclasses.replace(low_latency(ranks, 128, geometry), late_weights=True)
 
 
 def high_throughput(
@@ -121,6 +129,7 @@ def geometries(ranks: int) -> Points:
 STEPS: dict[str, Callable[[int], Points]] = {
     "baseline": baseline,
     "tokens": tokens_of_low_latency,
+    "late_weights": late_weights,
     "fp8": main_geometry("fp8"),
     "bf16": main_geometry("bf16"),
     "more_tokens": more_tokens,
@@ -140,6 +149,7 @@ def run(name: str, ranks: int, folder: Path) -> Path:
         report.append_json_line(file, {**report.record(result), "command": command})
         times = {phase: f"{result.fanfold.slowest(phase).p50:.1f}" for phase in PHASES}
         kind = (settings.layout, settings.routing, settings.sms, settings.in_place)
+        kind = (*kind, "late weights") if settings.late_weights else kind
         print(settings.tokens, settings.hidden, settings.dtype, *kind, times, flush=True)
     print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
     return file

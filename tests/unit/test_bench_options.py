@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import io
+import runpy
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,6 +116,18 @@ def test_weights_come_with_combine_where_asked_for():
         assert late.on(backend).late_weights is True
         (packed,) = points("high-throughput")
         assert packed.on(backend).late_weights is None
+
+
+def test_committed_results_have_a_step_for_late_weights():
+    file = Path(__file__).parents[2] / "benchmarks" / "run_cuda.py"
+    steps = runpy.run_path(str(file))["STEPS"]
+    found = {name: list(step(4)) for name, step in steps.items()}
+    assert {name for name, settings in found.items() if any(s.late_weights for s in settings)} == {
+        "late_weights"
+    }
+    early = [dataclasses.replace(s, baseline=False, overlap=False) for s in found["baseline"]]
+    assert [dataclasses.replace(s, late_weights=None) for s in found["late_weights"]] == early
+    assert all(s.late_weights and s.check for s in found["late_weights"])
 
 
 @pytest.mark.parametrize("option", ["overlap", "sms", "in_place"])
