@@ -1,6 +1,7 @@
 """A program of one rank, for test_cuda_faults.py: rank 1 stops calling, the others end in order.
 
-Use: RANK=.. WORLD_SIZE=.. LOCAL_RANK=.. MASTER_ADDR=.. MASTER_PORT=.. python stalled_rank.py FOLDER
+Use: python stalled_rank.py FOLDER low_latency|high_throughput
+     with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in the environment
 """
 
 from __future__ import annotations
@@ -30,28 +31,32 @@ def _wait_for_the_others(folder: Path, ranks: int) -> None:
         time.sleep(0.05)
 
 
-def _open(group: Any, timeout_s: float) -> fanfold.ExpertParallel:
+def _experts() -> int:
+    return 4 * int(os.environ["WORLD_SIZE"])
+
+
+def _open(group: Any, mode: str, timeout_s: float) -> fanfold.ExpertParallel:
     return fanfold.ExpertParallel(
-        group, num_experts=8, top_k=2, hidden=256, max_tokens=8,
+        group, num_experts=_experts(), top_k=2, hidden=256, max_tokens=8, mode=mode,
         config=fanfold.Config.resolve(backend="cuda", timeout_s=timeout_s),
     )  # fmt: skip
 
 
 def _round(ep: fanfold.ExpertParallel) -> None:
     x = torch.ones((8, 256), dtype=torch.bfloat16, device="cuda")
-    topk_idx = torch.arange(16, device="cuda").view(8, 2) % 8
+    topk_idx = torch.arange(16, device="cuda").view(8, 2) % _experts()
     received = ep.dispatch(x, topk_idx)
     ep.combine(received.tokens, received)
     ep.synchronize()
 
 
-def _run(folder: Path) -> int:
+def _run(folder: Path, mode: str) -> int:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(rank)
     group = join()
-    with _open(group, 30.0) as ep:  # compiles, which may take longer than the bound below
+    with _open(group, mode, 30.0) as ep:  # compiles, which may take longer than the bound below
         _round(ep)
-    ep = _open(group, 2.0)
+    ep = _open(group, mode, 2.0)
     _round(ep)
     if rank == STALLED:
         print("stalled", flush=True)
@@ -70,7 +75,7 @@ def _run(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    exit_code = _run(Path(sys.argv[1]))
+    exit_code = _run(Path(sys.argv[1]), sys.argv[2])
     # PyTorch may abort a process that still holds a gloo group when the interpreter ends.
     dist.destroy_process_group()
     sys.exit(exit_code)

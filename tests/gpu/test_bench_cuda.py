@@ -1,12 +1,14 @@
-"""``fanfold bench high-throughput --backend cuda``: everything it times, checked."""
+"""``fanfold bench --backend cuda``: everything it times, checked."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from fanfold.bench.cuda_run import OPERATIONS, CudaReport, summary
 from fanfold.bench.run import RankReport, bench_ranks
 from fanfold.bench.settings import LAYOUTS, REUSES, BenchSettings
 from tests.gpu.conftest import GpuPools
@@ -44,7 +46,7 @@ def test_layouts_and_routings(gpus: GpuPools, ranks: int, dtype: str) -> None:
             assert "round.end_to_end" in times
 
 
-def _overlap(group: dist.ProcessGroup, settings: BenchSettings) -> RankReport:
+def _one(group: dist.ProcessGroup, settings: BenchSettings) -> RankReport:
     return bench_ranks(group, [settings.on("cuda")])[0]
 
 
@@ -52,7 +54,49 @@ def test_beside_a_matrix_product(gpus: GpuPools, ranks: int) -> None:
     settings = dataclasses.replace(
         SETTINGS, ranks=ranks, tokens=2048, overlap=True, sms=8, routing="cached", baseline=False
     )
-    for report in gpus.run(ranks, _overlap, settings):
+    for report in gpus.run(ranks, _one, settings):
         assert report.on_gpu is not None
         assert report.on_gpu.sms == 8
         assert float(report.on_gpu.samples["overlap.covered"].mean()) == 1.0
+
+
+# ---- low latency --------------------------------------------------------------------------------
+
+LOW_LATENCY = BenchSettings(
+    "low_latency", ranks=1, tokens=32, hidden=1024, top_k=4, experts=48, iterations=3, warmup=1,
+    calls=3, backend="cuda", baseline=True, overlap=True,
+)  # fmt: skip
+OVERLAPS = ("overlap.gemm_alone", "overlap.gemm_beside_hook")
+HALVES = ("send", "receive")
+SAMPLES = {
+    *(f"overhead.{name}" for name in ("empty", "empty_flushed", "launch", "python")),
+    *(
+        f"{operation}.{way}"
+        for operation in OPERATIONS
+        for way in ("graph", "alone", "l2_flushed", "single", "host")
+    ),
+    *(f"{operation}.{half}" for operation in ("dispatch", "combine") for half in HALVES),
+    *(f"baseline.{operation}" for operation in OPERATIONS),
+    *OVERLAPS,
+}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_low_latency(gpus: GpuPools, ranks: int, dtype: str) -> None:
+    settings = dataclasses.replace(LOW_LATENCY, ranks=ranks, dtype=dtype)
+    reports: list[CudaReport] = []
+    for report in gpus.run(ranks, _one, settings):
+        assert report.on_gpu is not None
+        samples = report.on_gpu.samples
+        assert set(samples) == SAMPLES
+        shapes = {name: tuple(times.shape) for name, times in samples.items()}
+        assert shapes == dict.fromkeys(SAMPLES, (settings.iterations,))
+        wrong = [n for n, t in samples.items() if not bool((torch.isfinite(t) & (t > 0)).all())]
+        assert wrong == []
+        # The peers send milliseconds later. What held SMs for them would hold up the product, too.
+        alone, beside = (float(samples[name].median()) for name in OVERLAPS)
+        assert beside < 2 * alone
+        reports.append(report.on_gpu)
+    found = summary(reports)
+    assert set(found) == {*OPERATIONS, "overhead", "overlap"}
+    assert found["overlap"]["gemm_beside_hook_us"] > 0

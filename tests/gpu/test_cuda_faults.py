@@ -118,7 +118,10 @@ def test_a_hook_that_waits_in_vain(gpus: GpuPools, most_ranks: int) -> None:
             assert error.peer == BAD
 
 
-def test_a_stalled_rank_and_the_exit_of_the_others(most_ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["low_latency", "high_throughput"])
+def test_a_stalled_rank_and_the_exit_of_the_others(
+    most_ranks: int, tmp_path: Path, mode: str
+) -> None:
     """Programs of their own: the handler of PeerTimeout ends the process with exit code 0."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -131,7 +134,7 @@ def test_a_stalled_rank_and_the_exit_of_the_others(most_ranks: int, tmp_path: Pa
         environment |= {name: str(value) for name, value in place.items()}
         processes.append(
             subprocess.Popen(
-                [sys.executable, str(program), str(tmp_path)], env=environment, text=True,
+                [sys.executable, str(program), str(tmp_path), mode], env=environment, text=True,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )
         )  # fmt: skip
@@ -143,6 +146,7 @@ def test_a_stalled_rank_and_the_exit_of_the_others(most_ranks: int, tmp_path: Pa
     assert [process.returncode for process in processes] == [0] * most_ranks, said
     for rank, text in enumerate(said):
         assert ("stalled" if rank == BAD else f"PeerTimeout of rank {BAD}") in text
+        assert rank == BAD or f"{mode} " in text
 
 
 def _mask(group: dist.ProcessGroup, case: Case) -> tuple[bool, float]:
@@ -343,6 +347,29 @@ def _disagreeing(group: dist.ProcessGroup, case: Case) -> Exception | None:
 def test_ranks_that_disagree(gpus: GpuPools, most_ranks: int) -> None:
     for error in gpus.run(most_ranks, _disagreeing, case_of(most_ranks)):
         assert isinstance(error, fanfold.ArgumentError | fanfold.PeerRefused), error
+
+
+def _one_codes_its_rows(group: dist.ProcessGroup, case: Case) -> Exception | None:
+    """One rank alone has its results travel as LogFMT, which the others' kernels do not read."""
+    device, rank = own_device(), dist.get_rank(group)
+    mine = tokens_of(case, rank).to(device)
+    with open_layer(group, case) as ep:
+        _good_round(ep, group, case)
+        received = ep.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
+        y = torch.ones_like(received.tokens)
+        told = caught(lambda: (ep.combine(y, received, logfmt=rank == BAD), ep.synchronize()))
+        dist.barrier(group)
+    with open_layer(group, case) as ep:
+        _good_round(ep, group, case)
+    return told
+
+
+def test_ranks_that_disagree_about_logfmt(gpus: GpuPools, most_ranks: int) -> None:
+    case = case_of(most_ranks, hidden=768)
+    for rank, error in enumerate(gpus.run(most_ranks, _one_codes_its_rows, case)):
+        assert isinstance(error, fanfold.ArgumentError), (rank, error)
+        assert "low_latency combine" in error.argument
+        assert "the same on all ranks" in error.bound
 
 
 def _alone(group: dist.ProcessGroup, case: Case) -> list[Exception | None]:

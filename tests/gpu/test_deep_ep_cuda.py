@@ -426,6 +426,60 @@ def test_captured_rounds(gpus: GpuPools, ranks: int, mode: str) -> None:
     gpus.run(ranks, _captured, case_of(ranks), mode)
 
 
+def _captured_beside(group: dist.ProcessGroup, case: Case) -> None:
+    """In one graph a dispatch on the communication stream, and before its event is waited for the
+    combine of an earlier one on the caller's stream. Nothing but the library orders the two, and
+    both would have all SMs."""
+    rank, device = dist.get_rank(group), own_device()
+    cases = [Case(**{**vars(case), "seed": seed}) for seed in range(4)]
+    brought = [on_gpu(inputs(each, rank)) for each in cases]
+    ys = [outputs(each, rank, "fp8").to(device) for each in cases]
+    wanted = [expected_sums(each, rank, "fp8") for each in cases]
+    statics = [on_gpu(inputs(case, rank)) for _ in range(2)]
+    rows = [ys[0].clone() for _ in statics]
+    buffer = open_buffer(group, case)
+
+    def combine(place: int, handle: Any) -> torch.Tensor:
+        mine = statics[place]
+        return buffer.low_latency_combine(
+            rows[place], mine.topk_idx, mine.topk_weights, handle
+        )[0]  # fmt: skip
+
+    def calls() -> tuple[list[tuple[Any, ...]], list[torch.Tensor]]:
+        first = dispatch(buffer, case, statics[0])
+        second = dispatch(buffer, case, statics[1], async_finish=True)
+        combined = combine(0, first[2])
+        second[3].current_stream_wait()
+        return [first, second], [combined, combine(1, second[2])]
+
+    calls()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results, sums = calls()
+    for replay in range(8):
+        places = [(replay + place) % len(cases) for place in range(len(statics))]
+        for mine, y, chosen in zip(statics, rows, places, strict=True):
+            for name, value in vars(mine).items():
+                value.copy_(vars(brought[chosen])[name])
+            y.copy_(ys[chosen])
+        if replay % 3 == rank % 3:
+            torch.cuda._sleep(LATE_CYCLES // 10)
+        graph.replay()
+        torch.cuda.synchronize(device)
+        assert buffer.runtime is not None
+        buffer.runtime.low_latency.check()
+        for chosen, result, combined in zip(places, results, sums, strict=True):
+            check_dispatched(cases[chosen], rank, "fp8", in_host_memory(result))
+            assert torch.equal(combined.cpu(), wanted[chosen])
+    del graph
+    buffer.destroy()
+
+
+def test_a_captured_dispatch_beside_a_combine(gpus: GpuPools, ranks: int) -> None:
+    gpus.run(ranks, _captured_beside, case_of(ranks))
+
+
 # ---- masks --------------------------------------------------------------------------------------
 
 

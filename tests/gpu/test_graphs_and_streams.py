@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 import fanfold
 from fanfold.formats import dequantize
+from fanfold.low_latency.calls import CudaRouting
+from fanfold.received import LowLatencySource
 from tests.gpu.conftest import GpuPools
 from tests.gpu.support import (
     Answer,
@@ -22,6 +24,7 @@ from tests.gpu.support import (
     assert_received,
     case_of,
     open_layer,
+    overwrite_free_memory,
     own_device,
     tokens_of,
 )
@@ -312,6 +315,46 @@ def _memory_given_back(group: dist.ProcessGroup, case: Case) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_memory_is_free_after_a_call(gpus: GpuPools, ranks: int, dtype: str) -> None:
     gpus.run(ranks, _memory_given_back, case_of(ranks, dtype=dtype))
+
+
+def _routing_given_back(group: dist.ProcessGroup, case: Case) -> None:
+    """What a dispatch brought is dropped on its stream while its combine is still to begin on
+    another one, and its memory overwritten. The caller sees nothing of the routing in it, so that
+    is the library's to keep; the experts' outputs are the caller's, and stay."""
+    device, rank = own_device(), dist.get_rank(group)
+    cases = _batches(case)
+    answered = answers(group, cases)
+    inputs = [tokens_of(each, rank).to(device) for each in cases]
+    behind = torch.cuda.Stream(device)
+    torch.cuda.empty_cache()  # what is given back below is then what is taken next
+    kept, outs = [], []
+    with open_layer(group, case) as ep:
+        for number in range(INPUTS):
+            mine, later = inputs[number], inputs[(number + 1) % INPUTS]
+            received = ep.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
+            # The layer itself keeps the routing of the last dispatch only.
+            ep.dispatch(later.x, later.topk_idx, later.topk_weights)
+            kept.append(answered[number].spread(received.tokens, device))
+            blocks = [like for like in vars(received).values() if isinstance(like, torch.Tensor)]
+            assert isinstance(received.source, LowLatencySource)
+            assert isinstance(received.source.dispatched.routing, CudaRouting)
+            blocks.append(received.source.dispatched.routing.block)
+            sizes = [like.untyped_storage().nbytes() for like in blocks]
+            behind.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(behind):
+                torch.cuda._sleep(100_000_000)
+                outs.append(ep.combine(kept[-1], received))
+            del received, blocks
+            overwrite_free_memory(sizes, device)
+        torch.cuda.synchronize(device)
+        ep.synchronize()
+    for number, out in enumerate(outs):
+        assert_combined(out, answered[number])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_a_routing_dropped_before_its_combine(gpus: GpuPools, ranks: int, dtype: str) -> None:
+    gpus.run(ranks, _routing_given_back, case_of(ranks, dtype=dtype))
 
 
 def _kept_results(group: dist.ProcessGroup, case: Case) -> None:
