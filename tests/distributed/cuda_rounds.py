@@ -15,7 +15,7 @@ import torch
 from fanfold.high_throughput.cuda import CudaHighThroughput
 from fanfold.high_throughput.in_place import bytes_for_results
 from fanfold.high_throughput.plan import CudaDispatched, CudaPlan
-from tests.distributed.routings import Case, Round, expected_combine
+from tests.distributed.routings import Case, Round, distinct, expected_combine
 from tests.distributed.test_high_throughput import (
     check_rows,
     expected_lanes,
@@ -119,6 +119,22 @@ def check_brought(expect: Round, got: CudaDispatched, layout: str) -> None:
     if on_host.scales is not None:
         on_host.scales[needed:] = 0
     check_rows(expect, on_host, layout)  # type: ignore[arg-type]
+
+
+def expected_return(expect: Round, layout: str) -> torch.Tensor:
+    """``[T, hidden]``: what combines without weights make of the rows as they were received: of
+    each rank its copies of a row in fp32, rounded, then over ranks, rounded."""
+    x = expect.own.x.float()
+    total = torch.zeros_like(x)
+    for rows in expect.rows_by_rank:
+        for row in rows:
+            if row.source != expect.rank:
+                continue
+            part = torch.zeros_like(x[row.token])
+            for _ in distinct(row.lanes) if layout == "expert_major" else (0,):
+                part = part + x[row.token]
+            total[row.token] += part.bfloat16().float()
+    return total.bfloat16()
 
 
 def check_combine(

@@ -11,6 +11,7 @@ import torch
 from fanfold.launch import RankPool
 
 MOST_RANKS = 4
+MOST_OF_EVERY = 8
 
 
 def gpu_count() -> int:
@@ -19,10 +20,13 @@ def gpu_count() -> int:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that takes ``ranks`` and names none runs alone, and with all GPUs up to four."""
+    """A test that takes ``ranks`` and names none runs alone, and with all GPUs up to four; one that
+    takes ``every_ranks`` with each number of ranks from one to all GPUs, up to eight."""
     given = any("ranks" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
     if "ranks" in metafunc.fixturenames and not given:
         metafunc.parametrize("ranks", sorted({1, max(1, min(gpu_count(), MOST_RANKS))}))
+    if "every_ranks" in metafunc.fixturenames:
+        metafunc.parametrize("every_ranks", range(1, max(1, min(gpu_count(), MOST_OF_EVERY)) + 1))
 
 
 @pytest.fixture(autouse=True)

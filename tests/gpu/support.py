@@ -171,7 +171,7 @@ def overwrite_free_memory(sizes: list[int], device: torch.device) -> None:
     so a size is asked for more than once, and nothing is given back before the end."""
     taken = [
         torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        for nbytes in sizes
+        for nbytes in sorted(sizes)
         for _ in range(_TIMES_OVERWRITTEN)
     ]
     del taken

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 import fanfold
 from fanfold.config import Config
-from fanfold.errors import ArgumentError, PeerRefused, PeerTimeout, UsageError
+from fanfold.errors import ArgumentError, PeerRefused, PeerTimeout
 from fanfold.group import as_group
 from fanfold.high_throughput import HighThroughput, Plan
 from fanfold.high_throughput.cuda import CudaHighThroughput
@@ -25,6 +26,7 @@ from fanfold.high_throughput.in_place import bytes_for_results
 from fanfold.high_throughput.plan import CudaDispatched
 from fanfold.symmetric import SymmetricMemory
 from fanfold.symmetric_cuda import CudaSymmetricMemory
+from tests.distributed import routings
 from tests.distributed.cuda_rounds import (
     check_brought,
     check_combine,
@@ -33,10 +35,8 @@ from tests.distributed.cuda_rounds import (
     dispatch,
     run_case,
     sent,
-    soak,
-    soak_results,
 )
-from tests.distributed.routings import Case, Round, random_case, results_of
+from tests.distributed.routings import Case, Round, make_input, random_case, results_of
 from tests.gpu.conftest import GpuPools
 from tests.gpu.support import assert_same
 
@@ -87,6 +87,15 @@ def _rounds(
 def test_every_style_of_routing(gpus: GpuPools, ranks: int, style: str) -> None:
     case = case_of(ranks, style=style, biases=1)
     gpus.run(ranks, _rounds, [case, case], 4 * 8 * 1152)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("style", ["spread", "one_rank"])
+def test_every_number_of_ranks(
+    gpus: GpuPools, every_ranks: int, style: str, in_place: bool
+) -> None:
+    cases = [case_of(every_ranks, style=style, biases=1, seed=n) for n, _ in enumerate(LAYOUTS)]
+    gpus.run(every_ranks, _rounds, cases, 4 * 8 * 1152, in_place)
 
 
 @pytest.mark.parametrize("style", ["spread", "one_rank", "one_expert", "duplicates"])
@@ -350,120 +359,65 @@ def test_an_index_out_of_range_is_reported(gpus: GpuPools, ranks: int) -> None:
     gpus.run(ranks, _bad_index, case_of(ranks))
 
 
-# ---- graphs, streams ----------------------------------------------------------------------------
-
-
-def _graphs(
-    group: dist.ProcessGroup, cases: list[Case], layout: Any, room: int, in_place: bool = False
+def _index_taken_for_none(
+    group: dist.ProcessGroup, case: Case, layout: str, index: int, told: str
 ) -> None:
-    """New and cached dispatches and combines in one graph, replayed with other routings."""
-    rank = dist.get_rank(group)
-    rounds = [Round(case, rank) for case in cases]
-    nbytes = bytes_for_results(room, cases[0].hidden, 2) if in_place else 0
-    with opened(group, result_bytes=nbytes) as mode:
-        device = mode.device
-        first = rounds[0].own
-        x, idx = first.x.to(device), first.topk_idx.to(device)
-        assert first.topk_weights is not None
-        weights = first.topk_weights.to(device)
-        with pytest.raises(UsageError, match="capacity"):
-            _captured(lambda: mode.dispatch(x, idx, num_experts=cases[0].experts, layout=layout))
-
-        def calls() -> tuple[CudaDispatched, CudaDispatched, torch.Tensor]:
-            got = mode.dispatch(
-                x, idx, weights, num_experts=cases[0].experts, layout=layout, capacity=room,
-                expert_alignment=cases[0].alignment, in_place=in_place,
-            )  # fmt: skip
-            again = mode.dispatch_cached(x, got.plan, layout=layout, in_place=in_place)
-            out, _ = mode.combine(again.tokens, got.plan, layout=layout)
-            return got, again, out
-
-        calls()
-        graph, (got, again, out) = _captured(calls)
-        for number, expect in enumerate([*rounds, *rounds[::-1]]):
-            x.copy_(expect.own.x)
-            idx.copy_(expect.own.topk_idx)
-            assert expect.own.topk_weights is not None
-            weights.copy_(expect.own.topk_weights)
-            if number % 3 == rank % 3:
-                torch.cuda._sleep(2_000_000)
-            graph.replay()
-            if number % 2:
-                calls()
-            mode.quiesce()
-            expect.capacity = lambda _: room  # type: ignore[method-assign]
-            check_brought(expect, got, layout)
-            check_brought(expect, again, layout)
-            plain = mode.combine(again.tokens, got.plan, layout=layout)[0]
-            assert_same("combined", out, plain.cpu())
-
-
-def _captured(calls: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = calls()
-    return graph, result
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_graphs(gpus: GpuPools, ranks: int, layout: str) -> None:
-    styles = ("spread", "one_rank", "duplicates", "none")
-    cases = [case_of(ranks, style=style, seed=n) for n, style in enumerate(styles)]
-    gpus.run(ranks, _graphs, cases, layout, 4096)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_graphs_of_dispatches_in_place(gpus: GpuPools, ranks: int, layout: str) -> None:
-    styles = ("spread", "one_rank", "duplicates", "none")
-    cases = [case_of(ranks, style=style, seed=n) for n, style in enumerate(styles)]
-    gpus.run(ranks, _graphs, cases, layout, 4096, True)
-
-
-def _delayed(group: dist.ProcessGroup, case: Case) -> None:
-    """Calls change streams, and ranks fall behind at different times."""
-    rank = dist.get_rank(group)
-    streams = [torch.cuda.Stream() for _ in range(3)]
+    """All goes as if it were none, on all ranks, and its own rank is told."""
+    inputs = [make_input(case, rank) for rank in range(case.ranks)]
+    inputs[0].topk_idx[7, 1] = -1
+    with mock.patch.object(routings, "make_input", lambda case, rank: inputs[rank]):
+        expect = Round(case, dist.get_rank(group))
+    if expect.rank == 0:
+        expect.own = dataclasses.replace(expect.own, topk_idx=expect.own.topk_idx.clone())
+        expect.own.topk_idx[7, 1] = index
     with opened(group) as mode:
-        expect = Round(case, rank)
-        rows = sent(expect, mode.device)
-        if rank == 0:  # all ranks' first call lasts, and the next is on another stream
-            torch.cuda._sleep(100_000_000)
-        got = dispatch(mode, expect, "expert_major", 4096)
-        for number in range(12):
-            if number % 4 == rank % 4:
-                torch.cuda._sleep(3_000_000)
-            with torch.cuda.stream(streams[number % 3]):
-                again = mode.dispatch_cached(rows, got.plan, layout="expert_major")
-                out, _ = mode.combine(again.tokens, got.plan, layout="expert_major")
-                again.tokens.zero_()  # the combine has read it, as it comes before on its stream
-                last = mode.dispatch_cached(rows, got.plan, layout="expert_major")
-            mode.quiesce()
-            want, _ = mode.combine(last.tokens, got.plan, layout="expert_major")
-            assert_same("combined", out, want.cpu())
-            expect.capacity = lambda _: 4096  # type: ignore[method-assign]
-            check_brought(expect, last, "expert_major")
+        got = dispatch(mode, expect, layout, None)
+        torch.cuda.synchronize(mode.device)
+        check_plan(expect, got.plan, layout)
+        check_brought(expect, got, layout)
+        if expect.rank == 0:
+            with pytest.raises(ArgumentError, match=rf"topk_idx\[7, 1\].* is {told}, "):
+                mode.check()
+        check_combine(mode, expect, got, layout)
+        mode.quiesce()
 
 
-def _soak(group: dist.ProcessGroup, cases: list[Case], turns: int) -> None:
+@pytest.mark.parametrize(
+    ("index", "told"),
+    [
+        (-2, "-2"),
+        (1 << 32, "8388607 or more"),  # whose low word is an expert's number
+        (-1 << 40, "-8388608 or less"),
+    ],
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_index_out_of_range_is_none(
+    gpus: GpuPools, ranks: int, layout: str, index: int, told: str
+) -> None:
+    gpus.run(ranks, _index_taken_for_none, case_of(ranks, biases=1), layout, index, told)
+
+
+def _dropped_rows(group: dist.ProcessGroup, case: Case, layout: Any) -> None:
+    """They count as zeros, which is not the same as nothing: added to a bias of -0.0 they make
+    0.0."""
     rank = dist.get_rank(group)
-
-    def pause(turn: int) -> None:
-        if turn % 16 == rank:
-            torch.cuda._sleep(500_000)
-
-    nbytes = soak_results(cases)
-    with opened(group, ring_bytes=4 * 8 * 1152, result_bytes=nbytes) as mode:
-        soak(mode, cases, rank, turns, pause)
-
-
-def test_many_turns_without_a_wait(gpus: GpuPools, ranks: int) -> None:
-    styles = ("spread", "one_rank", "duplicates", "none", "holes")
-    cases = [case_of(ranks, style=style, seed=n) for n, style in enumerate(styles)]
-    gpus.run(ranks, _soak, cases, 5000)
+    with opened(group) as mode:
+        got = dispatch(mode, Round(case, rank), layout, 2)
+        if rank == 0:  # to whom all go
+            with pytest.raises(ArgumentError, match=r"capacity of .* is 2"):
+                mode.quiesce()
+        shape = (case.tokens[rank], case.hidden)
+        bias = torch.full(shape, -0.0, dtype=torch.bfloat16, device=mode.device)
+        sums, _ = mode.combine(torch.ones_like(got.tokens), got.plan, layout=layout, bias=bias)
+        mode.quiesce()
+        assert not sums.signbit().any()
+        # Of the first tokens some rows had room.
+        assert not sums[2:].any()
 
 
-def test_delayed_streams(gpus: GpuPools, ranks: int) -> None:
-    gpus.run(ranks, _delayed, case_of(ranks))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dropped_rows_count_as_zeros(gpus: GpuPools, ranks: int, layout: str) -> None:
+    gpus.run(ranks, _dropped_rows, case_of(ranks, style="one_rank"), layout)
 
 
 # ---- faults -------------------------------------------------------------------------------------

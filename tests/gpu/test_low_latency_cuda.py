@@ -84,6 +84,12 @@ def test_formats_and_routings(
     ))  # fmt: skip
 
 
+@pytest.mark.parametrize("routing", ["spread", "duplicates"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_every_number_of_ranks(gpus: GpuPools, every_ranks: int, dtype: str, routing: str) -> None:
+    gpus.run(every_ranks, _round, case_of(every_ranks, dtype=dtype, routing=routing))
+
+
 @pytest.mark.parametrize(
     "changes",
     [

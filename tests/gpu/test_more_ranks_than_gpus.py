@@ -1,7 +1,7 @@
 """The kernels for more ranks than there are GPUs: several ranks share one and take turns.
 
-The faces refuse that, as it is slow; the mode itself does not mind. Grids of sizes that no number
-of ranks divides show that every row has exactly one CTA to take it.
+The faces refuse that, as it is slow; the modes themselves do not mind. In low latency grids of
+sizes that no number of ranks divides show that every row has exactly one CTA to take it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from fanfold.low_latency import HostLowLatency, cuda_required_bytes
 from fanfold.low_latency.cuda import CudaLowLatency
 from fanfold.symmetric import SymmetricMemory
 from fanfold.symmetric_cuda import CudaSymmetricMemory
+from tests.distributed import routings
+from tests.distributed.cuda_rounds import run_case
 from tests.gpu.conftest import GpuPools
 from tests.gpu.support import Case, Tokens, case_of, tokens_of
+from tests.gpu.test_high_throughput_cuda import LAYOUTS, opened
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 GRIDS = ((27, 6), (32, 3))  # CTAs, senders
 Calls = tuple[torch.Tensor, ...]
@@ -89,3 +92,38 @@ def test_like_the_host(gpus: GpuPools, ranks: int, late: bool) -> None:
         experts_per_rank=3,
     )
     gpus.run(ranks, _like_the_host, case, late)
+
+
+# ---- high throughput ----------------------------------------------------------------------------
+
+SMS = 5  # of each rank: all ranks' CTAs would fit on one GPU, too
+ROOMY_RING = 1 << 20  # each wait for a slot is a turn of another process
+
+
+def _high_throughput(group: dist.ProcessGroup, case: routings.Case, in_place: bool) -> None:
+    rank = dist.get_rank(group)
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    with opened(
+        group,
+        ring_bytes=ROOMY_RING,
+        timeout_s=60.0,
+        result_bytes=routings.results_of(case) if in_place else 0,
+        ctas=SMS,
+    ) as mode:
+        for layout in LAYOUTS:
+            run_case(mode, case, rank, layout, in_place)
+
+
+@pytest.mark.parametrize("ranks", [3, 4, 6])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_high_throughput(gpus: GpuPools, ranks: int, in_place: bool) -> None:
+    case = routings.Case(
+        tokens=tuple((19, 0, 7, 12)[rank % 4] for rank in range(ranks)),
+        experts_per_rank=3,
+        top_k=5,
+        hidden=272,
+        style="holes",
+        alignment=4,
+        biases=1,
+    )
+    gpus.run(ranks, _high_throughput, case, in_place)
