@@ -208,6 +208,8 @@ def test_the_demo_on_gpus(tmp_path):
     figures = json.loads(line)
     assert figures["passed"]
     assert figures["device"] == "cuda:0"
+    # As everything in tests/gpu it needs GPUs that have both modes' kernels.
+    assert figures["backends"] == {"high_throughput": "cuda", "low_latency": "cuda"}
     assert figures["decoding_difference"] <= TOLERANCE
 
 
