@@ -358,6 +358,7 @@ class CudaQuantizeArgs:
 
 class CudaPlanArgs:
     alignment: int
+    capacity: int
     topk_idx: int
     counted: int
     rows: int

@@ -61,7 +61,7 @@ nb::class_<Args> bind_call(nb::module_& module, const char* name) {
 
 void bind_plan(nb::module_& module) {
   auto cls = bind_call<PlanArgs>(module, "CudaPlanArgs");
-  cls.def_rw("alignment", &PlanArgs::alignment);
+  cls.def_rw("alignment", &PlanArgs::alignment).def_rw("capacity", &PlanArgs::capacity);
   def_address(cls, "topk_idx", &PlanArgs::topk_idx);
   def_address(cls, "counted", &PlanArgs::counted);
   def_address(cls, "rows", &PlanArgs::rows);

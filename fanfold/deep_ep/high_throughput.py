@@ -111,7 +111,8 @@ class HighThroughputCalls(BufferBase):
                 None. On a GPU the very object that dispatch returned.
             num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert:
                 what get_dispatch_layout returned; all but the second must be given for a new
-                routing. On a GPU they are believed, as reading them would wait.
+                routing. On a GPU they are believed, as reading them would wait, and where there is
+                topk_idx that alone says where tokens go.
             topk_idx: ``[T, K]`` int64, -1 for none, or None if the receivers need not know.
             topk_weights: ``[T, K]`` float32; given with topk_idx, and only then.
             expert_alignment: what the counts of the list are rounded up to.

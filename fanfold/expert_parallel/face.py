@@ -246,7 +246,8 @@ class ExpertParallel:
             topk_weights: ``[T, top_k]`` float32. Travel along for a weighted combine.
             previous: high throughput: reuse the routing of this earlier dispatch, and its capacity;
                 topk_idx, topk_weights and capacity must then be None.
-            capacity: high throughput: rows to allocate, so that no size depends on what arrives.
+            capacity: high throughput: rows to allocate, so that no size depends on what arrives;
+                what is received tells of the rows that fit.
             in_place: high throughput: the fastest way on GPUs. Tokens and scales of the result lie
                 in memory of this object, into which peers write: they are valid until the next
                 dispatch in place on this rank begins, or :meth:`close`. Asked for on all ranks, or

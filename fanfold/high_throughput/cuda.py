@@ -64,6 +64,7 @@ MOST_SMS = 1 << 30
 """That can be asked for; a GPU gives what it has."""
 
 _LINE = 128
+_UNBOUNDED = 1 << 62
 _LANES_ALONE_HIDDEN = LANES_ALONE_ROW_BYTES // torch.bfloat16.itemsize
 
 
@@ -461,7 +462,7 @@ class CudaHighThroughput:
             first_rows=self._empty((sizes.ranks,), torch.int32),
             source_token=self._empty((0,), torch.int32),
             tokens_per_expert=self._empty((local,), torch.int32),
-            offsets=self._empty((local + 1,), torch.int64),
+            offsets=self._empty((local + 2,), torch.int64)[:-1],
             batches=self._empty((sizes.ranks, self._most_batches), torch.int64),
         )
 
@@ -469,7 +470,11 @@ class CudaHighThroughput:
         self, args: _core.CudaPlanArgs, plan: CudaPlan, topk_idx: torch.Tensor, layout: RowOrder
     ) -> torch.Tensor | None:
         """Fills in what a plan has; its choices where a dispatch in that order sends them."""
-        choices = self._empty(topk_idx.shape, torch.int32) if layout == "token_major" else None
+        choices, args.capacity = None, _UNBOUNDED
+        if layout == "token_major":
+            choices = self._empty(topk_idx.shape, torch.int32)
+        elif plan.capacity is not None:
+            args.capacity = plan.capacity
         args.tokens, args.choices = plan.tokens, _address(choices)
         args.topk_idx, args.counted = topk_idx.data_ptr(), self._counted.data_ptr()
         args.rows, args.places = plan.rows.data_ptr(), plan.places.data_ptr()

@@ -251,7 +251,7 @@ class _RingShape:
         ranks, local = kind.sizes.ranks, kind.sizes.experts // kind.sizes.ranks
         ring = _align(rows * (kind.held_bytes + 8), _LINE)
         notes = rows * (16 + 8 * ranks)
-        shared = warps * (ring + notes) + 4 * ranks + 4 + 4 * ranks + 4 * (local + 1)
+        shared = warps * (ring + notes) + 4 * ranks + 4 + 4 * ranks + 4 * (local + 2)
         return cls(warps, rows, _align(shared, _LINE))
 
 

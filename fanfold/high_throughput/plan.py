@@ -35,7 +35,8 @@ class CudaPlan:
         source_token: ``[N]`` int32: each row's token index at its source.
         tokens_per_expert: ``[E_l]`` int32: rows of each local expert; a token counts once.
         offsets: ``[E_l + 1]`` int64: where each expert's rows begin in expert-major order, rounded
-            up to the alignment; the last is the number of rows with all padding.
+            up to the alignment; the last is the number of rows with all padding. Of an expert-major
+            dispatch with a capacity both speak of the rows that fit, in a void one of none.
         batches: ``[R, most_batches(max_tokens)]`` int64: which tokens of each source's batches
             brought a row, as the kernels write it.
         rows_of: ``[N, K]`` int32: the expert-major row of each lane, -1 for experts elsewhere and

@@ -307,6 +307,8 @@ def test_more_rows_than_the_capacity_are_reported(
         if rank == short:
             with pytest.raises(ArgumentError, match=f"capacity of .* is {room}"):
                 mode.check()
+            if layout == "expert_major":
+                check_fitting(expect, got.plan, room)
         else:
             check_brought(expect, got, layout)
         # Rows behind the capacity are nowhere, so nothing is read where they would be.
@@ -318,6 +320,16 @@ def test_more_rows_than_the_capacity_are_reported(
         run_case(mode, SMALL, rank, layout)
 
     world.run(program)
+
+
+def check_fitting(expect: Round, plan: CudaPlan, room: int) -> None:
+    """What is told on the GPU is of the rows that fit, so that nothing reads behind them."""
+    offsets = [min(offset, room) for offset in expect.offsets]
+    assert plan.offsets.tolist() == offsets
+    assert plan.tokens_per_expert.tolist() == [
+        min(begin + count, room) - min(begin, room)
+        for begin, count in zip(expect.offsets[:-1], expect.counts, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (is_void(args.source_prefix)) return mark_absent(args, 0, 0, index, warps);
   const auto thread = static_cast<int>(threadIdx.x);
   if (thread < kRanks) shared.prefix[thread] = thread == 0 ? 0 : args.source_prefix[thread - 1];
-  for (int e = thread; e <= kLocalExperts; e += kThreads)
+  for (int e = thread; e < kLocalExperts + 2; e += kThreads)
     shared.offsets[e] = static_cast<int32_t>(args.offsets[e]);
   __syncthreads();
   RowRing ring(shared.rings[call.warp], call);

@@ -88,7 +88,7 @@ class Placer {
   // by one lane, so that all warps have as many. `zeros` is a slot of the warp's ring.
   __device__ void pad(unsigned char* zeros, int warp, int warps) const {
     if constexpr (kExpertMajor == 0) return;
-    const int last = cta_.offsets[kLocalExperts] - 1;  // also where it is padding
+    const int last = cta_.offsets[kLocalExperts + 1] - 1;  // also where it is padding
     if (warp == 0 && call_.lane == 0 && last >= args_.capacity) report_capacity(last);
     for (int i = call_.lane; i < kSlotBytes / 16; i += kWarpLanes)
       reinterpret_cast<uint4*>(zeros)[i] = uint4{0, 0, 0, 0};

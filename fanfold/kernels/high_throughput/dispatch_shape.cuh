@@ -72,7 +72,7 @@ struct DispatchShared {
   Note notes[kWarps][kSlots];
   Participants participants;
   int32_t prefix[kRanks];  // rows of earlier sources
-  int32_t offsets[kLocalExperts + 1];
+  int32_t offsets[kLocalExperts + 2];
 };
 
 // Both roles of a warp.

@@ -25,6 +25,14 @@ struct PlanShared {
   bool met;
 };
 
+// What a void call leaves for who reads it on the GPU: no rows.
+__device__ __forceinline__ void bring_nothing(const PlanArgs& args) {
+  for (int e = static_cast<int>(threadIdx.x); e < kLocalExperts + 2; e += kThreads) {
+    args.offsets[e] = 0;
+    if (e < kLocalExperts) args.tokens_per_expert[e] = 0;
+  }
+}
+
 class Planner {
  public:
   __device__ Planner(const PlanArgs& args, PlanShared& shared, const Call& call)
@@ -37,7 +45,10 @@ class Planner {
 
   __device__ void run() {
     count_run();
-    if (!meet()) return;
+    if (!meet()) {
+      if (cta() == 0) bring_nothing(args_);
+      return;
+    }
     add_runs();
     push_counts();
     add_sources();
@@ -243,11 +254,16 @@ class Planner {
   }
 
   __device__ void publish() {
+    // What reads these on the GPU shall find no row behind the results.
     const int first = args_.call.rank * kLocalExperts;
+    const auto fitting = [this](int64_t rows) { return min(rows, args_.capacity); };
     for (int e = thread(); e < kLocalExperts; e += kThreads) {
-      args_.tokens_per_expert[e] = shared_.total[first + e];
-      args_.offsets[e + 1] = shared_.end[first + e];
+      const int64_t end = shared_.end[first + e], rows = shared_.total[first + e];
+      const int64_t begin = end - padded(shared_.total[first + e]);
+      args_.tokens_per_expert[e] = static_cast<int32_t>(fitting(begin + rows) - fitting(begin));
+      args_.offsets[e + 1] = fitting(end);
     }
+    const int all = shared_.end[first + kLocalExperts - 1];
     // By a warp of its own, as thread 0 waits for counts, too.
     if (call_.warp == 1 && call_.lane < kRanks) {
       int before = 0;
@@ -257,16 +273,16 @@ class Planner {
     }
     if (thread() != 0) return;
     args_.offsets[0] = 0;
+    args_.offsets[kLocalExperts + 1] = all;
     int rows = 0;
     for (int source = 0; source < kRanks; ++source) {
       rows += count_of(source, args_.call.rank);
       args_.source_prefix[source] = rows;
     }
     if (args_.totals == nullptr) return;
-    store_relaxed_system(
-        reinterpret_cast<uint64_t*>(args_.totals),
-        (uint64_t{static_cast<uint32_t>(shared_.end[first + kLocalExperts - 1])} << 32) |
-            static_cast<uint32_t>(rows));
+    store_relaxed_system(reinterpret_cast<uint64_t*>(args_.totals),
+                         (uint64_t{static_cast<uint32_t>(all)} << 32) |
+                             static_cast<uint32_t>(rows));
   }
 
   __device__ void place_run() {
@@ -301,14 +317,6 @@ class Planner {
   const Call& call_;
   int begin_, end_;  // tiles of this CTA
 };
-
-// What a void call leaves for who reads it on the GPU: no rows.
-__device__ __forceinline__ void bring_nothing(const PlanArgs& args) {
-  for (int e = static_cast<int>(threadIdx.x); e <= kLocalExperts; e += kThreads) {
-    args.offsets[e] = 0;
-    if (e < kLocalExperts) args.tokens_per_expert[e] = 0;
-  }
-}
 
 }  // namespace fanfold
 

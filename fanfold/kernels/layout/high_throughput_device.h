@@ -229,8 +229,10 @@ struct PlanArgs {
   uint32_t* places;  // [tokens][top_k] PlaceWord
   int32_t* choices;  // [tokens][top_k]: topk_idx with -1 for what is no expert; or null
   // What comes, known to each rank alone.
-  int32_t* tokens_per_expert;  // [local experts]
-  int64_t* offsets;            // [local experts + 1]
+  int64_t capacity;            // rows of the results, if those are expert-major
+  int32_t* tokens_per_expert;  // [local experts], of rows that fit
+  int64_t* offsets;            // [local experts + 2], no more than the capacity but the last: the
+                               // end of all rows, fit or not
   int32_t* source_prefix;      // [ranks]: rows of ranks 0 to r
   int32_t* first_rows;         // [ranks]: of this rank's rows at that rank the first, token-major
   int32_t* totals;             // [2] pinned or on the GPU: rows that come, expert rows; or null
@@ -246,7 +248,7 @@ struct HighThroughputDispatchArgs {
   const uint32_t* lanes;   // [tokens][top_k]: the plan's places, expert-major; else its choices
   const float* weights;    // [tokens][top_k], or null
   int32_t* source_prefix;  // made void with a new routing, if the call is
-  const int64_t* offsets;
+  const int64_t* offsets;  // of the plan, as the following
   const int32_t* tokens_per_expert;
   int64_t capacity;      // rows of the results
   int64_t result_rows;   // in place: rows that fit the ranks' memory, no fewer than any capacity
