@@ -6,14 +6,13 @@ way to the same bits.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 
-from fanfold import _core, jit
-from fanfold.errors import UnavailableError, UsageError
-from fanfold.jit import KernelSource, nvrtc
+from fanfold import _core
+from fanfold.jit import KernelSource
+from fanfold.jit.optional import load_where_possible
 
 __all__ = ["Quantizer", "kernel_source", "quantizer_of"]
 
@@ -21,7 +20,6 @@ _WARPS = 8
 # As many as leave each thread the registers that it needs; they keep 40 KiB of loads in flight on
 # an SM, more than its share of an H200's memory bandwidth asks for.
 _CTAS_OF_AN_SM = 5
-_LEAST_CAPABILITY = (9, 0)
 _SEGMENT_COLUMNS = 512  # that a warp takes at a time
 _ALIGNMENT = 16  # of a load
 _UNIT_COLUMNS = 8  # of one
@@ -89,29 +87,9 @@ _loaded: dict[tuple[int, int, bool, bool], Quantizer | None] = {}
 
 
 def _load(index: int, hidden: int, power_of_two: bool, packed: bool) -> Quantizer | None:
-    if not _can_run(index):
-        return None
     source = kernel_source(hidden, power_of_two=power_of_two, packed=packed)
-    if torch.cuda.is_current_stream_capturing():
-        raise UsageError(
-            f"{source} is not loaded yet, which a CUDA graph cannot hold; make the same call "
-            "once before the capture"
-        )
-    try:
-        kernel = jit.load(source, index)
-    except UnavailableError:  # the NVRTC that is there does not know this GPU
+    kernel = load_where_possible(source, index)
+    if kernel is None:
         return None
     sms = torch.cuda.get_device_properties(index).multi_processor_count
     return Quantizer(kernel, sms * _CTAS_OF_AN_SM, hidden)
-
-
-@functools.cache
-def _can_run(index: int) -> bool:
-    """Whether this GPU has what the kernel needs, and there is a compiler."""
-    if torch.version.cuda is None or torch.cuda.get_device_capability(index) < _LEAST_CAPABILITY:
-        return False
-    try:
-        nvrtc.find()
-    except UnavailableError:
-        return False
-    return True

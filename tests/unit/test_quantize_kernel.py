@@ -5,7 +5,6 @@ makes of the same rows, bit for bit, and when it is chosen. NVRTC needs no GPU.
 from __future__ import annotations
 
 import ctypes
-import types
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -18,6 +17,7 @@ from fanfold.errors import UnavailableError, UsageError
 from fanfold.formats import ScaleFormat, quantize, scale_columns
 from fanfold.jit import KernelSource
 from fanfold.quantizing import Quantizer, kernel_source, quantizer_of
+from tests.emulation.optional import Gpu, answering
 from tests.emulation.world import Builder
 from tests.kernels.rows import HIDDEN, every_bf16, unusual_rows
 from tests.unit.test_kernels_compile import Compiled, check, compiled, short
@@ -130,43 +130,10 @@ class Rows:
         return self.address
 
 
-class Gpu:
-    """What PyTorch and the JIT say."""
-
-    def __init__(self) -> None:
-        self.capability, self.capturing, self.cuda = (9, 0), False, "13.0"
-        self.loaded: list[KernelSource] = []
-        self.lacking: Exception | None = None
-
-    def load(self, source: KernelSource, index: int) -> Any:
-        if self.lacking is not None:
-            raise self.lacking
-        self.loaded.append(source)
-        return types.SimpleNamespace()
-
-    def find(self) -> None:
-        if self.lacking is not None:
-            raise self.lacking
-
-
 @pytest.fixture
 def gpu() -> Iterator[Gpu]:
-    gpu = Gpu()
-    answers = {
-        "get_device_capability": lambda index: gpu.capability,
-        "get_device_properties": lambda index: types.SimpleNamespace(multi_processor_count=132),
-        "is_current_stream_capturing": lambda: gpu.capturing,
-    }
-    quantizing._can_run.cache_clear()
-    with (
-        mock.patch.multiple(torch.cuda, **answers),
-        mock.patch.object(torch.version, "cuda", "13.0"),
-        mock.patch.object(quantizing.jit, "load", gpu.load),
-        mock.patch.object(quantizing.nvrtc, "find", gpu.find),
-        mock.patch.dict(quantizing._loaded, clear=True),
-    ):
+    with answering(quantizing._loaded) as gpu:
         yield gpu
-    quantizing._can_run.cache_clear()
 
 
 def chosen(x: Rows) -> Quantizer | None:
@@ -197,7 +164,7 @@ def test_no_kernel_without_compiler_or_hardware(gpu: Gpu) -> None:
     gpu.capturing = True  # the other way does not mind
     gpu.lacking = UnavailableError("no NVRTC")
     assert chosen(Rows()) is None
-    quantizing._can_run.cache_clear()
+    gpu.forget()
     quantizing._loaded.clear()
     gpu.lacking, gpu.capability = None, (8, 9)
     assert chosen(Rows()) is None
