@@ -1,6 +1,8 @@
 // device/warp.cuh on a CPU. Kernels of a rank run one after the other, whole.
 #pragma once
 
+#include <cstring>
+
 #include "layout/types.h"
 
 namespace fanfold {
@@ -14,6 +16,9 @@ template <class T>
 T& dynamic_shared() {
   alignas(128) static thread_local unsigned char memory[emulation::kDynamicSharedBytes];
   static_assert(sizeof(T) <= sizeof memory);
+  // As a CTA finds it: of a thread that begins it is zero, of a GPU it is not.
+  static thread_local const void* noise = std::memset(memory, 0xA5, sizeof memory);
+  static_cast<void>(noise);
   emulation::dynamic_shared_bytes() = sizeof(T);
   return *reinterpret_cast<T*>(memory);
 }

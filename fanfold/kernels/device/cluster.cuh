@@ -1,0 +1,27 @@
+// CTAs of a cluster, which run at the same time and read each other's shared memory. Compute
+// capability 9.0 and later.
+#pragma once
+
+#include "device/memory.cuh"
+#include "layout/types.h"
+
+namespace fanfold {
+
+// All threads of the cluster have come here, and see what the others have written to shared memory.
+// A CTA whose memory others read must not end before a barrier behind that.
+__device__ __forceinline__ void cluster_barrier() {
+  asm volatile(
+      "barrier.cluster.arrive.release;\n\t"
+      "barrier.cluster.wait.acquire;" ::
+          : "memory");
+}
+
+// What stands in CTA `cta` of the cluster where `own` is in this one.
+__device__ __forceinline__ uint32_t load_of_cta(const uint32_t* own, int cta) {
+  uint32_t address, v;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(own)), "r"(cta));
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+
+}  // namespace fanfold
