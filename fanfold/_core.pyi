@@ -326,6 +326,7 @@ class CudaLowLatency:
 CUDA_HIGH_THROUGHPUT_STATE_BYTES: int
 CUDA_HIGH_THROUGHPUT_REPORT_BYTES: int
 CUDA_HIGH_THROUGHPUT_MOST_CTAS: int
+CUDA_HIGH_THROUGHPUT_MOST_RANKS: int
 CUDA_HIGH_THROUGHPUT_MOST_EXPERTS: int
 CUDA_BATCH_TOKENS: int
 CUDA_MOST_SLICES: int
@@ -355,6 +356,17 @@ class CudaQuantizeArgs:
     def launch(
         self, kernel: CudaKernel, ctas: int, threads: int, stream: int, early: bool
     ) -> None: ...
+
+class CudaDispatchLayoutArgs:
+    tokens: int
+    topk_idx: int
+    tokens_per_rank: int
+    tokens_per_expert: int
+    is_token_in_rank: int
+    def __init__(self) -> None: ...
+    @property
+    def address(self) -> int: ...
+    def launch(self, kernel: CudaKernel, shape: CudaLaunch, stream: int) -> None: ...
 
 class CudaPlanArgs:
     alignment: int

@@ -30,6 +30,16 @@ struct Launch {
   bool early;
 };
 
+template <typename Args>
+void launch(const Kernel& kernel, const Args& args, const Launch& shape, uintptr_t stream) {
+  kernel.launch(&args, sizeof args,
+                {.ctas = shape.ctas,
+                 .threads = shape.threads,
+                 .shared_bytes = shape.shared_bytes,
+                 .stream = stream,
+                 .early = shape.early});
+}
+
 // What is set for every call, on each struct of arguments.
 template <typename Args>
 nb::class_<Args> bind_call(nb::module_& module, const char* name) {
@@ -48,12 +58,7 @@ nb::class_<Args> bind_call(nb::module_& module, const char* name) {
       .def(
           "launch",
           [](const Args& self, const Kernel& kernel, const Launch& shape, uintptr_t stream) {
-            kernel.launch(&self, sizeof self,
-                          {.ctas = shape.ctas,
-                           .threads = shape.threads,
-                           .shared_bytes = shape.shared_bytes,
-                           .stream = stream,
-                           .early = shape.early});
+            launch(kernel, self, shape, stream);
           },
           "kernel"_a, "shape"_a, "stream"_a);
   return cls;
@@ -130,6 +135,24 @@ void bind_combine(nb::module_& module) {
   def_address(cls, "out_weights", &Combine::out_weights);
 }
 
+void bind_layout(nb::module_& module) {
+  using Layout = DispatchLayoutArgs;
+  nb::class_<Layout> cls(module, "CudaDispatchLayoutArgs");
+  cls.def("__init__", [](Layout* self) { new (self) Layout{}; })
+      .def_rw("tokens", &Layout::tokens)
+      .def_prop_ro("address", [](const Layout& self) { return reinterpret_cast<uintptr_t>(&self); })
+      .def(
+          "launch",
+          [](const Layout& self, const Kernel& kernel, const Launch& shape, uintptr_t stream) {
+            launch(kernel, self, shape, stream);
+          },
+          "kernel"_a, "shape"_a, "stream"_a);
+  def_address(cls, "topk_idx", &Layout::topk_idx);
+  def_address(cls, "tokens_per_rank", &Layout::tokens_per_rank);
+  def_address(cls, "tokens_per_expert", &Layout::tokens_per_expert);
+  def_address(cls, "is_token_in_rank", &Layout::is_token_in_rank);
+}
+
 void bind_place(nb::module_& module) {
   nb::class_<Place>(module, "CudaHighThroughputPlace")
       .def(
@@ -186,10 +209,12 @@ void bind_cuda_high_throughput(nb::module_& module) {
   bind_plan(module);
   bind_dispatch(module);
   bind_combine(module);
+  bind_layout(module);
   module.attr("CUDA_HIGH_THROUGHPUT_STATE_BYTES") = sizeof(HighThroughputState);
   module.attr("CUDA_HIGH_THROUGHPUT_REPORT_BYTES") =
       sizeof(HighThroughputReport) * cuda::kHighThroughputReportKinds;
   module.attr("CUDA_HIGH_THROUGHPUT_MOST_CTAS") = kMostHighThroughputCtas;
+  module.attr("CUDA_HIGH_THROUGHPUT_MOST_RANKS") = kMostHighThroughputRanks;
   module.attr("CUDA_HIGH_THROUGHPUT_MOST_EXPERTS") = HighThroughputDeviceLayout::kMostCounted;
   module.attr("CUDA_BATCH_TOKENS") = kBatchTokens;
   module.attr("CUDA_MOST_SLICES") = kMostSlices;

@@ -65,7 +65,8 @@ class HighThroughputCalls(BufferBase):
 
         Raises:
             ArgumentError: bad input.
-            UsageError: destroyed.
+            UsageError: destroyed; or a CUDA graph is being captured, and the kernel of these sizes
+                is not loaded yet.
         """
         runtime = self._open()
         previous = check_ordering(previous_event, async_finish, allocate_on_comm_stream)

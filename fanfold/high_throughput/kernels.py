@@ -17,6 +17,7 @@ from fanfold.jit import KernelSource
 __all__ = [
     "DEFAULT_MOST_CTAS",
     "LANES_ALONE_ROW_BYTES",
+    "LAYOUT_CTAS",
     "MOST_SHARED_BYTES",
     "CombineKind",
     "DispatchKind",
@@ -25,6 +26,7 @@ __all__ = [
     "combine_kernel",
     "dispatch_kernel",
     "lags",
+    "layout_kernel",
     "most_batches",
     "plan_kernel",
 ]
@@ -39,6 +41,10 @@ DEFAULT_MOST_CTAS = 24
 """Of a kernel, if nobody asks for more: SMs belong to what runs beside, and long rows hardly need
 more (decision 0108)."""
 
+LAYOUT_CTAS = 8
+"""Of the kernel that counts a layout: the largest cluster that every GPU with clusters has."""
+
+_LAYOUT_WARPS = 16
 _PLAN_WARPS = 16
 _MOST_TILES = 8
 _TILE_BYTES = 64 << 10
@@ -223,6 +229,15 @@ class CombineKind:
         adds = self.expert_major and max(self.sizes.top_k, self.sizes.ranks) <= 16
         long = adds and self.row_bytes >= _LONG_ROW_BYTES
         return _slices(self.row_bytes, _ADDED_SLICE_UNITS if long else _SLICE_UNITS)
+
+
+def layout_kernel(sizes: Sizes) -> Kernel:
+    """The kernel that says where a rank's tokens go; the number of tokens is free."""
+    constants = {**sizes.constants(), "kWarps": _LAYOUT_WARPS, "kClusterCtas": LAYOUT_CTAS}
+    source = KernelSource(
+        "high_throughput/layout.cu", "high_throughput_layout", constants, _LAYOUT_WARPS * 32
+    )
+    return Kernel(source, _align(4 * (sizes.experts + sizes.ranks), _LINE))
 
 
 def plan_kernel(sizes: Sizes) -> Kernel:

@@ -18,6 +18,7 @@ from fanfold.high_throughput.kernels import (
     Sizes,
     combine_kernel,
     dispatch_kernel,
+    layout_kernel,
     plan_kernel,
 )
 from fanfold.jit import KernelSource
@@ -73,6 +74,7 @@ class Layer:
         found = {
             "refusal": plan_kernel(refusal).source,
             "plan": plan_kernel(self.sizes).source,
+            "layout": layout_kernel(self.sizes).source,
         }
         for layout in layouts:
             for what, dispatch in self._dispatches(layout):

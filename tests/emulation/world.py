@@ -38,6 +38,7 @@ ARGUMENTS = {
     "low_latency_dispatch": "DispatchArgs",
     "low_latency_combine": "CombineArgs",
     "formats_quantize": "QuantizeArgs",
+    "high_throughput_layout": "DispatchLayoutArgs",
     "high_throughput_plan": "PlanArgs",
     "high_throughput_dispatch": "HighThroughputDispatchArgs",
     "high_throughput_combine": "HighThroughputCombineArgs",

@@ -48,8 +48,8 @@ def test_calls_need_no_others(tmp_path: Path) -> None:
         expected = layer_of(FP8).kernels(LAYOUTS)
     names = {source: name for name, source in expected.items()}
     used = {names[source] for source in builder._loaded}
-    # The rounds make no cached dispatch of bf16 rows, and quantise nothing.
-    left = {"quantise", *(name for name in expected if name.endswith("bf16"))}
+    # The rounds make no cached dispatch of bf16 rows, quantise nothing and ask for no layout.
+    left = {"quantise", "layout", *(name for name in expected if name.endswith("bf16"))}
     # Nor do they combine on many SMs, nor in every way: with biases only as below.
     left |= {
         name
@@ -66,7 +66,7 @@ def test_calls_need_no_others(tmp_path: Path) -> None:
 def test_names() -> None:
     layer = layer_of(FP8)
     both = layer.kernels(LAYOUTS)
-    assert len(both) == 36
+    assert len(both) == 37
     assert len(set(both.values())) == len(both)
     assert both["quantise"].entry == "formats_quantize"
     assert dict(both["quantise"].pairs)["kPackScales"] == 1
@@ -75,8 +75,9 @@ def test_names() -> None:
     assert {name for name in one if "expert_major" in name} == set()
     bf16 = layer_of(BF16).kernels(["expert_major"])
     assert list(bf16) == [
-        "refusal", "plan", "dispatch expert_major new weighted", "dispatch expert_major new",
-        "dispatch expert_major cached", "dispatch expert_major in place new weighted",
+        "refusal", "plan", "layout", "dispatch expert_major new weighted",
+        "dispatch expert_major new", "dispatch expert_major cached",
+        "dispatch expert_major in place new weighted",
         "dispatch expert_major in place new", "dispatch expert_major in place cached",
         "combine expert_major", "combine expert_major biased",
         "combine expert_major lanes", "combine expert_major lanes biased",

@@ -238,6 +238,15 @@ struct PlanArgs {
   int32_t* totals;             // [2] pinned or on the GPU: rows that come, expert rows; or null
 };
 
+// Where the tokens of one rank go, which it finds out by itself.
+struct DispatchLayoutArgs {
+  const int64_t* topk_idx;  // [tokens][top_k]; what is no expert is no choice
+  int64_t tokens;
+  int32_t* tokens_per_rank;         // [ranks]
+  int32_t* tokens_per_expert;       // [experts]: as often as tokens name it
+  unsigned char* is_token_in_rank;  // [tokens][ranks], 1 or 0
+};
+
 struct HighThroughputDispatchArgs {
   HighThroughputArgs call;
   const unsigned char* x;                         // [tokens][row bytes]
