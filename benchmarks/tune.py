@@ -10,7 +10,9 @@ times them all, so that they can be compared: machines differ by some percent. A
 changes, tokens and geometry has the times of one call between two events, behind a flush of the L2
 cache and a barrier of the ranks: medians of the slowest rank, in microseconds, nothing subtracted.
 
-``--calls`` times only calls in whose names one of its parts is, such as ``in_place cached``.
+``--calls`` times only calls in whose names one of its parts is, such as ``in_place cached``. With
+``layout`` that is where tokens go, counted by one kernel and by PyTorch's own functions, among four
+ranks however many there are, and the host's time for either.
 Nothing is compared with the oracle but token-major sums of ones: results are for tests/gpu to
 check, with the constants that are kept.
 """
@@ -37,15 +39,17 @@ from fanfold.bench.workload import Workload
 from fanfold.config import Config
 from fanfold.formats import quantize
 from fanfold.group import as_group
-from fanfold.high_throughput import kernels
+from fanfold.high_throughput import kernels, layout_kernel
 from fanfold.high_throughput.calls import RowOrder
 from fanfold.high_throughput.cuda import CudaHighThroughput
 from fanfold.high_throughput.in_place import bytes_for_results
+from fanfold.high_throughput.layout import Layout, dispatch_layout, layout_there
 from fanfold.launch import launch
 from fanfold.symmetric_cuda import CudaSymmetricMemory
 
 ALIGNMENT = 128
 CTAS = 24
+LAYOUT_RANKS = 4
 LAYOUTS: tuple[RowOrder, ...] = ("token_major", "expert_major")
 Point = tuple[int, tuple[int, int, int]]  # tokens; hidden, top-k, experts
 
@@ -90,6 +94,23 @@ def timed_calls(
             yield name, combine_of(mode, received, x, idx, layout, experts // ranks)
 
 
+def layout_calls(
+    device: torch.device, ranks: int, point: Point, wanted: Callable[[str], bool]
+) -> Iterator[tuple[str, Callable[[], Layout]]]:
+    """Names and calls; both give the same."""
+    tokens, (hidden, top_k, experts) = point
+    if not wanted("layout"):
+        return
+    batch = Workload(ranks, tokens, hidden, top_k, experts).batch(dist.get_rank())
+    idx = batch.topk_idx.to(device)
+    assert layout_kernel.counter_of(idx, experts, LAYOUT_RANKS) is not None, "there is no kernel"
+    ours = partial(dispatch_layout, idx, experts, LAYOUT_RANKS)
+    theirs = partial(layout_there, idx, experts, LAYOUT_RANKS)
+    assert all(map(torch.equal, vars(ours()).values(), vars(theirs()).values())), "the same layout"
+    yield "layout", ours
+    yield "layout by PyTorch", theirs
+
+
 def combine_of(
     mode: CudaHighThroughput, received: Any, x: torch.Tensor, idx: torch.Tensor, layout: RowOrder,
     local_experts: int,
@@ -129,7 +150,8 @@ def times_of_rank(
         grid = {"ctas": changes.get("ctas", CTAS), "senders": changes.get("senders")}
         constants = {name: value for name, value in changes.items() if name not in grid}
         memory = CudaSymmetricMemory(as_group(group), nbytes)
-        with mock.patch.multiple(kernels, **constants) if constants else nullcontext():
+        changed = mock.patch.multiple(kernels, **constants) if constants else nullcontext()
+        with changed, mock.patch.dict(layout_kernel._loaded, clear=True):
             most = max(tokens for tokens, _ in points)
             mode = CudaHighThroughput(memory, config, max_tokens=most, result_bytes=results, **grid)
             clock = Clock(GpuBarrier(group, mode.device), mode.device, warmup=3, iterations=15)
@@ -138,6 +160,9 @@ def times_of_rank(
                     name: clock.alone(call, flushed=True)
                     for name, call in timed_calls(mode, ranks, point, wanted)
                 }
+                for name, layout in layout_calls(mode.device, ranks, point, wanted):
+                    samples[name] = clock.alone(layout, flushed=True)
+                    samples[f"{name}, host"] = clock.host(layout)
                 mode.quiesce()
                 found.append((changes, point, samples, device_facts(mode.device)))
         memory.close()
