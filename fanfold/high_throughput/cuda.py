@@ -20,7 +20,7 @@ import torch
 
 from fanfold import _core
 from fanfold.config import Config
-from fanfold.errors import ArgumentError, FanfoldError, UnavailableError, UsageError
+from fanfold.errors import ArgumentError, UnavailableError, UsageError
 from fanfold.geometry import check_aligned, check_integer, check_tensor
 from fanfold.group import agree
 from fanfold.high_throughput.calls import (
@@ -121,7 +121,7 @@ class CudaHighThroughput:
             check_integer("result_bytes", result_bytes, 0, memory.bytes_per_rank)
             self._grid = grid_of(memory, config, ctas, senders)
             self._open(result_bytes)
-        except FanfoldError as failure:
+        except Exception as failure:  # for want of memory, too
             error = failure
         # When all have come here, everybody's words are zero.
         facts = {"bytes": memory.bytes_per_rank, "max_tokens": max_tokens}

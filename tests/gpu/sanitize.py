@@ -22,6 +22,7 @@ import torch.multiprocessing
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fanfold.formats import ScaleFormat, quantize
+from fanfold.high_throughput.layout import dispatch_layout
 from tests.distributed import routings
 from tests.distributed.cuda_rounds import run_case
 from tests.gpu.support import (
@@ -86,8 +87,17 @@ def low_latency(group: dist.ProcessGroup) -> None:
         tell(group, f"{case}")
 
 
+def check_layout(case: routings.Case, rank: int) -> None:
+    """Where a rank's tokens go, against the host."""
+    topk_idx = routings.Round(case, rank).own.topk_idx
+    there = dispatch_layout(topk_idx.to(own_device()), case.experts, case.ranks)
+    for name, wanted in vars(dispatch_layout(topk_idx, case.experts, case.ranks)).items():
+        assert_same(name, getattr(there, name), wanted)
+
+
 def high_throughput(group: dist.ProcessGroup) -> None:
-    """Plans, dispatches by new plans and old ones, and combines of all kinds, in both layouts."""
+    """Layouts, plans, dispatches by new plans and old ones, and combines of all kinds, in both
+    orders of rows."""
     rank, ranks = group.rank(), group.size()
     tokens = tuple((41, 0, 23, 9)[n % 4] for n in range(ranks))
     small = routings.Case(tokens=tokens, experts_per_rank=5, top_k=3, hidden=528, alignment=4)
@@ -102,6 +112,7 @@ def high_throughput(group: dist.ProcessGroup) -> None:
         dataclasses.replace(small, tokens=(9,) * ranks, hidden=7168, top_k=8, experts_per_rank=64),
     ]
     for case in cases:
+        check_layout(case, rank)
         # The fewest slots that a ring may have.
         row_bytes = 2 * case.hidden + 8 * case.top_k + 4 * case.scales
         ring_bytes = 4 * 8 * (-(-row_bytes // 128) * 128)

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fanfold.errors import ArgumentError, PeerRefused, PeerTimeout
+from fanfold.errors import ArgumentError, FanfoldError, PeerRefused, PeerTimeout
 from fanfold.high_throughput import cuda as cuda_module
 from fanfold.high_throughput.cuda import CudaHighThroughput
 from fanfold.high_throughput.plan import CudaDispatched, CudaPlan
@@ -415,3 +415,19 @@ def test_an_index_out_of_range_is_none(layout: str, index: int, told: str) -> No
 
     with mock.patch.object(cuda_module, "check_routing"):  # which looks at entries on a CPU
         world.run(program)
+
+
+def test_a_rank_that_cannot_open_the_mode_is_told_of_on_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where it is not Fanfold that says so: else its peers wait for it in the group."""
+    opened = CudaHighThroughput._open
+
+    def without_memory(mode: CudaHighThroughput, result_bytes: int) -> None:
+        if mode._memory.rank == 1:
+            raise MemoryError("no room for counts")
+        opened(mode, result_bytes)
+
+    monkeypatch.setattr(CudaHighThroughput, "_open", without_memory)
+    with pytest.raises((MemoryError, FanfoldError), match="no room for counts"):
+        World(3, ROOMY_RING)
