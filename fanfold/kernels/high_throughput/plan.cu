@@ -280,9 +280,9 @@ class Planner {
       args_.source_prefix[source] = rows;
     }
     if (args_.totals == nullptr) return;
-    store_relaxed_system(reinterpret_cast<uint64_t*>(args_.totals),
-                         (uint64_t{static_cast<uint32_t>(all)} << 32) |
-                             static_cast<uint32_t>(rows));
+    store_relaxed_system(
+        reinterpret_cast<uint64_t*>(args_.totals),
+        (uint64_t{static_cast<uint32_t>(all)} << 32) | static_cast<uint32_t>(rows));
   }
 
   __device__ void place_run() {
