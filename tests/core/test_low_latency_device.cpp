@@ -384,7 +384,8 @@ TEST(arguments_carry_the_call) {
   const LowLatencyGeometry geometry{2, 8, 2, 128, 16};
   const cuda::LowLatency calls(place, geometry, true, {132, 20});
   const DispatchArgs dispatch = calls.dispatch_arguments(2, 0);
-  const CombineArgs combine = calls.combine_arguments(2);
+  const CombineArgs combine = calls.combine_arguments(false, 2);
+  CHECK(calls.combine_arguments(true, 2).call.facts != combine.call.facts);
   for (const CallArgs* call : {&dispatch.call, &combine.call}) {
     CHECK_EQ(call->rank, 1);
     CHECK_EQ(call->max_tokens, 16);
