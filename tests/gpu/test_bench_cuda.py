@@ -93,9 +93,6 @@ def test_low_latency(gpus: GpuPools, ranks: int, dtype: str) -> None:
         assert shapes == dict.fromkeys(SAMPLES, (settings.iterations,))
         wrong = [n for n, t in samples.items() if not bool((torch.isfinite(t) & (t > 0)).all())]
         assert wrong == []
-        # The peers send milliseconds later. What held SMs for them would hold up the product, too.
-        alone, beside = (float(samples[name].median()) for name in OVERLAPS)
-        assert beside < 2 * alone
         reports.append(report.on_gpu)
     found = summary(reports)
     assert set(found) == {*OPERATIONS, "overhead", "overlap"}
