@@ -412,7 +412,7 @@ class CudaHighThroughput:
     def _keep(self, plan: CudaPlan, stream: int) -> None:
         """Tells the allocator that a plan is used on another stream than it was made on, which the
         caller, who sees little of it, cannot."""
-        if stream == plan.stream or torch.cuda.is_current_stream_capturing():
+        if stream == plan.stream:
             return
         current = torch.cuda.current_stream(self.device)
         for tensor in plan.tensors():

@@ -345,6 +345,11 @@ def test_a_plan_is_kept_for_all_streams_that_use_it(monkeypatch: pytest.MonkeyPa
     current[0] = 9
     mode.refuse_dispatch(ValueError("of a layer above"), plan)
     assert (plan.source_prefix.data_ptr(), 9) in kept
+    # Within a capture, too: what it gives back it gives to its other streams.
+    current[0] = 11
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    mode.dispatch_cached(sent(expect, mode.device), plan, layout="expert_major")
+    assert {(tensor.data_ptr(), 11) for tensor in plan.tensors()} <= kept
 
 
 def test_expert_major_combine_needs_expert_major_rows() -> None:
