@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fanfold.errors import FanfoldError
-
 __all__ = ["Refusing", "tell"]
 
 
@@ -35,5 +33,5 @@ def tell(refuse: Callable[[str], None], error: BaseException) -> None:
     """
     try:
         refuse(str(error))
-    except FanfoldError as failure:
+    except Exception as failure:  # for want of memory, too
         error.__context__ = failure

@@ -17,7 +17,8 @@ def stream_at(address: int, device: torch.device) -> torch.cuda.Stream:
 
 class StreamOrder:
     """Has every call of a mode come after the one before it, inside of a capture too. A capture
-    stands apart: what comes before it, and where it is replayed, is the caller's to order.
+    stands apart: what comes before it, and where it is replayed, is the caller's to order. There is
+    one at a time.
 
     Args:
         device: of the mode, with an index.
@@ -45,9 +46,13 @@ class StreamOrder:
             stream_at(stream, self._device).wait_stream(stream_at(before, self._device))
         if captures:
             self._stream, self._captured = None, stream
-        else:
-            self._stream, self._outside, self._captured = stream, stream, None
+            return
+        self._stream = self._outside = stream
+        if self._captured is not None and not self._captures(self._captured):
+            self._captured = None
 
     def _captures(self, stream: int) -> bool:
+        if stream == 0:
+            return False  # no capture can begin there, and during some others it must not be asked
         with torch.cuda.stream(stream_at(stream, self._device)):
             return torch.cuda.is_current_stream_capturing()

@@ -359,7 +359,7 @@ class LowLatencyCalls(BufferBase):
             topk_idx: ``[T, K]`` int64 of this rank's own tokens, as dispatched.
             topk_weights: ``[T, K]`` float32 of this rank's own tokens.
             handle: what low_latency_dispatch returned.
-            use_logfmt: send rows as LogFMT-10; excludes zero_copy.
+            use_logfmt: send rows as LogFMT-10, on GPUs on all ranks or none; excludes zero_copy.
             zero_copy: take the outputs from the tensor of get_next_low_latency_combine_buffer
                 instead of ``x``, which must still have their shape.
             async_finish, return_recv_hook: as in low_latency_dispatch.

@@ -326,7 +326,7 @@ class ExpertParallel:
             received: what dispatch returned; may be combined more than once.
             weighted: multiply each row by its routing weight, if dispatch had weights.
             bias: high throughput: ``[num_tokens, hidden]`` bfloat16 that each sum starts from.
-            logfmt: low latency: send rows as LogFMT-10.
+            logfmt: low latency: send rows as LogFMT-10; on GPUs all ranks do or none.
             out: ``[num_tokens, hidden]`` bfloat16 to write to, in other memory than ``y`` if on a
                 GPU; made if not given.
             return_hook: low latency: return before anything has arrived, with a function that

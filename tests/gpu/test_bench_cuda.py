@@ -81,9 +81,9 @@ SAMPLES = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_low_latency(gpus: GpuPools, ranks: int, dtype: str) -> None:
-    settings = dataclasses.replace(LOW_LATENCY, ranks=ranks, dtype=dtype)
+@pytest.mark.parametrize(("dtype", "late"), [("bf16", None), ("fp8", None), ("fp8", True)])
+def test_low_latency(gpus: GpuPools, ranks: int, dtype: str, late: bool | None) -> None:
+    settings = dataclasses.replace(LOW_LATENCY, ranks=ranks, dtype=dtype, late_weights=late)
     reports: list[CudaReport] = []
     for report in gpus.run(ranks, _one, settings):
         assert report.on_gpu is not None

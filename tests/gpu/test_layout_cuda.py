@@ -56,8 +56,10 @@ def assert_same(got: Layout, wanted: Layout, device: torch.device = DEVICE) -> N
 def check(topk_idx: torch.Tensor, sizes: Sizes) -> None:
     on_gpu = topk_idx.to(DEVICE)
     # The memory of these results is given again: neither zeros nor counts stand there.
-    for result in vars(dispatch_layout(on_gpu, sizes.experts, sizes.ranks)).values():
+    first = dispatch_layout(on_gpu, sizes.experts, sizes.ranks)
+    for result in vars(first).values():
         result.view(torch.uint8).fill_(0xA5)
+    del first, result
     assert_same(dispatch_layout(on_gpu, sizes.experts, sizes.ranks), wanted_of(topk_idx, sizes))
     assert torch.equal(on_gpu.cpu(), topk_idx)
 

@@ -108,6 +108,30 @@ def test_a_stream_that_was_captured_last_follows_the_calls_outside(cuda: FakeCud
     assert cuda.log == [(64, 0)]
 
 
+def test_a_call_outside_of_a_capture_under_way(cuda: FakeCuda) -> None:
+    order = StreamOrder(DEVICE)
+    cuda.capturing = {64, 128}
+    for stream in (64, 192, 128):
+        cuda.current = stream
+        order.follow()
+    assert cuda.log == [(192, 0), (128, 64)]
+
+
+def test_the_default_stream_is_never_asked_whether_it_is_captured(cuda: FakeCuda) -> None:
+    order = StreamOrder(DEVICE)
+    asked: list[int] = []
+    capturing = cuda.is_current_stream_capturing
+
+    def ask() -> bool:
+        asked.append(cuda.current)
+        return capturing()
+
+    cuda.is_current_stream_capturing = ask  # type: ignore[method-assign]
+    cuda.current, cuda.capturing = 64, {64}
+    order.follow()
+    assert asked == [64]
+
+
 def test_captures_do_not_wait_for_each_other(cuda: FakeCuda) -> None:
     order = StreamOrder(DEVICE)
     for stream in (64, 128):

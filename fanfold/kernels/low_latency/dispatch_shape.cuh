@@ -32,19 +32,13 @@ __device__ __forceinline__ bool has_unit(int part, int lane) {
   return kUnits % kSegmentUnits == 0 || part * kSegmentUnits + lane < kUnits;
 }
 
-// Rows of a receiver that are placed, then taken, together.
-inline constexpr int kPassRows =
-    kWarps * kTasks / kSegments > 0
-        ? (kWarps * kTasks / kSegments < 32 ? kWarps * kTasks / kSegments : 32)
-        : 1;
-
 struct Place {
   int32_t local;
   int32_t row;  // of the expert
 };
 
 // Sending and receiving have memory of their own, so that no barrier is needed between them.
-struct alignas(16) DispatchShared {
+struct DispatchTables {
   HeaderShared headers;
   TokenSet tokens_of[kExperts];
   int32_t before[kRanks][kLocalExperts];  // rows of earlier sources
@@ -52,9 +46,24 @@ struct alignas(16) DispatchShared {
   int32_t tokens[kRanks];
   bool fp8[kRanks];  // of each source; what a refusing rank must know
   bool refused[kRanks];
+};
+
+// Rows of a receiver that are placed, then taken, together: as many as its warps have in flight, a
+// warp of them at most, and as shared memory has room for.
+inline constexpr int kMostSharedBytes = 48 * 1024;
+inline constexpr int kRowsInFlight =
+    kWarps * kTasks / kSegments > 0 ? kWarps * kTasks / kSegments : 1;
+inline constexpr int kRowsOfWarp = kRowsInFlight < kWarpLanes ? kRowsInFlight : kWarpLanes;
+inline constexpr int kRowsWithRoom =
+    (kMostSharedBytes - 16 - static_cast<int>(sizeof(DispatchTables))) /
+    static_cast<int>(sizeof(int32_t) + kTopK * sizeof(Place));
+inline constexpr int kPassRows = kRowsOfWarp < kRowsWithRoom ? kRowsOfWarp : kRowsWithRoom;
+static_assert(kPassRows > 0);
+
+struct alignas(16) DispatchShared : DispatchTables {
   int32_t fan[kPassRows];
   Place places[kPassRows][kTopK];
 };
-static_assert(sizeof(DispatchShared) <= 48 * 1024);
+static_assert(sizeof(DispatchShared) <= kMostSharedBytes);
 
 }  // namespace fanfold
