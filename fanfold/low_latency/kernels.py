@@ -86,7 +86,8 @@ def _dispatch_tasks(row_format: RowFormat, geometry: Geometry) -> int:
     CTA places together are asked for together."""
     if row_format is RowFormat.BF16:
         return 8
-    long = geometry.hidden > _LONG_ROW_SEGMENTS * _SEGMENT_BYTES
+    hidden = geometry.hidden
+    long = hidden > _LONG_ROW_SEGMENTS * _SEGMENT_BYTES and hidden % _SEGMENT_BYTES == 0
     return 5 if long and geometry.ranks <= _FEW_RANKS else 4
 
 

@@ -26,10 +26,10 @@ ROWS = [
     (RowFormat.FP8, ScaleFormat.POWER_OF_TWO),
     (RowFormat.FP8, ScaleFormat.UE8M0),
 ]
-HIDDEN = [128, 136, 512, 1024, 2048, 2880, 4096, 5120, 7168, 8192, 12288, 16384]
-TOP_K = [1, 2, 4, 6, 8, 22, 32]
+HIDDEN = [128, 136, 512, 1024, 2048, 2880, 4096, 4944, 5120, 7136, 7168, 8192, 12288, 16384]
+TOP_K = [1, 2, 4, 6, 8, 9, 22, 24, 32]
 EXPERTS_PER_RANK = [1, 3, 8, 32, 64, 128, 256, 1024]
-RANKS = [1, 2, 3, 4, 8, 16, 32]
+RANKS = [1, 2, 3, 4, 6, 8, 16, 32]
 MOST_EXPERTS = 2048
 # Ranks, experts, top-k and hidden of the layers that the mode is measured with, and the extremes.
 NAMED = [
@@ -44,6 +44,7 @@ NAMED = [
     (32, 2048, 32, 16384),
     (1, 1024, 32, 512),
     (1, 2048, 32, 512),
+    (6, 540, 24, 7136),
 ]
 
 
