@@ -235,12 +235,11 @@ class CudaHighThroughput:
             tokens = values.shape[0]
             check_routing(topk_idx, topk_weights, tokens, num_experts, self._ranks, self.device)
             sizes = Sizes(self._ranks, num_experts, topk_idx.shape[1])
-            planning = self._launches.plan(sizes, expert_alignment)
             weighted = topk_weights is not None
             kind = DispatchKind.of(
                 sizes, values, scales, layout, weighted=weighted, in_place=in_place
             )
-            sending = self._launches.dispatch(kind)
+            planning, sending = self._launches.new_routing(sizes, expert_alignment, kind)
             plan = self._draft(sizes, tokens, capacity)
             choices = self._begin_plan(planning.args, plan, topk_idx, layout)
             dispatched = None

@@ -62,6 +62,18 @@ class Launches:
         self._dispatches: dict[DispatchKind, Call[_core.CudaHighThroughputDispatchArgs]] = {}
         self._combines: dict[CombineKind, Call[_core.CudaHighThroughputCombineArgs]] = {}
 
+    def new_routing(
+        self, sizes: Sizes, alignment: int, kind: DispatchKind
+    ) -> tuple[Call[_core.CudaPlanArgs], Call[_core.CudaHighThroughputDispatchArgs]]:
+        """Plans and the dispatches by them. What nobody has compiled before is compiled at the same
+        time."""
+        known = (sizes, alignment) in self._plans or kind in self._dispatches
+        if not known and not torch.cuda.is_current_stream_capturing():
+            dispatch = kernels.dispatch_kernel(kind, self._most_shared_bytes)
+            sources = [kernels.plan_kernel(sizes).source, dispatch.source]
+            jit.load_all(sources, self._device.index, self._config)
+        return self.plan(sizes, alignment), self.dispatch(kind)
+
     def plan(self, sizes: Sizes, alignment: int) -> Call[_core.CudaPlanArgs]:
         """Plans of layers of these sizes, with experts' rows aligned."""
         known = self._plans.get((sizes, alignment))

@@ -84,6 +84,7 @@ def emulated(builder: Builder, ctas: int) -> Iterator[None]:
         mock.patch.multiple(torch.cuda, **cuda_answers),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", create=True, return_value=0),
         mock.patch.object(launches.jit, "load", lambda source, *_: _Loaded(builder.load(source))),
+        mock.patch.object(launches.jit, "load_all", return_value=[]),
         *(mock.patch.object(each, "torch", pageable) for each in (kernel_reports, reports_module)),
         mock.patch.multiple(kernels, **few_warps),
         mock.patch.object(CudaHighThroughput, "_empty", _poisoned),

@@ -352,6 +352,19 @@ def test_a_plan_is_kept_for_all_streams_that_use_it(monkeypatch: pytest.MonkeyPa
     assert {(tensor.data_ptr(), 11) for tensor in plan.tensors()} <= kept
 
 
+def test_a_new_routing_has_its_kernels_compiled_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    (mode,) = World(1, ROOMY_RING).modes
+    expect = Round(dataclasses.replace(SMALL, tokens=(5,)), 0)
+    together: list[list[str]] = []
+    monkeypatch.setattr(
+        "fanfold.jit.load_all",
+        lambda sources, *_: together.append([source.entry for source in sources]),
+    )
+    for _ in range(2):
+        dispatch(mode, expect, "token_major", None)
+    assert together == [["high_throughput_plan", "high_throughput_dispatch"]]
+
+
 def test_expert_major_combine_needs_expert_major_rows() -> None:
     world = World(2, ROOMY_RING)
     case = dataclasses.replace(SMALL, tokens=(5, 9))
