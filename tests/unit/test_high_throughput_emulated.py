@@ -16,7 +16,7 @@ import torch
 
 from fanfold import Config, ExpertParallel, _core
 from fanfold.errors import ArgumentError, PeerRefused, UsageError
-from fanfold.high_throughput import grid, kernels
+from fanfold.high_throughput import grid, kernels, launches
 from fanfold.high_throughput.cuda import CudaHighThroughput
 from fanfold.high_throughput.kernels import CombineKind, DispatchKind
 from tests.distributed.cuda_rounds import (
@@ -330,39 +330,38 @@ def test_a_plan_is_kept_for_all_streams_that_use_it(monkeypatch: pytest.MonkeyPa
     expect = Round(dataclasses.replace(SMALL, tokens=(30,), weighted=False), 0)
     current, kept = [5], set[tuple[int, int]]()
     monkeypatch.setattr(mode, "_follow", lambda: current[0])
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
     monkeypatch.setattr("fanfold.high_throughput.cuda.stream_at", lambda address, device: address)
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda tensor, stream: kept.add((tensor.data_ptr(), stream))
     )
-    plan = dispatch(mode, expect, "token_major", 100).plan
-    assert not kept
-    current[0] = 7
-    mode.dispatch_cached(sent(expect, mode.device), plan, layout="expert_major")
-    assert plan.rows_of is not None
-    used = {(tensor.data_ptr(), 7) for tensor in plan.tensors()}
-    assert kept == used | {(plan.rows_of.data_ptr(), 5)}
-    current[0] = 9
-    mode.refuse_dispatch(ValueError("of a layer above"), plan)
-    assert (plan.source_prefix.data_ptr(), 9) in kept
-    # Within a capture, too: what it gives back it gives to its other streams.
-    current[0] = 11
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    mode.dispatch_cached(sent(expect, mode.device), plan, layout="expert_major")
-    assert {(tensor.data_ptr(), 11) for tensor in plan.tensors()} <= kept
+    # Not by monkeypatch, which ends after the emulation and would bring its answers back.
+    with mock.patch.object(torch.cuda, "current_stream", side_effect=lambda device: current[0]):
+        plan = dispatch(mode, expect, "token_major", 100).plan
+        assert not kept
+        current[0] = 7
+        mode.dispatch_cached(sent(expect, mode.device), plan, layout="expert_major")
+        assert plan.rows_of is not None
+        used = {(tensor.data_ptr(), 7) for tensor in plan.tensors()}
+        assert kept == used | {(plan.rows_of.data_ptr(), 5)}
+        current[0] = 9
+        mode.refuse_dispatch(ValueError("of a layer above"), plan)
+        assert (plan.source_prefix.data_ptr(), 9) in kept
+        # Within a capture, too: what it gives back it gives to its other streams.
+        current[0] = 11
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+            mode.dispatch_cached(sent(expect, mode.device), plan, layout="expert_major")
+        assert {(tensor.data_ptr(), 11) for tensor in plan.tensors()} <= kept
 
 
-def test_a_new_routing_has_its_kernels_compiled_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_routing_has_its_kernels_compiled_together() -> None:
     (mode,) = World(1, ROOMY_RING).modes
     expect = Round(dataclasses.replace(SMALL, tokens=(5,)), 0)
-    together: list[list[str]] = []
-    monkeypatch.setattr(
-        "fanfold.jit.load_all",
-        lambda sources, *_: together.append([source.entry for source in sources]),
-    )
-    for _ in range(2):
-        dispatch(mode, expect, "token_major", None)
-    assert together == [["high_throughput_plan", "high_throughput_dispatch"]]
+    with mock.patch.object(launches.jit, "load_all") as together:
+        for _ in range(2):
+            dispatch(mode, expect, "token_major", None)
+    together.assert_called_once()
+    entries = [source.entry for source in together.call_args.args[0]]
+    assert entries == ["high_throughput_plan", "high_throughput_dispatch"]
 
 
 def test_expert_major_combine_needs_expert_major_rows() -> None:
