@@ -19,6 +19,7 @@ from fanfold.bench.settings import MODES, BenchSettings
 from fanfold.bench.workload import Workload
 from fanfold.cli.main import main
 from fanfold.expert_parallel import ExpertParallel
+from tests.distributed.blind_clock import standing_in
 
 SIZES = {"tokens": 13, "hidden": 144, "top_k": 3, "experts": 6}
 
@@ -164,56 +165,11 @@ def test_a_line_says_which_way_weights_came(tmp_path, capsys):
     assert capsys.readouterr().out.count(", weights with combine") == 1
 
 
-class BlindClock:
-    """Runs what it is to time, and calls everything a microsecond."""
-
-    def __init__(self, barrier, device, *, warmup, iterations):
-        self._iterations = iterations
-
-    def overhead(self, calls):
-        return {name: self._ones() for name in ("empty", "empty_flushed", "launch", "python")}
-
-    def graph(self, *spans):
-        for span in spans:
-            span()
-        return self._ones(len(spans))
-
-    def chain(self, call, calls):
-        for _ in range(calls):
-            call()
-        return self._ones()
-
-    def single(self, call):
-        return self.chain(call, 1)
-
-    host = single
-
-    def alone(self, call, *, flushed):
-        return self.chain(call, 1)
-
-    def _ones(self, *spans):
-        return torch.ones((self._iterations, *spans), dtype=torch.float64)
-
-
-STANDINS = {
-    "Clock": BlindClock,
-    "GpuBarrier": lambda group, device: lambda: None,
-    "device_facts": lambda device: {"name": "none"},
-}
-
-
 def as_on_gpus(group, settings):
     """What ``time_on_gpu`` reports of calls on the host."""
-    kept = {name: getattr(cuda_run, name) for name in STANDINS}
-    for name, value in STANDINS.items():
-        setattr(cuda_run, name, value)
-    try:
-        expectation = expectation_of(group, settings)
-        with closing(open_calls(group, settings)) as calls:
-            return cuda_run.time_on_gpu(calls.ep, group, expectation, settings)
-    finally:
-        for name, value in kept.items():
-            setattr(cuda_run, name, value)
+    expectation = expectation_of(group, settings)
+    with standing_in(cuda_run), closing(open_calls(group, settings)) as calls:
+        return cuda_run.time_on_gpu(calls.ep, group, expectation, settings)
 
 
 @pytest.mark.parametrize("late", [False, True])

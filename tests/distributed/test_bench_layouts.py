@@ -18,6 +18,7 @@ from fanfold.bench.layouts import Given, open_calls, spoil
 from fanfold.bench.run import bench_rank, bench_ranks
 from fanfold.bench.settings import LAYOUTS, REUSES, BenchSettings
 from fanfold.cli import bench
+from tests.distributed.blind_clock import standing_in
 
 SETTINGS = BenchSettings(
     "high_throughput", ranks=2, tokens=13, hidden=144, top_k=3, experts=6, iterations=2, warmup=1,
@@ -158,52 +159,22 @@ def test_dispatches_with_capacity(pools, layout):
 # ---- the program of the GPUs --------------------------------------------------------------------
 
 
-class BlindClock:
-    """Runs what it is to time, and calls everything a microsecond."""
-
-    late_share = 0.0
-
-    def __init__(self, barrier, device, *, warmup, iterations):
-        self._iterations = iterations
-
-    def overhead(self, calls):
-        return {name: self._ones() for name in ("empty", "empty_flushed", "launch", "python")}
-
-    def end_to_end(self, call):
-        call()
-        return self._ones()
-
-    wall = host = end_to_end
-
-    def chain(self, call, calls):
-        return self.end_to_end(call)
-
-    def _ones(self):
-        return torch.ones(self._iterations, dtype=torch.float64)
-
-
 STANDINS = {
-    "Clock": BlindClock,
-    "GpuBarrier": lambda group, device: lambda: None,
     "empty_kernel": lambda: None,
-    "device_facts": lambda device: {"name": "none", "sms": 132},
     "sms_taken": lambda settings, device: 24,
     "_RIVAL_BACKEND": "gloo",
 }
+"""What high throughput asks of GPUs besides."""
 
 
 def as_on_gpus(group, settings):
     """What ``time_on_gpu`` reports of calls on the host."""
-    kept = {name: getattr(cuda_high_throughput, name) for name in STANDINS}
-    for name, value in STANDINS.items():
-        setattr(cuda_high_throughput, name, value)
-    try:
-        expectation = expectation_of(group, settings)
-        with closing(open_calls(group, settings)) as calls:
-            return cuda_high_throughput.time_on_gpu(calls, group, expectation, settings)
-    finally:
-        for name, value in kept.items():
-            setattr(cuda_high_throughput, name, value)
+    expectation = expectation_of(group, settings)
+    with (
+        standing_in(cuda_high_throughput, **STANDINS),
+        closing(open_calls(group, settings)) as calls,
+    ):
+        return cuda_high_throughput.time_on_gpu(calls, group, expectation, settings)
 
 
 @pytest.mark.parametrize("routing", REUSES)

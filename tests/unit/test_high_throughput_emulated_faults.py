@@ -332,6 +332,18 @@ def check_fitting(expect: Round, plan: CudaPlan, room: int) -> None:
     ]
 
 
+def test_a_plan_whose_ctas_do_not_meet_tells_of_no_rows() -> None:
+    """What reads its counts on the GPU would take what stood there before for rows."""
+    (mode,) = World(1, ROOMY_RING, timeout_s=0.5).modes
+    mode._state.view(torch.int32)[5] = 1000  # HighThroughputState.gathered
+    case = dataclasses.replace(SMALL, tokens=(9,))
+    plan = dispatch(mode, Round(case, 0), "expert_major", 100).plan
+    with pytest.raises(PeerTimeout):
+        mode.check()
+    assert not plan.offsets.any()
+    assert not plan.tokens_per_expert.any()
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_dropped_rows_count_as_zeros(layout: str) -> None:
     """Which is not the same as nothing: added to a bias of -0.0 they make 0.0."""
