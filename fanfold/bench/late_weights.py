@@ -7,16 +7,14 @@ from typing import Any
 
 import torch
 
-from fanfold import low_latency
 from fanfold.bench.settings import BenchSettings
 from fanfold.config import Config
+from fanfold.expert_parallel.face import open_placed
 from fanfold.formats import RowFormat
 from fanfold.geometry import Geometry
 from fanfold.group import as_group
 from fanfold.placement import place
 from fanfold.received import LowLatencySource, Received
-from fanfold.symmetric import SymmetricMemory
-from fanfold.symmetric_cuda import CudaSymmetricMemory
 
 __all__ = ["LateWeights"]
 
@@ -42,8 +40,6 @@ class LateWeights:
         memory: the ranks' symmetric memory.
     """
 
-    memory: SymmetricMemory | CudaSymmetricMemory
-
     def __init__(self, group: Any, settings: BenchSettings, config: Config) -> None:
         ranks = as_group(group)
         geometry = self._geometry = Geometry(
@@ -52,20 +48,7 @@ class LateWeights:
         self._row_format = RowFormat.of(settings.dtype)
         placement = place(ranks, config)
         self.device = placement.device
-        if placement.backend == "cuda":
-            low_latency.check_cuda_geometry(geometry)
-            nbytes = low_latency.cuda_required_bytes(geometry, late_weights=True)
-            self.memory = CudaSymmetricMemory(ranks, nbytes)
-        else:
-            nbytes = low_latency.HostLowLatency.required_bytes(geometry)
-            self.memory = SymmetricMemory(ranks, nbytes, config)
-        try:
-            self._mode = low_latency.open_low_latency(
-                self.memory, config, late_weights=True, check_place=placement.check
-            )
-        except BaseException:
-            self.memory.close()
-            raise
+        self.memory, self._mode = open_placed(ranks, placement, geometry, config, late_weights=True)
         begins = torch.arange(geometry.experts_per_rank + 1) * geometry.expert_capacity
         self._offsets = begins.to(self.device)
 

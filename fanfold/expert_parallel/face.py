@@ -35,7 +35,7 @@ from fanfold.errors import ArgumentError, UsageError
 from fanfold.expert_parallel.high_throughput import HighThroughputCalls, refuse_given
 from fanfold.formats import RowFormat, ScaleFormat
 from fanfold.geometry import Geometry, check_hidden, check_integer
-from fanfold.group import agree, as_group
+from fanfold.group import Group, agree, as_group
 from fanfold.high_throughput.calls import MOST_ALIGNMENT, MOST_ROWS
 from fanfold.low_latency import Hook
 from fanfold.placement import Placement, place
@@ -44,7 +44,7 @@ from fanfold.refusal import Refusing
 from fanfold.symmetric import SymmetricMemory
 from fanfold.symmetric_cuda import CudaSymmetricMemory
 
-__all__ = ["ExpertParallel"]
+__all__ = ["ExpertParallel", "open_placed"]
 
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -145,20 +145,9 @@ class ExpertParallel:
         self._placement: Placement = place(self._group, self.config)
         self.device = self._placement.device
         self._on_host = self.device.type == "cpu"
-        if self._placement.backend == "cuda":
-            low_latency.check_cuda_geometry(geometry)
-            nbytes = low_latency.cuda_required_bytes(geometry, late_weights=False)
-            self.memory = CudaSymmetricMemory(self._group, nbytes)
-        else:
-            nbytes = low_latency.HostLowLatency.required_bytes(geometry)
-            self.memory = SymmetricMemory(self._group, nbytes, self.config)
-        try:
-            self._low_latency = low_latency.open_low_latency(
-                self.memory, self.config, check_place=self._placement.check
-            )
-        except BaseException:
-            self.memory.close()
-            raise
+        self.memory, self._low_latency = open_placed(
+            self._group, self._placement, geometry, self.config
+        )
         # The same in every call, so it is made once.
         begins = torch.arange(self.experts_per_rank + 1) * geometry.expert_capacity
         self._offsets = begins.to(self.device)
@@ -496,6 +485,37 @@ class ExpertParallel:
             received.complete = True
 
         return received, hook
+
+
+def open_placed(
+    group: Group,
+    placement: Placement,
+    geometry: Geometry,
+    config: Config,
+    *,
+    late_weights: bool = False,
+) -> tuple[SymmetricMemory | CudaSymmetricMemory, low_latency.LowLatency]:
+    """The memory and the mode of low latency where ``placement`` says. Collective.
+
+    Raises:
+        ArgumentError, UnavailableError: as for :class:`ExpertParallel`.
+    """
+    memory: SymmetricMemory | CudaSymmetricMemory
+    if placement.backend == "cuda":
+        low_latency.check_cuda_geometry(geometry)
+        nbytes = low_latency.cuda_required_bytes(geometry, late_weights=late_weights)
+        memory = CudaSymmetricMemory(group, nbytes)
+    else:
+        nbytes = low_latency.HostLowLatency.required_bytes(geometry)
+        memory = SymmetricMemory(group, nbytes, config)
+    try:
+        mode = low_latency.open_low_latency(
+            memory, config, late_weights=late_weights, check_place=placement.check
+        )
+    except BaseException:
+        memory.close()
+        raise
+    return memory, mode
 
 
 def _check_options(
