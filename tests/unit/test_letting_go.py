@@ -24,6 +24,9 @@ class _Owner:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """What the stand-in says of a capture, and the devices that were waited for."""
+    # What other tests have left is let go now: these tests count the waits for their own.
+    gc.collect()
+    drop_left()
     said: dict[str, object] = {"capturing": False, "waited": []}
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: said["capturing"])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda which: said["waited"].append(which))  # type: ignore[attr-defined]
