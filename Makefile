@@ -142,6 +142,8 @@ test-kernels: build
 	  tests/unit/test_high_throughput_compile.py $(PYTEST_ARGS)
 
 test-gpu: build
+	@$(BIN)/python -c 'import sys, torch; torch.cuda.device_count() or \
+	  sys.exit(f"PyTorch {torch.__version__} sees no GPU, so nothing would be tested")'
 	$(BIN)/python -m pytest -m 'gpu and not long' $(PYTEST_ARGS)
 
 sanitize: build

@@ -7,10 +7,11 @@ default; a malformed one is an error that names it. This module is the only one 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ __all__ = [
     "Config",
     "Setting",
     "cuda_toolkit",
-    "prepare_symmetric_memory",
     "settings",
+    "symmetric_memory_environment",
     "unknown_variables",
 ]
 
@@ -70,6 +71,12 @@ def _parse_count(text: str) -> int | None:
 
 def _parse_folder(text: str) -> str | None:
     return None if text == "auto" else text
+
+
+def _parse_flag(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError(text)
+    return text == "1"
 
 
 def _is_real(value: object) -> bool:
@@ -144,6 +151,18 @@ _SETTINGS = (
         bound="'auto', 'host' or 'cuda'",
     ),
     Setting(
+        name="share_gpus",
+        variable="FANFOLD_SHARE_GPUS",
+        default=False,
+        help="Whether several ranks may have one GPU, where their kernels take turns of "
+        "milliseconds: for programs that are developed or tested with fewer GPUs than ranks. "
+        "Not over groups of NCCL, which wants a GPU for each rank, and not under MPS, where ranks "
+        "that wait keep SMs from those that they wait for.",
+        parse=_parse_flag,
+        check=lambda v: isinstance(v, bool),
+        bound="True or False, in the environment 1 or 0",
+    ),
+    Setting(
         name="ctas",
         variable="FANFOLD_CTAS",
         default=None,
@@ -198,20 +217,28 @@ def unknown_variables() -> dict[str, str | None]:
     return {name: next(iter(near[name]), None) for name in given if name not in known}
 
 
-def prepare_symmetric_memory(same_index: bool) -> None:
-    """Sets what PyTorch's symmetric memory reads from the environment when ranks meet.
+@contextlib.contextmanager
+def symmetric_memory_environment(same_index: bool) -> Iterator[None]:
+    """Within it the environment has what PyTorch's symmetric memory reads there when ranks meet.
 
     Its NVLink multicast mapping is left out: Fanfold's kernels write to one peer at a time, and
     where the fabric manager is not set up for it that mapping fails and takes the rest with it. A
-    value that is in the environment already stays.
+    value that is in the environment already stays, and what the program maps later is its own.
 
     Args:
         same_index: two ranks call different GPUs by the same index, as each sees others; PyTorch
             would take them for one GPU.
     """
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    names = ["TORCH_SYMM_MEM_DISABLE_MULTICAST"]
     if same_index:
-        os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+        names.append("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES")
+    added = [name for name in names if name not in os.environ]
+    os.environ.update(dict.fromkeys(added, "1"))
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 @dataclass(frozen=True)
@@ -225,6 +252,7 @@ class Config:
         staging_bytes: shared memory per rank for high-throughput streams, in bytes.
         ring_bytes: memory per rank and peer for high-throughput streams on GPUs, in bytes.
         backend: ``"auto"``, ``"host"`` or ``"cuda"``: where calls run.
+        share_gpus: whether several ranks may have one GPU, where they take turns.
         ctas: of each kernel; None for a choice by the mode.
         senders: CTAs of them that send rows in a dispatch; None for a choice by the machine.
         cache_dir: folder of compiled kernels; None for the user's own (:meth:`cache_folder`).
@@ -237,6 +265,7 @@ class Config:
     staging_bytes: int
     ring_bytes: int
     backend: str
+    share_gpus: bool
     ctas: int | None
     senders: int | None
     cache_dir: str | None

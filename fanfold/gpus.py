@@ -13,16 +13,20 @@ import torch
 __all__ = ["identity", "lacking", "take_device", "unreachable_from"]
 
 
-def take_device(rank: int, ranks: int) -> None:
-    """Makes device number ``rank`` current, if there is one for each of the host's ``ranks``.
+def take_device(rank: int, ranks: int, *, share: bool) -> None:
+    """Makes device number ``rank`` current, if there is one for each of the host's ``ranks``; where
+    there are fewer and ranks may ``share`` them, the next in turn.
 
     A program that has used CUDA before has made its choice, which stays.
     """
-    if torch.cuda.is_initialized() or not 0 <= rank < ranks <= torch.cuda.device_count():
+    count = torch.cuda.device_count()
+    if torch.cuda.is_initialized() or not 0 <= rank < ranks:
+        return
+    if count == 0 or (count < ranks and not share):
         return
     # A device that does not answer is no reason not to work on the CPU; who needs it says so.
     with contextlib.suppress(RuntimeError):
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % count)
 
 
 def lacking() -> str | None:

@@ -157,8 +157,8 @@ def _be_rank(connection: Connection) -> None:
 
 def _take_device(local_rank: int, local_ranks: int) -> None:
     with contextlib.suppress(ConfigError):  # whoever uses the settings says what is wrong
-        if Config.resolve().backend != "host":
-            take_device(local_rank, local_ranks)
+        if (config := Config.resolve()).backend != "host":
+            take_device(local_rank, local_ranks, share=config.share_gpus)
 
 
 def _answer(payload: bytes, main: dict[str, Any]) -> bytes:
@@ -222,8 +222,8 @@ class RankPool:
     """Ranks on this host that stay for many calls; a context manager.
 
     Each rank is a fresh process, member of one gloo ``torch.distributed`` group, with one OMP
-    thread. Where the host has a GPU for each, rank r's current CUDA device is number r, unless the
-    setting ``backend`` is ``"host"``. Ranks die with this process, whatever kills it.
+    thread. Where the host has a GPU for each, or ``share_gpus`` is set, rank r's current device is
+    number r (modulo theirs), unless ``backend`` is ``"host"``. Ranks die with this process.
 
     Args:
         ranks: how many, 1 to 1024.

@@ -80,21 +80,23 @@ def place(group: Group, config: Config) -> Placement:
     Args:
         group: the ranks.
         config: ``backend`` decides: ``"auto"`` takes the GPUs where every rank has a CUDA device of
-            its own, all on one host and within each other's reach, and kernels can be compiled for
-            it.
+            its own, or ``share_gpus`` says that several may have one, all on one host and within
+            each other's reach, and kernels can be compiled for it.
 
     Raises:
-        ArgumentError: the ranks' settings of ``backend`` differ.
+        ArgumentError: the ranks' settings of ``backend`` or of ``share_gpus`` differ.
         UnavailableError: ``"cuda"`` was asked for and is not possible; says why. On all ranks.
     """
-    agree(group, {"backend": config.backend})
+    agree(group, {"backend": config.backend, "share_gpus": config.share_gpus})
     if config.backend == "host":
         return Placement("host", torch.device("cpu"), "the setting backend is 'host'")
     seats = group.all_gather(_look(group))
-    obstacle = _obstacle(seats)
+    obstacle = _obstacle(seats, config.share_gpus)
     if obstacle is None:
         device = torch.device(seats[group.rank].device)
-        reason = "each rank has a GPU of its own; this is this rank's"
+        is_shared = len({seat.identity for seat in seats}) < group.size
+        has = "ranks share GPUs" if is_shared else "each rank has a GPU of its own"
+        reason = f"{has}; this is this rank's"
         return Placement("cuda", device, reason, min(seat.capability for seat in seats))
     if config.backend == "cuda":
         source = config.sources.get("backend", "argument")
@@ -136,7 +138,7 @@ def _no_kernels_for(device: int, capability: tuple[int, int]) -> str | None:
     return None
 
 
-def _obstacle(seats: list[_Seat]) -> str | None:
+def _obstacle(seats: list[_Seat], share: bool) -> str | None:
     """What keeps these ranks from running on their GPUs, or None."""
     for rank, seat in enumerate(seats):
         if seat.lacking is not None:
@@ -150,16 +152,18 @@ def _obstacle(seats: list[_Seat]) -> str | None:
     owners: dict[str, int] = {}
     for rank, seat in enumerate(seats):
         owner = owners.setdefault(seat.identity, rank)
-        if owner == rank:
+        if owner == rank or share:
             continue
         if seats[owner].device == seat.device:
             return (
                 f"rank {owner} and rank {rank} both have {seat.device} as current device; call "
-                "torch.cuda.set_device(local_rank) first"
+                "torch.cuda.set_device(local_rank) first, or let ranks take turns on it, for "
+                "tests (share_gpus=True, FANFOLD_SHARE_GPUS=1)"
             )
         return (
             f"rank {owner}'s {seats[owner].device} and rank {rank}'s {seat.device} are the same "
-            f"GPU ({seat.identity}); give each rank a GPU of its own"
+            f"GPU ({seat.identity}); give each rank a GPU of its own, or let them take turns, for "
+            "tests (share_gpus=True, FANFOLD_SHARE_GPUS=1)"
         )
     for rank, seat in enumerate(seats):
         for far in seat.unreachable:

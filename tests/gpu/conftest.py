@@ -1,4 +1,7 @@
-"""Ranks with a GPU each, shared by the tests of this folder, which are skipped without one."""
+"""Ranks on GPUs, shared by the tests of this folder, which are skipped without a GPU.
+
+Where there is only one, two ranks take turns on it, but for tests marked ``gpu_each``.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from fanfold.launch import RankPool
 
 MOST_RANKS = 4
 MOST_OF_EVERY = 8
+TAKE_TURNS = 2
+"""Ranks on the only GPU."""
 
 
 def gpu_count() -> int:
@@ -19,30 +24,46 @@ def gpu_count() -> int:
     return torch.cuda.device_count()
 
 
+def ranks_there(test: pytest.Item) -> int:
+    """How many ranks a test can have; 1 also where there is no GPU and it will be skipped."""
+    if gpu_count() == 1 and test.get_closest_marker("gpu_each") is None:
+        return TAKE_TURNS
+    return max(1, gpu_count())
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that takes ``ranks`` and names none runs alone, and with all GPUs up to four; one that
-    takes ``every_ranks`` with each number of ranks from one to all GPUs, up to eight."""
+    """A test that takes ``ranks`` and names none runs alone, and with all there can be up to four;
+    one that takes ``every_ranks`` with each number from one to all there can be, up to eight."""
     given = any("ranks" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    there = ranks_there(metafunc.definition)
     if "ranks" in metafunc.fixturenames and not given:
-        metafunc.parametrize("ranks", sorted({1, max(1, min(gpu_count(), MOST_RANKS))}))
+        metafunc.parametrize("ranks", sorted({1, min(there, MOST_RANKS)}))
     if "every_ranks" in metafunc.fixturenames:
-        metafunc.parametrize("every_ranks", range(1, max(1, min(gpu_count(), MOST_OF_EVERY)) + 1))
+        metafunc.parametrize("every_ranks", range(1, min(there, MOST_OF_EVERY) + 1))
 
 
 @pytest.fixture(autouse=True)
-def needs_gpu() -> None:
+def needs_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skips without a GPU, and lets ranks share the only one."""
     if gpu_count() == 0:
         built = "" if torch.version.cuda else ", and is built without CUDA"
         pytest.skip(f"PyTorch {torch.__version__} sees no GPU (nvidia-smi){built}")
+    if gpu_count() == 1:
+        monkeypatch.setenv("FANFOLD_SHARE_GPUS", "1")
 
 
 @pytest.fixture
-def most_ranks() -> int:
-    """Ranks for a test that needs as many as there can be; skipped with fewer than two GPUs."""
-    count = min(gpu_count(), MOST_RANKS)
-    if count < 2:
-        pytest.skip(f"needs two GPUs, there is {count}")
-    return count
+def ranks_at_most(request: pytest.FixtureRequest) -> int:
+    """As many ranks as there can be, up to four."""
+    return min(ranks_there(request.node), MOST_RANKS)
+
+
+@pytest.fixture
+def most_ranks(ranks_at_most: int) -> int:
+    """The same for a test that needs several; skipped where there can be but one."""
+    if ranks_at_most < 2:
+        pytest.skip(f"needs two GPUs, there is {gpu_count()}")
+    return ranks_at_most
 
 
 class GpuPools:

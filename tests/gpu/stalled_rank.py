@@ -52,7 +52,7 @@ def _round(ep: fanfold.ExpertParallel) -> None:
 
 def _run(folder: Path, mode: str) -> int:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(rank % torch.cuda.device_count())
     group = join()
     with _open(group, mode, 30.0) as ep:  # compiles, which may take longer than the bound below
         _round(ep)

@@ -13,7 +13,7 @@ from fanfold.bench.run import RankReport, bench_ranks
 from fanfold.bench.settings import LAYOUTS, REUSES, BenchSettings
 from tests.gpu.conftest import GpuPools
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu_each]
 
 SETTINGS = BenchSettings(
     "high_throughput", ranks=1, tokens=256, hidden=1024, top_k=4, experts=48, iterations=3,

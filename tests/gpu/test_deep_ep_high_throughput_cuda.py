@@ -25,7 +25,7 @@ from tests.conformance.test_deep_ep_high_throughput import check_received, lanes
 from tests.gpu.conftest import GpuPools
 from tests.gpu.support import assert_same, own_device
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu_each, pytest.mark.timeout(300)]
 
 LATE_CYCLES = 20_000_000  # ten milliseconds
 

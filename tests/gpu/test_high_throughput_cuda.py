@@ -40,7 +40,7 @@ from tests.distributed.routings import Case, Round, make_input, random_case, res
 from tests.gpu.conftest import GpuPools
 from tests.gpu.support import assert_same
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu_each, pytest.mark.timeout(300)]
 
 LAYOUTS = ("expert_major", "token_major")
 DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
@@ -165,13 +165,15 @@ class Large:
 
 
 def random_large(seed: int, ranks: int) -> Large:
+    """Any layer of which no rank sends more than 4096 rows of 7168 take."""
     numbers = random.Random(seed)
-    most = numbers.choice([64, 1000, 4096])
+    most = numbers.choice([64, 1000, 4096, 16384])
+    hidden = numbers.choice([1024, 2048, 2880, 7168, 16384, 16 * numbers.randint(8, 1024)])
     return Large(
         tokens=tuple(numbers.choice([0, most, numbers.randint(0, most)]) for _ in range(ranks)),
         experts_per_rank=numbers.choice([1, 7, 32, 64]),
-        top_k=numbers.choice([1, 2, 8, 22]),
-        hidden=numbers.choice([1024, 2048, 2880, 7168, 16 * numbers.randint(8, 300)]),
+        top_k=numbers.choice([1, 2, 8, 22, 32]),
+        hidden=min(hidden, 4096 * 7168 // most // 16 * 16),
         style=numbers.choice(["spread", "one_rank", "holes"]),
         fp8=numbers.random() < 0.5,
         seed=seed,
@@ -249,6 +251,13 @@ def _assert_plan(got: CudaDispatched, want: Plan, layout: str) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_random_layers_against_the_host(gpus: GpuPools, ranks: int, seed: int, layout: str) -> None:
     gpus.run(ranks, _against_the_host, random_large(seed, ranks), layout)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("seed", range(6, 60))
+def test_many_layers_against_the_host(gpus: GpuPools, ranks: int, seed: int, layout: str) -> None:
+    gpus.run(ranks, _against_the_host, random_large(seed, ranks), layout, seed % 2 == 1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

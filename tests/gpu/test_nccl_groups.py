@@ -17,7 +17,7 @@ from tests.gpu import test_training_cuda as training
 from tests.gpu.conftest import GpuPools
 from tests.gpu.support import case_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu_each, pytest.mark.timeout(300)]
 
 
 @contextmanager

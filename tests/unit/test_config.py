@@ -48,6 +48,7 @@ def test_environment_beats_default_and_argument_beats_both(monkeypatch: pytest.M
         ("FANFOLD_STAGING_BYTES", "8MB"),
         ("FANFOLD_STAGING_BYTES", "1"),
         ("FANFOLD_BACKEND", "gpu"),
+        ("FANFOLD_SHARE_GPUS", "yes"),
         ("FANFOLD_CACHE_DIR", ""),
     ],
 )
@@ -69,6 +70,7 @@ def test_malformed_variable(monkeypatch: pytest.MonkeyPatch, variable: str, text
         ("staging_bytes", 1.5e6),
         ("ring_bytes", 4095),
         ("backend", None),
+        ("share_gpus", 1),
     ],
 )
 def test_bad_argument(name: str, value: object) -> None:

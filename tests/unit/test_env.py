@@ -54,6 +54,7 @@ def test_malformed_ones_do_not_hide_the_rest() -> None:
         "staging_bytes": ["malformed", "environment"],
         "ring_bytes": ["16777216", "default"],
         "backend": ["auto", "default"],
+        "share_gpus": ["False", "default"],
         "cache_dir": ["auto", "default"],
         "ctas": ["auto", "default"],
         "senders": ["auto", "default"],

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fanfold import gpus, placement
+from fanfold import gpus, launch, placement
 from fanfold.config import Config
 from fanfold.errors import ArgumentError, UnavailableError
 from fanfold.expert_parallel import high_throughput
@@ -126,6 +126,21 @@ def test_the_same_index_of_different_gpus_will_do(monkeypatch: pytest.MonkeyPatc
     assert [p.device for p in placed] == [torch.device("cuda:0")] * 2
 
 
+@pytest.mark.parametrize("backend", ["auto", "cuda"])
+def test_ranks_that_share_a_gpu(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    settings: dict[str, Any] = {"backend": backend, "share_gpus": True}
+    placed = decide(monkeypatch, [seat(0, "a"), seat(0, "a"), seat(1, "b")], **settings)
+    assert [str(p.device) for p in placed] == ["cuda:0", "cuda:0", "cuda:1"]
+    assert {p.reason for p in placed} == {"ranks share GPUs; this is this rank's"}
+    placed = decide(monkeypatch, GOOD, **settings)
+    assert {p.reason for p in placed} == {"each rank has a GPU of its own; this is this rank's"}
+    seats = [seat(0, "a", unreachable=("b",)), seat(0, "a"), seat(1, "b")]
+    for outcome in decide(monkeypatch, seats, **settings):
+        assert "cuda:0 of rank 0 has no peer access to the GPU of rank 2" in str(
+            outcome if backend == "cuda" else outcome.reason
+        )
+
+
 @pytest.mark.parametrize(
     ("seats", "reason"),
     [
@@ -217,12 +232,16 @@ def test_host_does_not_look_at_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "'host'" in placed.reason
 
 
-def test_settings_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "values"), [("backend", ("auto", "host")), ("share_gpus", (True, False))]
+)
+def test_settings_must_agree(
+    monkeypatch: pytest.MonkeyPatch, name: str, values: tuple[Any, Any]
+) -> None:
     monkeypatch.setattr(placement, "_look", lambda group: GOOD[0])
-    settings = ("auto", "host")
-    for error in Ranks(2).run(lambda g: place(g, Config.resolve(backend=settings[g.rank]))):
+    for error in Ranks(2).run(lambda g: place(g, Config.resolve(**{name: values[g.rank]}))):
         assert isinstance(error, ArgumentError)
-        assert error.argument == "backend"
+        assert error.argument == name
 
 
 def test_a_tensor_elsewhere_is_told_why() -> None:
@@ -268,15 +287,45 @@ def test_devices_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "initialized", "taken"),
-    [(4, False, [1]), (2, False, [1]), (1, False, []), (0, False, []), (4, True, [])],
+    ("count", "initialized", "share", "taken"),
+    [
+        (4, False, False, [1]),
+        (2, False, False, [1]),
+        (1, False, False, []),
+        (0, False, False, []),
+        (4, True, False, []),
+        (2, False, True, [1]),
+        (1, False, True, [0]),
+        (0, False, True, []),
+        (1, True, True, []),
+    ],
 )
 def test_taking_a_device(
-    monkeypatch: pytest.MonkeyPatch, count: int, initialized: bool, taken: list[int]
+    monkeypatch: pytest.MonkeyPatch, count: int, initialized: bool, share: bool, taken: list[int]
 ) -> None:
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    gpus.take_device(1, 2)
+    gpus.take_device(1, 2, share=share)
     assert chosen == taken
+
+
+@pytest.mark.parametrize(
+    ("backend", "share", "asked"),
+    [("auto", "0", [(1, 2, False)]), ("auto", "1", [(1, 2, True)]), ("host", "1", [])],
+)
+def test_what_a_started_rank_takes(
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    share: str,
+    asked: list[tuple[int, int, bool]],
+) -> None:
+    seen: list[tuple[int, int, bool]] = []
+    monkeypatch.setenv("FANFOLD_BACKEND", backend)
+    monkeypatch.setenv("FANFOLD_SHARE_GPUS", share)
+    monkeypatch.setattr(
+        launch, "take_device", lambda rank, ranks, *, share: seen.append((rank, ranks, share))
+    )
+    launch._take_device(1, 2)
+    assert seen == asked
