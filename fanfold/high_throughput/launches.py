@@ -11,7 +11,7 @@ import torch
 
 from fanfold import _core, jit
 from fanfold.config import Config
-from fanfold.errors import ArgumentError, UsageError
+from fanfold.errors import ArgumentError
 from fanfold.high_throughput import kernels
 from fanfold.high_throughput.grid import Grid
 from fanfold.high_throughput.kernels import CombineKind, DispatchKind, Kernel, Sizes
@@ -114,11 +114,7 @@ class Launches:
 
     def _load(self, kernel: Kernel, ctas: int) -> Callable[[Arguments, int], None]:
         source = kernel.source
-        if torch.cuda.is_current_stream_capturing():
-            raise UsageError(
-                f"{source} is not loaded yet, which a CUDA graph cannot hold; make the same call "
-                "once before the capture"
-            )
+        jit.refuse_in_capture(source)
         loaded = jit.load(source, self._device.index, self._config)
         if kernel.shared_bytes > _UNASKED_SHARED_BYTES:
             loaded.allow_shared_bytes(kernel.shared_bytes)

@@ -7,6 +7,15 @@ from fanfold.jit.kernel import (
     compile,  # noqa: A004, called as jit.compile
     load,
     load_all,
+    refuse_in_capture,
 )
 
-__all__ = ["Binary", "KernelSource", "architecture_of", "compile", "load", "load_all"]
+__all__ = [
+    "Binary",
+    "KernelSource",
+    "architecture_of",
+    "compile",
+    "load",
+    "load_all",
+    "refuse_in_capture",
+]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fanfold.config import Config
-from fanfold.errors import ArgumentError, CompileError, UnavailableError
+from fanfold.errors import ArgumentError, CompileError, UnavailableError, UsageError
 from fanfold.jit import log as compiler_log
 from fanfold.jit import nvrtc
 from fanfold.jit.cache import Cache, Entry
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KERNELS", "Binary", "KernelSource", "architecture_of", "cache_of", "compile", "compile_in",
-    "load", "load_all",
+    "load", "load_all", "refuse_in_capture",
 ]  # fmt: skip
 
 KERNELS = Path(__file__).parent.parent / "kernels"
@@ -319,6 +319,20 @@ def load(source: KernelSource, device_index: int, config: Config | None = None) 
         DriverFailure: the driver refuses the compiled kernel.
     """
     return load_all([source], device_index, config)[0]
+
+
+def refuse_in_capture(source: KernelSource) -> None:
+    """Raises UsageError if a CUDA graph is being captured, where nothing can be loaded.
+
+    For a kernel that a call needs and that is not there.
+    """
+    import torch
+
+    if torch.cuda.is_current_stream_capturing():
+        raise UsageError(
+            f"{source} is not loaded yet, which a CUDA graph cannot hold; make the same call once "
+            "before the capture"
+        )
 
 
 def load_all(

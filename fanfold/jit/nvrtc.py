@@ -248,7 +248,7 @@ def candidates() -> Iterator[Candidate]:
     seen: set[Path] = set()
     groups = chain(
         starmap(_in_folder, chain(_torch_folders(), _toolkit_folders())),
-        [(Candidate(name, "the loader's path") for name in _SONAMES if _loader_knows(name))],
+        [(Candidate(path, "the loader's path") for path in map(_loaded, _SONAMES) if path)],
         starmap(_in_folder, _sys_path_folders()),
     )
     for candidate in chain.from_iterable(groups):
@@ -257,14 +257,18 @@ def candidates() -> Iterator[Candidate]:
             yield candidate
 
 
-def _loader_knows(soname: str) -> bool:
+def _loaded(soname: str) -> str | None:
+    """The file that the loader takes for ``soname``, whose name and size tell versions apart; None
+    if it knows none."""
     import ctypes
 
     try:
         ctypes.CDLL(soname)
     except OSError:
-        return False
-    return True
+        return None
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    mapped = [line.split(maxsplit=5)[-1] for line in lines]
+    return next((path for path in mapped if Path(path).name.startswith(soname)), soname)
 
 
 # ---- the one that is used -----------------------------------------------------------------------

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fanfold.errors import UnavailableError, UsageError
+from fanfold.errors import UnavailableError
 from fanfold.jit import nvrtc
-from fanfold.jit.kernel import KernelSource, load
+from fanfold.jit.kernel import KernelSource, load, refuse_in_capture
 
 if TYPE_CHECKING:
     from fanfold import _core
@@ -31,11 +31,7 @@ def load_where_possible(source: KernelSource, device_index: int) -> _core.CudaKe
     """
     if not _can_run(device_index):
         return None
-    if torch.cuda.is_current_stream_capturing():
-        raise UsageError(
-            f"{source} is not loaded yet, which a CUDA graph cannot hold; make the same call "
-            "once before the capture"
-        )
+    refuse_in_capture(source)
     try:
         return load(source, device_index)
     except UnavailableError:  # the NVRTC that is there does not know this GPU

@@ -67,6 +67,17 @@ def test_order_of_places(nowhere: Path) -> None:
     assert nvrtc.find().path.endswith("cuda_nvrtc/lib/libnvrtc.so.12")
 
 
+def test_one_that_only_the_loader_knows_is_told_by_its_file(
+    nowhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update changes what a soname means, and with it the key of what was compiled."""
+    monkeypatch.setattr(nvrtc, "_SONAMES", ("libnone.so.0", "libstdc++.so.6"))
+    (found,) = nvrtc.candidates()
+    assert Path(found.path).name.startswith("libstdc++.so.6")
+    real = Path(found.path).resolve(strict=True)
+    assert found.identity == f"{real.name}={real.stat().st_size}"
+
+
 def test_none_says_where_was_looked(nowhere: Path) -> None:
     with pytest.raises(errors.UnavailableError, match="no NVRTC") as caught:
         nvrtc.library()
