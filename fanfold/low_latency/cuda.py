@@ -549,11 +549,7 @@ class CudaLowLatency:
         return [kernels.combine_kernel(geometry, late=self._late, logfmt=bool(logfmt))]
 
     def _load(self, source: jit.KernelSource) -> Launch:
-        if torch.cuda.is_current_stream_capturing():
-            raise UsageError(
-                f"{source} is not loaded yet, which a CUDA graph cannot hold; make the same call "
-                "once before the capture"
-            )
+        jit.refuse_in_capture(source)
         kernel = jit.load(source, self.device.index, self._config)
         ctas, threads, early = self._grid.ctas, source.threads, self._early
 

@@ -18,10 +18,10 @@ from fanfold.placement import Placement
 from tests.emulation.high_throughput import emulated
 from tests.emulation.world import Builder, ThreadGroup
 
-_PLACED = Placement("cuda", torch.device("cpu"), "each rank has a GPU of its own", (9, 0))
+PLACED = Placement("cuda", torch.device("cpu"), "each rank has a GPU of its own", (9, 0))
 
 
-class _Memory:
+class Memory:
     """Symmetric memory between threads."""
 
     def __init__(self, group: ThreadGroup, bytes_per_rank: int) -> None:
@@ -46,8 +46,8 @@ def emulated_buffers(builder: Builder, ctas: int) -> Iterator[None]:
         emulated(builder, ctas),
         mock.patch.multiple(
             runtime,
-            place=lambda group, settings: _PLACED,
-            CudaSymmetricMemory=_Memory,
+            place=lambda group, settings: PLACED,
+            CudaSymmetricMemory=Memory,
             Streams=lambda device: HostStreams(),
         ),
         mock.patch.object(dist, "get_rank", lambda group: group.rank),

@@ -6,6 +6,8 @@ its speed, its instructions) is for ``tests/gpu``.
 from __future__ import annotations
 
 import dataclasses
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -16,6 +18,7 @@ import torch
 from fanfold.errors import ArgumentError, PeerRefused, PeerTimeout
 from fanfold.formats import RowFormat, ScaleFormat, quantize
 from fanfold.geometry import Geometry
+from fanfold.low_latency.calls import Statistics
 from fanfold.low_latency.cuda import CudaLowLatency
 from tests.emulation.world import Builder, World, emulated
 
@@ -299,6 +302,49 @@ def test_a_refused_combine_leaves_nothing_behind(shape: Shape, logfmt: bool) -> 
     world.check_absent()
 
 
+@pytest.mark.parametrize("hooks", [False, True])
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2]], ids=["early", "late"])
+def test_waits_for_a_peer_are_counted(shape: Shape, hooks: bool) -> None:
+    """What the others wait for the rank that sleeps, in a dispatch and in a combine."""
+    world = world_of(shape)
+    batches = batches_of(shape, 0)
+    ranks = shape.geometry.ranks
+    slept_s, last = 1.0, ranks - 1
+    barrier = threading.Barrier(ranks, timeout=60.0)
+
+    def whole(made: tuple[Any, Any]) -> Any:
+        if made[1] is not None:
+            made[1]()
+        return made[0]
+
+    def program(rank: int, mode: CudaLowLatency) -> list[torch.Tensor]:
+        call = Caller(shape, mode, rank)
+        received, _ = call.dispatch(batches[rank])  # has the kernels built
+        call.combine(batches[rank], received)
+        waits = [torch.full((ranks,), 7) for _ in range(2)]
+        calls = (
+            lambda received, wait_ns: call.dispatch(
+                batches[rank], statistics=Statistics(wait_ns=wait_ns), return_hook=hooks
+            ),
+            lambda received, wait_ns: call.combine(
+                batches[rank], received, wait_ns=wait_ns, return_hook=hooks
+            ),
+        )
+        for each, wait_ns in zip(calls, waits, strict=True):
+            barrier.wait()
+            if rank == last:
+                time.sleep(slept_s)
+            received = whole(each(received, wait_ns))
+        mode.check()
+        return waits
+
+    for rank, waits in enumerate(world.run(program)):
+        for what, wait in zip(("dispatch", "combine"), waits, strict=True):
+            assert bool((wait > 7).all()), what
+            if rank != last:
+                assert int(wait[last]) > slept_s * 1e9 / 50, f"{what}: {wait.tolist()}"
+
+
 def test_a_late_rank_is_named() -> None:
     shape = SHAPES[0]
     world = world_of(shape, timeout_s=0.5)
@@ -335,6 +381,42 @@ def test_a_late_rank_is_masked() -> None:
         received, _ = call.dispatch(batches[rank])
         live = [*batches[:2], dataclasses.replace(batches[2], x=batches[2].x[:0])]
         check_received(shape.geometry, live, rank, received, None)
+
+    world.run(program)
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[3]], ids=["bf16", "fp8", "late"])
+def test_a_masked_rank_is_left_out(shape: Shape, hooks: bool) -> None:
+    """The others' rows and sums are as if nobody had chosen its experts and it had no tokens."""
+    geometry = shape.geometry
+    gone, world, batches = geometry.ranks - 1, world_of(shape), batches_of(shape, 0)
+    without = [
+        dataclasses.replace(
+            each,
+            topk_idx=each.topk_idx.where(each.topk_idx // geometry.experts_per_rank != gone, -1),
+        )
+        for each in batches
+    ]
+    without[gone] = dataclasses.replace(batches[gone], x=batches[gone].x[:0])
+
+    def program(rank: int, mode: CudaLowLatency) -> None:
+        call = Caller(shape, mode, rank)
+        received, _ = call.dispatch(batches[rank])
+        call.combine(batches[rank], received)
+        if rank == gone:
+            return
+        mode.set_masked(gone, True)
+        for _ in range(3):
+            received, hook = call.dispatch(batches[rank], return_hook=hooks)
+            if hook is not None:
+                hook()
+            check_received(geometry, without, rank, received, shape.scale_format)
+            out, hook = call.combine(batches[rank], received, return_hook=hooks)
+            if hook is not None:
+                hook()
+            assert torch.equal(out, sums_of(geometry, without, rank))
+        mode.check()
 
     world.run(program)
 

@@ -160,6 +160,23 @@ class Call {
   }
 };
 
+// What the wait for a peer takes, added to the caller's statistics by the last CTA alone: reading
+// the clock takes long, and there everything waits for it.
+class WaitClock {
+ public:
+  __device__ WaitClock(int64_t* wait_ns, int peer)
+      : waited_(wait_ns != nullptr && blockIdx.x == gridDim.x - 1 ? wait_ns + peer : nullptr),
+        begin_(waited_ != nullptr ? global_nanoseconds() : 0) {}
+
+  __device__ void stop() const {
+    if (waited_ != nullptr) *waited_ += static_cast<int64_t>(global_nanoseconds() - begin_);
+  }
+
+ private:
+  int64_t* const waited_;
+  const uint64_t begin_;
+};
+
 // A wait that ends: for a peer that is masked, for a call that has failed, and when its time is
 // over, which masks the peer or fails the call.
 template <CallKind Kind>

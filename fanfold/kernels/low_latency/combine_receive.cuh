@@ -16,13 +16,14 @@ class CombineReceive {
   __device__ void run() {
     const uint32_t live = call_.live_ranks();
     uint32_t ranks = first_ranks_;
+    const bool timed = !kLate && args_.wait_ns != nullptr;
+    if (timed) hear_of_all(live);  // once rows are there nothing is waited for
     for (int task = first_task(); task < tasks(); task += kWarps * static_cast<int>(gridDim.x)) {
       const int token = task / kSegments;
       if (task != first_task()) ranks = ranks_of_token(token);
       reduce(token, task % kSegments, ranks & live);
     }
-    if (blockIdx.x == gridDim.x - 1 && call_.warp == 0 && (live >> call_.lane & 1u) != 0)
-      hear_of(call_.lane);
+    if (!timed) hear_of_all(live);
   }
 
  private:
@@ -128,12 +129,14 @@ class CombineReceive {
     return word.refused || (word.facts != args_.call.facts && args_.call.refused == 0);
   }
 
-  // Every rank is heard of in every call, so that refusals and disagreement are seen.
-  __device__ void hear_of(int rank) {
-    const bool timed = args_.wait_ns != nullptr;
-    const uint64_t begin = timed ? global_nanoseconds() : 0;
+  // Every rank is heard of in every call, so that refusals and disagreement are seen. With late
+  // weights the send half has waited for all, and has said how long.
+  __device__ void hear_of_all(uint32_t live) {
+    const int rank = call_.lane;
+    if (blockIdx.x != gridDim.x - 1 || call_.warp != 0 || (live >> rank & 1u) == 0) return;
+    const WaitClock clock(kLate ? nullptr : args_.wait_ns, rank);
     call_.report_call(rank, call_.await_call(rank));
-    if (timed) args_.wait_ns[rank] += static_cast<int64_t>(global_nanoseconds() - begin);
+    clock.stop();
   }
 
   // ---- rows as LogFMT ---------------------------------------------------------------------------

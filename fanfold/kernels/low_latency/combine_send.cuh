@@ -78,7 +78,11 @@ class CombineSend {
 
   __device__ int tokens_of(int source, uint32_t live) const {
     if constexpr (kLate) {
-      return (live >> source & 1u) != 0 ? static_cast<int>(call_.await_call(source).tokens) : 0;
+      if ((live >> source & 1u) == 0) return 0;
+      const WaitClock clock(args_.wait_ns, source);
+      const CallWord word = call_.await_call(source);
+      clock.stop();
+      return static_cast<int>(word.tokens);
     } else {
       return reinterpret_cast<const int32_t*>(args_.table + table().tokens_offset())[source];
     }

@@ -83,16 +83,14 @@ class DispatchReceive {
   }
 
   __device__ void await_source(int source, uint32_t live) {
-    // Reading the clock takes long, and here everything waits for it.
-    const bool timed = blockIdx.x == gridDim.x - 1 && args_.wait_ns != nullptr;
-    const uint64_t begin = timed ? global_nanoseconds() : 0;
+    const WaitClock clock(args_.wait_ns, source);
     CallWord word{};
     if ((live >> source & 1u) != 0) word = call_.await_call(source);
     shared_.tokens[source] = static_cast<int>(word.tokens);
     shared_.fp8[source] = word.fp8;
     shared_.refused[source] = word.refused;
     if (blockIdx.x == gridDim.x - 1 && (live >> source & 1u) != 0) call_.report_call(source, word);
-    if (timed) args_.wait_ns[source] += static_cast<int64_t>(global_nanoseconds() - begin);
+    clock.stop();
   }
 
   __device__ const uint32_t* count(int source, int local) const {
