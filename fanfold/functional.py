@@ -12,6 +12,7 @@ call of the other:
                over the k with topk_idx[t, k] = e    for the e = topk_idx[t, k]
     combine    out[t] = sum over e of w(t, e) y(t, e)
                grad y(t, e) = w(t, e) grad out[t]    grad w(t, e) = <y(t, e), grad out[t]>
+               with a bias b: out[t] += b[t]         grad b[t] = grad out[t]
 
 Rounding. Rows travel as bfloat16 in both directions. dispatch itself rounds nothing, as ``x`` is
 bfloat16. combine, and dispatch's backward pass, which is an unweighted combine of the row
@@ -26,6 +27,13 @@ is so by itself where all ranks build the same graph, tokens or none: a rank tha
 must still let the loss depend on its (empty) tensors, and inputs that require gradients on one rank
 must do so on all. A rank that skips its backward pass makes the others raise PeerTimeout.
 Gradients of gradients are not available.
+
+With a capacity the CPU waits for a GPU in neither pass, so a CUDA graph can hold both. Rows that
+hold no token are then part of every tensor. Of these, combine's backward pass gives ``y`` the
+gradient zero, and neither pass reads what a caller or autograd left in them. But on GPUs nobody
+writes those behind ``received.offsets[-1]`` in ``tokens``: experts must either leave them out, as a
+grouped product does that has the offsets, or compute row by row; a sum over all rows, such as the
+gradient of a parameter that all share, takes in what lies there.
 """
 
 from __future__ import annotations
@@ -58,11 +66,17 @@ class Exchange(Protocol):
         topk_weights: torch.Tensor | None = None,
         *,
         previous: Received | None = None,
+        capacity: int | None = None,
     ) -> Received:
         """See ``ExpertParallel.dispatch``."""
 
     def combine(
-        self, y: torch.Tensor, received: Received, *, weighted: bool = True
+        self,
+        y: torch.Tensor,
+        received: Received,
+        *,
+        weighted: bool = True,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``ExpertParallel.combine``."""
 
@@ -75,6 +89,8 @@ def dispatch(
     x: torch.Tensor,
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor | None = None,
+    *,
+    capacity: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, Received]:
     """Sends each token to the ranks that hold its experts. Collective, and so is its backward pass.
 
@@ -84,22 +100,26 @@ def dispatch(
         topk_idx: ``[T, top_k]`` int64, -1 for none. An expert named twice in a row gets the token
             once, with the sum of both weights, and each of the two gets the sum's gradient.
         topk_weights: ``[T, top_k]`` float32, or None.
+        capacity: high throughput: rows to allocate, so that no size depends on what arrives and on
+            GPUs neither pass makes the CPU wait.
 
     Returns:
         The received rows ``[rows, hidden]`` (low latency: ``[E_l, C, hidden]``), their weights
         (float32, the same leading dimensions; None if there were none), and what :func:`combine`
         needs. The first two carry gradients; ``received.tokens`` and ``received.weights`` are the
-        same values without.
+        same values without. ``rows`` is ``capacity`` if that is given, else
+        ``received.offsets[-1]``, up to which each row holds a token or is padding, which is zero.
+        Rows behind are zero on the host, not written on GPUs; their weights are 0.
 
     Raises:
         UsageError: a gradient is wanted in low_latency mode, or of rows that travel as fp8.
         ArgumentError, PeerRefused, PeerTimeout: as ``ExpertParallel.dispatch``.
     """
     if not _wants_gradient(x=x, topk_weights=topk_weights):
-        received = ep.dispatch(x, topk_idx, topk_weights)
+        received = ep.dispatch(x, topk_idx, topk_weights, capacity=capacity)
         return received.tokens, received.weights, received
     _check_trainable(ep, "dispatch")
-    tokens, weights, received = _Dispatch.apply(ep, x, topk_idx, topk_weights)  # type: ignore[no-untyped-call]
+    tokens, weights, received = _Dispatch.apply(ep, x, topk_idx, topk_weights, capacity)  # type: ignore[no-untyped-call]
     return tokens, weights, received
 
 
@@ -108,6 +128,8 @@ def combine(
     y: torch.Tensor,
     received: Received,
     weights: torch.Tensor | None = None,
+    *,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Brings the experts' outputs back and sums them for each token. Collective, and so is its
     backward pass.
@@ -121,23 +143,25 @@ def combine(
             the weights that :func:`dispatch` returned. None takes the plain sum: nothing is
             weighted that is not passed here, as its gradient would be lost silently. In low latency
             it must be the very tensor that :func:`dispatch` returned, or None.
+        bias: high throughput: ``[num_tokens, hidden]`` bfloat16 that each sum starts from: a
+            residual, or what a shared expert says.
 
     Returns:
-        ``[num_tokens, hidden]`` bfloat16; zeros for a token without experts.
+        ``[num_tokens, hidden]`` bfloat16; zeros, or the bias, for a token without experts.
 
     Raises:
         UsageError: a gradient is wanted in low_latency mode, or of rows that travelled as fp8.
         ArgumentError, PeerRefused, PeerTimeout: as ``ExpertParallel.combine``.
     """
-    if _wants_gradient(y=y, weights=weights):
+    if _wants_gradient(y=y, weights=weights, bias=bias):
         _check_trainable(ep, "combine")
-        return _Combine.apply(ep, y, received, weights)  # type: ignore[no-any-return, no-untyped-call]
+        return _Combine.apply(ep, y, received, weights, bias)  # type: ignore[no-any-return, no-untyped-call]
     if ep.mode == "low_latency" and weights is not None and weights is not received.weights:
         raise UsageError(
             "functional.combine got other weights than functional.dispatch returned, but low "
             "latency sent those along with the rows; multiply y by yours and pass None"
         )
-    return _combine(ep, y, received, weights)
+    return _combine(ep, y, received, weights, bias)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -148,8 +172,9 @@ class _Dispatch(torch.autograd.Function):
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
+        capacity: int | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, Received]:
-        received = ep.dispatch(x, topk_idx, topk_weights)
+        received = ep.dispatch(x, topk_idx, topk_weights, capacity=capacity)
         _check_exact(received)
         ctx.ep, ctx.received = ep, received.without_rows()
         # The outputs are tensors of their own: if `received` held them, it would hold the graph
@@ -168,7 +193,7 @@ class _Dispatch(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             assert grad_weights is not None
             grad_topk = ctx.ep.combine_weights(_aligned(grad_weights), ctx.received)
-        return None, grad_x, None, grad_topk
+        return None, grad_x, None, grad_topk, None
 
 
 class _Combine(torch.autograd.Function):
@@ -179,33 +204,48 @@ class _Combine(torch.autograd.Function):
         y: torch.Tensor,
         received: Received,
         weights: torch.Tensor | None,
+        bias: torch.Tensor | None,
     ) -> torch.Tensor:
         _check_exact(received)
         ctx.ep, ctx.received = ep, received.without_rows()
         ctx.save_for_backward(y if ctx.needs_input_grad[3] else None, weights)
-        return _combine(ep, y, received, weights)
+        return _combine(ep, y, received, weights, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         y, weights = ctx.saved_tensors
+        grad_bias = grad_out if ctx.needs_input_grad[4] else None
+        if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[3]):
+            return None, None, None, None, grad_bias
         rows = ctx.ep.dispatch(_aligned(grad_out), previous=ctx.received).tokens
         grad_y = grad_weights = None
         if ctx.needs_input_grad[1]:
             grad_y = rows if weights is None else (rows * weights.unsqueeze(-1)).to(rows.dtype)
+            # Padding has come as zeros; what lies behind it nobody may have written.
+            if ctx.received.capacity is not None:
+                grad_y.masked_fill_(_unused(ctx.received).unsqueeze(-1), 0.0)
         if ctx.needs_input_grad[3]:
             dots = (rows.float() * y.float()).sum(-1)
             # Padding rows of y hold anything, also what is not a number.
-            grad_weights = dots.masked_fill(ctx.received.source_rank < 0, 0.0)
-        return None, grad_y, None, grad_weights
+            grad_weights = dots.masked_fill(_unused(ctx.received), 0.0)
+        return None, grad_y, None, grad_weights, grad_bias
 
 
 def _combine(
-    ep: Exchange, y: torch.Tensor, received: Received, weights: torch.Tensor | None
+    ep: Exchange,
+    y: torch.Tensor,
+    received: Received,
+    weights: torch.Tensor | None,
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    if weights is None:
-        return ep.combine(y, received, weighted=False)
-    return ep.combine(y, dataclasses.replace(received, weights=weights.detach()), weighted=True)
+    if weights is not None:
+        received = dataclasses.replace(received, weights=weights.detach())
+    return ep.combine(y, received, weighted=weights is not None, bias=bias)
+
+
+def _unused(received: Received) -> torch.Tensor:
+    return received.source_rank < 0
 
 
 def _aligned(grad: torch.Tensor) -> torch.Tensor:

@@ -462,20 +462,28 @@ class _Meter:
         topk_weights: torch.Tensor | None = None,
         *,
         previous: Received | None = None,
+        capacity: int | None = None,
     ) -> Received:
         """See ``ExpertParallel.dispatch``."""
         begin = time.perf_counter()
-        received = self._ep.dispatch(x, topk_idx, topk_weights, previous=previous)
+        received = self._ep.dispatch(
+            x, topk_idx, topk_weights, previous=previous, capacity=capacity
+        )
         self._statistics.dispatch_seconds += time.perf_counter() - begin
         self._statistics.count_bytes("bytes_sent", self._remote_rows, _row_bytes(received))
         return received
 
     def combine(
-        self, y: torch.Tensor, received: Received, *, weighted: bool = True
+        self,
+        y: torch.Tensor,
+        received: Received,
+        *,
+        weighted: bool = True,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``ExpertParallel.combine``."""
         begin = time.perf_counter()
-        out = self._ep.combine(y, received, weighted=weighted)
+        out = self._ep.combine(y, received, weighted=weighted, bias=bias)
         self._statistics.combine_seconds += time.perf_counter() - begin
         row_bytes = y.shape[-1] * y.element_size()
         self._statistics.count_bytes("bytes_returned", self._remote_rows, row_bytes)

@@ -126,6 +126,13 @@ class Received:
         tokens, source = _shape_of(self.tokens), self.source.without_rows()
         return dataclasses.replace(self, tokens=tokens, scales=None, weights=None, source=source)
 
+    @property
+    def capacity(self) -> int | None:
+        """Rows that high throughput was told to allocate; None where it made room for those that
+        came, and in low latency."""
+        source = self.source
+        return source.capacity if isinstance(source, HighThroughputSource) else None
+
     @cached_property
     def source_rank(self) -> torch.Tensor:
         """int32, leading dimensions of ``tokens``: the rank each row came from, -1 for none."""
@@ -183,6 +190,11 @@ class HighThroughputSource:
     # On the host, wherever the tokens are; or on the GPU.
     dispatched: high_throughput.Dispatched | CudaDispatched
 
+    @property
+    def capacity(self) -> int | None:
+        """Rows to allocate, where the dispatch was given a number."""
+        return self.dispatched.plan.capacity
+
     def place(self, index: int) -> tuple[int, int]:
         """Where the rows of a local expert begin, and how many there are."""
         return self.places()[index]
@@ -191,7 +203,7 @@ class HighThroughputSource:
         """The same of all local experts, read at once."""
         # A CUDA graph writes its plans anew at every replay. They have a capacity; what a plan
         # without one says never changes.
-        return self._lasting_places if self.dispatched.plan.capacity is None else self._read()
+        return self._lasting_places if self.capacity is None else self._read()
 
     @cached_property
     def _lasting_places(self) -> list[tuple[int, int]]:

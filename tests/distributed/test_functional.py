@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -66,10 +67,11 @@ CASES = [
 ]
 
 
-def expert(index: int, rows: torch.Tensor, integers: bool) -> torch.Tensor:
-    """What expert ``index`` does to bf16 rows: not linear, unless exactness is wanted."""
+def expert(index: int | torch.Tensor, rows: torch.Tensor, integers: bool) -> torch.Tensor:
+    """What expert ``index``, or each row's, does to bf16 rows: not linear, unless exactness is
+    wanted."""
     if integers:
-        return rows * float(index % 3 - 1)
+        return rows * (index % 3 - 1)
     return torch.tanh(rows.float() * (0.5 + index)).bfloat16()
 
 
@@ -103,6 +105,25 @@ def run_layer(
     for place, rows in pieces:
         y = y.index_copy(0, place, rows)
     return functional.combine(ep, y, received, row_weights)
+
+
+def run_layer_by_row(
+    ep: ExpertParallel, case: Case, capacity: int | None, x: torch.Tensor, weights: torch.Tensor,
+    idx: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """The same without a look at any number; what autograd leaves in unused rows is spoilt."""
+    tokens, row_weights, received = functional.dispatch(ep, x, idx, weights, capacity=capacity)
+    assert capacity is None or len(tokens) == len(row_weights) == capacity
+    unused = received.source_rank < 0
+    for tensor in (tokens, row_weights):
+        mask = unused.view([-1] + [1] * (tensor.dim() - 1))
+        tensor.register_hook(lambda grad, mask=mask: grad.masked_fill(mask, float("nan")))
+    places = torch.arange(tokens.shape[0], device=tokens.device)
+    local = torch.searchsorted(received.offsets[1:].contiguous(), places, right=True)
+    index = ep.rank * ep.experts_per_rank + local.clamp(max=ep.experts_per_rank - 1)
+    return functional.combine(
+        ep, expert(index.unsqueeze(1), tokens, case.integers), received, row_weights
+    )
 
 
 def layer_gradients(group: object, case: Case) -> tuple[torch.Tensor, ...]:
@@ -162,6 +183,70 @@ def test_gradients_are_those_of_plain_pytorch(pool, case):
         torch.testing.assert_close(out, want_out, rtol=2**-7, atol=2**-6)
         torch.testing.assert_close(grad_x, want_x, rtol=2**-7, atol=2**-5)
         torch.testing.assert_close(grad_weights, want_weights, rtol=1e-4, atol=1e-4)
+
+
+class Unwritten(ExpertParallel):
+    """Has rows behind the others as GPUs do: nobody has written them."""
+
+    def dispatch(self, x, *args, **options):
+        received = super().dispatch(x, *args, **options)
+        received.tokens[int(received.offsets[-1]) :] = float("nan")
+        return received
+
+
+def room_for(case: Case) -> int:
+    """More rows than any rank receives."""
+    return sum(case.tokens) * case.top_k + EXPERTS * case.alignment + 3
+
+
+def gradients_of_capacities(group: object, case: Case) -> list[tuple[torch.Tensor, ...]]:
+    """Output and gradients of one rank, with and without a capacity."""
+    results = []
+    for capacity in (None, room_for(case)):
+        with open_ep(group, case, kind=Unwritten) as ep:
+            inputs = case.inputs()[ep.rank]
+            x, weights = inputs["x"].requires_grad_(), inputs["weights"].requires_grad_()
+            out = run_layer_by_row(ep, case, capacity, x, weights, inputs["idx"])
+            out.backward(inputs["grad"])
+            results.append((out.detach(), x.grad, weights.grad))
+    return results
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"seed{case.seed}")
+def test_a_capacity_changes_no_gradient(pool, case):
+    for rank, (without, within) in enumerate(pool.run(gradients_of_capacities, case)):
+        assert all(map(torch.equal, without, within))
+        if case.integers:
+            assert all(map(torch.equal, within, reference_gradients(case, rank)))
+
+
+def tensors_of_a_capacity(group: object, case: Case) -> None:
+    capacity = room_for(case)
+    with open_ep(group, case, kind=Unwritten) as ep:
+        inputs = case.inputs()[ep.rank]
+        x, weights = inputs["x"].requires_grad_(), inputs["weights"].requires_grad_()
+        for weighted in (True, False):
+            tokens, row_weights, received = functional.dispatch(
+                ep, x, inputs["idx"], weights, capacity=capacity
+            )
+            assert received.capacity == tokens.shape[0] == row_weights.shape[0] == capacity
+            unused = received.source_rank < 0
+            assert unused[int(received.offsets[-1]) :].all()
+            assert torch.equal(row_weights * unused, torch.zeros(capacity))
+            y = tokens.detach().requires_grad_()
+            factors = row_weights.detach().requires_grad_() if weighted else None
+            functional.combine(ep, y, received, factors).backward(inputs["grad"])
+            assert torch.equal(y.grad[unused], torch.zeros_like(y.grad[unused]))
+            assert factors is None or not factors.grad[unused].any()
+        with torch.no_grad():
+            tokens, _, received = functional.dispatch(ep, x, inputs["idx"], capacity=capacity)
+        assert received.capacity == tokens.shape[0] == capacity
+        with pytest.raises((ArgumentError, PeerRefused), match=r"capacity|refused"):
+            functional.dispatch(ep, x, inputs["idx"], weights, capacity=0)
+
+
+def test_rows_that_hold_no_token_have_no_gradient(pool):
+    pool.run(tensors_of_a_capacity, CASES[2])
 
 
 def change_of_loss(
@@ -243,6 +328,45 @@ def test_without_weights_both_are_plain_sums(pool):
         copies = (inputs["idx"].unsqueeze(2) == experts).any(1).sum(1, keepdim=True)
         assert torch.equal(out, inputs["x"] * copies)
         assert torch.equal(grad, inputs["grad"] * copies)
+
+
+def biased(group: object, case: Case) -> list[tuple[torch.Tensor, ...]]:
+    """Output and gradients of one rank where all inputs want one, and where the bias alone does."""
+    results = []
+    for alone in (False, True):
+        with open_ep(group, case) as ep:
+            inputs = case.inputs()[ep.rank]
+            x, weights = inputs["x"], inputs["weights"]
+            bias = (3 - x).requires_grad_()
+            if not alone:
+                x.requires_grad_()
+                weights.requires_grad_()
+            tokens, row_weights, received = functional.dispatch(ep, x, inputs["idx"], weights)
+            out = functional.combine(ep, tokens, received, row_weights, bias=bias)
+            with mock.patch.object(ep, "dispatch", wraps=ep.dispatch) as dispatch:
+                out.backward(inputs["grad"])
+            assert dispatch.call_count == int(not alone), "a bias alone needs nobody else"
+            assert alone == (x.grad is None) == (weights.grad is None)
+            with torch.no_grad():
+                again = functional.combine(ep, tokens, received, row_weights, bias=bias)
+            assert torch.equal(again, out)
+            results.append((out.detach(), bias.grad, x.grad, weights.grad))
+    return results
+
+
+def test_a_bias_has_the_gradient_of_the_output(pool):
+    case = next(case for case in CASES if case.integers)
+    for rank, (full, alone) in enumerate(pool.run(biased, case)):
+        inputs = case.inputs()[rank]
+        x, weights = inputs["x"].requires_grad_(), inputs["weights"].requires_grad_()
+        bias = (3 - inputs["x"]).detach().requires_grad_()
+        total = (weights * (inputs["idx"] >= 0)).sum(1, keepdim=True)
+        want = (total * x.float() + bias.float()).bfloat16()
+        want.backward(inputs["grad"])
+        for got, expected in zip(full, (want, bias.grad, x.grad, weights.grad), strict=True):
+            assert torch.equal(got, expected)
+        assert torch.equal(alone[0], want)
+        assert torch.equal(alone[1], inputs["grad"])
 
 
 def doubled(group: object, case: Case) -> tuple[torch.Tensor, ...]:
@@ -342,6 +466,12 @@ def low_latency_calls(group: object, case: Case) -> tuple[str, bool]:
         x, weights = inputs["x"].requires_grad_(), inputs["weights"]
         with pytest.raises(UsageError) as caught:
             functional.dispatch(ep, x, inputs["idx"], weights)
+        with torch.no_grad(), pytest.raises(ArgumentError, match="capacity"):
+            functional.dispatch(ep, x, inputs["idx"], weights, capacity=64)
+        with torch.no_grad():
+            tokens, row_weights, received = functional.dispatch(ep, x, inputs["idx"], weights)
+            with pytest.raises(ArgumentError, match="bias"):
+                functional.combine(ep, tokens, received, row_weights, bias=torch.zeros_like(x))
         with torch.no_grad():
             out = run_layer_low_latency(ep, case, x, weights, inputs["idx"])
         return str(caught.value), torch.equal(out, reference_gradients(case, ep.rank)[0])

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # its usual name
 
+from fanfold import functional
 from fanfold.expert_parallel import ExpertParallel
 from fanfold.launch import RankPool
 
@@ -69,6 +70,24 @@ def round_trip(
     return ep.combine(y, received)
 
 
+def gradients(
+    ep: ExpertParallel, tokens: Tokens, matrices: torch.Tensor, capacity: int | None
+) -> list[torch.Tensor]:
+    """Of the tokens, their weights and the matrices, where rows behind hold what is no number."""
+    given = [t.clone().requires_grad_() for t in (tokens.x, tokens.topk_weights, matrices)]
+    x, weights, factors = given
+    rows, row_weights, received = functional.dispatch(
+        ep, x, tokens.topk_idx, weights, capacity=capacity
+    )
+    places = torch.arange(len(rows), device=rows.device).unsqueeze(1)
+    behind, nothing = places >= received.offsets[-1], float("nan")
+    offs = received.offsets[1:].int()
+    y = F.grouped_mm(rows.masked_fill(behind, nothing), factors, offs=offs)
+    y.register_hook(lambda grad: grad.masked_fill(behind, nothing))
+    out = functional.combine(ep, y, received, row_weights)
+    return list(torch.autograd.grad(out, given, torch.ones_like(out)))
+
+
 def most_rows(ranks: int) -> int:
     """That may come to one rank, with their padding."""
     return ranks * TOKENS * TOP_K + EXPERTS * 8
@@ -82,6 +101,9 @@ def _rounds(group: dist.ProcessGroup) -> None:
         for seed, capacity in enumerate((None, most_rows(ranks), None)):
             tokens = Tokens.drawn(10 * seed + rank)
             assert torch.equal(round_trip(ep, tokens, matrices, capacity), expected(tokens))
+        wanted, got = (gradients(ep, tokens, matrices, n) for n in (None, most_rows(ranks)))
+        assert all(map(torch.equal, wanted, got))
+        assert all(bool(grad.any()) for grad in wanted)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -11,6 +11,7 @@ from tests.distributed.test_grouped_product import (
     Tokens,
     all_matrices,
     expected,
+    gradients,
     most_rows,
     needs_grouped_products,
     open_layer,
@@ -36,6 +37,10 @@ def _rounds(group: dist.ProcessGroup) -> None:
         for seed, capacity in enumerate((None, most_rows(ranks), None)):
             out = round_trip(ep, _tokens(10 * seed + rank), matrices, capacity)
             assert torch.equal(out.cpu(), expected(Tokens.drawn(10 * seed + rank)))
+
+        wanted, got = (gradients(ep, _tokens(rank), matrices, n) for n in (None, most_rows(ranks)))
+        assert all(map(torch.equal, wanted, got))
+        assert all(bool(grad.any()) for grad in wanted)
 
         tokens, graph = _tokens(rank), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
