@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fanfold.config import prepare_symmetric_memory
+from fanfold.config import symmetric_memory_environment
 from fanfold.errors import FanfoldError, SystemFailure, UnavailableError, UsageError
 from fanfold.group import Group, agree, process_group
 from fanfold.letting_go import drop_left, let_go
@@ -164,8 +164,8 @@ class CudaSymmetricMemory:
         # From here on all ranks are known to be there, so the rendezvous is a matter of moments.
         agree(self.group, {"bytes_per_rank": self.bytes_per_rank}, error)
         indices = self.group.all_gather(self.device.index)
-        prepare_symmetric_memory(same_index=len(set(indices)) < self.ranks)
-        self._bases = self._map()
+        with symmetric_memory_environment(same_index=len(set(indices)) < self.ranks):
+            self._bases = self._map()
 
     def _allocate(self) -> torch.Tensor:
         size = (self.bytes_per_rank,)

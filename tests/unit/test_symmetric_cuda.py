@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import types
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from fanfold.symmetric_cuda import CudaSymmetricMemory
 NBYTES = 4096
 OFFSET = 256  # of the tensor in its allocation
 PEER_BASE = 1 << 40
+VARIABLES = ("DISABLE_MULTICAST", "ALLOW_OVERLAPPING_DEVICES")
 
 
 class Two:
@@ -40,6 +41,7 @@ class Allocator:
     failure: Exception | None = None
     allocation: Exception | None = None
     met: str = ""
+    environment: ClassVar[dict[str, str | None]] = {}  # when the ranks met
 
     @classmethod
     def empty_strided_p2p(cls, size: Any, stride: Any, dtype: Any, device: Any) -> torch.Tensor:
@@ -53,6 +55,7 @@ class Allocator:
         if cls.failure is not None:
             raise cls.failure
         cls.met = group_name
+        cls.environment = {name: os.environ.get(f"TORCH_SYMM_MEM_{name}") for name in VARIABLES}
         return types.SimpleNamespace(buffer_ptrs=[tensor.data_ptr() - OFFSET, PEER_BASE])
 
 
@@ -74,9 +77,8 @@ def torch_side(monkeypatch: pytest.MonkeyPatch) -> type[Allocator]:
     monkeypatch.setattr(
         symmetric_cuda, "process_group", lambda group: types.SimpleNamespace(group_name="world")
     )
-    for name in ("DISABLE_MULTICAST", "ALLOW_OVERLAPPING_DEVICES"):
-        monkeypatch.setenv(f"TORCH_SYMM_MEM_{name}", "")  # so that it is put back afterwards
-        monkeypatch.delenv(f"TORCH_SYMM_MEM_{name}")
+    for name in VARIABLES:
+        monkeypatch.delenv(f"TORCH_SYMM_MEM_{name}", raising=False)
     return Fresh
 
 
@@ -94,10 +96,11 @@ def test_addresses(torch_side: type[Allocator]) -> None:
 
 
 def test_what_torch_reads_from_the_environment(torch_side: type[Allocator]) -> None:
+    before = dict(os.environ)
     CudaSymmetricMemory(Two(), NBYTES).close()
-    assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
     # Both ranks say cuda:1, and placement has seen that they mean different GPUs.
-    assert os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] == "1"
+    assert torch_side.environment == dict.fromkeys(VARIABLES, "1")
+    assert dict(os.environ) == before, "what the program maps itself is not Fanfold's affair"
 
 
 def test_the_users_own_setting_stays(
@@ -105,6 +108,7 @@ def test_the_users_own_setting_stays(
 ) -> None:
     monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0")
     CudaSymmetricMemory(Two(), NBYTES).close()
+    assert torch_side.environment["DISABLE_MULTICAST"] == "0"
     assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "0"
 
 
