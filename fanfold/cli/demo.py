@@ -40,8 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "text through the low-latency kernels."
     )
     parser.add_argument(
-        "--ranks", type=int, default=defaults.ranks, metavar="N",
-        help=f"processes to spread the {defaults.num_experts} experts over (default %(default)s)",
+        "--ranks", type=int, metavar="N",
+        help=f"processes to spread the {defaults.num_experts} experts over (default "
+        f"{defaults.ranks}, where there are GPUs at most as many, so that each rank has one)",
     )  # fmt: skip
     parser.add_argument(
         "--steps", type=int, default=defaults.steps, metavar="N",
@@ -76,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace) -> DemoSettings:
-    settings = DemoSettings(ranks=args.ranks, steps=args.steps, seed=args.seed)
+    ranks = _default_ranks() if args.ranks is None else args.ranks
+    settings = DemoSettings(ranks=ranks, steps=args.steps, seed=args.seed)
     for name, total in (("experts", settings.num_experts), ("sequences", settings.sequences)):
         if settings.ranks < 1 or total % settings.ranks:
             raise ArgumentError("--ranks", settings.ranks, f"a divisor of the {total} {name}")
@@ -86,6 +88,22 @@ def _settings(args: argparse.Namespace) -> DemoSettings:
         if path is not None and not path.absolute().parent.is_dir():
             raise ArgumentError(option, path, "a file in a folder that exists")
     return settings
+
+
+def _default_ranks() -> int:
+    """As many as can have a GPU each; the usual number without GPUs, where ranks share them, and
+    where calls cannot run on those there are."""
+    config = Config.resolve()
+    gpus = 0 if config.backend == "host" else torch.cuda.device_count()
+    most = DemoSettings.ranks
+    if gpus == 0 or config.share_gpus:
+        return most
+    ranks = max(ranks for ranks in range(1, most + 1) if ranks <= gpus and most % ranks == 0)
+    return ranks if ranks == most or all(launch(_runs_on_gpu, ranks)) else most
+
+
+def _runs_on_gpu(group: dist.ProcessGroup) -> bool:
+    return place(as_group(group), Config.resolve()).backend == "cuda"
 
 
 def _train_twice(settings: DemoSettings) -> DemoReport:

@@ -101,12 +101,12 @@ def train(group: dist.ProcessGroup, broken: str) -> Training:
     original = functional._Dispatch.backward
 
     def backward(ctx: object, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        _, grad_x, _, grad_weights = original(ctx, *gradients)
+        _, grad_x, _, grad_weights, _ = original(ctx, *gradients)
         if broken == "tokens":
             grad_x = torch.zeros_like(grad_x)
         elif broken == "weights":
             grad_weights = torch.zeros_like(grad_weights)
-        return None, grad_x, None, grad_weights
+        return None, grad_x, None, grad_weights, None
 
     with mock.patch.object(functional._Dispatch, "backward", staticmethod(backward)):
         return train_rank(group, SMALL, lambda step, loss: None).training
@@ -146,8 +146,8 @@ def decode_on_the_host(group: dist.ProcessGroup, broken: bool) -> tuple[Decoding
         if broken:
             weigh = functional._combine
 
-            def unweighted(ep, y, received, weights):
-                return weigh(ep, y, received, None if ep.mode == "low_latency" else weights)
+            def unweighted(ep, y, received, weights, bias):
+                return weigh(ep, y, received, None if ep.mode == "low_latency" else weights, bias)
 
             with mock.patch.object(functional, "_combine", unweighted):
                 decoding = decode(model, SMALL, group, placement)
@@ -196,12 +196,9 @@ def test_the_report_of_a_run_on_gpus(capsys, loss, backend, passed):
 @pytest.mark.gpu
 @pytest.mark.timeout(500)
 def test_the_demo_on_gpus(tmp_path):
-    gpus = torch.cuda.device_count()
-    ranks = max((n for n in (1, 2, 4) if n <= gpus), default=0)
-    if ranks == 0:
+    if torch.cuda.device_count() == 0:
         pytest.skip("no GPU")
-    done = run_demo("--ranks", ranks, "--steps", 30, "--out", tmp_path / "a.png",
-                    "--json", tmp_path / "a.jsonl")  # fmt: skip
+    done = run_demo("--steps", 30, "--out", tmp_path / "a.png", "--json", tmp_path / "a.jsonl")
     assert done.returncode == 0, done.stderr + done.stdout
     assert "low latency (decoding): cuda" in done.stdout
     (line,) = (tmp_path / "a.jsonl").read_text().splitlines()
@@ -232,6 +229,28 @@ def arguments(tmp_path: Path, *options: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     demo.add_arguments(parser)
     return parser.parse_args(["--out", str(tmp_path / "demo.png"), *options])
+
+
+@pytest.mark.parametrize(
+    ("backend", "share", "gpus", "usable", "ranks"),
+    [
+        ("auto", "0", 0, False, 4),
+        ("auto", "0", 1, True, 1),
+        ("auto", "0", 3, True, 2),
+        ("auto", "0", 3, False, 4),
+        ("cuda", "0", 4, True, 4),
+        ("auto", "0", 8, True, 4),
+        ("auto", "1", 1, True, 4),
+        ("host", "0", 1, True, 4),
+    ],
+)
+def test_ranks_by_default(tmp_path, monkeypatch, backend, share, gpus, usable, ranks):
+    monkeypatch.setattr(demo, "launch", lambda function, ranks: [usable] * ranks)
+    monkeypatch.setenv("FANFOLD_BACKEND", backend)
+    monkeypatch.setenv("FANFOLD_SHARE_GPUS", share)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert demo._settings(arguments(tmp_path)).ranks == ranks
+    assert demo._settings(arguments(tmp_path, "--ranks", "2")).ranks == 2
 
 
 def test_a_check_that_fails_is_the_exit_code(tmp_path, monkeypatch, capsys):
