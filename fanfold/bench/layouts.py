@@ -28,6 +28,7 @@ from fanfold.high_throughput.cuda import CudaHighThroughput
 from fanfold.high_throughput.grid import Grid
 from fanfold.high_throughput.in_place import bytes_for_rows
 from fanfold.high_throughput.kernels import DispatchKind, Sizes
+from fanfold.high_throughput.layout import dispatch_layout
 from fanfold.placement import place
 from fanfold.received import Received
 from fanfold.symmetric import SymmetricMemory
@@ -310,7 +311,7 @@ class TokenMajor:
     def __init__(self, group: Any, settings: BenchSettings, config: Config) -> None:
         ranks = as_group(group)
         placement = place(ranks, config)
-        self._experts, self.device = settings.experts, placement.device
+        self._experts, self._ranks, self.device = settings.experts, ranks.size, placement.device
         # On the host rows come into tensors of their own.
         self._options = {} if placement.backend == "host" else {"in_place": bool(settings.in_place)}
         self._memory: CudaSymmetricMemory | SymmetricMemory
@@ -337,7 +338,8 @@ class TokenMajor:
         self.memory_bytes = self._memory.bytes_per_rank
 
     def dispatch(self, given: Given, capacity: int | None = None) -> Any:
-        """Sends ``given``, by a new routing."""
+        """Sends ``given``, by a new routing; with the layout that ``deep_ep`` callers ask for."""
+        dispatch_layout(given.topk_idx, self._experts, self._ranks)
         return self._mode.dispatch(
             given.x,
             given.topk_idx,

@@ -7,12 +7,13 @@ import argparse
 import dataclasses
 import json
 from contextlib import closing
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from fanfold.bench import cuda_high_throughput, cuda_run
+from fanfold.bench import cuda_high_throughput, cuda_run, layouts
 from fanfold.bench.check import CheckFailed, Expectation
 from fanfold.bench.layouts import Given, open_calls, spoil
 from fanfold.bench.run import bench_rank, bench_ranks
@@ -154,6 +155,24 @@ def test_dispatches_with_capacity(pools, layout):
     for capacity, said in pools(2).run(with_room, of(layout, alignment=alignment)):
         assert capacity % 128 == 0
         assert said.startswith(f"tokens has {capacity} rows instead of")
+
+
+def layouts_counted(group, settings):
+    """How often a layout is counted in a dispatch by a new routing, and in one more by the same."""
+    expectation, counted = expectation_of(group, settings), []
+    with (
+        mock.patch.object(layouts, "dispatch_layout", lambda *args: counted.append(args)),
+        closing(open_calls(group, settings)) as calls,
+    ):
+        given = Given.of(expectation, calls.device, quantized=True)
+        brought = calls.dispatch(given)
+        new = len(counted)
+        calls.dispatch_again(given, brought)
+        return new, len(counted) - new
+
+
+def test_a_new_token_major_routing_has_its_layout_counted(pools):
+    assert pools(2).run(layouts_counted, of("token_major")) == [(1, 0)] * 2
 
 
 # ---- the program of the GPUs --------------------------------------------------------------------
