@@ -25,7 +25,7 @@ import json
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -34,6 +34,7 @@ import torch.distributed as dist
 from fanfold.bench.cuda_run import device_facts
 from fanfold.bench.cuda_timing import Clock, GpuBarrier, empty_kernel
 from fanfold.bench.report import append_json_line, command_line, commit, versions
+from fanfold.cli.plot import save
 from fanfold.config import Config
 from fanfold.formats import RowFormat, quantize
 from fanfold.geometry import Geometry
@@ -45,6 +46,9 @@ from fanfold.launch import launch
 from fanfold.low_latency import cuda_required_bytes, kernels
 from fanfold.low_latency.cuda import CudaLowLatency
 from fanfold.symmetric_cuda import CudaSymmetricMemory
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 GPUS = 2
 GEOMETRIES = ((7168, 8, 256), (2048, 8, 512), (1024, 22, 512))  # hidden, top-k, experts
@@ -267,48 +271,106 @@ def _rank(
     return found
 
 
+# ---- pictures -----------------------------------------------------------------------------------
+
+PANELS = (
+    ("dispatch, fp8", "fp8", ("cached", "new")),
+    ("dispatch, bf16", "bf16", ("cached", "new")),
+    ("combine, bf16", "bf16", ("combine",)),
+)
+KINDS = (("token-major", "token_major", ""), ("expert-major", "expert_major", ""),
+         ("expert-major, in place", "expert_major", "_in_place"))  # fmt: skip
+SCALE_US = (200, 300, 400, 500, 600, 800, 1000)
+
+
 def _plot(results: Path, picture: Path) -> None:
     points = [json.loads(line) for line in results.read_text().splitlines()]
     draw = _plot_packed if "layout" in points[0] else _plot_tokens
     draw(points, picture)
 
 
+def _geometry(point: dict[str, Any]) -> tuple[int, int, int]:
+    return point["hidden"], point["top_k"], point["experts"]
+
+
 def _plot_packed(points: list[dict[str, Any]], picture: Path) -> None:
-    """High throughput: the times of each geometry, and what the link alone would take."""
+    """High throughput: the times over the number of SMs, and on 24 those of each geometry; and what
+    the link alone would take."""
     from matplotlib.figure import Figure
 
-    points = [point for point in points if (point["tokens"], point["sms"]) == (4096, 24)]
-    panels = [("dispatch, fp8", "fp8", "cached"), ("dispatch, bf16", "bf16", "cached"),
-              ("combine, bf16", "bf16", "combine")]  # fmt: skip
-    figure = Figure(figsize=(9.0, 3.4), layout="constrained")
-    for axes, (title, dtype, call) in zip(
-        figure.subplots(1, len(panels), sharey=True), panels, strict=True
-    ):
-        places = range(len(PACKED))
-        kinds = [("token_major", call, "token-major"), ("expert_major", call, "expert-major")]
-        if call == "cached":
-            kinds.append(("expert_major", "cached_in_place", "expert-major, in place"))
-        width = 0.8 / len(kinds)
-        for number, (layout, timed, label) in enumerate(kinds):
-            of_layout = [p for p in points if (p["dtype"], p["layout"]) == (dtype, layout)]
-            times = {p["hidden"]: p["times_us"][f"{timed}.l2_flushed_raw"] for p in of_layout}
-            heights = [times[hidden] for hidden, _, _ in PACKED]
-            offset = (number - (len(kinds) - 1) / 2) * width
-            axes.bar([place + offset for place in places], heights, 0.95 * width, label=label)
-        limits = [_link_us(points[0]["ranks"], geometry, dtype) for geometry in PACKED]
-        axes.hlines(limits, [p - 0.4 for p in places], [p + 0.4 for p in places], "black", lw=1.5,
-                    label=f"link at {LINK_GB_S} GB/s")  # fmt: skip
-        names = ["\n".join(map(str, geometry)) for geometry in PACKED]
-        axes.set_xticks(list(places), names, fontsize="x-small")
-        axes.set_title(title, fontsize="medium")
+    points = [point for point in points if point["tokens"] == 4096]
+    figure = Figure(figsize=(9.6, 7.0), layout="constrained")
+    grid = figure.subplots(2, len(PANELS), sharey="row")
+    for (over_sms, geometries), (title, dtype, calls) in zip(grid.T, PANELS, strict=True):
+        over_sms.set_title(title, fontsize="medium")
+        _draw_over_sms(over_sms, [p for p in points if _geometry(p) == PACKED[0]], dtype, calls)
+        _draw_geometries(geometries, [p for p in points if p["sms"] == 24], dtype, calls)
+    for axes in figure.axes:
         axes.grid(axis="y", alpha=0.3)
-    figure.axes[0].legend(fontsize="x-small")
-    figure.axes[0].set_ylabel("µs, one call, L2 flushed")
-    figure.supxlabel("hidden, top-k, experts", fontsize="small")
+        axes.set_axisbelow(True)
+    for axes, what in zip(grid[:, 0], ("{} / {} / {}".format(*PACKED[0]), "24 SMs"), strict=True):
+        axes.set_ylabel(f"{what}\nµs, one call, L2 flushed")
+    grid[0][0].set_yscale("log")
+    grid[0][0].set_yticks(SCALE_US, list(map(str, SCALE_US)), minor=False)
+    grid[0][0].set_yticks([], minor=True)
+    grid[0][1].set_xlabel("SMs of each kernel")
+    grid[1][1].set_xlabel("hidden, top-k, experts")
     gpu = f"{points[0]['ranks']} ranks mirrored on {GPUS} × {points[0]['device']['name']}"
-    figure.suptitle(f"High throughput, 4096 tokens, 24 SMs, cached routing, {gpu}",
-                    fontsize="medium")  # fmt: skip
-    figure.savefig(picture)
+    figure.suptitle(f"High throughput, 4096 tokens per rank, {gpu}", fontsize="medium")
+    new = "with new routing (below: pale)"
+    grid[0][0].plot([], [], color="gray", ls=":", marker=".", label=new)
+    lines, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(lines, labels, loc="outside lower center", ncols=len(lines), fontsize="small")
+    save(figure, picture)
+
+
+def _times(
+    points: list[dict[str, Any]], layout: str, dtype: str, call: str, by: str
+) -> dict[int, float]:
+    """What ``call`` took where it was measured, by the field ``by``."""
+    of = [point for point in points if (point["layout"], point["dtype"]) == (layout, dtype)]
+    times = {point[by]: point["times_us"].get(f"{call}.l2_flushed_raw") for point in of}
+    return {place: time for place, time in times.items() if time is not None}
+
+
+def _draw_over_sms(
+    axes: Axes, points: list[dict[str, Any]], dtype: str, calls: tuple[str, ...]
+) -> None:
+    for (color, (label, layout, where)), call in itertools.product(enumerate(KINDS), calls):
+        times = _times(points, layout, dtype, call + where, "sms")
+        if not times:
+            continue
+        style = {"ls": ":", "marker": "."} if call == "new" else {"marker": "o", "label": label}
+        axes.plot(*zip(*sorted(times.items()), strict=True), color=f"C{color}", ms=4, **style)
+    limit = _link_us(points[0]["ranks"], PACKED[0], dtype)
+    axes.axhline(limit, color="black", ls="--", lw=1.2, label=f"link at {LINK_GB_S} GB/s")
+    axes.annotate(f"{limit:.0f}", (0.01, limit), xycoords=("axes fraction", "data"), va="bottom",
+                  xytext=(0, 1), textcoords="offset points", fontsize="small")  # fmt: skip
+    axes.set_xticks(sorted({point["sms"] for point in points}))
+
+
+def _draw_geometries(
+    axes: Axes, points: list[dict[str, Any]], dtype: str, calls: tuple[str, ...]
+) -> None:
+    geometries = [geometry for geometry in PACKED if geometry in map(_geometry, points)]
+    places = range(len(geometries))
+    width = 0.8 / (len(KINDS) if "new" in calls else 2)
+    for (color, (_, layout, where)), call in itertools.product(enumerate(KINDS), calls):
+        times = _times(points, layout, dtype, call + where, "hidden")
+        if not times:
+            continue
+        heights = [times[hidden] for hidden, _, _ in geometries]
+        lefts = [place - 0.4 + color * width for place in places]
+        is_new = call == "new"
+        axes.bar(
+            lefts, heights, 0.95 * width, align="edge", color=f"C{color}",
+            alpha=0.4 if is_new else 1.0, zorder=1 if is_new else 2,
+        )  # fmt: skip
+    limits = [_link_us(points[0]["ranks"], each, dtype) for each in geometries]
+    axes.hlines(limits, [p - 0.45 for p in places], [p + 0.45 for p in places], "black", "--",
+                lw=1.2, zorder=3)  # fmt: skip
+    axes.set_xticks(list(places), ["\n".join(map(str, each)) for each in geometries],
+                    fontsize="small")  # fmt: skip
 
 
 def _link_us(ranks: int, geometry: tuple[int, int, int], dtype: str) -> float:
@@ -325,7 +387,7 @@ def _plot_tokens(points: list[dict[str, Any]], picture: Path) -> None:
     from matplotlib.figure import Figure
 
     points.sort(key=lambda point: point["tokens"])
-    figure = Figure(figsize=(9.0, 3.4), layout="constrained")
+    figure = Figure(figsize=(10.6, 3.4), layout="constrained")
     panels = figure.subplots(1, 2, sharex=True, sharey=True)
     for axes, name in zip(panels, ("dispatch", "combine"), strict=True):
         for (hidden, top_k, experts), late in itertools.product(GEOMETRIES, (False, True)):
@@ -349,10 +411,12 @@ def _plot_tokens(points: list[dict[str, Any]], picture: Path) -> None:
         axes.set_title(name, fontsize="medium")
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("µs, calls back to back in a graph")
-    panels[0].legend(title="hidden / top-k / experts", fontsize="small")
+    lines, labels = panels[0].get_legend_handles_labels()
+    figure.legend(lines, labels, loc="outside right upper", title="hidden / top-k / experts",
+                  fontsize="small")  # fmt: skip
     gpu = f"{points[0]['ranks']} ranks mirrored on {GPUS} × {points[0]['device']['name']}"
     figure.suptitle(f"Low latency, fp8 dispatch, weighted bf16 combine, {gpu}", fontsize="medium")
-    figure.savefig(picture)
+    save(figure, picture)
 
 
 def main() -> None:

@@ -9,14 +9,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from fanfold.errors import ArgumentError, UnavailableError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-__all__ = ["AXES", "Point", "add_arguments", "draw", "load", "run", "series_along"]
+__all__ = ["AXES", "Point", "add_arguments", "draw", "load", "run", "save", "series_along"]
 
 AXES = {
     "tokens": "tokens per rank",
@@ -34,6 +36,7 @@ _NUMBERS = (
     "bytes_remote",
 )  # fmt: skip
 _TEXTS = ("mode", "backend", "dtype")
+_LEGEND_CHARS = 64  # of a line, or the legend is wider than its column
 
 
 @dataclass(frozen=True)
@@ -196,17 +199,35 @@ def draw(points: Sequence[Point], out: Path) -> None:
     # On GPUs each call has a time of its own; on a host they are parts of one round.
     parts = ("dispatch", "combine") if all(point["timing"] for point in points) else ()
     rows = 2 + len(parts)
-    figure = Figure(figsize=(1.0 + 5.0 * len(columns), 4.0 * rows), layout="constrained")
+    legends = {axis: [fill(label, _LEGEND_CHARS) for label in columns[axis]] for axis in columns}
+    legend_lines = max("\n".join(labels).count("\n") + 1 for labels in legends.values())
+    size = (1.0 + 5.0 * len(columns), 4.0 * rows + 0.2 * legend_lines)
+    figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(rows, len(columns), squeeze=False)
     for place, (axis, series) in enumerate(columns.items()):
         for row, phase in enumerate((*parts, "total")):
             _draw_latency(grid[row][place], axis, series, phase)
         _draw_bandwidth(grid[-1][place], axis, series)
+        # All panels of a column have the same series: one legend, above them and not on curves.
+        lines = grid[0][place].get_legend_handles_labels()[0]
+        grid[0][place].legend(
+            lines, legends[axis], loc="lower left", bbox_to_anchor=(0.0, 1.0), fontsize="small"
+        )
     figure.suptitle(_title(points))
     try:
-        figure.savefig(out, dpi=120)
+        save(figure, out)
     except (OSError, ValueError) as error:
         raise ArgumentError("--out", f"{out} ({error})", "a picture that can be written") from error
+
+
+def save(figure: Figure, out: Path) -> None:
+    """Writes a picture; an SVG has the same bytes whenever the same is drawn, so that a committed
+    one changes with its results only."""
+    from matplotlib import rc_context
+
+    metadata = {"Date": None} if out.suffix == ".svg" else None
+    with rc_context({"svg.hashsalt": "fanfold"}):
+        figure.savefig(out, dpi=120, metadata=metadata)
 
 
 def _title(points: Iterable[Point]) -> str:
@@ -258,4 +279,3 @@ def _finish(axes: Axes, axis: str, series: dict[str, list[Point]]) -> None:
     axes.set_xticks(places, [str(place) for place in places])
     axes.set_xlabel(AXES[axis])
     axes.grid(visible=True, alpha=0.3)
-    axes.legend(fontsize="small")

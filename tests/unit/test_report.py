@@ -8,6 +8,7 @@ import io
 import json
 import multiprocessing
 import os
+import runpy
 import sys
 from pathlib import Path
 
@@ -395,6 +396,36 @@ def test_plot_of_gpu_results(tmp_path):
     assert plot.run(argparse.Namespace(files=[path], out=tmp_path / "p.svg")) == 0
     drawn = (tmp_path / "p.svg").read_text()
     assert all(word in drawn for word in ("<!-- combine, µs -->", "2 × A GPU", "hidden 7168"))
+
+
+def test_plot_of_the_same_results_is_the_same_and_has_a_legend_for_each_column(tmp_path):
+    pytest.importorskip("matplotlib")
+    lines = [line(tokens=t, top_k=k) for t in (16, 64) for k in (2, 4)]
+    points = plot.load(write(tmp_path / "r.jsonl", lines))
+    for name in ("a.svg", "b.svg"):
+        plot.draw(points, tmp_path / name)
+    drawn = (tmp_path / "a.svg").read_text()
+    assert drawn == (tmp_path / "b.svg").read_text()
+    assert drawn.count('<g id="legend') == 2
+    assert drawn.count("<!-- top-k 4 -->") == drawn.count("<!-- tokens 64 -->") == 1
+
+
+@pytest.mark.parametrize(
+    ("results", "words"),
+    [
+        ("cuda_mirror", ("tokens per rank", "7168 / 8 / 256")),
+        ("cuda_mirror_high_throughput", ("219", "424", "expert-major, in place", "combine, bf16")),
+    ],
+)
+def test_plots_of_two_gpus_that_stand_for_more(tmp_path, results, words):
+    pytest.importorskip("matplotlib")
+    benchmarks = Path(__file__).parents[2] / "benchmarks"
+    draw = runpy.run_path(str(benchmarks / "mirror.py"))["_plot"]
+    for name in ("a.svg", "b.svg"):
+        draw(benchmarks / "results" / f"{results}.jsonl", tmp_path / name)
+    drawn = (tmp_path / "a.svg").read_text()
+    assert drawn == (tmp_path / "b.svg").read_text()
+    assert all(f"<!-- {word} -->" in drawn for word in words)
 
 
 def test_plot_over_sms(tmp_path):
