@@ -1,9 +1,10 @@
 """Small rounds for compute-sanitizer (tools/sanitize_gpu.sh).
 
-Use: python tests/gpu/sanitize.py [--ranks N] [low-latency | high-throughput | formats]...
-     all parts by default; one rank, in this process, or several with a GPU and a process each: what
-     goes to peers and comes from them does not run in one alone. Exits with 1 if a result is wrong,
-     with 2 if there are too few GPUs.
+Use: python tests/gpu/sanitize.py [--ranks N] [PART]...
+     PART is low-latency, long-rows (of low latency), high-throughput or formats; all by default.
+     One rank, in this process, or several with a process each, which take turns where there are
+     fewer GPUs: what goes to peers and comes from them does not run in one alone. Exits with 1 if
+     a result is wrong, with 2 if there is no GPU.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -25,6 +27,7 @@ from fanfold.formats import ScaleFormat, quantize
 from fanfold.high_throughput.layout import dispatch_layout
 from tests.distributed import routings
 from tests.distributed.cuda_rounds import run_case
+from tests.gpu.low_latency_rounds import like_the_host
 from tests.gpu.support import (
     FORMATS,
     Case,
@@ -51,7 +54,7 @@ def tell(group: dist.ProcessGroup, what: str) -> None:
 
 
 def check_round(group: dist.ProcessGroup, case: Case) -> None:
-    """Two rounds, whole and with hooks, and a graph of one; all must be right."""
+    """Two rounds, one whole and one with hooks; both must be right."""
     device = own_device()
     (answer,) = answers(group, [case])
     mine = tokens_of(case, group.rank()).to(device)
@@ -80,11 +83,26 @@ def low_latency(group: dist.ProcessGroup) -> None:
         small.but(routing="duplicates", specials=True),
         small.but(hidden=256, tokens=(0,) * ranks),
         small.but(logfmt=True, weighted=False),
-        small.but(hidden=7168, dtype="fp8", top_k=5, tokens=(7,) * ranks),
     ]
     for case in cases:
         check_round(group, case)
         tell(group, f"{case}")
+    for case in (small, small.but(routing="duplicates")):
+        like_the_host(group, case, True, timeout_s=TIMEOUT_S)
+        tell(group, f"late weights {case}")
+
+
+def long_case(ranks: int) -> Case:
+    """A row has segments for more than half of a receiver's warps."""
+    case = case_of(ranks, hidden=7168, dtype="fp8", experts_per_rank=5, top_k=5)
+    return case.but(tokens=(7,) * ranks)
+
+
+def long_rows(group: dist.ProcessGroup) -> None:
+    """Low latency with such rows."""
+    case = long_case(group.size())
+    check_round(group, case)
+    tell(group, f"{case}")
 
 
 def check_layout(case: routings.Case, rank: int) -> None:
@@ -140,12 +158,17 @@ def formats(group: dist.ProcessGroup) -> None:
             tell(group, f"{rows} rows of {hidden}, {scale_format.value}")
 
 
-PARTS = {"low-latency": low_latency, "high-throughput": high_throughput, "formats": formats}
+PARTS = {
+    "low-latency": low_latency,
+    "long-rows": long_rows,
+    "high-throughput": high_throughput,
+    "formats": formats,
+}
 
 
 def run_rank(rank: int, ranks: int, part: str, meeting: str) -> None:
     """What one rank does; it ends by itself, as its sanitizer tells what it found only then."""
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=ranks)
     group = dist.group.WORLD
     assert group is not None
@@ -163,9 +186,11 @@ def main() -> int:
     parts = args.parts or list(PARTS)
     if unknown := set(parts) - set(PARTS):
         parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(PARTS)}")
-    if torch.cuda.device_count() < args.ranks:
-        print(f"{args.ranks} ranks need as many GPUs, there are {torch.cuda.device_count()}")
+    if torch.cuda.device_count() == 0:
+        print("there is no GPU (nvidia-smi)")
         return 2
+    if torch.cuda.device_count() < args.ranks:
+        os.environ["FANFOLD_SHARE_GPUS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         for part in parts:
             given = (args.ranks, part, f"{folder}/{part}")
