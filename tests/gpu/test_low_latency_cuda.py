@@ -56,20 +56,16 @@ def _round(group: dist.ProcessGroup, case: Case) -> None:
 
 
 @pytest.mark.parametrize("number", range(16))
-def test_any_geometry(gpus: GpuPools, number: int) -> None:
-    case = random_case(number, _most())
+def test_any_geometry(gpus: GpuPools, ranks_at_most: int, number: int) -> None:
+    case = random_case(number, ranks_at_most)
     gpus.run(case.ranks, _round, case)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(16, 300))
-def test_many_geometries(gpus: GpuPools, number: int) -> None:
-    case = random_case(number, _most())
+def test_many_geometries(gpus: GpuPools, ranks_at_most: int, number: int) -> None:
+    case = random_case(number, ranks_at_most)
     gpus.run(case.ranks, _round, case)
-
-
-def _most() -> int:
-    return max(1, min(torch.cuda.device_count(), 4))
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -218,10 +214,11 @@ def _many_rounds(group: dist.ProcessGroup, case: Case, rounds: int, every: int) 
     return int(wrong)
 
 
-@pytest.mark.parametrize(("dtype", "every"), [("bf16", 7), ("fp8", 1)])
-def test_ten_thousand_rounds(gpus: GpuPools, ranks: int, dtype: str, every: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "rounds", "every"), [("bf16", 10_000, 7), ("fp8", 10_000, 7), ("fp8", 3_000, 1)]
+)
+def test_many_rounds(gpus: GpuPools, ranks: int, dtype: str, rounds: int, every: int) -> None:
     case = case_of(ranks, hidden=512, max_tokens=24, experts_per_rank=8, top_k=6, dtype=dtype)
-    rounds = 10_000 if dtype == "bf16" else 3_000
     assert gpus.run(ranks, _many_rounds, case, rounds, every) == [0] * ranks
 
 

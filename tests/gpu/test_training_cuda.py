@@ -56,6 +56,64 @@ def test_gradients(gpus: GpuPools, ranks: int, case: calls.Case) -> None:
             torch.testing.assert_close(ours, theirs, **near)
 
 
+def _captured_step(group: dist.ProcessGroup, case: calls.Case) -> list[tuple[torch.Tensor, ...]]:
+    """Outputs and gradients of one rank: without a capacity, with one, and of a CUDA graph that
+    holds both passes, replayed with other inputs than it was captured with."""
+    device = own_device()
+    mine = {name: t.to(device) for name, t in case.inputs()[dist.get_rank(group)].items()}
+    x, weights, idx = (torch.zeros_like(mine[name]) for name in ("x", "weights", "idx"))
+    x.requires_grad_()
+    weights.requires_grad_()
+    with calls.open_ep(group, case, config=_config()) as ep:
+
+        def load() -> None:
+            with torch.no_grad():
+                for tensor, name in ((x, "x"), (weights, "weights"), (idx, "idx")):
+                    tensor.copy_(mine[name])
+
+        def step(capacity: int | None) -> torch.Tensor:
+            out = calls.run_layer_by_row(ep, case, capacity, x, weights, idx)
+            x.grad, weights.grad = torch.autograd.grad(out, (x, weights), mine["grad"])
+            return out.detach()
+
+        def results(out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            ep.synchronize()
+            assert x.grad is not None
+            assert weights.grad is not None
+            return tuple(tensor.cpu() for tensor in (out, x.grad, weights.grad))
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # with other inputs, zeros; compiles what the graph holds
+            step(calls.room_for(case))
+        side.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = step(calls.room_for(case))
+        kept = out, x.grad, weights.grad
+        load()
+        taken = []
+        for _ in range(2):
+            for tensor in kept:
+                tensor.fill_(float("nan"))
+            graph.replay()
+            taken.append(results(out))
+        return [results(step(None)), results(step(calls.room_for(case))), *taken]
+
+
+@pytest.mark.parametrize("case", calls.CASES, ids=lambda case: f"seed{case.seed}")
+def test_a_graph_holds_both_passes(gpus: GpuPools, ranks: int, case: calls.Case) -> None:
+    case = _case(case, ranks)
+    for rank, (without, *within) in enumerate(gpus.run(ranks, _captured_step, case)):
+        if case.integers:
+            assert all(map(torch.equal, without, calls.reference_gradients(case, rank)))
+        for got in within:
+            assert torch.equal(got[0], without[0])
+            assert torch.equal(got[1], without[1])
+            # PyTorch's sum over a row may take another order where there are more rows.
+            torch.testing.assert_close(got[2], without[2], rtol=1e-5, atol=1e-5)
+
+
 def _train_once(group: dist.ProcessGroup, problem: layers.Problem) -> dict[str, object]:
     """As the host's test does, on this rank's GPU."""
     device = own_device()

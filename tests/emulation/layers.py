@@ -1,0 +1,35 @@
+"""An ExpertParallel whose high throughput runs on emulated GPUs; ranks are threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+from fanfold.expert_parallel import high_throughput
+from fanfold.high_throughput.cuda import CudaHighThroughput
+from tests.emulation.deep_ep import PLACED, Memory
+from tests.emulation.high_throughput import emulated
+from tests.emulation.world import Builder
+
+
+def _unwritten(
+    mode: CudaHighThroughput, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """Memory for results in which whatever reads before it was written finds no number."""
+    filling = float("nan") if dtype.is_floating_point else -77
+    return torch.full(shape, filling, dtype=dtype, device=mode.device)
+
+
+@contextmanager
+def emulated_layers(builder: Builder, ctas: int) -> Iterator[None]:
+    """Within it an ExpertParallel takes the CPU for a GPU of compute capability 9.0."""
+    with (
+        emulated(builder, ctas),
+        mock.patch.object(high_throughput, "_place", return_value=PLACED),
+        mock.patch.object(high_throughput, "CudaSymmetricMemory", Memory),
+        mock.patch.object(CudaHighThroughput, "_empty", _unwritten),
+    ):
+        yield
