@@ -5,9 +5,8 @@
 #
 # Use: tools/sanitize_gpu.sh [--ranks N] [--only PART]... [tool...]
 #      PYTHON=python3 where there is no .venv
-#      PART is low-latency, long-rows (of low latency), high-throughput or formats; without one all
-#      of them run. One rank by default; several take turns where there are fewer GPUs. What racecheck
-#      says of long-rows has to be read: tests/gpu/racecheck.py knows which of it is known.
+#      PART is low-latency, high-throughput or formats; without one all of them run. One rank by
+#      default; several take turns where there are fewer GPUs.
 # Needs a GPU and compute-sanitizer, of the CUDA toolkit. Exits with 1 if a tool found something or a
 # program failed; each tool's last line says which: 9 if it found something in programs that ended
 # well, else their exit code.
@@ -23,9 +22,9 @@ if [[ "${1:-}" == --ranks ]]; then
 fi
 while [[ "${1:-}" == --only ]]; do
   case "${2:-}" in
-    low-latency | long-rows | high-throughput | formats) parts+=("$2") ;;
+    low-latency | high-throughput | formats) parts+=("$2") ;;
     *)
-      echo "--only is followed by low-latency, long-rows, high-throughput or formats, not by '${2:-}'" >&2
+      echo "--only is followed by low-latency, high-throughput or formats, not by '${2:-}'" >&2
       exit 2
       ;;
   esac
@@ -49,8 +48,6 @@ for tool in "${tools[@]}"; do
   # PyTorch asks the driver for things that it may refuse; only what kernels do counts.
   options=()
   [[ "$tool" != memcheck ]] || options=(--report-api-errors no)
-  # A race that is not displayed cannot be told from one that is known.
-  [[ "$tool" != racecheck ]] || options=(--print-limit 0)
   log="$(mktemp)"
   status=0
   "$sanitizer" --tool "$tool" "${options[@]}" --target-processes all --error-exitcode 9 \

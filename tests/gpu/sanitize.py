@@ -1,7 +1,7 @@
 """Small rounds for compute-sanitizer (tools/sanitize_gpu.sh).
 
 Use: python tests/gpu/sanitize.py [--ranks N] [PART]...
-     PART is low-latency, long-rows (of low latency), high-throughput or formats; all by default.
+     PART is low-latency, high-throughput or formats; all by default.
      One rank, in this process, or several with a process each, which take turns where there are
      fewer GPUs: what goes to peers and comes from them does not run in one alone. Exits with 1 if
      a result is wrong, with 2 if there is no GPU.
@@ -83,6 +83,7 @@ def low_latency(group: dist.ProcessGroup) -> None:
         small.but(routing="duplicates", specials=True),
         small.but(hidden=256, tokens=(0,) * ranks),
         small.but(logfmt=True, weighted=False),
+        small.but(hidden=7168, dtype="fp8", top_k=5, tokens=(7,) * ranks),
     ]
     for case in cases:
         check_round(group, case)
@@ -90,19 +91,6 @@ def low_latency(group: dist.ProcessGroup) -> None:
     for case in (small, small.but(routing="duplicates")):
         like_the_host(group, case, True, timeout_s=TIMEOUT_S)
         tell(group, f"late weights {case}")
-
-
-def long_case(ranks: int) -> Case:
-    """A row has segments for more than half of a receiver's warps."""
-    case = case_of(ranks, hidden=7168, dtype="fp8", experts_per_rank=5, top_k=5)
-    return case.but(tokens=(7,) * ranks)
-
-
-def long_rows(group: dist.ProcessGroup) -> None:
-    """Low latency with such rows."""
-    case = long_case(group.size())
-    check_round(group, case)
-    tell(group, f"{case}")
 
 
 def check_layout(case: routings.Case, rank: int) -> None:
@@ -160,7 +148,6 @@ def formats(group: dist.ProcessGroup) -> None:
 
 PARTS = {
     "low-latency": low_latency,
-    "long-rows": long_rows,
     "high-throughput": high_throughput,
     "formats": formats,
 }

@@ -18,10 +18,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("memcheck", "racecheck", "synccheck")
 # Nothing of formats goes to peers.
-RANKS = {"low-latency": (1, 2), "long-rows": (1, 2), "high-throughput": (1, 2), "formats": (1,)}
+RANKS = {"low-latency": (1, 2), "high-throughput": (1, 2), "formats": (1,)}
 CASES = [(part, ranks, tool) for part in RANKS for ranks in RANKS[part] for tool in TOOLS]
-# What may find something: the script then ends with 1, and the tool with 9.
-KNOWN = ("long-rows", "racecheck")
 
 
 def _run(*command: str | Path, seconds: float) -> tuple[int, str]:
@@ -56,7 +54,7 @@ def _right_without(part: str, ranks: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("part", "ranks", "tool"), CASES)
-def test_nothing_is_found(tmp_path: Path, part: str, ranks: int, tool: str) -> None:
+def test_nothing_is_found(part: str, ranks: int, tool: str) -> None:
     toolkit = Path("/usr/local/cuda/bin/compute-sanitizer")
     if shutil.which("compute-sanitizer") is None and not toolkit.exists():
         pytest.skip("compute-sanitizer is not on the PATH: it comes with the CUDA toolkit")
@@ -64,11 +62,4 @@ def test_nothing_is_found(tmp_path: Path, part: str, ranks: int, tool: str) -> N
     script = ROOT / "tools" / "sanitize_gpu.sh"
     code, said = _run(script, "--ranks", str(ranks), "--only", part, tool, seconds=1100)
     assert [line for line in expected if line not in said] == [], said[-4000:]
-    if (part, tool) == KNOWN:
-        ends = [f"== {tool}: exit code {ended}" for ended in (0, 9)]
-        assert any(end in said.splitlines() for end in ends), said[-4000:]
-        log, judge = tmp_path / "said", ROOT / "tests" / "gpu" / "racecheck.py"
-        log.write_text(said, "utf-8")
-        assert _run(sys.executable, judge, str(ranks), log, seconds=120) == (0, "\n")
-    else:
-        assert code == 0, said[-4000:]
+    assert code == 0, said[-4000:]

@@ -1,4 +1,4 @@
-// Warps, barriers of some of them, launches that overlap, clocks.
+// Warps, shared memory, launches that overlap, clocks.
 #pragma once
 
 #include "layout/types.h"
@@ -12,11 +12,6 @@ __device__ __forceinline__ uint32_t lanes_below() {
   uint32_t mask;
   asm("mov.u32 %0, %lanemask_lt;" : "=r"(mask));
   return mask;
-}
-
-// Barrier `id` (1 to 15; 0 is __syncthreads) of `threads` threads, whole warps.
-__device__ __forceinline__ void barrier_of(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // The dynamic shared memory of a CTA.

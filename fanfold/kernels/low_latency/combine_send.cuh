@@ -40,16 +40,12 @@ class CombineSend {
   // ---- which outputs make up a row --------------------------------------------------------------
 
   __device__ void send_headers() {
-    const int index = static_cast<int>(threadIdx.x) / kTeamThreads;
-    const Team team{index, static_cast<int>(threadIdx.x) % kTeamThreads, kTeamThreads, 1 + index};
-    const int teams = kTeams * static_cast<int>(gridDim.x);
-    const int place = static_cast<int>(blockIdx.x) + index * static_cast<int>(gridDim.x);
-    const int each = (args_.call.tokens + teams - 1) / teams;
-    const int first = place * each;
+    const int ctas = static_cast<int>(gridDim.x);
+    const int each = (args_.call.tokens + ctas - 1) / ctas;
+    const int first = static_cast<int>(blockIdx.x) * each;
     const int last = min(first + each, args_.call.tokens);
-    if (first >= last) return;
     const Choices choices{args_.topk_idx, args_.topk_weights, args_.call.tokens};
-    HeaderSender<CallKind::kCombine>(call_, choices, shared_.headers).send(team, first, last);
+    HeaderSender<CallKind::kCombine>(call_, choices, shared_.headers).send(first, last);
   }
 
   __device__ TableLayout table() const { return {kRanks, kTopK, args_.call.max_tokens}; }

@@ -1,5 +1,5 @@
 // The send half of dispatch. A few CTAs push rows: one to every rank that holds one of the token's
-// experts. The others push headers, and their first team how many rows each expert gets. An SM
+// experts. The others push headers, and the first of them how many rows each expert gets. An SM
 // whose stores wait for a link has its loads wait behind them, so those that are to receive in the
 // same kernel should not push rows; and few fill the links (decision 0100).
 #pragma once
@@ -120,37 +120,34 @@ class DispatchSend {
 
   // ---- headers and counts -----------------------------------------------------------------------
 
+  // The first CTA has counts alone to send, if there is another for the headers.
   __device__ void send_headers(int cta, int ctas) {
-    const int index = static_cast<int>(threadIdx.x) / kTeamThreads;
-    const Team team{index, static_cast<int>(threadIdx.x) % kTeamThreads, kTeamThreads, 1 + index};
-    // Teams of different CTAs come first, so that few tokens are spread over many CTAs.
-    const int place = cta + index * ctas;
-    if (place == 0) return send_counts(team);
-    const int teams = kTeams * ctas - 1;
-    const int each = (args_.call.tokens + teams - 1) / teams;
-    const int first = (place - 1) * each;
+    if (cta == 0) send_counts();
+    const int alone = ctas > 1 ? 1 : 0;
+    if (cta < alone) return;
+    const int each = (args_.call.tokens + ctas - alone - 1) / (ctas - alone);
+    const int first = (cta - alone) * each;
     const int last = min(first + each, args_.call.tokens);
-    if (first >= last) return;
-    HeaderSender<CallKind::kDispatch>(call_, choices_, shared_.headers).send(team, first, last);
+    HeaderSender<CallKind::kDispatch>(call_, choices_, shared_.headers).send(first, last);
   }
 
-  __device__ void send_counts(const Team& team) {
+  __device__ void send_counts() {
     const uint32_t live = call_.await_receipts();
-    if (team.warp() == 0) call_.push_call_word(live, kFp8);
-    constexpr int kRounds = (kExperts + kTeamThreads - 1) / kTeamThreads;
+    if (call_.warp == 0) call_.push_call_word(live, kFp8);
+    constexpr int kRounds = (kExperts + kThreads - 1) / kThreads;
     int counts[kRounds] = {};
     for (int first = 0; first == 0 || first < args_.call.tokens; first += kWindowTokens) {
-      count_window(team, first);
+      count_window(first);
 #pragma unroll
       for (int i = 0; i < kRounds; ++i) {
-        const int e = team.thread + i * kTeamThreads;
+        const int e = static_cast<int>(threadIdx.x) + i * kThreads;
         if (e < kExperts) counts[i] += shared_.tokens_of[e].size();
       }
-      if (first + kWindowTokens < args_.call.tokens) team.synchronize();
+      if (first + kWindowTokens < args_.call.tokens) __syncthreads();
     }
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
-      const int e = team.thread + i * kTeamThreads;
+      const int e = static_cast<int>(threadIdx.x) + i * kThreads;
       const int rank = e / kLocalExperts;
       if (e >= kExperts || (live >> rank & 1u) == 0) continue;
       const CountWord word{static_cast<uint32_t>(counts[i]), CountWord::tag_of(call_.epoch)};
@@ -159,13 +156,14 @@ class DispatchSend {
   }
 
   // Leaves for each expert the tokens of the window that go to it.
-  __device__ void count_window(const Team& team, int first) {
-    Window window(choices_, team, first, min(first + kWindowTokens, args_.call.tokens));
+  __device__ void count_window(int first) {
+    Window window(choices_, first, min(first + kWindowTokens, args_.call.tokens));
     auto* words = reinterpret_cast<uint32_t*>(shared_.tokens_of);
-    for (int i = team.thread; i < kExperts * kSetWords; i += team.threads) words[i] = 0;
-    team.synchronize();
+    for (int i = static_cast<int>(threadIdx.x); i < kExperts * kSetWords; i += kThreads)
+      words[i] = 0;
+    __syncthreads();
     window.for_each([&](int token, int expert) { shared_.tokens_of[expert].add(token); });
-    team.synchronize();
+    __syncthreads();
   }
 
   __device__ uint32_t* count(int owner, int writer, int local) const {

@@ -12,17 +12,6 @@ namespace fanfold {
 
 inline constexpr HeaderLayout kHeader{kLocalExperts};
 
-// Warps that work out headers together.
-struct Team {
-  int index;
-  int thread;
-  int threads;
-  int barrier;
-
-  __device__ int warp() const { return thread / kWarpLanes; }
-  __device__ void synchronize() const { barrier_of(barrier, threads); }
-};
-
 // The routing of this rank's tokens.
 struct Choices {
   const int64_t* topk_idx;
@@ -60,11 +49,10 @@ __device__ __forceinline__ uint32_t ranks_of(int expert) {
   return __reduce_or_sync(kFullWarp, bit);
 }
 
-// Tokens whose headers a team works out at once.
-inline constexpr int kChunkTokens = 7;
-inline constexpr int kTeams = 2;  // of a CTA
-inline constexpr int kTeamThreads = kThreads / kTeams;
-static_assert(kTeamThreads / kWarpLanes >= kChunkTokens && kTeamThreads % kWarpLanes == 0);
+// Tokens whose headers a CTA works out at once: one for each warp.
+inline constexpr int kChunkTokens = kWarps;
+inline constexpr int kCounters = kChunkTokens * kTopK;
+static_assert(kChunkTokens <= 32, "a word has a bit for each of them");
 
 // Sets of tokens, one for each expert or counter: what a token names twice counts once. They cover
 // a window of tokens at a time.
@@ -86,17 +74,19 @@ struct TokenSet {
 };
 
 struct HeaderShared {
-  // Of each team: the counter of an expert, plus one; 0 where no token of the chunk names it.
-  uint32_t counter_of[kTeams][kExperts];
-  TokenSet sets[kTeams][kChunkTokens * kWarpLanes];
-  int32_t counters[kTeams][kChunkTokens * kWarpLanes];
+  uint32_t counter_of[kExperts];  // plus one; 0 where no token of the chunk names the expert
+  // Of each counter: the tokens of the window and how many came in windows before it, and bit w
+  // for the w-th token of the chunk itself.
+  TokenSet window[kCounters];
+  int32_t earlier[kCounters];
+  uint32_t chunk[kCounters];
 };
 
-// The routing entries of a window of tokens, some for each thread of a team.
+// The routing entries of a window of tokens, some for each thread of a CTA.
 class Window {
  public:
-  __device__ Window(const Choices& choices, const Team& team, int first, int last)
-      : choices_(choices), team_(team), begin_(first * kTopK), end_(last * kTopK) {
+  __device__ Window(const Choices& choices, int first, int last)
+      : choices_(choices), begin_(first * kTopK), end_(last * kTopK) {
     load(begin_);
   }
 
@@ -106,10 +96,10 @@ class Window {
     for (int begin = begin_;;) {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        const int at = begin + team_.thread + i * team_.threads;
+        const int at = begin + static_cast<int>(threadIdx.x) + i * kThreads;
         if (experts_[i] >= 0) use(at / kTopK, experts_[i]);
       }
-      begin += kBatch * team_.threads;
+      begin += kBatch * kThreads;
       if (begin >= end_) return;
       load(begin);
     }
@@ -121,13 +111,12 @@ class Window {
   __device__ void load(int begin) {
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int at = begin + team_.thread + i * team_.threads;
+      const int at = begin + static_cast<int>(threadIdx.x) + i * kThreads;
       experts_[i] = at < end_ ? Choices::sane(choices_.topk_idx[at]) : -1;
     }
   }
 
   const Choices& choices_;
-  const Team& team_;
   const int begin_;
   const int end_;
   int experts_[kBatch];
@@ -139,78 +128,78 @@ class HeaderSender {
   __device__ HeaderSender(const Call<Kind>& call, const Choices& choices, HeaderShared& shared)
       : call_(call), choices_(choices), shared_(shared) {}
 
-  // Pushes the headers of the tokens from `first` to `last` (not included) to all live ranks.
-  __device__ void send(const Team& team, int first, int last) {
+  // Pushes the headers of the tokens from `first` to `last` (not included) to all live ranks. All
+  // warps of the CTA come.
+  __device__ void send(int first, int last) {
     for (int chunk = first; chunk < last; chunk += kChunkTokens) {
-      const int tokens = min(kChunkTokens, last - chunk);
-      const auto own = TokenChoices::load(choices_, chunk + team.warp(), call_.lane);
-      count_earlier(team, chunk, team.warp() < tokens ? Choices::sane(own.raw) : -1);
-      if (team.warp() == 0) push_chunk(team, chunk, tokens, own);
-      if (chunk + kChunkTokens < last) team.synchronize();
+      if (chunk > first) __syncthreads();  // all have read what is cleared now
+      const bool has_token = chunk + call_.warp < last;
+      const int token = has_token ? chunk + call_.warp : choices_.tokens;
+      const auto own = TokenChoices::load(choices_, token, call_.lane);
+      count_earlier(chunk, Choices::sane(own.raw));
+      if (has_token) push_token(token, own);
     }
   }
 
  private:
-  // Leaves in the chunk's counters and sets how often its experts were chosen before the chunk.
-  // `expert` is this lane's of the chunk.
-  __device__ void count_earlier(const Team& team, int chunk, int expert) {
-    uint32_t* counter_of = shared_.counter_of[team.index];
-    TokenSet* sets = shared_.sets[team.index];
+  // Leaves in the counters how often the chunk's experts were chosen before. `expert` is this
+  // lane's of the chunk.
+  __device__ void count_earlier(int chunk, int expert) {
     for (int first = 0; first == 0 || first < chunk; first += kWindowTokens) {
-      Window window(choices_, team, first, min(first + kWindowTokens, chunk));
-      clear(team, first == 0);
-      team.synchronize();
-      if (first == 0) {
-        // One counter serves all tokens that name the expert.
-        const auto counter = static_cast<uint32_t>(team.warp() * kWarpLanes + call_.lane);
-        if (expert >= 0) atomicMax(&counter_of[expert], counter + 1);
-        team.synchronize();
-      }
+      Window window(choices_, first, min(first + kWindowTokens, chunk));
+      clear(first == 0);
+      __syncthreads();
+      if (first == 0) give_counter(expert);
       window.for_each([&](int token, int other) {
-        const auto counter = static_cast<int>(counter_of[other]);
-        if (counter != 0) sets[counter - 1].add(token);
+        const auto counter = static_cast<int>(shared_.counter_of[other]);
+        if (counter != 0) shared_.window[counter - 1].add(token);
       });
-      team.synchronize();
-      if (first + kWindowTokens >= chunk) return;  // the last window's sets are counted when used
-      for (int i = team.thread; i < kChunkTokens * kWarpLanes; i += team.threads)
-        shared_.counters[team.index][i] += sets[i].size();
-      team.synchronize();
+      __syncthreads();
+      if (first + kWindowTokens >= chunk) return;  // the last window is counted where it is used
+      for (int i = static_cast<int>(threadIdx.x); i < kCounters; i += kThreads)
+        shared_.earlier[i] += shared_.window[i].size();
+      __syncthreads();
     }
   }
 
-  __device__ void clear(const Team& team, bool all) {
-    auto* sets = reinterpret_cast<uint32_t*>(shared_.sets[team.index]);
-    for (int i = team.thread; i < kChunkTokens * kWarpLanes * kSetWords; i += team.threads)
-      sets[i] = 0;
+  __device__ void clear(bool all) {
+    const auto thread = static_cast<int>(threadIdx.x);
+    auto* words = reinterpret_cast<uint32_t*>(shared_.window);
+    for (int i = thread; i < kCounters * kSetWords; i += kThreads) words[i] = 0;
     if (!all) return;
-    for (int i = team.thread; i < kExperts; i += team.threads)
-      shared_.counter_of[team.index][i] = 0;
-    for (int i = team.thread; i < kChunkTokens * kWarpLanes; i += team.threads)
-      shared_.counters[team.index][i] = 0;
+    for (int i = thread; i < kExperts; i += kThreads) shared_.counter_of[i] = 0;
+    for (int i = thread; i < kCounters; i += kThreads) shared_.earlier[i] = 0;
+    for (int i = thread; i < kCounters; i += kThreads) shared_.chunk[i] = 0;
   }
 
-  // One warp, the chunk's tokens in order: each sees the rows of those before it.
-  __device__ void push_chunk(const Team& team, int chunk, int tokens, TokenChoices own) {
-    int32_t* counters = shared_.counters[team.index];
-    const uint32_t live = call_.await_receipts();
-    for (int token = chunk; token < chunk + tokens; ++token) {
-      if (token > chunk) own = TokenChoices::load(choices_, token, call_.lane);
-      const int expert = Choices::sane(own.raw);
-      // Combine, where its routing is late, meets those that dispatch has told.
-      if (Kind == CallKind::kDispatch && expert < 0 && own.raw != -1)
-        report_bad_index(token, own.raw);
-      const uint32_t same = __match_any_sync(kFullWarp, expert);
-      const bool first = expert >= 0 && (same & lanes_below()) == 0;
-      const float weight = summed_weight(own.weight, expert >= 0 ? same : 0u);
-      int place = 0;
-      if (first) {
-        const auto counter = static_cast<int>(shared_.counter_of[team.index][expert]) - 1;
-        place = counters[counter] + shared_.sets[team.index][counter].size();
-        ++counters[counter];
-      }
-      __syncwarp();
-      push(token, first ? expert : -1, place, weight, live);
+  // One counter serves all tokens of the chunk that name the expert.
+  __device__ void give_counter(int expert) {
+    if (expert >= 0) {
+      const auto counter = static_cast<uint32_t>(call_.warp * kTopK + call_.lane);
+      atomicMax(&shared_.counter_of[expert], counter + 1);
     }
+    __syncthreads();
+    if (expert >= 0) atomicOr(&shared_.chunk[shared_.counter_of[expert] - 1], 1u << call_.warp);
+  }
+
+  // One warp; each has a token of the chunk.
+  __device__ void push_token(int token, const TokenChoices& own) {
+    const uint32_t live = call_.await_receipts();
+    const int expert = Choices::sane(own.raw);
+    // Combine, where its routing is late, meets those that dispatch has told.
+    if (Kind == CallKind::kDispatch && expert < 0 && own.raw != -1)
+      report_bad_index(token, own.raw);
+    const uint32_t same = __match_any_sync(kFullWarp, expert);
+    const bool first = expert >= 0 && (same & lanes_below()) == 0;
+    const float weight = summed_weight(own.weight, expert >= 0 ? same : 0u);
+    push(token, first ? expert : -1, first ? rows_before(expert) : 0, weight, live);
+  }
+
+  // Of this rank to the expert, of tokens before this warp's.
+  __device__ int rows_before(int expert) const {
+    const auto counter = static_cast<int>(shared_.counter_of[expert]) - 1;
+    const uint32_t of_chunk = shared_.chunk[counter] & ((1u << call_.warp) - 1u);
+    return shared_.earlier[counter] + shared_.window[counter].size() + __popc(of_chunk);
   }
 
   // The sum of the weights of all lanes that name the expert, in their order; 1 without weights.

@@ -11,7 +11,6 @@ inline constexpr uint32_t kFullWarp = 0xffffffffu;
 inline constexpr int kWarpLanes = 32;
 
 inline uint32_t lanes_below() { return (1u << emulation::Cta::own()->lane()) - 1u; }
-inline void barrier_of(int id, int threads) { emulation::Cta::own()->barrier(id, threads); }
 template <class T>
 T& dynamic_shared() {
   alignas(128) static thread_local unsigned char memory[emulation::kDynamicSharedBytes];
