@@ -93,11 +93,7 @@ class Cta {
   // Lets the CTA's other threads run, and now and then the other CTAs.
   void yield() {
     if (++yields_ % (4 * threads()) == 0) std::this_thread::yield();
-    const int before = current_;
-    do {
-      current_ = (current_ + 1) % threads();
-    } while (at(current_).done);
-    if (current_ != before) swapcontext(&at(before).context, &at(current_).context);
+    go_on_with(0, threads());
   }
 
   // The words of all lanes, once every lane has brought its own.
@@ -110,19 +106,23 @@ class Cta {
       warp.arrived = 0;
       ++warp.generation;
     } else {
-      while (warp.generation == generation) yield();
+      // A warp goes as far as it can before another does, so that what lacks a barrier fails; but
+      // one of its lanes may wait for others.
+      for (int looks = 0; warp.generation == generation; ++looks)
+        looks < 2 ? go_on_with(current_ - lane(), kLanes) : yield();
     }
     return words;
   }
 
-  void barrier(int id, int threads) {
-    Barrier& barrier = barriers_[id];
-    const uint32_t generation = barrier.generation;
-    if (++barrier.arrived == threads) {
-      barrier.arrived = 0;
-      ++barrier.generation;
+  // All threads come.
+  void barrier() {
+    together(0);  // the warp whole: what it does before, no other does meanwhile
+    const uint32_t generation = barrier_.generation;
+    if (++barrier_.arrived == threads()) {
+      barrier_.arrived = 0;
+      ++barrier_.generation;
     } else {
-      while (barrier.generation == generation) yield();
+      while (barrier_.generation == generation) yield();
     }
   }
 
@@ -130,6 +130,15 @@ class Cta {
 
  private:
   Fiber& at(int i) { return fibers_[static_cast<size_t>(i)]; }
+
+  // Runs the next thread of those from `first`.
+  void go_on_with(int first, int count) {
+    const int before = current_;
+    do {
+      current_ = first + (current_ - first + 1) % count;
+    } while (at(current_).done);
+    if (current_ != before) swapcontext(&at(before).context, &at(current_).context);
+  }
 
   static void begin() {
     Cta& cta = *own();
@@ -141,7 +150,7 @@ class Cta {
 
   std::vector<Fiber> fibers_;
   std::vector<Warp> warps_;
-  Barrier barriers_[16];
+  Barrier barrier_;
   const std::function<void()>& body_;
   ucontext_t caller_;
   int current_ = 0;
@@ -220,7 +229,7 @@ T __shfl_xor_sync(uint32_t mask, T value, int other) {
   return __shfl_sync(mask, value, emulation::Cta::own()->lane() ^ other);
 }
 inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
-inline void __syncthreads() { emulation::Cta::own()->barrier(0, emulation::Cta::own()->threads()); }
+inline void __syncthreads() { emulation::Cta::own()->barrier(); }
 
 // ---- arithmetic -----------------------------------------------------------------------------------
 

@@ -135,6 +135,10 @@ SHAPES = [
     Shape(Geometry(2, 6, 5, 144, 10), ScaleFormat.UE8M0, late=True),
     Shape(Geometry(5, 5, 2, 16, 7), late=True, grid=(7, 2)),
     Shape(Geometry(1, 3, 6, 256, 8), ScaleFormat.POWER_OF_TWO, grid=(2, 1)),
+    # More tokens than a CTA looks at together, and more than it has warps.
+    Shape(Geometry(2, 6, 3, 16, 150), late=True, grid=(3, 1)),
+    Shape(Geometry(1, 1030, 2, 16, 40), grid=(3, 1)),
+    Shape(Geometry(1, 3, 2, 16, 40), grid=(2, 1)),
 ]
 
 

@@ -45,7 +45,7 @@ class CombineSend {
     const int first = static_cast<int>(blockIdx.x) * each;
     const int last = min(first + each, args_.call.tokens);
     const Choices choices{args_.topk_idx, args_.topk_weights, args_.call.tokens};
-    HeaderSender<CallKind::kCombine>(call_, choices, shared_.headers).send(first, last);
+    HeaderSender<CallKind::kCombine>(call_, choices, shared_.tokens_of).send(first, last);
   }
 
   __device__ TableLayout table() const { return {kRanks, kTopK, args_.call.max_tokens}; }

@@ -125,10 +125,11 @@ class DispatchSend {
     if (cta == 0) send_counts();
     const int alone = ctas > 1 ? 1 : 0;
     if (cta < alone) return;
+    if (alone == 0) __syncthreads();  // all have read the sets
     const int each = (args_.call.tokens + ctas - alone - 1) / (ctas - alone);
     const int first = (cta - alone) * each;
     const int last = min(first + each, args_.call.tokens);
-    HeaderSender<CallKind::kDispatch>(call_, choices_, shared_.headers).send(first, last);
+    HeaderSender<CallKind::kDispatch>(call_, choices_, shared_.tokens_of).send(first, last);
   }
 
   __device__ void send_counts() {
@@ -136,15 +137,13 @@ class DispatchSend {
     if (call_.warp == 0) call_.push_call_word(live, kFp8);
     constexpr int kRounds = (kExperts + kThreads - 1) / kThreads;
     int counts[kRounds] = {};
-    for (int first = 0; first == 0 || first < args_.call.tokens; first += kWindowTokens) {
-      count_window(first);
+    for_each_window(choices_, args_.call.tokens, shared_.tokens_of, [&](int) {
 #pragma unroll
       for (int i = 0; i < kRounds; ++i) {
         const int e = static_cast<int>(threadIdx.x) + i * kThreads;
         if (e < kExperts) counts[i] += shared_.tokens_of[e].size();
       }
-      if (first + kWindowTokens < args_.call.tokens) __syncthreads();
-    }
+    });
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
       const int e = static_cast<int>(threadIdx.x) + i * kThreads;
@@ -153,17 +152,6 @@ class DispatchSend {
       const CountWord word{static_cast<uint32_t>(counts[i]), CountWord::tag_of(call_.epoch)};
       store_relaxed_system(count(rank, call_.writer_at(rank), e % kLocalExperts), word.encode());
     }
-  }
-
-  // Leaves for each expert the tokens of the window that go to it.
-  __device__ void count_window(int first) {
-    Window window(choices_, first, min(first + kWindowTokens, args_.call.tokens));
-    auto* words = reinterpret_cast<uint32_t*>(shared_.tokens_of);
-    for (int i = static_cast<int>(threadIdx.x); i < kExperts * kSetWords; i += kThreads)
-      words[i] = 0;
-    __syncthreads();
-    window.for_each([&](int token, int expert) { shared_.tokens_of[expert].add(token); });
-    __syncthreads();
   }
 
   __device__ uint32_t* count(int owner, int writer, int local) const {

@@ -39,7 +39,6 @@ struct Place {
 
 // Sending and receiving have memory of their own, so that no barrier is needed between them.
 struct DispatchTables {
-  HeaderShared headers;
   TokenSet tokens_of[kExperts];
   int32_t before[kRanks][kLocalExperts];  // rows of earlier sources
   int32_t total[kLocalExperts];

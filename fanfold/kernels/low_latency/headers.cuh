@@ -6,184 +6,43 @@
 // counts, with the sum of all weights, and the others go nowhere.
 #pragma once
 
-#include "low_latency/call.cuh"
+#include "low_latency/routing.cuh"
 
 namespace fanfold {
 
 inline constexpr HeaderLayout kHeader{kLocalExperts};
 
-// The routing of this rank's tokens.
-struct Choices {
-  const int64_t* topk_idx;
-  const float* topk_weights;  // null: every weight is 1
-  int tokens;
-
-  // The k-th entry of the token's row; -1 beyond.
-  __device__ int64_t raw(int token, int k) const {
-    return k < kTopK && token < tokens ? topk_idx[int64_t{token} * kTopK + k] : -1;
-  }
-  // The token's k-th expert; -1 for none and for what is no expert.
-  __device__ int of(int token, int k) const { return sane(raw(token, k)); }
-  __device__ static int sane(int64_t expert) {
-    return static_cast<uint64_t>(expert) < kExperts ? static_cast<int>(expert) : -1;
-  }
-  __device__ float weight(int token, int k) const {
-    if (topk_weights == nullptr || k >= kTopK || token >= tokens) return 1.0f;
-    return topk_weights[int64_t{token} * kTopK + k];
-  }
-};
-
-// A token's routing row in a warp: lane k has choice k.
-struct TokenChoices {
-  int64_t raw;
-  float weight;
-
-  __device__ static TokenChoices load(const Choices& choices, int token, int lane) {
-    return {choices.raw(token, lane), choices.weight(token, lane)};
-  }
-};
-
-// Bit r: the token goes to rank r. All lanes of a warp ask together.
-__device__ __forceinline__ uint32_t ranks_of(int expert) {
-  const uint32_t bit = expert < 0 ? 0u : 1u << (expert / kLocalExperts);
-  return __reduce_or_sync(kFullWarp, bit);
-}
-
-// Tokens whose headers a CTA works out at once: one for each warp.
-inline constexpr int kChunkTokens = kWarps;
-inline constexpr int kCounters = kChunkTokens * kTopK;
-static_assert(kChunkTokens <= 32, "a word has a bit for each of them");
-
-// Sets of tokens, one for each expert or counter: what a token names twice counts once. They cover
-// a window of tokens at a time.
-inline constexpr int kWindowTokens = kExperts <= 1024 ? 128 : 32;  // as shared memory allows
-inline constexpr int kSetWords = kWindowTokens / 32;
-
-struct TokenSet {
-  uint32_t words[kSetWords];
-
-  __device__ void add(int token) {
-    atomicOr(&words[token % kWindowTokens / 32], 1u << (token % 32));
-  }
-  __device__ int size() const {
-    int count = 0;
-#pragma unroll
-    for (int i = 0; i < kSetWords; ++i) count += __popc(words[i]);
-    return count;
-  }
-};
-
-struct HeaderShared {
-  uint32_t counter_of[kExperts];  // plus one; 0 where no token of the chunk names the expert
-  // Of each counter: the tokens of the window and how many came in windows before it, and bit w
-  // for the w-th token of the chunk itself.
-  TokenSet window[kCounters];
-  int32_t earlier[kCounters];
-  uint32_t chunk[kCounters];
-};
-
-// The routing entries of a window of tokens, some for each thread of a CTA.
-class Window {
- public:
-  __device__ Window(const Choices& choices, int first, int last)
-      : choices_(choices), begin_(first * kTopK), end_(last * kTopK) {
-    load(begin_);
-  }
-
-  // Calls `use(token, expert)` for every entry that names an expert.
-  template <class Use>
-  __device__ void for_each(Use use) {
-    for (int begin = begin_;;) {
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int at = begin + static_cast<int>(threadIdx.x) + i * kThreads;
-        if (experts_[i] >= 0) use(at / kTopK, experts_[i]);
-      }
-      begin += kBatch * kThreads;
-      if (begin >= end_) return;
-      load(begin);
-    }
-  }
-
- private:
-  static constexpr int kBatch = 8;  // entries that a thread asks for at once
-
-  __device__ void load(int begin) {
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int at = begin + static_cast<int>(threadIdx.x) + i * kThreads;
-      experts_[i] = at < end_ ? Choices::sane(choices_.topk_idx[at]) : -1;
-    }
-  }
-
-  const Choices& choices_;
-  const int begin_;
-  const int end_;
-  int experts_[kBatch];
-};
-
 template <CallKind Kind>
 class HeaderSender {
  public:
-  __device__ HeaderSender(const Call<Kind>& call, const Choices& choices, HeaderShared& shared)
-      : call_(call), choices_(choices), shared_(shared) {}
+  __device__ HeaderSender(const Call<Kind>& call, const Choices& choices, TokenSet* tokens_of)
+      : call_(call), choices_(choices), tokens_of_(tokens_of) {}
 
-  // Pushes the headers of the tokens from `first` to `last` (not included) to all live ranks. All
-  // warps of the CTA come.
+  // Pushes the headers of the tokens from `first` to `last` (not included) to all live ranks: a
+  // token for each warp at a time. All threads of the CTA come.
   __device__ void send(int first, int last) {
-    for (int chunk = first; chunk < last; chunk += kChunkTokens) {
-      if (chunk > first) __syncthreads();  // all have read what is cleared now
-      const bool has_token = chunk + call_.warp < last;
-      const int token = has_token ? chunk + call_.warp : choices_.tokens;
-      const auto own = TokenChoices::load(choices_, token, call_.lane);
-      count_earlier(chunk, Choices::sane(own.raw));
-      if (has_token) push_token(token, own);
+    for (int chunk = first; chunk < last; chunk += kWarps) {
+      if (chunk > first) __syncthreads();  // all have read the sets
+      const int token = chunk + call_.warp;
+      // A warp without a token has no choices.
+      const int looked_at = token < last ? token : choices_.tokens;
+      const auto own = TokenChoices::load(choices_, looked_at, call_.lane);
+      const int rows = rows_before(token, Choices::sane(own.raw), min(chunk + kWarps, last));
+      if (token < last) push_token(token, own, rows);
     }
   }
 
  private:
-  // Leaves in the counters how often the chunk's experts were chosen before. `expert` is this
-  // lane's of the chunk.
-  __device__ void count_earlier(int chunk, int expert) {
-    for (int first = 0; first == 0 || first < chunk; first += kWindowTokens) {
-      Window window(choices_, first, min(first + kWindowTokens, chunk));
-      clear(first == 0);
-      __syncthreads();
-      if (first == 0) give_counter(expert);
-      window.for_each([&](int token, int other) {
-        const auto counter = static_cast<int>(shared_.counter_of[other]);
-        if (counter != 0) shared_.window[counter - 1].add(token);
-      });
-      __syncthreads();
-      if (first + kWindowTokens >= chunk) return;  // the last window is counted where it is used
-      for (int i = static_cast<int>(threadIdx.x); i < kCounters; i += kThreads)
-        shared_.earlier[i] += shared_.window[i].size();
-      __syncthreads();
-    }
+  // How many rows go to `expert`, this lane's of the token, from tokens before it.
+  __device__ int rows_before(int token, int expert, int last) {
+    int rows = 0;
+    for_each_window(choices_, last, tokens_of_, [&](int first) {
+      if (expert >= 0) rows += tokens_of_[expert].size_below(token - first);
+    });
+    return rows;
   }
 
-  __device__ void clear(bool all) {
-    const auto thread = static_cast<int>(threadIdx.x);
-    auto* words = reinterpret_cast<uint32_t*>(shared_.window);
-    for (int i = thread; i < kCounters * kSetWords; i += kThreads) words[i] = 0;
-    if (!all) return;
-    for (int i = thread; i < kExperts; i += kThreads) shared_.counter_of[i] = 0;
-    for (int i = thread; i < kCounters; i += kThreads) shared_.earlier[i] = 0;
-    for (int i = thread; i < kCounters; i += kThreads) shared_.chunk[i] = 0;
-  }
-
-  // One counter serves all tokens of the chunk that name the expert.
-  __device__ void give_counter(int expert) {
-    if (expert >= 0) {
-      const auto counter = static_cast<uint32_t>(call_.warp * kTopK + call_.lane);
-      atomicMax(&shared_.counter_of[expert], counter + 1);
-    }
-    __syncthreads();
-    if (expert >= 0) atomicOr(&shared_.chunk[shared_.counter_of[expert] - 1], 1u << call_.warp);
-  }
-
-  // One warp; each has a token of the chunk.
-  __device__ void push_token(int token, const TokenChoices& own) {
+  __device__ void push_token(int token, const TokenChoices& own, int rows) {
     const uint32_t live = call_.await_receipts();
     const int expert = Choices::sane(own.raw);
     // Combine, where its routing is late, meets those that dispatch has told.
@@ -192,14 +51,7 @@ class HeaderSender {
     const uint32_t same = __match_any_sync(kFullWarp, expert);
     const bool first = expert >= 0 && (same & lanes_below()) == 0;
     const float weight = summed_weight(own.weight, expert >= 0 ? same : 0u);
-    push(token, first ? expert : -1, first ? rows_before(expert) : 0, weight, live);
-  }
-
-  // Of this rank to the expert, of tokens before this warp's.
-  __device__ int rows_before(int expert) const {
-    const auto counter = static_cast<int>(shared_.counter_of[expert]) - 1;
-    const uint32_t of_chunk = shared_.chunk[counter] & ((1u << call_.warp) - 1u);
-    return shared_.earlier[counter] + shared_.window[counter].size() + __popc(of_chunk);
+    push(token, first ? expert : -1, rows, weight, live);
   }
 
   // The sum of the weights of all lanes that name the expert, in their order; 1 without weights.
@@ -236,7 +88,7 @@ class HeaderSender {
 
   const Call<Kind>& call_;
   const Choices choices_;
-  HeaderShared& shared_;
+  TokenSet* const tokens_of_;
 };
 
 // What the header of one (source, token) says to this rank. Lane k < kTopK holds choice k.
