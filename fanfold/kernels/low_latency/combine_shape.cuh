@@ -42,8 +42,8 @@ struct Term {
 struct alignas(16) CombineShared {
   int32_t fan[kPassRows];
   Term terms[kPassRows][kTopK];
-  int32_t tokens[kRanks];  // of each source
-  TokenSet tokens_of[kLate ? kExperts : 1];
+  int32_t tokens[kRanks];                        // of each source
+  TokenSet tokens_of[kLate ? kExperts : 1];      // late routing
   uint32_t stage[kLogFmt ? kWarps : 1][2 * 40];  // coded columns of a warp's two blocks
 };
 static_assert(sizeof(CombineShared) <= 48 * 1024);
