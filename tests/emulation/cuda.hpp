@@ -93,7 +93,8 @@ class Cta {
   // Lets the CTA's other threads run, and now and then the other CTAs.
   void yield() {
     if (++yields_ % (4 * threads()) == 0) std::this_thread::yield();
-    go_on_with(0, threads());
+    // Now and then another warp, whatever the lanes of this one do together.
+    go_on_with(yields_ % (2 * kLanes) == 0 ? current_ | (kLanes - 1) : current_, 0, threads());
   }
 
   // The words of all lanes, once every lane has brought its own.
@@ -109,14 +110,14 @@ class Cta {
       // A warp goes as far as it can before another does, so that what lacks a barrier fails; but
       // one of its lanes may wait for others.
       for (int looks = 0; warp.generation == generation; ++looks)
-        looks < 2 ? go_on_with(current_ - lane(), kLanes) : yield();
+        looks < 2 ? go_on_with(current_, current_ - lane(), kLanes) : yield();
     }
     return words;
   }
 
   // All threads come.
   void barrier() {
-    together(0);  // the warp whole: what it does before, no other does meanwhile
+    together(0);  // a warp whole, so that all of it gets here before another goes on
     const uint32_t generation = barrier_.generation;
     if (++barrier_.arrived == threads()) {
       barrier_.arrived = 0;
@@ -131,9 +132,10 @@ class Cta {
  private:
   Fiber& at(int i) { return fibers_[static_cast<size_t>(i)]; }
 
-  // Runs the next thread of those from `first`.
-  void go_on_with(int first, int count) {
+  // Runs the next thread behind `last` of the `count` from `first`.
+  void go_on_with(int last, int first, int count) {
     const int before = current_;
+    current_ = last;
     do {
       current_ = first + (current_ - first + 1) % count;
     } while (at(current_).done);
@@ -252,11 +254,4 @@ inline uint32_t atomicOr(uint32_t* word, uint32_t bits) {
 }
 inline uint32_t atomicAdd(uint32_t* word, uint32_t value) {
   return __atomic_fetch_add(word, value, __ATOMIC_RELAXED);
-}
-inline uint32_t atomicMax(uint32_t* word, uint32_t value) {
-  uint32_t before = __atomic_load_n(word, __ATOMIC_RELAXED);
-  while (before < value && !__atomic_compare_exchange_n(word, &before, value, true,
-                                                        __ATOMIC_RELAXED, __ATOMIC_RELAXED))
-    continue;
-  return before;
 }

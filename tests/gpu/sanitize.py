@@ -91,7 +91,7 @@ def low_latency(group: dist.ProcessGroup) -> None:
     for case in (small, small.but(routing="duplicates")):
         like_the_host(group, case, True, timeout_s=TIMEOUT_S)
         tell(group, f"late weights {case}")
-    # So few CTAs that each has more tokens than it has warps and than it looks at together.
+    # So few CTAs that one has more tokens than warps, and than it looks at together.
     many = small.but(hidden=256, max_tokens=150, tokens=(150,) * ranks)
     like_the_host(group, many, True, timeout_s=TIMEOUT_S, ctas=ranks + 1)
     tell(group, f"late weights, few CTAs {many}")

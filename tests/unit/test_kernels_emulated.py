@@ -142,6 +142,10 @@ SHAPES = [
 ]
 
 
+# A CTA pushes the headers of more tokens than it has warps.
+FEW_CTAS = Shape(Geometry(3, 9, 3, 16, 60), grid=(4, 1))
+
+
 class Caller:
     """The calls of one rank."""
 
@@ -349,8 +353,8 @@ def test_waits_for_a_peer_are_counted(shape: Shape, hooks: bool) -> None:
                 assert int(wait[last]) > slept_s * 1e9 / 50, f"{what}: {wait.tolist()}"
 
 
-def test_a_late_rank_is_named() -> None:
-    shape = SHAPES[0]
+@pytest.mark.parametrize("shape", [SHAPES[0], FEW_CTAS], ids=str)
+def test_a_late_rank_is_named(shape: Shape) -> None:
     world = world_of(shape, timeout_s=0.5)
     batches = batches_of(shape, 0)
 
@@ -369,8 +373,27 @@ def test_a_late_rank_is_named() -> None:
     world.run(program)
 
 
-def test_a_late_rank_is_masked() -> None:
-    shape = SHAPES[0]
+def test_a_late_receipt_is_named() -> None:
+    """A call first waits until every peer has received the last but one."""
+    world = world_of(FEW_CTAS, timeout_s=0.5)
+    batches = [Batch.of(FEW_CTAS.geometry, 60, rank) for rank in range(3)]
+
+    def program(rank: int, mode: CudaLowLatency) -> None:
+        call = Caller(FEW_CTAS, mode, rank)
+        call.dispatch(batches[rank])
+        if rank == 2:
+            return
+        call.dispatch(batches[rank], return_hook=True)
+        mode.check()
+        call.dispatch(batches[rank], return_hook=True)
+        with pytest.raises(PeerTimeout, match="rank 2 in low_latency dispatch"):
+            mode.check()
+
+    world.run(program)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], FEW_CTAS], ids=str)
+def test_a_late_rank_is_masked(shape: Shape) -> None:
     world = world_of(shape, timeout_s=0.5, late_peers="mask")
     batches = batches_of(shape, 2)
 

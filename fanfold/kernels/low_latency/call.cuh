@@ -261,16 +261,16 @@ __device__ __forceinline__ bool failed_before(const Prologue& seen, CallKind kin
 }
 
 // Runs `body` and counts the call, unless an earlier one has failed or `is_void(...)`. Every CTA
-// counts for itself, so the grid needs no barrier.
+// counts for itself, so the grid needs no barrier. The last warp of CTA `teller` pushes receipts
+// first: as the release takes its time, one that nobody waits for meanwhile.
 template <CallKind Kind, class IsVoid, class Body>
-__device__ __forceinline__ void run_call(const CallArgs& args, IsVoid is_void, Body body) {
+__device__ __forceinline__ void run_call(const CallArgs& args, int teller, IsVoid is_void,
+                                         Body body) {
   allow_next_kernel();
   wait_for_previous_kernel();
   const bool nothing = is_void();  // asked for together with the following
   const Prologue seen = Prologue::load(args, Kind);
-  // A warp that has less to do than others, as the release takes its time, and of a CTA that in
-  // dispatch only sends.
-  if (static_cast<int>(blockIdx.x) == args.senders - 1 && threadIdx.x / kWarpLanes == kWarps - 1)
+  if (static_cast<int>(blockIdx.x) == teller && threadIdx.x / kWarpLanes == kWarps - 1)
     push_receipts(args, seen);
   if (nothing || failed_before(seen, Kind)) return;
   // Kept in shared memory, as every register counts in between.

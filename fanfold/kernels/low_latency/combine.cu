@@ -10,7 +10,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     low_latency_combine(const __grid_constant__ CombineArgs args) {
   __shared__ CombineShared shared;
   const auto is_void = [&] { return of_void_dispatch(args); };
-  run_call<CallKind::kCombine>(args.call, is_void, [&](const Prologue& seen) {
+  // The last CTA has no header to send, as long as there are fewer tokens than CTAs.
+  const int teller = kLate ? static_cast<int>(gridDim.x) - 1 : args.call.senders - 1;
+  run_call<CallKind::kCombine>(args.call, teller, is_void, [&](const Prologue& seen) {
     CombineReceive receive(args, seen);
     if (args.call.phases & kSend) CombineSend(args, shared, seen).run();
     if (args.call.phases & kReceive) receive.run();

@@ -10,7 +10,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     low_latency_dispatch(const __grid_constant__ DispatchArgs args) {
   __shared__ DispatchShared shared;
   const auto is_void = [] { return false; };
-  run_call<CallKind::kDispatch>(args.call, is_void, [&](const Prologue& seen) {
+  const int teller = args.call.senders - 1;  // a CTA that only sends
+  run_call<CallKind::kDispatch>(args.call, teller, is_void, [&](const Prologue& seen) {
     if (args.call.phases & kSend) DispatchSend(args, shared, seen).run();
     if (args.call.phases & kReceive) DispatchReceive(args, shared, seen).run();
   });
