@@ -93,8 +93,11 @@ class Cta {
   // Lets the CTA's other threads run, and now and then the other CTAs.
   void yield() {
     if (++yields_ % (4 * threads()) == 0) std::this_thread::yield();
-    // Now and then another warp, whatever the lanes of this one do together.
-    go_on_with(yields_ % (2 * kLanes) == 0 ? current_ | (kLanes - 1) : current_, 0, threads());
+    // Now and then another warp, whatever the lanes of this one do together; by chance, since a
+    // rhythm could pass the same lanes over for ever.
+    random_ = random_ * 1664525u + 1013904223u;
+    const bool leaves = random_ >> 26 == 0;
+    go_on_with(leaves ? current_ | (kLanes - 1) : current_, 0, threads());
   }
 
   // The words of all lanes, once every lane has brought its own.
@@ -158,6 +161,7 @@ class Cta {
   int current_ = 0;
   int left_ = 0;
   uint64_t yields_ = 0;
+  uint32_t random_ = 1;
 };
 
 inline Index& block() {
