@@ -268,7 +268,7 @@ TEST(wait_ends_early_when_the_peers_process_has_ended) {
   CHECK_EQ(left.value, 77);  // what a dead peer wrote stays readable
   TimeoutFacts facts{};
   try {
-    memory.wait(1, 0, 1, Phase::kBarrier);
+    wait_for_signal(memory, Phase::kBarrier, 1, 0, 1);
   } catch (const PeerTimeout& timeout) {
     facts = timeout.facts;
   }
@@ -312,7 +312,7 @@ TEST(timeout_names_rank_peer_phase_and_epochs) {
   group[2]->push(0, 8, Signal{3, 0});
   TimeoutFacts facts{};
   try {
-    group[0]->wait(2, 8, 5, Phase::kHighThroughputCombine);
+    wait_for_signal(*group[0], Phase::kHighThroughputCombine, 2, 8, 5);
   } catch (const PeerTimeout& timeout) {
     facts = timeout.facts;
   }
@@ -354,17 +354,17 @@ TEST(late_peers_are_masked_where_wanted) {
   options.mask_late_peers = true;
   const Group group = mapped_group(options);
   CHECK(!group[0]->masked(1));
-  CHECK(!group[0]->wait(1, 0, 1, Phase::kBarrier).has_value());
+  CHECK(!wait_for_signal(*group[0], Phase::kBarrier, 1, 0, 1));
   CHECK(group[0]->masked(1));
   CHECK(!group[0]->masked(2));
   group[0]->check_usable();
   // A masked peer is not waited for, also once its signal is there.
   group[1]->push(0, 0, Signal{1, 9});
-  CHECK(!group[0]->wait(1, 0, 1, Phase::kBarrier).has_value());
+  CHECK(!wait_for_signal(*group[0], Phase::kBarrier, 1, 0, 1));
   group[0]->set_masked(1, false);
-  const std::optional<Signal> arrived = group[0]->wait(1, 0, 1, Phase::kBarrier);
-  CHECK(arrived.has_value());
-  CHECK_EQ(arrived.value_or(Signal{0, 0}).value, 9);
+  CHECK_EQ(group[0]->lost(), 1);
+  CHECK(wait_for_signal(*group[0], Phase::kBarrier, 1, 0, 1));
+  CHECK_EQ(group[0]->peek(0).value, 9);
 }
 
 TEST(barrier_goes_on_without_a_masked_peer) {
