@@ -1,9 +1,15 @@
-"""The C++ core (csrc/bindings). Addresses are integers; 0 is null. Shapes are in csrc/host/*.h."""
+"""The C++ core (csrc/bindings). Shapes are in csrc/host/*.h.
+
+Memory of the host is a pair of address and bytes (fanfold/lending.py), or None. Addresses on GPUs
+are integers; 0 is null.
+"""
 
 import enum
 
+from fanfold.lending import Lent
+
 def quantize_fp8(
-    x: int, tokens: int, hidden: int, power_of_two: bool, values: int, scales: int
+    x: Lent, tokens: int, hidden: int, power_of_two: bool, values: Lent, scales: Lent
 ) -> None: ...
 
 class SymmetricMemory:
@@ -24,7 +30,7 @@ class SymmetricMemory:
     def masked(self, peer: int) -> bool: ...
     def set_masked(self, peer: int, value: bool) -> None: ...
     def check_usable(self) -> None: ...
-    def base(self, peer: int) -> int: ...
+    def window(self, peer: int, offset: int, bytes: int) -> int: ...
     @property
     def bytes(self) -> int: ...
     @property
@@ -50,40 +56,40 @@ class LowLatencyTokens:
     tokens: int
     weighted: bool
     encoding: RowEncoding
-    x: int
-    topk_idx: int
-    topk_weights: int
+    x: Lent | None
+    topk_idx: Lent | None
+    topk_weights: Lent | None
 
 class LowLatencyReceived:
     encoding: RowEncoding
     scale_format: ScaleFormat
-    rows: int
-    scales: int
-    counts: int
-    source_tokens: int
-    ranges: int
-    row_weights: int
-    source_counts: int
-    experts: int
-    weights: int
-    expert_totals: int
-    wait_ns: int
+    rows: Lent | None
+    scales: Lent | None
+    counts: Lent | None
+    source_tokens: Lent | None
+    ranges: Lent | None
+    row_weights: Lent | None
+    source_counts: Lent | None
+    experts: Lent | None
+    weights: Lent | None
+    expert_totals: Lent | None
+    wait_ns: Lent | None
 
 class LowLatencyOutputs:
     expert_stride: int
     row_stride: int
     logfmt: bool
-    y: int
-    ranges: int
-    source_counts: int
-    experts: int
-    weights: int
+    y: Lent | None
+    ranges: Lent | None
+    source_counts: Lent | None
+    experts: Lent | None
+    weights: Lent | None
 
 class LowLatencyResult:
     tokens: int
-    out: int
-    topk_idx: int
-    wait_ns: int
+    out: Lent | None
+    topk_idx: Lent | None
+    wait_ns: Lent | None
 
 class LowLatency:
     def __init__(self, memory: SymmetricMemory, offset: int, bytes: int) -> None: ...
@@ -109,46 +115,46 @@ class HighThroughputTokens:
     tokens: int
     experts: int
     top_k: int
-    rows: int
-    scales: int
-    topk_idx: int
-    topk_weights: int
+    rows: Lent | None
+    scales: Lent | None
+    topk_idx: Lent | None
+    topk_weights: Lent | None
 
 class HighThroughputPlan:
     experts: int
     top_k: int
     tokens: int
     received: int
-    is_token_in_rank: int
-    source_prefix: int
-    tokens_per_expert: int
-    offsets: int
-    source_token: int
-    topk_idx: int
-    topk_weights: int
-    rows_of: int
+    is_token_in_rank: Lent | None
+    source_prefix: Lent | None
+    tokens_per_expert: Lent | None
+    offsets: Lent | None
+    source_token: Lent | None
+    topk_idx: Lent | None
+    topk_weights: Lent | None
+    rows_of: Lent | None
 
 class HighThroughputReceived:
     capacity: int
     expert_major: bool
-    rows: int
-    scales: int
-    row_weights: int
-    row_source_rank: int
-    row_source_token: int
+    rows: Lent | None
+    scales: Lent | None
+    row_weights: Lent | None
+    row_source_rank: Lent | None
+    row_source_token: Lent | None
 
 class HighThroughputOutputs:
     hidden: int
     lanes: bool
     expert_major: bool
-    y: int
-    row_weights: int
-    lane_weights: int
+    y: Lent | None
+    row_weights: Lent | None
+    lane_weights: Lent | None
 
 class HighThroughputResult:
-    out: int
-    weights: int
-    def set_bias(self, place: int, address: int) -> None: ...
+    out: Lent | None
+    weights: Lent | None
+    def set_bias(self, place: int, lent: Lent | None) -> None: ...
 
 class HighThroughput:
     def __init__(self, memory: SymmetricMemory, offset: int, bytes: int) -> None: ...
@@ -497,9 +503,9 @@ class CudaHighThroughput:
     ) -> CudaHighThroughputCombineArgs: ...
 
 def count_routes(
-    topk_idx: int,
+    topk_idx: Lent,
     sizes: tuple[int, int, int, int],
-    tokens_per_rank: int,
-    tokens_per_expert: int,
-    is_token_in_rank: int,
+    tokens_per_rank: Lent,
+    tokens_per_expert: Lent,
+    is_token_in_rank: Lent,
 ) -> None: ...

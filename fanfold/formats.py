@@ -16,6 +16,7 @@ import torch
 
 from fanfold import _core, quantizing
 from fanfold.errors import ArgumentError
+from fanfold.lending import lend
 
 __all__ = [
     "BLOCK",
@@ -110,11 +111,9 @@ def quantize(
         kernel.run(x, values, scales)
         return values, scales
     if x.device.type == "cpu":
-        values = torch.empty((tokens, hidden), dtype=torch.float8_e4m3fn)
-        scales = torch.empty((tokens, blocks(hidden)))
-        _core.quantize_fp8(
-            x.data_ptr(), tokens, hidden, power_of_two, values.data_ptr(), scales.data_ptr()
-        )
+        values = torch.empty((tokens, hidden), dtype=torch.float8_e4m3fn, device=x.device)
+        scales = torch.empty((tokens, blocks(hidden)), dtype=torch.float32, device=x.device)
+        _core.quantize_fp8(lend(x), tokens, hidden, power_of_two, lend(values), lend(scales))
     else:
         values, scales = _quantize_anywhere(x, power_of_two)
     return values, _packed(scales) if packed else scales

@@ -109,7 +109,9 @@ class MoEStatistics:
     """
 
     tokens: int = 0
-    expert_rows: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    expert_rows: torch.Tensor = field(
+        default_factory=lambda: torch.zeros(0, dtype=torch.int64, device="cpu")
+    )
     dispatch_seconds: float = 0.0
     combine_seconds: float = 0.0
     bytes_sent: _Count = _Count()
@@ -178,7 +180,8 @@ class Router(torch.nn.Module):
         choices = chosen.new_zeros(self.num_experts)
         choices.scatter_add_(0, chosen, torch.ones_like(chosen))
         count = max(tokens.shape[0], 1)
-        per_expert = (choices / (count * self.top_k)) * (shares.sum(0) / count)
+        # Integers divided would have the dtype that is the process's default.
+        per_expert = (choices.float() / (count * self.top_k)) * (shares.sum(0) / count)
         return indices, weights, self.options.balance * self.num_experts * per_expert.sum()
 
 
@@ -233,10 +236,10 @@ class MoE(torch.nn.Module):
         self.expert_parallel = expert_parallel
         first = expert_parallel.rank * expert_parallel.experts_per_rank
         self.local_experts = range(first, first + expert_parallel.experts_per_rank)
-        self._balance_loss = torch.zeros(())
+        self._balance_loss = torch.zeros((), dtype=torch.float32, device="cpu")
         self._balance_loss_again: Callable[[], torch.Tensor | None] = _nothing
         self.statistics = MoEStatistics(
-            expert_rows=torch.zeros(len(self.local_experts), dtype=torch.int64)
+            expert_rows=torch.zeros(len(self.local_experts), dtype=torch.int64, device="cpu")
         )
         self._make_parameters()
 
@@ -551,7 +554,11 @@ def seeded_normal(
     """
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.randn(shape, generator=generator).mul_(std).to(dtype)
+    return (
+        torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        .mul_(std)
+        .to(dtype)
+    )
 
 
 def average_gradients(module: torch.nn.Module, group: dist.ProcessGroup | None = None) -> None:

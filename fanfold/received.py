@@ -180,7 +180,7 @@ class LowLatencySource:
 
 
 def _places(received: Received) -> torch.Tensor:
-    return torch.arange(received.tokens.shape[1], device=received.tokens.device)
+    return torch.arange(received.tokens.shape[1], device=received.tokens.device, dtype=torch.int64)
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,19 @@ void SymmetricMemory::check_usable() const {
   if (!failure_.empty()) throw Misuse("it failed earlier (" + failure_ + "); close it");
 }
 
+std::byte* SymmetricMemory::window(int32_t peer, int64_t offset, int64_t bytes) const {
+  if (closed_) throw Misuse("it is closed");
+  if (peer < 0 || peer >= ranks()) {
+    throw BadArgument("peer", std::to_string(peer), "a rank below " + std::to_string(ranks()));
+  }
+  if (offset < 0 || bytes < 0 || offset > options_.bytes - bytes) {
+    throw BadArgument("window",
+                      "of " + std::to_string(bytes) + " bytes at " + std::to_string(offset),
+                      "within the " + std::to_string(options_.bytes) + " bytes of a rank");
+  }
+  return base(peer) + offset;
+}
+
 void SymmetricMemory::push_quietly(int32_t peer, int64_t offset, Signal signal) const {
   store_release_system(word(peer, offset), signal.encode());
 }

@@ -63,6 +63,9 @@ class SymmetricMemory {
 
   // Where the modes' part of `peer`'s region begins in this process.
   std::byte* base(int32_t peer) const { return regions_[index(peer)].data() + layout_.bytes(); }
+  // `bytes` of it from `offset` on, for who is not of the core. Throws Misuse once closed, and
+  // BadArgument for what is not within.
+  std::byte* window(int32_t peer, int64_t offset, int64_t bytes) const;
 
   // Stores `signal` at `offset` of `peer`'s part, after everything written there before, and wakes
   // the peer. `push_quietly` leaves the peer asleep: for what nobody waits for yet.

@@ -195,7 +195,7 @@ class _Race:
     def fanfold(self) -> Contender:
         """Fanfold, checked first if asked to."""
         calls, expectation, given = self._calls, self._expectation, self._given
-        out = torch.full(expectation.own.x.shape, torch.nan, dtype=torch.bfloat16)
+        out = torch.full(expectation.own.x.shape, torch.nan, dtype=torch.bfloat16, device="cpu")
         known = calls.dispatch(given) if self._cached else None
 
         def dispatch() -> Any:

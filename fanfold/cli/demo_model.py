@@ -84,17 +84,23 @@ def corpus() -> torch.Tensor:
             "standard library (Debian, Ubuntu: apt install libpython3-stdlib)"
         ) from error
     text = "\n\n".join(topics[name] for name in sorted(topics))
-    return torch.tensor(list(text.encode()), dtype=torch.int64)
+    return torch.tensor(list(text.encode()), dtype=torch.int64, device="cpu")
 
 
 def batches(settings: DemoSettings) -> Iterator[torch.Tensor]:
     """For each step the sequences of each rank: ``[ranks, sequences / ranks, context + 1]``."""
     text = corpus()
     generator = torch.Generator().manual_seed(settings.seed)
-    places = torch.arange(settings.context + 1)
+    places = torch.arange(settings.context + 1, dtype=torch.int64, device="cpu")
     for _ in range(settings.steps):
         shape = (settings.ranks, settings.sequences // settings.ranks, 1)
-        begin = torch.randint(text.numel() - settings.context, shape, generator=generator)
+        begin = torch.randint(
+            text.numel() - settings.context,
+            shape,
+            generator=generator,
+            dtype=torch.int64,
+            device="cpu",
+        )
         yield text[begin + places]
 
 
@@ -169,9 +175,15 @@ class PlainMoE(torch.nn.Module):
         experts, hidden = settings.num_experts, settings.hidden
         self.top_k, self.ranks, self.balance = settings.top_k, settings.ranks, settings.balance
         self.router = torch.nn.Linear(hidden, experts, bias=False)
-        self.w_in = torch.nn.Parameter(torch.empty(experts, 2 * settings.intermediate, hidden))
-        self.w_out = torch.nn.Parameter(torch.empty(experts, hidden, settings.intermediate))
-        self.balance_loss = torch.zeros(())
+        self.w_in = torch.nn.Parameter(
+            torch.empty(
+                experts, 2 * settings.intermediate, hidden, dtype=torch.float32, device="cpu"
+            )
+        )
+        self.w_out = torch.nn.Parameter(
+            torch.empty(experts, hidden, settings.intermediate, dtype=torch.float32, device="cpu")
+        )
+        self.balance_loss = torch.zeros((), dtype=torch.float32, device="cpu")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., hidden]`` to the same shape."""
@@ -309,7 +321,7 @@ def _train_parallel(
     progress: Progress,
 ) -> RankRun:
     layers = [moe.statistics for moe in model.layers if isinstance(moe, MoE)]
-    rows = [torch.zeros((len(layers), ep.experts_per_rank), dtype=torch.int64)]
+    rows = [torch.zeros((len(layers), ep.experts_per_rank), dtype=torch.int64, device="cpu")]
 
     def after_backward() -> None:
         average_gradients(model, group)

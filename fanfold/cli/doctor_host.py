@@ -263,9 +263,17 @@ def dispatch_and_combine(group: dist.ProcessGroup) -> int:
     config = fanfold.config.Config.resolve(**defaults | chosen)
     sizes: dict[str, Any] = {"num_experts": 4, "top_k": 2, "hidden": 64, "max_tokens": 8}
     # Small integers and halves: every sum is exact in bfloat16.
-    x = (torch.arange(8 * 64).reshape(8, 64) % 7).to(torch.bfloat16)
-    topk_idx = torch.stack([torch.arange(8) % 4, (torch.arange(8) + 1) % 4], dim=1)
-    topk_weights = torch.full((8, 2), 0.5)
+    x = (torch.arange(8 * 64, dtype=torch.int64, device="cpu").reshape(8, 64) % 7).to(
+        torch.bfloat16
+    )
+    topk_idx = torch.stack(
+        [
+            torch.arange(8, dtype=torch.int64, device="cpu") % 4,
+            (torch.arange(8, dtype=torch.int64, device="cpu") + 1) % 4,
+        ],
+        dim=1,
+    )
+    topk_weights = torch.full((8, 2), 0.5, dtype=torch.float32, device="cpu")
     expected = x * (topk_idx + 1).sum(dim=1, keepdim=True).to(torch.bfloat16) * 0.5
     for mode in ("low_latency", "high_throughput"):
         with ExpertParallel(group, **sizes, mode=mode, config=config) as parallel:

@@ -25,7 +25,7 @@ _REFUSED = -1
 def view_bytes(address: int, nbytes: int, owner: object = None) -> torch.Tensor:
     """``[nbytes]`` uint8 over the memory at ``address``; the tensor keeps ``owner`` alive."""
     if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     window = (ctypes.c_char * nbytes).from_address(address)
     window.owner = owner  # type: ignore[attr-defined]
     return torch.frombuffer(window, dtype=torch.uint8)
@@ -46,12 +46,12 @@ class _Page:
 
     def write(self, facts: list[int], numbers: torch.Tensor) -> None:
         self.facts[0] = len(facts)
-        self.facts[1 : 1 + len(facts)] = torch.tensor(facts, dtype=torch.int32)
+        self.facts[1 : 1 + len(facts)] = torch.tensor(facts, dtype=torch.int32, device="cpu")
         self.numbers[: numbers.numel()] = numbers
 
     def refuse(self, reason: str) -> None:
         text = reason.encode()[: _REASON_BYTES - 1]
-        self.reason[: len(text) + 1] = torch.tensor([*text, 0], dtype=torch.uint8)
+        self.reason[: len(text) + 1] = torch.tensor([*text, 0], dtype=torch.uint8, device="cpu")
         self.facts[0] = _REFUSED
 
     @property
@@ -76,11 +76,12 @@ class Exchange:
         self._core = memory.core
         self._rank, self._ranks = rank, ranks
         numbers = self._numbers(ranks)
+        nbytes = _Page.nbytes(numbers)
         # The pages of a call are written again two calls later, when every rank has passed the
         # barrier of the call between, and so has read them.
         self._pages = [
             [
-                _Page(self._core.base(peer) + offset + parity * _Page.nbytes(numbers), numbers)
+                _Page(self._core.window(peer, offset + parity * nbytes, nbytes), numbers)
                 for peer in range(ranks)
             ]
             for parity in range(2)
@@ -136,7 +137,7 @@ class Exchange:
             if reason is not None:
                 raise PeerRefused(self._rank, peer, phase, reason)
         self._check_agreement(phase, facts, pages, present)
-        gathered = torch.zeros((self._ranks, numbers.numel()), dtype=torch.int32)
+        gathered = torch.zeros((self._ranks, numbers.numel()), dtype=torch.int32, device="cpu")
         for peer in present:
             gathered[peer] = pages[peer].numbers[: numbers.numel()]
         return gathered

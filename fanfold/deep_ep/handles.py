@@ -40,7 +40,7 @@ __all__ = [
 Handle = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 _CPU = torch.device("cpu")
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 _NAMES = (
     "rank_prefix_matrix",
     "channel_prefix_matrix",
@@ -78,8 +78,8 @@ def make_handle(received: Received, channels: int) -> Handle:
     before = torch.zeros((tokens + 1, ranks), dtype=torch.int32, device=device)
     torch.cumsum(is_in, 0, dtype=torch.int32, out=before[1:])
     run = max(-(-tokens // channels), 1)
-    ends = (torch.arange(1, channels + 1, device=device) * run).clamp(max=tokens)
-    starts = torch.arange(tokens, device=device) // run * run
+    ends = (torch.arange(1, channels + 1, device=device, dtype=torch.int64) * run).clamp(max=tokens)
+    starts = torch.arange(tokens, device=device, dtype=torch.int64) // run * run
     return (
         received.rank_prefix,
         before[ends].T.contiguous(),
@@ -98,12 +98,14 @@ def _rows_before_channels(received: Received, channels: int) -> torch.Tensor:
         return torch.full((ranks, channels), -1, dtype=torch.int32, device=device)
     counts = counts.long().unsqueeze(1)
     ends = received.rank_prefix[:, received.rank].long()
-    rows = torch.arange(received.source_token.shape[0], device=device)
+    rows = torch.arange(received.source_token.shape[0], device=device, dtype=torch.int64)
     # Rows are in order of source and token, so one search in numbers made of both finds them.
     source = torch.searchsorted(ends, rows, right=True)
     keys = (source << 32) + received.source_token
-    starts = -(-counts // channels) * torch.arange(channels, device=device)
-    first = torch.minimum(starts, counts) + (torch.arange(ranks, device=device) << 32).unsqueeze(1)
+    starts = -(-counts // channels) * torch.arange(channels, device=device, dtype=torch.int64)
+    first = torch.minimum(starts, counts) + (
+        torch.arange(ranks, device=device, dtype=torch.int64) << 32
+    ).unsqueeze(1)
     begins = torch.nn.functional.pad(ends[:-1], (1, 0)).unsqueeze(1)
     return (torch.searchsorted(keys, first) - begins).to(torch.int32)
 
@@ -201,11 +203,11 @@ class Routing:
             received=received,
             source_prefix=self.source_prefix,
             source_token=self.source_token,
-            topk_idx=torch.full((received, lanes), -1),
+            topk_idx=torch.full((received, lanes), -1, dtype=torch.int64, device="cpu"),
             topk_weights=None,
-            tokens_per_expert=torch.zeros(1, dtype=torch.int32),
-            offsets=torch.zeros(2, dtype=torch.int64),
-            rows_of=torch.full((received, lanes), -1, dtype=torch.int32),
+            tokens_per_expert=torch.zeros(1, dtype=torch.int32, device="cpu"),
+            offsets=torch.zeros(2, dtype=torch.int64, device="cpu"),
+            rows_of=torch.full((received, lanes), -1, dtype=torch.int32, device="cpu"),
             capacity=self.rows if self.rows > received else None,
         )
 
@@ -237,7 +239,7 @@ def read_handle(handle: object, rank: int, ranks: int) -> Routing:
                             f"{tuple(is_in.shape)}, as handle[4]")  # fmt: skip
     source_prefix = rank_prefix[:, rank].contiguous()
     received = int(source_prefix[-1])
-    rising = torch.diff(source_prefix, prepend=torch.zeros(1, dtype=torch.int32))
+    rising = torch.diff(source_prefix, prepend=torch.zeros(1, dtype=torch.int32, device="cpu"))
     if received > source_token.shape[0] or bool((rising < 0).any()):
         raise ArgumentError(
             names[0],

@@ -37,7 +37,7 @@ from fanfold.refusal import Refusing
 
 __all__ = ["LowLatencyCalls"]
 
-_NOTHING = torch.empty(0, dtype=torch.int32)
+_NOTHING = torch.empty(0, dtype=torch.int32, device="cpu")
 
 LowLatencyHandle = tuple[torch.Tensor, torch.Tensor, int, int, int]
 DispatchResult = tuple[
@@ -162,7 +162,7 @@ class _Handle:
         # Rows of source r begin below r * M; from there combine reads at most M, so no handle that
         # passes this can make it read outside of the experts' outputs.
         begins = self.layout_range >> 32
-        limits = torch.arange(geometry.ranks) * geometry.max_tokens
+        limits = torch.arange(geometry.ranks, dtype=torch.int64, device="cpu") * geometry.max_tokens
         if bool(((begins < 0) | (begins > limits)).any()):
             raise ArgumentError(
                 name,

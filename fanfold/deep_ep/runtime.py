@@ -196,7 +196,9 @@ class Runtime:
                 self._scratch = torch.empty(shape, dtype=torch.uint8, device=device)
             return self._scratch[:nbytes]
         start = self._rdma_offset if use_rdma_buffer else self._nvl_offset
-        return view_bytes(self.memory.core.base(self.rank) + start, nbytes, owner=self.memory)
+        return view_bytes(
+            self.memory.core.window(self.rank, start, nbytes), nbytes, owner=self.memory
+        )
 
     def close(self) -> None:
         """Releases the memory. Not collective; peers keep what they have mapped."""

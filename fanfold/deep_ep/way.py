@@ -191,7 +191,7 @@ def gather_counts(
     ranks = runtime.ranks
     experts = len(numbers) - ranks
     facts = {"config.num_sms": 2 * channels, "num_experts": experts}
-    own = torch.cat([torch.tensor([tokens], dtype=torch.int32), numbers])
+    own = torch.cat([torch.tensor([tokens], dtype=torch.int32, device="cpu"), numbers])
     gathered = runtime.exchange.gather("dispatch", facts, own, error)
     runtime.check_complete("exchange of handles")
     num_tokens, per_rank, per_expert = gathered.split([1, ranks, experts], dim=1)

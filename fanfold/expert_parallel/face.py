@@ -149,7 +149,10 @@ class ExpertParallel:
             self._group, self._placement, geometry, self.config
         )
         # The same in every call, so it is made once.
-        begins = torch.arange(self.experts_per_rank + 1) * geometry.expert_capacity
+        begins = (
+            torch.arange(self.experts_per_rank + 1, dtype=torch.int64, device="cpu")
+            * geometry.expert_capacity
+        )
         self._offsets = begins.to(self.device)
 
     @property

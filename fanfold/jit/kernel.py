@@ -361,5 +361,7 @@ def _into(device: torch.device, source: KernelSource, binary: Binary) -> _core.C
     from fanfold import _core
 
     with torch.cuda.device(device):
-        torch.empty(1, device=device)  # makes the context current that it is loaded into
+        torch.empty(
+            1, device=device, dtype=torch.float32
+        )  # makes the context current that it is loaded into
         return _core.CudaKernel(binary.image, source.entry)

@@ -67,9 +67,9 @@ def expected_rows(case: Case, peer: int, form: str) -> list[tuple[torch.Tensor, 
     for pack in packed(case, peer):
         places = list(zip(pack.source_rank, pack.source_token, strict=True))
         x = torch.stack([everybody[rank].x[token] for rank, token in places]) if places else (
-            torch.empty((0, case.hidden), dtype=torch.bfloat16))  # fmt: skip
+            torch.empty((0, case.hidden), dtype=torch.bfloat16, device="cpu"))  # fmt: skip
         if form == "bf16":
-            found.append((x, torch.empty((len(places), 0))))
+            found.append((x, torch.empty((len(places), 0), dtype=torch.float32, device="cpu")))
             continue
         values, scales = reference.fp8(x, power_of_two=form != "fp8")
         found.append((values, scales))
@@ -78,7 +78,12 @@ def expected_rows(case: Case, peer: int, form: str) -> list[tuple[torch.Tensor, 
 
 def outputs(case: Case, peer: int, form: str) -> torch.Tensor:
     """What the experts of ``peer`` make of their rows; nothing but NaN elsewhere."""
-    y = torch.full((case.local, case.ranks * case.max_tokens, case.hidden), torch.nan)
+    y = torch.full(
+        (case.local, case.ranks * case.max_tokens, case.hidden),
+        torch.nan,
+        dtype=torch.float32,
+        device="cpu",
+    )
     for e, (values, scales) in enumerate(expected_rows(case, peer, form)):
         rows = values.float() if form == "bf16" else reference.dequantized(values, scales)
         y[e, : len(rows)] = rows * (0.5 + 0.25 * (peer * case.local + e))
@@ -180,8 +185,8 @@ def _statistics(group: dist.ProcessGroup) -> tuple[int, int]:
     rank, case = dist.get_rank(group), CASE
     mine = inputs(case, rank)
     buffer = open_buffer(group, case)
-    totals = torch.full((case.local,), 100, dtype=torch.int32)
-    waits = [torch.zeros(case.ranks, dtype=torch.int64) for _ in range(2)]
+    totals = torch.full((case.local,), 100, dtype=torch.int32, device="cpu")
+    waits = [torch.zeros(case.ranks, dtype=torch.int64, device="cpu") for _ in range(2)]
     for _ in range(2):
         received, counts, handle, _, _ = buffer.low_latency_dispatch(
             mine.x, mine.topk_idx, case.max_tokens, case.experts, totals, waits[0], use_fp8=False
@@ -218,7 +223,9 @@ def _zero_copy(group: dist.ProcessGroup) -> None:
         assert room.shape == (case.local, case.ranks * case.max_tokens, case.hidden)
         assert room.dtype == torch.bfloat16
         room[:, :, :] = outputs(case, rank, "fp8")
-        out = torch.full((case.tokens[rank], case.hidden), torch.nan, dtype=torch.bfloat16)
+        out = torch.full(
+            (case.tokens[rank], case.hidden), torch.nan, dtype=torch.bfloat16, device="cpu"
+        )
         # The content of x does not matter now, as in DeepEP.
         combined, _, hook = buffer.low_latency_combine(
             torch.zeros_like(room), mine.topk_idx, mine.topk_weights, handle,
@@ -338,7 +345,7 @@ def _scratch(group: dist.ProcessGroup) -> None:
         check_dispatched(CASE, rank, "fp8", result)
         buffer.clean_low_latency_buffer(CASE.max_tokens, CASE.hidden, CASE.experts)
     words = buffer.get_local_buffer_tensor(torch.int32, torch.Size([3, 5]), 7, True)
-    words.copy_(torch.arange(15).view(3, 5))
+    words.copy_(torch.arange(15, dtype=torch.int64, device="cpu").view(3, 5))
     flat = buffer.get_local_buffer_tensor(torch.int32, use_rdma_buffer=True)
     assert flat[7:22].tolist() == list(range(15))
     assert buffer.get_local_buffer_tensor(torch.int64).numel() == 512
@@ -371,7 +378,7 @@ def _without(case: Case, masked: int) -> list[reference.Inputs]:
 def _masked(group: dist.ProcessGroup, masked: int) -> None:
     rank, case = dist.get_rank(group), CASE
     buffer = open_buffer(group, case, enable_shrink=True)
-    status = torch.full((case.ranks,), 7, dtype=torch.int32)
+    status = torch.full((case.ranks,), 7, dtype=torch.int32, device="cpu")
     buffer.low_latency_query_mask_buffer(status)
     assert status.tolist() == [0] * case.ranks
     mine = inputs(case, rank)
@@ -416,7 +423,7 @@ def _shrink(group: dist.ProcessGroup) -> list[int]:
     rank, case = dist.get_rank(group), CASE
     buffer = open_buffer(group, case, "0.5", enable_shrink=True)
     mine = inputs(case, rank)
-    status = torch.zeros(case.ranks, dtype=torch.int32)
+    status = torch.zeros(case.ranks, dtype=torch.int32, device="cpu")
     if rank != 1:
         for _ in range(2):
             received, _, handle, _, _ = buffer.low_latency_dispatch(
@@ -441,7 +448,7 @@ def _mask_calls_refused(group: dist.ProcessGroup) -> None:
         with pytest.raises(UsageError, match="enable_shrink"):
             buffer.low_latency_update_mask_buffer(0)
         with pytest.raises(UsageError, match="enable_shrink"):
-            buffer.low_latency_query_mask_buffer(torch.zeros(4, dtype=torch.int32))
+            buffer.low_latency_query_mask_buffer(torch.zeros(4, dtype=torch.int32, device="cpu"))
         with pytest.raises(UsageError, match="enable_shrink"):
             buffer.low_latency_clean_mask_buffer()
         buffer.destroy()
@@ -449,7 +456,7 @@ def _mask_calls_refused(group: dist.ProcessGroup) -> None:
     with pytest.raises(ArgumentError, match="rank_to_mask"):
         buffer.low_latency_update_mask_buffer(4, True)
     with pytest.raises(ArgumentError, match="mask_status"):
-        buffer.low_latency_query_mask_buffer(torch.zeros(4))
+        buffer.low_latency_query_mask_buffer(torch.zeros(4, dtype=torch.float32, device="cpu"))
     buffer.destroy()
 
 

@@ -120,6 +120,21 @@ PYTHON_CASES = {
         f'"""B."""\n\n\ndef _dispatch({many(14)}):\n    pass\n',
         ["[parameters] _dispatch takes 14 parameters"],
     ),
+    "tensors that follow the process's defaults": (
+        "fanfold/low_latency.py",
+        '"""L."""\nimport torch\n\nA = torch.ones(3, device="cpu")\nB = torch.FloatTensor(3)\n',
+        ["fanfold/low_latency.py:4: [default-tensor]"],
+    ),
+    "tensors that follow no defaults": (
+        "fanfold/low_latency.py",
+        '"""L."""\nimport torch\n\nA = torch.ones(3, dtype=torch.int32, device="cpu")\n',
+        [],
+    ),
+    "makers of tensors under other names": (
+        "fanfold/low_latency.py",
+        '"""L."""\nfrom torch import zeros\n',
+        ["fanfold/low_latency.py:2: [default-tensor]"],
+    ),
     "environment, by attribute and alias": (
         "fanfold/low_latency.py",
         '"""L."""\nimport os\nimport os as system\n\nA = os.getenv("A")\nB = system.environ\n',
