@@ -218,12 +218,11 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
         offset: int = 0,
         use_rdma_buffer: bool = False,
     ) -> torch.Tensor:
-        """This rank's memory of one mode, which may serve as scratch while no call is in flight.
+        """Scratch memory as large as one mode's, the same at every call.
 
-        Peers write to it during their calls: after such use, ``clean_low_latency_buffer`` makes
-        sure that every rank is done, and on a GPU writes what the calls must find there. High
-        throughput on GPUs has memory of its own besides, so that part is the caller's alone there.
-        The tensor must not be touched after ``destroy``.
+        The memory is the caller's alone: no call reads or writes it, so it may be written at any
+        time, and kept after ``destroy``. It is allocated at the first call, on the mode's device,
+        as ``num_nvl_bytes`` or ``num_rdma_bytes`` more than the modes themselves take.
 
         Args:
             dtype: of the tensor.

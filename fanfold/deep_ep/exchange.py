@@ -15,27 +15,23 @@ from fanfold.errors import ArgumentError, PeerRefused
 from fanfold.geometry import MAX_EXPERTS
 from fanfold.symmetric import SymmetricMemory
 
-__all__ = ["Exchange", "view_bytes"]
+__all__ = ["Exchange"]
 
 _FACTS = 16
 _REASON_BYTES = 512
 _REFUSED = -1
 
 
-def view_bytes(address: int, nbytes: int, owner: object = None) -> torch.Tensor:
-    """``[nbytes]`` uint8 over the memory at ``address``; the tensor keeps ``owner`` alive."""
-    if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    window = (ctypes.c_char * nbytes).from_address(address)
-    window.owner = owner  # type: ignore[attr-defined]
-    return torch.frombuffer(window, dtype=torch.uint8)
+def _view_bytes(address: int, nbytes: int) -> torch.Tensor:
+    """``[nbytes]`` uint8 over the memory at ``address``."""
+    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
 
 
 class _Page:
     """One rank's words for one call: facts, numbers and, if it refused, the reason."""
 
     def __init__(self, address: int, numbers: int) -> None:
-        raw = view_bytes(address, _Page.nbytes(numbers))
+        raw = _view_bytes(address, _Page.nbytes(numbers))
         self.facts = raw[: 4 * _FACTS].view(torch.int32)
         self.reason = raw[4 * _FACTS : 4 * _FACTS + _REASON_BYTES]
         self.numbers = raw[4 * _FACTS + _REASON_BYTES :].view(torch.int32)

@@ -331,31 +331,59 @@ def test_combine_works_from_the_tuple_alone(pools: Pools) -> None:
 
 
 def _scratch(group: dist.ProcessGroup) -> None:
-    """The memory serves as scratch between calls; clean_low_latency_buffer orders the two uses."""
+    """Scratch is no call's memory: callers write over it at any time, and call nothing then."""
     rank = dist.get_rank(group)
-    buffer = open_buffer(group, CASE, num_nvl_bytes=4096)
-    for round_ in range(3):
-        scratch = buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True)
-        assert scratch.numel() == buffer.num_rdma_bytes
-        scratch.fill_(0xA5 + round_)
-        buffer.get_local_buffer_tensor(torch.uint8).fill_(0x5A)
-        buffer.clean_low_latency_buffer(CASE.max_tokens, CASE.hidden, CASE.experts)
-        mine = inputs(CASE, rank)
-        result = buffer.low_latency_dispatch(mine.x, mine.topk_idx, CASE.max_tokens, CASE.experts)
-        check_dispatched(CASE, rank, "fp8", result)
-        buffer.clean_low_latency_buffer(CASE.max_tokens, CASE.hidden, CASE.experts)
+    buffer = open_buffer(group, CASE, num_nvl_bytes=1 << 20)
+    mine = inputs(CASE, rank)
+
+    def overwrite(value: int) -> None:
+        for use_rdma_buffer, nbytes in ((True, buffer.num_rdma_bytes), (False, 1 << 20)):
+            scratch = buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=use_rdma_buffer)
+            assert scratch.numel() == nbytes
+            scratch.fill_(value)
+
+    for value in (0, 0xFF, 0xA5):
+        overwrite(value)
+        dispatched = buffer.low_latency_dispatch(
+            mine.x, mine.topk_idx, CASE.max_tokens, CASE.experts, return_recv_hook=True
+        )
+        overwrite(value)  # peers have sent, or are about to
+        dispatched[4]()
+        check_dispatched(CASE, rank, "fp8", dispatched)
+        y = outputs(CASE, rank, "fp8")
+        out, _, hook = buffer.low_latency_combine(
+            y, mine.topk_idx, mine.topk_weights, dispatched[2], return_recv_hook=True
+        )
+        overwrite(value)
+        hook()
+        y_of = [outputs(CASE, peer, "fp8") for peer in range(CASE.ranks)]
+        assert torch.equal(out, reference.weighted_sum(CASE, rank, y_of))
+        overwrite(value)
+        routing = buffer.get_dispatch_layout(mine.topk_idx, CASE.experts)
+        arrived = buffer.dispatch(
+            mine.x,
+            topk_idx=mine.topk_idx,
+            topk_weights=mine.topk_weights,
+            num_tokens_per_rank=routing[0],
+            num_tokens_per_expert=routing[2],
+            is_token_in_rank=routing[3],
+        )
+        overwrite(value)
+        x_of = [theirs.x for theirs in reference.everybody(CASE)]
+        rows_of = [reference.arrivals(CASE, peer).gather(x_of) for peer in range(CASE.ranks)]
+        combined = buffer.combine(arrived[0], arrived[4])[0]
+        assert torch.equal(combined, reference.combined(CASE, rank, rows_of))
     words = buffer.get_local_buffer_tensor(torch.int32, torch.Size([3, 5]), 7, True)
     words.copy_(torch.arange(15, dtype=torch.int64, device="cpu").view(3, 5))
     flat = buffer.get_local_buffer_tensor(torch.int32, use_rdma_buffer=True)
     assert flat[7:22].tolist() == list(range(15))
-    assert buffer.get_local_buffer_tensor(torch.int64).numel() == 512
+    assert buffer.get_local_buffer_tensor(torch.int64).numel() == 1 << 17
     with pytest.raises(ArgumentError, match="size"):
-        buffer.get_local_buffer_tensor(torch.int64, torch.Size([513]))
+        buffer.get_local_buffer_tensor(torch.int64, torch.Size([(1 << 17) + 1]))
     with pytest.raises(ArgumentError, match="offset"):
-        buffer.get_local_buffer_tensor(torch.int64, offset=513)
+        buffer.get_local_buffer_tensor(torch.int64, offset=(1 << 17) + 1)
     with pytest.raises(ArgumentError, match="num_rdma_bytes"):
         buffer.clean_low_latency_buffer(CASE.max_tokens, 4 * CASE.hidden, CASE.experts)
-    del scratch, words, flat
     buffer.destroy()
 
 
