@@ -11,6 +11,7 @@ from fanfold.lending import Lent
 def quantize_fp8(
     x: Lent, tokens: int, hidden: int, power_of_two: bool, values: Lent, scales: Lent
 ) -> None: ...
+def fork_generation() -> int: ...
 
 class SymmetricMemory:
     def __init__(

@@ -17,6 +17,7 @@ import torch
 
 from fanfold.config import symmetric_memory_environment
 from fanfold.errors import FanfoldError, SystemFailure, UnavailableError, UsageError
+from fanfold.forks import Owner
 from fanfold.group import Group, agree, process_group
 from fanfold.letting_go import drop_left, let_go
 
@@ -92,6 +93,7 @@ class CudaSymmetricMemory:
     """
 
     def __init__(self, group: Group, bytes_per_rank: int) -> None:
+        self._owner = Owner("this CudaSymmetricMemory")
         self.group = group
         self.rank, self.ranks = group.rank, group.size
         self.bytes_per_rank = bytes_per_rank
@@ -116,20 +118,22 @@ class CudaSymmetricMemory:
         """The own region: ``[bytes_per_rank]`` uint8.
 
         Raises:
-            UsageError: closed.
+            UsageError: closed, or in a forked child.
         """
         if self._tensor is None:
             raise UsageError("this CudaSymmetricMemory is closed")
+        self._owner.check()
         return self._tensor
 
     def base(self, peer: int) -> int:
         """Address in this process of ``peer``'s region; with the own rank, that of the own.
 
         Raises:
-            UsageError: closed.
+            UsageError: closed, or in a forked child.
         """
         if self._tensor is None:
             raise UsageError("this CudaSymmetricMemory is closed")
+        self._owner.check()
         return self._bases[peer]
 
     def close(self) -> None:

@@ -41,6 +41,7 @@ PYTHON_FLOORS: tuple[tuple[str, ...], ...] = (
         "pool",
         "staging",
         "stream_order",
+        "forks",
         "forkserver",
         "pickling",
         "refusal",

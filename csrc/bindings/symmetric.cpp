@@ -11,6 +11,7 @@ namespace fanfold::bindings {
 
 void bind_symmetric(nb::module_& module) {
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+  module.def("fork_generation", &fork_generation);
   nb::class_<SymmetricMemory>(module, "SymmetricMemory")
       .def(
           "__init__",

@@ -80,12 +80,17 @@ void SymmetricMemory::close() {
 }
 
 void SymmetricMemory::check_usable() const {
+  if (fork_generation() != generation_) {
+    throw Misuse(
+        "it was made before this process was forked, which left its memory to the parent: "
+        "make a new one in this process");
+  }
   if (closed_) throw Misuse("it is closed");
   if (!failure_.empty()) throw Misuse("it failed earlier (" + failure_ + "); close it");
 }
 
 std::byte* SymmetricMemory::window(int32_t peer, int64_t offset, int64_t bytes) const {
-  if (closed_) throw Misuse("it is closed");
+  check_usable();
   if (peer < 0 || peer >= ranks()) {
     throw BadArgument("peer", std::to_string(peer), "a rank below " + std::to_string(ranks()));
   }
@@ -113,6 +118,7 @@ Signal SymmetricMemory::peek(int64_t offset) const {
 std::optional<Signal> SymmetricMemory::wait(int32_t peer, int64_t offset, uint32_t epoch,
                                             Phase phase) {
   if (masked(peer)) return std::nullopt;
+  check_usable();
   const bool arrived = wait_until(
       [&] { return reached(peek(offset).epoch, epoch); },
       [&] {

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/fork.h"
 #include "base/wait.h"
 #include "layout/control.h"
 #include "layout/signal.h"
@@ -94,8 +95,8 @@ class SymmetricMemory {
   bool masked(int32_t peer) const { return masked_[index(peer)] != 0; }
   void set_masked(int32_t peer, bool value) { masked_[index(peer)] = value ? 1 : 0; }
 
-  // Throws Misuse once closed, or after a wait has failed: the ranks no longer agree about where
-  // they are, so going on could only deliver wrong data.
+  // Throws Misuse once closed, in a forked child, or after a wait has failed: the ranks no longer
+  // agree about where they are, so going on could only deliver wrong data.
   void check_usable() const;
 
  private:
@@ -112,6 +113,7 @@ class SymmetricMemory {
   std::vector<Region> regions_;
   std::vector<ProcessHandle> processes_;
   std::vector<uint8_t> masked_;
+  uint32_t generation_ = fork_generation();
   uint32_t barrier_epoch_ = 0;
   std::string failure_;
   bool closed_ = false;

@@ -135,7 +135,8 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
         self.runtime = None
 
     def __del__(self) -> None:
-        if getattr(self, "runtime", None) is not None and self.explicitly_destroy:
+        runtime: Runtime | None = getattr(self, "runtime", None)
+        if runtime is not None and self.explicitly_destroy and not runtime.owner.forked:
             warnings.warn(
                 "a Buffer made with explicitly_destroy=True was dropped without destroy()",
                 ResourceWarning,

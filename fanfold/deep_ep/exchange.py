@@ -118,6 +118,7 @@ class Exchange:
             PeerRefused: another rank refused.
             PeerTimeout: a rank did not take part in time.
         """
+        self._core.check_usable()
         pages = self._pages[self._calls % 2]
         if error is None:
             pages[self._rank].write(list(facts.values()), numbers)

@@ -22,6 +22,7 @@ from fanfold.deep_ep.exchange import Exchange
 from fanfold.deep_ep.sizes import align, cuda_memory_bytes, cuda_stream_bytes, signal_bytes
 from fanfold.deep_ep.streams import HostStreams, Streams
 from fanfold.errors import ArgumentError, PeerTimeout, UsageError
+from fanfold.forks import Owner
 from fanfold.group import Group
 from fanfold.high_throughput import HighThroughput
 from fanfold.high_throughput.cuda import LEAST_CAPABILITY, CudaHighThroughput
@@ -55,6 +56,7 @@ class Runtime:
         settings: time bounds, what happens to late peers, and where the modes run.
 
     Attributes:
+        owner: the process that made it.
         rank, ranks: of the group.
         placement: where low latency runs; high throughput, too, unless that is on GPUs which lack
             what its kernels need.
@@ -64,6 +66,7 @@ class Runtime:
     """
 
     def __init__(self, group: Group, sizes: Sizes, settings: Settings) -> None:
+        self.owner = Owner("this Buffer")
         self.rank, self.ranks = group.rank, group.size
         self._sizes = sizes
         self._timeout_s = settings.timeout_s

@@ -33,6 +33,7 @@ from fanfold import low_latency
 from fanfold.config import Config
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.expert_parallel.high_throughput import HighThroughputCalls, refuse_given
+from fanfold.forks import Owner
 from fanfold.formats import RowFormat, ScaleFormat
 from fanfold.geometry import Geometry, check_hidden, check_integer
 from fanfold.group import Group, agree, as_group
@@ -125,6 +126,7 @@ class ExpertParallel:
         self.mode = mode
         self.expert_alignment = expert_alignment
         self._closed = False
+        self._owner = Owner("this ExpertParallel")
         if mode == "low_latency":
             self._open_low_latency()
         else:
@@ -434,6 +436,7 @@ class ExpertParallel:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("this ExpertParallel is closed; make a new one")
+        self._owner.check()
 
     def _is_own(self, received: object) -> bool:
         """Whether ``_check_received`` has nothing to say."""
