@@ -23,13 +23,14 @@ __device__ __forceinline__ uint32_t cta_of_cluster() {
   return rank;
 }
 
-// Arrives at the mbarrier that stands where the word `own` is in CTA `cta` of the cluster, with
-// release for the cluster.
-__device__ __forceinline__ void arrive_at_cta(const void* own, uint32_t cta) {
+// Arrives at the mbarrier that stands where the word `own` is in CTA `cta` of the cluster. It orders
+// nothing: for a thread that has read shared memory, not for one that has written it (a release for
+// the cluster is a fence of the whole GPU).
+__device__ __forceinline__ void arrive_relaxed_at_cta(const void* own, uint32_t cta) {
   asm volatile(
       "{\n .reg .b32 there;\n"
       " mapa.shared::cluster.u32 there, %0, %1;\n"
-      " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(
+      " mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(
           shared_address(own)),
       "r"(cta)
       : "memory");

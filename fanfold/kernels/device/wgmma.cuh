@@ -87,6 +87,21 @@ __device__ __forceinline__ void wgmma_await() {
 
 // d = a b^T, plus d if `adds`: 64 rows of a, as many rows of b as d has columns (twice its
 // registers), 32 elements of K.
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[32], uint64_t a, uint64_t b, bool adds) {
+  asm volatile(
+      "{\n .reg .pred adds;\n setp.ne.b32 adds, %34, 0;\n"
+      " wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      " %32, %33, adds, 1, 1;\n}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "l"(a), "l"(b), "r"(static_cast<int>(adds)));
+}
+
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint64_t a, uint64_t b, bool adds) {
   asm volatile(
       "{\n .reg .pred adds;\n setp.ne.b32 adds, %66, 0;\n"
