@@ -37,12 +37,12 @@ class Bench {
 
   template <class P>
   void run(Report& report, Timer& timer, const char* form, int tokens, const Routing& routing,
-           Between between = Between::flush, int ahead = 0, bool shares = true) {
+           Between between = Between::flush, bool shares = true) {
     using T = typename P::T;
     const auto plan =
         plan_tiles(routing, layer.columns, T::kBlockM, T::kBlockN, T::kCluster, shares);
     Work* works = upload(plan);
-    const GemmArgs args = arguments<P>(routing, works, static_cast<int>(plan.size()), ahead);
+    const GemmArgs args = arguments<P>(routing, works, static_cast<int>(plan.size()));
     const Grid grid{132 / T::kCluster * T::kCluster, kGemmThreads, T::kCluster,
                     sizeof(GemmShared<P>)};
     auto* kernel = grouped_gemm_kernel<P>;
@@ -68,7 +68,7 @@ class Bench {
                        : P::kTurns == Turns::issued    ? "issued"
                        : P::kTurns == Turns::half_done ? "half done"
                                                        : "nearly done") +
-        field("store_slots", kStoreSlots<P>) + field("ahead", ahead) +
+        field("store_slots", kStoreSlots<P>) +
         field("between", name_of(between)) + field("us", timing.median) + field("least", timing.least) + field("most", timing.most) +
         field("tflops", flops / timing.median * 1e-6) +
         field("difference", accuracy.difference) + field("worst", accuracy.worst) +
@@ -80,7 +80,7 @@ class Bench {
 
  private:
   template <class P>
-  GemmArgs arguments(const Routing& routing, const Work* works, int count, int ahead) {
+  GemmArgs arguments(const Routing& routing, const Work* works, int count) {
     using T = typename P::T;
     const uint64_t k = layer.k;
     const uint64_t rows = routing.total_rows;
@@ -93,7 +93,6 @@ class Bench {
     args.operands.blocks_k = layer.k / 128;
     args.operands.plan = works;
     args.operands.works = count;
-    args.operands.ahead = ahead;
     args.d = tensor_map(d_, {{columns, rows},
                              {kStoreColumns, kWgmmaRows},
                              CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
@@ -183,83 +182,60 @@ constexpr Layer kSecond{"second", 2048, 7168};
 template <int kM, int kN, int kStages, int kCluster>
 using Of = Tile<kM, kN, kStages, kCluster>;
 
-template <int kStages, int kCluster = 2, Turns kTurns = Turns::issued, bool kProfile = false>
-using Wide = Policy<Of<128, 256, kStages, kCluster>, Sum::in_place, kTurns, kProfile>;
-
-class Contiguous {
- public:
-  Contiguous(Report& report, Timer& timer, const Layer& layer)
-      : bench_(layer, 8192 * kTopK + kExperts * 128), report_(report), timer_(timer) {}
-
-  template <class P>
-  void run(int tokens, Between between, int ahead = 0, bool shares = true) {
-    bench_.run<P>(report_, timer_, "contiguous", tokens,
-                  random_routing(tokens, kExperts, kTopK, 128), between, ahead, shares);
+// Every variant with and without the power cap; then the likely ones over token counts.
+void contiguous(Report& report, Timer& timer, const Layer& layer) {
+  Bench bench(layer, 8192 * kTopK + kExperts * 128);
+  const auto run = [&]<class P>(int tokens, Between between, P, bool shares = true) {
+    bench.run<P>(report, timer, "contiguous", tokens,
+                 random_routing(tokens, kExperts, kTopK, 128), between, shares);
+  };
+  for (const Between between : {Between::pause, Between::flush}) {
+    const int tokens = 8192;
+    run(tokens, between, Policy<Of<128, 256, 4, 1>, Sum::in_place>{});
+    run(tokens, between, Policy<Of<128, 256, 4, 2>, Sum::in_place>{}, false);
+    run(tokens, between, Policy<Of<128, 256, 4, 2>, Sum::in_place>{});
+    run(tokens, between, Policy<Of<128, 256, 3, 2>, Sum::in_place>{});
+    run(tokens, between, Policy<Of<128, 256, 4, 2>, Sum::in_place, Turns::issued>{});
+    run(tokens, between, Policy<Of<128, 256, 3, 2>, Sum::in_place, Turns::issued>{});
+    run(tokens, between, Policy<Of<128, 256, 3, 1>, Sum::in_place, Turns::issued>{});
+    run(tokens, between, Policy<Of<128, 256, 3, 2>, Sum::in_place, Turns::half_done>{});
+    run(tokens, between, Policy<Of<128, 256, 3, 2>, Sum::in_place, Turns::nearly_done>{});
+    run(tokens, between, Policy<Of<128, 256, 3, 2>, Sum::halves>{});
+    run(tokens, between, Policy<Of<128, 256, 3, 2>, Sum::halves, Turns::issued>{});
+    run(tokens, between, Policy<Of<128, 192, 4, 1>, Sum::two_level>{});
+    run(tokens, between, Policy<Of<128, 192, 4, 2>, Sum::two_level>{});
+    run(tokens, between, Policy<Of<128, 192, 4, 2>, Sum::two_level, Turns::issued>{});
+    run(tokens, between, Policy<Of<128, 192, 4, 2>, Sum::in_place, Turns::issued>{});
+    run(tokens, between, Policy<Of<128, 128, 5, 2>, Sum::two_level>{});
+    run(tokens, between, Policy<Of<128, 256, 3, 2>, Sum::in_place, Turns::none, true>{});
+    run(tokens, between, Policy<Of<128, 256, 3, 2>, Sum::in_place, Turns::issued, true>{});
+    run(tokens, between, Policy<Of<128, 192, 4, 2>, Sum::two_level, Turns::none, true>{});
   }
-
-  // How sums are formed, how warpgroups take turns, what is multicast.
-  void variants(Between between) {
-    constexpr int kTokens = 8192;
-    for (const int ahead : {0, 8}) {
-      run<Wide<4, 1, Turns::none>>(kTokens, between, ahead);
-      run<Wide<4, 2, Turns::none>>(kTokens, between, ahead, false);
-      run<Wide<4, 2, Turns::none>>(kTokens, between, ahead);
-      run<Wide<3, 2, Turns::none>>(kTokens, between, ahead);
-      run<Wide<4>>(kTokens, between, ahead);
-      run<Wide<3>>(kTokens, between, ahead);
-      run<Wide<3, 1>>(kTokens, between, ahead);
-      run<Wide<3, 2, Turns::half_done>>(kTokens, between, ahead);
-      run<Wide<3, 2, Turns::nearly_done>>(kTokens, between, ahead);
-      run<Policy<Of<128, 256, 3, 2>, Sum::halves>>(kTokens, between, ahead);
-      run<Policy<Of<128, 256, 3, 2>, Sum::halves, Turns::issued>>(kTokens, between, ahead);
-      run<Policy<Of<128, 192, 4, 2>, Sum::two_level>>(kTokens, between, ahead);
-      run<Policy<Of<128, 192, 4, 2>, Sum::two_level, Turns::issued>>(kTokens, between, ahead);
-      run<Policy<Of<128, 192, 4, 2>, Sum::in_place, Turns::issued>>(kTokens, between, ahead);
+  for (const int tokens : {1024, 2048, 4096}) {
+    for (const Between between : {Between::pause, Between::flush}) {
+      run(tokens, between, Policy<Of<128, 256, 3, 2>, Sum::in_place>{});
+      run(tokens, between, Policy<Of<128, 256, 3, 2>, Sum::in_place, Turns::issued>{});
+      run(tokens, between, Policy<Of<128, 192, 4, 2>, Sum::two_level>{});
     }
   }
-
-  void sweep_ahead() {
-    for (const int ahead : {0, 2, 4, 8, 16}) {
-      run<Wide<3>>(8192, Between::pause, ahead);
-      run<Wide<4>>(8192, Between::pause, ahead);
-      run<Wide<3, 2, Turns::issued, true>>(8192, Between::pause, ahead);
-      run<Wide<4, 2, Turns::issued, true>>(8192, Between::pause, ahead);
-    }
-  }
-
-  void tokens(int count) {
-    for (const Between between : {Between::pause, Between::flush})
-      for (const int ahead : {0, 4, 8}) {
-        run<Wide<3>>(count, between, ahead);
-        run<Wide<4>>(count, between, ahead);
-        run<Wide<3, 2, Turns::none>>(count, between, ahead);
-      }
-  }
-
- private:
-  Bench bench_;
-  Report& report_;
-  Timer& timer_;
-};
+}
 
 void masked(Report& report, Timer& timer, const Layer& layer) {
   constexpr int kSlot = 256;
   Bench bench(layer, kExperts * kSlot);
-  const auto run = [&]<class P>(int tokens, Between between, P, int ahead = 0) {
+  const auto run = [&]<class P>(int tokens, Between between, P) {
     bench.run<P>(report, timer, "masked", tokens,
-                 random_routing(tokens, kExperts, kTopK, 64, kSlot), between, ahead);
+                 random_routing(tokens, kExperts, kTopK, 64, kSlot), between);
   };
   for (const int tokens : {32, 256, 512, 1024}) {
-    for (const Between between : {Between::clean_flush, Between::flush})
-      for (const int ahead : {0, 8}) {
-        run(tokens, between, Policy<Of<64, 256, 4, 1>, Sum::two_level>{}, ahead);
-        run(tokens, between, Policy<Of<64, 256, 4, 2>, Sum::two_level>{}, ahead);
-        run(tokens, between, Policy<Of<64, 256, 4, 2>, Sum::in_place>{}, ahead);
-        run(tokens, between, Policy<Of<64, 128, 7, 1>, Sum::two_level>{}, ahead);
-        run(tokens, between, Wide<3>{}, ahead);
-      }
-    run(tokens, Between::flush,
-        Policy<Of<64, 256, 4, 1>, Sum::two_level, Turns::none, true>{});
+    for (const Between between : {Between::clean_flush, Between::pause, Between::flush}) {
+      run(tokens, between, Policy<Of<64, 256, 4, 1>, Sum::two_level>{});
+      run(tokens, between, Policy<Of<64, 256, 4, 2>, Sum::two_level>{});
+      run(tokens, between, Policy<Of<128, 256, 3, 2>, Sum::in_place, Turns::issued>{});
+    }
+    run(tokens, Between::flush, Policy<Of<64, 256, 4, 1>, Sum::in_place>{});
+    run(tokens, Between::flush, Policy<Of<64, 128, 7, 1>, Sum::two_level>{});
+    run(tokens, Between::flush, Policy<Of<64, 256, 4, 1>, Sum::two_level, Turns::none, true>{});
   }
 }
 
@@ -272,9 +248,6 @@ int main(int argc, char** argv) {
   Timer timer;
   for (const Layer& layer : {kFirst, kSecond}) {
     masked(report, timer, layer);
-    Contiguous contiguous(report, timer, layer);
-    for (const int tokens : {1024, 2048, 4096}) contiguous.tokens(tokens);
-    contiguous.sweep_ahead();
-    for (const Between between : {Between::pause, Between::flush}) contiguous.variants(between);
+    contiguous(report, timer, layer);
   }
 }

@@ -51,7 +51,6 @@ struct Operands {
   int packed_columns;  // not 0: b is {128, blocks of (expert, column block, k block), 1}
   const Work* plan;
   int works;
-  int ahead;  // blocks of K that the L2 is ahead of the copies to shared memory; 0: no prefetch
 };
 
 // Not 0 once a wait has lasted two seconds; every later one gives up at once. (A trap instead takes
@@ -123,65 +122,11 @@ __device__ __forceinline__ void load_block(uint8_t* shared, const TensorMap* map
   }
 }
 
-// Brings operands to the L2 before they are copied to shared memory: a block is read by many CTAs at
-// the same time, and all would wait for memory.
-template <class T>
-class Prefetch {
- public:
-  __device__ Prefetch(const Operands& operands, int cta)
-      : operands_(operands), cta_(cta), work_(blockIdx.x / T::kCluster) {
-    begin_tile();
-    for (int i = 0; i < operands.ahead; ++i) step();
-  }
-
-  __device__ void step() {
-    if (operands_.ahead == 0 || work_ >= operands_.works) return;
-    // A pair that shares a block fetches a half each.
-    if (fetches_b_) {
-      const Box at{k_ * kBlockK, column_, expert_};
-      if (shared_ != Shared::b || cta_ == 0) prefetch_box(&operands_.b, at);
-      if (shared_ != Shared::b || cta_ == 1)
-        prefetch_box(&operands_.b, {at.x, at.y + T::kBlockN / 2, at.z});
-    }
-    if (fetches_a_) {
-      const Box at{k_ * kBlockK, row_, 0};
-      if (shared_ != Shared::a || cta_ == 0) prefetch_box(&operands_.a, at);
-      if (shared_ != Shared::a || cta_ == 1)
-        prefetch_box(&operands_.a, {at.x, at.y + T::kBlockM / 2, 0});
-    }
-    if (++k_ < operands_.blocks_k) return;
-    k_ = 0;
-    work_ += gridDim.x / T::kCluster;
-    begin_tile();
-  }
-
- private:
-  __device__ void begin_tile() {
-    if (work_ >= operands_.works) return;
-    const Work* work = &operands_.plan[work_];
-    row_ = work->row[cta_];
-    column_ = work->column[cta_];
-    expert_ = work->expert;
-    shared_ = work->shared;
-    fetches_a_ = work->fetches_a != 0;
-    fetches_b_ = work->fetches_b != 0;
-  }
-
-  const Operands& operands_;
-  const int cta_;
-  int work_;
-  int k_ = 0;
-  int row_, column_, expert_;
-  Shared shared_;
-  bool fetches_a_, fetches_b_;
-};
-
 // One thread: copies the stages of all tiles of this CTA.
 template <class T>
 __device__ void produce(Ring<T>& ring, const Operands& operands) {
   const int cta = T::kCluster == 1 ? 0 : static_cast<int>(cta_of_cluster());
   Position<T> at;
-  Prefetch<T> prefetch(operands, cta);
   for (int w = blockIdx.x / T::kCluster; w < operands.works; w += gridDim.x / T::kCluster) {
     const Work* work = &operands.plan[w];
     const int row = work->row[cta];
@@ -191,7 +136,6 @@ __device__ void produce(Ring<T>& ring, const Operands& operands) {
     const int half_b = work->shared == Shared::b ? cta : -1;
     const float* scales = operands.a_scales + row;
     for (int k = 0; k < operands.blocks_k; ++k, at.advance(), scales += operands.rows) {
-      prefetch.step();
       await_phase(&ring.empty[at.stage], at.parity ^ 1, Impatience{});
       ArrivalBarrier* full = &ring.full[at.stage];
       arrive_expecting(full, T::kStageBytes);

@@ -17,8 +17,6 @@ struct alignas(16) Work {
   int32_t valid[2];  // rows that belong to the expert, from `row` on
   int32_t expert;
   Shared shared;
-  int32_t fetches_a, fetches_b;  // whether the cluster is the one that brings a, b to the L2 early
-  int32_t unused[2];
 };
 
 struct Routing {
@@ -66,10 +64,7 @@ inline std::vector<Work> plan_tiles(const Routing& routing, int columns, int blo
                       {n0 * block_n, n1 * block_n},
                       {valid(m0), valid(m1)},
                       static_cast<int32_t>(e),
-                      shares ? shared : Shared::nothing,
-                      n0 == 0,
-                      m0 == 0,
-                      {}});
+                      shares ? shared : Shared::nothing});
     };
     const int paired = cluster == 1 ? blocks_m : pairs_rows ? blocks_m / 2 * 2 : 0;
     for (int n = 0; n < blocks_n; ++n)

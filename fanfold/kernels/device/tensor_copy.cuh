@@ -27,13 +27,6 @@ __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// To the L2 only; nothing says when it is there.
-__device__ __forceinline__ void prefetch_box(const TensorMap* map, Box at) {
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map),
-               "r"(at.x), "r"(at.y), "r"(at.z)
-               : "memory");
-}
-
 // Its bytes count for the barrier's phase, which must expect them.
 __device__ __forceinline__ void load_box(void* shared, const TensorMap* map, Box at,
                                          ArrivalBarrier* barrier) {
