@@ -10,6 +10,7 @@ enum class Sum {
   in_place,   // the accumulators are multiplied by the quotient of two blocks' scales
   two_level,  // a block of K has accumulators of its own, added to FP32 sums
   halves,     // the same, half of the columns at a time
+  unscaled,   // no scales at all: wrong, to place time
 };
 
 // How two warpgroups take turns at the tensor cores.
@@ -24,7 +25,7 @@ struct Policy {
   static constexpr Sum kSum = kSum_;
   static constexpr Turns kTurns = kTurns_;
   static constexpr bool kProfile = kProfile_;
-  static constexpr bool kSplitsRows = T::kBlockM == 128;  // else columns
+  static constexpr bool kSplitsRows = T::kBlockM == 128;                      // else columns
   static constexpr int kColumns = kSplitsRows ? T::kBlockN : T::kBlockN / 2;  // of a warpgroup
   static constexpr int kScaleColumns = kColumns % 128 == 0 ? 128 : 64;
   static constexpr int kScaleGroups = kColumns / kScaleColumns;
@@ -34,7 +35,7 @@ struct Policy {
 };
 
 struct Stalls {
-  int64_t full = 0, turn = 0, tensor = 0;  // cycles of one thread
+  int64_t full = 0, turn = 0, enqueue = 0, tensor = 0, store = 0;  // cycles of one thread
 };
 
 template <bool kCounts, class F>
@@ -117,6 +118,8 @@ class WarpgroupSum {
       skip(blocks_k);
     } else if constexpr (P::kSum == Sum::in_place) {
       in_place(d, weights, blocks_k);
+    } else if constexpr (P::kSum == Sum::unscaled) {
+      unscaled(d, blocks_k);
     } else {
       two_level(d, weights, blocks_k);
     }
@@ -129,16 +132,14 @@ class WarpgroupSum {
   static constexpr int kTurnBarrier = 4;  // and the next
 
   __device__ void await_stage() {
-    counted<P::kProfile>(stalls.full, [&] {
-      await_phase(&ring_.full[at_.stage], at_.parity, Impatience{});
-    });
+    counted<P::kProfile>(stalls.full,
+                         [&] { await_phase(&ring_.full[at_.stage], at_.parity, Impatience{}); });
   }
 
   __device__ void await_turn() {
     if constexpr (P::kTurns != Turns::none)
-      counted<P::kProfile>(stalls.turn, [&] {
-        named_barrier_wait(kTurnBarrier + part.warpgroup, kMathWarps * 32);
-      });
+      counted<P::kProfile>(
+          stalls.turn, [&] { named_barrier_wait(kTurnBarrier + part.warpgroup, kMathWarps * 32); });
   }
   __device__ void pass_turn() {
     if constexpr (P::kTurns != Turns::none)
@@ -174,6 +175,7 @@ class WarpgroupSum {
     const uint64_t b =
         swizzled_descriptor(&ring_.b[at_.stage][(part.column + first_column) * kBlockK]);
     registers_settle(d);
+    const int64_t begin = P::kProfile ? clock64() : 0;
     wgmma_begin();
 #pragma unroll
     for (int i = 0; i < kBlockK / kWgmmaDepth; ++i) {
@@ -182,15 +184,19 @@ class WarpgroupSum {
       wgmma_e4m3(d, a + i * kDescriptorStep, b + i * kDescriptorStep, adds || i > 0);
     }
     wgmma_commit();
+    if constexpr (P::kProfile) stalls.enqueue += clock64() - begin;
   }
 
   __device__ __forceinline__ void pass_turn_of_products() {
-    if constexpr (P::kTurns == Turns::half_done || P::kTurns == Turns::nearly_done) wgmma_await<1>();
+    if constexpr (P::kTurns == Turns::half_done || P::kTurns == Turns::nearly_done)
+      wgmma_await<1>();
     pass_turn();
   }
 
+  // Of all groups but the `kYoungest`.
+  template <int kYoungest>
   __device__ __forceinline__ void await_products(float (&d)[P::kPart]) {
-    counted<P::kProfile>(stalls.tensor, [] { wgmma_await<0>(); });
+    counted<P::kProfile>(stalls.tensor, [] { wgmma_await<kYoungest>(); });
     registers_settle(d);
   }
 
@@ -202,10 +208,8 @@ class WarpgroupSum {
       read_scales(scale, weights);
       if (k > 0) {
         Scales<P> factor;
-#pragma unroll
-        for (int i = 0; i < 2 * P::kScaleGroups; ++i)
-          factor[i % 2][i / 2] = __fdividef(before[i % 2][i / 2], scale[i % 2][i / 2]);
-        await_products(d);
+        divide(factor, before, scale);
+        await_products<0>(d);
         release_stage(ring_, previous_);
         multiply(d, factor);
       }
@@ -214,15 +218,41 @@ class WarpgroupSum {
       pass_turn_of_products();
       previous_ = at_.stage;
       at_.advance();
-#pragma unroll
-      for (int i = 0; i < 2 * P::kScaleGroups; ++i) before[i % 2][i / 2] = scale[i % 2][i / 2];
+      copy(before, scale);
     }
-    await_products(d);
+    await_products<0>(d);
     release_stage(ring_, previous_);
     multiply(d, before);
   }
 
-  __device__ __forceinline__ void multiply(float (&d)[P::kSums], const Scales<P>& factor) {
+  __device__ __forceinline__ void unscaled(float (&d)[P::kSums], int blocks_k) {
+    for (int k = 0; k < blocks_k; ++k) {
+      await_stage();
+      await_turn();
+      enqueue(d, k > 0, 0);
+      pass_turn_of_products();
+      if (k > 0) {
+        wgmma_await<1>();
+        release_stage(ring_, previous_);
+      }
+      previous_ = at_.stage;
+      at_.advance();
+    }
+    await_products<0>(d);
+    release_stage(ring_, previous_);
+  }
+
+  static __device__ void divide(Scales<P>& factor, const Scales<P>& a, const Scales<P>& b) {
+#pragma unroll
+    for (int i = 0; i < 2 * P::kScaleGroups; ++i)
+      factor[i % 2][i / 2] = __fdividef(a[i % 2][i / 2], b[i % 2][i / 2]);
+  }
+  static __device__ void copy(Scales<P>& to, const Scales<P>& from) {
+#pragma unroll
+    for (int i = 0; i < 2 * P::kScaleGroups; ++i) to[i % 2][i / 2] = from[i % 2][i / 2];
+  }
+
+  static __device__ __forceinline__ void multiply(float (&d)[P::kSums], const Scales<P>& factor) {
 #pragma unroll
     for (int i = 0; i < P::kSums; ++i) d[i] *= factor[i / 2 % 2][scale_group<P>(i)];
   }
@@ -242,12 +272,11 @@ class WarpgroupSum {
         await_turn();
         enqueue(product, false, h * P::kPart * 2);
         pass_turn_of_products();
-        await_products(product);
+        await_products<0>(product);
         if (h == kParts - 1) release_stage(ring_, at_.stage);
 #pragma unroll
         for (int i = 0; i < P::kPart; ++i)
-          d[h * P::kPart + i] +=
-              scale[i / 2 % 2][scale_group<P>(h * P::kPart + i)] * product[i];
+          d[h * P::kPart + i] += scale[i / 2 % 2][scale_group<P>(h * P::kPart + i)] * product[i];
       }
     }
   }

@@ -96,9 +96,9 @@ __global__ void reference_kernel(const __grid_constant__ ReferenceArgs args) {
 }
 
 struct Accuracy {
-  double difference;   // 1 - 2 <x, y> / (<x, x> + <y, y>)
-  double worst;        // the largest error over the root mean square
-  int64_t unwritten;   // of all routed rows
+  double difference;  // 1 - 2 <x, y> / (<x, x> + <y, y>)
+  double worst;       // the largest error over the root mean square
+  int64_t unwritten;  // of all routed rows
 };
 
 __global__ void count_nans_kernel(const uint16_t* d, int columns, unsigned long long* count) {

@@ -63,8 +63,9 @@ class Bench {
                                 : common == Shared::a     ? "a"
                                                           : "b") +
                 field("multicast", multicast && common != Shared::nothing ? "yes" : "no") +
-                field("between", name_of(source.between)) + field("us", timing.median) + field("least", timing.least) +
-                field("most", timing.most) + field("landed_tb_per_s", bytes / timing.median * 1e-6) +
+                field("between", name_of(source.between)) + field("us", timing.median) +
+                field("least", timing.least) + field("most", timing.most) +
+                field("landed_tb_per_s", bytes / timing.median * 1e-6) +
                 field("flops_fed_tflops", flops / timing.median * 1e-6) +
                 field("weights_tb_per_s", double(kDepth) * source.columns *
                                               source.routing.rows.size() / timing.median * 1e-6));
@@ -90,11 +91,10 @@ class Bench {
     const uint64_t columns = source.columns;
     Operands operands{};
     operands.a = tensor_map(a_, {{kDepth, rows, 1}, {128, T::kBlockM / 2, 1}});
-    operands.b =
-        source.packed
-            ? tensor_map(b_, {{128, experts * columns * (kDepth / 128), 1},
-                              {128, T::kBlockN / 2, 1}})
-            : tensor_map(b_, {{kDepth, columns, experts}, {128, T::kBlockN / 2, 1}});
+    operands.b = source.packed
+                     ? tensor_map(b_, {{128, experts * columns * (kDepth / 128), 1},
+                                       {128, T::kBlockN / 2, 1}})
+                     : tensor_map(b_, {{kDepth, columns, experts}, {128, T::kBlockN / 2, 1}});
     operands.a_scales = scales_;
     operands.rows = static_cast<int64_t>(rows);
     operands.blocks_k = kDepth / 128;

@@ -1,5 +1,5 @@
 // How fast a grouped FP8 GEMM of own PTX is, and how exact, over tiles, clusters and sums.
-//   grouped_gemm RESULTS.jsonl [quick]
+//   grouped_gemm RESULTS.jsonl
 #include "grouped_gemm.cuh"
 
 #include "data.cuh"
@@ -16,17 +16,34 @@ struct Layer {
   int k, columns;
 };
 
+struct Options {
+  bool shares = true;        // by multicast
+  bool skips_loads = false;  // wrong results, to place time
+};
+
+const char* name_of(Sum sum) {
+  switch (sum) {
+    case Sum::in_place:
+      return "in place";
+    case Sum::two_level:
+      return "two level";
+    case Sum::halves:
+      return "two level, halves";
+    case Sum::unscaled:
+      return "unscaled";
+  }
+  return "";
+}
+
 // Operands of one GEMM of the layer; made once, for the most rows.
 class Bench {
  public:
   Bench(const Layer& layer, int64_t most_rows)
-      : layer(layer),
-        a_(random_e4m3(most_rows * layer.k, 1)),
+      : layer(layer), a_(random_e4m3(most_rows * layer.k, 1)),
         b_(random_e4m3(int64_t{kExperts} * layer.columns * layer.k, 2)),
         a_scales_(random_scales(most_rows * (layer.k / 128), 3)),
         b_scales_(random_scales(int64_t{kExperts} * (layer.columns / 128) * (layer.k / 128), 4)),
-        d_(device_array<uint16_t>(most_rows * layer.columns)),
-        spans_(device_array<Span>(1024)),
+        d_(device_array<uint16_t>(most_rows * layer.columns)), spans_(device_array<Span>(1024)),
         reference_(device_array<double>(int64_t{kSamples} * layer.columns)),
         nans_(device_array<unsigned long long>(1)) {}
   ~Bench() {
@@ -37,12 +54,13 @@ class Bench {
 
   template <class P>
   void run(Report& report, Timer& timer, const char* form, int tokens, const Routing& routing,
-           Between between = Between::flush, bool shares = true) {
+           Between between = Between::flush, const Options& options = {}) {
     using T = typename P::T;
     const auto plan =
-        plan_tiles(routing, layer.columns, T::kBlockM, T::kBlockN, T::kCluster, shares);
+        plan_tiles(routing, layer.columns, T::kBlockM, T::kBlockN, T::kCluster, options.shares);
     Work* works = upload(plan);
-    const GemmArgs args = arguments<P>(routing, works, static_cast<int>(plan.size()));
+    GemmArgs args = arguments<P>(routing, works, static_cast<int>(plan.size()));
+    args.operands.skips_loads = options.skips_loads;
     const Grid grid{132 / T::kCluster * T::kCluster, kGemmThreads, T::kCluster,
                     sizeof(GemmShared<P>)};
     auto* kernel = grouped_gemm_kernel<P>;
@@ -53,26 +71,27 @@ class Bench {
     launch(kernel, grid, args);
     check(cudaDeviceSynchronize(), "grouped GEMM");
     check_waits("grouped GEMM");
-    const Accuracy accuracy = compare(routing, args.operands.rows);
+    const bool right = !options.skips_loads && P::kSum != Sum::unscaled;
+    const Accuracy accuracy = right ? compare(routing, args.operands.rows) : Accuracy{};
     const Timing timing = timer.time([&] { launch(kernel, grid, args); }, between);
     const double flops = 2.0 * routing.routed_rows * layer.columns * layer.k;
     report.line(
         "\"probe\": \"grouped_gemm\"" + field("layer", layer.name) + field("form", form) +
         field("tokens", tokens) + field("block_m", T::kBlockM) + field("block_n", T::kBlockN) +
         field("stages", T::kStages) + field("cluster", T::kCluster) +
-        field("multicast", T::kCluster == 2 && shares ? "yes" : "no") +
-        field("sum", P::kSum == Sum::in_place ? "in place"
-                     : P::kSum == Sum::halves ? "two level, halves"
-                                              : "two level") +
-        field("turns", P::kTurns == Turns::none     ? "none"
+        field("multicast", T::kCluster == 2 && options.shares ? "yes" : "no") +
+        field("sum", name_of(P::kSum)) + field("loads", options.skips_loads ? "none" : "all") +
+        field("turns", P::kTurns == Turns::none        ? "none"
                        : P::kTurns == Turns::issued    ? "issued"
                        : P::kTurns == Turns::half_done ? "half done"
                                                        : "nearly done") +
-        field("store_slots", kStoreSlots<P>) +
-        field("between", name_of(between)) + field("us", timing.median) + field("least", timing.least) + field("most", timing.most) +
+        field("store_slots", kStoreSlots<P>) + field("between", name_of(between)) +
+        field("us", timing.median) + field("least", timing.least) + field("most", timing.most) +
         field("tflops", flops / timing.median * 1e-6) +
-        field("difference", accuracy.difference) + field("worst", accuracy.worst) +
-        field("unwritten", static_cast<double>(accuracy.unwritten)) + spans<P>(grid.ctas));
+        (right ? field("difference", accuracy.difference) + field("worst", accuracy.worst) +
+                     field("unwritten", static_cast<double>(accuracy.unwritten))
+               : field("results", "wrong, to place time")) +
+        spans<P>(grid.ctas));
     check(cudaFree(works), "free");
   }
 
@@ -93,10 +112,8 @@ class Bench {
     args.operands.blocks_k = layer.k / 128;
     args.operands.plan = works;
     args.operands.works = count;
-    args.d = tensor_map(d_, {{columns, rows},
-                             {kStoreColumns, kWgmmaRows},
-                             CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-                             2});
+    args.d = tensor_map(
+        d_, {{columns, rows}, {kStoreColumns, kWgmmaRows}, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2});
     args.b_scales = b_scales_;
     args.columns = layer.columns;
     args.spans = spans_;
@@ -112,8 +129,8 @@ class Bench {
       samples.push_back({routing.first_row[expert] + row, expert});
     }
     SampleRow* uploaded = upload(samples);
-    const ReferenceArgs args{layer.k, layer.columns, total_rows, a_,         b_,
-                             a_scales_, b_scales_,   uploaded,   reference_};
+    const ReferenceArgs args{layer.k,   layer.columns, total_rows, a_,        b_,
+                             a_scales_, b_scales_,     uploaded,   reference_};
     reference_kernel<<<dim3((layer.columns + 7) / 8, kSamples), 256>>>(args);
     check(cudaMemset(nans_, 0, 8), "clear");
     for (int e = 0; e < kExperts; ++e)
@@ -158,13 +175,16 @@ class Bench {
       sum.full += span.stalls.full;
       sum.turn += span.stalls.turn;
       sum.tensor += span.stalls.tensor;
+      sum.enqueue += span.stalls.enqueue;
+      sum.store += span.stalls.store;
     }
     std::string text = field("mhz", cycles / ns * 1e3) +
                        field("first_end_us", (first_end - begin) * 1e-3) +
                        field("last_end_us", (last_end - begin) * 1e-3);
     if (P::kProfile)
       text += field("await_full", sum.full / cycles) + field("await_turn", sum.turn / cycles) +
-              field("await_tensor", sum.tensor / cycles);
+              field("enqueue", sum.enqueue / cycles) + field("await_tensor", sum.tensor / cycles) +
+              field("store", sum.store / cycles);
     return text;
   }
 
@@ -182,43 +202,72 @@ constexpr Layer kSecond{"second", 2048, 7168};
 template <int kM, int kN, int kStages, int kCluster>
 using Of = Tile<kM, kN, kStages, kCluster>;
 
-// Every variant with and without the power cap; then the likely ones over token counts.
-void contiguous(Report& report, Timer& timer, const Layer& layer) {
-  Bench bench(layer, 8192 * kTopK + kExperts * 128);
-  const auto run = [&]<class P>(int tokens, Between between, P, bool shares = true) {
-    bench.run<P>(report, timer, "contiguous", tokens,
-                 random_routing(tokens, kExperts, kTopK, 128), between, shares);
-  };
-  for (const Between between : {Between::pause, Between::flush}) {
-    const int tokens = 8192;
-    run(tokens, between, Policy<Of<128, 256, 4, 1>, Sum::in_place>{});
-    run(tokens, between, Policy<Of<128, 256, 4, 2>, Sum::in_place>{}, false);
-    run(tokens, between, Policy<Of<128, 256, 4, 2>, Sum::in_place>{});
-    run(tokens, between, Policy<Of<128, 256, 3, 2>, Sum::in_place>{});
-    run(tokens, between, Policy<Of<128, 256, 4, 2>, Sum::in_place, Turns::issued>{});
-    run(tokens, between, Policy<Of<128, 256, 3, 2>, Sum::in_place, Turns::issued>{});
-    run(tokens, between, Policy<Of<128, 256, 3, 1>, Sum::in_place, Turns::issued>{});
-    run(tokens, between, Policy<Of<128, 256, 3, 2>, Sum::in_place, Turns::half_done>{});
-    run(tokens, between, Policy<Of<128, 256, 3, 2>, Sum::in_place, Turns::nearly_done>{});
-    run(tokens, between, Policy<Of<128, 256, 3, 2>, Sum::halves>{});
-    run(tokens, between, Policy<Of<128, 256, 3, 2>, Sum::halves, Turns::issued>{});
-    run(tokens, between, Policy<Of<128, 192, 4, 1>, Sum::two_level>{});
-    run(tokens, between, Policy<Of<128, 192, 4, 2>, Sum::two_level>{});
-    run(tokens, between, Policy<Of<128, 192, 4, 2>, Sum::two_level, Turns::issued>{});
-    run(tokens, between, Policy<Of<128, 192, 4, 2>, Sum::in_place, Turns::issued>{});
-    run(tokens, between, Policy<Of<128, 128, 5, 2>, Sum::two_level>{});
-    run(tokens, between, Policy<Of<128, 256, 3, 2>, Sum::in_place, Turns::none, true>{});
-    run(tokens, between, Policy<Of<128, 256, 3, 2>, Sum::in_place, Turns::issued, true>{});
-    run(tokens, between, Policy<Of<128, 192, 4, 2>, Sum::two_level, Turns::none, true>{});
+template <int kStages, int kCluster = 2, Turns kTurns = Turns::issued, bool kProfile = false>
+using Wide = Policy<Of<128, 256, kStages, kCluster>, Sum::in_place, kTurns, kProfile>;
+
+template <int kStages, Sum kSum, int kCluster = 2, bool kProfile = false>
+using Free = Policy<Of<128, 256, kStages, kCluster>, kSum, Turns::none, kProfile>;
+
+class Contiguous {
+ public:
+  Contiguous(Report& report, Timer& timer, const Layer& layer)
+      : bench_(layer, 8192 * kTopK + kExperts * 128), report_(report), timer_(timer) {}
+
+  template <class P>
+  void run(int tokens, Between between, const Options& options = {}) {
+    bench_.run<P>(report_, timer_, "contiguous", tokens,
+                  random_routing(tokens, kExperts, kTopK, 128), between, options);
   }
-  for (const int tokens : {1024, 2048, 4096}) {
-    for (const Between between : {Between::pause, Between::flush}) {
-      run(tokens, between, Policy<Of<128, 256, 3, 2>, Sum::in_place>{});
-      run(tokens, between, Policy<Of<128, 256, 3, 2>, Sum::in_place, Turns::issued>{});
-      run(tokens, between, Policy<Of<128, 192, 4, 2>, Sum::two_level>{});
+
+  // Where the time is: without scales, without loads, without either.
+  void parts() {
+    for (const bool skips_loads : {false, true}) {
+      const Options options{.skips_loads = skips_loads};
+      run<Wide<4>>(8192, Between::pause, options);
+      run<Wide<4, 2, Turns::issued, true>>(8192, Between::pause, options);
+      run<Free<4, Sum::in_place>>(8192, Between::pause, options);
+      run<Free<4, Sum::in_place, 2, true>>(8192, Between::pause, options);
+      run<Free<4, Sum::unscaled>>(8192, Between::pause, options);
+      run<Free<4, Sum::unscaled, 2, true>>(8192, Between::pause, options);
+      run<Free<4, Sum::unscaled, 1>>(8192, Between::pause, options);
     }
   }
-}
+
+  // How sums are formed, how warpgroups take turns, what is multicast.
+  void variants(Between between) {
+    constexpr int kTokens = 8192;
+    const Options apart{.shares = false};
+    run<Free<4, Sum::in_place, 1>>(kTokens, between);
+    run<Free<4, Sum::in_place>>(kTokens, between, apart);
+    run<Free<4, Sum::in_place>>(kTokens, between);
+    run<Wide<4>>(kTokens, between);
+    run<Wide<3>>(kTokens, between);
+    run<Wide<3, 1>>(kTokens, between);
+    run<Free<3, Sum::in_place>>(kTokens, between);
+    run<Wide<3, 2, Turns::half_done>>(kTokens, between);
+    run<Wide<3, 2, Turns::nearly_done>>(kTokens, between);
+    run<Free<3, Sum::halves>>(kTokens, between);
+    run<Policy<Of<128, 256, 3, 2>, Sum::halves, Turns::issued>>(kTokens, between);
+    run<Policy<Of<128, 192, 4, 2>, Sum::two_level>>(kTokens, between);
+    run<Policy<Of<128, 192, 4, 2>, Sum::two_level, Turns::issued>>(kTokens, between);
+    run<Policy<Of<128, 192, 4, 2>, Sum::in_place, Turns::issued>>(kTokens, between);
+    run<Policy<Of<128, 128, 5, 2>, Sum::two_level>>(kTokens, between);
+  }
+
+  void tokens(int count) {
+    for (const Between between : {Between::pause, Between::flush}) {
+      run<Wide<3>>(count, between);
+      run<Wide<4>>(count, between);
+      run<Free<4, Sum::in_place>>(count, between);
+      run<Free<3, Sum::halves>>(count, between);
+    }
+  }
+
+ private:
+  Bench bench_;
+  Report& report_;
+  Timer& timer_;
+};
 
 void masked(Report& report, Timer& timer, const Layer& layer) {
   constexpr int kSlot = 256;
@@ -227,14 +276,14 @@ void masked(Report& report, Timer& timer, const Layer& layer) {
     bench.run<P>(report, timer, "masked", tokens,
                  random_routing(tokens, kExperts, kTopK, 64, kSlot), between);
   };
-  for (const int tokens : {32, 256, 512, 1024}) {
-    for (const Between between : {Between::clean_flush, Between::pause, Between::flush}) {
+  for (const int tokens : {32, 64, 128, 256, 512, 1024}) {
+    for (const Between between : {Between::clean_flush, Between::flush}) {
       run(tokens, between, Policy<Of<64, 256, 4, 1>, Sum::two_level>{});
       run(tokens, between, Policy<Of<64, 256, 4, 2>, Sum::two_level>{});
-      run(tokens, between, Policy<Of<128, 256, 3, 2>, Sum::in_place, Turns::issued>{});
+      run(tokens, between, Policy<Of<64, 256, 4, 2>, Sum::in_place>{});
+      run(tokens, between, Policy<Of<64, 128, 7, 1>, Sum::two_level>{});
+      run(tokens, between, Wide<4>{});
     }
-    run(tokens, Between::flush, Policy<Of<64, 256, 4, 1>, Sum::in_place>{});
-    run(tokens, Between::flush, Policy<Of<64, 128, 7, 1>, Sum::two_level>{});
     run(tokens, Between::flush, Policy<Of<64, 256, 4, 1>, Sum::two_level, Turns::none, true>{});
   }
 }
@@ -248,6 +297,9 @@ int main(int argc, char** argv) {
   Timer timer;
   for (const Layer& layer : {kFirst, kSecond}) {
     masked(report, timer, layer);
-    contiguous(report, timer, layer);
+    Contiguous contiguous(report, timer, layer);
+    for (const int tokens : {1024, 2048, 4096}) contiguous.tokens(tokens);
+    contiguous.parts();
+    for (const Between between : {Between::pause, Between::flush}) contiguous.variants(between);
   }
 }

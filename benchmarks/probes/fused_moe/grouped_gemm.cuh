@@ -48,8 +48,7 @@ inline constexpr int kGemmThreads = (kMathWarpgroups + 1) * kWarpgroupThreads;
 struct MyTile {
   int row, column, valid, expert;
   __device__ MyTile(const Work& work, int cta)
-      : row(work.row[cta]), column(work.column[cta]), valid(work.valid[cta]),
-        expert(work.expert) {}
+      : row(work.row[cta]), column(work.column[cta]), valid(work.valid[cta]), expert(work.expert) {}
 };
 
 // Stores a warpgroup's tile through its slots.
@@ -89,8 +88,7 @@ __device__ __forceinline__ void store_tile(const float (&d)[P::kSums],
 }
 
 template <class P>
-__device__ void multiply_tiles(GemmShared<P>& shared, const GemmArgs& args,
-                               int warpgroup) {
+__device__ void multiply_tiles(GemmShared<P>& shared, const GemmArgs& args, int warpgroup) {
   using T = typename P::T;
   const Operands& operands = args.operands;
   const int cta = T::kCluster == 1 ? 0 : static_cast<int>(cta_of_cluster());
@@ -113,8 +111,10 @@ __device__ void multiply_tiles(GemmShared<P>& shared, const GemmArgs& args,
       weights.begin(args.b_scales, next.expert, next.column + sum.part.column, args.columns,
                     operands.blocks_k);
       if (computes)
-        store_tile<P>(d, shared.store[warpgroup], &args.d, tile.row + sum.part.row,
-                      tile.column + sum.part.column, warpgroup);
+        counted<P::kProfile>(sum.stalls.store, [&] {
+          store_tile<P>(d, shared.store[warpgroup], &args.d, tile.row + sum.part.row,
+                        tile.column + sum.part.column, warpgroup);
+        });
     }
   }
   if (threadIdx.x % kWarpgroupThreads == 0) {

@@ -75,11 +75,11 @@ inline TensorMap tensor_map(void* memory, const MapShape& shape) {
   std::vector<uint32_t> steps(shape.sizes.size(), 1);
   uint64_t stride = shape.element_bytes;
   for (size_t i = 0; i + 1 < shape.sizes.size(); ++i) strides.push_back(stride *= shape.sizes[i]);
-  const CUresult status = map_encoder()(
-      reinterpret_cast<CUtensorMap*>(&map), shape.type, shape.sizes.size(), memory,
-      shape.sizes.data(), strides.data(), shape.box.data(), steps.data(),
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult status =
+      map_encoder()(reinterpret_cast<CUtensorMap*>(&map), shape.type, shape.sizes.size(), memory,
+                    shape.sizes.data(), strides.data(), shape.box.data(), steps.data(),
+                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     std::fprintf(stderr, "cuTensorMapEncodeTiled: %d\n", static_cast<int>(status));
     std::exit(1);
@@ -192,8 +192,8 @@ class Report {
       const std::string word = argv[i];
       command += (i ? " " : "") + (i == 1 ? "RESULTS" : word.substr(word.rfind('/') + 1));
     }
-    line("\"machine\": \"" + std::string(device.name) + "\", \"sms\": " +
-         std::to_string(device.multiProcessorCount) + ", \"l2_bytes\": " +
+    line("\"machine\": \"" + std::string(device.name) +
+         "\", \"sms\": " + std::to_string(device.multiProcessorCount) + ", \"l2_bytes\": " +
          std::to_string(device.l2CacheSize) + ", \"command\": \"" + command + "\"");
   }
   ~Report() { std::fclose(file_); }

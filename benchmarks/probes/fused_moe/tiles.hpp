@@ -55,9 +55,7 @@ inline std::vector<Work> plan_tiles(const Routing& routing, int columns, int blo
   const int blocks_n = (columns + block_n - 1) / block_n;
   for (size_t e = 0; e < routing.rows.size(); ++e) {
     const int blocks_m = (routing.rows[e] + block_m - 1) / block_m;
-    const auto valid = [&](int m) {
-      return std::clamp(routing.rows[e] - m * block_m, 0, block_m);
-    };
+    const auto valid = [&](int m) { return std::clamp(routing.rows[e] - m * block_m, 0, block_m); };
     const auto add = [&](int m0, int m1, int n0, int n1, Shared shared) {
       const int row = routing.first_row[e];
       plan.push_back({{row + m0 * block_m, row + m1 * block_m},
