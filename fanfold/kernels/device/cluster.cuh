@@ -23,9 +23,9 @@ __device__ __forceinline__ uint32_t cta_of_cluster() {
   return rank;
 }
 
-// Arrives at the mbarrier that stands where the word `own` is in CTA `cta` of the cluster. It orders
-// nothing: for a thread that has read shared memory, not for one that has written it (a release for
-// the cluster is a fence of the whole GPU).
+// Arrives at the mbarrier that stands where the word `own` is in CTA `cta` of the cluster. It
+// orders nothing: for a thread that has read shared memory, not for one that has written it (a
+// release for the cluster is a fence of the whole GPU).
 __device__ __forceinline__ void arrive_relaxed_at_cta(const void* own, uint32_t cta) {
   asm volatile(
       "{\n .reg .b32 there;\n"

@@ -40,7 +40,7 @@ __device__ __forceinline__ void lower_registers() {
 template <int kCount>
 __device__ __forceinline__ void registers_settle(float (&d)[kCount]) {
 #pragma unroll
-  for (float& each : d) asm volatile("" : "+f"(each)::"memory");
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 // ---- barriers of some of a CTA's warps ----------------------------------------------------------
