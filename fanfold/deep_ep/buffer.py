@@ -23,7 +23,7 @@ from fanfold.deep_ep.sizes import (
 )
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.geometry import Geometry
-from fanfold.group import agree, as_group
+from fanfold.group import agree, as_group, together
 from fanfold.symmetric import host_identity
 
 __all__ = ["Buffer", "get_logical_domain_size", "get_physical_domain_size"]
@@ -99,25 +99,22 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode = low_latency_mode
         self.enable_shrink = enable_shrink
-        error = None
-        try:
+        with together(ranks) as ranks:
             check_count("num_nvl_bytes", num_nvl_bytes, 0)
             check_count("num_rdma_bytes", num_rdma_bytes, 0)
             check_count("num_qps_per_rank", num_qps_per_rank, 1)
-        except ArgumentError as refused:
-            error = refused
-        facts: dict[str, object] = {
-            "num_nvl_bytes": num_nvl_bytes,
-            "num_rdma_bytes": num_rdma_bytes,
-            "low_latency_mode": low_latency_mode,
-            "enable_shrink": enable_shrink,
-        }
-        agree(ranks, facts, error)
-        masks = {"late_peers": "mask"} if enable_shrink and low_latency_mode else {}
-        self.runtime = Runtime(
-            ranks, Sizes(num_nvl_bytes, num_rdma_bytes), Settings.resolve(**masks)
-        )
-        self.device = self.runtime.placement.device
+            facts: dict[str, object] = {
+                "num_nvl_bytes": num_nvl_bytes,
+                "num_rdma_bytes": num_rdma_bytes,
+                "low_latency_mode": low_latency_mode,
+                "enable_shrink": enable_shrink,
+            }
+            agree(ranks, facts)
+            masks = {"late_peers": "mask"} if enable_shrink and low_latency_mode else {}
+            runtime = Runtime(
+                ranks, Sizes(num_nvl_bytes, num_rdma_bytes), Settings.resolve(**masks)
+            )
+        self.runtime, self.device = runtime, runtime.placement.device
         super().__init__()
 
     def destroy(self) -> None:

@@ -36,7 +36,7 @@ from fanfold.expert_parallel.high_throughput import HighThroughputCalls, refuse_
 from fanfold.forks import Owner
 from fanfold.formats import RowFormat, ScaleFormat
 from fanfold.geometry import Geometry, check_hidden, check_integer
-from fanfold.group import Group, agree, as_group
+from fanfold.group import Group, agree, as_group, together
 from fanfold.high_throughput.calls import MOST_ALIGNMENT, MOST_ROWS
 from fanfold.low_latency import Hook
 from fanfold.placement import Placement, place
@@ -99,48 +99,47 @@ class ExpertParallel:
         in_place_rows: int = 0,
         config: Config | None = None,
     ) -> None:
-        self._group = as_group(group)
-        self.config = config if config is not None else Config.resolve()
-        facts = {
-            "num_experts": num_experts,
-            "top_k": top_k,
-            "hidden": hidden,
-            "max_tokens": max_tokens,
-            "mode": mode,
-            "dispatch_dtype": str(dispatch_dtype),
-            "scale_format": scale_format,
-            "expert_alignment": expert_alignment,
-            "in_place_rows": in_place_rows,
-            "staging_bytes": self.config.staging_bytes,
-            "ring_bytes": self.config.ring_bytes,
-        }
-        error: Exception | None = None
-        try:
+        self._closed = False
+        self._owner = Owner("this ExpertParallel")
+        with together(as_group(group)) as self._group:
+            self.config = _checked_config(config)
             self.geometry = Geometry(self._group.size, num_experts, top_k, hidden, max_tokens)
             self._formats = _check_options(
                 hidden, mode, dispatch_dtype, scale_format, expert_alignment, in_place_rows
             )
-        except ArgumentError as refused:
-            error = refused
-        agree(self._group, facts, error)
-        self.mode = mode
-        self.expert_alignment = expert_alignment
-        self._closed = False
-        self._owner = Owner("this ExpertParallel")
-        if mode == "low_latency":
-            self._open_low_latency()
-        else:
-            self._high_throughput = HighThroughputCalls(
-                self,
-                self._group,
-                self.geometry,
-                self.config,
-                self._formats,
-                expert_alignment,
-                in_place_rows,
-                self._check_received,
-            )
-            self.device, self.memory = self._high_throughput.device, self._high_throughput.memory
+            facts = {
+                "num_experts": num_experts,
+                "top_k": top_k,
+                "hidden": hidden,
+                "max_tokens": max_tokens,
+                "mode": mode,
+                "dispatch_dtype": self._formats[0].value,
+                "scale_format": scale_format,
+                "expert_alignment": expert_alignment,
+                "in_place_rows": in_place_rows,
+                "staging_bytes": self.config.staging_bytes,
+                "ring_bytes": self.config.ring_bytes,
+            }
+            agree(self._group, facts)
+            self.mode = mode
+            self.expert_alignment = expert_alignment
+            if mode == "low_latency":
+                self._open_low_latency()
+            else:
+                self._open_high_throughput(in_place_rows)
+
+    def _open_high_throughput(self, in_place_rows: int) -> None:
+        self._high_throughput = HighThroughputCalls(
+            self,
+            self._group,
+            self.geometry,
+            self.config,
+            self._formats,
+            self.expert_alignment,
+            in_place_rows,
+            self._check_received,
+        )
+        self.device, self.memory = self._high_throughput.device, self._high_throughput.memory
 
     def _open_low_latency(self) -> None:
         geometry = self.geometry
@@ -522,6 +521,15 @@ def open_placed(
         memory.close()
         raise
     return memory, mode
+
+
+def _checked_config(config: object) -> Config:
+    """``config``, or the settings of the environment if it is None."""
+    if config is None:
+        return Config.resolve()
+    if not isinstance(config, Config):
+        raise ArgumentError("config", repr(config), "a fanfold.Config, or None")
+    return config
 
 
 def _check_options(
