@@ -104,7 +104,8 @@ void bind_low_latency(nb::module_& module) {
       .def("combine_receive", &LowLatency::combine_receive, Unlocked())
       .def("refuse_dispatch", &LowLatency::refuse_dispatch, Unlocked())
       .def("refuse_combine", &LowLatency::refuse_combine, Unlocked())
-      .def("quiesce", &LowLatency::quiesce, Unlocked());
+      .def("quiesce", &LowLatency::quiesce, Unlocked())
+      .def("reset", &LowLatency::reset, Unlocked());
 }
 
 }  // namespace fanfold::bindings

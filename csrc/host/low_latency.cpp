@@ -45,6 +45,12 @@ void LowLatency::quiesce() {
   combine_.quiesce();
 }
 
+void LowLatency::reset() {
+  dispatch_.give_up();
+  combine_.give_up();
+  quiesce();
+}
+
 void LowLatency::check_fits(const LowLatencyGeometry& geometry) const {
   if (geometry.ranks != memory_.ranks()) {
     throw BadArgument("ranks", std::to_string(geometry.ranks), std::to_string(memory_.ranks()));

@@ -102,6 +102,8 @@ class LowLatency {
 
   // Returns when every peer has read everything, so that another geometry may use the memory.
   void quiesce();
+  // The same, having given up the calls in flight.
+  void reset();
 
  private:
   // A row's way from its slot to the rows of a local expert.

@@ -203,13 +203,11 @@ class LowLatencyCalls(BufferBase):
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
-        """Readies the low-latency memory after other use of it. Collective.
+        """Returns when every rank has finished its earlier low-latency calls and has arrived here.
+        Collective.
 
-        When this returns, every rank has finished its earlier low-latency calls and has arrived
-        here, so whatever a rank did to its own memory before is done. On the host nothing more is
-        needed, because flags are epochs that only grow, and no low-latency call may be in flight.
-        On a GPU the memory is written anew, for which the CPU waits; calls in flight are given up,
-        and their hooks raise UsageError.
+        Calls in flight are given up: their hooks raise UsageError from then on. On a GPU the
+        memory of the mode is initialised, for which the CPU waits.
 
         Args:
             num_max_dispatch_tokens_per_rank, hidden, num_experts: of the calls to come; checked to
@@ -217,7 +215,7 @@ class LowLatencyCalls(BufferBase):
 
         Raises:
             ArgumentError: the calls to come do not fit into ``num_rdma_bytes``.
-            UsageError: no low-latency mode; on the host, a call is in flight.
+            UsageError: no low-latency mode.
             PeerTimeout: a rank did not arrive in time.
         """
         mode = self._low_latency()

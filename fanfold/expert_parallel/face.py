@@ -393,6 +393,23 @@ class ExpertParallel:
             )
         self._high_throughput.use_sms(sms)
 
+    def reset(self) -> None:
+        """Gives up the low-latency calls whose hooks are not called yet, because they are lost for
+        example. Collective: every rank calls it, whatever it has in flight.
+
+        Their hooks raise UsageError from then on, and what they were to receive is undefined. The
+        next calls work. On a GPU the CPU waits until the memory is initialised; what dispatches
+        before have brought cannot be combined there any more. High throughput has no hooks, so
+        there is nothing to give up.
+
+        Raises:
+            PeerTimeout: a rank did not call it in time; close this object.
+            UsageError: closed, or failed earlier.
+        """
+        self._check_open()
+        if self.mode == "low_latency":
+            self._low_latency.reset()
+
     def check(self) -> None:
         """Raises what earlier calls have found wrong since they returned; does not wait for them.
 

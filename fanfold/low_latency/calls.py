@@ -335,9 +335,9 @@ class LowLatency(Protocol):
         """Returns when every peer has read everything sent so far. No call may be in flight."""
 
     def reset(self) -> None:
-        """Readies the memory after other use of it. Collective on a GPU, where it waits for the
-        ranks' calls and writes the memory anew; calls in flight are given up, and their hooks raise
-        UsageError. On the host the same as :meth:`quiesce`."""
+        """Gives up the calls in flight, whose hooks raise UsageError from then on, and returns when
+        every peer has read everything sent so far. Collective. On a GPU it initialises the memory
+        of the mode, for which the CPU waits."""
 
     def set_masked(self, rank: int, masked: bool) -> None:
         """Masks a rank (nothing is sent to it or awaited from it), or unmasks it. Local."""

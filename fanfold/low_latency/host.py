@@ -185,8 +185,9 @@ class HostLowLatency:
         self._core.quiesce()
 
     def reset(self) -> None:
-        """The same: flags are epochs that only grow, so nothing needs to be written anew."""
-        self.quiesce()
+        """See :meth:`fanfold.low_latency.LowLatency.reset`. Flags are epochs that only grow, so no
+        memory needs to be written."""
+        self._core.reset()
 
     def set_masked(self, rank: int, masked: bool) -> None:
         """Masks a rank (nothing is sent to it or awaited from it), or unmasks it. Local."""
