@@ -11,10 +11,11 @@ import contextlib
 import dataclasses
 import difflib
 import os
+import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fanfold.errors import ConfigError
 
@@ -243,7 +244,8 @@ def symmetric_memory_environment(same_index: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Config:
-    """The resolved settings; make one with :meth:`resolve`.
+    """The settings of an object. ``Config(timeout_s=3)`` takes what is not given from the defaults
+    alone; :meth:`resolve` takes it from the environment first, as objects do that are given none.
 
     Attributes:
         timeout_s: seconds that any wait for a peer may last before ``PeerTimeout``.
@@ -259,17 +261,29 @@ class Config:
         sources: for each name above ``"argument"``, ``"environment"`` or ``"default"``.
     """
 
-    timeout_s: float
-    spin_us: float | None
-    late_peers: str
-    staging_bytes: int
-    ring_bytes: int
-    backend: str
-    share_gpus: bool
-    ctas: int | None
-    senders: int | None
-    cache_dir: str | None
-    sources: Mapping[str, str] = dataclasses.field(repr=False, compare=False)
+    timeout_s: float = 100.0
+    spin_us: float | None = None
+    late_peers: Literal["raise", "mask"] = "raise"
+    staging_bytes: int = 8 << 20
+    ring_bytes: int = 16 << 20
+    backend: Literal["auto", "host", "cuda"] = "auto"
+    share_gpus: bool = False
+    ctas: int | None = None
+    senders: int | None = None
+    cache_dir: str | None = None
+    sources: Mapping[str, str] = dataclasses.field(
+        default_factory=lambda: types.MappingProxyType({}), repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        """Checks every value.
+
+        Raises:
+            ConfigError: for the first that is outside its bound.
+        """
+        for setting in _SETTINGS:
+            source = self.sources.get(setting.name, "argument")
+            setting.value_of(getattr(self, setting.name), source)
 
     @classmethod
     def resolve(cls, **overrides: object) -> Config:

@@ -99,14 +99,24 @@ class Received:
 
         Args:
             index: from 0 to E_l - 1.
-            of: a tensor with the leading dimensions of ``tokens`` to view instead, such as the
-                experts' output.
+            of: a tensor with the leading dimensions of ``tokens`` (all but the last) to view
+                instead, such as the experts' output, ``scales`` or ``weights``.
+
+        Raises:
+            ArgumentError: ``index`` is out of range, or ``of`` has other leading dimensions.
         """
         rows = self.tokens if of is None else of
+        leading = self.tokens.shape[:-1]
+        if not isinstance(rows, torch.Tensor):
+            raise ArgumentError("of", f"a {type(rows).__name__}", "a torch.Tensor")
+        if rows.shape[: len(leading)] != leading:
+            wanted = ", ".join(map(str, leading))
+            raise ArgumentError("of.shape", tuple(rows.shape), f"({wanted}, ...), as tokens has")
         if not 0 <= index < self.tokens_per_expert.shape[0]:
             raise ArgumentError("index", index, f"from 0 to {self.tokens_per_expert.shape[0] - 1}")
         begin, count = self.source.place(index)
-        return rows.flatten(0, rows.dim() - 2)[begin : begin + count]
+        # Not through flatten(), which copies what it cannot view.
+        return rows[index, :count] if len(leading) == 2 else rows[begin : begin + count]
 
     def places(self) -> list[tuple[int, int]]:
         """Of each local expert, where its valid rows begin in ``tokens.flatten(0, -2)`` and how

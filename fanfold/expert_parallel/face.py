@@ -393,6 +393,22 @@ class ExpertParallel:
             )
         self._high_throughput.use_sms(sms)
 
+    def refuse_dispatch(self, error: BaseException) -> None:
+        """Takes the place of :meth:`dispatch` on a rank that has found its own input bad, a layer
+        above this one for example. Collective with the others' dispatch.
+
+        The call is void on all ranks: the others raise PeerRefused with the text of ``error``, and
+        the next call works. This rank raises nothing: the caller raises ``error``.
+
+        Args:
+            error: why.
+        """
+        self._check_open()
+        if self.mode == "low_latency":
+            self._low_latency.refuse_dispatch(error)
+        else:
+            self._high_throughput.refuse_dispatch(error)
+
     def reset(self) -> None:
         """Gives up the low-latency calls whose hooks are not called yet, because they are lost for
         example. Collective: every rank calls it, whatever it has in flight.

@@ -180,6 +180,10 @@ class HighThroughputCalls:
         values = self._mode.combine_weights(staged, plan, layout="expert_major")  # type: ignore[arg-type]
         return staging.back(values)
 
+    def refuse_dispatch(self, error: BaseException) -> None:
+        """See :meth:`ExpertParallel.refuse_dispatch`."""
+        self._mode.refuse_dispatch(error)
+
     def use_sms(self, sms: int | None) -> None:
         """See :meth:`ExpertParallel.use_sms`."""
         if isinstance(self._mode, CudaHighThroughput):
