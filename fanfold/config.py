@@ -23,6 +23,7 @@ __all__ = [
     "Config",
     "Setting",
     "cuda_toolkit",
+    "default_environment",
     "settings",
     "symmetric_memory_environment",
     "unknown_variables",
@@ -31,15 +32,19 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting: its name, environment variable, default, help text and how text is read."""
+    """One setting: its name, environment variable, help text and how text is read."""
 
     name: str
     variable: str
-    default: object
     help: str
     parse: Callable[[str], object]
     check: Callable[[Any], bool]
     bound: str
+
+    @property
+    def default(self) -> object:
+        """What :class:`Config` has where nothing is given."""
+        return getattr(Config, self.name)
 
     def value_of(self, value: object, source: str) -> object:
         """``value`` if it is within the bound; else a ConfigError that names ``source``."""
@@ -92,7 +97,6 @@ _SETTINGS = (
     Setting(
         name="timeout_s",
         variable="FANFOLD_TIMEOUT_S",
-        default=100.0,
         help="Seconds that any wait for a peer may last before PeerTimeout.",
         parse=float,
         check=lambda v: _is_real(v) and 0.0 < v < 1e6,
@@ -101,7 +105,6 @@ _SETTINGS = (
     Setting(
         name="spin_us",
         variable="FANFOLD_SPIN_US",
-        default=None,
         help="Microseconds to spin before a waiting rank yields its core; 'auto' spins 20 us "
         "where every rank of the host has a core of its own, and not at all elsewhere.",
         parse=_parse_spin,
@@ -111,7 +114,6 @@ _SETTINGS = (
     Setting(
         name="late_peers",
         variable="FANFOLD_LATE_PEERS",
-        default="raise",
         help="What a wait does when its time is over: 'raise' PeerTimeout, or 'mask' the peer "
         "and go on without its tokens and results; high throughput on GPUs always raises.",
         parse=str,
@@ -121,7 +123,6 @@ _SETTINGS = (
     Setting(
         name="staging_bytes",
         variable="FANFOLD_STAGING_BYTES",
-        default=8 << 20,
         help="Bytes of shared memory per rank through which the high-throughput mode streams "
         "rows; a tensor of any size passes through it.",
         parse=int,
@@ -131,7 +132,6 @@ _SETTINGS = (
     Setting(
         name="ring_bytes",
         variable="FANFOLD_RING_BYTES",
-        default=16 << 20,
         help="Bytes of GPU memory per rank and peer through which the high-throughput mode streams "
         "rows on GPUs. The default holds 128 batches of 8 rows of 7168 bfloat16 and what travels "
         "beside them, which is as many as are of use; longer rows take fewer.",
@@ -142,7 +142,6 @@ _SETTINGS = (
     Setting(
         name="backend",
         variable="FANFOLD_BACKEND",
-        default="auto",
         help="Where calls run: 'cuda' on the ranks' GPUs, 'host' on the CPU, 'auto' on the GPUs "
         "where every rank has one of its own and all reach each other, else on the CPU. High "
         "throughput needs GPUs of compute capability 9.0 or later; on the CPU it takes tensors of "
@@ -154,7 +153,6 @@ _SETTINGS = (
     Setting(
         name="share_gpus",
         variable="FANFOLD_SHARE_GPUS",
-        default=False,
         help="Whether several ranks may have one GPU, where their kernels take turns of "
         "milliseconds: for programs that are developed or tested with fewer GPUs than ranks. "
         "Not over groups of NCCL, which wants a GPU for each rank, and not under MPS, where ranks "
@@ -166,7 +164,6 @@ _SETTINGS = (
     Setting(
         name="ctas",
         variable="FANFOLD_CTAS",
-        default=None,
         help="CTAs of each kernel; 'auto' is one for each SM of the GPU in low latency, and as "
         "many as keep the link busy, 24 at most, in high throughput, which can have 64. Fewer "
         "leave SMs to kernels beside it. All must fit on the GPU at once.",
@@ -177,7 +174,6 @@ _SETTINGS = (
     Setting(
         name="senders",
         variable="FANFOLD_SENDERS",
-        default=None,
         help="Of those CTAs, how many send rows in a dispatch while the others receive; 'auto' is "
         "what fills the links: about one in seven in low latency, 8 to 12 of 24 in high "
         "throughput.",
@@ -188,7 +184,6 @@ _SETTINGS = (
     Setting(
         name="cache_dir",
         variable="FANFOLD_CACHE_DIR",
-        default=None,
         help="Folder that keeps compiled kernels between processes; 'auto' is fanfold in "
         "$XDG_CACHE_HOME, or in ~/.cache.",
         parse=_parse_folder,
@@ -216,6 +211,16 @@ def unknown_variables() -> dict[str, str | None]:
     given = sorted(name for name in os.environ if name.startswith("FANFOLD_"))
     near = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.8) for name in given}
     return {name: next(iter(near[name]), None) for name in given if name not in known}
+
+
+@contextlib.contextmanager
+def default_environment() -> Iterator[None]:
+    """Within it no variable ``FANFOLD_*`` is set, in this process and in those that it starts."""
+    taken = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("FANFOLD_")}
+    try:
+        yield
+    finally:
+        os.environ.update(taken)
 
 
 @contextlib.contextmanager

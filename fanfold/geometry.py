@@ -15,6 +15,7 @@ __all__ = [
     "MAX_EXPERTS",
     "MAX_TOP_K",
     "Geometry",
+    "check_activations",
     "check_aligned",
     "check_hidden",
     "check_integer",
@@ -61,6 +62,17 @@ def check_tensor(
     if contiguous and not tensor.is_contiguous():
         raise ArgumentError(f"{name}.stride()", tensor.stride(), "contiguous, row-major")
     return tensor
+
+
+def check_activations(x: object, hidden: int) -> None:
+    """Raises ArgumentError unless ``x`` is ``[..., hidden]`` of a floating dtype."""
+    if not isinstance(x, torch.Tensor):
+        raise ArgumentError("x", f"a {type(x).__name__}", "a torch.Tensor")
+    if not x.is_floating_point():
+        raise ArgumentError("x.dtype", x.dtype, "a floating dtype")
+    if x.dim() == 0 or x.shape[-1] != hidden:
+        bound = f"(..., {hidden}), as the layer's hidden is"
+        raise ArgumentError("x.shape", tuple(x.shape), bound)
 
 
 def is_plain(

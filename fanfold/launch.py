@@ -156,9 +156,9 @@ def _be_rank(connection: Connection) -> None:
 
 
 def _take_device(local_rank: int, local_ranks: int) -> None:
-    with contextlib.suppress(ConfigError):  # whoever uses the settings says what is wrong
-        if (config := Config.resolve()).backend != "host":
-            take_device(local_rank, local_ranks, share=config.share_gpus)
+    config = Config.resolve()
+    if config.backend != "host":
+        take_device(local_rank, local_ranks, share=config.share_gpus)
 
 
 def _answer(payload: bytes, main: dict[str, Any]) -> bytes:
@@ -231,11 +231,13 @@ class RankPool:
 
     Raises:
         ArgumentError: ``ranks`` out of bounds.
+        ConfigError: a malformed variable of the environment.
         LaunchError: a rank could not start.
     """
 
     def __init__(self, ranks: int, *, timeout_s: float = 300.0) -> None:
         _check_ranks(ranks)
+        Config.resolve()  # before there are ranks, each of which would raise the same
         if _importing_main:
             raise UsageError(
                 "a rank that is importing the main module was about to start ranks itself: start "

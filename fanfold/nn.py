@@ -29,6 +29,7 @@ from fanfold import functional
 from fanfold.errors import ArgumentError
 from fanfold.expert_parallel import ExpertParallel
 from fanfold.formats import dequantize
+from fanfold.geometry import check_activations
 from fanfold.received import Received
 from fanfold.refusal import Refusing
 
@@ -283,12 +284,11 @@ class MoE(torch.nn.Module):
             The same shape and dtype.
 
         Raises:
-            ArgumentError: ``x`` has another last dimension or no floating dtype; the pass is void
-                on all ranks, and the next one works.
+            ArgumentError: ``x`` has another last dimension or no floating dtype; void on all ranks.
             PeerRefused, PeerTimeout, UsageError: as ``ExpertParallel.dispatch``.
         """
         with Refusing(self.expert_parallel.refuse_dispatch):
-            self._check_input(x)
+            check_activations(x, self.hidden)
         tokens = x.reshape(-1, self.hidden)
         indices, weights, balance_loss = self.router(tokens)
         rows = tokens if self.latent_in is None else _apply(self.latent_in, tokens)
@@ -300,15 +300,6 @@ class MoE(torch.nn.Module):
         if self.shared is not None:
             out = out + self.shared(tokens).to(x.dtype)
         return out.reshape(x.shape)
-
-    def _check_input(self, x: object) -> None:
-        if not isinstance(x, torch.Tensor):
-            raise ArgumentError("x", f"a {type(x).__name__}", "a torch.Tensor")
-        if not x.is_floating_point():
-            raise ArgumentError("x.dtype", x.dtype, "a floating dtype")
-        if x.dim() == 0 or x.shape[-1] != self.hidden:
-            bound = f"(..., {self.hidden}), as the layer's hidden is"
-            raise ArgumentError("x.shape", tuple(x.shape), bound)
 
     def _keep_balance_loss(self, loss: torch.Tensor, routed: torch.Tensor) -> None:
         """Makes ``loss`` the attribute, not to outlive the graph of ``routed`` in a backward pass.
