@@ -36,13 +36,13 @@ from tests.emulation.pinned import PAGEABLE
 HERE = Path(__file__).parent
 KERNELS = HERE.parent.parent / "fanfold" / "kernels"
 ARGUMENTS = {
-    "low_latency_dispatch": "DispatchArgs",
-    "low_latency_combine": "CombineArgs",
-    "formats_quantize": "QuantizeArgs",
-    "high_throughput_layout": "DispatchLayoutArgs",
-    "high_throughput_plan": "PlanArgs",
-    "high_throughput_dispatch": "HighThroughputDispatchArgs",
-    "high_throughput_combine": "HighThroughputCombineArgs",
+    "fanfold::low_latency::dispatch": "DispatchArgs",
+    "fanfold::low_latency::combine": "CombineArgs",
+    "fanfold::formats::quantize": "QuantizeArgs",
+    "fanfold::high_throughput::layout": "DispatchLayoutArgs",
+    "fanfold::high_throughput::plan": "PlanArgs",
+    "fanfold::high_throughput::dispatch": "HighThroughputDispatchArgs",
+    "fanfold::high_throughput::combine": "HighThroughputCombineArgs",
 }
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or "c++"
 _OPTIONS = (

@@ -37,7 +37,8 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
 
     def run(source: KernelSource, ctas: int, form: str, *fields: int | float) -> None:
         with torch.cuda.device(DEVICE):
-            kernel = _core.CudaKernel(compile_in(root, cache, source, arch).image, source.entry)
+            binary = compile_in(root, cache, source, arch)
+            kernel = _core.CudaKernel(binary.image, source.entry, binary.symbol)
             packed = struct.pack(form, *fields)
             arguments = ctypes.create_string_buffer(packed, len(packed))
             stream = torch.cuda.current_stream().cuda_stream

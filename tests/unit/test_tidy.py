@@ -264,7 +264,7 @@ CPP_CASES = {
     ),
     "inline PTX in a kernel": (
         "fanfold/kernels/low_latency/dispatch.cu",
-        'extern "C" __global__ void __launch_bounds__(32, 1) f() {\n  asm volatile("nop;");\n}\n',
+        'namespace n { __global__ void __launch_bounds__(32) f() {\n  asm volatile("nop;");\n} }\n',
         ["fanfold/kernels/low_latency/dispatch.cu:2: [inline-ptx]"],
     ),
     "inline PTX where it has its names": (
@@ -274,8 +274,11 @@ CPP_CASES = {
     ),
     "long kernel with launch bounds": (
         "fanfold/kernels/low_latency/dispatch.cu",
-        f'extern "C" __global__ void __launch_bounds__(32)\n    f(int a) {{\n{CPP_BODY * 58}}}\n',
-        ["fanfold/kernels/low_latency/dispatch.cu:1: [function-length] f has 61 lines"],
+        (
+            "namespace n {\n__global__ void __launch_bounds__(32)\n"
+            f"    f(int a) {{\n{CPP_BODY * 58}}}\n}}\n"
+        ),
+        ["fanfold/kernels/low_latency/dispatch.cu:2: [function-length] f has 61 lines"],
     ),
     "a device loop that looks on and on": (
         "fanfold/kernels/low_latency/call.cuh",

@@ -5,10 +5,10 @@
 #include "high_throughput/dispatch_receive.cuh"
 #include "high_throughput/dispatch_send.cuh"
 
-using namespace fanfold;
+namespace fanfold::high_throughput {
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    high_throughput_dispatch(const __grid_constant__ HighThroughputDispatchArgs args) {
+__global__ void __launch_bounds__(kThreads, 1)
+    dispatch(const __grid_constant__ HighThroughputDispatchArgs args) {
   auto& shared = dynamic_shared<DispatchShared>();
   wait_for_previous_kernel();
   const Call call(args.call, HighThroughputPhase::kDispatch);
@@ -50,3 +50,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (finish(call, kNewRouting == 0 || moves ? nullptr : args.source_prefix))
     mark_absent(args, 0, 0, 0, 1);
 }
+
+}  // namespace fanfold::high_throughput
