@@ -14,18 +14,44 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from fanfold.errors import ConfigError
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = [
+    "Backend",
     "Config",
+    "LatePeers",
+    "Overrides",
     "Setting",
     "cuda_toolkit",
     "settings",
     "symmetric_memory_environment",
     "unknown_variables",
 ]
+
+
+Backend = Literal["auto", "host", "cuda"]
+LatePeers = Literal["raise", "mask"]
+Source = Literal["argument", "environment", "default"]
+
+
+class Overrides(TypedDict, total=False):
+    """What :meth:`Config.resolve` takes; :class:`Config` says what each means."""
+
+    timeout_s: float
+    spin_us: float | None
+    late_peers: LatePeers
+    staging_bytes: int
+    ring_bytes: int
+    backend: Backend
+    share_gpus: bool
+    ctas: int | None
+    senders: int | None
+    cache_dir: str | None
 
 
 @dataclass(frozen=True)
@@ -261,18 +287,18 @@ class Config:
 
     timeout_s: float
     spin_us: float | None
-    late_peers: str
+    late_peers: LatePeers
     staging_bytes: int
     ring_bytes: int
-    backend: str
+    backend: Backend
     share_gpus: bool
     ctas: int | None
     senders: int | None
     cache_dir: str | None
-    sources: Mapping[str, str] = dataclasses.field(repr=False, compare=False)
+    sources: Mapping[str, Source] = dataclasses.field(repr=False, compare=False)
 
     @classmethod
-    def resolve(cls, **overrides: object) -> Config:
+    def resolve(cls, **overrides: Unpack[Overrides]) -> Config:
         """Settings from ``overrides``, then the environment, then the defaults.
 
         Raises:
@@ -282,13 +308,14 @@ class Config:
         unknown = sorted(set(overrides) - known)
         if unknown:
             raise ConfigError(f"unknown setting {unknown[0]!r}; there are {', '.join(known)}")
+        given: dict[str, object] = {**overrides}
         values: dict[str, Any] = {}
-        sources: dict[str, str] = {}
+        sources: dict[str, Source] = {}
         for setting in _SETTINGS:
             text = os.environ.get(setting.variable)
-            if setting.name in overrides:
-                value = setting.value_of(overrides[setting.name], "argument")
-                source = "argument"
+            source: Source
+            if setting.name in given:
+                value, source = setting.value_of(given[setting.name], "argument"), "argument"
             elif text is not None:
                 value, source = setting.parse_text(text), "environment"
             else:

@@ -6,6 +6,7 @@ No size is taken from a list: each is bounded only by what an encoding can hold.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -15,6 +16,7 @@ __all__ = [
     "MAX_EXPERTS",
     "MAX_TOP_K",
     "Geometry",
+    "Mode",
     "check_aligned",
     "check_hidden",
     "check_integer",
@@ -23,6 +25,8 @@ __all__ = [
     "is_plain",
     "on_device",
 ]
+
+Mode = Literal["low_latency", "high_throughput"]
 
 MAX_EXPERTS = 32767  # expert indices travel as int16
 MAX_TOP_K = 32

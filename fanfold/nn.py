@@ -29,6 +29,7 @@ from fanfold import functional
 from fanfold.errors import ArgumentError
 from fanfold.expert_parallel import ExpertParallel
 from fanfold.formats import dequantize
+from fanfold.geometry import Mode
 from fanfold.received import Received
 
 __all__ = ["MoE", "MoEOptions", "MoEStatistics", "Router", "average_gradients", "seeded_normal"]
@@ -451,7 +452,7 @@ class _Meter:
         self._remote_rows = _remote_rows(ep, topk_idx)
 
     @property
-    def mode(self) -> str:
+    def mode(self) -> Mode:
         """The mode of the ExpertParallel."""
         return self._ep.mode
 

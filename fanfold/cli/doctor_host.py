@@ -258,7 +258,7 @@ def dispatch_and_combine(group: dist.ProcessGroup) -> int:
     from fanfold.expert_parallel import ExpertParallel
 
     # The host is tested, not the settings: those have a line of their own.
-    defaults = {setting.name: setting.default for setting in fanfold.config.settings()}
+    defaults: dict[str, Any] = {each.name: each.default for each in fanfold.config.settings()}
     chosen = {"timeout_s": SELF_TEST_S - 3.0, "backend": "host"}
     config = fanfold.config.Config.resolve(**defaults | chosen)
     sizes: dict[str, Any] = {"num_experts": 4, "top_k": 2, "hidden": 64, "max_tokens": 8}

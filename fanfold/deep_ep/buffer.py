@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fanfold.config import Config as Settings
+from fanfold.config import Overrides
 from fanfold.deep_ep.events import EventHandle, EventOverlap
 from fanfold.deep_ep.high_throughput import HighThroughputCalls
 from fanfold.deep_ep.low_latency import LowLatencyCalls
@@ -113,7 +114,9 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
             "enable_shrink": enable_shrink,
         }
         agree(ranks, facts, error)
-        masks = {"late_peers": "mask"} if enable_shrink and low_latency_mode else {}
+        masks: Overrides = {}
+        if enable_shrink and low_latency_mode:
+            masks["late_peers"] = "mask"
         self.runtime = Runtime(
             ranks, Sizes(num_nvl_bytes, num_rdma_bytes), Settings.resolve(**masks)
         )

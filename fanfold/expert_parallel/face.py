@@ -33,10 +33,10 @@ from fanfold import low_latency
 from fanfold.config import Config
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.expert_parallel.high_throughput import HighThroughputCalls, refuse_given
-from fanfold.formats import RowFormat, ScaleFormat
-from fanfold.geometry import Geometry, check_hidden, check_integer
+from fanfold.expert_parallel.options import check_options
+from fanfold.formats import RowFormat, RowFormatName, ScaleFormatName
+from fanfold.geometry import Geometry, Mode
 from fanfold.group import Group, agree, as_group
-from fanfold.high_throughput.calls import MOST_ALIGNMENT, MOST_ROWS
 from fanfold.low_latency import Hook
 from fanfold.placement import Placement, place
 from fanfold.received import LowLatencySource, Received
@@ -91,16 +91,16 @@ class ExpertParallel:
         top_k: int,
         hidden: int,
         max_tokens: int,
-        mode: str = "low_latency",
-        dispatch_dtype: str | torch.dtype | RowFormat = "bf16",
-        scale_format: str = "float32",
+        mode: Mode = "low_latency",
+        dispatch_dtype: RowFormatName | torch.dtype | RowFormat = "bf16",
+        scale_format: ScaleFormatName = "float32",
         expert_alignment: int = 1,
         in_place_rows: int = 0,
         config: Config | None = None,
     ) -> None:
         self._group = as_group(group)
         self.config = config if config is not None else Config.resolve()
-        facts = {
+        facts: dict[str, object] = {
             "num_experts": num_experts,
             "top_k": top_k,
             "hidden": hidden,
@@ -116,13 +116,13 @@ class ExpertParallel:
         error: Exception | None = None
         try:
             self.geometry = Geometry(self._group.size, num_experts, top_k, hidden, max_tokens)
-            self._formats = _check_options(
+            self._formats = check_options(
                 hidden, mode, dispatch_dtype, scale_format, expert_alignment, in_place_rows
             )
         except ArgumentError as refused:
             error = refused
         agree(self._group, facts, error)
-        self.mode = mode
+        self.mode: Mode = mode
         self.expert_alignment = expert_alignment
         self._closed = False
         if mode == "low_latency":
@@ -213,6 +213,19 @@ class ExpertParallel:
         return_hook: Literal[True],
     ) -> tuple[Received, Hook]: ...
 
+    @overload
+    def dispatch(
+        self,
+        x: Rows,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        previous: Received | None = None,
+        capacity: int | None = None,
+        in_place: bool = False,
+        return_hook: bool,
+    ) -> Received | tuple[Received, Hook]: ...
+
     def dispatch(
         self,
         x: Rows,
@@ -293,6 +306,19 @@ class ExpertParallel:
         out: torch.Tensor | None = None,
         return_hook: Literal[True],
     ) -> tuple[torch.Tensor, Hook]: ...
+
+    @overload
+    def combine(
+        self,
+        y: torch.Tensor,
+        received: Received,
+        *,
+        weighted: bool = True,
+        bias: torch.Tensor | None = None,
+        logfmt: bool = False,
+        out: torch.Tensor | None = None,
+        return_hook: bool,
+    ) -> torch.Tensor | tuple[torch.Tensor, Hook]: ...
 
     def combine(
         self,
@@ -516,25 +542,3 @@ def open_placed(
         memory.close()
         raise
     return memory, mode
-
-
-def _check_options(
-    hidden: int,
-    mode: str,
-    dispatch_dtype: object,
-    scale_format: str,
-    expert_alignment: object,
-    in_place_rows: object,
-) -> tuple[RowFormat, ScaleFormat]:
-    if mode not in ("low_latency", "high_throughput"):
-        raise ArgumentError("mode", repr(mode), "'low_latency' or 'high_throughput'")
-    row_format = RowFormat.of(dispatch_dtype)  # type: ignore[arg-type]
-    if scale_format not in [member.value for member in ScaleFormat]:
-        allowed = " or ".join(repr(member.value) for member in ScaleFormat)
-        raise ArgumentError("scale_format", repr(scale_format), allowed)
-    check_integer("expert_alignment", expert_alignment, 1, MOST_ALIGNMENT)
-    check_integer("in_place_rows", in_place_rows, 0, MOST_ROWS)
-    if in_place_rows != 0 and mode == "low_latency":
-        raise ArgumentError("in_place_rows", in_place_rows, "0 in low latency")
-    check_hidden(hidden, row_format.dtype.itemsize)
-    return row_format, ScaleFormat(scale_format)
