@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from fanfold.errors import ConfigError
+from fanfold.representation import show_fields
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -296,6 +297,8 @@ class Config:
     senders: int | None
     cache_dir: str | None
     sources: Mapping[str, Source] = dataclasses.field(repr=False, compare=False)
+
+    __repr__ = show_fields
 
     @classmethod
     def resolve(cls, **overrides: Unpack[Overrides]) -> Config:

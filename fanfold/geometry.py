@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from fanfold.errors import ArgumentError
+from fanfold.representation import show_fields
 
 __all__ = [
     "MAX_EXPERTS",
@@ -141,6 +142,8 @@ class Geometry:
     top_k: int
     hidden: int
     max_tokens: int
+
+    __repr__ = show_fields
 
     def __post_init__(self) -> None:
         """Checks every bound.

@@ -26,11 +26,13 @@ import torch.nn.functional as F  # noqa: N812 (torch's own convention)
 from torch.autograd.function import once_differentiable
 
 from fanfold import functional
+from fanfold.copying import not_copied
 from fanfold.errors import ArgumentError
 from fanfold.expert_parallel import ExpertParallel
 from fanfold.formats import dequantize
 from fanfold.geometry import Mode
 from fanfold.received import Received
+from fanfold.representation import details, module_repr, show_fields
 
 __all__ = ["MoE", "MoEOptions", "MoEStatistics", "Router", "average_gradients", "seeded_normal"]
 
@@ -62,6 +64,8 @@ class MoEOptions:
     latent: int | None = None
     seed: int = 0
     dtype: torch.dtype = torch.float32
+
+    __repr__ = show_fields
 
     def __post_init__(self) -> None:
         """Checks every bound.
@@ -115,6 +119,8 @@ class MoEStatistics:
     combine_seconds: float = 0.0
     bytes_sent: _Count = _Count()
     bytes_returned: _Count = _Count()
+
+    __repr__ = show_fields
 
     def count_bytes(
         self, name: Literal["bytes_sent", "bytes_returned"], rows: torch.Tensor, row_bytes: int
@@ -183,6 +189,10 @@ class Router(torch.nn.Module):
         return indices, weights, self.options.balance * self.num_experts * per_expert.sum()
 
 
+@not_copied(
+    why="its ExpertParallel holds memory that the ranks share",
+    instead="Save layer.state_dict(), and load it into another layer made with the same arguments.",
+)
 class MoE(torch.nn.Module):
     """Router, dispatch, this rank's SwiGLU experts, combine; optionally a shared expert.
 
@@ -346,12 +356,11 @@ class MoE(torch.nn.Module):
         return parameter
 
     def extra_repr(self) -> str:
-        """The sizes, for ``print``."""
-        return (
-            f"hidden={self.hidden}, intermediate={self.intermediate}, "
-            f"num_experts={self.num_experts}, top_k={self.top_k}, "
-            f"local_experts={self.local_experts.start}..{self.local_experts.stop - 1}"
-        )
+        """The sizes, and what moves the tokens, for ``print``."""
+        names = ("hidden", "intermediate", "num_experts", "top_k", "local_experts")
+        return details(self, **{name: name for name in (*names, "expert_parallel")})
+
+    __repr__ = module_repr
 
 
 class _SharedExpert(torch.nn.Module):

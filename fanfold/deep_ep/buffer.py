@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from fanfold.config import Config as Settings
 from fanfold.config import Overrides
+from fanfold.copying import not_copied
 from fanfold.deep_ep.events import EventHandle, EventOverlap
 from fanfold.deep_ep.high_throughput import HighThroughputCalls
 from fanfold.deep_ep.low_latency import LowLatencyCalls
@@ -25,11 +26,16 @@ from fanfold.deep_ep.sizes import (
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.geometry import Geometry
 from fanfold.group import agree, as_group
+from fanfold.representation import described
 from fanfold.symmetric import host_identity
 
 __all__ = ["Buffer", "get_logical_domain_size", "get_physical_domain_size"]
 
 
+@not_copied(
+    why="it holds memory that the ranks of its group share",
+    instead="Make one in each process with the same arguments.",
+)
 class Buffer(LowLatencyCalls, HighThroughputCalls):
     """Memory shared by the ranks of a group, and DeepEP's calls over it. Making one is collective.
 
@@ -136,6 +142,12 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
             )
         self._open().close()
         self.runtime = None
+
+    def __repr__(self) -> str:
+        state = "destroyed" if getattr(self, "runtime", self) is None else ""
+        names = ("rank", "group_size", "num_nvl_bytes", "num_rdma_bytes", "low_latency_mode")
+        paths = {name: name for name in (*names, "enable_shrink", "device")}
+        return described(self, state, **paths, backend="runtime.placement.backend")
 
     def __del__(self) -> None:
         if getattr(self, "runtime", None) is not None and self.explicitly_destroy:

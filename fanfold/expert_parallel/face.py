@@ -31,6 +31,7 @@ import torch
 
 from fanfold import low_latency
 from fanfold.config import Config
+from fanfold.copying import not_copied
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.expert_parallel.high_throughput import HighThroughputCalls, refuse_given
 from fanfold.expert_parallel.options import check_options
@@ -41,6 +42,7 @@ from fanfold.low_latency import Hook
 from fanfold.placement import Placement, place
 from fanfold.received import LowLatencySource, Received
 from fanfold.refusal import Refusing
+from fanfold.representation import described
 from fanfold.symmetric import SymmetricMemory
 from fanfold.symmetric_cuda import CudaSymmetricMemory
 
@@ -49,6 +51,10 @@ __all__ = ["ExpertParallel", "open_placed"]
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
+@not_copied(
+    why="it holds memory that the ranks of its group share",
+    instead="Make one in each process with the same arguments; several layers may use one.",
+)
 class ExpertParallel:
     """Dispatch and combine for one geometry. Construction is collective.
 
@@ -151,6 +157,11 @@ class ExpertParallel:
         # The same in every call, so it is made once.
         begins = torch.arange(self.experts_per_rank + 1) * geometry.expert_capacity
         self._offsets = begins.to(self.device)
+
+    @property
+    def backend(self) -> Literal["host", "cuda"]:
+        """Where the calls run: on the CPU, or on the ranks' GPUs."""
+        return "host" if self.device.type == "cpu" else "cuda"
 
     @property
     def rank(self) -> int:
@@ -442,6 +453,12 @@ class ExpertParallel:
         """Releases the memory, on a GPU once it is idle. Not collective; harmless when repeated."""
         self._closed = True
         self.memory.close()
+
+    def __repr__(self) -> str:
+        names = ("mode", "rank", "ranks", "num_experts", "top_k", "hidden", "max_tokens")
+        state = "closed" if getattr(self, "_closed", False) else ""
+        paths = {name: name for name in (*names, "backend", "device")}
+        return described(self, state, **paths)
 
     def __enter__(self) -> ExpertParallel:
         return self
