@@ -15,12 +15,19 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from fanfold.errors import ConfigError
+from fanfold.representation import show_fields
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
+    "Backend",
     "Config",
+    "LatePeers",
+    "Overrides",
     "Setting",
     "cuda_toolkit",
     "default_environment",
@@ -28,6 +35,26 @@ __all__ = [
     "symmetric_memory_environment",
     "unknown_variables",
 ]
+
+
+Backend = Literal["auto", "host", "cuda"]
+LatePeers = Literal["raise", "mask"]
+Source = Literal["argument", "environment", "default"]
+
+
+class Overrides(TypedDict, total=False):
+    """What :meth:`Config.resolve` takes; :class:`Config` says what each means."""
+
+    timeout_s: float
+    spin_us: float | None
+    late_peers: LatePeers
+    staging_bytes: int
+    ring_bytes: int
+    backend: Backend
+    share_gpus: bool
+    ctas: int | None
+    senders: int | None
+    cache_dir: str | None
 
 
 @dataclass(frozen=True)
@@ -268,15 +295,15 @@ class Config:
 
     timeout_s: float = 100.0
     spin_us: float | None = None
-    late_peers: Literal["raise", "mask"] = "raise"
+    late_peers: LatePeers = "raise"
     staging_bytes: int = 8 << 20
     ring_bytes: int = 16 << 20
-    backend: Literal["auto", "host", "cuda"] = "auto"
+    backend: Backend = "auto"
     share_gpus: bool = False
     ctas: int | None = None
     senders: int | None = None
     cache_dir: str | None = None
-    sources: Mapping[str, str] = dataclasses.field(
+    sources: Mapping[str, Source] = dataclasses.field(
         default_factory=lambda: types.MappingProxyType({}), repr=False, compare=False
     )
 
@@ -290,8 +317,10 @@ class Config:
             source = self.sources.get(setting.name, "argument")
             setting.value_of(getattr(self, setting.name), source)
 
+    __repr__ = show_fields
+
     @classmethod
-    def resolve(cls, **overrides: object) -> Config:
+    def resolve(cls, **overrides: Unpack[Overrides]) -> Config:
         """Settings from ``overrides``, then the environment, then the defaults.
 
         Raises:
@@ -301,13 +330,14 @@ class Config:
         unknown = sorted(set(overrides) - known)
         if unknown:
             raise ConfigError(f"unknown setting {unknown[0]!r}; there are {', '.join(known)}")
+        given: dict[str, object] = {**overrides}
         values: dict[str, Any] = {}
-        sources: dict[str, str] = {}
+        sources: dict[str, Source] = {}
         for setting in _SETTINGS:
             text = os.environ.get(setting.variable)
-            if setting.name in overrides:
-                value = setting.value_of(overrides[setting.name], "argument")
-                source = "argument"
+            source: Source
+            if setting.name in given:
+                value, source = setting.value_of(given[setting.name], "argument"), "argument"
             elif text is not None:
                 value, source = setting.parse_text(text), "environment"
             else:

@@ -11,6 +11,7 @@ int32, value 2**(byte - 127), the block of the lowest index in the lowest byte.
 from __future__ import annotations
 
 import enum
+from typing import Literal
 
 import torch
 
@@ -22,12 +23,17 @@ __all__ = [
     "BLOCK",
     "E4M3_MAX",
     "RowFormat",
+    "RowFormatName",
     "ScaleFormat",
+    "ScaleFormatName",
     "blocks",
     "dequantize",
     "quantize",
     "scale_columns",
 ]
+
+RowFormatName = Literal["bf16", "fp8"]
+ScaleFormatName = Literal["float32", "power_of_two", "ue8m0"]
 
 BLOCK = 128
 """Columns that share one scale."""

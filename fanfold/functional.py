@@ -45,6 +45,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fanfold.errors import UsageError
+from fanfold.geometry import Mode
 from fanfold.received import Received
 
 __all__ = ["Exchange", "combine", "dispatch"]
@@ -56,7 +57,7 @@ class Exchange(Protocol):
     Backward passes call with :meth:`Received.without_rows` of what dispatch returned."""
 
     @property
-    def mode(self) -> str:
+    def mode(self) -> Mode:
         """``"low_latency"`` or ``"high_throughput"``."""
 
     def dispatch(

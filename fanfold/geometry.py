@@ -6,15 +6,18 @@ No size is taken from a list: each is bounded only by what an encoding can hold.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from fanfold.errors import ArgumentError
+from fanfold.representation import show_fields
 
 __all__ = [
     "MAX_EXPERTS",
     "MAX_TOP_K",
     "Geometry",
+    "Mode",
     "check_activations",
     "check_aligned",
     "check_hidden",
@@ -24,6 +27,8 @@ __all__ = [
     "is_plain",
     "on_device",
 ]
+
+Mode = Literal["low_latency", "high_throughput"]
 
 MAX_EXPERTS = 32767  # expert indices travel as int16
 MAX_TOP_K = 32
@@ -149,6 +154,8 @@ class Geometry:
     top_k: int
     hidden: int
     max_tokens: int
+
+    __repr__ = show_fields
 
     def __post_init__(self) -> None:
         """Checks every bound.

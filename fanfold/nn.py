@@ -17,7 +17,7 @@ import hashlib
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -26,12 +26,15 @@ import torch.nn.functional as F  # noqa: N812 (torch's own convention)
 from torch.autograd.function import once_differentiable
 
 from fanfold import functional
+from fanfold.copying import not_copied
 from fanfold.errors import ArgumentError
 from fanfold.expert_parallel import ExpertParallel
 from fanfold.formats import dequantize
-from fanfold.geometry import check_activations
+from fanfold.geometry import Mode, check_activations
+from fanfold.layer_statistics import MoEStatistics
 from fanfold.received import Received
 from fanfold.refusal import Refusing
+from fanfold.representation import details, module_repr, show_fields
 
 __all__ = ["MoE", "MoEOptions", "MoEStatistics", "Router", "average_gradients", "seeded_normal"]
 
@@ -64,6 +67,8 @@ class MoEOptions:
     seed: int = 0
     dtype: torch.dtype = torch.float32
 
+    __repr__ = show_fields
+
     def __post_init__(self) -> None:
         """Checks every bound.
 
@@ -76,68 +81,6 @@ class MoEOptions:
             raise ArgumentError("dtype", self.dtype, "a floating-point dtype")
         if self.shared_intermediate < 0:
             raise ArgumentError("shared_intermediate", self.shared_intermediate, "0 or more")
-
-
-class _Count:
-    """An attribute of a dataclass: an int that may still be on its way on a GPU, for which only
-    who reads it waits."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = f"_{name}"
-
-    def __get__(self, instance: object | None, owner: type) -> int:
-        return 0 if instance is None else int(vars(instance)[self._name])
-
-    def __set__(self, instance: object, value: int | torch.Tensor) -> None:
-        vars(instance)[self._name] = value
-
-
-@dataclass
-class MoEStatistics:
-    """What a layer did since it was made or :meth:`reset`, on this rank. A pass that activation
-    checkpointing computes again counts again.
-
-    Attributes:
-        tokens: tokens that this rank passed to the layer.
-        expert_rows: ``[E_l]`` int64, where the rows are: rows that each local expert computed.
-        dispatch_seconds: time that this thread spent in dispatches, forward and backward. On the
-            host that is all they take, waiting for peers included. On a GPU only a forward
-            dispatch of high throughput waits, for the numbers of rows; the others return when they
-            are enqueued.
-        combine_seconds: the same for combines, which a GPU's ranks only enqueue.
-        bytes_sent: row values that left this rank for another in dispatches, as they travel: one
-            row for each (token, other rank). Reading it waits for the GPU.
-        bytes_returned: row values that came back to this rank's tokens in combines, likewise.
-    """
-
-    tokens: int = 0
-    expert_rows: torch.Tensor = field(
-        default_factory=lambda: torch.zeros(0, dtype=torch.int64, device="cpu")
-    )
-    dispatch_seconds: float = 0.0
-    combine_seconds: float = 0.0
-    bytes_sent: _Count = _Count()
-    bytes_returned: _Count = _Count()
-
-    def count_bytes(
-        self, name: Literal["bytes_sent", "bytes_returned"], rows: torch.Tensor, row_bytes: int
-    ) -> None:
-        """Adds to a number of bytes without waiting for anything.
-
-        Args:
-            name: the number's.
-            rows: how many, an int64 scalar on any device.
-            row_bytes: of each.
-        """
-        known = vars(self)[f"_{name}"]
-        if isinstance(known, torch.Tensor):
-            known = known.to(rows.device)
-        setattr(self, name, rows * row_bytes + known)
-
-    def reset(self) -> None:
-        """Sets everything to zero."""
-        fresh = MoEStatistics(expert_rows=torch.zeros_like(self.expert_rows))
-        self.__dict__.update(fresh.__dict__)
 
 
 class Router(torch.nn.Module):
@@ -187,6 +130,10 @@ class Router(torch.nn.Module):
         return indices, weights, self.options.balance * self.num_experts * per_expert.sum()
 
 
+@not_copied(
+    why="its ExpertParallel holds memory that the ranks share",
+    instead="Save layer.state_dict(), and load it into another layer made with the same arguments.",
+)
 class MoE(torch.nn.Module):
     """Router, dispatch, this rank's SwiGLU experts, combine; optionally a shared expert.
 
@@ -353,12 +300,11 @@ class MoE(torch.nn.Module):
         return parameter
 
     def extra_repr(self) -> str:
-        """The sizes, for ``print``."""
-        return (
-            f"hidden={self.hidden}, intermediate={self.intermediate}, "
-            f"num_experts={self.num_experts}, top_k={self.top_k}, "
-            f"local_experts={self.local_experts.start}..{self.local_experts.stop - 1}"
-        )
+        """The sizes, and what moves the tokens, for ``print``."""
+        names = ("hidden", "intermediate", "num_experts", "top_k", "local_experts")
+        return details(self, **{name: name for name in (*names, "expert_parallel")})
+
+    __repr__ = module_repr
 
 
 class _SharedExpert(torch.nn.Module):
@@ -459,7 +405,7 @@ class _Meter:
         self._remote_rows = _remote_rows(ep, topk_idx)
 
     @property
-    def mode(self) -> str:
+    def mode(self) -> Mode:
         """The mode of the ExpertParallel."""
         return self._ep.mode
 

@@ -14,12 +14,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from fanfold import high_throughput, low_latency
+from fanfold.copying import not_copied
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.high_throughput.plan import CudaDispatched
+from fanfold.representation import show_fields
 
 __all__ = ["HighThroughputSource", "LowLatencySource", "Received"]
 
 
+@not_copied(
+    why="it belongs to the call of one ExpertParallel, whose memory the ranks share",
+    instead="Clone the tensors that you need, and pass the object itself to combine.",
+)
 @dataclass
 class Received:
     """The rows that one dispatch brought to this rank, sorted by local expert.
@@ -50,7 +56,9 @@ class Received:
     num_tokens: int
     owner: object = field(repr=False)
     source: LowLatencySource | HighThroughputSource = field(repr=False)
-    complete: bool = field(default=True, repr=False)
+    complete: bool = field(default=True)
+
+    __repr__ = show_fields
 
     @classmethod
     def in_low_latency(
@@ -161,6 +169,8 @@ class LowLatencySource:
     dispatched: low_latency.Dispatched
     topk_idx: torch.Tensor | None  # None where the routing has it
 
+    __repr__ = show_fields
+
     def place(self, index: int) -> tuple[int, int]:
         """Where the rows of a local expert begin, and how many there are."""
         capacity = self.dispatched.tokens.shape[1]
@@ -199,6 +209,8 @@ class HighThroughputSource:
 
     # On the host, wherever the tokens are; or on the GPU.
     dispatched: high_throughput.Dispatched | CudaDispatched
+
+    __repr__ = show_fields
 
     @property
     def capacity(self) -> int | None:

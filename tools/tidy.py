@@ -29,13 +29,15 @@ else:
 # A room (a module or a package of fanfold/) imports only from floors below its own, or from itself.
 PYTHON_FLOORS: tuple[tuple[str, ...], ...] = (
     ("_core", "kernels"),
-    ("errors",),
+    ("errors", "representation"),
     (
         "geometry",
         "config",
+        "copying",
         "group",
         "gpus",
         "kernel_reports",
+        "layer_statistics",
         "lending",
         "letting_go",
         "pool",

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fanfold.config import Config
 from fanfold.errors import UnavailableError
 from fanfold.expert_parallel import ExpertParallel
+from fanfold.geometry import Mode
 from fanfold.group import as_group
 from fanfold.nn import MoE, MoEOptions, average_gradients, seeded_normal
 from fanfold.placement import Placement, place
@@ -205,7 +206,7 @@ class PlainMoE(torch.nn.Module):
 
 
 def _open(
-    settings: DemoSettings, group: dist.ProcessGroup | None, mode: str = "high_throughput"
+    settings: DemoSettings, group: dist.ProcessGroup | None, mode: Mode = "high_throughput"
 ) -> ExpertParallel:
     return ExpertParallel(
         group,

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 from fanfold.config import Config as Settings
+from fanfold.config import Overrides
+from fanfold.copying import not_copied
 from fanfold.deep_ep.events import EventHandle, EventOverlap
 from fanfold.deep_ep.high_throughput import HighThroughputCalls
 from fanfold.deep_ep.low_latency import LowLatencyCalls
@@ -24,11 +26,16 @@ from fanfold.deep_ep.sizes import (
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.geometry import Geometry
 from fanfold.group import agree, as_group, together
+from fanfold.representation import described
 from fanfold.symmetric import host_identity
 
 __all__ = ["Buffer", "get_logical_domain_size", "get_physical_domain_size"]
 
 
+@not_copied(
+    why="it holds memory that the ranks of its group share",
+    instead="Make one in each process with the same arguments.",
+)
 class Buffer(LowLatencyCalls, HighThroughputCalls):
     """Memory shared by the ranks of a group, and DeepEP's calls over it. Making one is collective.
 
@@ -110,7 +117,9 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
                 "enable_shrink": enable_shrink,
             }
             agree(ranks, facts)
-            masks = {"late_peers": "mask"} if enable_shrink and low_latency_mode else {}
+            masks: Overrides = {}
+            if enable_shrink and low_latency_mode:
+                masks["late_peers"] = "mask"
             runtime = Runtime(
                 ranks, Sizes(num_nvl_bytes, num_rdma_bytes), Settings.resolve(**masks)
             )
@@ -130,6 +139,12 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
             )
         self._open().close()
         self.runtime = None
+
+    def __repr__(self) -> str:
+        state = "destroyed" if getattr(self, "runtime", self) is None else ""
+        names = ("rank", "group_size", "num_nvl_bytes", "num_rdma_bytes", "low_latency_mode")
+        paths = {name: name for name in (*names, "enable_shrink", "device")}
+        return described(self, state, **paths, backend="runtime.placement.backend")
 
     def __del__(self) -> None:
         runtime: Runtime | None = getattr(self, "runtime", None)

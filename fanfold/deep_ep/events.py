@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fanfold.errors import ArgumentError, UsageError
+from fanfold.representation import described
 
 __all__ = ["EventHandle", "EventOverlap", "check_ordering"]
 
@@ -33,6 +34,10 @@ class EventHandle:
             stream = torch.cuda.current_stream()
         if stream is not None:
             self._event = stream.record_event()
+
+    def __repr__(self) -> str:
+        where = "complete" if getattr(self, "_event", None) is None else "of a CUDA stream"
+        return f"{type(self).__name__}({where})"
 
     def current_stream_wait(self) -> None:
         """Makes the current stream wait for the event. The CPU does not wait."""
@@ -64,6 +69,11 @@ class EventOverlap:
         self.extra_tensors = extra_tensors
         self.hook_after_wait: Callable[[], Any] | None = None
         self._release_at_exit = False
+
+    def __repr__(self) -> str:
+        return described(
+            self, event="event", extra_tensors="extra_tensors", hook_after_wait="hook_after_wait"
+        )
 
     def current_stream_wait(self, release_handle: bool = False) -> Any:
         """Waits for the event, then runs the registered hook.

@@ -26,6 +26,7 @@ from fanfold.errors import ArgumentError
 from fanfold.geometry import check_tensor
 from fanfold.high_throughput import Plan
 from fanfold.high_throughput.plan import CudaPlan
+from fanfold.representation import described, show_fields
 
 __all__ = [
     "GpuHandle",
@@ -69,6 +70,8 @@ class Received:
     num_tokens: torch.Tensor | None
     is_token_in_rank: torch.Tensor
     source_token: torch.Tensor
+
+    __repr__ = show_fields
 
 
 def make_handle(received: Received, channels: int) -> Handle:
@@ -152,6 +155,10 @@ class GpuHandle(tuple[torch.Tensor, ...]):
     def __new__(cls, tensors: Iterable[torch.Tensor]) -> Any:
         return tuple(tensors)
 
+    def __repr__(self) -> str:
+        paths = {"ranks": "plan.ranks", "tokens": "plan.tokens", "rows": "rows", "lanes": "lanes"}
+        return described(self, **paths, channels="channels", device="plan.rows.device")
+
     def __reduce__(self) -> Any:
         return tuple, (self.tensors(),)
 
@@ -190,6 +197,8 @@ class Routing:
     is_token_in_rank: torch.Tensor
     channels: int
     lanes: None = None
+
+    __repr__ = show_fields
 
     def plan(self, lanes: int) -> Plan:
         """The plan: of what a handle does not say, nothing is needed for whole rows."""

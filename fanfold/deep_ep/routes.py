@@ -10,6 +10,7 @@ from fanfold.deep_ep.sizes import Config
 from fanfold.errors import ArgumentError
 from fanfold.geometry import check_tensor
 from fanfold.high_throughput import Rows, dispatch_layout
+from fanfold.representation import show_fields
 
 __all__ = [
     "Bias",
@@ -44,6 +45,8 @@ class Route:
     num_experts: int
     tokens_per_rank: torch.Tensor
     tokens_per_expert: torch.Tensor
+
+    __repr__ = show_fields
 
 
 def new_route(given: Given, ranks: int, tokens: int, device: torch.device, look: bool) -> Route:

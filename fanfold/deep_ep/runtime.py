@@ -18,6 +18,7 @@ import torch
 
 from fanfold import _core
 from fanfold.config import Config as Settings
+from fanfold.copying import not_copied
 from fanfold.deep_ep.exchange import Exchange
 from fanfold.deep_ep.sizes import align, cuda_memory_bytes, cuda_stream_bytes, signal_bytes
 from fanfold.deep_ep.streams import HostStreams, Streams
@@ -28,6 +29,7 @@ from fanfold.high_throughput import HighThroughput
 from fanfold.high_throughput.cuda import LEAST_CAPABILITY, CudaHighThroughput
 from fanfold.low_latency import HostLowLatency, LowLatency, open_low_latency
 from fanfold.placement import place
+from fanfold.representation import described
 from fanfold.symmetric import SymmetricMemory
 from fanfold.symmetric_cuda import CudaSymmetricMemory
 
@@ -47,6 +49,10 @@ class Sizes:
     rdma: int
 
 
+@not_copied(
+    why="it holds memory that the ranks of its group share",
+    instead="Make a Buffer in each process with the same arguments.",
+)
 class Runtime:
     """The memory and the modes of one Buffer. Construction is collective.
 
@@ -124,6 +130,10 @@ class Runtime:
         self._high_throughput = CudaHighThroughput(
             self._gpu_streams, settings, check_place=self.placement.check
         )
+
+    def __repr__(self) -> str:
+        paths = {"nvl_bytes": "_sizes.nvl", "rdma_bytes": "_sizes.rdma"}
+        return described(self, rank="rank", ranks="ranks", **paths, placement="placement")
 
     @property
     def low_latency(self) -> LowLatency:

@@ -11,6 +11,7 @@ from fanfold.errors import ArgumentError
 from fanfold.geometry import MAX_TOP_K, Geometry
 from fanfold.high_throughput.cuda import CudaHighThroughput
 from fanfold.low_latency import HostLowLatency, cuda_required_bytes
+from fanfold.representation import show_fields
 
 __all__ = [
     "Config",
@@ -57,6 +58,8 @@ class Config:
     num_max_nvl_chunked_recv_tokens: int = 256
     num_max_rdma_chunked_send_tokens: int = 6
     num_max_rdma_chunked_recv_tokens: int = 256
+
+    __repr__ = show_fields
 
     def __post_init__(self) -> None:
         """Checks the relations between the sizes.

@@ -18,6 +18,7 @@ from fanfold.deep_ep.streams import HostStreams, Streams
 from fanfold.errors import ArgumentError
 from fanfold.high_throughput import Dispatched
 from fanfold.high_throughput.plan import CudaDispatched, CudaPlan
+from fanfold.representation import show_fields
 from fanfold.staging import Staging
 
 __all__ = ["Brought", "Counts", "DeepEpNames", "Way", "gather_counts", "rows_brought"]
@@ -41,6 +42,8 @@ class Brought:
     named: list[int] = dataclasses.field(default_factory=list)
     handle: Handle | GpuHandle | None = None
     plan: CudaPlan | None = None
+
+    __repr__ = show_fields
 
     def back(self, staging: Staging) -> Brought:
         """The same with its tensors where the caller's are."""
@@ -166,6 +169,8 @@ class Counts:
     num_tokens: torch.Tensor
     rank_prefix: torch.Tensor
     named: list[int]
+
+    __repr__ = show_fields
 
 
 def gather_counts(

@@ -31,17 +31,19 @@ import torch
 
 from fanfold import low_latency
 from fanfold.config import Config
-from fanfold.errors import ArgumentError, UsageError
+from fanfold.copying import not_copied
+from fanfold.errors import UsageError
 from fanfold.expert_parallel.high_throughput import HighThroughputCalls, refuse_given
+from fanfold.expert_parallel.options import check_options, checked_config
 from fanfold.forks import Owner
-from fanfold.formats import RowFormat, ScaleFormat
-from fanfold.geometry import Geometry, check_hidden, check_integer
+from fanfold.formats import RowFormat, RowFormatName, ScaleFormatName
+from fanfold.geometry import Geometry, Mode
 from fanfold.group import Group, agree, as_group, together
-from fanfold.high_throughput.calls import MOST_ALIGNMENT, MOST_ROWS
 from fanfold.low_latency import Hook
 from fanfold.placement import Placement, place
 from fanfold.received import LowLatencySource, Received
 from fanfold.refusal import Refusing
+from fanfold.representation import described
 from fanfold.symmetric import SymmetricMemory
 from fanfold.symmetric_cuda import CudaSymmetricMemory
 
@@ -50,6 +52,10 @@ __all__ = ["ExpertParallel", "open_placed"]
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
+@not_copied(
+    why="it holds memory that the ranks of its group share",
+    instead="Make one in each process with the same arguments; several layers may use one.",
+)
 class ExpertParallel:
     """Dispatch and combine for one geometry. Construction is collective.
 
@@ -92,9 +98,9 @@ class ExpertParallel:
         top_k: int,
         hidden: int,
         max_tokens: int,
-        mode: str = "low_latency",
-        dispatch_dtype: str | torch.dtype | RowFormat = "bf16",
-        scale_format: str = "float32",
+        mode: Mode = "low_latency",
+        dispatch_dtype: RowFormatName | torch.dtype | RowFormat = "bf16",
+        scale_format: ScaleFormatName = "float32",
         expert_alignment: int = 1,
         in_place_rows: int = 0,
         config: Config | None = None,
@@ -102,12 +108,12 @@ class ExpertParallel:
         self._closed = False
         self._owner = Owner("this ExpertParallel")
         with together(as_group(group)) as self._group:
-            self.config = _checked_config(config)
+            self.config = checked_config(config)
             self.geometry = Geometry(self._group.size, num_experts, top_k, hidden, max_tokens)
-            self._formats = _check_options(
+            self._formats = check_options(
                 hidden, mode, dispatch_dtype, scale_format, expert_alignment, in_place_rows
             )
-            facts = {
+            facts: dict[str, object] = {
                 "num_experts": num_experts,
                 "top_k": top_k,
                 "hidden": hidden,
@@ -121,7 +127,7 @@ class ExpertParallel:
                 "ring_bytes": self.config.ring_bytes,
             }
             agree(self._group, facts)
-            self.mode = mode
+            self.mode: Mode = mode
             self.expert_alignment = expert_alignment
             if mode == "low_latency":
                 self._open_low_latency()
@@ -155,6 +161,11 @@ class ExpertParallel:
             * geometry.expert_capacity
         )
         self._offsets = begins.to(self.device)
+
+    @property
+    def backend(self) -> Literal["host", "cuda"]:
+        """Where the calls run: on the CPU, or on the ranks' GPUs."""
+        return "host" if self.device.type == "cpu" else "cuda"
 
     @property
     def rank(self) -> int:
@@ -216,6 +227,19 @@ class ExpertParallel:
         in_place: bool = False,
         return_hook: Literal[True],
     ) -> tuple[Received, Hook]: ...
+
+    @overload
+    def dispatch(
+        self,
+        x: Rows,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        previous: Received | None = None,
+        capacity: int | None = None,
+        in_place: bool = False,
+        return_hook: bool,
+    ) -> Received | tuple[Received, Hook]: ...
 
     def dispatch(
         self,
@@ -297,6 +321,19 @@ class ExpertParallel:
         out: torch.Tensor | None = None,
         return_hook: Literal[True],
     ) -> tuple[torch.Tensor, Hook]: ...
+
+    @overload
+    def combine(
+        self,
+        y: torch.Tensor,
+        received: Received,
+        *,
+        weighted: bool = True,
+        bias: torch.Tensor | None = None,
+        logfmt: bool = False,
+        out: torch.Tensor | None = None,
+        return_hook: bool,
+    ) -> torch.Tensor | tuple[torch.Tensor, Hook]: ...
 
     def combine(
         self,
@@ -454,6 +491,12 @@ class ExpertParallel:
         self._closed = True
         self.memory.close()
 
+    def __repr__(self) -> str:
+        names = ("mode", "rank", "ranks", "num_experts", "top_k", "hidden", "max_tokens")
+        state = "closed" if getattr(self, "_closed", False) else ""
+        paths = {name: name for name in (*names, "backend", "device")}
+        return described(self, state, **paths)
+
     def __enter__(self) -> ExpertParallel:
         return self
 
@@ -554,34 +597,3 @@ def open_placed(
         memory.close()
         raise
     return memory, mode
-
-
-def _checked_config(config: object) -> Config:
-    """``config``, or the settings of the environment if it is None."""
-    if config is None:
-        return Config.resolve()
-    if not isinstance(config, Config):
-        raise ArgumentError("config", repr(config), "a fanfold.Config, or None")
-    return config
-
-
-def _check_options(
-    hidden: int,
-    mode: str,
-    dispatch_dtype: object,
-    scale_format: str,
-    expert_alignment: object,
-    in_place_rows: object,
-) -> tuple[RowFormat, ScaleFormat]:
-    if mode not in ("low_latency", "high_throughput"):
-        raise ArgumentError("mode", repr(mode), "'low_latency' or 'high_throughput'")
-    row_format = RowFormat.of(dispatch_dtype)  # type: ignore[arg-type]
-    if scale_format not in [member.value for member in ScaleFormat]:
-        allowed = " or ".join(repr(member.value) for member in ScaleFormat)
-        raise ArgumentError("scale_format", repr(scale_format), allowed)
-    check_integer("expert_alignment", expert_alignment, 1, MOST_ALIGNMENT)
-    check_integer("in_place_rows", in_place_rows, 0, MOST_ROWS)
-    if in_place_rows != 0 and mode == "low_latency":
-        raise ArgumentError("in_place_rows", in_place_rows, "0 in low latency")
-    check_hidden(hidden, row_format.dtype.itemsize)
-    return row_format, ScaleFormat(scale_format)

@@ -26,6 +26,7 @@ from fanfold.high_throughput.calls import (
 from fanfold.lending import lend, lend_if_given
 from fanfold.pool import OutputPool
 from fanfold.refusal import Refusing, tell
+from fanfold.representation import show_fields
 from fanfold.symmetric import SymmetricMemory
 
 __all__ = ["Dispatched", "HighThroughput", "Plan"]
@@ -70,6 +71,8 @@ class Plan:
     offsets: torch.Tensor
     rows_of: torch.Tensor
     capacity: int | None = None
+
+    __repr__ = show_fields
 
     def __post_init__(self) -> None:
         """Checks that every tensor has its shape and dtype.
@@ -128,6 +131,8 @@ class Dispatched:
     row_weights: torch.Tensor | None
     row_source_rank: torch.Tensor
     row_source_token: torch.Tensor
+
+    __repr__ = show_fields
 
 
 class HighThroughput:

@@ -11,6 +11,7 @@ from fanfold.geometry import MAX_TOKENS, check_integer
 from fanfold.high_throughput.calls import check_routing
 from fanfold.high_throughput.layout_kernel import counter_of
 from fanfold.lending import lend
+from fanfold.representation import show_fields
 
 __all__ = ["Layout", "dispatch_layout", "layout_there"]
 
@@ -28,6 +29,8 @@ class Layout:
     tokens_per_rank: torch.Tensor
     tokens_per_expert: torch.Tensor
     is_token_in_rank: torch.Tensor
+
+    __repr__ = show_fields
 
 
 def dispatch_layout(topk_idx: torch.Tensor, num_experts: int, ranks: int) -> Layout:

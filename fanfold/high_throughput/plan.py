@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fanfold.high_throughput.calls import RowOrder
+from fanfold.representation import show_fields
 
 __all__ = ["CudaDispatched", "CudaPlan"]
 
@@ -71,6 +72,8 @@ class CudaPlan:
     row_weights: torch.Tensor | None = None
     stream: int = 0
 
+    __repr__ = show_fields
+
     def tensors(self) -> list[torch.Tensor]:
         """All that is on the GPU."""
         return [value for value in vars(self).values() if isinstance(value, torch.Tensor)]
@@ -127,3 +130,5 @@ class CudaDispatched:
     row_weights: torch.Tensor | None
     row_source_rank: torch.Tensor
     row_source_token: torch.Tensor
+
+    __repr__ = show_fields

@@ -12,6 +12,7 @@ import torch
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.formats import RowFormat, ScaleFormat
 from fanfold.geometry import Geometry, check_tensor, check_topk, is_plain
+from fanfold.representation import show_fields
 
 __all__ = [
     "NO_STATISTICS",
@@ -65,6 +66,8 @@ class Routing:
     experts: torch.Tensor
     weights: torch.Tensor | None
 
+    __repr__ = show_fields
+
     def unweighted(self) -> Routing:
         """The same without weights: combine then takes plain sums."""
         return dataclasses.replace(self, weights=None)
@@ -80,6 +83,8 @@ class LateRouting:
 
     ranges: torch.Tensor
     source_tokens: torch.Tensor
+
+    __repr__ = show_fields
 
     def unweighted(self) -> LateRouting:
         """The same: it has no weights."""
@@ -146,6 +151,8 @@ class CudaRouting:
     weighted: bool
     stream: int
 
+    __repr__ = show_fields
+
     @property
     def ranges(self) -> torch.Tensor:
         """As in :class:`Routing`."""
@@ -196,6 +203,8 @@ class Dispatched:
     routing: AnyRouting
     own_weights: torch.Tensor | None = None
 
+    __repr__ = show_fields
+
     @property
     def row_weights(self) -> torch.Tensor | None:
         """``[E_l, C]`` float32, or None if no weights came along; the same tensor each time."""
@@ -221,6 +230,8 @@ class Statistics:
 
     expert_totals: torch.Tensor | None = None
     wait_ns: torch.Tensor | None = None
+
+    __repr__ = show_fields
 
     def check(self, geometry: Geometry, device: torch.device) -> None:
         """Raises ArgumentError for a tensor of another shape or dtype or not on ``device``."""
