@@ -48,10 +48,10 @@ PYTHON_FLOORS: tuple[tuple[str, ...], ...] = (
         "pickling",
         "refusal",
     ),
-    ("routing", "symmetric", "symmetric_cuda", "launch", "jit"),
+    ("symmetric", "symmetric_cuda", "launch", "jit"),
     ("quantizing",),
     ("formats",),
-    ("placement", "low_latency", "high_throughput", "fused_moe"),
+    ("placement", "low_latency", "high_throughput"),
     ("received",),  # what a dispatch of either mode brings
     ("expert_parallel", "deep_ep"),
     ("functional",),

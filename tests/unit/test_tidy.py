@@ -1,5 +1,7 @@
 """tools/tidy.py reports each departure from what is agreed, and nothing in a tidy tree."""
 
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -398,3 +400,25 @@ def test_the_ratchet_only_shrinks(
     assert len(findings) == (1 if expected else 0), findings
     for part in expected:
         assert part in findings[0]
+
+
+def test_the_rooms_that_contributors_read_of_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CONTRIBUTING lists what tidy.py does, and all of it is there."""
+    root = TOOLS.parent
+    rows = re.findall(
+        r"^\| (\d+) \| (.*) \|$", (root / "CONTRIBUTING.md").read_text(), re.MULTILINE
+    )
+    listed = {
+        name.removesuffix(".py").removesuffix("/"): int(floor)
+        for floor, names in rows
+        for name in re.findall(r"`([\w./]+)`", names)
+    }
+    monkeypatch.syspath_prepend(str(TOOLS))
+    namespace = runpy.run_path(str(TOOLS / "tidy.py"), run_name="tidy")
+    floors = namespace["PYTHON_FLOORS"]
+    agreed = {room: floor for floor, rooms in enumerate(floors) for room in rooms}
+    assert listed == {room: agreed[room] for room in agreed if room != "kernels"}
+    for room in agreed:
+        path = root / "fanfold" / room
+        found = path.is_dir() or path.with_suffix(".py").is_file()
+        assert found or room == "_core", room
