@@ -65,8 +65,8 @@ void Waiter::sleep_until_rung(const std::function<bool()>& ready,
   fetch_add_sequential_system(&bell_.sleepers, ~0u);
 }
 
-WaitResult Waiter::until(const std::function<bool()>& ready,
-                         const std::function<bool()>& hopeless) const {
+WaitResult Waiter::until(const std::function<bool()>& ready, const std::function<bool()>& hopeless,
+                         const std::function<bool()>& deadlocked) const {
   if (ready()) return WaitResult::kReady;
   const auto start = Clock::now();
   auto looked = start;
@@ -88,6 +88,7 @@ WaitResult Waiter::until(const std::function<bool()>& ready,
   }
   auto checked = Clock::now();
   while (true) {
+    if (deadlocked && deadlocked()) return WaitResult::kDeadlocked;
     sleep_until_rung(ready, std::min(policy_.idle, left()));
     if (ready()) return WaitResult::kReady;
     if (left().count() == 0) return WaitResult::kTimedOut;

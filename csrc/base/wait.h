@@ -22,7 +22,7 @@ struct WaitPolicy {
 using InterruptCheck = void (*)();
 void set_interrupt_check(InterruptCheck check);
 
-enum class WaitResult { kReady, kTimedOut, kAbandoned };
+enum class WaitResult { kReady, kTimedOut, kAbandoned, kDeadlocked };
 
 // Rings `bell` and wakes its owner if it sleeps.
 void ring(Doorbell& bell);
@@ -35,8 +35,10 @@ class Waiter {
   // Spins, then yields, then sleeps until `ready()`; at most `policy.timeout`, to which a time in
   // which the whole process stood still counts for little.
   // `hopeless()` is asked now and then during a long wait; when it says yes and `ready()` still
-  // does not hold, the wait ends early as kAbandoned.
-  WaitResult until(const std::function<bool()>& ready, const std::function<bool()>& hopeless) const;
+  // does not hold, the wait ends early as kAbandoned. `deadlocked()`, if given, is asked before
+  // every sleep, and ends the wait as kDeadlocked.
+  WaitResult until(const std::function<bool()>& ready, const std::function<bool()>& hopeless,
+                   const std::function<bool()>& deadlocked = nullptr) const;
 
   const WaitPolicy& policy() const { return policy_; }
 

@@ -37,9 +37,7 @@ uint32_t LowLatencySequence::open() {
                  " is still in flight, and two may be; call its hook first. " + kLostHook);
   }
   // A parity is written again only when its previous rows have been read by the peer.
-  for (int32_t peer = 0; peer < memory_.ranks(); ++peer) {
-    memory_.wait(peer, taken(peer), epoch - kParities, phase_);
-  }
+  await_taken(epoch, epoch - kParities);
   epoch_ = epoch;
   call_at(epoch) = Call{.in_flight = true, .facts = {}, .refused_by = {}, .disagreement = {}};
   return epoch;
@@ -131,26 +129,55 @@ void LowLatencySequence::publish_refusal(uint32_t epoch, const std::string& reas
 
 // --- Arrivals -------------------------------------------------------------------------------
 
+// Waits in `call` until every peer has read all that calls up to `epoch` sent it.
+void LowLatencySequence::await_taken(uint32_t call, uint32_t epoch) const {
+  for (int32_t peer = 0; peer < memory_.ranks(); ++peer) {
+    const int64_t offset = taken(peer);
+    const Awaited awaited{.peer = peer,
+                          .phase = phase_,
+                          .call = call,
+                          .epoch = epoch,
+                          .offset = offset,
+                          .other = offset,
+                          .what = " (receipts of earlier calls)"};
+    memory_.wait(awaited, [&] { return memory_.peek(offset).epoch; });
+  }
+}
+
+int64_t LowLatencySequence::latest(Kind kind, uint32_t epoch, int32_t peer) const {
+  // Two calls may be in flight, each in a word of its own: that of the awaited call may hold the
+  // last call but one although the last has come.
+  uint32_t last = epoch - kParities;
+  for (const Kind either : {kind, arrived_}) {
+    for (const uint32_t call : {epoch - 1, epoch}) {
+      if (has(either, call, peer) && reached(call, last)) last = call;
+    }
+  }
+  return last;
+}
+
 // Waits until `peer` has sent a signal of `kind` or all of its call; false if it is masked.
-bool LowLatencySequence::await_either(Kind kind, uint32_t epoch, int32_t peer) {
-  if (memory_.masked(peer)) return false;
-  return memory_.wait_until([&] { return has(kind, epoch, peer) || has(arrived_, epoch, peer); },
-                            [&] {
-                              const int64_t actual = memory_.peek(signal(kind, epoch, peer)).epoch;
-                              return TimeoutFacts{
-                                  memory_.rank(), peer, name_of(phase_), epoch, actual, 0.0, false};
-                            });
+bool LowLatencySequence::await_either(Kind kind, uint32_t epoch, int32_t peer) const {
+  // Not "at least": a word that no call has used for 2^31 calls looks as if it were ahead.
+  const Awaited awaited{.peer = peer,
+                        .phase = phase_,
+                        .call = epoch,
+                        .epoch = epoch,
+                        .offset = signal(kind, epoch, peer),
+                        .other = signal(arrived_, epoch, peer),
+                        .exact = kind != arrived_};
+  return memory_.wait(awaited, [&] { return latest(kind, epoch, peer); });
 }
 
 int32_t LowLatencySequence::await(uint32_t epoch, int32_t peer, int64_t* wait_ns) {
   const auto start = std::chrono::steady_clock::now();
-  const auto arrived = memory_.wait(peer, signal(arrived_, epoch, peer), epoch, phase_);
+  const bool arrived = await_either(arrived_, epoch, peer);
   if (wait_ns != nullptr) {
     wait_ns[peer] += std::chrono::nanoseconds(std::chrono::steady_clock::now() - start).count();
   }
   if (!arrived) return 0;
   compare(epoch, peer);
-  return is_void(epoch) ? 0 : arrived->value;
+  return is_void(epoch) ? 0 : memory_.peek(signal(arrived_, epoch, peer)).value;
 }
 
 int32_t LowLatencySequence::await_late_routing(uint32_t epoch, int32_t peer) {
@@ -197,9 +224,7 @@ void LowLatencySequence::quiesce() {
     throw Misuse(std::string("a call of ") + name_of(phase_) +
                  " is in flight; call its hook before the geometry changes. " + kLostHook);
   }
-  for (int32_t peer = 0; peer < memory_.ranks(); ++peer) {
-    memory_.wait(peer, taken(peer), epoch_, phase_);
-  }
+  await_taken(epoch_, epoch_);
 }
 
 }  // namespace fanfold

@@ -78,10 +78,13 @@ class LowLatencySequence {
     return memory_.peek(signal(kind, epoch, peer)).epoch == epoch;
   }
 
+  // What a peer has told of `kind`, or of all of a call: the last epoch up to `epoch`.
+  int64_t latest(Kind kind, uint32_t epoch, int32_t peer) const;
+  void await_taken(uint32_t call, uint32_t epoch) const;
   uint32_t open();
   void publish_refusal(uint32_t epoch, const std::string& reason) const;
   void release(uint32_t epoch);
-  bool await_either(Kind kind, uint32_t epoch, int32_t peer);
+  bool await_either(Kind kind, uint32_t epoch, int32_t peer) const;
   void compare(uint32_t epoch, int32_t peer);
 
   SymmetricMemory& memory_;

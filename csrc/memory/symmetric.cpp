@@ -35,7 +35,8 @@ SymmetricMemory::SymmetricMemory(const SymmetricOptions& options)
     : options_(options), layout_{options.ranks}, regions_(index(options.ranks)),
       processes_(index(options.ranks)), masked_(index(options.ranks), 0) {
   Region own = Region::create(mapped_bytes());
-  new (own.data()) ControlBlock{.magic = kControlMagic, .doorbell = {}, .reasons = {}};
+  new (own.data())
+      ControlBlock{.magic = kControlMagic, .doorbell = {}, .pending = {}, .reasons = {}};
   regions_[index(rank())] = std::move(own);
 }
 
@@ -115,21 +116,24 @@ Signal SymmetricMemory::peek(int64_t offset) const {
   return Signal::decode(load_acquire_system(word(rank(), offset)));
 }
 
-std::optional<Signal> SymmetricMemory::wait(int32_t peer, int64_t offset, uint32_t epoch,
-                                            Phase phase) {
-  if (masked(peer)) return std::nullopt;
+// --- Waiting --------------------------------------------------------------------------------
+
+bool SymmetricMemory::wait(const Awaited& awaited, const std::function<int64_t()>& actual) {
+  if (masked(awaited.peer)) return false;
   check_usable();
-  const bool arrived = wait_until(
-      [&] { return reached(peek(offset).epoch, epoch); },
-      [&] {
-        return TimeoutFacts{rank(), peer, name_of(phase), epoch, peek(offset).epoch, 0.0, false};
-      });
-  if (!arrived) return std::nullopt;
-  return peek(offset);
+  const auto has = [&](int64_t offset) {
+    const uint32_t epoch = peek(offset).epoch;
+    return awaited.exact ? epoch == awaited.epoch : reached(epoch, awaited.epoch);
+  };
+  const auto facts = [&] {
+    const std::string phase = std::string(name_of(awaited.phase)) + awaited.what;
+    return TimeoutFacts{rank(), awaited.peer, phase, awaited.epoch, actual(), 0.0, false};
+  };
+  return wait_for([&] { return has(awaited.offset) || has(awaited.other); }, facts, &awaited);
 }
 
-bool SymmetricMemory::wait_until(const std::function<bool()>& ready,
-                                 const std::function<TimeoutFacts()>& facts) {
+bool SymmetricMemory::wait_for(const std::function<bool()>& ready,
+                               const std::function<TimeoutFacts()>& facts, const Awaited* awaited) {
   const WaitPolicy policy{nanoseconds_of(options_.timeout_seconds),
                           nanoseconds_of(options_.spin_seconds)};
   const auto start = std::chrono::steady_clock::now();
@@ -139,23 +143,69 @@ bool SymmetricMemory::wait_until(const std::function<bool()>& ready,
     const int32_t peer = facts().peer;
     return peer != rank() && processes_[index(peer)].ended();
   };
+  bool published = false;
+  std::vector<Blocked> chain;
+  const auto deadlocked = [&] {
+    if (awaited == nullptr) return false;
+    if (!published) publish(control(rank()).pending, *awaited);
+    published = true;
+    chain = find_deadlock(pending_view(), rank());
+    return !chain.empty();
+  };
   WaitResult result = WaitResult::kTimedOut;
   try {
-    result = Waiter(control(rank()).doorbell, policy).until(ready, hopeless);
+    result = Waiter(control(rank()).doorbell, policy).until(ready, hopeless, deadlocked);
   } catch (...) {  // interrupted in the middle of a call, which now can never be finished
-    if (!closed_) failure_ = "interrupted in " + facts().phase;
+    if (!closed_) {
+      failure_ = "interrupted in " + facts().phase;
+      if (published) withdraw(control(rank()).pending);
+    }
     throw;
   }
+  if (result == WaitResult::kDeadlocked) end_deadlocked(*awaited, chain);
+  if (published) withdraw(control(rank()).pending);
   if (result == WaitResult::kReady) return true;
   TimeoutFacts blame = facts();
   if (options_.mask_late_peers) {
     set_masked(blame.peer, true);
+    ++lost_;
     return false;
   }
   blame.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   blame.peer_gone = result == WaitResult::kAbandoned;
   failure_ = blame.phase + ", waiting for rank " + std::to_string(blame.peer);
   throw PeerTimeout(blame);
+}
+
+PendingView SymmetricMemory::pending_view() const {
+  return PendingView{
+      ranks(),
+      [this](int32_t peer) -> const PendingWait& { return control(peer).pending; },
+      [this](int32_t peer, int64_t offset) {
+        return Signal::decode(load_acquire_system(word(peer, offset)));
+      },
+  };
+}
+
+// The published wait stays, as this rank pushes nothing any more: its peers find the same.
+void SymmetricMemory::end_deadlocked(const Awaited& awaited, const std::vector<Blocked>& chain) {
+  for (int32_t peer = 0; peer < ranks(); ++peer) {
+    if (peer != rank()) wake(peer);
+  }
+  const auto call_of = [](Phase phase, uint32_t call) {
+    return std::string(name_of(phase)) + " " + std::to_string(call);
+  };
+  const std::string ours = call_of(awaited.phase, awaited.call);
+  Blocked other = chain.back();
+  for (const Blocked& blocked : chain) {
+    if (call_of(blocked.phase, blocked.call) == ours) continue;
+    other = blocked;
+    break;
+  }
+  const BadArgument error =
+      different_calls(ours, rank(), call_of(other.phase, other.call), other.rank);
+  failure_ = "the call was " + error.value;
+  throw BadArgument(error);
 }
 
 void SymmetricMemory::set_reason(Phase phase, uint32_t epoch, const std::string& reason) const {
@@ -183,7 +233,15 @@ void SymmetricMemory::barrier() {
   for (int32_t peer = 0; peer < ranks(); ++peer) {
     if (!masked(peer)) push(peer, offset(rank()), Signal{epoch, 0});
   }
-  for (int32_t peer = 0; peer < ranks(); ++peer) wait(peer, offset(peer), epoch, Phase::kBarrier);
+  for (int32_t peer = 0; peer < ranks(); ++peer) {
+    wait(Awaited{.peer = peer,
+                 .phase = Phase::kBarrier,
+                 .call = epoch,
+                 .epoch = epoch,
+                 .offset = offset(peer),
+                 .other = offset(peer)},
+         [&] { return peek(offset(peer)).epoch; });
+  }
 }
 
 }  // namespace fanfold

@@ -19,6 +19,7 @@
 #include "base/wait.h"
 #include "layout/control.h"
 #include "layout/signal.h"
+#include "memory/pending_wait.h"
 #include "memory/region.h"
 
 namespace fanfold {
@@ -77,14 +78,17 @@ class SymmetricMemory {
   // The signal at `offset` of this rank's own part, as it is now.
   Signal peek(int64_t offset) const;
 
-  // Waits until the signal that `peer` pushes to `offset` of this rank's part reaches `epoch`.
-  // Empty if the peer is masked, before or through this wait. Throws PeerTimeout.
-  std::optional<Signal> wait(int32_t peer, int64_t offset, uint32_t epoch, Phase phase);
+  // Waits until the signal has come; false if its peer is masked, before or through this wait.
+  // `actual()` says for PeerTimeout what has come of what the signal's epoch counts. Throws
+  // PeerTimeout, and BadArgument if ranks in different calls wait for each other.
+  bool wait(const Awaited& awaited, const std::function<int64_t()>& actual);
 
   // Waits until `ready()`, blaming `facts()` (evaluated only then) if it does not come true in
   // time; `facts().peer` is watched for the end of its process. False if the blamed peer was
   // masked instead.
-  bool wait_until(const std::function<bool()>& ready, const std::function<TimeoutFacts()>& facts);
+  bool wait_until(const std::function<bool()>& ready, const std::function<TimeoutFacts()>& facts) {
+    return wait_for(ready, facts, nullptr);
+  }
 
   // A refusal: the reason is stored before the caller pushes signals of value kRefusedValue.
   void set_reason(Phase phase, uint32_t epoch, const std::string& reason) const;
@@ -94,6 +98,9 @@ class SymmetricMemory {
 
   bool masked(int32_t peer) const { return masked_[index(peer)] != 0; }
   void set_masked(int32_t peer, bool value) { masked_[index(peer)] = value ? 1 : 0; }
+
+  // How many peers waits of this rank have masked so far.
+  int64_t lost() const { return lost_; }
 
   // Throws Misuse once closed, in a forked child, or after a wait has failed: the ranks no longer
   // agree about where they are, so going on could only deliver wrong data.
@@ -107,6 +114,11 @@ class SymmetricMemory {
   uint64_t* word(int32_t peer, int64_t offset) const {
     return reinterpret_cast<uint64_t*>(base(peer) + offset);
   }
+  // `awaited` is what is waited for, if that is one peer's signal; else null.
+  bool wait_for(const std::function<bool()>& ready, const std::function<TimeoutFacts()>& facts,
+                const Awaited* awaited);
+  PendingView pending_view() const;
+  [[noreturn]] void end_deadlocked(const Awaited& awaited, const std::vector<Blocked>& chain);
 
   SymmetricOptions options_;
   ControlLayout layout_;
@@ -115,6 +127,7 @@ class SymmetricMemory {
   std::vector<uint8_t> masked_;
   uint32_t generation_ = fork_generation();
   uint32_t barrier_epoch_ = 0;
+  int64_t lost_ = 0;
   std::string failure_;
   bool closed_ = false;
 };

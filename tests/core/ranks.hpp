@@ -76,6 +76,18 @@ inline Group mapped_group(const SymmetricOptions& options) {
   return group;
 }
 
+// Waits for one signal as a mode does; what has come of it is its own epoch.
+inline bool wait_for_signal(SymmetricMemory& memory, Phase phase, int32_t peer, int64_t offset,
+                            uint32_t epoch) {
+  const Awaited awaited{.peer = peer,
+                        .phase = phase,
+                        .call = epoch,
+                        .epoch = epoch,
+                        .offset = offset,
+                        .other = offset};
+  return memory.wait(awaited, [&] { return memory.peek(offset).epoch; });
+}
+
 // What waits throw in the other ranks of a test once one of them has failed.
 struct Abandoned {};
 

@@ -149,9 +149,13 @@ TEST(memory_of_a_parent_is_misuse_in_a_forked_child) {
   int answers[2];
   CHECK_EQ(pipe(answers), 0);
   const pid_t child = start_idle_process([&] {
-    bool right = is_misuse([&] { own.check_usable(); }) && is_misuse([&] { own.barrier(); }) &&
-                 is_misuse([&] { own.window(0, 0, 8); }) &&
-                 is_misuse([&] { own.wait(1, 0, 1, Phase::kBarrier); });
+    bool right =
+        is_misuse([&] { own.check_usable(); }) && is_misuse([&] { own.barrier(); }) &&
+        is_misuse([&] { own.window(0, 0, 8); }) && is_misuse([&] {
+          own.wait(
+              {.peer = 1, .phase = Phase::kBarrier, .call = 1, .epoch = 1, .offset = 0, .other = 0},
+              [] { return 0; });
+        });
     // Something else may lie where the parent's mapping does, and must survive its end here.
     void* here = own.base(0) - ControlLayout{2}.bytes();
     void* mapped = mmap(here, 4096, PROT_READ | PROT_WRITE,
@@ -309,7 +313,7 @@ TEST(wait_ends_early_when_the_peers_process_has_ended) {
   CHECK_EQ(left.value, 77);  // what a dead peer wrote stays readable
   TimeoutFacts facts{};
   try {
-    memory.wait(1, 0, 1, Phase::kBarrier);
+    wait_for_signal(memory, Phase::kBarrier, 1, 0, 1);
   } catch (const PeerTimeout& timeout) {
     facts = timeout.facts;
   }
@@ -353,7 +357,7 @@ TEST(timeout_names_rank_peer_phase_and_epochs) {
   group[2]->push(0, 8, Signal{3, 0});
   TimeoutFacts facts{};
   try {
-    group[0]->wait(2, 8, 5, Phase::kHighThroughputCombine);
+    wait_for_signal(*group[0], Phase::kHighThroughputCombine, 2, 8, 5);
   } catch (const PeerTimeout& timeout) {
     facts = timeout.facts;
   }
@@ -395,17 +399,17 @@ TEST(late_peers_are_masked_where_wanted) {
   options.mask_late_peers = true;
   const Group group = mapped_group(options);
   CHECK(!group[0]->masked(1));
-  CHECK(!group[0]->wait(1, 0, 1, Phase::kBarrier).has_value());
+  CHECK(!wait_for_signal(*group[0], Phase::kBarrier, 1, 0, 1));
   CHECK(group[0]->masked(1));
   CHECK(!group[0]->masked(2));
   group[0]->check_usable();
   // A masked peer is not waited for, also once its signal is there.
   group[1]->push(0, 0, Signal{1, 9});
-  CHECK(!group[0]->wait(1, 0, 1, Phase::kBarrier).has_value());
+  CHECK(!wait_for_signal(*group[0], Phase::kBarrier, 1, 0, 1));
   group[0]->set_masked(1, false);
-  const std::optional<Signal> arrived = group[0]->wait(1, 0, 1, Phase::kBarrier);
-  CHECK(arrived.has_value());
-  CHECK_EQ(arrived.value_or(Signal{0, 0}).value, 9);
+  CHECK_EQ(group[0]->lost(), 1);
+  CHECK(wait_for_signal(*group[0], Phase::kBarrier, 1, 0, 1));
+  CHECK_EQ(group[0]->peek(0).value, 9);
 }
 
 TEST(barrier_goes_on_without_a_masked_peer) {

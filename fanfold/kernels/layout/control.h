@@ -26,9 +26,21 @@ enum class Phase : int32_t {
 
 inline constexpr int64_t kReasonBytes = 256;
 
+// What a rank waits for, published once the wait has lasted, for peers that wait, too. Only the
+// owner writes it. `sequence` is even while the rank waits for nobody, and changes with every wait.
+struct alignas(kAreaAlignment) PendingWait {
+  uint64_t sequence;
+  int64_t offsets[2];  // of the awaited signal among the modes' part; either of two will do
+  uint32_t epoch;      // that it must reach
+  uint32_t call;       // the number of the call that waits
+  int32_t phase;       // its Phase
+  int32_t peer;        // who pushes the signal
+};
+
 struct alignas(kAreaAlignment) ControlBlock {
   uint64_t magic;
   Doorbell doorbell;
+  PendingWait pending;
   // Written by the owner before it pushes a refused signal, read by its peers after they see it.
   char reasons[static_cast<int32_t>(Phase::kCount)][2][kReasonBytes];
 };
