@@ -44,6 +44,8 @@ PYTHON_FLOORS: tuple[tuple[str, ...], ...] = (
         "forkserver",
         "pickling",
         "refusal",
+        "renaming",
+        "seeding",
     ),
     ("routing", "symmetric", "symmetric_cuda", "launch", "jit"),
     ("quantizing",),

@@ -233,7 +233,9 @@ def read_handle(handle: object, rank: int, ranks: int) -> Routing:
             f"the tuple ({', '.join(_NAMES)}) that dispatch returned",
         )
     names = [f"handle[{place}] ({name})" for place, name in enumerate(_NAMES)]
-    shapes = ((ranks, ranks), (ranks, None), (ranks, None), (None,), (None, ranks), (None, ranks))
+    channels, tokens = (ranks, "channels"), ("tokens", ranks)
+    shapes: tuple[tuple[int | str, ...], ...]
+    shapes = ((ranks, ranks), channels, channels, ("rows",), tokens, tokens)
     for name, tensor, shape in zip(names, handle, shapes, strict=True):
         dtype = torch.bool if tensor is handle[4] else torch.int32
         check_tensor(name, tensor, shape, (dtype,), device=_CPU)

@@ -36,7 +36,7 @@ from fanfold.errors import ArgumentError, UsageError
 from fanfold.expert_parallel.high_throughput import HighThroughputCalls, refuse_given
 from fanfold.expert_parallel.options import check_options
 from fanfold.formats import RowFormat, RowFormatName, ScaleFormatName
-from fanfold.geometry import Geometry, Mode
+from fanfold.geometry import Geometry, Mode, worded
 from fanfold.group import Group, agree, as_group
 from fanfold.low_latency import Hook
 from fanfold.placement import Placement, place
@@ -105,7 +105,7 @@ class ExpertParallel:
         config: Config | None = None,
     ) -> None:
         self._group = as_group(group)
-        self.config = config if config is not None else Config.resolve()
+        self.config = config if isinstance(config, Config) else Config.resolve()
         facts: dict[str, object] = {
             "num_experts": num_experts,
             "top_k": top_k,
@@ -121,6 +121,8 @@ class ExpertParallel:
         }
         error: Exception | None = None
         try:
+            if config is not None and config is not self.config:
+                raise ArgumentError("config", worded(config), "a fanfold.Config or None")
             self.geometry = Geometry(self._group.size, num_experts, top_k, hidden, max_tokens)
             self._formats = check_options(
                 hidden, mode, dispatch_dtype, scale_format, expert_alignment, in_place_rows
@@ -449,6 +451,18 @@ class ExpertParallel:
             torch.cuda.current_stream(self.device).synchronize()
         self.check()
 
+    def refuse_dispatch(self, error: BaseException) -> None:
+        """Takes part in the other ranks' dispatch in place of this rank's own, which cannot be
+        because of ``error``: the call is void on all ranks, and the others raise PeerRefused.
+
+        For a layer that checks its own input before it dispatches, as ``nn.MoE`` does. Nothing
+        happens if this object is closed.
+        """
+        if self._closed:
+            return
+        mode = self._low_latency if self.mode == "low_latency" else self._high_throughput
+        mode.refuse_dispatch(error)
+
     def close(self) -> None:
         """Releases the memory, on a GPU once it is idle. Not collective; harmless when repeated."""
         self._closed = True
@@ -486,11 +500,13 @@ class ExpertParallel:
             return partial(self._low_latency.refuse_combine, routing=source.dispatched.routing)
         return self._low_latency.refuse_combine
 
-    def _check_received(self, received: object) -> None:
-        if not isinstance(received, Received) or received.owner is not self:
-            raise UsageError("received comes from another ExpertParallel; combine where you sent")
+    def _check_received(self, received: object, name: str = "received") -> None:
+        if not isinstance(received, Received):
+            raise ArgumentError(name, worded(received), "the Received that dispatch returned")
+        if received.owner is not self:
+            raise UsageError(f"{name} comes from another ExpertParallel; combine where you sent")
         if not received.complete:
-            raise UsageError("received is not complete: call the hook of its dispatch first")
+            raise UsageError(f"{name} is not complete: call the hook of its dispatch first")
 
     def _dispatch_low_latency(
         self,
