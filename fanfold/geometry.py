@@ -26,6 +26,7 @@ __all__ = [
     "check_topk",
     "is_plain",
     "on_device",
+    "worded",
 ]
 
 Mode = Literal["low_latency", "high_throughput"]
@@ -40,44 +41,81 @@ MIN_HIDDEN = 16
 def check_tensor(
     name: str,
     tensor: object,
-    shape: tuple[int | None, ...],
+    shape: tuple[int | str, ...],
     dtypes: tuple[torch.dtype, ...],
     *,
     device: torch.device | None = None,
     contiguous: bool = True,
 ) -> torch.Tensor:
-    """``tensor`` if it has the given shape (None for any size), one of the dtypes, the device.
+    """``tensor`` if it has the given shape (a name for any size), one of the dtypes, the device.
 
     Raises:
         ArgumentError: naming ``name``, what it is and what it must be.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise ArgumentError(name, f"a {type(tensor).__name__}", "a torch.Tensor")
+        bound = f"a torch.Tensor of shape {_written(shape)} and dtype {_any_of(dtypes)}"
+        raise ArgumentError(name, worded(tensor), bound)
     if tensor.dtype not in dtypes:
-        allowed = " or ".join(str(dtype) for dtype in dtypes)
-        raise ArgumentError(f"{name}.dtype", tensor.dtype, allowed)
+        raise ArgumentError(f"{name}.dtype", tensor.dtype, _any_of(dtypes))
     if tensor.dim() != len(shape) or any(
-        size is not None and actual != size
+        isinstance(size, int) and actual != size
         for actual, size in zip(tensor.shape, shape, strict=True)
     ):
-        wanted = tuple("any" if size is None else size for size in shape)
-        raise ArgumentError(f"{name}.shape", tuple(tensor.shape), f"{wanted}")
+        raise ArgumentError(f"{name}.shape", tuple(tensor.shape), _written(shape))
     if device is not None and not on_device(tensor, device):
         raise ArgumentError(f"{name}.device", tensor.device, f"{device}, as the group's backend is")
+    if tensor.layout is not torch.strided:
+        raise ArgumentError(f"{name}.layout", tensor.layout, "torch.strided: call .to_dense()")
     if contiguous and not tensor.is_contiguous():
-        raise ArgumentError(f"{name}.stride()", tensor.stride(), "contiguous, row-major")
+        bound = "contiguous, with the last dimension innermost: call .contiguous()"
+        raise ArgumentError(f"{name}.stride()", tensor.stride(), bound)
     return tensor
 
 
-def check_activations(x: object, hidden: int) -> None:
-    """Raises ArgumentError unless ``x`` is ``[..., hidden]`` of a floating dtype."""
+def check_activations(
+    name: str, x: object, hidden: int, max_tokens: int, device: torch.device
+) -> None:
+    """Checks the input of a layer: ``[..., hidden]`` of a floating dtype, at most ``max_tokens``.
+
+    Raises:
+        ArgumentError: naming ``name``, what it is and what it must be.
+    """
     if not isinstance(x, torch.Tensor):
-        raise ArgumentError("x", f"a {type(x).__name__}", "a torch.Tensor")
+        bound = f"a torch.Tensor of shape (..., {hidden}) and a floating dtype"
+        raise ArgumentError(name, worded(x), bound)
     if not x.is_floating_point():
-        raise ArgumentError("x.dtype", x.dtype, "a floating dtype")
+        raise ArgumentError(f"{name}.dtype", x.dtype, "a floating dtype")
     if x.dim() == 0 or x.shape[-1] != hidden:
-        bound = f"(..., {hidden}), as the layer's hidden is"
-        raise ArgumentError("x.shape", tuple(x.shape), bound)
+        raise ArgumentError(f"{name}.shape", tuple(x.shape), f"(..., {hidden})")
+    if not on_device(x, device):
+        raise ArgumentError(f"{name}.device", x.device, f"{device}, as the layer's parameters are")
+    tokens = x.shape[:-1].numel()
+    if tokens > max_tokens:
+        bound = f"at most the max_tokens of the ExpertParallel, {max_tokens}"
+        raise ArgumentError(f"{name}.shape", f"{tuple(x.shape)}, {tokens} tokens", bound)
+
+
+def worded(value: object) -> str:
+    """What an argument is that should have been something else."""
+    if value is None:
+        return "None"
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if isinstance(value, (bool, int, float, str)):
+        return f"{value!r:.80} (type {type(value).__name__})"
+    name = type(value).__name__
+    article = "an" if name[0].lower() in "aeiou" else "a"
+    size = f" of {len(value)}" if isinstance(value, (tuple, list, dict)) else ""
+    return f"{article} {name}{size}"
+
+
+def _written(shape: tuple[int | str, ...]) -> str:
+    """``(tokens, 64)``."""
+    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+
+
+def _any_of(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(map(str, dtypes))
 
 
 def is_plain(
@@ -104,14 +142,14 @@ def on_device(tensor: torch.Tensor, device: torch.device) -> bool:
     return actual.type == device.type and device.index in (None, actual.index)
 
 
-def check_hidden(hidden: int, element_bytes: int) -> None:
+def check_hidden(hidden: int, element_bytes: int, name: str = "hidden") -> None:
     """Rows are moved 16 bytes at a time, so a row must be a multiple of that."""
     if not MIN_HIDDEN <= hidden <= MAX_HIDDEN:
-        raise ArgumentError("hidden", hidden, f"from {MIN_HIDDEN} to {MAX_HIDDEN}")
+        raise ArgumentError(name, hidden, f"from {MIN_HIDDEN} to {MAX_HIDDEN}")
     if hidden * element_bytes % 16:
         step = 16 // element_bytes
         raise ArgumentError(
-            "hidden", hidden, f"a multiple of {step}: a row must be a multiple of 16 bytes"
+            name, hidden, f"a multiple of {step}: a row must be a multiple of 16 bytes"
         )
 
 
@@ -187,7 +225,7 @@ class Geometry:
 def check_integer(name: str, value: object, low: int, high: int) -> None:
     """Raises ArgumentError unless ``value`` is an integer from ``low`` to ``high``."""
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ArgumentError(name, repr(value), f"an integer from {low} to {high}")
+        raise ArgumentError(name, worded(value), f"an integer from {low} to {high}")
     if not low <= value <= high:
         raise ArgumentError(name, value, f"from {low} to {high}")
 

@@ -13,7 +13,6 @@ collective, backward passes too (see :mod:`fanfold.functional`).
 
 from __future__ import annotations
 
-import hashlib
 import time
 import weakref
 from collections.abc import Callable
@@ -30,13 +29,16 @@ from fanfold.copying import not_copied
 from fanfold.errors import ArgumentError
 from fanfold.expert_parallel import ExpertParallel
 from fanfold.formats import dequantize
-from fanfold.geometry import Mode, check_activations
+from fanfold.geometry import Mode, check_activations, check_integer, worded
 from fanfold.layer_statistics import MoEStatistics
 from fanfold.received import Received
 from fanfold.refusal import Refusing
 from fanfold.representation import details, module_repr, show_fields
+from fanfold.seeding import seeded_normal
 
 __all__ = ["MoE", "MoEOptions", "MoEStatistics", "Router", "average_gradients", "seeded_normal"]
+
+_MOST_COLUMNS = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,9 @@ class MoEOptions:
         """
         if self.score not in ("softmax", "sigmoid"):
             raise ArgumentError("score", repr(self.score), "'softmax' or 'sigmoid'")
-        if not self.dtype.is_floating_point:
-            raise ArgumentError("dtype", self.dtype, "a floating-point dtype")
-        if self.shared_intermediate < 0:
-            raise ArgumentError("shared_intermediate", self.shared_intermediate, "0 or more")
+        if not getattr(self.dtype, "is_floating_point", False):
+            raise ArgumentError("dtype", worded(self.dtype), "a floating-point torch.dtype")
+        check_integer("shared_intermediate", self.shared_intermediate, 0, _MOST_COLUMNS)
 
 
 class Router(torch.nn.Module):
@@ -180,8 +181,7 @@ class MoE(torch.nn.Module):
         self.hidden, self.intermediate = hidden, intermediate
         self.num_experts, self.top_k, self.options = num_experts, top_k, options
         for name in ("hidden", "intermediate"):
-            if getattr(self, name) < 1:
-                raise ArgumentError(name, getattr(self, name), "1 or more")
+            check_integer(name, getattr(self, name), 1, _MOST_COLUMNS)
         self.expert_parallel = expert_parallel
         first = expert_parallel.rank * expert_parallel.experts_per_rank
         self.local_experts = range(first, first + expert_parallel.experts_per_rank)
@@ -234,8 +234,9 @@ class MoE(torch.nn.Module):
             ArgumentError: ``x`` has another last dimension or no floating dtype; void on all ranks.
             PeerRefused, PeerTimeout, UsageError: as ``ExpertParallel.dispatch``.
         """
-        with Refusing(self.expert_parallel.refuse_dispatch):
-            check_activations(x, self.hidden)
+        ep = self.expert_parallel
+        with Refusing(ep.refuse_dispatch):
+            check_activations("x", x, self.hidden, ep.max_tokens, self.w_in.device)
         tokens = x.reshape(-1, self.hidden)
         indices, weights, balance_loss = self.router(tokens)
         rows = tokens if self.latent_in is None else _apply(self.latent_in, tokens)
@@ -485,31 +486,6 @@ def _apply(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
     """``layer`` in the dtype of its weights."""
     out: torch.Tensor = layer(x.to(layer.weight.dtype))
     return out
-
-
-def seeded_normal(
-    shape: tuple[int, ...],
-    std: float,
-    seed: int,
-    name: str,
-    dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
-    """Normal values of mean 0 that depend on nothing but the arguments.
-
-    Args:
-        shape: of the result.
-        std: standard deviation.
-        seed: any integer.
-        name: what the values are for; another name gives other values.
-        dtype: of the result; drawn in float32.
-    """
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return (
-        torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-        .mul_(std)
-        .to(dtype)
-    )
 
 
 def average_gradients(module: torch.nn.Module, group: dist.ProcessGroup | None = None) -> None:

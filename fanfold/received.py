@@ -16,6 +16,7 @@ import torch
 from fanfold import high_throughput, low_latency
 from fanfold.copying import not_copied
 from fanfold.errors import ArgumentError, UsageError
+from fanfold.geometry import worded
 from fanfold.high_throughput.plan import CudaDispatched
 from fanfold.representation import show_fields
 
@@ -115,11 +116,7 @@ class Received:
         """
         rows = self.tokens if of is None else of
         leading = self.tokens.shape[:-1]
-        if not isinstance(rows, torch.Tensor):
-            raise ArgumentError("of", f"a {type(rows).__name__}", "a torch.Tensor")
-        if rows.shape[: len(leading)] != leading:
-            wanted = ", ".join(map(str, leading))
-            raise ArgumentError("of.shape", tuple(rows.shape), f"({wanted}, ...), as tokens has")
+        _check_leading("of", rows, leading)
         if not 0 <= index < self.tokens_per_expert.shape[0]:
             raise ArgumentError("index", index, f"from 0 to {self.tokens_per_expert.shape[0] - 1}")
         begin, count = self.source.place(index)
@@ -254,6 +251,15 @@ class HighThroughputSource:
     def tokens(self, received: Received) -> torch.Tensor:
         """Each row's source token."""
         return self.dispatched.row_source_token.to(received.tokens.device)
+
+
+def _check_leading(name: str, rows: object, leading: torch.Size) -> None:
+    """Raises ArgumentError unless ``rows`` is a tensor whose dimensions begin with ``leading``."""
+    shape = f"({', '.join(map(str, leading))}, ...)"
+    if not isinstance(rows, torch.Tensor):
+        raise ArgumentError(name, worded(rows), f"a torch.Tensor of shape {shape}")
+    if rows.shape[: len(leading)] != leading:
+        raise ArgumentError(f"{name}.shape", tuple(rows.shape), f"{shape}, as received.tokens")
 
 
 def _shape_of(rows: torch.Tensor) -> torch.Tensor:

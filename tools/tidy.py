@@ -47,6 +47,8 @@ PYTHON_FLOORS: tuple[tuple[str, ...], ...] = (
         "forkserver",
         "pickling",
         "refusal",
+        "renaming",
+        "seeding",
     ),
     ("symmetric", "symmetric_cuda", "launch", "jit"),
     ("quantizing",),

@@ -14,6 +14,7 @@ from fanfold.copying import not_copied
 from fanfold.deep_ep.events import EventHandle, EventOverlap
 from fanfold.deep_ep.high_throughput import HighThroughputCalls
 from fanfold.deep_ep.low_latency import LowLatencyCalls
+from fanfold.deep_ep.names import GEOMETRY
 from fanfold.deep_ep.runtime import Runtime, Sizes
 from fanfold.deep_ep.sizes import (
     Config,
@@ -24,7 +25,7 @@ from fanfold.deep_ep.sizes import (
     promised_top_k,
 )
 from fanfold.errors import ArgumentError, UsageError
-from fanfold.geometry import Geometry
+from fanfold.geometry import Geometry, worded
 from fanfold.group import agree, as_group, together
 from fanfold.representation import described
 from fanfold.symmetric import host_identity
@@ -196,10 +197,11 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
             num_experts: of all ranks.
         """
         check_count("num_ranks", num_ranks, 1)
+        sizes = (hidden, num_max_dispatch_tokens_per_rank)
+        with GEOMETRY:
+            Geometry(num_ranks, num_experts, 1, *sizes)  # before anything is made of wrong sizes
         top_k = promised_top_k(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
-        return hint_bytes(
-            Geometry(num_ranks, num_experts, top_k, hidden, num_max_dispatch_tokens_per_rank)
-        )
+        return hint_bytes(Geometry(num_ranks, num_experts, top_k, *sizes))
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
@@ -243,6 +245,9 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
             offset: elements to leave out at the beginning.
             use_rdma_buffer: the memory of low latency instead of that of high throughput.
         """
+        if not isinstance(dtype, torch.dtype):
+            raise ArgumentError("dtype", worded(dtype), "a torch.dtype")
+        check_count("offset", offset, 0)
         tensor = self._open().local_tensor(dtype, offset, use_rdma_buffer)
         if size is None:
             return tensor

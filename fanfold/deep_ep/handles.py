@@ -235,7 +235,10 @@ def read_handle(handle: object, rank: int, ranks: int) -> Routing:
             f"the tuple ({', '.join(_NAMES)}) that dispatch returned",
         )
     names = [f"handle[{place}] ({name})" for place, name in enumerate(_NAMES)]
-    shapes = ((ranks, ranks), (ranks, None), (ranks, None), (None,), (None, ranks), (None, ranks))
+    channels: tuple[int | str, ...] = (ranks, "channels")
+    tokens: tuple[int | str, ...] = ("tokens", ranks)
+    shapes: list[tuple[int | str, ...]]
+    shapes = [(ranks, ranks), channels, channels, ("rows",), tokens, tokens]
     for name, tensor, shape in zip(names, handle, shapes, strict=True):
         dtype = torch.bool if tensor is handle[4] else torch.int32
         check_tensor(name, tensor, shape, (dtype,), device=_CPU)

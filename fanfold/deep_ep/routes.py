@@ -8,7 +8,7 @@ import torch
 
 from fanfold.deep_ep.sizes import Config
 from fanfold.errors import ArgumentError
-from fanfold.geometry import check_tensor
+from fanfold.geometry import check_tensor, worded
 from fanfold.high_throughput import Rows, dispatch_layout
 from fanfold.representation import show_fields
 
@@ -68,7 +68,7 @@ def new_route(given: Given, ranks: int, tokens: int, device: torch.device, look:
     )
     check_tensor("num_tokens_per_rank", per_rank, (ranks,), (torch.int32,), device=device)
     check_tensor("is_token_in_rank", in_rank, (tokens, ranks), (torch.bool,), device=device)
-    check_tensor("num_tokens_per_expert", per_expert, (None,), (torch.int32,), device=device)
+    check_tensor("num_tokens_per_expert", per_expert, ("experts",), (torch.int32,), device=device)
     experts = per_expert.shape[0]
     if experts == 0 or experts % ranks:
         bound = f"above 0 and divisible by the {ranks} ranks"
@@ -89,7 +89,7 @@ def new_route(given: Given, ranks: int, tokens: int, device: torch.device, look:
             raise ArgumentError(missing, None, "given together with the other of the two")
         lanes = torch.where(in_rank, torch.arange(ranks, device=device, dtype=torch.int64), -1)
         return Route(lanes, None, ranks, per_rank, per_expert)
-    check_tensor("topk_idx", topk_idx, (tokens, None), (torch.int64,), device=device)
+    check_tensor("topk_idx", topk_idx, (tokens, "top_k"), (torch.int64,), device=device)
     if look:
         layout = dispatch_layout(topk_idx, experts, ranks)
         source = "by what topk_idx says"
@@ -123,7 +123,8 @@ def tokens_of(x: object) -> int:
     """
     values = x[0] if isinstance(x, tuple) and len(x) == 2 else x
     if not isinstance(values, torch.Tensor):
-        raise ArgumentError("x", f"a {type(values).__name__}", "a torch.Tensor or a pair of them")
+        bound = "a torch.Tensor of shape (tokens, hidden), or a pair of them (values, scales)"
+        raise ArgumentError("x", worded(values), bound)
     return values.shape[0] if values.dim() else 0
 
 
@@ -131,7 +132,7 @@ def channels_of(config: object, default: Config) -> int:
     """The number of channels of a call."""
     chosen = default if config is None else config
     if not isinstance(chosen, Config):
-        raise ArgumentError("config", f"a {type(chosen).__name__}", "a deep_ep.Config or None")
+        raise ArgumentError("config", worded(chosen), "a deep_ep.Config or None")
     if chosen.num_sms < 2 or chosen.num_sms % 2:
         raise ArgumentError("config.num_sms", chosen.num_sms, "even and above 0: a channel has two")
     return chosen.num_channels

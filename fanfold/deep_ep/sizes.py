@@ -8,7 +8,7 @@ from functools import lru_cache
 from fanfold import _core
 from fanfold.config import Config as Settings
 from fanfold.errors import ArgumentError
-from fanfold.geometry import MAX_TOP_K, Geometry
+from fanfold.geometry import MAX_TOP_K, Geometry, worded
 from fanfold.high_throughput.cuda import CudaHighThroughput
 from fanfold.low_latency import HostLowLatency, cuda_required_bytes
 from fanfold.representation import show_fields
@@ -149,8 +149,10 @@ def combine_config(num_sms: int, num_ranks: int) -> Config:
 
 def check_count(name: str, value: object, low: int) -> None:
     """Raises ArgumentError unless ``value`` is an integer from ``low``."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise ArgumentError(name, repr(value), f"an integer from {low}")
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ArgumentError(name, worded(value), f"an integer from {low}")
+    if value < low:
+        raise ArgumentError(name, value, f"an integer from {low}")
 
 
 def align(nbytes: int, to: int = 128) -> int:

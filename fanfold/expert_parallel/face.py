@@ -32,12 +32,12 @@ import torch
 from fanfold import low_latency
 from fanfold.config import Config
 from fanfold.copying import not_copied
-from fanfold.errors import UsageError
+from fanfold.errors import ArgumentError, UsageError
 from fanfold.expert_parallel.high_throughput import HighThroughputCalls, refuse_given
 from fanfold.expert_parallel.options import check_options, checked_config
 from fanfold.forks import Owner
 from fanfold.formats import RowFormat, RowFormatName, ScaleFormatName
-from fanfold.geometry import Geometry, Mode
+from fanfold.geometry import Geometry, Mode, worded
 from fanfold.group import Group, agree, as_group, together
 from fanfold.low_latency import Hook
 from fanfold.placement import Placement, place
@@ -431,20 +431,16 @@ class ExpertParallel:
         self._high_throughput.use_sms(sms)
 
     def refuse_dispatch(self, error: BaseException) -> None:
-        """Takes the place of :meth:`dispatch` on a rank that has found its own input bad, a layer
-        above this one for example. Collective with the others' dispatch.
+        """Takes part in the other ranks' dispatch in place of this rank's own, which cannot be
+        because of ``error``: for a layer that checks its own input before it dispatches.
 
         The call is void on all ranks: the others raise PeerRefused with the text of ``error``, and
-        the next call works. This rank raises nothing: the caller raises ``error``.
-
-        Args:
-            error: why.
+        the next call works. Raise ``error`` afterwards. Nothing happens if this object is closed.
         """
-        self._check_open()
-        if self.mode == "low_latency":
-            self._low_latency.refuse_dispatch(error)
-        else:
-            self._high_throughput.refuse_dispatch(error)
+        if self._closed:
+            return
+        mode = self._low_latency if self.mode == "low_latency" else self._high_throughput
+        mode.refuse_dispatch(error)
 
     def reset(self) -> None:
         """Gives up the low-latency calls whose hooks are not called yet, because they are lost for
@@ -524,11 +520,13 @@ class ExpertParallel:
             return partial(self._low_latency.refuse_combine, routing=source.dispatched.routing)
         return self._low_latency.refuse_combine
 
-    def _check_received(self, received: object) -> None:
-        if not isinstance(received, Received) or received.owner is not self:
-            raise UsageError("received comes from another ExpertParallel; combine where you sent")
+    def _check_received(self, received: object, name: str = "received") -> None:
+        if not isinstance(received, Received):
+            raise ArgumentError(name, worded(received), "the Received that dispatch returned")
+        if received.owner is not self:
+            raise UsageError(f"{name} comes from another ExpertParallel; combine where you sent")
         if not received.complete:
-            raise UsageError("received is not complete: call the hook of its dispatch first")
+            raise UsageError(f"{name} is not complete: call the hook of its dispatch first")
 
     def _dispatch_low_latency(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fanfold.config import Config
 from fanfold.errors import ArgumentError
 from fanfold.formats import RowFormat, ScaleFormat
-from fanfold.geometry import check_hidden, check_integer
+from fanfold.geometry import check_hidden, check_integer, worded
 from fanfold.high_throughput.calls import MOST_ALIGNMENT, MOST_ROWS
 
 __all__ = ["check_options", "checked_config"]
@@ -21,7 +21,7 @@ def checked_config(config: object) -> Config:
     if config is None:
         return Config.resolve()
     if not isinstance(config, Config):
-        raise ArgumentError("config", repr(config), "a fanfold.Config, or None")
+        raise ArgumentError("config", worded(config), "a fanfold.Config or None")
     return config
 
 

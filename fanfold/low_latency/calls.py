@@ -391,7 +391,7 @@ def check_tokens(
 
     On a GPU the entries of ``topk_idx`` are left to the kernels, as reading them would wait.
     """
-    check_tensor("x", x, (None, geometry.hidden), (torch.bfloat16,), device=device)
+    check_tensor("x", x, ("tokens", geometry.hidden), (torch.bfloat16,), device=device)
     tokens = x.shape[0]
     if tokens > geometry.max_tokens:
         raise ArgumentError("x.shape[0]", tokens, f"at most max_tokens = {geometry.max_tokens}")
@@ -411,7 +411,8 @@ def check_outputs(
     shape = (geometry.experts_per_rank, geometry.expert_capacity, geometry.hidden)
     check_tensor("y", y, shape, (torch.bfloat16,), device=device, contiguous=False)
     if y.stride(2) != 1:
-        raise ArgumentError("y.stride()", y.stride(), "contiguous in the last dimension")
+        bound = "contiguous in the last dimension: call .contiguous()"
+        raise ArgumentError("y.stride()", y.stride(), bound)
     check_tensor("ranges", ranges, (shape[0], geometry.ranks), (torch.int64,), device=device)
 
 
@@ -422,7 +423,7 @@ def check_own(
     device: torch.device,
 ) -> int:
     """The number of own tokens of a combine, after the checks of what describes them."""
-    check_tensor("topk_idx", topk_idx, (None, geometry.top_k), (torch.int64,), device=device)
+    check_tensor("topk_idx", topk_idx, ("tokens", geometry.top_k), (torch.int64,), device=device)
     tokens = topk_idx.shape[0]
     if tokens > geometry.max_tokens:
         raise ArgumentError(

@@ -216,7 +216,7 @@ def _low_latency_disagreement(
     [
         ({"num_max_dispatch_tokens_per_rank": 7}, "num_max_dispatch_tokens_per_rank", "6 7"),
         ({"num_experts": 12}, "num_experts", "8 12"),
-        ({"hidden": 512}, "hidden", "256 512"),
+        ({"hidden": 512}, "x.shape[1]", "256 512"),
         ({"use_fp8": False}, "encoding of rows", "0 1"),
     ],
 )
@@ -293,7 +293,7 @@ HIGH = high_throughput.CASE
 NEW_DISPATCHES: dict[str, tuple[Spoil, str]] = {
     "strided": (_change("x", lambda x: x.T.contiguous().T), "x.stride()"),
     "flat": (_change("x", torch.Tensor.flatten), "is_token_in_rank.shape"),
-    "odd row": (_change("x", lambda x: x[:, :252].contiguous()), "hidden"),
+    "odd row": (_change("x", lambda x: x[:, :252].contiguous()), "x.shape[1]"),
     "no tensor": (_set(x=[1.0]), "x"),
     "meta": (_change("x", lambda x: x.to("meta")), "x.device"),
     "scales of wide values": (_change("x", lambda x: (x, x[:, :2].float())), "x[0].dtype"),

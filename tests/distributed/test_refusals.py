@@ -368,7 +368,7 @@ def _construct(group: dist.ProcessGroup, changes: list[dict[str, object]]) -> Ex
         ({"dispatch_dtype": "int4"}, "dispatch_dtype", "'int4'"),
         ({"scale_format": "none"}, "scale_format", "'none'"),
         ({"expert_alignment": 0}, "expert_alignment", "0"),
-        ({"expert_alignment": True}, "expert_alignment", "True"),
+        ({"expert_alignment": True}, "expert_alignment", "True (type bool)"),
         ({"expert_alignment": 1 << 21}, "expert_alignment", str(1 << 21)),
     ],
 )
