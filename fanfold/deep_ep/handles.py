@@ -26,7 +26,7 @@ from fanfold.errors import ArgumentError
 from fanfold.geometry import check_tensor
 from fanfold.high_throughput import Plan
 from fanfold.high_throughput.plan import CudaPlan
-from fanfold.representation import described, show_fields
+from fanfold.representation import described, show_fields, worded
 
 __all__ = [
     "GpuHandle",
@@ -226,16 +226,15 @@ def read_handle(handle: object, rank: int, ranks: int) -> Routing:
         ArgumentError: it is no handle, or one of another group.
     """
     if not isinstance(handle, tuple | list) or len(handle) != len(_NAMES):
-        size = f" of {len(handle)}" if isinstance(handle, tuple | list) else ""
         raise ArgumentError(
             "handle",
-            f"a {type(handle).__name__}{size}",
+            worded(handle),
             f"the tuple ({', '.join(_NAMES)}) that dispatch returned",
         )
     names = [f"handle[{place}] ({name})" for place, name in enumerate(_NAMES)]
     channels, tokens = (ranks, "channels"), ("tokens", ranks)
-    shapes: tuple[tuple[int | str, ...], ...]
-    shapes = ((ranks, ranks), channels, channels, ("rows",), tokens, tokens)
+    shapes: list[tuple[int | str, ...]]
+    shapes = [(ranks, ranks), channels, channels, ("rows",), tokens, tokens]
     for name, tensor, shape in zip(names, handle, shapes, strict=True):
         dtype = torch.bool if tensor is handle[4] else torch.int32
         check_tensor(name, tensor, shape, (dtype,), device=_CPU)

@@ -36,13 +36,13 @@ from fanfold.errors import ArgumentError, UsageError
 from fanfold.expert_parallel.high_throughput import HighThroughputCalls, refuse_given
 from fanfold.expert_parallel.options import check_options
 from fanfold.formats import RowFormat, RowFormatName, ScaleFormatName
-from fanfold.geometry import Geometry, Mode, worded
+from fanfold.geometry import Geometry, Mode
 from fanfold.group import Group, agree, as_group
 from fanfold.low_latency import Hook
 from fanfold.placement import Placement, place
 from fanfold.received import LowLatencySource, Received
 from fanfold.refusal import Refusing
-from fanfold.representation import described
+from fanfold.representation import described, worded
 from fanfold.symmetric import SymmetricMemory
 from fanfold.symmetric_cuda import CudaSymmetricMemory
 

@@ -288,7 +288,7 @@ HIGH = high_throughput.CASE
 # What is spoilt on one rank, and what the message must name.
 NEW_DISPATCHES: dict[str, tuple[Spoil, str]] = {
     "strided": (_change("x", lambda x: x.T.contiguous().T), "x.stride()"),
-    "flat": (_change("x", torch.Tensor.flatten), "is_token_in_rank.shape"),
+    "flat": (_change("x", torch.Tensor.flatten), "x.shape"),
     "odd row": (_change("x", lambda x: x[:, :252].contiguous()), "x.shape[1]"),
     "no tensor": (_set(x=[1.0]), "x"),
     "meta": (_change("x", lambda x: x.to("meta")), "x.device"),
