@@ -25,9 +25,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
+import torch.distributed as dist
 
 from fanfold import low_latency
 from fanfold.config import Config
@@ -80,6 +81,8 @@ class ExpertParallel:
             CPU, where high throughput takes tensors of any device.
         memory: the ranks' symmetric memory.
 
+    It cannot be copied or pickled (CopyError). ``repr`` waits for nothing, closed or not.
+
     Raises:
         ArgumentError: a size out of bounds, or ranks that disagree about one (naming both values);
             on all ranks alike.
@@ -91,7 +94,7 @@ class ExpertParallel:
 
     def __init__(
         self,
-        group: Any = None,
+        group: dist.ProcessGroup | Group | None = None,
         *,
         num_experts: int,
         top_k: int,
