@@ -108,6 +108,7 @@ LOW_LATENCY_DISPATCHES: dict[str, tuple[Spoil, str]] = {
 LOW_LATENCY_COMBINES: dict[str, tuple[Spoil, str]] = {
     "float32": (_change("x", torch.Tensor.float), "x.dtype"),
     "shape": (_change("x", lambda x: x[:, :-1].contiguous()), "x.shape"),
+    "strided": (_change("x", lambda x: x.mT.contiguous().mT), "x.stride()"),
     "no tensor": (_set(x=None), "x"),
     "no weights": (_set(topk_weights=None), "topk_weights"),
     "double weights": (_change("topk_weights", torch.Tensor.double), "topk_weights.dtype"),
