@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from fanfold.errors import ArgumentError
-from fanfold.representation import show_fields
+from fanfold.representation import show_fields, worded
 
 __all__ = [
     "MAX_EXPERTS",
@@ -26,7 +26,6 @@ __all__ = [
     "check_topk",
     "is_plain",
     "on_device",
-    "worded",
 ]
 
 Mode = Literal["low_latency", "high_throughput"]
@@ -93,20 +92,6 @@ def check_activations(
     if tokens > max_tokens:
         bound = f"at most the max_tokens of the ExpertParallel, {max_tokens}"
         raise ArgumentError(f"{name}.shape", f"{tuple(x.shape)}, {tokens} tokens", bound)
-
-
-def worded(value: object) -> str:
-    """What an argument is that should have been something else."""
-    if value is None:
-        return "None"
-    if isinstance(value, torch.dtype):
-        return str(value)
-    if isinstance(value, (bool, int, float, str)):
-        return f"{value!r:.80} (type {type(value).__name__})"
-    name = type(value).__name__
-    article = "an" if name[0].lower() in "aeiou" else "a"
-    size = f" of {len(value)}" if isinstance(value, (tuple, list, dict)) else ""
-    return f"{article} {name}{size}"
 
 
 def _written(shape: tuple[int | str, ...]) -> str:

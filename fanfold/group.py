@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 
 from fanfold.errors import ArgumentError, FanfoldError
+from fanfold.representation import worded
 
 __all__ = ["Group", "agree", "as_group", "process_group", "together"]
 
@@ -95,9 +96,7 @@ def as_group(group: Any = None, comm: Any = None) -> Group:
         return _TorchGroup(group)
     if all(hasattr(group, name) for name in ("rank", "size", "all_gather")):
         return group  # type: ignore[no-any-return]
-    raise ArgumentError(
-        "group", f"a {type(group).__name__}", "a torch.distributed.ProcessGroup, or None"
-    )
+    raise ArgumentError("group", worded(group), "a torch.distributed.ProcessGroup, or None")
 
 
 def agree(group: Group, facts: dict[str, object], error: Exception | None = None) -> None:

@@ -29,11 +29,11 @@ from fanfold.copying import not_copied
 from fanfold.errors import ArgumentError
 from fanfold.expert_parallel import ExpertParallel
 from fanfold.formats import dequantize
-from fanfold.geometry import Mode, check_activations, check_integer, worded
+from fanfold.geometry import Mode, check_activations, check_integer
 from fanfold.layer_statistics import MoEStatistics
 from fanfold.received import Received
 from fanfold.refusal import Refusing
-from fanfold.representation import details, module_repr, show_fields
+from fanfold.representation import details, module_repr, show_fields, worded
 from fanfold.seeding import seeded_normal
 
 __all__ = ["MoE", "MoEOptions", "MoEStatistics", "Router", "average_gradients", "seeded_normal"]

@@ -16,9 +16,8 @@ import torch
 from fanfold import high_throughput, low_latency
 from fanfold.copying import not_copied
 from fanfold.errors import ArgumentError, UsageError
-from fanfold.geometry import worded
 from fanfold.high_throughput.plan import CudaDispatched
-from fanfold.representation import show_fields
+from fanfold.representation import show_fields, worded
 
 __all__ = ["HighThroughputSource", "LowLatencySource", "Received"]
 

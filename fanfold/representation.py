@@ -11,7 +11,7 @@ import operator
 import sys
 from typing import Any
 
-__all__ = ["described", "details", "module_repr", "show", "show_fields"]
+__all__ = ["described", "details", "module_repr", "show", "show_fields", "worded"]
 
 _MOST_PARTS = 8
 _MOST_CHARACTERS = 200
@@ -87,3 +87,18 @@ def module_repr(module: Any) -> str:
         return str(sys.modules["torch"].nn.Module.__repr__(module))
     except Exception:
         return f"{type(module).__name__}(incomplete)"
+
+
+def worded(value: object) -> str:
+    """What an argument is that should have been something else."""
+    if value is None:
+        return "None"
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.dtype):
+        return str(value)
+    if isinstance(value, (bool, int, float, str)):
+        return f"{value!r:.80} (type {type(value).__name__})"
+    name = type(value).__name__
+    article = "an" if name[0].lower() in "aeiou" else "a"
+    size = f" of {len(value)}" if isinstance(value, (tuple, list, dict)) else ""
+    return f"{article} {name}{size}"

@@ -25,9 +25,9 @@ from fanfold.deep_ep.sizes import (
     promised_top_k,
 )
 from fanfold.errors import ArgumentError, UsageError
-from fanfold.geometry import Geometry, worded
+from fanfold.geometry import Geometry
 from fanfold.group import agree, as_group, together
-from fanfold.representation import described
+from fanfold.representation import described, worded
 from fanfold.symmetric import host_identity
 
 __all__ = ["Buffer", "get_logical_domain_size", "get_physical_domain_size"]
@@ -251,7 +251,11 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
         tensor = self._open().local_tensor(dtype, offset, use_rdma_buffer)
         if size is None:
             return tensor
-        wanted = torch.Size(size)
+        try:
+            wanted = torch.Size(size)
+        except TypeError:
+            bound = "a torch.Size, or None for all there is"
+            raise ArgumentError("size", worded(size), bound) from None
         if wanted.numel() > tensor.numel():
             bound = f"at most the {tensor.numel()} elements there are"
             raise ArgumentError("size", f"{tuple(wanted)}, {wanted.numel()} elements", bound)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fanfold.errors import ArgumentError, UsageError
-from fanfold.representation import described
+from fanfold.representation import described, worded
 
 __all__ = ["EventHandle", "EventOverlap", "check_ordering"]
 
@@ -64,7 +64,7 @@ class EventOverlap:
         extra_tensors: tuple[torch.Tensor | None, ...] | None = None,
     ) -> None:
         if event is not None and not isinstance(event, EventHandle):
-            raise ArgumentError("event", f"a {type(event).__name__}", "an EventHandle or None")
+            raise ArgumentError("event", worded(event), "an EventHandle or None")
         self.event = event
         self.extra_tensors = extra_tensors
         self.hook_after_wait: Callable[[], Any] | None = None
@@ -143,9 +143,7 @@ def check_ordering(
             a previous event and ``async_finish``.
     """
     if previous_event is not None and not isinstance(previous_event, EventOverlap | EventHandle):
-        raise ArgumentError(
-            "previous_event", f"a {type(previous_event).__name__}", "an EventOverlap or None"
-        )
+        raise ArgumentError("previous_event", worded(previous_event), "an EventOverlap or None")
     event = previous_event.event if isinstance(previous_event, EventOverlap) else previous_event
     if allocate_on_comm_stream and (event is None or not async_finish):
         raise ArgumentError(

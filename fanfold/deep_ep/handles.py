@@ -26,7 +26,7 @@ from fanfold.errors import ArgumentError
 from fanfold.geometry import check_tensor
 from fanfold.high_throughput import Plan
 from fanfold.high_throughput.plan import CudaPlan
-from fanfold.representation import described, show_fields
+from fanfold.representation import described, show_fields, worded
 
 __all__ = [
     "GpuHandle",
@@ -228,15 +228,13 @@ def read_handle(handle: object, rank: int, ranks: int) -> Routing:
         ArgumentError: it is no handle, or one of another group.
     """
     if not isinstance(handle, tuple | list) or len(handle) != len(_NAMES):
-        size = f" of {len(handle)}" if isinstance(handle, tuple | list) else ""
         raise ArgumentError(
             "handle",
-            f"a {type(handle).__name__}{size}",
+            worded(handle),
             f"the tuple ({', '.join(_NAMES)}) that dispatch returned",
         )
     names = [f"handle[{place}] ({name})" for place, name in enumerate(_NAMES)]
-    channels: tuple[int | str, ...] = (ranks, "channels")
-    tokens: tuple[int | str, ...] = ("tokens", ranks)
+    channels, tokens = (ranks, "channels"), ("tokens", ranks)
     shapes: list[tuple[int | str, ...]]
     shapes = [(ranks, ranks), channels, channels, ("rows",), tokens, tokens]
     for name, tensor, shape in zip(names, handle, shapes, strict=True):

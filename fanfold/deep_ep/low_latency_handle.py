@@ -8,9 +8,9 @@ import torch
 
 from fanfold.deep_ep.sizes import check_count
 from fanfold.errors import ArgumentError
-from fanfold.geometry import Geometry, check_tensor, worded
+from fanfold.geometry import Geometry, check_tensor
 from fanfold.low_latency import LateRouting
-from fanfold.representation import show_fields
+from fanfold.representation import show_fields, worded
 
 __all__ = ["LowLatencyHandle", "ReadHandle", "routing_of"]
 

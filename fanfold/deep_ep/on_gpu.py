@@ -23,6 +23,7 @@ from fanfold.errors import ArgumentError, FanfoldError, UsageError
 from fanfold.high_throughput.cuda import CudaHighThroughput
 from fanfold.high_throughput.plan import CudaDispatched, CudaPlan
 from fanfold.refusal import Refusing
+from fanfold.representation import worded
 from fanfold.staging import Staging, named_tensors
 
 __all__ = ["OnGpu"]
@@ -61,10 +62,9 @@ class OnGpu(Way[GpuHandle]):
     def known(self, handle: object, channels: int) -> GpuHandle:
         """See :meth:`Way.known`."""
         if not isinstance(handle, GpuHandle):
-            size = f" of {len(handle)}" if isinstance(handle, tuple | list) else ""
             raise ArgumentError(
                 "handle",
-                f"a {type(handle).__name__}{size}",
+                worded(handle),
                 "the very object that dispatch returned: GPUs work by the plan that it carries, "
                 "which a tuple of its tensors lacks",
             )

@@ -8,9 +8,9 @@ import torch
 
 from fanfold.deep_ep.sizes import Config
 from fanfold.errors import ArgumentError
-from fanfold.geometry import check_tensor, worded
+from fanfold.geometry import check_tensor
 from fanfold.high_throughput import Rows, dispatch_layout
-from fanfold.representation import show_fields
+from fanfold.representation import show_fields, worded
 
 __all__ = [
     "Bias",
@@ -125,7 +125,10 @@ def tokens_of(x: object) -> int:
     if not isinstance(values, torch.Tensor):
         bound = "a torch.Tensor of shape (tokens, hidden), or a pair of them (values, scales)"
         raise ArgumentError("x", worded(values), bound)
-    return values.shape[0] if values.dim() else 0
+    if values.dim() != 2:
+        name = "x" if values is x else "x[0]"
+        raise ArgumentError(f"{name}.shape", tuple(values.shape), "(tokens, hidden)")
+    return values.shape[0]
 
 
 def channels_of(config: object, default: Config) -> int:

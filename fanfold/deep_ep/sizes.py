@@ -8,10 +8,10 @@ from functools import lru_cache
 from fanfold import _core
 from fanfold.config import Config as Settings
 from fanfold.errors import ArgumentError
-from fanfold.geometry import MAX_TOP_K, Geometry, worded
+from fanfold.geometry import MAX_TOP_K, Geometry
 from fanfold.high_throughput.cuda import CudaHighThroughput
 from fanfold.low_latency import HostLowLatency, cuda_required_bytes
-from fanfold.representation import show_fields
+from fanfold.representation import show_fields, worded
 
 __all__ = [
     "Config",

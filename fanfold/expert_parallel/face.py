@@ -25,9 +25,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
+import torch.distributed as dist
 
 from fanfold import low_latency
 from fanfold.config import Config
@@ -37,13 +38,13 @@ from fanfold.expert_parallel.high_throughput import HighThroughputCalls, refuse_
 from fanfold.expert_parallel.options import check_options, checked_config
 from fanfold.forks import Owner
 from fanfold.formats import RowFormat, RowFormatName, ScaleFormatName
-from fanfold.geometry import Geometry, Mode, worded
+from fanfold.geometry import Geometry, Mode
 from fanfold.group import Group, agree, as_group, together
 from fanfold.low_latency import Hook
 from fanfold.placement import Placement, place
 from fanfold.received import LowLatencySource, Received
 from fanfold.refusal import Refusing
-from fanfold.representation import described
+from fanfold.representation import described, worded
 from fanfold.symmetric import SymmetricMemory
 from fanfold.symmetric_cuda import CudaSymmetricMemory
 
@@ -81,6 +82,8 @@ class ExpertParallel:
             CPU, where high throughput takes tensors of any device.
         memory: the ranks' symmetric memory.
 
+    It cannot be copied or pickled (CopyError). ``repr`` waits for nothing, closed or not.
+
     Raises:
         ArgumentError: a size out of bounds, or ranks that disagree about one (naming both values);
             on all ranks alike.
@@ -92,7 +95,7 @@ class ExpertParallel:
 
     def __init__(
         self,
-        group: Any = None,
+        group: dist.ProcessGroup | Group | None = None,
         *,
         num_experts: int,
         top_k: int,

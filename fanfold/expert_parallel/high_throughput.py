@@ -11,7 +11,7 @@ import torch
 from fanfold.config import Config
 from fanfold.errors import ArgumentError
 from fanfold.formats import RowFormat, ScaleFormat, quantize
-from fanfold.geometry import Geometry, check_integer, check_tensor, worded
+from fanfold.geometry import Geometry, check_integer, check_tensor
 from fanfold.group import Group
 from fanfold.high_throughput import HighThroughput, Rows
 from fanfold.high_throughput.cuda import LEAST_CAPABILITY, MOST_SMS, CudaHighThroughput
@@ -20,6 +20,7 @@ from fanfold.placement import Placement, place
 from fanfold.received import HighThroughputSource, Received
 from fanfold.refusal import Refusing
 from fanfold.renaming import Renaming
+from fanfold.representation import worded
 from fanfold.staging import Staging, named_tensors
 from fanfold.symmetric import SymmetricMemory
 from fanfold.symmetric_cuda import CudaSymmetricMemory

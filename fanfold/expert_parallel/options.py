@@ -5,8 +5,9 @@ from __future__ import annotations
 from fanfold.config import Config
 from fanfold.errors import ArgumentError
 from fanfold.formats import RowFormat, ScaleFormat
-from fanfold.geometry import check_hidden, check_integer, worded
+from fanfold.geometry import check_hidden, check_integer
 from fanfold.high_throughput.calls import MOST_ALIGNMENT, MOST_ROWS
+from fanfold.representation import worded
 
 __all__ = ["check_options", "checked_config"]
 

@@ -16,8 +16,8 @@ from fanfold.geometry import (
     check_integer,
     check_tensor,
     check_topk,
-    worded,
 )
+from fanfold.representation import worded
 
 __all__ = [
     "MOST_ALIGNMENT",
@@ -165,7 +165,7 @@ def check_lanes(
         top_k: K.
         device: where they must be.
     """
-    count = "rows" if rows is None else rows
+    count = allowed[0] if rows is None and len(allowed) == 1 else "rows" if rows is None else rows
     shape = (count,) if layout == "expert_major" else (count, top_k)
     check_tensor("lane_weights", lane_weights, shape, (torch.float32,), device=device)
     _check_row_count("lane_weights", lane_weights, allowed)

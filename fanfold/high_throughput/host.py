@@ -26,7 +26,7 @@ from fanfold.high_throughput.calls import (
 from fanfold.lending import lend, lend_if_given
 from fanfold.pool import OutputPool
 from fanfold.refusal import Refusing, tell
-from fanfold.representation import show_fields
+from fanfold.representation import show_fields, worded
 from fanfold.symmetric import SymmetricMemory
 
 __all__ = ["Dispatched", "HighThroughput", "Plan"]
@@ -334,7 +334,7 @@ class HighThroughput:
 
     def _check_plan(self, plan: Plan) -> None:
         if not isinstance(plan, Plan):
-            raise ArgumentError("plan", f"a {type(plan).__name__}", "the plan of a dispatch")
+            raise ArgumentError("plan", worded(plan), "the plan of a dispatch")
         if plan.ranks != self._ranks:
             raise ArgumentError("plan.ranks", plan.ranks, f"{self._ranks}, as in this group")
 

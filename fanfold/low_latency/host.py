@@ -26,6 +26,7 @@ from fanfold.low_latency.calls import (
 from fanfold.low_latency.sizes import core_geometry
 from fanfold.pool import OutputPool
 from fanfold.refusal import Refusing, tell
+from fanfold.representation import worded
 from fanfold.symmetric import SymmetricMemory
 
 __all__ = ["HostLowLatency"]
@@ -252,7 +253,7 @@ def _check_own_routing(
 ) -> torch.Tensor:
     """``topk_idx``, if the host backend's combine was given it and a routing to work from."""
     if not isinstance(routing, Routing | LateRouting if late else Routing):
-        raise ArgumentError("routing", f"a {type(routing).__name__}", "what dispatch brought")
+        raise ArgumentError("routing", worded(routing), "what dispatch brought")
     if topk_idx is None:
         raise ArgumentError("topk_idx", None, "what was dispatched")
     return topk_idx

@@ -112,6 +112,7 @@ LOW_LATENCY_DISPATCHES: dict[str, tuple[Spoil, str]] = {
 LOW_LATENCY_COMBINES: dict[str, tuple[Spoil, str]] = {
     "float32": (_change("x", torch.Tensor.float), "x.dtype"),
     "shape": (_change("x", lambda x: x[:, :-1].contiguous()), "x.shape"),
+    "strided": (_change("x", lambda x: x.mT.contiguous().mT), "x.stride()"),
     "no tensor": (_set(x=None), "x"),
     "no weights": (_set(topk_weights=None), "topk_weights"),
     "double weights": (_change("topk_weights", torch.Tensor.double), "topk_weights.dtype"),
@@ -292,7 +293,7 @@ HIGH = high_throughput.CASE
 # What is spoilt on one rank, and what the message must name.
 NEW_DISPATCHES: dict[str, tuple[Spoil, str]] = {
     "strided": (_change("x", lambda x: x.T.contiguous().T), "x.stride()"),
-    "flat": (_change("x", torch.Tensor.flatten), "is_token_in_rank.shape"),
+    "flat": (_change("x", torch.Tensor.flatten), "x.shape"),
     "odd row": (_change("x", lambda x: x[:, :252].contiguous()), "x.shape[1]"),
     "no tensor": (_set(x=[1.0]), "x"),
     "meta": (_change("x", lambda x: x.to("meta")), "x.device"),

@@ -187,6 +187,8 @@ def _wrong_dispatches() -> list[tuple[str, Any]]:
         ("topk_weights.shape", (x, idx, weights[:4])),
         ("topk_weights.dtype", (x, idx, weights.double())),
         ("x.device is meta", (x.to("meta"), idx, weights)),
+        ("x.layout is torch.sparse_coo", (x.to_sparse(), idx, weights)),
+        ("topk_idx.layout", (x, idx.to_sparse(), weights)),
     ]
 
 

@@ -80,6 +80,7 @@ WRONG = [
     ("arg-type", 'fanfold.Config.resolve(timeout_s="5")'),
     ("call-arg", "fanfold.Config.resolve(time_out=5.0)"),
     ("arg-type", 'fanfold.ExpertParallel(None, mode="lowlatency", **sizes)'),
+    ("arg-type", "fanfold.ExpertParallel(3, **sizes)"),
     ("arg-type", 'fanfold.ExpertParallel(None, dispatch_dtype="int8", **sizes)'),
     ("arg-type", 'fanfold.ExpertParallel(None, scale_format="e8m0", **sizes)'),
     ("arg-type", 'fanfold.nn.MoEOptions(score="relu")'),
