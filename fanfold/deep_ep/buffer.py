@@ -218,27 +218,25 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
         offset: int = 0,
         use_rdma_buffer: bool = False,
     ) -> torch.Tensor:
-        """This rank's memory of one mode, which may serve as scratch while no call is in flight.
+        """Scratch memory of this rank, as large as the memory of one mode.
 
-        Peers write to it during their calls: after such use, ``clean_low_latency_buffer`` makes
-        sure that every rank is done, and on a GPU writes what the calls must find there. High
-        throughput on GPUs has memory of its own besides, so that part is the caller's alone there.
-        The tensor must not be touched after ``destroy``.
+        It is the caller's alone: no rank and no kernel looks at it, so whatever is written there at
+        any time changes no call. It is allocated when first asked for, as far as asked for. Every
+        call returns the same memory, except that on a GPU a call that reaches further than those
+        before it moves the content (docs/deep_ep.md). Its content is arbitrary at first.
 
         Args:
             dtype: of the tensor.
             size: its shape; flat and all there is from ``offset`` on, if not given.
             offset: elements to leave out at the beginning.
-            use_rdma_buffer: the memory of low latency instead of that of high throughput.
+            use_rdma_buffer: as large as ``num_rdma_bytes`` and where low latency runs, instead of
+                ``num_nvl_bytes`` and where high throughput runs.
+
+        Raises:
+            ArgumentError: more is asked for than there is.
+            UsageError: destroyed, or a CUDA graph is being captured and memory must be allocated.
         """
-        tensor = self._open().local_tensor(dtype, offset, use_rdma_buffer)
-        if size is None:
-            return tensor
-        wanted = torch.Size(size)
-        if wanted.numel() > tensor.numel():
-            bound = f"at most the {tensor.numel()} elements there are"
-            raise ArgumentError("size", f"{tuple(wanted)}, {wanted.numel()} elements", bound)
-        return tensor[: wanted.numel()].view(wanted)
+        return self._open().local_tensor(dtype, size, offset, use_rdma_buffer)
 
 
 def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:

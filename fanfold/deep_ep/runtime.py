@@ -4,11 +4,10 @@ On the host all is one region of each rank:
 
     exchange | signals of low latency | num_rdma_bytes | signals of high throughput | num_nvl_bytes
 
-What the modes must find again at the next call lies outside of what ``get_local_buffer_tensor``
-shows, because callers use that memory as scratch between calls.
+A mode that runs on the GPUs has a region there, and no part of the host's.
 
-A mode that runs on the GPUs has a region there, and no part of the host's. Low latency then shows
-its region as scratch; high throughput keeps its own to itself and makes scratch when asked for it.
+No caller ever gets a view of these regions: ``get_local_buffer_tensor`` returns memory of its own
+(:mod:`fanfold.deep_ep.scratch`), where its mode runs.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ import torch
 
 from fanfold import _core
 from fanfold.config import Config as Settings
-from fanfold.deep_ep.exchange import Exchange, view_bytes
+from fanfold.deep_ep.exchange import Exchange
+from fanfold.deep_ep.scratch import Scratch
 from fanfold.deep_ep.sizes import align, cuda_memory_bytes, cuda_stream_bytes, signal_bytes
 from fanfold.deep_ep.streams import HostStreams, Streams
 from fanfold.errors import ArgumentError, PeerTimeout, UsageError
@@ -78,15 +78,15 @@ class Runtime:
         rdma_signals = signal_bytes(group.size)
         nvl_signals = _core.HighThroughput.required_bytes(group.size, 0)
         rdma_part = align(Exchange.required_bytes(group.size))
-        self._rdma_offset = rdma_part + rdma_signals
-        nvl_part = self._rdma_offset + align(host_rdma)
-        self._nvl_offset = nvl_part + nvl_signals
-        total = self._nvl_offset + align(host_nvl)
+        nvl_part = rdma_part + rdma_signals + align(host_rdma)
+        total = nvl_part + nvl_signals + align(host_nvl)
         self.memory = SymmetricMemory(group, total, settings)
         self.exchange = Exchange(self.memory, group.rank, group.size, 0)
         self._gpu_memory: CudaSymmetricMemory | None = None
         self._gpu_streams: CudaSymmetricMemory | None = None
-        self._scratch: torch.Tensor | None = None
+        cpu = torch.device("cpu")
+        self._rdma_scratch = Scratch(sizes.rdma, self.placement.device if on_gpu else cpu)
+        self._nvl_scratch = Scratch(sizes.nvl, self.placement.device if streams_on_gpu else cpu)
         self._low_latency: LowLatency | None = None
         self._high_throughput: HighThroughput | CudaHighThroughput | None = None
         try:
@@ -179,31 +179,29 @@ class Runtime:
             masked.update(self.low_latency.masked().nonzero().flatten().tolist())
         return sorted(masked)
 
-    def local_tensor(self, dtype: torch.dtype, offset: int, use_rdma_buffer: bool) -> torch.Tensor:
-        """This rank's memory of one mode, from element ``offset`` on, as a flat tensor."""
-        nbytes = self._sizes.rdma if use_rdma_buffer else self._sizes.nvl
-        elements = nbytes // dtype.itemsize
+    def local_tensor(
+        self, dtype: torch.dtype, size: torch.Size | None, offset: int, use_rdma_buffer: bool
+    ) -> torch.Tensor:
+        """Scratch of one mode; see :meth:`Buffer.get_local_buffer_tensor`."""
+        scratch = self._rdma_scratch if use_rdma_buffer else self._nvl_scratch
+        elements = scratch.nbytes // dtype.itemsize
         if not 0 <= offset <= elements:
             raise ArgumentError("offset", offset, f"from 0 to the {elements} elements there are")
-        return self._local_bytes(elements * dtype.itemsize, use_rdma_buffer).view(dtype)[offset:]
-
-    def _local_bytes(self, nbytes: int, use_rdma_buffer: bool) -> torch.Tensor:
-        if use_rdma_buffer and self._gpu_memory is not None:
-            return self._gpu_memory.tensor[:nbytes]
-        if not use_rdma_buffer and self._gpu_streams is not None:
-            if self._scratch is None:
-                shape, device = (self._sizes.nvl,), self.placement.device
-                self._scratch = torch.empty(shape, dtype=torch.uint8, device=device)
-            return self._scratch[:nbytes]
-        start = self._rdma_offset if use_rdma_buffer else self._nvl_offset
-        return view_bytes(self.memory.core.base(self.rank) + start, nbytes, owner=self.memory)
+        shape = torch.Size([elements - offset]) if size is None else torch.Size(size)
+        count = shape.numel()
+        if count > elements - offset:
+            bound = f"at most the {elements - offset} elements there are"
+            raise ArgumentError("size", f"{tuple(shape)}, {count} elements", bound)
+        begin = offset * dtype.itemsize
+        return scratch.bytes(begin, begin + count * dtype.itemsize).view(dtype).view(shape)
 
     def close(self) -> None:
         """Releases the memory. Not collective; peers keep what they have mapped."""
         for memory in (self._gpu_memory, self._gpu_streams, self.memory):
             if memory is not None:
                 memory.close()
-        self._scratch = None
+        self._rdma_scratch.release()
+        self._nvl_scratch.release()
 
     # What programs ask DeepEP's runtime object.
 
