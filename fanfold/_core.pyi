@@ -223,6 +223,7 @@ class CudaDispatchArgs:
     counts: int
     source_tokens: int
     ranges: int
+    voided: int
     row_weights: int
     table: int
     expert_totals: int
@@ -242,6 +243,7 @@ class CudaCombineArgs:
     expert_stride: int
     row_stride: int
     ranges: int
+    voided: int
     table: int
     weighted: int
     topk_idx: int
@@ -413,6 +415,8 @@ class CudaHighThroughputDispatchArgs:
     row_weights: int
     row_source_rank: int
     row_source_token: int
+    offsets_copy: int
+    tokens_per_expert_copy: int
     rows_of: int
     topk_idx: int
     topk_weights: int

@@ -11,6 +11,7 @@ import torch
 
 from fanfold.deep_ep.base import BufferBase
 from fanfold.deep_ep.events import EventOverlap
+from fanfold.deep_ep.late_routing import LowLatencyHandle, handle_of, late_routing, routing_of
 from fanfold.deep_ep.row_formats import formats_of, quick_formats
 from fanfold.deep_ep.runtime import Runtime
 from fanfold.deep_ep.sizes import (
@@ -26,7 +27,6 @@ from fanfold.low_latency import (
     NO_STATISTICS,
     Dispatched,
     Hook,
-    LateRouting,
     LowLatency,
     RoutingLayout,
     Statistics,
@@ -39,7 +39,6 @@ __all__ = ["LowLatencyCalls"]
 
 _NOTHING = torch.empty(0, dtype=torch.int32)
 
-LowLatencyHandle = tuple[torch.Tensor, torch.Tensor, int, int, int]
 DispatchResult = tuple[
     torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     torch.Tensor,
@@ -185,13 +184,6 @@ def _sizes_of_combine(
     return sizes if topk_idx.dim() == 2 else None
 
 
-def _routing_of(handle: object) -> LateRouting | None:
-    """What a combine that is refused needs of its handle, as far as that is one."""
-    if isinstance(handle, tuple | list) and len(handle) == 5:
-        return LateRouting(handle[1], handle[0])
-    return None
-
-
 class LowLatencyCalls(BufferBase):
     """Low-latency dispatch and combine with DeepEP's arguments."""
 
@@ -334,7 +326,7 @@ class LowLatencyCalls(BufferBase):
         dispatched, hook, event = runtime.streams.run(
             call, async_finish=async_finish, inputs=(x, topk_idx, totals, waits)
         )
-        handle = _handle_of(dispatched, geometry)
+        handle = handle_of(dispatched, geometry)
         return _rows(dispatched), dispatched.counts, handle, event, hook
 
     def low_latency_combine(
@@ -384,7 +376,7 @@ class LowLatencyCalls(BufferBase):
             and not (zero_copy or (async_finish and return_recv_hook))
         ):
             told = partial(_sizes_of_combine, known, handle, topk_idx)
-            with self._refusing(partial(mode.refuse_combine, routing=_routing_of(handle)), told):
+            with self._refusing(partial(mode.refuse_combine, routing=routing_of(handle)), told):
                 parts = _Handle.of(handle)
                 known = self._know(*parts.sizes(topk_idx))
                 runtime.placement.check(x=x, topk_weights=topk_weights, out=out)
@@ -396,7 +388,7 @@ class LowLatencyCalls(BufferBase):
                 sums = {"combine_wait_recv_cost_stats": combine_wait_recv_cost_stats}
                 self._check_sums(known.geometry, **sums)
         geometry = known.geometry
-        routing = LateRouting(handle[1], handle[0])
+        routing = late_routing(handle)
 
         def call() -> tuple[torch.Tensor, Hook | None]:
             return mode.combine(
@@ -411,7 +403,7 @@ class LowLatencyCalls(BufferBase):
                 return_hook=return_recv_hook,
             )
 
-        inputs = (y, topk_idx, topk_weights, routing.ranges, combine_wait_recv_cost_stats)
+        inputs = (y, topk_idx, topk_weights, routing, combine_wait_recv_cost_stats)
         combined, hook, event = runtime.streams.run(call, async_finish=async_finish, inputs=inputs)
         if zero_copy:
             self._zero_copy.was_given(event)
@@ -576,19 +568,6 @@ def _check_exclusive(async_finish: bool, return_recv_hook: bool) -> None:
         raise ArgumentError(
             "async_finish", "True with return_recv_hook=True", "used without return_recv_hook"
         )
-
-
-def _handle_of(dispatched: Dispatched, geometry: Geometry) -> LowLatencyHandle:
-    """DeepEP's handle. Its numbers are the geometry's own objects, by which ``_Known.takes``
-    knows them again."""
-    routing = dispatched.routing
-    return (
-        routing.source_tokens,
-        routing.ranges,
-        geometry.max_tokens,
-        geometry.hidden,
-        geometry.num_experts,
-    )
 
 
 def _rows(dispatched: Dispatched) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:

@@ -128,6 +128,16 @@ class Dispatched:
     row_source_rank: torch.Tensor
     row_source_token: torch.Tensor
 
+    @property
+    def offsets(self) -> torch.Tensor:
+        """A copy of the plan's for the caller, as later calls read the plan's."""
+        return self.plan.offsets.clone()
+
+    @property
+    def tokens_per_expert(self) -> torch.Tensor:
+        """Likewise."""
+        return self.plan.tokens_per_expert.clone()
+
 
 class HighThroughput:
     """High-throughput calls over one part of a symmetric memory. Every call is collective.

@@ -5,14 +5,19 @@ vLLM's fault recovery zeroes all of the local buffer tensor and calls nothing af
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from fanfold.deep_ep import Buffer
+from fanfold.errors import FanfoldError, PeerTimeout
 from fanfold.launch import RankPool
 from tests.conformance import deep_ep_reference as reference
 from tests.conformance import test_deep_ep_high_throughput as high_throughput
@@ -80,7 +85,8 @@ def open_buffer(group: dist.ProcessGroup, **changes: Any) -> Buffer:
         CASE.max_tokens, CASE.hidden, CASE.ranks, CASE.experts
     )
     arguments = {"num_nvl_bytes": 1 << 20, "num_rdma_bytes": nbytes, "low_latency_mode": True}
-    return Buffer(group, **{**arguments, "explicitly_destroy": True, **changes})
+    with mock.patch.dict(os.environ, {"FANFOLD_TIMEOUT_S": "20"}):
+        return Buffer(group, **{**arguments, "explicitly_destroy": True, **changes})
 
 
 # ---- low latency --------------------------------------------------------------------------------
@@ -164,3 +170,53 @@ def _high_throughput(group: dist.ProcessGroup, byte: int | None) -> None:
 @pytest.mark.parametrize("byte", BYTES.values(), ids=BYTES)
 def test_high_throughput(pools: Pools, byte: int | None) -> None:
     pools(4).run(_high_throughput, byte)
+
+
+# ---- handles that were written over -------------------------------------------------------------
+
+
+def _attempt(call: Callable[[], Any]) -> None:
+    """A call with a handle that was written over: refused, or with whatever result."""
+    with contextlib.suppress(FanfoldError):
+        try:
+            call()
+        except PeerTimeout as late:
+            raise AssertionError("a rank waited in vain") from late
+
+
+def _spoilt(group: dist.ProcessGroup, byte: int | None, everywhere: bool) -> None:
+    rank = dist.get_rank(group)
+    mine = inputs(CASE, rank)
+    buffer = open_buffer(group)
+    scribbler = Scribbler(buffer, byte)
+    case = high_throughput.CASE
+    arguments = high_throughput.good_dispatch(buffer, case, rank)
+    y, wide = outputs(CASE, rank, "bf16"), high_throughput.outputs(case, rank)
+    for turn in range(ROUNDS):
+        spoils = everywhere or turn % CASE.ranks == rank
+        result = buffer.low_latency_dispatch(
+            mine.x, mine.topk_idx, CASE.max_tokens, CASE.experts, use_fp8=False
+        )
+        check_dispatched(CASE, rank, "bf16", result)
+        if spoils:
+            scribbler.show(*result[:3])
+            scribbler.everything()
+        _attempt(
+            partial(buffer.low_latency_combine, y, mine.topk_idx, mine.topk_weights, result[2])
+        )
+        scribbler.forget()
+        received = buffer.dispatch(**arguments)
+        high_throughput.check_received(case, rank, received)
+        if spoils:
+            scribbler.show(*received[:3], tuple(received[4]))
+            scribbler.everything()
+        _attempt(partial(buffer.combine, wide, received[4]))
+        _attempt(partial(buffer.dispatch, arguments["x"], handle=received[4]))
+        scribbler.forget()
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("byte", BYTES.values(), ids=BYTES)
+def test_handles_written_over(pools: Pools, byte: int | None, everywhere: bool) -> None:
+    pools(4).run(_spoilt, byte, everywhere)

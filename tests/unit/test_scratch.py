@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 from fanfold.deep_ep.scratch import Scratch
+from fanfold.deep_ep.streams import HostStreams
+from fanfold.deep_ep.zero_copy import ZeroCopy
 from fanfold.errors import UsageError
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -46,9 +49,7 @@ def test_elsewhere_it_grows_as_far_as_asked_for() -> None:
     again = scratch.bytes(0, 50)
     assert again.untyped_storage()._cdata == first.untyped_storage()._cdata
     copied: list[int] = []
-    with mock.patch.object(
-        torch.Tensor, "copy_", lambda to, source: copied.append(source.numel())
-    ):
+    with mock.patch.object(torch.Tensor, "copy_", lambda to, source: copied.append(source.numel())):
         assert scratch.bytes(0, 300).untyped_storage().nbytes() == 300
     assert copied == [200]
     assert first.untyped_storage().nbytes() == 200
@@ -57,7 +58,7 @@ def test_elsewhere_it_grows_as_far_as_asked_for() -> None:
 def test_a_capture_may_use_it_but_not_make_it_grow() -> None:
     scratch = Scratch(4096, torch.device("cuda", 0))
     with (
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
         pytest.raises(UsageError, match="allocate 5 bytes"),
     ):
         scratch.bytes(0, 5)
@@ -73,3 +74,21 @@ def test_release_leaves_the_memory_to_those_who_have_tensors() -> None:
     assert pages() is None
     view.fill_(3)
     assert view.sum().item() == 3 * 4096
+
+
+def test_what_a_captured_graph_uses_is_kept() -> None:
+    zero_copy = ZeroCopy(META)
+    zero_copy._has_streams = True
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False):
+        outside = weakref.ref(zero_copy.take((2, 3), HostStreams()))
+    with (
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+        mock.patch.object(torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
+        mock.patch.object(torch.cuda, "current_stream"),
+    ):
+        captured = weakref.ref(zero_copy.take((4, 3), HostStreams()))
+        assert zero_copy.take((4, 3), HostStreams()) is captured()
+    assert outside() is None
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False):
+        zero_copy.take((2, 3), HostStreams())
+    assert captured() is not None
