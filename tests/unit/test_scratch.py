@@ -83,7 +83,7 @@ def test_what_a_captured_graph_uses_is_kept() -> None:
         outside = weakref.ref(zero_copy.take((2, 3), HostStreams()))
     with (
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
-        mock.patch.object(torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
+        mock.patch.object(torch.cuda, "stream", return_value=contextlib.nullcontext()),
         mock.patch.object(torch.cuda, "current_stream"),
     ):
         captured = weakref.ref(zero_copy.take((4, 3), HostStreams()))
