@@ -231,6 +231,7 @@ class CudaDispatchArgs:
     counts: int
     source_tokens: int
     ranges: int
+    voided: int
     row_weights: int
     table: int
     expert_totals: int
@@ -250,6 +251,7 @@ class CudaCombineArgs:
     expert_stride: int
     row_stride: int
     ranges: int
+    voided: int
     table: int
     weighted: int
     topk_idx: int
@@ -421,6 +423,8 @@ class CudaHighThroughputDispatchArgs:
     row_weights: int
     row_source_rank: int
     row_source_token: int
+    offsets_copy: int
+    tokens_per_expert_copy: int
     rows_of: int
     topk_idx: int
     topk_weights: int

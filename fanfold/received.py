@@ -57,6 +57,7 @@ class Received:
     owner: object = field(repr=False)
     source: LowLatencySource | HighThroughputSource = field(repr=False)
     complete: bool = field(default=True)
+    _begins: torch.Tensor = field(init=False, repr=False, compare=False)
 
     __repr__ = show_fields
 
@@ -74,11 +75,12 @@ class Received:
         Args:
             dispatched: by the mode.
             topk_idx: as dispatched; None where the routing has it.
-            offsets, owner, complete: attributes.
+            offsets: the attribute; of every call, so it is copied for who asks for it.
+            owner, complete: attributes.
         """
         made = cls.__new__(cls)
         made.tokens, made.scales = dispatched.tokens, dispatched.scales
-        made.tokens_per_expert, made.offsets = dispatched.counts, offsets
+        made.tokens_per_expert, made._begins = dispatched.counts, offsets
         made.owner, made.complete = owner, complete
         if topk_idx is None:
             made.num_tokens = dispatched.routing.tokens  # type: ignore[union-attr]
@@ -90,11 +92,15 @@ class Received:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> torch.Tensor | None:
-            """The weights of a low-latency dispatch, from when somebody first asks for them."""
-            if name != "weights":
-                raise AttributeError(f"{type(self).__name__} has no {name!r}", name=name, obj=self)
-            self.weights = self.source.dispatched.row_weights
-            return self.weights
+            """The weights and offsets of a low-latency dispatch, from when somebody first asks for
+            them."""
+            if name == "weights":
+                self.weights = self.source.dispatched.row_weights
+                return self.weights
+            if name == "offsets":
+                self.offsets = self._begins.clone()
+                return self.offsets
+            raise AttributeError(f"{type(self).__name__} has no {name!r}", name=name, obj=self)
 
     def expert(self, index: int, of: torch.Tensor | None = None) -> torch.Tensor:
         """The valid rows of local expert ``index``: a view ``[n, hidden]`` of ``tokens``.

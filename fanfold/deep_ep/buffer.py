@@ -243,7 +243,12 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
             dtype: of the tensor.
             size: its shape; flat and all there is from ``offset`` on, if not given.
             offset: elements to leave out at the beginning.
-            use_rdma_buffer: the memory of low latency instead of that of high throughput.
+            use_rdma_buffer: as large as ``num_rdma_bytes`` and where low latency runs, instead of
+                ``num_nvl_bytes`` and where high throughput runs.
+
+        Raises:
+            ArgumentError: more is asked for than there is.
+            UsageError: destroyed, or a CUDA graph is being captured and memory must be allocated.
         """
         if not isinstance(dtype, torch.dtype):
             raise ArgumentError("dtype", worded(dtype), "a torch.dtype")

@@ -10,7 +10,13 @@ import torch
 
 from fanfold.deep_ep.base import BufferBase
 from fanfold.deep_ep.events import EventOverlap
-from fanfold.deep_ep.low_latency_handle import LowLatencyHandle, ReadHandle, routing_of
+from fanfold.deep_ep.low_latency_handle import (
+    LowLatencyHandle,
+    ReadHandle,
+    handle_of,
+    late_routing,
+    routing_of,
+)
 from fanfold.deep_ep.names import GEOMETRY, HANDLE, LOW_LATENCY_COMBINE, LOW_LATENCY_DISPATCH
 from fanfold.deep_ep.row_formats import formats_of, quick_formats
 from fanfold.deep_ep.runtime import Runtime
@@ -27,7 +33,6 @@ from fanfold.low_latency import (
     NO_STATISTICS,
     Dispatched,
     Hook,
-    LateRouting,
     LowLatency,
     RoutingLayout,
     Statistics,
@@ -274,7 +279,8 @@ class LowLatencyCalls(BufferBase):
         dispatched, hook, event = runtime.streams.run(
             call, async_finish=async_finish, inputs=(x, topk_idx, totals, waits)
         )
-        return _rows(dispatched), dispatched.counts, _handle_of(dispatched, geometry), event, hook
+        handle = handle_of(dispatched, geometry)
+        return _rows(dispatched), dispatched.counts, handle, event, hook
 
     def low_latency_combine(
         self,
@@ -335,7 +341,7 @@ class LowLatencyCalls(BufferBase):
                 sums = {"combine_wait_recv_cost_stats": combine_wait_recv_cost_stats}
                 self._check_sums(known.geometry, **sums)
         geometry = known.geometry
-        routing = LateRouting(handle[1], handle[0])
+        routing = late_routing(handle)
 
         def call() -> tuple[torch.Tensor, Hook | None]:
             try:
@@ -354,7 +360,7 @@ class LowLatencyCalls(BufferBase):
                 LOW_LATENCY_COMBINE.rename(error)
                 raise
 
-        inputs = (y, topk_idx, topk_weights, routing.ranges, combine_wait_recv_cost_stats)
+        inputs = (y, topk_idx, topk_weights, routing, combine_wait_recv_cost_stats)
         combined, hook, event = runtime.streams.run(call, async_finish=async_finish, inputs=inputs)
         if zero_copy:
             self._zero_copy.was_given(event)
@@ -533,19 +539,6 @@ def _check_exclusive(async_finish: bool, return_recv_hook: bool) -> None:
         raise ArgumentError(
             "async_finish", "True with return_recv_hook=True", "used without return_recv_hook"
         )
-
-
-def _handle_of(dispatched: Dispatched, geometry: Geometry) -> LowLatencyHandle:
-    """DeepEP's handle. Its numbers are the geometry's own objects, by which ``_Known.takes``
-    knows them again."""
-    routing = dispatched.routing
-    return (
-        routing.source_tokens,
-        routing.ranges,
-        geometry.max_tokens,
-        geometry.hidden,
-        geometry.num_experts,
-    )
 
 
 def _rows(dispatched: Dispatched) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:

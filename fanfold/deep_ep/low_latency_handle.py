@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from fanfold.deep_ep.sizes import check_count
 from fanfold.errors import ArgumentError
 from fanfold.geometry import Geometry, check_tensor
-from fanfold.low_latency import LateRouting
+from fanfold.low_latency import Dispatched, LateRouting
 from fanfold.representation import show_fields, worded
 
-__all__ = ["LowLatencyHandle", "ReadHandle", "routing_of"]
+__all__ = ["LowLatencyHandle", "ReadHandle", "handle_of", "late_routing", "routing_of"]
 
 LowLatencyHandle = tuple[torch.Tensor, torch.Tensor, int, int, int]
+
+_VOIDED = "_fanfold_voided"  # attribute of a handle's layout_range
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,32 @@ class ReadHandle:
             )
 
 
+def handle_of(dispatched: Dispatched, geometry: Geometry) -> LowLatencyHandle:
+    """DeepEP's handle.
+
+    Its numbers are the geometry's own objects, so that a fast check can compare by identity. What
+    combine must know for certain goes along with ``layout_range``, whose content callers may
+    change; it stays with that tensor in whatever tuple or list.
+    """
+    routing = dispatched.routing
+    if isinstance(routing, LateRouting) and routing.voided is not None:
+        setattr(routing.ranges, _VOIDED, routing.voided)
+    return (
+        routing.source_tokens,
+        routing.ranges,
+        geometry.max_tokens,
+        geometry.hidden,
+        geometry.num_experts,
+    )
+
+
+def late_routing(handle: LowLatencyHandle | list[Any]) -> LateRouting:
+    """What a combine takes from its handle."""
+    return LateRouting(handle[1], handle[0], getattr(handle[1], _VOIDED, None))
+
+
 def routing_of(handle: object) -> LateRouting | None:
     """What a combine that is refused needs of its handle, as far as that is one."""
     if isinstance(handle, tuple | list) and len(handle) == 5:
-        return LateRouting(handle[1], handle[0])
+        return late_routing(handle)
     return None

@@ -86,10 +86,8 @@ class Runtime:
         rdma_signals = signal_bytes(group.size)
         nvl_signals = _core.HighThroughput.required_bytes(group.size, 0)
         rdma_part = align(Exchange.required_bytes(group.size))
-        self._rdma_offset = rdma_part + rdma_signals
-        nvl_part = self._rdma_offset + align(host_rdma)
-        self._nvl_offset = nvl_part + nvl_signals
-        total = self._nvl_offset + align(host_nvl)
+        nvl_part = rdma_part + rdma_signals + align(host_rdma)
+        total = nvl_part + nvl_signals + align(host_nvl)
         self.memory = SymmetricMemory(group, total, settings)
         self.exchange = Exchange(self.memory, group.rank, group.size, 0)
         self._gpu_memory: CudaSymmetricMemory | None = None

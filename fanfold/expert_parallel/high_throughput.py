@@ -139,12 +139,15 @@ class HighThroughputCalls:
                 capacity=capacity,
                 **options,
             )
+        counts, offsets = dispatched.tokens_per_expert, dispatched.offsets
+        assert counts is not None
+        assert offsets is not None
         return Received(
             tokens=staging.back(dispatched.tokens),
             scales=staging.back(dispatched.scales),
             weights=staging.back(dispatched.row_weights),
-            tokens_per_expert=staging.back(dispatched.plan.tokens_per_expert),
-            offsets=staging.back(dispatched.plan.offsets),
+            tokens_per_expert=staging.back(counts),
+            offsets=staging.back(offsets),
             num_tokens=dispatched.plan.tokens,
             owner=self._owner,
             source=HighThroughputSource(dispatched),

@@ -134,6 +134,16 @@ class Dispatched:
 
     __repr__ = show_fields
 
+    @property
+    def offsets(self) -> torch.Tensor:
+        """A copy of the plan's for the caller, as later calls read the plan's."""
+        return self.plan.offsets.clone()
+
+    @property
+    def tokens_per_expert(self) -> torch.Tensor:
+        """Likewise."""
+        return self.plan.tokens_per_expert.clone()
+
 
 class HighThroughput:
     """High-throughput calls over one part of a symmetric memory. Every call is collective.

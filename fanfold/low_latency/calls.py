@@ -78,11 +78,16 @@ class LateRouting:
     """What is needed of a routing where the weights come with combine.
 
     Attributes:
-        ranges, source_tokens: as in :class:`Routing`.
+        ranges, source_tokens: as in :class:`Routing`. Callers have them and may have written to
+            them.
+        voided: on GPUs ``[1]`` int64 of the mode's own, whether a rank has refused the dispatch;
+            None where it is lost, as with a handle made of copies: then the first of ``ranges``
+            says so.
     """
 
     ranges: torch.Tensor
     source_tokens: torch.Tensor
+    voided: torch.Tensor | None = None
 
     __repr__ = show_fields
 

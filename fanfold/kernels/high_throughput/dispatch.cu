@@ -14,6 +14,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Call call(args.call, HighThroughputPhase::kDispatch);
   const int index = static_cast<int>(blockIdx.x) * kWarps + call.warp;
   const int warps = static_cast<int>(gridDim.x) * kWarps;
+  if (blockIdx.x == 0) copy_for_caller(args);
   if (is_void(args.source_prefix)) return mark_absent(args, 0, 0, index, warps);
   const auto thread = static_cast<int>(threadIdx.x);
   if (thread < kRanks) shared.prefix[thread] = thread == 0 ? 0 : args.source_prefix[thread - 1];
