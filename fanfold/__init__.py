@@ -7,14 +7,19 @@ layer; ``fanfold.deep_ep`` has DeepEP's interface.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+# Type checkers read these imports. At run time a name is imported when a program first uses it, so
+# that `fanfold doctor` runs where torch or the core do not, and `import fanfold` costs nothing.
 if TYPE_CHECKING:
+    from fanfold import deep_ep, functional, nn
     from fanfold.config import Config
     from fanfold.errors import (
         ArgumentError,
+        CompileError,
         ConfigError,
+        CopyError,
+        DriverFailure,
         FanfoldError,
         PeerRefused,
         PeerTimeout,
@@ -22,15 +27,19 @@ if TYPE_CHECKING:
         UnavailableError,
         UsageError,
     )
-    from fanfold.expert_parallel import ExpertParallel
+    from fanfold.expert_parallel import ExpertParallel, Hook
     from fanfold.received import Received
 
 __all__ = [
     "ArgumentError",
+    "CompileError",
     "Config",
     "ConfigError",
+    "CopyError",
+    "DriverFailure",
     "ExpertParallel",
     "FanfoldError",
+    "Hook",
     "PeerRefused",
     "PeerTimeout",
     "Received",
@@ -38,21 +47,36 @@ __all__ = [
     "UnavailableError",
     "UsageError",
     "__version__",
+    "deep_ep",
+    "functional",
+    "nn",
 ]
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "Config": "fanfold.config",
-    "ExpertParallel": "fanfold.expert_parallel",
-    "Received": "fanfold.received",
-}
+# A type checker that saw this function would believe every name.
+if not TYPE_CHECKING:
+    _MODULES = ("deep_ep", "functional", "nn")
+    _HOMES = {
+        "Config": "fanfold.config",
+        "ExpertParallel": "fanfold.expert_parallel",
+        "Hook": "fanfold.expert_parallel",
+        "Received": "fanfold.received",
+    }
 
+    def __getattr__(name):
+        """Imports a public name at its first use."""
+        import importlib
 
-def __getattr__(name: str) -> Any:
-    """Imports what is asked for, so that ``fanfold doctor`` runs where torch or the core do not."""
-    if name in ("deep_ep", "functional", "nn"):
-        return importlib.import_module(f"fanfold.{name}")
-    if name not in __all__:
-        raise AttributeError(f"module 'fanfold' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES.get(name, "fanfold.errors")), name)
+        if name not in __all__:
+            raise AttributeError(f"module 'fanfold' has no attribute {name!r}")
+        if name in _MODULES:
+            return importlib.import_module(f"fanfold.{name}")
+        value = getattr(importlib.import_module(_HOMES.get(name, "fanfold.errors")), name)
+        globals()[name] = value  # the next use finds it without this function
+        return value
+
+    def __dir__():
+        """The public names, whether imported yet or not."""
+        hidden = {"TYPE_CHECKING", "annotations"}
+        return sorted({*globals(), *__all__} - hidden)

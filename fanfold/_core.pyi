@@ -1,10 +1,17 @@
-"""The C++ core (csrc/bindings). Addresses are integers; 0 is null. Shapes are in csrc/host/*.h."""
+"""The C++ core (csrc/bindings). Shapes are in csrc/host/*.h.
+
+Memory of the host is a pair of address and bytes (fanfold/lending.py), or None. Addresses on GPUs
+are integers; 0 is null.
+"""
 
 import enum
 
+from fanfold.lending import Lent
+
 def quantize_fp8(
-    x: int, tokens: int, hidden: int, power_of_two: bool, values: int, scales: int
+    x: Lent, tokens: int, hidden: int, power_of_two: bool, values: Lent, scales: Lent
 ) -> None: ...
+def fork_generation() -> int: ...
 
 class SymmetricMemory:
     def __init__(
@@ -26,7 +33,7 @@ class SymmetricMemory:
     @property
     def lost(self) -> int: ...
     def check_usable(self) -> None: ...
-    def base(self, peer: int) -> int: ...
+    def window(self, peer: int, offset: int, bytes: int) -> int: ...
     @property
     def bytes(self) -> int: ...
     @property
@@ -52,40 +59,40 @@ class LowLatencyTokens:
     tokens: int
     weighted: bool
     encoding: RowEncoding
-    x: int
-    topk_idx: int
-    topk_weights: int
+    x: Lent | None
+    topk_idx: Lent | None
+    topk_weights: Lent | None
 
 class LowLatencyReceived:
     encoding: RowEncoding
     scale_format: ScaleFormat
-    rows: int
-    scales: int
-    counts: int
-    source_tokens: int
-    ranges: int
-    row_weights: int
-    source_counts: int
-    experts: int
-    weights: int
-    expert_totals: int
-    wait_ns: int
+    rows: Lent | None
+    scales: Lent | None
+    counts: Lent | None
+    source_tokens: Lent | None
+    ranges: Lent | None
+    row_weights: Lent | None
+    source_counts: Lent | None
+    experts: Lent | None
+    weights: Lent | None
+    expert_totals: Lent | None
+    wait_ns: Lent | None
 
 class LowLatencyOutputs:
     expert_stride: int
     row_stride: int
     logfmt: bool
-    y: int
-    ranges: int
-    source_counts: int
-    experts: int
-    weights: int
+    y: Lent | None
+    ranges: Lent | None
+    source_counts: Lent | None
+    experts: Lent | None
+    weights: Lent | None
 
 class LowLatencyResult:
     tokens: int
-    out: int
-    topk_idx: int
-    wait_ns: int
+    out: Lent | None
+    topk_idx: Lent | None
+    wait_ns: Lent | None
 
 class LowLatency:
     def __init__(self, memory: SymmetricMemory, offset: int, bytes: int) -> None: ...
@@ -101,6 +108,7 @@ class LowLatency:
     def refuse_dispatch(self, reason: str) -> None: ...
     def refuse_combine(self, reason: str) -> None: ...
     def quiesce(self) -> None: ...
+    def reset(self) -> None: ...
 
 class HighThroughputTokens:
     row_bytes: int
@@ -111,46 +119,46 @@ class HighThroughputTokens:
     tokens: int
     experts: int
     top_k: int
-    rows: int
-    scales: int
-    topk_idx: int
-    topk_weights: int
+    rows: Lent | None
+    scales: Lent | None
+    topk_idx: Lent | None
+    topk_weights: Lent | None
 
 class HighThroughputPlan:
     experts: int
     top_k: int
     tokens: int
     received: int
-    is_token_in_rank: int
-    source_prefix: int
-    tokens_per_expert: int
-    offsets: int
-    source_token: int
-    topk_idx: int
-    topk_weights: int
-    rows_of: int
+    is_token_in_rank: Lent | None
+    source_prefix: Lent | None
+    tokens_per_expert: Lent | None
+    offsets: Lent | None
+    source_token: Lent | None
+    topk_idx: Lent | None
+    topk_weights: Lent | None
+    rows_of: Lent | None
 
 class HighThroughputReceived:
     capacity: int
     expert_major: bool
-    rows: int
-    scales: int
-    row_weights: int
-    row_source_rank: int
-    row_source_token: int
+    rows: Lent | None
+    scales: Lent | None
+    row_weights: Lent | None
+    row_source_rank: Lent | None
+    row_source_token: Lent | None
 
 class HighThroughputOutputs:
     hidden: int
     lanes: bool
     expert_major: bool
-    y: int
-    row_weights: int
-    lane_weights: int
+    y: Lent | None
+    row_weights: Lent | None
+    lane_weights: Lent | None
 
 class HighThroughputResult:
-    out: int
-    weights: int
-    def set_bias(self, place: int, address: int) -> None: ...
+    out: Lent | None
+    weights: Lent | None
+    def set_bias(self, place: int, lent: Lent | None) -> None: ...
 
 class HighThroughput:
     def __init__(self, memory: SymmetricMemory, offset: int, bytes: int) -> None: ...
@@ -185,7 +193,7 @@ class HighThroughput:
 def cuda_driver_version() -> int: ...
 
 class CudaKernel:
-    def __init__(self, image: bytes, entry: str) -> None: ...
+    def __init__(self, image: bytes, entry: str, symbol: str) -> None: ...
     @property
     def entry(self) -> str: ...
     @property
@@ -226,6 +234,7 @@ class CudaDispatchArgs:
     counts: int
     source_tokens: int
     ranges: int
+    voided: int
     row_weights: int
     table: int
     expert_totals: int
@@ -245,6 +254,7 @@ class CudaCombineArgs:
     expert_stride: int
     row_stride: int
     ranges: int
+    voided: int
     table: int
     weighted: int
     topk_idx: int
@@ -416,6 +426,8 @@ class CudaHighThroughputDispatchArgs:
     row_weights: int
     row_source_rank: int
     row_source_token: int
+    offsets_copy: int
+    tokens_per_expert_copy: int
     rows_of: int
     topk_idx: int
     topk_weights: int
@@ -500,9 +512,9 @@ class CudaHighThroughput:
     ) -> CudaHighThroughputCombineArgs: ...
 
 def count_routes(
-    topk_idx: int,
+    topk_idx: Lent,
     sizes: tuple[int, int, int, int],
-    tokens_per_rank: int,
-    tokens_per_expert: int,
-    is_token_in_rank: int,
+    tokens_per_rank: Lent,
+    tokens_per_expert: Lent,
+    is_token_in_rank: Lent,
 ) -> None: ...

@@ -11,34 +11,67 @@ import contextlib
 import dataclasses
 import difflib
 import os
+import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from fanfold.errors import ConfigError
+from fanfold.representation import show_fields
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
+    "Backend",
     "Config",
+    "LatePeers",
+    "Overrides",
     "Setting",
     "cuda_toolkit",
+    "default_environment",
     "settings",
     "symmetric_memory_environment",
     "unknown_variables",
 ]
 
 
+Backend = Literal["auto", "host", "cuda"]
+LatePeers = Literal["raise", "mask"]
+Source = Literal["argument", "environment", "default"]
+
+
+class Overrides(TypedDict, total=False):
+    """What :meth:`Config.resolve` takes; :class:`Config` says what each means."""
+
+    timeout_s: float
+    spin_us: float | None
+    late_peers: LatePeers
+    staging_bytes: int
+    ring_bytes: int
+    backend: Backend
+    share_gpus: bool
+    ctas: int | None
+    senders: int | None
+    cache_dir: str | None
+
+
 @dataclass(frozen=True)
 class Setting:
-    """One setting: its name, environment variable, default, help text and how text is read."""
+    """One setting: its name, environment variable, help text and how text is read."""
 
     name: str
     variable: str
-    default: object
     help: str
     parse: Callable[[str], object]
     check: Callable[[Any], bool]
     bound: str
+
+    @property
+    def default(self) -> object:
+        """What :class:`Config` has where nothing is given."""
+        return getattr(Config, self.name)
 
     def value_of(self, value: object, source: str) -> object:
         """``value`` if it is within the bound; else a ConfigError that names ``source``."""
@@ -91,7 +124,6 @@ _SETTINGS = (
     Setting(
         name="timeout_s",
         variable="FANFOLD_TIMEOUT_S",
-        default=100.0,
         help="Seconds that any wait for a peer may last before PeerTimeout.",
         parse=float,
         check=lambda v: _is_real(v) and 0.0 < v < 1e6,
@@ -100,7 +132,6 @@ _SETTINGS = (
     Setting(
         name="spin_us",
         variable="FANFOLD_SPIN_US",
-        default=None,
         help="Microseconds to spin before a waiting rank yields its core; 'auto' spins 20 us "
         "where every rank of the host has a core of its own, and not at all elsewhere.",
         parse=_parse_spin,
@@ -110,7 +141,6 @@ _SETTINGS = (
     Setting(
         name="late_peers",
         variable="FANFOLD_LATE_PEERS",
-        default="raise",
         help="What a wait does when its time is over: 'raise' PeerTimeout, or 'mask' the peer "
         "and go on without its tokens and results; high throughput on GPUs always raises.",
         parse=str,
@@ -120,7 +150,6 @@ _SETTINGS = (
     Setting(
         name="staging_bytes",
         variable="FANFOLD_STAGING_BYTES",
-        default=8 << 20,
         help="Bytes of shared memory per rank through which the high-throughput mode streams "
         "rows; a tensor of any size passes through it.",
         parse=int,
@@ -130,7 +159,6 @@ _SETTINGS = (
     Setting(
         name="ring_bytes",
         variable="FANFOLD_RING_BYTES",
-        default=16 << 20,
         help="Bytes of GPU memory per rank and peer through which the high-throughput mode streams "
         "rows on GPUs. The default holds 128 batches of 8 rows of 7168 bfloat16 and what travels "
         "beside them, which is as many as are of use; longer rows take fewer.",
@@ -141,7 +169,6 @@ _SETTINGS = (
     Setting(
         name="backend",
         variable="FANFOLD_BACKEND",
-        default="auto",
         help="Where calls run: 'cuda' on the ranks' GPUs, 'host' on the CPU, 'auto' on the GPUs "
         "where every rank has one of its own and all reach each other, else on the CPU. High "
         "throughput needs GPUs of compute capability 9.0 or later; on the CPU it takes tensors of "
@@ -153,7 +180,6 @@ _SETTINGS = (
     Setting(
         name="share_gpus",
         variable="FANFOLD_SHARE_GPUS",
-        default=False,
         help="Whether several ranks may have one GPU, where their kernels take turns of "
         "milliseconds: for programs that are developed or tested with fewer GPUs than ranks. "
         "Not over groups of NCCL, which wants a GPU for each rank, and not under MPS, where ranks "
@@ -165,7 +191,6 @@ _SETTINGS = (
     Setting(
         name="ctas",
         variable="FANFOLD_CTAS",
-        default=None,
         help="CTAs of each kernel; 'auto' is one for each SM of the GPU in low latency, and as "
         "many as keep the link busy, 24 at most, in high throughput, which can have 64. Fewer "
         "leave SMs to kernels beside it. All must fit on the GPU at once.",
@@ -176,7 +201,6 @@ _SETTINGS = (
     Setting(
         name="senders",
         variable="FANFOLD_SENDERS",
-        default=None,
         help="Of those CTAs, how many send rows in a dispatch while the others receive; 'auto' is "
         "what fills the links: about one in seven in low latency, 8 to 12 of 24 in high "
         "throughput.",
@@ -187,7 +211,6 @@ _SETTINGS = (
     Setting(
         name="cache_dir",
         variable="FANFOLD_CACHE_DIR",
-        default=None,
         help="Folder that keeps compiled kernels between processes; 'auto' is fanfold in "
         "$XDG_CACHE_HOME, or in ~/.cache.",
         parse=_parse_folder,
@@ -218,6 +241,16 @@ def unknown_variables() -> dict[str, str | None]:
 
 
 @contextlib.contextmanager
+def default_environment() -> Iterator[None]:
+    """Within it no variable ``FANFOLD_*`` is set, in this process and in those that it starts."""
+    taken = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("FANFOLD_")}
+    try:
+        yield
+    finally:
+        os.environ.update(taken)
+
+
+@contextlib.contextmanager
 def symmetric_memory_environment(same_index: bool) -> Iterator[None]:
     """Within it the environment has what PyTorch's symmetric memory reads there when ranks meet.
 
@@ -243,7 +276,8 @@ def symmetric_memory_environment(same_index: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Config:
-    """The resolved settings; make one with :meth:`resolve`.
+    """The settings of an object. ``Config(timeout_s=3)`` takes what is not given from the defaults
+    alone; :meth:`resolve` takes it from the environment first, as objects do that are given none.
 
     Attributes:
         timeout_s: seconds that any wait for a peer may last before ``PeerTimeout``.
@@ -259,20 +293,34 @@ class Config:
         sources: for each name above ``"argument"``, ``"environment"`` or ``"default"``.
     """
 
-    timeout_s: float
-    spin_us: float | None
-    late_peers: str
-    staging_bytes: int
-    ring_bytes: int
-    backend: str
-    share_gpus: bool
-    ctas: int | None
-    senders: int | None
-    cache_dir: str | None
-    sources: Mapping[str, str] = dataclasses.field(repr=False, compare=False)
+    timeout_s: float = 100.0
+    spin_us: float | None = None
+    late_peers: LatePeers = "raise"
+    staging_bytes: int = 8 << 20
+    ring_bytes: int = 16 << 20
+    backend: Backend = "auto"
+    share_gpus: bool = False
+    ctas: int | None = None
+    senders: int | None = None
+    cache_dir: str | None = None
+    sources: Mapping[str, Source] = dataclasses.field(
+        default_factory=lambda: types.MappingProxyType({}), repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        """Checks every value.
+
+        Raises:
+            ConfigError: for the first that is outside its bound.
+        """
+        for setting in _SETTINGS:
+            source = self.sources.get(setting.name, "argument")
+            setting.value_of(getattr(self, setting.name), source)
+
+    __repr__ = show_fields
 
     @classmethod
-    def resolve(cls, **overrides: object) -> Config:
+    def resolve(cls, **overrides: Unpack[Overrides]) -> Config:
         """Settings from ``overrides``, then the environment, then the defaults.
 
         Raises:
@@ -282,13 +330,14 @@ class Config:
         unknown = sorted(set(overrides) - known)
         if unknown:
             raise ConfigError(f"unknown setting {unknown[0]!r}; there are {', '.join(known)}")
+        given: dict[str, object] = {**overrides}
         values: dict[str, Any] = {}
-        sources: dict[str, str] = {}
+        sources: dict[str, Source] = {}
         for setting in _SETTINGS:
             text = os.environ.get(setting.variable)
-            if setting.name in overrides:
-                value = setting.value_of(overrides[setting.name], "argument")
-                source = "argument"
+            source: Source
+            if setting.name in given:
+                value, source = setting.value_of(given[setting.name], "argument"), "argument"
             elif text is not None:
                 value, source = setting.parse_text(text), "environment"
             else:

@@ -10,6 +10,7 @@ __all__ = [
     "ArgumentError",
     "CompileError",
     "ConfigError",
+    "CopyError",
     "DriverFailure",
     "FanfoldError",
     "LatePeerWarning",
@@ -68,6 +69,13 @@ class ConfigError(FanfoldError, ValueError):
 
 class UsageError(FanfoldError, RuntimeError):
     """An object was used in an order or at a time that it does not allow."""
+
+
+class CopyError(UsageError, TypeError):
+    """An object that holds other processes' memory cannot be copied or pickled.
+
+    ``copy`` and ``pickle`` raise a TypeError for an object that they cannot take, so this is one.
+    """
 
 
 class UnavailableError(FanfoldError, RuntimeError):

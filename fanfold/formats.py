@@ -11,22 +11,29 @@ int32, value 2**(byte - 127), the block of the lowest index in the lowest byte.
 from __future__ import annotations
 
 import enum
+from typing import Literal
 
 import torch
 
 from fanfold import _core, quantizing
 from fanfold.errors import ArgumentError
+from fanfold.lending import lend
 
 __all__ = [
     "BLOCK",
     "E4M3_MAX",
     "RowFormat",
+    "RowFormatName",
     "ScaleFormat",
+    "ScaleFormatName",
     "blocks",
     "dequantize",
     "quantize",
     "scale_columns",
 ]
+
+RowFormatName = Literal["bf16", "fp8"]
+ScaleFormatName = Literal["float32", "power_of_two", "ue8m0"]
 
 BLOCK = 128
 """Columns that share one scale."""
@@ -110,11 +117,9 @@ def quantize(
         kernel.run(x, values, scales)
         return values, scales
     if x.device.type == "cpu":
-        values = torch.empty((tokens, hidden), dtype=torch.float8_e4m3fn)
-        scales = torch.empty((tokens, blocks(hidden)))
-        _core.quantize_fp8(
-            x.data_ptr(), tokens, hidden, power_of_two, values.data_ptr(), scales.data_ptr()
-        )
+        values = torch.empty((tokens, hidden), dtype=torch.float8_e4m3fn, device=x.device)
+        scales = torch.empty((tokens, blocks(hidden)), dtype=torch.float32, device=x.device)
+        _core.quantize_fp8(lend(x), tokens, hidden, power_of_two, lend(values), lend(scales))
     else:
         values, scales = _quantize_anywhere(x, power_of_two)
     return values, _packed(scales) if packed else scales

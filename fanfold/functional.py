@@ -45,9 +45,13 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fanfold.errors import UsageError
+from fanfold.geometry import Mode
 from fanfold.received import Received
+from fanfold.renaming import Renaming
 
 __all__ = ["Exchange", "combine", "dispatch"]
+
+_NAMES = Renaming({"received.weights": "weights"})
 
 
 class Exchange(Protocol):
@@ -56,7 +60,7 @@ class Exchange(Protocol):
     Backward passes call with :meth:`Received.without_rows` of what dispatch returned."""
 
     @property
-    def mode(self) -> str:
+    def mode(self) -> Mode:
         """``"low_latency"`` or ``"high_throughput"``."""
 
     def dispatch(
@@ -240,8 +244,11 @@ def _combine(
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     if weights is not None:
-        received = dataclasses.replace(received, weights=weights.detach())
-    return ep.combine(y, received, weighted=weights is not None, bias=bias)
+        if torch.is_tensor(weights):  # what is none is refused below, on all ranks
+            weights = weights.detach()
+        received = dataclasses.replace(received, weights=weights)
+    with _NAMES:
+        return ep.combine(y, received, weighted=weights is not None, bias=bias)
 
 
 def _unused(received: Received) -> torch.Tensor:

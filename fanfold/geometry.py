@@ -6,15 +6,19 @@ No size is taken from a list: each is bounded only by what an encoding can hold.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from fanfold.errors import ArgumentError
+from fanfold.representation import show_fields, worded
 
 __all__ = [
     "MAX_EXPERTS",
     "MAX_TOP_K",
     "Geometry",
+    "Mode",
+    "check_activations",
     "check_aligned",
     "check_hidden",
     "check_integer",
@@ -23,6 +27,8 @@ __all__ = [
     "is_plain",
     "on_device",
 ]
+
+Mode = Literal["low_latency", "high_throughput"]
 
 MAX_EXPERTS = 32767  # expert indices travel as int16
 MAX_TOP_K = 32
@@ -34,33 +40,67 @@ MIN_HIDDEN = 16
 def check_tensor(
     name: str,
     tensor: object,
-    shape: tuple[int | None, ...],
+    shape: tuple[int | str, ...],
     dtypes: tuple[torch.dtype, ...],
     *,
     device: torch.device | None = None,
     contiguous: bool = True,
 ) -> torch.Tensor:
-    """``tensor`` if it has the given shape (None for any size), one of the dtypes, the device.
+    """``tensor`` if it has the given shape (a name for any size), one of the dtypes, the device.
 
     Raises:
         ArgumentError: naming ``name``, what it is and what it must be.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise ArgumentError(name, f"a {type(tensor).__name__}", "a torch.Tensor")
+        bound = f"a torch.Tensor of shape {_written(shape)} and dtype {_any_of(dtypes)}"
+        raise ArgumentError(name, worded(tensor), bound)
     if tensor.dtype not in dtypes:
-        allowed = " or ".join(str(dtype) for dtype in dtypes)
-        raise ArgumentError(f"{name}.dtype", tensor.dtype, allowed)
+        raise ArgumentError(f"{name}.dtype", tensor.dtype, _any_of(dtypes))
     if tensor.dim() != len(shape) or any(
-        size is not None and actual != size
+        isinstance(size, int) and actual != size
         for actual, size in zip(tensor.shape, shape, strict=True)
     ):
-        wanted = tuple("any" if size is None else size for size in shape)
-        raise ArgumentError(f"{name}.shape", tuple(tensor.shape), f"{wanted}")
+        raise ArgumentError(f"{name}.shape", tuple(tensor.shape), _written(shape))
     if device is not None and not on_device(tensor, device):
         raise ArgumentError(f"{name}.device", tensor.device, f"{device}, as the group's backend is")
+    if tensor.layout is not torch.strided:
+        raise ArgumentError(f"{name}.layout", tensor.layout, "torch.strided: call .to_dense()")
     if contiguous and not tensor.is_contiguous():
-        raise ArgumentError(f"{name}.stride()", tensor.stride(), "contiguous, row-major")
+        bound = "contiguous, with the last dimension innermost: call .contiguous()"
+        raise ArgumentError(f"{name}.stride()", tensor.stride(), bound)
     return tensor
+
+
+def check_activations(
+    name: str, x: object, hidden: int, max_tokens: int, device: torch.device
+) -> None:
+    """Checks the input of a layer: ``[..., hidden]`` of a floating dtype, at most ``max_tokens``.
+
+    Raises:
+        ArgumentError: naming ``name``, what it is and what it must be.
+    """
+    if not isinstance(x, torch.Tensor):
+        bound = f"a torch.Tensor of shape (..., {hidden}) and a floating dtype"
+        raise ArgumentError(name, worded(x), bound)
+    if not x.is_floating_point():
+        raise ArgumentError(f"{name}.dtype", x.dtype, "a floating dtype")
+    if x.dim() == 0 or x.shape[-1] != hidden:
+        raise ArgumentError(f"{name}.shape", tuple(x.shape), f"(..., {hidden})")
+    if not on_device(x, device):
+        raise ArgumentError(f"{name}.device", x.device, f"{device}, as the layer's parameters are")
+    tokens = x.shape[:-1].numel()
+    if tokens > max_tokens:
+        bound = f"at most the max_tokens of the ExpertParallel, {max_tokens}"
+        raise ArgumentError(f"{name}.shape", f"{tuple(x.shape)}, {tokens} tokens", bound)
+
+
+def _written(shape: tuple[int | str, ...]) -> str:
+    """``(tokens, 64)``."""
+    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+
+
+def _any_of(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(map(str, dtypes))
 
 
 def is_plain(
@@ -87,14 +127,14 @@ def on_device(tensor: torch.Tensor, device: torch.device) -> bool:
     return actual.type == device.type and device.index in (None, actual.index)
 
 
-def check_hidden(hidden: int, element_bytes: int) -> None:
+def check_hidden(hidden: int, element_bytes: int, name: str = "hidden") -> None:
     """Rows are moved 16 bytes at a time, so a row must be a multiple of that."""
     if not MIN_HIDDEN <= hidden <= MAX_HIDDEN:
-        raise ArgumentError("hidden", hidden, f"from {MIN_HIDDEN} to {MAX_HIDDEN}")
+        raise ArgumentError(name, hidden, f"from {MIN_HIDDEN} to {MAX_HIDDEN}")
     if hidden * element_bytes % 16:
         step = 16 // element_bytes
         raise ArgumentError(
-            "hidden", hidden, f"a multiple of {step}: a row must be a multiple of 16 bytes"
+            name, hidden, f"a multiple of {step}: a row must be a multiple of 16 bytes"
         )
 
 
@@ -138,6 +178,8 @@ class Geometry:
     hidden: int
     max_tokens: int
 
+    __repr__ = show_fields
+
     def __post_init__(self) -> None:
         """Checks every bound.
 
@@ -168,7 +210,7 @@ class Geometry:
 def check_integer(name: str, value: object, low: int, high: int) -> None:
     """Raises ArgumentError unless ``value`` is an integer from ``low`` to ``high``."""
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ArgumentError(name, repr(value), f"an integer from {low} to {high}")
+        raise ArgumentError(name, worded(value), f"an integer from {low} to {high}")
     if not low <= value <= high:
         raise ArgumentError(name, value, f"from {low} to {high}")
 

@@ -6,13 +6,17 @@ all for a single rank. Only set-up goes through it; tokens never do.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from fanfold.errors import ArgumentError, FanfoldError
+from fanfold.representation import worded
 
-__all__ = ["Group", "agree", "as_group", "process_group"]
+__all__ = ["Group", "agree", "as_group", "process_group", "together"]
 
 
 class Group(Protocol):
@@ -68,7 +72,8 @@ class _MpiGroup:
 
 def process_group(group: Group) -> dist.ProcessGroup | None:
     """The torch.distributed group behind ``group``, if there is one."""
-    return group.process_group if isinstance(group, _TorchGroup) else None
+    inner = group.inner if isinstance(group, _Together) else group
+    return inner.process_group if isinstance(inner, _TorchGroup) else None
 
 
 def as_group(group: Any = None, comm: Any = None) -> Group:
@@ -91,9 +96,7 @@ def as_group(group: Any = None, comm: Any = None) -> Group:
         return _TorchGroup(group)
     if all(hasattr(group, name) for name in ("rank", "size", "all_gather")):
         return group  # type: ignore[no-any-return]
-    raise ArgumentError(
-        "group", f"a {type(group).__name__}", "a torch.distributed.ProcessGroup, or None"
-    )
+    raise ArgumentError("group", worded(group), "a torch.distributed.ProcessGroup, or None")
 
 
 def agree(group: Group, facts: dict[str, object], error: Exception | None = None) -> None:
@@ -108,15 +111,77 @@ def agree(group: Group, facts: dict[str, object], error: Exception | None = None
     """
     gathered = group.all_gather((facts, None if error is None else f"{error}"))
     if error is not None:
-        raise error
+        raise _shared(error)
     for peer, (_, message) in enumerate(gathered):
         if message is not None:
-            raise FanfoldError(f"rank {peer} failed: {message}")
+            raise _shared(FanfoldError(f"rank {peer} failed: {message}"))
     for peer, (theirs, _) in enumerate(gathered):
         for name, value in facts.items():
             if theirs.get(name) != value:
-                raise ArgumentError(
-                    name,
-                    f"{value!r} on rank {group.rank} and {theirs.get(name)!r} on rank {peer}",
-                    "the same on all ranks",
+                raise _shared(
+                    ArgumentError(
+                        name,
+                        f"{value!r} on rank {group.rank} and {theirs.get(name)!r} on rank {peer}",
+                        "the same on all ranks",
+                    )
                 )
+
+
+# ---- what all ranks do together -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What a rank passes to a gather instead of a value when it has failed."""
+
+    text: str
+
+
+_E = TypeVar("_E", bound=Exception)
+
+
+def _shared(error: _E) -> _E:
+    """``error``, marked as one that all ranks know of."""
+    error.__dict__["fanfold_shared"] = True
+    return error
+
+
+class _Together:
+    """A group whose gathers find out that another rank has failed."""
+
+    def __init__(self, inner: Group) -> None:
+        self.inner = inner
+        self.rank, self.size = inner.rank, inner.size
+
+    def all_gather(self, value: Any) -> list[Any]:
+        try:
+            gathered = self.inner.all_gather(value)
+        except Exception as failure:  # a rank did not come, which no further gather would change
+            raise _shared(failure) from None
+        for peer, theirs in enumerate(gathered):
+            if isinstance(theirs, _Failure) and peer != self.rank:
+                raise _shared(FanfoldError(f"rank {peer} failed: {theirs.text}"))
+        return gathered
+
+
+@contextlib.contextmanager
+def together(group: Group) -> Iterator[Group]:
+    """For something that all ranks must have done when any goes on, such as making an object.
+
+    Within the block all exchanges go through the group that it is given. If the block raises on one
+    rank, whatever that is, the others raise a FanfoldError that names the rank and its error, at
+    their next exchange or at the block's end; none waits for the group's timeout. KeyboardInterrupt
+    and the like are no such errors.
+
+    Args:
+        group: the ranks, all of which enter the block.
+    """
+    ranks = _Together(group)
+    try:
+        yield ranks
+        ranks.all_gather(None)
+    except Exception as error:
+        if not error.__dict__.get("fanfold_shared", False):
+            with contextlib.suppress(Exception):
+                group.all_gather(_Failure(f"{type(error).__name__}: {error}"))
+        raise

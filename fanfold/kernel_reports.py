@@ -22,7 +22,7 @@ class KernelReports:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._tensor = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+        self._tensor = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
         self.address = self._tensor.data_ptr()
         self._words = (ctypes.c_int32 * (nbytes // 4)).from_address(self.address)
         self._raised: dict[int, tuple[int, int]] = {}

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ from fanfold.errors import (
     PeerTimeout,
     UsageError,
 )
+from fanfold.forks import Owner
 from fanfold.forkserver import ForkServer
 from fanfold.gpus import take_device
 from fanfold.pickling import Raised, pack, unpack
@@ -156,9 +156,9 @@ def _be_rank(connection: Connection) -> None:
 
 
 def _take_device(local_rank: int, local_ranks: int) -> None:
-    with contextlib.suppress(ConfigError):  # whoever uses the settings says what is wrong
-        if (config := Config.resolve()).backend != "host":
-            take_device(local_rank, local_ranks, share=config.share_gpus)
+    config = Config.resolve()
+    if config.backend != "host":
+        take_device(local_rank, local_ranks, share=config.share_gpus)
 
 
 def _answer(payload: bytes, main: dict[str, Any]) -> bytes:
@@ -231,17 +231,20 @@ class RankPool:
 
     Raises:
         ArgumentError: ``ranks`` out of bounds.
+        ConfigError: a malformed variable of the environment.
         LaunchError: a rank could not start.
     """
 
     def __init__(self, ranks: int, *, timeout_s: float = 300.0) -> None:
         _check_ranks(ranks)
+        Config.resolve()  # before there are ranks, each of which would raise the same
         if _importing_main:
             raise UsageError(
                 "a rank that is importing the main module was about to start ranks itself: start "
                 'them only under `if __name__ == "__main__":`'
             )
         self.timeout_s = timeout_s
+        self._owner = Owner("this RankPool")
         self._running = False
         self._ranks: list[_Rank] = []
         self._store: TCPStore | None = _loopback_store(timeout_s)
@@ -313,12 +316,9 @@ class RankPool:
         """Starts a call and returns; :meth:`collect` must follow."""
         if self._running:
             raise UsageError("this pool is running a call: collect its outcomes first")
-        if len(args_of) != len(self._ranks):
-            raise ArgumentError(
-                "args_of",
-                f"{len(args_of)} entries",
-                f"one for each of the {len(self._ranks)} ranks",
-            )
+        ranks = len(self._ranks)
+        if len(args_of) != ranks:
+            raise ArgumentError("args_of", f"{len(args_of)} entries", f"one for each of {ranks}")
         self._check_alive()
         payloads = [pack((function, tuple(args))) for args in args_of]
         self._running = True
@@ -362,8 +362,10 @@ class RankPool:
         self._ranks[rank].signal(number)
 
     def close(self) -> None:
-        """Kills the ranks and returns when all have ended. Harmless when repeated."""
+        """Kills the ranks and returns when all have ended. Harmless in a forked child."""
         members, self._ranks, self._store = self._ranks, [], None
+        if self._owner.forked:
+            return
         deadline = time.monotonic() + 10.0
         for member in members:
             member.read_pid()
@@ -377,17 +379,13 @@ class RankPool:
     def __enter__(self) -> RankPool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _check_alive(self) -> None:
         if not self._ranks:
             raise UsageError("this pool is closed; make a new one")
+        self._owner.check()
         for member in self._ranks:
             while member.exitcode is None and member.report.poll():
                 member.read_report()

@@ -25,7 +25,12 @@ def let_go(device: torch.device, kept: object) -> None:
 
 
 def drop_left() -> None:
-    """Drops what :func:`let_go` has left, unless this thread captures a graph."""
+    """Drops what :func:`let_go` has left, unless this thread captures a graph.
+
+    A forked child keeps it all: the memory is the parent's, and CUDA does not work in the child.
+    """
+    if torch.cuda._is_in_bad_fork():
+        return
     # Where CUDA has failed, or is not there, nothing runs.
     with contextlib.suppress(RuntimeError, AssertionError):
         if torch.cuda.is_current_stream_capturing():

@@ -13,11 +13,10 @@ collective, backward passes too (see :mod:`fanfold.functional`).
 
 from __future__ import annotations
 
-import hashlib
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -26,12 +25,20 @@ import torch.nn.functional as F  # noqa: N812 (torch's own convention)
 from torch.autograd.function import once_differentiable
 
 from fanfold import functional
+from fanfold.copying import not_copied
 from fanfold.errors import ArgumentError
 from fanfold.expert_parallel import ExpertParallel
 from fanfold.formats import dequantize
+from fanfold.geometry import Mode, check_activations, check_integer
+from fanfold.layer_statistics import MoEStatistics
 from fanfold.received import Received
+from fanfold.refusal import Refusing
+from fanfold.representation import details, module_repr, show_fields, worded
+from fanfold.seeding import seeded_normal
 
 __all__ = ["MoE", "MoEOptions", "MoEStatistics", "Router", "average_gradients", "seeded_normal"]
+
+_MOST_COLUMNS = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,8 @@ class MoEOptions:
     seed: int = 0
     dtype: torch.dtype = torch.float32
 
+    __repr__ = show_fields
+
     def __post_init__(self) -> None:
         """Checks every bound.
 
@@ -70,70 +79,9 @@ class MoEOptions:
         """
         if self.score not in ("softmax", "sigmoid"):
             raise ArgumentError("score", repr(self.score), "'softmax' or 'sigmoid'")
-        if not self.dtype.is_floating_point:
-            raise ArgumentError("dtype", self.dtype, "a floating-point dtype")
-        if self.shared_intermediate < 0:
-            raise ArgumentError("shared_intermediate", self.shared_intermediate, "0 or more")
-
-
-class _Count:
-    """An attribute of a dataclass: an int that may still be on its way on a GPU, for which only
-    who reads it waits."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = f"_{name}"
-
-    def __get__(self, instance: object | None, owner: type) -> int:
-        return 0 if instance is None else int(vars(instance)[self._name])
-
-    def __set__(self, instance: object, value: int | torch.Tensor) -> None:
-        vars(instance)[self._name] = value
-
-
-@dataclass
-class MoEStatistics:
-    """What a layer did since it was made or :meth:`reset`, on this rank. A pass that activation
-    checkpointing computes again counts again.
-
-    Attributes:
-        tokens: tokens that this rank passed to the layer.
-        expert_rows: ``[E_l]`` int64, where the rows are: rows that each local expert computed.
-        dispatch_seconds: time that this thread spent in dispatches, forward and backward. On the
-            host that is all they take, waiting for peers included. On a GPU only a forward
-            dispatch of high throughput waits, for the numbers of rows; the others return when they
-            are enqueued.
-        combine_seconds: the same for combines, which a GPU's ranks only enqueue.
-        bytes_sent: row values that left this rank for another in dispatches, as they travel: one
-            row for each (token, other rank). Reading it waits for the GPU.
-        bytes_returned: row values that came back to this rank's tokens in combines, likewise.
-    """
-
-    tokens: int = 0
-    expert_rows: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    dispatch_seconds: float = 0.0
-    combine_seconds: float = 0.0
-    bytes_sent: _Count = _Count()
-    bytes_returned: _Count = _Count()
-
-    def count_bytes(
-        self, name: Literal["bytes_sent", "bytes_returned"], rows: torch.Tensor, row_bytes: int
-    ) -> None:
-        """Adds to a number of bytes without waiting for anything.
-
-        Args:
-            name: the number's.
-            rows: how many, an int64 scalar on any device.
-            row_bytes: of each.
-        """
-        known = vars(self)[f"_{name}"]
-        if isinstance(known, torch.Tensor):
-            known = known.to(rows.device)
-        setattr(self, name, rows * row_bytes + known)
-
-    def reset(self) -> None:
-        """Sets everything to zero."""
-        fresh = MoEStatistics(expert_rows=torch.zeros_like(self.expert_rows))
-        self.__dict__.update(fresh.__dict__)
+        if not getattr(self.dtype, "is_floating_point", False):
+            raise ArgumentError("dtype", worded(self.dtype), "a floating-point torch.dtype")
+        check_integer("shared_intermediate", self.shared_intermediate, 0, _MOST_COLUMNS)
 
 
 class Router(torch.nn.Module):
@@ -178,10 +126,15 @@ class Router(torch.nn.Module):
         choices = chosen.new_zeros(self.num_experts)
         choices.scatter_add_(0, chosen, torch.ones_like(chosen))
         count = max(tokens.shape[0], 1)
-        per_expert = (choices / (count * self.top_k)) * (shares.sum(0) / count)
+        # Integers divided would have the dtype that is the process's default.
+        per_expert = (choices.float() / (count * self.top_k)) * (shares.sum(0) / count)
         return indices, weights, self.options.balance * self.num_experts * per_expert.sum()
 
 
+@not_copied(
+    why="its ExpertParallel holds memory that the ranks share",
+    instead="Save layer.state_dict(), and load it into another layer made with the same arguments.",
+)
 class MoE(torch.nn.Module):
     """Router, dispatch, this rank's SwiGLU experts, combine; optionally a shared expert.
 
@@ -228,15 +181,14 @@ class MoE(torch.nn.Module):
         self.hidden, self.intermediate = hidden, intermediate
         self.num_experts, self.top_k, self.options = num_experts, top_k, options
         for name in ("hidden", "intermediate"):
-            if getattr(self, name) < 1:
-                raise ArgumentError(name, getattr(self, name), "1 or more")
+            check_integer(name, getattr(self, name), 1, _MOST_COLUMNS)
         self.expert_parallel = expert_parallel
         first = expert_parallel.rank * expert_parallel.experts_per_rank
         self.local_experts = range(first, first + expert_parallel.experts_per_rank)
-        self._balance_loss = torch.zeros(())
+        self._balance_loss = torch.zeros((), dtype=torch.float32, device="cpu")
         self._balance_loss_again: Callable[[], torch.Tensor | None] = _nothing
         self.statistics = MoEStatistics(
-            expert_rows=torch.zeros(len(self.local_experts), dtype=torch.int64)
+            expert_rows=torch.zeros(len(self.local_experts), dtype=torch.int64, device="cpu")
         )
         self._make_parameters()
 
@@ -279,8 +231,12 @@ class MoE(torch.nn.Module):
             The same shape and dtype.
 
         Raises:
-            ArgumentError, PeerRefused, PeerTimeout, UsageError: as ``ExpertParallel.dispatch``.
+            ArgumentError: ``x`` has another last dimension or no floating dtype; void on all ranks.
+            PeerRefused, PeerTimeout, UsageError: as ``ExpertParallel.dispatch``.
         """
+        ep = self.expert_parallel
+        with Refusing(ep.refuse_dispatch):
+            check_activations("x", x, self.hidden, ep.max_tokens, self.w_in.device)
         tokens = x.reshape(-1, self.hidden)
         indices, weights, balance_loss = self.router(tokens)
         rows = tokens if self.latent_in is None else _apply(self.latent_in, tokens)
@@ -345,12 +301,11 @@ class MoE(torch.nn.Module):
         return parameter
 
     def extra_repr(self) -> str:
-        """The sizes, for ``print``."""
-        return (
-            f"hidden={self.hidden}, intermediate={self.intermediate}, "
-            f"num_experts={self.num_experts}, top_k={self.top_k}, "
-            f"local_experts={self.local_experts.start}..{self.local_experts.stop - 1}"
-        )
+        """The sizes, and what moves the tokens, for ``print``."""
+        names = ("hidden", "intermediate", "num_experts", "top_k", "local_experts")
+        return details(self, **{name: name for name in (*names, "expert_parallel")})
+
+    __repr__ = module_repr
 
 
 class _SharedExpert(torch.nn.Module):
@@ -451,7 +406,7 @@ class _Meter:
         self._remote_rows = _remote_rows(ep, topk_idx)
 
     @property
-    def mode(self) -> str:
+    def mode(self) -> Mode:
         """The mode of the ExpertParallel."""
         return self._ep.mode
 
@@ -531,27 +486,6 @@ def _apply(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
     """``layer`` in the dtype of its weights."""
     out: torch.Tensor = layer(x.to(layer.weight.dtype))
     return out
-
-
-def seeded_normal(
-    shape: tuple[int, ...],
-    std: float,
-    seed: int,
-    name: str,
-    dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
-    """Normal values of mean 0 that depend on nothing but the arguments.
-
-    Args:
-        shape: of the result.
-        std: standard deviation.
-        seed: any integer.
-        name: what the values are for; another name gives other values.
-        dtype: of the result; drawn in float32.
-    """
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.randn(shape, generator=generator).mul_(std).to(dtype)
 
 
 def average_gradients(module: torch.nn.Module, group: dist.ProcessGroup | None = None) -> None:

@@ -35,7 +35,7 @@ class OutputPool:
         """An uninitialised contiguous tensor; its memory is reused once nothing refers to it."""
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < _SMALL_BYTES:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         block = self._take(_rounded(nbytes))
         view = memoryview(block)
         key = id(view)

@@ -34,7 +34,7 @@ def kernel_source(hidden: int, *, power_of_two: bool, packed: bool) -> KernelSou
         "kWarps": _WARPS,
         "kCtasOfAnSm": _CTAS_OF_AN_SM,
     }
-    return KernelSource("formats/quantize.cu", "formats_quantize", constants, _WARPS * 32)
+    return KernelSource("formats/quantize.cu", "fanfold::formats::quantize", constants, _WARPS * 32)
 
 
 @dataclass(frozen=True)

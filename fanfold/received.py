@@ -14,12 +14,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from fanfold import high_throughput, low_latency
+from fanfold.copying import not_copied
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.high_throughput.plan import CudaDispatched
+from fanfold.representation import show_fields, worded
 
 __all__ = ["HighThroughputSource", "LowLatencySource", "Received"]
 
 
+@not_copied(
+    why="it belongs to the call of one ExpertParallel, whose memory the ranks share",
+    instead="Clone the tensors that you need, and pass the object itself to combine.",
+)
 @dataclass
 class Received:
     """The rows that one dispatch brought to this rank, sorted by local expert.
@@ -50,7 +56,10 @@ class Received:
     num_tokens: int
     owner: object = field(repr=False)
     source: LowLatencySource | HighThroughputSource = field(repr=False)
-    complete: bool = field(default=True, repr=False)
+    complete: bool = field(default=True)
+    _begins: torch.Tensor = field(init=False, repr=False, compare=False)
+
+    __repr__ = show_fields
 
     @classmethod
     def in_low_latency(
@@ -66,11 +75,12 @@ class Received:
         Args:
             dispatched: by the mode.
             topk_idx: as dispatched; None where the routing has it.
-            offsets, owner, complete: attributes.
+            offsets: the attribute; of every call, so it is copied for who asks for it.
+            owner, complete: attributes.
         """
         made = cls.__new__(cls)
         made.tokens, made.scales = dispatched.tokens, dispatched.scales
-        made.tokens_per_expert, made.offsets = dispatched.counts, offsets
+        made.tokens_per_expert, made._begins = dispatched.counts, offsets
         made.owner, made.complete = owner, complete
         if topk_idx is None:
             made.num_tokens = dispatched.routing.tokens  # type: ignore[union-attr]
@@ -82,11 +92,15 @@ class Received:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> torch.Tensor | None:
-            """The weights of a low-latency dispatch, from when somebody first asks for them."""
-            if name != "weights":
-                raise AttributeError(f"{type(self).__name__} has no {name!r}", name=name, obj=self)
-            self.weights = self.source.dispatched.row_weights
-            return self.weights
+            """The weights and offsets of a low-latency dispatch, from when somebody first asks for
+            them."""
+            if name == "weights":
+                self.weights = self.source.dispatched.row_weights
+                return self.weights
+            if name == "offsets":
+                self.offsets = self._begins.clone()
+                return self.offsets
+            raise AttributeError(f"{type(self).__name__} has no {name!r}", name=name, obj=self)
 
     def expert(self, index: int, of: torch.Tensor | None = None) -> torch.Tensor:
         """The valid rows of local expert ``index``: a view ``[n, hidden]`` of ``tokens``.
@@ -99,14 +113,20 @@ class Received:
 
         Args:
             index: from 0 to E_l - 1.
-            of: a tensor with the leading dimensions of ``tokens`` to view instead, such as the
-                experts' output.
+            of: a tensor with the leading dimensions of ``tokens`` (all but the last) to view
+                instead, such as the experts' output, ``scales`` or ``weights``.
+
+        Raises:
+            ArgumentError: ``index`` is out of range, or ``of`` has other leading dimensions.
         """
         rows = self.tokens if of is None else of
+        leading = self.tokens.shape[:-1]
+        _check_leading("of", rows, leading)
         if not 0 <= index < self.tokens_per_expert.shape[0]:
             raise ArgumentError("index", index, f"from 0 to {self.tokens_per_expert.shape[0] - 1}")
         begin, count = self.source.place(index)
-        return rows.flatten(0, rows.dim() - 2)[begin : begin + count]
+        # Not through flatten(), which copies what it cannot view.
+        return rows[index, :count] if len(leading) == 2 else rows[begin : begin + count]
 
     def places(self) -> list[tuple[int, int]]:
         """Of each local expert, where its valid rows begin in ``tokens.flatten(0, -2)`` and how
@@ -151,6 +171,8 @@ class LowLatencySource:
     dispatched: low_latency.Dispatched
     topk_idx: torch.Tensor | None  # None where the routing has it
 
+    __repr__ = show_fields
+
     def place(self, index: int) -> tuple[int, int]:
         """Where the rows of a local expert begin, and how many there are."""
         capacity = self.dispatched.tokens.shape[1]
@@ -180,7 +202,7 @@ class LowLatencySource:
 
 
 def _places(received: Received) -> torch.Tensor:
-    return torch.arange(received.tokens.shape[1], device=received.tokens.device)
+    return torch.arange(received.tokens.shape[1], device=received.tokens.device, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -189,6 +211,8 @@ class HighThroughputSource:
 
     # On the host, wherever the tokens are; or on the GPU.
     dispatched: high_throughput.Dispatched | CudaDispatched
+
+    __repr__ = show_fields
 
     @property
     def capacity(self) -> int | None:
@@ -232,6 +256,15 @@ class HighThroughputSource:
     def tokens(self, received: Received) -> torch.Tensor:
         """Each row's source token."""
         return self.dispatched.row_source_token.to(received.tokens.device)
+
+
+def _check_leading(name: str, rows: object, leading: torch.Size) -> None:
+    """Raises ArgumentError unless ``rows`` is a tensor whose dimensions begin with ``leading``."""
+    shape = f"({', '.join(map(str, leading))}, ...)"
+    if not isinstance(rows, torch.Tensor):
+        raise ArgumentError(name, worded(rows), f"a torch.Tensor of shape {shape}")
+    if rows.shape[: len(leading)] != leading:
+        raise ArgumentError(f"{name}.shape", tuple(rows.shape), f"{shape}, as received.tokens")
 
 
 def _shape_of(rows: torch.Tensor) -> torch.Tensor:

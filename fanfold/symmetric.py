@@ -13,8 +13,10 @@ from types import TracebackType
 
 from fanfold import _core
 from fanfold.config import Config
+from fanfold.copying import not_copied
 from fanfold.errors import FanfoldError, UnavailableError
 from fanfold.group import Group, agree
+from fanfold.representation import described
 
 __all__ = ["SymmetricMemory", "host_identity"]
 
@@ -26,6 +28,10 @@ def host_identity() -> str:
     return f"{boot} {namespace} uid:{os.getuid()}"
 
 
+@not_copied(
+    why="it maps the memory of other processes",
+    instead="Make one in each process; construction is collective.",
+)
 class SymmetricMemory:
     """One region per rank, mapped by all. Construction is collective.
 
@@ -83,6 +89,9 @@ class SymmetricMemory:
     def close(self) -> None:
         """Unmaps everything. Not collective; harmless when repeated."""
         self.core.close()
+
+    def __repr__(self) -> str:
+        return described(self, rank="rank", ranks="ranks", bytes_per_rank="usable_bytes")
 
     def __enter__(self) -> SymmetricMemory:
         return self

@@ -16,9 +16,12 @@ from typing import Any
 import torch
 
 from fanfold.config import symmetric_memory_environment
+from fanfold.copying import not_copied
 from fanfold.errors import FanfoldError, SystemFailure, UnavailableError, UsageError
+from fanfold.forks import Owner
 from fanfold.group import Group, agree, process_group
 from fanfold.letting_go import drop_left, let_go
+from fanfold.representation import described
 
 __all__ = ["CudaSymmetricMemory", "unavailable"]
 
@@ -69,6 +72,10 @@ def _check_meeting(group: Group) -> None:
         )
 
 
+@not_copied(
+    why="it maps the memory of other processes' GPUs",
+    instead="Make one in each process; construction is collective.",
+)
 class CudaSymmetricMemory:
     """One region of each rank's current CUDA device, mapped by all. Construction is collective.
 
@@ -92,6 +99,7 @@ class CudaSymmetricMemory:
     """
 
     def __init__(self, group: Group, bytes_per_rank: int) -> None:
+        self._owner = Owner("this CudaSymmetricMemory")
         self.group = group
         self.rank, self.ranks = group.rank, group.size
         self.bytes_per_rank = bytes_per_rank
@@ -116,20 +124,22 @@ class CudaSymmetricMemory:
         """The own region: ``[bytes_per_rank]`` uint8.
 
         Raises:
-            UsageError: closed.
+            UsageError: closed, or in a forked child.
         """
         if self._tensor is None:
             raise UsageError("this CudaSymmetricMemory is closed")
+        self._owner.check()
         return self._tensor
 
     def base(self, peer: int) -> int:
         """Address in this process of ``peer``'s region; with the own rank, that of the own.
 
         Raises:
-            UsageError: closed.
+            UsageError: closed, or in a forked child.
         """
         if self._tensor is None:
             raise UsageError("this CudaSymmetricMemory is closed")
+        self._owner.check()
         return self._bases[peer]
 
     def close(self) -> None:
@@ -143,6 +153,11 @@ class CudaSymmetricMemory:
         self._handle = self._tensor = None
         self._bases = []
         self._end()
+
+    def __repr__(self) -> str:
+        state = "closed" if getattr(self, "_tensor", 0) is None else ""
+        names = ("rank", "ranks", "bytes_per_rank", "device")
+        return described(self, state, **{name: name for name in names})
 
     def __enter__(self) -> CudaSymmetricMemory:
         return self

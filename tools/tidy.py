@@ -29,25 +29,31 @@ else:
 # A room (a module or a package of fanfold/) imports only from floors below its own, or from itself.
 PYTHON_FLOORS: tuple[tuple[str, ...], ...] = (
     ("_core", "kernels"),
-    ("errors",),
+    ("errors", "representation"),
     (
         "geometry",
         "config",
+        "copying",
         "group",
         "gpus",
         "kernel_reports",
+        "layer_statistics",
+        "lending",
         "letting_go",
         "pool",
         "staging",
         "stream_order",
+        "forks",
         "forkserver",
         "pickling",
         "refusal",
+        "renaming",
+        "seeding",
     ),
-    ("routing", "symmetric", "symmetric_cuda", "launch", "jit"),
+    ("symmetric", "symmetric_cuda", "launch", "jit"),
     ("quantizing",),
     ("formats",),
-    ("placement", "low_latency", "high_throughput", "fused_moe"),
+    ("placement", "low_latency", "high_throughput"),
     ("received",),  # what a dispatch of either mode brings
     ("expert_parallel", "deep_ep"),
     ("functional",),
@@ -74,6 +80,22 @@ MAX_CPP_COLUMNS = 100  # clang-format leaves comments alone
 
 # Signatures in here are DeepEP's, not ours.
 FOREIGN_SIGNATURES = "fanfold/deep_ep/"
+
+# What is made here names its dtype and its device: a process may have set other defaults
+# (torch.set_default_dtype, torch.set_default_device).
+NAMED_TENSORS = ("fanfold/", "tests/conformance/")
+TENSOR_MAKERS = (
+    "arange", "as_tensor", "asarray", "bartlett_window", "blackman_window", "empty",
+    "empty_permuted", "empty_quantized", "empty_strided", "eye", "frombuffer", "full",
+    "hamming_window", "hann_window", "kaiser_window", "linspace", "logspace", "normal", "ones",
+    "rand", "randint", "randn", "randperm", "range", "scalar_tensor", "sparse_coo_tensor",
+    "tensor", "tril_indices", "triu_indices", "zeros",
+)  # fmt: skip
+TENSOR_MAKERS_WITHOUT_DEVICE = ("frombuffer",)
+DEFAULT_TENSORS = (
+    "FloatTensor", "DoubleTensor", "HalfTensor", "BFloat16Tensor", "LongTensor",
+    "IntTensor", "ShortTensor", "CharTensor", "ByteTensor", "BoolTensor",
+)  # fmt: skip
 
 ENVIRONMENT_HOMES = ("fanfold/config.py", "fanfold/launch.py")
 WAIT_HOMES = ("csrc/base/wait.h", "csrc/base/wait.cpp")
@@ -301,6 +323,36 @@ def check_environment(path: str, tree: ast.Module) -> Iterator[Finding]:
     yield from counted("environment", path, sorted(lines), f"the environment belongs to {homes}")
 
 
+def follows_defaults(call: ast.Call) -> bool:
+    """Whether a call makes a tensor and leaves its dtype or its device to the process."""
+    function = call.func
+    if not isinstance(function, ast.Attribute) or ast.unparse(function.value) != "torch":
+        return False
+    if function.attr in DEFAULT_TENSORS:
+        return True
+    given = {keyword.arg for keyword in call.keywords}
+    if None in given or "out" in given:  # keywords that are passed on, or a tensor that is there
+        return False
+    on_the_cpu = function.attr in TENSOR_MAKERS_WITHOUT_DEVICE
+    wanted = {"dtype"} if on_the_cpu else {"dtype", "device"}
+    return function.attr in TENSOR_MAKERS and not wanted <= given
+
+
+def check_tensors(path: str, tree: ast.Module) -> Iterator[Finding]:
+    """Tensors that the process's defaults decide about."""
+    if not path.startswith(NAMED_TENSORS):
+        return
+    lines: list[int] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and follows_defaults(node):
+            lines.append(node.lineno)
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch":
+            makers = (*TENSOR_MAKERS, *DEFAULT_TENSORS)
+            lines += [node.lineno for name in node.names if name.name in makers]
+    message = "a tensor without a dtype or a device; the process's defaults would decide"
+    yield from counted("default-tensor", path, sorted(lines), message)
+
+
 def check_docstrings(path: str, tree: ast.Module) -> Iterator[Finding]:
     """Public modules, classes, functions and methods say what they are."""
     if not path.startswith(tuple(f"{folder}/" for folder in DOCUMENTED_FOLDERS)):
@@ -468,6 +520,7 @@ def check_tree(root: Path) -> Iterator[Finding]:
         yield from check_python_functions(path, trees[path])
         yield from check_environment(path, trees[path])
         yield from check_docstrings(path, trees[path])
+        yield from check_tensors(path, trees[path])
     yield from check_floors(trees)
     texts: dict[str, str] = {}
     codes: dict[str, str] = {}

@@ -23,7 +23,7 @@ struct BadArgument : std::runtime_error {
 BadArgument disagreement(const std::string& name, int64_t ours, int32_t rank, int64_t theirs,
                          int32_t peer);
 
-// `rank` is in `ours` and `peer` in `theirs`, calls with their numbers, and each waits for the other.
+// `rank` is in `ours` and `peer` in `theirs`, calls with their numbers; each waits for the other.
 BadArgument different_calls(const std::string& ours, int32_t rank, const std::string& theirs,
                             int32_t peer);
 

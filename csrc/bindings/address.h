@@ -1,12 +1,52 @@
-// Pointer fields of argument structs, seen from Python as integer addresses (0 is null).
+// Fields of argument structs that say where memory lies.
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 
 #include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "base/array.h"
 
 namespace fanfold::bindings {
 
+// Memory as Python passes it: its address and its bytes, as fanfold/lending.py works them out.
+using Lent = std::optional<std::pair<uintptr_t, int64_t>>;
+
+// The elements of a whole type that fit. Throws BadArgument for an address that is not aligned.
+template <typename T>
+Array<T> array_of(const Lent& lent, const char* name) {
+  if (!lent) return {};
+  const auto [address, bytes] = *lent;
+  if (address % alignof(T) != 0) {
+    throw BadArgument(name, "at address " + std::to_string(address),
+                      "a multiple of " + std::to_string(alignof(T)) + " bytes");
+  }
+  return {reinterpret_cast<T*>(address), bytes / static_cast<int64_t>(sizeof(T))};
+}
+
+// An array of host memory; None is null.
+template <typename Class, typename Struct, typename Element>
+void def_array(Class& cls, const char* name, Array<Element> Struct::* field) {
+  cls.def_prop_rw(
+      name,
+      [field](const Struct& self) -> Lent {
+        const Array<Element>& array = self.*field;
+        if (array == nullptr) return std::nullopt;
+        const int64_t bytes = array.size() * static_cast<int64_t>(sizeof(Element));
+        return std::pair(reinterpret_cast<uintptr_t>(static_cast<Element*>(array)), bytes);
+      },
+      [field, name](Struct& self, const Lent& lent) {
+        self.*field = array_of<Element>(lent, name);
+      },
+      nanobind::for_setter(nanobind::arg("lent").none()));
+}
+
+// The address of memory on a GPU, as an integer; 0 is null.
 template <typename Class, typename Struct, typename Pointee>
 void def_address(Class& cls, const char* name, Pointee* Struct::* field) {
   cls.def_prop_rw(

@@ -15,11 +15,11 @@ void bind_cuda(nb::module_& module) {
   nb::class_<Kernel>(module, "CudaKernel")
       .def(
           "__init__",
-          [](Kernel* self, const nb::bytes& image, std::string entry) {
+          [](Kernel* self, const nb::bytes& image, std::string entry, const std::string& symbol) {
             const auto* data = static_cast<const std::byte*>(image.data());
-            new (self) Kernel({data, image.size()}, std::move(entry));
+            new (self) Kernel({data, image.size()}, std::move(entry), symbol);
           },
-          "image"_a, "entry"_a)
+          "image"_a, "entry"_a, "symbol"_a)
       .def_prop_ro("entry", &Kernel::entry)
       .def_prop_ro("registers", &Kernel::registers)
       .def_prop_ro("local_bytes", &Kernel::local_bytes)

@@ -103,6 +103,8 @@ void bind_dispatch(nb::module_& module) {
   def_address(cls, "row_weights", &Dispatch::row_weights);
   def_address(cls, "row_source_rank", &Dispatch::row_source_rank);
   def_address(cls, "row_source_token", &Dispatch::row_source_token);
+  def_address(cls, "offsets_copy", &Dispatch::offsets_copy);
+  def_address(cls, "tokens_per_expert_copy", &Dispatch::tokens_per_expert_copy);
   def_address(cls, "rows_of", &Dispatch::rows_of);
   def_address(cls, "topk_idx", &Dispatch::topk_idx);
   def_address(cls, "topk_weights", &Dispatch::topk_weights);

@@ -25,10 +25,10 @@ void bind_tokens(nb::module_& module) {
       .def_rw("tokens", &Tokens::tokens)
       .def_rw("experts", &Tokens::experts)
       .def_rw("top_k", &Tokens::top_k);
-  def_address(tokens, "rows", &Tokens::rows);
-  def_address(tokens, "scales", &Tokens::scales);
-  def_address(tokens, "topk_idx", &Tokens::topk_idx);
-  def_address(tokens, "topk_weights", &Tokens::topk_weights);
+  def_array(tokens, "rows", &Tokens::rows);
+  def_array(tokens, "scales", &Tokens::scales);
+  def_array(tokens, "topk_idx", &Tokens::topk_idx);
+  def_array(tokens, "topk_weights", &Tokens::topk_weights);
 }
 
 void bind_plan(nb::module_& module) {
@@ -39,14 +39,14 @@ void bind_plan(nb::module_& module) {
       .def_rw("top_k", &Plan::top_k)
       .def_rw("tokens", &Plan::tokens)
       .def_rw("received", &Plan::received);
-  def_address(plan, "is_token_in_rank", &Plan::is_token_in_rank);
-  def_address(plan, "source_prefix", &Plan::source_prefix);
-  def_address(plan, "tokens_per_expert", &Plan::tokens_per_expert);
-  def_address(plan, "offsets", &Plan::offsets);
-  def_address(plan, "source_token", &Plan::source_token);
-  def_address(plan, "topk_idx", &Plan::topk_idx);
-  def_address(plan, "topk_weights", &Plan::topk_weights);
-  def_address(plan, "rows_of", &Plan::rows_of);
+  def_array(plan, "is_token_in_rank", &Plan::is_token_in_rank);
+  def_array(plan, "source_prefix", &Plan::source_prefix);
+  def_array(plan, "tokens_per_expert", &Plan::tokens_per_expert);
+  def_array(plan, "offsets", &Plan::offsets);
+  def_array(plan, "source_token", &Plan::source_token);
+  def_array(plan, "topk_idx", &Plan::topk_idx);
+  def_array(plan, "topk_weights", &Plan::topk_weights);
+  def_array(plan, "rows_of", &Plan::rows_of);
 }
 
 void bind_results(nb::module_& module) {
@@ -55,11 +55,11 @@ void bind_results(nb::module_& module) {
   received.def("__init__", [](Received* self) { new (self) Received{}; })
       .def_rw("capacity", &Received::capacity)
       .def_rw("expert_major", &Received::expert_major);
-  def_address(received, "rows", &Received::rows);
-  def_address(received, "scales", &Received::scales);
-  def_address(received, "row_weights", &Received::row_weights);
-  def_address(received, "row_source_rank", &Received::row_source_rank);
-  def_address(received, "row_source_token", &Received::row_source_token);
+  def_array(received, "rows", &Received::rows);
+  def_array(received, "scales", &Received::scales);
+  def_array(received, "row_weights", &Received::row_weights);
+  def_array(received, "row_source_rank", &Received::row_source_rank);
+  def_array(received, "row_source_token", &Received::row_source_token);
 
   using Outputs = HighThroughputOutputs;
   nb::class_<Outputs> outputs(module, "HighThroughputOutputs");
@@ -67,28 +67,32 @@ void bind_results(nb::module_& module) {
       .def_rw("hidden", &Outputs::hidden)
       .def_rw("lanes", &Outputs::lanes)
       .def_rw("expert_major", &Outputs::expert_major);
-  def_address(outputs, "y", &Outputs::y);
-  def_address(outputs, "row_weights", &Outputs::row_weights);
-  def_address(outputs, "lane_weights", &Outputs::lane_weights);
+  def_array(outputs, "y", &Outputs::y);
+  def_array(outputs, "row_weights", &Outputs::row_weights);
+  def_array(outputs, "lane_weights", &Outputs::lane_weights);
 
   using Result = HighThroughputResult;
   nb::class_<Result> result(module, "HighThroughputResult");
   result.def("__init__", [](Result* self) { new (self) Result{}; })
-      .def("set_bias", [](Result& self, size_t place, uintptr_t address) {
-        self.bias[place % 2] = reinterpret_cast<const uint16_t*>(address);
-      });
-  def_address(result, "out", &Result::out);
-  def_address(result, "weights", &Result::weights);
+      .def(
+          "set_bias",
+          [](Result& self, size_t place, const Lent& lent) {
+            self.bias[place % 2] = array_of<const uint16_t>(lent, "bias");
+          },
+          "place"_a, "lent"_a.none());
+  def_array(result, "out", &Result::out);
+  def_array(result, "weights", &Result::weights);
 }
 
-// Addresses of a routing and of the tensors that count it, as for count_routes.
-void count(uintptr_t topk_idx, const std::tuple<int32_t, int32_t, int32_t, int32_t>& sizes,
-           uintptr_t tokens_per_rank, uintptr_t tokens_per_expert, uintptr_t is_token_in_rank) {
+// A routing and the tensors that count it, as for count_routes.
+void count(const Lent& topk_idx, const std::tuple<int32_t, int32_t, int32_t, int32_t>& sizes,
+           const Lent& tokens_per_rank, const Lent& tokens_per_expert,
+           const Lent& is_token_in_rank) {
   const auto [tokens, top_k, experts, ranks] = sizes;
-  count_routes(Routes{reinterpret_cast<const int64_t*>(topk_idx), tokens, top_k, experts, ranks},
-               RouteCounts{reinterpret_cast<int32_t*>(tokens_per_rank),
-                           reinterpret_cast<int32_t*>(tokens_per_expert),
-                           reinterpret_cast<uint8_t*>(is_token_in_rank), true});
+  count_routes(Routes{array_of<const int64_t>(topk_idx, "topk_idx"), tokens, top_k, experts, ranks},
+               RouteCounts{array_of<int32_t>(tokens_per_rank, "tokens_per_rank"),
+                           array_of<int32_t>(tokens_per_expert, "tokens_per_expert"),
+                           array_of<uint8_t>(is_token_in_rank, "is_token_in_rank"), true});
 }
 
 }  // namespace

@@ -37,26 +37,26 @@ void bind_arguments(nb::module_& module) {
       .def_rw("tokens", &Tokens::tokens)
       .def_rw("weighted", &Tokens::weighted)
       .def_rw("encoding", &Tokens::encoding);
-  def_address(tokens, "x", &Tokens::x);
-  def_address(tokens, "topk_idx", &Tokens::topk_idx);
-  def_address(tokens, "topk_weights", &Tokens::topk_weights);
+  def_array(tokens, "x", &Tokens::x);
+  def_array(tokens, "topk_idx", &Tokens::topk_idx);
+  def_array(tokens, "topk_weights", &Tokens::topk_weights);
 
   using Received = LowLatencyReceived;
   nb::class_<Received> received(module, "LowLatencyReceived");
   received.def("__init__", [](Received* self) { new (self) Received{}; })
       .def_rw("encoding", &Received::encoding)
       .def_rw("scale_format", &Received::scale_format);
-  def_address(received, "rows", &Received::rows);
-  def_address(received, "scales", &Received::scales);
-  def_address(received, "counts", &Received::counts);
-  def_address(received, "source_tokens", &Received::source_tokens);
-  def_address(received, "ranges", &Received::ranges);
-  def_address(received, "row_weights", &Received::row_weights);
-  def_address(received, "source_counts", &Received::source_counts);
-  def_address(received, "experts", &Received::experts);
-  def_address(received, "weights", &Received::weights);
-  def_address(received, "expert_totals", &Received::expert_totals);
-  def_address(received, "wait_ns", &Received::wait_ns);
+  def_array(received, "rows", &Received::rows);
+  def_array(received, "scales", &Received::scales);
+  def_array(received, "counts", &Received::counts);
+  def_array(received, "source_tokens", &Received::source_tokens);
+  def_array(received, "ranges", &Received::ranges);
+  def_array(received, "row_weights", &Received::row_weights);
+  def_array(received, "source_counts", &Received::source_counts);
+  def_array(received, "experts", &Received::experts);
+  def_array(received, "weights", &Received::weights);
+  def_array(received, "expert_totals", &Received::expert_totals);
+  def_array(received, "wait_ns", &Received::wait_ns);
 
   using Outputs = LowLatencyOutputs;
   nb::class_<Outputs> outputs(module, "LowLatencyOutputs");
@@ -64,19 +64,19 @@ void bind_arguments(nb::module_& module) {
       .def_rw("expert_stride", &Outputs::expert_stride)
       .def_rw("row_stride", &Outputs::row_stride)
       .def_rw("logfmt", &Outputs::logfmt);
-  def_address(outputs, "y", &Outputs::y);
-  def_address(outputs, "ranges", &Outputs::ranges);
-  def_address(outputs, "source_counts", &Outputs::source_counts);
-  def_address(outputs, "experts", &Outputs::experts);
-  def_address(outputs, "weights", &Outputs::weights);
+  def_array(outputs, "y", &Outputs::y);
+  def_array(outputs, "ranges", &Outputs::ranges);
+  def_array(outputs, "source_counts", &Outputs::source_counts);
+  def_array(outputs, "experts", &Outputs::experts);
+  def_array(outputs, "weights", &Outputs::weights);
 
   using Result = LowLatencyResult;
   nb::class_<Result> result(module, "LowLatencyResult");
   result.def("__init__", [](Result* self) { new (self) Result{}; })
       .def_rw("tokens", &Result::tokens);
-  def_address(result, "out", &Result::out);
-  def_address(result, "topk_idx", &Result::topk_idx);
-  def_address(result, "wait_ns", &Result::wait_ns);
+  def_array(result, "out", &Result::out);
+  def_array(result, "topk_idx", &Result::topk_idx);
+  def_array(result, "wait_ns", &Result::wait_ns);
 }
 
 // The late routing is an argument of its own, because a struct must not keep a Python object's
@@ -104,7 +104,8 @@ void bind_low_latency(nb::module_& module) {
       .def("combine_receive", &LowLatency::combine_receive, Unlocked())
       .def("refuse_dispatch", &LowLatency::refuse_dispatch, Unlocked())
       .def("refuse_combine", &LowLatency::refuse_combine, Unlocked())
-      .def("quiesce", &LowLatency::quiesce, Unlocked());
+      .def("quiesce", &LowLatency::quiesce, Unlocked())
+      .def("reset", &LowLatency::reset, Unlocked());
 }
 
 }  // namespace fanfold::bindings

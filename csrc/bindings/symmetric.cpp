@@ -11,6 +11,7 @@ namespace fanfold::bindings {
 
 void bind_symmetric(nb::module_& module) {
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+  module.def("fork_generation", &fork_generation);
   nb::class_<SymmetricMemory>(module, "SymmetricMemory")
       .def(
           "__init__",
@@ -40,8 +41,12 @@ void bind_symmetric(nb::module_& module) {
       .def("set_masked", &SymmetricMemory::set_masked)
       .def_prop_ro("lost", &SymmetricMemory::lost)
       .def("check_usable", &SymmetricMemory::check_usable)
-      .def("base", [](const SymmetricMemory& self,
-                      int32_t peer) { return reinterpret_cast<uintptr_t>(self.base(peer)); })
+      .def(
+          "window",
+          [](const SymmetricMemory& self, int32_t peer, int64_t offset, int64_t bytes) {
+            return reinterpret_cast<uintptr_t>(self.window(peer, offset, bytes));
+          },
+          "peer"_a, "offset"_a, "bytes"_a)
       .def_prop_ro("bytes", &SymmetricMemory::bytes)
       .def_prop_ro("mapped_bytes", &SymmetricMemory::mapped_bytes);
 }

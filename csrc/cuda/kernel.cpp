@@ -15,7 +15,7 @@ std::string shape_text(const std::string& entry, const LaunchShape& shape) {
 
 }  // namespace
 
-Kernel::Kernel(std::span<const std::byte> cubin, std::string entry)
+Kernel::Kernel(std::span<const std::byte> cubin, std::string entry, const std::string& symbol)
     : driver_(driver()), entry_(std::move(entry)) {
   if (cubin.empty()) throw BadArgument("image", "empty", "a CUBIN");
   driver_.check(driver_.ctx_get_current(&context_), "cuCtxGetCurrent", "kernel " + entry_);
@@ -26,7 +26,7 @@ Kernel::Kernel(std::span<const std::byte> cubin, std::string entry)
   driver_.check(driver_.module_load_data(&module_, cubin.data()), "cuModuleLoadData",
                 "kernel " + entry_ + ", " + std::to_string(cubin.size()) + " bytes");
   try {
-    find_function();
+    find_function(symbol);
     find_parameter();
   } catch (...) {
     unload();
@@ -36,9 +36,9 @@ Kernel::Kernel(std::span<const std::byte> cubin, std::string entry)
 
 Kernel::~Kernel() { unload(); }
 
-void Kernel::find_function() {
-  driver_.check(driver_.module_get_function(&function_, module_, entry_.c_str()),
-                "cuModuleGetFunction", "kernel " + entry_);
+void Kernel::find_function(const std::string& symbol) {
+  driver_.check(driver_.module_get_function(&function_, module_, symbol.c_str()),
+                "cuModuleGetFunction", "kernel " + entry_ + ", symbol " + symbol);
   if (driver_.func_load != nullptr) {
     driver_.check(driver_.func_load(function_), "cuFuncLoad", "kernel " + entry_);
   }

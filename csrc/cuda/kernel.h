@@ -25,10 +25,10 @@ struct LaunchShape {
 // alone may be called by several at once.
 class Kernel {
  public:
-  // Loads `cubin`, whose function `entry` takes exactly one parameter, a struct by value. The
-  // function is on the device when this returns: nothing is left to be loaded by the first
-  // launch, where loading would wait for kernels that themselves wait for this one.
-  Kernel(std::span<const std::byte> cubin, std::string entry);
+  // Loads `cubin`, whose function `symbol` takes exactly one parameter, a struct by value; errors
+  // call it `entry`. The function is on the device when this returns: nothing is left to be loaded
+  // by the first launch, where loading would wait for kernels that themselves wait for this one.
+  Kernel(std::span<const std::byte> cubin, std::string entry, const std::string& symbol);
   // Every launch must have ended. Never throws; after the end of the context, or of the driver at
   // exit, it does nothing, as the module has gone with it.
   ~Kernel();
@@ -53,7 +53,7 @@ class Kernel {
 
  private:
   int attribute(FunctionAttribute attribute) const;
-  void find_function();
+  void find_function(const std::string& symbol);
   void find_parameter();
   void unload() noexcept;
 

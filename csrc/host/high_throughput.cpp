@@ -3,6 +3,7 @@
 #include <limits>
 #include <utility>
 
+#include "host/high_throughput_checks.h"
 #include "host/high_throughput_combine.h"
 #include "host/high_throughput_dispatch.h"
 #include "host/routes.h"
@@ -34,6 +35,17 @@ std::vector<int64_t> rows_from(const HighThroughputPlan& plan, int32_t ranks) {
   return rows;
 }
 
+// Refuses the call that has begun if `check` finds something wrong with what this rank lends it.
+template <typename Check>
+void require_lent(Exchange& exchange, const Check& check) {
+  try {
+    check();
+  } catch (const BadArgument& error) {
+    exchange.refuse(error.what());
+    throw;
+  }
+}
+
 // Refuses the call that has begun if no ring could hold a record.
 void require_room(Exchange& exchange, const StreamLayout& layout) {
   if (layout.chunks > 0) return;
@@ -56,12 +68,16 @@ void HighThroughput::exchange_counts(const HighThroughputTokens& tokens, HighThr
                                      int32_t alignment) {
   const int32_t ranks = exchange_.ranks();
   exchange_.begin(Phase::kHighThroughputCounts);
+  require_lent(exchange_, [&] {
+    check_lent(tokens, true);
+    check_counts_lent(plan, ranks);
+  });
   const StreamLayout layout = dispatch_stream(tokens, true, exchange_.staging_bytes());
   require_room(exchange_, layout);
   std::vector<int32_t> per_rank(size_of(ranks));
   std::vector<int32_t> per_expert(size_of(tokens.experts));
   count_routes(Routes{tokens.topk_idx, tokens.tokens, tokens.top_k, tokens.experts, ranks},
-               RouteCounts{per_rank.data(), per_expert.data(), plan.is_token_in_rank, false});
+               RouteCounts{per_rank, per_expert, plan.is_token_in_rank, false});
   const TokenRanks token_ranks{plan.is_token_in_rank, tokens.tokens, ranks};
   const int64_t records = token_ranks.count_but(exchange_.rank()) * layout.pieces;
   exchange_.announce(Exchange::Offer{
@@ -114,6 +130,11 @@ void HighThroughput::dispatch_rows(const HighThroughputTokens& tokens,
     throw Misuse("dispatch_rows must follow exchange_counts of the same dispatch");
   }
   exchange_.enter(Phase::kHighThroughputDispatch);
+  require_lent(exchange_, [&] {
+    check_lent(tokens, true);
+    check_rows_lent(plan, exchange_.ranks());
+    check_lent(received, tokens, plan, exchange_.ranks());
+  });
   const StreamLayout layout = dispatch_stream(tokens, true, exchange_.staging_bytes());
   Dispatch(exchange_, layout, tokens, plan, received, &first_rows_).run(nullptr);
 }
@@ -123,6 +144,12 @@ void HighThroughput::dispatch_cached(const HighThroughputTokens& tokens,
                                      const HighThroughputReceived& received) {
   const int32_t ranks = exchange_.ranks();
   exchange_.begin(Phase::kHighThroughputDispatch);
+  require_lent(exchange_, [&] {
+    check_lent(tokens, false);
+    check_rows_lent(plan, ranks);
+    check_numbers(plan, ranks);
+    check_lent(received, tokens, plan, ranks);
+  });
   const StreamLayout layout = dispatch_stream(tokens, false, exchange_.staging_bytes());
   require_room(exchange_, layout);
   const TokenRanks token_ranks{plan.is_token_in_rank, tokens.tokens, ranks};
@@ -141,6 +168,12 @@ void HighThroughput::combine(const HighThroughputOutputs& outputs, const HighThr
                              const HighThroughputResult& result) {
   const int32_t ranks = exchange_.ranks();
   exchange_.begin(Phase::kHighThroughputCombine);
+  require_lent(exchange_, [&] {
+    check_rows_lent(plan, ranks);
+    check_numbers(plan, ranks);
+    check_lent(outputs, plan, ranks);
+    check_lent(result, outputs, plan);
+  });
   const StreamLayout layout = combine_stream(outputs, plan.top_k, combine_ring_bytes(exchange_));
   require_room(exchange_, layout);
   const std::vector<int64_t> rows = rows_from(plan, ranks);

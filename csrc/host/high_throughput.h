@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "base/array.h"
 #include "host/exchange.h"
 #include "layout/high_throughput.h"
 #include "memory/symmetric.h"
@@ -28,15 +29,15 @@ namespace fanfold {
 // What this rank brings to a dispatch. Indices are trusted: the caller has checked them. The
 // address of a tensor without elements may be null, so whether weights are given stands apart.
 struct HighThroughputTokens {
-  const std::byte* rows;   // [T, row_bytes], contiguous
-  int64_t row_bytes;       // a multiple of 16
-  const uint32_t* scales;  // [T, scale_words] with the strides below, in words; may be null
+  Array<const std::byte> rows;   // [T, row_bytes], contiguous
+  int64_t row_bytes;             // a multiple of 16
+  Array<const uint32_t> scales;  // [T, scale_words] with the strides below, in words; may be null
   int32_t scale_words;
   int64_t scale_token_stride;
   int64_t scale_word_stride;
-  const int64_t* topk_idx;    // [T, K], -1 for none; null where a plan has the routing
-  const float* topk_weights;  // [T, K]
-  bool weighted;              // whether topk_weights travel along, on all ranks or on none
+  Array<const int64_t> topk_idx;    // [T, K], -1 for none; null where a plan has the routing
+  Array<const float> topk_weights;  // [T, K]
+  bool weighted;                    // whether topk_weights travel along, on all ranks or on none
   int32_t tokens;
   int32_t experts;
   int32_t top_k;
@@ -48,42 +49,42 @@ struct HighThroughputPlan {
   int32_t experts;
   int32_t top_k;
   int32_t tokens;
-  int64_t received;            // N
-  uint8_t* is_token_in_rank;   // [T, R]
-  int32_t* source_prefix;      // [R] rows received from ranks 0 to r
-  int32_t* tokens_per_expert;  // [E_l] rows of each local expert
-  int64_t* offsets;            // [E_l + 1] where each expert's rows begin; aligned
-  int32_t* source_token;       // [N]
-  int64_t* topk_idx;           // [N, K] local expert, -1 elsewhere
-  float* topk_weights;         // [N, K], 0 elsewhere; null if no weights came along
-  int32_t* rows_of;            // [N, K] the row in expert-major order, -1 elsewhere
+  int64_t received;                  // N
+  Array<uint8_t> is_token_in_rank;   // [T, R]
+  Array<int32_t> source_prefix;      // [R] rows received from ranks 0 to r
+  Array<int32_t> tokens_per_expert;  // [E_l] rows of each local expert
+  Array<int64_t> offsets;            // [E_l + 1] where each expert's rows begin; aligned
+  Array<int32_t> source_token;       // [N]
+  Array<int64_t> topk_idx;           // [N, K] local expert, -1 elsewhere
+  Array<float> topk_weights;         // [N, K], 0 elsewhere; null if no weights came along
+  Array<int32_t> rows_of;            // [N, K] the row in expert-major order, -1 elsewhere
 };
 
 // Where dispatch leaves the rows.
 struct HighThroughputReceived {
-  std::byte* rows;            // [capacity, row_bytes]
-  uint32_t* scales;           // [capacity, scale_words] or null
-  float* row_weights;         // [capacity], expert-major only; may be null
-  int32_t* row_source_rank;   // [capacity], -1 where there is no row
-  int32_t* row_source_token;  // [capacity]
-  int64_t capacity;           // rows; what no token fills is zeroed
-  bool expert_major;          // a copy for each local expert, instead of one for each (token, rank)
+  Array<std::byte> rows;            // [capacity, row_bytes]
+  Array<uint32_t> scales;           // [capacity, scale_words] or null
+  Array<float> row_weights;         // [capacity], expert-major only; may be null
+  Array<int32_t> row_source_rank;   // [capacity], -1 where there is no row
+  Array<int32_t> row_source_token;  // [capacity]
+  int64_t capacity;                 // rows; what no token fills is zeroed
+  bool expert_major;  // a copy for each local expert, instead of one for each (token, rank)
 };
 
 // What this rank brings to combine.
 struct HighThroughputOutputs {
-  const uint16_t* y;          // [rows, hidden] bf16
-  int32_t hidden;             // 0 if only weights travel
-  const float* row_weights;   // [rows] factor of each row, expert-major only; null for 1
-  const float* lane_weights;  // expert-major [rows], token-major [N, K]
-  bool lanes;                 // whether lane_weights travel, on all ranks or on none
+  Array<const uint16_t> y;          // [rows, hidden] bf16
+  int32_t hidden;                   // 0 if only weights travel
+  Array<const float> row_weights;   // [rows] factor of each row, expert-major only; null for 1
+  Array<const float> lane_weights;  // expert-major [rows], token-major [N, K]
+  bool lanes;                       // whether lane_weights travel, on all ranks or on none
   bool expert_major;
 };
 
 struct HighThroughputResult {
-  uint16_t* out;            // [T, hidden] bf16
-  const uint16_t* bias[2];  // [T, hidden] bf16 each; null where there is none
-  float* weights;           // [T, K]: the lanes of all ranks, summed
+  Array<uint16_t> out;            // [T, hidden] bf16
+  Array<const uint16_t> bias[2];  // [T, hidden] bf16 each; null where there is none
+  Array<float> weights;           // [T, K]: the lanes of all ranks, summed
 };
 
 class HighThroughput {

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "host/low_latency_checks.h"
 #include "host/numeric.h"
 #include "host/row_copy.h"
 
@@ -13,6 +14,17 @@ namespace {
 // Row encodings in the `encodings` area.
 constexpr uint8_t kResultBf16 = 0;
 constexpr uint8_t kResultLogFmt = 1;
+
+// Refuses the next call if `check` finds something wrong with what this rank lends it.
+template <typename Check>
+void require_lent(LowLatencySequence& sequence, const Check& check) {
+  try {
+    check();
+  } catch (const BadArgument& error) {
+    sequence.refuse(error.what());
+    throw;
+  }
+}
 
 int32_t first_of(int64_t range) { return static_cast<int32_t>(range >> 32); }
 
@@ -31,6 +43,12 @@ void LowLatency::quiesce() {
   memory_.check_usable();
   dispatch_.quiesce();
   combine_.quiesce();
+}
+
+void LowLatency::reset() {
+  dispatch_.give_up();
+  combine_.give_up();
+  quiesce();
 }
 
 void LowLatency::check_fits(const LowLatencyGeometry& geometry) const {
@@ -99,6 +117,7 @@ uint32_t LowLatency::begin(LowLatencySequence& sequence, const LowLatencyGeometr
 
 uint32_t LowLatency::dispatch_send(const LowLatencyGeometry& geometry,
                                    const LowLatencyTokens& tokens) {
+  require_lent(dispatch_, [&] { check_lent(geometry, tokens); });
   const uint32_t epoch = begin(dispatch_, geometry, tokens.encoding,
                                tokens.weighted ? Weights::kWithDispatch : Weights::kNone);
   push_routing(tokens, epoch, layout_.experts_offset());
@@ -115,10 +134,11 @@ void LowLatency::push_routing(const LowLatencyTokens& tokens, uint32_t epoch,
   const int64_t first = layout_.slot(parity_of(epoch), memory_.rank(), 0);
   for (int32_t peer = 0; peer < memory_.ranks(); ++peer) {
     if (memory_.masked(peer)) continue;
-    std::transform(tokens.topk_idx, tokens.topk_idx + entries, experts(peer, experts_table, first),
+    std::transform(tokens.topk_idx.data(), tokens.topk_idx + entries,
+                   experts(peer, experts_table, first),
                    [](int64_t expert) { return static_cast<int16_t>(expert); });
     if (!tokens.weighted) continue;
-    std::copy_n(tokens.topk_weights, entries, weights(peer, first));
+    std::copy_n(tokens.topk_weights.data(), entries, weights(peer, first));
   }
 }
 
@@ -156,6 +176,7 @@ void LowLatency::push_rows(const LowLatencyTokens& tokens, uint32_t epoch) {
 void LowLatency::dispatch_receive(uint32_t epoch, const LowLatencyReceived& received) {
   dispatch_.require_in_flight(epoch);
   const LowLatencyGeometry& geometry = layout_.geometry;
+  check_lent(geometry, received);
   cursors_.assign(static_cast<size_t>(geometry.experts_per_rank()), 0);
   for (int32_t source = 0; source < geometry.ranks; ++source) {
     unpack(source, dispatch_.await(epoch, source, received.wait_ns), epoch, received);
@@ -227,7 +248,7 @@ void LowLatency::unpack_scales(const std::byte* slot, const Placement& to,
   const int64_t words = packed ? ceil_div(blocks, 4) : blocks;
   // Scales lie with the rows of an expert adjacent, as grouped matrix products read them.
   auto* column =
-      reinterpret_cast<uint32_t*>(received.scales) + to.local * words * capacity + to.row;
+      reinterpret_cast<uint32_t*>(received.scales.data()) + to.local * words * capacity + to.row;
   for (int64_t word = 0; word < words; ++word) column[word * capacity] = 0;
   for (int64_t block = 0; block < blocks; ++block) {
     float scale;
@@ -244,6 +265,7 @@ void LowLatency::unpack_scales(const std::byte* slot, const Placement& to,
 
 uint32_t LowLatency::combine_send(const LowLatencyGeometry& geometry,
                                   const LowLatencyOutputs& outputs) {
+  require_lent(combine_, [&] { check_lent(geometry, outputs); });
   const LowLatencyTokens* late = outputs.late_tokens;
   const Weights weights = late != nullptr              ? Weights::kWithCombine
                           : outputs.weights != nullptr ? Weights::kWithDispatch
@@ -300,7 +322,9 @@ void LowLatency::gather(int32_t source, int32_t tokens, const Table& table,
     if (choices.empty()) continue;
     sums_.push_back(Sum{token, terms_.size()});
     for (const auto& choice : choices) {
-      const int64_t row = cursors_[static_cast<size_t>(choice.local)]++;
+      // A late routing may name more rows than its dispatch sent: never one behind the block.
+      const int64_t row =
+          std::min(cursors_[static_cast<size_t>(choice.local)]++, g.expert_capacity() - 1);
       const int64_t place = choice.local * outputs.expert_stride + row * outputs.row_stride;
       terms_.push_back(ReduceTerm{outputs.y + place, choice.weight});
     }
@@ -339,6 +363,7 @@ void LowLatency::write_result(int32_t source, size_t sum, uint32_t epoch, bool l
 void LowLatency::combine_receive(uint32_t epoch, const LowLatencyResult& result) {
   combine_.require_in_flight(epoch);
   const LowLatencyGeometry& geometry = layout_.geometry;
+  check_lent(geometry, result);
   for (int32_t peer = 0; peer < geometry.ranks; ++peer) {
     combine_.await(epoch, peer, result.wait_ns);
   }
@@ -355,7 +380,9 @@ void LowLatency::add_results(const int64_t* ids, int64_t token, uint32_t epoch, 
   const LowLatencyGeometry& g = layout_.geometry;
   contributes_.assign(static_cast<size_t>(g.ranks), 0);
   for (int32_t k = 0; k < g.top_k; ++k) {
-    if (ids[k] >= 0) contributes_[static_cast<size_t>(ids[k] / g.experts_per_rank())] = 1;
+    // The caller may have written over its indices between a send and its receive.
+    if (ids[k] < 0 || ids[k] >= g.experts) continue;
+    contributes_[static_cast<size_t>(ids[k] / g.experts_per_rank())] = 1;
   }
   terms_.clear();
   bool logfmt = false;

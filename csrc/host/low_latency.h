@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "base/array.h"
 #include "host/low_latency_sequence.h"
 #include "host/reduce.h"
 #include "host/routes.h"
@@ -30,10 +31,10 @@ enum class RowEncoding : int32_t { kBf16, kFp8, kFp8PowerOfTwo };
 enum class ScaleFormat : int32_t { kFloat32, kUe8m0 };
 
 struct LowLatencyTokens {
-  const uint16_t* x;          // [tokens, hidden] bf16, contiguous
-  const int64_t* topk_idx;    // [tokens, top_k], -1 for none
-  const float* topk_weights;  // [tokens, top_k]
-  bool weighted;              // whether topk_weights are given, on all ranks or on none
+  Array<const uint16_t> x;          // [tokens, hidden] bf16, contiguous
+  Array<const int64_t> topk_idx;    // [tokens, top_k], -1 for none
+  Array<const float> topk_weights;  // [tokens, top_k]
+  bool weighted;                    // whether topk_weights are given, on all ranks or on none
   int32_t tokens;
   RowEncoding encoding;
 };
@@ -41,17 +42,17 @@ struct LowLatencyTokens {
 // Where dispatch_receive leaves what arrived. E = local experts, C = expert_capacity, R = ranks,
 // M = max_tokens, K = top_k. What is null is not wanted.
 struct LowLatencyReceived {
-  std::byte* rows;         // [E, C, hidden] bf16 or e4m3
-  std::byte* scales;       // [E, blocks, C] float32, or [E, ceil(blocks / 4), C] int32 of UE8M0
-  int32_t* counts;         // [E] rows of each expert
-  int32_t* source_tokens;  // [E, C] the row's token index at its source
-  int64_t* ranges;         // [E, R] rows from each source: count | first row << 32
-  float* row_weights;      // [E, C] the row's weight: what its token gives this expert
-  int32_t* source_counts;  // [R] tokens of each source
-  int16_t* experts;        // [R, M, K] the routing of all sources
-  float* weights;          // [R, M, K]
-  int32_t* expert_totals;  // [E], added to
-  int64_t* wait_ns;        // [R] nanoseconds waited for each source, added to
+  Array<std::byte> rows;    // [E, C, hidden] bf16 or e4m3
+  Array<std::byte> scales;  // [E, blocks, C] float32, or [E, ceil(blocks / 4), C] int32 of UE8M0
+  Array<int32_t> counts;    // [E] rows of each expert
+  Array<int32_t> source_tokens;  // [E, C] the row's token index at its source
+  Array<int64_t> ranges;         // [E, R] rows from each source: count | first row << 32
+  Array<float> row_weights;      // [E, C] the row's weight: what its token gives this expert
+  Array<int32_t> source_counts;  // [R] tokens of each source
+  Array<int16_t> experts;        // [R, M, K] the routing of all sources
+  Array<float> weights;          // [R, M, K]
+  Array<int32_t> expert_totals;  // [E], added to
+  Array<int64_t> wait_ns;        // [R] nanoseconds waited for each source, added to
   RowEncoding encoding;
   ScaleFormat scale_format;
 };
@@ -59,22 +60,22 @@ struct LowLatencyReceived {
 // The expert side of combine. The routing of the sources is what dispatch_receive left, or, if
 // `late_tokens` is given, what every source pushes now.
 struct LowLatencyOutputs {
-  const uint16_t* y;  // [E, C, hidden] bf16 with the strides below, in elements
+  Array<const uint16_t> y;  // [E, C, hidden] bf16 with the strides below, in elements
   int64_t expert_stride;
   int64_t row_stride;
-  const int64_t* ranges;         // as dispatch_receive left them
-  const int32_t* source_counts;  // null with late routing
-  const int16_t* experts;
-  const float* weights;  // null: unweighted
+  Array<const int64_t> ranges;         // as dispatch_receive left them
+  Array<const int32_t> source_counts;  // null with late routing
+  Array<const int16_t> experts;
+  Array<const float> weights;  // null: unweighted
   const LowLatencyTokens* late_tokens;
   bool logfmt;
 };
 
 struct LowLatencyResult {
-  uint16_t* out;            // [tokens, hidden] bf16
-  const int64_t* topk_idx;  // [tokens, top_k] of this rank's own tokens
+  Array<uint16_t> out;            // [tokens, hidden] bf16
+  Array<const int64_t> topk_idx;  // [tokens, top_k] of this rank's own tokens
   int32_t tokens;
-  int64_t* wait_ns;  // [R], added to; may be null
+  Array<int64_t> wait_ns;  // [R], added to; may be null
 };
 
 class LowLatency {
@@ -101,6 +102,8 @@ class LowLatency {
 
   // Returns when every peer has read everything, so that another geometry may use the memory.
   void quiesce();
+  // The same, having given up the calls in flight.
+  void reset();
 
  private:
   // A row's way from its slot to the rows of a local expert.

@@ -1,8 +1,16 @@
 #include "host/low_latency_sequence.h"
 
 #include <chrono>
+#include <utility>
 
 namespace fanfold {
+namespace {
+
+constexpr const char* kLostHook =
+    "If the hook is lost, give the call up on all ranks: reset() of an ExpertParallel, "
+    "clean_low_latency_buffer() of a Buffer";
+
+}  // namespace
 
 LowLatencySequence::LowLatencySequence(SymmetricMemory& memory, int64_t offset, Phase phase,
                                        uint32_t epoch)
@@ -26,7 +34,7 @@ uint32_t LowLatencySequence::open() {
   const uint32_t epoch = epoch_ + 1;
   if (call_at(epoch).in_flight) {
     throw Misuse(std::string("the last call but one of ") + name_of(phase_) +
-                 " is still in flight, and two may be; finish it (call its hook) first");
+                 " is still in flight, and two may be; call its hook first. " + kLostHook);
   }
   // A parity is written again only when its previous rows have been read by the peer.
   await_taken(epoch, epoch - kParities);
@@ -95,6 +103,15 @@ void LowLatencySequence::finish(uint32_t epoch) {
   // Ranks that disagree also refuse, sooner or later; all shall throw the same.
   if (call.disagreement) throw BadArgument(*call.disagreement);
   if (refusal) throw PeerRefused(*refusal);
+}
+
+void LowLatencySequence::give_up() {
+  memory_.check_usable();
+  bool any = false;
+  for (Call& call : calls_) any = std::exchange(call.in_flight, false) || any;
+  // A peer that has yet to send for such a call writes before it sends for the next one of its
+  // parity, so slots may count as read.
+  if (any) release(epoch_);
 }
 
 void LowLatencySequence::refuse(const std::string& reason) {
@@ -195,7 +212,9 @@ void LowLatencySequence::require_in_flight(uint32_t epoch) const {
   memory_.check_usable();
   if (!call_at(epoch).in_flight || !reached(epoch_, epoch) || reached(epoch_, epoch + kParities)) {
     throw Misuse(std::string("this call of ") + name_of(phase_) + " (epoch " +
-                 std::to_string(epoch) + ") has been received already");
+                 std::to_string(epoch) +
+                 ") has been received already, or a reset has given it up; its hook receives "
+                 "nothing");
   }
 }
 
@@ -203,7 +222,7 @@ void LowLatencySequence::quiesce() {
   for (const Call& call : calls_) {
     if (!call.in_flight) continue;
     throw Misuse(std::string("a call of ") + name_of(phase_) +
-                 " is in flight; finish it (call its hook) before the geometry changes");
+                 " is in flight; call its hook before the geometry changes. " + kLostHook);
   }
   await_taken(epoch_, epoch_);
 }

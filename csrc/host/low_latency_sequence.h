@@ -50,6 +50,9 @@ class LowLatencySequence {
   // Takes part in the next call as one who refuses it, for `reason`.
   void refuse(const std::string& reason);
 
+  // Ends the calls in flight without their rows: nobody will receive them.
+  void give_up();
+
   // Throws Misuse unless the call of `epoch` is in flight.
   void require_in_flight(uint32_t epoch) const;
   // Returns when every peer has read everything. Throws Misuse if a call is in flight.

@@ -4,9 +4,13 @@ namespace fanfold {
 
 void count_routes(const Routes& routes, const RouteCounts& counts) {
   const int32_t locals = routes.experts / routes.ranks;
-  std::fill_n(counts.tokens_per_rank, routes.ranks, 0);
-  std::fill_n(counts.tokens_per_expert, routes.experts, 0);
-  std::fill_n(counts.is_token_in_rank, int64_t{routes.tokens} * routes.ranks, uint8_t{0});
+  routes.topk_idx.require("topk_idx", int64_t{routes.tokens} * routes.top_k);
+  counts.tokens_per_rank.require("tokens_per_rank", routes.ranks);
+  counts.tokens_per_expert.require("tokens_per_expert", routes.experts);
+  counts.is_token_in_rank.require("is_token_in_rank", int64_t{routes.tokens} * routes.ranks);
+  std::fill_n(counts.tokens_per_rank.data(), routes.ranks, 0);
+  std::fill_n(counts.tokens_per_expert.data(), routes.experts, 0);
+  std::fill_n(counts.is_token_in_rank.data(), int64_t{routes.tokens} * routes.ranks, uint8_t{0});
   std::vector<int32_t> last_token(static_cast<size_t>(routes.experts), -1);
   for (int32_t token = 0; token < routes.tokens; ++token) {
     const int64_t* experts = routes.topk_idx + int64_t{token} * routes.top_k;

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "base/array.h"
+
 namespace fanfold {
 
 // Whether `values[k]` stands before k already: a token goes to an expert once, however often it is
@@ -39,7 +41,7 @@ class LocalChoices {
 
 // The routing of one rank's tokens.
 struct Routes {
-  const int64_t* topk_idx;  // [tokens, top_k], -1 for none
+  Array<const int64_t> topk_idx;  // [tokens, top_k], -1 for none
   int32_t tokens;
   int32_t top_k;
   int32_t experts;
@@ -47,16 +49,16 @@ struct Routes {
 };
 
 struct RouteCounts {
-  int32_t* tokens_per_rank;    // [R] tokens with an expert there
-  int32_t* tokens_per_expert;  // [E]
-  uint8_t* is_token_in_rank;   // [T, R]
-  bool count_duplicates;       // count an expert as often as a token names it, instead of once
+  Array<int32_t> tokens_per_rank;    // [R] tokens with an expert there
+  Array<int32_t> tokens_per_expert;  // [E]
+  Array<uint8_t> is_token_in_rank;   // [T, R]
+  bool count_duplicates;  // count an expert as often as a token names it, instead of once
 };
 void count_routes(const Routes& routes, const RouteCounts& counts);
 
 // Which ranks each token goes to.
 struct TokenRanks {
-  const uint8_t* in_rank;  // [tokens, ranks]
+  Array<const uint8_t> in_rank;  // [tokens, ranks]
   int32_t tokens;
   int32_t ranks;
 

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/fork.h"
 
 namespace fanfold {
 
@@ -23,9 +24,12 @@ Region::Region(int descriptor, int64_t bytes) : bytes_(bytes), descriptor_(descr
     close_descriptor();
     throw SystemFailure("cannot map " + std::to_string(bytes) + " bytes of shared memory", error);
   }
-  data_ = std::shared_ptr<std::byte>(static_cast<std::byte*>(data), [bytes](std::byte* mapped) {
-    munmap(mapped, static_cast<size_t>(bytes));
-  });
+  const uint32_t owner = fork_generation();
+  const auto unmap = [bytes, owner](std::byte* mapped) {
+    // A forked child does not have the mapping, and may have something else in its place.
+    if (fork_generation() == owner) munmap(mapped, static_cast<size_t>(bytes));
+  };
+  data_ = std::shared_ptr<std::byte>(static_cast<std::byte*>(data), unmap);
   // A forked child (a data loader, say) must not keep the memory alive or scribble on it.
   madvise(data, static_cast<size_t>(bytes), MADV_DONTFORK);
 }

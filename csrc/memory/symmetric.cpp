@@ -81,8 +81,26 @@ void SymmetricMemory::close() {
 }
 
 void SymmetricMemory::check_usable() const {
+  if (fork_generation() != generation_) {
+    throw Misuse(
+        "it was made before this process was forked, which left its memory to the parent: "
+        "make a new one in this process");
+  }
   if (closed_) throw Misuse("it is closed");
   if (!failure_.empty()) throw Misuse("it failed earlier (" + failure_ + "); close it");
+}
+
+std::byte* SymmetricMemory::window(int32_t peer, int64_t offset, int64_t bytes) const {
+  check_usable();
+  if (peer < 0 || peer >= ranks()) {
+    throw BadArgument("peer", std::to_string(peer), "a rank below " + std::to_string(ranks()));
+  }
+  if (offset < 0 || bytes < 0 || offset > options_.bytes - bytes) {
+    throw BadArgument("window",
+                      "of " + std::to_string(bytes) + " bytes at " + std::to_string(offset),
+                      "within the " + std::to_string(options_.bytes) + " bytes of a rank");
+  }
+  return base(peer) + offset;
 }
 
 void SymmetricMemory::push_quietly(int32_t peer, int64_t offset, Signal signal) const {
@@ -102,6 +120,7 @@ Signal SymmetricMemory::peek(int64_t offset) const {
 
 bool SymmetricMemory::wait(const Awaited& awaited, const std::function<int64_t()>& actual) {
   if (masked(awaited.peer)) return false;
+  check_usable();
   const auto has = [&](int64_t offset) {
     const uint32_t epoch = peek(offset).epoch;
     return awaited.exact ? epoch == awaited.epoch : reached(epoch, awaited.epoch);

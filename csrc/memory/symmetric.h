@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/fork.h"
 #include "base/wait.h"
 #include "layout/control.h"
 #include "layout/signal.h"
@@ -64,6 +65,9 @@ class SymmetricMemory {
 
   // Where the modes' part of `peer`'s region begins in this process.
   std::byte* base(int32_t peer) const { return regions_[index(peer)].data() + layout_.bytes(); }
+  // `bytes` of it from `offset` on, for who is not of the core. Throws Misuse once closed, and
+  // BadArgument for what is not within.
+  std::byte* window(int32_t peer, int64_t offset, int64_t bytes) const;
 
   // Stores `signal` at `offset` of `peer`'s part, after everything written there before, and wakes
   // the peer. `push_quietly` leaves the peer asleep: for what nobody waits for yet.
@@ -98,8 +102,8 @@ class SymmetricMemory {
   // How many peers waits of this rank have masked so far.
   int64_t lost() const { return lost_; }
 
-  // Throws Misuse once closed, or after a wait has failed: the ranks no longer agree about where
-  // they are, so going on could only deliver wrong data.
+  // Throws Misuse once closed, in a forked child, or after a wait has failed: the ranks no longer
+  // agree about where they are, so going on could only deliver wrong data.
   void check_usable() const;
 
  private:
@@ -121,6 +125,7 @@ class SymmetricMemory {
   std::vector<Region> regions_;
   std::vector<ProcessHandle> processes_;
   std::vector<uint8_t> masked_;
+  uint32_t generation_ = fork_generation();
   uint32_t barrier_epoch_ = 0;
   int64_t lost_ = 0;
   std::string failure_;

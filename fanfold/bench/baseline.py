@@ -100,7 +100,9 @@ class AllToAll:
         local = self._experts // self._ranks
         sent = counts.view(self._ranks, local).sum(1).tolist()
         received = arriving.view(self._ranks, local).sum(1).tolist()
-        local_expert = torch.arange(local, device=self._device).repeat(self._ranks)
+        local_expert = torch.arange(local, device=self._device, dtype=torch.int64).repeat(
+            self._ranks
+        )
         order = local_expert.repeat_interleave(arriving).argsort(stable=True)
         routed = Routed(
             rows=x,

@@ -137,7 +137,7 @@ class Expectation:
             same_bits("offsets", received.offsets, padded.offsets)
             rows = int(padded.offsets[-1])
             _check_room(received.tokens, rows, capacity)
-            is_row = torch.zeros(rows, dtype=torch.bool)
+            is_row = torch.zeros(rows, dtype=torch.bool, device="cpu")
             is_row[places] = True
             padding = _bits(received.tokens[:rows])[~is_row]
             same_bits("rows of padding", padding, torch.zeros_like(padding))
@@ -158,14 +158,20 @@ class Expectation:
         arrived = self._arrived
         counts = arrived.tokens_per_expert
         same_bits("tokens_per_expert", received.tokens_per_expert.long(), counts)
-        same_bits("rows", torch.tensor(received.count), torch.tensor(len(arrived.row)))
+        same_bits(
+            "rows",
+            torch.tensor(received.count, dtype=torch.int64, device="cpu"),
+            torch.tensor(len(arrived.row), dtype=torch.int64, device="cpu"),
+        )
         _check_room(received.tokens, received.count, capacity)
         first = slice(0, received.count)
         for name in ("source_rank", "source_token", "topk_idx"):
             same_bits(name, getattr(received, name)[first].long(), getattr(arrived, name))
         if received.topk_weights is not None:
             same_bits("topk_weights", received.topk_weights[first], arrived.topk_weights)
-        self._rows(received, torch.arange(received.count), arrived.row)
+        self._rows(
+            received, torch.arange(received.count, dtype=torch.int64, device="cpu"), arrived.row
+        )
 
     def _rows(
         self, received: Received | TokenMajorRows, places: torch.Tensor, row: torch.Tensor
@@ -183,9 +189,9 @@ class Expectation:
     @staticmethod
     def _places(received: Received, counts: torch.Tensor) -> torch.Tensor:
         """Where the valid rows are in the flattened tokens, by expert."""
-        within = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(
-            counts
-        )
+        within = torch.arange(int(counts.sum()), dtype=torch.int64, device="cpu") - (
+            counts.cumsum(0) - counts
+        ).repeat_interleave(counts)
         return received.offsets[:-1].repeat_interleave(counts) + within
 
     def rows_sent(self) -> tuple[int, int]:
@@ -199,7 +205,7 @@ class Expectation:
     def outputs(self, received: Received) -> torch.Tensor:
         """What the experts make of the rows received, in their places (bfloat16); NaN elsewhere,
         where nothing may be read."""
-        y = torch.full(received.tokens.shape, torch.nan, dtype=torch.bfloat16)
+        y = torch.full(received.tokens.shape, torch.nan, dtype=torch.bfloat16, device="cpu")
         counts = received.tokens_per_expert.long()
         places = self._places(received, counts)
         rows = _bits(received.tokens.flatten(0, -2))[places].view(received.tokens.dtype).float()
@@ -212,18 +218,22 @@ class Expectation:
     def token_major_outputs(self, received: TokenMajorRows) -> torch.Tensor:
         """What this rank makes of the rows received, as if it were one expert (bfloat16); NaN
         behind them."""
-        y = torch.full(received.tokens.shape, torch.nan, dtype=torch.bfloat16)
+        y = torch.full(received.tokens.shape, torch.nan, dtype=torch.bfloat16, device="cpu")
         first = slice(0, received.count)
         rows = _bits(received.tokens)[first].view(received.tokens.dtype).float()
         if received.scales is not None:
             rows = oracle.dequantize_fp8(oracle.Fp8Rows(rows, received.scales[first]))
-        y[first] = expert_output(rows, torch.full((received.count,), self.rank))
+        y[first] = expert_output(
+            rows, torch.full((received.count,), self.rank, dtype=torch.int64, device="cpu")
+        )
         return y
 
     def _experts_of(self, counts: torch.Tensor) -> torch.Tensor:
         """Global expert of each valid row."""
         first = self.rank * self.experts // len(self.batches)
-        return first + torch.arange(len(counts)).repeat_interleave(counts)
+        return first + torch.arange(len(counts), dtype=torch.int64, device="cpu").repeat_interleave(
+            counts
+        )
 
     def _own_output(self, tokens: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """What ``experts`` make of this rank's ``tokens``."""
@@ -241,7 +251,14 @@ class Expectation:
         parts = []
         for rank in range(len(self.batches)):
             tokens = (rank_of == rank).any(dim=1).nonzero().squeeze(1)
-            parts.append((tokens, self._own_output(tokens, torch.full((len(tokens),), rank))))
+            parts.append(
+                (
+                    tokens,
+                    self._own_output(
+                        tokens, torch.full((len(tokens),), rank, dtype=torch.int64, device="cpu")
+                    ),
+                )
+            )
         same_bits("combined tokens", out, oracle.combine_rows(self.own.x.shape, parts))
 
     # ---- the rival --------------------------------------------------------------------------

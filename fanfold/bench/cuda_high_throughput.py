@@ -65,7 +65,7 @@ def time_on_gpu(
     work.check_last()
     if settings.baseline:
         samples |= _time_rival(clock, expectation, settings, device)
-    samples["overhead.late"] = torch.tensor([clock.late_share], dtype=torch.float64)
+    samples["overhead.late"] = torch.tensor([clock.late_share], dtype=torch.float64, device="cpu")
     sms = sms_taken(settings, device)
     return CudaReport(samples, device_facts(device), sms, work.capacity)
 
@@ -200,8 +200,12 @@ class _Overlap:
         self._dispatch, self._sms, self._barrier, self._device = dispatch, sms, barrier, device
         self._group = as_group(group)
         self._stream = torch.cuda.Stream(device, priority=-1)
-        self._a = torch.randn((_GEMM_SIZE, _GEMM_SIZE), device=device).bfloat16()
-        self._b = torch.randn((_GEMM_SIZE, _GEMM_SIZE), device=device).bfloat16()
+        self._a = torch.randn(
+            (_GEMM_SIZE, _GEMM_SIZE), device=device, dtype=torch.float32
+        ).bfloat16()
+        self._b = torch.randn(
+            (_GEMM_SIZE, _GEMM_SIZE), device=device, dtype=torch.float32
+        ).bfloat16()
         self._product = torch.empty_like(self._a)
         self._gemm = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         self._chain = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
@@ -302,7 +306,7 @@ def _us(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
 
 
 def _tensor(values: Sequence[float]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 # ---- the rival ----------------------------------------------------------------------------------

@@ -196,8 +196,8 @@ def _time_overlap(
     The ranks take turns. The one whose turn it is has sent and awaits rows of peers that send only
     when its product is over: a wait that held SMs would show in the product's time.
     """
-    a = torch.randn((_GEMM_SIZE, _GEMM_SIZE), device=device).bfloat16()
-    b = torch.randn((_GEMM_SIZE, _GEMM_SIZE), device=device).bfloat16()
+    a = torch.randn((_GEMM_SIZE, _GEMM_SIZE), device=device, dtype=torch.float32).bfloat16()
+    b = torch.randn((_GEMM_SIZE, _GEMM_SIZE), device=device, dtype=torch.float32).bfloat16()
     out = torch.empty_like(a)
     side, main = torch.cuda.Stream(device), torch.cuda.current_stream(device)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -225,7 +225,7 @@ def _time_overlap(
         if mine:
             pairs.append([alone, product()])
         receive()
-    both = torch.tensor(pairs, dtype=torch.float64)
+    both = torch.tensor(pairs, dtype=torch.float64, device="cpu")
     return {"overlap.gemm_alone": both[:, 0], "overlap.gemm_beside_hook": both[:, 1]}
 
 

@@ -238,4 +238,4 @@ def _known_work() -> int:
 
 
 def _tensor(samples: Sequence[Sequence[float]]) -> torch.Tensor:
-    return torch.tensor(samples, dtype=torch.float64)
+    return torch.tensor(samples, dtype=torch.float64, device="cpu")

@@ -49,7 +49,10 @@ class LateWeights:
         placement = place(ranks, config)
         self.device = placement.device
         self.memory, self._mode = open_placed(ranks, placement, geometry, config, late_weights=True)
-        begins = torch.arange(geometry.experts_per_rank + 1) * geometry.expert_capacity
+        begins = (
+            torch.arange(geometry.experts_per_rank + 1, dtype=torch.int64, device="cpu")
+            * geometry.expert_capacity
+        )
         self._offsets = begins.to(self.device)
 
     def dispatch(

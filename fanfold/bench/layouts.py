@@ -125,8 +125,8 @@ def open_calls(group: Any, settings: BenchSettings) -> ExpertMajor | TokenMajor:
 
 
 def _config(settings: BenchSettings) -> Config:
-    asked = {} if settings.sms is None else {"ctas": settings.sms}
-    return Config.resolve(backend=settings.backend, **asked)
+    asked: dict[str, Any] = {} if settings.sms is None else {"ctas": settings.sms}
+    return Config.resolve(**asked, backend=settings.backend)
 
 
 def room_for(batches: Sequence[Batch], settings: BenchSettings) -> int:

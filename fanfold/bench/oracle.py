@@ -94,7 +94,7 @@ def pack_ue8m0(scales: torch.Tensor) -> torch.Tensor:
     filled = torch.nn.functional.pad(exponents.long(), (0, -scales.shape[1] % 4)).unflatten(
         1, (-1, 4)
     )
-    packed = (filled << torch.tensor([0, 8, 16, 24])).sum(dim=2)
+    packed = (filled << torch.tensor([0, 8, 16, 24], dtype=torch.int64, device="cpu")).sum(dim=2)
     return torch.where(packed >= 2**31, packed - 2**32, packed).int()
 
 
@@ -134,18 +134,24 @@ class Arrivals:
 def arrivals(batches: Sequence[Batch], rank: int, experts: int) -> Arrivals:
     """What comes to ``rank`` when every rank dispatches its batch."""
     local = experts // len(batches)
-    counts = torch.tensor([batch.topk_idx.shape[0] for batch in batches])
+    counts = torch.tensor(
+        [batch.topk_idx.shape[0] for batch in batches], dtype=torch.int64, device="cpu"
+    )
     topk_idx = torch.cat([batch.topk_idx for batch in batches])
     weights = torch.cat([batch.topk_weights for batch in batches])
     topk_idx = topk_idx - rank * local
     topk_idx = torch.where((topk_idx < 0) | (topk_idx >= local), -1, topk_idx)
     named = (topk_idx >= 0).any(dim=1)
     row = named.nonzero().squeeze(1)
-    source_rank = torch.arange(len(batches)).repeat_interleave(counts)
-    source_token = torch.cat([torch.arange(int(count)) for count in counts])
+    source_rank = torch.arange(len(batches), dtype=torch.int64, device="cpu").repeat_interleave(
+        counts
+    )
+    source_token = torch.cat(
+        [torch.arange(int(count), dtype=torch.int64, device="cpu") for count in counts]
+    )
     topk_idx, weights = topk_idx[row], weights[row]
-    expert_weight = torch.zeros((len(row), local + 1))
-    is_for = torch.zeros((len(row), local + 1), dtype=torch.bool)
+    expert_weight = torch.zeros((len(row), local + 1), dtype=torch.float32, device="cpu")
+    is_for = torch.zeros((len(row), local + 1), dtype=torch.bool, device="cpu")
     for lane in range(topk_idx.shape[1]):
         # Lanes that lead nowhere go to one more column, which is dropped.
         column = torch.where(topk_idx[:, lane] < 0, local, topk_idx[:, lane]).unsqueeze(1)
@@ -194,13 +200,16 @@ def expert_major(arrived: Arrivals, alignment: int = 1) -> ExpertMajor:
     offsets = torch.nn.functional.pad(padded.cumsum(0), (1, 0))
     rows = int(offsets[-1])
     expert, arrival = arrived.is_for.T.nonzero(as_tuple=True)  # by expert, then arrival
-    within = torch.arange(len(expert)) - (counts.cumsum(0) - counts)[expert]
+    within = (
+        torch.arange(len(expert), dtype=torch.int64, device="cpu")
+        - (counts.cumsum(0) - counts)[expert]
+    )
     places = offsets[expert] + within
     layout = ExpertMajor(
         offsets=offsets,
-        arrival=torch.full((rows,), -1),
-        expert=torch.full((rows,), -1),
-        weight=torch.zeros(rows),
+        arrival=torch.full((rows,), -1, dtype=torch.int64, device="cpu"),
+        expert=torch.full((rows,), -1, dtype=torch.int64, device="cpu"),
+        weight=torch.zeros(rows, dtype=torch.float32, device="cpu"),
     )
     layout.arrival[places] = arrival
     layout.expert[places] = expert
@@ -216,15 +225,17 @@ def rows_arriving(
     if token_major:
         goes = sum(_names(batch, experts).view(-1, ranks, experts // ranks).any(2).sum(0)
                    for batch in batches)  # fmt: skip
-        return torch.as_tensor(goes).tolist()
-    counts = torch.as_tensor(sum(_names(batch, experts).sum(0) for batch in batches))
+        return torch.as_tensor(goes, dtype=torch.int64, device="cpu").tolist()
+    counts = torch.as_tensor(
+        sum(_names(batch, experts).sum(0) for batch in batches), dtype=torch.int64, device="cpu"
+    )
     padded = -(-counts // alignment) * alignment
     return padded.view(ranks, -1).sum(1).tolist()
 
 
 def _names(batch: Batch, experts: int) -> torch.Tensor:
     """``[T, experts]`` bool: whether a token names an expert."""
-    names = torch.zeros((batch.topk_idx.shape[0], experts + 1), dtype=torch.bool)
+    names = torch.zeros((batch.topk_idx.shape[0], experts + 1), dtype=torch.bool, device="cpu")
     # Lanes that lead nowhere go to one more column, which is dropped.
     names.scatter_(1, batch.topk_idx.where(batch.topk_idx >= 0, experts), True)
     return names[:, :experts]
@@ -246,12 +257,12 @@ def _expert_sums(
     here = (topk_idx >= low) & (topk_idx < high)
     tokens = here.any(dim=1).nonzero().squeeze(1)
     topk_idx, weights, here = topk_idx[tokens], weights[tokens], here[tokens]
-    sums = torch.zeros((len(tokens), batch.x.shape[1]))
+    sums = torch.zeros((len(tokens), batch.x.shape[1]), dtype=torch.float32, device="cpu")
     for lane in range(topk_idx.shape[1]):
         expert = topk_idx[:, lane : lane + 1]
         first = here[:, lane] & ~(topk_idx[:, :lane] == expert).any(dim=1)
         rows = first.nonzero().squeeze(1)
-        weight = torch.zeros(len(tokens))
+        weight = torch.zeros(len(tokens), dtype=torch.float32, device="cpu")
         for other in range(topk_idx.shape[1]):
             same = topk_idx[:, other] == expert[:, 0]
             weight = torch.where(same, weight + weights[:, other], weight)
@@ -289,7 +300,7 @@ def combine_rows(
     biases: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """The last step alone: the ranks' rows, ``(tokens, [n, hidden] bfloat16)`` each, in order."""
-    total = torch.zeros(tuple(shape))
+    total = torch.zeros(tuple(shape), dtype=torch.float32, device="cpu")
     for place, bias in enumerate(biases):
         total = bias.float() if place == 0 else total + bias.float()
     for tokens, rows in parts:
@@ -315,7 +326,10 @@ def combine_logfmt(
     batch: Batch, output: LaneOutput, ranks: int, experts: int, *, weighted: bool = True
 ) -> CombinedLogFmt:
     """As :func:`combine`, with every rank's row sent as LogFMT-10."""
-    values, tolerance = torch.zeros(batch.x.shape), torch.zeros(batch.x.shape)
+    values, tolerance = (
+        torch.zeros(batch.x.shape, dtype=torch.float32, device="cpu"),
+        torch.zeros(batch.x.shape, dtype=torch.float32, device="cpu"),
+    )
     for rank in range(ranks):
         low, high = rank * experts // ranks, (rank + 1) * experts // ranks
         tokens, sums = _expert_sums(batch, output, low, high, weighted)
@@ -353,6 +367,8 @@ def _bf16_floor(x: torch.Tensor) -> torch.Tensor:
     nearest = x.bfloat16()
     bits = nearest.view(torch.int16).int()
     below = torch.where(nearest > 0, bits - 1, bits + 1)
-    below = torch.where(nearest == 0, torch.tensor(0x8001 - 0x10000), below)
+    below = torch.where(
+        nearest == 0, torch.tensor(0x8001 - 0x10000, dtype=torch.int64, device="cpu"), below
+    )
     lower = below.short().view(torch.bfloat16)
     return torch.where(nearest.float() > x, lower.float(), nearest.float())

@@ -20,6 +20,7 @@ from fanfold.bench.layouts import Calls, ExpertMajor, Given, open_calls, spoil
 from fanfold.bench.report import Result, Traffic
 from fanfold.bench.settings import BenchSettings
 from fanfold.bench.timing import Contender, Timings, interleave
+from fanfold.config import Backend
 from fanfold.errors import ArgumentError
 from fanfold.group import as_group
 from fanfold.launch import launch
@@ -127,7 +128,7 @@ def _threads_for(settings: BenchSettings) -> Iterator[None]:
 
 def bench_rank(group: Any, settings: BenchSettings) -> RankReport:
     """One rank's part, on the backend that the settings name (``auto``: host)."""
-    backend = "host" if settings.backend == "auto" else settings.backend
+    backend: Backend = "host" if settings.backend == "auto" else settings.backend
     return bench_ranks(group, [settings.on(backend)])[0]
 
 
@@ -195,7 +196,7 @@ class _Race:
     def fanfold(self) -> Contender:
         """Fanfold, checked first if asked to."""
         calls, expectation, given = self._calls, self._expectation, self._given
-        out = torch.full(expectation.own.x.shape, torch.nan, dtype=torch.bfloat16)
+        out = torch.full(expectation.own.x.shape, torch.nan, dtype=torch.bfloat16, device="cpu")
         known = calls.dispatch(given) if self._cached else None
 
         def dispatch() -> Any:

@@ -9,9 +9,10 @@ import torch
 
 from fanfold import _core
 from fanfold.bench.workload import ROUTINGS, Workload
+from fanfold.config import Backend
 from fanfold.errors import ArgumentError, UnavailableError
-from fanfold.formats import RowFormat
-from fanfold.geometry import Geometry, check_hidden
+from fanfold.formats import RowFormat, RowFormatName
+from fanfold.geometry import Geometry, Mode, check_hidden
 from fanfold.launch import MAX_RANKS
 
 __all__ = ["BACKENDS", "DTYPES", "LAYOUTS", "LEAVE_SMS", "MODES", "REUSES", "BenchSettings"]
@@ -64,14 +65,14 @@ class BenchSettings:
         late_weights: low latency: the weights come with combine; None for False there.
     """
 
-    mode: str
+    mode: Mode
     ranks: int = 4
     tokens: int = 128
     hidden: int = 1024
     top_k: int = 8
     experts: int = 64
-    dtype: str = "bf16"
-    backend: str = "auto"
+    dtype: RowFormatName = "bf16"
+    backend: Backend = "auto"
     distribution: str = "uniform"
     seed: int = 0
     iterations: int = 100
@@ -155,7 +156,7 @@ class BenchSettings:
             bound = "left out with --layout token-major, which has no padding"
             raise ArgumentError("alignment", self.alignment, bound)
 
-    def on(self, backend: str) -> BenchSettings:
+    def on(self, backend: Backend) -> BenchSettings:
         """The settings with ``backend`` instead of ``auto``, and the choices that go with it."""
         chosen = dataclasses.replace(self, backend=backend)
         if self.mode != "high_throughput":
@@ -171,7 +172,7 @@ class BenchSettings:
             in_place=bool(self.in_place) if backend == "cuda" else None,
         )
 
-    def backend_here(self) -> str:
+    def backend_here(self) -> Backend:
         """The backend that ``auto`` means on this machine, or the one asked for.
 
         Raises:

@@ -49,7 +49,7 @@ def interleave(
 
 
 def _microseconds(pairs: list[tuple[int, int]]) -> torch.Tensor:
-    both = torch.tensor(pairs, dtype=torch.float64).view(-1, 2) / _NS_PER_US
+    both = torch.tensor(pairs, dtype=torch.float64, device="cpu").view(-1, 2) / _NS_PER_US
     return torch.cat([both, both.sum(dim=1, keepdim=True)], dim=1)
 
 
@@ -64,7 +64,7 @@ class Percentiles:
     @classmethod
     def of(cls, samples: torch.Tensor) -> Percentiles:
         """The percentiles of all ``samples``, interpolated between neighbours."""
-        levels = torch.tensor([0.5, 0.9, 0.99], dtype=samples.dtype)
+        levels = torch.tensor([0.5, 0.9, 0.99], dtype=samples.dtype, device="cpu")
         p50, p90, p99 = samples.flatten().quantile(levels).tolist()
         return cls(p50, p90, p99)
 

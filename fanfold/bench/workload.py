@@ -79,28 +79,44 @@ class Workload:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + rank)
         tokens = self.tokens
         if self.uneven:
-            tokens = int(torch.randint(0, tokens + 1, (), generator=generator))
+            tokens = int(
+                torch.randint(
+                    0, tokens + 1, (), generator=generator, dtype=torch.int64, device="cpu"
+                )
+            )
         topk_idx = self._route(tokens, generator)
         lanes = topk_idx.shape
-        repeated = torch.rand(lanes, generator=generator) < self.duplicate_share
+        repeated = (
+            torch.rand(lanes, generator=generator, dtype=torch.float32, device="cpu")
+            < self.duplicate_share
+        )
         topk_idx = torch.where(repeated, topk_idx[:, :1].expand(lanes), topk_idx)
-        nowhere = torch.rand(lanes, generator=generator) < self.none_share
+        nowhere = (
+            torch.rand(lanes, generator=generator, dtype=torch.float32, device="cpu")
+            < self.none_share
+        )
         return Batch(
-            x=torch.randn((tokens, self.hidden), generator=generator).bfloat16(),
+            x=torch.randn(
+                (tokens, self.hidden), generator=generator, dtype=torch.float32, device="cpu"
+            ).bfloat16(),
             topk_idx=topk_idx.masked_fill(nowhere, -1).contiguous(),
-            topk_weights=torch.rand(lanes, generator=generator),
+            topk_weights=torch.rand(lanes, generator=generator, dtype=torch.float32, device="cpu"),
         )
 
     def _route(self, tokens: int, generator: torch.Generator) -> torch.Tensor:
         if self.routing == "one_expert":
-            topk_idx = torch.full((tokens, self.top_k), -1)
+            topk_idx = torch.full((tokens, self.top_k), -1, dtype=torch.int64, device="cpu")
             topk_idx[:, 0] = self.seed % self.experts
             return topk_idx
         # Gumbel's trick: the largest of log p + noise are draws without replacement from p.
-        noise = -torch.empty((tokens, self.experts)).exponential_(generator=generator).log()
+        noise = (
+            -torch.empty((tokens, self.experts), dtype=torch.float32, device="cpu")
+            .exponential_(generator=generator)
+            .log()
+        )
         if self.routing == "skewed":
             order = torch.Generator().manual_seed(self.seed)
-            place = torch.randperm(self.experts, generator=order)
+            place = torch.randperm(self.experts, generator=order, dtype=torch.int64, device="cpu")
             noise -= _ZIPF_EXPONENT * (place + 1.0).log()
         return noise.topk(self.top_k, dim=1).indices
 

@@ -17,6 +17,7 @@ from fanfold.bench import report
 from fanfold.bench.run import check_ranks, sweep
 from fanfold.bench.settings import BACKENDS, DTYPES, LAYOUTS, REUSES, BenchSettings
 from fanfold.bench.workload import ROUTINGS
+from fanfold.config import Config
 from fanfold.errors import FanfoldError
 from fanfold.launch import join
 
@@ -61,13 +62,16 @@ def _add_options(parser: argparse.ArgumentParser, defaults: BenchSettings) -> No
         )  # fmt: skip
     for option, choices, what in (
         ("dtype", DTYPES, "how rows travel to the experts"),
-        ("backend", BACKENDS, "auto takes the best one there is"),
         ("distribution", ROUTINGS, "which experts tokens choose"),
     ):
         parser.add_argument(
             f"--{option}", choices=choices, default=getattr(defaults, option),
             help=f"{what} (default %(default)s)",
         )  # fmt: skip
+    parser.add_argument(
+        "--backend", choices=BACKENDS,
+        help="auto takes the best one there is (default: the setting FANFOLD_BACKEND, or auto)",
+    )  # fmt: skip
     parser.add_argument(
         "--check", action=argparse.BooleanOptionalAction, default=True,
         help="compare all results with the oracle before timing",
@@ -216,7 +220,7 @@ def _settings(args: argparse.Namespace, group: Any) -> BenchSettings:
         top_k=args.top_k,
         experts=args.experts,
         dtype=args.dtype,
-        backend=args.backend,
+        backend=args.backend or Config.resolve().backend,
         distribution=args.distribution,
         seed=args.seed,
         iterations=args.iterations,

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fanfold.config import Config
 from fanfold.errors import UnavailableError
 from fanfold.expert_parallel import ExpertParallel
+from fanfold.geometry import Mode
 from fanfold.group import as_group
 from fanfold.nn import MoE, MoEOptions, average_gradients, seeded_normal
 from fanfold.placement import Placement, place
@@ -84,17 +85,23 @@ def corpus() -> torch.Tensor:
             "standard library (Debian, Ubuntu: apt install libpython3-stdlib)"
         ) from error
     text = "\n\n".join(topics[name] for name in sorted(topics))
-    return torch.tensor(list(text.encode()), dtype=torch.int64)
+    return torch.tensor(list(text.encode()), dtype=torch.int64, device="cpu")
 
 
 def batches(settings: DemoSettings) -> Iterator[torch.Tensor]:
     """For each step the sequences of each rank: ``[ranks, sequences / ranks, context + 1]``."""
     text = corpus()
     generator = torch.Generator().manual_seed(settings.seed)
-    places = torch.arange(settings.context + 1)
+    places = torch.arange(settings.context + 1, dtype=torch.int64, device="cpu")
     for _ in range(settings.steps):
         shape = (settings.ranks, settings.sequences // settings.ranks, 1)
-        begin = torch.randint(text.numel() - settings.context, shape, generator=generator)
+        begin = torch.randint(
+            text.numel() - settings.context,
+            shape,
+            generator=generator,
+            dtype=torch.int64,
+            device="cpu",
+        )
         yield text[begin + places]
 
 
@@ -169,9 +176,15 @@ class PlainMoE(torch.nn.Module):
         experts, hidden = settings.num_experts, settings.hidden
         self.top_k, self.ranks, self.balance = settings.top_k, settings.ranks, settings.balance
         self.router = torch.nn.Linear(hidden, experts, bias=False)
-        self.w_in = torch.nn.Parameter(torch.empty(experts, 2 * settings.intermediate, hidden))
-        self.w_out = torch.nn.Parameter(torch.empty(experts, hidden, settings.intermediate))
-        self.balance_loss = torch.zeros(())
+        self.w_in = torch.nn.Parameter(
+            torch.empty(
+                experts, 2 * settings.intermediate, hidden, dtype=torch.float32, device="cpu"
+            )
+        )
+        self.w_out = torch.nn.Parameter(
+            torch.empty(experts, hidden, settings.intermediate, dtype=torch.float32, device="cpu")
+        )
+        self.balance_loss = torch.zeros((), dtype=torch.float32, device="cpu")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., hidden]`` to the same shape."""
@@ -193,7 +206,7 @@ class PlainMoE(torch.nn.Module):
 
 
 def _open(
-    settings: DemoSettings, group: dist.ProcessGroup | None, mode: str = "high_throughput"
+    settings: DemoSettings, group: dist.ProcessGroup | None, mode: Mode = "high_throughput"
 ) -> ExpertParallel:
     return ExpertParallel(
         group,
@@ -309,7 +322,7 @@ def _train_parallel(
     progress: Progress,
 ) -> RankRun:
     layers = [moe.statistics for moe in model.layers if isinstance(moe, MoE)]
-    rows = [torch.zeros((len(layers), ep.experts_per_rank), dtype=torch.int64)]
+    rows = [torch.zeros((len(layers), ep.experts_per_rank), dtype=torch.int64, device="cpu")]
 
     def after_backward() -> None:
         average_gradients(model, group)

@@ -124,7 +124,7 @@ def compare(parallel: Sequence[float], plain: Sequence[float]) -> Comparison:
         plain: the other run's.
     """
     window = min(WINDOW, len(parallel))
-    both = torch.tensor([list(parallel), list(plain)], dtype=torch.float64)
+    both = torch.tensor([list(parallel), list(plain)], dtype=torch.float64, device="cpu")
     means = both.unfold(1, window, 1).mean(-1)
     difference = (means[0] - means[1]).abs()
     # What is not a number differs from everything, itself too.

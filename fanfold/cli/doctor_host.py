@@ -257,15 +257,20 @@ def dispatch_and_combine(group: dist.ProcessGroup) -> int:
     import fanfold.config
     from fanfold.expert_parallel import ExpertParallel
 
-    # The host is tested, not the settings: those have a line of their own.
-    defaults = {setting.name: setting.default for setting in fanfold.config.settings()}
-    chosen = {"timeout_s": SELF_TEST_S - 3.0, "backend": "host"}
-    config = fanfold.config.Config.resolve(**defaults | chosen)
+    config = fanfold.config.Config(timeout_s=SELF_TEST_S - 3.0, backend="host")
     sizes: dict[str, Any] = {"num_experts": 4, "top_k": 2, "hidden": 64, "max_tokens": 8}
     # Small integers and halves: every sum is exact in bfloat16.
-    x = (torch.arange(8 * 64).reshape(8, 64) % 7).to(torch.bfloat16)
-    topk_idx = torch.stack([torch.arange(8) % 4, (torch.arange(8) + 1) % 4], dim=1)
-    topk_weights = torch.full((8, 2), 0.5)
+    x = (torch.arange(8 * 64, dtype=torch.int64, device="cpu").reshape(8, 64) % 7).to(
+        torch.bfloat16
+    )
+    topk_idx = torch.stack(
+        [
+            torch.arange(8, dtype=torch.int64, device="cpu") % 4,
+            (torch.arange(8, dtype=torch.int64, device="cpu") + 1) % 4,
+        ],
+        dim=1,
+    )
+    topk_weights = torch.full((8, 2), 0.5, dtype=torch.float32, device="cpu")
     expected = x * (topk_idx + 1).sum(dim=1, keepdim=True).to(torch.bfloat16) * 0.5
     for mode in ("low_latency", "high_throughput"):
         with ExpertParallel(group, **sizes, mode=mode, config=config) as parallel:
@@ -283,9 +288,12 @@ def dispatch_and_combine(group: dist.ProcessGroup) -> int:
 
 def self_test() -> Outcome:
     """Two ranks, started, tested and ended."""
+    from fanfold.config import default_environment
     from fanfold.launch import launch
 
-    counts = launch(dispatch_and_combine, 2, timeout_s=SELF_TEST_S)
+    # The host is tested, not the settings: those have a line of their own.
+    with default_environment():
+        counts = launch(dispatch_and_combine, 2, timeout_s=SELF_TEST_S)
     return "ok", f"2 ranks dispatched and combined in both modes; {sum(counts)} values are right"
 
 

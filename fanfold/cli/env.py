@@ -7,6 +7,7 @@ import json
 import shutil
 import textwrap
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from fanfold.config import Config, Setting, settings, unknown_variables
 from fanfold.errors import ConfigError
@@ -43,7 +44,9 @@ def explain() -> list[Row]:
 def _explain(setting: Setting) -> Row:
     # With all others overridden, only this setting's variable is read: one that is malformed
     # does not hide the rest.
-    others = {other.name: other.default for other in settings() if other.name != setting.name}
+    others: dict[str, Any] = {
+        other.name: other.default for other in settings() if other.name != setting.name
+    }
     name, variable = setting.name, setting.variable
     try:
         config = Config.resolve(**others)

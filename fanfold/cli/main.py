@@ -67,8 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     chosen = next((word for word in given if not word.startswith("-")), None)
     try:
-        args = _parser(chosen).parse_args(given)
-        code: int = args.run(args)
+        code = _run(given, chosen)
         sys.stdout.flush()
     except FanfoldError as error:
         return _failed(error)
@@ -81,17 +80,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of our output has left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _abandon_output()
+        return EXIT_FAILED
+    except OSError as error:  # a full disk, most likely
+        _abandon_output()
+        print(f"fanfold: error: {error}", file=sys.stderr)
         return EXIT_FAILED
     return code
+
+
+def _run(given: list[str], chosen: str | None) -> int:
+    try:
+        args = _parser(chosen).parse_args(given)
+    except SystemExit as end:  # of --help and --version, whose text is yet to be written
+        return end.code if isinstance(end.code, int) else EXIT_FAILED
+    code: int = args.run(args)
+    return code
+
+
+def _abandon_output() -> None:
+    """What standard output still holds is not written when the interpreter ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _failed(error: FanfoldError) -> int:
     print(f"fanfold: error: {_one_line(error)}", file=sys.stderr)
     cause = error.__cause__
-    if cause is not None and not isinstance(cause, (FanfoldError, OSError)):
-        print(f"{error}", file=sys.stderr)  # a mistake in Fanfold: its traceback helps
+    # Ranks that raise something else have met a mistake in Fanfold: their tracebacks help.
+    if cause is not None and not isinstance(cause, (FanfoldError, OSError)) and _is_of_ranks(error):
+        print(f"{error}", file=sys.stderr)
     return EXIT_FAILED
+
+
+def _is_of_ranks(error: FanfoldError) -> bool:
+    from fanfold.launch import LaunchError  # imports torch, which may be missing
+
+    return isinstance(error, LaunchError)
 
 
 if __name__ == "__main__":

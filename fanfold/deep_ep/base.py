@@ -31,6 +31,7 @@ class BufferBase:
         """The runtime, unless it has been destroyed."""
         if self.runtime is None:
             raise UsageError("this Buffer was destroyed; make a new one")
+        self.runtime.owner.check()
         return self.runtime
 
     @staticmethod

@@ -9,9 +9,12 @@ import torch
 import torch.distributed as dist
 
 from fanfold.config import Config as Settings
+from fanfold.config import Overrides
+from fanfold.copying import not_copied
 from fanfold.deep_ep.events import EventHandle, EventOverlap
 from fanfold.deep_ep.high_throughput import HighThroughputCalls
 from fanfold.deep_ep.low_latency import LowLatencyCalls
+from fanfold.deep_ep.names import GEOMETRY
 from fanfold.deep_ep.runtime import Runtime, Sizes
 from fanfold.deep_ep.sizes import (
     Config,
@@ -23,12 +26,17 @@ from fanfold.deep_ep.sizes import (
 )
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.geometry import Geometry
-from fanfold.group import agree, as_group
+from fanfold.group import agree, as_group, together
+from fanfold.representation import described, worded
 from fanfold.symmetric import host_identity
 
 __all__ = ["Buffer", "get_logical_domain_size", "get_physical_domain_size"]
 
 
+@not_copied(
+    why="it holds memory that the ranks of its group share",
+    instead="Make one in each process with the same arguments.",
+)
 class Buffer(LowLatencyCalls, HighThroughputCalls):
     """Memory shared by the ranks of a group, and DeepEP's calls over it. Making one is collective.
 
@@ -99,25 +107,24 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode = low_latency_mode
         self.enable_shrink = enable_shrink
-        error = None
-        try:
+        with together(ranks) as ranks:
             check_count("num_nvl_bytes", num_nvl_bytes, 0)
             check_count("num_rdma_bytes", num_rdma_bytes, 0)
             check_count("num_qps_per_rank", num_qps_per_rank, 1)
-        except ArgumentError as refused:
-            error = refused
-        facts: dict[str, object] = {
-            "num_nvl_bytes": num_nvl_bytes,
-            "num_rdma_bytes": num_rdma_bytes,
-            "low_latency_mode": low_latency_mode,
-            "enable_shrink": enable_shrink,
-        }
-        agree(ranks, facts, error)
-        masks = {"late_peers": "mask"} if enable_shrink and low_latency_mode else {}
-        self.runtime = Runtime(
-            ranks, Sizes(num_nvl_bytes, num_rdma_bytes), Settings.resolve(**masks)
-        )
-        self.device = self.runtime.placement.device
+            facts: dict[str, object] = {
+                "num_nvl_bytes": num_nvl_bytes,
+                "num_rdma_bytes": num_rdma_bytes,
+                "low_latency_mode": low_latency_mode,
+                "enable_shrink": enable_shrink,
+            }
+            agree(ranks, facts)
+            masks: Overrides = {}
+            if enable_shrink and low_latency_mode:
+                masks["late_peers"] = "mask"
+            runtime = Runtime(
+                ranks, Sizes(num_nvl_bytes, num_rdma_bytes), Settings.resolve(**masks)
+            )
+        self.runtime, self.device = runtime, runtime.placement.device
         super().__init__()
 
     def destroy(self) -> None:
@@ -134,8 +141,15 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
         self._open().close()
         self.runtime = None
 
+    def __repr__(self) -> str:
+        state = "destroyed" if getattr(self, "runtime", self) is None else ""
+        names = ("rank", "group_size", "num_nvl_bytes", "num_rdma_bytes", "low_latency_mode")
+        paths = {name: name for name in (*names, "enable_shrink", "device")}
+        return described(self, state, **paths, backend="runtime.placement.backend")
+
     def __del__(self) -> None:
-        if getattr(self, "runtime", None) is not None and self.explicitly_destroy:
+        runtime: Runtime | None = getattr(self, "runtime", None)
+        if runtime is not None and self.explicitly_destroy and not runtime.owner.forked:
             warnings.warn(
                 "a Buffer made with explicitly_destroy=True was dropped without destroy()",
                 ResourceWarning,
@@ -183,10 +197,11 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
             num_experts: of all ranks.
         """
         check_count("num_ranks", num_ranks, 1)
+        sizes = (hidden, num_max_dispatch_tokens_per_rank)
+        with GEOMETRY:
+            Geometry(num_ranks, num_experts, 1, *sizes)  # before anything is made of wrong sizes
         top_k = promised_top_k(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
-        return hint_bytes(
-            Geometry(num_ranks, num_experts, top_k, hidden, num_max_dispatch_tokens_per_rank)
-        )
+        return hint_bytes(Geometry(num_ranks, num_experts, top_k, *sizes))
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
@@ -218,23 +233,34 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
         offset: int = 0,
         use_rdma_buffer: bool = False,
     ) -> torch.Tensor:
-        """This rank's memory of one mode, which may serve as scratch while no call is in flight.
+        """Scratch memory as large as one mode's, the same at every call.
 
-        Peers write to it during their calls: after such use, ``clean_low_latency_buffer`` makes
-        sure that every rank is done, and on a GPU writes what the calls must find there. High
-        throughput on GPUs has memory of its own besides, so that part is the caller's alone there.
-        The tensor must not be touched after ``destroy``.
+        The memory is the caller's alone: no call reads or writes it, so it may be written at any
+        time, and kept after ``destroy``. It is allocated at the first call, on the mode's device,
+        as ``num_nvl_bytes`` or ``num_rdma_bytes`` more than the modes themselves take.
 
         Args:
             dtype: of the tensor.
             size: its shape; flat and all there is from ``offset`` on, if not given.
             offset: elements to leave out at the beginning.
-            use_rdma_buffer: the memory of low latency instead of that of high throughput.
+            use_rdma_buffer: as large as ``num_rdma_bytes`` and where low latency runs, instead of
+                ``num_nvl_bytes`` and where high throughput runs.
+
+        Raises:
+            ArgumentError: more is asked for than there is.
+            UsageError: destroyed, or a CUDA graph is being captured and memory must be allocated.
         """
+        if not isinstance(dtype, torch.dtype):
+            raise ArgumentError("dtype", worded(dtype), "a torch.dtype")
+        check_count("offset", offset, 0)
         tensor = self._open().local_tensor(dtype, offset, use_rdma_buffer)
         if size is None:
             return tensor
-        wanted = torch.Size(size)
+        try:
+            wanted = torch.Size(size)
+        except TypeError:
+            bound = "a torch.Size, or None for all there is"
+            raise ArgumentError("size", worded(size), bound) from None
         if wanted.numel() > tensor.numel():
             bound = f"at most the {tensor.numel()} elements there are"
             raise ArgumentError("size", f"{tuple(wanted)}, {wanted.numel()} elements", bound)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fanfold.errors import ArgumentError, UsageError
+from fanfold.representation import described, worded
 
 __all__ = ["EventHandle", "EventOverlap", "check_ordering"]
 
@@ -33,6 +34,10 @@ class EventHandle:
             stream = torch.cuda.current_stream()
         if stream is not None:
             self._event = stream.record_event()
+
+    def __repr__(self) -> str:
+        where = "complete" if getattr(self, "_event", None) is None else "of a CUDA stream"
+        return f"{type(self).__name__}({where})"
 
     def current_stream_wait(self) -> None:
         """Makes the current stream wait for the event. The CPU does not wait."""
@@ -59,11 +64,16 @@ class EventOverlap:
         extra_tensors: tuple[torch.Tensor | None, ...] | None = None,
     ) -> None:
         if event is not None and not isinstance(event, EventHandle):
-            raise ArgumentError("event", f"a {type(event).__name__}", "an EventHandle or None")
+            raise ArgumentError("event", worded(event), "an EventHandle or None")
         self.event = event
         self.extra_tensors = extra_tensors
         self.hook_after_wait: Callable[[], Any] | None = None
         self._release_at_exit = False
+
+    def __repr__(self) -> str:
+        return described(
+            self, event="event", extra_tensors="extra_tensors", hook_after_wait="hook_after_wait"
+        )
 
     def current_stream_wait(self, release_handle: bool = False) -> Any:
         """Waits for the event, then runs the registered hook.
@@ -133,9 +143,7 @@ def check_ordering(
             a previous event and ``async_finish``.
     """
     if previous_event is not None and not isinstance(previous_event, EventOverlap | EventHandle):
-        raise ArgumentError(
-            "previous_event", f"a {type(previous_event).__name__}", "an EventOverlap or None"
-        )
+        raise ArgumentError("previous_event", worded(previous_event), "an EventOverlap or None")
     event = previous_event.event if isinstance(previous_event, EventOverlap) else previous_event
     if allocate_on_comm_stream and (event is None or not async_finish):
         raise ArgumentError(

@@ -15,27 +15,23 @@ from fanfold.errors import ArgumentError, PeerRefused
 from fanfold.geometry import MAX_EXPERTS
 from fanfold.symmetric import SymmetricMemory
 
-__all__ = ["Exchange", "view_bytes"]
+__all__ = ["Exchange"]
 
 _FACTS = 16
 _REASON_BYTES = 512
 _REFUSED = -1
 
 
-def view_bytes(address: int, nbytes: int, owner: object = None) -> torch.Tensor:
-    """``[nbytes]`` uint8 over the memory at ``address``; the tensor keeps ``owner`` alive."""
-    if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    window = (ctypes.c_char * nbytes).from_address(address)
-    window.owner = owner  # type: ignore[attr-defined]
-    return torch.frombuffer(window, dtype=torch.uint8)
+def _view_bytes(address: int, nbytes: int) -> torch.Tensor:
+    """``[nbytes]`` uint8 over the memory at ``address``."""
+    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
 
 
 class _Page:
     """One rank's words for one call: facts, numbers and, if it refused, the reason."""
 
     def __init__(self, address: int, numbers: int) -> None:
-        raw = view_bytes(address, _Page.nbytes(numbers))
+        raw = _view_bytes(address, _Page.nbytes(numbers))
         self.facts = raw[: 4 * _FACTS].view(torch.int32)
         self.reason = raw[4 * _FACTS : 4 * _FACTS + _REASON_BYTES]
         self.numbers = raw[4 * _FACTS + _REASON_BYTES :].view(torch.int32)
@@ -46,12 +42,12 @@ class _Page:
 
     def write(self, facts: list[int], numbers: torch.Tensor) -> None:
         self.facts[0] = len(facts)
-        self.facts[1 : 1 + len(facts)] = torch.tensor(facts, dtype=torch.int32)
+        self.facts[1 : 1 + len(facts)] = torch.tensor(facts, dtype=torch.int32, device="cpu")
         self.numbers[: numbers.numel()] = numbers
 
     def refuse(self, reason: str) -> None:
         text = reason.encode()[: _REASON_BYTES - 1]
-        self.reason[: len(text) + 1] = torch.tensor([*text, 0], dtype=torch.uint8)
+        self.reason[: len(text) + 1] = torch.tensor([*text, 0], dtype=torch.uint8, device="cpu")
         self.facts[0] = _REFUSED
 
     @property
@@ -76,11 +72,12 @@ class Exchange:
         self._core = memory.core
         self._rank, self._ranks = rank, ranks
         numbers = self._numbers(ranks)
+        nbytes = _Page.nbytes(numbers)
         # The pages of a call are written again two calls later, when every rank has passed the
         # barrier of the call between, and so has read them.
         self._pages = [
             [
-                _Page(self._core.base(peer) + offset + parity * _Page.nbytes(numbers), numbers)
+                _Page(self._core.window(peer, offset + parity * nbytes, nbytes), numbers)
                 for peer in range(ranks)
             ]
             for parity in range(2)
@@ -121,6 +118,7 @@ class Exchange:
             PeerRefused: another rank refused.
             PeerTimeout: a rank did not take part in time.
         """
+        self._core.check_usable()
         pages = self._pages[self._calls % 2]
         if error is None:
             pages[self._rank].write(list(facts.values()), numbers)
@@ -136,7 +134,7 @@ class Exchange:
             if reason is not None:
                 raise PeerRefused(self._rank, peer, phase, reason)
         self._check_agreement(phase, facts, pages, present)
-        gathered = torch.zeros((self._ranks, numbers.numel()), dtype=torch.int32)
+        gathered = torch.zeros((self._ranks, numbers.numel()), dtype=torch.int32, device="cpu")
         for peer in present:
             gathered[peer] = pages[peer].numbers[: numbers.numel()]
         return gathered

@@ -26,6 +26,7 @@ from fanfold.errors import ArgumentError
 from fanfold.geometry import check_tensor
 from fanfold.high_throughput import Plan
 from fanfold.high_throughput.plan import CudaPlan
+from fanfold.representation import described, show_fields, worded
 
 __all__ = [
     "GpuHandle",
@@ -40,7 +41,7 @@ __all__ = [
 Handle = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 _CPU = torch.device("cpu")
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 _NAMES = (
     "rank_prefix_matrix",
     "channel_prefix_matrix",
@@ -70,6 +71,8 @@ class Received:
     is_token_in_rank: torch.Tensor
     source_token: torch.Tensor
 
+    __repr__ = show_fields
+
 
 def make_handle(received: Received, channels: int) -> Handle:
     """The handle of a routing with C channels, where its tensors are; the CPU waits for nothing."""
@@ -78,8 +81,8 @@ def make_handle(received: Received, channels: int) -> Handle:
     before = torch.zeros((tokens + 1, ranks), dtype=torch.int32, device=device)
     torch.cumsum(is_in, 0, dtype=torch.int32, out=before[1:])
     run = max(-(-tokens // channels), 1)
-    ends = (torch.arange(1, channels + 1, device=device) * run).clamp(max=tokens)
-    starts = torch.arange(tokens, device=device) // run * run
+    ends = (torch.arange(1, channels + 1, device=device, dtype=torch.int64) * run).clamp(max=tokens)
+    starts = torch.arange(tokens, device=device, dtype=torch.int64) // run * run
     return (
         received.rank_prefix,
         before[ends].T.contiguous(),
@@ -98,12 +101,14 @@ def _rows_before_channels(received: Received, channels: int) -> torch.Tensor:
         return torch.full((ranks, channels), -1, dtype=torch.int32, device=device)
     counts = counts.long().unsqueeze(1)
     ends = received.rank_prefix[:, received.rank].long()
-    rows = torch.arange(received.source_token.shape[0], device=device)
+    rows = torch.arange(received.source_token.shape[0], device=device, dtype=torch.int64)
     # Rows are in order of source and token, so one search in numbers made of both finds them.
     source = torch.searchsorted(ends, rows, right=True)
     keys = (source << 32) + received.source_token
-    starts = -(-counts // channels) * torch.arange(channels, device=device)
-    first = torch.minimum(starts, counts) + (torch.arange(ranks, device=device) << 32).unsqueeze(1)
+    starts = -(-counts // channels) * torch.arange(channels, device=device, dtype=torch.int64)
+    first = torch.minimum(starts, counts) + (
+        torch.arange(ranks, device=device, dtype=torch.int64) << 32
+    ).unsqueeze(1)
     begins = torch.nn.functional.pad(ends[:-1], (1, 0)).unsqueeze(1)
     return (torch.searchsorted(keys, first) - begins).to(torch.int32)
 
@@ -150,6 +155,10 @@ class GpuHandle(tuple[torch.Tensor, ...]):
     def __new__(cls, tensors: Iterable[torch.Tensor]) -> Any:
         return tuple(tensors)
 
+    def __repr__(self) -> str:
+        paths = {"ranks": "plan.ranks", "tokens": "plan.tokens", "rows": "rows", "lanes": "lanes"}
+        return described(self, **paths, channels="channels", device="plan.rows.device")
+
     def __reduce__(self) -> Any:
         return tuple, (self.tensors(),)
 
@@ -189,6 +198,8 @@ class Routing:
     channels: int
     lanes: None = None
 
+    __repr__ = show_fields
+
     def plan(self, lanes: int) -> Plan:
         """The plan: of what a handle does not say, nothing is needed for whole rows."""
         received, (tokens, ranks) = self.received, self.is_token_in_rank.shape
@@ -201,11 +212,11 @@ class Routing:
             received=received,
             source_prefix=self.source_prefix,
             source_token=self.source_token,
-            topk_idx=torch.full((received, lanes), -1),
+            topk_idx=torch.full((received, lanes), -1, dtype=torch.int64, device="cpu"),
             topk_weights=None,
-            tokens_per_expert=torch.zeros(1, dtype=torch.int32),
-            offsets=torch.zeros(2, dtype=torch.int64),
-            rows_of=torch.full((received, lanes), -1, dtype=torch.int32),
+            tokens_per_expert=torch.zeros(1, dtype=torch.int32, device="cpu"),
+            offsets=torch.zeros(2, dtype=torch.int64, device="cpu"),
+            rows_of=torch.full((received, lanes), -1, dtype=torch.int32, device="cpu"),
             capacity=self.rows if self.rows > received else None,
         )
 
@@ -217,14 +228,15 @@ def read_handle(handle: object, rank: int, ranks: int) -> Routing:
         ArgumentError: it is no handle, or one of another group.
     """
     if not isinstance(handle, tuple | list) or len(handle) != len(_NAMES):
-        size = f" of {len(handle)}" if isinstance(handle, tuple | list) else ""
         raise ArgumentError(
             "handle",
-            f"a {type(handle).__name__}{size}",
+            worded(handle),
             f"the tuple ({', '.join(_NAMES)}) that dispatch returned",
         )
     names = [f"handle[{place}] ({name})" for place, name in enumerate(_NAMES)]
-    shapes = ((ranks, ranks), (ranks, None), (ranks, None), (None,), (None, ranks), (None, ranks))
+    channels, tokens = (ranks, "channels"), ("tokens", ranks)
+    shapes: list[tuple[int | str, ...]]
+    shapes = [(ranks, ranks), channels, channels, ("rows",), tokens, tokens]
     for name, tensor, shape in zip(names, handle, shapes, strict=True):
         dtype = torch.bool if tensor is handle[4] else torch.int32
         check_tensor(name, tensor, shape, (dtype,), device=_CPU)
@@ -237,7 +249,7 @@ def read_handle(handle: object, rank: int, ranks: int) -> Routing:
                             f"{tuple(is_in.shape)}, as handle[4]")  # fmt: skip
     source_prefix = rank_prefix[:, rank].contiguous()
     received = int(source_prefix[-1])
-    rising = torch.diff(source_prefix, prepend=torch.zeros(1, dtype=torch.int32))
+    rising = torch.diff(source_prefix, prepend=torch.zeros(1, dtype=torch.int32, device="cpu"))
     if received > source_token.shape[0] or bool((rising < 0).any()):
         raise ArgumentError(
             names[0],

@@ -236,11 +236,11 @@ class HighThroughputCalls(BufferBase):
                 staging = way.staging(x=x, topk_weights=topk_weights, bias=bias)
                 y, weights, biases = staging.host((x, topk_weights, bias))
                 known = way.known(staging.host(handle), channels)
-                shape = (known.rows, None)
+                shape = (known.rows, "hidden")
                 check_tensor("x", y, shape, (torch.bfloat16,), device=way.device)
                 if weights is not None:
-                    shape = (known.rows, known.lanes)
-                    check_tensor("topk_weights", weights, shape, (torch.float32,),
+                    lanes = "top_k" if known.lanes is None else known.lanes
+                    check_tensor("topk_weights", weights, (known.rows, lanes), (torch.float32,),
                                  device=way.device)  # fmt: skip
             return staging.back(way.combine(y, known, weights, biases)), None
 

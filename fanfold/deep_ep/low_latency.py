@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from fanfold.deep_ep.base import BufferBase
 from fanfold.deep_ep.events import EventOverlap
+from fanfold.deep_ep.low_latency_handle import (
+    LowLatencyHandle,
+    ReadHandle,
+    handle_of,
+    late_routing,
+    routing_of,
+)
+from fanfold.deep_ep.names import GEOMETRY, HANDLE, LOW_LATENCY_COMBINE, LOW_LATENCY_DISPATCH
 from fanfold.deep_ep.row_formats import formats_of, quick_formats
 from fanfold.deep_ep.runtime import Runtime
 from fanfold.deep_ep.sizes import (
@@ -20,13 +27,12 @@ from fanfold.deep_ep.sizes import (
     promised_top_k,
 )
 from fanfold.deep_ep.zero_copy import ZeroCopy
-from fanfold.errors import ArgumentError, UsageError
+from fanfold.errors import ArgumentError, FanfoldError, UsageError
 from fanfold.geometry import Geometry, check_tensor, is_plain
 from fanfold.low_latency import (
     NO_STATISTICS,
     Dispatched,
     Hook,
-    LateRouting,
     LowLatency,
     RoutingLayout,
     Statistics,
@@ -34,12 +40,12 @@ from fanfold.low_latency import (
 )
 from fanfold.low_latency.quick import quick_look
 from fanfold.refusal import Refusing
+from fanfold.renaming import Renaming
 
 __all__ = ["LowLatencyCalls"]
 
-_NOTHING = torch.empty(0, dtype=torch.int32)
+_NOTHING = torch.empty(0, dtype=torch.int32, device="cpu")
 
-LowLatencyHandle = tuple[torch.Tensor, torch.Tensor, int, int, int]
 DispatchResult = tuple[
     torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     torch.Tensor,
@@ -49,7 +55,7 @@ DispatchResult = tuple[
 ]
 
 
-_Sizes = tuple[int, int, torch.Tensor, int]  # max_tokens, num_experts, topk_idx, hidden
+_Sizes = tuple[int, int, torch.Tensor, int]  # as of ReadHandle.sizes
 
 
 def _sizes_told(
@@ -115,81 +121,18 @@ class _Known:
         )
 
 
-@dataclass(frozen=True)
-class _Handle:
-    """What a low-latency handle tuple says; DeepEP's layout and meaning."""
-
-    source_info: torch.Tensor
-    layout_range: torch.Tensor
-    max_tokens: int
-    hidden: int
-    num_experts: int
-
-    @classmethod
-    def of(cls, handle: object) -> _Handle:
-        if not isinstance(handle, tuple | list) or len(handle) != 5:
-            what = f"a {type(handle).__name__}"
-            if isinstance(handle, tuple | list):
-                what += f" of {len(handle)}"
-            raise ArgumentError(
-                "handle",
-                what,
-                "the tuple (src_info, layout_range, num_max_dispatch_tokens_per_rank, hidden, "
-                "num_experts) that low_latency_dispatch returned",
-            )
-        for place, name in ((2, "num_max_dispatch_tokens_per_rank"), (3, "hidden"),
-                            (4, "num_experts")):  # fmt: skip
-            check_count(f"handle[{place}] ({name})", handle[place], 0)
-        return cls(*handle)
-
-    def sizes(self, topk_idx: torch.Tensor) -> _Sizes:
-        """Of a combine with this handle."""
-        return self.max_tokens, self.num_experts, topk_idx, self.hidden
-
-    def check(self, geometry: Geometry, device: torch.device) -> None:
-        """Raises ArgumentError unless the tensors are those of ``geometry``, on ``device``.
-
-        What is in them is checked on the host only; on a GPU the kernels bound what they read.
-        """
-        shape = (geometry.experts_per_rank, geometry.expert_capacity)
-        name = "handle[0] (src_info)"
-        check_tensor(name, self.source_info, shape, (torch.int32,), device=device)
-        shape = (geometry.experts_per_rank, geometry.ranks)
-        name = "handle[1] (layout_range)"
-        check_tensor(name, self.layout_range, shape, (torch.int64,), device=device)
-        if device.type != "cpu":
-            return
-        # Rows of source r begin below r * M; from there combine reads at most M, so no handle that
-        # passes this can make it read outside of the experts' outputs.
-        begins = self.layout_range >> 32
-        limits = torch.arange(geometry.ranks) * geometry.max_tokens
-        if bool(((begins < 0) | (begins > limits)).any()):
-            raise ArgumentError(
-                name,
-                "something that points outside of the received rows",
-                "count | begin << 32 as low_latency_dispatch left it",
-            )
-
-
 def _sizes_of_combine(
     known: _Known | None, handle: object, topk_idx: torch.Tensor
 ) -> _Sizes | None:
     """The same of a combine: nothing if its handle is of the last call's geometry, as top-k is that
     of the dispatch."""
-    sizes = _Handle.of(handle).sizes(topk_idx)
+    sizes = ReadHandle.of(handle).sizes(topk_idx)
     last = None if known is None else known.geometry
     if last is not None and (sizes[0], sizes[1], sizes[3]) == (
         last.max_tokens, last.num_experts, last.hidden
     ):  # fmt: skip
         return None
     return sizes if topk_idx.dim() == 2 else None
-
-
-def _routing_of(handle: object) -> LateRouting | None:
-    """What a combine that is refused needs of its handle, as far as that is one."""
-    if isinstance(handle, tuple | list) and len(handle) == 5:
-        return LateRouting(handle[1], handle[0])
-    return None
 
 
 class LowLatencyCalls(BufferBase):
@@ -203,13 +146,11 @@ class LowLatencyCalls(BufferBase):
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
-        """Readies the low-latency memory after other use of it. Collective.
+        """Returns when every rank has finished its earlier low-latency calls and has arrived here.
+        Collective.
 
-        When this returns, every rank has finished its earlier low-latency calls and has arrived
-        here, so whatever a rank did to its own memory before is done. On the host nothing more is
-        needed, because flags are epochs that only grow, and no low-latency call may be in flight.
-        On a GPU the memory is written anew, for which the CPU waits; calls in flight are given up,
-        and their hooks raise UsageError.
+        Calls in flight are given up: their hooks raise UsageError from then on. On a GPU the
+        memory of the mode is initialised, for which the CPU waits.
 
         Args:
             num_max_dispatch_tokens_per_rank, hidden, num_experts: of the calls to come; checked to
@@ -217,13 +158,14 @@ class LowLatencyCalls(BufferBase):
 
         Raises:
             ArgumentError: the calls to come do not fit into ``num_rdma_bytes``.
-            UsageError: no low-latency mode; on the host, a call is in flight.
+            UsageError: no low-latency mode.
             PeerTimeout: a rank did not arrive in time.
         """
         mode = self._low_latency()
-        geometry = Geometry(
-            self.group_size, num_experts, 1, hidden, num_max_dispatch_tokens_per_rank
-        )
+        with GEOMETRY:
+            geometry = Geometry(
+                self.group_size, num_experts, 1, hidden, num_max_dispatch_tokens_per_rank
+            )
         self._check_fit(geometry)
         mode.reset()
         if self.device.type != "cpu":
@@ -304,13 +246,12 @@ class LowLatencyCalls(BufferBase):
             and not (async_finish and return_recv_hook)
         ):
             sizes = (num_max_dispatch_tokens_per_rank, num_experts, topk_idx)
-            told = partial(_sizes_told, *sizes, x)
-            with self._refusing(mode.refuse_dispatch, told):
+            with self._refusing(mode.refuse_dispatch, partial(_sizes_told, *sizes, x)):
                 _check_exclusive(async_finish, return_recv_hook)
                 formats = formats_of(use_fp8, round_scale, use_ue8m0)
                 runtime.placement.check(x=x, topk_idx=topk_idx)
-                check_tensor("x", x, (None, None), (torch.bfloat16,), device=self.device)
-                known = self._know(*sizes, x.shape[1])
+                check_tensor("x", x, ("tokens", "hidden"), (torch.bfloat16,), device=self.device)
+                known = self._know(*sizes, x.shape[1], LOW_LATENCY_DISPATCH)
                 self._check_sums(
                     known.geometry,
                     dispatch_wait_recv_cost_stats=waits,
@@ -321,20 +262,24 @@ class LowLatencyCalls(BufferBase):
         statistics = NO_STATISTICS if no_sums else Statistics(totals, waits)
 
         def call() -> tuple[Dispatched, Hook | None]:
-            return mode.dispatch(
-                geometry,
-                x,
-                topk_idx,
-                row_format=formats[0],
-                scale_format=formats[1],
-                statistics=statistics,
-                return_hook=return_recv_hook,
-            )
+            try:
+                return mode.dispatch(
+                    geometry,
+                    x,
+                    topk_idx,
+                    row_format=formats[0],
+                    scale_format=formats[1],
+                    statistics=statistics,
+                    return_hook=return_recv_hook,
+                )
+            except FanfoldError as error:
+                LOW_LATENCY_DISPATCH.rename(error)
+                raise
 
         dispatched, hook, event = runtime.streams.run(
             call, async_finish=async_finish, inputs=(x, topk_idx, totals, waits)
         )
-        handle = _handle_of(dispatched, geometry)
+        handle = handle_of(dispatched, geometry)
         return _rows(dispatched), dispatched.counts, handle, event, hook
 
     def low_latency_combine(
@@ -384,9 +329,9 @@ class LowLatencyCalls(BufferBase):
             and not (zero_copy or (async_finish and return_recv_hook))
         ):
             told = partial(_sizes_of_combine, known, handle, topk_idx)
-            with self._refusing(partial(mode.refuse_combine, routing=_routing_of(handle)), told):
-                parts = _Handle.of(handle)
-                known = self._know(*parts.sizes(topk_idx))
+            with self._refusing(partial(mode.refuse_combine, routing=routing_of(handle)), told):
+                parts = ReadHandle.of(handle)
+                known = self._know(*parts.sizes(topk_idx), HANDLE)
                 runtime.placement.check(x=x, topk_weights=topk_weights, out=out)
                 parts.check(known.geometry, device)
                 _check_exclusive(async_finish, return_recv_hook)
@@ -396,22 +341,26 @@ class LowLatencyCalls(BufferBase):
                 sums = {"combine_wait_recv_cost_stats": combine_wait_recv_cost_stats}
                 self._check_sums(known.geometry, **sums)
         geometry = known.geometry
-        routing = LateRouting(handle[1], handle[0])
+        routing = late_routing(handle)
 
         def call() -> tuple[torch.Tensor, Hook | None]:
-            return mode.combine(
-                geometry,
-                y,
-                routing,
-                topk_idx,
-                late_weights=topk_weights,
-                logfmt=use_logfmt,
-                out=out,
-                wait_ns=combine_wait_recv_cost_stats,
-                return_hook=return_recv_hook,
-            )
+            try:
+                return mode.combine(
+                    geometry,
+                    y,
+                    routing,
+                    topk_idx,
+                    late_weights=topk_weights,
+                    logfmt=use_logfmt,
+                    out=out,
+                    wait_ns=combine_wait_recv_cost_stats,
+                    return_hook=return_recv_hook,
+                )
+            except FanfoldError as error:
+                LOW_LATENCY_COMBINE.rename(error)
+                raise
 
-        inputs = (y, topk_idx, topk_weights, routing.ranges, combine_wait_recv_cost_stats)
+        inputs = (y, topk_idx, topk_weights, routing, combine_wait_recv_cost_stats)
         combined, hook, event = runtime.streams.run(call, async_finish=async_finish, inputs=inputs)
         if zero_copy:
             self._zero_copy.was_given(event)
@@ -430,8 +379,10 @@ class LowLatencyCalls(BufferBase):
             comes.
         """
         self._low_latency()
-        parts = _Handle.of(handle)
-        geometry = Geometry(self.group_size, parts.num_experts, 1, parts.hidden, parts.max_tokens)
+        parts = ReadHandle.of(handle)
+        sizes = (parts.num_experts, 1, parts.hidden, parts.max_tokens)
+        with HANDLE:
+            geometry = Geometry(self.group_size, *sizes)
         shape = (geometry.experts_per_rank, geometry.expert_capacity, geometry.hidden)
         return self._zero_copy.take(shape, self._open().streams)
 
@@ -505,19 +456,31 @@ class LowLatencyCalls(BufferBase):
         return Refusing(tell)
 
     def _fitting(
-        self, max_tokens: int, num_experts: int, topk_idx: torch.Tensor, hidden: int
+        self,
+        max_tokens: int,
+        num_experts: int,
+        topk_idx: torch.Tensor,
+        hidden: int,
+        names: Renaming = GEOMETRY,
     ) -> Geometry:
-        """The geometry of one call, checked to fit."""
-        geometry = Geometry(self.group_size, num_experts, topk_idx.shape[1], hidden, max_tokens)
-        self._check_fit(geometry)
+        """The geometry of one call, checked to fit; errors say where its sizes come from."""
+        with names:
+            geometry = Geometry(self.group_size, num_experts, topk_idx.shape[1], hidden, max_tokens)
+            self._check_fit(geometry)
         return geometry
 
     def _know(
-        self, max_tokens: int, num_experts: int, topk_idx: torch.Tensor, hidden: int
+        self,
+        max_tokens: int,
+        num_experts: int,
+        topk_idx: torch.Tensor,
+        hidden: int,
+        names: Renaming,
     ) -> _Known:
         """The same with what follows from it."""
-        check_tensor("topk_idx", topk_idx, (None, None), (torch.int64,), device=self.device)
-        geometry = self._fitting(max_tokens, num_experts, topk_idx, hidden)
+        shape = ("tokens", "top_k")
+        check_tensor("topk_idx", topk_idx, shape, (torch.int64,), device=self.device)
+        geometry = self._fitting(max_tokens, num_experts, topk_idx, hidden, names)
         if self._known is None or self._known.geometry != geometry:
             self._known = _Known(geometry, self.device)
         return self._known
@@ -576,19 +539,6 @@ def _check_exclusive(async_finish: bool, return_recv_hook: bool) -> None:
         raise ArgumentError(
             "async_finish", "True with return_recv_hook=True", "used without return_recv_hook"
         )
-
-
-def _handle_of(dispatched: Dispatched, geometry: Geometry) -> LowLatencyHandle:
-    """DeepEP's handle. Its numbers are the geometry's own objects, by which ``_Known.takes``
-    knows them again."""
-    routing = dispatched.routing
-    return (
-        routing.source_tokens,
-        routing.ranges,
-        geometry.max_tokens,
-        geometry.hidden,
-        geometry.num_experts,
-    )
 
 
 def _rows(dispatched: Dispatched) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:

@@ -14,14 +14,16 @@ import torch
 
 from fanfold.deep_ep.events import EventHandle
 from fanfold.deep_ep.handles import GpuHandle, Handle, Received, check_channels, make_handle
+from fanfold.deep_ep.names import HIGH_THROUGHPUT
 from fanfold.deep_ep.routes import Bias, Route, Rows
 from fanfold.deep_ep.runtime import Runtime
 from fanfold.deep_ep.streams import record
-from fanfold.deep_ep.way import Brought, Counts, DeepEpNames, Way, gather_counts, rows_brought
+from fanfold.deep_ep.way import Brought, Counts, Way, gather_counts, rows_brought
 from fanfold.errors import ArgumentError, FanfoldError, UsageError
 from fanfold.high_throughput.cuda import CudaHighThroughput
 from fanfold.high_throughput.plan import CudaDispatched, CudaPlan
 from fanfold.refusal import Refusing
+from fanfold.representation import worded
 from fanfold.staging import Staging, named_tensors
 
 __all__ = ["OnGpu"]
@@ -60,10 +62,9 @@ class OnGpu(Way[GpuHandle]):
     def known(self, handle: object, channels: int) -> GpuHandle:
         """See :meth:`Way.known`."""
         if not isinstance(handle, GpuHandle):
-            size = f" of {len(handle)}" if isinstance(handle, tuple | list) else ""
             raise ArgumentError(
                 "handle",
-                f"a {type(handle).__name__}{size}",
+                worded(handle),
                 "the very object that dispatch returned: GPUs work by the plan that it carries, "
                 "which a tuple of its tensors lacks",
             )
@@ -94,7 +95,7 @@ class OnGpu(Way[GpuHandle]):
     def send_again(self, x: Rows, known: GpuHandle) -> Rows:
         """See :meth:`Way.send_again`."""
         self._mode.use_sms(2 * known.channels)
-        with DeepEpNames():
+        with HIGH_THROUGHPUT:
             return rows_brought(self._mode.dispatch_cached(x, known.plan, layout="token_major"))
 
     def combine(
@@ -102,7 +103,7 @@ class OnGpu(Way[GpuHandle]):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See :meth:`Way.combine`."""
         self._mode.use_sms(2 * known.channels)
-        with DeepEpNames():
+        with HIGH_THROUGHPUT:
             return self._mode.combine(
                 y, known.plan, layout="token_major", lane_weights=weights, bias=bias
             )
@@ -111,7 +112,7 @@ class OnGpu(Way[GpuHandle]):
         self, x: Rows, route: Route, num_worst_tokens: int, planned: list[CudaPlan]
     ) -> CudaDispatched:
         """Enqueues; ``planned`` gets the plan when the CPU knows that it is a good one."""
-        with DeepEpNames():
+        with HIGH_THROUGHPUT:
             return self._mode.dispatch(
                 x,
                 route.topk_idx,

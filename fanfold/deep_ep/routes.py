@@ -10,6 +10,7 @@ from fanfold.deep_ep.sizes import Config
 from fanfold.errors import ArgumentError
 from fanfold.geometry import check_tensor
 from fanfold.high_throughput import Rows, dispatch_layout
+from fanfold.representation import show_fields, worded
 
 __all__ = [
     "Bias",
@@ -45,6 +46,8 @@ class Route:
     tokens_per_rank: torch.Tensor
     tokens_per_expert: torch.Tensor
 
+    __repr__ = show_fields
+
 
 def new_route(given: Given, ranks: int, tokens: int, device: torch.device, look: bool) -> Route:
     """The routing that ``given`` describes.
@@ -65,7 +68,7 @@ def new_route(given: Given, ranks: int, tokens: int, device: torch.device, look:
     )
     check_tensor("num_tokens_per_rank", per_rank, (ranks,), (torch.int32,), device=device)
     check_tensor("is_token_in_rank", in_rank, (tokens, ranks), (torch.bool,), device=device)
-    check_tensor("num_tokens_per_expert", per_expert, (None,), (torch.int32,), device=device)
+    check_tensor("num_tokens_per_expert", per_expert, ("experts",), (torch.int32,), device=device)
     experts = per_expert.shape[0]
     if experts == 0 or experts % ranks:
         bound = f"above 0 and divisible by the {ranks} ranks"
@@ -84,9 +87,9 @@ def new_route(given: Given, ranks: int, tokens: int, device: torch.device, look:
         if topk_idx is not None or weights is not None:
             missing = "topk_idx" if topk_idx is None else "topk_weights"
             raise ArgumentError(missing, None, "given together with the other of the two")
-        lanes = torch.where(in_rank, torch.arange(ranks, device=device), -1)
+        lanes = torch.where(in_rank, torch.arange(ranks, device=device, dtype=torch.int64), -1)
         return Route(lanes, None, ranks, per_rank, per_expert)
-    check_tensor("topk_idx", topk_idx, (tokens, None), (torch.int64,), device=device)
+    check_tensor("topk_idx", topk_idx, (tokens, "top_k"), (torch.int64,), device=device)
     if look:
         layout = dispatch_layout(topk_idx, experts, ranks)
         source = "by what topk_idx says"
@@ -120,15 +123,19 @@ def tokens_of(x: object) -> int:
     """
     values = x[0] if isinstance(x, tuple) and len(x) == 2 else x
     if not isinstance(values, torch.Tensor):
-        raise ArgumentError("x", f"a {type(values).__name__}", "a torch.Tensor or a pair of them")
-    return values.shape[0] if values.dim() else 0
+        bound = "a torch.Tensor of shape (tokens, hidden), or a pair of them (values, scales)"
+        raise ArgumentError("x", worded(values), bound)
+    if values.dim() != 2:
+        name = "x" if values is x else "x[0]"
+        raise ArgumentError(f"{name}.shape", tuple(values.shape), "(tokens, hidden)")
+    return values.shape[0]
 
 
 def channels_of(config: object, default: Config) -> int:
     """The number of channels of a call."""
     chosen = default if config is None else config
     if not isinstance(chosen, Config):
-        raise ArgumentError("config", f"a {type(chosen).__name__}", "a deep_ep.Config or None")
+        raise ArgumentError("config", worded(chosen), "a deep_ep.Config or None")
     if chosen.num_sms < 2 or chosen.num_sms % 2:
         raise ArgumentError("config.num_sms", chosen.num_sms, "even and above 0: a channel has two")
     return chosen.num_channels

@@ -4,11 +4,10 @@ On the host all is one region of each rank:
 
     exchange | signals of low latency | num_rdma_bytes | signals of high throughput | num_nvl_bytes
 
-What the modes must find again at the next call lies outside of what ``get_local_buffer_tensor``
-shows, because callers use that memory as scratch between calls.
+A mode that runs on the GPUs has a region there, and no part of the host's.
 
-A mode that runs on the GPUs has a region there, and no part of the host's. Low latency then shows
-its region as scratch; high throughput keeps its own to itself and makes scratch when asked for it.
+Callers get none of it: some write over what ``get_local_buffer_tensor`` gives them at any time,
+also while a call is in flight. Scratch is memory of its own, made when a caller first asks for it.
 """
 
 from __future__ import annotations
@@ -19,15 +18,18 @@ import torch
 
 from fanfold import _core
 from fanfold.config import Config as Settings
-from fanfold.deep_ep.exchange import Exchange, view_bytes
+from fanfold.copying import not_copied
+from fanfold.deep_ep.exchange import Exchange
 from fanfold.deep_ep.sizes import align, cuda_memory_bytes, cuda_stream_bytes, signal_bytes
 from fanfold.deep_ep.streams import HostStreams, Streams
 from fanfold.errors import ArgumentError, PeerTimeout, UsageError
+from fanfold.forks import Owner
 from fanfold.group import Group
 from fanfold.high_throughput import HighThroughput
 from fanfold.high_throughput.cuda import LEAST_CAPABILITY, CudaHighThroughput
 from fanfold.low_latency import HostLowLatency, LowLatency, open_low_latency
 from fanfold.placement import place
+from fanfold.representation import described
 from fanfold.symmetric import SymmetricMemory
 from fanfold.symmetric_cuda import CudaSymmetricMemory
 
@@ -47,6 +49,10 @@ class Sizes:
     rdma: int
 
 
+@not_copied(
+    why="it holds memory that the ranks of its group share",
+    instead="Make a Buffer in each process with the same arguments.",
+)
 class Runtime:
     """The memory and the modes of one Buffer. Construction is collective.
 
@@ -56,6 +62,7 @@ class Runtime:
         settings: time bounds, what happens to late peers, and where the modes run.
 
     Attributes:
+        owner: the process that made it.
         rank, ranks: of the group.
         placement: where low latency runs; high throughput, too, unless that is on GPUs which lack
             what its kernels need.
@@ -65,6 +72,7 @@ class Runtime:
     """
 
     def __init__(self, group: Group, sizes: Sizes, settings: Settings) -> None:
+        self.owner = Owner("this Buffer")
         self.rank, self.ranks = group.rank, group.size
         self._sizes = sizes
         self._timeout_s = settings.timeout_s
@@ -78,15 +86,13 @@ class Runtime:
         rdma_signals = signal_bytes(group.size)
         nvl_signals = _core.HighThroughput.required_bytes(group.size, 0)
         rdma_part = align(Exchange.required_bytes(group.size))
-        self._rdma_offset = rdma_part + rdma_signals
-        nvl_part = self._rdma_offset + align(host_rdma)
-        self._nvl_offset = nvl_part + nvl_signals
-        total = self._nvl_offset + align(host_nvl)
+        nvl_part = rdma_part + rdma_signals + align(host_rdma)
+        total = nvl_part + nvl_signals + align(host_nvl)
         self.memory = SymmetricMemory(group, total, settings)
         self.exchange = Exchange(self.memory, group.rank, group.size, 0)
         self._gpu_memory: CudaSymmetricMemory | None = None
         self._gpu_streams: CudaSymmetricMemory | None = None
-        self._scratch: torch.Tensor | None = None
+        self._scratch: dict[bool, torch.Tensor] = {}  # by use_rdma_buffer
         self._low_latency: LowLatency | None = None
         self._high_throughput: HighThroughput | CudaHighThroughput | None = None
         try:
@@ -122,6 +128,10 @@ class Runtime:
         self._high_throughput = CudaHighThroughput(
             self._gpu_streams, settings, check_place=self.placement.check
         )
+
+    def __repr__(self) -> str:
+        paths = {"nvl_bytes": "_sizes.nvl", "rdma_bytes": "_sizes.rdma"}
+        return described(self, rank="rank", ranks="ranks", **paths, placement="placement")
 
     @property
     def low_latency(self) -> LowLatency:
@@ -180,30 +190,26 @@ class Runtime:
         return sorted(masked)
 
     def local_tensor(self, dtype: torch.dtype, offset: int, use_rdma_buffer: bool) -> torch.Tensor:
-        """This rank's memory of one mode, from element ``offset`` on, as a flat tensor."""
+        """Scratch as large as one mode's memory, from element ``offset`` on, as a flat tensor. Made
+        at the first call and kept."""
         nbytes = self._sizes.rdma if use_rdma_buffer else self._sizes.nvl
         elements = nbytes // dtype.itemsize
         if not 0 <= offset <= elements:
             raise ArgumentError("offset", offset, f"from 0 to the {elements} elements there are")
-        return self._local_bytes(elements * dtype.itemsize, use_rdma_buffer).view(dtype)[offset:]
-
-    def _local_bytes(self, nbytes: int, use_rdma_buffer: bool) -> torch.Tensor:
-        if use_rdma_buffer and self._gpu_memory is not None:
-            return self._gpu_memory.tensor[:nbytes]
-        if not use_rdma_buffer and self._gpu_streams is not None:
-            if self._scratch is None:
-                shape, device = (self._sizes.nvl,), self.placement.device
-                self._scratch = torch.empty(shape, dtype=torch.uint8, device=device)
-            return self._scratch[:nbytes]
-        start = self._rdma_offset if use_rdma_buffer else self._nvl_offset
-        return view_bytes(self.memory.core.base(self.rank) + start, nbytes, owner=self.memory)
+        scratch = self._scratch.get(use_rdma_buffer)
+        if scratch is None:
+            on_gpu = self._gpu_memory if use_rdma_buffer else self._gpu_streams
+            device = torch.device("cpu") if on_gpu is None else self.placement.device
+            scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            self._scratch[use_rdma_buffer] = scratch
+        return scratch[: elements * dtype.itemsize].view(dtype)[offset:]
 
     def close(self) -> None:
         """Releases the memory. Not collective; peers keep what they have mapped."""
         for memory in (self._gpu_memory, self._gpu_streams, self.memory):
             if memory is not None:
                 memory.close()
-        self._scratch = None
+        self._scratch.clear()
 
     # What programs ask DeepEP's runtime object.
 

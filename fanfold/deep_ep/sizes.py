@@ -11,6 +11,7 @@ from fanfold.errors import ArgumentError
 from fanfold.geometry import MAX_TOP_K, Geometry
 from fanfold.high_throughput.cuda import CudaHighThroughput
 from fanfold.low_latency import HostLowLatency, cuda_required_bytes
+from fanfold.representation import show_fields, worded
 
 __all__ = [
     "Config",
@@ -57,6 +58,8 @@ class Config:
     num_max_nvl_chunked_recv_tokens: int = 256
     num_max_rdma_chunked_send_tokens: int = 6
     num_max_rdma_chunked_recv_tokens: int = 256
+
+    __repr__ = show_fields
 
     def __post_init__(self) -> None:
         """Checks the relations between the sizes.
@@ -146,8 +149,10 @@ def combine_config(num_sms: int, num_ranks: int) -> Config:
 
 def check_count(name: str, value: object, low: int) -> None:
     """Raises ArgumentError unless ``value`` is an integer from ``low``."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise ArgumentError(name, repr(value), f"an integer from {low}")
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ArgumentError(name, worded(value), f"an integer from {low}")
+    if value < low:
+        raise ArgumentError(name, value, f"an integer from {low}")
 
 
 def align(nbytes: int, to: int = 128) -> int:

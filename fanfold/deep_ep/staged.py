@@ -6,10 +6,11 @@ from __future__ import annotations
 import torch
 
 from fanfold.deep_ep.handles import Received, Routing, check_channels, make_handle, read_handle
+from fanfold.deep_ep.names import HIGH_THROUGHPUT
 from fanfold.deep_ep.routes import Bias, Route, Rows
 from fanfold.deep_ep.runtime import Runtime
 from fanfold.deep_ep.streams import HostStreams
-from fanfold.deep_ep.way import Brought, DeepEpNames, Way, gather_counts, rows_brought
+from fanfold.deep_ep.way import Brought, Way, gather_counts, rows_brought
 from fanfold.high_throughput import Dispatched, HighThroughput
 from fanfold.staging import Staging
 
@@ -54,7 +55,7 @@ class Staged(Way[Routing]):
 
     def send(self, x: Rows, route: Route, num_worst_tokens: int, channels: int) -> Brought:
         """See :meth:`Way.send`."""
-        with DeepEpNames():
+        with HIGH_THROUGHPUT:
             dispatched = self._mode.dispatch(
                 x,
                 route.topk_idx,
@@ -87,7 +88,8 @@ class Staged(Way[Routing]):
 
     def send_again(self, x: Rows, known: Routing) -> Rows:
         """See :meth:`Way.send_again`."""
-        dispatched = self._mode.dispatch_cached(x, known.plan(1), layout="token_major")
+        with HIGH_THROUGHPUT:
+            dispatched = self._mode.dispatch_cached(x, known.plan(1), layout="token_major")
         self._runtime.check_complete("high_throughput dispatch")
         return rows_brought(dispatched)
 
@@ -96,9 +98,10 @@ class Staged(Way[Routing]):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See :meth:`Way.combine`."""
         plan = known.plan(1 if weights is None else weights.shape[1])
-        combined = self._mode.combine(
-            y, plan, layout="token_major", lane_weights=weights, bias=bias
-        )
+        with HIGH_THROUGHPUT:
+            combined = self._mode.combine(
+                y, plan, layout="token_major", lane_weights=weights, bias=bias
+            )
         self._runtime.check_complete("high_throughput combine")
         return combined
 

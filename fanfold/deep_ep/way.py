@@ -15,12 +15,12 @@ from fanfold.deep_ep.handles import GpuHandle, Handle
 from fanfold.deep_ep.routes import Bias, Route, Rows
 from fanfold.deep_ep.runtime import Runtime
 from fanfold.deep_ep.streams import HostStreams, Streams
-from fanfold.errors import ArgumentError
 from fanfold.high_throughput import Dispatched
 from fanfold.high_throughput.plan import CudaDispatched, CudaPlan
+from fanfold.representation import show_fields
 from fanfold.staging import Staging
 
-__all__ = ["Brought", "Counts", "DeepEpNames", "Way", "gather_counts", "rows_brought"]
+__all__ = ["Brought", "Counts", "Way", "gather_counts", "rows_brought"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class Brought:
     handle: Handle | GpuHandle | None = None
     plan: CudaPlan | None = None
 
+    __repr__ = show_fields
+
     def back(self, staging: Staging) -> Brought:
         """The same with its tensors where the caller's are."""
         return dataclasses.replace(
@@ -51,23 +53,6 @@ class Brought:
             topk_weights=staging.back(self.topk_weights),
             handle=staging.back(self.handle),
         )
-
-
-class DeepEpNames:
-    """Has errors name what a caller of DeepEP can change."""
-
-    _THEIRS = (("ring_bytes", "num_nvl_bytes / num_ranks"), ("capacity", "num_worst_tokens"))
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, ArgumentError):
-            return
-        for ours, theirs in self._THEIRS:
-            if error.argument.startswith(ours):
-                name = error.argument.replace(ours, theirs, 1)
-                raise ArgumentError(name, error.value, error.bound) from error
 
 
 def rows_brought(dispatched: Dispatched | CudaDispatched) -> Rows:
@@ -167,6 +152,8 @@ class Counts:
     rank_prefix: torch.Tensor
     named: list[int]
 
+    __repr__ = show_fields
+
 
 def gather_counts(
     runtime: Runtime,
@@ -191,7 +178,7 @@ def gather_counts(
     ranks = runtime.ranks
     experts = len(numbers) - ranks
     facts = {"config.num_sms": 2 * channels, "num_experts": experts}
-    own = torch.cat([torch.tensor([tokens], dtype=torch.int32), numbers])
+    own = torch.cat([torch.tensor([tokens], dtype=torch.int32, device="cpu"), numbers])
     gathered = runtime.exchange.gather("dispatch", facts, own, error)
     runtime.check_complete("exchange of handles")
     num_tokens, per_rank, per_expert = gathered.split([1, ranks, experts], dim=1)

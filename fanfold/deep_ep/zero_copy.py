@@ -26,6 +26,7 @@ class ZeroCopy:
         self._device = device
         self._has_streams = device.type == "cuda"
         self._read: EventHandle | None = None
+        self._captured: list[torch.Tensor] = []  # that CUDA graphs read and write when replayed
 
     def take(self, shape: tuple[int, ...], streams: HostStreams | Streams) -> torch.Tensor:
         """The tensor, bfloat16, to which the current stream may write from here on.
@@ -38,7 +39,14 @@ class ZeroCopy:
             self._await_reader(streams)
         if self.tensor is None or self.tensor.shape != shape:
             self.tensor = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
+        if self._has_streams and torch.cuda.is_current_stream_capturing():
+            self._keep(self.tensor)
         return self.tensor
+
+    def _keep(self, tensor: torch.Tensor) -> None:
+        """Keeps ``tensor`` as long as this object: nobody knows when the graph has gone."""
+        if all(kept is not tensor for kept in self._captured):
+            self._captured.append(tensor)
 
     def was_given(self, event: EventOverlap) -> None:
         """Says that a combine, which has this event, reads the tensor."""

@@ -25,22 +25,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
+import torch.distributed as dist
 
 from fanfold import low_latency
 from fanfold.config import Config
+from fanfold.copying import not_copied
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.expert_parallel.high_throughput import HighThroughputCalls, refuse_given
-from fanfold.formats import RowFormat, ScaleFormat
-from fanfold.geometry import Geometry, check_hidden, check_integer
-from fanfold.group import Group, agree, as_group
-from fanfold.high_throughput.calls import MOST_ALIGNMENT, MOST_ROWS
+from fanfold.expert_parallel.options import check_options, checked_config
+from fanfold.forks import Owner
+from fanfold.formats import RowFormat, RowFormatName, ScaleFormatName
+from fanfold.geometry import Geometry, Mode
+from fanfold.group import Group, agree, as_group, together
 from fanfold.low_latency import Hook
 from fanfold.placement import Placement, place
 from fanfold.received import LowLatencySource, Received
 from fanfold.refusal import Refusing
+from fanfold.representation import described, worded
 from fanfold.symmetric import SymmetricMemory
 from fanfold.symmetric_cuda import CudaSymmetricMemory
 
@@ -49,6 +53,10 @@ __all__ = ["ExpertParallel", "open_placed"]
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
+@not_copied(
+    why="it holds memory that the ranks of its group share",
+    instead="Make one in each process with the same arguments; several layers may use one.",
+)
 class ExpertParallel:
     """Dispatch and combine for one geometry. Construction is collective.
 
@@ -74,6 +82,8 @@ class ExpertParallel:
             CPU, where high throughput takes tensors of any device.
         memory: the ranks' symmetric memory.
 
+    It cannot be copied or pickled (CopyError). ``repr`` waits for nothing, closed or not.
+
     Raises:
         ArgumentError: a size out of bounds, or ranks that disagree about one (naming both values);
             on all ranks alike.
@@ -85,60 +95,60 @@ class ExpertParallel:
 
     def __init__(
         self,
-        group: Any = None,
+        group: dist.ProcessGroup | Group | None = None,
         *,
         num_experts: int,
         top_k: int,
         hidden: int,
         max_tokens: int,
-        mode: str = "low_latency",
-        dispatch_dtype: str | torch.dtype | RowFormat = "bf16",
-        scale_format: str = "float32",
+        mode: Mode = "low_latency",
+        dispatch_dtype: RowFormatName | torch.dtype | RowFormat = "bf16",
+        scale_format: ScaleFormatName = "float32",
         expert_alignment: int = 1,
         in_place_rows: int = 0,
         config: Config | None = None,
     ) -> None:
-        self._group = as_group(group)
-        self.config = config if config is not None else Config.resolve()
-        facts = {
-            "num_experts": num_experts,
-            "top_k": top_k,
-            "hidden": hidden,
-            "max_tokens": max_tokens,
-            "mode": mode,
-            "dispatch_dtype": str(dispatch_dtype),
-            "scale_format": scale_format,
-            "expert_alignment": expert_alignment,
-            "in_place_rows": in_place_rows,
-            "staging_bytes": self.config.staging_bytes,
-            "ring_bytes": self.config.ring_bytes,
-        }
-        error: Exception | None = None
-        try:
+        self._closed = False
+        self._owner = Owner("this ExpertParallel")
+        with together(as_group(group)) as self._group:
+            self.config = checked_config(config)
             self.geometry = Geometry(self._group.size, num_experts, top_k, hidden, max_tokens)
-            self._formats = _check_options(
+            self._formats = check_options(
                 hidden, mode, dispatch_dtype, scale_format, expert_alignment, in_place_rows
             )
-        except ArgumentError as refused:
-            error = refused
-        agree(self._group, facts, error)
-        self.mode = mode
-        self.expert_alignment = expert_alignment
-        self._closed = False
-        if mode == "low_latency":
-            self._open_low_latency()
-        else:
-            self._high_throughput = HighThroughputCalls(
-                self,
-                self._group,
-                self.geometry,
-                self.config,
-                self._formats,
-                expert_alignment,
-                in_place_rows,
-                self._check_received,
-            )
-            self.device, self.memory = self._high_throughput.device, self._high_throughput.memory
+            facts: dict[str, object] = {
+                "num_experts": num_experts,
+                "top_k": top_k,
+                "hidden": hidden,
+                "max_tokens": max_tokens,
+                "mode": mode,
+                "dispatch_dtype": self._formats[0].value,
+                "scale_format": scale_format,
+                "expert_alignment": expert_alignment,
+                "in_place_rows": in_place_rows,
+                "staging_bytes": self.config.staging_bytes,
+                "ring_bytes": self.config.ring_bytes,
+            }
+            agree(self._group, facts)
+            self.mode: Mode = mode
+            self.expert_alignment = expert_alignment
+            if mode == "low_latency":
+                self._open_low_latency()
+            else:
+                self._open_high_throughput(in_place_rows)
+
+    def _open_high_throughput(self, in_place_rows: int) -> None:
+        self._high_throughput = HighThroughputCalls(
+            self,
+            self._group,
+            self.geometry,
+            self.config,
+            self._formats,
+            self.expert_alignment,
+            in_place_rows,
+            self._check_received,
+        )
+        self.device, self.memory = self._high_throughput.device, self._high_throughput.memory
 
     def _open_low_latency(self) -> None:
         geometry = self.geometry
@@ -149,8 +159,16 @@ class ExpertParallel:
             self._group, self._placement, geometry, self.config
         )
         # The same in every call, so it is made once.
-        begins = torch.arange(self.experts_per_rank + 1) * geometry.expert_capacity
+        begins = (
+            torch.arange(self.experts_per_rank + 1, dtype=torch.int64, device="cpu")
+            * geometry.expert_capacity
+        )
         self._offsets = begins.to(self.device)
+
+    @property
+    def backend(self) -> Literal["host", "cuda"]:
+        """Where the calls run: on the CPU, or on the ranks' GPUs."""
+        return "host" if self.device.type == "cpu" else "cuda"
 
     @property
     def rank(self) -> int:
@@ -212,6 +230,19 @@ class ExpertParallel:
         in_place: bool = False,
         return_hook: Literal[True],
     ) -> tuple[Received, Hook]: ...
+
+    @overload
+    def dispatch(
+        self,
+        x: Rows,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        previous: Received | None = None,
+        capacity: int | None = None,
+        in_place: bool = False,
+        return_hook: bool,
+    ) -> Received | tuple[Received, Hook]: ...
 
     def dispatch(
         self,
@@ -293,6 +324,19 @@ class ExpertParallel:
         out: torch.Tensor | None = None,
         return_hook: Literal[True],
     ) -> tuple[torch.Tensor, Hook]: ...
+
+    @overload
+    def combine(
+        self,
+        y: torch.Tensor,
+        received: Received,
+        *,
+        weighted: bool = True,
+        bias: torch.Tensor | None = None,
+        logfmt: bool = False,
+        out: torch.Tensor | None = None,
+        return_hook: bool,
+    ) -> torch.Tensor | tuple[torch.Tensor, Hook]: ...
 
     def combine(
         self,
@@ -389,6 +433,35 @@ class ExpertParallel:
             )
         self._high_throughput.use_sms(sms)
 
+    def refuse_dispatch(self, error: BaseException) -> None:
+        """Takes part in the other ranks' dispatch in place of this rank's own, which cannot be
+        because of ``error``: for a layer that checks its own input before it dispatches.
+
+        The call is void on all ranks: the others raise PeerRefused with the text of ``error``, and
+        the next call works. Raise ``error`` afterwards. Nothing happens if this object is closed.
+        """
+        if self._closed:
+            return
+        mode = self._low_latency if self.mode == "low_latency" else self._high_throughput
+        mode.refuse_dispatch(error)
+
+    def reset(self) -> None:
+        """Gives up the low-latency calls whose hooks are not called yet, because they are lost for
+        example. Collective: every rank calls it, whatever it has in flight.
+
+        Their hooks raise UsageError from then on, and what they were to receive is undefined. The
+        next calls work. On a GPU the CPU waits until the memory is initialised; what dispatches
+        before have brought cannot be combined there any more. High throughput has no hooks, so
+        there is nothing to give up.
+
+        Raises:
+            PeerTimeout: a rank did not call it in time; close this object.
+            UsageError: closed, or failed earlier.
+        """
+        self._check_open()
+        if self.mode == "low_latency":
+            self._low_latency.reset()
+
     def check(self) -> None:
         """Raises what earlier calls have found wrong since they returned; does not wait for them.
 
@@ -417,6 +490,12 @@ class ExpertParallel:
         self._closed = True
         self.memory.close()
 
+    def __repr__(self) -> str:
+        names = ("mode", "rank", "ranks", "num_experts", "top_k", "hidden", "max_tokens")
+        state = "closed" if getattr(self, "_closed", False) else ""
+        paths = {name: name for name in (*names, "backend", "device")}
+        return described(self, state, **paths)
+
     def __enter__(self) -> ExpertParallel:
         return self
 
@@ -431,6 +510,7 @@ class ExpertParallel:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("this ExpertParallel is closed; make a new one")
+        self._owner.check()
 
     def _is_own(self, received: object) -> bool:
         """Whether ``_check_received`` has nothing to say."""
@@ -443,11 +523,13 @@ class ExpertParallel:
             return partial(self._low_latency.refuse_combine, routing=source.dispatched.routing)
         return self._low_latency.refuse_combine
 
-    def _check_received(self, received: object) -> None:
-        if not isinstance(received, Received) or received.owner is not self:
-            raise UsageError("received comes from another ExpertParallel; combine where you sent")
+    def _check_received(self, received: object, name: str = "received") -> None:
+        if not isinstance(received, Received):
+            raise ArgumentError(name, worded(received), "the Received that dispatch returned")
+        if received.owner is not self:
+            raise UsageError(f"{name} comes from another ExpertParallel; combine where you sent")
         if not received.complete:
-            raise UsageError("received is not complete: call the hook of its dispatch first")
+            raise UsageError(f"{name} is not complete: call the hook of its dispatch first")
 
     def _dispatch_low_latency(
         self,
@@ -516,25 +598,3 @@ def open_placed(
         memory.close()
         raise
     return memory, mode
-
-
-def _check_options(
-    hidden: int,
-    mode: str,
-    dispatch_dtype: object,
-    scale_format: str,
-    expert_alignment: object,
-    in_place_rows: object,
-) -> tuple[RowFormat, ScaleFormat]:
-    if mode not in ("low_latency", "high_throughput"):
-        raise ArgumentError("mode", repr(mode), "'low_latency' or 'high_throughput'")
-    row_format = RowFormat.of(dispatch_dtype)  # type: ignore[arg-type]
-    if scale_format not in [member.value for member in ScaleFormat]:
-        allowed = " or ".join(repr(member.value) for member in ScaleFormat)
-        raise ArgumentError("scale_format", repr(scale_format), allowed)
-    check_integer("expert_alignment", expert_alignment, 1, MOST_ALIGNMENT)
-    check_integer("in_place_rows", in_place_rows, 0, MOST_ROWS)
-    if in_place_rows != 0 and mode == "low_latency":
-        raise ArgumentError("in_place_rows", in_place_rows, "0 in low latency")
-    check_hidden(hidden, row_format.dtype.itemsize)
-    return row_format, ScaleFormat(scale_format)

@@ -19,11 +19,24 @@ from fanfold.high_throughput.in_place import bytes_for_rows
 from fanfold.placement import Placement, place
 from fanfold.received import HighThroughputSource, Received
 from fanfold.refusal import Refusing
+from fanfold.renaming import Renaming
+from fanfold.representation import worded
 from fanfold.staging import Staging, named_tensors
 from fanfold.symmetric import SymmetricMemory
 from fanfold.symmetric_cuda import CudaSymmetricMemory
 
 __all__ = ["HighThroughputCalls"]
+
+# Of the mode, whose calls take a plan where those of the face take a Received.
+_DISPATCH = Renaming({"plan": "previous", "the plan": "the earlier dispatch"})
+_COMBINE = Renaming(
+    {
+        "plan": "received",
+        "the plan": "the Received",
+        "row_weights": "received.weights",
+        "lane_weights": "row_values",
+    }
+)
 
 
 class HighThroughputCalls:
@@ -53,7 +66,7 @@ class HighThroughputCalls:
         formats: tuple[RowFormat, ScaleFormat],
         expert_alignment: int,
         in_place_rows: int,
-        check_received: Callable[[object], None],
+        check_received: Callable[..., None],
     ) -> None:
         self._owner, self._geometry = owner, geometry
         self._formats, self._alignment = formats, expert_alignment
@@ -100,7 +113,7 @@ class HighThroughputCalls:
                 bound = "False, as this ExpertParallel has no in_place_rows"
                 raise ArgumentError("in_place", True, bound)
             if previous is not None:
-                self._check_received(previous)
+                self._check_received(previous, "previous")
             staging = self._staging(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
             x, topk_idx, topk_weights = staging.host((x, topk_idx, topk_weights))
             x = self._prepare_rows(x)
@@ -112,7 +125,8 @@ class HighThroughputCalls:
         options: dict[str, Any] = {"in_place": in_place} if on_gpu else {}
         if previous is not None:
             plan = _source(previous).dispatched.plan
-            dispatched = mode.dispatch_cached(x, plan, layout="expert_major", **options)  # type: ignore[arg-type]
+            with _DISPATCH:
+                dispatched = mode.dispatch_cached(x, plan, layout="expert_major", **options)  # type: ignore[arg-type]
         else:
             assert topk_idx is not None
             dispatched = mode.dispatch(
@@ -125,12 +139,15 @@ class HighThroughputCalls:
                 capacity=capacity,
                 **options,
             )
+        counts, offsets = dispatched.tokens_per_expert, dispatched.offsets
+        assert counts is not None
+        assert offsets is not None
         return Received(
             tokens=staging.back(dispatched.tokens),
             scales=staging.back(dispatched.scales),
             weights=staging.back(dispatched.row_weights),
-            tokens_per_expert=staging.back(dispatched.plan.tokens_per_expert),
-            offsets=staging.back(dispatched.plan.offsets),
+            tokens_per_expert=staging.back(counts),
+            offsets=staging.back(offsets),
             num_tokens=dispatched.plan.tokens,
             owner=self._owner,
             source=HighThroughputSource(dispatched),
@@ -148,37 +165,42 @@ class HighThroughputCalls:
     ) -> torch.Tensor:
         """See :meth:`ExpertParallel.combine`."""
         with Refusing(self._refusal_of(received, self._mode.refuse_combine)):
-            self._check_received(received)
+            self._check_received(received, "received")
             shape = (received.tokens.shape[0], self._geometry.hidden)
             weights = received.weights if weighted else None
-            staging = self._staging(
-                received=received.tokens, y=y, weights=weights, bias=bias, out=out
-            )
+            tensors = {"received": received.tokens, "y": y, "received.weights": weights}
+            staging = self._staging(**tensors, bias=bias, out=out)
             y, weights, bias = staging.host((y, weights, bias))
             check_tensor("y", y, shape, (torch.bfloat16,), device=self.device)
             refuse_given(logfmt=logfmt or None, return_hook=return_hook or None)
             if staging.needed and out is not None:
                 shape = (received.num_tokens, self._geometry.hidden)
                 check_tensor("out", out, shape, (torch.bfloat16,))
-        result, _ = self._mode.combine(
-            y,
-            _source(received).dispatched.plan,  # type: ignore[arg-type]  # of this very mode
-            layout="expert_major",
-            row_weights=weights,
-            bias=bias,
-            out=None if staging.needed else out,
-        )
+        with _COMBINE:
+            result, _ = self._mode.combine(
+                y,
+                _source(received).dispatched.plan,  # type: ignore[arg-type]  # of this very mode
+                layout="expert_major",
+                row_weights=weights,
+                bias=bias,
+                out=None if staging.needed else out,
+            )
         return staging.result(result, out)
 
     def combine_weights(self, row_values: torch.Tensor, received: Received) -> torch.Tensor:
         """See :meth:`ExpertParallel.combine_weights`."""
         with Refusing(self._refusal_of(received, self._mode.refuse_combine)):
-            self._check_received(received)
+            self._check_received(received, "received")
             staging = self._staging(received=received.tokens, row_values=row_values)
             staged = staging.host(row_values)
         plan = _source(received).dispatched.plan
-        values = self._mode.combine_weights(staged, plan, layout="expert_major")  # type: ignore[arg-type]
+        with _COMBINE:
+            values = self._mode.combine_weights(staged, plan, layout="expert_major")  # type: ignore[arg-type]
         return staging.back(values)
+
+    def refuse_dispatch(self, error: BaseException) -> None:
+        """See :meth:`ExpertParallel.refuse_dispatch`."""
+        self._mode.refuse_dispatch(error)
 
     def use_sms(self, sms: int | None) -> None:
         """See :meth:`ExpertParallel.use_sms`."""
@@ -221,12 +243,16 @@ class HighThroughputCalls:
         hidden, most = self._geometry.hidden, self._geometry.max_tokens
         if isinstance(x, tuple):
             if row_format is not RowFormat.FP8:
-                raise ArgumentError("x", "a pair", "a tensor, as dispatch_dtype is bf16")
+                raise ArgumentError("x", worded(x), "a torch.Tensor, as dispatch_dtype is bf16")
+            if len(x) != 2:
+                raise ArgumentError("x", worded(x), "a torch.Tensor, or a pair (values, scales)")
             values = x[0]
-            check_tensor("x[0]", values, (None, hidden), (torch.float8_e4m3fn,), device=self.device)
+            check_tensor(
+                "x[0]", values, ("tokens", hidden), (torch.float8_e4m3fn,), device=self.device
+            )
         else:
             dtypes = (torch.bfloat16,)
-            values = check_tensor("x", x, (None, hidden), dtypes, device=self.device)
+            values = check_tensor("x", x, ("tokens", hidden), dtypes, device=self.device)
         if values.shape[0] > most:
             raise ArgumentError("x.shape[0]", values.shape[0], f"at most max_tokens = {most}")
         if row_format is RowFormat.FP8 and not isinstance(x, tuple):

@@ -10,12 +10,14 @@ import torch
 from fanfold.errors import ArgumentError
 from fanfold.geometry import (
     MAX_TOKENS,
+    MAX_TOP_K,
     Geometry,
     check_hidden,
     check_integer,
     check_tensor,
     check_topk,
 )
+from fanfold.representation import worded
 
 __all__ = [
     "MOST_ALIGNMENT",
@@ -61,12 +63,12 @@ def check_rows(x: object, device: torch.device) -> tuple[torch.Tensor, torch.Ten
     if not isinstance(x, tuple):
         return _check_values("x", x, device), None
     if len(x) != 2:
-        raise ArgumentError("x", f"a tuple of {len(x)}", "a tensor, or a pair (values, scales)")
+        raise ArgumentError("x", worded(x), "a torch.Tensor, or a pair of them (values, scales)")
     values = _check_values("x[0]", x[0], device)
     if values.itemsize != 1:
         raise ArgumentError("x[0].dtype", values.dtype, "a 1-byte dtype, as it comes with scales")
     dtypes = (torch.float32, torch.int32)
-    shape = (values.shape[0], None)
+    shape = (values.shape[0], "scales")
     scales = check_tensor("x[1]", x[1], shape, dtypes, device=device, contiguous=False)
     if not 1 <= scales.shape[1] <= values.shape[1]:
         raise ArgumentError("x[1].shape[1]", scales.shape[1], f"from 1 to {values.shape[1]}")
@@ -75,10 +77,10 @@ def check_rows(x: object, device: torch.device) -> tuple[torch.Tensor, torch.Ten
 
 def _check_values(name: str, values: object, device: torch.device) -> torch.Tensor:
     if not isinstance(values, torch.Tensor):
-        raise ArgumentError(name, f"a {type(values).__name__}", "a torch.Tensor")
-    check_tensor(name, values, (None, None), (values.dtype,), device=device)
+        raise ArgumentError(name, worded(values), "a torch.Tensor of shape (tokens, hidden)")
+    check_tensor(name, values, ("tokens", "hidden"), (values.dtype,), device=device)
     check_integer(f"{name}.shape[0]", values.shape[0], 0, MAX_TOKENS)
-    check_hidden(values.shape[1], values.itemsize)
+    check_hidden(values.shape[1], values.itemsize, f"{name}.shape[1]")
     return values
 
 
@@ -94,9 +96,12 @@ def check_routing(
 
     On a GPU the entries of ``topk_idx`` are left to the kernels, as reading them would wait.
     """
-    check_tensor("topk_idx", topk_idx, (tokens, None), (torch.int64,), device=device)
+    shape = ("tokens" if tokens is None else tokens, "top_k")
+    check_tensor("topk_idx", topk_idx, shape, (torch.int64,), device=device)
     top_k = topk_idx.shape[1]
-    Geometry(ranks, num_experts, top_k, hidden=16, max_tokens=topk_idx.shape[0])
+    check_integer("topk_idx.shape[1]", top_k, 1, MAX_TOP_K)
+    check_integer("topk_idx.shape[0]", topk_idx.shape[0], 0, MAX_TOKENS)
+    Geometry(ranks, num_experts, top_k, hidden=16, max_tokens=0)
     if device.type == "cpu":
         check_topk(topk_idx, topk_idx.shape[0], top_k, num_experts, device)
     if topk_weights is not None:
@@ -126,8 +131,8 @@ def check_outputs(
         row_weights: their factors, or None.
         device: where they must be.
     """
-    check_tensor("y", y, (None, None), (torch.bfloat16,), device=device)
-    check_hidden(y.shape[1], 2)
+    check_tensor("y", y, ("rows", "hidden"), (torch.bfloat16,), device=device)
+    check_hidden(y.shape[1], 2, "y.shape[1]")
     _check_row_count("y", y, allowed)
     if row_weights is None:
         return
@@ -160,7 +165,8 @@ def check_lanes(
         top_k: K.
         device: where they must be.
     """
-    shape = (rows,) if layout == "expert_major" else (rows, top_k)
+    count = allowed[0] if rows is None and len(allowed) == 1 else "rows" if rows is None else rows
+    shape = (count,) if layout == "expert_major" else (count, top_k)
     check_tensor("lane_weights", lane_weights, shape, (torch.float32,), device=device)
     _check_row_count("lane_weights", lane_weights, allowed)
 

@@ -519,6 +519,8 @@ class CudaHighThroughput:
             row_weights=plan.row_weights if expert_major else None,
             row_source_rank=sources[0],
             row_source_token=sources[1],
+            offsets=torch.empty_like(plan.offsets) if expert_major else None,
+            tokens_per_expert=torch.empty_like(plan.tokens_per_expert) if expert_major else None,
         )
 
     def _room_for_rows(
@@ -549,11 +551,8 @@ class CudaHighThroughput:
         args.source_prefix = plan.source_prefix.data_ptr()
         args.offsets = plan.offsets.data_ptr()
         args.tokens_per_expert = plan.tokens_per_expert.data_ptr()
-        args.capacity = dispatched.tokens.shape[0]
         args.marks_absent = plan.capacity is not None
-        args.out, args.out_scales = dispatched.tokens.data_ptr(), _address(dispatched.scales)
-        args.row_source_rank = dispatched.row_source_rank.data_ptr()
-        args.row_source_token = dispatched.row_source_token.data_ptr()
+        dispatched.place(args)
 
     def _lanes(
         self,

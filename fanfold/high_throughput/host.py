@@ -23,8 +23,10 @@ from fanfold.high_throughput.calls import (
     check_routing,
     check_rows,
 )
+from fanfold.lending import lend, lend_if_given
 from fanfold.pool import OutputPool
 from fanfold.refusal import Refusing, tell
+from fanfold.representation import show_fields, worded
 from fanfold.symmetric import SymmetricMemory
 
 __all__ = ["Dispatched", "HighThroughput", "Plan"]
@@ -69,6 +71,8 @@ class Plan:
     offsets: torch.Tensor
     rows_of: torch.Tensor
     capacity: int | None = None
+
+    __repr__ = show_fields
 
     def __post_init__(self) -> None:
         """Checks that every tensor has its shape and dtype.
@@ -127,6 +131,18 @@ class Dispatched:
     row_weights: torch.Tensor | None
     row_source_rank: torch.Tensor
     row_source_token: torch.Tensor
+
+    __repr__ = show_fields
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        """A copy of the plan's for the caller, as later calls read the plan's."""
+        return self.plan.offsets.clone()
+
+    @property
+    def tokens_per_expert(self) -> torch.Tensor:
+        """Likewise."""
+        return self.plan.tokens_per_expert.clone()
 
 
 class HighThroughput:
@@ -197,7 +213,7 @@ class HighThroughput:
             check_routing(topk_idx, topk_weights, values.shape[0], num_experts, self._ranks, _CPU)
             draft = _Draft.of(topk_idx, num_experts, self._ranks)
         sent = _sent(values, scales)
-        sent.topk_idx, sent.topk_weights = topk_idx.data_ptr(), _address(topk_weights)
+        sent.topk_idx, sent.topk_weights = lend(topk_idx), lend_if_given(topk_weights)
         sent.weighted = topk_weights is not None
         sent.experts, sent.top_k = num_experts, topk_idx.shape[1]
         arriving = draft.core()
@@ -276,11 +292,11 @@ class HighThroughput:
                 out = self._pool.empty(shape, torch.bfloat16)
             check_tensor("out", out, shape, (torch.bfloat16,), device=_CPU)
         given = _outputs(layout, row_weights, lane_weights)
-        given.y, given.hidden = y.data_ptr(), y.shape[1]
+        given.y, given.hidden = lend(y), y.shape[1]
         result = _core.HighThroughputResult()
-        result.out, result.weights = out.data_ptr(), _address(lanes)
+        result.out, result.weights = lend(out), lend_if_given(lanes)
         for place, rows in enumerate(biases):
-            result.set_bias(place, rows.data_ptr())
+            result.set_bias(place, lend(rows))
         self._core.combine(given, _core_plan(plan), result)
         return out, lanes
 
@@ -300,7 +316,7 @@ class HighThroughput:
             if lanes is None:
                 raise ArgumentError("lane_weights", None, "a torch.Tensor")
         result = _core.HighThroughputResult()
-        result.weights = lanes.data_ptr()
+        result.weights = lend(lanes)
         self._core.combine(_outputs(layout, None, lane_weights), _core_plan(plan), result)
         return lanes
 
@@ -324,11 +340,11 @@ class HighThroughput:
         if lane_weights is None:
             return None
         check_lanes(lane_weights, plan.allowed(layout), layout, rows, plan.top_k, _CPU)
-        return torch.empty((plan.tokens, plan.top_k))
+        return torch.empty((plan.tokens, plan.top_k), dtype=torch.float32, device=_CPU)
 
     def _check_plan(self, plan: Plan) -> None:
         if not isinstance(plan, Plan):
-            raise ArgumentError("plan", f"a {type(plan).__name__}", "the plan of a dispatch")
+            raise ArgumentError("plan", worded(plan), "the plan of a dispatch")
         if plan.ranks != self._ranks:
             raise ArgumentError("plan.ranks", plan.ranks, f"{self._ranks}, as in this group")
 
@@ -350,20 +366,20 @@ class _Draft:
         return cls(
             num_experts,
             top_k,
-            torch.empty((tokens, ranks), dtype=torch.bool),
-            torch.empty(ranks, dtype=torch.int32),
-            torch.empty(num_experts // ranks, dtype=torch.int32),
-            torch.empty(num_experts // ranks + 1, dtype=torch.int64),
+            torch.empty((tokens, ranks), dtype=torch.bool, device=_CPU),
+            torch.empty(ranks, dtype=torch.int32, device=_CPU),
+            torch.empty(num_experts // ranks, dtype=torch.int32, device=_CPU),
+            torch.empty(num_experts // ranks + 1, dtype=torch.int64, device=_CPU),
         )
 
     def core(self) -> _core.HighThroughputPlan:
         plan = _core.HighThroughputPlan()
         plan.experts, plan.top_k = self.num_experts, self.top_k
         plan.tokens = self.is_token_in_rank.shape[0]
-        plan.is_token_in_rank = self.is_token_in_rank.data_ptr()
-        plan.source_prefix = self.source_prefix.data_ptr()
-        plan.tokens_per_expert = self.tokens_per_expert.data_ptr()
-        plan.offsets = self.offsets.data_ptr()
+        plan.is_token_in_rank = lend(self.is_token_in_rank)
+        plan.source_prefix = lend(self.source_prefix)
+        plan.tokens_per_expert = lend(self.tokens_per_expert)
+        plan.offsets = lend(self.offsets)
         return plan
 
     def complete(self, received: int, weighted: bool, capacity: int | None) -> Plan:
@@ -377,40 +393,36 @@ class _Draft:
             is_token_in_rank=self.is_token_in_rank,
             received=received,
             source_prefix=self.source_prefix,
-            source_token=torch.empty(received, dtype=torch.int32),
-            topk_idx=torch.empty(lanes, dtype=torch.int64),
-            topk_weights=torch.empty(lanes) if weighted else None,
+            source_token=torch.empty(received, dtype=torch.int32, device=_CPU),
+            topk_idx=torch.empty(lanes, dtype=torch.int64, device=_CPU),
+            topk_weights=torch.empty(lanes, dtype=torch.float32, device=_CPU) if weighted else None,
             tokens_per_expert=self.tokens_per_expert,
             offsets=self.offsets,
-            rows_of=torch.empty(lanes, dtype=torch.int32),
+            rows_of=torch.empty(lanes, dtype=torch.int32, device=_CPU),
             capacity=capacity,
         )
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _core_plan(plan: Plan) -> _core.HighThroughputPlan:
     core = _core.HighThroughputPlan()
     core.experts, core.top_k = plan.num_experts, plan.top_k
     core.tokens, core.received = plan.tokens, plan.received
-    core.is_token_in_rank = plan.is_token_in_rank.data_ptr()
-    core.source_prefix = plan.source_prefix.data_ptr()
-    core.tokens_per_expert = plan.tokens_per_expert.data_ptr()
-    core.offsets = plan.offsets.data_ptr()
-    core.source_token = plan.source_token.data_ptr()
-    core.topk_idx, core.topk_weights = plan.topk_idx.data_ptr(), _address(plan.topk_weights)
-    core.rows_of = plan.rows_of.data_ptr()
+    core.is_token_in_rank = lend(plan.is_token_in_rank)
+    core.source_prefix = lend(plan.source_prefix)
+    core.tokens_per_expert = lend(plan.tokens_per_expert)
+    core.offsets = lend(plan.offsets)
+    core.source_token = lend(plan.source_token)
+    core.topk_idx, core.topk_weights = lend(plan.topk_idx), lend_if_given(plan.topk_weights)
+    core.rows_of = lend(plan.rows_of)
     return core
 
 
 def _sent(values: torch.Tensor, scales: torch.Tensor | None) -> _core.HighThroughputTokens:
     sent = _core.HighThroughputTokens()
-    sent.rows, sent.tokens = values.data_ptr(), values.shape[0]
+    sent.rows, sent.tokens = lend(values), values.shape[0]
     sent.row_bytes = values.shape[1] * values.itemsize
     if scales is not None:
-        sent.scales, sent.scale_words = scales.data_ptr(), scales.shape[1]
+        sent.scales, sent.scale_words = lend(scales), scales.shape[1]
         sent.scale_token_stride, sent.scale_word_stride = scales.stride()
     return sent
 
@@ -431,11 +443,11 @@ def _allocate(pool: OutputPool, plan: Plan, rows: Rows, layout: RowOrder) -> Dis
 
 def _into(dispatched: Dispatched, layout: RowOrder) -> _core.HighThroughputReceived:
     into = _core.HighThroughputReceived()
-    into.rows, into.capacity = dispatched.tokens.data_ptr(), dispatched.tokens.shape[0]
-    into.scales = _address(dispatched.scales)
-    into.row_weights = _address(dispatched.row_weights)
-    into.row_source_rank = dispatched.row_source_rank.data_ptr()
-    into.row_source_token = dispatched.row_source_token.data_ptr()
+    into.rows, into.capacity = lend(dispatched.tokens), dispatched.tokens.shape[0]
+    into.scales = lend_if_given(dispatched.scales)
+    into.row_weights = lend_if_given(dispatched.row_weights)
+    into.row_source_rank = lend(dispatched.row_source_rank)
+    into.row_source_token = lend(dispatched.row_source_token)
     into.expert_major = layout == "expert_major"
     return into
 
@@ -445,6 +457,6 @@ def _outputs(
 ) -> _core.HighThroughputOutputs:
     given = _core.HighThroughputOutputs()
     given.expert_major = layout == "expert_major"
-    given.row_weights, given.lane_weights = _address(row_weights), _address(lane_weights)
+    given.row_weights, given.lane_weights = lend_if_given(row_weights), lend_if_given(lane_weights)
     given.lanes = lane_weights is not None
     return given

@@ -235,7 +235,10 @@ def layout_kernel(sizes: Sizes) -> Kernel:
     """The kernel that says where a rank's tokens go; the number of tokens is free."""
     constants = {**sizes.constants(), "kWarps": _LAYOUT_WARPS, "kClusterCtas": LAYOUT_CTAS}
     source = KernelSource(
-        "high_throughput/layout.cu", "high_throughput_layout", constants, _LAYOUT_WARPS * 32
+        "high_throughput/layout.cu",
+        "fanfold::high_throughput::layout",
+        constants,
+        _LAYOUT_WARPS * 32,
     )
     return Kernel(source, _align(4 * (sizes.experts + sizes.ranks), _LINE))
 
@@ -248,7 +251,7 @@ def plan_kernel(sizes: Sizes) -> Kernel:
     participants = 4 * sizes.ranks + 4
     shared = 8 * tiles * columns + 8 * columns + 4 * sizes.experts + participants + 4
     source = KernelSource(
-        "high_throughput/plan.cu", "high_throughput_plan", constants, _PLAN_WARPS * 32
+        "high_throughput/plan.cu", "fanfold::high_throughput::plan", constants, _PLAN_WARPS * 32
     )
     return Kernel(source, _align(shared, _LINE))
 
@@ -314,7 +317,10 @@ def dispatch_kernel(kind: DispatchKind, most_shared_bytes: int = MOST_SHARED_BYT
         "kBehind": behind,
     }
     source = KernelSource(
-        "high_throughput/dispatch.cu", "high_throughput_dispatch", constants, ring.warps * 32
+        "high_throughput/dispatch.cu",
+        "fanfold::high_throughput::dispatch",
+        constants,
+        ring.warps * 32,
     )
     return Kernel(source, ring.shared_bytes)
 
@@ -399,7 +405,10 @@ def combine_kernel(
         "kSharedBytes": shared_bytes(workers, pieces),
     }
     source = KernelSource(
-        "high_throughput/combine.cu", "high_throughput_combine", constants, (workers + 1) * 32
+        "high_throughput/combine.cu",
+        "fanfold::high_throughput::combine",
+        constants,
+        (workers + 1) * 32,
     )
     return Kernel(source, shared_bytes(workers, pieces))
 

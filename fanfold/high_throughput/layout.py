@@ -10,6 +10,8 @@ from fanfold import _core
 from fanfold.geometry import MAX_TOKENS, check_integer
 from fanfold.high_throughput.calls import check_routing
 from fanfold.high_throughput.layout_kernel import counter_of
+from fanfold.lending import lend
+from fanfold.representation import show_fields
 
 __all__ = ["Layout", "dispatch_layout", "layout_there"]
 
@@ -27,6 +29,8 @@ class Layout:
     tokens_per_rank: torch.Tensor
     tokens_per_expert: torch.Tensor
     is_token_in_rank: torch.Tensor
+
+    __repr__ = show_fields
 
 
 def dispatch_layout(topk_idx: torch.Tensor, num_experts: int, ranks: int) -> Layout:
@@ -63,11 +67,11 @@ def dispatch_layout(topk_idx: torch.Tensor, num_experts: int, ranks: int) -> Lay
         )
         return layout
     _core.count_routes(
-        topk_idx.data_ptr(),
+        lend(topk_idx),
         (tokens, top_k, num_experts, ranks),
-        layout.tokens_per_rank.data_ptr(),
-        layout.tokens_per_expert.data_ptr(),
-        layout.is_token_in_rank.data_ptr(),
+        lend(layout.tokens_per_rank),
+        lend(layout.tokens_per_expert),
+        lend(layout.is_token_in_rank),
     )
     return layout
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from fanfold import _core
 from fanfold.high_throughput.calls import RowOrder
+from fanfold.representation import show_fields
 
 __all__ = ["CudaDispatched", "CudaPlan"]
 
@@ -71,6 +73,8 @@ class CudaPlan:
     row_weights: torch.Tensor | None = None
     stream: int = 0
 
+    __repr__ = show_fields
+
     def tensors(self) -> list[torch.Tensor]:
         """All that is on the GPU."""
         return [value for value in vars(self).values() if isinstance(value, torch.Tensor)]
@@ -119,6 +123,8 @@ class CudaDispatched:
             weights.
         row_source_rank: ``[rows]`` int32, -1 where there is no row.
         row_source_token: ``[rows]`` int32: each row's token index at its source; -1 likewise.
+        offsets, tokens_per_expert: expert-major only: those of the plan, copied for the caller, as
+            later calls read the plan's.
     """
 
     tokens: torch.Tensor
@@ -127,3 +133,19 @@ class CudaDispatched:
     row_weights: torch.Tensor | None
     row_source_rank: torch.Tensor
     row_source_token: torch.Tensor
+    offsets: torch.Tensor | None = None
+    tokens_per_expert: torch.Tensor | None = None
+
+    __repr__ = show_fields
+
+    def place(self, args: _core.CudaHighThroughputDispatchArgs) -> None:
+        """Tells ``args`` where the results go, but those that a plan keeps."""
+        args.capacity = self.tokens.shape[0]
+        args.out = self.tokens.data_ptr()
+        args.out_scales = 0 if self.scales is None else self.scales.data_ptr()
+        args.row_source_rank = self.row_source_rank.data_ptr()
+        args.row_source_token = self.row_source_token.data_ptr()
+        args.offsets_copy = args.tokens_per_expert_copy = 0
+        if self.offsets is not None and self.tokens_per_expert is not None:
+            args.offsets_copy = self.offsets.data_ptr()
+            args.tokens_per_expert_copy = self.tokens_per_expert.data_ptr()

@@ -79,7 +79,7 @@ class Totals:
     _SPINS = 200
 
     def __init__(self) -> None:
-        self._tensor = torch.zeros(2, dtype=torch.int32, pin_memory=True)
+        self._tensor = torch.zeros(2, dtype=torch.int32, pin_memory=True, device="cpu")
         self.address = self._tensor.data_ptr()
         self._words = (ctypes.c_int32 * 2).from_address(self.address)
 

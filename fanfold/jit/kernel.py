@@ -38,7 +38,7 @@ __all__ = [
 KERNELS = Path(__file__).parent.parent / "kernels"
 """The folder of the kernels' sources."""
 
-_FORMAT = 1  # of the key and the facts of an entry
+_FORMAT = 2  # of the key and the facts of an entry
 _SUFFIXES = (".h", ".hpp", ".cuh", ".cu")
 _CONSTANTS = "constants.h"
 _OPTIONS = (
@@ -49,6 +49,7 @@ _OPTIONS = (
     "-lineinfo",
     "--ptxas-options=-v",
 )
+_NAME_MAP = "__nv_name_map"  # the file in which the compiler looks for the entry's name
 _REGISTERS_OF_AN_SM = 65536
 _REGISTER_STEP = 8
 _MOST_REGISTERS = 255
@@ -60,7 +61,8 @@ class KernelSource:
 
     Attributes:
         file: path under ``fanfold/kernels``, such as ``"low_latency/dispatch.cu"``.
-        entry: name of the function, which is ``extern "C"``.
+        entry: qualified name of the function, such as ``"fanfold::low_latency::dispatch"``; it is
+            no template and has no overload.
         constants: names and values of ``constants.h``; a mapping is accepted, and sorted pairs are
             kept, so that equal sets are equal sources.
         threads: of a CTA at launch, which bounds the registers; 0 where unknown.
@@ -72,12 +74,15 @@ class KernelSource:
     threads: int = 0
 
     def __post_init__(self) -> None:
-        """Sorts and checks the constants.
+        """Sorts and checks the constants, and checks the entry.
 
         Raises:
             ArgumentError: for a name that C++ would not take, or a value that is no integer of 64
                 bits.
         """
+        if not re.fullmatch(r"[A-Za-z_]\w*(::[A-Za-z_]\w*)*", self.entry, re.ASCII):
+            bound = "a qualified C++ name, such as 'fanfold::low_latency::dispatch'"
+            raise ArgumentError("entry", repr(self.entry), bound)
         given = self.constants
         pairs = given.items() if isinstance(given, Mapping) else given
         object.__setattr__(self, "constants", tuple(sorted((n, int(v)) for n, v in pairs)))
@@ -123,6 +128,7 @@ class Binary:
 
     Attributes:
         image: the CUBIN.
+        symbol: the kernel's name in it, which is mangled.
         registers: per thread.
         spill_bytes: stored plus loaded by spilling, per thread.
         stack_bytes: per thread.
@@ -133,6 +139,7 @@ class Binary:
     """
 
     image: bytes
+    symbol: str
     registers: int
     spill_bytes: int
     stack_bytes: int
@@ -197,7 +204,10 @@ def _cached(cache: Cache, key: str) -> Binary | None:
     entry = cache.load(key)
     if entry is None:
         return None
-    return Binary(image=entry.image, from_cache=True, seconds=0.0, **entry.facts["binary"])
+    try:
+        return Binary(image=entry.image, from_cache=True, seconds=0.0, **entry.facts["binary"])
+    except (KeyError, TypeError):
+        return None  # written by a version that keeps other facts
 
 
 # ---- one compilation ----------------------------------------------------------------------------
@@ -249,16 +259,19 @@ class _Job:
             # NVRTC's own cache would answer without the log that has the registers.
             options = (*options, "--no-cache")
         text = self.tree.files[self.source.file]
+        entry = self.source.entry
         try:
-            image, log = compiler.compile(self.source.file, text, headers, options)
+            made = compiler.compile(self.source.file, text, headers, options, entry)
         except nvrtc.Rejected as error:
-            raise self._error(compiler, compiler_log.first_error(str(error)), str(error)) from None
-        found = compiler_log.entries(log)
-        if found and self.source.entry not in found:
-            reason = f'it has no kernel extern "C" {self.source.entry}, but {", ".join(found)}'
-            raise self._error(compiler, reason, log)
-        needs = compiler_log.resources(log, self.source.entry)
-        return Binary(image=image, log=log, from_cache=False, seconds=0.0, **asdict(needs))
+            reason = compiler_log.first_error(str(error))
+            if reason.startswith(_NAME_MAP):
+                reason = f"it has no kernel {entry}: {reason}"
+            raise self._error(compiler, reason, str(error)) from None
+        needs = compiler_log.resources(made.log, made.symbol)
+        return Binary(
+            image=made.image, symbol=made.symbol, log=made.log, from_cache=False, seconds=0.0,
+            **asdict(needs),
+        )  # fmt: skip
 
     def facts(self, binary: Binary) -> dict[str, Any]:
         """What the cache keeps beside the image: what ``Binary`` needs, and what people ask."""
@@ -361,5 +374,6 @@ def _into(device: torch.device, source: KernelSource, binary: Binary) -> _core.C
     from fanfold import _core
 
     with torch.cuda.device(device):
-        torch.empty(1, device=device)  # makes the context current that it is loaded into
-        return _core.CudaKernel(binary.image, source.entry)
+        # Makes the context current that the kernel is loaded into.
+        torch.empty(1, dtype=torch.float32, device=device)
+        return _core.CudaKernel(binary.image, source.entry, binary.symbol)

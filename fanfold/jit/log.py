@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Resources", "entries", "excerpt", "first_error", "resources"]
+__all__ = ["Resources", "excerpt", "first_error", "resources"]
 
 _SECTION = re.compile(r"Compiling entry function '(\S+)' for '\S+'\n")
 _PROPERTIES = re.compile(
@@ -38,15 +38,10 @@ class Resources:
     shared_bytes: int
 
 
-def entries(log: str) -> list[str]:
-    """The kernels in a log of ``ptxas -v``."""
-    return _SECTION.findall(log)
-
-
-def resources(log: str, entry: str) -> Resources:
-    """What ``entry`` needs, from a log of ``ptxas -v``."""
+def resources(log: str, symbol: str) -> Resources:
+    """What the kernel ``symbol`` needs, from a log of ``ptxas -v``."""
     parts = _SECTION.split(log)  # text, name, text, name, text
-    section = dict(zip(parts[1::2], parts[2::2], strict=True)).get(entry)
+    section = dict(zip(parts[1::2], parts[2::2], strict=True)).get(symbol)
     used = re.search(r"Used (\d+) registers(.*)", section) if section is not None else None
     if section is None or used is None:
         return Resources(-1, -1, -1, -1)
@@ -54,9 +49,9 @@ def resources(log: str, entry: str) -> Resources:
     stack = spills = 0
     for name, frame, stores, loads in _PROPERTIES.findall(log):
         # Functions that are not inlined are listed apart, and any kernel may call them.
-        if name == entry or name not in kernels:
+        if name == symbol or name not in kernels:
             spills += int(stores) + int(loads)
-        if name == entry:
+        if name == symbol:
             stack = int(frame)
     deepest = re.search(r"(\d+) bytes cumulative stack size", used[2])
     shared = re.search(r"(\d+) bytes smem", used[2])

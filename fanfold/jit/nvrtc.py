@@ -24,7 +24,9 @@ from fanfold.errors import UnavailableError
 if TYPE_CHECKING:
     import ctypes
 
-__all__ = ["Candidate", "Nvrtc", "Rejected", "candidates", "find", "library", "looked_at"]
+__all__ = [
+    "Candidate", "Compiled", "Nvrtc", "Rejected", "candidates", "find", "library", "looked_at",
+]  # fmt: skip
 
 OLDEST = (12, 0)
 _INSTALL = (
@@ -70,6 +72,21 @@ def _size(file: Path) -> int:
         return 0  # a soname
 
 
+@dataclass(frozen=True)
+class Compiled:
+    """A program that the compiler accepts.
+
+    Attributes:
+        image: the CUBIN.
+        log: what the compiler said.
+        symbol: the mangled name of the kernel that was asked for; empty if none was.
+    """
+
+    image: bytes
+    log: str
+    symbol: str
+
+
 class Nvrtc:
     """An open libnvrtc.
 
@@ -112,18 +129,25 @@ class Nvrtc:
         return f"NVRTC {self.version[0]}.{self.version[1]} ({self.path}, {self.origin})"
 
     def compile(
-        self, name: str, text: str, headers: Mapping[str, str], options: Sequence[str]
-    ) -> tuple[bytes, str]:
-        """The CUBIN of a program, and the compiler's log.
+        self,
+        name: str,
+        text: str,
+        headers: Mapping[str, str],
+        options: Sequence[str],
+        entry: str = "",
+    ) -> Compiled:
+        """Compiles a program to a CUBIN.
 
         Args:
             name: of the program, as the log is to call it.
             text: its source.
             headers: what its ``#include "..."`` find, by exactly the name between the quotes.
             options: of the command line; the architecture must be a real one (``sm_90a``).
+            entry: qualified name of the kernel whose symbol is wanted, such as ``"a::b::f"``; empty
+                for none.
 
         Raises:
-            Rejected: with the log.
+            Rejected: with the log, also where the program has no ``entry``.
         """
         import ctypes
 
@@ -136,17 +160,28 @@ class Nvrtc:
             len(headers), contents, names,
         )  # fmt: skip
         try:
+            if entry:
+                self._call("nvrtcAddNameExpression", program, entry.encode())
             given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
             code = self._library.nvrtcCompileProgram(program, len(options), given)
             log = self._fetch(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
             if code:
                 raise Rejected(log.strip() or self._error(code))
             image = self._fetch(program, "CUBIN")
+            symbol = self._lowered(program, entry) if entry else ""
         finally:
             self._library.nvrtcDestroyProgram(ctypes.byref(program))
         if not image:  # what a virtual architecture (compute_90a) gives
             raise Rejected(f"{log}\nno CUBIN came out of options {' '.join(options)}")
-        return image, log
+        return Compiled(image, log, symbol)
+
+    def _lowered(self, program: ctypes.c_void_p, entry: str) -> str:
+        """The symbol of ``entry``; the library owns the text until the program is destroyed."""
+        import ctypes
+
+        text = ctypes.c_char_p()
+        self._call("nvrtcGetLoweredName", program, entry.encode(), ctypes.byref(text))
+        return (text.value or b"").decode()
 
     def _fetch(self, program: ctypes.c_void_p, what: str) -> bytes:
         import ctypes

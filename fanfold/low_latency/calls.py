@@ -12,6 +12,7 @@ import torch
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.formats import RowFormat, ScaleFormat
 from fanfold.geometry import Geometry, check_tensor, check_topk, is_plain
+from fanfold.representation import show_fields
 
 __all__ = [
     "NO_STATISTICS",
@@ -65,6 +66,8 @@ class Routing:
     experts: torch.Tensor
     weights: torch.Tensor | None
 
+    __repr__ = show_fields
+
     def unweighted(self) -> Routing:
         """The same without weights: combine then takes plain sums."""
         return dataclasses.replace(self, weights=None)
@@ -75,11 +78,18 @@ class LateRouting:
     """What is needed of a routing where the weights come with combine.
 
     Attributes:
-        ranges, source_tokens: as in :class:`Routing`.
+        ranges, source_tokens: as in :class:`Routing`. Callers have them and may have written to
+            them.
+        voided: on GPUs ``[1]`` int64 of the mode's own, whether a rank has refused the dispatch;
+            None where it is lost, as with a handle made of copies: then the first of ``ranges``
+            says so.
     """
 
     ranges: torch.Tensor
     source_tokens: torch.Tensor
+    voided: torch.Tensor | None = None
+
+    __repr__ = show_fields
 
     def unweighted(self) -> LateRouting:
         """The same: it has no weights."""
@@ -146,6 +156,8 @@ class CudaRouting:
     weighted: bool
     stream: int
 
+    __repr__ = show_fields
+
     @property
     def ranges(self) -> torch.Tensor:
         """As in :class:`Routing`."""
@@ -196,6 +208,8 @@ class Dispatched:
     routing: AnyRouting
     own_weights: torch.Tensor | None = None
 
+    __repr__ = show_fields
+
     @property
     def row_weights(self) -> torch.Tensor | None:
         """``[E_l, C]`` float32, or None if no weights came along; the same tensor each time."""
@@ -221,6 +235,8 @@ class Statistics:
 
     expert_totals: torch.Tensor | None = None
     wait_ns: torch.Tensor | None = None
+
+    __repr__ = show_fields
 
     def check(self, geometry: Geometry, device: torch.device) -> None:
         """Raises ArgumentError for a tensor of another shape or dtype or not on ``device``."""
@@ -335,9 +351,9 @@ class LowLatency(Protocol):
         """Returns when every peer has read everything sent so far. No call may be in flight."""
 
     def reset(self) -> None:
-        """Readies the memory after other use of it. Collective on a GPU, where it waits for the
-        ranks' calls and writes the memory anew; calls in flight are given up, and their hooks raise
-        UsageError. On the host the same as :meth:`quiesce`."""
+        """Gives up the calls in flight, whose hooks raise UsageError from then on, and returns when
+        every peer has read everything sent so far. Collective. On a GPU it initialises the memory
+        of the mode, for which the CPU waits."""
 
     def set_masked(self, rank: int, masked: bool) -> None:
         """Masks a rank (nothing is sent to it or awaited from it), or unmasks it. Local."""
@@ -380,7 +396,7 @@ def check_tokens(
 
     On a GPU the entries of ``topk_idx`` are left to the kernels, as reading them would wait.
     """
-    check_tensor("x", x, (None, geometry.hidden), (torch.bfloat16,), device=device)
+    check_tensor("x", x, ("tokens", geometry.hidden), (torch.bfloat16,), device=device)
     tokens = x.shape[0]
     if tokens > geometry.max_tokens:
         raise ArgumentError("x.shape[0]", tokens, f"at most max_tokens = {geometry.max_tokens}")
@@ -400,7 +416,8 @@ def check_outputs(
     shape = (geometry.experts_per_rank, geometry.expert_capacity, geometry.hidden)
     check_tensor("y", y, shape, (torch.bfloat16,), device=device, contiguous=False)
     if y.stride(2) != 1:
-        raise ArgumentError("y.stride()", y.stride(), "contiguous in the last dimension")
+        bound = "contiguous in the last dimension: call .contiguous()"
+        raise ArgumentError("y.stride()", y.stride(), bound)
     check_tensor("ranges", ranges, (shape[0], geometry.ranks), (torch.int64,), device=device)
 
 
@@ -411,7 +428,7 @@ def check_own(
     device: torch.device,
 ) -> int:
     """The number of own tokens of a combine, after the checks of what describes them."""
-    check_tensor("topk_idx", topk_idx, (None, geometry.top_k), (torch.int64,), device=device)
+    check_tensor("topk_idx", topk_idx, ("tokens", geometry.top_k), (torch.int64,), device=device)
     tokens = topk_idx.shape[0]
     if tokens > geometry.max_tokens:
         raise ArgumentError(

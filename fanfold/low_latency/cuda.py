@@ -40,7 +40,7 @@ from fanfold.low_latency.calls import (
     once,
 )
 from fanfold.low_latency.closer_look import CloserLook
-from fanfold.low_latency.outputs import Allocator, Outputs, read_of, table_of, written_of
+from fanfold.low_latency.outputs import Allocator, Outputs, read_of, table_of, voided_of, written_of
 from fanfold.low_latency.plan import (
     MOST_IN_FLIGHT,
     Arguments,
@@ -217,6 +217,7 @@ class CudaLowLatency:
             if tokens < 0 or not look.combine(args, tokens, y, result, block):
                 own_tokens = (topk_idx, late_weights) if late else None
                 result = self._closer_look.combine(geometry, args, y, routing, own_tokens, result)
+            args.voided = voided_of(routing)
             if call.adds or wait_ns is not None:
                 Statistics(wait_ns=wait_ns).check(geometry, self.device)
                 call.adds = wait_ns is not None
@@ -339,12 +340,12 @@ class CudaLowLatency:
         call = self._combine_call(plan, True, logfmt)
         args = call.args.copy()
         args.refused, args.out, args.tokens, args.wait_ns = True, 0, 0, 0
-        args.table = args.ranges = 0
+        args.table = args.ranges = args.voided = 0
         if self._late:
             if isinstance(routing, LateRouting) and is_plain(
                 routing.ranges, plan.layout.ranges, torch.int64, self.device
             ):
-                args.ranges = routing.ranges.data_ptr()  # tells whether the dispatch was void
+                args.voided = voided_of(routing)
         else:
             if not isinstance(routing, CudaRouting) or routing.layout != plan.layout:
                 routing = self._last_routing
@@ -428,7 +429,7 @@ class CudaLowLatency:
 
     def masked(self) -> torch.Tensor:
         """See :meth:`LowLatency.masked`."""
-        return self._masked
+        return self._masked.clone()  # a caller may write to what it gets
 
     def _check_unmasked(self, geometry: Geometry) -> None:
         if self._masked.any().item():

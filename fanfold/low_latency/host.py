@@ -8,6 +8,7 @@ from fanfold import _core
 from fanfold.errors import ArgumentError
 from fanfold.formats import RowFormat, ScaleFormat, scale_columns
 from fanfold.geometry import Geometry, check_hidden
+from fanfold.lending import lend, lend_if_given
 from fanfold.low_latency.calls import (
     NO_STATISTICS,
     AnyRouting,
@@ -25,15 +26,12 @@ from fanfold.low_latency.calls import (
 from fanfold.low_latency.sizes import core_geometry
 from fanfold.pool import OutputPool
 from fanfold.refusal import Refusing, tell
+from fanfold.representation import worded
 from fanfold.symmetric import SymmetricMemory
 
 __all__ = ["HostLowLatency"]
 
 _CPU = torch.device("cpu")
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _encoding(row_format: RowFormat, scale_format: ScaleFormat) -> _core.RowEncoding:
@@ -91,8 +89,8 @@ class HostLowLatency:
                 geometry, topk_weights is not None, row_format, scale_format
             )
         sent = _core.LowLatencyTokens()
-        sent.x, sent.topk_idx = x.data_ptr(), topk_idx.data_ptr()
-        sent.topk_weights, sent.weighted = _address(topk_weights), topk_weights is not None
+        sent.x, sent.topk_idx = lend(x), lend(topk_idx)
+        sent.topk_weights, sent.weighted = lend_if_given(topk_weights), topk_weights is not None
         sent.tokens = x.shape[0]
         sent.encoding = _encoding(row_format, scale_format)
         epoch = self._core.dispatch_send(core_geometry(geometry), sent)
@@ -113,19 +111,19 @@ class HostLowLatency:
         into.encoding = encoding
         packed = scale_format is ScaleFormat.UE8M0
         into.scale_format = _core.ScaleFormat.UE8M0 if packed else _core.ScaleFormat.FLOAT32
-        into.rows = dispatched.tokens.data_ptr()
-        into.scales = _address(dispatched.scales)
-        into.counts = dispatched.counts.data_ptr()
-        into.row_weights = _address(dispatched.row_weights)
+        into.rows = lend(dispatched.tokens)
+        into.scales = lend_if_given(dispatched.scales)
+        into.counts = lend(dispatched.counts)
+        into.row_weights = lend_if_given(dispatched.row_weights)
         routing = dispatched.routing
         assert isinstance(routing, Routing)
-        into.source_tokens = routing.source_tokens.data_ptr()
-        into.ranges = routing.ranges.data_ptr()
-        into.source_counts = routing.source_counts.data_ptr()
-        into.experts = routing.experts.data_ptr()
-        into.weights = _address(routing.weights)
-        into.expert_totals = _address(statistics.expert_totals)
-        into.wait_ns = _address(statistics.wait_ns)
+        into.source_tokens = lend(routing.source_tokens)
+        into.ranges = lend(routing.ranges)
+        into.source_counts = lend(routing.source_counts)
+        into.experts = lend(routing.experts)
+        into.weights = lend_if_given(routing.weights)
+        into.expert_totals = lend_if_given(statistics.expert_totals)
+        into.wait_ns = lend_if_given(statistics.wait_ns)
         self._core.dispatch_receive(epoch, into)
 
     def combine(
@@ -152,19 +150,19 @@ class HostLowLatency:
             Statistics(wait_ns=wait_ns).check(geometry, _CPU)
             logfmt = bool(logfmt)
         sent = _core.LowLatencyOutputs()
-        sent.y, sent.expert_stride, sent.row_stride = y.data_ptr(), y.stride(0), y.stride(1)
-        sent.ranges = routing.ranges.data_ptr()
+        sent.y, sent.expert_stride, sent.row_stride = lend(y), y.stride(0), y.stride(1)
+        sent.ranges = lend(routing.ranges)
         sent.logfmt = logfmt
         late = None
         if late_weights is None:
             assert isinstance(routing, Routing)
-            sent.source_counts = routing.source_counts.data_ptr()
-            sent.experts = routing.experts.data_ptr()
-            sent.weights = _address(routing.weights)
+            sent.source_counts = lend(routing.source_counts)
+            sent.experts = lend(routing.experts)
+            sent.weights = lend_if_given(routing.weights)
         else:
             late = _core.LowLatencyTokens()
-            late.tokens, late.topk_idx = tokens, own.data_ptr()
-            late.topk_weights, late.weighted = late_weights.data_ptr(), True
+            late.tokens, late.topk_idx = tokens, lend(own)
+            late.topk_weights, late.weighted = lend(late_weights), True
         epoch = self._core.combine_send(core_geometry(geometry), sent, late)
         return result, _finish(
             lambda: self._receive_combined(epoch, result, own, wait_ns), return_hook
@@ -174,9 +172,9 @@ class HostLowLatency:
         self, epoch: int, out: torch.Tensor, topk_idx: torch.Tensor, wait_ns: torch.Tensor | None
     ) -> None:
         into = _core.LowLatencyResult()
-        into.out, into.topk_idx = out.data_ptr(), topk_idx.data_ptr()
+        into.out, into.topk_idx = lend(out), lend(topk_idx)
         into.tokens = out.shape[0]
-        into.wait_ns = _address(wait_ns)
+        into.wait_ns = lend_if_given(wait_ns)
         self._core.combine_receive(epoch, into)
 
     def check(self) -> None:
@@ -188,8 +186,9 @@ class HostLowLatency:
         self._core.quiesce()
 
     def reset(self) -> None:
-        """The same: flags are epochs that only grow, so nothing needs to be written anew."""
-        self.quiesce()
+        """See :meth:`fanfold.low_latency.LowLatency.reset`. Flags are epochs that only grow, so no
+        memory needs to be written."""
+        self._core.reset()
 
     def set_masked(self, rank: int, masked: bool) -> None:
         """Masks a rank (nothing is sent to it or awaited from it), or unmasks it. Local."""
@@ -198,7 +197,9 @@ class HostLowLatency:
     def masked(self) -> torch.Tensor:
         """``[R]`` int32: 1 for each masked rank."""
         peers = range(self._memory.ranks)
-        return torch.tensor([self._memory.core.masked(peer) for peer in peers], dtype=torch.int32)
+        return torch.tensor(
+            [self._memory.core.masked(peer) for peer in peers], dtype=torch.int32, device="cpu"
+        )
 
     def refuse_dispatch(self, error: BaseException, geometry: Geometry | None = None) -> None:
         """Makes this dispatch void on all ranks because of ``error``, found by a layer above."""
@@ -252,7 +253,7 @@ def _check_own_routing(
 ) -> torch.Tensor:
     """``topk_idx``, if the host backend's combine was given it and a routing to work from."""
     if not isinstance(routing, Routing | LateRouting if late else Routing):
-        raise ArgumentError("routing", f"a {type(routing).__name__}", "what dispatch brought")
+        raise ArgumentError("routing", worded(routing), "what dispatch brought")
     if topk_idx is None:
         raise ArgumentError("topk_idx", None, "what was dispatched")
     return topk_idx

@@ -109,7 +109,7 @@ def dispatch_kernel(
         "kTasks": _dispatch_tasks(row_format, geometry),
     }
     return KernelSource(
-        "low_latency/dispatch.cu", "low_latency_dispatch", constants, _DISPATCH_WARPS * 32
+        "low_latency/dispatch.cu", "fanfold::low_latency::dispatch", constants, _DISPATCH_WARPS * 32
     )
 
 
@@ -123,7 +123,9 @@ def combine_kernel(geometry: Geometry, *, late: bool, logfmt: bool) -> KernelSou
         "kLogFmt": int(logfmt),
         "kWarps": warps,
     }
-    return KernelSource("low_latency/combine.cu", "low_latency_combine", constants, warps * 32)
+    return KernelSource(
+        "low_latency/combine.cu", "fanfold::low_latency::combine", constants, warps * 32
+    )
 
 
 def kernel_sources(

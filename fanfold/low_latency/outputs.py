@@ -20,7 +20,7 @@ from fanfold.low_latency.calls import (
 )
 from fanfold.low_latency.quick import Look
 
-__all__ = ["Allocator", "Blank", "Outputs", "read_of", "table_of", "written_of"]
+__all__ = ["Allocator", "Blank", "Outputs", "read_of", "table_of", "voided_of", "written_of"]
 
 Sizes = tuple[int, ...]
 Blank = tuple[Sizes, Sizes, torch.dtype]
@@ -34,6 +34,9 @@ def _blank(dtype: torch.dtype, *shape: int) -> Blank:
         strides.append(step)
         step *= max(size, 1)
     return shape, tuple(reversed(strides)), dtype
+
+
+_VOIDED = _blank(torch.int64, 1)
 
 
 class Allocator:
@@ -129,7 +132,9 @@ class Outputs:
             ranges, source_tokens = empty(*self.ranges), empty(*self.source_tokens)
             weights = None if self.row_weights is None else empty(*self.row_weights)
             look.place_late(args, rows, scales, counts, ranges, source_tokens, weights)
-            late = LateRouting(ranges, source_tokens)
+            voided = empty(*_VOIDED)
+            args.voided = voided.data_ptr()
+            late = LateRouting(ranges, source_tokens, voided)
             return Dispatched(rows, scales, counts, late, weights)
         block = empty(*self.block)
         weighted = self.weighted
@@ -144,12 +149,24 @@ def written_of(dispatched: Dispatched) -> tuple[torch.Tensor | None, ...]:
     written = (dispatched.tokens, dispatched.scales, dispatched.counts)
     if isinstance(routing, CudaRouting):
         return *written, routing.block
-    return *written, dispatched.own_weights, routing.ranges, routing.source_tokens
+    voided = routing.voided if isinstance(routing, LateRouting) else None
+    return *written, dispatched.own_weights, routing.ranges, routing.source_tokens, voided
 
 
-def read_of(routing: AnyRouting) -> tuple[torch.Tensor, ...]:
+def read_of(routing: AnyRouting) -> tuple[torch.Tensor | None, ...]:
     """What a combine's kernel reads of a routing."""
-    return (routing.block,) if isinstance(routing, CudaRouting) else (routing.ranges,)
+    if isinstance(routing, CudaRouting):
+        return (routing.block,)
+    return routing.ranges, routing.voided if isinstance(routing, LateRouting) else None
+
+
+def voided_of(routing: AnyRouting) -> int:
+    """The address of the word that tells a combine with late weights whether its dispatch was
+    void; 0 where a table tells."""
+    if not isinstance(routing, LateRouting):
+        return 0
+    word = routing.ranges if routing.voided is None else routing.voided
+    return word.data_ptr()
 
 
 def table_of(routing: AnyRouting) -> int:

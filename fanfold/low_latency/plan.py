@@ -103,5 +103,7 @@ class Flight:
             )
         if self.sent - self.received >= MOST_IN_FLIGHT:
             raise UsageError(
-                f"two {what} calls are in flight already; call the hook of the older one first"
+                f"two {what} calls are in flight already; call the hook of the older one first. If "
+                "that is lost, all ranks must give the call up: reset() of an ExpertParallel, or "
+                "clean_low_latency_buffer() of a Buffer"
             )

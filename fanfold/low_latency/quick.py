@@ -96,7 +96,7 @@ def quick_look(geometry: Geometry, layout: RoutingLayout, device: torch.device) 
         device: where tensors must be.
     """
     parts = (layout.table_at, layout.source_tokens_at, layout.row_weights_at)
-    like, core = torch.empty(0, device=device), core_geometry(geometry)
+    like, core = torch.empty(0, device=device, dtype=torch.float32), core_geometry(geometry)
     look = _core.CudaQuickLook.of(like, core, *(4 * part for part in parts))
     return QuickLook(geometry, layout, device) if look is None else look
 

@@ -48,14 +48,30 @@ class Inputs:
 def inputs(case: Case, rank: int) -> Inputs:
     generator = torch.Generator().manual_seed(case.seed * 1009 + rank)
     tokens = case.tokens[rank]
-    x = torch.randn((tokens, case.hidden), generator=generator).to(torch.bfloat16)
+    x = torch.randn(
+        (tokens, case.hidden), generator=generator, dtype=torch.float32, device="cpu"
+    ).to(torch.bfloat16)
     if case.duplicates or case.top_k > case.experts:
-        topk_idx = torch.randint(0, case.experts, (tokens, case.top_k), generator=generator)
+        topk_idx = torch.randint(
+            0,
+            case.experts,
+            (tokens, case.top_k),
+            generator=generator,
+            dtype=torch.int64,
+            device="cpu",
+        )
     else:
-        scores = torch.rand((tokens, case.experts), generator=generator)
+        scores = torch.rand(
+            (tokens, case.experts), generator=generator, dtype=torch.float32, device="cpu"
+        )
         topk_idx = scores.topk(case.top_k, dim=1).indices
-    topk_idx[torch.rand(topk_idx.shape, generator=generator) < case.unrouted] = -1
-    weights = torch.rand((tokens, case.top_k), generator=generator)
+    topk_idx[
+        torch.rand(topk_idx.shape, generator=generator, dtype=torch.float32, device="cpu")
+        < case.unrouted
+    ] = -1
+    weights = torch.rand(
+        (tokens, case.top_k), generator=generator, dtype=torch.float32, device="cpu"
+    )
     return Inputs(x, topk_idx, weights)
 
 
@@ -76,7 +92,7 @@ class Layout:
 
 
 def layout(case: Case, mine: Inputs) -> Layout:
-    in_rank = torch.zeros((len(mine.topk_idx), case.ranks), dtype=torch.bool)
+    in_rank = torch.zeros((len(mine.topk_idx), case.ranks), dtype=torch.bool, device="cpu")
     per_expert = [0] * case.experts
     for token, experts in enumerate(mine.topk_idx.tolist()):
         for expert in experts:
@@ -100,7 +116,7 @@ class Arrivals:
         rows = [of_ranks[r][t] for r, t in zip(self.source_rank, self.source_token, strict=True)]
         if rows:
             return torch.stack(rows)
-        return torch.empty((0, *of_ranks[0].shape[1:]), dtype=of_ranks[0].dtype)
+        return torch.empty((0, *of_ranks[0].shape[1:]), dtype=of_ranks[0].dtype, device="cpu")
 
 
 def arrivals(case: Case, rank: int) -> Arrivals:
@@ -129,14 +145,14 @@ def handle(case: Case, rank: int, channels: int) -> tuple[torch.Tensor, ...]:
     """The six tensors of DeepEP's handle, counted one by one."""
     layouts = [layout(case, theirs) for theirs in everybody(case)]
     ranks = range(case.ranks)
-    prefix = torch.zeros((case.ranks, case.ranks), dtype=torch.int32)
-    channel = torch.zeros((case.ranks, channels), dtype=torch.int32)
-    received = torch.zeros((case.ranks, channels), dtype=torch.int32)
+    prefix = torch.zeros((case.ranks, case.ranks), dtype=torch.int32, device="cpu")
+    channel = torch.zeros((case.ranks, channels), dtype=torch.int32, device="cpu")
+    received = torch.zeros((case.ranks, channels), dtype=torch.int32, device="cpu")
     for i in ranks:
         for j in ranks:
             prefix[i, j] = sum(layouts[source].per_rank[j] for source in range(i + 1))
     mine = layouts[rank].in_rank
-    head = torch.full(mine.shape, -1, dtype=torch.int32)
+    head = torch.full(mine.shape, -1, dtype=torch.int32, device="cpu")
     for r in ranks:
         seen = [0] * channels
         for token in range(case.tokens[rank]):
@@ -144,14 +160,14 @@ def handle(case: Case, rank: int, channels: int) -> tuple[torch.Tensor, ...]:
             if mine[token, r]:
                 head[token, r] = seen[own]
                 seen[own] += 1
-        channel[r] = torch.tensor(seen).cumsum(0)
+        channel[r] = torch.tensor(seen, dtype=torch.int64, device="cpu").cumsum(0)
         before = [0] * channels
         for token in range(case.tokens[r]):
             if layouts[r].in_rank[token, rank]:
                 for later in range(channel_of(token, case.tokens[r], channels) + 1, channels):
                     before[later] += 1
-        received[r] = torch.tensor(before)
-    source_token = torch.tensor(arrivals(case, rank).source_token, dtype=torch.int32)
+        received[r] = torch.tensor(before, dtype=torch.int64, device="cpu")
+    source_token = torch.tensor(arrivals(case, rank).source_token, dtype=torch.int32, device="cpu")
     return prefix, channel, received, source_token, mine, head
 
 
@@ -163,7 +179,7 @@ def combined(
 ) -> torch.Tensor:
     """The sums that ``rank`` gets when every rank r combines the rows ``rows_of[r]``."""
     hidden = rows_of[0].shape[1]
-    out = torch.zeros((case.tokens[rank], hidden))
+    out = torch.zeros((case.tokens[rank], hidden), dtype=torch.float32, device="cpu")
     for each in bias:
         out += each.float()
     for peer in range(case.ranks):
@@ -177,7 +193,7 @@ def combined(
 
 
 def combined_lanes(case: Case, rank: int, lanes_of: list[torch.Tensor]) -> torch.Tensor:
-    out = torch.zeros((case.tokens[rank], lanes_of[0].shape[1]))
+    out = torch.zeros((case.tokens[rank], lanes_of[0].shape[1]), dtype=torch.float32, device="cpu")
     for peer in range(case.ranks):
         there = arrivals(case, peer)
         for row, (source, token) in enumerate(
@@ -222,8 +238,8 @@ def fp8(x: torch.Tensor, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor
     """Values and scales of ``[T, hidden]`` rows, by DeepEP's formulas."""
     tokens, hidden = x.shape
     blocks = -(-hidden // 128)
-    values = torch.empty((tokens, hidden), dtype=torch.float8_e4m3fn)
-    scales = torch.empty((tokens, blocks))
+    values = torch.empty((tokens, hidden), dtype=torch.float8_e4m3fn, device="cpu")
+    scales = torch.empty((tokens, blocks), dtype=torch.float32, device="cpu")
     for block in range(blocks):
         columns = slice(128 * block, min(128 * (block + 1), hidden))
         part = x[:, columns].float()
@@ -247,7 +263,7 @@ def ue8m0(scales: torch.Tensor) -> torch.Tensor:
         for row in exponents
     ]  # fmt: skip
     shape = (len(exponents), -(-scales.shape[1] // 4))
-    return torch.tensor(words, dtype=torch.int64).to(torch.int32).reshape(shape)
+    return torch.tensor(words, dtype=torch.int64, device="cpu").to(torch.int32).reshape(shape)
 
 
 def dequantized(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -260,14 +276,14 @@ def weighted_sum(case: Case, rank: int, y_of: list[torch.Tensor]) -> torch.Tenso
     ``[E_l, C, hidden]``: rounded to bfloat16 per rank, then over ranks."""
     mine = inputs(case, rank)
     packs = [packed(case, peer) for peer in range(case.ranks)]
-    out = torch.zeros((case.tokens[rank], y_of[0].shape[2]))
+    out = torch.zeros((case.tokens[rank], y_of[0].shape[2]), dtype=torch.float32, device="cpu")
     for token, chosen in enumerate(mine.topk_idx.tolist()):
         for peer in range(case.ranks):
             partial = None
             for k, expert in enumerate(chosen):
                 if expert < 0 or expert // case.local != peer or expert in chosen[:k]:
                     continue
-                weight = torch.tensor(0.0)
+                weight = torch.tensor(0.0, dtype=torch.float32, device="cpu")
                 for other, weight_of in zip(chosen, mine.topk_weights[token], strict=True):
                     weight = weight + weight_of if other == expert else weight
                 pack = packs[peer][expert % case.local]

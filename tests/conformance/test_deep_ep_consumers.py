@@ -46,12 +46,17 @@ def _defaults() -> Any:
 def matrix(case: Case, expert: int) -> torch.Tensor:
     """The one linear map of an expert."""
     generator = torch.Generator().manual_seed(expert)
-    return torch.randn((case.hidden, case.hidden), generator=generator) / case.hidden**0.5
+    return (
+        torch.randn(
+            (case.hidden, case.hidden), generator=generator, dtype=torch.float32, device="cpu"
+        )
+        / case.hidden**0.5
+    )
 
 
 def dense(case: Case, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The layer without expert parallelism, in fp32."""
-    out = torch.zeros((len(x), case.hidden))
+    out = torch.zeros((len(x), case.hidden), dtype=torch.float32, device="cpu")
     for expert in range(case.experts):
         share = (weights * (idx == expert)).sum(1, keepdim=True)
         out = out + share * (x.float() @ matrix(case, expert))
@@ -134,7 +139,9 @@ def _vllm_decode(group: dist.ProcessGroup) -> None:
             use_ue8m0=options.get("use_ue8m0", False), async_finish=False, return_recv_hook=True,
         )  # fmt: skip
         hook()
-        y = torch.empty((case.local, case.ranks * max_tokens, case.hidden), dtype=torch.bfloat16)
+        y = torch.empty(
+            (case.local, case.ranks * max_tokens, case.hidden), dtype=torch.bfloat16, device="cpu"
+        )
         for e in range(case.local):
             count = int(counts[e])
             if isinstance(received, tuple):
@@ -145,7 +152,7 @@ def _vllm_decode(group: dist.ProcessGroup) -> None:
             else:
                 x = received[e, :count].float()
             y[e, :count] = (x @ matrix(case, rank * case.local + e)).to(torch.bfloat16)
-        out = torch.empty((case.tokens[rank], case.hidden), dtype=torch.bfloat16)
+        out = torch.empty((case.tokens[rank], case.hidden), dtype=torch.bfloat16, device="cpu")
         _, _, hook = buffer.low_latency_combine(
             y, mine.topk_idx, mine.topk_weights, handle, async_finish=False, zero_copy=False,
             return_recv_hook=True, out=out,
@@ -302,7 +309,13 @@ class _MegatronDispatch(torch.autograd.Function):
         if overlap:
             after.current_stream_wait()
         ctx.call, ctx.handle = call, handle
-        return received, ids, received_probs, torch.tensor(counts), handle
+        return (
+            received,
+            ids,
+            received_probs,
+            torch.tensor(counts, dtype=torch.int64, device="cpu"),
+            handle,
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -350,7 +363,12 @@ def _megatron(group: dist.ProcessGroup, overlap: bool) -> None:
         everywhere = torch.where(ids == -1, case.experts, ids + rank * case.local)
         y = dense(case, received, everywhere, weights).to(torch.bfloat16)
         out = _MegatronCombine.apply(y, buffer, handle)
-        target = torch.randn(out.shape, generator=torch.Generator().manual_seed(rank))
+        target = torch.randn(
+            out.shape,
+            generator=torch.Generator().manual_seed(rank),
+            dtype=torch.float32,
+            device="cpu",
+        )
         (out.float() * target).sum().backward()
 
         own_x, own_probs = mine.x.float().requires_grad_(), mine.topk_weights.clone()

@@ -70,7 +70,9 @@ def outputs(case: Case, peer: int) -> torch.Tensor:
 
 def lanes(case: Case, peer: int) -> torch.Tensor:
     """Numbers that ``peer`` sends back to the lanes."""
-    weights = torch.tensor(arrivals(case, peer).topk_weights).reshape(-1, case.top_k)
+    weights = torch.tensor(
+        arrivals(case, peer).topk_weights, dtype=torch.float32, device="cpu"
+    ).reshape(-1, case.top_k)
     return weights * (1 + peer)
 
 
@@ -86,7 +88,10 @@ def check_received(case: Case, rank: int, result: tuple[Any, ...], worst: int = 
     assert topk_idx[:count].tolist() == wanted.topk_idx
     assert bool((topk_idx[count:] == -1).all())
     assert torch.equal(
-        topk_weights[:count], torch.tensor(wanted.topk_weights).reshape(count, case.top_k)
+        topk_weights[:count],
+        torch.tensor(wanted.topk_weights, dtype=torch.float32, device="cpu").reshape(
+            count, case.top_k
+        ),
     )
     assert not topk_weights[count:].any()
 
@@ -282,9 +287,9 @@ def _worst(group: dist.ProcessGroup) -> None:
     worst = sum(case.tokens)
     result = buffer.dispatch(**good_dispatch(buffer, case, rank), num_worst_tokens=worst)
     count = len(arrivals(case, rank).source_rank)
-    y = torch.full((worst, case.hidden), torch.nan, dtype=torch.bfloat16)
+    y = torch.full((worst, case.hidden), torch.nan, dtype=torch.bfloat16, device="cpu")
     y[:count] = outputs(case, rank)
-    weights = torch.full((worst, case.top_k), torch.nan)
+    weights = torch.full((worst, case.top_k), torch.nan, dtype=torch.float32, device="cpu")
     weights[:count] = lanes(case, rank)
     combined = buffer.combine(y, result[4], topk_weights=weights)
     again = buffer.dispatch(inputs(case, rank).x, handle=result[4], num_worst_tokens=worst)
@@ -314,7 +319,10 @@ def _bias(group: dist.ProcessGroup) -> None:
     handle = buffer.dispatch(**good_dispatch(buffer, case, rank))[4]
     shape = (case.tokens[rank], case.hidden)
     generator = torch.Generator().manual_seed(rank)
-    first, second = (torch.randn(shape, generator=generator).bfloat16() for _ in range(2))
+    first, second = (
+        torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").bfloat16()
+        for _ in range(2)
+    )
     results = {}
     for name, bias, parts in (
         ("one", first, (first,)),

@@ -67,9 +67,9 @@ def expected_rows(case: Case, peer: int, form: str) -> list[tuple[torch.Tensor, 
     for pack in packed(case, peer):
         places = list(zip(pack.source_rank, pack.source_token, strict=True))
         x = torch.stack([everybody[rank].x[token] for rank, token in places]) if places else (
-            torch.empty((0, case.hidden), dtype=torch.bfloat16))  # fmt: skip
+            torch.empty((0, case.hidden), dtype=torch.bfloat16, device="cpu"))  # fmt: skip
         if form == "bf16":
-            found.append((x, torch.empty((len(places), 0))))
+            found.append((x, torch.empty((len(places), 0), dtype=torch.float32, device="cpu")))
             continue
         values, scales = reference.fp8(x, power_of_two=form != "fp8")
         found.append((values, scales))
@@ -78,7 +78,12 @@ def expected_rows(case: Case, peer: int, form: str) -> list[tuple[torch.Tensor, 
 
 def outputs(case: Case, peer: int, form: str) -> torch.Tensor:
     """What the experts of ``peer`` make of their rows; nothing but NaN elsewhere."""
-    y = torch.full((case.local, case.ranks * case.max_tokens, case.hidden), torch.nan)
+    y = torch.full(
+        (case.local, case.ranks * case.max_tokens, case.hidden),
+        torch.nan,
+        dtype=torch.float32,
+        device="cpu",
+    )
     for e, (values, scales) in enumerate(expected_rows(case, peer, form)):
         rows = values.float() if form == "bf16" else reference.dequantized(values, scales)
         y[e, : len(rows)] = rows * (0.5 + 0.25 * (peer * case.local + e))
@@ -180,8 +185,8 @@ def _statistics(group: dist.ProcessGroup) -> tuple[int, int]:
     rank, case = dist.get_rank(group), CASE
     mine = inputs(case, rank)
     buffer = open_buffer(group, case)
-    totals = torch.full((case.local,), 100, dtype=torch.int32)
-    waits = [torch.zeros(case.ranks, dtype=torch.int64) for _ in range(2)]
+    totals = torch.full((case.local,), 100, dtype=torch.int32, device="cpu")
+    waits = [torch.zeros(case.ranks, dtype=torch.int64, device="cpu") for _ in range(2)]
     for _ in range(2):
         received, counts, handle, _, _ = buffer.low_latency_dispatch(
             mine.x, mine.topk_idx, case.max_tokens, case.experts, totals, waits[0], use_fp8=False
@@ -218,7 +223,9 @@ def _zero_copy(group: dist.ProcessGroup) -> None:
         assert room.shape == (case.local, case.ranks * case.max_tokens, case.hidden)
         assert room.dtype == torch.bfloat16
         room[:, :, :] = outputs(case, rank, "fp8")
-        out = torch.full((case.tokens[rank], case.hidden), torch.nan, dtype=torch.bfloat16)
+        out = torch.full(
+            (case.tokens[rank], case.hidden), torch.nan, dtype=torch.bfloat16, device="cpu"
+        )
         # The content of x does not matter now, as in DeepEP.
         combined, _, hook = buffer.low_latency_combine(
             torch.zeros_like(room), mine.topk_idx, mine.topk_weights, handle,
@@ -324,31 +331,59 @@ def test_combine_works_from_the_tuple_alone(pools: Pools) -> None:
 
 
 def _scratch(group: dist.ProcessGroup) -> None:
-    """The memory serves as scratch between calls; clean_low_latency_buffer orders the two uses."""
+    """Scratch is no call's memory: callers write over it at any time, and call nothing then."""
     rank = dist.get_rank(group)
-    buffer = open_buffer(group, CASE, num_nvl_bytes=4096)
-    for round_ in range(3):
-        scratch = buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True)
-        assert scratch.numel() == buffer.num_rdma_bytes
-        scratch.fill_(0xA5 + round_)
-        buffer.get_local_buffer_tensor(torch.uint8).fill_(0x5A)
-        buffer.clean_low_latency_buffer(CASE.max_tokens, CASE.hidden, CASE.experts)
-        mine = inputs(CASE, rank)
-        result = buffer.low_latency_dispatch(mine.x, mine.topk_idx, CASE.max_tokens, CASE.experts)
-        check_dispatched(CASE, rank, "fp8", result)
-        buffer.clean_low_latency_buffer(CASE.max_tokens, CASE.hidden, CASE.experts)
+    buffer = open_buffer(group, CASE, num_nvl_bytes=1 << 20)
+    mine = inputs(CASE, rank)
+
+    def overwrite(value: int) -> None:
+        for use_rdma_buffer, nbytes in ((True, buffer.num_rdma_bytes), (False, 1 << 20)):
+            scratch = buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=use_rdma_buffer)
+            assert scratch.numel() == nbytes
+            scratch.fill_(value)
+
+    for value in (0, 0xFF, 0xA5):
+        overwrite(value)
+        dispatched = buffer.low_latency_dispatch(
+            mine.x, mine.topk_idx, CASE.max_tokens, CASE.experts, return_recv_hook=True
+        )
+        overwrite(value)  # peers have sent, or are about to
+        dispatched[4]()
+        check_dispatched(CASE, rank, "fp8", dispatched)
+        y = outputs(CASE, rank, "fp8")
+        out, _, hook = buffer.low_latency_combine(
+            y, mine.topk_idx, mine.topk_weights, dispatched[2], return_recv_hook=True
+        )
+        overwrite(value)
+        hook()
+        y_of = [outputs(CASE, peer, "fp8") for peer in range(CASE.ranks)]
+        assert torch.equal(out, reference.weighted_sum(CASE, rank, y_of))
+        overwrite(value)
+        routing = buffer.get_dispatch_layout(mine.topk_idx, CASE.experts)
+        arrived = buffer.dispatch(
+            mine.x,
+            topk_idx=mine.topk_idx,
+            topk_weights=mine.topk_weights,
+            num_tokens_per_rank=routing[0],
+            num_tokens_per_expert=routing[2],
+            is_token_in_rank=routing[3],
+        )
+        overwrite(value)
+        x_of = [theirs.x for theirs in reference.everybody(CASE)]
+        rows_of = [reference.arrivals(CASE, peer).gather(x_of) for peer in range(CASE.ranks)]
+        combined = buffer.combine(arrived[0], arrived[4])[0]
+        assert torch.equal(combined, reference.combined(CASE, rank, rows_of))
     words = buffer.get_local_buffer_tensor(torch.int32, torch.Size([3, 5]), 7, True)
-    words.copy_(torch.arange(15).view(3, 5))
+    words.copy_(torch.arange(15, dtype=torch.int64, device="cpu").view(3, 5))
     flat = buffer.get_local_buffer_tensor(torch.int32, use_rdma_buffer=True)
     assert flat[7:22].tolist() == list(range(15))
-    assert buffer.get_local_buffer_tensor(torch.int64).numel() == 512
+    assert buffer.get_local_buffer_tensor(torch.int64).numel() == 1 << 17
     with pytest.raises(ArgumentError, match="size"):
-        buffer.get_local_buffer_tensor(torch.int64, torch.Size([513]))
+        buffer.get_local_buffer_tensor(torch.int64, torch.Size([(1 << 17) + 1]))
     with pytest.raises(ArgumentError, match="offset"):
-        buffer.get_local_buffer_tensor(torch.int64, offset=513)
+        buffer.get_local_buffer_tensor(torch.int64, offset=(1 << 17) + 1)
     with pytest.raises(ArgumentError, match="num_rdma_bytes"):
         buffer.clean_low_latency_buffer(CASE.max_tokens, 4 * CASE.hidden, CASE.experts)
-    del scratch, words, flat
     buffer.destroy()
 
 
@@ -371,7 +406,7 @@ def _without(case: Case, masked: int) -> list[reference.Inputs]:
 def _masked(group: dist.ProcessGroup, masked: int) -> None:
     rank, case = dist.get_rank(group), CASE
     buffer = open_buffer(group, case, enable_shrink=True)
-    status = torch.full((case.ranks,), 7, dtype=torch.int32)
+    status = torch.full((case.ranks,), 7, dtype=torch.int32, device="cpu")
     buffer.low_latency_query_mask_buffer(status)
     assert status.tolist() == [0] * case.ranks
     mine = inputs(case, rank)
@@ -416,7 +451,7 @@ def _shrink(group: dist.ProcessGroup) -> list[int]:
     rank, case = dist.get_rank(group), CASE
     buffer = open_buffer(group, case, "0.5", enable_shrink=True)
     mine = inputs(case, rank)
-    status = torch.zeros(case.ranks, dtype=torch.int32)
+    status = torch.zeros(case.ranks, dtype=torch.int32, device="cpu")
     if rank != 1:
         for _ in range(2):
             received, _, handle, _, _ = buffer.low_latency_dispatch(
@@ -441,7 +476,7 @@ def _mask_calls_refused(group: dist.ProcessGroup) -> None:
         with pytest.raises(UsageError, match="enable_shrink"):
             buffer.low_latency_update_mask_buffer(0)
         with pytest.raises(UsageError, match="enable_shrink"):
-            buffer.low_latency_query_mask_buffer(torch.zeros(4, dtype=torch.int32))
+            buffer.low_latency_query_mask_buffer(torch.zeros(4, dtype=torch.int32, device="cpu"))
         with pytest.raises(UsageError, match="enable_shrink"):
             buffer.low_latency_clean_mask_buffer()
         buffer.destroy()
@@ -449,7 +484,7 @@ def _mask_calls_refused(group: dist.ProcessGroup) -> None:
     with pytest.raises(ArgumentError, match="rank_to_mask"):
         buffer.low_latency_update_mask_buffer(4, True)
     with pytest.raises(ArgumentError, match="mask_status"):
-        buffer.low_latency_query_mask_buffer(torch.zeros(4))
+        buffer.low_latency_query_mask_buffer(torch.zeros(4, dtype=torch.float32, device="cpu"))
     buffer.destroy()
 
 

@@ -26,6 +26,10 @@ Spoil = Callable[[Arguments], None]
 BAD_RANK = 1
 
 
+def _zeros(shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device="cpu")
+
+
 def _set(**changes: Any) -> Spoil:
     return lambda arguments: arguments.update(changes)
 
@@ -96,11 +100,11 @@ LOW_LATENCY_DISPATCHES: dict[str, tuple[Spoil, str]] = {
     "async and hook": (_set(async_finish=True, return_recv_hook=True), "async_finish"),
     "ue8m0 without rounding": (_set(use_ue8m0=True), "use_ue8m0"),
     "statistics": (
-        _set(cumulative_local_expert_recv_stats=torch.zeros(3)),
+        _set(cumulative_local_expert_recv_stats=_zeros(3)),
         "cumulative_local_expert_recv_stats",
     ),
     "wait statistics": (
-        _set(dispatch_wait_recv_cost_stats=torch.zeros((4, 4), dtype=torch.int64)),
+        _set(dispatch_wait_recv_cost_stats=_zeros((4, 4), torch.int64)),
         "dispatch_wait_recv_cost_stats.shape",
     ),
 }  # fmt: skip
@@ -108,6 +112,7 @@ LOW_LATENCY_DISPATCHES: dict[str, tuple[Spoil, str]] = {
 LOW_LATENCY_COMBINES: dict[str, tuple[Spoil, str]] = {
     "float32": (_change("x", torch.Tensor.float), "x.dtype"),
     "shape": (_change("x", lambda x: x[:, :-1].contiguous()), "x.shape"),
+    "strided": (_change("x", lambda x: x.mT.contiguous().mT), "x.stride()"),
     "no tensor": (_set(x=None), "x"),
     "no weights": (_set(topk_weights=None), "topk_weights"),
     "double weights": (_change("topk_weights", torch.Tensor.double), "topk_weights.dtype"),
@@ -125,8 +130,8 @@ LOW_LATENCY_COMBINES: dict[str, tuple[Spoil, str]] = {
     "logfmt and zero copy": (_set(use_logfmt=True, zero_copy=True), "zero_copy"),
     "zero copy unasked": (_set(zero_copy=True), "zero_copy"),
     "async and hook": (_set(async_finish=True, return_recv_hook=True), "async_finish"),
-    "out": (_set(out=torch.empty((3, 256), dtype=torch.bfloat16)), "out.shape"),
-    "wait statistics": (_set(combine_wait_recv_cost_stats=torch.zeros(4)), "combine_wait_recv"),
+    "out": (_set(out=torch.empty((3, 256), dtype=torch.bfloat16, device="cpu")), "out.shape"),
+    "wait statistics": (_set(combine_wait_recv_cost_stats=_zeros(4)), "combine_wait_recv"),
 }  # fmt: skip
 
 
@@ -212,7 +217,7 @@ def _low_latency_disagreement(
     [
         ({"num_max_dispatch_tokens_per_rank": 7}, "num_max_dispatch_tokens_per_rank", "6 7"),
         ({"num_experts": 12}, "num_experts", "8 12"),
-        ({"hidden": 512}, "hidden", "256 512"),
+        ({"hidden": 512}, "x.shape[1]", "256 512"),
         ({"use_fp8": False}, "encoding of rows", "0 1"),
     ],
 )
@@ -288,13 +293,13 @@ HIGH = high_throughput.CASE
 # What is spoilt on one rank, and what the message must name.
 NEW_DISPATCHES: dict[str, tuple[Spoil, str]] = {
     "strided": (_change("x", lambda x: x.T.contiguous().T), "x.stride()"),
-    "flat": (_change("x", torch.Tensor.flatten), "is_token_in_rank.shape"),
-    "odd row": (_change("x", lambda x: x[:, :252].contiguous()), "hidden"),
+    "flat": (_change("x", torch.Tensor.flatten), "x.shape"),
+    "odd row": (_change("x", lambda x: x[:, :252].contiguous()), "x.shape[1]"),
     "no tensor": (_set(x=[1.0]), "x"),
     "meta": (_change("x", lambda x: x.to("meta")), "x.device"),
     "scales of wide values": (_change("x", lambda x: (x, x[:, :2].float())), "x[0].dtype"),
     "fewer scales": (
-        _change("x", lambda x: (x.view(torch.uint8), torch.zeros((1, 2)))), "x[1].shape"),
+        _change("x", lambda x: (x.view(torch.uint8), _zeros((1, 2)))), "x[1].shape"),
     "double scales": (
         _change("x", lambda x: (x.view(torch.uint8), x[:, :2].double())), "x[1].dtype"),
     "no layout": (_set(num_tokens_per_rank=None), "num_tokens_per_rank"),
@@ -305,7 +310,7 @@ NEW_DISPATCHES: dict[str, tuple[Spoil, str]] = {
     "other experts": (
         _put("num_tokens_per_expert", (3,), lambda n: n + 1), "num_tokens_per_expert[3]"),
     "other hosts": (
-        _set(num_tokens_per_rdma_rank=torch.tensor([99], dtype=torch.int32)),
+        _set(num_tokens_per_rdma_rank=torch.tensor([99], dtype=torch.int32, device="cpu")),
         "num_tokens_per_rdma_rank[0]"),
     "expert count": (_change("num_tokens_per_expert", lambda n: n[:7]), "num_tokens_per_expert"),
     "other tokens": (_put("topk_idx", (0, 0), lambda e: (e + 4) % 8), ""),
@@ -340,9 +345,9 @@ CACHED_DISPATCHES: dict[str, tuple[Spoil, str]] = {
     "channels": (_change("handle", lambda h: (*h[:2], h[2][:, :1].contiguous(), *h[3:])),
                  "handle[2]"),
     "other config": (_set(config=Config(24)), "config.num_sms"),
-    "routing too": (_set(topk_idx=torch.zeros((4, 3), dtype=torch.int64)), "topk_idx"),
-    "weights too": (_set(topk_weights=torch.zeros((4, 3))), "topk_weights"),
-    "counts too": (_set(num_tokens_per_rank=torch.zeros(4, dtype=torch.int32)),
+    "routing too": (_set(topk_idx=_zeros((4, 3), torch.int64)), "topk_idx"),
+    "weights too": (_set(topk_weights=_zeros((4, 3))), "topk_weights"),
+    "counts too": (_set(num_tokens_per_rank=_zeros(4, torch.int32)),
                    "num_tokens_per_rank"),
     "worst": (_set(num_worst_tokens=1000), "num_worst_tokens"),
 }  # fmt: skip
@@ -353,14 +358,14 @@ COMBINES: dict[str, tuple[Spoil, str]] = {
     "strided": (_change("x", lambda x: x.T.contiguous().T), "x.stride()"),
     "no handle": (_set(handle=None), "handle"),
     "low-latency handle": (_change("handle", lambda h: (h[0], h[1], 4, 256, 8)), "handle"),
-    "weights dtype": (_set(topk_weights=torch.zeros((1, 3), dtype=torch.float64)),
+    "weights dtype": (_set(topk_weights=_zeros((1, 3), torch.float64)),
                       "topk_weights.dtype"),
-    "weights rows": (_set(topk_weights=torch.zeros((1, 3))), "topk_weights.shape"),
-    "bias dtype": (_set(bias=torch.zeros((4, 256))), "bias.dtype"),
-    "bias shape": (_set(bias=torch.zeros((3, 256), dtype=torch.bfloat16)), "bias.shape"),
-    "three biases": (_set(bias=(torch.zeros(1),) * 3), "bias"),
+    "weights rows": (_set(topk_weights=_zeros((1, 3))), "topk_weights.shape"),
+    "bias dtype": (_set(bias=_zeros((4, 256))), "bias.dtype"),
+    "bias shape": (_set(bias=_zeros((3, 256), torch.bfloat16)), "bias.shape"),
+    "three biases": (_set(bias=(_zeros(1),) * 3), "bias"),
     "second bias": (
-        _set(bias=(torch.zeros((4, 256), dtype=torch.bfloat16), torch.zeros(1))), "bias[1].dtype"),
+        _set(bias=(_zeros((4, 256), torch.bfloat16), _zeros(1))), "bias[1].dtype"),
     "other config": (_set(config=Config(24)), "config.num_sms"),
     "comm stream": (_set(allocate_on_comm_stream=True), "allocate_on_comm_stream"),
 }  # fmt: skip

@@ -275,7 +275,9 @@ def test_event_overlap() -> None:
     with empty as same:  # nothing to wait for, and no error, as in DeepEP
         assert same is empty
 
-    event = deep_ep.EventOverlap(deep_ep.EventHandle(), (torch.ones(1),))
+    event = deep_ep.EventOverlap(
+        deep_ep.EventHandle(), (torch.ones(1, dtype=torch.float32, device="cpu"),)
+    )
     assert event.current_stream_wait() is None
     calls = []
     event.register_hook_after_wait(lambda: calls.append(len(calls)) or "done")
@@ -292,7 +294,7 @@ def test_event_overlap() -> None:
     captured.current_stream_wait(release_handle=True)
     assert captured.event is None
     with pytest.raises(ArgumentError, match="event"):
-        deep_ep.EventOverlap(torch.ones(1))
+        deep_ep.EventOverlap(torch.ones(1, dtype=torch.float32, device="cpu"))
 
 
 # ---- the installed package ----------------------------------------------------------------------

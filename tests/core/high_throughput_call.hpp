@@ -206,14 +206,14 @@ class Arrived {
         .top_k = call_->shape().top_k,
         .tokens = tokens_,
         .received = received,
-        .is_token_in_rank = in_rank_.data(),
-        .source_prefix = prefix_.data(),
-        .tokens_per_expert = per_expert_.data(),
-        .offsets = offsets_.data(),
-        .source_token = source_token_.data(),
-        .topk_idx = topk_idx_.data(),
-        .topk_weights = call_->shape().weighted ? topk_weights_.data() : nullptr,
-        .rows_of = rows_of_.data(),
+        .is_token_in_rank = in_rank_,
+        .source_prefix = prefix_,
+        .tokens_per_expert = per_expert_,
+        .offsets = offsets_,
+        .source_token = source_token_,
+        .topk_idx = topk_idx_,
+        .topk_weights = call_->shape().weighted ? Array<float>(topk_weights_) : nullptr,
+        .rows_of = rows_of_,
     };
   }
 
@@ -236,11 +236,11 @@ class Arrived {
     sources_.assign(at(capacity_), -7);
     const bool weights = shape.expert_major && shape.weighted;
     return HighThroughputReceived{
-        .rows = reinterpret_cast<std::byte*>(rows.data()),
-        .scales = scales.data(),
-        .row_weights = weights ? row_weights.data() : nullptr,
-        .row_source_rank = ranks_.data(),
-        .row_source_token = sources_.data(),
+        .rows = {reinterpret_cast<std::byte*>(rows.data()), 2 * std::ssize(rows)},
+        .scales = scales,
+        .row_weights = weights ? Array<float>(row_weights) : nullptr,
+        .row_source_rank = ranks_,
+        .row_source_token = sources_,
         .capacity = capacity_,
         .expert_major = shape.expert_major,
     };
@@ -344,14 +344,14 @@ inline HighThroughputTokens tokens_of(const Call& call, int32_t rank) {
   const Batch& own = call.batch(rank);
   const Shape& shape = call.shape();
   return HighThroughputTokens{
-      .rows = reinterpret_cast<const std::byte*>(own.x.data()),
+      .rows = {reinterpret_cast<const std::byte*>(own.x.data()), 2 * std::ssize(own.x)},
       .row_bytes = int64_t{2} * shape.hidden,
-      .scales = own.scales.data(),
+      .scales = own.scales,
       .scale_words = shape.scale_words,
       .scale_token_stride = shape.scale_words,
       .scale_word_stride = 1,
-      .topk_idx = own.topk_idx.data(),
-      .topk_weights = shape.weighted ? own.topk_weights.data() : nullptr,
+      .topk_idx = own.topk_idx,
+      .topk_weights = shape.weighted ? Array<const float>(own.topk_weights) : nullptr,
       .weighted = shape.weighted,
       .tokens = own.tokens,
       .experts = shape.experts,

@@ -188,17 +188,17 @@ struct Arrived {
   LowLatencyReceived view() {
     const bool weighted = options.weights == Weights::kWithDispatch;
     return LowLatencyReceived{
-        .rows = rows.data(),
-        .scales = options.encoding == RowEncoding::kBf16 ? nullptr : scales.data(),
-        .counts = counts.data(),
-        .source_tokens = source_tokens.data(),
-        .ranges = ranges.data(),
-        .row_weights = weighted ? row_weights.data() : nullptr,
-        .source_counts = source_counts.data(),
-        .experts = experts.data(),
-        .weights = weighted ? weights.data() : nullptr,
-        .expert_totals = expert_totals.data(),
-        .wait_ns = wait_ns.data(),
+        .rows = rows,
+        .scales = options.encoding == RowEncoding::kBf16 ? nullptr : Array<std::byte>(scales),
+        .counts = counts,
+        .source_tokens = source_tokens,
+        .ranges = ranges,
+        .row_weights = weighted ? Array<float>(row_weights) : nullptr,
+        .source_counts = source_counts,
+        .experts = experts,
+        .weights = weighted ? Array<float>(weights) : nullptr,
+        .expert_totals = expert_totals,
+        .wait_ns = wait_ns,
         .encoding = options.encoding,
         .scale_format = options.scale_format};
   }

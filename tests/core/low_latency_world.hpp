@@ -56,9 +56,9 @@ inline uint32_t send(LowLatency& mode, const Call& call, int32_t rank) {
   const bool weighted = call.options().weights == Weights::kWithDispatch;
   return mode.dispatch_send(
       call.geometry(),
-      LowLatencyTokens{.x = own->x.data(),
-                       .topk_idx = own->topk_idx.data(),
-                       .topk_weights = weighted ? own->topk_weights.data() : nullptr,
+      LowLatencyTokens{.x = own->x,
+                       .topk_idx = own->topk_idx,
+                       .topk_weights = weighted ? Array<const float>(own->topk_weights) : nullptr,
                        .weighted = weighted,
                        .tokens = own->tokens,
                        .encoding = call.options().encoding});
@@ -75,25 +75,27 @@ inline uint32_t answer(LowLatency& mode, const Call& call, int32_t rank, const A
   const Answers answers(call, rank, absent);
   const auto own = std::make_unique<Batch>(call.batch(rank));
   const LowLatencyTokens late{.x = nullptr,
-                              .topk_idx = own->topk_idx.data(),
-                              .topk_weights = own->topk_weights.data(),
+                              .topk_idx = own->topk_idx,
+                              .topk_weights = own->topk_weights,
                               .weighted = true,
                               .tokens = own->tokens,
                               .encoding = RowEncoding::kBf16};
   const Weights weights = call.options().weights;
   return mode.combine_send(
       call.geometry(),
-      LowLatencyOutputs{
-          .y = answers.y.data(),
-          .expert_stride = answers.expert_stride,
-          .row_stride = answers.row_stride,
-          .ranges = arrived.ranges.data(),
-          .source_counts =
-              weights == Weights::kWithCombine ? nullptr : arrived.source_counts.data(),
-          .experts = arrived.experts.data(),
-          .weights = weights == Weights::kWithDispatch ? arrived.weights.data() : nullptr,
-          .late_tokens = weights == Weights::kWithCombine ? &late : nullptr,
-          .logfmt = call.options().logfmt});
+      LowLatencyOutputs{.y = answers.y,
+                        .expert_stride = answers.expert_stride,
+                        .row_stride = answers.row_stride,
+                        .ranges = arrived.ranges,
+                        .source_counts = weights == Weights::kWithCombine
+                                             ? nullptr
+                                             : Array<const int32_t>(arrived.source_counts),
+                        .experts = arrived.experts,
+                        .weights = weights == Weights::kWithDispatch
+                                       ? Array<const float>(arrived.weights)
+                                       : nullptr,
+                        .late_tokens = weights == Weights::kWithCombine ? &late : nullptr,
+                        .logfmt = call.options().logfmt});
 }
 
 inline std::vector<uint16_t> collect(LowLatency& mode, const Call& call, int32_t rank,
@@ -101,10 +103,9 @@ inline std::vector<uint16_t> collect(LowLatency& mode, const Call& call, int32_t
   const Batch& own = call.batch(rank);
   std::vector<uint16_t> out(own.x.size(), 0xffff);
   std::vector<int64_t> wait_ns(static_cast<size_t>(call.geometry().ranks), 0);
-  mode.combine_receive(epoch, LowLatencyResult{.out = out.data(),
-                                               .topk_idx = own.topk_idx.data(),
-                                               .tokens = own.tokens,
-                                               .wait_ns = wait_ns.data()});
+  mode.combine_receive(
+      epoch, LowLatencyResult{
+                 .out = out, .topk_idx = own.topk_idx, .tokens = own.tokens, .wait_ns = wait_ns});
   return out;
 }
 

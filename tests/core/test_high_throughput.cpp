@@ -78,18 +78,16 @@ std::vector<uint16_t> combine(HighThroughput& mode, const Call& call, int32_t ra
   std::vector<uint16_t> y(arrived.rows.size());
   std::transform(arrived.rows.begin(), arrived.rows.end(), y.begin(),
                  [&](uint16_t x) { return Call::answer_of(rank, x); });
-  mode.combine(
-      HighThroughputOutputs{.y = y.data(),
-                            .hidden = shape.hidden,
-                            .row_weights = shape.expert_major && shape.weighted
-                                               ? arrived.row_weights.data()
-                                               : nullptr,
-                            .lane_weights = ones.data(),
-                            .lanes = shape.lanes,
-                            .expert_major = shape.expert_major},
-      plan,
-      HighThroughputResult{
-          .out = out.data(), .bias = {own.bias.data(), nullptr}, .weights = weights.data()});
+  mode.combine(HighThroughputOutputs{.y = y,
+                                     .hidden = shape.hidden,
+                                     .row_weights = shape.expert_major && shape.weighted
+                                                        ? Array<const float>(arrived.row_weights)
+                                                        : nullptr,
+                                     .lane_weights = ones,
+                                     .lanes = shape.lanes,
+                                     .expert_major = shape.expert_major},
+               plan,
+               HighThroughputResult{.out = out, .bias = {own.bias, nullptr}, .weights = weights});
   for (size_t lane = 0; shape.lanes && lane < weights.size(); ++lane) {
     // Token-major every rank of the token answers, expert-major the one that has the lane's expert.
     const size_t token = lane / at(shape.top_k);
@@ -441,15 +439,14 @@ TEST(high_throughput_counts_of_routes) {
   std::vector<int32_t> per_rank(3);
   std::vector<int32_t> per_expert(6);
   std::vector<uint8_t> in_rank(9);
-  const Routes routes{idx.data(), 3, 3, 6, 3};
+  const Routes routes{idx, 3, 3, 6, 3};
   for (const bool duplicates : {true, false}) {
-    count_routes(routes,
-                 RouteCounts{per_rank.data(), per_expert.data(), in_rank.data(), duplicates});
+    count_routes(routes, RouteCounts{per_rank, per_expert, in_rank, duplicates});
     CHECK_EQ(per_rank, (std::vector<int32_t>{1, 1, 2}));
     CHECK_EQ(per_expert, (std::vector<int32_t>{duplicates ? 2 : 1, 0, 0, 1, 1, 1}));
     CHECK_EQ(in_rank, (std::vector<uint8_t>{1, 0, 1, 0, 1, 1, 0, 0, 0}));
   }
-  const TokenRanks ranks{in_rank.data(), 3, 3};
+  const TokenRanks ranks{in_rank, 3, 3};
   CHECK_EQ(ranks.count(), (std::vector<int64_t>{1, 1, 2}));
   CHECK_EQ(ranks.count_but(2), 2);
   CHECK(!ranks.any_but(2, 0));

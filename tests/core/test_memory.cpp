@@ -1,5 +1,6 @@
 // Symmetric memory: what the operating system is left with, who sees what, and every refusal.
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -131,6 +132,50 @@ TEST(memory_leaves_no_descriptor_mapping_or_name) {
     CHECK_EQ(memory_mappings(), 0u);
     CHECK_EQ(open_descriptors(), descriptors);
   }
+}
+
+// What a forked child does with its parent's memory is an error there, and nothing to the parent.
+TEST(memory_of_a_parent_is_misuse_in_a_forked_child) {
+  const Group group = SymmetricMemory::in_process(options_for(2, 4096));
+  SymmetricMemory& own = *group[0];
+  const auto is_misuse = [](const std::function<void()>& call) {
+    try {
+      call();
+    } catch (const Misuse&) {
+      return true;
+    }
+    return false;
+  };
+  int answers[2];
+  CHECK_EQ(pipe(answers), 0);
+  const pid_t child = start_idle_process([&] {
+    bool right =
+        is_misuse([&] { own.check_usable(); }) && is_misuse([&] { own.barrier(); }) &&
+        is_misuse([&] { own.window(0, 0, 8); }) && is_misuse([&] {
+          own.wait(
+              {.peer = 1, .phase = Phase::kBarrier, .call = 1, .epoch = 1, .offset = 0, .other = 0},
+              [] { return 0; });
+        });
+    // Something else may lie where the parent's mapping does, and must survive its end here.
+    void* here = own.base(0) - ControlLayout{2}.bytes();
+    void* mapped = mmap(here, 4096, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
+    right = right && mapped == here;
+    for (const auto& memory : group) memory->close();
+    if (mapped != MAP_FAILED) *static_cast<volatile char*>(mapped) = 1;
+    const char answer = right ? 'y' : 'n';
+    static_cast<void>(!write(answers[1], &answer, 1));
+    pause();
+  });
+  close(answers[1]);  // so that a child that crashes is the end of its answers
+  char answer = 0;
+  CHECK_EQ(read(answers[0], &answer, 1), 1);
+  CHECK_EQ(answer, 'y');
+  close(answers[0]);
+  kill(child, SIGKILL);
+  waitpid(child, nullptr, 0);
+  own.check_usable();
+  *own.window(1, 0, 8) = std::byte{3};
 }
 
 TEST(memory_is_not_inherited_by_forked_processes) {

@@ -98,7 +98,7 @@ void expect_different_calls(int32_t ranks, const CallOptions& options,
       CHECK_EQ(error.argument, "call");
       value = error.value;
     }
-    const std::string ours = own_call[static_cast<size_t>(rank)];
+    const std::string& ours = own_call[static_cast<size_t>(rank)];
     CHECK(value.starts_with(ours + " on rank " + std::to_string(rank) + " and "));
     CHECK(value.find(ours, 1) == std::string::npos);
     CHECK_THROWS(send(world[rank], call, rank), Misuse);
@@ -132,8 +132,9 @@ TEST(low_latency_a_rank_that_skips_a_combine_is_told) {
 TEST(low_latency_a_rank_that_repeats_a_dispatch_is_told) {
   expect_different_calls(2, small_options(2, 0),
                          [](LowLatency& mode, const Call& call, int32_t rank) {
-                           for (int i = 0; i < 5; ++i)
+                           for (int i = 0; i < 5; ++i) {
                              combine(mode, call, rank, dispatch(mode, call, rank));
+                           }
                            const Arrived arrived = dispatch(mode, call, rank);
                            if (rank == 0) dispatch(mode, call, rank);
                            combine(mode, call, rank, arrived);

@@ -210,3 +210,36 @@ def test_version_and_help():
     unknown = fanfold("bnech", command=command)
     assert unknown.returncode == 2
     assert len(unknown.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["env", "bench low-latency --ranks 1 --iterations 1"])
+def test_a_full_disk_is_one_line(command: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "fanfold.cli.main", *command.split()],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == "fanfold: error: [Errno 28] No space left on device\n"
+
+
+def test_results_on_a_full_disk_are_one_line() -> None:
+    command = "bench low-latency --ranks 1 --tokens 2 --iterations 1 --json /dev/full"
+    done = subprocess.run(
+        [sys.executable, "-m", "fanfold.cli.main", *command.split()],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "No space left on device" in done.stderr
+
+
+def test_a_malformed_variable_is_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fanfold.cli.main", "bench", "low-latency", "--ranks", "2"],
+        env=os.environ | {"FANFOLD_TIMEOUT_S": "soon"},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "FANFOLD_TIMEOUT_S is 'soon'" in done.stderr

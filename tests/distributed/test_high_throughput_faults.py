@@ -77,8 +77,8 @@ BAD_DISPATCHES: dict[str, tuple[str, Callable[[Any], None]]] = {
     "x no tensor": ("x", _set("x", lambda x: x.tolist())),
     "x 1-d": ("x.shape", _set("x", lambda x: x[0])),
     "x strided": ("x.stride()", _set("x", lambda x: x.T.contiguous().T)),
-    "x narrow": ("hidden", _set("x", lambda x: x[:, :8].contiguous())),
-    "x odd": ("hidden", _set("x", lambda x: x[:, :60].contiguous())),
+    "x narrow": ("x.shape[1]", _set("x", lambda x: x[:, :8].contiguous())),
+    "x odd": ("x.shape[1]", _set("x", lambda x: x[:, :60].contiguous())),
     "x more tokens": ("topk_idx.shape", _set("x", lambda x: torch.cat([x, x]))),
     "x on meta": ("x.device", _set("x", lambda x: x.to("meta"))),
     "x triple": ("x", _set("x", lambda x: (x, x, x))),
@@ -89,7 +89,7 @@ BAD_DISPATCHES: dict[str, tuple[str, Callable[[Any], None]]] = {
     "idx dtype": ("topk_idx.dtype", _set("topk_idx", lambda i: i.int())),
     "idx too large": ("topk_idx[2, 1]", _set("topk_idx", lambda i: _with_entry(i, 12))),
     "idx too small": ("topk_idx[2, 1]", _set("topk_idx", lambda i: _with_entry(i, -2))),
-    "idx too wide": ("top_k", _set("topk_idx", lambda i: i.repeat(1, 11))),
+    "idx too wide": ("topk_idx.shape[1]", _set("topk_idx", lambda i: i.repeat(1, 11))),
     "weights dtype": ("topk_weights.dtype", _set("topk_weights", lambda w: w.double())),
     "weights shape": ("topk_weights.shape", _set("topk_weights", lambda w: w[:, 1:].contiguous())),
     "experts not divisible": ("num_experts", _set("num_experts", lambda _: 11)),
@@ -163,7 +163,7 @@ BAD_COMBINES: dict[str, tuple[str, Callable[[HighThroughput, Dispatched], object
         lambda m, d: m.combine(d.tokens.T.contiguous().T, d.plan, layout="expert_major"),
     ),
     "y odd": (
-        "hidden",
+        "y.shape[1]",
         lambda m, d: m.combine(d.tokens[:, :60].contiguous(), d.plan, layout="expert_major"),
     ),
     "no plan": ("plan", lambda m, d: m.combine(d.tokens, d, layout="expert_major")),  # type: ignore[arg-type]

@@ -310,6 +310,40 @@ def test_calls_out_of_order(pools: Callable[[int], RankPool]) -> None:
         assert "closed" in closed
 
 
+def _lost_hooks(group: dist.ProcessGroup) -> list[str]:
+    """Hooks that nobody can call any more, on some ranks in dispatch and on others in combine."""
+    shape, found = Shape(), []
+    with shape.open(group) as ep:
+        call = good_call(shape, ep.rank)
+        args = (call.x, call.topk_idx, call.topk_weights)
+        for round_ in range(4):
+            received, hook = ep.dispatch(*args, return_hook=True)
+            if round_ % 2 or ep.rank == 0:
+                hook()
+            if round_ % 2:
+                late = ep.combine(received.tokens, received, return_hook=True)[1]
+                if ep.rank == 1:
+                    late()
+            _, kept = ep.dispatch(*args, return_hook=True)
+            if round_ == 0 and ep.rank:  # rank 0 has called one of the two
+                found.append(str(caught(lambda: ep.dispatch(*args))))
+            ep.reset()
+            found.append(str(caught(kept)))
+            assert works(ep, shape)
+            assert works(ep, shape)
+        ep.reset()  # with nothing in flight
+        assert works(ep, shape)
+    return found
+
+
+def test_lost_hooks(pools: Callable[[int], RankPool]) -> None:
+    for rank, found in enumerate(pools(RANKS).run(_lost_hooks)):
+        if rank:
+            assert "reset() of an ExpertParallel" in found.pop(0)
+        assert len(found) == 4
+        assert all("its hook receives nothing" in text for text in found), found
+
+
 def _construct(group: dist.ProcessGroup, changes: list[dict[str, object]]) -> Exception | None:
     shape = Shape()
     rank = dist.get_rank(group)
@@ -334,7 +368,7 @@ def _construct(group: dist.ProcessGroup, changes: list[dict[str, object]]) -> Ex
         ({"dispatch_dtype": "int4"}, "dispatch_dtype", "'int4'"),
         ({"scale_format": "none"}, "scale_format", "'none'"),
         ({"expert_alignment": 0}, "expert_alignment", "0"),
-        ({"expert_alignment": True}, "expert_alignment", "True"),
+        ({"expert_alignment": True}, "expert_alignment", "True (type bool)"),
         ({"expert_alignment": 1 << 21}, "expert_alignment", str(1 << 21)),
     ],
 )

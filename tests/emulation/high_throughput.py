@@ -18,6 +18,7 @@ from fanfold.high_throughput import kernels, launches
 from fanfold.high_throughput import reports as reports_module
 from fanfold.high_throughput.cuda import CudaHighThroughput
 from tests.distributed.routings import Case
+from tests.emulation.pinned import PAGEABLE
 from tests.emulation.world import Builder, ThreadGroup
 
 ARGUMENTS = (
@@ -62,11 +63,6 @@ def _launch(args: Any, kernel: _Loaded, shape: _core.CudaLaunch, stream: int) ->
 @contextmanager
 def emulated(builder: Builder, ctas: int) -> Iterator[None]:
     """Within it the mode takes the CPU for a GPU with ``ctas`` SMs; its CTAs have fewer warps."""
-    pageable = types.SimpleNamespace(
-        zeros=lambda size, dtype, pin_memory: torch.zeros(size, dtype=dtype),
-        uint8=torch.uint8,
-        int32=torch.int32,
-    )
     cuda_answers = {
         "get_device_properties": lambda index: types.SimpleNamespace(multi_processor_count=ctas),
         "get_device_capability": lambda index: (9, 0),
@@ -85,7 +81,7 @@ def emulated(builder: Builder, ctas: int) -> Iterator[None]:
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", create=True, return_value=0),
         mock.patch.object(launches.jit, "load", lambda source, *_: _Loaded(builder.load(source))),
         mock.patch.object(launches.jit, "load_all", return_value=[]),
-        *(mock.patch.object(each, "torch", pageable) for each in (kernel_reports, reports_module)),
+        *(mock.patch.object(each, "torch", PAGEABLE) for each in (kernel_reports, reports_module)),
         mock.patch.multiple(kernels, **few_warps),
         mock.patch.object(CudaHighThroughput, "_empty", _poisoned),
     ]

@@ -14,6 +14,7 @@ from fanfold.geometry import Geometry
 from fanfold.low_latency import cuda, cuda_required_bytes
 from fanfold.low_latency.cuda import CudaLowLatency
 from fanfold.low_latency.quick import QuickLook
+from tests.emulation.pinned import PAGEABLE
 
 CPU = torch.device("cpu")
 GEOMETRY = Geometry(ranks=4, num_experts=8, top_k=2, hidden=256, max_tokens=6)
@@ -73,10 +74,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, *, quick_look: str = "core") -> Gp
             raise error
 
     monkeypatch.setattr(cuda, "agree", agree)
-    pageable = types.SimpleNamespace(
-        zeros=lambda size, dtype, pin_memory: torch.zeros(size, dtype=dtype), uint8=torch.uint8
-    )
-    monkeypatch.setattr(kernel_reports, "torch", pageable)
+    monkeypatch.setattr(kernel_reports, "torch", PAGEABLE)
     return made
 
 

@@ -31,17 +31,18 @@ from fanfold.jit import KernelSource
 from fanfold.low_latency import cuda, cuda_required_bytes
 from fanfold.low_latency.cuda import CudaLowLatency
 from fanfold.low_latency.sizes import core_geometry
+from tests.emulation.pinned import PAGEABLE
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parent.parent / "fanfold" / "kernels"
 ARGUMENTS = {
-    "low_latency_dispatch": "DispatchArgs",
-    "low_latency_combine": "CombineArgs",
-    "formats_quantize": "QuantizeArgs",
-    "high_throughput_layout": "DispatchLayoutArgs",
-    "high_throughput_plan": "PlanArgs",
-    "high_throughput_dispatch": "HighThroughputDispatchArgs",
-    "high_throughput_combine": "HighThroughputCombineArgs",
+    "fanfold::low_latency::dispatch": "DispatchArgs",
+    "fanfold::low_latency::combine": "CombineArgs",
+    "fanfold::formats::quantize": "QuantizeArgs",
+    "fanfold::high_throughput::layout": "DispatchLayoutArgs",
+    "fanfold::high_throughput::plan": "PlanArgs",
+    "fanfold::high_throughput::dispatch": "HighThroughputDispatchArgs",
+    "fanfold::high_throughput::combine": "HighThroughputCombineArgs",
 }
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or "c++"
 _OPTIONS = (
@@ -122,9 +123,6 @@ def _launch(args: Any, kernel: Any, ctas: int, threads: int, stream: int, early:
 @contextmanager
 def emulated(builder: Builder, ctas: int) -> Iterator[None]:
     """Within it the mode takes the CPU for a GPU with ``ctas`` SMs."""
-    pageable = types.SimpleNamespace(
-        zeros=lambda size, dtype, pin_memory: torch.zeros(size, dtype=dtype), uint8=torch.uint8
-    )
     cuda_answers = {
         "get_device_properties": lambda index: types.SimpleNamespace(multi_processor_count=ctas),
         "get_device_capability": lambda index: (9, 0),
@@ -139,7 +137,7 @@ def emulated(builder: Builder, ctas: int) -> Iterator[None]:
         mock.patch.object(torch._C, "_cuda_getDevice", create=True, return_value=None),
         mock.patch.object(cuda.jit, "load", lambda source, *_: builder.load(source)),
         mock.patch.object(cuda.jit, "load_all", lambda every, *_: [*map(builder.load, every)]),
-        mock.patch.object(kernel_reports, "torch", pageable),
+        mock.patch.object(kernel_reports, "torch", PAGEABLE),
     ):
         yield
 

@@ -49,7 +49,7 @@ if capability < (9, 0):
 binary = compile_in(root, Cache(root / "cache"), source, architecture_of(capability))
 torch.cuda.set_device(0)
 out = torch.zeros(256, dtype=torch.int32, device="cuda")
-kernel = _core.CudaKernel(binary.image, "scale")
+kernel = _core.CudaKernel(binary.image, "scale", binary.symbol)
 assert kernel.registers == binary.registers, (kernel.registers, binary.registers)
 assert kernel.local_bytes == binary.stack_bytes == 0
 args = ctypes.create_string_buffer(struct.pack("Pii", out.data_ptr(), 7, 0), 16)
@@ -97,7 +97,7 @@ wrong = "sm_120a" if capability[0] < 12 else "sm_90"
 other = compile_in(root, Cache(root / "cache"), source, wrong)
 told = refused(errors.DriverFailure, _core.CudaKernel, other.image, "scale")
 assert "CUDA_ERROR_NO_BINARY_FOR_GPU" in told, told
-second = _core.CudaKernel(binary.image, "scale")
+second = _core.CudaKernel(binary.image, "scale", binary.symbol)
 del second
 kernel.launch(address, 16, 1, 256, 1024, stream.cuda_stream)
 check(1)
@@ -115,7 +115,7 @@ def test_whole_way(tmp_path: Path) -> None:
 
 def test_no_context(tmp_path: Path) -> None:
     """Before anything has used the GPU, loading says what to do first."""
-    program = "from fanfold import _core; _core.CudaKernel(b'no kernel', 'none')"
+    program = "from fanfold import _core; _core.CudaKernel(b'no kernel', 'none', 'none')"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False
     )

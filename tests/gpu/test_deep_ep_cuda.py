@@ -279,27 +279,39 @@ def test_combine_works_from_the_tuple_alone(gpus: GpuPools, ranks: int) -> None:
     gpus.run(ranks, _rebuilt_handle, case_of(ranks))
 
 
-def _cleaned(group: dist.ProcessGroup, case: Case) -> None:
-    """clean_low_latency_buffer readies the memory after other use of it."""
+def _overwritten(group: dist.ProcessGroup, case: Case) -> None:
+    """Callers write over scratch at any time, and call nothing afterwards."""
     rank, device = dist.get_rank(group), own_device()
     mine = on_gpu(inputs(case, rank))
     buffer = open_buffer(group, case)
-    results = []
-    for turn in range(3):
-        scratch = buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True)
-        scratch.fill_(0xA5 + turn)
-        del scratch
-        buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.experts)
-        results.append(dispatch(buffer, case, mine))
-        torch.cuda.synchronize(device)
-        buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.experts)
+    y = outputs(case, rank, "fp8").to(device)
+    results, sums = [], []
+
+    def overwrite(value: int) -> None:
+        buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True).fill_(value)
+
+    for value in (0, 0xFF, 0xA5, 0):
+        overwrite(value)
+        result = dispatch(buffer, case, mine, return_recv_hook=True)
+        overwrite(value)
+        result[4]()
+        overwrite(value)
+        out, _, hook = buffer.low_latency_combine(
+            y, mine.topk_idx, mine.topk_weights, result[2], return_recv_hook=True
+        )
+        overwrite(value)
+        hook()
+        results.append(result)
+        sums.append(out)
+    torch.cuda.synchronize(device)
     buffer.destroy()
-    for result in results:
+    for result, out in zip(results, sums, strict=True):
         check_dispatched(case, rank, "fp8", in_host_memory(result))
+        assert torch.equal(out.cpu(), expected_sums(case, rank, "fp8"))
 
 
 def test_memory_as_scratch(gpus: GpuPools, ranks: int) -> None:
-    gpus.run(ranks, _cleaned, case_of(ranks))
+    gpus.run(ranks, _overwritten, case_of(ranks))
 
 
 def _wrong_arguments(group: dist.ProcessGroup, case: Case) -> None:

@@ -570,7 +570,8 @@ def _both_modes(group: dist.ProcessGroup, case: Case, shrink: bool) -> None:
             scratch = buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=use_rdma_buffer)
             assert scratch.is_cuda
             scratch.fill_(0xA5 + turn)
-        buffer.clean_low_latency_buffer(*low_latency)
+        if turn == 2:
+            buffer.clean_low_latency_buffer(*low_latency)
         rows, _, handle, _, _ = buffer.low_latency_dispatch(
             mine.x, mine.topk_idx, case.max_tokens, case.experts, use_fp8=False
         )

@@ -17,7 +17,7 @@ from fanfold.jit import KernelSource, architecture_of
 from fanfold.jit.cache import Cache
 from fanfold.jit.kernel import compile_in
 from tests.gpu.conftest import gpu_count
-from tests.kernels.sources import BULK_COPY, CONVERT, QUANTISE, kernel_root
+from tests.kernels.sources import BULK_COPY, CONVERT, PRODUCTS, QUANTISE, kernel_root
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +37,8 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
 
     def run(source: KernelSource, ctas: int, form: str, *fields: int | float) -> None:
         with torch.cuda.device(DEVICE):
-            kernel = _core.CudaKernel(compile_in(root, cache, source, arch).image, source.entry)
+            binary = compile_in(root, cache, source, arch)
+            kernel = _core.CudaKernel(binary.image, source.entry, binary.symbol)
             packed = struct.pack(form, *fields)
             arguments = ctypes.create_string_buffer(packed, len(packed))
             stream = torch.cuda.current_stream().cuda_stream
@@ -106,6 +107,25 @@ def test_bytes_that_never_come_are_reported(bulk: Launch, report: torch.Tensor) 
     bulk(1, source, out, report)
     assert report[0] == 0
     assert (out == 255).all()
+
+
+# ---- tensor cores -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", PRODUCTS, ids=str)
+def test_products(launch: Launch, source: KernelSource) -> None:
+    """Every element is where the layout of the accumulators says; the values allow no rounding."""
+    if torch.cuda.get_device_capability(DEVICE)[0] != 9:
+        pytest.skip("products by warpgroup are Hopper's")
+    columns = dict(source.pairs)["kColumns"]
+    generator = torch.Generator().manual_seed(columns)
+    a, b = (
+        torch.randint(-8, 9, (rows, 128), generator=generator).float() for rows in (64, columns)
+    )
+    operands = [one.to(DEVICE).to(torch.float8_e4m3fn) for one in (a, b)]
+    out = torch.full((64, columns), float("nan"), device=DEVICE)
+    launch(source, 1, "PPP", *(one.data_ptr() for one in operands), out.data_ptr())
+    assert torch.equal(out.cpu(), a @ b.T)
 
 
 # ---- conversions --------------------------------------------------------------------------------

@@ -12,6 +12,12 @@ BULK_COPY = KernelSource(
     "bulk_copy.cu", "bulk_copy", {"kChunkBytes": 4096, "kThreads": 128}, threads=128
 )
 CONVERT = KernelSource("numbers.cu", "convert", {"kThreads": 256}, threads=256)
+PRODUCTS = [
+    KernelSource("wgmma.cu", "product", {"kColumns": columns}, threads=128)
+    for columns in (64, 128, 192, 256)
+]
+"""64 rows by ``kColumns`` on the tensor cores, Hopper only."""
+BOXES = KernelSource("tensor_copy.cu", "boxes", threads=128)
 QUANTISE = KernelSource("numbers.cu", "quantise", {"kThreads": 256}, threads=256)
 
 

@@ -22,12 +22,17 @@ from fanfold.bench.settings import BenchSettings
 from fanfold.bench.timing import Timings
 from fanfold.bench.workload import Workload
 from fanfold.cli import bench
-from fanfold.errors import ArgumentError, UnavailableError
+from fanfold.errors import ArgumentError, ConfigError, UnavailableError
 from fanfold.expert_parallel import face
 from fanfold.formats import RowFormat
 from fanfold.geometry import Geometry
 from fanfold.low_latency import Dispatched, LateRouting, cuda_required_bytes
 from fanfold.placement import Placement
+
+
+@pytest.fixture(autouse=True)
+def no_backend_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FANFOLD_BACKEND", raising=False)
 
 
 def points(*arguments):
@@ -49,6 +54,15 @@ def test_each_of_several_is_a_point():
     ]
     assert {each.distribution for each in found} == {"skewed"}
     assert {each.workload().routing for each in found} == {"skewed"}
+
+
+def test_the_setting_decides_where_no_option_does(monkeypatch):
+    monkeypatch.setenv("FANFOLD_BACKEND", "host")
+    assert points("low-latency")[0].backend == "host"
+    assert points("low-latency", "--backend", "auto")[0].backend == "auto"
+    monkeypatch.setenv("FANFOLD_TIMEOUT_S", "soon")
+    with pytest.raises(ConfigError, match="FANFOLD_TIMEOUT_S is 'soon'"):
+        points("low-latency")
 
 
 def test_what_is_left_out_the_backend_decides():

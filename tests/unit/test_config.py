@@ -9,6 +9,7 @@ import pytest
 
 from fanfold.config import Config, settings
 from fanfold.errors import ConfigError
+from fanfold.launch import RankPool
 
 
 def test_defaults_are_valid_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,3 +94,21 @@ def test_spin_only_where_every_rank_has_a_core() -> None:
     assert Config.resolve().spin_seconds(cores) > 0.0
     assert Config.resolve().spin_seconds(cores + 1) == 0.0
     assert Config.resolve(spin_us=3).spin_seconds(cores + 1) == pytest.approx(3e-6)
+
+
+def test_what_is_not_given_has_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    for setting in settings():
+        monkeypatch.delenv(setting.variable, raising=False)
+    assert Config(timeout_s=3) == Config.resolve(timeout_s=3)
+    assert Config() == Config.resolve()
+    monkeypatch.setenv("FANFOLD_TIMEOUT_S", "7")
+    assert Config().timeout_s == 100.0  # the environment counts in resolve() alone
+    for wrong in ({"timeout_s": 0}, {"backend": "gpu"}, {"ctas": "many"}, {"late_peers": None}):
+        with pytest.raises(ConfigError, match=rf"{next(iter(wrong))} is .* \(from argument\)"):
+            Config(**wrong)  # type: ignore[arg-type]
+
+
+def test_ranks_do_not_start_with_a_malformed_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FANFOLD_SPIN_US", "long")
+    with pytest.raises(ConfigError, match="FANFOLD_SPIN_US is 'long'"):
+        RankPool(2)

@@ -184,8 +184,8 @@ def check(folder: Path, program: str) -> None:
 
 def test_launch_reaches_the_driver(drive: Drive) -> None:
     drive("""
-kernel = _core.CudaKernel(b"cubin", "add")
-assert kernel.entry == "add"
+kernel = _core.CudaKernel(b"cubin", "math::add", "add")  # the driver knows the symbol alone
+assert kernel.entry == "math::add"
 assert (kernel.static_shared_bytes, kernel.local_bytes, kernel.registers) == (1001, 1003, 1004)
 assert number("function_loads") == 1
 kernel.launch(address, 16, ctas=132, threads=768, shared_bytes=65536, stream=0x1234, early=True)
@@ -202,7 +202,7 @@ assert number("shared_limit") == 200000
 
 def test_refusals_say_what_was_asked(drive: Drive) -> None:
     drive("""
-kernel = _core.CudaKernel(b"cubin", "add")
+kernel = _core.CudaKernel(b"cubin", "add", "add")
 fail("cuLaunchKernelEx", 1)
 told = refused(errors.DriverFailure, kernel.launch, address, 16, 7, 2048, 99)
 for part in ("cuLaunchKernelEx", "CUDA_ERROR_INVALID_VALUE", "said the driver", "kernel add",
@@ -219,19 +219,19 @@ kernel.launch(address, 16, 1, 32)
 
 def test_a_kernel_that_cannot_be_loaded_leaves_nothing(drive: Drive) -> None:
     drive("""
-refused(errors.DriverFailure, _core.CudaKernel, b"other", "add")
+refused(errors.DriverFailure, _core.CudaKernel, b"other", "add", "add")
 assert number("unloads") == 0
-told = refused(errors.DriverFailure, _core.CudaKernel, b"cubin", "subtract")
-assert "kernel subtract" in told, told
+told = refused(errors.DriverFailure, _core.CudaKernel, b"cubin", "math::add", "subtract")
+assert "kernel math::add, symbol subtract" in told, told
 fail("cuFuncGetAttribute", 1)
-refused(errors.DriverFailure, _core.CudaKernel, b"cubin", "add")
+refused(errors.DriverFailure, _core.CudaKernel, b"cubin", "add", "add")
 ctypes.c_int.in_dll(cuda, "parameters").value = 2
-told = refused(errors.ArgumentError, _core.CudaKernel, b"cubin", "add")
+told = refused(errors.ArgumentError, _core.CudaKernel, b"cubin", "add", "add")
 assert "several parameters" in told, told
 assert (number("loads"), number("unloads")) == (4, 3)
-refused(errors.ArgumentError, _core.CudaKernel, b"", "add")
+refused(errors.ArgumentError, _core.CudaKernel, b"", "add", "add")
 put("current", 0)
-assert "set_device" in refused(errors.UsageError, _core.CudaKernel, b"cubin", "add")
+assert "set_device" in refused(errors.UsageError, _core.CudaKernel, b"cubin", "add", "add")
 """)
 
 
@@ -239,7 +239,7 @@ def test_unloading_finds_its_context_and_bears_a_dead_one(drive: Drive) -> None:
     drive("""
 def made():
     put("current", 0x11)
-    return _core.CudaKernel(b"cubin", "add")
+    return _core.CudaKernel(b"cubin", "add", "add")
 
 kernel = made()
 del kernel; gc.collect()
@@ -268,7 +268,7 @@ def test_an_older_driver_lacks_only_the_check_of_the_size(drive: Drive) -> None:
     drive(
         """
 assert _core.cuda_driver_version() == 12020
-kernel = _core.CudaKernel(b"cubin", "add")
+kernel = _core.CudaKernel(b"cubin", "add", "add")
 kernel.launch(address, 24, 1, 32)
 """,
         "VERSION=12020",
@@ -279,7 +279,7 @@ kernel.launch(address, 24, 1, 32)
 def test_a_driver_that_is_too_old(drive: Drive, define: str) -> None:
     drive(
         """
-told = refused(errors.UnavailableError, _core.CudaKernel, b"cubin", "add")
+told = refused(errors.UnavailableError, _core.CudaKernel, b"cubin", "add", "add")
 assert "12.0" in told and "install a newer" in told, told
 assert ("11.8" in told) != ("cuLaunchKernelEx" in told), told
 """,

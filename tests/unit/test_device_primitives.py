@@ -11,7 +11,7 @@ import pytest
 from fanfold.jit import KernelSource
 from fanfold.jit.cache import Cache
 from fanfold.jit.kernel import KERNELS, compile_in
-from tests.kernels.sources import BULK_COPY, CONVERT, QUANTISE, kernel_root
+from tests.kernels.sources import BOXES, BULK_COPY, CONVERT, PRODUCTS, QUANTISE, kernel_root
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +28,16 @@ def test_compiles(root: Path, tmp_path: Path, source: KernelSource, arch: str) -
     if source is BULK_COPY and arch != "sm_80":
         # Two slots and their barriers: the kernel does have its body.
         assert binary.shared_bytes >= 2 * 4096 + 2 * 8
+
+
+@pytest.mark.parametrize("source", [*PRODUCTS, BOXES], ids=str)
+def test_compiles_for_hopper(root: Path, tmp_path: Path, source: KernelSource) -> None:
+    """The accumulators stay in registers, though their wrappers take arrays."""
+    binary = compile_in(root, Cache(tmp_path), source, "sm_90a")
+    assert binary.spill_bytes == 0
+    assert binary.stack_bytes == 0
+    sums = dict(source.pairs).get("kColumns", 0) // 2
+    assert sums < binary.registers <= source.register_limit
 
 
 @pytest.mark.parametrize("header", sorted(path.name for path in KERNELS.glob("device/*.cuh")))

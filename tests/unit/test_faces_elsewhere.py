@@ -141,7 +141,9 @@ def test_native_round_trip(mode: Mode) -> None:
         assert mode.calls == [("dispatch", (x, idx, weights))]
         assert received.complete
         assert received.num_tokens == 5
-        assert received.offsets is ep.dispatch(x, idx, weights).offsets
+        assert received.offsets is received.offsets
+        other = ep.dispatch(x, idx, weights).offsets  # a caller may write to each
+        assert other.untyped_storage()._cdata != received.offsets.untyped_storage()._cdata
         assert received.offsets.device == META
         assert received.weights is received.weights
         assert received.weights is not None
@@ -256,12 +258,12 @@ def test_deep_ep_knows_a_geometry_again_and_what_is_wrong_with_a_call(mode: Mode
         rows, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, 8, 4, **bf16)  # type: ignore[arg-type]
         assert isinstance(rows, torch.Tensor)
         for call, options, message in (
-            ((x, idx, 8.0, 4), bf16, "max_tokens"),
+            ((x, idx, 8.0, 4), bf16, "num_max_dispatch_tokens_per_rank is 8.0"),
             ((x, idx, 8, 4.0), bf16, "num_experts"),
             ((x, idx, 8, True), {}, "num_experts"),
             ((x[0], idx, 8, 4), bf16, r"x.shape is \(32,\)"),
             ((x.float(), idx[:, :1].contiguous(), 8, 4), bf16, "x.dtype"),
-            ((None, idx, 8, 4), bf16, "x is a NoneType"),
+            ((None, idx, 8, 4), bf16, "x is None"),
             ((x, idx.flatten(), 8, 4), bf16, "topk_idx.shape"),
             ((x, idx, 1 << 20, 4), bf16, "num_rdma_bytes"),
             ((x, idx, 8, 4096), bf16, "num_experts is 4096, .* at most 2048"),

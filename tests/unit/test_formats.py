@@ -51,6 +51,14 @@ def test_quantize(hidden: int, scale_format: ScaleFormat) -> None:
         assert torch.equal(scales, expected_scales)
 
 
+def test_values_that_are_no_numbers() -> None:
+    x = torch.ones((2, 256), dtype=torch.bfloat16)
+    x[0, 3], x[1, 200] = torch.nan, torch.inf
+    back = dequantize(*quantize(x))
+    assert back[0].isnan().nonzero().flatten().tolist() == [3]
+    assert back[1].isnan().nonzero().flatten().tolist() == list(range(128, 256))
+
+
 @pytest.mark.parametrize("scale_format", list(ScaleFormat))
 @pytest.mark.parametrize("hidden", [4, 8, 130, 2880])
 @pytest.mark.parametrize("rows", [0, 1, 29])

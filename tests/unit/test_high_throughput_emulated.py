@@ -361,7 +361,7 @@ def test_a_new_routing_has_its_kernels_compiled_together() -> None:
             dispatch(mode, expect, "token_major", None)
     together.assert_called_once()
     entries = [source.entry for source in together.call_args.args[0]]
-    assert entries == ["high_throughput_plan", "high_throughput_dispatch"]
+    assert entries == ["fanfold::high_throughput::plan", "fanfold::high_throughput::dispatch"]
 
 
 def test_expert_major_combine_needs_expert_major_rows() -> None:

@@ -19,7 +19,8 @@ WARM = (
 def test_warm_keeps_what_calls_need(tmp_path: Path) -> None:
     code, out, err = fanfold(*WARM, "--jobs", "2", FANFOLD_CACHE_DIR=str(tmp_path))
     assert (code, err) == (0, "")
-    pattern = r"low_latency/(\w+)\.cu low_latency_\1: \d+ registers, compiled in \d+\.\d\d s"
+    name = r"low_latency/(\w+)\.cu fanfold::low_latency::\1"
+    pattern = name + r": \d+ registers, compiled in \d+\.\d\d s"
     assert [re.fullmatch(pattern, line)[1] for line in out.splitlines()] == ["dispatch", "combine"]
     code, out, err = fanfold(*WARM, "--jobs", "1", FANFOLD_CACHE_DIR=str(tmp_path))
     assert out.count("kept already\n") == 2

@@ -66,7 +66,7 @@ def test_names() -> None:
     both = layer.kernels(LAYOUTS)
     assert len(both) == 37
     assert len(set(both.values())) == len(both)
-    assert both["quantise"].entry == "formats_quantize"
+    assert both["quantise"].entry == "fanfold::formats::quantize"
     assert dict(both["quantise"].pairs)["kPackScales"] == 1
     one = layer.kernels(["token_major"])
     assert one.items() <= both.items()

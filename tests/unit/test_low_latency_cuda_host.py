@@ -173,7 +173,7 @@ def _wrong_dispatches() -> list[tuple[str, Any]]:
     x, idx, weights = tokens()
     return [
         ("x is a list", ([], idx, weights)),
-        ("x is a NoneType", (None, idx, weights)),
+        ("x is None", (None, idx, weights)),
         ("x.dtype", (x.float(), idx, weights)),
         ("x.shape", (x[:, :128].contiguous(), idx, weights)),
         ("x.shape", (x[0], idx, weights)),
@@ -181,12 +181,14 @@ def _wrong_dispatches() -> list[tuple[str, Any]]:
         ("topk_idx.shape", (x, idx.repeat(1, 128), weights)),
         ("x.stride", (x.t().contiguous().t(), idx, weights)),
         (r"x.shape\[0\] is 7, .* at most max_tokens = 6", tokens(7)),
-        ("topk_idx is a NoneType", (x, None, weights)),
+        ("topk_idx is None", (x, None, weights)),
         ("topk_idx.dtype", (x, idx.int(), weights)),
         ("topk_idx.shape", (x, idx[:4], weights)),
         ("topk_weights.shape", (x, idx, weights[:4])),
         ("topk_weights.dtype", (x, idx, weights.double())),
         ("x.device is meta", (x.to("meta"), idx, weights)),
+        ("x.layout is torch.sparse_coo", (x.to_sparse(), idx, weights)),
+        ("topk_idx.layout", (x, idx.to_sparse(), weights)),
     ]
 
 

@@ -1,5 +1,7 @@
 """tools/tidy.py reports each departure from what is agreed, and nothing in a tidy tree."""
 
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -119,6 +121,21 @@ PYTHON_CASES = {
         "fanfold/deep_ep/buffer.py",
         f'"""B."""\n\n\ndef _dispatch({many(14)}):\n    pass\n',
         ["[parameters] _dispatch takes 14 parameters"],
+    ),
+    "tensors that follow the process's defaults": (
+        "fanfold/low_latency.py",
+        '"""L."""\nimport torch\n\nA = torch.ones(3, device="cpu")\nB = torch.FloatTensor(3)\n',
+        ["fanfold/low_latency.py:4: [default-tensor]"],
+    ),
+    "tensors that follow no defaults": (
+        "fanfold/low_latency.py",
+        '"""L."""\nimport torch\n\nA = torch.ones(3, dtype=torch.int32, device="cpu")\n',
+        [],
+    ),
+    "makers of tensors under other names": (
+        "fanfold/low_latency.py",
+        '"""L."""\nfrom torch import zeros\n',
+        ["fanfold/low_latency.py:2: [default-tensor]"],
     ),
     "environment, by attribute and alias": (
         "fanfold/low_latency.py",
@@ -249,7 +266,7 @@ CPP_CASES = {
     ),
     "inline PTX in a kernel": (
         "fanfold/kernels/low_latency/dispatch.cu",
-        'extern "C" __global__ void __launch_bounds__(32, 1) f() {\n  asm volatile("nop;");\n}\n',
+        'namespace n { __global__ void __launch_bounds__(32) f() {\n  asm volatile("nop;");\n} }\n',
         ["fanfold/kernels/low_latency/dispatch.cu:2: [inline-ptx]"],
     ),
     "inline PTX where it has its names": (
@@ -259,8 +276,11 @@ CPP_CASES = {
     ),
     "long kernel with launch bounds": (
         "fanfold/kernels/low_latency/dispatch.cu",
-        f'extern "C" __global__ void __launch_bounds__(32)\n    f(int a) {{\n{CPP_BODY * 58}}}\n',
-        ["fanfold/kernels/low_latency/dispatch.cu:1: [function-length] f has 61 lines"],
+        (
+            "namespace n {\n__global__ void __launch_bounds__(32)\n"
+            f"    f(int a) {{\n{CPP_BODY * 58}}}\n}}\n"
+        ),
+        ["fanfold/kernels/low_latency/dispatch.cu:2: [function-length] f has 61 lines"],
     ),
     "a device loop that looks on and on": (
         "fanfold/kernels/low_latency/call.cuh",
@@ -380,3 +400,25 @@ def test_the_ratchet_only_shrinks(
     assert len(findings) == (1 if expected else 0), findings
     for part in expected:
         assert part in findings[0]
+
+
+def test_the_rooms_that_contributors_read_of_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CONTRIBUTING lists what tidy.py does, and all of it is there."""
+    root = TOOLS.parent
+    rows = re.findall(
+        r"^\| (\d+) \| (.*) \|$", (root / "CONTRIBUTING.md").read_text(), re.MULTILINE
+    )
+    listed = {
+        name.removesuffix(".py").removesuffix("/"): int(floor)
+        for floor, names in rows
+        for name in re.findall(r"`([\w./]+)`", names)
+    }
+    monkeypatch.syspath_prepend(str(TOOLS))
+    namespace = runpy.run_path(str(TOOLS / "tidy.py"), run_name="tidy")
+    floors = namespace["PYTHON_FLOORS"]
+    agreed = {room: floor for floor, rooms in enumerate(floors) for room in rooms}
+    assert listed == {room: agreed[room] for room in agreed if room != "kernels"}
+    for room in agreed:
+        path = root / "fanfold" / room
+        found = path.is_dir() or path.with_suffix(".py").is_file()
+        assert found or room == "_core", room

@@ -16,6 +16,26 @@ __device__ __forceinline__ void cluster_barrier() {
           : "memory");
 }
 
+// This CTA's place in its cluster.
+__device__ __forceinline__ uint32_t cta_of_cluster() {
+  uint32_t rank;
+  asm("mov.u32 %0, %cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// Arrives at the mbarrier that stands where the word `own` is in CTA `cta` of the cluster. It
+// orders nothing: for a thread that has read shared memory, not for one that has written it (a
+// release for the cluster is a fence of the whole GPU).
+__device__ __forceinline__ void arrive_relaxed_at_cta(const void* own, uint32_t cta) {
+  asm volatile(
+      "{\n .reg .b32 there;\n"
+      " mapa.shared::cluster.u32 there, %0, %1;\n"
+      " mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(
+          shared_address(own)),
+      "r"(cta)
+      : "memory");
+}
+
 // What stands in CTA `cta` of the cluster where `own` is in this one.
 __device__ __forceinline__ uint32_t load_of_cta(const uint32_t* own, int cta) {
   uint32_t address, v;

@@ -121,11 +121,13 @@ class Quantizer {
 
 }  // namespace fanfold
 
-using namespace fanfold;
+namespace fanfold::formats {
 
-extern "C" __global__ void __launch_bounds__(kThreads, kCtasOfAnSm)
-    formats_quantize(const __grid_constant__ QuantizeArgs args) {
+__global__ void __launch_bounds__(kThreads, kCtasOfAnSm)
+    quantize(const __grid_constant__ QuantizeArgs args) {
   wait_for_previous_kernel();
   allow_next_kernel();  // not before, or ever more kernels would wait on SMs of their own
   Quantizer(args).run();
 }
+
+}  // namespace fanfold::formats

@@ -254,10 +254,10 @@ class Teller {
 
 }  // namespace fanfold
 
-using namespace fanfold;
+namespace fanfold::high_throughput {
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    high_throughput_combine(const __grid_constant__ HighThroughputCombineArgs args) {
+__global__ void __launch_bounds__(kThreads, 1)
+    combine(const __grid_constant__ HighThroughputCombineArgs args) {
   auto& shared = dynamic_shared<CombineShared>();
   wait_for_previous_kernel();
   if (is_void(args.source_prefix)) return;
@@ -277,3 +277,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   finish(call);
 }
+
+}  // namespace fanfold::high_throughput

@@ -5,15 +5,16 @@
 #include "high_throughput/dispatch_receive.cuh"
 #include "high_throughput/dispatch_send.cuh"
 
-using namespace fanfold;
+namespace fanfold::high_throughput {
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    high_throughput_dispatch(const __grid_constant__ HighThroughputDispatchArgs args) {
+__global__ void __launch_bounds__(kThreads, 1)
+    dispatch(const __grid_constant__ HighThroughputDispatchArgs args) {
   auto& shared = dynamic_shared<DispatchShared>();
   wait_for_previous_kernel();
   const Call call(args.call, HighThroughputPhase::kDispatch);
   const int index = static_cast<int>(blockIdx.x) * kWarps + call.warp;
   const int warps = static_cast<int>(gridDim.x) * kWarps;
+  if (blockIdx.x == 0) copy_for_caller(args);
   if (is_void(args.source_prefix)) return mark_absent(args, 0, 0, index, warps);
   const auto thread = static_cast<int>(threadIdx.x);
   if (thread < kRanks) shared.prefix[thread] = thread == 0 ? 0 : args.source_prefix[thread - 1];
@@ -50,3 +51,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (finish(call, kNewRouting == 0 || moves ? nullptr : args.source_prefix))
     mark_absent(args, 0, 0, 0, 1);
 }
+
+}  // namespace fanfold::high_throughput

@@ -5,6 +5,15 @@
 
 namespace fanfold {
 
+// All threads of one CTA.
+__device__ __forceinline__ void copy_for_caller(const HighThroughputDispatchArgs& args) {
+  if (args.offsets_copy == nullptr) return;
+  for (int e = static_cast<int>(threadIdx.x); e <= kLocalExperts; e += kThreads) {
+    args.offsets_copy[e] = args.offsets[e];
+    if (e < kLocalExperts) args.tokens_per_expert_copy[e] = args.tokens_per_expert[e];
+  }
+}
+
 // All lanes of some warps: what is told of rows says that there is none, from row `row` of those
 // that arrive and from `place` of the results on.
 __device__ __forceinline__ void mark_absent(const HighThroughputDispatchArgs& args, int64_t row,

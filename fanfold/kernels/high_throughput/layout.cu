@@ -124,9 +124,11 @@ class LayoutCounter {
 
 }  // namespace fanfold
 
-using namespace fanfold;
+namespace fanfold::high_throughput {
 
-extern "C" __global__ void __cluster_dims__(kClusterCtas, 1, 1) __launch_bounds__(kThreads, 1)
-    high_throughput_layout(const __grid_constant__ DispatchLayoutArgs args) {
+__global__ void __cluster_dims__(kClusterCtas, 1, 1) __launch_bounds__(kThreads, 1)
+    layout(const __grid_constant__ DispatchLayoutArgs args) {
   LayoutCounter(args, dynamic_shared<LayoutShared>()).run();
 }
+
+}  // namespace fanfold::high_throughput

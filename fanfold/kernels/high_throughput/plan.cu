@@ -320,10 +320,9 @@ class Planner {
 
 }  // namespace fanfold
 
-using namespace fanfold;
+namespace fanfold::high_throughput {
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    high_throughput_plan(const __grid_constant__ PlanArgs args) {
+__global__ void __launch_bounds__(kThreads, 1) plan(const __grid_constant__ PlanArgs args) {
   auto& shared = dynamic_shared<PlanShared>();
   wait_for_previous_kernel();
   // Who refuses a call launches this whatever the call was, with the routing if it knows it.
@@ -338,3 +337,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     store_relaxed_system(reinterpret_cast<uint64_t*>(args.totals), ~uint64_t{0});
   finish(call, moves || refuses ? nullptr : args.source_prefix);
 }
+
+}  // namespace fanfold::high_throughput

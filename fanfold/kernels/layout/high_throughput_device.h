@@ -268,6 +268,9 @@ struct HighThroughputDispatchArgs {
   float* row_weights;         // [capacity]; expert-major, or null
   int32_t* row_source_rank;   // [capacity]
   int32_t* row_source_token;  // [capacity]
+  // Copies of the plan's for the caller, who may write there; or null. Kernels read the plan's.
+  int64_t* offsets_copy;            // [local experts + 1]
+  int32_t* tokens_per_expert_copy;  // [local experts]
   // Kept for later calls, by token-major row.
   int32_t* rows_of;       // [rows][top_k]; expert-major, or null
   int64_t* topk_idx;      // [rows][top_k]; token-major, with a new routing

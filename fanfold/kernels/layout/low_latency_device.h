@@ -228,9 +228,13 @@ struct LowLatencyDeviceLayout {
 
 static_assert(LowLatencyDeviceLayout{{4, 512, 22, 1000, 7}, true}.offsets().rows % 128 == 0);
 
-// Stands in the table's tokens of source 0, and in the ranges' first entry, after a dispatch that a
-// rank has refused. Every rank that received it sees it, and combines nothing.
+// Stands in the table's tokens of source 0 after a dispatch that a rank has refused. Every rank
+// that received it sees it, and combines nothing.
 inline constexpr int32_t kVoid = -1;
+// The same where the weights come with combine: in a word that no caller gets, and in the ranges'
+// first entry for a handle that has come without that word. No caller writes it there by filling or
+// by chance: a rank that combines nothing while others combine keeps them waiting.
+inline constexpr int64_t kVoidLate = -0x5cc5'9a6b'37d4'e1b3;
 
 // What combine must know of the dispatch before it, where the weights came with dispatch. It lies
 // in a tensor of the caller's: entries, entries of each (source, token), tokens of each source,
@@ -323,6 +327,7 @@ struct DispatchArgs {
   int32_t* counts;            // [local experts]
   int32_t* source_tokens;     // [local experts][capacity]
   int64_t* ranges;            // [local experts][ranks]: count | first row << 32
+  int64_t* voided;            // kVoidLate if a rank has refused this dispatch, else 0; or null
   float* row_weights;         // [local experts][capacity], or null
   unsigned char* table;       // TableLayout, or null
   int32_t* expert_totals;     // [local experts], added to, or null
@@ -335,6 +340,7 @@ struct CombineArgs {
   int64_t expert_stride;       // in bytes
   int64_t row_stride;          // in bytes
   const int64_t* ranges;       // as dispatch left them; late routing
+  const int64_t* voided;       // whether the dispatch was void (kVoidLate); or null; late routing
   const unsigned char* table;  // as dispatch left it; null with late routing
   int32_t weighted;            // whether the table's weights are used
   const int64_t* topk_idx;     // [tokens][top_k]; late routing

@@ -4,10 +4,9 @@
 #include "low_latency/combine_receive.cuh"
 #include "low_latency/combine_send.cuh"
 
-using namespace fanfold;
+namespace fanfold::low_latency {
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    low_latency_combine(const __grid_constant__ CombineArgs args) {
+__global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ CombineArgs args) {
   __shared__ CombineShared shared;
   const auto is_void = [&] { return of_void_dispatch(args); };
   // The last CTA has no header to send, as long as there are fewer tokens than CTAs.
@@ -18,3 +17,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (args.call.phases & kReceive) receive.run();
   });
 }
+
+}  // namespace fanfold::low_latency

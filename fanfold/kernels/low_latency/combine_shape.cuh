@@ -22,7 +22,7 @@ __device__ __forceinline__ bool has_unit(int part, int lane) {
 // was.
 __device__ __forceinline__ bool of_void_dispatch(const CombineArgs& args) {
   if constexpr (kLate) {
-    return args.ranges != nullptr && args.ranges[0] == kVoid;
+    return args.voided != nullptr && *args.voided == kVoidLate;
   } else {
     if (args.table == nullptr) return false;
     const TableLayout table{kRanks, kTopK, args.call.max_tokens};

@@ -4,10 +4,9 @@
 #include "low_latency/dispatch_receive.cuh"
 #include "low_latency/dispatch_send.cuh"
 
-using namespace fanfold;
+namespace fanfold::low_latency {
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    low_latency_dispatch(const __grid_constant__ DispatchArgs args) {
+__global__ void __launch_bounds__(kThreads, 1) dispatch(const __grid_constant__ DispatchArgs args) {
   __shared__ DispatchShared shared;
   const auto is_void = [] { return false; };
   const int teller = args.call.senders - 1;  // a CTA that only sends
@@ -16,3 +15,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (args.call.phases & kReceive) DispatchReceive(args, shared, seen).run();
   });
 }
+
+}  // namespace fanfold::low_latency

@@ -128,7 +128,8 @@ class DispatchReceive {
   // The tokens of each source for combine, and that this dispatch is void if it is.
   __device__ void publish_tokens() {
     const bool refused = is_void();
-    if (refused) args_.ranges[0] = kVoid;
+    if (refused) args_.ranges[0] = kVoidLate;
+    if (args_.voided != nullptr) *args_.voided = refused ? kVoidLate : 0;
     if (args_.table == nullptr) return;
     auto* tokens = reinterpret_cast<int32_t*>(args_.table + table().tokens_offset());
     for (int s = 0; s < kSources; ++s) tokens[s] = refused ? kVoid : shared_.tokens[s];
