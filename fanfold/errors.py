@@ -48,8 +48,8 @@ class ArgumentError(FanfoldError, ValueError):
 
 
 def different_calls(ours: str, rank: int, theirs: str, peer: int) -> ArgumentError:
-    """What both ranks raise if ``rank`` is in the call ``ours`` and ``peer`` in ``theirs``, and each
-    waits for the other. The host backend's has the same words (``csrc/base/error.cpp``)."""
+    """The error of both ranks if ``rank`` is in the call ``ours`` and ``peer`` in ``theirs``, and
+    each waits for the other. The host backend words it alike (``csrc/base/error.cpp``)."""
     return ArgumentError(
         "call",
         f"{ours} on rank {rank} and {theirs} on rank {peer}",

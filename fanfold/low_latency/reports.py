@@ -66,7 +66,9 @@ class Reports(KernelReports):
                 expected, actual = number, number - 1
             return PeerTimeout(rank, peer, phase, expected, actual, timeout_s, False)
         if kind == self._OTHER_CALL:
-            return different_calls(f"{phase} {number}", rank, f"{_PHASES[first - 1]} {second}", peer)
+            return different_calls(
+                f"{phase} {number}", rank, f"{_PHASES[first - 1]} {second}", peer
+            )
         if kind == self._DISAGREEMENT:
             return ArgumentError(
                 f"call {number} of {phase}",
@@ -85,4 +87,3 @@ class Reports(KernelReports):
             value,
             f"from -1 (none) to {most}; it was taken for none",
         )
-

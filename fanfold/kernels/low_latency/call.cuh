@@ -79,8 +79,7 @@ __device__ __noinline__ void report_timeout(LowLatencyReports* reports, uint32_t
 }
 
 // Whether the kernels of two ranks, `peer` and another one, wait for each other.
-__device__ __forceinline__ bool is_deadlocked(const CallArgs& args, int peer,
-                                              Progress theirs) {
+__device__ __forceinline__ bool is_deadlocked(const CallArgs& args, int peer, Progress theirs) {
   for (int rank = 0; rank < kRanks; ++rank) {
     const Progress other = progress_of(args, rank);
     if (rank != peer && theirs.needs(other) && other.needs(theirs)) return true;
@@ -103,8 +102,7 @@ __device__ __noinline__ bool find_other_call(const CallArgs& args, uint32_t kind
     const uint32_t near = args.state->epochs[which][blockIdx.x].send - kFirstEpoch;
     const int32_t number = static_cast<int32_t>(near) + Progress::shortfall(near, theirs.call());
     store_report(&args.reports->kinds[static_cast<int>(ReportKind::kOtherCall)],
-                 (1u + kind) | (static_cast<uint32_t>(peer) << 8), epoch,
-                 1 + which, number);
+                 (1u + kind) | (static_cast<uint32_t>(peer) << 8), epoch, 1 + which, number);
     return true;
   }
   return false;
