@@ -78,31 +78,41 @@ __device__ __noinline__ void report_timeout(LowLatencyReports* reports, uint32_t
                static_cast<int32_t>(received), of_receipt ? 1 : 0);
 }
 
-// Whether the kernels of two ranks, `peer` and another one, wait for each other.
-__device__ __forceinline__ bool is_deadlocked(const CallArgs& args, int peer, Progress theirs) {
-  for (int rank = 0; rank < kRanks; ++rank) {
-    const Progress other = progress_of(args, rank);
-    if (rank != peer && theirs.needs(other) && other.needs(theirs)) return true;
-  }
-  return false;
+__device__ __forceinline__ void report_other_call(const CallArgs& args, Progress own, int peer,
+                                                  Progress theirs) {
+  const auto kind = static_cast<CallKind>(own.kind());
+  const CtaEpochs& ours = args.state->epochs[own.kind()][blockIdx.x];
+  const uint32_t epoch = own.does(kReceive) ? ours.receive : ours.send;
+  // Their count is near this rank's own, which is whole.
+  const int which = theirs.kind();
+  const uint32_t near = args.state->epochs[which][blockIdx.x].send - kFirstEpoch;
+  const int32_t number = static_cast<int32_t>(near) + Progress::shortfall(near, theirs.call());
+  store_report(&args.reports->kinds[static_cast<int>(ReportKind::kOtherCall)],
+               (1u + static_cast<uint32_t>(kind)) | (static_cast<uint32_t>(peer) << 8), epoch,
+               1 + which, number);
+  store_relaxed_gpu(&args.state->failed, call_id(kind, epoch));
 }
 
 // Whether this kernel can never end, because a live peer is in another call that cannot end either
-// (Progress::needs): reports the calls of both. Called where a wait has lasted long, as it reads
-// from the memory of peers.
-__device__ __noinline__ bool find_other_call(const CallArgs& args, uint32_t kind, uint32_t epoch) {
-  const Progress own = progress_of(args, args.rank);
-  for (int peer = 0; peer < kRanks; ++peer) {
-    const auto* masked = reinterpret_cast<const uint32_t*>(&args.state->masked[peer]);
-    if (peer == args.rank || load_relaxed_gpu(masked) != 0) continue;
+// (Progress::needs): reports the calls of both and fails this one. Called where a wait has lasted
+// long, as it reads from the memory of peers; apart, so that no wait carries it in its registers.
+// A kernel that a word says needs another has not ended when that other's word is read, so two
+// words that need each other are of one moment. Words are loaded anew for each pair, as the callers
+// leave few registers.
+__device__ __noinline__ bool find_other_call(const CallArgs& args) {
+#pragma unroll 1
+  for (int pair = 0; pair < kRanks * kRanks; ++pair) {
+    const int peer = pair / kRanks;
+    const Progress own = progress_of(args, args.rank);
     const Progress theirs = progress_of(args, peer);
-    if (!own.needs(theirs) || !is_deadlocked(args, peer, theirs)) continue;
-    const int which = theirs.kind();
-    // Their count is near this rank's own, which is whole.
-    const uint32_t near = args.state->epochs[which][blockIdx.x].send - kFirstEpoch;
-    const int32_t number = static_cast<int32_t>(near) + Progress::shortfall(near, theirs.call());
-    store_report(&args.reports->kinds[static_cast<int>(ReportKind::kOtherCall)],
-                 (1u + kind) | (static_cast<uint32_t>(peer) << 8), epoch, 1 + which, number);
+    const auto* masked = reinterpret_cast<const uint32_t*>(&args.state->masked[peer]);
+    if (peer == args.rank || !own.needs(theirs) || load_relaxed_gpu(masked) != 0) {
+      pair += kRanks - 1 - pair % kRanks;
+      continue;
+    }
+    const Progress other = progress_of(args, pair % kRanks);
+    if (pair % kRanks == peer || !theirs.needs(other) || !other.needs(theirs)) continue;
+    report_other_call(args, own, peer, theirs);
     return true;
   }
   return false;
@@ -184,6 +194,7 @@ class Call {
 
   // What `source` says of this call: no tokens if it refused, is late, or means another call. One
   // that itself refused takes whatever comes, to make its memory absent again.
+  template <bool LooksAround = true>
   __device__ CallWord await_call(int source) const;
 
   // Tells the host if `word` is a refusal or means another call.
@@ -218,8 +229,8 @@ class WaitClock {
 // A wait that ends: for a peer that is masked, for a call that has failed, and when its time is
 // over, which masks the peer or fails the call.
 //
-// `LooksAround` in a wait for what every peer sends at the start of a call: a peer may be in another
-// call and never send it. What follows it in the same call comes, or is late.
+// `LooksAround` in a wait for what every peer sends at the start of a call: a peer in another call
+// never sends it. What follows it in the same call arrives, or is late.
 template <CallKind Kind, bool LooksAround = false>
 class Patience {
  public:
@@ -232,9 +243,7 @@ class Patience {
     if ((++looks_ & (kLooks - 1)) != 0) return false;
     if (call_.failed() || call_.is_masked(peer)) return true;
     if constexpr (LooksAround) {
-      if ((looks_ & (kLongLooks - 1)) == 0 && looks_around() &&
-          find_other_call(call_.args, static_cast<uint32_t>(Kind), call_.epoch)) {
-        call_.fail();
+      if ((looks_ & (kLongLooks - 1)) == 0 && looks_around() && find_other_call(call_.args)) {
         return true;
       }
     }
@@ -288,8 +297,9 @@ __device__ uint32_t Call<Kind>::await_receipts() const {
 }
 
 template <CallKind Kind>
+template <bool LooksAround>
 __device__ CallWord Call<Kind>::await_call(int source) const {
-  Patience<Kind, true> patience(*this);
+  Patience<Kind, LooksAround> patience(*this);
   CallWord word{};
   do {
     word = CallWord::decode(load_relaxed_system(call_word(args.rank, source)));

@@ -140,7 +140,7 @@ class CombineReceive {
 
   __device__ void hear_of(int rank) {
     const WaitClock clock(kLate ? nullptr : args_.wait_ns, rank);
-    call_.report_call(rank, call_.await_call(rank));
+    call_.report_call(rank, call_.await_call<!kLate>(rank));
     clock.stop();
   }
 
