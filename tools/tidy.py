@@ -37,6 +37,7 @@ PYTHON_FLOORS: tuple[tuple[str, ...], ...] = (
         "group",
         "gpus",
         "kernel_reports",
+        "late_peers",
         "layer_statistics",
         "lending",
         "letting_go",
