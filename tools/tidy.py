@@ -49,6 +49,7 @@ PYTHON_FLOORS: tuple[tuple[str, ...], ...] = (
     ("formats",),
     ("placement", "low_latency", "high_throughput", "fused_moe"),
     ("received",),  # what a dispatch of either mode brings
+    ("operators",),
     ("expert_parallel", "deep_ep"),
     ("functional",),
     ("nn", "bench"),

@@ -28,16 +28,19 @@ from types import TracebackType
 from typing import Any, Literal, overload
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from fanfold import low_latency
 from fanfold.config import Config
 from fanfold.errors import ArgumentError, UsageError
+from fanfold.expert_parallel import compiled
 from fanfold.expert_parallel.high_throughput import HighThroughputCalls, refuse_given
 from fanfold.formats import RowFormat, ScaleFormat
 from fanfold.geometry import Geometry, check_hidden, check_integer
 from fanfold.group import Group, agree, as_group
 from fanfold.high_throughput.calls import MOST_ALIGNMENT, MOST_ROWS
 from fanfold.low_latency import Hook
+from fanfold.operators import register
 from fanfold.placement import Placement, place
 from fanfold.received import LowLatencySource, Received
 from fanfold.refusal import Refusing
@@ -139,6 +142,8 @@ class ExpertParallel:
                 self._check_received,
             )
             self.device, self.memory = self._high_throughput.device, self._high_throughput.memory
+        shapes = compiled.shapes_of(self.geometry, mode, self._formats, expert_alignment)
+        self.registration = register(self, shapes, ExpertParallel)
 
     def _open_low_latency(self) -> None:
         geometry = self.geometry
@@ -258,6 +263,11 @@ class ExpertParallel:
         On a GPU what kernels find is raised by a later call: PeerTimeout by any, a bad index, a
         capacity or PeerRefused by a combine or :meth:`check`.
         """
+        if is_dynamo_compiling():
+            return compiled.dispatch(
+                self, _dispatch_outside, x, topk_idx, topk_weights, previous=previous,
+                capacity=capacity, in_place=in_place, return_hook=return_hook,
+            )  # fmt: skip
         self._check_open()
         if self.mode == "high_throughput":
             return self._high_throughput.dispatch(
@@ -328,6 +338,11 @@ class ExpertParallel:
         Raises:
             ArgumentError, PeerRefused, PeerTimeout, UsageError: as :meth:`dispatch`.
         """
+        if is_dynamo_compiling():
+            return compiled.combine(
+                self, _combine_outside, y, received, weighted=weighted, bias=bias, logfmt=logfmt,
+                out=out, return_hook=return_hook,
+            )  # fmt: skip
         self._check_open()
         if self.mode == "high_throughput":
             return self._high_throughput.combine(
@@ -364,6 +379,8 @@ class ExpertParallel:
         Returns:
             ``[num_tokens, top_k]`` float32; 0 where topk_idx is -1.
         """
+        if is_dynamo_compiling():
+            return compiled.combine_weights(self, _weights_outside, row_values, received)
         self._check_open()
         if self.mode != "high_throughput":
             raise UsageError("combine_weights works in high_throughput mode only")
@@ -485,6 +502,12 @@ class ExpertParallel:
             received.complete = True
 
         return received, hook
+
+
+# Between two compiled graphs, for what operators cannot do.
+_dispatch_outside = torch.compiler.disable(ExpertParallel.dispatch)
+_combine_outside = torch.compiler.disable(ExpertParallel.combine)
+_weights_outside = torch.compiler.disable(ExpertParallel.combine_weights)
 
 
 def open_placed(

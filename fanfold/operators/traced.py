@@ -1,0 +1,170 @@
+"""The calls as ``torch.compile`` traces them: operators, and a Received of their results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fanfold.operators import calls
+from fanfold.operators.define import TRACEABLE
+from fanfold.operators.exchanges import opened
+from fanfold.received import HighThroughputSource, LowLatencySource, Received
+
+__all__ = ["HandleSource", "traceable", "traced_combine", "traced_dispatch", "traced_weights"]
+
+
+class HandleSource:
+    """The ``source`` of a Received that compiled code made: a handle in place of the objects.
+
+    Works outside of compiled code too, as the mode's own source would."""
+
+    __setattr__ = object.__setattr__  # as the modes' own are frozen
+
+    def __init__(self, handle: torch.Tensor, begins: torch.Tensor, counts: torch.Tensor,
+                 capacity: int | None) -> None:  # fmt: skip
+        self.handle = handle
+        self._begins, self._counts, self._capacity = begins, counts, capacity
+
+    @property
+    def dispatched(self) -> Any:
+        """Of the source that the operator kept."""
+        source: Any = opened(self.handle).received.source
+        return source.dispatched
+
+    @property
+    def exchange(self) -> Any:
+        """What dispatched."""
+        return opened(self.handle).exchange
+
+    @property
+    def capacity(self) -> int | None:
+        """Rows to allocate, where the dispatch was given a number."""
+        return self._capacity
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Where the rows of a local expert begin, and how many there are."""
+        return int(self._begins[index]), int(self._counts[index])
+
+    def places(self) -> list[tuple[int, int]]:
+        """The same of all local experts, read at once."""
+        both = torch.stack([self._begins[:-1], self._counts.long()])
+        begins, counts = both.tolist()
+        return list(zip(begins, counts, strict=True))
+
+    def without_rows(self) -> HandleSource:
+        """This one: the operator kept no rows."""
+        return self
+
+    def ranks(self, received: Received) -> torch.Tensor:
+        """Each row's source rank."""
+        rank: torch.Tensor = calls.row_sources(self.handle, received.tokens)[0]
+        return rank
+
+    def tokens(self, received: Received) -> torch.Tensor:
+        """Each row's source token."""
+        token: torch.Tensor = calls.row_sources(self.handle, received.tokens)[1]
+        return token
+
+
+class _HighThroughputHandle(HandleSource, HighThroughputSource):
+    """In high throughput."""
+
+
+class _LowLatencyHandle(HandleSource, LowLatencySource):
+    """In low latency."""
+
+    @property
+    def topk_idx(self) -> torch.Tensor | None:
+        """As dispatched; None where the routing has it."""
+        source = opened(self.handle).received.source
+        assert isinstance(source, LowLatencySource)
+        return source.topk_idx
+
+
+def traceable(exchange: Any, *received: Received | None) -> bool:
+    """Whether operators can make this call. They cannot for an exchange of the user's own, nor with
+    what was dispatched outside of compiled code."""
+    if not TRACEABLE:
+        return False
+    registration = getattr(exchange, "registration", None)
+    if registration is None or registration.kind is not type(exchange):
+        return False
+    return all(given is None or isinstance(given.source, HandleSource) for given in received)
+
+
+def traced_dispatch(
+    exchange: Any,
+    name: str,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    *,
+    previous: Received | None = None,
+    capacity: int | None = None,
+    trained: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None, Received]:
+    """A dispatch by the operator.
+
+    Args:
+        exchange: registered.
+        name: of its registration: for its own calls, or for those of its base class.
+        x, topk_idx, topk_weights, previous, capacity: see ``ExpertParallel.dispatch``.
+        trained: refuse if there is no backward pass.
+
+    Returns:
+        Rows and weights as autograd knows them, and what arrived, without gradients.
+    """
+    weighted = topk_weights is not None
+    handle_before, rows = None, capacity
+    if previous is not None:
+        handle_before, rows = previous.source.handle, previous.tokens.shape[0]  # type: ignore[union-attr]
+        weighted, capacity = previous.weights is not None, previous.source.capacity  # type: ignore[union-attr]
+    handle, tokens, scales, row_weights, counts, offsets = calls.dispatch(
+        x, topk_idx, topk_weights, handle_before, name, rows, weighted, trained
+    )
+    kind = _LowLatencyHandle if exchange.mode == "low_latency" else _HighThroughputHandle
+    weights = row_weights if weighted else None
+    received = Received(
+        tokens=tokens.detach(),
+        scales=scales if tokens.dtype is torch.float8_e4m3fn else None,
+        weights=None if weights is None else weights.detach(),
+        tokens_per_expert=counts,
+        offsets=offsets,
+        num_tokens=x.shape[0],
+        owner=exchange,
+        source=kind(handle, offsets, counts, capacity),
+    )
+    return tokens, weights, received
+
+
+def traced_combine(
+    y: torch.Tensor,
+    received: Received,
+    weights: torch.Tensor | None,
+    *,
+    weighted: bool,
+    bias: torch.Tensor | None = None,
+    logfmt: bool = False,
+    trained: bool = False,
+) -> torch.Tensor:
+    """A combine by the operator; see ``ExpertParallel.combine``.
+
+    Args:
+        y, received, bias, logfmt: as there.
+        weights: of the rows, where high throughput takes them; None otherwise.
+        weighted: multiply by them, or by those that low latency has.
+        trained: refuse if there is no backward pass.
+    """
+    handle = received.source.handle  # type: ignore[union-attr]
+    out: torch.Tensor = calls.combine(
+        y, handle, weights, bias, received.num_tokens, weighted, logfmt, trained
+    )
+    return out
+
+
+def traced_weights(row_values: torch.Tensor, received: Received, top_k: int) -> torch.Tensor:
+    """``ExpertParallel.combine_weights`` by the operator."""
+    handle = received.source.handle  # type: ignore[union-attr]
+    values: torch.Tensor = calls.combine_weights(row_values, handle, received.num_tokens, top_k)
+    return values
