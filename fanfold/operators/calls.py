@@ -112,7 +112,7 @@ def _dispatch(
     rows: int | None,
     weighted: bool,
     trained: bool,
-) -> Tensors:
+) -> list[torch.Tensor]:
     if previous is None:
         caller = find(exchange)
         if hasattr(caller, "for_routing"):
@@ -132,7 +132,7 @@ def _dispatch(
         received = caller.dispatch(aligned(x), previous=opened(previous).received)
     kept = received.without_rows() if caller.mode == "high_throughput" else received
     weights = received.weights if weighted else None
-    return (
+    return [
         handle_of(caller, kept),
         received.tokens,
         _nothing(x) if received.scales is None else received.scales,
@@ -140,7 +140,7 @@ def _dispatch(
         _nothing(x) if weights is None else weights.clone(),
         received.tokens_per_expert.clone(),
         received.offsets.clone(),
-    )
+    ]
 
 
 def _arriving(most: int) -> Any:
@@ -168,7 +168,7 @@ def _fake_dispatch(
     rows: int | None,
     weighted: bool,
     trained: bool,
-) -> Tensors:
+) -> list[torch.Tensor]:
     del topk_idx, topk_weights, previous, trained
     shapes = shapes_of(exchange)
     columns = shapes.scale_columns
@@ -184,22 +184,24 @@ def _fake_dispatch(
         dtype = getattr(torch, shapes.scale_dtype)
         scales = x.new_empty_strided((*leading, columns), strides, dtype=dtype)
     weights = x.new_empty(leading, dtype=torch.float32) if weighted else _nothing(x)
-    return (
+    return [
         torch.empty((1,), dtype=torch.int64, device="cpu"),
         x.new_empty((*leading, shapes.hidden), dtype=getattr(torch, shapes.dtype)),
         scales,
         weights,
         x.new_empty((shapes.experts,), dtype=torch.int32),
         x.new_empty((shapes.experts + 1,), dtype=torch.int64),
-    )
+    ]
 
 
+# The results are handle, tokens, scales, weights, tokens_per_expert and offsets. They are a list
+# because PyTorch's compiler loses a number of rows that only the call knows if an ordered operator
+# has several results (2.13).
 dispatch, _dispatch_definition = define(
     "dispatch",
     "(Tensor x, Tensor? topk_idx, Tensor? topk_weights, Tensor? previous, str exchange,"
     " SymInt? rows, bool weighted, bool trained)"
-    " -> (Tensor handle, Tensor tokens, Tensor scales, Tensor weights, Tensor tokens_per_expert,"
-    " Tensor offsets)",
+    " -> Tensor[]",
     _dispatch,
     _fake_dispatch,
 )
@@ -249,13 +251,13 @@ _backward_of_dispatch, _dispatch_backward_definition = define(
 )
 
 
-def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     x, _, _, _, exchange, *_ = inputs
     ctx.save_for_backward(output[0])
     ctx.tokens, ctx.top_k = x.shape[0], shapes_of(exchange).top_k
 
 
-def _after_dispatch(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _after_dispatch(ctx: Any, grads: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
     (handle,) = ctx.saved_tensors
     needs_x, _, needs_weights, *_ = ctx.needs_input_grad
     grad_x, grad_weights = _backward_of_dispatch(
