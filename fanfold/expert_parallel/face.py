@@ -143,7 +143,7 @@ class ExpertParallel:
             )
             self.device, self.memory = self._high_throughput.device, self._high_throughput.memory
         shapes = compiled.shapes_of(self.geometry, mode, self._formats, expert_alignment)
-        self.registration = register(self, shapes, ExpertParallel)
+        self.registration = register(self, shapes, base=ExpertParallel)
 
     def _open_low_latency(self) -> None:
         geometry = self.geometry

@@ -87,16 +87,15 @@ class Registration:
             are cached on disk by what they are made of, and another process may give an exchange of
             other sizes the same number.
         native_name: names the calls of ``base`` instead of the exchange's own.
-        kind: the class of the exchange.
+        kind: the class of the objects that functions are called with.
     """
 
     _numbers = itertools.count()
 
-    def __init__(self, exchange: Any, shapes: Shapes, base: type | None) -> None:
+    def __init__(self, exchange: Any, shapes: Shapes, base: type | None, kind: type) -> None:
         self.name = f"{next(self._numbers)} {shapes}"
         self.native_name = f"{self.name} native"
-        self.kind = type(exchange)
-        self.shapes, self.base = shapes, base
+        self.shapes, self.base, self.kind = shapes, base, kind
         self.exchange = weakref.ref(exchange)
 
 
@@ -123,7 +122,9 @@ class _Native:
 _registrations: weakref.WeakValueDictionary[str, Registration] = weakref.WeakValueDictionary()
 
 
-def register(exchange: object, shapes: Shapes, base: type | None = None) -> Registration:
+def register(
+    exchange: object, shapes: Shapes, *, base: type | None = None, kind: type | None = None
+) -> Registration:
     """Makes an exchange known to operators, for as long as it lives.
 
     Args:
@@ -132,8 +133,9 @@ def register(exchange: object, shapes: Shapes, base: type | None = None) -> Regi
             calls that belong to it.
         shapes: of its results.
         base: whose calls ``native_name`` names.
+        kind: the class of what ``for_routing`` returns, if there is that.
     """
-    made = Registration(exchange, shapes, base)
+    made = Registration(exchange, shapes, base, type(exchange) if kind is None else kind)
     _registrations[made.name] = _registrations[made.native_name] = made
     return made
 

@@ -132,7 +132,7 @@ def traced_dispatch(
         tokens_per_expert=counts,
         offsets=offsets,
         num_tokens=x.shape[0],
-        owner=exchange,
+        owner=getattr(exchange, "owner", exchange),
         source=kind(handle, offsets, counts, capacity),
     )
     return tokens, weights, received
