@@ -68,7 +68,8 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *_backward(*ctx.saved_tensors, grad_y, ctx.places), None, None
+        tokens, w_in, w_out, projected = ctx.saved_tensors
+        return *_backward(tokens, w_in, w_out, projected, grad_y, ctx.places), None, None
 
 
 def _forward(

@@ -239,7 +239,7 @@ def _compiled_dispatch(
     trained: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, Received]:
     if not traceable(ep):
-        return _dispatch_outside(ep, x, topk_idx, topk_weights, capacity=capacity)
+        return _dispatch_outside(ep, x, topk_idx, topk_weights, capacity=capacity)  # type: ignore[no-any-return]
     name = ep.registration.name  # type: ignore[attr-defined]
     tokens, weights, received = traced_dispatch(
         ep, name, x, topk_idx, topk_weights, capacity=capacity, trained=trained
@@ -258,7 +258,7 @@ def _compiled_combine(
     trained: bool,
 ) -> torch.Tensor:
     if not traceable(ep, received):
-        return _combine_outside(ep, y, received, weights, bias=bias)
+        return _combine_outside(ep, y, received, weights, bias=bias)  # type: ignore[no-any-return]
     weighted = weights is not None
     if not trained:
         _check_weights(ep, received, weights)

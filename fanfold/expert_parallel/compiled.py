@@ -68,14 +68,11 @@ def dispatch(
 
 def combine(
     ep: Any, outside: Callable[..., Any], y: torch.Tensor, received: Received, *, weighted: bool,
-    bias: torch.Tensor | None, logfmt: bool, out: torch.Tensor | None, return_hook: bool,
+    bias: torch.Tensor | None, out: torch.Tensor | None, **options: bool,
 ) -> Any:  # fmt: skip
     """See :meth:`ExpertParallel.combine`, which is ``outside``."""
-    if return_hook or not traceable(ep, received):
-        return outside(
-            ep, y, received, weighted=weighted, bias=bias, logfmt=logfmt, out=out,
-            return_hook=return_hook,
-        )  # fmt: skip
+    if options["return_hook"] or not traceable(ep, received):
+        return outside(ep, y, received, weighted=weighted, bias=bias, out=out, **options)
     weights = None
     if ep.mode == "high_throughput":
         weights = received.weights if weighted else None
@@ -83,14 +80,14 @@ def combine(
     if bias is not None:
         bias = bias.detach()
     result = traced_combine(
-        y.detach(), received, weights, weighted=weighted, bias=bias, logfmt=logfmt
+        y.detach(), received, weights, weighted=weighted, bias=bias, logfmt=options["logfmt"]
     )
     return result if out is None else out.copy_(result)
 
 
 def combine_weights(
-    ep: Any, outside: Callable[..., Any], row_values: torch.Tensor, received: Received
-) -> Any:
+    ep: Any, row_values: torch.Tensor, received: Received, outside: Callable[..., torch.Tensor]
+) -> torch.Tensor:
     """See :meth:`ExpertParallel.combine_weights`, which is ``outside``."""
     if not traceable(ep, received):
         return outside(ep, row_values, received)

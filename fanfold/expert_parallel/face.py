@@ -264,7 +264,7 @@ class ExpertParallel:
         capacity or PeerRefused by a combine or :meth:`check`.
         """
         if is_dynamo_compiling():
-            return compiled.dispatch(
+            return compiled.dispatch(  # type: ignore[no-any-return]
                 self, _dispatch_outside, x, topk_idx, topk_weights, previous=previous,
                 capacity=capacity, in_place=in_place, return_hook=return_hook,
             )  # fmt: skip
@@ -339,7 +339,7 @@ class ExpertParallel:
             ArgumentError, PeerRefused, PeerTimeout, UsageError: as :meth:`dispatch`.
         """
         if is_dynamo_compiling():
-            return compiled.combine(
+            return compiled.combine(  # type: ignore[no-any-return]
                 self, _combine_outside, y, received, weighted=weighted, bias=bias, logfmt=logfmt,
                 out=out, return_hook=return_hook,
             )  # fmt: skip
@@ -380,7 +380,7 @@ class ExpertParallel:
             ``[num_tokens, top_k]`` float32; 0 where topk_idx is -1.
         """
         if is_dynamo_compiling():
-            return compiled.combine_weights(self, _weights_outside, row_values, received)
+            return compiled.combine_weights(self, row_values, received, _weights_outside)
         self._check_open()
         if self.mode != "high_throughput":
             raise UsageError("combine_weights works in high_throughput mode only")

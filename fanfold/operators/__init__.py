@@ -1,7 +1,7 @@
 """Custom operators of PyTorch for dispatch and combine, so that ``torch.compile`` can trace them.
 
-A compiled graph holds operators and tensors, and no objects. So an operator names its exchange (an
-ExpertParallel, as a rule) by a string, and what a dispatch leaves for its combine is a tensor of one
+A compiled graph holds operators and tensors, and no objects. So an operator names its exchange, an
+ExpertParallel as a rule, by a string. What a dispatch leaves for its combine is a tensor of one
 number, the handle. Eager calls use none of this.
 """
 

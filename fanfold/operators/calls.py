@@ -173,6 +173,7 @@ def _fake_dispatch(
     shapes = shapes_of(exchange)
     columns = shapes.scale_columns
     leading: tuple[Any, ...]
+    strides: tuple[int, ...]
     if shapes.mode == "low_latency":
         leading = (shapes.experts, shapes.rows)
         strides = (columns * shapes.rows, 1, shapes.rows)

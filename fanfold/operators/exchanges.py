@@ -19,7 +19,16 @@ import torch
 from fanfold.errors import UsageError
 from fanfold.received import Received
 
-__all__ = ["Exchange", "Opened", "Registration", "Shapes", "find", "handle_of", "opened", "register"]
+__all__ = [
+    "Exchange",
+    "Opened",
+    "Registration",
+    "Shapes",
+    "find",
+    "handle_of",
+    "opened",
+    "register",
+]
 
 
 class Exchange(Protocol):
@@ -159,8 +168,8 @@ def find(name: str) -> Any:
 
 
 _GONE = (
-    "a compiled function called an ExpertParallel that no longer exists in this process; keep it as "
-    "long as the function, and compile the function again for another one"
+    "a compiled function called an ExpertParallel that no longer exists in this process; keep it "
+    "as long as the function, and compile the function again for another one"
 )
 
 
@@ -210,8 +219,8 @@ def opened(handle: torch.Tensor) -> Opened:
     memory = _handles.get(int(handle))
     if memory is None:
         raise UsageError(
-            f"handle {int(handle)} of a dispatch stands for nothing in this process: keep the tensor "
-            "that the dispatch returned; a copy of it, also one that was stored and loaded, keeps "
-            "nothing alive"
+            f"handle {int(handle)} of a dispatch stands for nothing in this process: keep the "
+            "tensor that the dispatch returned; a copy of it, also one that was stored and loaded, "
+            "keeps nothing alive"
         )
     return memory.opened

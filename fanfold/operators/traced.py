@@ -67,15 +67,15 @@ class HandleSource:
         return token
 
 
-class _HighThroughputHandle(HandleSource, HighThroughputSource):
+class _HighThroughputHandle(HandleSource, HighThroughputSource):  # type: ignore[misc]
     """In high throughput."""
 
 
-class _LowLatencyHandle(HandleSource, LowLatencySource):
+class _LowLatencyHandle(HandleSource, LowLatencySource):  # type: ignore[override]
     """In low latency."""
 
     @property
-    def topk_idx(self) -> torch.Tensor | None:
+    def topk_idx(self) -> torch.Tensor | None:  # type: ignore[override]
         """As dispatched; None where the routing has it."""
         source = opened(self.handle).received.source
         assert isinstance(source, LowLatencySource)
