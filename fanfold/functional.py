@@ -46,7 +46,7 @@ from torch.autograd.function import once_differentiable
 from torch.compiler import is_dynamo_compiling
 
 from fanfold.errors import UsageError
-from fanfold.operators import Exchange, traceable, traced_combine, traced_dispatch
+from fanfold.operators import Exchange, outside, traceable, traced_combine, traced_dispatch
 from fanfold.operators.calls import (
     check_exact,
     check_trainable,
@@ -267,6 +267,5 @@ def _compiled_combine(
     return traced_combine(y, received, weights, weighted=weighted, bias=bias, trained=trained)
 
 
-# Between two graphs, for what operators cannot do.
-_dispatch_outside = torch.compiler.disable(dispatch)
-_combine_outside = torch.compiler.disable(combine)
+_dispatch_outside = outside(dispatch)
+_combine_outside = outside(combine)

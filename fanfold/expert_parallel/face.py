@@ -40,7 +40,7 @@ from fanfold.geometry import Geometry, check_hidden, check_integer
 from fanfold.group import Group, agree, as_group
 from fanfold.high_throughput.calls import MOST_ALIGNMENT, MOST_ROWS
 from fanfold.low_latency import Hook
-from fanfold.operators import register
+from fanfold.operators import outside, register
 from fanfold.placement import Placement, place
 from fanfold.received import LowLatencySource, Received
 from fanfold.refusal import Refusing
@@ -504,10 +504,9 @@ class ExpertParallel:
         return received, hook
 
 
-# Between two compiled graphs, for what operators cannot do.
-_dispatch_outside = torch.compiler.disable(ExpertParallel.dispatch)
-_combine_outside = torch.compiler.disable(ExpertParallel.combine)
-_weights_outside = torch.compiler.disable(ExpertParallel.combine_weights)
+_dispatch_outside = outside(ExpertParallel.dispatch)
+_combine_outside = outside(ExpertParallel.combine)
+_weights_outside = outside(ExpertParallel.combine_weights)
 
 
 def open_placed(

