@@ -240,11 +240,16 @@ def _compiled_dispatch(
 ) -> tuple[torch.Tensor, torch.Tensor | None, Received]:
     if not traceable(ep):
         return _dispatch_outside(ep, x, topk_idx, topk_weights, capacity=capacity)  # type: ignore[no-any-return]
-    name = ep.registration.name  # type: ignore[attr-defined]
+    registration = ep.registration  # type: ignore[attr-defined]
+    name = registration.name
+    trainable = registration.shapes.trainable
+    if not trainable:  # the operator raises, and has no backward pass to trace
+        x = x.detach()
+        topk_weights = None if topk_weights is None else topk_weights.detach()
     tokens, weights, received = traced_dispatch(
         ep, name, x, topk_idx, topk_weights, capacity=capacity, trained=trained
     )
-    if trained:
+    if trained and trainable:
         return tokens, weights, received
     return received.tokens, received.weights, received
 
@@ -263,7 +268,8 @@ def _compiled_combine(
     if not trained:
         _check_weights(ep, received, weights)
     if ep.mode == "low_latency":
-        weights = None
+        # If a gradient is wanted, the operator raises, and has no backward pass to trace.
+        y, weights = y.detach(), None
     return traced_combine(y, received, weights, weighted=weighted, bias=bias, trained=trained)
 
 

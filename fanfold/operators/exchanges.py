@@ -87,6 +87,11 @@ class Shapes:
     scale_columns: int
     scale_dtype: str
 
+    @property
+    def trainable(self) -> bool:
+        """Whether there are gradients."""
+        return self.mode == "high_throughput" and self.scale_columns == 0
+
 
 class Registration:
     """An exchange under a name. The exchange holds it.
