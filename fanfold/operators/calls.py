@@ -230,10 +230,11 @@ def _fake_dispatch_backward(
     tokens: int,
     top_k: int,
 ) -> Tensors:
+    del handle
     given = grad_tokens if grad_tokens is not None else grad_weights
     assert given is not None
     return (
-        _nothing(handle).to(given.device)
+        _nothing(given)
         if grad_tokens is None
         else grad_tokens.new_empty((tokens, grad_tokens.shape[-1])),
         _nothing(given)

@@ -34,12 +34,14 @@ def open_ep(group: object, mode: str, kind: type = ExpertParallel, **options: ob
     )  # fmt: skip
 
 
-def inputs_of(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    tokens = TOKENS[step][rank]
-    generator = torch.Generator().manual_seed(10 * step + rank)
+def inputs_of(step: int, ep: ExpertParallel) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, topk_idx and topk_weights of this rank, where ``ep`` takes them."""
+    tokens = TOKENS[step][ep.rank]
+    generator = torch.Generator().manual_seed(10 * step + ep.rank)
     x = torch.randn((tokens, HIDDEN), generator=generator).bfloat16()
     idx = torch.randint(-1, EXPERTS, (tokens, TOP_K), generator=generator)
-    return x, idx, torch.randn((tokens, TOP_K), generator=generator)
+    weights = torch.randn((tokens, TOP_K), generator=generator)
+    return x.to(ep.device), idx.to(ep.device), weights.to(ep.device)
 
 
 def layer_of(ep: ExpertParallel, capacity: int | None = None, biased: bool = False) -> Layer:
@@ -54,9 +56,9 @@ def layer_of(ep: ExpertParallel, capacity: int | None = None, biased: bool = Fal
     return layer
 
 
-def gradients(layer: Layer, step: int, rank: int) -> list[torch.Tensor]:
+def gradients(layer: Layer, step: int, ep: ExpertParallel) -> list[torch.Tensor]:
     """Output and gradients."""
-    x, idx, weights = inputs_of(step, rank)
+    x, idx, weights = inputs_of(step, ep)
     x.requires_grad_()
     weights.requires_grad_()
     out = layer(x, idx, weights)
@@ -79,11 +81,11 @@ def train(group: object, backend: str, dynamic: bool | None, capacity: int | Non
         layer = layer_of(ep, capacity, biased=True)
         compiled = torch.compile(layer, backend=backend, dynamic=dynamic, fullgraph=True)
         for step in range(len(TOKENS)):
-            want = gradients(layer, step, ep.rank)
+            want = gradients(layer, step, ep)
             assert any(tensor.any() for tensor in want) or TOKENS[step][ep.rank] == 0
-            assert_equal(gradients(compiled, step, ep.rank), want)
+            assert_equal(gradients(compiled, step, ep), want)
             with torch.no_grad():
-                assert_equal([compiled(*inputs_of(step, ep.rank))], want[:1])
+                assert_equal([compiled(*inputs_of(step, ep))], want[:1])
     return len(exchanges._handles)
 
 
@@ -120,7 +122,7 @@ def infer(group: object, backend: str, options: dict[str, object]) -> None:
 
         compiled = torch.compile(layer, backend=backend, fullgraph=True)
         for step in range(len(TOKENS)):
-            given = inputs_of(step, ep.rank)
+            given = inputs_of(step, ep)
             for context in (torch.no_grad, torch.inference_mode):
                 with context():
                     assert_equal([compiled(*given)], [layer(*given)])
@@ -164,7 +166,7 @@ def native(group: object, mode: str) -> None:
 
         compiled = torch.compile(calls, backend="aot_eager", fullgraph=True)
         for step in range(len(TOKENS)):
-            given = inputs_of(step, ep.rank)
+            given = inputs_of(step, ep)
             given[0].requires_grad_()  # of which the native face takes no notice
             got = compiled(*given)
             assert not any(tensor.requires_grad for tensor in got)
@@ -224,7 +226,7 @@ def in_order(group: object, backend: str) -> tuple[list[object], list[object]]:
         for function in (layer, torch.compile(layer, backend=backend, fullgraph=True)):
             first.calls.clear()
             for step in range(len(TOKENS)):
-                x, idx, weights = inputs_of(step, first.rank)
+                x, idx, weights = inputs_of(step, first)
                 x.requires_grad_()
                 weights.requires_grad_()
                 function(x, idx, weights).sum().backward()
@@ -253,7 +255,7 @@ def moe(
     with ExpertParallel(
         group, num_experts=EXPERTS, top_k=TOP_K, hidden=hidden, max_tokens=MOST, mode=mode
     ) as ep:
-        layer = MoE(HIDDEN, 24, EXPERTS, TOP_K, expert_parallel=ep, options=options)
+        layer = MoE(HIDDEN, 24, EXPERTS, TOP_K, expert_parallel=ep, options=options).to(ep.device)
         compiled = torch.compile(layer, backend=backend, fullgraph=run == "plain")
         results, counts = [], []
         for function in (layer, compiled):
@@ -279,13 +281,13 @@ def moe(
 def one_pass(layer: MoE, function: Layer, run: str, trained: bool, step: int) -> list[torch.Tensor]:
     ep = layer.expert_parallel
     generator = torch.Generator().manual_seed(100 * step + ep.rank)
-    x = torch.randn((TOKENS[step][ep.rank], HIDDEN), generator=generator)
+    x = torch.randn((TOKENS[step][ep.rank], HIDDEN), generator=generator).to(ep.device)
     if not trained:
         with torch.inference_mode():
             return [function(x), layer.balance_loss.clone()]
     layer.zero_grad()
     x.requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16, enabled=run == "autocast"):
+    with torch.autocast(ep.device.type, torch.bfloat16, enabled=run == "autocast"):
         again = run == "checkpoint"
         out = checkpoint(function, x, use_reentrant=False) if again else function(x)
     (out.float().square().sum() + layer.balance_loss).backward()
@@ -334,9 +336,9 @@ def checkpointed_inside(group: object, backend: str) -> tuple[list[object], list
         compiled = torch.compile(block, backend=backend)
         kinds = []
         for step in range(len(TOKENS)):
-            want = gradients(block, step, ep.rank)
+            want = gradients(block, step, ep)
             ep.calls.clear()
-            got = gradients(compiled, step, ep.rank)
+            got = gradients(compiled, step, ep)
             kinds.append([name for name, _ in ep.calls])
             for ours, theirs in zip(got, want, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=2**-6, atol=2**-6)
@@ -356,14 +358,14 @@ def refused(group: object) -> list[str]:
     with open_ep(group, "high_throughput") as ep:
         layer = layer_of(ep)
         compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-        x, idx, weights = inputs_of(0, ep.rank)
+        x, idx, weights = inputs_of(0, ep)
         bad = torch.full_like(idx, EXPERTS) if ep.rank == 0 else idx
         raised = ""
         try:
             compiled(x, bad, weights)
         except (ArgumentError, PeerRefused) as error:
             raised = type(error).__name__
-        assert_equal(gradients(compiled, 0, ep.rank), gradients(layer, 0, ep.rank))
+        assert_equal(gradients(compiled, 0, ep), gradients(layer, 0, ep))
         return [raised]
 
 
