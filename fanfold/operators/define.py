@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -62,11 +64,55 @@ def define(
     definition = torch.library.custom_op(
         f"{NAMESPACE}::{name}", run, mutates_args=(), schema=schema, **options
     )
-    definition.register_fake(fake)
     operator = getattr(getattr(torch.ops, NAMESPACE), name).default
     if ordered and TRACEABLE:
         from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
         _register_effectful_op(operator, _EffectType.ORDERED)
+        fake = _keeping_order(operator, fake)
+    definition.register_fake(fake)
     _definitions.append(definition)
     return operator, definition
+
+
+def _keeping_order(operator: Any, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """``fake``, which also tells Inductor how to lower the operator. That is due once Inductor is
+    there, and before it lowers: it traces with fake tensors first. Importing it takes seconds."""
+
+    @functools.wraps(fake)
+    def run(*args: Any, **options: Any) -> Any:
+        lowering = sys.modules.get("torch._inductor.lowering")
+        if lowering is not None and operator not in getattr(lowering, "lowerings", {operator}):
+            _lower_in_order(operator, lowering)
+        return fake(*args, **options)
+
+    return run
+
+
+def _lower_in_order(operator: Any, lowering: Any) -> None:
+    """Makes Inductor keep ``operator`` behind the ordered one before it.
+
+    Inductor notes that dependency by the name of the operator's buffer and looks for it by the name
+    of its operation (2.13), so it never finds it, and reorders backward graphs. Ranks whose graphs
+    are not the same, as their sizes are not, then disagree about the order of their calls."""
+    from torch._inductor import ir
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+    from torch.utils import _pytree as pytree
+
+    if "additional_star_deps" not in GraphLowering.__init__.__code__.co_names:
+        return  # an earlier version, whose kernels with effects know the one before them
+
+    def lower(*args: Any, **options: Any) -> Any:
+        before = len(V.graph.operations)
+        results = pytree.tree_map(
+            lambda node: node.wrap_for_lowering() if isinstance(node, ir.IRNode) else node,
+            ir.FallbackKernel.create(operator, *args, **options),
+        )
+        for previous in V.graph.effectful_ops.values():
+            for operation in V.graph.operations[before:]:
+                waits_for = V.graph.additional_star_deps[operation.get_operation_name()]
+                waits_for.add(previous.get_name())
+        return results
+
+    lowering.register_lowering(operator, type_promotion_kind=None)(lower)

@@ -114,8 +114,8 @@ def infer(group: object, backend: str, options: dict[str, object]) -> None:
             tokens, row_weights, received = functional.dispatch(ep, x, idx, weights)
             y = tokens.bfloat16() * 2
             if received.scales is not None:
-                factors = received.scales.float().amax(-1, keepdim=True)
-                y = y * factors.nan_to_num(0, 0, 0).bfloat16()
+                # Exact whatever a compiler rounds: it may leave casts out.
+                y = torch.where(received.scales.amax(-1, keepdim=True) > 0.01, y, -y)
             if ep.mode == "low_latency":  # where nobody writes rows without a token
                 y = torch.where((received.source_rank < 0).unsqueeze(-1), 0, y)
             return functional.combine(ep, y, received, row_weights)
@@ -222,7 +222,7 @@ def in_order(group: object, backend: str) -> tuple[list[object], list[object]]:
             ]  # fmt: skip
             return outs[0] + outs[1] * 2 + outs[2] * 4
 
-        results = []
+        results: list[list[object]] = []
         for function in (layer, torch.compile(layer, backend=backend, fullgraph=True)):
             first.calls.clear()
             for step in range(len(TOKENS)):
@@ -238,9 +238,7 @@ def in_order(group: object, backend: str) -> tuple[list[object], list[object]]:
 def test_no_call_is_dropped_or_made_once_for_two_and_ranks_agree_on_the_order(pools, backend):
     results = pools(2).run(in_order, backend)
     for plain, compiled in results:
-        assert sorted(compiled) == sorted(plain)
-        forward = [call for call in plain if call[0] == "dispatch"][:4]
-        assert [call for call in compiled if call[0] == "dispatch"][:4] == forward
+        assert compiled == plain
     # Values differ from rank to rank, kinds must not.
     kinds = [[name for name, _ in compiled] for _, compiled in results]
     assert kinds[0] == kinds[1]
