@@ -266,8 +266,10 @@ def moe(
             counts.append((fields["tokens"], fields["expert_rows"].tolist(), sent))
         assert counts[0] == counts[1]
         assert counts[0][0] > 0
-        for got, want in zip(results[1], results[0], strict=True):
-            if run == "autocast" and backend != "eager":
+        of_a_step = len(results[0]) // len(TOKENS)
+        for place, (got, want) in enumerate(zip(results[1], results[0], strict=True)):
+            forward = place % of_a_step < 2  # output and balance loss
+            if run == "autocast" and backend != "eager" and not forward:
                 # PyTorch's backward graph takes the router's products in bfloat16.
                 assert (got - want).norm() <= 0.02 * want.norm()
             elif backend == "inductor":  # which rounds the router and the shared expert its own way
