@@ -17,20 +17,21 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 (torch's own convention)
-from torch.autograd.function import once_differentiable
+from torch.compiler import is_dynamo_compiling
 
 from fanfold import functional
 from fanfold.copying import not_copied
 from fanfold.errors import ArgumentError
 from fanfold.expert_parallel import ExpertParallel
-from fanfold.formats import dequantize
+from fanfold.experts import swiglu_experts
 from fanfold.geometry import Mode, check_activations, check_integer
 from fanfold.layer_statistics import MoEStatistics
+from fanfold.operators import Registration, register
 from fanfold.received import Received
 from fanfold.refusal import Refusing
 from fanfold.representation import details, module_repr, show_fields, worded
@@ -182,14 +183,16 @@ class MoE(torch.nn.Module):
         self.num_experts, self.top_k, self.options = num_experts, top_k, options
         for name in ("hidden", "intermediate"):
             check_integer(name, getattr(self, name), 1, _MOST_COLUMNS)
+        self.statistics = MoEStatistics(
+            expert_rows=torch.zeros(
+                expert_parallel.experts_per_rank, dtype=torch.int64, device="cpu"
+            )
+        )
         self.expert_parallel = expert_parallel
         first = expert_parallel.rank * expert_parallel.experts_per_rank
         self.local_experts = range(first, first + expert_parallel.experts_per_rank)
         self._balance_loss = torch.zeros((), dtype=torch.float32, device="cpu")
         self._balance_loss_again: Callable[[], torch.Tensor | None] = _nothing
-        self.statistics = MoEStatistics(
-            expert_rows=torch.zeros(len(self.local_experts), dtype=torch.int64, device="cpu")
-        )
         self._make_parameters()
 
     @property
@@ -214,6 +217,7 @@ class MoE(torch.nn.Module):
                     f"expert_parallel.{name}", getattr(ep, name), f"{value}, as the layer's is"
                 )
         self._expert_parallel = ep
+        self._meters = _Meters(ep, self.statistics)
 
     @property
     def balance_loss(self) -> torch.Tensor:
@@ -254,6 +258,9 @@ class MoE(torch.nn.Module):
 
         What a checkpoint computes again is never run backward itself: a loss kept here would hold
         all that was computed before it, of every layer, until the layer's next pass."""
+        if is_dynamo_compiling():  # which cannot see whether it is in a backward pass
+            self._balance_loss, self._balance_loss_again = loss, _nothing
+            return
         if torch._C._current_graph_task_id() == -1 or routed.grad_fn is None:
             self._balance_loss, self._balance_loss_again = loss, _nothing
             return
@@ -263,15 +270,9 @@ class MoE(torch.nn.Module):
     def _routed(
         self, rows: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        meter = _Meter(self.expert_parallel, self.statistics, indices)
+        meter = self._meters.for_routing(indices)
         tokens, row_weights, received = functional.dispatch(meter, rows, indices, weights)
-        self.statistics.tokens += rows.shape[0]
-        counts = received.tokens_per_expert
-        # On the rows' device, as reading them would wait for it.
-        self.statistics.expert_rows = self.statistics.expert_rows.to(counts.device) + counts
-        y: torch.Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
-            tokens, self.w_in, self.w_out, received, torch.is_grad_enabled()
-        )
+        y = swiglu_experts(tokens, self.w_in, self.w_out, received)
         return functional.combine(meter, y, received, row_weights)
 
     def _make_parameters(self) -> None:
@@ -322,87 +323,30 @@ class _SharedExpert(torch.nn.Module):
         return _apply(self.w_out, F.silu(gate) * up)
 
 
-class _Experts(torch.autograd.Function):
-    """The local SwiGLU experts over the received rows, each on its slice of the one allocation.
+class _Meters:
+    """Makes a meter for each dispatch of a layer, also where a compiled graph calls it."""
 
-    Written out, because autograd would cut the rows into tensors of their own and join them again.
-    """
+    def __init__(self, ep: ExpertParallel, statistics: MoEStatistics) -> None:
+        self._ep, self._statistics = ep, statistics
+        self.registration = register(self, ep.registration.shapes, kind=_Meter)
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tokens: torch.Tensor,
-        w_in: torch.Tensor,
-        w_out: torch.Tensor,
-        received: Received,
-        train: bool,
-    ) -> torch.Tensor:
-        y = tokens.new_empty(tokens.shape, dtype=torch.bfloat16)
-        train = train and any(ctx.needs_input_grad)
-        projected = w_in.new_empty((tokens.shape[0], w_in.shape[1])) if train else None
-        # Read once: on a GPU each time would wait for it. And nothing of `received` but this is
-        # kept, as its rows are the checkpointing's to keep or to let go.
-        ctx.places = received.places()
-        for expert, place in enumerate(ctx.places):
-            rows = _in_dtype(received, expert, place, w_in.dtype)
-            hidden = rows @ w_in[expert].T
-            if projected is not None:
-                _rows_at(place, projected).copy_(hidden)
-            gate, up = hidden.chunk(2, dim=-1)
-            _rows_at(place, y).copy_((F.silu(gate) * up) @ w_out[expert].T)
-        ctx.save_for_backward(tokens, w_in, w_out, projected)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        tokens, w_in, w_out, projected = ctx.saved_tensors
-        # Padding rows are sent to nobody, so nothing reads their gradient.
-        grad_tokens = torch.empty_like(tokens)
-        grad_in, grad_out = torch.empty_like(w_in), torch.empty_like(w_out)
-        for expert, place in enumerate(ctx.places):
-            rows, grad, hidden = (
-                _rows_at(place, tensor).to(w_in.dtype) for tensor in (tokens, grad_y, projected)
-            )
-            gate, up = hidden.chunk(2, dim=-1)
-            sigmoid = gate.sigmoid()
-            silu = gate * sigmoid
-            torch.mm(grad.T, silu * up, out=grad_out[expert])
-            grad_middle = grad @ w_out[expert]
-            grad_gate = grad_middle * up * (sigmoid + silu * (1 - sigmoid))
-            grad_hidden = torch.cat([grad_gate, grad_middle * silu], dim=-1)
-            torch.mm(grad_hidden.T, rows, out=grad_in[expert])
-            _rows_at(place, grad_tokens).copy_(grad_hidden @ w_in[expert])
-        return grad_tokens, grad_in, grad_out, None, None
-
-
-def _rows_at(place: tuple[int, int], tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the rows of one local expert, whose place ``Received.places`` says."""
-    begin, count = place
-    return tensor.flatten(0, tensor.dim() - 2)[begin : begin + count]
-
-
-def _in_dtype(
-    received: Received, expert: int, place: tuple[int, int], dtype: torch.dtype
-) -> torch.Tensor:
-    """The rows of one local expert in the dtype of the weights."""
-    rows = _rows_at(place, received.tokens)
-    if received.scales is None:
-        return rows.to(dtype)
-    if received.scales.dim() == 3:  # low latency: packed scales have no flat view
-        scales = received.scales[expert, : rows.shape[0]]
-    else:
-        scales = _rows_at(place, received.scales)
-    return dequantize(rows, scales).to(dtype)
+    def for_routing(self, topk_idx: torch.Tensor) -> _Meter:
+        """The meter of a dispatch by ``topk_idx`` and of the calls that belong to it."""
+        return _Meter(self._ep, self._statistics, topk_idx, self.registration)
 
 
 class _Meter:
     """An ExpertParallel that adds its times and bytes to a layer's statistics."""
 
     def __init__(
-        self, ep: ExpertParallel, statistics: MoEStatistics, topk_idx: torch.Tensor
+        self,
+        ep: ExpertParallel,
+        statistics: MoEStatistics,
+        topk_idx: torch.Tensor,
+        registration: Registration,
     ) -> None:
         self._ep, self._statistics = ep, statistics
+        self.registration, self.owner = registration, ep
         self._remote_rows = _remote_rows(ep, topk_idx)
 
     @property
@@ -425,6 +369,8 @@ class _Meter:
             x, topk_idx, topk_weights, previous=previous, capacity=capacity
         )
         self._statistics.dispatch_seconds += time.perf_counter() - begin
+        if previous is None:
+            self._statistics.count_rows(x.shape[0], received.tokens_per_expert)
         self._statistics.count_bytes("bytes_sent", self._remote_rows, _row_bytes(received))
         return received
 

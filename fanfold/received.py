@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -153,15 +153,23 @@ class Received:
         source = self.source
         return source.capacity if isinstance(source, HighThroughputSource) else None
 
-    @cached_property
+    # Not cached_property, whose lock torch.compile cannot trace in Python 3.11 and before.
+    _source_rank: ClassVar[torch.Tensor | None] = None
+    _source_token: ClassVar[torch.Tensor | None] = None
+
+    @property
     def source_rank(self) -> torch.Tensor:
         """int32, leading dimensions of ``tokens``: the rank each row came from, -1 for none."""
-        return self.source.ranks(self)
+        if self._source_rank is None:
+            self._source_rank = self.source.ranks(self)  # type: ignore[misc]
+        return self._source_rank
 
-    @cached_property
+    @property
     def source_token(self) -> torch.Tensor:
         """int32, leading dimensions of ``tokens``: each row's token index there, -1 for none."""
-        return self.source.tokens(self)
+        if self._source_token is None:
+            self._source_token = self.source.tokens(self)  # type: ignore[misc]
+        return self._source_token
 
 
 @dataclass(slots=True)

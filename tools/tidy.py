@@ -55,8 +55,9 @@ PYTHON_FLOORS: tuple[tuple[str, ...], ...] = (
     ("formats",),
     ("placement", "low_latency", "high_throughput"),
     ("received",),  # what a dispatch of either mode brings
+    ("operators",),
     ("expert_parallel", "deep_ep"),
-    ("functional",),
+    ("functional", "experts"),
     ("nn", "bench"),
     ("__init__",),  # what a user imports; the library itself imports from the rooms
     ("cli",),
