@@ -15,6 +15,7 @@ import torch
 
 from fanfold import high_throughput, low_latency
 from fanfold.errors import ArgumentError, UsageError
+from fanfold.geometry import check_integer
 from fanfold.high_throughput.plan import CudaDispatched
 
 __all__ = ["HighThroughputSource", "LowLatencySource", "Received"]
@@ -100,13 +101,21 @@ class Received:
         Args:
             index: from 0 to E_l - 1.
             of: a tensor with the leading dimensions of ``tokens`` to view instead, such as the
-                experts' output.
+                experts' output, or the weights. One whose leading dimensions cannot be viewed as
+                one, such as packed scales of low latency, is copied.
+
+        Raises:
+            ArgumentError: ``index`` is no integer or out of bounds, or ``of`` has other leading
+                dimensions.
         """
+        check_integer("index", index, 0, self.tokens_per_expert.shape[0] - 1)
         rows = self.tokens if of is None else of
-        if not 0 <= index < self.tokens_per_expert.shape[0]:
-            raise ArgumentError("index", index, f"from 0 to {self.tokens_per_expert.shape[0] - 1}")
+        leading = self.tokens.shape[:-1]
+        if rows.shape[: len(leading)] != leading:
+            bound = f"[{', '.join(map(str, leading))}, ...], as received.tokens' are"
+            raise ArgumentError("of.shape", list(rows.shape), bound)
         begin, count = self.source.place(index)
-        return rows.flatten(0, rows.dim() - 2)[begin : begin + count]
+        return rows.flatten(0, len(leading) - 1)[begin : begin + count]
 
     def places(self) -> list[tuple[int, int]]:
         """Of each local expert, where its valid rows begin in ``tokens.flatten(0, -2)`` and how

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from fanfold.errors import ArgumentError, UsageError
@@ -72,6 +73,12 @@ def make_layer(ep: ExpertParallel, options: MoEOptions) -> MoE:
     return MoE(HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, expert_parallel=ep, options=options)
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, which cannot leave the rank."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def train_once(group: object, problem: Problem, alignment: int = 1) -> dict[str, object]:
     """One forward and backward pass of a rank, gradients averaged."""
     with open_ep(group, problem.options, expert_alignment=alignment) as ep:
@@ -86,8 +93,8 @@ def train_once(group: object, problem: Problem, alignment: int = 1) -> dict[str,
             "out": out.detach(),
             "grad_x": x.grad,
             "balance": float(layer.balance_loss.detach()),
-            "parameters": {name: p.detach() for name, p in named.items()},
-            "gradients": {name: p.grad for name, p in named.items()},
+            "parameters": {name: local(p) for name, p in named.items()},
+            "gradients": {name: local(p.grad) for name, p in named.items()},
             "local": {name for name, p in named.items() if getattr(p, "expert_parallel", False)},
         }
 
@@ -189,7 +196,7 @@ def initial_parameters(group: object, options: MoEOptions) -> dict[str, object]:
         layer = make_layer(ep, options)
         named = dict(layer.named_parameters())
         return {
-            "parameters": {name: p.detach() for name, p in named.items()},
+            "parameters": {name: local(p) for name, p in named.items()},
             "local": {name for name, p in named.items() if getattr(p, "expert_parallel", False)},
         }
 
