@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fanfold.errors import ArgumentError, FanfoldError
-from fanfold.nn.sharding import DTensor, ShardedExperts
+from fanfold.nn.sharding import DTensor, ShardedExperts, local_part
 
 __all__ = [
     "average_gradients",
@@ -113,7 +113,7 @@ def average_gradients(module: torch.nn.Module, group: dist.ProcessGroup | None =
                 replicated.append(parameter.grad)
             continue
         layer = owners[id(parameter)][1]
-        local = _local(parameter.grad)
+        local = local_part(parameter.grad)
         if layer is None:
             local.div_(ranks)
         elif layer.gradient_ranks is None:
@@ -162,7 +162,7 @@ def clip_grad_norm_(
     for grad in grads:
         kind = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
         kinds.setdefault(kind, []).append(grad)
-    first = _local(grads[0]).device
+    first = local_part(grads[0]).device
     norms = [_norm_of(alike, norm_type).to(first) for alike in kinds.values()]
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
@@ -171,7 +171,7 @@ def clip_grad_norm_(
             "first loss that is not finite, or pass error_if_nonfinite=False"
         )
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for grad in map(_local, grads):
+    for grad in map(local_part, grads):
         grad.mul_(factor.to(grad.device))
     return total
 
@@ -179,7 +179,7 @@ def clip_grad_norm_(
 def _norm_of(grads: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     """The norm of gradients that are spread alike, over all ranks."""
     norms = [
-        torch.linalg.vector_norm(_local(grad), norm_type, dtype=_at_least_float32(grad.dtype))
+        torch.linalg.vector_norm(local_part(grad), norm_type, dtype=_at_least_float32(grad.dtype))
         for grad in grads
     ]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
@@ -204,17 +204,10 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, whose memory it shares; another tensor as it is."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    with torch.no_grad():
-        local: torch.Tensor = tensor.to_local()
-    return local
-
-
 def _layers(module: torch.nn.Module) -> list[ShardedExperts]:
-    return [layer for layer in module.modules() if isinstance(layer, ShardedExperts)]
+    """Those whose experts differ from rank to rank."""
+    layers = [layer for layer in module.modules() if isinstance(layer, ShardedExperts)]
+    return [layer for layer in layers if layer.differ]
 
 
 def _expert_owners(

@@ -29,6 +29,8 @@ from fanfold.nn.router import (
 from fanfold.nn.sharding import (
     ShardedExperts,
     agree_on_layer,
+    copy_whole,
+    local_part,
     open_mesh,
     parameter_device,
 )
@@ -70,7 +72,8 @@ class MoE(ShardedExperts):
     DTensors of which each rank holds its E_l experts; without a torch.distributed group they are
     plain tensors of the local experts. They carry the attribute ``expert_parallel = True``. All
     other parameters are replicated: each rank has a copy, which starts equal, as ``options.seed``
-    is, and stays so if every rank's optimizer sees averaged gradients.
+    is, and stays so if every rank's optimizer sees averaged gradients. If one rank holds all
+    experts, and without ``device_mesh``, their parameters are plain and replicated as well.
     :func:`fanfold.nn.average_gradients` averages them, or DDP or FSDP2 after
     :func:`fanfold.nn.prepare_data_parallel`.
 
@@ -243,11 +246,16 @@ class MoE(ShardedExperts):
     def reset_parameters(self) -> None:
         """Sets all parameters to the values of ``options.seed``, after ``to_empty`` for instance.
         Every rank sets what it holds; nothing is sent."""
-        for name, parameter in zip(self.expert_names(), self.local_weights(), strict=True):
+        for name, parameter in zip(self.expert_names(), self.expert_parameters(), strict=True):
             shape, std = tuple(parameter.shape[1:]), parameter.shape[-1] ** -0.5
-            for local, expert in enumerate(self.local_experts):
-                values = seeded_normal(shape, std, self.options.seed, f"{name} {expert}")
-                parameter[local].copy_(values)
+            values = [
+                seeded_normal(shape, std, self.options.seed, f"{name} {expert}", parameter.dtype)
+                for expert in self.local_experts
+            ]
+            if self.mesh is None:
+                copy_whole(parameter, torch.stack(values))
+            else:
+                local_part(parameter).copy_(torch.stack(values))
         for part in self.children():
             part.reset_parameters()  # type: ignore[operator]
 

@@ -29,6 +29,7 @@ __all__ = [
     "ShardedExperts",
     "agree_on_layer",
     "copy_whole",
+    "local_part",
     "open_mesh",
     "parameter_device",
 ]
@@ -75,7 +76,7 @@ def open_mesh(
         device_mesh: the caller's, checked; None makes one of the group.
 
     Returns:
-        None if there is no torch.distributed group to make one of.
+        None if one rank holds all experts, or there is no torch.distributed group to make one of.
 
     Raises:
         ArgumentError: the last dimension of ``device_mesh`` is not the group, or it has more than
@@ -83,7 +84,7 @@ def open_mesh(
     """
     group = process_group(ep._group)
     if device_mesh is None:
-        if group is None:
+        if group is None or ep.ranks == 1:
             return None
         kind = ep.device.type if device.type == "meta" else device.type
         with torch.device("cpu"):
@@ -145,7 +146,8 @@ class ShardedExperts(torch.nn.Module):
 
     Attributes:
         mesh: over which they are spread; None if they are plain tensors, of the local experts.
-        expert_ranks: how many ranks share the experts, without replicas.
+        expert_ranks: how many ranks share the experts, without replicas. If one, and without a
+            mesh, its parameters are like all others, to DDP and FSDP2 too.
         gradient_ranks: None if a backward pass gives them the gradient of the sum of the ranks'
             losses; else the number of ranks of whose losses it gives that of the mean.
     """
@@ -171,6 +173,11 @@ class ShardedExperts(torch.nn.Module):
         ranks: list[int] = self.mesh.mesh.flatten().tolist()
         return ranks
 
+    @property
+    def differ(self) -> bool:
+        """Whether the parameters differ from rank to rank."""
+        return self.mesh is not None or self.expert_ranks > 1
+
     def replicas(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same experts, if the mesh has any."""
         return self.mesh.get_group(0) if self.mesh is not None and self.mesh.ndim == 2 else None
@@ -189,7 +196,8 @@ class ShardedExperts(torch.nn.Module):
         """An uninitialised parameter whose local part has ``shape``, local experts first."""
         local = torch.empty(shape, dtype=dtype, device=device)
         parameter = torch.nn.Parameter(self._spread(local))
-        parameter.expert_parallel = True  # type: ignore[attr-defined]
+        if self.differ:
+            parameter.expert_parallel = True  # type: ignore[attr-defined]
         return parameter
 
     def local_weights(self) -> tuple[torch.Tensor, ...]:
@@ -206,7 +214,7 @@ class ShardedExperts(torch.nn.Module):
     def _check_wrapper(self) -> None:
         """DDP takes the first rank's experts for everybody's unless it leaves them alone."""
         ddp = torch.nn.parallel.DistributedDataParallel._active_ddp_module
-        if ddp is None:
+        if ddp is None or not self.differ:
             return
         ranks = dist.get_world_size(ddp.process_group)
         if ranks == (self.gradient_ranks or 1):
@@ -253,8 +261,9 @@ class ShardedExperts(torch.nn.Module):
         return result
 
     def _mark(self) -> None:
-        for parameter in self.expert_parameters():
-            parameter.expert_parallel = True  # type: ignore[attr-defined]
+        if self.differ:
+            for parameter in self.expert_parameters():
+                parameter.expert_parallel = True  # type: ignore[attr-defined]
 
     def deep_copied(self, memo: dict[int, Any], shared: Mapping[str, object]) -> Any:
         """What ``copy.deepcopy`` returns: a module of its own parameters that shares the mesh and
@@ -279,6 +288,16 @@ class _MeanGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.owner.mean_gradient(gradient, ctx.owner.gradient_ranks), None
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, a plain tensor in the same memory; another tensor as it is.
+    It has no gradient."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    with torch.no_grad():
+        local: torch.Tensor = tensor.to_local()
+    return local
 
 
 @torch.no_grad()
