@@ -16,6 +16,7 @@ import torch
 from fanfold import high_throughput, low_latency
 from fanfold.copying import not_copied
 from fanfold.errors import ArgumentError, UsageError
+from fanfold.geometry import check_integer
 from fanfold.high_throughput.plan import CudaDispatched
 from fanfold.representation import show_fields, worded
 
@@ -119,11 +120,10 @@ class Received:
         Raises:
             ArgumentError: ``index`` is out of range, or ``of`` has other leading dimensions.
         """
+        check_integer("index", index, 0, self.tokens_per_expert.shape[0] - 1)
         rows = self.tokens if of is None else of
         leading = self.tokens.shape[:-1]
         _check_leading("of", rows, leading)
-        if not 0 <= index < self.tokens_per_expert.shape[0]:
-            raise ArgumentError("index", index, f"from 0 to {self.tokens_per_expert.shape[0] - 1}")
         begin, count = self.source.place(index)
         # Not through flatten(), which copies what it cannot view.
         return rows[index, :count] if len(leading) == 2 else rows[begin : begin + count]

@@ -37,7 +37,6 @@ PYTHON_FLOORS: tuple[tuple[str, ...], ...] = (
         "group",
         "gpus",
         "kernel_reports",
-        "layer_statistics",
         "lending",
         "letting_go",
         "pool",
@@ -48,7 +47,6 @@ PYTHON_FLOORS: tuple[tuple[str, ...], ...] = (
         "pickling",
         "refusal",
         "renaming",
-        "seeding",
     ),
     ("symmetric", "symmetric_cuda", "launch", "jit"),
     ("quantizing",),
@@ -57,7 +55,7 @@ PYTHON_FLOORS: tuple[tuple[str, ...], ...] = (
     ("received",),  # what a dispatch of either mode brings
     ("operators",),
     ("expert_parallel", "deep_ep"),
-    ("functional", "experts"),
+    ("functional",),
     ("nn", "bench"),
     ("__init__",),  # what a user imports; the library itself imports from the rooms
     ("cli",),

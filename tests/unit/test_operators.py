@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fanfold import experts, functional
+from fanfold import functional
 from fanfold.errors import UsageError
 from fanfold.expert_parallel import ExpertParallel
-from fanfold.nn import MoE, MoEOptions
+from fanfold.nn import MoE, MoEOptions, experts
 from fanfold.operators import calls, exchanges
 from fanfold.received import Received
 
