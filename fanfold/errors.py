@@ -13,11 +13,13 @@ __all__ = [
     "CopyError",
     "DriverFailure",
     "FanfoldError",
+    "LatePeerWarning",
     "PeerRefused",
     "PeerTimeout",
     "SystemFailure",
     "UnavailableError",
     "UsageError",
+    "different_calls",
 ]
 
 
@@ -43,6 +45,22 @@ class ArgumentError(FanfoldError, ValueError):
     def __reduce__(self) -> tuple[object, ...]:
         """Made again from its fields, so that it can travel between processes."""
         return type(self), (self.argument, self.value, self.bound)
+
+
+def different_calls(ours: str, rank: int, theirs: str, peer: int) -> ArgumentError:
+    """The error of both ranks if ``rank`` is in the call ``ours`` and ``peer`` in ``theirs``, and
+    each waits for the other. The host backend words it alike (``csrc/base/error.cpp``)."""
+    return ArgumentError(
+        "call",
+        f"{ours} on rank {rank} and {theirs} on rank {peer}",
+        "the same on all ranks: they wait for each other, and neither can go on; make the same "
+        "calls in the same order on all ranks. Close this object on all of them and make a new one",
+    )
+
+
+class LatePeerWarning(RuntimeWarning):
+    """A peer was late and is masked (``late_peers="mask"``): from now on results lack its tokens
+    and what its experts would give. Issued once for each object and rank."""
 
 
 class ConfigError(FanfoldError, ValueError):

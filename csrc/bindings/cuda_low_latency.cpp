@@ -111,7 +111,8 @@ void bind_cuda_low_latency(nb::module_& module) {
   bind_quick_look(module);
   module.attr("CUDA_STATE_BYTES") = sizeof(LowLatencyState);
   module.attr("CUDA_STATE_EPOCHS_BYTES") = sizeof(LowLatencyState::epochs);
-  module.attr("CUDA_REPORT_BYTES") = sizeof(Report) * kReportKinds;
+  module.attr("CUDA_REPORT_BYTES") = sizeof(LowLatencyReports);
+  module.attr("CUDA_REPORT_KINDS") = kReportKinds;
   module.attr("CUDA_FIRST_EPOCH") = kFirstEpoch;
   module.attr("CUDA_MOST_CTAS") = kMostCtas;
   // Bytes from the start of which every word must begin as absent, and the bytes in all.

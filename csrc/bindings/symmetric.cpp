@@ -39,6 +39,7 @@ void bind_symmetric(nb::module_& module) {
       .def("barrier", &SymmetricMemory::barrier, Unlocked())
       .def("masked", &SymmetricMemory::masked)
       .def("set_masked", &SymmetricMemory::set_masked)
+      .def_prop_ro("lost", &SymmetricMemory::lost)
       .def("check_usable", &SymmetricMemory::check_usable)
       .def(
           "window",

@@ -57,7 +57,7 @@ CallArgs LowLatency::call_arguments(int32_t encoding, int32_t weights) const {
   }
   call.at = offsets_;
   call.state = reinterpret_cast<LowLatencyState*>(place_.state);
-  call.reports = reinterpret_cast<Report*>(place_.reports);
+  call.reports = reinterpret_cast<LowLatencyReports*>(place_.reports);
   call.timeout_ns = place_.timeout_ns;
   call.rank = place_.rank;
   call.max_tokens = geometry_.max_tokens;

@@ -14,7 +14,7 @@ struct LowLatencyPlace {
   int32_t rank;
   std::array<uintptr_t, kMostDeviceRanks> peers;  // every rank's symmetric memory
   uintptr_t state;                                // LowLatencyState, in device memory
-  uintptr_t reports;                              // Report[kReportKinds], in pinned host memory
+  uintptr_t reports;                              // LowLatencyReports, in pinned host memory
   int64_t timeout_ns;
   bool mask_late;
 };

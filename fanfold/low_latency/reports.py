@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from fanfold import _core
-from fanfold.errors import ArgumentError, FanfoldError, PeerRefused, PeerTimeout
+from fanfold.errors import (
+    ArgumentError,
+    FanfoldError,
+    PeerRefused,
+    PeerTimeout,
+    different_calls,
+)
 from fanfold.geometry import Geometry
 from fanfold.kernel_reports import KernelReports
 
@@ -15,7 +21,7 @@ _PHASES = ("low_latency dispatch", "low_latency combine")
 class Reports(KernelReports):
     """What the low-latency kernels report."""
 
-    _TIMEOUT, _INDEX, _REFUSED, _DISAGREEMENT = range(4)
+    _TIMEOUT, _INDEX, _REFUSED, _DISAGREEMENT, _OTHER_CALL = range(5)
 
     def __init__(self) -> None:
         super().__init__(_core.CUDA_REPORT_BYTES)
@@ -23,7 +29,13 @@ class Reports(KernelReports):
     def fatal(self) -> bool:
         """Whether a report ends the mode: a peer was late, or ranks disagree."""
         words = self._words
-        return words[0] != 0 or words[12] != 0
+        return words[0] != 0 or words[12] != 0 or words[16] != 0
+
+    def late(self, ranks: int) -> list[int]:
+        """The ranks that were late and that kernels have masked, as far as the host knows."""
+        first = 4 * _core.CUDA_REPORT_KINDS
+        words = self._words[first : first + ranks]
+        return [rank for rank, word in enumerate(words) if word] if any(words) else []
 
     def passing(self) -> bool:
         """Whether there is a new report of something that concerns one call only."""
@@ -39,15 +51,24 @@ class Reports(KernelReports):
     def take(self, rank: int, geometry: Geometry | None, timeout_s: float) -> FanfoldError:
         """The gravest report as an exception; those of one call are new once only."""
         words = self._words
-        # A disagreement is the cause of timeouts that follow it.
-        kinds = (self._DISAGREEMENT, self._TIMEOUT, self._REFUSED, self._INDEX)
+        # Other calls and a disagreement are the cause of timeouts that follow them.
+        kinds = (
+            self._OTHER_CALL, self._DISAGREEMENT, self._TIMEOUT, self._REFUSED, self._INDEX
+        )  # fmt: skip
         kind = next(kind for kind in kinds if self._is_new(kind))
         call, epoch, first, second = words[4 * kind : 4 * kind + 4]
         peer, phase = call >> 8, _PHASES[(call & 0xFF) - 1]
         number = (epoch & 0xFFFFFFFF) - _core.CUDA_FIRST_EPOCH + 1
         if kind == self._TIMEOUT:
-            what, expected, actual = _awaited(number, first)
-            return PeerTimeout(rank, peer, phase + what, expected, actual, timeout_s, False)
+            if second != 0:  # before it sends, a call waits for receipts of all but the last
+                phase, expected, actual = f"{phase} (receipts of earlier calls)", number - 2, first
+            else:  # whoever waits for a call of the peer has had all of the call before it
+                expected, actual = number, number - 1
+            return PeerTimeout(rank, peer, phase, expected, actual, timeout_s, False)
+        if kind == self._OTHER_CALL:
+            return different_calls(
+                f"{phase} {number}", rank, f"{_PHASES[first - 1]} {second}", peer
+            )
         if kind == self._DISAGREEMENT:
             return ArgumentError(
                 f"call {number} of {phase}",
@@ -66,20 +87,3 @@ class Reports(KernelReports):
             value,
             f"from -1 (none) to {most}; it was taken for none",
         )
-
-
-def _awaited(number: int, came: int) -> tuple[str, int, int]:
-    """What a wait of call ``number`` was for, and the calls, counted from 1, that it expected of
-    the peer and had.
-
-    Args:
-        number: of the call that waited.
-        came: what stood where the peer was to write: in a count of calls received that count, else
-            the epoch of an earlier call or 0, neither of which tells how far the peer is.
-    """
-    # Before it sends, a call waits until the peer has received all calls but the last, as the call
-    # before it did with one less. (That none has been received cannot be told from a 0 of others.)
-    if came == number - 3 > 0:
-        return " (receipts of earlier calls)", number - 2, came
-    # What waits for anything else of a call has had all of the call before it.
-    return "", number, number - 1

@@ -45,6 +45,7 @@ std::vector<Area> areas_of(const LowLatencyDeviceLayout& layout) {
   const int64_t slots = int64_t{2} * g.ranks * g.max_tokens;
   const int64_t headers = slots * g.top_k * 8;
   std::vector<Area> areas{{at.receipts, int64_t{8} * g.ranks},
+                          {at.progress, 8},
                           {at.calls, int64_t{2} * 2 * 8 * g.ranks},
                           {at.counts, int64_t{2} * 4 * g.ranks * g.experts_per_rank()},
                           {at.headers, headers}};
@@ -115,7 +116,7 @@ TEST(device_memory_is_what_the_documentation_says) {
     const int64_t slot = (int64_t{2} * g.hidden + 127) / 128 * 128;
     const int64_t pairs = int64_t{g.ranks} * g.max_tokens;
     const int64_t headers = 16 * pairs * g.top_k * (layout.late ? 2 : 1);
-    const int64_t small = int64_t{40} * g.ranks + int64_t{8} * g.experts;
+    const int64_t small = 128 + int64_t{40} * g.ranks + int64_t{8} * g.experts;
     const int64_t said = 4 * pairs * slot + headers + small;
     CHECK(said <= layout.bytes());
     CHECK(layout.bytes() < said + 5 * kAreaAlignment);
@@ -405,4 +406,86 @@ TEST(arguments_carry_the_call) {
   }
   CHECK_EQ(dispatch.call.facts, CallWord::facts_of({8, 2, 128, 16, 2, 0, {}}));
   CHECK_EQ(combine.call.facts, CallWord::facts_of({8, 2, 128, 16, 0, 2, {}}));
+}
+
+// --- Which kernel a rank is in --------------------------------------------------------------
+
+namespace {
+
+// What a rank has begun and received.
+struct Counts {
+  uint32_t sends[2];
+  uint32_t received[2];
+};
+
+Progress progress_of(CallKind kind, uint32_t phases, const Counts& counts, bool headers = false) {
+  return Progress::of(kind, phases, headers)
+      .with_counts(0, counts.sends[0], counts.received[0])
+      .with_counts(1, counts.sends[1], counts.received[1]);
+}
+
+// In the kernel of the next call after `calls` whole dispatches and combines; a combine's dispatch
+// has been received.
+Counts counts_in(CallKind kind, uint32_t calls) {
+  if (kind == CallKind::kDispatch) return {{calls + 1, calls}, {calls, calls}};
+  return {{calls + 1, calls + 1}, {calls + 1, calls}};
+}
+
+Progress whole(CallKind kind, uint32_t calls) {
+  return progress_of(kind, kWhole, counts_in(kind, calls));
+}
+
+}  // namespace
+
+TEST(low_latency_device_progress_survives_its_encoding) {
+  for (const uint32_t calls : {0u, 1u, 0x7ffeu, 0x7fffu}) {
+    for (const CallKind kind : {CallKind::kDispatch, CallKind::kCombine}) {
+      for (const uint32_t phases : {0u, 1u, 2u, 3u}) {
+        const Progress one = progress_of(kind, phases, {{calls, 5}, {6, calls}}, phases == 1);
+        CHECK_EQ(one.kind(), static_cast<int>(kind));
+        CHECK_EQ(one.needs_headers(), phases == 1);
+        CHECK_EQ(one.does(kSend), (phases & 1) != 0);
+        CHECK_EQ(one.does(kReceive), (phases & 2) != 0);
+        CHECK_EQ(one.sends(0), calls);
+        CHECK_EQ(one.sends(1), 5u);
+        CHECK_EQ(one.received(0), 6u);
+        CHECK_EQ(one.received(1), calls);
+      }
+    }
+  }
+}
+
+TEST(low_latency_device_kernels_of_other_calls_need_each_other) {
+  for (const uint32_t calls : {0u, 1u, 100u, 0x7ffdu, 0x7ffeu, 0x7fffu, 0x8000u, 0x12345u}) {
+    const Progress combine = whole(CallKind::kCombine, calls);
+    // A rank that skips the combine.
+    const Progress skipped =
+        progress_of(CallKind::kDispatch, kWhole, {{calls + 2, calls}, {calls + 1, calls}});
+    CHECK(skipped.needs(combine));
+    CHECK(combine.needs(skipped));
+    // A rank that is a call behind, or two, needs nothing of those that are ahead.
+    const Progress ahead = whole(CallKind::kDispatch, calls + 1);
+    const Progress behind = whole(CallKind::kDispatch, calls);
+    CHECK(ahead.needs(combine));
+    CHECK(ahead.needs(behind));
+    CHECK(combine.needs(behind));
+    CHECK(!combine.needs(ahead));
+    CHECK(!behind.needs(ahead));
+    CHECK(!behind.needs(combine));
+    CHECK(!ahead.needs(ahead));
+    CHECK(!combine.needs(combine));
+  }
+  CHECK(!Progress{0}.needs(whole(CallKind::kDispatch, 3)));
+}
+
+TEST(low_latency_device_a_send_alone_needs_receipts_only) {
+  const Progress before = whole(CallKind::kDispatch, 4);
+  // The sixth, of which the fourth must have been received.
+  const Progress sends = progress_of(CallKind::kDispatch, kSend, {{6, 4}, {4, 4}});
+  CHECK(!sends.needs(before));
+  CHECK(sends.needs(progress_of(CallKind::kDispatch, kWhole, {{5, 4}, {3, 4}})));
+  // With late weights the send half of a combine waits for headers.
+  const Counts counts = counts_in(CallKind::kCombine, 4);
+  CHECK(!progress_of(CallKind::kCombine, kSend, counts).needs(before));
+  CHECK(progress_of(CallKind::kCombine, kSend, counts, true).needs(before));
 }

@@ -2,6 +2,7 @@
 // what the kernels are told. The protocol: docs/low_latency.md.
 //
 //   receipts       [source rank]                         u64      any call
+//   progress                                             u64      this rank, for all to read
 //   calls          [kind][parity][source rank]           u64      both calls, by their sender
 //   counts         [parity][source rank][local expert]   u32      dispatch, by the source
 //   headers        [parity][source rank][token][top_k]   u64      dispatch, by the source
@@ -138,9 +139,63 @@ struct Receipt {
 };
 
 enum class CallKind : int32_t { kDispatch = 0, kCombine = 1 };
+enum Phases : uint32_t { kSend = 1, kReceive = 2, kWhole = 3 };
+
+// Which kernel a rank is in: written by each at its start in the rank's own memory, read by peers
+// that have waited long. Kernels of a rank run one after another, so what the word counts has begun
+// and nothing else has.
+//
+//   bits 0-1   the kernel's phases; 0: no kernel has run yet
+//   bit 2      its kind of call
+//   bit 3      whether its send half waits for headers of all peers
+//   bits 4-33  of each kind 15 bits of the calls whose send half has begun, this one's included
+//   bits 34-63 of each kind 15 bits of the calls received whole before this kernel
+struct Progress {
+  uint64_t word;
+
+  static constexpr uint32_t kCountMask = 0x7fff;
+
+  FANFOLD_HD static constexpr Progress of(CallKind kind, uint32_t phases, bool needs_headers) {
+    return {(phases & 3u) | static_cast<uint64_t>(kind) << 2 |
+            static_cast<uint64_t>(needs_headers) << 3};
+  }
+  FANFOLD_HD constexpr Progress with_counts(int kind, uint32_t sends, uint32_t received) const {
+    return {word | static_cast<uint64_t>(sends & kCountMask) << (4 + 15 * kind) |
+            static_cast<uint64_t>(received & kCountMask) << (34 + 15 * kind)};
+  }
+
+  FANFOLD_HD constexpr bool does(Phases phase) const { return (word & phase) != 0; }
+  FANFOLD_HD constexpr int kind() const { return static_cast<int>(word >> 2 & 1u); }
+  FANFOLD_HD constexpr bool needs_headers() const { return (word >> 3 & 1u) != 0; }
+  FANFOLD_HD constexpr uint32_t sends(int kind) const {
+    return static_cast<uint32_t>(word >> (4 + 15 * kind)) & kCountMask;
+  }
+  FANFOLD_HD constexpr uint32_t received(int kind) const {
+    return static_cast<uint32_t>(word >> (34 + 15 * kind)) & kCountMask;
+  }
+  // The number of the kernel's call of its kind, counted from 1.
+  FANFOLD_HD constexpr uint32_t call() const {
+    return does(kReceive) ? (received(kind()) + 1) & kCountMask : sends(kind());
+  }
+
+  // By how many calls `count` is short of `wanted`; not positive if it is not.
+  FANFOLD_HD static constexpr int32_t shortfall(uint32_t count, uint32_t wanted) {
+    return static_cast<int32_t>((wanted - count) << 17) >> 17;
+  }
+  // Whether this kernel cannot end before `peer`, live, begins a kernel behind its own: one that
+  // sends what this one receives, or that tells what the peer's own has received. If so of two
+  // kernels mutually, neither ever ends. A kernel that has ended needs nothing of anybody.
+  FANFOLD_HD constexpr bool needs(Progress peer) const {
+    const int k = kind();
+    if (does(kReceive) && shortfall(peer.sends(k), received(k) + 1) > 0) return true;
+    if (!does(kSend)) return false;
+    if (needs_headers() && shortfall(peer.sends(k), sends(k)) > 0) return true;
+    return shortfall(peer.received(k), sends(k) - 2) > 0;
+  }
+};
 
 struct LowLatencyDeviceOffsets {
-  int64_t receipts, calls, counts, headers, late_headers, rows, results, end;
+  int64_t receipts, progress, calls, counts, headers, late_headers, rows, results, end;
   int64_t row_stride;
 };
 
@@ -158,7 +213,8 @@ struct LowLatencyDeviceLayout {
     LowLatencyDeviceOffsets at{};
     at.row_stride = row_stride();
     at.receipts = 0;
-    at.calls = align_up(int64_t{geometry.ranks} * 8, kAreaAlignment);
+    at.progress = align_up(int64_t{geometry.ranks} * 8, kAreaAlignment);
+    at.calls = at.progress + kAreaAlignment;
     at.counts = at.calls + align_up(2 * sources * 8, kAreaAlignment);
     at.headers = at.counts + align_up(sources * geometry.experts_per_rank() * 4, kAreaAlignment);
     at.late_headers = at.headers + headers_bytes;
@@ -200,15 +256,30 @@ struct TableLayout {
   FANFOLD_HD constexpr int64_t bytes() const { return ranks_offset() + int64_t{max_tokens} * 4; }
 };
 
-// What a kernel has found wrong, for the host to raise. One slot a kind, in host memory.
-enum class ReportKind : uint32_t { kTimeout = 0, kIndex = 1, kRefused = 2, kDisagreement = 3 };
-inline constexpr int32_t kReportKinds = 4;
+// What a kernel has found wrong, for the host to raise. One slot of each kind, in host memory.
+enum class ReportKind : uint32_t {
+  kTimeout = 0,
+  kIndex = 1,
+  kRefused = 2,
+  kDisagreement = 3,
+  kOtherCall = 4
+};
+inline constexpr int32_t kReportKinds = 5;
 
 struct alignas(16) Report {
   uint32_t call;  // 1 + kind of call, | peer << 8; 0: nothing to report
   uint32_t epoch;
-  int32_t first;   // kTimeout: what had come; kIndex: the token
-  int32_t second;  // kIndex: `bad_choice`
+  // kTimeout: calls received, if the peer's receipt was waited for; kIndex: the token; kOtherCall:
+  // 1 + the kind of the peer's call
+  int32_t first;
+  // kTimeout: whether the peer's receipt was waited for; kIndex: `bad_choice`; kOtherCall: the
+  // number of the peer's call
+  int32_t second;
+};
+
+struct LowLatencyReports {
+  Report kinds[kReportKinds];
+  uint32_t late[kMostDeviceRanks];  // 1: the rank was late and is masked
 };
 
 // Tells a call from those near it; never 0.
@@ -229,14 +300,12 @@ struct LowLatencyState {
   uint32_t failed;  // the call after which none can be trusted any more (`call_id`); 0: none
 };
 
-enum Phases : uint32_t { kSend = 1, kReceive = 2, kWhole = 3 };
-
 // What both kernels are told.
 struct CallArgs {
   unsigned char* peers[kMostDeviceRanks];  // every rank's symmetric memory
   LowLatencyDeviceOffsets at;
   LowLatencyState* state;
-  Report* reports;  // [kReportKinds]
+  LowLatencyReports* reports;
   int64_t timeout_ns;
   int32_t rank;
   int32_t tokens;  // of this rank

@@ -54,6 +54,13 @@ struct Prologue {
   }
 };
 
+__device__ __forceinline__ uint64_t* progress_word(const CallArgs& args, int rank) {
+  return reinterpret_cast<uint64_t*>(args.peers[rank] + args.at.progress);
+}
+__device__ __forceinline__ Progress progress_of(const CallArgs& args, int rank) {
+  return {load_relaxed_system(progress_word(args, rank))};
+}
+
 __device__ __forceinline__ void store_report(Report* report, uint32_t call, uint32_t epoch,
                                              int32_t first, int32_t second) {
   const uint4 words{call, epoch, static_cast<uint32_t>(first), static_cast<uint32_t>(second)};
@@ -61,13 +68,54 @@ __device__ __forceinline__ void store_report(Report* report, uint32_t call, uint
 }
 
 // Apart, so that no wait carries it in its registers.
-__device__ __noinline__ void mask_peer(LowLatencyState* state, int peer) {
-  store_relaxed_gpu(reinterpret_cast<uint32_t*>(&state->masked[peer]), 1u);
+__device__ __noinline__ void mask_peer(const CallArgs& args, int peer) {
+  store_relaxed_gpu(reinterpret_cast<uint32_t*>(&args.state->masked[peer]), 1u);
+  store_relaxed_system(&args.reports->late[peer], 1u);
 }
-__device__ __noinline__ void report_timeout(Report* reports, uint32_t call, uint32_t epoch,
-                                            uint32_t came) {
-  store_report(&reports[static_cast<int>(ReportKind::kTimeout)], call, epoch,
-               static_cast<int32_t>(came), 0);
+__device__ __noinline__ void report_timeout(LowLatencyReports* reports, uint32_t call,
+                                            uint32_t epoch, uint32_t received, bool of_receipt) {
+  store_report(&reports->kinds[static_cast<int>(ReportKind::kTimeout)], call, epoch,
+               static_cast<int32_t>(received), of_receipt ? 1 : 0);
+}
+
+__device__ __forceinline__ void report_other_call(const CallArgs& args, Progress own, int peer,
+                                                  Progress theirs) {
+  const auto kind = static_cast<CallKind>(own.kind());
+  const CtaEpochs& ours = args.state->epochs[own.kind()][blockIdx.x];
+  const uint32_t epoch = own.does(kReceive) ? ours.receive : ours.send;
+  // Their count is near this rank's own, which is whole.
+  const int which = theirs.kind();
+  const uint32_t near = args.state->epochs[which][blockIdx.x].send - kFirstEpoch;
+  const int32_t number = static_cast<int32_t>(near) + Progress::shortfall(near, theirs.call());
+  store_report(&args.reports->kinds[static_cast<int>(ReportKind::kOtherCall)],
+               (1u + static_cast<uint32_t>(kind)) | (static_cast<uint32_t>(peer) << 8), epoch,
+               1 + which, number);
+  store_relaxed_gpu(&args.state->failed, call_id(kind, epoch));
+}
+
+// Whether this kernel can never end, because a live peer is in another call that cannot end either
+// (Progress::needs): reports the calls of both and fails this one. Called where a wait has lasted
+// long, as it reads from the memory of peers; apart, so that no wait carries it in its registers.
+// A kernel that a word says needs another has not ended when that other's word is read, so two
+// words that need each other are of one moment. Words are loaded anew for each pair, as the callers
+// leave few registers.
+__device__ __noinline__ bool find_other_call(const CallArgs& args) {
+#pragma unroll 1
+  for (int pair = 0; pair < kRanks * kRanks; ++pair) {
+    const int peer = pair / kRanks;
+    const Progress own = progress_of(args, args.rank);
+    const Progress theirs = progress_of(args, peer);
+    const auto* masked = reinterpret_cast<const uint32_t*>(&args.state->masked[peer]);
+    if (peer == args.rank || !own.needs(theirs) || load_relaxed_gpu(masked) != 0) {
+      pair += kRanks - 1 - pair % kRanks;
+      continue;
+    }
+    const Progress other = progress_of(args, pair % kRanks);
+    if (pair % kRanks == peer || !theirs.needs(other) || !other.needs(theirs)) continue;
+    report_other_call(args, own, peer, theirs);
+    return true;
+  }
+  return false;
 }
 
 // One kernel's view of its call. Cheap to make in every thread.
@@ -123,7 +171,7 @@ class Call {
   __device__ bool failed() const { return load_relaxed_gpu(&args.state->failed) != 0; }
 
   __device__ void report(ReportKind kind, int peer, int32_t first, int32_t second) const {
-    store_report(&args.reports[static_cast<int>(kind)], call_of(peer), epoch, first, second);
+    store_report(&args.reports->kinds[static_cast<int>(kind)], call_of(peer), epoch, first, second);
   }
   __device__ static uint32_t call_of(int peer) {
     return (1u + static_cast<uint32_t>(Kind)) | (static_cast<uint32_t>(peer) << 8);
@@ -146,6 +194,7 @@ class Call {
 
   // What `source` says of this call: no tokens if it refused, is late, or means another call. One
   // that itself refused takes whatever comes, to make its memory absent again.
+  template <bool LooksAround = true>
   __device__ CallWord await_call(int source) const;
 
   // Tells the host if `word` is a refusal or means another call.
@@ -179,33 +228,54 @@ class WaitClock {
 
 // A wait that ends: for a peer that is masked, for a call that has failed, and when its time is
 // over, which masks the peer or fails the call.
-template <CallKind Kind>
+//
+// `LooksAround` in a wait for what every peer sends at the start of a call: a peer in another call
+// never sends it. What follows it in the same call arrives, or is late.
+template <CallKind Kind, bool LooksAround = false>
 class Patience {
  public:
-  __device__ explicit Patience(const Call<Kind>& call) : call_(call) {}
+  // `of_receipt`: whether the wait is for a peer's receipt.
+  __device__ explicit Patience(const Call<Kind>& call, bool of_receipt = false)
+      : call_(call), of_receipt_(of_receipt) {}
 
-  // Asked after every fruitless look; `came` is what stands where `peer` was to write.
-  __device__ bool exhausted(int peer, uint32_t came) {
+  // Asked after every fruitless look; `received` is what the peer's receipt says, in a wait for it.
+  __device__ bool exhausted(int peer, uint32_t received) {
     if ((++looks_ & (kLooks - 1)) != 0) return false;
     if (call_.failed() || call_.is_masked(peer)) return true;
+    if constexpr (LooksAround) {
+      if ((looks_ & (kLongLooks - 1)) == 0 && looks_around() && find_other_call(call_.args)) {
+        return true;
+      }
+    }
     const auto now = static_cast<int64_t>(global_nanoseconds());
     if (begin_ == 0) begin_ = now;
     if (now - begin_ < call_.args.timeout_ns) return false;
     const CallArgs& args = call_.args;
     if (args.mask_late != 0) {
-      mask_peer(args.state, peer);
+      mask_peer(args, peer);
       begin_ = 0;  // the others have all their time
     } else {
       call_.fail();
-      report_timeout(args.reports, Call<Kind>::call_of(peer), call_.epoch, came);
+      report_timeout(args.reports, Call<Kind>::call_of(peer), call_.epoch, received, of_receipt_);
     }
     return true;
   }
 
  private:
   static constexpr uint32_t kLooks = 1u << 8;
+  static constexpr uint32_t kLongLooks = 1u << 12;  // take milliseconds
+
+  // A few warps find for all whether the kernel can end: some that wait as long as it does. The
+  // first CTA of headers (in combine, of all) waits for all receipts, the last one for all calls.
+  __device__ bool looks_around() const {
+    const int sender = Kind == CallKind::kDispatch ? call_.args.senders : 0;
+    const int cta = static_cast<int>(blockIdx.x);
+    return (cta == sender || cta == static_cast<int>(gridDim.x) - 1) &&
+           (call_.warp == 0 || call_.warp == kWarps - 1);
+  }
 
   const Call<Kind>& call_;
+  const bool of_receipt_;
   uint32_t looks_ = 0;
   int64_t begin_ = 0;
 };
@@ -214,7 +284,7 @@ template <CallKind Kind>
 __device__ uint32_t Call<Kind>::await_receipts() const {
   const bool waits = lane < kRanks && seen.masked == 0;
   uint64_t word = seen.receipt;
-  Patience<Kind> patience(*this);
+  Patience<Kind, true> patience(*this, true);
   while (waits) {
     const Receipt receipt = Receipt::decode(word);
     const uint32_t received = Kind == CallKind::kDispatch ? receipt.dispatches : receipt.combines;
@@ -227,12 +297,13 @@ __device__ uint32_t Call<Kind>::await_receipts() const {
 }
 
 template <CallKind Kind>
+template <bool LooksAround>
 __device__ CallWord Call<Kind>::await_call(int source) const {
-  Patience<Kind> patience(*this);
+  Patience<Kind, LooksAround> patience(*this);
   CallWord word{};
   do {
     word = CallWord::decode(load_relaxed_system(call_word(args.rank, source)));
-  } while (word.epoch != (epoch & 0xffffu) && !patience.exhausted(source, word.epoch));
+  } while (word.epoch != (epoch & 0xffffu) && !patience.exhausted(source, 0));
   if (word.epoch != (epoch & 0xffffu)) return CallWord{0, false, false, 0, ~0u};  // of no call
   if (word.refused || (word.facts != args.facts && args.refused == 0)) word.tokens = 0;
   return word;
@@ -250,6 +321,22 @@ __device__ __forceinline__ void push_receipts(const CallArgs& args, const Prolog
                          epochs[1][blockIdx.x].receive - kFirstEpoch};
   auto* theirs = reinterpret_cast<uint64_t*>(args.peers[lane] + args.at.receipts);
   store_release_system(theirs + writer_at(args, lane), receipts.encode());
+}
+
+// Publishes which kernel this rank is in (Progress), before it waits for anybody.
+template <CallKind Kind>
+__device__ __forceinline__ void publish_progress(const CallArgs& args) {
+  if (threadIdx.x % kWarpLanes != 0) return;
+  // Where routing is late it has room for headers of its own.
+  const bool is_late = args.at.rows != args.at.late_headers;
+  Progress own = Progress::of(Kind, args.phases, Kind == CallKind::kCombine && is_late);
+  for (int k = 0; k < 2; ++k) {
+    const CtaEpochs before = args.state->epochs[k][blockIdx.x];
+    const bool begins = k == static_cast<int>(Kind) && (args.phases & kSend) != 0;
+    own = own.with_counts(k, before.send - kFirstEpoch + (begins ? 1u : 0u),
+                          before.receive - kFirstEpoch);
+  }
+  store_relaxed_system(progress_word(args, args.rank), own.word);
 }
 
 // Whether an earlier call has failed. That this one has must not count: the threads of a CTA look
@@ -270,9 +357,11 @@ __device__ __forceinline__ void run_call(const CallArgs& args, int teller, IsVoi
   wait_for_previous_kernel();
   const bool nothing = is_void();  // asked for together with the following
   const Prologue seen = Prologue::load(args, Kind);
-  if (static_cast<int>(blockIdx.x) == teller && threadIdx.x / kWarpLanes == kWarps - 1)
-    push_receipts(args, seen);
+  const bool tells = static_cast<int>(blockIdx.x) == teller &&
+                     static_cast<int>(threadIdx.x) / kWarpLanes == kWarps - 1;
+  if (tells) push_receipts(args, seen);
   if (nothing || failed_before(seen, Kind)) return;
+  if (tells) publish_progress<Kind>(args);
   // Kept in shared memory, as every register counts in between.
   __shared__ CtaEpochs next;
   if (threadIdx.x == 0) {

@@ -16,14 +16,12 @@ class CombineReceive {
   __device__ void run() {
     const uint32_t live = call_.live_ranks();
     uint32_t ranks = first_ranks_;
-    const bool timed = !kLate && args_.wait_ns != nullptr;
-    if (timed) hear_of_all(live);  // once rows are there nothing is waited for
+    hear_of_all(live);
     for (int task = first_task(); task < tasks(); task += kWarps * static_cast<int>(gridDim.x)) {
       const int token = task / kSegments;
       if (task != first_task()) ranks = ranks_of_token(token);
       reduce(token, task % kSegments, ranks & live);
     }
-    if (!timed) hear_of_all(live);
   }
 
  private:
@@ -129,13 +127,20 @@ class CombineReceive {
     return word.refused || (word.facts != args_.call.facts && args_.call.refused == 0);
   }
 
-  // Every rank is heard of in every call, so that refusals and disagreement are seen. With late
-  // weights the send half has waited for all, and has said how long.
+  // Every rank is heard of in every call, so that refusals, disagreement and other calls are seen.
+  // That takes the warp of the grid with the fewest rows, before its rows: call words leave before
+  // rows, and once rows are there no wait could be measured. With late weights the send half has
+  // waited for all, and has said how long.
   __device__ void hear_of_all(uint32_t live) {
     const int rank = call_.lane;
-    if (blockIdx.x != gridDim.x - 1 || call_.warp != 0 || (live >> rank & 1u) == 0) return;
+    if (blockIdx.x != gridDim.x - 1 || call_.warp != kWarps - 1) return;
+    if ((live >> rank & 1u) != 0) hear_of(rank);
+    __syncwarp();
+  }
+
+  __device__ void hear_of(int rank) {
     const WaitClock clock(kLate ? nullptr : args_.wait_ns, rank);
-    call_.report_call(rank, call_.await_call(rank));
+    call_.report_call(rank, call_.await_call<!kLate>(rank));
     clock.stop();
   }
 
