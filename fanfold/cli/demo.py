@@ -19,6 +19,7 @@ from fanfold.cli.demo_model import (
 from fanfold.cli.demo_report import DemoReport, ProgressLine
 from fanfold.config import Config
 from fanfold.errors import ArgumentError
+from fanfold.geometry import check_integer
 from fanfold.group import as_group
 from fanfold.launch import launch
 from fanfold.placement import place
@@ -27,6 +28,9 @@ __all__ = ["add_arguments", "run"]
 
 MAX_SECONDS = 1800.0
 """After which ranks that still train are given up."""
+
+MOST_STEPS = 10_000_000
+MOST_SEED = 2**40
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,8 +86,8 @@ def _settings(args: argparse.Namespace) -> DemoSettings:
     for name, total in (("experts", settings.num_experts), ("sequences", settings.sequences)):
         if settings.ranks < 1 or total % settings.ranks:
             raise ArgumentError("--ranks", settings.ranks, f"a divisor of the {total} {name}")
-    if settings.steps < 1:
-        raise ArgumentError("--steps", settings.steps, "1 or more")
+    check_integer("--steps", settings.steps, 1, MOST_STEPS)
+    check_integer("--seed", settings.seed, 0, MOST_SEED)
     for option, path in (("--out", args.out), ("--json", args.json)):
         if path is not None and not path.absolute().parent.is_dir():
             raise ArgumentError(option, path, "a file in a folder that exists")

@@ -279,6 +279,8 @@ def test_a_rank_that_dies_ends_the_demo(tmp_path, monkeypatch, capsys):
         (["--ranks", "3"], "--ranks"),
         (["--ranks", "0"], "--ranks"),
         (["--steps", "0"], "--steps"),
+        (["--seed", "-1"], "--seed"),
+        (["--seed", "9" * 30], "--seed"),
         (["--out", "no/such/folder/demo.png"], "--out"),
     ],
 )
