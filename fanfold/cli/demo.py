@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from fanfold.bench.report import check_writable
 from fanfold.cli.demo_model import (
     DemoSettings,
     RankRun,
@@ -17,6 +19,7 @@ from fanfold.cli.demo_model import (
     train_rank,
 )
 from fanfold.cli.demo_report import DemoReport, ProgressLine
+from fanfold.cli.plot import check_picture
 from fanfold.config import Config
 from fanfold.errors import ArgumentError
 from fanfold.geometry import check_integer
@@ -88,9 +91,10 @@ def _settings(args: argparse.Namespace) -> DemoSettings:
             raise ArgumentError("--ranks", settings.ranks, f"a divisor of the {total} {name}")
     check_integer("--steps", settings.steps, 1, MOST_STEPS)
     check_integer("--seed", settings.seed, 0, MOST_SEED)
-    for option, path in (("--out", args.out), ("--json", args.json)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ArgumentError(option, path, "a file in a folder that exists")
+    with contextlib.suppress(ImportError):  # without matplotlib there is no picture
+        check_picture(args.out)
+    if args.json is not None:
+        check_writable(args.json)
     return settings
 
 
