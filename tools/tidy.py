@@ -43,6 +43,7 @@ PYTHON_FLOORS: tuple[tuple[str, ...], ...] = (
         "pool",
         "staging",
         "stream_order",
+        "descriptors",
         "forks",
         "forkserver",
         "pickling",
