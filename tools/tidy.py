@@ -42,6 +42,7 @@ PYTHON_FLOORS: tuple[tuple[str, ...], ...] = (
         "pool",
         "staging",
         "stream_order",
+        "descriptors",
         "forks",
         "forkserver",
         "pickling",
