@@ -141,8 +141,8 @@ _SETTINGS = (
     Setting(
         name="late_peers",
         variable="FANFOLD_LATE_PEERS",
-        help="What a wait does when its time is over: 'raise' PeerTimeout, or 'mask' the peer "
-        "and go on without its tokens and results; high throughput on GPUs always raises.",
+        help="What a wait does when its time is over: 'raise' PeerTimeout, or 'mask' the peer, "
+        "warn and go on without its tokens and results; high throughput on GPUs always raises.",
         parse=str,
         check=lambda v: v in ("raise", "mask"),
         bound="'raise' or 'mask'",
@@ -282,7 +282,8 @@ class Config:
     Attributes:
         timeout_s: seconds that any wait for a peer may last before ``PeerTimeout``.
         spin_us: microseconds to spin before yielding; None for a choice by the machine.
-        late_peers: ``"raise"`` or ``"mask"``; high throughput on GPUs always raises.
+        late_peers: ``"raise"`` or ``"mask"``, which warns (LatePeerWarning) and goes on without the
+            peer; high throughput on GPUs always raises.
         staging_bytes: shared memory per rank for high-throughput streams, in bytes.
         ring_bytes: memory per rank and peer for high-throughput streams on GPUs, in bytes.
         backend: ``"auto"``, ``"host"`` or ``"cuda"``: where calls run.

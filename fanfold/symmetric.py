@@ -17,6 +17,7 @@ from fanfold.copying import not_copied
 from fanfold.descriptors import advice, check_descriptors, for_memory
 from fanfold.errors import FanfoldError, SystemFailure, UnavailableError
 from fanfold.group import Group, agree
+from fanfold.late_peers import LatePeer, LatePeers
 from fanfold.representation import described
 
 __all__ = ["SymmetricMemory", "host_identity"]
@@ -61,6 +62,7 @@ class SymmetricMemory:
 
     def __init__(self, group: Group, bytes_per_rank: int, config: Config) -> None:
         self.rank, self.ranks, self.usable_bytes = group.rank, group.size, bytes_per_rank
+        self._late, self._known_late = LatePeers(group.rank), 0
         error: Exception | None = None
         host = ""
         try:
@@ -100,6 +102,23 @@ class SymmetricMemory:
     def bytes_per_rank(self) -> int:
         """Bytes that each rank holds in shared memory, the control block included."""
         return int(self.core.mapped_bytes)
+
+    def check(self) -> None:
+        """Raises UsageError if the memory is closed or an earlier call has failed, and a
+        LatePeerWarning of an earlier call that a filter has turned into an error."""
+        self.core.check_usable()
+        self._late.raise_held()
+
+    def warn_of_late(self) -> None:
+        """Warns of peers that waits have masked since it was last called. Never raises, so that a
+        call that has gone out can end."""
+        while self._known_late < self.core.late:
+            self._known_late += 1
+            self._late.warn(LatePeer(*self.core.late_peer(self._known_late - 1)))
+
+    def masked(self) -> list[bool]:
+        """Whether each rank is masked."""
+        return [self.core.masked(peer) for peer in range(self.ranks)]
 
     def close(self) -> None:
         """Unmaps everything. Not collective; harmless when repeated."""

@@ -1,4 +1,6 @@
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "bindings/bindings.h"
@@ -39,7 +41,12 @@ void bind_symmetric(nb::module_& module) {
       .def("barrier", &SymmetricMemory::barrier, Unlocked())
       .def("masked", &SymmetricMemory::masked)
       .def("set_masked", &SymmetricMemory::set_masked)
-      .def_prop_ro("lost", &SymmetricMemory::lost)
+      .def_prop_ro("late", [](const SymmetricMemory& self) { return self.late().size(); })
+      .def("late_peer",
+           [](const SymmetricMemory& self, size_t index) {
+             const TimeoutFacts& facts = self.late().at(index);
+             return std::tuple(facts.peer, facts.phase, facts.seconds, facts.peer_gone);
+           })
       .def("check_usable", &SymmetricMemory::check_usable)
       .def(
           "window",

@@ -166,13 +166,15 @@ bool SymmetricMemory::wait_for(const std::function<bool()>& ready,
   if (published) withdraw(control(rank()).pending);
   if (result == WaitResult::kReady) return true;
   TimeoutFacts blame = facts();
-  if (options_.mask_late_peers) {
-    set_masked(blame.peer, true);
-    ++lost_;
-    return false;
-  }
   blame.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   blame.peer_gone = result == WaitResult::kAbandoned;
+  if (options_.mask_late_peers) {
+    set_masked(blame.peer, true);
+    if (awaited != nullptr)
+      blame.phase = std::string(name_of(awaited->phase)) + " " + std::to_string(awaited->call);
+    late_.push_back(blame);
+    return false;
+  }
   failure_ = blame.phase + ", waiting for rank " + std::to_string(blame.peer);
   throw PeerTimeout(blame);
 }

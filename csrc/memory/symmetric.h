@@ -99,8 +99,9 @@ class SymmetricMemory {
   bool masked(int32_t peer) const { return masked_[index(peer)] != 0; }
   void set_masked(int32_t peer, bool value) { masked_[index(peer)] = value ? 1 : 0; }
 
-  // How many peers waits of this rank have masked so far.
-  int64_t lost() const { return lost_; }
+  // The peers that waits of this rank have masked so far, in order; `phase` with the
+  // number of the call where a signal was waited for.
+  const std::vector<TimeoutFacts>& late() const { return late_; }
 
   // Throws Misuse once closed, in a forked child, or after a wait has failed: the ranks no longer
   // agree about where they are, so going on could only deliver wrong data.
@@ -127,7 +128,7 @@ class SymmetricMemory {
   std::vector<uint8_t> masked_;
   uint32_t generation_ = fork_generation();
   uint32_t barrier_epoch_ = 0;
-  int64_t lost_ = 0;
+  std::vector<TimeoutFacts> late_;
   std::string failure_;
   bool closed_ = false;
 };

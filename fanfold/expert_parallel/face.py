@@ -36,6 +36,7 @@ from fanfold.copying import not_copied
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.expert_parallel.high_throughput import HighThroughputCalls, refuse_given
 from fanfold.expert_parallel.low_latency import open_placed
+from fanfold.expert_parallel.missing import Survivors
 from fanfold.expert_parallel.options import check_options, checked_config
 from fanfold.forks import Owner
 from fanfold.formats import RowFormat, RowFormatName, ScaleFormatName
@@ -59,7 +60,7 @@ Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     why="it holds memory that the ranks of its group share",
     instead="Make one in each process with the same arguments; several layers may use one.",
 )
-class ExpertParallel:
+class ExpertParallel(Survivors):
     """Dispatch and combine for one geometry. Construction is collective.
 
     Args:
@@ -163,11 +164,8 @@ class ExpertParallel:
             self._group, self._placement, geometry, self.config
         )
         # The same in every call, so it is made once.
-        begins = (
-            torch.arange(self.experts_per_rank + 1, dtype=torch.int64, device="cpu")
-            * geometry.expert_capacity
-        )
-        self._offsets = begins.to(self.device)
+        begins = torch.arange(self.experts_per_rank + 1, dtype=torch.int64, device="cpu")
+        self._offsets = (begins * geometry.expert_capacity).to(self.device)
 
     @property
     def backend(self) -> Literal["host", "cuda"]:

@@ -203,7 +203,7 @@ class HighThroughput:
             capacity: rows to allocate, instead of what arrives; more arriving rows than that are
                 bad input of this rank.
         """
-        self._memory.core.check_usable()
+        self._memory.check()
         with Refusing(self.refuse_dispatch):
             check_layout(layout)
             check_integer("expert_alignment", expert_alignment, 1, MOST_ALIGNMENT)
@@ -223,6 +223,7 @@ class HighThroughput:
             check_capacity(plan.capacity, plan.needed(layout))
             dispatched = _allocate(self._pool, plan, x, layout)
         self._core.dispatch_rows(sent, _core_plan(plan), _into(dispatched, layout))
+        self._memory.warn_of_late()
         return dispatched
 
     def dispatch_cached(self, x: Rows, plan: Plan, *, layout: RowOrder) -> Dispatched:
@@ -233,7 +234,7 @@ class HighThroughput:
             plan: of the same earlier dispatch on every rank.
             layout: as in :meth:`dispatch`; need not be the earlier one.
         """
-        self._memory.core.check_usable()
+        self._memory.check()
         with Refusing(self.refuse_dispatch):
             check_layout(layout)
             self._check_plan(plan)
@@ -245,6 +246,7 @@ class HighThroughput:
         sent = _sent(values, scales)
         sent.experts, sent.top_k = plan.num_experts, plan.top_k
         self._core.dispatch_cached(sent, _core_plan(plan), _into(dispatched, layout))
+        self._memory.warn_of_late()
         return dispatched
 
     def combine(
@@ -280,7 +282,7 @@ class HighThroughput:
             ``[T, hidden]`` bfloat16, zero (or the bias) for a token without experts; and with
             lane_weights ``[T, K]`` float32, else None.
         """
-        self._memory.core.check_usable()
+        self._memory.check()
         with Refusing(self.refuse_combine):
             check_layout(layout)
             self._check_plan(plan)
@@ -298,6 +300,7 @@ class HighThroughput:
         for place, rows in enumerate(biases):
             result.set_bias(place, lend(rows))
         self._core.combine(given, _core_plan(plan), result)
+        self._memory.warn_of_late()
         return out, lanes
 
     def combine_weights(
@@ -308,7 +311,7 @@ class HighThroughput:
         Returns:
             ``[T, K]`` float32; 0 where no rank sends anything.
         """
-        self._memory.core.check_usable()
+        self._memory.check()
         with Refusing(self.refuse_combine):
             check_layout(layout)
             self._check_plan(plan)
@@ -318,11 +321,12 @@ class HighThroughput:
         result = _core.HighThroughputResult()
         result.weights = lend(lanes)
         self._core.combine(_outputs(layout, None, lane_weights), _core_plan(plan), result)
+        self._memory.warn_of_late()
         return lanes
 
     def check(self) -> None:
-        """Raises UsageError if the memory is closed or an earlier call has failed."""
-        self._memory.core.check_usable()
+        """See :meth:`SymmetricMemory.check`."""
+        self._memory.check()
 
     def refuse_dispatch(self, error: BaseException) -> None:
         """Makes this dispatch void on all ranks because of ``error``, found by a layer above."""

@@ -24,6 +24,7 @@ from fanfold.errors import ArgumentError, FanfoldError, UsageError
 from fanfold.formats import RowFormat, ScaleFormat
 from fanfold.geometry import Geometry, is_plain
 from fanfold.group import agree
+from fanfold.late_peers import LatePeer, LatePeers
 from fanfold.letting_go import let_go
 from fanfold.low_latency import kernels
 from fanfold.low_latency.calls import (
@@ -103,13 +104,14 @@ class CudaLowLatency:
         epochs = _core.CUDA_STATE_EPOCHS_BYTES
         self._epochs = self._state[:epochs].view(torch.int32)
         self._masked = self._state[epochs : epochs + 4 * memory.ranks].view(torch.int32)
+        self._masks, self._late_peers = config.late_peers == "mask", LatePeers(memory.rank)
         self._place = _core.CudaLowLatencyPlace(
             rank=memory.rank,
             peers=[memory.base(peer) for peer in range(memory.ranks)],
             state=self._state.data_ptr(),
             reports=self._reports.address,
             timeout_ns=int(config.timeout_s * 1e9),
-            mask_late=config.late_peers == "mask",
+            mask_late=self._masks,
         )
         self._plan: Plan | None = None
         self._stale: str | None = None  # why the memory must be readied anew
@@ -135,8 +137,8 @@ class CudaLowLatency:
         return_hook: bool = False,
     ) -> tuple[Dispatched, Hook | None]:
         """See :meth:`LowLatency.dispatch`."""
-        if self._reports.fatal():
-            self.check()
+        if self._masks or self._reports.fatal():
+            self._check_before()
         plan = self._plan
         if plan is None or plan.geometry is not geometry or self._stale is not None:
             needed = partial(kernels.kernel_sources, geometry, row_format, scale_format)
@@ -190,8 +192,8 @@ class CudaLowLatency:
         return_hook: bool = False,
     ) -> tuple[torch.Tensor, Hook | None]:
         """See :meth:`LowLatency.combine`."""
-        if self._reports.fatal():
-            self.check()
+        if self._masks or self._reports.fatal():
+            self._check_before()
         plan = self._plan
         if plan is None or plan.geometry is not geometry or self._stale is not None:
             plan = self._plan_of(geometry, partial(self._combine_sources, geometry, logfmt))
@@ -292,6 +294,20 @@ class CudaLowLatency:
         if self._reports.fatal() or self._reports.passing():
             geometry = None if self._plan is None else self._plan.geometry
             raise self._reports.take(self._memory.rank, geometry, self._config.timeout_s)
+        self._warn_of_late()
+
+    def _check_before(self) -> None:
+        """Raises what ends the mode, before a call sends anything."""
+        if self._reports.fatal():
+            self.check()
+        self._warn_of_late()
+
+    def _warn_of_late(self) -> None:
+        """Warns of ranks that kernels have masked. Where that is an error it is raised: the call
+        that is about to be made has sent nothing, and can be made again."""
+        for peer, call in self._reports.new_late(self._memory.ranks):
+            self._late_peers.warn(LatePeer(peer, call, self._config.timeout_s))
+        self._late_peers.raise_held()
 
     def refuse_dispatch(self, error: BaseException, geometry: Geometry | None = None) -> None:
         """See :meth:`LowLatency.refuse_dispatch`."""
@@ -429,6 +445,7 @@ class CudaLowLatency:
 
     def masked(self) -> torch.Tensor:
         """See :meth:`LowLatency.masked`."""
+        self._follow()
         return self._masked.clone()  # a caller may write to what it gets
 
     def _check_unmasked(self, geometry: Geometry) -> None:

@@ -79,7 +79,7 @@ class HostLowLatency:
         return_hook: bool = False,
     ) -> tuple[Dispatched, Hook | None]:
         """See :meth:`fanfold.low_latency.LowLatency.dispatch`."""
-        self._memory.core.check_usable()
+        self._memory.check()
         with Refusing(self.refuse_dispatch):
             self._check_fit(geometry)
             check_tokens(geometry, x, topk_idx, topk_weights, _CPU)
@@ -124,7 +124,10 @@ class HostLowLatency:
         into.weights = lend_if_given(routing.weights)
         into.expert_totals = lend_if_given(statistics.expert_totals)
         into.wait_ns = lend_if_given(statistics.wait_ns)
-        self._core.dispatch_receive(epoch, into)
+        try:
+            self._core.dispatch_receive(epoch, into)
+        finally:
+            self._memory.warn_of_late()
 
     def combine(
         self,
@@ -140,7 +143,7 @@ class HostLowLatency:
         return_hook: bool = False,
     ) -> tuple[torch.Tensor, Hook | None]:
         """See :meth:`fanfold.low_latency.LowLatency.combine`."""
-        self._memory.core.check_usable()
+        self._memory.check()
         with Refusing(self.refuse_combine):
             self._check_fit(geometry)
             own = _check_own_routing(routing, topk_idx, late_weights is not None)
@@ -175,11 +178,14 @@ class HostLowLatency:
         into.out, into.topk_idx = lend(out), lend(topk_idx)
         into.tokens = out.shape[0]
         into.wait_ns = lend_if_given(wait_ns)
-        self._core.combine_receive(epoch, into)
+        try:
+            self._core.combine_receive(epoch, into)
+        finally:
+            self._memory.warn_of_late()
 
     def check(self) -> None:
-        """Raises UsageError if the memory is closed or an earlier call has failed."""
-        self._memory.core.check_usable()
+        """See :meth:`SymmetricMemory.check`."""
+        self._memory.check()
 
     def quiesce(self) -> None:
         """Returns when every peer has read everything sent so far. No call may be in flight."""
@@ -196,10 +202,7 @@ class HostLowLatency:
 
     def masked(self) -> torch.Tensor:
         """``[R]`` int32: 1 for each masked rank."""
-        peers = range(self._memory.ranks)
-        return torch.tensor(
-            [self._memory.core.masked(peer) for peer in peers], dtype=torch.int32, device="cpu"
-        )
+        return torch.tensor(self._memory.masked(), dtype=torch.int32, device="cpu")
 
     def refuse_dispatch(self, error: BaseException, geometry: Geometry | None = None) -> None:
         """Makes this dispatch void on all ranks because of ``error``, found by a layer above."""

@@ -25,17 +25,32 @@ class Reports(KernelReports):
 
     def __init__(self) -> None:
         super().__init__(_core.CUDA_REPORT_BYTES)
+        self._known_late: list[int] = []  # the words of all ranks, as last seen
 
     def fatal(self) -> bool:
         """Whether a report ends the mode: a peer was late, or ranks disagree."""
         words = self._words
         return words[0] != 0 or words[12] != 0 or words[16] != 0
 
-    def late(self, ranks: int) -> list[int]:
-        """The ranks that were late and that kernels have masked, as far as the host knows."""
+    def new_late(self, ranks: int) -> list[tuple[int, str]]:
+        """The ranks that kernels have masked because they were late, each once, and in which calls:
+        ``low_latency dispatch 3``."""
         first = 4 * _core.CUDA_REPORT_KINDS
         words = self._words[first : first + ranks]
-        return [rank for rank, word in enumerate(words) if word] if any(words) else []
+        if words == self._known_late:
+            return []
+        known, self._known_late = self._known_late, words
+        return [
+            (rank, self._call_of(word))
+            for rank, word in enumerate(words)
+            if word and not (rank < len(known) and known[rank])
+        ]
+
+    @staticmethod
+    def _call_of(word: int) -> str:
+        """The call that ``call_id`` (layout/low_latency_device.h) tells."""
+        epoch = (word & 0xFFFFFFFF) >> 2
+        return f"{_PHASES[word >> 1 & 1]} {epoch - _core.CUDA_FIRST_EPOCH + 1}"
 
     def passing(self) -> bool:
         """Whether there is a new report of something that concerns one call only."""
@@ -47,6 +62,7 @@ class Reports(KernelReports):
         for place in range(len(self._words)):
             self._words[place] = 0
         self._raised.clear()
+        self._known_late = []
 
     def take(self, rank: int, geometry: Geometry | None, timeout_s: float) -> FanfoldError:
         """The gravest report as an exception; those of one call are new once only."""

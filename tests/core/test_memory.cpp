@@ -407,7 +407,10 @@ TEST(late_peers_are_masked_where_wanted) {
   group[1]->push(0, 0, Signal{1, 9});
   CHECK(!wait_for_signal(*group[0], Phase::kBarrier, 1, 0, 1));
   group[0]->set_masked(1, false);
-  CHECK_EQ(group[0]->lost(), 1);
+  CHECK_EQ(group[0]->late().size(), 1u);
+  CHECK_EQ(group[0]->late()[0].peer, 1);
+  CHECK_EQ(group[0]->late()[0].phase, "barrier 1");
+  CHECK(group[0]->late()[0].seconds > 0.01);
   CHECK(wait_for_signal(*group[0], Phase::kBarrier, 1, 0, 1));
   CHECK_EQ(group[0]->peek(0).value, 9);
 }

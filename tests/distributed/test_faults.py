@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import fanfold
@@ -100,31 +102,75 @@ def test_stopped_rank(own_pool: RankPool, mode: str, phase: str) -> None:
         assert "failed earlier" in after
 
 
-def _mask(group: dist.ProcessGroup) -> tuple[list[bool], bool]:
-    shape = Shape(max_tokens=6)
+def _mask(group: dist.ProcessGroup, mode: str) -> tuple[list[bool], bool, list[str]]:
+    shape = Shape(max_tokens=6, mode=mode)
     config = fanfold.Config.resolve(timeout_s=0.5, late_peers="mask")
     ep = shape.open(group, config=config)
+    assert ep.live_ranks() == tuple(range(RANKS))
     assert works(ep, shape)
     if ep.rank == VICTIM:
         os.kill(os.getpid(), signal.SIGKILL)
     call = good_call(shape, ep.rank)
     locals_ = ep.experts_per_rank
-    for _ in range(3):
-        out = round_trip(ep, call)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            out = round_trip(ep, call)
     # Without the victim's experts, each value is the sum over the remaining ones.
-    kept = (call.topk_idx // locals_ != VICTIM).sum(1, keepdim=True)
-    right = bool((out.float() == call.x.float() * kept).all())
+    missing = call.topk_idx // locals_ == VICTIM
+    assert torch.equal(ep.missing(call.topk_idx), missing)
+    assert ep.live_ranks() == tuple(rank for rank in range(RANKS) if rank != VICTIM)
+    right = bool((out.float() == call.x.float() * (~missing).sum(1, keepdim=True)).all())
     masked = [ep.memory.core.masked(peer) for peer in range(RANKS)]
     ep.close()
-    return masked, right
+    assert all(each.category is fanfold.LatePeerWarning for each in seen)
+    assert all(Path(each.filename).parent == Path(__file__).parent for each in seen)
+    return masked, right, [str(each.message) for each in seen]
 
 
-def test_mask_late_peers(own_pool: RankPool) -> None:
-    outcomes = own_pool.outcomes(_mask)
+@pytest.mark.parametrize("mode", MODES)
+def test_mask_late_peers(own_pool: RankPool, mode: str) -> None:
+    outcomes = own_pool.outcomes(_mask, mode)
     for rank in (0, 2):
-        masked, right = outcomes[rank]
+        masked, right, warned = outcomes[rank]
         assert masked == [peer == VICTIM for peer in range(RANKS)]
         assert right
+        (text,) = warned
+        assert f"for rank {VICTIM} in {mode} " in text
+        assert "its process has ended" in text
+
+
+def _mask_with_errors(group: dist.ProcessGroup) -> bool:
+    """The warning is an error; what raises it has sent nothing, and is called again."""
+    shape = Shape(max_tokens=6)
+    ep = shape.open(group, config=fanfold.Config.resolve(timeout_s=0.5, late_peers="mask"))
+    assert works(ep, shape)
+    if ep.rank == VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL)
+    call = good_call(shape, ep.rank)
+    raised = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fanfold.LatePeerWarning)
+        for _ in range(3):
+            try:
+                received = ep.dispatch(call.x, call.topk_idx, call.topk_weights)
+            except fanfold.LatePeerWarning:
+                raised += 1
+                received = ep.dispatch(call.x, call.topk_idx, call.topk_weights)
+            try:
+                out = ep.combine(received.tokens, received)
+            except fanfold.LatePeerWarning:
+                raised += 1
+                out = ep.combine(received.tokens, received)
+        ep.check()
+    kept = (~ep.missing(call.topk_idx)).sum(1, keepdim=True)
+    ep.close()
+    return raised == 1 and bool((out.float() == call.x.float() * kept).all())
+
+
+def test_mask_late_peers_where_warnings_are_errors(own_pool: RankPool) -> None:
+    outcomes = own_pool.outcomes(_mask_with_errors)
+    assert outcomes[0] is outcomes[2] is True
 
 
 def _hold(group: dist.ProcessGroup, mode: str) -> None:

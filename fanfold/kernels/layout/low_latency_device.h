@@ -279,7 +279,7 @@ struct alignas(16) Report {
 
 struct LowLatencyReports {
   Report kinds[kReportKinds];
-  uint32_t late[kMostDeviceRanks];  // 1: the rank was late and is masked
+  uint32_t late[kMostDeviceRanks];  // `call_id` of the call that masked the rank, which was late
 };
 
 // Tells a call from those near it; never 0.

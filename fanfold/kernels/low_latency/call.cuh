@@ -68,9 +68,9 @@ __device__ __forceinline__ void store_report(Report* report, uint32_t call, uint
 }
 
 // Apart, so that no wait carries it in its registers.
-__device__ __noinline__ void mask_peer(const CallArgs& args, int peer) {
+__device__ __noinline__ void mask_peer(const CallArgs& args, int peer, uint32_t call) {
   store_relaxed_gpu(reinterpret_cast<uint32_t*>(&args.state->masked[peer]), 1u);
-  store_relaxed_system(&args.reports->late[peer], 1u);
+  store_relaxed_system(&args.reports->late[peer], call);
 }
 __device__ __noinline__ void report_timeout(LowLatencyReports* reports, uint32_t call,
                                             uint32_t epoch, uint32_t received, bool of_receipt) {
@@ -182,6 +182,7 @@ class Call {
   // Returns the live ranks, once each of them has received the last call but one, whose half of the
   // memory this call uses. All lanes of a warp ask together. No fence is needed: what the warp
   // stores next depends on the branch, and is not performed before it.
+  template <bool LooksAround = false>
   __device__ uint32_t await_receipts() const;
 
   // Says to every live peer what this call is.
@@ -252,7 +253,7 @@ class Patience {
     if (now - begin_ < call_.args.timeout_ns) return false;
     const CallArgs& args = call_.args;
     if (args.mask_late != 0) {
-      mask_peer(args, peer);
+      mask_peer(args, peer, call_id(Kind, call_.epoch));
       begin_ = 0;  // the others have all their time
     } else {
       call_.fail();
@@ -265,8 +266,8 @@ class Patience {
   static constexpr uint32_t kLooks = 1u << 8;
   static constexpr uint32_t kLongLooks = 1u << 12;  // take milliseconds
 
-  // A few warps find for all whether the kernel can end: some that wait as long as it does. The
-  // first CTA of headers (in combine, of all) waits for all receipts, the last one for all calls.
+  // A few warps find for all whether the kernel can end: some that wait as long as it does. The CTA
+  // that sends counts (in combine, the first) waits for all receipts, the last one for all calls.
   __device__ bool looks_around() const {
     const int sender = Kind == CallKind::kDispatch ? call_.args.senders : 0;
     const int cta = static_cast<int>(blockIdx.x);
@@ -281,10 +282,11 @@ class Patience {
 };
 
 template <CallKind Kind>
+template <bool LooksAround>
 __device__ uint32_t Call<Kind>::await_receipts() const {
   const bool waits = lane < kRanks && seen.masked == 0;
   uint64_t word = seen.receipt;
-  Patience<Kind, true> patience(*this, true);
+  Patience<Kind, LooksAround> patience(*this, true);
   while (waits) {
     const Receipt receipt = Receipt::decode(word);
     const uint32_t received = Kind == CallKind::kDispatch ? receipt.dispatches : receipt.combines;

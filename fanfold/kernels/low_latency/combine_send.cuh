@@ -13,7 +13,8 @@ class CombineSend {
       : args_(args), shared_(shared), call_(args.call, seen, seen.epochs.send) {}
 
   __device__ void run() {
-    if (blockIdx.x == 0 && call_.warp == 0) call_.push_call_word(call_.await_receipts(), false);
+    if (blockIdx.x == 0 && call_.warp == 0)
+      call_.push_call_word(call_.await_receipts<true>(), false);
     if constexpr (kLate) send_headers();
     // A rank that refused sends nothing, but takes the headers that come.
     if (!kLate && args_.call.refused != 0) return;

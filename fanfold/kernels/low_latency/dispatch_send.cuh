@@ -133,7 +133,7 @@ class DispatchSend {
   }
 
   __device__ void send_counts() {
-    const uint32_t live = call_.await_receipts();
+    const uint32_t live = call_.await_receipts<true>();
     if (call_.warp == 0) call_.push_call_word(live, kFp8);
     constexpr int kRounds = (kExperts + kThreads - 1) / kThreads;
     int counts[kRounds] = {};
