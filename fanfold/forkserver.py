@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import importlib
 import os
+import resource
 import select
 import signal
 import socket
@@ -56,6 +57,8 @@ class ForkServer:
         report, far_report = Pipe(duplex=False)
         with self._lock, far_calls, far_report:
             control = self._running()
+            if self._process is not None:
+                _give_limit(self._process.pid)
             with Path(os.devnull).open("wb") as null:
                 outputs = [n if _is_open(n) else null.fileno() for n in (1, 2)]
                 descriptors = [far_calls.fileno(), far_report.fileno(), *outputs]
@@ -90,6 +93,13 @@ class ForkServer:
                 self._process.kill()
                 self._process.wait()
         self._process = self._control = None
+
+
+def _give_limit(pid: int) -> None:
+    """Gives a child, and what it forks, this process's limit of file descriptors, which may have
+    changed since the child started."""
+    with contextlib.suppress(OSError, ValueError):
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE))
 
 
 def _is_open(descriptor: int) -> bool:

@@ -39,53 +39,26 @@ gradient of a parameter that all share, takes in what lies there.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_dynamo_compiling
 
-from fanfold.errors import UsageError
-from fanfold.geometry import Mode
+from fanfold.operators import Exchange
+from fanfold.operators.calls import (
+    check_exact,
+    check_trainable,
+    check_weights,
+    gradients_of_combine,
+    gradients_of_dispatch,
+)
 from fanfold.received import Received
 from fanfold.renaming import Renaming
 
 __all__ = ["Exchange", "combine", "dispatch"]
 
 _NAMES = Renaming({"received.weights": "weights"})
-
-
-class Exchange(Protocol):
-    """What is used of an ExpertParallel, so that a user can wrap one, to measure it for example.
-
-    Backward passes call with :meth:`Received.without_rows` of what dispatch returned."""
-
-    @property
-    def mode(self) -> Mode:
-        """``"low_latency"`` or ``"high_throughput"``."""
-
-    def dispatch(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor | None = None,
-        topk_weights: torch.Tensor | None = None,
-        *,
-        previous: Received | None = None,
-        capacity: int | None = None,
-    ) -> Received:
-        """See ``ExpertParallel.dispatch``."""
-
-    def combine(
-        self,
-        y: torch.Tensor,
-        received: Received,
-        *,
-        weighted: bool = True,
-        bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See ``ExpertParallel.combine``."""
-
-    def combine_weights(self, row_values: torch.Tensor, received: Received) -> torch.Tensor:
-        """See ``ExpertParallel.combine_weights``."""
 
 
 def dispatch(
@@ -119,10 +92,15 @@ def dispatch(
         UsageError: a gradient is wanted in low_latency mode, or of rows that travel as fp8.
         ArgumentError, PeerRefused, PeerTimeout: as ``ExpertParallel.dispatch``.
     """
-    if not _wants_gradient(x=x, topk_weights=topk_weights):
+    trained = _wants_gradient(x=x, topk_weights=topk_weights)
+    if is_dynamo_compiling():
+        from fanfold.operators import functional as compiled
+
+        return compiled.dispatch(dispatch, ep, x, topk_idx, topk_weights, capacity, trained)
+    if not trained:
         received = ep.dispatch(x, topk_idx, topk_weights, capacity=capacity)
         return received.tokens, received.weights, received
-    _check_trainable(ep, "dispatch")
+    check_trainable(ep.mode, "dispatch")
     tokens, weights, received = _Dispatch.apply(ep, x, topk_idx, topk_weights, capacity)  # type: ignore[no-untyped-call]
     return tokens, weights, received
 
@@ -157,14 +135,15 @@ def combine(
         UsageError: a gradient is wanted in low_latency mode, or of rows that travelled as fp8.
         ArgumentError, PeerRefused, PeerTimeout: as ``ExpertParallel.combine``.
     """
-    if _wants_gradient(y=y, weights=weights, bias=bias):
-        _check_trainable(ep, "combine")
+    trained = _wants_gradient(y=y, weights=weights, bias=bias)
+    if is_dynamo_compiling():
+        from fanfold.operators import functional as compiled
+
+        return compiled.combine(combine, ep, y, received, weights, bias, trained)
+    if trained:
+        check_trainable(ep.mode, "combine")
         return _Combine.apply(ep, y, received, weights, bias)  # type: ignore[no-any-return, no-untyped-call]
-    if ep.mode == "low_latency" and weights is not None and weights is not received.weights:
-        raise UsageError(
-            "functional.combine got other weights than functional.dispatch returned, but low "
-            "latency sent those along with the rows; multiply y by yours and pass None"
-        )
+    check_weights(ep, received, weights)
     return _combine(ep, y, received, weights, bias)
 
 
@@ -179,7 +158,7 @@ class _Dispatch(torch.autograd.Function):
         capacity: int | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, Received]:
         received = ep.dispatch(x, topk_idx, topk_weights, capacity=capacity)
-        _check_exact(received)
+        check_exact(received)
         ctx.ep, ctx.received = ep, received.without_rows()
         # The outputs are tensors of their own: if `received` held them, it would hold the graph
         # that holds it, and nothing of it could ever be freed.
@@ -191,12 +170,12 @@ class _Dispatch(torch.autograd.Function):
     def backward(
         ctx: Any, grad_tokens: torch.Tensor, grad_weights: torch.Tensor | None, _: None
     ) -> tuple[torch.Tensor | None, ...]:
-        grad_x = grad_topk = None
-        if ctx.needs_input_grad[1]:
-            grad_x = ctx.ep.combine(_aligned(grad_tokens), ctx.received, weighted=False)
-        if ctx.needs_input_grad[3]:
-            assert grad_weights is not None
-            grad_topk = ctx.ep.combine_weights(_aligned(grad_weights), ctx.received)
+        grad_x, grad_topk = gradients_of_dispatch(
+            ctx.ep,
+            ctx.received,
+            grad_tokens if ctx.needs_input_grad[1] else None,
+            grad_weights if ctx.needs_input_grad[3] else None,
+        )
         return None, grad_x, None, grad_topk, None
 
 
@@ -210,7 +189,7 @@ class _Combine(torch.autograd.Function):
         weights: torch.Tensor | None,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        _check_exact(received)
+        check_exact(received)
         ctx.ep, ctx.received = ep, received.without_rows()
         ctx.save_for_backward(y if ctx.needs_input_grad[3] else None, weights)
         return _combine(ep, y, received, weights, bias)
@@ -222,17 +201,10 @@ class _Combine(torch.autograd.Function):
         grad_bias = grad_out if ctx.needs_input_grad[4] else None
         if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[3]):
             return None, None, None, None, grad_bias
-        rows = ctx.ep.dispatch(_aligned(grad_out), previous=ctx.received).tokens
-        grad_y = grad_weights = None
-        if ctx.needs_input_grad[1]:
-            grad_y = rows if weights is None else (rows * weights.unsqueeze(-1)).to(rows.dtype)
-            # Padding has come as zeros; what lies behind it nobody may have written.
-            if ctx.received.capacity is not None:
-                grad_y.masked_fill_(_unused(ctx.received).unsqueeze(-1), 0.0)
-        if ctx.needs_input_grad[3]:
-            dots = (rows.float() * y.float()).sum(-1)
-            # Padding rows of y hold anything, also what is not a number.
-            grad_weights = dots.masked_fill(_unused(ctx.received), 0.0)
+        wanted = (ctx.needs_input_grad[1], ctx.needs_input_grad[3])
+        grad_y, grad_weights = gradients_of_combine(
+            ctx.ep, ctx.received, grad_out, y, weights, wanted
+        )
         return None, grad_y, None, grad_weights, grad_bias
 
 
@@ -251,34 +223,7 @@ def _combine(
         return ep.combine(y, received, weighted=weights is not None, bias=bias)
 
 
-def _unused(received: Received) -> torch.Tensor:
-    return received.source_rank < 0
-
-
-def _aligned(grad: torch.Tensor) -> torch.Tensor:
-    """``grad`` as a call takes it. Autograd makes gradients that nobody can shape as a call wants
-    them: views that repeat one element, or begin anywhere."""
-    grad = grad.contiguous()
-    return grad if grad.data_ptr() % 16 == 0 else grad.clone()
-
-
 def _wants_gradient(**tensors: object) -> bool:
     return torch.is_grad_enabled() and any(
         isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors.values()
     )
-
-
-def _check_trainable(ep: Exchange, call: str) -> None:
-    if ep.mode != "high_throughput":
-        raise UsageError(
-            f"functional.{call} in {ep.mode} mode has no backward pass, but an input requires a "
-            "gradient: low latency keeps no routing that could be sent over again; train with "
-            "ExpertParallel(mode='high_throughput'), or infer under torch.no_grad()"
-        )
-
-
-def _check_exact(received: Received) -> None:
-    if received.scales is not None:
-        raise UsageError(
-            "rows that travel as fp8 have no backward pass here; train with dispatch_dtype='bf16'"
-        )

@@ -186,6 +186,7 @@ class Geometry:
         Raises:
             ArgumentError: for the first one that does not hold.
         """
+        check_integer("ranks", self.ranks, 1, MAX_EXPERTS)  # each has an expert
         check_integer("num_experts", self.num_experts, 1, MAX_EXPERTS)
         if self.num_experts % self.ranks:
             raise ArgumentError(

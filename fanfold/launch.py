@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from fanfold.config import Config
+from fanfold.descriptors import check_descriptors, for_joining, for_launching
 from fanfold.errors import (
     ArgumentError,
     ConfigError,
@@ -232,7 +233,7 @@ class RankPool:
     Raises:
         ArgumentError: ``ranks`` out of bounds.
         ConfigError: a malformed variable of the environment.
-        LaunchError: a rank could not start.
+        LaunchError, SystemFailure: a rank could not start; there are too few file descriptors.
     """
 
     def __init__(self, ranks: int, *, timeout_s: float = 300.0) -> None:
@@ -243,6 +244,7 @@ class RankPool:
                 "a rank that is importing the main module was about to start ranks itself: start "
                 'them only under `if __name__ == "__main__":`'
             )
+        check_descriptors(for_launching(ranks), f"starting {ranks} ranks")
         self.timeout_s = timeout_s
         self._owner = Owner("this RankPool")
         self._running = False
@@ -471,8 +473,7 @@ def launch(
     with RankPool(ranks, timeout_s=timeout_s) as pool:
         pool.submit(function, [args] * ranks)
         outcomes = pool.collect(grace_s=GRACE_S)
-    failures = _failures(outcomes)
-    if failures:
+    if failures := _failures(outcomes):
         raise _error(failures)
     return outcomes
 
@@ -528,7 +529,7 @@ def join(timeout_s: float = 300.0) -> dist.ProcessGroup | None:
         that still holds a gloo group when the interpreter ends.
 
     Raises:
-        ConfigError: a malformed or missing variable.
+        ConfigError, SystemFailure: a malformed or missing variable; too few file descriptors.
     """
     if dist.is_initialized():
         return dist.group.WORLD
@@ -547,6 +548,7 @@ def join(timeout_s: float = 300.0) -> dist.ProcessGroup | None:
         port = _integer(environment, "MASTER_PORT", 1, 65535)
     else:
         port = _derived_port(environment, launcher)
+    check_descriptors(for_joining(size, rank), f"joining {size} ranks as rank {rank}")
     if all(name in environment for name in launcher.local):
         _take_device(*(_integer(environment, name, 0, 1 << 20) for name in launcher.local))
     timeout = timedelta(seconds=timeout_s)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from fanfold import high_throughput, low_latency
 from fanfold.copying import not_copied
 from fanfold.errors import ArgumentError, UsageError
+from fanfold.geometry import check_integer
 from fanfold.high_throughput.plan import CudaDispatched
 from fanfold.representation import show_fields, worded
 
@@ -119,11 +120,10 @@ class Received:
         Raises:
             ArgumentError: ``index`` is out of range, or ``of`` has other leading dimensions.
         """
+        check_integer("index", index, 0, self.tokens_per_expert.shape[0] - 1)
         rows = self.tokens if of is None else of
         leading = self.tokens.shape[:-1]
         _check_leading("of", rows, leading)
-        if not 0 <= index < self.tokens_per_expert.shape[0]:
-            raise ArgumentError("index", index, f"from 0 to {self.tokens_per_expert.shape[0] - 1}")
         begin, count = self.source.place(index)
         # Not through flatten(), which copies what it cannot view.
         return rows[index, :count] if len(leading) == 2 else rows[begin : begin + count]
@@ -153,15 +153,23 @@ class Received:
         source = self.source
         return source.capacity if isinstance(source, HighThroughputSource) else None
 
-    @cached_property
+    # Not cached_property, whose lock torch.compile cannot trace in Python 3.11 and before.
+    _source_rank: ClassVar[torch.Tensor | None] = None
+    _source_token: ClassVar[torch.Tensor | None] = None
+
+    @property
     def source_rank(self) -> torch.Tensor:
         """int32, leading dimensions of ``tokens``: the rank each row came from, -1 for none."""
-        return self.source.ranks(self)
+        if self._source_rank is None:
+            self._source_rank = self.source.ranks(self)  # type: ignore[misc]
+        return self._source_rank
 
-    @cached_property
+    @property
     def source_token(self) -> torch.Tensor:
         """int32, leading dimensions of ``tokens``: each row's token index there, -1 for none."""
-        return self.source.tokens(self)
+        if self._source_token is None:
+            self._source_token = self.source.tokens(self)  # type: ignore[misc]
+        return self._source_token
 
 
 @dataclass(slots=True)

@@ -14,7 +14,8 @@ from types import TracebackType
 from fanfold import _core
 from fanfold.config import Config
 from fanfold.copying import not_copied
-from fanfold.errors import FanfoldError, UnavailableError
+from fanfold.descriptors import advice, check_descriptors, for_memory
+from fanfold.errors import FanfoldError, SystemFailure, UnavailableError
 from fanfold.group import Group, agree
 from fanfold.late_peers import LatePeer, LatePeers
 from fanfold.representation import described
@@ -23,9 +24,17 @@ __all__ = ["SymmetricMemory", "host_identity"]
 
 
 def host_identity() -> str:
-    """A name for this running kernel, PID namespace and user: who share it can share memory."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    namespace = Path("/proc/self/ns/pid").readlink()
+    """A name for this running kernel, PID namespace and user: who share it can share memory.
+
+    Raises:
+        SystemFailure: there is no /proc to read it from, or no file descriptor to do so.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = Path("/proc/self/ns/pid").readlink()
+    except OSError as error:
+        why = f"{error}{advice(error)}"
+        raise SystemFailure(f"nothing says which host and namespace this is: {why}") from error
     return f"{boot} {namespace} uid:{os.getuid()}"
 
 
@@ -54,9 +63,15 @@ class SymmetricMemory:
     def __init__(self, group: Group, bytes_per_rank: int, config: Config) -> None:
         self.rank, self.ranks, self.usable_bytes = group.rank, group.size, bytes_per_rank
         self._late, self._known_late = LatePeers(group.rank), 0
-        hosts = group.all_gather(host_identity())
-        agree(group, {"bytes_per_rank": bytes_per_rank}, _other_host(hosts))
         error: Exception | None = None
+        host = ""
+        try:
+            check_descriptors(for_memory(group.size), f"the memory of {group.size} ranks")
+            host = host_identity()
+        except FanfoldError as failure:
+            error = failure
+        agree(group, {"bytes_per_rank": bytes_per_rank}, error)
+        agree(group, {}, _other_host(group.all_gather(host)))
         try:
             self.core = _core.SymmetricMemory(
                 rank=group.rank,

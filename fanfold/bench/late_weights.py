@@ -9,7 +9,7 @@ import torch
 
 from fanfold.bench.settings import BenchSettings
 from fanfold.config import Config
-from fanfold.expert_parallel.face import open_placed
+from fanfold.expert_parallel.low_latency import open_placed
 from fanfold.formats import RowFormat
 from fanfold.geometry import Geometry
 from fanfold.group import as_group

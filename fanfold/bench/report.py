@@ -225,7 +225,9 @@ def check_writable(path: Path) -> None:
         with path.open("ab"):
             pass
     except OSError as error:
-        raise ArgumentError("json", f"{path} ({error.strerror})", "a file to append to") from error
+        raise ArgumentError(
+            "--json", f"{path} ({error.strerror})", "a file to append to"
+        ) from error
 
 
 def append_json_line(path: Path, fields: dict[str, Any]) -> None:
@@ -237,7 +239,9 @@ def append_json_line(path: Path, fields: dict[str, Any]) -> None:
     finally:
         os.close(descriptor)
     if written != len(line):
-        raise ArgumentError("json", f"{path} ({written} of {len(line)} bytes written)", "writable")
+        raise ArgumentError(
+            "--json", f"{path} ({written} of {len(line)} bytes written)", "writable"
+        )
 
 
 def table(result: Result) -> Table:

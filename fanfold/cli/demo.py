@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from fanfold.bench.report import check_writable
 from fanfold.cli.demo_model import (
     DemoSettings,
     RankRun,
@@ -17,8 +19,10 @@ from fanfold.cli.demo_model import (
     train_rank,
 )
 from fanfold.cli.demo_report import DemoReport, ProgressLine
+from fanfold.cli.plot import check_picture
 from fanfold.config import Config
 from fanfold.errors import ArgumentError
+from fanfold.geometry import check_integer
 from fanfold.group import as_group
 from fanfold.launch import launch
 from fanfold.placement import place
@@ -27,6 +31,9 @@ __all__ = ["add_arguments", "run"]
 
 MAX_SECONDS = 1800.0
 """After which ranks that still train are given up."""
+
+MOST_STEPS = 10_000_000
+MOST_SEED = 2**40
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,11 +89,12 @@ def _settings(args: argparse.Namespace) -> DemoSettings:
     for name, total in (("experts", settings.num_experts), ("sequences", settings.sequences)):
         if settings.ranks < 1 or total % settings.ranks:
             raise ArgumentError("--ranks", settings.ranks, f"a divisor of the {total} {name}")
-    if settings.steps < 1:
-        raise ArgumentError("--steps", settings.steps, "1 or more")
-    for option, path in (("--out", args.out), ("--json", args.json)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ArgumentError(option, path, "a file in a folder that exists")
+    check_integer("--steps", settings.steps, 1, MOST_STEPS)
+    check_integer("--seed", settings.seed, 0, MOST_SEED)
+    with contextlib.suppress(ImportError):  # without matplotlib there is no picture
+        check_picture(args.out)
+    if args.json is not None:
+        check_writable(args.json)
     return settings
 
 

@@ -25,6 +25,7 @@ from fanfold.expert_parallel import ExpertParallel
 from fanfold.geometry import Mode
 from fanfold.group import as_group
 from fanfold.nn import MoE, MoEOptions, average_gradients, seeded_normal
+from fanfold.nn.sharding import local_part
 from fanfold.placement import Placement, place
 
 __all__ = [
@@ -368,7 +369,8 @@ def _train(
         after_backward()
         if step == 0:
             named = model.named_parameters()
-            first = {name: p.grad.clone().cpu() for name, p in named if p.grad is not None}
+            grads = {name: p.grad for name, p in named if p.grad is not None}
+            first = {name: local_part(grad).clone().cpu() for name, grad in grads.items()}
         for parameters in optimizer.param_groups:
             parameters["lr"] = _learning_rate(settings, step)
         optimizer.step()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +13,9 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from fanfold.bench.report import append_json_line
 from fanfold.cli.demo_model import DemoSettings, RankRun, Training
+from fanfold.cli.plot import save
 
 __all__ = ["DemoReport", "ProgressLine", "compare", "compare_gradients"]
 
@@ -270,8 +271,7 @@ class DemoReport:
 
     def write_json(self, path: Path) -> None:
         """Appends :meth:`figures` to ``path`` as one line."""
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(self.figures()) + "\n")
+        append_json_line(path, self.figures())
 
     def print(self) -> None:
         """The figures as text."""
@@ -331,6 +331,7 @@ class DemoReport:
 
         Raises:
             ImportError: matplotlib is not installed.
+            ArgumentError: ``path`` cannot be written.
         """
         from matplotlib.figure import Figure
 
@@ -350,7 +351,7 @@ class DemoReport:
         heat.set(xlabel="expert (white lines: ranks)", ylabel="layer", title="Expert load")
         heat.set_yticks(range(load.shape[0]))
         figure.colorbar(image, ax=heat, label="rows, in multiples of the mean")
-        figure.savefig(path, dpi=120)
+        save(figure, path)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -24,6 +24,7 @@ import fanfold
 from fanfold.cli import doctor_devices as devices
 from fanfold.cli import doctor_host as host
 from fanfold.cli.doctor_host import Outcome, Status
+from fanfold.descriptors import advice
 
 __all__ = ["PROBES", "Finding", "Probe", "add_arguments", "answer", "examine", "run"]
 
@@ -71,7 +72,7 @@ class Probe:
             return self.finding(*self.function())
         except (Exception, SystemExit) as error:
             absent = isinstance(error, ModuleNotFoundError) and error.name == self.module
-            detail = f"{type(error).__name__}: {_first_line(error)}"
+            detail = f"{type(error).__name__}: {_first_line(error)}{advice(error)}"
             return self.finding("missing" if absent else "problem", detail, self.hint)
 
     def finding(self, status: Status, detail: str, hint: str = "") -> Finding:

@@ -18,10 +18,14 @@ from typing import Any
 from fanfold.errors import ArgumentError, FanfoldError, SystemFailure, UnavailableError
 from fanfold.jit import kernel, nvrtc
 from fanfold.jit.cache import Entry
+from fanfold.renaming import Renaming
 
 __all__ = ["add_arguments", "run"]
 
 _KEY_SHOWN = 12
+
+# The options of what the modes check, as `fanfold bench` calls them.
+_OPTIONS = Renaming({"num_experts": "experts", "max_tokens": "tokens"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -183,7 +187,8 @@ def _where(args: argparse.Namespace) -> int:
 def _warm(args: argparse.Namespace) -> int:
     if args.jobs < 1:
         raise ArgumentError("jobs", args.jobs, "1 or more")
-    named = _low_latency(args) if args.mode == "low-latency" else _high_throughput(args)
+    with _OPTIONS:
+        named = _low_latency(args) if args.mode == "low-latency" else _high_throughput(args)
     compiled = _compiled(list(named.values()), args.arch, args.jobs)
     for (name, source), binary in zip(named.items(), compiled, strict=True):
         how = "kept already" if binary.from_cache else f"compiled in {binary.seconds:.2f} s"
@@ -193,10 +198,12 @@ def _warm(args: argparse.Namespace) -> int:
 
 def _low_latency(args: argparse.Namespace) -> dict[str, kernel.KernelSource]:
     """The kernels that low latency needs for these sizes, each with a name."""
+    from fanfold import placement
     from fanfold.formats import RowFormat, ScaleFormat
     from fanfold.geometry import Geometry
     from fanfold.low_latency.kernels import kernel_sources
 
+    _check_arch(args, placement.LEAST_CAPABILITY)
     geometry = Geometry(args.ranks, args.experts, args.top_k, args.hidden, args.tokens)
     sources = kernel_sources(
         geometry,
@@ -211,10 +218,11 @@ def _low_latency(args: argparse.Namespace) -> dict[str, kernel.KernelSource]:
 def _high_throughput(args: argparse.Namespace) -> dict[str, kernel.KernelSource]:
     """The kernels that high throughput may need for these sizes, each with a name."""
     from fanfold.formats import RowFormat, ScaleFormat
-    from fanfold.high_throughput import RowOrder
+    from fanfold.high_throughput import RowOrder, cuda
     from fanfold.high_throughput.kernels import Sizes
     from fanfold.high_throughput.layer_kernels import Layer, shared_bytes_of
 
+    _check_arch(args, cuda.LEAST_CAPABILITY)
     layer = Layer(
         Sizes(args.ranks, args.experts, args.top_k),
         args.hidden,
@@ -227,6 +235,12 @@ def _high_throughput(args: argparse.Namespace) -> dict[str, kernel.KernelSource]
         "both": ("expert_major", "token_major"),
     }
     return layer.kernels(layouts[args.layout], shared_bytes_of(args.arch))
+
+
+def _check_arch(args: argparse.Namespace, least: tuple[int, int]) -> None:
+    if kernel.capability_of(args.arch) < least:
+        bound = f"sm_{least[0]}{least[1]} or later for {args.mode.replace('-', ' ')}"
+        raise ArgumentError("arch", repr(args.arch), bound)
 
 
 def _compiled(

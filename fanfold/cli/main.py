@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from fanfold.descriptors import advice
 from fanfold.errors import FanfoldError
 
 __all__ = ["main"]
@@ -84,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except OSError as error:  # a full disk, most likely
         _abandon_output()
-        print(f"fanfold: error: {error}", file=sys.stderr)
+        print(f"fanfold: error: {error}{advice(error)}", file=sys.stderr)
         return EXIT_FAILED
     return code
 

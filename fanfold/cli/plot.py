@@ -18,7 +18,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["AXES", "Point", "add_arguments", "draw", "load", "run", "save", "series_along"]
+__all__ = [
+    "AXES",
+    "Point",
+    "add_arguments",
+    "check_picture",
+    "draw",
+    "load",
+    "run",
+    "save",
+    "series_along",
+]
 
 AXES = {
     "tokens": "tokens per rank",
@@ -66,7 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--out", type=Path, default=Path("bench.png"), metavar="FILE",
-        help="the picture; its ending says the format, as png, svg or pdf (default %(default)s)",
+        help="the picture; its ending says the format, as png, svg or pdf; png without "
+        "one (default %(default)s)",
     )  # fmt: skip
 
 
@@ -81,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     if not points:
         raise ArgumentError("FILE", ", ".join(map(str, args.files)), "a file with results in it")
     draw(points, args.out)
-    print(f"{args.out}: {len(points)} results")
+    print(f"{args.out}: {len(points)} result{'s' if len(points) > 1 else ''}")
     return 0
 
 
@@ -185,7 +196,7 @@ def draw(points: Sequence[Point], out: Path) -> None:
 
     Raises:
         UnavailableError: matplotlib is not installed.
-        ArgumentError: ``out`` cannot be written.
+        ArgumentError: ``out`` cannot be a picture, or not be written.
     """
     try:
         from matplotlib.figure import Figure
@@ -193,6 +204,7 @@ def draw(points: Sequence[Point], out: Path) -> None:
         raise UnavailableError(
             f"matplotlib cannot be imported ({error}): pip install 'fanfold[plot]'"
         ) from error
+    check_picture(out)
     columns = {axis: series for axis in AXES if (series := series_along(points, axis))}
     if not columns:
         columns = {"tokens": series_along(points, "tokens", least_places=1)}
@@ -214,20 +226,49 @@ def draw(points: Sequence[Point], out: Path) -> None:
             lines, legends[axis], loc="lower left", bbox_to_anchor=(0.0, 1.0), fontsize="small"
         )
     figure.suptitle(_title(points))
-    try:
-        save(figure, out)
-    except (OSError, ValueError) as error:
-        raise ArgumentError("--out", f"{out} ({error})", "a picture that can be written") from error
+    save(figure, out)
+
+
+def check_picture(out: Path) -> None:
+    """Checks the option ``--out`` before anything is drawn, or worked out to be drawn.
+
+    Raises:
+        ArgumentError: no picture has such an ending, or no file can be there.
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    known = Figure().canvas.get_supported_filetypes()
+    if not out.absolute().parent.is_dir():
+        raise ArgumentError("--out", out, "a file in a folder that exists")
+    if out.is_dir():
+        raise ArgumentError("--out", out, "a file, not a folder")
+    if _format(out) not in known:
+        endings = ", ".join(f".{name}" for name in sorted(known))
+        raise ArgumentError("--out", out, f"a file that ends in {endings} or nothing (png)")
 
 
 def save(figure: Figure, out: Path) -> None:
-    """Writes a picture; an SVG has the same bytes whenever the same is drawn, so that a committed
-    one changes with its results only."""
+    """Writes a picture to exactly this file; an SVG has the same bytes whenever the same is drawn,
+    so that a committed one changes with its results only.
+
+    Raises:
+        ArgumentError: it cannot be written.
+    """
     from matplotlib import rc_context
 
-    metadata = {"Date": None} if out.suffix == ".svg" else None
-    with rc_context({"svg.hashsalt": "fanfold"}):
-        figure.savefig(out, dpi=120, metadata=metadata)
+    written = _format(out)
+    metadata = {"Date": None} if written == "svg" else None
+    try:
+        with rc_context({"svg.hashsalt": "fanfold"}):
+            # Without a format, matplotlib appends an ending to a name that has none.
+            figure.savefig(out, dpi=120, format=written, metadata=metadata)
+    except (OSError, ValueError, RuntimeError) as error:  # the last if there is no LaTeX for .pgf
+        raise ArgumentError("--out", f"{out} ({error})", "a picture that can be written") from error
+
+
+def _format(out: Path) -> str:
+    return out.suffix.lstrip(".").lower() or "png"
 
 
 def _title(points: Iterable[Point]) -> str:

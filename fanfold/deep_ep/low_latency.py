@@ -279,8 +279,7 @@ class LowLatencyCalls(BufferBase):
         dispatched, hook, event = runtime.streams.run(
             call, async_finish=async_finish, inputs=(x, topk_idx, totals, waits)
         )
-        handle = handle_of(dispatched, geometry)
-        return _rows(dispatched), dispatched.counts, handle, event, hook
+        return _rows(dispatched), dispatched.counts, handle_of(dispatched, geometry), event, hook
 
     def low_latency_combine(
         self,

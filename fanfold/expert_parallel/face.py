@@ -29,12 +29,13 @@ from typing import Literal, overload
 
 import torch
 import torch.distributed as dist
+from torch.compiler import is_dynamo_compiling
 
-from fanfold import low_latency
 from fanfold.config import Config
 from fanfold.copying import not_copied
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.expert_parallel.high_throughput import HighThroughputCalls, refuse_given
+from fanfold.expert_parallel.low_latency import open_placed
 from fanfold.expert_parallel.missing import Survivors
 from fanfold.expert_parallel.options import check_options, checked_config
 from fanfold.forks import Owner
@@ -42,6 +43,7 @@ from fanfold.formats import RowFormat, RowFormatName, ScaleFormatName
 from fanfold.geometry import Geometry, Mode
 from fanfold.group import Group, agree, as_group, together
 from fanfold.low_latency import Hook
+from fanfold.operators import Shapes, register
 from fanfold.placement import Placement, place
 from fanfold.received import LowLatencySource, Received
 from fanfold.refusal import Refusing
@@ -49,7 +51,7 @@ from fanfold.representation import described, worded
 from fanfold.symmetric import SymmetricMemory
 from fanfold.symmetric_cuda import CudaSymmetricMemory
 
-__all__ = ["ExpertParallel", "open_placed"]
+__all__ = ["ExpertParallel"]
 
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -137,6 +139,8 @@ class ExpertParallel(Survivors):
                 self._open_low_latency()
             else:
                 self._open_high_throughput(in_place_rows)
+        shapes = Shapes.of(self.geometry, mode, self._formats, expert_alignment)
+        self.registration = register(self, shapes, base=ExpertParallel)
 
     def _open_high_throughput(self, in_place_rows: int) -> None:
         self._high_throughput = HighThroughputCalls(
@@ -287,6 +291,13 @@ class ExpertParallel(Survivors):
         On a GPU what kernels find is raised by a later call: PeerTimeout by any, a bad index, a
         capacity or PeerRefused by a combine or :meth:`check`.
         """
+        if is_dynamo_compiling():
+            from fanfold.expert_parallel import compiled
+
+            return compiled.dispatch(  # type: ignore[no-any-return]
+                self, x, topk_idx, topk_weights, previous=previous,
+                capacity=capacity, in_place=in_place, return_hook=return_hook,
+            )  # fmt: skip
         self._check_open()
         if self.mode == "high_throughput":
             return self._high_throughput.dispatch(
@@ -370,6 +381,13 @@ class ExpertParallel(Survivors):
         Raises:
             ArgumentError, PeerRefused, PeerTimeout, UsageError: as :meth:`dispatch`.
         """
+        if is_dynamo_compiling():
+            from fanfold.expert_parallel import compiled
+
+            return compiled.combine(  # type: ignore[no-any-return]
+                self, y, received, weighted=weighted, bias=bias, logfmt=logfmt,
+                out=out, return_hook=return_hook,
+            )  # fmt: skip
         self._check_open()
         if self.mode == "high_throughput":
             return self._high_throughput.combine(
@@ -406,6 +424,10 @@ class ExpertParallel(Survivors):
         Returns:
             ``[num_tokens, top_k]`` float32; 0 where topk_idx is -1.
         """
+        if is_dynamo_compiling():
+            from fanfold.expert_parallel import compiled
+
+            return compiled.combine_weights(self, row_values, received)
         self._check_open()
         if self.mode != "high_throughput":
             raise UsageError("combine_weights works in high_throughput mode only")
@@ -565,34 +587,3 @@ class ExpertParallel(Survivors):
             received.complete = True
 
         return received, hook
-
-
-def open_placed(
-    group: Group,
-    placement: Placement,
-    geometry: Geometry,
-    config: Config,
-    *,
-    late_weights: bool = False,
-) -> tuple[SymmetricMemory | CudaSymmetricMemory, low_latency.LowLatency]:
-    """The memory and the mode of low latency where ``placement`` says. Collective.
-
-    Raises:
-        ArgumentError, UnavailableError: as for :class:`ExpertParallel`.
-    """
-    memory: SymmetricMemory | CudaSymmetricMemory
-    if placement.backend == "cuda":
-        low_latency.check_cuda_geometry(geometry)
-        nbytes = low_latency.cuda_required_bytes(geometry, late_weights=late_weights)
-        memory = CudaSymmetricMemory(group, nbytes)
-    else:
-        nbytes = low_latency.HostLowLatency.required_bytes(geometry)
-        memory = SymmetricMemory(group, nbytes, config)
-    try:
-        mode = low_latency.open_low_latency(
-            memory, config, late_weights=late_weights, check_place=placement.check
-        )
-    except BaseException:
-        memory.close()
-        raise
-    return memory, mode

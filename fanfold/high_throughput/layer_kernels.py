@@ -22,6 +22,7 @@ from fanfold.high_throughput.kernels import (
     plan_kernel,
 )
 from fanfold.jit import KernelSource
+from fanfold.renaming import Renaming
 
 __all__ = ["Layer", "shared_bytes_of"]
 
@@ -69,6 +70,12 @@ class Layer:
         Raises:
             ArgumentError: rows do not fit the shared memory.
         """
+        with Renaming({"bytes of a row": f"hidden is {self.hidden}, so bytes of a row"}):
+            return self._kernels(layouts, most_shared_bytes)
+
+    def _kernels(
+        self, layouts: Sequence[RowOrder], most_shared_bytes: int
+    ) -> dict[str, KernelSource]:
         ranks, most_ctas = self.sizes.ranks, _core.CUDA_HIGH_THROUGHPUT_MOST_CTAS
         refusal = Sizes(ranks, ranks, 1)  # as the mode loads when it is opened
         found = {

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from fanfold import _core
 
 __all__ = [
-    "KERNELS", "Binary", "KernelSource", "architecture_of", "cache_of", "compile", "compile_in",
-    "load", "load_all", "refuse_in_capture",
+    "KERNELS", "Binary", "KernelSource", "architecture_of", "cache_of", "capability_of", "compile",
+    "compile_in", "load", "load_all", "refuse_in_capture",
 ]  # fmt: skip
 
 KERNELS = Path(__file__).parent.parent / "kernels"
@@ -182,8 +182,7 @@ def compile_in(
 ) -> Binary:
     """As :func:`compile`, with the sources under ``root`` and a cache."""
     began = time.perf_counter()
-    if not re.fullmatch(r"sm_\d+[af]?", arch):
-        raise ArgumentError("arch", repr(arch), "a real architecture, such as 'sm_90a'")
+    capability_of(arch)
     tree = _read_tree(root)
     if source.file not in tree.files:
         raise ArgumentError("file", repr(source.file), f"a source under {root}")
@@ -264,6 +263,9 @@ class _Job:
             made = compiler.compile(self.source.file, text, headers, options, entry)
         except nvrtc.Rejected as error:
             reason = compiler_log.first_error(str(error))
+            if "--nv_arch" in reason:  # such as sm_90f, as only later ones have families
+                bound = f"one that {compiler} knows"
+                raise ArgumentError("arch", repr(self.arch), bound) from None
             if reason.startswith(_NAME_MAP):
                 reason = f"it has no kernel {entry}: {reason}"
             raise self._error(compiler, reason, str(error)) from None
@@ -288,8 +290,8 @@ class _Job:
         }
 
     def _check_architecture(self, compiler: nvrtc.Nvrtc) -> None:
-        number = int(re.sub(r"\D", "", self.arch))
-        if number not in compiler.architectures:
+        major, minor = capability_of(self.arch)
+        if 10 * major + minor not in compiler.architectures:
             known = ", ".join(f"sm_{known}" for known in compiler.architectures)
             raise UnavailableError(
                 f"{compiler} does not compile for {self.arch}, only for {known}: install a newer "
@@ -320,6 +322,18 @@ _loading = threading.Lock()
 def architecture_of(capability: tuple[int, int]) -> str:
     """What to compile for, for GPUs of a compute capability."""
     return _SPECIFIC.get(capability, f"sm_{capability[0]}{capability[1]}")
+
+
+def capability_of(arch: str) -> tuple[int, int]:
+    """The compute capability of the GPUs that an architecture, such as ``"sm_90a"``, is for.
+
+    Raises:
+        ArgumentError: ``arch`` is no real architecture.
+    """
+    number = re.fullmatch(r"sm_(\d{1,9})[af]?", arch, re.ASCII)
+    if number is None:
+        raise ArgumentError("arch", repr(arch), "a real architecture, such as 'sm_90a'")
+    return divmod(int(number[1]), 10)
 
 
 def load(source: KernelSource, device_index: int, config: Config | None = None) -> _core.CudaKernel:

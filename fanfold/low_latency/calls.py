@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.formats import RowFormat, ScaleFormat
@@ -471,6 +472,9 @@ def once(receive: Hook, ready: Hook | None = None) -> Hook:
 
     def hook() -> None:
         nonlocal called
+        if is_dynamo_compiling():  # no operator; it leaves the graph here, not somewhere inside
+            torch.compiler.disable(hook)()
+            return
         if called:
             raise UsageError("this receive hook has been called already; each may be called once")
         if ready is not None:

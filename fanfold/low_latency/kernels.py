@@ -14,6 +14,7 @@ from fanfold.errors import ArgumentError
 from fanfold.formats import RowFormat, ScaleFormat
 from fanfold.geometry import Geometry, check_hidden
 from fanfold.jit import KernelSource
+from fanfold.low_latency.sizes import check_cuda_geometry
 
 __all__ = ["Grid", "combine_kernel", "dispatch_kernel", "kernel_sources"]
 
@@ -136,7 +137,12 @@ def kernel_sources(
     late_weights: bool = False,
     logfmt: bool = False,
 ) -> list[KernelSource]:
-    """The kernels of a geometry's low-latency calls: dispatch, combine."""
+    """The kernels of a geometry's low-latency calls: dispatch, combine.
+
+    Raises:
+        ArgumentError: the kernels do not take this geometry, or rows of this format.
+    """
+    check_cuda_geometry(geometry)
     return [
         dispatch_kernel(geometry, row_format, scale_format),
         combine_kernel(geometry, late=late_weights, logfmt=logfmt),

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fanfold.expert_parallel import ExpertParallel
 from fanfold.nn import MoE, MoEOptions
+from fanfold.nn.sharding import local_part
 from fanfold.received import Received
 
 HIDDEN, TOKENS = 48, (20, 0)
@@ -129,7 +130,8 @@ def train(group: object, run: Run, backwards: int = 1) -> Step:
         gc.enable()
         step.calls = ep.calls
         step.results = [out.detach(), balance.detach(), x.grad]
-        step.results += [p.grad for block in blocks for p in block.parameters()]
+        grads = [p.grad for block in blocks for p in block.parameters()]
+        step.results += map(local_part, grads)
     return step
 
 

@@ -279,7 +279,13 @@ def test_a_rank_that_dies_ends_the_demo(tmp_path, monkeypatch, capsys):
         (["--ranks", "3"], "--ranks"),
         (["--ranks", "0"], "--ranks"),
         (["--steps", "0"], "--steps"),
+        (["--seed", "-1"], "--seed"),
+        (["--seed", "9" * 30], "--seed"),
         (["--out", "no/such/folder/demo.png"], "--out"),
+        (["--out", "demo.xyz"], "--out"),
+        (["--out", "/"], "--out"),
+        (["--json", "/"], "--json"),
+        (["--json", "no/such/folder/demo.jsonl"], "--json"),
     ],
 )
 def test_options_out_of_bounds_are_refused_before_anything_starts(tmp_path, options, argument):
@@ -294,6 +300,13 @@ def small_report(**more: object) -> DemoReport:
     training = Training([3.0, 2.0, 1.0], {"w": torch.ones(2)}, 1.0)
     run = RankRun(training, 0.1, 0.1, 1000, 1000, rows, **more)
     return DemoReport(settings, [run, run], training)
+
+
+def test_the_picture_is_where_the_demo_says(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    demo._draw(small_report(), tmp_path / "picture")
+    assert capsys.readouterr().out == f"picture   {tmp_path / 'picture'}\n"
+    assert list(tmp_path.iterdir()) == [tmp_path / "picture"]
 
 
 def test_without_matplotlib_only_the_picture_is_missing(tmp_path, monkeypatch, capsys):

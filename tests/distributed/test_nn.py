@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.expert_parallel import ExpertParallel
 from fanfold.nn import MoE, MoEOptions, average_gradients
+from fanfold.nn.sharding import local_part
 from fanfold.received import Received
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 8, 3, 48, 40
@@ -86,8 +87,8 @@ def train_once(group: object, problem: Problem, alignment: int = 1) -> dict[str,
             "out": out.detach(),
             "grad_x": x.grad,
             "balance": float(layer.balance_loss.detach()),
-            "parameters": {name: p.detach() for name, p in named.items()},
-            "gradients": {name: p.grad for name, p in named.items()},
+            "parameters": {name: local_part(p) for name, p in named.items()},
+            "gradients": {name: local_part(p.grad) for name, p in named.items()},
             "local": {name for name, p in named.items() if getattr(p, "expert_parallel", False)},
         }
 
@@ -189,7 +190,7 @@ def initial_parameters(group: object, options: MoEOptions) -> dict[str, object]:
         layer = make_layer(ep, options)
         named = dict(layer.named_parameters())
         return {
-            "parameters": {name: p.detach() for name, p in named.items()},
+            "parameters": {name: local_part(p) for name, p in named.items()},
             "local": {name for name, p in named.items() if getattr(p, "expert_parallel", False)},
         }
 
@@ -428,4 +429,4 @@ def test_a_layer_may_change_its_dtype_and_run_under_autocast():
         assert (near - exact).norm() <= 0.03 * exact.norm()
         layer.to(torch.bfloat16)
         assert (layer(x) - exact).norm() <= 0.05 * exact.norm()
-        assert layer.w_in.expert_parallel
+        assert layer.w_in.dtype == torch.bfloat16

@@ -47,8 +47,30 @@ def test_warm_of_high_throughput(tmp_path: Path) -> None:
     [
         (("--mode", "fast"), "--mode: invalid choice: 'fast'"),
         (("--jobs", "0"), "jobs is 0, but must be 1 or more"),
-        (("--mode", "high-throughput", "--ranks", "64"), "from 1 to 32"),
-        (("--arch", "sm_1", "--jobs", "2"), "does not compile for sm_1"),
+        (("--mode", "high-throughput", "--ranks", "64"), "ranks is 64, but must be from 1 to 32"),
+        (("--ranks", "64", "--experts", "64"), "ranks is 64, but must be at most 32"),
+        (("--ranks", "0"), "ranks is 0, but must be from 1 to 32767"),
+        (("--ranks", "-2"), "ranks is -2, but must be from 1 to 32767"),
+        (("--experts", "4096"), "experts is 4096, but must be at most 2048"),
+        (("--experts", "40000"), "experts is 40000, but must be from 1 to 32767"),
+        (("--experts", "7"), "experts is 7, but must be divisible by the 2 ranks"),
+        (("--mode", "high-throughput", "--experts", "4096"), "experts is 4096, but must be from 1"),
+        (("--hidden", "70000"), "hidden is 70000, but must be from 16 to 65536"),
+        (("--hidden", "24"), "hidden is 24, but must be a multiple of 16"),
+        (
+            ("--mode", "high-throughput", "--hidden", "65536"),
+            "hidden is 65536, so bytes of a row is 131072, but must be at most",
+        ),
+        (("--top-k", "33"), "top_k is 33, but must be from 1 to 32"),
+        (("--tokens", "16777216"), "tokens is 16777216, but must be at most"),
+        (("--arch", "sm_999", "--jobs", "2"), "does not compile for sm_999"),
+        (("--arch", "sm_75"), "arch is 'sm_75', but must be sm_80 or later for low latency"),
+        (
+            ("--arch", "sm_80", "--mode", "high-throughput"),
+            "arch is 'sm_80', but must be sm_90 or later for high throughput",
+        ),
+        (("--arch", "sm_90f", "--jobs", "1"), "arch is 'sm_90f', but must be one that NVRTC"),
+        (("--arch", "compute_90"), "arch is 'compute_90', but must be a real architecture"),
     ],
 )
 def test_warm_refuses_in_one_line(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:

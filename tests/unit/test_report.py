@@ -388,6 +388,45 @@ def test_plot_draws(tmp_path, name):
     assert (tmp_path / name).stat().st_size > 5000
 
 
+@pytest.mark.parametrize("name", ["name", "name.", ".hidden", "p.PNG", "p.SVG", "a b"])
+def test_plot_writes_the_file_that_it_names(tmp_path, capsys, name):
+    pytest.importorskip("matplotlib")
+    results, out = write(tmp_path / "r.jsonl", [line()]), tmp_path / "pictures" / name
+    out.parent.mkdir()
+    assert plot.run(argparse.Namespace(files=[results], out=out)) == 0
+    assert capsys.readouterr().out == f"{out}: 1 result\n"
+    assert list(out.parent.iterdir()) == [out]
+    assert out.read_bytes().startswith(b"<?xml" if name == "p.SVG" else b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("name", "bound"),
+    [
+        ("p.xyz", "a file that ends in .*png"),
+        ("nowhere/p.png", "a file in a folder that exists"),
+        (".", "a file, not a folder"),
+    ],
+)
+def test_plot_refuses_what_cannot_be_a_picture(tmp_path, monkeypatch, name, bound):
+    pytest.importorskip("matplotlib")
+    results = write(tmp_path / "r.jsonl", [line()])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArgumentError, match=f"--out is {name}, but must be {bound}"):
+        plot.run(argparse.Namespace(files=[results], out=Path(name)))
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), RuntimeError("no xelatex")])
+def test_a_picture_that_cannot_be_written(tmp_path, monkeypatch, error):
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(figure, "savefig", fail)
+    with pytest.raises(ArgumentError, match=r"--out is .*p\.png \(.*(No space|xelatex)"):
+        plot.save(figure, tmp_path / "p.png")
+
+
 def test_plot_of_gpu_results(tmp_path):
     pytest.importorskip("matplotlib")
     fields = report.record(gpu_result())

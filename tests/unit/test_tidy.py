@@ -80,7 +80,7 @@ PYTHON_CASES = {
     "import of the package's face from within": (
         "fanfold/low_latency.py",
         '"""L."""\nimport fanfold\n',
-        ["[floor] low_latency (floor 6) uses __init__ (floor 11)"],
+        ["[floor] low_latency (floor 6) uses __init__ (floor 12)"],
     ),
     "a room that is in no list": (
         "fanfold/attic.py",

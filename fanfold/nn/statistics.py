@@ -70,6 +70,12 @@ class MoEStatistics:
             known = known.to(rows.device)
         setattr(self, name, rows * row_bytes + known)
 
+    def count_rows(self, tokens: int, expert_rows: torch.Tensor) -> None:
+        """Adds this rank's tokens of a forward pass, and the rows of its experts."""
+        self.tokens += tokens
+        # On the rows' device, as reading them would wait for it.
+        self.expert_rows = self.expert_rows.to(expert_rows.device) + expert_rows
+
     def reset(self) -> None:
         """Sets everything to zero."""
         fresh = MoEStatistics(expert_rows=torch.zeros_like(self.expert_rows))
