@@ -170,6 +170,9 @@ def _mask(group: dist.ProcessGroup, case: Case) -> tuple[bool, float]:
                 right &= bool(((out.float() - wanted).abs() <= 2.0**-6 * wanted.abs()).all())
                 right &= not bool((received.source_rank == BAD).any())
             seconds = time.monotonic() - start
+            right &= ep.live_ranks() == tuple(r for r in range(ep.ranks) if r != BAD)
+            missing = mine.topk_idx // case.experts_per_rank == BAD
+            right &= torch.equal(ep.missing(mine.topk_idx), missing)
         dist.barrier(group)
     return right, seconds
 

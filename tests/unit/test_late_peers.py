@@ -14,7 +14,7 @@ import torch
 import fanfold
 from fanfold.errors import LatePeerWarning
 from fanfold.expert_parallel.missing import missing_entries
-from fanfold.geometry import Geometry
+from fanfold.geometry import Geometry, Mode
 from fanfold.late_peers import LatePeer, LatePeers
 from fanfold.low_latency.cuda import CudaLowLatency
 from tests.emulation.world import Builder, World, emulated
@@ -165,3 +165,17 @@ def test_missing_entries_of_a_wrong_routing(topk_idx: Any, argument: str) -> Non
     with pytest.raises(fanfold.ArgumentError, match="topk_idx") as caught:
         missing_entries(GEOMETRY, torch.zeros(3), topk_idx)
     assert caught.value.argument.startswith(argument)
+
+
+@pytest.mark.parametrize("mode", ["low_latency", "high_throughput"])
+def test_nobody_is_missing(mode: Mode) -> None:
+    sizes = {"num_experts": 4, "top_k": 2, "hidden": 64, "max_tokens": 6}
+    topk_idx = torch.tensor([[0, 3], [-1, 1]])
+    with fanfold.ExpertParallel(**sizes, mode=mode) as ep:
+        assert ep.live_ranks() == (0,)
+        assert not ep.missing(topk_idx).any()
+        with pytest.raises(fanfold.ArgumentError, match="topk_idx.shape"):
+            ep.missing(topk_idx[0])
+    for query in (ep.live_ranks, lambda: ep.missing(topk_idx)):
+        with pytest.raises(fanfold.UsageError, match="closed"):
+            query()
