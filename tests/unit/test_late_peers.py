@@ -174,7 +174,7 @@ def test_nobody_is_missing(mode: Mode) -> None:
     with fanfold.ExpertParallel(**sizes, mode=mode) as ep:
         assert ep.live_ranks() == (0,)
         assert not ep.missing(topk_idx).any()
-        with pytest.raises(fanfold.ArgumentError, match="topk_idx.shape"):
+        with pytest.raises(fanfold.ArgumentError, match=r"topk_idx\.shape"):
             ep.missing(topk_idx[0])
     for query in (ep.live_ranks, lambda: ep.missing(topk_idx)):
         with pytest.raises(fanfold.UsageError, match="closed"):
