@@ -392,6 +392,7 @@ def test_a_late_receipt_is_named() -> None:
     world.run(program)
 
 
+@pytest.mark.filterwarnings("ignore::fanfold.errors.LatePeerWarning")
 @pytest.mark.parametrize("shape", [SHAPES[0], FEW_CTAS], ids=str)
 def test_a_late_rank_is_masked(shape: Shape) -> None:
     world = world_of(shape, timeout_s=0.5, late_peers="mask")
