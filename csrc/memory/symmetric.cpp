@@ -170,8 +170,9 @@ bool SymmetricMemory::wait_for(const std::function<bool()>& ready,
   blame.peer_gone = result == WaitResult::kAbandoned;
   if (options_.mask_late_peers) {
     set_masked(blame.peer, true);
-    if (awaited != nullptr)
+    if (awaited != nullptr) {
       blame.phase = std::string(name_of(awaited->phase)) + " " + std::to_string(awaited->call);
+    }
     late_.push_back(blame);
     return false;
   }
