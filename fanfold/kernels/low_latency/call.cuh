@@ -67,15 +67,23 @@ __device__ __forceinline__ void store_report(Report* report, uint32_t call, uint
   store_relaxed_system(reinterpret_cast<uint4*>(report), words);
 }
 
-// Apart, so that no wait carries it in its registers.
-__device__ __noinline__ void mask_peer(const CallArgs& args, int peer, uint32_t call) {
-  store_relaxed_gpu(reinterpret_cast<uint32_t*>(&args.state->masked[peer]), 1u);
-  store_relaxed_system(&args.reports->late[peer], call);
-}
-__device__ __noinline__ void report_timeout(LowLatencyReports* reports, uint32_t call,
-                                            uint32_t epoch, uint32_t received, bool of_receipt) {
-  store_report(&reports->kinds[static_cast<int>(ReportKind::kTimeout)], call, epoch,
-               static_cast<int32_t>(received), of_receipt ? 1 : 0);
+// In place of what a peer's receipt says, in waits for anything else.
+inline constexpr uint32_t kNoReceipt = ~0u;
+
+// Masks a peer that is late, or fails the call. Apart, so that no wait carries it in its registers.
+template <CallKind Kind>
+__device__ __noinline__ void end_wait(const CallArgs& args, int peer, uint32_t epoch,
+                                      uint32_t received) {
+  if (args.mask_late != 0) {
+    store_relaxed_gpu(reinterpret_cast<uint32_t*>(&args.state->masked[peer]), 1u);
+    store_relaxed_system(&args.reports->late[peer], call_id(Kind, epoch));
+    return;
+  }
+  store_relaxed_gpu(&args.state->failed, call_id(Kind, epoch));
+  const bool of_receipt = received != kNoReceipt;
+  store_report(&args.reports->kinds[static_cast<int>(ReportKind::kTimeout)],
+               (1u + static_cast<uint32_t>(Kind)) | (static_cast<uint32_t>(peer) << 8), epoch,
+               of_receipt ? static_cast<int32_t>(received) : 0, of_receipt ? 1 : 0);
 }
 
 __device__ __forceinline__ void report_other_call(const CallArgs& args, Progress own, int peer,
@@ -235,12 +243,10 @@ class WaitClock {
 template <CallKind Kind, bool LooksAround = false>
 class Patience {
  public:
-  // `of_receipt`: whether the wait is for a peer's receipt.
-  __device__ explicit Patience(const Call<Kind>& call, bool of_receipt = false)
-      : call_(call), of_receipt_(of_receipt) {}
+  __device__ explicit Patience(const Call<Kind>& call) : call_(call) {}
 
   // Asked after every fruitless look; `received` is what the peer's receipt says, in a wait for it.
-  __device__ bool exhausted(int peer, uint32_t received) {
+  __device__ bool exhausted(int peer, uint32_t received = kNoReceipt) {
     if ((++looks_ & (kLooks - 1)) != 0) return false;
     if (call_.failed() || call_.is_masked(peer)) return true;
     if constexpr (LooksAround) {
@@ -251,14 +257,8 @@ class Patience {
     const auto now = static_cast<int64_t>(global_nanoseconds());
     if (begin_ == 0) begin_ = now;
     if (now - begin_ < call_.args.timeout_ns) return false;
-    const CallArgs& args = call_.args;
-    if (args.mask_late != 0) {
-      mask_peer(args, peer, call_id(Kind, call_.epoch));
-      begin_ = 0;  // the others have all their time
-    } else {
-      call_.fail();
-      report_timeout(args.reports, Call<Kind>::call_of(peer), call_.epoch, received, of_receipt_);
-    }
+    end_wait<Kind>(call_.args, peer, call_.epoch, received);
+    begin_ = 0;  // if that masks the peer, the others have all their time
     return true;
   }
 
@@ -276,7 +276,6 @@ class Patience {
   }
 
   const Call<Kind>& call_;
-  const bool of_receipt_;
   uint32_t looks_ = 0;
   int64_t begin_ = 0;
 };
@@ -286,7 +285,7 @@ template <bool LooksAround>
 __device__ uint32_t Call<Kind>::await_receipts() const {
   const bool waits = lane < kRanks && seen.masked == 0;
   uint64_t word = seen.receipt;
-  Patience<Kind, LooksAround> patience(*this, true);
+  Patience<Kind, LooksAround> patience(*this);
   while (waits) {
     const Receipt receipt = Receipt::decode(word);
     const uint32_t received = Kind == CallKind::kDispatch ? receipt.dispatches : receipt.combines;
@@ -305,7 +304,7 @@ __device__ CallWord Call<Kind>::await_call(int source) const {
   CallWord word{};
   do {
     word = CallWord::decode(load_relaxed_system(call_word(args.rank, source)));
-  } while (word.epoch != (epoch & 0xffffu) && !patience.exhausted(source, 0));
+  } while (word.epoch != (epoch & 0xffffu) && !patience.exhausted(source));
   if (word.epoch != (epoch & 0xffffu)) return CallWord{0, false, false, 0, ~0u};  // of no call
   if (word.refused || (word.facts != args.facts && args.refused == 0)) word.tokens = 0;
   return word;

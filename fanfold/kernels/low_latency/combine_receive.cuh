@@ -109,7 +109,7 @@ class CombineReceive {
         }
       }
       if (open == 0) return wanted & ~lost;
-      if (!sends_nothing(late) && !patience.exhausted(late, 0)) continue;
+      if (!sends_nothing(late) && !patience.exhausted(late)) continue;
       if (call_.failed()) return wanted & ~open & ~lost;
       lost |= 1u << (late - first);
       open &= ~lost;
@@ -153,7 +153,7 @@ class CombineReceive {
     auto* words = reinterpret_cast<uint32_t*>(units);
     uint32_t mark = load_relaxed_system(words);
     while (mark == kAbsent) {
-      if (sends_nothing(rank) || patience.exhausted(rank, 0)) break;
+      if (sends_nothing(rank) || patience.exhausted(rank)) break;
       mark = load_relaxed_system(words);
     }
     // Every lane has looked before one of them makes the first word absent.
@@ -162,8 +162,7 @@ class CombineReceive {
       add_coded(words, rank, part, patience, sum);
     } else if (has_unit(part, call_.lane)) {
       uint4 v = load_relaxed_system(units + call_.lane);
-      while (!arrived(v) && !patience.exhausted(rank, 0))
-        v = load_relaxed_system(units + call_.lane);
+      while (!arrived(v) && !patience.exhausted(rank)) v = load_relaxed_system(units + call_.lane);
       if (arrived(v)) add_unweighted(sum, v);
       store_weak(units + call_.lane, absent());
     }
@@ -187,7 +186,7 @@ class CombineReceive {
         mine[i] = load_relaxed_system(codes + i);
         here = here && mine[i] != kAbsent;
       }
-      if (!here && patience.exhausted(rank, 0)) break;
+      if (!here && patience.exhausted(rank)) break;
     }
     __syncwarp();
     if (here && block < blocks) add_codes(sum, range, mine, call_.lane);

@@ -102,7 +102,7 @@ class DispatchReceive {
   __device__ int await_count(int source, int local, uint32_t word) {
     DispatchPatience patience(call_);
     while (CountWord::decode(word).tag != CountWord::tag_of(call_.epoch)) {
-      if (patience.exhausted(source, 0)) return 0;
+      if (patience.exhausted(source)) return 0;
       word = load_relaxed_system(count(source, local));
     }
     return static_cast<int>(CountWord::decode(word).count);
@@ -221,7 +221,7 @@ class DispatchReceive {
           segments[i] = look(row, task.part);
         }
       }
-      if (open == 0 || !__any_sync(kFullWarp, patience.exhausted(late, 0))) continue;
+      if (open == 0 || !__any_sync(kFullWarp, patience.exhausted(late))) continue;
       if (call_.failed()) return;
       // The late rank is masked now: go on with the others.
 #pragma unroll
@@ -242,7 +242,7 @@ class DispatchReceive {
                                                  : kHidden * 2 / kUnitBytes;
       for (int unit = call_.lane; unit < units; unit += kWarpLanes) {
         DispatchPatience patience(call_);
-        while (!arrived(load_relaxed_system(row + unit)) && !patience.exhausted(pair.source, 0))
+        while (!arrived(load_relaxed_system(row + unit)) && !patience.exhausted(pair.source))
           continue;
         store_weak(row + unit, absent());
       }

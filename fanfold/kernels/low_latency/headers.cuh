@@ -109,7 +109,7 @@ __device__ Resolved take_header(const Call<Kind>& call, int source, int token) {
     Patience<Kind> patience(call);
     header = load_relaxed_system(place);
     while (header == ~uint64_t{0}) {
-      if (patience.exhausted(source, 0)) {
+      if (patience.exhausted(source)) {
         header = kHeader.elsewhere();
         break;
       }
