@@ -346,6 +346,10 @@ class Config:
             values[setting.name], sources[setting.name] = value, source
         return cls(sources=sources, **values)
 
+    def source_of(self, name: str) -> Source:
+        """Where the value of a setting came from."""
+        return self.sources.get(name, "argument")
+
     def cache_folder(self) -> Path | None:
         """The folder of compiled kernels: ``cache_dir``, else the user's own cache; None if this
         user has no home. It need not exist."""

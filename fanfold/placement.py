@@ -88,8 +88,9 @@ def place(group: Group, config: Config) -> Placement:
         UnavailableError: ``"cuda"`` was asked for and is not possible; says why. On all ranks.
     """
     agree(group, {"backend": config.backend, "share_gpus": config.share_gpus})
+    setting = f"the setting backend is '{config.backend}' (from {config.source_of('backend')})"
     if config.backend == "host":
-        return Placement("host", torch.device("cpu"), "the setting backend is 'host'")
+        return Placement("host", torch.device("cpu"), setting)
     seats = group.all_gather(_look(group))
     obstacle = _obstacle(seats, config.share_gpus)
     if obstacle is None:
@@ -99,8 +100,7 @@ def place(group: Group, config: Config) -> Placement:
         reason = f"{has}; this is this rank's"
         return Placement("cuda", device, reason, min(seat.capability for seat in seats))
     if config.backend == "cuda":
-        source = config.sources.get("backend", "argument")
-        raise UnavailableError(f"the setting backend is 'cuda' (from {source}), but {obstacle}")
+        raise UnavailableError(f"{setting}, but {obstacle}")
     return Placement("host", torch.device("cpu"), obstacle)
 
 

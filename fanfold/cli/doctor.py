@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection, Pipe
 import fanfold
 from fanfold.cli import doctor_devices as devices
 from fanfold.cli import doctor_host as host
+from fanfold.cli import doctor_modes as modes
 from fanfold.cli.doctor_host import Outcome, Status
 from fanfold.descriptors import advice
 
@@ -109,6 +110,10 @@ PROBES: tuple[Probe, ...] = (
     Probe("gpus", devices.gpus, "look at nvidia-smi and dmesg", limit_s=60.0),
     Probe("gpu links", devices.links, "look at nvidia-smi topo -m", limit_s=60.0),
     Probe("nvrtc", devices.nvrtc, "install it again"),
+    Probe("low latency", modes.low_latency, "first solve the problems in the lines above",
+          limit_s=2 * modes.START_S + 10),
+    Probe("high throughput", modes.high_throughput, "first solve the problems in the lines above",
+          limit_s=2 * modes.START_S + 10),
     Probe("nccl", devices.nccl, "install it again", used=False),
     Probe("libfabric", devices.libfabric, "install it with all its libraries", used=False),
 )  # fmt: skip
@@ -141,9 +146,24 @@ def run(args: argparse.Namespace) -> int:
         listed = [asdict(finding) | {"used": used[finding.name]} for finding in findings]
         print(json.dumps({"fanfold": fanfold.__version__, "works": works, "findings": listed}))
     else:
-        verdict = "works here" if works else "does not work here: the self-test did not pass"
-        print(f"\nFanfold {fanfold.__version__} (host backend) {verdict}.")
+        print(f"\nFanfold {fanfold.__version__} {_verdict(works, findings)}.")
     return 0
+
+
+def _verdict(works: bool, findings: Sequence[Finding]) -> str:
+    """Whether the host backend passed its self-test, and where each mode will run."""
+    places, able = [], True
+    for finding in findings:
+        if finding.name in ("low latency", "high throughput"):
+            able = able and finding.status == "ok"
+            backend = finding.detail.partition(",")[0]
+            where = f"on {backend}" if finding.status == "ok" else modes.CANNOT_RUN
+            places.append(f"{finding.name} {where}")
+    if not works:
+        beside = [place for place in places if place.endswith("cuda")]
+        on_gpus = f" ({', '.join(beside)})" if beside else ""
+        return f"does not work here: the self-test on the host did not pass{on_gpus}"
+    return f"works here{'' if able else ', but not as it is set'}: {', '.join(places)}"
 
 
 # ---- probes in a child process ------------------------------------------------------------------
@@ -224,7 +244,7 @@ def answer(descriptor: int, probes: Sequence[Probe]) -> None:
 # ---- printing -----------------------------------------------------------------------------------
 
 _STYLES = {"ok": "green", "missing": "yellow", "problem": "bold red"}
-_INDENT = 24
+_INDENT = 25
 
 
 def _printer() -> Callable[[Finding], None]:
@@ -254,7 +274,7 @@ def _printer() -> Callable[[Finding], None]:
 
 def _block(finding: Finding, width: int) -> str:
     """The lines of a finding: status, name and detail in columns, the hint below the detail."""
-    lines = [f"{finding.status:<8} {finding.name:<14} {finding.detail}"]
+    lines = [f"{finding.status:<8} {finding.name:<15} {finding.detail}"]
     if finding.hint:
         lines.append(f"{'':{_INDENT}}-> {finding.hint}")
     margin = " " * _INDENT

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fanfold.config import Config
-from fanfold.errors import ArgumentError
+from fanfold.errors import ArgumentError, UnavailableError
 from fanfold.formats import RowFormat, ScaleFormat, quantize
 from fanfold.geometry import Geometry, check_integer, check_tensor
 from fanfold.group import Group
@@ -25,7 +25,7 @@ from fanfold.staging import Staging, named_tensors
 from fanfold.symmetric import SymmetricMemory
 from fanfold.symmetric_cuda import CudaSymmetricMemory
 
-__all__ = ["HighThroughputCalls"]
+__all__ = ["HighThroughputCalls", "place_high_throughput"]
 
 # Of the mode, whose calls take a plan where those of the face take a Received.
 _DISPATCH = Renaming({"plan": "previous", "the plan": "the earlier dispatch"})
@@ -72,7 +72,7 @@ class HighThroughputCalls:
         self._formats, self._alignment = formats, expert_alignment
         self._check_received = check_received
         self._in_place_rows = in_place_rows
-        self._placement = _place(group, config)
+        self._placement = place_high_throughput(group, config)
         self.device = self._placement.device
         if self._placement.backend == "host":
             nbytes = HighThroughput.staging_bytes(group.size, config)
@@ -260,13 +260,25 @@ class HighThroughputCalls:
         return x
 
 
-def _place(group: Group, config: Config) -> Placement:
-    """The ranks' GPUs, unless there are older ones among them and nobody insists."""
+def place_high_throughput(group: Group, config: Config) -> Placement:
+    """As :func:`fanfold.placement.place`; GPUs older than the mode's kernels are no place for it.
+
+    Raises:
+        ArgumentError, UnavailableError: as there; and the latter if ``"cuda"`` was asked for and a
+            GPU is too old. On all ranks.
+    """
     placement = place(group, config)
-    old = placement.backend == "cuda" and placement.capability < LEAST_CAPABILITY
-    if not old or config.backend == "cuda":
+    if placement.backend == "host" or placement.capability >= LEAST_CAPABILITY:
         return placement
-    return Placement("host", torch.device("cpu"), "there is a GPU that high throughput cannot use")
+    least, oldest = (".".join(map(str, c)) for c in (LEAST_CAPABILITY, placement.capability))
+    obstacle = (
+        f"high throughput needs compute capability {least}, and the oldest GPU of these ranks has "
+        f"{oldest}"
+    )
+    if config.backend == "cuda":
+        source = config.source_of("backend")
+        raise UnavailableError(f"the setting backend is 'cuda' (from {source}), but {obstacle}")
+    return Placement("host", torch.device("cpu"), obstacle)
 
 
 def _source(received: Received) -> HighThroughputSource:

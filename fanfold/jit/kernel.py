@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from fanfold import _core
 
 __all__ = [
-    "KERNELS", "Binary", "KernelSource", "architecture_of", "cache_of", "capability_of", "compile",
+    "KERNELS", "Binary", "KernelSource", "architecture_of", "cache_of", "capability_of",
+    "check_architecture", "compile",
     "compile_in", "load", "load_all", "refuse_in_capture",
 ]  # fmt: skip
 
@@ -250,7 +251,7 @@ class _Job:
     def compile(self) -> Binary:
         """Compiles, without a cache."""
         compiler = nvrtc.library()
-        self._check_architecture(compiler)
+        check_architecture(self.arch)
         headers = {name: text for name, text in self.tree.files.items() if not name.endswith(".cu")}
         headers[_CONSTANTS] = self.source.header
         options = self.options
@@ -289,16 +290,6 @@ class _Job:
             "compiler": str(nvrtc.library()),
         }
 
-    def _check_architecture(self, compiler: nvrtc.Nvrtc) -> None:
-        major, minor = capability_of(self.arch)
-        if 10 * major + minor not in compiler.architectures:
-            known = ", ".join(f"sm_{known}" for known in compiler.architectures)
-            raise UnavailableError(
-                f"{compiler} does not compile for {self.arch}, only for {known}: install a newer "
-                "one (`fanfold jit where` says where it is looked for), or take the host backend "
-                "(FANFOLD_BACKEND=host)"
-            )
-
     def _error(self, compiler: nvrtc.Nvrtc, reason: str, log: str) -> CompileError:
         texts = {**self.tree.files, _CONSTANTS: self.source.header}
         context = [
@@ -334,6 +325,19 @@ def capability_of(arch: str) -> tuple[int, int]:
     if number is None:
         raise ArgumentError("arch", repr(arch), "a real architecture, such as 'sm_90a'")
     return divmod(int(number[1]), 10)
+
+
+def check_architecture(arch: str) -> None:
+    """Raises UnavailableError unless there is an NVRTC that compiles for ``arch``."""
+    compiler = nvrtc.library()
+    major, minor = capability_of(arch)
+    if 10 * major + minor not in compiler.architectures:
+        known = ", ".join(f"sm_{known}" for known in compiler.architectures)
+        raise UnavailableError(
+            f"{compiler} does not compile for {arch}, only for {known}: install a newer "
+            "one (`fanfold jit where` says where it is looked for), or take the host backend "
+            "(FANFOLD_BACKEND=host)"
+        )
 
 
 def load(source: KernelSource, device_index: int, config: Config | None = None) -> _core.CudaKernel:

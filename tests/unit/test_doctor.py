@@ -77,6 +77,10 @@ def test_it_works_here_without_home_and_with_odd_variables(tmp_path: Path) -> No
     ):
         assert found[name]["status"] == "ok", found[name]
     assert found["self-test"]["detail"].endswith("2048 values are right")
+    for mode in ("low latency", "high throughput"):
+        assert found[mode]["status"] == "problem"
+        assert found[mode]["detail"].startswith("cannot run: ")
+        assert "FANFOLD_TIMEOUT_S is 'soon'" in found[mode]["detail"]
     assert found["settings"]["status"] == "problem"
     assert "FANFOLD_TIMEOUT_S is 'soon'" in found["settings"]["detail"]
     assert found["driver"]["status"] == found["gpus"]["status"] == "problem"
@@ -100,7 +104,7 @@ def test_torch_that_does_not_import(tmp_path: Path, body: str, status: str, told
     fake_package(tmp_path, "torch", body)
     fake_package(tmp_path, "rich", "raise ImportError('no rich')")
     lines = run_doctor(env=environment(tmp_path)).splitlines()
-    rows = {line[9:23].strip(): line for line in lines if line[:1].strip() and line[8:9] == " "}
+    rows = {line[9:24].strip(): line for line in lines if line[:1].strip() and line[8:9] == " "}
     assert [name for name in rows if name in NAMES] == NAMES
     assert rows["torch"].startswith(status)
     assert told in rows["torch"]
@@ -141,6 +145,35 @@ def test_colours_on_a_terminal_only_with_rich(tmp_path: Path, rich: bool) -> Non
     assert ("\x1b[" in printed) == rich
     assert "does not work here" in printed
     assert all(f" {name} " in printed.replace("\x1b[0m", "") for name in NAMES)
+
+
+@pytest.mark.parametrize(
+    ("backend", "detail", "end"),
+    [
+        (
+            "host",
+            "host, because the setting backend is 'host' (from environment)",
+            "works here: low latency on host, high throughput on host.",
+        ),
+        (
+            "auto",
+            "host, because rank 0 cannot use a GPU: ",
+            "works here: low latency on host, high throughput on host.",
+        ),
+        (
+            "cuda",
+            "cannot run: the setting backend is 'cuda' (from environment), but rank 0 cannot use",
+            "works here, but not as it is set: low latency cannot run, high throughput cannot run.",
+        ),
+    ],
+)
+def test_each_mode_has_a_backend_and_a_reason(backend: str, detail: str, end: str) -> None:
+    env = environment(FANFOLD_BACKEND=backend, CUDA_VISIBLE_DEVICES="")
+    lines = run_doctor(env=env).splitlines()
+    for mode in ("low latency", "high throughput"):
+        (line,) = [line for line in lines if line[9:].startswith(mode)]
+        assert line[9:].removeprefix(mode).strip().startswith(detail)
+    assert lines[-1].endswith(end)
 
 
 PROBE_MODULE = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +13,12 @@ import pytest
 import torch
 
 from fanfold import gpus, launch, placement
+from fanfold.cli import doctor_modes
 from fanfold.config import Config
 from fanfold.errors import ArgumentError, UnavailableError
 from fanfold.expert_parallel import high_throughput
 from fanfold.group import as_group
-from fanfold.jit import nvrtc
+from fanfold.jit import kernel, nvrtc
 from fanfold.placement import Placement, place
 from fanfold.symmetric import host_identity
 
@@ -108,17 +110,20 @@ def test_the_oldest_gpu_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("capability", "backend", "wanted"),
-    [((9, 0), "auto", "cuda"), ((8, 9), "auto", "host"), ((8, 9), "cuda", "cuda")],
+    [((9, 0), "auto", "cuda"), ((8, 9), "auto", "host"), ((9, 0), "cuda", "cuda")],
 )
 def test_high_throughput_leaves_older_gpus(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], backend: str, wanted: str
 ) -> None:
-    """Where somebody insists, the mode itself says what is missing."""
     there = Placement("cuda", torch.device("cuda:0"), "each has one", capability)
     monkeypatch.setattr(high_throughput, "place", lambda group, config: there)
-    placed = high_throughput._place(as_group(), Config.resolve(backend=backend))
+    decide = high_throughput.place_high_throughput
+    placed = decide(as_group(), Config.resolve(backend=backend))
     assert placed.backend == wanted
     assert placed.device.type == ("cuda" if wanted == "cuda" else "cpu")
+    if wanted == "host":
+        with pytest.raises(UnavailableError, match=r"needs compute capability 9\.0, .* has 8\.9"):
+            decide(as_group(), Config.resolve(backend="cuda"))
 
 
 def test_the_same_index_of_different_gpus_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,6 +174,93 @@ def test_obstacles(monkeypatch: pytest.MonkeyPatch, seats: list[Any], reason: st
         assert isinstance(error, UnavailableError)
         assert "the setting backend is 'cuda' (from argument), but" in str(error)
         assert reason in str(error)
+
+
+def told(monkeypatch: pytest.MonkeyPatch, seats: list[Any], **settings: Any) -> dict[str, str]:
+    """What doctor says of ranks that are seated so; the ranks agree."""
+    local = threading.local()
+
+    def be(group: Member) -> dict[str, str]:
+        local.rank = group.rank
+        return doctor_modes.choices(group, Config.resolve(**settings))
+
+    settings = {"backend": "auto", **settings}
+    monkeypatch.setattr(placement, "_look", lambda group: seats[local.rank])
+    monkeypatch.setattr(kernel.nvrtc, "library", lambda: COMPILER)
+    found = Ranks(len(seats)).run(be)
+    assert all(each == found[0] for each in found)
+    return found[0]
+
+
+COMPILER = types.SimpleNamespace(architectures=[80, 86, 90, 100])
+NEW = [seat(0, "a", capability=(9, 0)), seat(1, "b", capability=(10, 0))]
+OLD = [seat(0, "a", capability=(9, 0)), seat(1, "b", capability=(8, 6))]
+APART = [seat(0, "a", capability=(9, 0), unreachable=("b",)), seat(1, "b", capability=(9, 0))]
+BARE = [seat(0, "a"), seat(1, "b", lacking="no NVRTC (libnvrtc)")]
+SAME = [seat(0, "a", capability=(9, 0))] * 2
+UNKNOWN = [seat(0, "a", capability=(12, 1))]
+OWN = "each rank has a GPU of its own, compute capability"
+NO_ACCESS = "cuda:0 of rank 0 has no peer access to the GPU of rank 1"
+NEEDS = "high throughput needs compute capability 9.0, and the oldest GPU of these ranks has 8.6"
+
+
+@pytest.mark.parametrize(
+    ("seats", "settings", "low_latency", "high_throughput"),
+    [
+        (NEW, {}, f"cuda, for 2 ranks: {OWN} 9.0; a group of more ranks than GPUs is on", None),
+        (NEW[:1], {}, f"cuda, for 1 rank: {OWN} 9.0", None),
+        (NEW, {"backend": "host"}, "host, because the setting backend is 'host' (from arg", None),
+        (NEW, {"backend": "cuda"}, "cuda, for 2 ranks: the setting backend is 'cuda' (from", None),
+        (OLD, {}, f"cuda, for 2 ranks: {OWN} 8.6", f"host, because {NEEDS}"),
+        (
+            OLD,
+            {"backend": "cuda"},
+            f"cuda, for 2 ranks: the setting backend is 'cuda' (from argument), and {OWN} 8.6",
+            f"cannot run: the setting backend is 'cuda' (from argument), but {NEEDS}",
+        ),
+        (APART, {}, f"host, because {NO_ACCESS}", None),
+        (
+            APART,
+            {"backend": "cuda"},
+            f"cannot run: the setting backend is 'cuda' (from argument), but {NO_ACCESS}",
+            None,
+        ),
+        (BARE, {}, "host, because rank 1 cannot use a GPU: no NVRTC (libnvrtc)", None),
+        (SAME, {}, "host, because rank 0 and rank 1 both have cuda:0 as current device", None),
+        (SAME, {"share_gpus": True}, "cuda, for 2 ranks: ranks share GPUs, compute cap", None),
+        (UNKNOWN, {}, "cannot run: ", None),
+    ],
+)
+def test_doctor_says_which_backend_each_mode_takes(
+    monkeypatch: pytest.MonkeyPatch,
+    seats: list[Any],
+    settings: dict[str, Any],
+    low_latency: str,
+    high_throughput: str | None,
+) -> None:
+    found = told(monkeypatch, seats, **settings)
+    assert found["low_latency"].startswith(low_latency)
+    assert found["high_throughput"].startswith(high_throughput or low_latency)
+
+
+def test_doctor_asks_a_rank_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def answer(function: object, ranks: int, **options: Any) -> list[dict[str, str]]:
+        asked.append(ranks)
+        return [{"low_latency": "cuda, for", "high_throughput": "cannot run: because"}] * ranks
+
+    monkeypatch.setattr(launch, "launch", answer)
+    cases = [(0, "0", "auto"), (1, "0", "auto"), (8, "0", "auto"), (1, "1", "auto")]
+    for gpu_count, share, backend in (*cases, (8, "1", "auto"), (8, "0", "host")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=gpu_count: count)
+        monkeypatch.setenv("FANFOLD_SHARE_GPUS", share)
+        monkeypatch.setenv("FANFOLD_BACKEND", backend)
+        doctor_modes._asked.cache_clear()
+        assert doctor_modes.low_latency() == ("ok", "cuda, for")
+        assert doctor_modes.high_throughput()[:2] == ("problem", "cannot run: because")
+    doctor_modes._asked.cache_clear()
+    assert asked == [1, 1, 8, 2, 8, 1]
 
 
 @pytest.fixture
