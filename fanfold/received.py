@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -153,23 +153,17 @@ class Received:
         source = self.source
         return source.capacity if isinstance(source, HighThroughputSource) else None
 
-    # Not cached_property, whose lock torch.compile cannot trace in Python 3.11 and before.
-    _source_rank: ClassVar[torch.Tensor | None] = None
-    _source_token: ClassVar[torch.Tensor | None] = None
+    # Neither is kept: a CUDA graph that holds the dispatch changes them at every replay.
 
     @property
     def source_rank(self) -> torch.Tensor:
         """int32, leading dimensions of ``tokens``: the rank each row came from, -1 for none."""
-        if self._source_rank is None:
-            self._source_rank = self.source.ranks(self)  # type: ignore[misc]
-        return self._source_rank
+        return self.source.ranks(self)
 
     @property
     def source_token(self) -> torch.Tensor:
         """int32, leading dimensions of ``tokens``: each row's token index there, -1 for none."""
-        if self._source_token is None:
-            self._source_token = self.source.tokens(self)  # type: ignore[misc]
-        return self._source_token
+        return self.source.tokens(self)
 
 
 @dataclass(slots=True)
@@ -194,14 +188,14 @@ class LowLatencySource:
 
     def ranks(self, received: Received) -> torch.Tensor:
         """Each row's source rank, found in the ranges of the ranks."""
-        first = self.dispatched.routing.ranges >> 32
+        first = self.dispatched.routing.ranges.to(received.tokens.device) >> 32
         places = _places(received).expand(received.tokens.shape[:2])
         ranks = torch.searchsorted(first.contiguous(), places.contiguous(), right=True) - 1
         return self._valid(received, ranks.to(torch.int32))
 
     def tokens(self, received: Received) -> torch.Tensor:
         """Each row's source token."""
-        return self._valid(received, self.dispatched.source_tokens)
+        return self._valid(received, self.dispatched.source_tokens.to(received.tokens.device))
 
     @staticmethod
     def _valid(received: Received, values: torch.Tensor) -> torch.Tensor:

@@ -193,7 +193,7 @@ def on_host(received: Received) -> Received:
     def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor.cpu()
 
-    there = dataclasses.replace(
+    return dataclasses.replace(
         received,
         tokens=received.tokens.cpu(),
         scales=moved(received.scales),
@@ -201,10 +201,6 @@ def on_host(received: Received) -> Received:
         tokens_per_expert=received.tokens_per_expert.cpu(),
         offsets=received.offsets.cpu(),
     )
-    # The cached properties, which would be worked out from tensors on the GPU.
-    vars(there)["source_rank"] = received.source_rank.cpu()
-    vars(there)["source_token"] = received.source_token.cpu()
-    return there
 
 
 def spoil(brought: Any) -> None:

@@ -92,10 +92,10 @@ graph.replay()
 graph.replay()
 check(6)
 
-refused(errors.DriverFailure, _core.CudaKernel, binary.image, "none")
+refused(errors.DriverFailure, _core.CudaKernel, binary.image, "none", "none")
 wrong = "sm_120a" if capability[0] < 12 else "sm_90"
 other = compile_in(root, Cache(root / "cache"), source, wrong)
-told = refused(errors.DriverFailure, _core.CudaKernel, other.image, "scale")
+told = refused(errors.DriverFailure, _core.CudaKernel, other.image, "scale", other.symbol)
 assert "CUDA_ERROR_NO_BINARY_FOR_GPU" in told, told
 second = _core.CudaKernel(binary.image, "scale", binary.symbol)
 del second

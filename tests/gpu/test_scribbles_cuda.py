@@ -286,10 +286,6 @@ def _native(group: dist.ProcessGroup, ranks: int, byte: int | None, graph: bool)
             assert_received(received, answer)
             assert_combined(out, answer)
             _scribble(byte, *_everything(received), out)
-            if captured is not None:
-                # These were made from others when first asked for, outside of the graph.
-                for name in ("source_rank", "source_token"):
-                    del received.__dict__[name]
         torch.cuda.synchronize()
         ep.check()
         del captured

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fanfold.config import Config
+from fanfold.nn.sharding import local_part
 from tests.distributed import test_functional as calls
 from tests.distributed import test_nn as layers
 from tests.gpu.conftest import GpuPools
@@ -126,12 +127,12 @@ def _train_once(group: dist.ProcessGroup, problem: layers.Problem) -> dict[str, 
         layers.average_gradients(layer)
         named = dict(layer.named_parameters())
         assert x.grad is not None
-        gradients = {name: p.grad.cpu() for name, p in named.items() if p.grad is not None}
+        grads = {name: p.grad for name, p in named.items() if p.grad is not None}
         return {
             "out": out.detach().cpu(),
             "grad_x": x.grad.cpu(),
-            "parameters": {name: p.detach().cpu() for name, p in named.items()},
-            "gradients": gradients,
+            "parameters": {name: local_part(p).cpu() for name, p in named.items()},
+            "gradients": {name: local_part(grad).cpu() for name, grad in grads.items()},
             "local": {name for name, p in named.items() if getattr(p, "expert_parallel", False)},
         }
 
