@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 import fanfold
 from fanfold import functional
@@ -48,6 +49,8 @@ def assert_same_results(found_of: list[Results], wanted_of: list[Results]) -> No
 def _on_cpu(value: torch.Tensor | None) -> torch.Tensor | None:
     if value is None:
         return None
+    if isinstance(value, DTensor):  # parameters of experts: each rank says its own
+        value = value.to_local()
     value = value.detach().cpu().clone()
     return value.view(torch.uint8) if value.dtype is torch.float8_e4m3fn else value
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from contextlib import closing
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from fanfold.bench.settings import MODES, BenchSettings
 from fanfold.bench.workload import Workload
 from fanfold.cli.main import main
 from fanfold.expert_parallel import ExpertParallel
+from fanfold.received import Received
 from tests.distributed.blind_clock import standing_in
 
 SIZES = {"tokens": 13, "hidden": 144, "top_k": 3, "experts": 6}
@@ -28,10 +30,11 @@ SPOILED = {
     "tokens": lambda r: r.tokens.view(torch.uint8).flatten(0, -2)[int(r.offsets[1])].add_(1),
     "weights": lambda r: r.weights.flatten()[int(r.offsets[1])].mul_(2),
     "tokens_per_expert": lambda r: r.tokens_per_expert[1].sub_(1),
-    "source_token": lambda r: r.source_token.flatten()[int(r.offsets[1])].add_(1),
-    "source_rank": lambda r: r.source_rank.flatten()[int(r.offsets[1])].add_(1),
     "scales": lambda r: r.scales.mul_(2),  # its flattened form may be a copy
 }
+
+# What a Received computes for who asks.
+COMPUTED = ("source_token", "source_rank")
 
 
 def findings(group, mode, dtype):
@@ -57,6 +60,12 @@ def findings(group, mode, dtype):
                 continue
             spoil(received)
             said[name] = _said(expectation.received, received)
+        for name in COMPUTED:
+            received = ep.dispatch(x, own.topk_idx, own.topk_weights)
+            values = getattr(received, name).clone()
+            values.flatten()[int(received.offsets[1])].add_(1)
+            with mock.patch.object(Received, name, values):
+                said[name] = _said(expectation.received, received)
         received = ep.dispatch(x, own.topk_idx, own.topk_weights)
         out = ep.combine(expectation.outputs(received), received)
         expectation.combined(out)
@@ -77,7 +86,7 @@ def _said(check, value):
 @pytest.mark.parametrize("mode", MODES)
 def test_checks_see_damage(pools, mode, dtype):
     for said in pools(2).run(findings, mode, dtype):
-        assert set(said) == {*SPOILED, "combined"} - ({"scales"} if dtype == "bf16" else set())
+        assert set(said) == {*SPOILED, *COMPUTED, "combined"} - ({"scales"} if dtype == "bf16" else set())
         for name, message in said.items():
             assert message.startswith(f"{name}"), (name, message)
 

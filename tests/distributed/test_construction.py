@@ -15,7 +15,8 @@ from fanfold import symmetric
 from fanfold.deep_ep import Buffer
 from fanfold.deep_ep import runtime as deep_ep_runtime
 from fanfold.errors import ArgumentError, ConfigError, FanfoldError
-from fanfold.expert_parallel import face, high_throughput
+from fanfold.expert_parallel import high_throughput
+from fanfold.expert_parallel import low_latency as opening
 from fanfold.launch import RankPool
 from tests.distributed.layers import Shape, works
 
@@ -49,7 +50,7 @@ NATIVE: dict[str, tuple[str, dict[str, Any], Callable[[], Any], type[Exception]]
         MemoryError),
     "low latency": (
         "low_latency", {},
-        lambda: mock.patch.object(face.low_latency, "open_low_latency", _raising(_ERROR)),
+        lambda: mock.patch.object(opening.low_latency, "open_low_latency", _raising(_ERROR)),
         MemoryError),
     "high throughput": (
         "high_throughput", {},

@@ -28,7 +28,7 @@ def emulated_layers(builder: Builder, ctas: int) -> Iterator[None]:
     """Within it an ExpertParallel takes the CPU for a GPU of compute capability 9.0."""
     with (
         emulated(builder, ctas),
-        mock.patch.object(high_throughput, "_place", return_value=PLACED),
+        mock.patch.object(high_throughput, "place_high_throughput", return_value=PLACED),
         mock.patch.object(high_throughput, "CudaSymmetricMemory", Memory),
         mock.patch.object(CudaHighThroughput, "_empty", _unwritten),
     ):

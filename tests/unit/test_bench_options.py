@@ -23,7 +23,7 @@ from fanfold.bench.timing import Timings
 from fanfold.bench.workload import Workload
 from fanfold.cli import bench
 from fanfold.errors import ArgumentError, ConfigError, UnavailableError
-from fanfold.expert_parallel import face
+from fanfold.expert_parallel import low_latency as opening
 from fanfold.formats import RowFormat
 from fanfold.geometry import Geometry
 from fanfold.low_latency import Dispatched, LateRouting, cuda_required_bytes
@@ -234,8 +234,8 @@ def open_late_weights(monkeypatch, settings):
         return mode
 
     monkeypatch.setattr(late_weights, "place", lambda group, config: Placement("cuda", GPU, ""))
-    monkeypatch.setattr(face, "CudaSymmetricMemory", memory)
-    monkeypatch.setattr(face.low_latency, "open_low_latency", open_mode)
+    monkeypatch.setattr(opening, "CudaSymmetricMemory", memory)
+    monkeypatch.setattr(opening.low_latency, "open_low_latency", open_mode)
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: tensor)
     return layouts.open_calls(None, settings), mode
 

@@ -15,6 +15,7 @@ from fanfold.deep_ep import Buffer, runtime
 from fanfold.deep_ep.sizes import cuda_memory_bytes
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.expert_parallel import face
+from fanfold.expert_parallel import low_latency as opening
 from fanfold.formats import RowFormat
 from fanfold.geometry import Geometry
 from fanfold.low_latency import (
@@ -114,13 +115,14 @@ def mode(monkeypatch: pytest.MonkeyPatch) -> Mode:
     made = Mode()
     for module in (face, runtime):
         monkeypatch.setattr(module, "place", lambda group, config: PLACED)
+    for module in (opening, runtime):
         monkeypatch.setattr(module, "CudaSymmetricMemory", Memory)
 
     def opened(memory: Any, config: Any, *, late_weights: bool = False, check_place: Any) -> Mode:
         made.late, made.check_place = late_weights, check_place
         return made
 
-    monkeypatch.setattr(face.low_latency, "open_low_latency", opened)
+    monkeypatch.setattr(opening.low_latency, "open_low_latency", opened)
     monkeypatch.setattr(runtime, "open_low_latency", opened)
     monkeypatch.setattr(runtime, "Streams", lambda device: runtime.HostStreams())
     return made

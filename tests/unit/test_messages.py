@@ -17,7 +17,7 @@ from fanfold import functional
 from fanfold.deep_ep import Buffer, runtime
 from fanfold.deep_ep.streams import HostStreams
 from fanfold.errors import ArgumentError
-from fanfold.expert_parallel import face
+from fanfold.expert_parallel import face, low_latency
 from fanfold.nn import MoE, MoEOptions
 from fanfold.placement import Placement
 from tests.emulation.deep_ep import Memory, emulated_buffers
@@ -117,18 +117,22 @@ def opened(
         if backend == "cuda" and mode == "high_throughput":
             stack.enter_context(emulated_layers(builder, CTAS))
         elif backend == "cuda":
-            pretend_low_latency(monkeypatch, face)
+            pretend_low_latency(monkeypatch, face, low_latency)
         options: Arguments = {"in_place_rows": 64} if mode == "high_throughput" else {}
         made = fanfold.ExpertParallel(Alone(), mode=mode, **SIZES, **options)  # type: ignore[arg-type]
         yield stack.enter_context(made)
 
 
-def pretend_low_latency(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
-    """Low latency of GPUs, whose kernels do nothing."""
+def pretend_low_latency(monkeypatch: pytest.MonkeyPatch, placing: Any, opening: Any) -> None:
+    """Low latency of GPUs, whose kernels do nothing.
+
+    Args:
+        placing, opening: the modules that choose a backend and that make its memory.
+    """
     stand_in(monkeypatch)
     placed = Placement("cuda", torch.device("cpu"), "each rank has a GPU of its own")
-    monkeypatch.setattr(module, "place", lambda group, config: placed)
-    monkeypatch.setattr(module, "CudaSymmetricMemory", Memory)
+    monkeypatch.setattr(placing, "place", lambda group, config: placed)
+    monkeypatch.setattr(opening, "CudaSymmetricMemory", Memory)
 
 
 PLACES = [("low_latency", "host"), ("low_latency", "cuda"), ("high_throughput", "host"),
@@ -406,7 +410,7 @@ def test_deep_ep_combine(buffer: Buffer) -> None:
 def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Buffer]:
     """With low latency; on GPUs with kernels that do nothing."""
     if request.param == "cuda":
-        pretend_low_latency(monkeypatch, runtime)
+        pretend_low_latency(monkeypatch, runtime, runtime)
         monkeypatch.setattr(runtime, "Streams", lambda device: HostStreams())
         monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
     nbytes = Buffer.get_low_latency_rdma_size_hint(MOST, HIDDEN, 1, EXPERTS)
