@@ -86,7 +86,9 @@ def _said(check, value):
 @pytest.mark.parametrize("mode", MODES)
 def test_checks_see_damage(pools, mode, dtype):
     for said in pools(2).run(findings, mode, dtype):
-        assert set(said) == {*SPOILED, *COMPUTED, "combined"} - ({"scales"} if dtype == "bf16" else set())
+        assert set(said) == {*SPOILED, *COMPUTED, "combined"} - (
+            {"scales"} if dtype == "bf16" else set()
+        )
         for name, message in said.items():
             assert message.startswith(f"{name}"), (name, message)
 
