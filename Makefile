@@ -131,14 +131,17 @@ test-core: build
 	$(LOCKED_MAKE) $(CORE)/.stamp
 	$(CORE)/core_tests
 
+# Each of the processes starts ranks of its own; more than a few would only compete.
+SPREAD := -n $(JOBS) --maxprocesses 8 --dist worksteal
+
 test-python: build
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(SPREAD) --durations 10 $(PYTEST_ARGS)
 
 test-long: test-core
-	$(BIN)/python -m pytest -m 'not gpu' --hypothesis-profile=long --timeout=3600 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(SPREAD) -m 'not gpu' --hypothesis-profile=long --timeout=3600 $(PYTEST_ARGS)
 
 test-kernels: build
-	$(BIN)/python -m pytest -m long tests/unit/test_kernels_compile.py \
+	$(BIN)/python -m pytest $(SPREAD) -m long tests/unit/test_kernels_compile.py \
 	  tests/unit/test_high_throughput_compile.py $(PYTEST_ARGS)
 
 test-gpu: build

@@ -17,8 +17,10 @@ def let_go(device: torch.device, kept: object) -> None:
 
     Waits for that, except where this thread captures a CUDA graph, which a wait would break (the
     garbage collector runs finalisers wherever it likes): there ``kept`` is left for the next call
-    of this or of :func:`drop_left`.
+    of this or of :func:`drop_left`. No kernel of a GPU uses what is on the CPU.
     """
+    if device.type == "cpu":
+        return
     _left.append((device, kept))
     del kept
     drop_left()

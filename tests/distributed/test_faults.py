@@ -193,7 +193,9 @@ def test_nothing_is_left_behind(mode: str) -> None:
 
 
 def _segments() -> list[Path]:
-    return sorted(Path("/dev/shm").iterdir())
+    """Shared memory with a name, but for the semaphores of other programs' multiprocessing."""
+    segments = Path("/dev/shm").iterdir()
+    return sorted(path for path in segments if not path.name.startswith("sem.mp-"))
 
 
 def _alive(pid: int) -> bool:

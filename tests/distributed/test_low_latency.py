@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +72,20 @@ class Tokens:
     x: torch.Tensor
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
+    experts: int
+
+    @functools.cached_property
+    def pairs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[experts, T]`` each: which tokens go to an expert, and with what weight: of all places
+        that name it, in order."""
+        named = torch.zeros((self.experts, len(self.x)), dtype=torch.bool)
+        weights = torch.zeros((self.experts, len(self.x)))
+        for k in range(self.topk_idx.shape[1]):
+            (token,) = torch.where(self.topk_idx[:, k] >= 0)
+            place = self.topk_idx[token, k], token
+            named[place] = True
+            weights[place] += self.topk_weights[token, k]
+        return named, weights
 
 
 def _tokens(case: Case, rank: int) -> Tokens:
@@ -90,16 +105,13 @@ def _tokens(case: Case, rank: int) -> Tokens:
         topk_idx[:, :wanted] = scores.topk(wanted, dim=1).indices
     if case.routing == "holes":
         topk_idx[torch.rand(topk_idx.shape, generator=random) < 0.4] = -1
-    return Tokens(x, topk_idx, torch.rand(topk_idx.shape, generator=random) - 0.3)
+    return Tokens(x, topk_idx, torch.rand(topk_idx.shape, generator=random) - 0.3, experts)
 
 
 def _pair_weights(tokens: Tokens, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which tokens go to ``expert``, and with what weight: of all places that name it, in order."""
-    named = tokens.topk_idx == expert
-    weight = torch.zeros(len(tokens.x))
-    for k in range(named.shape[1]):
-        weight = torch.where(named[:, k], weight + tokens.topk_weights[:, k], weight)
-    return named.any(1), weight
+    """Which tokens go to ``expert``, and with what weight."""
+    named, weights = tokens.pairs
+    return named[expert], weights[expert]
 
 
 def _experts_output(rows: torch.Tensor, expert: int) -> torch.Tensor:

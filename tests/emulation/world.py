@@ -9,6 +9,7 @@ make the same calls: :meth:`World.run` gives each a thread.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import shutil
@@ -46,58 +47,78 @@ ARGUMENTS = {
 }
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or "c++"
 _OPTIONS = (
-    "-std=c++20", "-O1", "-w", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-pthread",
+    "-std=c++20", "-O1", "-w", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden",
+    "-fno-exceptions", "-pthread",
 )  # fmt: skip
-_PRELUDE = "cuda.hpp"
+_PRELUDE, _RUNTIME = "cuda.hpp", "ctas.cpp"
 
 
 class Builder:
-    """Kernels compiled for the CPU, each once.
+    """Kernels compiled for the CPU, each once, also where several processes have one folder.
 
     Args:
         folder: keeps the libraries.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._lock = threading.Lock()
+        self.folder = folder
         self._loaded: dict[KernelSource, ctypes.CDLL] = {}
 
     def load(self, source: KernelSource) -> ctypes.CDLL:
         """The kernel as a library with ``emulate(arguments, ctas)``."""
-        with self._lock:
-            if source not in self._loaded:
-                self._loaded[source] = self._build(source)
-            return self._loaded[source]
+        known = self._loaded.get(source)
+        if known is None:
+            known = ctypes.CDLL(str(self._library(source)))
+            known.emulate.argtypes = (ctypes.c_void_p, ctypes.c_int)
+            known.emulate.restype = None
+            self._loaded[source] = known
+        return known
 
-    def _prelude(self) -> Path:
-        """What every kernel includes first, which takes longer to compile than most kernels."""
-        copied = self._folder / _PRELUDE
-        if not copied.exists():
-            shutil.copy(HERE / _PRELUDE, copied)
-            command = [COMPILER, *_OPTIONS, "-x", "c++-header", str(copied), "-o", f"{copied}.gch"]
-            subprocess.run(command, check=True)
-        return copied
-
-    def _build(self, source: KernelSource) -> ctypes.CDLL:
+    def _library(self, source: KernelSource) -> Path:
         name = hashlib.sha256(str(source).encode()).hexdigest()[:16]
-        folder = self._folder / name
-        folder.mkdir()
+        with self._made_once("shared") as folder:
+            if folder is not None:
+                self._build_shared(folder)
+        with self._made_once(name) as folder:
+            if folder is not None:
+                self._build(source, folder)
+        return self.folder / name / "kernel.so"
+
+    @contextmanager
+    def _made_once(self, name: str) -> Iterator[Path | None]:
+        """A new folder of that name, to be filled within; None if somebody has filled it."""
+        folder = self.folder / name
+        with (self.folder / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (folder / "made").exists():
+                yield None
+                return
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            yield folder
+            (folder / "made").touch()
+
+    def _build_shared(self, folder: Path) -> None:
+        """What every kernel includes first, and what runs it."""
+        prelude = folder / _PRELUDE
+        shutil.copy(HERE / _PRELUDE, prelude)
+        _compile("-x", "c++-header", f"-I{HERE}", str(prelude), "-o", f"{prelude}.gch")
+        _compile("-fvisibility=default", "-shared", str(HERE / _RUNTIME), "-o",
+                 str(folder / "libctas.so"))  # fmt: skip
+
+    def _build(self, source: KernelSource, folder: Path) -> None:
         (folder / "constants.h").write_text(source.header)
-        library = folder / "kernel.so"
-        subprocess.run(
-            [
-                COMPILER, *_OPTIONS, "-shared", "-include", str(self._prelude()), f"-I{HERE}",
-                f"-I{folder}", f"-I{KERNELS}", f'-DKERNEL="{source.file}"',
-                f"-DENTRY={source.entry}", f"-DARGUMENTS={ARGUMENTS[source.entry]}",
-                str(HERE / "kernel.cpp"), "-o", str(library),
-            ],
-            check=True,
+        shared = self.folder / "shared"
+        _compile(
+            "-shared", "-include", str(shared / _PRELUDE), f"-I{HERE}", f"-I{folder}",
+            f"-I{KERNELS}", f'-DKERNEL="{source.file}"', f"-DENTRY={source.entry}",
+            f"-DARGUMENTS={ARGUMENTS[source.entry]}", str(HERE / "kernel.cpp"),
+            str(shared / "libctas.so"), f"-Wl,-rpath,{shared}", "-o", str(folder / "kernel.so"),
         )  # fmt: skip
-        loaded = ctypes.CDLL(str(library))
-        loaded.emulate.argtypes = (ctypes.c_void_p, ctypes.c_int)
-        loaded.emulate.restype = None
-        return loaded
+
+
+def _compile(*arguments: str) -> None:
+    subprocess.run([COMPILER, *_OPTIONS, *arguments], check=True)
 
 
 class ThreadGroup:

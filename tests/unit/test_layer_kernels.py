@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,8 +36,8 @@ def layer_of(case: Case, scale_format: ScaleFormat = ScaleFormat.UE8M0) -> Layer
 
 
 @pytest.mark.timeout(200)
-def test_calls_need_no_others(tmp_path: Path) -> None:
-    builder = Builder(tmp_path)
+def test_calls_need_no_others(builder: Builder) -> None:
+    builder = Builder(builder.folder)  # one that has loaded nothing yet
     with emulated(builder, CTAS):
         world = World(FP8.ranks, ROOMY_RING, result_bytes=results_of(FP8))
         unweighted = dataclasses.replace(FP8, weighted=False, biases=2)

@@ -45,7 +45,7 @@ inline void arrive_expecting(ArrivalBarrier* barrier, uint32_t bytes) {
   arrive(barrier);
 }
 inline bool phase_is_over(ArrivalBarrier* barrier, uint32_t parity) {
-  emulation::Cta::own()->yield();
+  emulation::yield();
   return (barrier->phase & 1u) != parity;
 }
 

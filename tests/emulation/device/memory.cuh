@@ -11,7 +11,7 @@ namespace fanfold {
 
 template <class T>
 T emulated_load(const T* address) {
-  emulation::Cta::own()->yield();
+  emulation::yield();
   return __atomic_load_n(address, __ATOMIC_ACQUIRE);
 }
 template <class T>
@@ -21,7 +21,7 @@ void emulated_store(T* address, T value) {
 
 inline uint4 load_relaxed_system(const uint4* address) {
   const auto* words = reinterpret_cast<const uint32_t*>(address);
-  emulation::Cta::own()->yield();
+  emulation::yield();
   uint32_t v[4];
   for (int i = 0; i < 4; ++i) v[i] = __atomic_load_n(words + i, __ATOMIC_ACQUIRE);
   return {v[0], v[1], v[2], v[3]};
@@ -58,7 +58,7 @@ struct LateCopies {
 
   static LateCopies& own() {
     static thread_local std::vector<LateCopies> of_threads(kMostThreads);
-    return of_threads[emulation::Cta::own()->thread()];
+    return of_threads[emulation::thread().x];
   }
 
  private:
@@ -75,7 +75,7 @@ inline void commit_copies() {
 }
 template <int Youngest>
 void await_copies() {
-  emulation::Cta::own()->yield();
+  emulation::yield();
   LateCopies& own = LateCopies::own();
   for (; own.groups.size() > Youngest; own.groups.pop_front())
     for (const LateCopy& copy : own.groups.front())
