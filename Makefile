@@ -3,7 +3,7 @@
 PYTHON ?= python3
 # The PyTorch that is installed where the machine has none.
 TORCH ?= torch==2.13.0
-EXTRAS ?= plot,dev
+EXTRAS ?= plot,dev,docs
 PYTEST_ARGS ?=
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
@@ -25,7 +25,7 @@ PY_DIRS := $(wildcard fanfold tools tests benchmarks packages)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help venv build demo test test-core test-python test-long test-kernels test-gpu lint \
-	format sanitize wheel clean
+	format sanitize docs wheel clean
 
 help:
 	@echo 'Fanfold: set-up happens by itself; start with make demo.'
@@ -38,6 +38,7 @@ help:
 	@echo '  make lint       ruff, mypy, clang-format, clang-tidy, tools/tidy.py'
 	@echo '  make format     let ruff and clang-format rewrite the sources'
 	@echo '  make sanitize   the C++ tests under ASAN with UBSAN, then under TSAN'
+	@echo '  make docs       the documentation site into build/docs; warnings are errors'
 	@echo '  make wheel      wheel and sdist into dist/'
 	@echo '  make build      the environment $(VENV) with an editable install'
 	@echo '  make venv       the environment and PyTorch only'
@@ -95,6 +96,10 @@ wheel: build
 	@rm -rf dist && mkdir dist
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m build --quiet --no-isolation --outdir dist .
 	@ls dist
+
+docs: build
+	@$(BIN)/python -m sphinx -q -E -W --keep-going -j $(JOBS) docs build/docs
+	@echo 'build/docs/index.html'
 
 # ---- running and testing ------------------------------------------------------------------------
 

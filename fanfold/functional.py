@@ -1,11 +1,11 @@
-"""Differentiable dispatch and combine.
+"""Differentiable dispatch and combine::
 
     tokens, weights, received = functional.dispatch(ep, x, topk_idx, topk_weights)
     y = experts(tokens)                                  # row i of y from row i of tokens
     out = functional.combine(ep, y, received, weights)
 
 As linear maps of their rows the two are each other's transpose, so each one's backward pass is a
-call of the other:
+call of the other::
 
     dispatch   row(t, e) = x[t]                      grad x[t] = sum over e of grad row(t, e)
                w(t, e) = sum of weights[t, k]        grad weights[t, k] = grad w(t, e)

@@ -169,7 +169,7 @@ class ExpertParallel(Survivors):
 
     @property
     def backend(self) -> Literal["host", "cuda"]:
-        """Where the calls run: on the CPU, or on the ranks' GPUs."""
+        """Whether the calls run on the CPU or on the ranks' GPUs."""
         return "host" if self.device.type == "cpu" else "cuda"
 
     @property

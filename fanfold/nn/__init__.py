@@ -1,4 +1,4 @@
-"""A Mixture-of-Experts layer whose experts are spread over the ranks of a group.
+"""A Mixture-of-Experts layer whose experts are spread over the ranks of a group::
 
     ep = fanfold.ExpertParallel(group, num_experts=64, top_k=8, hidden=1024, max_tokens=4096,
                                 mode="high_throughput")
@@ -8,8 +8,8 @@
     fanfold.nn.average_gradients(layer)             # over the ranks; experts need no all-reduce
 
 Every rank runs the layer on tokens of its own and holds ``num_experts / ranks`` experts. Calls are
-collective, backward passes too (see :mod:`fanfold.functional`). The parameters of the experts are
-``DTensor``s that are sharded over the group, so PyTorch's checkpoints hold all experts.
+collective, backward passes too (see :mod:`fanfold.functional`). Each parameter of the experts is a
+``DTensor`` that is sharded over the group, so PyTorch's checkpoints hold all experts.
 :func:`prepare_data_parallel` prepares a model for DDP and FSDP2.
 """
 
