@@ -25,9 +25,8 @@ from fanfold.high_throughput.kernels import (
 )
 from fanfold.high_throughput.layer_kernels import shared_bytes_of
 from fanfold.jit import KernelSource
-from tests.unit.test_kernels_compile import Compiled, check, compiled, short
-
-__all__ = ["compiled"]
+from tests.unit.conftest import Compiled
+from tests.unit.test_kernels_compile import check, short
 
 # Ranks, experts, top-k and hidden of the layers that the mode is measured with, and the extremes.
 NAMED = [
@@ -109,20 +108,20 @@ MANY = sources([kernel for layer in [*NAMED, *drawn(12)] for kernel in kernels(*
 
 @pytest.mark.parametrize("source", FEW, ids=short)
 def test_for_hopper(compiled: Compiled, source: KernelSource) -> None:
-    check(source, compiled(FEW, source, "sm_90a"))
+    check(source, compiled(source, "sm_90a"))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("source", MANY, ids=short)
 def test_many_for_hopper(compiled: Compiled, source: KernelSource) -> None:
-    check(source, compiled(MANY, source, "sm_90a"))
+    check(source, compiled(source, "sm_90a"))
 
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_120a"])
 def test_for_other_gpus(compiled: Compiled, arch: str) -> None:
     some = sources(some_kernels(*NAMED[1])[::2])
     for source in some:
-        binary = compiled(some, source, arch)
+        binary = compiled(source, arch)
         assert 0 < binary.registers <= source.register_limit, f"{source}: {binary.registers}"
 
 

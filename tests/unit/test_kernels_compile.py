@@ -5,20 +5,17 @@ for its CTAs to start. NVRTC needs no GPU.
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing.pool import AsyncResult
 
 import pytest
 
 from fanfold.formats import RowFormat, ScaleFormat
 from fanfold.geometry import Geometry
 from fanfold.jit import Binary, KernelSource
-from fanfold.jit.cache import Cache
-from fanfold.jit.kernel import KERNELS, compile_in
 from fanfold.low_latency.kernels import kernel_sources
+from tests.unit.conftest import Compiled
 
 ROWS = [
     (RowFormat.BF16, ScaleFormat.FLOAT32),
@@ -110,26 +107,6 @@ def short(source: KernelSource) -> str:
     return f"{source.entry} {sizes}"
 
 
-Compiled = Callable[[list[KernelSource], KernelSource, str], Binary]
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
-    """``compiled(all, one, arch)``: the binary of one, while two processes compile all of them."""
-    started: dict[tuple[KernelSource, str], AsyncResult[Binary]] = {}
-    cache = Cache(tmp_path_factory.mktemp("cache"))
-
-    def result(every: list[KernelSource], one: KernelSource, arch: str) -> Binary:
-        for source in every:
-            if (source, arch) not in started:
-                arguments = (KERNELS, cache, source, arch)
-                started[source, arch] = pool.apply_async(compile_in, arguments)
-        return started[one, arch].get(timeout=100)
-
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        yield result
-
-
 def check(source: KernelSource, binary: Binary) -> None:
     told = f"{source}: {binary.registers} registers, {binary.spill_bytes} bytes spilt"
     assert binary.spill_bytes == 0, told
@@ -140,20 +117,20 @@ def check(source: KernelSource, binary: Binary) -> None:
 
 @pytest.mark.parametrize("source", FEW, ids=short)
 def test_for_hopper(compiled: Compiled, source: KernelSource) -> None:
-    check(source, compiled(FEW, source, "sm_90a"))
+    check(source, compiled(source, "sm_90a"))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("source", MANY, ids=short)
 def test_many_for_hopper(compiled: Compiled, source: KernelSource) -> None:
-    check(source, compiled(MANY, source, "sm_90a"))
+    check(source, compiled(source, "sm_90a"))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100a", "sm_120a"])
 def test_for_other_gpus(compiled: Compiled, arch: str) -> None:
     some = kernels([point(NAMED[0], rows, rows) for rows in range(len(ROWS))])
     for source in some:
-        binary = compiled(some, source, arch)
+        binary = compiled(source, arch)
         assert 0 < binary.registers <= source.register_limit, f"{source}: {binary.registers}"
 
 

@@ -23,9 +23,8 @@ from fanfold.jit import KernelSource
 from tests.emulation.optional import Gpu, answering
 from tests.emulation.world import Builder
 from tests.kernels.routings import routings
-from tests.unit.test_kernels_compile import Compiled, check, compiled, short
-
-__all__ = ["compiled"]
+from tests.unit.conftest import Compiled
+from tests.unit.test_kernels_compile import check, short
 
 GUARD = 64  # bytes behind results, that nothing may write
 FEW_WARPS = 2
@@ -49,14 +48,14 @@ SOURCES = [kernels.layout_kernel(sizes).source for sizes in SIZES]
 
 @pytest.mark.parametrize("source", SOURCES, ids=short)
 def test_for_hopper(compiled: Compiled, source: KernelSource) -> None:
-    check(source, compiled(SOURCES, source, "sm_90a"))
+    check(source, compiled(source, "sm_90a"))
 
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_120a"])
 def test_for_other_gpus(compiled: Compiled, arch: str) -> None:
     some = [SOURCES[0], SOURCES[11]]
     for source in some:
-        check(source, compiled(some, source, arch))
+        check(source, compiled(source, arch))
 
 
 # ---- what it counts -----------------------------------------------------------------------------
