@@ -2,8 +2,8 @@
 """Times the kernels of one rank of many on two GPUs.
 
     python benchmarks/mirror.py RESULTS.jsonl [--ranks 4] [--tokens 128,8] [--late-weights]
-    python benchmarks/mirror.py RESULTS.jsonl --plot PICTURE.svg      # draws what is there
     python benchmarks/mirror.py RESULTS.jsonl --high-throughput [--tokens 4096,8192] [--sms 12,24]
+    python benchmarks/mirror.py RESULTS.jsonl --plot PICTURE.svg      # draws these
 
 Each of the two GPUs is rank 0 of ``ranks``, and the other stands for all its peers: what a GPU
 sends to rank p comes to the other as if from rank -p. So each sends and receives over NVLink what
@@ -146,7 +146,7 @@ def _measure(
 PACKED = ((7168, 8, 256), (1024, 22, 512), (2048, 8, 256), (4096, 8, 256), (2880, 4, 128),
           (5120, 8, 256))  # fmt: skip
 ALIGNMENT = 128
-LINK_GB_S = 375  # that one H200 sends to three (decision 0101)
+LINK_GB_S = 375  # that one H200 sends to three (docs/performance.md)
 _constants = packed_kernels.Sizes.constants
 
 
@@ -283,21 +283,16 @@ KINDS = (("token-major", "token_major", ""), ("expert-major", "expert_major", ""
 SCALE_US = (200, 300, 400, 500, 600, 800, 1000)
 
 
-def _plot(results: Path, picture: Path) -> None:
-    points = [json.loads(line) for line in results.read_text().splitlines()]
-    draw = _plot_packed if "layout" in points[0] else _plot_tokens
-    draw(points, picture)
-
-
 def _geometry(point: dict[str, Any]) -> tuple[int, int, int]:
     return point["hidden"], point["top_k"], point["experts"]
 
 
-def _plot_packed(points: list[dict[str, Any]], picture: Path) -> None:
+def _plot(results: Path, picture: Path) -> None:
     """High throughput: the times over the number of SMs, and on 24 those of each geometry; and what
     the link alone would take."""
     from matplotlib.figure import Figure
 
+    points = [json.loads(line) for line in results.read_text().splitlines()]
     points = [point for point in points if point["tokens"] == 4096]
     figure = Figure(figsize=(9.6, 7.0), layout="constrained")
     grid = figure.subplots(2, len(PANELS), sharey="row")
@@ -380,43 +375,6 @@ def _link_us(ranks: int, geometry: tuple[int, int, int], dtype: str) -> float:
     missed = math.comb(experts - local, top_k) / math.comb(experts, top_k)
     row_bytes = 2 * hidden if dtype == "bf16" else hidden + 4 * -(-hidden // 128)
     return 4096 * (ranks - 1) * (1 - missed) * row_bytes / LINK_GB_S / 1000
-
-
-def _plot_tokens(points: list[dict[str, Any]], picture: Path) -> None:
-    """Low latency: the times in a graph over the number of tokens, for each geometry."""
-    from matplotlib.figure import Figure
-
-    points.sort(key=lambda point: point["tokens"])
-    figure = Figure(figsize=(10.6, 3.4), layout="constrained")
-    panels = figure.subplots(1, 2, sharex=True, sharey=True)
-    for axes, name in zip(panels, ("dispatch", "combine"), strict=True):
-        for (hidden, top_k, experts), late in itertools.product(GEOMETRIES, (False, True)):
-            of_geometry = [
-                point
-                for point in points
-                if point["hidden"] == hidden and bool(point.get("late_weights")) is late
-            ]
-            if not of_geometry:
-                continue
-            tokens = [point["tokens"] for point in of_geometry]
-            times = [point["times_us"][f"{name}.graph"] for point in of_geometry]
-            label = f"{hidden} / {top_k} / {experts}" + (", late weights" if late else "")
-            axes.plot(tokens, times, marker="o", linestyle="--" if late else "-", label=label)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=2)
-        axes.set_xticks(sorted({point["tokens"] for point in points}))
-        axes.xaxis.set_major_formatter("{x:.0f}")
-        axes.yaxis.set_major_formatter("{x:.0f}")
-        axes.set_xlabel("tokens per rank")
-        axes.set_title(name, fontsize="medium")
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel("µs, calls back to back in a graph")
-    lines, labels = panels[0].get_legend_handles_labels()
-    figure.legend(lines, labels, loc="outside right upper", title="hidden / top-k / experts",
-                  fontsize="small")  # fmt: skip
-    gpu = f"{points[0]['ranks']} ranks mirrored on {GPUS} × {points[0]['device']['name']}"
-    figure.suptitle(f"Low latency, fp8 dispatch, weighted bf16 combine, {gpu}", fontsize="medium")
-    save(figure, picture)
 
 
 def main() -> None:

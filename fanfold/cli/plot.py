@@ -260,7 +260,8 @@ def save(figure: Figure, out: Path) -> None:
     written = _format(out)
     metadata = {"Date": None} if written == "svg" else None
     try:
-        with rc_context({"svg.hashsalt": "fanfold"}):
+        # Text stays text: drawn as outlines, it would double the size of an SVG.
+        with rc_context({"svg.hashsalt": "fanfold", "svg.fonttype": "none"}):
             # Without a format, matplotlib appends an ending to a name that has none.
             figure.savefig(out, dpi=120, format=written, metadata=metadata)
     except (OSError, ValueError, RuntimeError) as error:  # the last if there is no LaTeX for .pgf
