@@ -1,8 +1,9 @@
-// Rows that pass through shared memory by bulk copies alone: one thread asks for them, and sends
-// each on as soon as it is there.
+// A ring of rows in shared memory: one thread loads each row by a bulk copy and stores it by another
+// as soon as it has arrived.
 #pragma once
 
-#include "device.cuh"
+#include "device/bulk.cuh"
+#include "harness.cuh"
 
 namespace fanfold::probe {
 
@@ -20,35 +21,35 @@ class BulkRing {
   };
 
   __device__ BulkRing(Shared& shared, uint32_t* error) : shared_(shared), error_(error) {
-    for (int i = 0; i < kSlots; ++i) init(&shared_.full[i], 1);
+    for (int i = 0; i < kSlots; ++i) init_barrier(&shared_.full[i], 1);
     fence_barrier_init();
   }
 
-  // `next()` names a row, or gives -1 when there are no more. `load(row, slot, barrier)` asks for it
-  // and names its bytes to the barrier; `store(row, slot)` sends it on.
+  // `next()` returns a row, or -1 after the last. `load(row, slot, barrier)` enqueues its copy and
+  // tells the barrier its bytes; `store(row, slot)` enqueues the copy out of the slot.
   template <class Next, class Load, class Store>
   __device__ void run(Next& next, const Load& load, const Store& store) {
-    int loading = 0, asked = 0;
-    const auto ask = [&] {
+    int loading = 0, loaded = 0;
+    const auto load_next = [&] {
       const int row = next();
       if (row < 0) return false;
       shared_.rows[loading] = row;
       load(row, shared_.slots[loading], &shared_.full[loading]);
       if (++loading == kSlots) loading = 0;
-      ++asked;
+      ++loaded;
       return true;
     };
     bool more = true;
-    while (more && asked < Ahead) more = ask();
+    while (more && loaded < Ahead) more = load_next();
     int storing = 0;
     uint32_t parity = 0;
-    for (int done = 0; done < asked; ++done) {
-      Patience patience(error_);
-      while (!phase_is_over(&shared_.full[storing], parity) && !patience.exhausted()) continue;
+    for (int done = 0; done < loaded; ++done) {
+      Deadline deadline(error_);
+      while (!phase_is_over(&shared_.full[storing], parity) && !deadline.expired()) continue;
       store(shared_.rows[storing], shared_.slots[storing]);
       bulk_commit();
-      bulk_wait_source_read_but<Behind>();
-      if (more) more = ask();
+      bulk_await_read<Behind>();
+      if (more) more = load_next();
       if (++storing == kSlots) storing = 0, parity ^= 1;
     }
   }
@@ -58,12 +59,12 @@ class BulkRing {
   uint32_t* error_;
 };
 
-// ---- who takes which row -----------------------------------------------------------------------
+// ---- the order in which rings take rows ---------------------------------------------------------
 
-// Takers take rows in turn, those of different CTAs being neighbours.
+// Ring i of n takes rows i, i + n, ...; rings of different CTAs are neighbours.
 class InTurn {
  public:
-  __device__ InTurn(int taker, int takers, int rows) : row_(taker), step_(takers), rows_(rows) {}
+  __device__ InTurn(int ring, int rings, int rows) : row_(ring), step_(rings), rows_(rows) {}
 
   __device__ int operator()() {
     const int row = row_;
@@ -79,12 +80,12 @@ struct TicketCounters {
   uint32_t next, finished;
 };
 
-// Whoever is free takes the next row. The ticket is drawn one row early, so nobody waits for it.
+// A ring that is free takes the next row. It draws each ticket one row early, so it never waits for
+// the counter.
 class FirstCome {
  public:
-  __device__ FirstCome(TicketCounters* counters, int takers, int rows)
-      : counters_(counters), takers_(takers), rows_(rows), ticket_(atomicAdd(&counters->next, 1u)) {
-  }
+  __device__ FirstCome(TicketCounters* counters, int rings, int rows)
+      : counters_(counters), rings_(rings), rows_(rows), ticket_(atomicAdd(&counters->next, 1u)) {}
 
   __device__ int operator()() {
     if (ticket_ >= static_cast<uint32_t>(rows_)) return -1;
@@ -93,16 +94,16 @@ class FirstCome {
     return row;
   }
 
-  // The last taker leaves the counters as the next launch needs them.
+  // The last ring to finish resets the counters for the next launch.
   __device__ void finish() {
-    if (atomicAdd(&counters_->finished, 1u) + 1 != static_cast<uint32_t>(takers_)) return;
+    if (atomicAdd(&counters_->finished, 1u) + 1 != static_cast<uint32_t>(rings_)) return;
     counters_->next = 0;
     counters_->finished = 0;
   }
 
  private:
   TicketCounters* counters_;
-  int takers_, rows_;
+  int rings_, rows_;
   uint32_t ticket_;
 };
 

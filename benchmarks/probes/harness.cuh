@@ -1,19 +1,24 @@
-// Host side of the probes: the GPUs of one node in one process, graph timing, JSON lines.
+// What all probes of several GPUs share: the GPUs of one host in one process, a barrier of all of
+// them, bounded waits, graph timing, JSON lines.
 #pragma once
+
+#include <cuda_runtime.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
-#include <map>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include "device.cuh"
-#include "layout.cuh"
+#include "device/memory.cuh"
+#include "device/warp.cuh"
 
 namespace fanfold::probe {
+
+constexpr int kRanks = 4;
+constexpr int kCtas = 132;
 
 inline void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
@@ -45,11 +50,32 @@ inline uint32_t take(uint32_t* counter) {
   return value;
 }
 
+// ---- a bounded wait -----------------------------------------------------------------------------
+// A thread asks after every fruitless poll. The first deadline that expires raises the error word,
+// and every other wait that sees the word ends too: one late peer costs one bound.
+
+class Deadline {
+ public:
+  __device__ explicit Deadline(uint32_t* error) : error_(error) {}
+
+  __device__ bool expired() {
+    if ((++polls_ & kLookEvery) != 0) return false;
+    if (polls_ > kMaxPolls) store_relaxed_system(error_, 1u);
+    return load_relaxed_system(error_) != 0;
+  }
+
+ private:
+  static constexpr uint32_t kLookEvery = (1u << 12) - 1;
+  static constexpr uint32_t kMaxPolls = 1u << 21;
+  uint32_t* error_;
+  uint32_t polls_ = 0;
+};
+
 // ---- a barrier of all GPUs, as a kernel ---------------------------------------------------------
 
 struct BarrierBoard {
-  uint32_t count;
-  uint32_t arrivals[kRanks];
+  uint64_t count;
+  uint64_t arrivals[kRanks];
 };
 
 struct BarrierArgs {
@@ -60,15 +86,13 @@ struct BarrierArgs {
 
 static __global__ void barrier_kernel(BarrierArgs args) {
   BarrierBoard* mine = args.boards[args.rank];
-  const uint32_t count = mine->count + 1;
+  const uint64_t count = mine->count + 1;
   __syncwarp();
   const int peer = threadIdx.x;
   if (peer < args.ranks) {
     store_release_system(&args.boards[peer]->arrivals[args.rank], count);
-    Patience patience(args.error);
-    while (static_cast<int32_t>(load_acquire_system(&mine->arrivals[peer]) - count) < 0 &&
-           !patience.exhausted())
-      continue;
+    Deadline deadline(args.error);
+    while (load_acquire_system(&mine->arrivals[peer]) < count && !deadline.expired()) continue;
   }
   __syncwarp();
   if (peer == 0) mine->count = count;
@@ -86,7 +110,7 @@ struct Gpu {
   char* flush;
 };
 
-// Four GPUs, or two that mirror each other (layout.cuh, Route).
+// The first four GPUs of the host, or two where there are fewer.
 class Node {
  public:
   Node() {
@@ -162,9 +186,7 @@ struct Plan {
   std::function<void(int rank)> enqueue;  // one call, on the rank's stream
   int calls = 1;                          // between the two events
   int replays = 60;
-  bool cold = false;                                  // L2 flushed before the first call
-  std::function<void(int rank)> before = [](int) {};  // not timed; all GPUs are done with it
-  std::function<void(int rank)> after = [](int) {};   // not timed
+  bool cold = false;  // L2 flushed before the first call
 };
 
 struct Timing {
@@ -178,12 +200,10 @@ inline cudaGraphExec_t record(Node& node, const Plan& plan, int rank) {
   cudaGraph_t graph;
   check(cudaStreamBeginCapture(gpu.stream, cudaStreamCaptureModeThreadLocal), "begin capture");
   if (plan.cold) check(cudaMemsetAsync(gpu.flush, 1, kFlushBytes, gpu.stream), "flush");
-  plan.before(rank);
   node.enqueue_barrier(rank);
   check(cudaEventRecordWithFlags(gpu.begin, gpu.stream, cudaEventRecordExternal), "record");
   for (int i = 0; i < plan.calls; ++i) plan.enqueue(rank);
   check(cudaEventRecordWithFlags(gpu.end, gpu.stream, cudaEventRecordExternal), "record");
-  plan.after(rank);
   check(cudaStreamEndCapture(gpu.stream, &graph), "end capture");
   cudaGraphExec_t ready;
   check(cudaGraphInstantiate(&ready, graph, 0), "instantiate");

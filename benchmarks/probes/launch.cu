@@ -12,15 +12,15 @@ struct Ticket {
   uint32_t arrivals, pad[31];
 };
 
-// The last CTA of a round lifts the count to the next multiple; nothing is ever reset.
+// A round ends when the count reaches the next multiple of the grid; nothing is ever reset.
 __device__ void ticket_barrier(Ticket* ticket, uint32_t* error) {
   __syncthreads();
   if (threadIdx.x == 0) {
-    const uint32_t mine = add_acq_rel_gpu(&ticket->arrivals, 1);
+    const uint32_t mine = add_release_gpu(&ticket->arrivals, 1);
     const uint32_t goal = mine / gridDim.x * gridDim.x + gridDim.x;
-    Patience patience(error);
+    Deadline deadline(error);
     while (static_cast<int32_t>(load_acquire_gpu(&ticket->arrivals) - goal) < 0 &&
-           !patience.exhausted())
+           !deadline.expired())
       continue;
   }
   __syncthreads();

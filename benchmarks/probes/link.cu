@@ -1,16 +1,18 @@
-// How few SMs keep NVLink busy: all GPUs exchange the rows of one high-throughput dispatch, each
-// (token, rank) once, by pushing or by pulling, with bulk copies through shared memory or with
-// 16-byte loads and stores. No flags, no counts: places are known and the data is already there.
+// How few SMs keep NVLink busy, and what one SM can do: all GPUs exchange the rows of one
+// high-throughput dispatch, each (token, rank) once, by pushing or by pulling, with bulk copies
+// through shared memory or with 16-byte loads and stores. No flags and no counts: every row's place
+// is known and every row is there when the call begins.
 //   link RESULTS.jsonl
 #include "bulk_ring.cuh"
-#include "harness.cuh"
 #include "traffic.hpp"
 
 namespace fanfold::probe {
 
 constexpr int kTokens = 4096;
 
-// One row's way.
+enum class Half { kBoth, kLoads, kStores };
+
+// One copy of a row.
 struct Move {
   int32_t from, from_row, to, to_row;  // rank and row
 };
@@ -60,6 +62,8 @@ template <int Units, int Warps, int Ahead, int Behind>
 struct BulkShape {
   static constexpr int kUnits = Units;
   static constexpr int kWarps = Warps;
+  static constexpr int kAhead = Ahead;
+  static constexpr int kBehind = Behind;
   static constexpr int kBytes = Units * 16;
   using Ring = BulkRing<kBytes, Ahead, Behind>;
   struct Shared {
@@ -69,11 +73,11 @@ struct BulkShape {
 
 // Runs a ring of this warp over rows 0 to `rows`.
 template <class S, class Load, class Store>
-__device__ void run_ring(const LinkArgs& args, uint8_t* memory, int rows, const Load& load,
-                         const Store& store) {
+__device__ void run_ring(const LinkArgs& args, int rows, const Load& load, const Store& store) {
+  if (threadIdx.x % 32 != 0) return;
   const int warp = threadIdx.x / 32;
   const int rings = S::kWarps * gridDim.x;
-  typename S::Ring ring(reinterpret_cast<typename S::Shared*>(memory)->rings[warp], args.error);
+  typename S::Ring ring(dynamic_shared<typename S::Shared>().rings[warp], args.error);
   if (args.tickets) {
     FirstCome next(args.tickets, rings, rows);
     ring.run(next, load, store);
@@ -82,64 +86,34 @@ __device__ void run_ring(const LinkArgs& args, uint8_t* memory, int rows, const 
     InTurn next(warp * gridDim.x + blockIdx.x, rings, rows);
     ring.run(next, load, store);
   }
-  bulk_wait_written();
+  bulk_await_written<0>();
 }
 
-template <class S>
+// Row by row; or the half of it that loads, or stores, alone.
+template <class S, Half H>
 __global__ void __launch_bounds__(S::kWarps * 32, 1)
     bulk_moves_kernel(const __grid_constant__ LinkArgs args) {
-  extern __shared__ __align__(128) uint8_t memory[];
-  if (threadIdx.x % 32 != 0) return;
   run_ring<S>(
-      args, memory, args.num_moves,
+      args, args.num_moves,
       [&](int row, uint8_t* slot, ArrivalBarrier* barrier) {
+        if (H == Half::kStores) return arrive(barrier);
         const Move& m = args.moves[row];
         arrive_expecting(barrier, S::kBytes);
         bulk_load(slot, args.x[m.from] + size_t(m.from_row) * S::kUnits, S::kBytes, barrier);
       },
       [&](int row, const uint8_t* slot) {
+        if (H == Half::kLoads) return;
         const Move& m = args.moves[row];
         bulk_store(args.out[m.to] + size_t(m.to_row) * S::kUnits, slot, S::kBytes);
       });
 }
 
-// The halves of a move by themselves: nothing is stored, or nothing loaded.
-template <class S>
-__global__ void __launch_bounds__(S::kWarps * 32, 1)
-    bulk_loads_kernel(const __grid_constant__ LinkArgs args) {
-  extern __shared__ __align__(128) uint8_t memory[];
-  if (threadIdx.x % 32 != 0) return;
-  run_ring<S>(
-      args, memory, args.num_moves,
-      [&](int row, uint8_t* slot, ArrivalBarrier* barrier) {
-        const Move& m = args.moves[row];
-        arrive_expecting(barrier, S::kBytes);
-        bulk_load(slot, args.x[m.from] + size_t(m.from_row) * S::kUnits, S::kBytes, barrier);
-      },
-      [](int, const uint8_t*) {});
-}
-
-template <class S>
-__global__ void __launch_bounds__(S::kWarps * 32, 1)
-    bulk_stores_kernel(const __grid_constant__ LinkArgs args) {
-  extern __shared__ __align__(128) uint8_t memory[];
-  if (threadIdx.x % 32 != 0) return;
-  run_ring<S>(
-      args, memory, args.num_moves, [](int, uint8_t*, ArrivalBarrier* barrier) { arrive(barrier); },
-      [&](int row, const uint8_t* slot) {
-        const Move& m = args.moves[row];
-        bulk_store(args.out[m.to] + size_t(m.to_row) * S::kUnits, slot, S::kBytes);
-      });
-}
-
-// Every row is loaded once and stored wherever it is wanted.
+// Every row is loaded once and stored at each rank that receives it.
 template <class S>
 __global__ void __launch_bounds__(S::kWarps * 32, 1)
     bulk_tokens_kernel(const __grid_constant__ LinkArgs args) {
-  extern __shared__ __align__(128) uint8_t memory[];
-  if (threadIdx.x % 32 != 0) return;
   run_ring<S>(
-      args, memory, kTokens,
+      args, kTokens,
       [&](int row, uint8_t* slot, ArrivalBarrier* barrier) {
         arrive_expecting(barrier, S::kBytes);
         bulk_load(slot, args.x[args.rank] + size_t(row) * S::kUnits, S::kBytes, barrier);
@@ -159,133 +133,61 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1)
 constexpr int kPlainWarps = 32;
 constexpr int kAtOnce = 8;  // loads of a thread in flight
 
-// A warp takes pieces of rows, a piece being what its lanes load at once.
-template <int Units>
-struct Pieces {
-  static constexpr int kPieceUnits = kAtOnce * 32;
-  static constexpr int kPerRow = ceil_div(Units, kPieceUnits);
-
-  __device__ static void load(uint4 (&v)[kAtOnce], const uint4* row, int piece) {
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      const int u = piece * kPieceUnits + j * 32 + threadIdx.x % 32;
-      if (u < Units) v[j] = load_constant(row + u);
-    }
-  }
-  __device__ static void store(uint4* row, const uint4 (&v)[kAtOnce], int piece) {
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      const int u = piece * kPieceUnits + j * 32 + threadIdx.x % 32;
-      if (u < Units) store_weak(row + u, v[j]);
-    }
-  }
-};
-
-template <int Units>
+// A warp takes pieces of rows; a piece is what its lanes load at once.
+template <int Units, Half H>
 __global__ void __launch_bounds__(kPlainWarps * 32, 1)
     plain_moves_kernel(const __grid_constant__ LinkArgs args) {
-  using P = Pieces<Units>;
-  const int step = kPlainWarps * gridDim.x;
-  for (int q = threadIdx.x / 32 * gridDim.x + blockIdx.x; q < args.num_moves * P::kPerRow;
-       q += step) {
-    const Move m = args.moves[q / P::kPerRow];
-    uint4 v[kAtOnce];
-    P::load(v, args.x[m.from] + size_t(m.from_row) * Units, q % P::kPerRow);
-    P::store(args.out[m.to] + size_t(m.to_row) * Units, v, q % P::kPerRow);
-  }
-}
-
-template <int Units>
-__global__ void __launch_bounds__(kPlainWarps * 32, 1)
-    plain_loads_kernel(const __grid_constant__ LinkArgs args) {
-  using P = Pieces<Units>;
+  constexpr int kPieces = static_cast<int>(ceil_div(Units, kAtOnce * 32));  // of a row
   const int step = kPlainWarps * gridDim.x;
   uint32_t seen = 0;
-  for (int q = threadIdx.x / 32 * gridDim.x + blockIdx.x; q < args.num_moves * P::kPerRow;
-       q += step) {
-    const Move m = args.moves[q / P::kPerRow];
-    uint4 v[kAtOnce] = {};
-    P::load(v, args.x[m.from] + size_t(m.from_row) * Units, q % P::kPerRow);
-    for (const uint4& u : v) seen |= u.x ^ u.y ^ u.z ^ u.w;
+  uint4 v[kAtOnce] = {};
+  for (int q = threadIdx.x / 32 * gridDim.x + blockIdx.x; q < args.num_moves * kPieces; q += step) {
+    const Move m = args.moves[q / kPieces];
+    const int first = q % kPieces * kAtOnce * 32 + threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j)
+      if (const int u = first + j * 32; H != Half::kStores && u < Units)
+        v[j] = load_once(args.x[m.from] + size_t(m.from_row) * Units + u);
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j)
+      if (const int u = first + j * 32; H != Half::kLoads && u < Units)
+        store_weak(args.out[m.to] + size_t(m.to_row) * Units + u, v[j]);
+    if (H == Half::kLoads)
+      for (const uint4& u : v) seen |= u.x ^ u.y ^ u.z ^ u.w;
   }
-  if (seen == 0) atomicAdd(args.mistakes, 1u);
+  if (H == Half::kLoads && seen == 0) atomicAdd(args.mistakes, 1u);  // so the loads have a use
 }
 
-template <int Units>
-__global__ void __launch_bounds__(kPlainWarps * 32, 1)
-    plain_stores_kernel(const __grid_constant__ LinkArgs args) {
-  using P = Pieces<Units>;
-  const int step = kPlainWarps * gridDim.x;
-  uint4 v[kAtOnce];
-  for (int j = 0; j < kAtOnce; ++j) v[j] = content(args.rank, threadIdx.x, j);
-  for (int q = threadIdx.x / 32 * gridDim.x + blockIdx.x; q < args.num_moves * P::kPerRow;
-       q += step) {
-    const Move m = args.moves[q / P::kPerRow];
-    P::store(args.out[m.to] + size_t(m.to_row) * Units, v, q % P::kPerRow);
-  }
+// ---- who copies which rows ----------------------------------------------------------------------
+
+enum class Way {
+  kPull,  // the reader copies
+  kPush,  // the writer copies
+  kOwn    // as many rows as a pull, but all within the rank
+};
+
+inline const char* name_of(Way way) {
+  return way == Way::kPull ? "pull" : way == Way::kPush ? "push" : "within the rank";
 }
 
-// ---- who moves what, and when ------------------------------------------------------------------
-
-enum class Mover { kReader, kWriter, kHalf };  // kHalf: even tokens are pulled, odd ones pushed
-enum class Order {
-  kByToken,  // a token's rows in a row, those of the neighbours first
-  kByPeer    // everything of the first neighbour, of the second, ...; own rows in between
-};
-
-enum class Ways {
-  kAll,     // as routed
-  kRemote,  // without the rows that stay
-  kNext,    // the remote ones, but all from, or to, the next rank
-  kOwn      // as many rows, but all within the rank
-};
-
-struct Schedule {
-  const char* name;
-  Mover mover;
-  Order order;
-  Ways ways = Ways::kAll;
-};
-
-class Schedules {
- public:
-  explicit Schedules(const Traffic& traffic) : traffic_(traffic) {}
-
-  // What `rank` moves.
-  std::vector<Move> moves(int rank, const Schedule& schedule) const {
-    std::vector<Move> all;
-    for (int s = 0; s < kRanks; ++s)
-      for (int t = 0; t < traffic_.tokens; ++t)
-        for (int p = 0; p < kRanks; ++p) {
-          const int row = traffic_.row_of[s][t * kRanks + p];
-          if (row < 0 || (s == p && schedule.ways != Ways::kAll && schedule.ways != Ways::kOwn))
-            continue;
-          const bool writer =
-              schedule.mover == Mover::kWriter || (schedule.mover == Mover::kHalf && t % 2 == 1);
-          if ((writer ? s : p) != rank) continue;
-          Move move{s, t, p, row};
-          if (schedule.ways == Ways::kNext) (writer ? move.to : move.from) = (rank + 1) % kRanks;
-          if (schedule.ways == Ways::kOwn) move.from = move.to = rank;
-          all.push_back(move);
-        }
-    std::stable_sort(all.begin(), all.end(), [&](const Move& a, const Move& b) {
-      return key(rank, schedule.order, a) < key(rank, schedule.order, b);
-    });
-    return all;
-  }
-
- private:
-  int64_t key(int rank, Order order, const Move& m) const {
+// What `rank` copies, by token; of one token the next rank's row first and its own last.
+inline std::vector<Move> moves_of(int rank, Way way, const Traffic& traffic) {
+  std::vector<Move> moves;
+  for (int s = 0; s < kRanks; ++s)
+    for (int i = 0; i < traffic.tokens * kRanks; ++i) {
+      const int p = i % kRanks, row = traffic.row_of[s][i];
+      if (row < 0 || (way == Way::kPush ? s : p) != rank) continue;
+      if (way == Way::kOwn) moves.push_back({rank, i / kRanks, rank, row});
+      if (way != Way::kOwn) moves.push_back({s, i / kRanks, p, row});
+    }
+  const auto key = [&](const Move& m) {
     const int peer = m.from == rank ? m.to : m.from;
-    const int turn = (peer - rank - 1 + kRanks) % kRanks;  // the rank itself is last
-    if (order == Order::kByToken) return m.from_row * kRanks + turn;
-    const int64_t among_peers = int64_t{turn} * traffic_.tokens + m.from_row;
-    if (turn < kRanks - 1) return among_peers;
-    return int64_t{m.from_row} * (kRanks - 1);
-  }
-
-  const Traffic& traffic_;
-};
+    return m.from_row * kRanks + (peer - rank - 1 + kRanks) % kRanks;
+  };
+  std::stable_sort(moves.begin(), moves.end(),
+                   [&](const Move& a, const Move& b) { return key(a) < key(b); });
+  return moves;
+}
 
 // ---- the study ---------------------------------------------------------------------------------
 
@@ -293,15 +195,15 @@ template <int Units>
 class LinkStudy {
  public:
   LinkStudy(Node& node, Report& report, const Traffic& traffic)
-      : node_(node), report_(report), schedules_(traffic),
+      : node_(node), report_(report), traffic_(traffic),
         remote_bytes_(double(traffic.most_remote_rows()) * Units * 16) {
     node.each([&](int r) {
       x_[r] = device_array<uint4>(size_t(kTokens) * Units);
       out_[r] = device_array<uint4>(size_t(kRanks) * kTokens * Units);
     });
     node.each([&](int r) {
-      args_[r] = arguments(r, traffic);
-      fill_kernel<Units><<<132, 512, 0, node.gpu(r).stream>>>(args_[r]);
+      args_[r] = arguments(r);
+      fill_kernel<Units><<<kCtas, 512, 0, node.gpu(r).stream>>>(args_[r]);
     });
     node.synchronize();
   }
@@ -314,95 +216,83 @@ class LinkStudy {
     });
   }
 
-  enum class Half { kBoth, kLoads, kStores };
-
-  template <int Warps, int Ahead, int Behind, Half H = Half::kBoth>
-  void bulk(const Schedule& schedule, const std::vector<int>& sms, bool first_come) {
-    using S = BulkShape<Units, Warps, Ahead, Behind>;
-    const auto kernel = H == Half::kBoth    ? bulk_moves_kernel<S>
-                        : H == Half::kLoads ? bulk_loads_kernel<S>
-                                            : bulk_stores_kernel<S>;
-    set(schedule, first_come);
-    time(schedule, shape<H>("bulk", Warps, Ahead, Behind), kernel, Warps * 32,
-         sizeof(typename S::Shared), sms, H == Half::kBoth);
+  template <class S, Half H = Half::kBoth>
+  void bulk(Way way, const std::vector<int>& sms, bool first_come) {
+    set(way, first_come);
+    time<S, H>(way, name_of(way), bulk_moves_kernel<S, H>, sms);
   }
 
-  // Pushes every token by one load.
-  template <int Warps, int Ahead, int Behind>
+  // Pushes every token after one load.
+  template <class S>
   void bulk_tokens(const std::vector<int>& sms, bool first_come) {
-    using S = BulkShape<Units, Warps, Ahead, Behind>;
-    const Schedule schedule{"push, each row loaded once", Mover::kWriter, Order::kByToken};
-    set(schedule, first_come);
-    time(schedule, shape<Half::kBoth>("bulk", Warps, Ahead, Behind), bulk_tokens_kernel<S>,
-         Warps * 32, sizeof(typename S::Shared), sms, true);
+    set(Way::kPush, first_come);
+    time<S, Half::kBoth>(Way::kPush, "push, each row loaded once", bulk_tokens_kernel<S>, sms);
   }
 
   template <Half H = Half::kBoth>
-  void plain(const Schedule& schedule, const std::vector<int>& sms) {
-    const auto kernel = H == Half::kBoth    ? plain_moves_kernel<Units>
-                        : H == Half::kLoads ? plain_loads_kernel<Units>
-                                            : plain_stores_kernel<Units>;
-    set(schedule, false);
-    time(schedule, shape<H>("plain", kPlainWarps, 0, 0), kernel, kPlainWarps * 32, 0, sms,
-         H == Half::kBoth);
+  void plain(Way way, const std::vector<int>& sms) {
+    set(way, false);
+    time<void, H>(way, name_of(way), plain_moves_kernel<Units, H>, sms);
   }
 
  private:
-  template <Half H>
-  static std::string shape(const char* method, int warps, int ahead, int behind) {
-    const char* half = H == Half::kBoth ? "" : H == Half::kLoads ? ", loads only" : ", stores only";
-    return field("method", std::string(method) + half) + ", " + field("warps", warps) + ", " +
-           field("ahead", ahead) + ", " + field("behind", behind);
-  }
-
-  LinkArgs arguments(int r, const Traffic& traffic) {
+  LinkArgs arguments(int r) {
     LinkArgs a{};
     for (int p = 0; p < kRanks; ++p) a.x[p] = x_[p], a.out[p] = out_[p];
-    a.row_of = upload(traffic.row_of[r]);
-    a.arrivals = upload(traffic.arrivals[r]);
-    a.num_arrivals = static_cast<int>(traffic.arrivals[r].size());
+    a.row_of = upload(traffic_.row_of[r]);
+    a.arrivals = upload(traffic_.arrivals[r]);
+    a.num_arrivals = static_cast<int>(traffic_.arrivals[r].size());
     a.rank = r;
     a.mistakes = device_array<uint32_t>(1);
     a.error = node_.gpu(r).error;
     return a;
   }
 
-  void set(const Schedule& schedule, bool first_come) {
+  void set(Way way, bool first_come) {
     node_.each([&](int r) {
       LinkArgs& a = args_[r];
       check(cudaFree(const_cast<Move*>(a.moves)), "free");
       check(cudaFree(a.tickets), "free");
-      const std::vector<Move> moves = schedules_.moves(r, schedule);
+      const std::vector<Move> moves = moves_of(r, way, traffic_);
       a.moves = upload(moves);
       a.num_moves = static_cast<int>(moves.size());
       a.tickets = first_come ? device_array<TicketCounters>(1) : nullptr;
     });
   }
 
-  // Bytes that leave a rank for others, or move within it.
-  double bytes_of(const Schedule& schedule) const {
-    return schedule.ways == Ways::kOwn ? double(args_[0].num_moves) * Units * 16 : remote_bytes_;
+  template <class S, Half H>
+  static std::string method() {
+    const char* half = H == Half::kBoth ? "" : H == Half::kLoads ? ", loads only" : ", stores only";
+    if constexpr (std::is_void_v<S>)
+      return field("method", std::string("plain") + half) + ", " + field("warps", kPlainWarps);
+    else
+      return field("method", std::string("bulk") + half) + ", " + field("warps", S::kWarps) + ", " +
+             field("ahead", S::kAhead) + ", " + field("behind", S::kBehind);
   }
 
-  void time(const Schedule& schedule, const std::string& method, void (*kernel)(LinkArgs),
-            int threads, size_t shared, const std::vector<int>& sms, bool complete) {
+  template <class S, Half H>
+  void time(Way way, const char* schedule, void (*kernel)(LinkArgs), const std::vector<int>& sms) {
+    int threads = kPlainWarps * 32, shared = 0;
+    if constexpr (!std::is_void_v<S>) threads = S::kWarps * 32, shared = sizeof(typename S::Shared);
     node_.each([&](int) {
-      check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 static_cast<int>(shared)),
+      check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
             "shared memory");
     });
+    // Bytes that leave a rank for others, or move within it.
+    const double bytes = way == Way::kOwn ? double(args_[0].num_moves) * Units * 16 : remote_bytes_;
     for (const int ctas : sms) {
       const auto call = [&](int r) {
         kernel<<<ctas, threads, shared, node_.gpu(r).stream>>>(args_[r]);
       };
-      std::string all = field("probe", "link") + ", " + field("schedule", schedule.name) + ", " +
-                        method + ", " + field("rows", args_[0].tickets ? "first come" : "in turn") +
-                        ", " + field("row_bytes", Units * 16) + ", " + field("sms", ctas);
-      if (complete && schedule.ways == Ways::kAll)
+      std::string all = field("probe", "link") + ", " + field("schedule", schedule) + ", " +
+                        method<S, H>() + ", " +
+                        field("rows", args_[0].tickets ? "first come" : "in turn") + ", " +
+                        field("row_bytes", Units * 16) + ", " + field("sms", ctas);
+      if (H == Half::kBoth && way != Way::kOwn)
         all += ", " + field("mistakes", mistakes_after(call));
       const Timing timing = time_plan(node_, {call, 1, 20, true});
       report_.timing(all + ", " + field("timeouts", node_.take_errors()) + ", " +
-                         field("gb_per_s", bytes_of(schedule) / timing.median / 1e3),
+                         field("gb_per_s", bytes / timing.median / 1e3),
                      timing);
     }
   }
@@ -416,7 +306,7 @@ class LinkStudy {
     node_.synchronize();
     uint32_t sum = 0;
     node_.each([&](int r) {
-      compare_kernel<Units><<<132, 512, 0, node_.gpu(r).stream>>>(args_[r]);
+      compare_kernel<Units><<<kCtas, 512, 0, node_.gpu(r).stream>>>(args_[r]);
       check(cudaStreamSynchronize(node_.gpu(r).stream), "compare");
       sum += take(args_[r].mistakes);
     });
@@ -425,53 +315,40 @@ class LinkStudy {
 
   Node& node_;
   Report& report_;
-  Schedules schedules_;
+  const Traffic& traffic_;
   double remote_bytes_;
   uint4* x_[kRanks];
   uint4* out_[kRanks];
   LinkArgs args_[kRanks];
 };
 
-constexpr Schedule kPull{"pull", Mover::kReader, Order::kByToken};
-constexpr Schedule kPush{"push", Mover::kWriter, Order::kByToken};
-constexpr Schedule kPullByPeer{"pull, peer by peer", Mover::kReader, Order::kByPeer};
-constexpr Schedule kPushByPeer{"push, peer by peer", Mover::kWriter, Order::kByPeer};
-constexpr Schedule kHalf{"half pushed, half pulled", Mover::kHalf, Order::kByToken};
-
-// Only to see what bounds the others.
-constexpr Schedule kPullNext{"pull, next rank only", Mover::kReader, Order::kByToken, Ways::kNext};
-constexpr Schedule kPushNext{"push, next rank only", Mover::kWriter, Order::kByToken, Ways::kNext};
-constexpr Schedule kOwn{"within the rank", Mover::kReader, Order::kByToken, Ways::kOwn};
-
-// Ahead and behind by pull and push, as many as fit.
+// `Slots` is what fits the shared memory: all but one of them loaded ahead.
 template <int Units, int Warps, int Slots>
 void study_rows(Node& node, Report& report, const Traffic& traffic) {
-  const std::vector<int> all{4, 8, 10, 12, 16, 24, 32};
-  const std::vector<int> some{12, 24};
+  using S = BulkShape<Units, Warps, Slots - 1, 1>;
+  const std::vector<int> sms{4, 8, 10, 12, 16, 24, 32};
   LinkStudy<Units> study(node, report, traffic);
   for (const bool first_come : {false, true}) {
-    study.template bulk<Warps, Slots - 1, 1>(kPull, all, first_come);
-    study.template bulk_tokens<Warps, Slots - 1, 1>(all, first_come);
-    study.template bulk<Warps, Slots - 1, 1>(kPush, some, first_come);
-    for (const Schedule& s : {kPullByPeer, kPushByPeer, kHalf, kPullNext, kPushNext})
-      study.template bulk<Warps, Slots - 1, 1>(s, some, first_come);
+    study.template bulk<S>(Way::kPull, sms, first_come);
+    study.template bulk_tokens<S>(sms, first_come);
   }
-  study.plain(kPull, all);
-  study.plain(kPush, all);
+  study.plain(Way::kPull, sms);
+  study.plain(Way::kPush, sms);
 }
 
 // What one SM can do by itself.
 template <int Units, int Warps, int Slots>
 void study_sm(Node& node, Report& report, const Traffic& traffic) {
-  using Study = LinkStudy<Units>;
+  using Loads = BulkShape<Units, Warps, Slots - 1, 1>;
+  using Stores = BulkShape<Units, Warps, 1, Slots - 1>;
   const std::vector<int> sms{4, 8, 16, 32};
-  Study study(node, report, traffic);
-  study.template bulk<Warps, Slots - 1, 1>(kOwn, sms, false);
-  study.template bulk<Warps, Slots - 1, 1, Study::Half::kLoads>(kOwn, sms, false);
-  study.template bulk<Warps, 1, Slots - 1, Study::Half::kStores>(kOwn, sms, false);
-  study.plain(kOwn, sms);
-  study.template plain<Study::Half::kLoads>(kOwn, sms);
-  study.template plain<Study::Half::kStores>(kOwn, sms);
+  LinkStudy<Units> study(node, report, traffic);
+  study.template bulk<Loads>(Way::kOwn, sms, false);
+  study.template bulk<Loads, Half::kLoads>(Way::kOwn, sms, false);
+  study.template bulk<Stores, Half::kStores>(Way::kOwn, sms, false);
+  study.plain(Way::kOwn, sms);
+  study.template plain<Half::kLoads>(Way::kOwn, sms);
+  study.template plain<Half::kStores>(Way::kOwn, sms);
 }
 
 }  // namespace fanfold::probe
@@ -482,12 +359,9 @@ int main(int argc, char** argv) {
   Node node;
   if (node.ranks() != kRanks) return std::fprintf(stderr, "four GPUs are needed\n"), 1;
   Report report(argv[1]);
-  const Traffic traffic(11, kTokens, 8, 256, 0.0);
+  const Traffic traffic(11, kTokens, 8, 256);
   study_rows<2048 / 16, 8, 12>(node, report, traffic);
-  study_rows<7392 / 16, 4, 7>(node, report, traffic);
   study_rows<7424 / 16, 4, 7>(node, report, traffic);
   study_rows<14336 / 16, 4, 3>(node, report, traffic);
   study_sm<14336 / 16, 4, 3>(node, report, traffic);
-  study_sm<14336 / 16, 1, 15>(node, report, traffic);
-  study_sm<3584 / 16, 8, 7>(node, report, traffic);
 }
