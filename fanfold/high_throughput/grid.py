@@ -1,7 +1,7 @@
 """How many CTAs a high-throughput kernel has, each on an SM of its own, and which send first.
 
 Where nobody says, there are as many as keep the link busy. An SM pushes rows to peers, stores rows
-at home and adds rows up at speeds of its own (decisions 0101 and 0108, measured on H200); the link
+at home and adds rows up at speeds of its own (docs/decisions/sms-and-grids.md, on H200); the link
 takes what all SMs of a GPU push. The model adds up the time that one SM would need for a token, and
 compares it with the link's time for the same token.
 """

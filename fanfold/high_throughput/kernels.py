@@ -1,6 +1,7 @@
 """Which kernels high-throughput calls need on GPUs, and their shapes: warps, rings, slices.
 
-The numbers come from measurements on H200 (decisions 0101, 0103 to 0106, 0108 and 0109).
+The numbers come from measurements on H200 (docs/decisions/high-throughput-kernels.md,
+dispatch-in-place.md, combine.md and sms-and-grids.md there).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ LANES_ALONE_ROW_BYTES = 16
 
 DEFAULT_MOST_CTAS = 24
 """Of a kernel, if nobody asks for more: SMs belong to what runs beside, and long rows hardly need
-more (decision 0108)."""
+more (docs/decisions/sms-and-grids.md)."""
 
 LAYOUT_CTAS = 8
 """Of the kernel that counts a layout: the largest cluster that every GPU with clusters has."""

@@ -44,8 +44,8 @@ _SUFFIXES = (".h", ".hpp", ".cuh", ".cu")
 _CONSTANTS = "constants.h"
 _OPTIONS = (
     "-std=c++20",
-    # A product and a sum round as often as the source says, as on the host (decision 0004);
-    # where one rounding is wanted, the kernel says fmaf.
+    # A product and a sum round as often as the source says, as on the host
+    # (docs/decisions/arithmetic.md); where one rounding is wanted, the kernel says fmaf.
     "--fmad=false",
     "-lineinfo",
     "--ptxas-options=-v",

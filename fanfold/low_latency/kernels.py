@@ -1,6 +1,6 @@
 """Which kernels a geometry needs, and their shapes: warps, CTAs, roles.
 
-The numbers come from measurements on H200 (``docs/decisions/0100-low-latency-on-nvlink.md``): few
+The numbers come from measurements on H200 (``docs/decisions/low-latency-kernels.md``): few
 SMs fill the links, and what an SM receives waits behind what it sends, so in dispatch a few CTAs
 push rows and the others receive; in combine there is little to do beside the link, so all do both.
 """

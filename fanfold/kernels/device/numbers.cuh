@@ -75,8 +75,8 @@ __device__ __forceinline__ float bf16_of(uint4 v, int i) {
   return i % 2 == 0 ? bf16_low(words[i / 2]) : bf16_high(words[i / 2]);
 }
 
-// sum += weight * the eight bf16 of `v`; products are rounded before they are added (decision
-// 0004).
+// sum += weight * the eight bf16 of `v`; products are rounded before they are added
+// (docs/decisions/arithmetic.md).
 __device__ __forceinline__ void add_weighted(float (&sum)[8], uint4 v, float weight) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) sum[i] = __fadd_rn(sum[i], __fmul_rn(weight, bf16_of(v, i)));

@@ -3,9 +3,9 @@
 //
 // A slot holds the row, its scales, a word for each of its choices (expert-major the place there,
 // token-major the expert) and their weights, and is sent whole: rows that fill whole lines of 128
-// bytes cross the link fastest (decision 0101). In place the row goes straight to its place on each
-// rank, expert-major to the first of them, and only what is beside it through the ring (decisions
-// 0104, 0106).
+// bytes cross the link fastest (docs/decisions/high-throughput-kernels.md). In place the row goes
+// straight to its place on each rank, expert-major to the first of them, and only what is beside it
+// through the ring (docs/decisions/dispatch-in-place.md).
 //
 // Constants: kRowBytes, kScaleWords, kExpertMajor, kInPlace, kNewRouting (the plan is new: what is
 // told of the rows is kept for later calls), kWeighted, kRingRowBytes (of what goes through the

@@ -84,7 +84,7 @@ class RowSums {
   }
 
   // The first row of a sum is added to nothing, as the others are to it: a way of its own would
-  // save additions, but be as much code again, and took longer (decision 0108).
+  // save additions, but be as much code again, and took longer (docs/decisions/combine.md).
   template <class Rows>
   __device__ void add(const Entry& entry, const uint4 (&units)[kLaneUnits], const Rows& rows) {
 #pragma unroll

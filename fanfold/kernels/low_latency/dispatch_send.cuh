@@ -1,7 +1,7 @@
 // The send half of dispatch. A few CTAs push rows: one to every rank that holds one of the token's
 // experts. The others push headers, and the first of them how many rows each expert gets. An SM
 // whose stores wait for a link has its loads wait behind them, so those that are to receive in the
-// same kernel should not push rows; and few fill the links (decision 0100).
+// same kernel should not push rows; and few fill the links (docs/decisions/low-latency-kernels.md).
 #pragma once
 
 #include "device/fp8.cuh"

@@ -2,8 +2,8 @@
 // earlier rows of this source go to the same expert, which the source counts from its own routing,
 // so that a receiver needs to know no other token to place this one's rows.
 //
-// A token goes to an expert once however often it names it (decision 0003): its first mention
-// counts, with the sum of all weights, and the others go nowhere.
+// A token goes to an expert once however often it names it (docs/decisions/arithmetic.md): its
+// first mention counts, with the sum of all weights, and the others go nowhere.
 #pragma once
 
 #include "low_latency/routing.cuh"
