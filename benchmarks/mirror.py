@@ -31,6 +31,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from fanfold.backends.high_throughput import kernels as packed_kernels
+from fanfold.backends.high_throughput.cuda import CudaHighThroughput
+from fanfold.backends.high_throughput.in_place import bytes_for_results
+from fanfold.backends.low_latency import cuda_required_bytes, kernels
+from fanfold.backends.low_latency.cuda import CudaLowLatency
 from fanfold.bench.cuda_run import device_facts
 from fanfold.bench.cuda_timing import Clock, GpuBarrier, empty_kernel
 from fanfold.bench.report import append_json_line, command_line, commit, versions
@@ -39,13 +44,8 @@ from fanfold.config import Config
 from fanfold.formats import RowFormat, quantize
 from fanfold.geometry import Geometry
 from fanfold.group import Group, as_group
-from fanfold.high_throughput import kernels as packed_kernels
-from fanfold.high_throughput.cuda import CudaHighThroughput
-from fanfold.high_throughput.in_place import bytes_for_results
 from fanfold.launch import launch
-from fanfold.low_latency import cuda_required_bytes, kernels
-from fanfold.low_latency.cuda import CudaLowLatency
-from fanfold.symmetric_cuda import CudaSymmetricMemory
+from fanfold.memory.cuda import CudaSymmetricMemory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,9 +5,9 @@
         [--tokens 4096] [--geometry 7168/8/256]...
 
 Each of CHANGES is a JSON object, ``{}`` for none: ``ctas``, ``senders``, and names of
-``fanfold/high_throughput/kernels.py``, such as ``{"_SHORT_TOKENS": 0}``. One start of the ranks
-times them all, so that they can be compared: machines differ by some percent. A line for each of
-changes, tokens and geometry has the times of one call between two events, behind a flush of the L2
+``fanfold/backends/high_throughput/kernels.py``, such as ``{"_SHORT_TOKENS": 0}``. One start of the
+ranks times them all, so that they can be compared: machines differ by some percent. A line for each
+of changes, tokens and geometry has the times of one call between two events, behind a flush of the L2
 cache and a barrier of the ranks: medians of the slowest rank, in microseconds, nothing subtracted.
 
 ``--calls`` times only calls in whose names one of its parts is, such as ``in_place cached``. With
@@ -32,6 +32,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from fanfold.backends.high_throughput import kernels, layout_kernel
+from fanfold.backends.high_throughput.cuda import CudaHighThroughput
+from fanfold.backends.high_throughput.in_place import bytes_for_results
+from fanfold.backends.high_throughput.layout import Layout, dispatch_layout, layout_there
+from fanfold.backends.high_throughput.protocol import RowOrder
 from fanfold.bench.cuda_run import device_facts
 from fanfold.bench.cuda_timing import Clock, GpuBarrier
 from fanfold.bench.report import append_json_line, command_line, commit, versions
@@ -39,13 +44,8 @@ from fanfold.bench.workload import Workload
 from fanfold.config import Config
 from fanfold.formats import quantize
 from fanfold.group import as_group
-from fanfold.high_throughput import kernels, layout_kernel
-from fanfold.high_throughput.calls import RowOrder
-from fanfold.high_throughput.cuda import CudaHighThroughput
-from fanfold.high_throughput.in_place import bytes_for_results
-from fanfold.high_throughput.layout import Layout, dispatch_layout, layout_there
 from fanfold.launch import launch
-from fanfold.symmetric_cuda import CudaSymmetricMemory
+from fanfold.memory.cuda import CudaSymmetricMemory
 
 ALIGNMENT = 128
 CTAS = 24

@@ -1,8 +1,9 @@
 """Fanfold: expert-parallel dispatch and combine for Mixture-of-Experts models.
 
 Fans tokens out to their experts and folds the results back, for any geometry, between the
-processes of one host. Start with :class:`ExpertParallel`, or with ``fanfold.nn.MoE`` for a whole
-layer; ``fanfold.deep_ep`` has DeepEP's interface.
+processes of one host. Start with :class:`LowLatency` for decoding, with :class:`HighThroughput` for
+training and prefill, or with ``fanfold.nn.MoE`` for a whole layer; ``fanfold.deep_ep`` has DeepEP's
+interface.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
         UnavailableError,
         UsageError,
     )
-    from fanfold.expert_parallel import ExpertParallel, Hook
-    from fanfold.received import Received
+    from fanfold.high_throughput import HighThroughput
+    from fanfold.low_latency import Hook, LowLatency
+    from fanfold.results import DispatchResult, HighThroughputResult, LowLatencyResult
 
 __all__ = [
     "ArgumentError",
@@ -37,14 +39,17 @@ __all__ = [
     "Config",
     "ConfigError",
     "CopyError",
+    "DispatchResult",
     "DriverFailure",
-    "ExpertParallel",
     "FanfoldError",
+    "HighThroughput",
+    "HighThroughputResult",
     "Hook",
     "LatePeerWarning",
+    "LowLatency",
+    "LowLatencyResult",
     "PeerRefused",
     "PeerTimeout",
-    "Received",
     "SystemFailure",
     "UnavailableError",
     "UsageError",
@@ -61,9 +66,12 @@ if not TYPE_CHECKING:
     _MODULES = ("deep_ep", "functional", "nn")
     _HOMES = {
         "Config": "fanfold.config",
-        "ExpertParallel": "fanfold.expert_parallel",
-        "Hook": "fanfold.expert_parallel",
-        "Received": "fanfold.received",
+        "DispatchResult": "fanfold.results",
+        "HighThroughput": "fanfold.high_throughput",
+        "HighThroughputResult": "fanfold.results",
+        "Hook": "fanfold.low_latency",
+        "LowLatency": "fanfold.low_latency",
+        "LowLatencyResult": "fanfold.results",
     }
 
     def __getattr__(name):

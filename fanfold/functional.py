@@ -45,34 +45,35 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.compiler import is_dynamo_compiling
 
-from fanfold.operators import Exchange
+from fanfold.operators import Dispatcher
 from fanfold.operators.calls import (
     check_exact,
     check_trainable,
     check_weights,
     gradients_of_combine,
     gradients_of_dispatch,
+    options_of,
 )
-from fanfold.received import Received
 from fanfold.renaming import Renaming
+from fanfold.results import DispatchResult, HighThroughputResult
 
-__all__ = ["Exchange", "combine", "dispatch"]
+__all__ = ["Dispatcher", "combine", "dispatch"]
 
 _NAMES = Renaming({"received.weights": "weights"})
 
 
 def dispatch(
-    ep: Exchange,
+    ep: Dispatcher,
     x: torch.Tensor,
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor | None = None,
     *,
     capacity: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None, Received]:
+) -> tuple[torch.Tensor, torch.Tensor | None, DispatchResult]:
     """Sends each token to the ranks that hold its experts. Collective, and so is its backward pass.
 
     Args:
-        ep: an ExpertParallel; in high_throughput mode if a gradient is wanted.
+        ep: a LowLatency or a HighThroughput; the latter if a gradient is wanted.
         x: ``[T, hidden]`` bfloat16, contiguous.
         topk_idx: ``[T, top_k]`` int64, -1 for none. An expert named twice in a row gets the token
             once, with the sum of both weights, and each of the two gets the sum's gradient.
@@ -89,8 +90,8 @@ def dispatch(
         Rows behind are zero on the host, not written on GPUs; their weights are 0.
 
     Raises:
-        UsageError: a gradient is wanted in low_latency mode, or of rows that travel as fp8.
-        ArgumentError, PeerRefused, PeerTimeout: as ``ExpertParallel.dispatch``.
+        UsageError: a gradient is wanted of a LowLatency, or of rows that travel as fp8.
+        ArgumentError, PeerRefused, PeerTimeout: as ``HighThroughput.dispatch``.
     """
     trained = _wants_gradient(x=x, topk_weights=topk_weights)
     if is_dynamo_compiling():
@@ -98,7 +99,8 @@ def dispatch(
 
         return compiled.dispatch(dispatch, ep, x, topk_idx, topk_weights, capacity, trained)
     if not trained:
-        received = ep.dispatch(x, topk_idx, topk_weights, capacity=capacity)
+        options = options_of(ep, "dispatch", capacity=capacity)
+        received = ep.dispatch(x, topk_idx, topk_weights, **options)
         return received.tokens, received.weights, received
     check_trainable(ep.mode, "dispatch")
     tokens, weights, received = _Dispatch.apply(ep, x, topk_idx, topk_weights, capacity)  # type: ignore[no-untyped-call]
@@ -106,9 +108,9 @@ def dispatch(
 
 
 def combine(
-    ep: Exchange,
+    ep: Dispatcher,
     y: torch.Tensor,
-    received: Received,
+    received: DispatchResult,
     weights: torch.Tensor | None = None,
     *,
     bias: torch.Tensor | None = None,
@@ -117,7 +119,7 @@ def combine(
     backward pass.
 
     Args:
-        ep: the ExpertParallel that dispatched.
+        ep: what dispatched.
         y: bfloat16, shaped like ``received.tokens``: the output of each row in its place. Padding
             rows are not read.
         received: what :func:`dispatch` returned.
@@ -132,8 +134,8 @@ def combine(
         ``[num_tokens, hidden]`` bfloat16; zeros, or the bias, for a token without experts.
 
     Raises:
-        UsageError: a gradient is wanted in low_latency mode, or of rows that travelled as fp8.
-        ArgumentError, PeerRefused, PeerTimeout: as ``ExpertParallel.combine``.
+        UsageError: a gradient is wanted of a LowLatency, or of rows that travelled as fp8.
+        ArgumentError, PeerRefused, PeerTimeout: as ``HighThroughput.combine``.
     """
     trained = _wants_gradient(y=y, weights=weights, bias=bias)
     if is_dynamo_compiling():
@@ -151,13 +153,15 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        ep: Exchange,
+        ep: Dispatcher,
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
         capacity: int | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, Received]:
-        received = ep.dispatch(x, topk_idx, topk_weights, capacity=capacity)
+    ) -> tuple[torch.Tensor, torch.Tensor | None, DispatchResult]:
+        options = options_of(ep, "dispatch", capacity=capacity)
+        received = ep.dispatch(x, topk_idx, topk_weights, **options)
+        assert isinstance(received, HighThroughputResult)
         check_exact(received)
         ctx.ep, ctx.received = ep, received.without_rows()
         # The outputs are tensors of their own: if `received` held them, it would hold the graph
@@ -183,12 +187,13 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        ep: Exchange,
+        ep: Dispatcher,
         y: torch.Tensor,
-        received: Received,
+        received: DispatchResult,
         weights: torch.Tensor | None,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
+        assert isinstance(received, HighThroughputResult)
         check_exact(received)
         ctx.ep, ctx.received = ep, received.without_rows()
         ctx.save_for_backward(y if ctx.needs_input_grad[3] else None, weights)
@@ -209,9 +214,9 @@ class _Combine(torch.autograd.Function):
 
 
 def _combine(
-    ep: Exchange,
+    ep: Dispatcher,
     y: torch.Tensor,
-    received: Received,
+    received: DispatchResult,
     weights: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -220,7 +225,9 @@ def _combine(
             weights = weights.detach()
         received = dataclasses.replace(received, weights=weights)
     with _NAMES:
-        return ep.combine(y, received, weighted=weights is not None, bias=bias)
+        options = options_of(ep, "combine", bias=bias)
+        out: torch.Tensor = ep.combine(y, received, weighted=weights is not None, **options)
+        return out
 
 
 def _wants_gradient(**tensors: object) -> bool:

@@ -90,7 +90,7 @@ def check_activations(
         raise ArgumentError(f"{name}.device", x.device, f"{device}, as the layer's parameters are")
     tokens = x.shape[:-1].numel()
     if tokens > max_tokens:
-        bound = f"at most the max_tokens of the ExpertParallel, {max_tokens}"
+        bound = f"at most the max_tokens of the dispatcher, {max_tokens}"
         raise ArgumentError(f"{name}.shape", f"{tuple(x.shape)}, {tokens} tokens", bound)
 
 

@@ -59,8 +59,9 @@ class LatePeers:
             f"rank {self._rank} waited {late.seconds:.3g} s for rank {late.peer} in {late.call}; "
             f"{reason}, so it is masked (late_peers='mask'). From that call on the tokens of rank "
             f"{late.peer} are missing, and tokens for its experts get no contribution from them: "
-            "sums are too small unless the program allows for it. ExpertParallel.missing(topk_idx) "
-            "says which top-k entries get none, live_ranks() who is left. If the rank is only "
+            "sums are too small unless the program allows for it. Of the LowLatency or "
+            "HighThroughput, missing(topk_idx) returns which top-k entries get none and "
+            "live_ranks() which ranks are left. If the rank is only "
             "slow, raise timeout_s (FANFOLD_TIMEOUT_S); late_peers='raise' ends the call instead"
         )
 

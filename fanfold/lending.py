@@ -1,10 +1,10 @@
-"""Tensors as the C++ core gets them: never an address without the bytes behind it."""
+"""Tensors as the C++ core gets them: on the CPU never an address without the bytes behind it."""
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["Lent", "lend", "lend_if_given"]
+__all__ = ["Lent", "address_of", "lend", "lend_if_given"]
 
 Lent = tuple[int, int]
 """An address and how many bytes may be read and written there."""
@@ -29,3 +29,8 @@ def lend(tensor: torch.Tensor) -> Lent:
 def lend_if_given(tensor: torch.Tensor | None) -> Lent | None:
     """The same for a tensor that may be left out."""
     return None if tensor is None else lend(tensor)
+
+
+def address_of(tensor: torch.Tensor | None) -> int:
+    """Where a tensor on a GPU begins, for a kernel's arguments; 0 for one that is left out."""
+    return 0 if tensor is None else tensor.data_ptr()

@@ -1,5 +1,5 @@
-// The quick look of fanfold/low_latency/quick.py without Python: it reads a call's tensors, tells
-// whether the checks have nothing to say against them, and fills in the kernels' arguments.
+// The fast path of fanfold/backends/low_latency/quick.py without Python: it reads a call's tensors,
+// returns whether the checks accept them, and fills in the kernels' arguments.
 #pragma once
 
 #include <cstdint>

@@ -7,7 +7,7 @@ namespace fanfold {
 namespace {
 
 constexpr const char* kLostHook =
-    "If the hook is lost, give the call up on all ranks: reset() of an ExpertParallel, "
+    "If the hook is lost, give the call up on all ranks: reset() of a LowLatency, "
     "clean_low_latency_buffer() of a Buffer";
 
 }  // namespace

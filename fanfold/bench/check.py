@@ -12,7 +12,7 @@ from fanfold.bench import oracle
 from fanfold.bench.baseline import Routed
 from fanfold.bench.workload import Batch, expert_output
 from fanfold.errors import FanfoldError
-from fanfold.received import Received
+from fanfold.results import DispatchResult
 
 __all__ = ["CheckFailed", "Expectation", "TokenMajorRows", "packed_fp8", "same_bits"]
 
@@ -116,7 +116,9 @@ class Expectation:
     def _combined(self) -> torch.Tensor:
         return oracle.combine(self.own, self._own_output, len(self.batches), self.experts)
 
-    def received(self, received: Received, alignment: int = 1, capacity: int | None = None) -> None:
+    def received(
+        self, received: DispatchResult, alignment: int = 1, capacity: int | None = None
+    ) -> None:
         """Checks all that a dispatch brought.
 
         Args:
@@ -174,7 +176,7 @@ class Expectation:
         )
 
     def _rows(
-        self, received: Received | TokenMajorRows, places: torch.Tensor, row: torch.Tensor
+        self, received: DispatchResult | TokenMajorRows, places: torch.Tensor, row: torch.Tensor
     ) -> None:
         tokens = received.tokens.flatten(0, -2)
         if not self.fp8:
@@ -187,7 +189,7 @@ class Expectation:
         same_bits("scales", received.scales.flatten(0, -2)[places], expected.scales[row])
 
     @staticmethod
-    def _places(received: Received, counts: torch.Tensor) -> torch.Tensor:
+    def _places(received: DispatchResult, counts: torch.Tensor) -> torch.Tensor:
         """Where the valid rows are in the flattened tokens, by expert."""
         within = torch.arange(int(counts.sum()), dtype=torch.int64, device="cpu") - (
             counts.cumsum(0) - counts
@@ -202,7 +204,7 @@ class Expectation:
         goes = [int((rank_of == rank).any(dim=1).sum()) for rank in range(ranks)]
         return sum(goes), sum(goes) - goes[self.rank]
 
-    def outputs(self, received: Received) -> torch.Tensor:
+    def outputs(self, received: DispatchResult) -> torch.Tensor:
         """What the experts make of the rows received, in their places (bfloat16); NaN elsewhere,
         where nothing may be read."""
         y = torch.full(received.tokens.shape, torch.nan, dtype=torch.bfloat16, device="cpu")

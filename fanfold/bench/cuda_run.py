@@ -18,8 +18,8 @@ from fanfold.bench.late_weights import LateWeights
 from fanfold.bench.layouts import on_host
 from fanfold.bench.settings import BenchSettings
 from fanfold.bench.timing import Timings
-from fanfold.expert_parallel import ExpertParallel
-from fanfold.received import Received
+from fanfold.low_latency import LowLatency
+from fanfold.results import LowLatencyResult
 
 __all__ = [
     "OPERATIONS",
@@ -60,7 +60,7 @@ class CudaReport:
 
 
 def time_on_gpu(
-    ep: ExpertParallel | LateWeights,
+    ep: LowLatency | LateWeights,
     group: Any,
     expectation: Expectation,
     settings: BenchSettings,
@@ -107,7 +107,7 @@ class _Work:
     """
 
     def __init__(
-        self, ep: ExpertParallel | LateWeights, expectation: Expectation, device: torch.device
+        self, ep: LowLatency | LateWeights, expectation: Expectation, device: torch.device
     ) -> None:
         own = expectation.own
         self._ep, self._expectation, self._device = ep, expectation, device
@@ -135,7 +135,7 @@ class _Work:
             self._expectation.combined(self._out.cpu())
         self._first = self._out.clone()
 
-    def dispatch(self) -> Received:
+    def dispatch(self) -> LowLatencyResult:
         """One dispatch."""
         return self._ep.dispatch(self._x, self._topk_idx, self._topk_weights)
 

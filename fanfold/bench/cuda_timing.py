@@ -45,7 +45,7 @@ class GpuBarrier:
 
     Args:
         group: a torch.distributed group of any backend, each rank with a GPU of its own and an
-            ExpertParallel there, which has prepared PyTorch's symmetric memory.
+            dispatcher there, which has prepared PyTorch's symmetric memory.
         device: this rank's.
     """
 

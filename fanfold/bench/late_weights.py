@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
+from fanfold.backends.choose import choose
+from fanfold.backends.opening import open_low_latency
 from fanfold.bench.settings import BenchSettings
 from fanfold.config import Config
-from fanfold.expert_parallel.low_latency import open_placed
 from fanfold.formats import RowFormat
 from fanfold.geometry import Geometry
 from fanfold.group import as_group
-from fanfold.placement import place
-from fanfold.received import LowLatencySource, Received
+from fanfold.results import LowLatencyResult, LowLatencySource
 
 __all__ = ["LateWeights"]
 
@@ -27,7 +27,7 @@ class _Source(LowLatencySource):
 
 
 class LateWeights:
-    """The mode below the native face, called as :class:`fanfold.ExpertParallel` is: the weights
+    """The backend of low latency, called as :class:`fanfold.LowLatency` is: the weights
     that a dispatch is given stay here until its combine. Construction is collective.
 
     Args:
@@ -46,9 +46,11 @@ class LateWeights:
             ranks.size, settings.experts, settings.top_k, settings.hidden, settings.tokens
         )
         self._row_format = RowFormat.of(settings.dtype)
-        placement = place(ranks, config)
-        self.device = placement.device
-        self.memory, self._mode = open_placed(ranks, placement, geometry, config, late_weights=True)
+        choice = choose(ranks, config)
+        self.device = choice.device
+        self.memory, self._mode = open_low_latency(
+            ranks, choice, geometry, config, late_weights=True
+        )
         begins = (
             torch.arange(geometry.experts_per_rank + 1, dtype=torch.int64, device="cpu")
             * geometry.expert_capacity
@@ -71,14 +73,14 @@ class LateWeights:
         dispatched, hook = self._mode.dispatch(
             self._geometry, x, topk_idx, row_format=self._row_format, return_hook=return_hook
         )
-        received = Received.in_low_latency(dispatched, topk_idx, self._offsets, self, hook is None)
+        received = LowLatencyResult.of(dispatched, topk_idx, self._offsets, self, hook is None)
         received.source = _Source(dispatched, topk_idx, topk_weights)
         return received if hook is None else (received, hook)
 
     def combine(
         self,
         y: torch.Tensor,
-        received: Received,
+        received: LowLatencyResult,
         *,
         out: torch.Tensor,
         return_hook: bool = False,

@@ -13,26 +13,29 @@ from typing import Any, Protocol
 
 import torch
 
-from fanfold import _core, high_throughput
+from fanfold import _core
+from fanfold.backends import high_throughput
+from fanfold.backends.choose import choose
+from fanfold.backends.high_throughput.cuda import CudaHighThroughput
+from fanfold.backends.high_throughput.grid import Grid
+from fanfold.backends.high_throughput.in_place import bytes_for_rows
+from fanfold.backends.high_throughput.kernels import DispatchKind, Sizes
+from fanfold.backends.high_throughput.layout import dispatch_layout
 from fanfold.bench.check import Expectation, TokenMajorRows
+from fanfold.bench.dispatchers import AnyDispatcher, open_dispatcher
 from fanfold.bench.late_weights import LateWeights
 from fanfold.bench.oracle import quantize_fp8, rows_arriving
 from fanfold.bench.settings import BenchSettings
 from fanfold.bench.workload import Batch
 from fanfold.config import Config
 from fanfold.errors import UnavailableError
-from fanfold.expert_parallel import ExpertParallel
 from fanfold.formats import RowFormat, ScaleFormat, scale_columns
 from fanfold.group import as_group
-from fanfold.high_throughput.cuda import CudaHighThroughput
-from fanfold.high_throughput.grid import Grid
-from fanfold.high_throughput.in_place import bytes_for_rows
-from fanfold.high_throughput.kernels import DispatchKind, Sizes
-from fanfold.high_throughput.layout import dispatch_layout
-from fanfold.placement import place
-from fanfold.received import Received
-from fanfold.symmetric import SymmetricMemory
-from fanfold.symmetric_cuda import CudaSymmetricMemory
+from fanfold.high_throughput import HighThroughput
+from fanfold.low_latency import LowLatency
+from fanfold.memory.cuda import CudaSymmetricMemory
+from fanfold.memory.host import SymmetricMemory
+from fanfold.results import DispatchResult, HighThroughputResult
 
 __all__ = [
     "Calls",
@@ -158,7 +161,7 @@ def _in_place_rows(settings: BenchSettings) -> int:
 
 
 def _result_bytes(settings: BenchSettings) -> int:
-    """Of the memory for those rows, where no :class:`fanfold.ExpertParallel` works it out."""
+    """Of the memory for those rows, where no :class:`fanfold.HighThroughput` works it out."""
     if not settings.in_place:
         return 0
     row_format = RowFormat.of(settings.dtype)
@@ -187,7 +190,7 @@ def sms_taken(settings: BenchSettings, device: torch.device) -> int:
     return max(grid.of_dispatch(kind)[0], grid.of_plan()[0] if new else 0)
 
 
-def on_host(received: Received) -> Received:
+def on_host(received: DispatchResult) -> DispatchResult:
     """A copy in host memory, for the oracle."""
 
     def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -212,7 +215,7 @@ def spoil(brought: Any) -> None:
 
 
 class ExpertMajor:
-    """Through :class:`fanfold.ExpertParallel`, in either mode, or in low latency through
+    """Through the class of the mode, or in low latency through
     :class:`LateWeights`. Construction is collective.
 
     Args:
@@ -224,21 +227,24 @@ class ExpertMajor:
     def __init__(self, group: Any, settings: BenchSettings, config: Config) -> None:
         self._alignment = settings.alignment or 1
         self._in_place = bool(settings.in_place)
-        self.ep: ExpertParallel | LateWeights
+        self.ep: AnyDispatcher | LateWeights
         if settings.late_weights:
             self.ep = LateWeights(group, settings, config)
         else:
-            self.ep = ExpertParallel(
+            options: dict[str, Any] = {}
+            if settings.mode == "high_throughput":
+                rows = _in_place_rows(settings)
+                options = {"expert_alignment": self._alignment, "in_place_rows": rows}
+            self.ep = open_dispatcher(
+                settings.mode,
                 group,
                 num_experts=settings.experts,
                 top_k=settings.top_k,
                 hidden=settings.hidden,
                 max_tokens=settings.tokens,
-                mode=settings.mode,
                 dispatch_dtype=settings.dtype,
-                expert_alignment=self._alignment,
-                in_place_rows=_in_place_rows(settings),
                 config=config,
+                **options,
             )
         self.device, self.memory_bytes = self.ep.device, self.ep.memory.bytes_per_rank
         if settings.backend == "cuda" and self.device.type != "cuda":
@@ -248,12 +254,15 @@ class ExpertMajor:
                 f"{self.device} here: use --backend host"
             )
 
-    def dispatch(self, given: Given, capacity: int | None = None) -> Received:
+    def dispatch(self, given: Given, capacity: int | None = None) -> DispatchResult:
         """Sends ``given``, by a new routing."""
         if isinstance(self.ep, LateWeights):
             assert not isinstance(given.x, tuple)  # low latency quantises in the call
-            received: Received = self.ep.dispatch(given.x, given.topk_idx, given.topk_weights)
+            received: DispatchResult = self.ep.dispatch(given.x, given.topk_idx, given.topk_weights)
             return received
+        if isinstance(self.ep, LowLatency):
+            assert not isinstance(given.x, tuple)
+            return self.ep.dispatch(given.x, given.topk_idx, given.topk_weights)
         return self.ep.dispatch(
             given.x,
             given.topk_idx,
@@ -262,22 +271,24 @@ class ExpertMajor:
             in_place=self._in_place,
         )
 
-    def dispatch_again(self, given: Given, previous: Received) -> Received:
+    def dispatch_again(self, given: Given, previous: DispatchResult) -> DispatchResult:
         """Sends the rows of ``given`` by the routing of ``previous``."""
-        assert not isinstance(self.ep, LateWeights)  # low latency has no such dispatch
+        assert isinstance(self.ep, HighThroughput)  # low latency has no such dispatch
+        assert isinstance(previous, HighThroughputResult)
         return self.ep.dispatch(given.x, previous=previous, in_place=self._in_place)
 
-    def combine(self, y: torch.Tensor, brought: Received, out: torch.Tensor) -> None:
+    def combine(self, y: torch.Tensor, brought: DispatchResult, out: torch.Tensor) -> None:
         """Brings ``y`` back, weighted and summed."""
-        self.ep.combine(y, brought, out=out)
+        combine: Any = self.ep.combine
+        combine(y, brought, out=out)
 
     def check(
-        self, brought: Received, expectation: Expectation, capacity: int | None = None
+        self, brought: DispatchResult, expectation: Expectation, capacity: int | None = None
     ) -> None:
         """Compares with the oracle."""
         expectation.received(on_host(brought), self._alignment, capacity)
 
-    def outputs(self, brought: Received, expectation: Expectation) -> torch.Tensor:
+    def outputs(self, brought: DispatchResult, expectation: Expectation) -> torch.Tensor:
         """What the experts make of each row; NaN elsewhere."""
         return expectation.outputs(on_host(brought)).to(self.device)
 
@@ -306,28 +317,28 @@ class TokenMajor:
 
     def __init__(self, group: Any, settings: BenchSettings, config: Config) -> None:
         ranks = as_group(group)
-        placement = place(ranks, config)
-        self._experts, self._ranks, self.device = settings.experts, ranks.size, placement.device
+        choice = choose(ranks, config)
+        self._experts, self._ranks, self.device = settings.experts, ranks.size, choice.device
         # On the host rows come into tensors of their own.
-        self._options = {} if placement.backend == "host" else {"in_place": bool(settings.in_place)}
+        self._options = {} if choice.backend == "host" else {"in_place": bool(settings.in_place)}
         self._memory: CudaSymmetricMemory | SymmetricMemory
         # The two take and give alike.
         self._mode: Any
-        if placement.backend == "cuda":
+        if choice.backend == "cuda":
             results = _result_bytes(settings)
             nbytes = CudaHighThroughput.required_bytes(ranks.size, config, results)
             self._memory = memory = CudaSymmetricMemory(ranks, nbytes)
         else:
-            nbytes = high_throughput.HighThroughput.staging_bytes(ranks.size, config)
+            nbytes = high_throughput.HostHighThroughput.staging_bytes(ranks.size, config)
             self._memory = SymmetricMemory(ranks, nbytes, config)
         try:
-            if placement.backend == "cuda":
+            if choice.backend == "cuda":
                 self._mode = CudaHighThroughput(
                     memory, config, max_tokens=settings.tokens, result_bytes=results
                 )
             else:
                 assert isinstance(self._memory, SymmetricMemory)
-                self._mode = high_throughput.HighThroughput(self._memory, 0, nbytes)
+                self._mode = high_throughput.HostHighThroughput(self._memory, 0, nbytes)
         except BaseException:
             self._memory.close()
             raise

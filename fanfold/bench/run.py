@@ -23,6 +23,7 @@ from fanfold.bench.timing import Contender, Timings, interleave
 from fanfold.config import Backend
 from fanfold.errors import ArgumentError
 from fanfold.group import as_group
+from fanfold.high_throughput import HighThroughput
 from fanfold.launch import launch
 
 __all__ = ["RankReport", "bench", "bench_rank", "check_ranks", "sweep"]
@@ -145,6 +146,7 @@ def _bench_rank(group: Any, settings: BenchSettings, expectation: Expectation) -
             return _report(calls, expectation, {}, found)
         if on_gpu:
             assert isinstance(calls, ExpertMajor)
+            assert not isinstance(calls.ep, HighThroughput)
             found = cuda_run.time_on_gpu(calls.ep, group, expectation, settings)
             return _report(calls, expectation, {}, found)
         race = _Race(calls, group, expectation, settings)

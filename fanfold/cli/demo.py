@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from fanfold.backends.choose import choose
 from fanfold.bench.report import check_writable
 from fanfold.cli.demo_model import (
     DemoSettings,
@@ -25,7 +26,6 @@ from fanfold.errors import ArgumentError
 from fanfold.geometry import check_integer
 from fanfold.group import as_group
 from fanfold.launch import launch
-from fanfold.placement import place
 
 __all__ = ["add_arguments", "run"]
 
@@ -111,7 +111,7 @@ def _default_ranks() -> int:
 
 
 def _runs_on_gpu(group: dist.ProcessGroup) -> bool:
-    return place(as_group(group), Config.resolve()).backend == "cuda"
+    return choose(as_group(group), Config.resolve()).backend == "cuda"
 
 
 def _train_twice(settings: DemoSettings) -> DemoReport:
@@ -144,7 +144,7 @@ def _train_rank(group: dist.ProcessGroup, settings: DemoSettings) -> RankRun:
 
 def _train_plain(group: dist.ProcessGroup, settings: DemoSettings, on_gpu: bool) -> Training:
     """The same training in a single process, on a GPU if the ranks had theirs."""
-    device = place(as_group(group), Config.resolve()).device if on_gpu else torch.device("cpu")
+    device = choose(as_group(group), Config.resolve()).device if on_gpu else torch.device("cpu")
     with ProgressLine("check on one process", settings.steps) as progress:
         return train_plain(settings, progress, device)
 

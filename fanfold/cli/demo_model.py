@@ -19,14 +19,14 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 (torch's own convention)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fanfold.backends.choose import BackendChoice, choose
+from fanfold.bench.dispatchers import AnyDispatcher, open_dispatcher
 from fanfold.config import Config
 from fanfold.errors import UnavailableError
-from fanfold.expert_parallel import ExpertParallel
 from fanfold.geometry import Mode
 from fanfold.group import as_group
 from fanfold.nn import MoE, MoEOptions, average_gradients, seeded_normal
 from fanfold.nn.sharding import local_part
-from fanfold.placement import Placement, place
 
 __all__ = [
     "ByteModel",
@@ -208,23 +208,24 @@ class PlainMoE(torch.nn.Module):
 
 def _open(
     settings: DemoSettings, group: dist.ProcessGroup | None, mode: Mode = "high_throughput"
-) -> ExpertParallel:
-    return ExpertParallel(
+) -> AnyDispatcher:
+    dispatcher: AnyDispatcher = open_dispatcher(
+        mode,
         group,
         num_experts=settings.num_experts,
         top_k=settings.top_k,
         hidden=settings.hidden,
         max_tokens=settings.tokens_per_step // settings.ranks,
-        mode=mode,
     )
+    return dispatcher
 
 
-def _parallel_model(settings: DemoSettings, ep: ExpertParallel) -> ByteModel:
+def _parallel_model(settings: DemoSettings, ep: AnyDispatcher) -> ByteModel:
     sizes = (settings.hidden, settings.intermediate, settings.num_experts, settings.top_k)
 
     def make_moe(seed: int) -> MoE:
         options = MoEOptions(balance=settings.balance, seed=seed)
-        return MoE(*sizes, expert_parallel=ep, options=options)
+        return MoE(*sizes, dispatcher=ep, options=options)
 
     return ByteModel(settings, make_moe)
 
@@ -304,21 +305,21 @@ class RankRun:
 
 def train_rank(group: dist.ProcessGroup, settings: DemoSettings, progress: Progress) -> RankRun:
     """Trains the model on this rank's part of each batch; on GPUs it then decodes. Collective."""
-    placement = place(as_group(group), Config.resolve())
+    choice = choose(as_group(group), Config.resolve())
     with _open(settings, group) as ep:
-        model = _parallel_model(settings, ep).to(placement.device)
+        model = _parallel_model(settings, ep).to(choice.device)
         run = _train_parallel(model, settings, ep, group, progress)
         backend = "cuda" if ep.device.type == "cuda" else "host"
-        run = replace(run, device=str(placement.device), reason=placement.reason, backend=backend)
-        if placement.backend == "host":
+        run = replace(run, device=str(choice.device), reason=choice.reason, backend=backend)
+        if choice.backend == "host":
             return run
-        return replace(run, decoding=decode(model, settings, group, placement))
+        return replace(run, decoding=decode(model, settings, group, choice))
 
 
 def _train_parallel(
     model: ByteModel,
     settings: DemoSettings,
-    ep: ExpertParallel,
+    ep: AnyDispatcher,
     group: dist.ProcessGroup,
     progress: Progress,
 ) -> RankRun:
@@ -404,28 +405,28 @@ def _learning_rate(settings: DemoSettings, step: int) -> float:
 
 @torch.no_grad()
 def decode(
-    model: ByteModel, settings: DemoSettings, group: dist.ProcessGroup, placement: Placement
+    model: ByteModel, settings: DemoSettings, group: dist.ProcessGroup, choice: BackendChoice
 ) -> Decoding:
-    """Evaluates and generates through low latency, where ``placement`` has it. Collective.
+    """Evaluates and generates through low latency, where ``choice`` has it. Collective.
 
     Args:
-        model: trained, on ``placement.device``; its layers use high throughput, and do again
+        model: trained, on ``choice.device``; its layers use high throughput, and do again
             afterwards.
         settings: its sizes. No more than ``context`` bytes are looked at, and as many are written
             as fit in it after the prompt.
         group: the ranks that trained it.
-        placement: of these ranks.
+        choice: of these ranks.
     """
     layers = [moe for moe in model.layers if isinstance(moe, MoE)]
-    trained_through = [moe.expert_parallel for moe in layers]
-    device, rank = placement.device, dist.get_rank(group)
+    trained_through = [moe.dispatcher for moe in layers]
+    device, rank = choice.device, dist.get_rank(group)
     other = replace(settings, seed=settings.seed + 1, steps=1)
     batch = next(batches(other))[rank].to(device)
     training_loss = float(model.losses(batch)[0])
     text = corpus()[rank * 1000 :][: settings.prompt].to(device)
     with _open(settings, group, "low_latency") as ep:
         for moe in layers:
-            moe.expert_parallel = ep
+            moe.dispatcher = ep
         try:
             loss = float(model.losses(batch)[0])
             begin = _seconds(device)
@@ -436,9 +437,9 @@ def decode(
             ep.synchronize()
         finally:
             for moe, before in zip(layers, trained_through, strict=True):
-                moe.expert_parallel = before
+                moe.dispatcher = before
     return Decoding(
-        backend=placement.backend,
+        backend=choice.backend,
         loss=loss,
         training_loss=training_loss,
         text=bytes(text.tolist()).decode(errors="replace"),

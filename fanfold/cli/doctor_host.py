@@ -255,7 +255,8 @@ def dispatch_and_combine(group: dist.ProcessGroup) -> int:
     import torch
 
     import fanfold.config
-    from fanfold.expert_parallel import ExpertParallel
+    from fanfold.bench.dispatchers import open_dispatcher
+    from fanfold.geometry import Mode
 
     config = fanfold.config.Config(timeout_s=SELF_TEST_S - 3.0, backend="host")
     sizes: dict[str, Any] = {"num_experts": 4, "top_k": 2, "hidden": 64, "max_tokens": 8}
@@ -272,14 +273,15 @@ def dispatch_and_combine(group: dist.ProcessGroup) -> int:
     )
     topk_weights = torch.full((8, 2), 0.5, dtype=torch.float32, device="cpu")
     expected = x * (topk_idx + 1).sum(dim=1, keepdim=True).to(torch.bfloat16) * 0.5
-    for mode in ("low_latency", "high_throughput"):
-        with ExpertParallel(group, **sizes, mode=mode, config=config) as parallel:
-            received = parallel.dispatch(x, topk_idx, topk_weights)
+    modes: tuple[Mode, ...] = ("low_latency", "high_throughput")
+    for mode in modes:
+        with open_dispatcher(mode, group, **sizes, config=config) as ep:
+            received = ep.dispatch(x, topk_idx, topk_weights)
             y = torch.zeros_like(received.tokens)
-            for local in range(parallel.experts_per_rank):
-                factor = parallel.rank * parallel.experts_per_rank + local + 1
+            for local in range(ep.experts_per_rank):
+                factor = ep.rank * ep.experts_per_rank + local + 1
                 received.expert(local, of=y).copy_(received.expert(local) * factor)
-            out = parallel.combine(y, received)
+            out = ep.combine(y, received)
             if not torch.equal(out, expected):
                 wrong = int((out != expected).sum())
                 raise ArithmeticError(f"{mode}: {wrong} of {out.numel()} values are wrong")

@@ -1,13 +1,12 @@
 """What ``fanfold doctor`` says of each mode: on which backend it will run, and why.
 
 Ranks decide that together, by what each sees of its GPU and by the settings. So ranks are started,
-one for each GPU, and asked what :class:`fanfold.ExpertParallel` would do in them.
+one for each GPU, and asked what :mod:`fanfold.backends.choose` decides in them.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fanfold.cli.doctor_host import Outcome
@@ -16,9 +15,9 @@ from fanfold.errors import FanfoldError, UnavailableError
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from fanfold.backends.choose import BackendChoice
     from fanfold.config import Config
-    from fanfold.group import Group
-    from fanfold.placement import Placement
+    from fanfold.geometry import Mode
 
 __all__ = ["CANNOT_RUN", "START_S", "choices", "decide", "high_throughput", "low_latency"]
 
@@ -76,31 +75,30 @@ def decide(group: dist.ProcessGroup) -> dict[str, str]:
 
 def choices(group: Any, config: Config) -> dict[str, str]:
     """For each mode the backend that the ranks of ``group`` take, with the reason. Collective."""
-    from fanfold.expert_parallel.high_throughput import place_high_throughput
+    from fanfold.backends.choose import choose
     from fanfold.group import as_group
-    from fanfold.placement import place
 
     ranks = as_group(group)
 
-    def choice(decides: Callable[[Group, Config], Placement]) -> str:
+    def choice(mode: Mode) -> str:
         try:
-            return _worded(decides(ranks, config), ranks.size, config)
+            return _worded(choose(ranks, config, mode), ranks.size, config)
         except UnavailableError as error:
             return f"{CANNOT_RUN}: {error}"
 
-    return {"low_latency": choice(place), "high_throughput": choice(place_high_throughput)}
+    return {"low_latency": choice("low_latency"), "high_throughput": choice("high_throughput")}
 
 
-def _worded(placement: Placement, ranks: int, config: Config) -> str:
-    if placement.backend == "host":
-        return f"host, because {placement.reason}"
+def _worded(choice: BackendChoice, ranks: int, config: Config) -> str:
+    if choice.backend == "host":
+        return f"host, because {choice.reason}"
     from fanfold.jit import kernel
 
-    kernel.check_architecture(kernel.architecture_of(placement.capability))
-    why = placement.reason.partition(";")[0]
+    kernel.check_architecture(kernel.architecture_of(choice.capability))
+    why = choice.reason.partition(";")[0]
     if config.backend == "cuda":
         why = f"the setting backend is 'cuda' (from {config.source_of('backend')}), and {why}"
-    capability = ".".join(map(str, placement.capability))
+    capability = ".".join(map(str, choice.capability))
     detail = f"cuda, for {ranks} rank{'s' if ranks > 1 else ''}: {why}, compute capability "
     detail += capability
     if config.share_gpus:

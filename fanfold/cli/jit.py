@@ -198,12 +198,11 @@ def _warm(args: argparse.Namespace) -> int:
 
 def _low_latency(args: argparse.Namespace) -> dict[str, kernel.KernelSource]:
     """The kernels that low latency needs for these sizes, each with a name."""
-    from fanfold import placement
+    from fanfold.backends.low_latency.kernels import kernel_sources
     from fanfold.formats import RowFormat, ScaleFormat
     from fanfold.geometry import Geometry
-    from fanfold.low_latency.kernels import kernel_sources
 
-    _check_arch(args, placement.LEAST_CAPABILITY)
+    _check_arch(args)
     geometry = Geometry(args.ranks, args.experts, args.top_k, args.hidden, args.tokens)
     sources = kernel_sources(
         geometry,
@@ -217,12 +216,12 @@ def _low_latency(args: argparse.Namespace) -> dict[str, kernel.KernelSource]:
 
 def _high_throughput(args: argparse.Namespace) -> dict[str, kernel.KernelSource]:
     """The kernels that high throughput may need for these sizes, each with a name."""
+    from fanfold.backends.high_throughput import RowOrder
+    from fanfold.backends.high_throughput.kernels import Sizes
+    from fanfold.backends.high_throughput.layer_kernels import Layer, shared_bytes_of
     from fanfold.formats import RowFormat, ScaleFormat
-    from fanfold.high_throughput import RowOrder, cuda
-    from fanfold.high_throughput.kernels import Sizes
-    from fanfold.high_throughput.layer_kernels import Layer, shared_bytes_of
 
-    _check_arch(args, cuda.LEAST_CAPABILITY)
+    _check_arch(args)
     layer = Layer(
         Sizes(args.ranks, args.experts, args.top_k),
         args.hidden,
@@ -237,7 +236,10 @@ def _high_throughput(args: argparse.Namespace) -> dict[str, kernel.KernelSource]
     return layer.kernels(layouts[args.layout], shared_bytes_of(args.arch))
 
 
-def _check_arch(args: argparse.Namespace, least: tuple[int, int]) -> None:
+def _check_arch(args: argparse.Namespace) -> None:
+    from fanfold.backends.choose import LEAST_CAPABILITY
+
+    least = LEAST_CAPABILITY[args.mode.replace("-", "_")]
     if kernel.capability_of(args.arch) < least:
         bound = f"sm_{least[0]}{least[1]} or later for {args.mode.replace('-', ' ')}"
         raise ArgumentError("arch", repr(args.arch), bound)

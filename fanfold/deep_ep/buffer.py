@@ -27,8 +27,8 @@ from fanfold.deep_ep.sizes import (
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.geometry import Geometry
 from fanfold.group import agree, as_group, together
+from fanfold.memory.host import host_identity
 from fanfold.representation import described, worded
-from fanfold.symmetric import host_identity
 
 __all__ = ["Buffer", "get_logical_domain_size", "get_physical_domain_size"]
 
@@ -124,7 +124,7 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
             runtime = Runtime(
                 ranks, Sizes(num_nvl_bytes, num_rdma_bytes), Settings.resolve(**masks)
             )
-        self.runtime, self.device = runtime, runtime.placement.device
+        self.runtime, self.device = runtime, runtime.choice.device
         super().__init__()
 
     def destroy(self) -> None:
@@ -145,7 +145,7 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
         state = "destroyed" if getattr(self, "runtime", self) is None else ""
         names = ("rank", "group_size", "num_nvl_bytes", "num_rdma_bytes", "low_latency_mode")
         paths = {name: name for name in (*names, "enable_shrink", "device")}
-        return described(self, state, **paths, backend="runtime.placement.backend")
+        return described(self, state, **paths, backend="runtime.choice.backend")
 
     def __del__(self) -> None:
         runtime: Runtime | None = getattr(self, "runtime", None)

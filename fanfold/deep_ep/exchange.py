@@ -13,7 +13,7 @@ import torch
 
 from fanfold.errors import ArgumentError, PeerRefused
 from fanfold.geometry import MAX_EXPERTS
-from fanfold.symmetric import SymmetricMemory
+from fanfold.memory.host import SymmetricMemory
 
 __all__ = ["Exchange"]
 

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
+from fanfold.backends.high_throughput import Plan
+from fanfold.backends.high_throughput.plan import CudaPlan
 from fanfold.errors import ArgumentError
 from fanfold.geometry import check_tensor
-from fanfold.high_throughput import Plan
-from fanfold.high_throughput.plan import CudaPlan
 from fanfold.representation import described, show_fields, worded
 
 __all__ = [

@@ -1,5 +1,5 @@
 """The high-throughput half of ``Buffer``: DeepEP's calls in terms of
-:mod:`fanfold.high_throughput`, on the ranks' GPUs or on the host."""
+:mod:`fanfold.backends.high_throughput`, on the ranks' GPUs or on the host."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from fanfold.backends.high_throughput import Layout, dispatch_layout
+from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.deep_ep.base import BufferBase
 from fanfold.deep_ep.events import EventHandle, EventOverlap, check_ordering
 from fanfold.deep_ep.handles import GpuHandle, Handle
@@ -25,8 +27,6 @@ from fanfold.deep_ep.staged import Staged
 from fanfold.deep_ep.way import Brought, Way
 from fanfold.errors import ArgumentError
 from fanfold.geometry import check_tensor
-from fanfold.high_throughput import Layout, dispatch_layout
-from fanfold.high_throughput.cuda import CudaHighThroughput
 from fanfold.refusal import Refusing
 
 __all__ = ["HighThroughputCalls"]

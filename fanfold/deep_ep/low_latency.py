@@ -1,4 +1,4 @@
-"""The low-latency half of ``Buffer``: DeepEP's calls in terms of :mod:`fanfold.low_latency`."""
+"""The low-latency half of ``Buffer``: DeepEP's calls on :class:`LowLatencyBackend`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ from functools import partial
 
 import torch
 
+from fanfold.backends.low_latency import (
+    NO_STATISTICS,
+    Dispatched,
+    Hook,
+    LowLatencyBackend,
+    RoutingLayout,
+    Statistics,
+    check_cuda_geometry,
+)
+from fanfold.backends.low_latency.quick import quick_look
 from fanfold.deep_ep.base import BufferBase
 from fanfold.deep_ep.events import EventOverlap
 from fanfold.deep_ep.low_latency_handle import (
@@ -29,16 +39,6 @@ from fanfold.deep_ep.sizes import (
 from fanfold.deep_ep.zero_copy import ZeroCopy
 from fanfold.errors import ArgumentError, FanfoldError, UsageError
 from fanfold.geometry import Geometry, check_tensor, is_plain
-from fanfold.low_latency import (
-    NO_STATISTICS,
-    Dispatched,
-    Hook,
-    LowLatency,
-    RoutingLayout,
-    Statistics,
-    check_cuda_geometry,
-)
-from fanfold.low_latency.quick import quick_look
 from fanfold.refusal import Refusing
 from fanfold.renaming import Renaming
 
@@ -249,7 +249,7 @@ class LowLatencyCalls(BufferBase):
             with self._refusing(mode.refuse_dispatch, partial(_sizes_told, *sizes, x)):
                 _check_exclusive(async_finish, return_recv_hook)
                 formats = formats_of(use_fp8, round_scale, use_ue8m0)
-                runtime.placement.check(x=x, topk_idx=topk_idx)
+                runtime.choice.check_devices(x=x, topk_idx=topk_idx)
                 check_tensor("x", x, ("tokens", "hidden"), (torch.bfloat16,), device=self.device)
                 known = self._know(*sizes, x.shape[1], LOW_LATENCY_DISPATCH)
                 self._check_sums(
@@ -331,7 +331,7 @@ class LowLatencyCalls(BufferBase):
             with self._refusing(partial(mode.refuse_combine, routing=routing_of(handle)), told):
                 parts = ReadHandle.of(handle)
                 known = self._know(*parts.sizes(topk_idx), HANDLE)
-                runtime.placement.check(x=x, topk_weights=topk_weights, out=out)
+                runtime.choice.check_devices(x=x, topk_weights=topk_weights, out=out)
                 parts.check(known.geometry, device)
                 _check_exclusive(async_finish, return_recv_hook)
                 y = self._outputs(x, known.outputs, use_logfmt, zero_copy)
@@ -415,7 +415,7 @@ class LowLatencyCalls(BufferBase):
         for peer in range(self.group_size):
             runtime.set_masked(peer, False)
 
-    def _low_latency(self) -> LowLatency:
+    def _low_latency(self) -> LowLatencyBackend:
         """The mode, if this Buffer was made for it."""
         runtime = self._open()
         if not self.low_latency_mode:

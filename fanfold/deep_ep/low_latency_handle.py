@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from fanfold.backends.low_latency import Dispatched, LateRouting
 from fanfold.deep_ep.sizes import check_count
 from fanfold.errors import ArgumentError
 from fanfold.geometry import Geometry, check_tensor
-from fanfold.low_latency import Dispatched, LateRouting
 from fanfold.representation import show_fields, worded
 
 __all__ = ["LowLatencyHandle", "ReadHandle", "handle_of", "late_routing", "routing_of"]

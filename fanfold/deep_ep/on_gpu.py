@@ -12,6 +12,9 @@ from functools import partial
 
 import torch
 
+from fanfold.backends.high_throughput.cuda import CudaHighThroughput
+from fanfold.backends.high_throughput.plan import CudaDispatched, CudaPlan
+from fanfold.backends.staging import Staging, named_tensors
 from fanfold.deep_ep.events import EventHandle
 from fanfold.deep_ep.handles import GpuHandle, Handle, Received, check_channels, make_handle
 from fanfold.deep_ep.names import HIGH_THROUGHPUT
@@ -20,11 +23,8 @@ from fanfold.deep_ep.runtime import Runtime
 from fanfold.deep_ep.streams import record
 from fanfold.deep_ep.way import Brought, Counts, Way, gather_counts, rows_brought
 from fanfold.errors import ArgumentError, FanfoldError, UsageError
-from fanfold.high_throughput.cuda import CudaHighThroughput
-from fanfold.high_throughput.plan import CudaDispatched, CudaPlan
 from fanfold.refusal import Refusing
 from fanfold.representation import worded
-from fanfold.staging import Staging, named_tensors
 
 __all__ = ["OnGpu"]
 
@@ -42,7 +42,7 @@ class OnGpu(Way[GpuHandle]):
     def __init__(self, runtime: Runtime, mode: CudaHighThroughput) -> None:
         super().__init__(runtime)
         self._mode = mode
-        self.device = runtime.placement.device
+        self.device = runtime.choice.device
         self.streams = runtime.streams
 
     def refuse_dispatch(self, error: BaseException, handle: object) -> None:
@@ -56,7 +56,7 @@ class OnGpu(Way[GpuHandle]):
     def staging(self, **tensors: object) -> Staging:
         """None: the tensors must be on the GPU."""
         for name, value in tensors.items():
-            self._runtime.placement.check(**dict(named_tensors(name, value)))
+            self._runtime.choice.check_devices(**dict(named_tensors(name, value)))
         return Staging()
 
     def known(self, handle: object, channels: int) -> GpuHandle:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from fanfold.backends.high_throughput import Rows, dispatch_layout
 from fanfold.deep_ep.sizes import Config
 from fanfold.errors import ArgumentError
 from fanfold.geometry import check_tensor
-from fanfold.high_throughput import Rows, dispatch_layout
 from fanfold.representation import show_fields, worded
 
 __all__ = [

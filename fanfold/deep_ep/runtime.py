@@ -17,6 +17,10 @@ from dataclasses import dataclass
 import torch
 
 from fanfold import _core
+from fanfold.backends.choose import choose
+from fanfold.backends.high_throughput import HostHighThroughput
+from fanfold.backends.high_throughput.cuda import CudaHighThroughput
+from fanfold.backends.low_latency import HostLowLatency, LowLatencyBackend, open_low_latency
 from fanfold.config import Config as Settings
 from fanfold.copying import not_copied
 from fanfold.deep_ep.exchange import Exchange
@@ -25,13 +29,9 @@ from fanfold.deep_ep.streams import HostStreams, Streams
 from fanfold.errors import ArgumentError, PeerTimeout, UsageError
 from fanfold.forks import Owner
 from fanfold.group import Group
-from fanfold.high_throughput import HighThroughput
-from fanfold.high_throughput.cuda import LEAST_CAPABILITY, CudaHighThroughput
-from fanfold.low_latency import HostLowLatency, LowLatency, open_low_latency
-from fanfold.placement import place
+from fanfold.memory.cuda import CudaSymmetricMemory
+from fanfold.memory.host import SymmetricMemory
 from fanfold.representation import described
-from fanfold.symmetric import SymmetricMemory
-from fanfold.symmetric_cuda import CudaSymmetricMemory
 
 __all__ = ["Runtime", "Sizes"]
 
@@ -64,8 +64,8 @@ class Runtime:
     Attributes:
         owner: the process that made it.
         rank, ranks: of the group.
-        placement: where low latency runs; high throughput, too, unless that is on GPUs which lack
-            what its kernels need.
+        choice: the backend of low latency; and of high throughput, unless the GPUs lack what its
+            kernels need.
         streams: in which order calls run.
         memory: on the host.
         exchange: between the hosts' processes.
@@ -77,10 +77,10 @@ class Runtime:
         self._sizes = sizes
         self._timeout_s = settings.timeout_s
         self._masks = settings.late_peers == "mask"
-        self.placement = place(group, settings)
-        on_gpu = self.placement.backend == "cuda"
-        self.streams = Streams(self.placement.device) if on_gpu else HostStreams()
-        streams_on_gpu = on_gpu and self.placement.capability >= LEAST_CAPABILITY
+        self.choice = choose(group, settings)
+        on_gpu = self.choice.backend == "cuda"
+        self.streams = Streams(self.choice.device) if on_gpu else HostStreams()
+        streams_on_gpu = self.choice.supports("high_throughput")
         host_rdma = 0 if on_gpu else sizes.rdma
         host_nvl = 0 if streams_on_gpu else sizes.nvl
         rdma_signals = signal_bytes(group.size)
@@ -93,8 +93,8 @@ class Runtime:
         self._gpu_memory: CudaSymmetricMemory | None = None
         self._gpu_streams: CudaSymmetricMemory | None = None
         self._scratch: dict[bool, torch.Tensor] = {}  # by use_rdma_buffer
-        self._low_latency: LowLatency | None = None
-        self._high_throughput: HighThroughput | CudaHighThroughput | None = None
+        self._low_latency: LowLatencyBackend | None = None
+        self._high_throughput: HostHighThroughput | CudaHighThroughput | None = None
         try:
             if sizes.rdma and on_gpu:
                 self._open_low_latency(group, settings)
@@ -106,7 +106,7 @@ class Runtime:
             elif sizes.nvl:
                 # A ring that stays in cache is faster than one that uses all there is.
                 nbytes = nvl_signals + min(sizes.nvl, settings.staging_bytes)
-                self._high_throughput = HighThroughput(self.memory, nvl_part, nbytes)
+                self._high_throughput = HostHighThroughput(self.memory, nvl_part, nbytes)
         except BaseException:
             self.close()
             raise
@@ -118,7 +118,7 @@ class Runtime:
             self._gpu_memory,
             settings,
             late_weights=True,
-            check_place=self.placement.check,
+            check_devices=self.choice.check_devices,
         )
 
     def _open_high_throughput(self, group: Group, settings: Settings) -> None:
@@ -126,15 +126,15 @@ class Runtime:
         nbytes = cuda_stream_bytes(self._sizes.nvl, group.size, settings)
         self._gpu_streams = CudaSymmetricMemory(group, nbytes)
         self._high_throughput = CudaHighThroughput(
-            self._gpu_streams, settings, check_place=self.placement.check
+            self._gpu_streams, settings, check_devices=self.choice.check_devices
         )
 
     def __repr__(self) -> str:
         paths = {"nvl_bytes": "_sizes.nvl", "rdma_bytes": "_sizes.rdma"}
-        return described(self, rank="rank", ranks="ranks", **paths, placement="placement")
+        return described(self, rank="rank", ranks="ranks", **paths, choice="choice")
 
     @property
-    def low_latency(self) -> LowLatency:
+    def low_latency(self) -> LowLatencyBackend:
         """The low-latency mode.
 
         Raises:
@@ -149,7 +149,7 @@ class Runtime:
         return self._low_latency
 
     @property
-    def high_throughput(self) -> HighThroughput | CudaHighThroughput:
+    def high_throughput(self) -> HostHighThroughput | CudaHighThroughput:
         """The high-throughput mode.
 
         Raises:
@@ -199,7 +199,7 @@ class Runtime:
         scratch = self._scratch.get(use_rdma_buffer)
         if scratch is None:
             on_gpu = self._gpu_memory if use_rdma_buffer else self._gpu_streams
-            device = torch.device("cpu") if on_gpu is None else self.placement.device
+            device = torch.device("cpu") if on_gpu is None else self.choice.device
             scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
             self._scratch[use_rdma_buffer] = scratch
         return scratch[: elements * dtype.itemsize].view(dtype)[offset:]
@@ -236,4 +236,4 @@ class Runtime:
 
     def get_local_device_id(self) -> int:
         """Index of the device; the CPU has one."""
-        return self.placement.device.index or 0
+        return self.choice.device.index or 0

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from fanfold import _core
+from fanfold.backends.high_throughput.cuda import CudaHighThroughput
+from fanfold.backends.low_latency import HostLowLatency, cuda_required_bytes
 from fanfold.config import Config as Settings
 from fanfold.errors import ArgumentError
 from fanfold.geometry import MAX_TOP_K, Geometry
-from fanfold.high_throughput.cuda import CudaHighThroughput
-from fanfold.low_latency import HostLowLatency, cuda_required_bytes
 from fanfold.representation import show_fields, worded
 
 __all__ = [

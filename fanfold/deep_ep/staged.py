@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import torch
 
+from fanfold.backends.high_throughput import Dispatched, HostHighThroughput
+from fanfold.backends.staging import Staging
 from fanfold.deep_ep.handles import Received, Routing, check_channels, make_handle, read_handle
 from fanfold.deep_ep.names import HIGH_THROUGHPUT
 from fanfold.deep_ep.routes import Bias, Route, Rows
 from fanfold.deep_ep.runtime import Runtime
 from fanfold.deep_ep.streams import HostStreams
 from fanfold.deep_ep.way import Brought, Way, gather_counts, rows_brought
-from fanfold.high_throughput import Dispatched, HighThroughput
-from fanfold.staging import Staging
 
 __all__ = ["Staged"]
 
@@ -28,7 +28,7 @@ class Staged(Way[Routing]):
     device = torch.device("cpu")
     looks = True
 
-    def __init__(self, runtime: Runtime, mode: HighThroughput) -> None:
+    def __init__(self, runtime: Runtime, mode: HostHighThroughput) -> None:
         super().__init__(runtime)
         self._mode = mode
         self.streams = HostStreams()

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from fanfold.backends.low_latency import Hook
 from fanfold.deep_ep.events import EventHandle, EventOverlap
-from fanfold.low_latency import Hook
 
 __all__ = ["HostStreams", "Streams", "record"]
 

@@ -11,14 +11,14 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from fanfold.backends.high_throughput import Dispatched
+from fanfold.backends.high_throughput.plan import CudaDispatched, CudaPlan
+from fanfold.backends.staging import Staging
 from fanfold.deep_ep.handles import GpuHandle, Handle
 from fanfold.deep_ep.routes import Bias, Route, Rows
 from fanfold.deep_ep.runtime import Runtime
 from fanfold.deep_ep.streams import HostStreams, Streams
-from fanfold.high_throughput import Dispatched
-from fanfold.high_throughput.plan import CudaDispatched, CudaPlan
 from fanfold.representation import show_fields
-from fanfold.staging import Staging
 
 __all__ = ["Brought", "Counts", "Way", "gather_counts", "rows_brought"]
 

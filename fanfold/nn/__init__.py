@@ -1,8 +1,7 @@
 """A Mixture-of-Experts layer whose experts are spread over the ranks of a group::
 
-    ep = fanfold.ExpertParallel(group, num_experts=64, top_k=8, hidden=1024, max_tokens=4096,
-                                mode="high_throughput")
-    layer = fanfold.nn.MoE(1024, 2048, num_experts=64, top_k=8, expert_parallel=ep)
+    ep = fanfold.HighThroughput(group, num_experts=64, top_k=8, hidden=1024, max_tokens=4096)
+    layer = fanfold.nn.MoE(1024, 2048, num_experts=64, top_k=8, dispatcher=ep)
     out = layer(x)                                  # x [..., 1024] on each rank
     (loss(out) + layer.balance_loss).backward()
     fanfold.nn.average_gradients(layer)             # over the ranks; experts need no all-reduce

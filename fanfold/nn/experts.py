@@ -13,17 +13,17 @@ from torch.compiler import is_dynamo_compiling
 from fanfold.errors import UsageError
 from fanfold.formats import dequantize
 from fanfold.operators import HandleSource, define, opened
-from fanfold.received import Received
+from fanfold.results import DispatchResult
 
 __all__ = ["swiglu_experts"]
 
-Places = list[tuple[int, int]]
+Ranges = list[tuple[int, int]]
 
 
 def swiglu_experts(
-    tokens: torch.Tensor, w_in: torch.Tensor, w_out: torch.Tensor, received: Received
+    tokens: torch.Tensor, w_in: torch.Tensor, w_out: torch.Tensor, received: DispatchResult
 ) -> torch.Tensor:
-    """Each local expert's output for its rows, in their places.
+    """Each local expert's output for its rows, in their ranges.
 
     Args:
         tokens: the rows, as ``functional.dispatch`` returned them.
@@ -54,14 +54,14 @@ class _Experts(torch.autograd.Function):
         tokens: torch.Tensor,
         w_in: torch.Tensor,
         w_out: torch.Tensor,
-        received: Received,
+        received: DispatchResult,
         train: bool,
     ) -> torch.Tensor:
         # Read once: on a GPU each time would wait for it. And nothing of `received` but this is
         # kept, as its rows are the checkpointing's to keep or to let go.
-        ctx.places = received.places()
+        ctx.ranges = received.expert_ranges()
         train = train and any(ctx.needs_input_grad)
-        y, projected = _forward(received.tokens, received.scales, w_in, w_out, ctx.places, train)
+        y, projected = _forward(received.tokens, received.scales, w_in, w_out, ctx.ranges, train)
         ctx.save_for_backward(tokens, w_in, w_out, projected)
         return y
 
@@ -69,7 +69,7 @@ class _Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         tokens, w_in, w_out, projected = ctx.saved_tensors
-        return *_backward(tokens, w_in, w_out, projected, grad_y, ctx.places), None, None
+        return *_backward(tokens, w_in, w_out, projected, grad_y, ctx.ranges), None, None
 
 
 def _forward(
@@ -77,13 +77,13 @@ def _forward(
     scales: torch.Tensor | None,
     w_in: torch.Tensor,
     w_out: torch.Tensor,
-    places: Places,
+    ranges: Ranges,
     train: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The outputs, and where one trains the first products, which the backward pass needs."""
     y = tokens.new_empty(tokens.shape, dtype=torch.bfloat16)
     projected = w_in.new_empty((tokens.shape[0], w_in.shape[1])) if train else None
-    for expert, place in enumerate(places):
+    for expert, place in enumerate(ranges):
         rows = _in_dtype(tokens, scales, expert, place, w_in.dtype)
         hidden = rows @ w_in[expert].T
         if projected is not None:
@@ -99,13 +99,13 @@ def _backward(
     w_out: torch.Tensor,
     projected: torch.Tensor,
     grad_y: torch.Tensor,
-    places: Places,
+    ranges: Ranges,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of the rows and of both weights."""
     # Padding rows are sent to nobody, so nothing reads their gradient.
     grad_tokens = torch.empty_like(tokens)
     grad_in, grad_out = torch.empty_like(w_in), torch.empty_like(w_out)
-    for expert, place in enumerate(places):
+    for expert, place in enumerate(ranges):
         rows, grad, hidden = (
             _rows_at(place, tensor).to(w_in.dtype) for tensor in (tokens, grad_y, projected)
         )
@@ -122,7 +122,7 @@ def _backward(
 
 
 def _rows_at(place: tuple[int, int], tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the rows of one local expert, whose place ``Received.places`` says."""
+    """A view of the rows of one local expert, whose range ``DispatchResult.expert_ranges`` says."""
     begin, count = place
     return tensor.flatten(0, tensor.dim() - 2)[begin : begin + count]
 
@@ -149,14 +149,14 @@ def _in_dtype(
 
 
 def _compiled_experts(
-    tokens: torch.Tensor, w_in: torch.Tensor, w_out: torch.Tensor, received: Received
+    tokens: torch.Tensor, w_in: torch.Tensor, w_out: torch.Tensor, received: DispatchResult
 ) -> torch.Tensor:
     device = tokens.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     train = torch.is_grad_enabled() and (
         tokens.requires_grad or w_in.requires_grad or w_out.requires_grad
     )
-    handle = received.source.handle  # type: ignore[union-attr]
+    handle = received.source.handle  # type: ignore[attr-defined]
     y: torch.Tensor = _experts(tokens, received.scales, w_in, w_out, handle, train, autocast)[0]
     return y
 
@@ -175,8 +175,8 @@ def _run(
     if autocast is not None:
         context = torch.autocast(tokens.device.type, autocast)
     with context:
-        places = opened(handle).received.places()
-        y, projected = _forward(tokens, scales, w_in, w_out, places, train)
+        ranges = opened(handle).received.expert_ranges()
+        y, projected = _forward(tokens, scales, w_in, w_out, ranges, train)
     return y, w_in.new_empty((0,)) if projected is None else projected
 
 
@@ -213,8 +213,8 @@ def _run_backward(
     grad_y: torch.Tensor,
     handle: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    places = opened(handle).received.places()
-    return _backward(tokens, w_in, w_out, projected, grad_y, places)
+    ranges = opened(handle).received.expert_ranges()
+    return _backward(tokens, w_in, w_out, projected, grad_y, ranges)
 
 
 def _fake_backward(

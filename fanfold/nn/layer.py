@@ -11,9 +11,9 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
 from fanfold import functional
+from fanfold.base_dispatcher import BaseDispatcher
 from fanfold.copying import not_copied
 from fanfold.errors import ArgumentError
-from fanfold.expert_parallel import ExpertParallel
 from fanfold.geometry import check_activations, check_integer
 from fanfold.nn.experts import swiglu_experts
 from fanfold.nn.meters import Meters
@@ -44,14 +44,14 @@ DEFAULTS = MoEOptions()
 
 
 @not_copied(
-    why="its ExpertParallel holds memory that the ranks share",
+    why="its dispatcher holds memory that the ranks share",
     instead="Save layer.state_dict(), and load it into another layer made with the same arguments.",
 )
 class MoE(ShardedExperts):
     """Router, dispatch, this rank's SwiGLU experts, combine; optionally a shared expert.
 
     ``out = sum over a token's experts e of w_e * W_out_e (silu(W_gate_e x) * W_up_e x)``, plus the
-    shared expert's output. Rows travel as bfloat16 (or as the ExpertParallel says), so the routed
+    shared expert's output. Rows travel as bfloat16 (or as the dispatcher says), so the routed
     part carries bfloat16's rounding: see :mod:`fanfold.functional`.
 
     Args:
@@ -59,15 +59,16 @@ class MoE(ShardedExperts):
         intermediate: width of one expert.
         num_experts: routed experts of all ranks.
         top_k: experts per token.
-        expert_parallel: what moves the tokens; layers may share one. Its hidden is this layer's, or
-            its latent width if there is one. high_throughput trains and infers, low_latency infers:
-            assign another one to ``expert_parallel`` to change over. The layer does not close it.
+        dispatcher: what moves the tokens; layers may share one. Its hidden is this layer's, or the
+            layer's latent width if there is one. A :class:`fanfold.HighThroughput` trains and
+            infers, a :class:`fanfold.LowLatency` infers: assign another one to ``dispatcher`` to
+            change over. The layer does not close it.
         options: everything else.
         device: of the parameters; ``"meta"`` leaves them without values until ``to_empty`` and
             :meth:`reset_parameters`. If None, PyTorch's default device if one is set, else the
-            device where expert_parallel computes.
+            device where the dispatcher works.
         device_mesh: over which the experts are spread: its last dimension is the group of
-            expert_parallel, in the same order. A dimension before it has replicas of the experts.
+            the dispatcher, in the same order. A dimension before it has replicas of the experts.
             If None, one is made of the group.
 
     Construction is collective. Parameters of the routed experts (``w_in [num_experts,
@@ -87,7 +88,7 @@ class MoE(ShardedExperts):
         statistics: rows, bytes and times since the last ``statistics.reset()``.
 
     Raises:
-        ArgumentError: a size that is out of bounds or is not the ExpertParallel's, or ranks that
+        ArgumentError: a size that is out of bounds or is not the dispatcher's, or ranks that
             disagree about one or about an option; or a mesh that is not the group's.
         FanfoldError: another rank refused.
     """
@@ -99,7 +100,7 @@ class MoE(ShardedExperts):
         num_experts: int,
         top_k: int,
         *,
-        expert_parallel: ExpertParallel,
+        dispatcher: BaseDispatcher,
         options: MoEOptions = DEFAULTS,
         device: torch.device | str | None = None,
         device_mesh: DeviceMesh | None = None,
@@ -110,20 +111,20 @@ class MoE(ShardedExperts):
         facts = {"hidden": hidden, "intermediate": intermediate, **dataclasses.asdict(options)}
         error: Exception | None = None
         try:
-            place = parameter_device(expert_parallel, device, device_mesh)
-            mesh = open_mesh(expert_parallel, place, device_mesh)
-            self._make(expert_parallel, mesh, place)
+            place = parameter_device(dispatcher, device, device_mesh)
+            mesh = open_mesh(dispatcher, place, device_mesh)
+            self._make(dispatcher, mesh, place)
         except Exception as failure:  # whatever it is, the other ranks must hear of it
             error = failure
-        agree_on_layer(expert_parallel, device_mesh, facts, error)
+        agree_on_layer(dispatcher, device_mesh, facts, error)
 
-    def _make(self, ep: ExpertParallel, mesh: DeviceMesh | None, device: torch.device) -> None:
+    def _make(self, ep: BaseDispatcher, mesh: DeviceMesh | None, device: torch.device) -> None:
         """All but what ranks must agree about."""
         for name in ("hidden", "intermediate"):
             check_integer(name, getattr(self, name), 1, MOST_COLUMNS)
         rows = torch.zeros(ep.experts_per_rank, dtype=torch.int64, device="cpu")
         self.statistics = MoEStatistics(expert_rows=rows)
-        self.expert_parallel = ep
+        self.dispatcher = ep
         self.mesh, self.expert_ranks = mesh, ep.ranks
         first = ep.rank * ep.experts_per_rank
         self.local_experts = range(first, first + ep.experts_per_rank)
@@ -139,12 +140,12 @@ class MoE(ShardedExperts):
         return self.hidden if self.options.latent is None else self.options.latent
 
     @property
-    def expert_parallel(self) -> ExpertParallel:
+    def dispatcher(self) -> BaseDispatcher:
         """What moves the tokens."""
-        return self._expert_parallel
+        return self._dispatcher
 
-    @expert_parallel.setter
-    def expert_parallel(self, ep: ExpertParallel) -> None:
+    @dispatcher.setter
+    def dispatcher(self, ep: BaseDispatcher) -> None:
         wanted = {"hidden": self.width, "num_experts": self.num_experts, "top_k": self.top_k}
         local = getattr(self, "local_experts", None)
         if local is not None:
@@ -152,9 +153,9 @@ class MoE(ShardedExperts):
         for name, value in wanted.items():
             if getattr(ep, name) != value:
                 raise ArgumentError(
-                    f"expert_parallel.{name}", getattr(ep, name), f"{value}, as the layer's is"
+                    f"dispatcher.{name}", getattr(ep, name), f"{value}, as the layer's is"
                 )
-        self._expert_parallel = ep
+        self._dispatcher = ep
         self._meters = Meters(ep, self.statistics)
 
     @property
@@ -174,10 +175,10 @@ class MoE(ShardedExperts):
 
         Raises:
             ArgumentError: ``x`` has another last dimension or no floating dtype; void on all ranks.
-            PeerRefused, PeerTimeout, UsageError: as ``ExpertParallel.dispatch``.
+            PeerRefused, PeerTimeout, UsageError: as ``HighThroughput.dispatch``.
             UsageError: DDP wraps the layer, but nobody prepared it.
         """
-        ep = self.expert_parallel
+        ep = self.dispatcher
         with Refusing(ep.refuse_dispatch):
             check_activations("x", x, self.hidden, ep.max_tokens, self.w_in.device)
         tokens = x.reshape(-1, self.hidden)
@@ -254,7 +255,7 @@ class MoE(ShardedExperts):
     def extra_repr(self) -> str:
         """The sizes, and what moves the tokens, for ``print``."""
         names = ("hidden", "intermediate", "num_experts", "top_k", "local_experts")
-        return details(self, **{name: name for name in (*names, "expert_parallel")})
+        return details(self, **{name: name for name in (*names, "dispatcher")})
 
     __repr__ = module_repr
 

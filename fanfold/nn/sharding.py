@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fanfold.base_dispatcher import BaseDispatcher
 from fanfold.errors import ArgumentError, UsageError
-from fanfold.expert_parallel import ExpertParallel
 from fanfold.group import Group, agree, as_group, process_group
 
 try:
@@ -44,7 +44,7 @@ _WRAPPERS = {
 
 
 def parameter_device(
-    ep: ExpertParallel, device: torch.device | str | None, device_mesh: DeviceMesh | None
+    ep: BaseDispatcher, device: torch.device | str | None, device_mesh: DeviceMesh | None
 ) -> torch.device:
     """Where the parameters of a layer are made.
 
@@ -72,7 +72,7 @@ def parameter_device(
 
 
 def open_mesh(
-    ep: ExpertParallel, device: torch.device, device_mesh: DeviceMesh | None
+    ep: BaseDispatcher, device: torch.device, device_mesh: DeviceMesh | None
 ) -> DeviceMesh | None:
     """The mesh over which the experts are spread: its last dimension is the group of ``ep``.
 
@@ -108,13 +108,13 @@ def open_mesh(
         raise ArgumentError(
             "device_mesh",
             f"one whose last dimension has the ranks {theirs} here",
-            f"one whose last dimension has those of expert_parallel, {ours}",
+            f"one whose last dimension has those of the dispatcher, {ours}",
         )
     return device_mesh
 
 
 def agree_on_layer(
-    ep: ExpertParallel,
+    ep: BaseDispatcher,
     device_mesh: DeviceMesh | None,
     facts: dict[str, object],
     error: Exception | None,

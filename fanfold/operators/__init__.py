@@ -1,13 +1,13 @@
 """Custom operators of PyTorch for dispatch and combine, so that ``torch.compile`` can trace them.
 
-A compiled graph holds operators and tensors, and no objects. So an operator names its exchange, an
-ExpertParallel as a rule, by a string. What a dispatch leaves for its combine is a tensor of one
-number, the handle. Eager calls use none of this. What traces them is
+A compiled graph holds operators and tensors, and no objects. So an operator names its dispatcher, a
+LowLatency or HighThroughput as a rule, by a string. The handle that connects a combine with its
+dispatch is a tensor of one number. Eager calls use none of this. What traces them is
 :mod:`fanfold.operators.traced`.
 """
 
 from fanfold.operators.define import define
-from fanfold.operators.exchanges import Exchange, Registration, Shapes, opened, register
+from fanfold.operators.dispatchers import Dispatcher, Registration, Shapes, opened, register
 from fanfold.operators.handles import HandleSource
 
-__all__ = ["Exchange", "HandleSource", "Registration", "Shapes", "define", "opened", "register"]
+__all__ = ["Dispatcher", "HandleSource", "Registration", "Shapes", "define", "opened", "register"]

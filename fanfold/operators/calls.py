@@ -7,10 +7,17 @@ from typing import Any
 
 import torch
 
-from fanfold.errors import UsageError
+from fanfold.errors import ArgumentError, UsageError
 from fanfold.operators.define import define
-from fanfold.operators.exchanges import Exchange, find, handle_of, opened, shapes_of
-from fanfold.received import Received
+from fanfold.operators.dispatchers import (
+    Dispatcher,
+    TrainableDispatcher,
+    find,
+    handle_of,
+    opened,
+    shapes_of,
+)
+from fanfold.results import DispatchResult, HighThroughputResult
 
 __all__ = [
     "aligned",
@@ -22,6 +29,7 @@ __all__ = [
     "dispatch",
     "gradients_of_combine",
     "gradients_of_dispatch",
+    "options_of",
     "row_sources",
 ]
 
@@ -43,11 +51,11 @@ def check_trainable(mode: str, call: str) -> None:
         raise UsageError(
             f"functional.{call} in {mode} mode has no backward pass, but an input requires a "
             "gradient: low latency keeps no routing that could be sent over again; train with "
-            "ExpertParallel(mode='high_throughput'), or infer under torch.no_grad()"
+            "fanfold.HighThroughput, or infer under torch.no_grad()"
         )
 
 
-def check_exact(received: Received) -> None:
+def check_exact(received: DispatchResult) -> None:
     """Raises UsageError if rows travelled as fp8."""
     if received.scales is not None:
         raise UsageError(
@@ -55,7 +63,7 @@ def check_exact(received: Received) -> None:
         )
 
 
-def check_weights(ep: Exchange, received: Received, weights: torch.Tensor | None) -> None:
+def check_weights(ep: Dispatcher, received: DispatchResult, weights: torch.Tensor | None) -> None:
     """Raises UsageError if low latency is asked to combine by other weights than it has sent."""
     if ep.mode == "low_latency" and weights is not None and weights is not received.weights:
         raise UsageError(
@@ -64,24 +72,44 @@ def check_weights(ep: Exchange, received: Received, weights: torch.Tensor | None
         )
 
 
+def options_of(dispatcher: Dispatcher, call: str, **options: Any) -> dict[str, Any]:
+    """The options that were given (are not None), for ``dispatcher.dispatch`` or ``combine``.
+
+    Raises:
+        ArgumentError: the dispatcher is a LowLatency, whose calls take none of them. On the other
+            ranks PeerRefused.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    if given and dispatcher.mode == "low_latency":
+        name = next(iter(given))
+        error = ArgumentError(name, "given", "None with a LowLatency, which has no such option")
+        getattr(dispatcher, f"refuse_{call}", _ignore)(error)
+        raise error
+    return given
+
+
+def _ignore(error: BaseException) -> None:
+    """What refuses calls of a dispatcher that has no way to."""
+
+
 def gradients_of_dispatch(
-    exchange: Exchange,
-    received: Received,
+    dispatcher: TrainableDispatcher,
+    received: DispatchResult,
     grad_tokens: torch.Tensor | None,
     grad_weights: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The gradients of a dispatch's ``x`` and ``topk_weights``, each if its argument is given."""
     grad_x = grad_topk = None
     if grad_tokens is not None:
-        grad_x = exchange.combine(aligned(grad_tokens), received, weighted=False)
+        grad_x = dispatcher.combine(aligned(grad_tokens), received, weighted=False)
     if grad_weights is not None:
-        grad_topk = exchange.combine_weights(aligned(grad_weights), received)
+        grad_topk = dispatcher.combine_weights(aligned(grad_weights), received)
     return grad_x, grad_topk
 
 
 def gradients_of_combine(
-    exchange: Exchange,
-    received: Received,
+    dispatcher: TrainableDispatcher,
+    received: HighThroughputResult,
     grad_out: torch.Tensor,
     y: torch.Tensor | None,
     weights: torch.Tensor | None,
@@ -89,7 +117,7 @@ def gradients_of_combine(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The gradients of a combine's ``y`` and ``weights``, each if it is wanted; ``y`` is needed for
     the second."""
-    rows = exchange.dispatch(aligned(grad_out), previous=received).tokens
+    rows = dispatcher.dispatch(aligned(grad_out), previous=received).tokens
     unused = received.source_rank < 0
     grad_y = grad_weights = None
     if wanted[0]:
@@ -118,29 +146,29 @@ def _dispatch(
     topk_idx: torch.Tensor | None,
     topk_weights: torch.Tensor | None,
     previous: torch.Tensor | None,
-    exchange: str,
+    dispatcher: str,
     rows: int | None,
     weighted: bool,
     trained: bool,
 ) -> list[torch.Tensor]:
     if previous is None:
-        caller = find(exchange)
+        caller = find(dispatcher)
         if hasattr(caller, "for_routing"):
             caller = caller.for_routing(topk_idx)
         if trained:
             check_trainable(caller.mode, "dispatch")
-        received: Received = caller.dispatch(
+        received: DispatchResult = caller.dispatch(
             aligned(x),
             topk_idx if topk_idx is None else aligned(topk_idx),
             topk_weights if topk_weights is None else aligned(topk_weights),
-            capacity=rows,
+            **options_of(caller, "dispatch", capacity=rows),
         )
         if trained:
             check_exact(received)
     else:
-        caller = opened(previous).exchange
+        caller = opened(previous).dispatcher
         received = caller.dispatch(aligned(x), previous=opened(previous).received)
-    kept = received.without_rows() if caller.mode == "high_throughput" else received
+    kept = received.without_rows() if isinstance(received, HighThroughputResult) else received
     weights = received.weights if weighted else None
     return [
         handle_of(caller, kept),
@@ -174,13 +202,13 @@ def _fake_dispatch(
     topk_idx: torch.Tensor | None,
     topk_weights: torch.Tensor | None,
     previous: torch.Tensor | None,
-    exchange: str,
+    dispatcher: str,
     rows: int | None,
     weighted: bool,
     trained: bool,
 ) -> list[torch.Tensor]:
     del topk_idx, topk_weights, previous, trained
-    shapes = shapes_of(exchange)
+    shapes = shapes_of(dispatcher)
     columns = shapes.scale_columns
     leading: tuple[Any, ...]
     strides: tuple[int, ...]
@@ -210,7 +238,7 @@ def _fake_dispatch(
 # has several results (2.13).
 dispatch, _dispatch_definition = define(
     "dispatch",
-    "(Tensor x, Tensor? topk_idx, Tensor? topk_weights, Tensor? previous, str exchange,"
+    "(Tensor x, Tensor? topk_idx, Tensor? topk_weights, Tensor? previous, str dispatcher,"
     " SymInt? rows, bool weighted, bool trained)"
     " -> Tensor[]",
     _dispatch,
@@ -229,7 +257,7 @@ def _dispatch_backward(
     given = grad_tokens if grad_tokens is not None else grad_weights
     assert given is not None
     left = opened(handle)
-    results = gradients_of_dispatch(left.exchange, left.received, grad_tokens, grad_weights)
+    results = gradients_of_dispatch(left.dispatcher, left.received, grad_tokens, grad_weights)
     return tuple(_nothing(given) if result is None else result for result in results)
 
 
@@ -264,9 +292,9 @@ _backward_of_dispatch, _dispatch_backward_definition = define(
 
 
 def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    x, _, _, _, exchange, *_ = inputs
+    x, _, _, _, dispatcher, *_ = inputs
     ctx.save_for_backward(output[0])
-    ctx.tokens, ctx.top_k = x.shape[0], shapes_of(exchange).top_k
+    ctx.tokens, ctx.top_k = x.shape[0], shapes_of(dispatcher).top_k
 
 
 def _after_dispatch(ctx: Any, grads: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
@@ -302,17 +330,15 @@ def _combine(
 ) -> torch.Tensor:
     del tokens
     left = opened(handle)
-    received, exchange = left.received, left.exchange
+    received, dispatcher = left.received, left.dispatcher
     if trained:
-        check_trainable(exchange.mode, "combine")
+        check_trainable(dispatcher.mode, "combine")
     if weights is not None:
         received = dataclasses.replace(received, weights=aligned(weights))
-    options: dict[str, Any] = {"logfmt": True} if logfmt else {}
-    if bias is not None:
-        bias = aligned(bias)
-    out: torch.Tensor = exchange.combine(
-        aligned(y), received, weighted=weighted, bias=bias, **options
-    )
+    options = options_of(dispatcher, "combine", bias=None if bias is None else aligned(bias))
+    if logfmt:
+        options["logfmt"] = True
+    out: torch.Tensor = dispatcher.combine(aligned(y), received, weighted=weighted, **options)
     return out
 
 
@@ -350,8 +376,9 @@ def _combine_backward(
 ) -> Tensors:
     del rows
     left = opened(handle)
+    assert isinstance(left.received, HighThroughputResult)
     wanted = (wants_y, wants_weights)
-    results = gradients_of_combine(left.exchange, left.received, grad_out, y, weights, wanted)
+    results = gradients_of_combine(left.dispatcher, left.received, grad_out, y, weights, wanted)
     return tuple(_nothing(grad_out) if result is None else result for result in results)
 
 
@@ -427,7 +454,7 @@ def _combine_weights(row_values: torch.Tensor, handle: torch.Tensor, tokens: int
 ):  # fmt: skip
     del tokens, top_k
     left = opened(handle)
-    values: torch.Tensor = left.exchange.combine_weights(aligned(row_values), left.received)
+    values: torch.Tensor = left.dispatcher.combine_weights(aligned(row_values), left.received)
     return values
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from fanfold.operators import Exchange
+from fanfold.operators import Dispatcher
 from fanfold.operators.calls import check_weights
 from fanfold.operators.traced import between_graphs, traceable, traced_combine, traced_dispatch
-from fanfold.received import Received
+from fanfold.results import DispatchResult
 
 __all__ = ["combine", "dispatch"]
 
@@ -23,13 +23,13 @@ Eager = Callable[..., Any]
 
 def dispatch(
     eager: Eager,
-    ep: Exchange,
+    ep: Dispatcher,
     x: torch.Tensor,
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor | None,
     capacity: int | None,
     trained: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None, Received]:
+) -> tuple[torch.Tensor, torch.Tensor | None, DispatchResult]:
     """See :func:`fanfold.functional.dispatch`."""
     if not traceable(ep):
         return between_graphs(eager, ep, x, topk_idx, topk_weights, capacity=capacity)  # type: ignore[no-any-return]
@@ -49,9 +49,9 @@ def dispatch(
 
 def combine(
     eager: Eager,
-    ep: Exchange,
+    ep: Dispatcher,
     y: torch.Tensor,
-    received: Received,
+    received: DispatchResult,
     weights: torch.Tensor | None,
     bias: torch.Tensor | None,
     trained: bool,

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from fanfold.operators import calls
-from fanfold.operators.exchanges import opened
-from fanfold.received import HighThroughputSource, LowLatencySource, Received
+from fanfold.operators.dispatchers import opened
+from fanfold.results import DispatchResult, HighThroughputSource, LowLatencySource, Source
 
 __all__ = ["HandleSource", "source_of"]
 
 
-class HandleSource:
-    """The ``source`` of a Received that compiled code made: a handle in place of the objects.
+class HandleSource(Source):
+    """The ``source`` of a result that compiled code made: a handle in place of the objects.
 
     Works outside of compiled code too, as the mode's own source would."""
 
@@ -32,20 +32,20 @@ class HandleSource:
         return source.dispatched
 
     @property
-    def exchange(self) -> Any:
+    def dispatcher(self) -> Any:
         """What dispatched."""
-        return opened(self.handle).exchange
+        return opened(self.handle).dispatcher
 
     @property
     def capacity(self) -> int | None:
         """Rows to allocate, where the dispatch was given a number."""
         return self._capacity
 
-    def place(self, index: int) -> tuple[int, int]:
+    def expert_range(self, index: int) -> tuple[int, int]:
         """Where the rows of a local expert begin, and how many there are."""
         return int(self._begins[index]), int(self._counts[index])
 
-    def places(self) -> list[tuple[int, int]]:
+    def expert_ranges(self) -> list[tuple[int, int]]:
         """The same of all local experts, read at once."""
         both = torch.stack([self._begins[:-1], self._counts.long()])
         begins, counts = both.tolist()
@@ -55,14 +55,14 @@ class HandleSource:
         """This one: the operator kept no rows."""
         return self
 
-    def ranks(self, received: Received) -> torch.Tensor:
+    def ranks(self, result: DispatchResult) -> torch.Tensor:
         """Each row's source rank."""
-        rank: torch.Tensor = calls.row_sources(self.handle, received.tokens)[0]
+        rank: torch.Tensor = calls.row_sources(self.handle, result.tokens)[0]
         return rank
 
-    def tokens(self, received: Received) -> torch.Tensor:
+    def tokens(self, result: DispatchResult) -> torch.Tensor:
         """Each row's source token."""
-        token: torch.Tensor = calls.row_sources(self.handle, received.tokens)[1]
+        token: torch.Tensor = calls.row_sources(self.handle, result.tokens)[1]
         return token
 
 

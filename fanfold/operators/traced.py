@@ -1,4 +1,5 @@
-"""The calls as ``torch.compile`` traces them: operators, and a Received of their results.
+"""The calls as ``torch.compile`` traces them: operators, and a DispatchResult of what they
+return.
 
 Imported where something is traced, as it imports the compiler, which takes a second."""
 
@@ -12,7 +13,7 @@ import torch
 from fanfold.operators import calls
 from fanfold.operators.define import TRACEABLE
 from fanfold.operators.handles import HandleSource, source_of
-from fanfold.received import Received
+from fanfold.results import DispatchResult, HighThroughputResult, LowLatencyResult
 
 __all__ = [
     "between_graphs",
@@ -59,34 +60,34 @@ def _in_checkpoint() -> bool:
     return False
 
 
-def traceable(exchange: Any, *received: Received | None) -> bool:
-    """Whether operators can make this call. They cannot for an exchange of the user's own, nor with
-    what was dispatched outside of compiled code."""
+def traceable(dispatcher: Any, *received: DispatchResult | None) -> bool:
+    """Whether operators can make this call. They cannot for a dispatcher of the user's own,
+    nor with what was dispatched outside of compiled code."""
     if not TRACEABLE or _in_checkpoint():
         return False
-    registration = getattr(exchange, "registration", None)
-    if registration is None or registration.kind is not type(exchange):
+    registration = getattr(dispatcher, "registration", None)
+    if registration is None or registration.kind is not type(dispatcher):
         return False
     return all(given is None or isinstance(given.source, HandleSource) for given in received)
 
 
 def traced_dispatch(
-    exchange: Any,
+    dispatcher: Any,
     name: str,
     x: torch.Tensor,
     topk_idx: torch.Tensor | None,
     topk_weights: torch.Tensor | None,
     *,
-    previous: Received | None = None,
+    previous: HighThroughputResult | None = None,
     capacity: int | None = None,
     trained: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None, Received]:
+) -> tuple[torch.Tensor, torch.Tensor | None, DispatchResult]:
     """A dispatch by the operator.
 
     Args:
-        exchange: registered.
+        dispatcher: registered.
         name: of its registration: for its own calls, or for those of its base class.
-        x, topk_idx, topk_weights, previous, capacity: see ``ExpertParallel.dispatch``.
+        x, topk_idx, topk_weights, previous, capacity: see the dispatcher's ``dispatch``.
         trained: refuse if there is no backward pass.
 
     Returns:
@@ -95,28 +96,29 @@ def traced_dispatch(
     weighted = topk_weights is not None
     handle_before, rows = None, capacity
     if previous is not None:
-        handle_before, rows = previous.source.handle, previous.tokens.shape[0]  # type: ignore[union-attr]
-        weighted, capacity = previous.weights is not None, previous.source.capacity  # type: ignore[union-attr]
+        handle_before, rows = previous.source.handle, previous.tokens.shape[0]  # type: ignore[attr-defined]
+        weighted, capacity = previous.weights is not None, previous.capacity
     handle, tokens, scales, row_weights, counts, offsets = calls.dispatch(
         x, topk_idx, topk_weights, handle_before, name, rows, weighted, trained
     )
     weights = row_weights if weighted else None
-    received = Received(
+    kind = LowLatencyResult if dispatcher.mode == "low_latency" else HighThroughputResult
+    received = kind(
         tokens=tokens.detach(),
         scales=scales if tokens.dtype is torch.float8_e4m3fn else None,
         weights=None if weights is None else weights.detach(),
         tokens_per_expert=counts,
         offsets=offsets,
         num_tokens=x.shape[0],
-        owner=getattr(exchange, "owner", exchange),
-        source=source_of(exchange.mode, handle, offsets, counts, capacity),
+        owner=getattr(dispatcher, "owner", dispatcher),
+        source=source_of(dispatcher.mode, handle, offsets, counts, capacity),
     )
     return tokens, weights, received
 
 
 def traced_combine(
     y: torch.Tensor,
-    received: Received,
+    received: DispatchResult,
     weights: torch.Tensor | None,
     *,
     weighted: bool,
@@ -124,7 +126,7 @@ def traced_combine(
     logfmt: bool = False,
     trained: bool = False,
 ) -> torch.Tensor:
-    """A combine by the operator; see ``ExpertParallel.combine``.
+    """A combine by the operator; see the dispatcher's ``combine``.
 
     Args:
         y, received, bias, logfmt: as there.
@@ -132,15 +134,15 @@ def traced_combine(
         weighted: multiply by them, or by those that low latency has.
         trained: refuse if there is no backward pass.
     """
-    handle = received.source.handle  # type: ignore[union-attr]
+    handle = received.source.handle  # type: ignore[attr-defined]
     out: torch.Tensor = calls.combine(
         y, handle, weights, bias, received.num_tokens, weighted, logfmt, trained
     )
     return out
 
 
-def traced_weights(row_values: torch.Tensor, received: Received, top_k: int) -> torch.Tensor:
-    """``ExpertParallel.combine_weights`` by the operator."""
-    handle = received.source.handle  # type: ignore[union-attr]
+def traced_weights(row_values: torch.Tensor, received: DispatchResult, top_k: int) -> torch.Tensor:
+    """``HighThroughput.combine_weights`` by the operator."""
+    handle = received.source.handle  # type: ignore[attr-defined]
     values: torch.Tensor = calls.combine_weights(row_values, handle, received.num_tokens, top_k)
     return values

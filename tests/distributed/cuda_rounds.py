@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from fanfold.high_throughput.cuda import CudaHighThroughput
-from fanfold.high_throughput.in_place import bytes_for_results
-from fanfold.high_throughput.plan import CudaDispatched, CudaPlan
+from fanfold.backends.high_throughput.cuda import CudaHighThroughput
+from fanfold.backends.high_throughput.in_place import bytes_for_results
+from fanfold.backends.high_throughput.plan import CudaDispatched, CudaPlan
 from tests.distributed.routings import Case, Round, distinct, expected_combine
 from tests.distributed.test_high_throughput import (
     check_rows,

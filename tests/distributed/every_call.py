@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-import fanfold
 from fanfold import functional
+from fanfold.bench.dispatchers import open_dispatcher
 from fanfold.formats import ScaleFormat, dequantize, quantize
 from fanfold.nn import MoE, MoEOptions, average_gradients
 
@@ -55,9 +55,9 @@ def _on_cpu(value: torch.Tensor | None) -> torch.Tensor | None:
     return value.view(torch.uint8) if value.dtype is torch.float8_e4m3fn else value
 
 
-def _open(group: dist.ProcessGroup, mode: str, **settings: Any) -> fanfold.ExpertParallel:
-    return fanfold.ExpertParallel(
-        group, num_experts=EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens=16, mode=mode, **settings
+def _open(group: dist.ProcessGroup, mode: Any, **settings: Any) -> Any:
+    return open_dispatcher(
+        mode, group, num_experts=EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens=16, **settings
     )
 
 
@@ -135,7 +135,7 @@ def _layer(group: dist.ProcessGroup, results: Results) -> None:
                 64,
                 EXPERTS,
                 TOP_K,
-                expert_parallel=ep,
+                dispatcher=ep,
                 options=MoEOptions(shared_intermediate=32, seed=5),
             ).to(ep.device)
         x = _tokens(group, ep.device)[0].float()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import fanfold
+from fanfold.bench.dispatchers import open_dispatcher
+from fanfold.geometry import Mode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,22 +22,21 @@ class Shape:
     top_k: int = 3
     hidden: int = 32
     max_tokens: int = 8
-    mode: str = "low_latency"
+    mode: Mode = "low_latency"
     dispatch_dtype: str = "bf16"
     timeout_s: float = 60.0
 
-    def open(self, group: dist.ProcessGroup, **changes: object) -> fanfold.ExpertParallel:
-        """An ExpertParallel of this shape, with ``changes``. Collective."""
+    def open(self, group: dist.ProcessGroup, **changes: object) -> Any:
+        """A LowLatency or HighThroughput of this shape, with ``changes``. Collective."""
         sizes = {
             "num_experts": self.num_experts,
             "top_k": self.top_k,
             "hidden": self.hidden,
             "max_tokens": self.max_tokens,
-            "mode": self.mode,
             "dispatch_dtype": self.dispatch_dtype,
             "config": fanfold.Config.resolve(timeout_s=self.timeout_s),
         }
-        return fanfold.ExpertParallel(group, **{**sizes, **changes})
+        return open_dispatcher(self.mode, group, **{**sizes, **changes})
 
 
 @dataclasses.dataclass
@@ -56,13 +58,13 @@ def good_call(shape: Shape, rank: int, tokens: int | None = None) -> Call:
     return Call(x, topk_idx, torch.ones((count, shape.top_k)))
 
 
-def round_trip(ep: fanfold.ExpertParallel, call: Call) -> torch.Tensor:
+def round_trip(ep: Any, call: Call) -> torch.Tensor:
     """Dispatch and combine with experts that return what they get."""
     received = ep.dispatch(call.x, call.topk_idx, call.topk_weights)
     return ep.combine(received.tokens, received)
 
 
-def works(ep: fanfold.ExpertParallel, shape: Shape) -> bool:
+def works(ep: Any, shape: Shape) -> bool:
     """Whether a good round trip gives exactly ``top_k`` times its input."""
     call = good_call(shape, ep.rank)
     return torch.equal(round_trip(ep, call).float(), call.x.float() * shape.top_k)

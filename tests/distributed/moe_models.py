@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fanfold import nn
-from fanfold.expert_parallel import ExpertParallel
+from fanfold.bench.dispatchers import AnyDispatcher, open_dispatcher
+from fanfold.geometry import Mode
 from fanfold.nn import MoE, MoEOptions
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, TOKENS = 8, 3, 48, 40, 24
@@ -79,7 +80,7 @@ class Model(torch.nn.Module):
 
     def __init__(
         self,
-        ep: ExpertParallel,
+        ep: AnyDispatcher,
         mesh: DeviceMesh | None = None,
         dtype: torch.dtype = torch.float32,
         **settings: Any,
@@ -92,7 +93,7 @@ class Model(torch.nn.Module):
                 INTERMEDIATE,
                 EXPERTS,
                 TOP_K,
-                expert_parallel=ep,
+                dispatcher=ep,
                 options=MoEOptions(seed=seed, balance=0.1, shared_intermediate=16, dtype=dtype),
                 device_mesh=mesh,
                 **settings,
@@ -112,9 +113,9 @@ class Model(torch.nn.Module):
         return self.last(x), torch.stack([moe.balance_loss for moe in self.moe]).sum()
 
 
-def open_ep(group: object, **settings: object) -> ExpertParallel:
+def open_ep(group: object, mode: Mode = "high_throughput", **settings: object) -> Any:
     sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, "max_tokens": 64}
-    return ExpertParallel(group, **(sizes | {"mode": "high_throughput"} | settings))
+    return open_dispatcher(mode, group, **(sizes | settings))
 
 
 def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,7 +174,7 @@ def wrap(model: Model, wrapper: str) -> torch.nn.Module:
 
 
 def open_replicated(group: dist.ProcessGroup, replicas: int) -> tuple[object, DeviceMesh | None]:
-    """The group of an ExpertParallel whose experts have replicas, and the mesh of its layers."""
+    """The group of a dispatcher whose experts have replicas, and the mesh of its layers."""
     if replicas == 1:
         return group, None
     shape = (replicas, dist.get_world_size(group) // replicas)

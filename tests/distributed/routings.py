@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from fanfold.high_throughput import Rows
+from fanfold.backends.high_throughput import Rows
 
 STYLES = ("spread", "one_expert", "none", "duplicates", "one_rank", "holes")
 

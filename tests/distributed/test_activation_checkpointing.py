@@ -12,28 +12,27 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from fanfold.expert_parallel import ExpertParallel
+from fanfold.high_throughput import HighThroughput
 from fanfold.nn import MoE, MoEOptions
 from fanfold.nn.sharding import local_part
-from fanfold.received import Received
+from fanfold.results import HighThroughputResult
 
 HIDDEN, TOKENS = 48, (20, 0)
 FORWARD = ["dispatch", "combine"]
 BACKWARD = ["dispatch again", "combine", "combine_weights"]
 
 
-class Watched(ExpertParallel):
+class Watched(HighThroughput):
     """Notes its calls, and the memory of the rows that they bring."""
 
     def __init__(self, group: object) -> None:
-        super().__init__(group, num_experts=8, top_k=3, hidden=HIDDEN, max_tokens=64,
-                         mode="high_throughput")  # fmt: skip
+        super().__init__(group, num_experts=8, top_k=3, hidden=HIDDEN, max_tokens=64)
         self.calls: list[str] = []
         self.rows: list[StorageWeakRef] = []
 
-    def dispatch(self, *args: object, **options: object) -> Received:
+    def dispatch(self, *args: object, **options: object) -> HighThroughputResult:
         received = super().dispatch(*args, **options)
-        self.calls.append("dispatch again" if options["previous"] else "dispatch")
+        self.calls.append("dispatch again" if options.get("previous") else "dispatch")
         self.rows.append(StorageWeakRef(received.tokens.untyped_storage()))
         return received
 
@@ -64,10 +63,10 @@ class Noted(torch.autograd.Function):
 class Block(torch.nn.Module):
     """A layer with something before and behind it; returns its balance loss, too."""
 
-    def __init__(self, ep: ExpertParallel, seed: int) -> None:
+    def __init__(self, ep: HighThroughput, seed: int) -> None:
         super().__init__()
         options = MoEOptions(seed=seed, balance=1.0, shared_intermediate=8)
-        self.moe = MoE(HIDDEN, 40, 8, 3, expert_parallel=ep, options=options)
+        self.moe = MoE(HIDDEN, 40, 8, 3, dispatcher=ep, options=options)
         self.seen: list[weakref.ref] = []
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,7 +28,7 @@ INPUTS: dict[str, tuple[object, str]] = {
 def _layer(group: dist.ProcessGroup, mode: str, name: str) -> tuple[str, str]:
     shape = Shape(mode=mode)
     with shape.open(group) as ep, torch.no_grad():
-        layer = MoE(shape.hidden, 16, shape.num_experts, shape.top_k, expert_parallel=ep)
+        layer = MoE(shape.hidden, 16, shape.num_experts, shape.top_k, dispatcher=ep)
         good = good_call(shape, ep.rank).x.float()
         before = layer(good)
         x = INPUTS[name][0] if ep.rank == 1 else good

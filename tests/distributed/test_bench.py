@@ -14,13 +14,13 @@ import torch.distributed as dist
 from fanfold.bench import cuda_run, oracle
 from fanfold.bench.baseline import AllToAll
 from fanfold.bench.check import CheckFailed, Expectation, packed_fp8
+from fanfold.bench.dispatchers import open_dispatcher
 from fanfold.bench.layouts import Given, open_calls
 from fanfold.bench.run import bench_rank
 from fanfold.bench.settings import MODES, BenchSettings
 from fanfold.bench.workload import Workload
 from fanfold.cli.main import main
-from fanfold.expert_parallel import ExpertParallel
-from fanfold.received import Received
+from fanfold.results import DispatchResult
 from tests.distributed.blind_clock import standing_in
 
 SIZES = {"tokens": 13, "hidden": 144, "top_k": 3, "experts": 6}
@@ -33,7 +33,7 @@ SPOILED = {
     "scales": lambda r: r.scales.mul_(2),  # its flattened form may be a copy
 }
 
-# What a Received computes for who asks.
+# What a DispatchResult computes for who asks.
 COMPUTED = ("source_token", "source_rank")
 
 
@@ -49,8 +49,8 @@ def findings(group, mode, dtype):
         quantized = oracle.quantize_fp8(x)
         x = (quantized.values, quantized.scales)
     said = {}
-    with ExpertParallel(
-        group, num_experts=SIZES["experts"], top_k=3, hidden=144, max_tokens=13, mode=mode,
+    with open_dispatcher(
+        mode, group, num_experts=SIZES["experts"], top_k=3, hidden=144, max_tokens=13,
         dispatch_dtype=dtype,
     ) as ep:  # fmt: skip
         for name, spoil in SPOILED.items():
@@ -64,7 +64,7 @@ def findings(group, mode, dtype):
             received = ep.dispatch(x, own.topk_idx, own.topk_weights)
             values = getattr(received, name).clone()
             values.flatten()[int(received.offsets[1])].add_(1)
-            with mock.patch.object(Received, name, values):
+            with mock.patch.object(DispatchResult, name, values):
                 said[name] = _said(expectation.received, received)
         received = ep.dispatch(x, own.topk_idx, own.topk_weights)
         out = ep.combine(expectation.outputs(received), received)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from fanfold import functional
+from fanfold.bench.dispatchers import AnyDispatcher, open_dispatcher
 from fanfold.config import Config
 from fanfold.errors import ArgumentError, PeerRefused
-from fanfold.expert_parallel import ExpertParallel
+from fanfold.high_throughput import HighThroughput
 from fanfold.nn import MoE, MoEOptions, average_gradients
-from fanfold.operators import exchanges
-from fanfold.received import Received
+from fanfold.operators import dispatchers
+from fanfold.results import HighThroughputResult
 
 EXPERTS, TOP_K, HIDDEN, MOST = 8, 3, 32, 32
 # "aot_eager" does what "eager" does, and traces the backward pass.
@@ -29,16 +31,15 @@ TOKENS = ((6, 0, 1, 9), (0, 5, 32, 9), (8, 7, 1, 0))
 Layer = Callable[..., torch.Tensor]
 
 
-def open_ep(group: object, mode: str, kind: type = ExpertParallel, **options: object) -> object:
+def open_ep(group: object, mode: Any, kind: type | None = None, **options: object) -> Any:
     # While one rank compiles the others wait.
     config = Config.resolve(timeout_s=100.0)
-    return kind(
-        group, num_experts=EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens=MOST, mode=mode,
-        config=config, **options,
-    )  # fmt: skip
+    sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, "max_tokens": MOST}
+    settings = sizes | {"config": config} | options
+    return open_dispatcher(mode, group, **settings) if kind is None else kind(group, **settings)
 
 
-def inputs_of(step: int, ep: ExpertParallel) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs_of(step: int, ep: AnyDispatcher) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x, topk_idx and topk_weights of this rank, where ``ep`` takes them."""
     tokens = TOKENS[step][ep.rank]
     generator = torch.Generator().manual_seed(10 * step + ep.rank)
@@ -48,7 +49,7 @@ def inputs_of(step: int, ep: ExpertParallel) -> tuple[torch.Tensor, torch.Tensor
     return x.to(ep.device), idx.to(ep.device), weights.to(ep.device)
 
 
-def layer_of(ep: ExpertParallel, capacity: int | None = None, biased: bool = False) -> Layer:
+def layer_of(ep: AnyDispatcher, capacity: int | None = None, biased: bool = False) -> Layer:
     """Dispatch, experts that look at each row's source and at no number of rows, combine."""
 
     def layer(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -60,7 +61,7 @@ def layer_of(ep: ExpertParallel, capacity: int | None = None, biased: bool = Fal
     return layer
 
 
-def gradients(layer: Layer, step: int, ep: ExpertParallel) -> list[torch.Tensor]:
+def gradients(layer: Layer, step: int, ep: AnyDispatcher) -> list[torch.Tensor]:
     """Output and gradients."""
     x, idx, weights = inputs_of(step, ep)
     x.requires_grad_()
@@ -90,7 +91,7 @@ def train(group: object, backend: str, dynamic: bool | None, capacity: int | Non
             assert_equal(gradients(compiled, step, ep), want)
             with torch.no_grad():
                 assert_equal([compiled(*inputs_of(step, ep))], want[:1])
-    return len(exchanges._handles)
+    return len(dispatchers._handles)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -183,12 +184,12 @@ def test_the_native_face(pools, mode):
         pools(ranks).run(native, mode)
 
 
-class Watched(ExpertParallel):
+class Watched(HighThroughput):
     """Notes its calls, and a number that tells them apart."""
 
     calls: list[tuple[str, float]]
 
-    def dispatch(self, x: torch.Tensor, *args: object, **options: object) -> Received:
+    def dispatch(self, x: torch.Tensor, *args: object, **options: object) -> HighThroughputResult:
         if not torch.compiler.is_dynamo_compiling():
             self.calls.append(("dispatch", float(x.sum())))
         return super().dispatch(x, *args, **options)
@@ -254,10 +255,9 @@ def moe(
     torch._dynamo.reset()
     hidden = options.latent or HIDDEN
     trained = mode == "high_throughput"
-    with ExpertParallel(
-        group, num_experts=EXPERTS, top_k=TOP_K, hidden=hidden, max_tokens=MOST, mode=mode
-    ) as ep:
-        layer = MoE(HIDDEN, 24, EXPERTS, TOP_K, expert_parallel=ep, options=options).to(ep.device)
+    sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden": hidden, "max_tokens": MOST}
+    with open_dispatcher(mode, group, **sizes) as ep:
+        layer = MoE(HIDDEN, 24, EXPERTS, TOP_K, dispatcher=ep, options=options).to(ep.device)
         compiled = torch.compile(layer, backend=backend, fullgraph=run == "plain")
         results, counts = [], []
         for function in (layer, compiled):
@@ -283,7 +283,7 @@ def moe(
 
 
 def one_pass(layer: MoE, function: Layer, run: str, trained: bool, step: int) -> list[torch.Tensor]:
-    ep = layer.expert_parallel
+    ep = layer.dispatcher
     generator = torch.Generator().manual_seed(100 * step + ep.rank)
     x = torch.randn((TOKENS[step][ep.rank], HIDDEN), generator=generator).to(ep.device)
     if not trained:
@@ -346,7 +346,7 @@ def checkpointed_inside(group: object, backend: str) -> tuple[list[object], list
             kinds.append([name for name, _ in ep.calls])
             for ours, theirs in zip(got, want, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=2**-6, atol=2**-6)
-        return kinds, [len(exchanges._handles)]
+        return kinds, [len(dispatchers._handles)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -11,13 +11,13 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from fanfold import symmetric
+from fanfold import high_throughput
+from fanfold.backends import opening
 from fanfold.deep_ep import Buffer
 from fanfold.deep_ep import runtime as deep_ep_runtime
 from fanfold.errors import ArgumentError, ConfigError, FanfoldError
-from fanfold.expert_parallel import high_throughput
-from fanfold.expert_parallel import low_latency as opening
 from fanfold.launch import RankPool
+from fanfold.memory import host as symmetric
 from tests.distributed.layers import Shape, works
 
 FAILING = 1
@@ -41,9 +41,9 @@ NATIVE: dict[str, tuple[str, dict[str, Any], Callable[[], Any], type[Exception]]
         "low_latency", {},
         lambda: mock.patch.object(symmetric, "host_identity", _raising(OSError("no /proc"))),
         OSError),
-    "placement": (
+    "choice": (
         "high_throughput", {},
-        lambda: mock.patch.object(high_throughput, "place", _raising(_ERROR)), MemoryError),
+        lambda: mock.patch.object(high_throughput, "choose", _raising(_ERROR)), MemoryError),
     "memory": (
         "high_throughput", {},
         lambda: mock.patch.object(symmetric._core, "SymmetricMemory", _raising(_ERROR)),
@@ -54,8 +54,8 @@ NATIVE: dict[str, tuple[str, dict[str, Any], Callable[[], Any], type[Exception]]
         MemoryError),
     "high throughput": (
         "high_throughput", {},
-        lambda: mock.patch.object(high_throughput, "HighThroughput", mock.Mock(
-            side_effect=_ERROR, staging_bytes=high_throughput.HighThroughput.staging_bytes)),
+        lambda: mock.patch.object(opening, "HostHighThroughput", mock.Mock(
+            side_effect=_ERROR, staging_bytes=opening.HostHighThroughput.staging_bytes)),
         MemoryError),
 }  # fmt: skip
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fanfold import functional
+from fanfold.backends.choose import BackendChoice
 from fanfold.cli import demo, demo_model, demo_report
 from fanfold.cli.demo_model import (
     Decoding,
@@ -37,7 +38,6 @@ from fanfold.cli.demo_report import (
 )
 from fanfold.cli.main import main
 from fanfold.errors import ArgumentError
-from fanfold.placement import Placement
 
 SMALL = DemoSettings(
     ranks=2, steps=60, layers=2, hidden=48, intermediate=32, num_experts=8, context=32, warmup=5
@@ -140,7 +140,7 @@ def test_the_check_tells_a_broken_gradient(pools, alone, broken):
 
 def decode_on_the_host(group: dist.ProcessGroup, broken: bool) -> tuple[Decoding, bool]:
     """What GPUs do after the training, here with a model that has learnt nothing."""
-    placement = Placement("host", torch.device("cpu"), "a test")
+    choice = BackendChoice("host", torch.device("cpu"), "a test")
     with demo_model._open(SMALL, group) as ep:
         model = demo_model._parallel_model(SMALL, ep)
         if broken:
@@ -150,10 +150,10 @@ def decode_on_the_host(group: dist.ProcessGroup, broken: bool) -> tuple[Decoding
                 return weigh(ep, y, received, None if ep.mode == "low_latency" else weights, bias)
 
             with mock.patch.object(functional, "_combine", unweighted):
-                decoding = decode(model, SMALL, group, placement)
+                decoding = decode(model, SMALL, group, choice)
         else:
-            decoding = decode(model, SMALL, group, placement)
-        return decoding, all(moe.expert_parallel is ep for moe in model.layers)
+            decoding = decode(model, SMALL, group, choice)
+        return decoding, all(moe.dispatcher is ep for moe in model.layers)
 
 
 @pytest.mark.parametrize("broken", [False, True])

@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 import fanfold
+from fanfold.bench.dispatchers import open_dispatcher
 from fanfold.errors import SystemFailure
 from fanfold.launch import RankPool
 
@@ -99,15 +100,13 @@ def test_ranks_have_the_limit_that_the_program_has_now(tmp_path) -> None:
 def open_with(
     group: dist.ProcessGroup, mode: Literal["low_latency", "high_throughput"], spare: int
 ) -> str:
-    """What comes of an ExpertParallel where rank 1 has few file descriptors left."""
+    """What comes of a dispatcher where rank 1 has few file descriptors left."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if dist.get_rank(group) == 1:
         used = len(list(Path("/proc/self/fd").iterdir())) - 1
         resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, hard))
     try:
-        fanfold.ExpertParallel(
-            group, num_experts=8, top_k=2, hidden=64, max_tokens=4, mode=mode
-        ).close()
+        open_dispatcher(mode, group, num_experts=8, top_k=2, hidden=64, max_tokens=4).close()
     except (fanfold.FanfoldError, OSError) as error:
         return f"{type(error).__name__}: {error}"
     finally:

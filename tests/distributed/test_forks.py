@@ -67,7 +67,7 @@ def _native(group: dist.ProcessGroup, mode: str) -> dict[str, str]:
         pending, hook = ep.dispatch(*arguments, return_hook=True)
         calls |= {"hook": hook}
     else:
-        layer = MoE(32, 16, 12, 3, expert_parallel=ep)
+        layer = MoE(32, 16, 12, 3, dispatcher=ep)
         calls |= {
             "cached": lambda: ep.dispatch(call.x, previous=received),
             "weights": lambda: ep.combine_weights(torch.ones(len(received.tokens)), received),

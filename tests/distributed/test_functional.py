@@ -16,7 +16,8 @@ import torch
 
 from fanfold import functional
 from fanfold.errors import ArgumentError, PeerRefused, UsageError
-from fanfold.expert_parallel import ExpertParallel
+from fanfold.high_throughput import HighThroughput
+from fanfold.low_latency import LowLatency
 
 RANKS = 3
 EXPERTS = 12
@@ -76,21 +77,20 @@ def expert(index: int | torch.Tensor, rows: torch.Tensor, integers: bool) -> tor
 
 
 def open_ep(
-    group: object, case: Case, kind: type[ExpertParallel] = ExpertParallel, **options: object
-) -> ExpertParallel:
+    group: object, case: Case, kind: type[HighThroughput] = HighThroughput, **options: object
+) -> HighThroughput:
     settings = {
         "num_experts": EXPERTS,
         "top_k": case.top_k,
         "hidden": HIDDEN,
         "max_tokens": 64,
-        "mode": "high_throughput",
         "expert_alignment": case.alignment,
     } | options
     return kind(group, **settings)
 
 
 def run_layer(
-    ep: ExpertParallel, case: Case, x: torch.Tensor, weights: torch.Tensor, idx: torch.Tensor
+    ep: HighThroughput, case: Case, x: torch.Tensor, weights: torch.Tensor, idx: torch.Tensor
 ) -> torch.Tensor:
     """Dispatch, experts, combine."""
     tokens, row_weights, received = functional.dispatch(ep, x, idx, weights)
@@ -108,7 +108,7 @@ def run_layer(
 
 
 def run_layer_by_row(
-    ep: ExpertParallel, case: Case, capacity: int | None, x: torch.Tensor, weights: torch.Tensor,
+    ep: HighThroughput, case: Case, capacity: int | None, x: torch.Tensor, weights: torch.Tensor,
     idx: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """The same without a look at any number; what autograd leaves in unused rows is spoilt."""
@@ -185,7 +185,7 @@ def test_gradients_are_those_of_plain_pytorch(pool, case):
         torch.testing.assert_close(grad_weights, want_weights, rtol=1e-4, atol=1e-4)
 
 
-class Unwritten(ExpertParallel):
+class Unwritten(HighThroughput):
     """Has rows behind the others as GPUs do: nobody has written them."""
 
     def dispatch(self, x, *args, **options):
@@ -417,7 +417,7 @@ def test_a_graph_that_never_ran_backward_is_freed(pool):
     assert all(pool.run(graph_is_freed, CASES[0]))
 
 
-class Addresses(ExpertParallel):
+class Addresses(HighThroughput):
     """Notes where the tensors lie that it is called with."""
 
     def __init__(self, *args: object, **options: object) -> None:
@@ -461,7 +461,9 @@ def test_gradients_come_to_the_calls_where_kernels_can_read_them():
 
 
 def low_latency_calls(group: object, case: Case) -> tuple[str, bool]:
-    with open_ep(group, case, mode="low_latency", expert_alignment=1) as ep:
+    with LowLatency(
+        group, num_experts=EXPERTS, top_k=case.top_k, hidden=HIDDEN, max_tokens=64
+    ) as ep:
         inputs = case.inputs()[ep.rank]
         x, weights = inputs["x"].requires_grad_(), inputs["weights"]
         with pytest.raises(UsageError) as caught:
@@ -478,7 +480,7 @@ def low_latency_calls(group: object, case: Case) -> tuple[str, bool]:
 
 
 def run_layer_low_latency(
-    ep: ExpertParallel, case: Case, x: torch.Tensor, weights: torch.Tensor, idx: torch.Tensor
+    ep: HighThroughput, case: Case, x: torch.Tensor, weights: torch.Tensor, idx: torch.Tensor
 ) -> torch.Tensor:
     tokens, row_weights, received = functional.dispatch(ep, x, idx, weights)
     y = torch.empty_like(tokens)
@@ -493,7 +495,7 @@ def run_layer_low_latency(
 def test_low_latency_infers_and_says_why_it_does_not_train(pool):
     case = next(case for case in CASES if case.integers)
     for message, right in pool.run(low_latency_calls, case):
-        assert "high_throughput" in message
+        assert "fanfold.HighThroughput" in message
         assert "no_grad" in message
         assert right
 

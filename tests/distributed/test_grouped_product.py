@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # its usual name
 
 from fanfold import functional
-from fanfold.expert_parallel import ExpertParallel
+from fanfold.high_throughput import HighThroughput
 from fanfold.launch import RankPool
 
 needs_grouped_products = pytest.mark.skipif(
@@ -53,16 +53,16 @@ def expected(tokens: Tokens) -> torch.Tensor:
     return (tokens.topk_weights.unsqueeze(-1) * y).sum(1).bfloat16()
 
 
-def open_layer(group: dist.ProcessGroup) -> ExpertParallel:
+def open_layer(group: dist.ProcessGroup) -> HighThroughput:
     """A layer whose experts' rows begin at multiples of 8."""
-    return ExpertParallel(
+    return HighThroughput(
         group, num_experts=EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens=TOKENS,
-        mode="high_throughput", expert_alignment=8,
+        expert_alignment=8,
     )  # fmt: skip
 
 
 def round_trip(
-    ep: ExpertParallel, tokens: Tokens, matrices: torch.Tensor, capacity: int | None
+    ep: HighThroughput, tokens: Tokens, matrices: torch.Tensor, capacity: int | None
 ) -> torch.Tensor:
     """Dispatch, one product for all local experts, combine; the CPU reads nothing in between."""
     received = ep.dispatch(tokens.x, tokens.topk_idx, tokens.topk_weights, capacity=capacity)
@@ -71,7 +71,7 @@ def round_trip(
 
 
 def gradients(
-    ep: ExpertParallel, tokens: Tokens, matrices: torch.Tensor, capacity: int | None
+    ep: HighThroughput, tokens: Tokens, matrices: torch.Tensor, capacity: int | None
 ) -> list[torch.Tensor]:
     """Of the tokens, their weights and the matrices, where rows behind hold what is no number."""
     given = [t.clone().requires_grad_() for t in (tokens.x, tokens.topk_weights, matrices)]

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 import fanfold
+from fanfold.backends.high_throughput import Dispatched, HostHighThroughput, Plan, dispatch_layout
 from fanfold.config import Config
 from fanfold.group import as_group
-from fanfold.high_throughput import Dispatched, HighThroughput, Plan, dispatch_layout
 from fanfold.launch import RankPool
-from fanfold.symmetric import SymmetricMemory
+from fanfold.memory.host import SymmetricMemory
 from tests.distributed.routings import (
     Case,
     Round,
@@ -35,13 +35,13 @@ BF16_EIGHT = Case(tokens=(9, 0, 30, 17), experts_per_rank=4, top_k=5, hidden=48)
 @contextmanager
 def opened(
     group: dist.ProcessGroup, staging_bytes: int = 1 << 16, timeout_s: float = 60.0
-) -> Iterator[HighThroughput]:
-    """A HighThroughput of its own memory. Collective."""
+) -> Iterator[HostHighThroughput]:
+    """A HostHighThroughput of its own memory. Collective."""
     config = Config.resolve(staging_bytes=staging_bytes, timeout_s=timeout_s)
     ranks = as_group(group)
-    nbytes = HighThroughput.staging_bytes(ranks.size, config)
+    nbytes = HostHighThroughput.staging_bytes(ranks.size, config)
     with SymmetricMemory(ranks, nbytes, config) as memory:
-        yield HighThroughput(memory, 0, nbytes)
+        yield HostHighThroughput(memory, 0, nbytes)
 
 
 def same_bits(actual: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -158,7 +158,7 @@ def expected_lanes(expect: Round, layout: str) -> torch.Tensor:
     return total
 
 
-def check_combine(mode: HighThroughput, expect: Round, got: Dispatched, layout: str) -> None:
+def check_combine(mode: HostHighThroughput, expect: Round, got: Dispatched, layout: str) -> None:
     plan, weighted = got.plan, expect.case.weighted
     wanted = expected_combine(
         expect.case, expect.inputs, expect.rows_by_rank, expect.rank, weighted
@@ -189,7 +189,7 @@ def check_combine(mode: HighThroughput, expect: Round, got: Dispatched, layout: 
         assert same_bits(into, unweighted)
 
 
-def run_case(mode: HighThroughput, case: Case, rank: int, layout: str) -> None:
+def run_case(mode: HostHighThroughput, case: Case, rank: int, layout: str) -> None:
     """Dispatches, reuses and combines ``case``, and checks every bit of what this rank gets."""
     expect = Round(case, rank)
     given = expect.own

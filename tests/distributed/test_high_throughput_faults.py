@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 import fanfold
+from fanfold.backends.high_throughput import Dispatched, HostHighThroughput, Plan
 from fanfold.config import Config
 from fanfold.group import as_group
-from fanfold.high_throughput import Dispatched, HighThroughput, Plan
 from fanfold.launch import RankFailure, RankPool
-from fanfold.symmetric import SymmetricMemory
+from fanfold.memory.host import SymmetricMemory
 from tests.distributed.layers import caught
 from tests.distributed.routings import Case, Round
 from tests.distributed.test_high_throughput import Pools, opened, run_case, same_bits
@@ -42,7 +42,7 @@ class Arguments:
     expert_alignment: Any = 1
     capacity: Any = None
 
-    def dispatch(self, mode: HighThroughput) -> Dispatched:
+    def dispatch(self, mode: HostHighThroughput) -> Dispatched:
         return mode.dispatch(
             self.x,
             self.topk_idx,
@@ -145,7 +145,7 @@ def _bad_plan(plan: Plan, **changes: Any) -> object:
     return dataclasses.replace(plan, **changes)
 
 
-BAD_COMBINES: dict[str, tuple[str, Callable[[HighThroughput, Dispatched], object]]] = {
+BAD_COMBINES: dict[str, tuple[str, Callable[[HostHighThroughput, Dispatched], object]]] = {
     "y dtype": (
         "y.dtype",
         lambda m, d: m.combine(d.tokens.float(), d.plan, layout="expert_major"),
@@ -194,7 +194,7 @@ BAD_COMBINES: dict[str, tuple[str, Callable[[HighThroughput, Dispatched], object
     ),
 }
 
-BAD_CACHED: dict[str, tuple[str, Callable[[HighThroughput, Dispatched], object]]] = {
+BAD_CACHED: dict[str, tuple[str, Callable[[HostHighThroughput, Dispatched], object]]] = {
     "tokens": (
         "x.shape[0]",
         lambda m, d: m.dispatch_cached(torch.zeros(1, 64), d.plan, layout="expert_major"),
@@ -429,9 +429,9 @@ def _go_on_without(group: dist.ProcessGroup, phase: str) -> tuple[Any, ...]:
     given = expect.own
     config = Config.resolve(late_peers="mask", timeout_s=30.0, staging_bytes=1 << 16)
     ranks = as_group(group)
-    nbytes = HighThroughput.staging_bytes(ranks.size, config)
+    nbytes = HostHighThroughput.staging_bytes(ranks.size, config)
     with SymmetricMemory(ranks, nbytes, config) as memory:
-        mode = HighThroughput(memory, 0, nbytes)
+        mode = HostHighThroughput(memory, 0, nbytes)
         if rank == CULPRIT:
             name = {"counts": "exchange_counts", "rows": "dispatch_rows"}[phase]
             mode._core = _Falling(mode._core, name, signal.SIGKILL)  # type: ignore[assignment]

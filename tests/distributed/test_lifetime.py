@@ -148,11 +148,11 @@ def test_soak_for_long(pools: Callable[[int], RankPool], mode: str, ranks: int) 
 
 def _reshape(group: dist.ProcessGroup, rounds: int) -> bool:
     """One low-latency memory that serves a new geometry in every call."""
+    from fanfold.backends.low_latency import HostLowLatency
     from fanfold.config import Config
     from fanfold.geometry import Geometry
     from fanfold.group import as_group
-    from fanfold.low_latency import HostLowLatency
-    from fanfold.symmetric import SymmetricMemory
+    from fanfold.memory.host import SymmetricMemory
 
     members = as_group(group)
     random = torch.Generator().manual_seed(9)

@@ -122,7 +122,7 @@ def _experts_output(rows: torch.Tensor, expert: int) -> torch.Tensor:
 def _run(group: dist.ProcessGroup, case: Case) -> dict[str, Any]:
     """Dispatch and combine on one rank; everything a check needs."""
     rank = dist.get_rank(group)
-    with fanfold.ExpertParallel(
+    with fanfold.LowLatency(
         group,
         num_experts=case.ranks * case.experts_per_rank,
         top_k=case.top_k,
@@ -278,10 +278,10 @@ WAITED_NS = 10**15  # before the first dispatch
 
 def _statistics(group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
     """Totals over three dispatches, read through the mode, which takes statistics."""
+    from fanfold.backends.low_latency import HostLowLatency, Statistics
     from fanfold.geometry import Geometry
     from fanfold.group import as_group
-    from fanfold.low_latency import HostLowLatency, Statistics
-    from fanfold.symmetric import SymmetricMemory
+    from fanfold.memory.host import SymmetricMemory
 
     members = as_group(group)
     geometry = Geometry(members.size, PLAIN.ranks * PLAIN.experts_per_rank, 2, 64, 8)
@@ -316,10 +316,10 @@ def test_statistics(pools: Callable[[int], RankPool]) -> None:
 def _bad_statistics(group: dist.ProcessGroup) -> list[str]:
     """What each rank is told where rank 1 gives tensors of a wrong shape or dtype; and then, what
     is no bool but taken for one."""
+    from fanfold.backends.low_latency import HostLowLatency, Statistics
     from fanfold.geometry import Geometry
     from fanfold.group import as_group
-    from fanfold.low_latency import HostLowLatency, Statistics
-    from fanfold.symmetric import SymmetricMemory
+    from fanfold.memory.host import SymmetricMemory
 
     members = as_group(group)
     geometry = Geometry(members.size, PLAIN.ranks * PLAIN.experts_per_rank, 2, 64, 8)
@@ -354,8 +354,8 @@ def test_bad_statistics(pools: Callable[[int], RankPool]) -> None:
 
 def test_bytes_of_memory() -> None:
     """The formula of docs/low_latency.md, and DeepEP's own for comparison."""
+    from fanfold.backends.low_latency import HostLowLatency
     from fanfold.geometry import Geometry
-    from fanfold.low_latency import HostLowLatency
 
     for ranks, experts, top_k, hidden, tokens in [
         (4, 256, 8, 7168, 128),

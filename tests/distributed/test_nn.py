@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,14 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
+from fanfold.bench.dispatchers import AnyDispatcher, open_dispatcher
 from fanfold.errors import ArgumentError, UsageError
-from fanfold.expert_parallel import ExpertParallel
+from fanfold.geometry import Mode
+from fanfold.high_throughput import HighThroughput
+from fanfold.low_latency import LowLatency
 from fanfold.nn import MoE, MoEOptions, average_gradients
 from fanfold.nn.sharding import local_part
-from fanfold.received import Received
+from fanfold.results import DispatchResult
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 8, 3, 48, 40
 
@@ -56,21 +60,17 @@ PROBLEMS = {
 def open_ep(
     group: object,
     options: MoEOptions,
-    kind: type[ExpertParallel] = ExpertParallel,
+    kind: type | None = None,
+    mode: Mode = "high_throughput",
     **settings: object,
-) -> ExpertParallel:
-    return kind(
-        group,
-        num_experts=EXPERTS,
-        top_k=TOP_K,
-        hidden=options.latent or HIDDEN,
-        max_tokens=64,
-        **({"mode": "high_throughput"} | settings),
-    )
+) -> Any:
+    sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden": options.latent or HIDDEN}
+    sizes |= {"max_tokens": 64} | settings
+    return open_dispatcher(mode, group, **sizes) if kind is None else kind(group, **sizes)
 
 
-def make_layer(ep: ExpertParallel, options: MoEOptions) -> MoE:
-    return MoE(HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, expert_parallel=ep, options=options)
+def make_layer(ep: AnyDispatcher, options: MoEOptions) -> MoE:
+    return MoE(HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, dispatcher=ep, options=options)
 
 
 def train_once(group: object, problem: Problem, alignment: int = 1) -> dict[str, object]:
@@ -252,7 +252,7 @@ def change_over(group: object) -> tuple[bool, str]:
         x, _ = Problem(options, (20, 31)).inputs()[training.rank]
         with torch.no_grad():
             before = layer(x)
-            layer.expert_parallel = fast
+            layer.dispatcher = fast
             after = layer(x.reshape(1, -1, HIDDEN))
         with pytest.raises(UsageError) as caught:
             layer(x)
@@ -271,14 +271,14 @@ def swap_for_another_group(group: object) -> str:
     with open_ep(group, options) as together, open_ep(alone, options) as apart:
         layer = make_layer(together, options)
         with pytest.raises(ArgumentError) as caught:
-            layer.expert_parallel = apart
-        assert layer.expert_parallel is together
+            layer.dispatcher = apart
+        assert layer.dispatcher is together
         return caught.value.argument
 
 
 def test_experts_cannot_move_to_another_split_of_the_ranks(pools):
     arguments = pools(2).run(swap_for_another_group)
-    assert arguments == ["expert_parallel.experts_per_rank", "expert_parallel.rank"]
+    assert arguments == ["dispatcher.experts_per_rank", "dispatcher.rank"]
 
 
 def count(group: object, tokens: tuple[int, ...]) -> dict[str, object]:
@@ -334,7 +334,7 @@ class Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Aside(ExpertParallel):
+class Aside:
     """Hides the reads of its own calls, which are the host backend's."""
 
     reads: Reads
@@ -345,7 +345,7 @@ class Aside(ExpertParallel):
         del self.reads.names[before:]
         return result
 
-    def dispatch(self, *args: object, **options: object) -> Received:
+    def dispatch(self, *args: object, **options: object) -> DispatchResult:
         return self._hidden(super().dispatch, *args, **options)
 
     def combine(self, *args: object, **options: object) -> torch.Tensor:
@@ -355,10 +355,21 @@ class Aside(ExpertParallel):
         return self._hidden(super().combine_weights, *args)
 
 
+class LowLatencyAside(Aside, LowLatency):
+    pass
+
+
+class HighThroughputAside(Aside, HighThroughput):
+    pass
+
+
+ASIDE = {"low_latency": LowLatencyAside, "high_throughput": HighThroughputAside}
+
+
 @pytest.mark.parametrize("mode", ["high_throughput", "low_latency"])
 def test_a_layer_reads_one_tensor_in_its_forward_pass_and_none_in_its_backward_pass(mode):
     options = MoEOptions(shared_intermediate=16)
-    with open_ep(None, options, kind=Aside, mode=mode) as ep, Reads() as ep.reads:
+    with open_ep(None, options, kind=ASIDE[mode]) as ep, Reads() as ep.reads:
         layer = make_layer(ep, options).requires_grad_(mode == "high_throughput")
         x = torch.ones((30, HIDDEN))
         for _ in range(2):
@@ -374,31 +385,34 @@ def test_a_layer_reads_one_tensor_in_its_forward_pass_and_none_in_its_backward_p
 def test_where_rows_lie_is_read_once_unless_a_graph_may_write_it_again(capacity):
     """A CUDA graph is one with a capacity: its replays fill the tensors of one plan."""
     options = MoEOptions()
-    with open_ep(None, options, kind=Aside, expert_alignment=4) as ep, Reads() as ep.reads:
+    with (
+        open_ep(None, options, kind=HighThroughputAside, expert_alignment=4) as ep,
+        Reads() as ep.reads,
+    ):
         idx = torch.arange(60).reshape(20, 3) % 7
         received = ep.dispatch(torch.ones((20, HIDDEN)).bfloat16(), idx, capacity=capacity)
         again = ep.dispatch(torch.ones((20, HIDDEN)).bfloat16(), previous=received)
         for brought in (received, dataclasses.replace(received, weights=None), again):
             rows = [brought.expert(expert).shape[0] for expert in range(EXPERTS)]
             assert rows == [9, 9, 9, 9, 8, 8, 8, 0]
-            assert [count for _, count in brought.places()] == rows
+            assert [count for _, count in brought.expert_ranges()] == rows
         counts = received.source.dispatched.plan.tokens_per_expert
         counts[7] = 3
         assert len(received.expert(7)) == (0 if capacity is None else 3)
         assert capacity is not None or ep.reads.names == ["tolist"] * 2
 
 
-def test_sizes_that_are_not_the_expert_parallels_are_refused():
+def test_sizes_that_are_not_the_dispatchers_are_refused():
     options = MoEOptions()
     with open_ep(None, options) as ep:
         for sizes, name in [
-            ((HIDDEN + 8, INTERMEDIATE, EXPERTS, TOP_K), "expert_parallel.hidden"),
-            ((HIDDEN, INTERMEDIATE, EXPERTS * 2, TOP_K), "expert_parallel.num_experts"),
-            ((HIDDEN, INTERMEDIATE, EXPERTS, TOP_K + 1), "expert_parallel.top_k"),
+            ((HIDDEN + 8, INTERMEDIATE, EXPERTS, TOP_K), "dispatcher.hidden"),
+            ((HIDDEN, INTERMEDIATE, EXPERTS * 2, TOP_K), "dispatcher.num_experts"),
+            ((HIDDEN, INTERMEDIATE, EXPERTS, TOP_K + 1), "dispatcher.top_k"),
             ((HIDDEN, 0, EXPERTS, TOP_K), "intermediate"),
         ]:
             with pytest.raises(ArgumentError) as caught:
-                MoE(*sizes, expert_parallel=ep, options=options)
+                MoE(*sizes, dispatcher=ep, options=options)
             assert caught.value.argument == name
     with pytest.raises(ArgumentError, match="score"):
         MoEOptions(score="relu")

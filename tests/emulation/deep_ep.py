@@ -12,13 +12,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from fanfold.backends.choose import BackendChoice
 from fanfold.deep_ep import Buffer, runtime
 from fanfold.deep_ep.streams import HostStreams
-from fanfold.placement import Placement
 from tests.emulation.high_throughput import emulated
 from tests.emulation.world import Builder, ThreadGroup
 
-PLACED = Placement("cuda", torch.device("cpu"), "each rank has a GPU of its own", (9, 0))
+PLACED = BackendChoice("cuda", torch.device("cpu"), "each rank has a GPU of its own", (9, 0))
 
 
 class Memory:
@@ -46,7 +46,7 @@ def emulated_buffers(builder: Builder, ctas: int) -> Iterator[None]:
         emulated(builder, ctas),
         mock.patch.multiple(
             runtime,
-            place=lambda group, settings: PLACED,
+            choose=lambda group, settings: PLACED,
             CudaSymmetricMemory=Memory,
             Streams=lambda device: HostStreams(),
         ),

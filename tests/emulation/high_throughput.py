@@ -13,10 +13,10 @@ from unittest import mock
 import torch
 
 from fanfold import _core, kernel_reports
+from fanfold.backends.high_throughput import kernels, launches
+from fanfold.backends.high_throughput import reports as reports_module
+from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.config import Config
-from fanfold.high_throughput import kernels, launches
-from fanfold.high_throughput import reports as reports_module
-from fanfold.high_throughput.cuda import CudaHighThroughput
 from tests.distributed.routings import Case
 from tests.emulation.pinned import PAGEABLE
 from tests.emulation.world import Builder, ThreadGroup

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from fanfold import Config, _core, kernel_reports
+from fanfold.backends.low_latency import cuda, cuda_required_bytes
+from fanfold.backends.low_latency.cuda import CudaLowLatency
+from fanfold.backends.low_latency.quick import QuickLook
 from fanfold.geometry import Geometry
-from fanfold.low_latency import cuda, cuda_required_bytes
-from fanfold.low_latency.cuda import CudaLowLatency
-from fanfold.low_latency.quick import QuickLook
 from tests.emulation.pinned import PAGEABLE
 
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""An ExpertParallel whose high throughput runs on emulated GPUs; ranks are threads."""
+"""A HighThroughput that runs on emulated GPUs; ranks are threads."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from unittest import mock
 
 import torch
 
-from fanfold.expert_parallel import high_throughput
-from fanfold.high_throughput.cuda import CudaHighThroughput
+from fanfold import high_throughput
+from fanfold.backends import opening
+from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from tests.emulation.deep_ep import PLACED, Memory
 from tests.emulation.high_throughput import emulated
 from tests.emulation.world import Builder
@@ -25,11 +26,11 @@ def _unwritten(
 
 @contextmanager
 def emulated_layers(builder: Builder, ctas: int) -> Iterator[None]:
-    """Within it an ExpertParallel takes the CPU for a GPU of compute capability 9.0."""
+    """Within it a HighThroughput takes the CPU for a GPU of compute capability 9.0."""
     with (
         emulated(builder, ctas),
-        mock.patch.object(high_throughput, "place_high_throughput", return_value=PLACED),
-        mock.patch.object(high_throughput, "CudaSymmetricMemory", Memory),
+        mock.patch.object(high_throughput, "choose", return_value=PLACED),
+        mock.patch.object(opening, "CudaSymmetricMemory", Memory),
         mock.patch.object(CudaHighThroughput, "_empty", _unwritten),
     ):
         yield

@@ -26,12 +26,12 @@ from unittest import mock
 import torch
 
 from fanfold import _core, kernel_reports
+from fanfold.backends.low_latency import cuda, cuda_required_bytes
+from fanfold.backends.low_latency.cuda import CudaLowLatency
+from fanfold.backends.low_latency.sizes import core_geometry
 from fanfold.config import Config
 from fanfold.geometry import Geometry
 from fanfold.jit import KernelSource
-from fanfold.low_latency import cuda, cuda_required_bytes
-from fanfold.low_latency.cuda import CudaLowLatency
-from fanfold.low_latency.sizes import core_geometry
 from tests.emulation.pinned import PAGEABLE
 
 HERE = Path(__file__).parent

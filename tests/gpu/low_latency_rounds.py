@@ -10,14 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fanfold.backends.low_latency import HostLowLatency, cuda_required_bytes
+from fanfold.backends.low_latency.cuda import CudaLowLatency
 from fanfold.config import Config
 from fanfold.formats import RowFormat, ScaleFormat
 from fanfold.geometry import Geometry
 from fanfold.group import as_group
-from fanfold.low_latency import HostLowLatency, cuda_required_bytes
-from fanfold.low_latency.cuda import CudaLowLatency
-from fanfold.symmetric import SymmetricMemory
-from fanfold.symmetric_cuda import CudaSymmetricMemory
+from fanfold.memory.cuda import CudaSymmetricMemory
+from fanfold.memory.host import SymmetricMemory
 from tests.gpu.support import Case, Tokens, tokens_of
 
 Calls = tuple[torch.Tensor, ...]

@@ -23,8 +23,8 @@ import torch.multiprocessing
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from fanfold.backends.high_throughput.layout import dispatch_layout
 from fanfold.formats import ScaleFormat, quantize
-from fanfold.high_throughput.layout import dispatch_layout
 from tests.distributed import routings
 from tests.distributed.cuda_rounds import run_case
 from tests.gpu.low_latency_rounds import like_the_host

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import fanfold
+from fanfold.bench.dispatchers import open_dispatcher
 from fanfold.launch import join
 
 STALLED = 1
@@ -35,14 +36,14 @@ def _experts() -> int:
     return 4 * int(os.environ["WORLD_SIZE"])
 
 
-def _open(group: Any, mode: str, timeout_s: float) -> fanfold.ExpertParallel:
-    return fanfold.ExpertParallel(
-        group, num_experts=_experts(), top_k=2, hidden=256, max_tokens=8, mode=mode,
+def _open(group: Any, mode: Any, timeout_s: float) -> Any:
+    return open_dispatcher(
+        mode, group, num_experts=_experts(), top_k=2, hidden=256, max_tokens=8,
         config=fanfold.Config.resolve(backend="cuda", timeout_s=timeout_s),
     )  # fmt: skip
 
 
-def _round(ep: fanfold.ExpertParallel) -> None:
+def _round(ep: Any) -> None:
     x = torch.ones((8, 256), dtype=torch.bfloat16, device="cuda")
     topk_idx = torch.arange(16, device="cuda").view(8, 2) % _experts()
     received = ep.dispatch(x, topk_idx)

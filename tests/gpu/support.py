@@ -179,11 +179,11 @@ def overwrite_free_memory(sizes: list[int], device: torch.device) -> None:
 
 def open_layer(
     group: dist.ProcessGroup, case: Case, backend: str = "cuda", **settings: Any
-) -> fanfold.ExpertParallel:
-    """An ExpertParallel for ``case``. Collective."""
+) -> fanfold.LowLatency:
+    """A LowLatency for ``case``. Collective."""
     # A test that fails on one rank should not keep the others for the default of 100 s.
     config = fanfold.Config.resolve(**{"backend": backend, "timeout_s": 20.0, **settings})
-    return fanfold.ExpertParallel(
+    return fanfold.LowLatency(
         group,
         num_experts=case.experts,
         top_k=case.top_k,
@@ -234,7 +234,7 @@ def answers(group: dist.ProcessGroup, cases: list[Case]) -> list[Answer]:
         return [_answer(ep, case, rank) for case in cases]
 
 
-def _answer(ep: fanfold.ExpertParallel, case: Case, rank: int) -> Answer:
+def _answer(ep: fanfold.LowLatency, case: Case, rank: int) -> Answer:
     mine = tokens_of(case, rank)
     received = ep.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
     counts = received.tokens_per_expert.clone()
@@ -297,7 +297,7 @@ def assert_same(what: str, actual: torch.Tensor, expected: torch.Tensor) -> None
         )
 
 
-def assert_received(received: fanfold.Received, answer: Answer) -> None:
+def assert_received(received: fanfold.LowLatencyResult, answer: Answer) -> None:
     """Asserts that a dispatch brought what the host backend's brought."""
     tokens = received.tokens
     places = answer.places.to(tokens.device)

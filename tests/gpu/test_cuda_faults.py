@@ -36,7 +36,7 @@ BAD = 1
 """The rank that errs or is late."""
 
 
-def _good_round(ep: fanfold.ExpertParallel, group: dist.ProcessGroup, case: Case) -> None:
+def _good_round(ep: fanfold.LowLatency, group: dist.ProcessGroup, case: Case) -> None:
     """Asserts that a round gives what it must."""
     device, rank = own_device(), dist.get_rank(group)
     (answer,) = answers(group, [case])

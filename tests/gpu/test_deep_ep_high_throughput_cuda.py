@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.deep_ep import Buffer
 from fanfold.deep_ep.handles import GpuHandle
 from fanfold.errors import ArgumentError, PeerRefused
-from fanfold.high_throughput.cuda import CudaHighThroughput
 from tests.conformance import deep_ep_reference as reference
 from tests.conformance import test_deep_ep_high_throughput as conformance
 from tests.conformance.deep_ep_reference import Case, Inputs, arrivals, inputs

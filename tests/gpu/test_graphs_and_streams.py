@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 import fanfold
+from fanfold.backends.low_latency.protocol import CudaRouting
 from fanfold.formats import dequantize
-from fanfold.low_latency.calls import CudaRouting
-from fanfold.received import LowLatencySource
+from fanfold.results import LowLatencySource
 from tests.gpu.conftest import GpuPools
 from tests.gpu.support import (
     Answer,
@@ -43,13 +43,13 @@ def _batches(case: Case) -> list[Case]:
 class _Static:
     """The tensors that a captured call reads and leaves."""
 
-    def __init__(self, ep: fanfold.ExpertParallel, first: Tokens, answer: Answer) -> None:
+    def __init__(self, ep: fanfold.LowLatency, first: Tokens, answer: Answer) -> None:
         self.ep = ep
         self.x, self.topk_idx = first.x.clone(), first.topk_idx.clone()
         assert first.topk_weights is not None
         self.topk_weights = first.topk_weights.clone()
         self.y: torch.Tensor | None = None
-        self.received: fanfold.Received | None = None
+        self.received: fanfold.LowLatencyResult | None = None
         self.out: torch.Tensor | None = None
         self._answer = answer
 

@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 
 import fanfold
+from fanfold.backends.high_throughput import HostHighThroughput, Plan
+from fanfold.backends.high_throughput.cuda import CudaHighThroughput
+from fanfold.backends.high_throughput.in_place import bytes_for_results
+from fanfold.backends.high_throughput.plan import CudaDispatched
 from fanfold.config import Config
 from fanfold.errors import ArgumentError, PeerRefused, PeerTimeout
 from fanfold.group import as_group
-from fanfold.high_throughput import HighThroughput, Plan
-from fanfold.high_throughput.cuda import CudaHighThroughput
-from fanfold.high_throughput.in_place import bytes_for_results
-from fanfold.high_throughput.plan import CudaDispatched
-from fanfold.symmetric import SymmetricMemory
-from fanfold.symmetric_cuda import CudaSymmetricMemory
+from fanfold.memory.cuda import CudaSymmetricMemory
+from fanfold.memory.host import SymmetricMemory
 from tests.distributed import routings
 from tests.distributed.cuda_rounds import (
     check_brought,
@@ -193,13 +193,13 @@ def _against_the_host(
     rank, ranks = dist.get_rank(group), as_group(group)
     x, idx, weights = large.make(rank)
     config = Config.resolve(timeout_s=60.0)
-    nbytes = HighThroughput.staging_bytes(ranks.size, config)
+    nbytes = HostHighThroughput.staging_bytes(ranks.size, config)
     result_bytes = large.result_bytes if in_place else 0
     with (
         SymmetricMemory(ranks, nbytes, config) as memory,
         opened(group, result_bytes=result_bytes) as mode,
     ):
-        host = HighThroughput(memory, 0, nbytes)
+        host = HostHighThroughput(memory, 0, nbytes)
         rest = {"num_experts": large.experts, "layout": layout, "expert_alignment": 128}
         want = host.dispatch(x, idx, weights, **rest)
         device = mode.device
@@ -478,11 +478,10 @@ def _in_place_by_the_face(group: dist.ProcessGroup, dtype: str) -> None:
     weights = torch.rand((90, 3), generator=numbers)
     sizes = {
         "num_experts": 4 * ranks, "top_k": 3, "hidden": 512, "max_tokens": 128,
-        "mode": "high_throughput", "dispatch_dtype": dtype, "expert_alignment": 16,
-        "in_place_rows": 90 * 3 * ranks + 64,
+        "dispatch_dtype": dtype, "expert_alignment": 16, "in_place_rows": 90 * 3 * ranks + 64,
     }  # fmt: skip
     layers = [
-        fanfold.ExpertParallel(group, **sizes, config=Config.resolve(backend=backend))
+        fanfold.HighThroughput(group, **sizes, config=Config.resolve(backend=backend))
         for backend in ("host", "cuda")
     ]
     with layers[0] as host, layers[1] as ep:

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fanfold.backends.high_throughput.cuda import CudaHighThroughput
+from fanfold.backends.high_throughput.in_place import bytes_for_results
+from fanfold.backends.high_throughput.plan import CudaDispatched
 from fanfold.errors import UsageError
-from fanfold.high_throughput.cuda import CudaHighThroughput
-from fanfold.high_throughput.in_place import bytes_for_results
-from fanfold.high_throughput.plan import CudaDispatched
 from tests.distributed.cuda_rounds import (
     check_brought,
     dispatch,

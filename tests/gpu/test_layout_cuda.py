@@ -8,12 +8,12 @@ from unittest import mock
 import pytest
 import torch
 
+from fanfold.backends.high_throughput import dispatch_layout, layout
+from fanfold.backends.high_throughput.kernels import Sizes
+from fanfold.backends.high_throughput.layout import Layout, layout_there
+from fanfold.backends.high_throughput.layout_kernel import LayoutCounter, counter_of
 from fanfold.errors import UsageError
 from fanfold.geometry import MAX_TOKENS
-from fanfold.high_throughput import dispatch_layout, layout
-from fanfold.high_throughput.kernels import Sizes
-from fanfold.high_throughput.layout import Layout, layout_there
-from fanfold.high_throughput.layout_kernel import LayoutCounter, counter_of
 from tests.gpu.conftest import gpu_count
 from tests.kernels.routings import routings
 

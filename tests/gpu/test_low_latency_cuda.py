@@ -175,13 +175,15 @@ def _varied(case: Case) -> list[Case]:
 class _Expected:
     """What one input must give, on the GPU, so that comparing waits for nothing."""
 
-    def __init__(self, answer: Answer, like: fanfold.Received, device: torch.device) -> None:
+    def __init__(
+        self, answer: Answer, like: fanfold.LowLatencyResult, device: torch.device
+    ) -> None:
         self.places = answer.places.to(device)
         self.rows, self.counts = answer.rows.to(device), answer.counts.to(device)
         self.out = answer.out.to(device).view(torch.int16)
         self.y = answer.spread(like.tokens, device)
 
-    def wrong(self, received: fanfold.Received, out: torch.Tensor) -> torch.Tensor:
+    def wrong(self, received: fanfold.LowLatencyResult, out: torch.Tensor) -> torch.Tensor:
         """How many values of a round are not as they must be."""
         rows = received.tokens.view(torch.uint8).flatten(0, 1).index_select(0, self.places)
         return (

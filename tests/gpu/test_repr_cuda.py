@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import fanfold
+from fanfold.bench.dispatchers import open_dispatcher
 from fanfold.deep_ep import Buffer
 from fanfold.nn import MoE
 from tests.gpu.conftest import GpuPools
@@ -36,11 +37,11 @@ def _sent(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 def _native(group: dist.ProcessGroup, mode: Any) -> list[str]:
     config = fanfold.Config.resolve(backend="cuda", timeout_s=20.0)
-    with fanfold.ExpertParallel(
-        group, num_experts=EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens=MOST, mode=mode,
+    with open_dispatcher(
+        mode, group, num_experts=EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens=MOST,
         config=config,
     ) as ep:  # fmt: skip
-        layer = MoE(HIDDEN, 32, EXPERTS, TOP_K, expert_parallel=ep).to(ep.device)
+        layer = MoE(HIDDEN, 32, EXPERTS, TOP_K, dispatcher=ep).to(ep.device)
         with torch.no_grad():
             layer(torch.ones((3, HIDDEN), device=ep.device))
         received = ep.dispatch(*_sent(ep.device))
@@ -53,7 +54,7 @@ def _native(group: dist.ProcessGroup, mode: Any) -> list[str]:
 @pytest.mark.parametrize("mode", ["low_latency", "high_throughput"])
 def test_native(gpus: GpuPools, ranks: int, mode: str) -> None:
     for texts in gpus.run(ranks, _native, mode):
-        assert f"mode='{mode}'" in texts[0]
+        assert texts[0].startswith("LowLatency(" if mode == "low_latency" else "HighThroughput(")
         assert "backend='cuda'" in texts[0]
         assert texts[-1].endswith("closed)")
         assert "<bfloat16 [" in texts[1]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from fanfold.high_throughput.kernels import Sizes
+from fanfold.backends.high_throughput.kernels import Sizes
 
 
 def routings(sizes: Sizes, tokens: Iterable[int]) -> Iterator[torch.Tensor]:

@@ -8,11 +8,15 @@ import io
 import runpy
 import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from rich.console import Console
 
+from fanfold.backends import opening
+from fanfold.backends.choose import BackendChoice
+from fanfold.backends.low_latency import Dispatched, LateRouting, cuda_required_bytes
 from fanfold.bench import late_weights, layouts, oracle, report
 from fanfold.bench.check import Expectation
 from fanfold.bench.cuda_high_throughput import capacity_for
@@ -23,11 +27,9 @@ from fanfold.bench.timing import Timings
 from fanfold.bench.workload import Workload
 from fanfold.cli import bench
 from fanfold.errors import ArgumentError, ConfigError, UnavailableError
-from fanfold.expert_parallel import low_latency as opening
 from fanfold.formats import RowFormat
 from fanfold.geometry import Geometry
-from fanfold.low_latency import Dispatched, LateRouting, cuda_required_bytes
-from fanfold.placement import Placement
+from fanfold.results import HighThroughputResult
 
 
 @pytest.fixture(autouse=True)
@@ -155,12 +157,13 @@ def test_what_needs_gpus_says_so_without(monkeypatch, option):
 
 
 class Recorded:
-    """Stands in for an ExpertParallel, and keeps what it is given."""
+    """Stands in for a HighThroughput, and keeps what it is given."""
 
     device = torch.device("cuda")
     memory = types.SimpleNamespace(bytes_per_rank=0)
 
-    def __init__(self, group, **options):
+    def __init__(self, mode, group, **options):
+        assert mode == "high_throughput"
         self.options, self.dispatched = options, []
 
     def dispatch(self, x, topk_idx=None, topk_weights=None, **options):
@@ -170,7 +173,8 @@ class Recorded:
 @pytest.mark.parametrize("distribution", ["uniform", "skewed", "one_expert"])
 @pytest.mark.parametrize("tokens", [0, 33])
 def test_in_place_has_room_for_every_dispatch(monkeypatch, tokens, distribution):
-    monkeypatch.setattr(layouts, "ExpertParallel", Recorded)
+    monkeypatch.setattr(layouts, "open_dispatcher", Recorded)
+    monkeypatch.setattr(layouts, "HighThroughput", Recorded)
     settings = BenchSettings(
         "high_throughput", ranks=3, tokens=tokens, hidden=16, top_k=2, experts=6, backend="cuda",
         distribution=distribution, seed=3, in_place=True,
@@ -182,10 +186,11 @@ def test_in_place_has_room_for_every_dispatch(monkeypatch, tokens, distribution)
     assert capacity >= max(oracle.rows_arriving(batches, 6, token_major=False, alignment=128))
     given = Given(batches[0].x, batches[0].topk_idx, batches[0].topk_weights)
     calls.dispatch(given, 5)
-    calls.dispatch_again(given, None)
+    previous = mock.create_autospec(HighThroughputResult, instance=True)
+    calls.dispatch_again(given, previous)
     assert calls.ep.dispatched == [
         {"capacity": 5, "in_place": True},
-        {"previous": None, "in_place": True},
+        {"previous": previous, "in_place": True},
     ]
 
 
@@ -233,7 +238,7 @@ def open_late_weights(monkeypatch, settings):
         mode.opened |= options
         return mode
 
-    monkeypatch.setattr(late_weights, "place", lambda group, config: Placement("cuda", GPU, ""))
+    monkeypatch.setattr(late_weights, "choose", lambda *which: BackendChoice("cuda", GPU, ""))
     monkeypatch.setattr(opening, "CudaSymmetricMemory", memory)
     monkeypatch.setattr(opening.low_latency, "open_low_latency", open_mode)
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: tensor)
@@ -247,7 +252,7 @@ def test_late_weights_on_gpus_are_the_modes_own(monkeypatch):
     ).on("cuda")  # fmt: skip
     calls, mode = open_late_weights(monkeypatch, settings)
     nbytes = cuda_required_bytes(Geometry(1, 2, 2, 16, 12), late_weights=True)
-    assert mode.opened.pop("check_place")
+    assert mode.opened.pop("check_devices")
     assert mode.opened == {"nbytes": nbytes, "late_weights": True}
     assert (calls.device, calls.memory_bytes) == (GPU, nbytes)
     batch = settings.workload().batch(0)
@@ -266,7 +271,8 @@ def test_late_weights_on_gpus_are_the_modes_own(monkeypatch):
 
 
 def test_elsewhere_no_memory_is_kept_for_rows(monkeypatch):
-    monkeypatch.setattr(layouts, "ExpertParallel", Recorded)
+    monkeypatch.setattr(layouts, "open_dispatcher", Recorded)
+    monkeypatch.setattr(layouts, "HighThroughput", Recorded)
     settings = BenchSettings("high_throughput", tokens=3, hidden=16, backend="cuda").on("cuda")
     calls = layouts.open_calls(None, settings)
     assert calls.ep.options["in_place_rows"] == 0

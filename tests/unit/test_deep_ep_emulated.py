@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from fanfold import _core
+from fanfold.backends.high_throughput.cuda import CudaHighThroughput
+from fanfold.backends.high_throughput.layout import layout_there
 from fanfold.deep_ep import Buffer, Config
 from fanfold.deep_ep.handles import GpuHandle
 from fanfold.errors import ArgumentError, PeerRefused, PeerTimeout, UsageError
-from fanfold.high_throughput.cuda import CudaHighThroughput
-from fanfold.high_throughput.layout import layout_there
 from tests.conformance import deep_ep_reference as reference
 from tests.conformance import test_deep_ep_high_throughput as conformance
 from tests.conformance.deep_ep_reference import Case, arrivals, inputs

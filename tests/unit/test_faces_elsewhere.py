@@ -11,24 +11,24 @@ import pytest
 import torch
 
 import fanfold
-from fanfold.deep_ep import Buffer, runtime
-from fanfold.deep_ep.sizes import cuda_memory_bytes
-from fanfold.errors import ArgumentError, UsageError
-from fanfold.expert_parallel import face
-from fanfold.expert_parallel import low_latency as opening
-from fanfold.formats import RowFormat
-from fanfold.geometry import Geometry
-from fanfold.low_latency import (
+from fanfold import low_latency as face
+from fanfold.backends import opening
+from fanfold.backends.choose import BackendChoice
+from fanfold.backends.low_latency import (
     CudaRouting,
     Dispatched,
     LateRouting,
     RoutingLayout,
     cuda_required_bytes,
 )
-from fanfold.placement import Placement
+from fanfold.deep_ep import Buffer, runtime
+from fanfold.deep_ep.sizes import cuda_memory_bytes
+from fanfold.errors import ArgumentError, UsageError
+from fanfold.formats import RowFormat
+from fanfold.geometry import Geometry
 
 META = torch.device("meta")
-PLACED = Placement("cuda", META, "each rank has a GPU of its own")
+PLACED = BackendChoice("cuda", META, "each rank has a GPU of its own")
 SIZES: dict[str, Any] = {"num_experts": 4, "top_k": 2, "hidden": 32, "max_tokens": 8}
 
 
@@ -53,7 +53,7 @@ class Mode:
         self.error: Exception | None = None
         self.late = False
         self.row_format: RowFormat | None = None
-        self.check_place: Any = None
+        self.check_devices: Any = None
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **rest: self.calls.append((name, *args, *rest.values()))
@@ -93,7 +93,7 @@ class Mode:
 
     def _check(self, call: str, **tensors: Any) -> None:
         try:
-            self.check_place(**tensors)
+            self.check_devices(**tensors)
         except ArgumentError:
             self.calls.append((f"refuse_{call}", None))
             raise
@@ -114,12 +114,12 @@ def mode(monkeypatch: pytest.MonkeyPatch) -> Mode:
     """What every face opens instead of a GPU's mode."""
     made = Mode()
     for module in (face, runtime):
-        monkeypatch.setattr(module, "place", lambda group, config: PLACED)
+        monkeypatch.setattr(module, "choose", lambda *which: PLACED)
     for module in (opening, runtime):
         monkeypatch.setattr(module, "CudaSymmetricMemory", Memory)
 
-    def opened(memory: Any, config: Any, *, late_weights: bool = False, check_place: Any) -> Mode:
-        made.late, made.check_place = late_weights, check_place
+    def opened(memory: Any, config: Any, *, late_weights: bool = False, check_devices: Any) -> Mode:
+        made.late, made.check_devices = late_weights, check_devices
         return made
 
     monkeypatch.setattr(opening.low_latency, "open_low_latency", opened)
@@ -134,7 +134,7 @@ def tokens(device: torch.device = META) -> tuple[torch.Tensor, torch.Tensor, tor
 
 
 def test_native_round_trip(mode: Mode) -> None:
-    with fanfold.ExpertParallel(None, **SIZES) as ep:
+    with fanfold.LowLatency(None, **SIZES) as ep:
         geometry = Geometry(1, **SIZES)
         assert ep.memory.bytes_per_rank == cuda_required_bytes(geometry, late_weights=False)
         assert ep.device == META
@@ -167,7 +167,7 @@ def test_native_round_trip(mode: Mode) -> None:
 
 
 def test_native_hooks(mode: Mode) -> None:
-    with fanfold.ExpertParallel(None, **SIZES) as ep:
+    with fanfold.LowLatency(None, **SIZES) as ep:
         received, hook = ep.dispatch(*tokens(), return_hook=True)
         assert not received.complete
         with pytest.raises(UsageError, match="not complete"):
@@ -182,7 +182,7 @@ def test_native_hooks(mode: Mode) -> None:
 
 
 def test_tensors_elsewhere_are_told_why(mode: Mode) -> None:
-    with fanfold.ExpertParallel(None, **SIZES) as ep:
+    with fanfold.LowLatency(None, **SIZES) as ep:
         x, idx, weights = tokens()
         near = tokens(torch.device("cpu"))
         for wrong, name in (
@@ -200,7 +200,7 @@ def test_tensors_elsewhere_are_told_why(mode: Mode) -> None:
 
 
 def test_what_kernels_found_is_raised(mode: Mode) -> None:
-    with fanfold.ExpertParallel(None, **SIZES) as ep:
+    with fanfold.LowLatency(None, **SIZES) as ep:
         ep.check()
         mode.error = ArgumentError("topk_idx[0, 1]", 4, "from -1 (none) to 3")
         for call in (ep.check, ep.synchronize):
@@ -372,20 +372,14 @@ def test_in_place_without_a_gpu() -> None:
     """On the host rows come into tensors of their own; what cannot be is refused all the same."""
     host = fanfold.Config.resolve(backend="host")
     x, idx, weights = tokens(torch.device("cpu"))
-    with fanfold.ExpertParallel(
-        None, **SIZES, mode="high_throughput", in_place_rows=64, config=host
-    ) as ep:
+    with fanfold.HighThroughput(None, **SIZES, in_place_rows=64, config=host) as ep:
         got = ep.dispatch(x, idx, weights, in_place=True)
         ep.dispatch(x + 1, previous=got, in_place=True)
         assert not got.tokens.any()
-    with fanfold.ExpertParallel(None, **SIZES, mode="high_throughput", config=host) as ep:
+    with fanfold.HighThroughput(None, **SIZES, config=host) as ep:
         with pytest.raises(ArgumentError, match="in_place_rows"):
             ep.dispatch(x, idx, weights, in_place=True)
         ep.dispatch(x, idx, weights)
-    with fanfold.ExpertParallel(None, **SIZES, config=host) as ep:
-        with pytest.raises(ArgumentError, match="in_place"):
-            ep.dispatch(x, idx, weights, in_place=True)
-        ep.dispatch(x, idx, weights)
-    for wrong in (-1, 1.5, 64):
+    for wrong in (-1, 1.5):
         with pytest.raises(ArgumentError, match="in_place_rows"):
-            fanfold.ExpertParallel(None, **SIZES, in_place_rows=wrong, config=host)
+            fanfold.HighThroughput(None, **SIZES, in_place_rows=wrong, config=host)

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from fanfold import _core
-from fanfold.errors import ArgumentError
-from fanfold.high_throughput.kernels import (
+from fanfold.backends.high_throughput.kernels import (
     MOST_SHARED_BYTES,
     CombineKind,
     DispatchKind,
@@ -23,7 +22,8 @@ from fanfold.high_throughput.kernels import (
     most_batches,
     plan_kernel,
 )
-from fanfold.high_throughput.layer_kernels import shared_bytes_of
+from fanfold.backends.high_throughput.layer_kernels import shared_bytes_of
+from fanfold.errors import ArgumentError
 from fanfold.jit import KernelSource
 from tests.unit.conftest import Compiled
 from tests.unit.test_kernels_compile import check, short

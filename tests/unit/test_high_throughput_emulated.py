@@ -14,11 +14,11 @@ from unittest import mock
 import pytest
 import torch
 
-from fanfold import Config, ExpertParallel, _core
+from fanfold import Config, HighThroughput, _core
+from fanfold.backends.high_throughput import grid, kernels, launches
+from fanfold.backends.high_throughput.cuda import CudaHighThroughput
+from fanfold.backends.high_throughput.kernels import CombineKind, DispatchKind
 from fanfold.errors import ArgumentError, PeerRefused, UsageError
-from fanfold.high_throughput import grid, kernels, launches
-from fanfold.high_throughput.cuda import CudaHighThroughput
-from fanfold.high_throughput.kernels import CombineKind, DispatchKind
 from tests.distributed.cuda_rounds import (
     check_brought,
     check_combine,
@@ -276,20 +276,15 @@ def test_sms_change_between_calls() -> None:
 def test_the_face_says_how_many_sms() -> None:
     sizes = {"num_experts": 4, "top_k": 2, "hidden": 32, "max_tokens": 8}
     config = Config.resolve(backend="host")
-    with ExpertParallel(None, **sizes, mode="high_throughput", config=config) as ep:
+    with HighThroughput(None, **sizes, config=config) as ep:
         ep.use_sms(8)
         ep.use_sms(None)
         with pytest.raises(ArgumentError, match="sms"):
             ep.use_sms(0)
         on_gpu = mock.create_autospec(CudaHighThroughput, instance=True)
-        with mock.patch.object(ep._high_throughput, "_mode", on_gpu):
+        with mock.patch.object(ep, "_backend", on_gpu):
             ep.use_sms(12)
         on_gpu.use_sms.assert_called_once_with(12)
-    with (
-        ExpertParallel(None, **sizes, config=config) as ep,
-        pytest.raises(UsageError, match="high_throughput"),
-    ):
-        ep.use_sms(8)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -330,7 +325,9 @@ def test_a_plan_is_kept_for_all_streams_that_use_it(monkeypatch: pytest.MonkeyPa
     expect = Round(dataclasses.replace(SMALL, tokens=(30,), weighted=False), 0)
     current, kept = [5], set[tuple[int, int]]()
     monkeypatch.setattr(mode, "_follow", lambda: current[0])
-    monkeypatch.setattr("fanfold.high_throughput.cuda.stream_at", lambda address, device: address)
+    monkeypatch.setattr(
+        "fanfold.backends.high_throughput.cuda.stream_at", lambda address, device: address
+    )
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda tensor, stream: kept.add((tensor.data_ptr(), stream))
     )

@@ -11,10 +11,10 @@ from unittest import mock
 import pytest
 import torch
 
+from fanfold.backends.high_throughput import cuda as cuda_module
+from fanfold.backends.high_throughput.cuda import CudaHighThroughput
+from fanfold.backends.high_throughput.plan import CudaDispatched, CudaPlan
 from fanfold.errors import ArgumentError, FanfoldError, PeerRefused, PeerTimeout
-from fanfold.high_throughput import cuda as cuda_module
-from fanfold.high_throughput.cuda import CudaHighThroughput
-from fanfold.high_throughput.plan import CudaDispatched, CudaPlan
 from tests.distributed import routings
 from tests.distributed.cuda_rounds import (
     check_brought,

@@ -6,9 +6,14 @@ import random
 
 import pytest
 
-from fanfold.high_throughput import grid as model
-from fanfold.high_throughput.grid import Grid, sms_for
-from fanfold.high_throughput.kernels import DEFAULT_MOST_CTAS, CombineKind, DispatchKind, Sizes
+from fanfold.backends.high_throughput import grid as model
+from fanfold.backends.high_throughput.grid import Grid, sms_for
+from fanfold.backends.high_throughput.kernels import (
+    DEFAULT_MOST_CTAS,
+    CombineKind,
+    DispatchKind,
+    Sizes,
+)
 
 MAIN = Sizes(4, 256, 8)
 ORDERS = [(expert_major, in_place) for expert_major in (False, True) for in_place in (False, True)]

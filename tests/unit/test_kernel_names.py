@@ -17,9 +17,7 @@ import pytest
 import torch
 
 from fanfold import _core, errors
-from fanfold.formats import RowFormat, ScaleFormat
-from fanfold.geometry import Geometry
-from fanfold.high_throughput.kernels import (
+from fanfold.backends.high_throughput.kernels import (
     CombineKind,
     DispatchKind,
     Sizes,
@@ -28,10 +26,12 @@ from fanfold.high_throughput.kernels import (
     layout_kernel,
     plan_kernel,
 )
+from fanfold.backends.low_latency.kernels import kernel_sources
+from fanfold.formats import RowFormat, ScaleFormat
+from fanfold.geometry import Geometry
 from fanfold.jit import KernelSource, kernel
 from fanfold.jit.cache import Cache, Entry
 from fanfold.jit.kernel import KERNELS, compile_in
-from fanfold.low_latency.kernels import kernel_sources
 from fanfold.quantizing import kernel_source as quantize_kernel
 
 GEOMETRY = Geometry(ranks=2, num_experts=8, top_k=2, hidden=256, max_tokens=8)

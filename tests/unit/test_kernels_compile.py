@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from fanfold.backends.low_latency.kernels import kernel_sources
 from fanfold.formats import RowFormat, ScaleFormat
 from fanfold.geometry import Geometry
 from fanfold.jit import Binary, KernelSource
-from fanfold.low_latency.kernels import kernel_sources
 from tests.unit.conftest import Compiled
 
 ROWS = [

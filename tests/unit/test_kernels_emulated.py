@@ -15,11 +15,11 @@ from unittest import mock
 import pytest
 import torch
 
+from fanfold.backends.low_latency.cuda import CudaLowLatency
+from fanfold.backends.low_latency.protocol import Statistics
 from fanfold.errors import ArgumentError, PeerRefused, PeerTimeout
 from fanfold.formats import RowFormat, ScaleFormat, quantize
 from fanfold.geometry import Geometry
-from fanfold.low_latency.calls import Statistics
-from fanfold.low_latency.cuda import CudaLowLatency
 from tests.emulation.world import Builder, World, emulated
 
 CTAS = 7

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import fanfold
+from fanfold.backends.low_latency.cuda import CudaLowLatency
+from fanfold.base_dispatcher import missing_entries
+from fanfold.bench.dispatchers import open_dispatcher
 from fanfold.errors import LatePeerWarning
-from fanfold.expert_parallel.missing import missing_entries
 from fanfold.geometry import Geometry, Mode
 from fanfold.late_peers import LatePeer, LatePeers
-from fanfold.low_latency.cuda import CudaLowLatency
 from tests.emulation.world import Builder, World, emulated
 
 CTAS, GONE = 4, 2
@@ -171,7 +172,7 @@ def test_missing_entries_of_a_wrong_routing(topk_idx: Any, argument: str) -> Non
 def test_nobody_is_missing(mode: Mode) -> None:
     sizes = {"num_experts": 4, "top_k": 2, "hidden": 64, "max_tokens": 6}
     topk_idx = torch.tensor([[0, 3], [-1, 1]])
-    with fanfold.ExpertParallel(**sizes, mode=mode) as ep:
+    with open_dispatcher(mode, **sizes) as ep:
         assert ep.live_ranks() == (0,)
         assert not ep.missing(topk_idx).any()
         with pytest.raises(fanfold.ArgumentError, match=r"topk_idx\.shape"):

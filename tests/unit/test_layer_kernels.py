@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from fanfold.backends.high_throughput.kernels import Sizes
+from fanfold.backends.high_throughput.layer_kernels import Layer, shared_bytes_of
 from fanfold.errors import ArgumentError
 from fanfold.formats import RowFormat, ScaleFormat
-from fanfold.high_throughput.kernels import Sizes
-from fanfold.high_throughput.layer_kernels import Layer, shared_bytes_of
 from tests.distributed.cuda_rounds import run_case
 from tests.distributed.routings import Case, results_of
 from tests.emulation.high_throughput import ROOMY_RING, World, emulated

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fanfold.high_throughput.cuda import CudaHighThroughput
+from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from tests.distributed import test_functional as calls
 from tests.emulation.deep_ep import run
 from tests.emulation.high_throughput import CTAS

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from fanfold import _core
+from fanfold.backends.high_throughput import dispatch_layout, kernels, layout, layout_kernel
+from fanfold.backends.high_throughput.kernels import LAYOUT_CTAS, Sizes
+from fanfold.backends.high_throughput.layout import Layout, layout_there
+from fanfold.backends.high_throughput.layout_kernel import LayoutCounter, counter_of
 from fanfold.errors import UnavailableError, UsageError
-from fanfold.high_throughput import dispatch_layout, kernels, layout, layout_kernel
-from fanfold.high_throughput.kernels import LAYOUT_CTAS, Sizes
-from fanfold.high_throughput.layout import Layout, layout_there
-from fanfold.high_throughput.layout_kernel import LayoutCounter, counter_of
 from fanfold.jit import KernelSource
 from tests.emulation.optional import Gpu, answering
 from tests.emulation.world import Builder

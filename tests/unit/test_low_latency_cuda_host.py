@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from fanfold import _core
+from fanfold.backends.low_latency import CudaRouting, LateRouting, Statistics
+from fanfold.backends.low_latency.outputs import Allocator
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.formats import RowFormat, ScaleFormat
-from fanfold.low_latency import CudaRouting, LateRouting, Statistics
-from fanfold.low_latency.outputs import Allocator
 from tests.emulation.launches import (
     CAPACITY,
     CPU,
@@ -294,11 +294,11 @@ def test_a_routing_of_another_mode_is_refused(gpu: Gpu) -> None:
 def test_where_tensors_must_be_is_said_first(gpu: Gpu) -> None:
     asked = []
 
-    def check_place(**tensors: object) -> None:
+    def check_devices(**tensors: object) -> None:
         asked.append(sorted(tensors))
         raise ArgumentError("x.device", "elsewhere", "here")
 
-    mode = open_mode(check_place=check_place)
+    mode = open_mode(check_devices=check_devices)
     x, idx, weights = tokens()
     mode.dispatch(GEOMETRY, x, idx, weights)
     assert asked == []

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from fanfold.backends.low_latency import CudaRouting, cuda
 from fanfold.errors import ArgumentError, PeerTimeout, UsageError
-from fanfold.low_latency import CudaRouting, cuda
 from tests.emulation.launches import (
     GEOMETRY,
     RECEIVE,

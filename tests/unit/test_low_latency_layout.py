@@ -12,12 +12,12 @@ from unittest import mock
 import pytest
 import torch
 
+from fanfold.backends.low_latency import cuda
+from fanfold.backends.low_latency.cuda import CudaLowLatency
+from fanfold.backends.low_latency.kernels import Grid
 from fanfold.errors import ArgumentError, CompileError, FanfoldError, PeerTimeout, UsageError
 from fanfold.geometry import Geometry
 from fanfold.jit import KernelSource
-from fanfold.low_latency import cuda
-from fanfold.low_latency.cuda import CudaLowLatency
-from fanfold.low_latency.kernels import Grid
 from tests.emulation.world import Builder, World, emulated
 
 CTAS = 4

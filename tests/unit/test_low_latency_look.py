@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from fanfold import _core
+from fanfold.backends.low_latency import RoutingLayout
+from fanfold.backends.low_latency.quick import Look, QuickLook, check_apart, quick_look
+from fanfold.backends.low_latency.sizes import core_geometry
 from fanfold.errors import ArgumentError
 from fanfold.geometry import Geometry, is_plain
-from fanfold.low_latency import RoutingLayout
-from fanfold.low_latency.quick import Look, QuickLook, check_apart, quick_look
-from fanfold.low_latency.sizes import core_geometry
 
 CPU = torch.device("cpu")
 GEOMETRY = Geometry(ranks=3, num_experts=6, top_k=2, hidden=32, max_tokens=4)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from fanfold.backends.low_latency.cuda import CudaLowLatency
 from fanfold.errors import ArgumentError, PeerTimeout
 from fanfold.geometry import Geometry
-from fanfold.low_latency.cuda import CudaLowLatency
 from tests.emulation.world import Builder, World, emulated
 
 CTAS = 4

@@ -14,12 +14,14 @@ import torch.distributed as dist
 
 import fanfold
 from fanfold import functional
+from fanfold import low_latency as face
+from fanfold.backends import opening
+from fanfold.backends.choose import BackendChoice
+from fanfold.bench.dispatchers import open_dispatcher
 from fanfold.deep_ep import Buffer, runtime
 from fanfold.deep_ep.streams import HostStreams
 from fanfold.errors import ArgumentError
-from fanfold.expert_parallel import face, low_latency
 from fanfold.nn import MoE, MoEOptions
-from fanfold.placement import Placement
 from tests.emulation.deep_ep import Memory, emulated_buffers
 from tests.emulation.high_throughput import CTAS
 from tests.emulation.launches import stand_in
@@ -111,15 +113,15 @@ SIZES: Arguments = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, "m
 
 @contextmanager
 def opened(
-    mode: str, backend: str, builder: Builder, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[fanfold.ExpertParallel]:
+    mode: Any, backend: str, builder: Builder, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Any]:
     with ExitStack() as stack:
         if backend == "cuda" and mode == "high_throughput":
             stack.enter_context(emulated_layers(builder, CTAS))
         elif backend == "cuda":
-            pretend_low_latency(monkeypatch, face, low_latency)
+            pretend_low_latency(monkeypatch, face, opening)
         options: Arguments = {"in_place_rows": 64} if mode == "high_throughput" else {}
-        made = fanfold.ExpertParallel(Alone(), mode=mode, **SIZES, **options)  # type: ignore[arg-type]
+        made = open_dispatcher(mode, Alone(), **SIZES, **options)
         yield stack.enter_context(made)
 
 
@@ -130,8 +132,8 @@ def pretend_low_latency(monkeypatch: pytest.MonkeyPatch, placing: Any, opening: 
         placing, opening: the modules that choose a backend and that make its memory.
     """
     stand_in(monkeypatch)
-    placed = Placement("cuda", torch.device("cpu"), "each rank has a GPU of its own")
-    monkeypatch.setattr(placing, "place", lambda group, config: placed)
+    placed = BackendChoice("cuda", torch.device("cpu"), "each rank has a GPU of its own")
+    monkeypatch.setattr(placing, "choose", lambda *which: placed)
     monkeypatch.setattr(opening, "CudaSymmetricMemory", Memory)
 
 
@@ -142,13 +144,13 @@ PLACES = [("low_latency", "host"), ("low_latency", "cuda"), ("high_throughput", 
 @pytest.fixture(params=PLACES, ids="-".join)
 def ep(
     request: pytest.FixtureRequest, builder: Builder, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[fanfold.ExpertParallel]:
+) -> Iterator[Any]:
     mode, backend = request.param
     with opened(mode, backend, builder, monkeypatch) as made:
         yield made
 
 
-def test_native_dispatch(ep: fanfold.ExpertParallel) -> None:
+def test_native_dispatch(ep: Any) -> None:
     shapes = {"x": f"(tokens, {HIDDEN})", "topk_idx": f"({TOKENS}, {TOP_K})"}
     check_tensors(ep.dispatch, tokens(), {**shapes, "topk_weights": f"({TOKENS}, {TOP_K})"})
     good = tokens()
@@ -157,18 +159,20 @@ def test_native_dispatch(ep: fanfold.ExpertParallel) -> None:
     many = good["x"].repeat(2, 1)
     limit = f"at most max_tokens = {MOST}"
     check(ep.dispatch, good, "x", Wrong(many, "x.shape[0]", str(2 * TOKENS), limit))
-    for previous in (3, "it"):
-        with pytest.raises(ArgumentError, match=r"^previous is "):
-            ep.dispatch(good["x"], previous=previous)  # type: ignore[call-overload]
+    if ep.mode == "high_throughput":
+        for previous in (3, "it"):
+            with pytest.raises(ArgumentError, match=r"^previous is "):
+                ep.dispatch(good["x"], previous=previous)
 
 
-def test_native_combine(ep: fanfold.ExpertParallel) -> None:
+def test_native_combine(ep: Any) -> None:
     received = ep.dispatch(**tokens())
     rows = tuple(received.tokens.shape)
     good = {"y": torch.ones(rows, dtype=torch.bfloat16), "received": received,
             "out": torch.empty((TOKENS, HIDDEN), dtype=torch.bfloat16)}  # fmt: skip
     check_tensors(ep.combine, good, {"y": str(rows), "out": f"({TOKENS}, {HIDDEN})"})
-    wrong = Wrong(3, "received", "3 (type int)", "the Received that dispatch returned")
+    kind = "LowLatencyResult" if ep.mode == "low_latency" else "HighThroughputResult"
+    wrong = Wrong(3, "received", "3 (type int)", f"the {kind} that dispatch returned")
     check(ep.combine, good, "received", wrong)
     check(ep.combine, good, "y", Wrong(None, "y", "None", str(rows)))
 
@@ -213,7 +217,6 @@ def test_native_high_throughput(
         ("top_k", 0, "0", "from 1 to 32"),
         ("hidden", 65, "65", "a multiple of 8"),
         ("max_tokens", None, "None", "an integer from 0"),
-        ("mode", "lowlatency", "'lowlatency'", "'low_latency' or 'high_throughput'"),
         ("dispatch_dtype", "int8", "'int8'", "'bf16' or 'fp8'"),
         ("scale_format", "e8", "'e8'", "'float32' or 'power_of_two' or 'ue8m0'"),
         ("expert_alignment", 1.5, "1.5 (type float)", "an integer from 1"),
@@ -223,14 +226,17 @@ def test_native_high_throughput(
     ],
 )
 def test_construction(name: str, value: object, found: str, wanted: str) -> None:
-    check(fanfold.ExpertParallel, SIZES, name, Wrong(value, name, found, wanted))
+    wrong = Wrong(value, name, found, wanted)
+    check(fanfold.HighThroughput, SIZES, name, wrong)
+    if name not in ("expert_alignment", "in_place_rows"):
+        check(fanfold.LowLatency, SIZES, name, wrong)
 
 
 # ---- layers and gradients -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gradient", [False, True])
-def test_functional(ep: fanfold.ExpertParallel, gradient: bool) -> None:
+def test_functional(ep: Any, gradient: bool) -> None:
     if gradient and ep.mode == "low_latency":
         return
     good = {"ep": ep, **tokens()}
@@ -250,8 +256,8 @@ def test_functional(ep: fanfold.ExpertParallel, gradient: bool) -> None:
         check_tensors(functional.combine, good, {"weights": f"({y.shape[0]},)"})
 
 
-def test_layer(ep: fanfold.ExpertParallel) -> None:
-    layer = MoE(HIDDEN, 32, EXPERTS, TOP_K, expert_parallel=ep).requires_grad_(False)
+def test_layer(ep: Any) -> None:
+    layer = MoE(HIDDEN, 32, EXPERTS, TOP_K, dispatcher=ep).requires_grad_(False)
     good = {"x": torch.ones((2, 3, HIDDEN))}
     shape = f"(..., {HIDDEN})"
     many = torch.ones((3, 3, HIDDEN))
@@ -262,7 +268,7 @@ def test_layer(ep: fanfold.ExpertParallel) -> None:
         Wrong(torch.ones(()), "x.shape", "()", shape),
         Wrong(torch.ones((5, HIDDEN), dtype=torch.int32), "x.dtype", "torch.int32", "floating"),
         Wrong(torch.ones((5, HIDDEN), device="meta"), "x.device", "meta", "cpu"),
-        Wrong(many, "x.shape", f"(3, 3, {HIDDEN}), 9 tokens", f"ExpertParallel, {MOST}"),
+        Wrong(many, "x.shape", f"(3, 3, {HIDDEN}), 9 tokens", f"dispatcher, {MOST}"),
     ):
         check(layer.forward, good, "x", wrong)
     if ep.mode == "high_throughput":
@@ -270,8 +276,8 @@ def test_layer(ep: fanfold.ExpertParallel) -> None:
 
 
 def test_a_layer_tells_its_peers() -> None:
-    with fanfold.ExpertParallel(Alone(), **SIZES) as ep:
-        layer = MoE(HIDDEN, 32, EXPERTS, TOP_K, expert_parallel=ep)
+    with fanfold.LowLatency(Alone(), **SIZES) as ep:
+        layer = MoE(HIDDEN, 32, EXPERTS, TOP_K, dispatcher=ep)
         with mock.patch.object(ep, "refuse_dispatch", wraps=ep.refuse_dispatch) as refuse:
             with pytest.raises(ArgumentError, match=r"^x.shape is \(5, 32\)") as raised:
                 layer(torch.ones((5, 32)))
@@ -286,15 +292,15 @@ def test_layer_options() -> None:
         ("shared_intermediate", "4", "'4' (type str)"),
     ):
         check(MoEOptions, {}, name, Wrong(value, name, found, ""))
-    with fanfold.ExpertParallel(Alone(), **SIZES) as ep:
+    with fanfold.LowLatency(Alone(), **SIZES) as ep:
         good = {"hidden": HIDDEN, "intermediate": 32, "num_experts": EXPERTS, "top_k": TOP_K,
-                "expert_parallel": ep}  # fmt: skip
+                "dispatcher": ep}  # fmt: skip
         check(MoE, good, "intermediate", Wrong("32", "intermediate", "'32'", "an integer from 1"))
         check(MoE, good, "hidden", Wrong(0, "hidden", "0", "from 1"))
 
 
 def test_received() -> None:
-    with fanfold.ExpertParallel(Alone(), **SIZES) as ep:
+    with fanfold.LowLatency(Alone(), **SIZES) as ep:
         received = ep.dispatch(**tokens())
         leading = f"({EXPERTS}, {MOST}, ...)"
         good: Arguments = {"index": 0, "of": None}

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fanfold import functional
 from fanfold.errors import UsageError
-from fanfold.expert_parallel import ExpertParallel
+from fanfold.high_throughput import HighThroughput
+from fanfold.low_latency import LowLatency
 from fanfold.nn import MoE, MoEOptions, experts
-from fanfold.operators import calls, exchanges
-from fanfold.received import Received
+from fanfold.operators import calls, dispatchers
+from fanfold.results import DispatchResult
 
 EXPERTS, TOP_K, HIDDEN = 8, 2, 32
 
@@ -28,15 +30,13 @@ def fresh() -> Iterator[None]:
     yield
     torch._dynamo.reset()
     gc.collect()
-    assert not exchanges._handles, "something outlives the test that dispatched it"
+    assert not dispatchers._handles, "something outlives the test that dispatched it"
 
 
-def open_ep(
-    mode: str = "high_throughput", kind: type[ExpertParallel] = ExpertParallel, **options: object
-) -> ExpertParallel:
-    return kind(
-        None, num_experts=EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens=64, mode=mode, **options
-    )
+def open_ep(mode: str = "high_throughput", kind: type | None = None, **options: object) -> Any:
+    if kind is None:
+        kind = LowLatency if mode == "low_latency" else HighThroughput
+    return kind(None, num_experts=EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens=64, **options)
 
 
 def inputs(tokens: int = 9, grad: bool = False) -> tuple[torch.Tensor, ...]:
@@ -111,7 +111,7 @@ def test_names_hold_the_shapes_and_are_never_the_same():
         names = {ep.registration.name for ep in (one, two, three)}
         assert len(names) == 3
         assert all(str(HIDDEN) in name for name in names)
-        assert exchanges.shapes_of(three.registration.name).rows == 64
+        assert dispatchers.shapes_of(three.registration.name).rows == 64
 
 
 # ---- life ---------------------------------------------------------------------------------------
@@ -123,10 +123,10 @@ def test_what_a_dispatch_left_goes_with_the_graph_that_needs_it(backend):
         function = compiled(layer_of(ep), backend=backend)
         out = function(*inputs(grad=True))
         gc.collect()
-        assert len(exchanges._handles) == 1
+        assert len(dispatchers._handles) == 1
         del out  # whose backward pass never runs
         gc.collect()
-        assert not exchanges._handles
+        assert not dispatchers._handles
         out = function(*inputs(grad=True))
         with torch._functorch.config.patch(donated_buffer=False):
             out = function(*inputs(grad=True))
@@ -134,7 +134,7 @@ def test_what_a_dispatch_left_goes_with_the_graph_that_needs_it(backend):
         out.sum().backward()
         del out
         gc.collect()
-        assert not exchanges._handles
+        assert not dispatchers._handles
 
 
 def test_a_copy_of_a_handle_stands_for_nothing_once_the_handle_is_gone():
@@ -142,7 +142,7 @@ def test_a_copy_of_a_handle_stands_for_nothing_once_the_handle_is_gone():
         x, idx, weights = inputs()
         handle = calls.dispatch(x, idx, weights, None, ep.registration.name, None, True, False)[0]
         copied = handle.clone()
-        assert exchanges.opened(copied).exchange is ep
+        assert dispatchers.opened(copied).dispatcher is ep
         del handle
         gc.collect()
         with pytest.raises(UsageError, match="copy"):
@@ -153,7 +153,7 @@ def test_rows_are_not_kept_for_a_backward_pass_that_does_not_read_them():
     with open_ep() as ep:
         x, idx, weights = inputs()
         results = calls.dispatch(x, idx, weights, None, ep.registration.name, None, True, False)
-        left = exchanges.opened(results[0]).received
+        left = dispatchers.opened(results[0]).received
         for tensor in results[1:]:
             for kept in vars(left.source.dispatched.plan).values():
                 if isinstance(kept, torch.Tensor) and kept.numel():
@@ -180,7 +180,7 @@ def test_a_closed_object_and_one_that_is_gone_say_so():
 
 
 def test_two_objects_do_not_share_a_graph():
-    def layer(ep: ExpertParallel, *given: torch.Tensor) -> torch.Tensor:
+    def layer(ep: HighThroughput, *given: torch.Tensor) -> torch.Tensor:
         return layer_of(ep)(*given)
 
     with open_ep() as one, open_ep(expert_alignment=16) as two:
@@ -216,9 +216,9 @@ def test_a_result_may_leave_the_graph_and_come_back():
             want = layer_of(face)(x, idx, weights)
             inside = compiled(lambda *given, face=face: functional.dispatch(face, *given)[2])
             received = inside(x, idx, weights)
-            assert isinstance(received, Received)
+            assert isinstance(received, DispatchResult)
             plain = functional.dispatch(face, x, idx, weights)[2]
-            assert received.places() == plain.places()
+            assert received.expert_ranges() == plain.expert_ranges()
             valid = plain.source_rank >= 0
             assert torch.equal(received.source_rank, plain.source_rank)
             assert torch.equal(received.source_token[valid], plain.source_token[valid])
@@ -244,15 +244,15 @@ def test_a_gradient_of_a_result_that_has_left_the_graph():
 
 def test_what_operators_do_not_take_runs_between_graphs():
     class Doubled:
-        """A user's own exchange, which has all that it does not define from an ExpertParallel."""
+        """A user's own dispatcher, which has all that it does not define from another."""
 
-        def __init__(self, ep: ExpertParallel) -> None:
+        def __init__(self, ep: HighThroughput) -> None:
             self._ep = ep
 
         def __getattr__(self, name: str) -> object:
             return getattr(self._ep, name)
 
-        def dispatch(self, x: torch.Tensor, *args: object, **options: object) -> Received:
+        def dispatch(self, x: torch.Tensor, *args: object, **options: object) -> DispatchResult:
             return self._ep.dispatch(x * 2, *args, **options)
 
     with open_ep() as ep, open_ep("low_latency") as fast:
@@ -279,10 +279,10 @@ def test_what_operators_do_not_take_runs_between_graphs():
 
 
 def test_calls_of_a_derived_class_are_made_once():
-    class Counted(ExpertParallel):
+    class Counted(HighThroughput):
         calls = 0
 
-        def dispatch(self, x: torch.Tensor, *args: object, **options: object) -> Received:
+        def dispatch(self, x: torch.Tensor, *args: object, **options: object) -> DispatchResult:
             self.calls += 1
             return super().dispatch(x + 1, *args, **options)
 
@@ -332,12 +332,12 @@ def test_a_second_derivative_is_refused():
 
 def test_a_layer_changes_over_between_compiled_calls():
     with open_ep() as ep, open_ep("low_latency") as fast:
-        layer = MoE(HIDDEN, 16, EXPERTS, TOP_K, expert_parallel=ep, options=MoEOptions())
+        layer = MoE(HIDDEN, 16, EXPERTS, TOP_K, dispatcher=ep, options=MoEOptions())
         function = compiled(layer)
         x = torch.randn((9, HIDDEN), generator=torch.Generator().manual_seed(1))
         outs = []
         for face in (ep, fast, ep):
-            layer.expert_parallel = face
+            layer.dispatcher = face
             with torch.no_grad():
                 outs.append(function(x))
         assert torch.equal(outs[0], outs[1])
@@ -349,7 +349,7 @@ def test_a_layer_changes_over_between_compiled_calls():
 RELOADED = """
 import importlib, sys, torch
 from fanfold import functional
-from fanfold.expert_parallel import ExpertParallel
+from fanfold import HighThroughput
 
 def layer_of(functional, ep):
     def layer(x, idx):
@@ -358,10 +358,10 @@ def layer_of(functional, ep):
     return torch.compile(layer, backend="aot_eager", fullgraph=True)
 
 def open_ep(kind):
-    return kind(None, num_experts=4, top_k=1, hidden=16, max_tokens=8, mode="high_throughput")
+    return kind(None, num_experts=4, top_k=1, hidden=16, max_tokens=8)
 
 x, idx = torch.ones((3, 16)).bfloat16(), torch.tensor([[0], [3], [1]])
-before = open_ep(ExpertParallel)
+before = open_ep(HighThroughput)
 old = layer_of(functional, before)
 assert torch.equal(old(x, idx), x)
 names = [n for n in sys.modules if n.partition(".")[0] == "fanfold" and "_core" not in n]
@@ -371,7 +371,7 @@ if sys.argv[1] == "reload":
 else:
     kept = {name: sys.modules.pop(name) for name in names}
     from fanfold import functional as second
-    from fanfold.expert_parallel import ExpertParallel as Second
+    from fanfold import HighThroughput as Second
     assert second is not functional
     new = layer_of(second, open_ep(Second))
     assert torch.equal(new(x, idx), x)
@@ -383,8 +383,8 @@ assert torch.equal(layer_of(functional, before)(x, idx), x)
 
 def test_who_compiles_nothing_imports_no_compiler():
     program = (
-        "import sys, torch, fanfold.nn; from fanfold import ExpertParallel\n"
-        "ep = ExpertParallel(None, num_experts=4, top_k=1, hidden=16, max_tokens=8)\n"
+        "import sys, torch, fanfold.nn; from fanfold import LowLatency\n"
+        "ep = LowLatency(None, num_experts=4, top_k=1, hidden=16, max_tokens=8)\n"
         "ep.dispatch(torch.ones((3, 16)).bfloat16(), torch.tensor([[0], [3], [1]]))\n"
         "assert 'torch._dynamo' not in sys.modules"
     )

@@ -20,9 +20,8 @@ from fanfold.quantizing import Quantizer, kernel_source, quantizer_of
 from tests.emulation.optional import Gpu, answering
 from tests.emulation.world import Builder
 from tests.kernels.rows import HIDDEN, every_bf16, unusual_rows
-from tests.unit.test_kernels_compile import Compiled, check, compiled, short
-
-__all__ = ["compiled"]
+from tests.unit.conftest import Compiled
+from tests.unit.test_kernels_compile import check, short
 
 GUARD = 64  # bytes behind results, that nothing may write
 
@@ -42,7 +41,7 @@ SOURCES = [source_of(hidden, form) for hidden in HIDDEN for form in ScaleFormat]
 
 @pytest.mark.parametrize("source", SOURCES, ids=short)
 def test_for_hopper(compiled: Compiled, source: KernelSource) -> None:
-    binary = compiled(SOURCES, source, "sm_90a")
+    binary = compiled(source, "sm_90a")
     check(source, binary)
     constants = dict(source.pairs)
     of_an_sm = constants["kWarps"] * 32 * constants["kCtasOfAnSm"]
@@ -52,7 +51,7 @@ def test_for_hopper(compiled: Compiled, source: KernelSource) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100a", "sm_120a"])
 def test_for_other_gpus(compiled: Compiled, arch: str) -> None:
-    check(SOURCES[0], compiled(SOURCES[:1], SOURCES[0], arch))
+    check(SOURCES[0], compiled(SOURCES[0], arch))
 
 
 # ---- what it makes ------------------------------------------------------------------------------

@@ -13,21 +13,25 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fanfold
-from fanfold import deep_ep, high_throughput, low_latency
+from fanfold import deep_ep
+from fanfold.backends import high_throughput, low_latency
+from fanfold.backends.high_throughput.plan import CudaDispatched, CudaPlan
+from fanfold.bench.dispatchers import open_dispatcher
 from fanfold.deep_ep.handles import GpuHandle
 from fanfold.deep_ep.runtime import Runtime
 from fanfold.errors import CopyError, UsageError
 from fanfold.geometry import Geometry
-from fanfold.high_throughput.plan import CudaDispatched, CudaPlan
+from fanfold.memory.cuda import CudaSymmetricMemory
+from fanfold.memory.host import SymmetricMemory
 from fanfold.nn import MoE, MoEOptions, MoEStatistics
-from fanfold.symmetric import SymmetricMemory
-from fanfold.symmetric_cuda import CudaSymmetricMemory
 
 MODES = ("low_latency", "high_throughput")
 
 HALF_MADE = [
-    fanfold.ExpertParallel,
-    fanfold.Received,
+    fanfold.LowLatency,
+    fanfold.HighThroughput,
+    fanfold.LowLatencyResult,
+    fanfold.HighThroughputResult,
     fanfold.Config,
     deep_ep.Buffer,
     deep_ep.Config,
@@ -64,11 +68,14 @@ def shown(thing: object) -> str:
         return repr(thing)
 
 
-def opened(mode: Any = "high_throughput") -> fanfold.ExpertParallel:
-    return fanfold.ExpertParallel(None, num_experts=4, top_k=2, hidden=32, max_tokens=8, mode=mode)
+CLASSES = {"low_latency": "LowLatency", "high_throughput": "HighThroughput"}
 
 
-def dispatched(ep: fanfold.ExpertParallel) -> fanfold.Received:
+def opened(mode: Any = "high_throughput") -> Any:
+    return open_dispatcher(mode, num_experts=4, top_k=2, hidden=32, max_tokens=8)
+
+
+def dispatched(ep: Any) -> Any:
     idx = torch.arange(10).reshape(5, 2) % 4
     return ep.dispatch(torch.ones(5, 32, dtype=torch.bfloat16), idx, torch.ones(5, 2))
 
@@ -96,11 +103,12 @@ class _Alone:
 def test_native(mode: str) -> None:
     ep = opened(mode)
     sizes = "rank=0, ranks=1, num_experts=4, top_k=2, hidden=32, max_tokens=8"
-    text = f"ExpertParallel(mode='{mode}', {sizes}, backend='host', device='cpu'"
+    text = f"{CLASSES[mode]}({sizes}, backend='host', device='cpu'"
     assert shown(ep) == f"{text})"
     received = dispatched(ep)
-    for part in ("tokens=<bfloat16 [", "weights=<float32 [", "num_tokens=5", "complete=True"):
+    for part in ("tokens=<bfloat16 [", "weights=<float32 [", "num_tokens=5"):
         assert part in shown(received)
+    assert ("complete=True" in shown(received)) is (mode == "low_latency")
     assert "bfloat16" in shown(received.source)
     ep.close()
     assert shown(ep) == f"{text}, closed)"
@@ -118,10 +126,10 @@ def test_a_dispatch_that_has_not_arrived() -> None:
 
 def test_layer() -> None:
     with opened() as ep:
-        layer = MoE(32, 16, 4, 2, expert_parallel=ep)
+        layer = MoE(32, 16, 4, 2, dispatcher=ep)
         layer(torch.ones(3, 32))
         assert "hidden=32, intermediate=16, num_experts=4, top_k=2" in shown(layer)
-        assert "mode='high_throughput'" in shown(layer)
+        assert "HighThroughput(" in shown(layer)
         assert "backend='host'" in shown(torch.nn.Sequential(layer))
         assert "expert_rows=<int64 [4] on cpu>" in shown(layer.statistics)
         assert "bytes_sent=<int64 [] on cpu>" in shown(layer.statistics)
@@ -169,7 +177,7 @@ def saved(value: object) -> None:
 def test_no_copies(attempt: Callable[[object], object]) -> None:
     made = buffer()
     with opened() as ep:
-        layer = MoE(32, 16, 4, 2, expert_parallel=ep)
+        layer = MoE(32, 16, 4, 2, dispatcher=ep)
         for thing, advice in (
             (ep, "several layers may use one"),
             (layer, "state_dict"),
@@ -186,7 +194,7 @@ def test_no_copies(attempt: Callable[[object], object]) -> None:
         if attempt is not copy.copy:  # which takes the layer as it is
             with pytest.raises(CopyError, match=r"^MoE cannot"):
                 attempt(torch.nn.Sequential(layer))
-        again = MoE(32, 16, 4, 2, expert_parallel=ep, options=MoEOptions(seed=1))
+        again = MoE(32, 16, 4, 2, dispatcher=ep, options=MoEOptions(seed=1))
         again.load_state_dict(layer.state_dict())
         assert torch.equal(again.w_in, layer.w_in)
     made.destroy()

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from fanfold.backends.low_latency.cuda import CudaLowLatency
+from fanfold.backends.low_latency.protocol import Dispatched, LateRouting
 from fanfold.deep_ep.low_latency_handle import handle_of, late_routing
 from fanfold.errors import ArgumentError, PeerRefused
 from fanfold.formats import ScaleFormat
 from fanfold.geometry import Geometry
-from fanfold.low_latency.calls import Dispatched, LateRouting
-from fanfold.low_latency.cuda import CudaLowLatency
 from tests.distributed import test_functional as calls
 from tests.emulation.deep_ep import run
 from tests.emulation.layers import emulated_layers
@@ -183,7 +183,7 @@ def high_throughput_rounds(
     found: list[torch.Tensor] = []
 
     def keep(received: Any) -> None:
-        for begin, count in received.places():
+        for begin, count in received.expert_ranges():
             rows = slice(begin, begin + count)
             found.extend((received.tokens[rows].clone(), received.source_token[rows].clone()))
         found.extend((received.tokens_per_expert.clone(), received.offsets.clone()))

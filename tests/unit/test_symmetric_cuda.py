@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fanfold import symmetric_cuda
 from fanfold.errors import FanfoldError, SystemFailure, UnavailableError, UsageError
 from fanfold.group import Group, as_group
-from fanfold.symmetric_cuda import CudaSymmetricMemory
+from fanfold.memory import cuda as symmetric_cuda
+from fanfold.memory.cuda import CudaSymmetricMemory
 
 NBYTES = 4096
 OFFSET = 256  # of the tensor in its allocation

@@ -65,12 +65,12 @@ PYTHON_CASES = {
     "import of a higher floor": (
         "fanfold/errors.py",
         '"""E."""\nfrom fanfold import low_latency\n',
-        ["[floor] errors (floor 1) uses low_latency (floor 6)"],
+        ["[floor] errors (floor 1) uses low_latency (floor 10)"],
     ),
     "import of a neighbour": (
         "fanfold/high_throughput.py",
         '"""H."""\nfrom fanfold.low_latency import dispatch\n',
-        ["[floor] high_throughput (floor 6) uses low_latency (floor 6)"],
+        ["[floor] high_throughput (floor 10) uses low_latency (floor 10)"],
     ),
     "import inside a function, relative": (
         "fanfold/errors.py",
@@ -80,7 +80,7 @@ PYTHON_CASES = {
     "import of the package's face from within": (
         "fanfold/low_latency.py",
         '"""L."""\nimport fanfold\n',
-        ["[floor] low_latency (floor 6) uses __init__ (floor 12)"],
+        ["[floor] low_latency (floor 10) uses __init__ (floor 13)"],
     ),
     "a room that is in no list": (
         "fanfold/attic.py",

@@ -15,13 +15,13 @@ import fanfold
 GOOD = """
     import torch
     import fanfold
-    from fanfold import ExpertParallel, Hook, Received, deep_ep, functional
+    from fanfold import DispatchResult, HighThroughput, Hook, LowLatency, deep_ep, functional
     from fanfold.nn import MoE, MoEOptions
 
     def native(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, late: bool) -> None:
         config = fanfold.Config.resolve(backend="host", late_peers="mask", timeout_s=5.0)
-        with ExpertParallel(
-            None, num_experts=8, top_k=2, hidden=64, max_tokens=16, mode="low_latency",
+        with LowLatency(
+            None, num_experts=8, top_k=2, hidden=64, max_tokens=16,
             dispatch_dtype="fp8", scale_format="ue8m0", config=config,
         ) as ep:
             received = ep.dispatch(x, idx, weights)
@@ -34,12 +34,12 @@ GOOD = """
         reveal_type(ep.mode)
         reveal_type(config.late_peers)
 
-    def layers(ep: ExpertParallel, x: torch.Tensor, idx: torch.Tensor) -> fanfold.nn.MoE:
+    def layers(ep: HighThroughput, x: torch.Tensor, idx: torch.Tensor) -> fanfold.nn.MoE:
         tokens, weights, received = functional.dispatch(ep, x, idx)
         reveal_type(functional.combine(ep, tokens, received, weights))
         options = MoEOptions(score="sigmoid", dtype=torch.bfloat16)
-        layer = MoE(64, 32, 8, 2, expert_parallel=ep, options=options)
-        reveal_type(layer.expert_parallel)
+        layer = MoE(64, 32, 8, 2, dispatcher=ep, options=options)
+        reveal_type(layer.dispatcher)
         reveal_type(layer.balance_loss)
         return layer
 
@@ -53,18 +53,18 @@ GOOD = """
     def failed(error: fanfold.PeerTimeout) -> tuple[int, float]:
         return error.peer, error.seconds
 
-    def keep(received: Received) -> list[tuple[int, int]]:
-        return received.places()
+    def keep(received: DispatchResult) -> list[tuple[int, int]]:
+        return received.expert_ranges()
 """
 
 REVEALED = [
     "torch._tensor.Tensor",
     "torch._tensor.Tensor",
     "torch._tensor.Tensor | tuple[torch._tensor.Tensor, def ()]",
-    "Literal['low_latency'] | Literal['high_throughput']",
+    "Literal['low_latency']",
     "Literal['raise'] | Literal['mask']",
     "torch._tensor.Tensor",
-    "fanfold.expert_parallel.face.ExpertParallel",
+    "fanfold.base_dispatcher.BaseDispatcher",
     "torch._tensor.Tensor",
     "torch._tensor.Tensor",
     "fanfold.deep_ep.events.EventOverlap",
@@ -73,16 +73,17 @@ REVEALED = [
 
 # Each is one mistake: the code that mypy names it by, and the line.
 WRONG = [
-    ("attr-defined", "fanfold.ExpertParalel"),
+    ("attr-defined", "fanfold.LowLatancy"),
     ("attr-defined", "fanfold.nn.Moe"),
     ("arg-type", 'fanfold.Config.resolve(backend="cdua")'),
     ("arg-type", 'fanfold.Config.resolve(late_peers="wait")'),
     ("arg-type", 'fanfold.Config.resolve(timeout_s="5")'),
     ("call-arg", "fanfold.Config.resolve(time_out=5.0)"),
-    ("arg-type", 'fanfold.ExpertParallel(None, mode="lowlatency", **sizes)'),
-    ("arg-type", "fanfold.ExpertParallel(3, **sizes)"),
-    ("arg-type", 'fanfold.ExpertParallel(None, dispatch_dtype="int8", **sizes)'),
-    ("arg-type", 'fanfold.ExpertParallel(None, scale_format="e8m0", **sizes)'),
+    ("call-arg", "fanfold.LowLatency(None, expert_alignment=8, **sizes)"),
+    ("call-overload", "ep.dispatch(x, x, capacity=8)"),
+    ("arg-type", "fanfold.HighThroughput(3, **sizes)"),
+    ("arg-type", 'fanfold.HighThroughput(None, dispatch_dtype="int8", **sizes)'),
+    ("arg-type", 'fanfold.LowLatency(None, scale_format="e8m0", **sizes)'),
     ("arg-type", 'fanfold.nn.MoEOptions(score="relu")'),
     ("arg-type", 'fanfold.nn.MoEOptions(dtype="bf16")'),
     ("comparison-overlap", 'ep.mode == "fast"'),
@@ -102,7 +103,7 @@ BAD = """
     import fanfold.deep_ep, fanfold.nn
 
     def wrong(
-        ep: fanfold.ExpertParallel, buffer: fanfold.deep_ep.Buffer, x: torch.Tensor
+        ep: fanfold.LowLatency, buffer: fanfold.deep_ep.Buffer, x: torch.Tensor
     ) -> None:
         sizes: dict[str, Any] = {}
 """
@@ -178,6 +179,6 @@ def test_help_shows_the_classes() -> None:
         timeout=60,
         check=True,
     )
-    for name in ("class ExpertParallel", "class Config", "class PeerTimeout", "class Received"):
+    for name in ("class LowLatency", "class Config", "class PeerTimeout", "class DispatchResult"):
         assert name in result.stdout
     assert Path(fanfold.__file__).with_name("py.typed").exists()

@@ -1,0 +1,1 @@
+"""Where calls run: each mode's backends behind one protocol, and the choice between them."""

@@ -1,0 +1,131 @@
+"""How many CTAs a high-throughput kernel has, each on an SM of its own, and which send first.
+
+Where nobody says, there are as many as keep the link busy. An SM pushes rows to peers, stores rows
+at home and adds rows up at speeds of its own (docs/decisions/sms-and-grids.md, on H200); the link
+takes what all SMs of a GPU push. The model adds up the time that one SM would need for a token, and
+compares it with the link's time for the same token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fanfold.backends.high_throughput.kernels import (
+    DEFAULT_MOST_CTAS,
+    CombineKind,
+    DispatchKind,
+    Sizes,
+)
+from fanfold.backends.high_throughput.protocol import RowOrder
+
+__all__ = ["Grid", "sms_for"]
+
+# Of 24 in a dispatch. Expert-major there are more copies for the others to make.
+_SENDERS: dict[RowOrder, int] = {"token_major": 9, "expert_major": 8}
+_SENDERS_OF = 24
+# Token-major in place there are none: eight senders of twelve fill the links, of more half.
+_MOST_IN_PLACE, _FEW_IN_PLACE = 2 / 3, 8
+
+# Bytes per nanosecond (GB/s): of one GPU's link to all peers, and of one SM.
+_LINK = 375.0
+_PUSHED, _STORED = 35.0, 61.0
+_SUMMED, _FOLDED = 200.0, 105.0  # rows of experts into one; rows of ranks into a result
+# Nanoseconds of an SM for each row, however short.
+_MOVED_ROW, _SUMMED_ROW, _FOLDED_ROW = 20.0, 12.0, 5.0
+# Not everything happens at once, in a combine less: its folds wait for peers, too.
+_DISPATCH_MARGIN, _COMBINE_MARGIN = 1.2, 1.35
+
+
+@dataclass(frozen=True)
+class Grid:
+    """CTAs of high-throughput kernels, and how many of them begin as senders in a dispatch.
+
+    Attributes:
+        ranks: R.
+        most: CTAs that a kernel may have.
+        ctas: of every kernel, if somebody has said.
+        senders: of every dispatch, if somebody has said.
+    """
+
+    ranks: int
+    most: int
+    ctas: int | None = None
+    senders: int | None = None
+
+    def of_plan(self) -> tuple[int, int]:
+        """CTAs and senders of a plan, which has nothing for the latter to do."""
+        ctas = self._within(DEFAULT_MOST_CTAS)
+        return ctas, self._senders(ctas, "token_major", in_place=False)
+
+    def of_dispatch(self, kind: DispatchKind) -> tuple[int, int]:
+        """CTAs and senders of a dispatch."""
+        ctas = self._within(sms_for(kind))
+        return ctas, self._senders(ctas, kind.layout, in_place=kind.in_place)
+
+    def of_combine(self, kind: CombineKind) -> tuple[int, int]:
+        """CTAs and senders of a combine, where each warp does both in turn."""
+        ctas = self._within(sms_for(kind))
+        return ctas, self._senders(ctas, "token_major", in_place=False)
+
+    def _within(self, ctas: int) -> int:
+        return min(ctas, self.most) if self.ctas is None else self.ctas
+
+    def _senders(self, ctas: int, order: RowOrder, *, in_place: bool) -> int:
+        if self.senders is not None:
+            return self.senders
+        if self.ranks == 1:
+            return ctas
+        if in_place and order == "token_major":
+            return min(max(int(ctas * _MOST_IN_PLACE), 1), max(_FEW_IN_PLACE, ctas // 2))
+        return min(-(-ctas * _SENDERS[order] // _SENDERS_OF), max(ctas - 1, 1))
+
+
+def sms_for(kind: DispatchKind | CombineKind) -> int:
+    """SMs that keep the link busy in calls of this kind with evenly chosen experts, at most
+    ``DEFAULT_MOST_CTAS``; that many, too, where nothing is sent."""
+    link_ns = _rows_pushed(kind.sizes) * _bytes_moved(kind) / _LINK
+    if link_ns == 0:
+        return DEFAULT_MOST_CTAS
+    if isinstance(kind, DispatchKind):
+        sm_ns = _DISPATCH_MARGIN * _dispatch_ns(kind)
+    else:
+        sm_ns = _COMBINE_MARGIN * _combine_ns(kind)
+    return min(math.ceil(sm_ns / link_ns), DEFAULT_MOST_CTAS)
+
+
+def _chance_of_a_rank(sizes: Sizes) -> float:
+    """That a token has an expert on a given rank, if its ``top_k`` differ."""
+    local, chosen = sizes.experts // sizes.ranks, min(sizes.top_k, sizes.experts)
+    none = math.comb(sizes.experts - local, chosen)
+    return 1 - none / math.comb(sizes.experts, chosen)
+
+
+def _rows_pushed(sizes: Sizes) -> float:
+    """To peers, for each token."""
+    return (sizes.ranks - 1) * _chance_of_a_rank(sizes)
+
+
+def _bytes_moved(kind: DispatchKind | CombineKind) -> int:
+    """With each row."""
+    return kind.row_bytes + (kind.bytes_beside if isinstance(kind, DispatchKind) else 0)
+
+
+def _dispatch_ns(kind: DispatchKind) -> float:
+    """Of one SM for each token, sent and received."""
+    sizes, row = kind.sizes, _bytes_moved(kind)
+    pushed, own = _rows_pushed(sizes), _chance_of_a_rank(sizes)
+    stored = float(sizes.top_k) if kind.expert_major else pushed + own
+    if kind.in_place:
+        stored -= pushed
+    return pushed * row / _PUSHED + stored * row / _STORED + (pushed + stored) * _MOVED_ROW
+
+
+def _combine_ns(kind: CombineKind) -> float:
+    """Of one SM for each token, sent and folded."""
+    sizes, row = kind.sizes, kind.row_bytes
+    pushed, own = _rows_pushed(sizes), _chance_of_a_rank(sizes)
+    total = pushed * row / _PUSHED + (pushed + own) * (row / _FOLDED + _FOLDED_ROW)
+    if kind.expert_major:
+        total += own * row / _STORED + sizes.top_k * (row / _SUMMED + _SUMMED_ROW)
+    return total

@@ -1,0 +1,84 @@
+"""The part of the symmetric memory into which peers write the rows of dispatches in place."""
+
+from __future__ import annotations
+
+import torch
+
+from fanfold.backends.high_throughput.kernels import DispatchKind
+from fanfold.backends.high_throughput.protocol import Rows, check_apart
+from fanfold.errors import ArgumentError, UsageError
+from fanfold.formats import RowFormat, ScaleFormat, scale_columns
+from fanfold.memory.cuda import CudaSymmetricMemory
+
+__all__ = ["Results", "bytes_for_results", "bytes_for_rows"]
+
+_LINE = 128
+
+
+def bytes_for_results(rows: int, hidden: int, itemsize: int, scale_columns: int = 0) -> int:
+    """Bytes for ``rows`` rows of a dispatch in place, of values of ``itemsize`` bytes and of
+    ``scale_columns`` scales; on every rank the rows, with padding, of the one that gets most."""
+    return rows * (hidden * itemsize + 4 * scale_columns) + _LINE
+
+
+def bytes_for_rows(rows: int, hidden: int, row_format: RowFormat, scale_format: ScaleFormat) -> int:
+    """The same for rows of a format, with the scales that it has."""
+    scales = scale_columns(hidden, scale_format) if row_format is RowFormat.FP8 else 0
+    return bytes_for_results(rows, hidden, row_format.dtype.itemsize, scales)
+
+
+class Results:
+    """Rows begin where the memory does, and scales behind all rows that fit: every rank knows where
+    those of the others are, whatever their number in a call.
+
+    Args:
+        memory: of the ranks.
+        begin: where in it, the same on every rank.
+        nbytes: likewise.
+    """
+
+    def __init__(self, memory: CudaSymmetricMemory, begin: int, nbytes: int) -> None:
+        # Not the tensor, which would keep all of the memory when it is closed.
+        self._memory, self._begin, self._nbytes = memory, begin, nbytes
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """``[bytes]`` uint8: all of it."""
+        return self._memory.tensor[self._begin : self._begin + self._nbytes]
+
+    def check(self, x: Rows) -> None:
+        """Raises unless a dispatch of ``x`` can be in place."""
+        if self._nbytes == 0:
+            raise UsageError("a dispatch in place needs a mode with result_bytes")
+        for part in x if isinstance(x, tuple) else (x,):
+            check_apart("x", part, "results in place", self.memory)
+
+    def most_rows(self, kind: DispatchKind) -> int:
+        """Rows that fit."""
+        each = kind.row_bytes + 4 * kind.scale_words
+        return max(0, self._nbytes - _LINE) // each
+
+    def room(
+        self, count: int, x: Rows, kind: DispatchKind
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Room for ``count`` rows like those of ``x``, and for their scales, if it has any.
+
+        Raises:
+            ArgumentError: they do not fit.
+        """
+        values, scales = x if isinstance(x, tuple) else (x, None)
+        most = self.most_rows(kind)
+        if count > most:
+            each = kind.row_bytes + 4 * kind.scale_words
+            bound = (
+                f"at most {most} of {each} bytes, as {self._nbytes} bytes are kept for rows in "
+                "place (in_place_rows of a HighThroughput, else result_bytes)"
+            )
+            raise ArgumentError("rows", count, bound)
+        rows = self.memory[: count * kind.row_bytes]
+        tokens = rows.view(values.dtype).view(count, values.shape[1])
+        if scales is None:
+            return tokens, None
+        begin = -(-most * kind.row_bytes // _LINE) * _LINE
+        words = self.memory[begin : begin + count * 4 * kind.scale_words]
+        return tokens, words.view(scales.dtype).view(count, kind.scale_words)

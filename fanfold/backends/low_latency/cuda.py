@@ -1,0 +1,581 @@
+"""The low-latency mode on CUDA GPUs: kernels compiled for the geometry at hand, enqueued on the
+current stream. The CPU waits for nothing but the first call of a geometry.
+
+Everything that numbers a call lies in the GPU's memory, so a CUDA graph may hold any number of
+calls. What kernels find wrong they write into pinned memory, where later calls look. A timeout or
+a disagreement ends the mode and is raised before anything else is enqueued. What concerns one call
+only, a refusal or a bad index, is raised by a combine after it has been enqueued, so that this rank
+stays in step with the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from fanfold import _core, jit
+from fanfold.backends.low_latency import kernels
+from fanfold.backends.low_latency.closer_look import CloserLook
+from fanfold.backends.low_latency.outputs import (
+    Allocator,
+    Outputs,
+    read_of,
+    table_of,
+    voided_of,
+    written_of,
+)
+from fanfold.backends.low_latency.plan import (
+    MOST_IN_FLIGHT,
+    Arguments,
+    CombineCall,
+    DispatchCall,
+    Flight,
+    Launch,
+    Plan,
+)
+from fanfold.backends.low_latency.protocol import (
+    NO_STATISTICS,
+    AnyRouting,
+    CudaRouting,
+    DeviceCheck,
+    Dispatched,
+    Hook,
+    LateRouting,
+    RoutingLayout,
+    Statistics,
+    anywhere,
+    once,
+)
+from fanfold.backends.low_latency.quick import quick_look
+from fanfold.backends.low_latency.reports import Reports
+from fanfold.backends.low_latency.sizes import core_geometry
+from fanfold.config import Config
+from fanfold.errors import ArgumentError, FanfoldError, UsageError
+from fanfold.formats import RowFormat, ScaleFormat
+from fanfold.geometry import Geometry, is_plain
+from fanfold.group import agree
+from fanfold.late_peers import LatePeer, LatePeers
+from fanfold.lending import address_of
+from fanfold.letting_go import let_go
+from fanfold.memory.cuda import CudaSymmetricMemory
+from fanfold.refusal import tell
+from fanfold.stream_order import StreamOrder
+
+__all__ = ["CudaLowLatency"]
+
+_SEND, _RECEIVE = 1, 2  # arguments begin with both
+# LowLatencyFacts.weights
+_NONE, _WITH_DISPATCH, _WITH_COMBINE = 0, 1, 2
+
+_Sources = Callable[[], list[jit.KernelSource]]
+
+
+class CudaLowLatency:
+    """Low-latency calls over a symmetric memory of GPUs; see :class:`LowLatencyBackend`.
+
+    Args:
+        memory: the ranks' symmetric memory; must stay open as long as this object is used.
+        config: time bound, what happens to late peers, and the grid.
+        late_weights: whether the routing weights come with combine instead of with dispatch.
+        check_devices: raises for tensors (by name) that are elsewhere, and says why; called only
+            where something is wrong with a call's tensors or may be.
+    """
+
+    def __init__(
+        self,
+        memory: CudaSymmetricMemory,
+        config: Config,
+        late_weights: bool,
+        check_devices: DeviceCheck = anywhere,
+    ) -> None:
+        self.device = memory.device
+        self._closer_look = CloserLook(self.device, check_devices)
+        self._memory = memory
+        self._config = config
+        self._late = late_weights
+        index = self._index = memory.device.index
+        sms = torch.cuda.get_device_properties(index).multi_processor_count
+        self._grid = kernels.Grid.of(sms, memory.ranks, ctas=config.ctas, senders=config.senders)
+        self._early = torch.cuda.get_device_capability(index) >= (9, 0)
+        self._allocator = Allocator(self.device)
+        self._reports = Reports()
+        self._state = torch.zeros(_core.CUDA_STATE_BYTES, dtype=torch.uint8, device=self.device)
+        epochs = _core.CUDA_STATE_EPOCHS_BYTES
+        self._epochs = self._state[:epochs].view(torch.int32)
+        self._masked = self._state[epochs : epochs + 4 * memory.ranks].view(torch.int32)
+        self._masks, self._late_peers = config.late_peers == "mask", LatePeers(memory.rank)
+        self._place = _core.CudaLowLatencyPlace(
+            rank=memory.rank,
+            peers=[memory.base(peer) for peer in range(memory.ranks)],
+            state=self._state.data_ptr(),
+            reports=self._reports.address,
+            timeout_ns=int(config.timeout_s * 1e9),
+            mask_late=self._masks,
+        )
+        self._plan: Plan | None = None
+        self._stale: str | None = None  # why the memory must be readied anew
+        self._flights = (Flight(), Flight())
+        self._last_routing: AnyRouting | None = None
+        self._follow = StreamOrder(self.device).follow
+        # Kernels in flight may outlive this object, and write there.
+        end = weakref.finalize(self, let_go, self.device, (self._state, self._reports))
+        end.atexit = False
+
+    # ---- calls ----------------------------------------------------------------------------------
+
+    def dispatch(
+        self,
+        geometry: Geometry,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        row_format: RowFormat = RowFormat.BF16,
+        scale_format: ScaleFormat = ScaleFormat.FLOAT32,
+        statistics: Statistics = NO_STATISTICS,
+        return_hook: bool = False,
+    ) -> tuple[Dispatched, Hook | None]:
+        """See :meth:`LowLatencyBackend.dispatch`."""
+        if self._masks or self._reports.fatal():
+            self._check_before()
+        plan = self._plan
+        if plan is None or plan.geometry is not geometry or self._stale is not None:
+            needed = partial(kernels.kernel_sources, geometry, row_format, scale_format)
+            plan = self._plan_of(geometry, partial(needed, late_weights=self._late))
+        flight, weighted = self._flights[0], topk_weights is not None
+        if flight.sent != flight.received:
+            flight.check("dispatch", return_hook)
+        try:
+            call = plan.dispatch
+            if (
+                call is None
+                or call.row_format is not row_format
+                or call.scale_format is not scale_format
+                or call.weighted is not weighted
+            ):
+                call = self._dispatch_call(plan, row_format, scale_format, weighted)
+            args, look = call.args, plan.look
+            tokens = look.dispatch(args, x, topk_idx, topk_weights)
+            if tokens < 0:
+                tokens = self._closer_look.dispatch(geometry, args, x, topk_idx, topk_weights)
+            if call.adds or statistics is not NO_STATISTICS:
+                statistics.check(geometry, self.device)
+                call.adds = statistics is not NO_STATISTICS
+                args.expert_totals = address_of(statistics.expert_totals)
+                args.wait_ns = address_of(statistics.wait_ns)
+            stream = self._follow()
+            empty = self._allocator.empty()
+            dispatched = call.outputs.allocate(empty, look, args, tokens, stream)
+        except BaseException as error:
+            self.refuse_dispatch(error)
+            raise
+        if not self._late:
+            self._last_routing = dispatched.routing
+        if return_hook:
+            kept = (*written_of(dispatched), statistics.expert_totals, statistics.wait_ns)
+            return dispatched, self._send(flight, args, call.launch, kept, stream)
+        call.launch(args, stream)
+        return dispatched, None
+
+    def combine(
+        self,
+        geometry: Geometry,
+        y: torch.Tensor,
+        routing: AnyRouting,
+        topk_idx: torch.Tensor | None,
+        *,
+        late_weights: torch.Tensor | None = None,
+        logfmt: bool = False,
+        out: torch.Tensor | None = None,
+        wait_ns: torch.Tensor | None = None,
+        return_hook: bool = False,
+    ) -> tuple[torch.Tensor, Hook | None]:
+        """See :meth:`LowLatencyBackend.combine`."""
+        if self._masks or self._reports.fatal():
+            self._check_before()
+        plan = self._plan
+        if plan is None or plan.geometry is not geometry or self._stale is not None:
+            plan = self._plan_of(geometry, partial(self._combine_sources, geometry, logfmt))
+        flight, late = self._flights[1], self._late
+        if flight.sent != flight.received:
+            flight.check("combine", return_hook)
+        try:
+            own = None if late else self._own_routing(plan, routing, late_weights)
+            weighted = own is None or own.weighted
+            call = plan.combine
+            if call is None or call.weighted is not weighted or call.logfmt is not logfmt:
+                call = self._combine_call(plan, weighted, logfmt)
+            args, look = call.args, plan.look
+            if own is not None:
+                tokens, block = own.tokens, own.block
+            else:
+                ranges = routing.ranges if type(routing) is LateRouting else None
+                tokens, block = look.late(args, ranges, topk_idx, late_weights), None
+            result = out
+            if out is None and tokens >= 0:
+                shape, strides = (tokens, geometry.hidden), (geometry.hidden, 1)
+                result = self._allocator.empty()(shape, strides, torch.bfloat16)
+            if tokens < 0 or not look.combine(args, tokens, y, result, block):
+                own_tokens = (topk_idx, late_weights) if late else None
+                result = self._closer_look.combine(geometry, args, y, routing, own_tokens, result)
+            args.voided = voided_of(routing)
+            if call.adds or wait_ns is not None:
+                Statistics(wait_ns=wait_ns).check(geometry, self.device)
+                call.adds = wait_ns is not None
+                args.wait_ns = address_of(wait_ns)
+        except BaseException as error:
+            self._tell(partial(self._refuse_combine, error, routing, None, logfmt=logfmt), error)
+            raise
+        assert result is not None
+        stream = self._follow()
+        if own is not None:
+            self._keep((own.block,), own.stream, stream)
+        if return_hook:
+            # The receive half reads the routing too.
+            kept = (result, wait_ns, topk_idx, *read_of(routing))
+            return result, self._send(flight, args, call.launch, kept, stream, raises=True)
+        call.launch(args, stream)
+        if self._reports.passing():
+            self.check()
+        return result, None
+
+    def _own_routing(
+        self, plan: Plan, routing: AnyRouting, late_weights: torch.Tensor | None
+    ) -> CudaRouting:
+        """``routing`` if it is what a combine without weights of its own takes."""
+        if not isinstance(routing, CudaRouting) or late_weights is not None:
+            raise UsageError("this mode's weights come with dispatch; combine takes its routing")
+        if routing.layout is not plan.layout and routing.layout != plan.layout:
+            raise ArgumentError("routing", "of another geometry", f"of {plan.geometry}")
+        return routing
+
+    def _send(
+        self,
+        flight: Flight,
+        args: Arguments,
+        launch: Launch,
+        kept: tuple[torch.Tensor | None, ...],
+        stream: int,
+        *,
+        raises: bool = False,
+    ) -> Hook:
+        """Launches the send half of a call on ``stream``, the current one; the hook launches the
+        other, for which ``kept`` must stay, and ``raises`` what was reported."""
+        sending, receiving = args.copy(), args.copy()
+        sending.phases, receiving.phases = _SEND, _RECEIVE
+        launch(sending, stream)
+        flight.sent += 1
+        ticket = flight.sent
+
+        def ready() -> None:
+            self._memory.base(self._memory.rank)  # raises if it is closed
+            if flight not in self._flights:
+                raise UsageError("reset() has given up this call; its hook receives nothing")
+            if self._reports.fatal():
+                self.check()
+            if flight.received != ticket - 1:
+                raise UsageError("receive hooks must be called in the order of their sends")
+
+        def receive() -> None:
+            here = self._follow()
+            self._keep(kept, stream, here)
+            launch(receiving, here)
+            flight.arrived(here)
+            if raises and self._reports.passing():
+                self.check()
+
+        return once(receive, ready)
+
+    # ---- refusals and reports -------------------------------------------------------------------
+
+    def check(self) -> None:
+        """See :meth:`LowLatencyBackend.check`."""
+        if self._reports.fatal() or self._reports.passing():
+            geometry = None if self._plan is None else self._plan.geometry
+            raise self._reports.take(self._memory.rank, geometry, self._config.timeout_s)
+        self._warn_of_late()
+
+    def _check_before(self) -> None:
+        """Raises what ends the mode, before a call sends anything."""
+        if self._reports.fatal():
+            self.check()
+        self._warn_of_late()
+
+    def _warn_of_late(self) -> None:
+        """Warns of ranks that kernels have masked. Where that is an error it is raised: the call
+        that is about to be made has sent nothing, and can be made again."""
+        for peer, call in self._reports.new_late(self._memory.ranks):
+            self._late_peers.warn(LatePeer(peer, call, self._config.timeout_s))
+        self._late_peers.raise_held()
+
+    def refuse_dispatch(self, error: BaseException, geometry: Geometry | None = None) -> None:
+        """See :meth:`LowLatencyBackend.refuse_dispatch`."""
+        self._tell(partial(self._refuse_dispatch, error, geometry), error)
+
+    def _refuse_dispatch(self, error: BaseException, geometry: Geometry | None) -> None:
+        plan = self._plan_to_refuse(error, geometry)
+        if plan is None:
+            return
+        # Any dispatch's kernel takes away what comes, whatever its encoding.
+        call = plan.dispatch or self._dispatch_call(
+            plan, RowFormat.BF16, ScaleFormat.FLOAT32, False
+        )
+        args = call.args.copy()
+        args.tokens, args.refused = 0, True
+        # Of an earlier call, whose tensors may be gone.
+        args.rows = args.counts = args.expert_totals = args.wait_ns = 0
+        self._take_part(self._flights[0], args, call.launch)
+
+    def refuse_combine(
+        self,
+        error: BaseException,
+        routing: AnyRouting | None = None,
+        geometry: Geometry | None = None,
+    ) -> None:
+        """See :meth:`LowLatencyBackend.refuse_combine`. Without a routing it takes that of the last
+        dispatch, whose rows the peers most likely send."""
+        # The peers may send LogFMT, and its kernel takes either.
+        self._tell(partial(self._refuse_combine, error, routing, geometry, logfmt=True), error)
+
+    @staticmethod
+    def _tell(refuse: Callable[[], None], error: BaseException) -> None:
+        tell(lambda _: refuse(), error)  # no reason travels: the peers learn who refused
+
+    def _refuse_combine(
+        self,
+        error: BaseException,
+        routing: AnyRouting | None,
+        geometry: Geometry | None,
+        *,
+        logfmt: bool,
+    ) -> None:
+        plan = self._plan_to_refuse(error, geometry)
+        if plan is None:
+            return
+        call = self._combine_call(plan, True, logfmt)
+        args = call.args.copy()
+        args.refused, args.out, args.tokens, args.wait_ns = True, 0, 0, 0
+        args.table = args.ranges = args.voided = 0
+        if self._late:
+            if isinstance(routing, LateRouting) and is_plain(
+                routing.ranges, plan.layout.ranges, torch.int64, self.device
+            ):
+                args.voided = voided_of(routing)
+        else:
+            if not isinstance(routing, CudaRouting) or routing.layout != plan.layout:
+                routing = self._last_routing
+            if isinstance(routing, CudaRouting):
+                # The peers send this rank's rows, and somebody must take them.
+                args.tokens, args.table = routing.tokens, table_of(routing)
+                self._keep((routing.block,), routing.stream, self._follow())
+        kept = () if routing is None else read_of(routing)
+        self._take_part(self._flights[1], args, call.launch, kept)
+
+    def _take_part(
+        self,
+        flight: Flight,
+        args: Arguments,
+        launch: Launch,
+        kept: tuple[torch.Tensor | None, ...] = (),
+    ) -> None:
+        """Launches a refused call: behind a call in flight the half that takes must wait, and
+        ``kept`` stay."""
+        if flight.sent - flight.received >= MOST_IN_FLIGHT:
+            return  # the peers cannot have begun this call either
+        stream = self._follow()
+        if flight.sent == flight.received:
+            launch(args, stream)
+            return
+        sending, receiving = args.copy(), args.copy()
+        sending.phases, receiving.phases = _SEND, _RECEIVE
+        launch(sending, stream)
+        flight.sent += 1
+
+        def take(here: int) -> None:
+            self._keep(kept, stream, here)
+            launch(receiving, here)
+
+        flight.refused.append((flight.sent, take))
+
+    def _keep(self, kept: tuple[torch.Tensor | None, ...], before: int, here: int) -> None:
+        """Tells the allocator that ``kept`` are used on the current stream ``here``, if that is
+        another than where they were made or are used already."""
+        if here == before:
+            return
+        current = torch.cuda.current_stream(self.device)
+        for tensor in kept:
+            if tensor is not None:
+                tensor.record_stream(current)
+
+    def _plan_to_refuse(self, error: BaseException, geometry: Geometry | None) -> Plan | None:
+        """The plan by which the peers make the call that is refused; None if no kernel runs."""
+        if self._stale is not None:
+            return None  # nobody makes calls before the memory is ready again
+        plan = self._plan
+        if plan is not None and geometry in (None, plan.geometry):
+            return plan
+        # The others agree about the memory, in their first call of this geometry; in no capture.
+        if not torch.cuda.is_current_stream_capturing():
+            reason = error if isinstance(error, FanfoldError) else FanfoldError(str(error))
+            with contextlib.suppress(Exception):  # the caller raises what it has found
+                agree(self._memory.group, {}, reason)
+        return None
+
+    # ---- the memory -----------------------------------------------------------------------------
+
+    def quiesce(self) -> None:
+        """See :meth:`LowLatencyBackend.quiesce`."""
+        self._check_idle()
+        torch.cuda.synchronize(self.device)
+        self.check()
+
+    def reset(self) -> None:
+        """See :meth:`LowLatencyBackend.reset`."""
+        if self._plan is not None:
+            self._lay_out(self._plan.geometry, None)
+
+    def set_masked(self, rank: int, masked: bool) -> None:
+        """See :meth:`LowLatencyBackend.set_masked`. Waits for the calls so far. A rank that comes
+        back counts other calls than its peers do, so all ranks must :meth:`reset` first."""
+        self._follow()
+        if not masked and self._masked[rank].item():
+            self._stale = f"rank {rank} was masked, and missed calls"
+        self._masked[rank] = int(masked)
+
+    def masked(self) -> torch.Tensor:
+        """See :meth:`LowLatencyBackend.masked`."""
+        self._follow()
+        return self._masked.clone()  # a caller may write to what it gets
+
+    def _check_unmasked(self, geometry: Geometry) -> None:
+        if self._masked.any().item():
+            raise UsageError(
+                "a rank is masked, so the memory of all ranks cannot be readied for "
+                f"{geometry}; unmask it when it is back, or make a new object without it"
+            )
+
+    def _check_idle(self) -> None:
+        if any(flight.sent != flight.received for flight in self._flights):
+            raise UsageError(
+                "a call is in flight; call its hook first. If that is lost, all ranks must give "
+                "the call up: reset(), or clean_low_latency_buffer() of a Buffer"
+            )
+
+    def _plan_of(self, geometry: Geometry, sources: _Sources) -> Plan:
+        plan = self._plan
+        if self._stale is not None:
+            raise UsageError(
+                f"{self._stale}: all ranks must ready the memory first (reset(), or "
+                "clean_low_latency_buffer() of a Buffer)"
+            )
+        if plan is not None and plan.geometry == geometry:
+            plan.geometry = geometry  # the next call most likely brings this very object
+            return plan
+        if torch.cuda.is_current_stream_capturing():
+            raise UsageError(
+                f"the first call of {geometry} readies the memory of all ranks, which a CUDA graph "
+                "cannot hold; call dispatch and combine once before the capture"
+            )
+        return self._lay_out(geometry, sources)
+
+    def _lay_out(self, geometry: Geometry, sources: _Sources | None) -> Plan:
+        """Readies the memory of all ranks for a geometry. Collective; waits for all calls. What
+        fails on one rank is raised by all, unless CUDA is lost, by which a group of NCCL meets.
+
+        Args:
+            geometry: of the calls to come.
+            sources: of kernels to load; None to reset, which gives up calls in flight.
+        """
+        core, grid = core_geometry(geometry), self._grid
+        error: Exception | None = None
+        try:
+            if sources is not None:
+                self._check_idle()
+            torch.cuda.synchronize(self.device)
+            self._check_unmasked(geometry)
+            calls = _core.CudaLowLatency(self._place, core, self._late, grid.ctas, grid.senders)
+            first_absent, nbytes = _core.cuda_low_latency_bytes(core, self._late)
+            if nbytes > self._memory.bytes_per_rank:
+                raise ArgumentError(
+                    "symmetric memory",
+                    f"{self._memory.bytes_per_rank} bytes",
+                    f"at least {nbytes} for {geometry}",
+                )
+            if sources is not None:
+                jit.load_all(sources(), self.device.index, self._config)
+        except Exception as failure:
+            error = failure
+        # When all have come here, no kernel of an earlier call runs anywhere.
+        agree(self._memory.group, dataclasses.asdict(geometry), error)
+        self._plan = self._last_routing = self._stale = None
+        self._flights = (Flight(), Flight())
+        try:
+            region = self._memory.tensor
+            region[:first_absent].zero_()
+            region[first_absent:nbytes].fill_(0xFF)
+            self._epochs.fill_(_core.CUDA_FIRST_EPOCH)
+            self._state[-4:].zero_()
+            torch.cuda.synchronize(self.device)
+            self._reports.clear()
+        except Exception as failure:
+            error = failure
+        agree(self._memory.group, {}, error)
+        layout = RoutingLayout.of(geometry, 0 if self._late else _core.cuda_table_bytes(core))
+        self._plan = Plan(geometry, calls, layout, quick_look(geometry, layout, self.device))
+        return self._plan
+
+    # ---- kernels --------------------------------------------------------------------------------
+
+    def _dispatch_call(
+        self, plan: Plan, row_format: RowFormat, scale_format: ScaleFormat, weighted: bool
+    ) -> DispatchCall:
+        key = (row_format, scale_format, weighted)
+        known = plan.dispatches.get(key)
+        if known is None:
+            launch = self._load(kernels.dispatch_kernel(plan.geometry, row_format, scale_format))
+            args = plan.core.dispatch_arguments(
+                kernels.encoding(row_format, scale_format), _WITH_DISPATCH if weighted else _NONE
+            )
+            outputs = Outputs.of(
+                plan.geometry,
+                row_format,
+                scale_format,
+                weighted=weighted,
+                layout=plan.layout,
+                late=self._late,
+            )
+            known = DispatchCall(row_format, scale_format, weighted, launch, args, outputs)
+            plan.dispatches[key] = known
+        plan.dispatch = known
+        return known
+
+    def _combine_call(self, plan: Plan, weighted: bool, logfmt: bool) -> CombineCall:
+        logfmt = bool(logfmt)
+        key = (weighted, logfmt)
+        known = plan.combines.get(key)
+        if known is None:
+            (source,) = self._combine_sources(plan.geometry, logfmt)
+            weights = _WITH_COMBINE if self._late else _WITH_DISPATCH if weighted else _NONE
+            launch, args = self._load(source), plan.core.combine_arguments(logfmt, weights)
+            args.weighted = weighted
+            known = plan.combines[key] = CombineCall(weighted, logfmt, launch, args)
+        plan.combine = known
+        return known
+
+    def _combine_sources(self, geometry: Geometry, logfmt: bool) -> list[jit.KernelSource]:
+        return [kernels.combine_kernel(geometry, late=self._late, logfmt=bool(logfmt))]
+
+    def _load(self, source: jit.KernelSource) -> Launch:
+        jit.refuse_in_capture(source)
+        kernel = jit.load(source, self.device.index, self._config)
+        ctas, threads, early = self._grid.ctas, source.threads, self._early
+
+        def launch(args: Arguments, stream: int) -> None:
+            args.launch(kernel, ctas, threads, stream, early)
+
+        return launch

@@ -1,0 +1,175 @@
+"""How the low-latency mode on GPUs allocates what its calls return: from PyTorch's allocator, and
+with as little of the CPU's time as that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fanfold import _core
+from fanfold.backends.low_latency.protocol import (
+    AnyRouting,
+    CudaRouting,
+    Dispatched,
+    LateRouting,
+    RoutingLayout,
+)
+from fanfold.backends.low_latency.quick import Look
+from fanfold.formats import RowFormat, ScaleFormat, scale_columns
+from fanfold.geometry import Geometry
+
+__all__ = ["Allocator", "Blank", "Outputs", "read_of", "table_of", "voided_of", "written_of"]
+
+Sizes = tuple[int, ...]
+Blank = tuple[Sizes, Sizes, torch.dtype]
+"""A tensor to be allocated: shape, strides, dtype."""
+Empty = Callable[[Sizes, Sizes, torch.dtype], torch.Tensor]
+
+
+def _blank(dtype: torch.dtype, *shape: int) -> Blank:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return shape, tuple(reversed(strides)), dtype
+
+
+_VOIDED = _blank(torch.int64, 1)
+
+
+class Allocator:
+    """Allocates tensors on one device.
+
+    ``torch.empty`` spends more time on the way to the allocator than in it. PyTorch has a shorter
+    way for the code that its own compiler writes, on the current device only; where that is another
+    one, or this PyTorch does not have it, :meth:`empty` is the long way.
+
+    Args:
+        device: with an index, if it is a GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._index = device.index
+        guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+        self._short: Empty | None = getattr(guards, f"_empty_strided_{device.type}", None)
+
+    def empty(self) -> Empty:
+        """What allocates here and now."""
+        if self._short is None or torch._C._cuda_getDevice() != self._index:
+            return self._long
+        return self._short
+
+    def _long(self, shape: Sizes, strides: Sizes, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=self._device)
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What the dispatches of one kind return. Fields None are not there.
+
+    Attributes:
+        tokens, scales, counts: of :class:`Dispatched`.
+        block: of :class:`CudaRouting`, whose weights it holds if ``weighted``.
+        ranges, source_tokens: of :class:`LateRouting`.
+        row_weights: with a :class:`LateRouting`, the weights of the rows.
+        layout: of ``block``.
+        weighted: whether weights come along.
+    """
+
+    tokens: Blank
+    scales: Blank | None
+    counts: Blank
+    block: Blank | None
+    ranges: Blank
+    source_tokens: Blank
+    row_weights: Blank | None
+    layout: RoutingLayout
+    weighted: bool
+
+    @classmethod
+    def of(
+        cls,
+        geometry: Geometry,
+        row_format: RowFormat,
+        scale_format: ScaleFormat,
+        *,
+        weighted: bool,
+        layout: RoutingLayout,
+        late: bool,
+    ) -> Outputs:
+        """The outputs for a geometry, these formats, and weights that come along or not, or with
+        combine."""
+        local, capacity = geometry.experts_per_rank, geometry.expert_capacity
+        scales = None
+        if row_format is RowFormat.FP8:
+            columns = scale_columns(geometry.hidden, scale_format)
+            strides = (columns * capacity, 1, capacity)
+            scales = ((local, capacity, columns), strides, scale_format.dtype)
+        words = layout.words if weighted else layout.row_weights_at
+        return cls(
+            tokens=_blank(row_format.dtype, local, capacity, geometry.hidden),
+            scales=scales,
+            counts=_blank(torch.int32, local),
+            block=None if late else _blank(torch.int32, words),
+            ranges=_blank(torch.int64, *layout.ranges),
+            source_tokens=_blank(torch.int32, *layout.rows),
+            row_weights=_blank(torch.float32, *layout.rows) if weighted else None,
+            layout=layout,
+            weighted=weighted,
+        )
+
+    def allocate(
+        self, empty: Empty, look: Look, args: _core.CudaDispatchArgs, tokens: int, stream: int
+    ) -> Dispatched:
+        """The tensors of one call on ``stream``, of which ``tokens`` are this rank's own; ``args``
+        learn where they are."""
+        rows, counts = empty(*self.tokens), empty(*self.counts)
+        scales = None if self.scales is None else empty(*self.scales)
+        if self.block is None:
+            ranges, source_tokens = empty(*self.ranges), empty(*self.source_tokens)
+            weights = None if self.row_weights is None else empty(*self.row_weights)
+            look.place_late(args, rows, scales, counts, ranges, source_tokens, weights)
+            voided = empty(*_VOIDED)
+            args.voided = voided.data_ptr()
+            late = LateRouting(ranges, source_tokens, voided)
+            return Dispatched(rows, scales, counts, late, weights)
+        block = empty(*self.block)
+        weighted = self.weighted
+        look.place(args, rows, scales, counts, block, weighted)
+        routing = CudaRouting(block, self.layout, tokens, weighted, stream)
+        return Dispatched(rows, scales, counts, routing)
+
+
+def written_of(dispatched: Dispatched) -> tuple[torch.Tensor | None, ...]:
+    """What a dispatch's kernel writes to."""
+    routing = dispatched.routing
+    written = (dispatched.tokens, dispatched.scales, dispatched.counts)
+    if isinstance(routing, CudaRouting):
+        return *written, routing.block
+    voided = routing.voided if isinstance(routing, LateRouting) else None
+    return *written, dispatched.own_weights, routing.ranges, routing.source_tokens, voided
+
+
+def read_of(routing: AnyRouting) -> tuple[torch.Tensor | None, ...]:
+    """What a combine's kernel reads of a routing."""
+    if isinstance(routing, CudaRouting):
+        return (routing.block,)
+    return routing.ranges, routing.voided if isinstance(routing, LateRouting) else None
+
+
+def voided_of(routing: AnyRouting) -> int:
+    """The address of the word that tells a combine with late weights whether its dispatch was
+    void; 0 where a table tells."""
+    if not isinstance(routing, LateRouting):
+        return 0
+    word = routing.ranges if routing.voided is None else routing.voided
+    return word.data_ptr()
+
+
+def table_of(routing: AnyRouting) -> int:
+    """The address of what a dispatch's kernel left for its combine."""
+    assert isinstance(routing, CudaRouting)
+    return routing.block.data_ptr() + 4 * routing.layout.table_at

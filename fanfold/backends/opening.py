@@ -1,0 +1,100 @@
+"""Opens a mode's memory and its backend where :mod:`fanfold.backends.choose` says. Collective."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from fanfold.backends import low_latency
+from fanfold.backends.choose import BackendChoice
+from fanfold.backends.high_throughput.cuda import CudaHighThroughput
+from fanfold.backends.high_throughput.host import HostHighThroughput
+from fanfold.backends.high_throughput.protocol import HighThroughputBackend
+from fanfold.backends.staged import StagedHighThroughput
+from fanfold.config import Config
+from fanfold.formats import ScaleFormat
+from fanfold.geometry import Geometry
+from fanfold.group import Group
+from fanfold.memory.cuda import CudaSymmetricMemory
+from fanfold.memory.host import SymmetricMemory
+
+__all__ = ["AnyMemory", "open_high_throughput", "open_low_latency"]
+
+AnyMemory = SymmetricMemory | CudaSymmetricMemory
+
+_Backend = TypeVar("_Backend")
+
+
+def open_low_latency(
+    group: Group,
+    choice: BackendChoice,
+    geometry: Geometry,
+    config: Config,
+    *,
+    late_weights: bool = False,
+) -> tuple[AnyMemory, low_latency.LowLatencyBackend]:
+    """The memory and the backend of low latency for one geometry.
+
+    Args:
+        group, choice, geometry, config: of the calls.
+        late_weights: whether the routing weights come with combine.
+
+    Raises:
+        ArgumentError: a GPU kernel's bound does not hold.
+        UnavailableError: the ranks cannot share memory, or the kernels cannot be compiled.
+    """
+    memory: AnyMemory
+    if choice.backend == "cuda":
+        low_latency.check_cuda_geometry(geometry)
+        nbytes = low_latency.cuda_required_bytes(geometry, late_weights=late_weights)
+        memory = CudaSymmetricMemory(group, nbytes)
+    else:
+        nbytes = low_latency.HostLowLatency.required_bytes(geometry)
+        memory = SymmetricMemory(group, nbytes, config)
+    try:
+        return memory, low_latency.open_low_latency(
+            memory, config, late_weights=late_weights, check_devices=choice.check_devices
+        )
+    except BaseException:
+        memory.close()
+        raise
+
+
+def open_high_throughput(
+    group: Group,
+    choice: BackendChoice,
+    max_tokens: int,
+    config: Config,
+    *,
+    result_bytes: int = 0,
+    quantize_to: ScaleFormat | None = None,
+) -> tuple[AnyMemory, HighThroughputBackend]:
+    """The memory and the backend of high throughput, for any geometry.
+
+    Args:
+        group, choice, config: of the calls.
+        max_tokens: most tokens of one rank in one call.
+        result_bytes: on GPUs, memory for the results of dispatches in place.
+        quantize_to: rows that come without scales travel as fp8 with such ones.
+
+    Raises:
+        UnavailableError: the ranks cannot share memory, or the kernels cannot be compiled.
+    """
+    memory: AnyMemory
+    if choice.backend == "host":
+        nbytes = HostHighThroughput.staging_bytes(group.size, config)
+        memory = SymmetricMemory(group, nbytes, config)
+        return memory, StagedHighThroughput(HostHighThroughput(memory, 0, nbytes, quantize_to))
+    nbytes = CudaHighThroughput.required_bytes(group.size, config, result_bytes)
+    memory = CudaSymmetricMemory(group, nbytes)
+    try:
+        return memory, CudaHighThroughput(
+            memory,
+            config,
+            max_tokens=max_tokens,
+            result_bytes=result_bytes,
+            quantize_to=quantize_to,
+            check_devices=choice.check_devices,
+        )
+    except BaseException:
+        memory.close()
+        raise
