@@ -20,9 +20,8 @@ from fanfold.quantizing import Quantizer, kernel_source, quantizer_of
 from tests.emulation.optional import Gpu, answering
 from tests.emulation.world import Builder
 from tests.kernels.rows import HIDDEN, every_bf16, unusual_rows
-from tests.unit.test_kernels_compile import Compiled, check, compiled, short
-
-__all__ = ["compiled"]
+from tests.unit.conftest import Compiled
+from tests.unit.test_kernels_compile import check, short
 
 GUARD = 64  # bytes behind results, that nothing may write
 
