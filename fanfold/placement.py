@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,7 +15,7 @@ from fanfold.gpus import identity, lacking, unreachable_from
 from fanfold.group import Group, agree
 from fanfold.jit import nvrtc
 from fanfold.symmetric import host_identity
-from fanfold.symmetric_cuda import unavailable
+from fanfold.symmetric_cuda import are_threads, unavailable
 
 __all__ = ["LEAST_CAPABILITY", "Placement", "place"]
 
@@ -61,6 +62,7 @@ class _Seat:
         unreachable: identities of devices that it sees, but whose memory its device does not reach.
         lacking: why it cannot run on a GPU, or None.
         capability: of that device.
+        process: that this rank is a thread of; 0 if it is a process of its own.
     """
 
     host: str
@@ -69,6 +71,7 @@ class _Seat:
     unreachable: tuple[str, ...] = ()
     lacking: str | None = None
     capability: tuple[int, int] = (0, 0)
+    process: int = 0
 
 
 def place(group: Group, config: Config) -> Placement:
@@ -80,8 +83,9 @@ def place(group: Group, config: Config) -> Placement:
     Args:
         group: the ranks.
         config: ``backend`` decides: ``"auto"`` takes the GPUs where every rank has a CUDA device of
-            its own, or ``share_gpus`` says that several may have one, all on one host and within
-            each other's reach, and kernels can be compiled for it.
+            its own, or ``share_gpus`` says that several may have one, or ranks are threads that
+            have one together, all on one host and within each other's reach, and kernels can be
+            compiled for it.
 
     Raises:
         ArgumentError: the ranks' settings of ``backend`` or of ``share_gpus`` differ.
@@ -120,6 +124,7 @@ def _look(group: Group) -> _Seat:
             unreachable_from(current),
             lacking=_no_kernels_for(current, capability),
             capability=capability,
+            process=os.getpid() if are_threads(group) else 0,
         )
     except (RuntimeError, AssertionError) as failure:
         return _Seat(host, lacking=f"its CUDA device does not answer: {failure}")
@@ -152,7 +157,7 @@ def _obstacle(seats: list[_Seat], share: bool) -> str | None:
     owners: dict[str, int] = {}
     for rank, seat in enumerate(seats):
         owner = owners.setdefault(seat.identity, rank)
-        if owner == rank or share:
+        if owner == rank or share or 0 != seat.process == seats[owner].process:
             continue
         if seats[owner].device == seat.device:
             return (

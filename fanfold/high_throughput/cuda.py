@@ -53,7 +53,7 @@ from fanfold.high_throughput.reports import Reports, Totals
 from fanfold.letting_go import let_go
 from fanfold.refusal import Refusing
 from fanfold.stream_order import StreamOrder, stream_at
-from fanfold.symmetric_cuda import CudaSymmetricMemory
+from fanfold.symmetric_cuda import CudaSymmetricMemory, are_threads, wait_for_kernels
 
 __all__ = ["LEAST_CAPABILITY", "MOST_SMS", "CudaHighThroughput"]
 
@@ -151,7 +151,8 @@ class CudaHighThroughput:
     def _launches_with(self, grid: Grid) -> Launches:
         known = self._launches_of.get(grid)
         if known is None:
-            known = Launches(self._core, self.device, self._config, grid)
+            early = not are_threads(self._memory.group)  # it would hold SMs that they may need
+            known = Launches(self._core, self.device, self._config, grid, early=early)
             self._launches_of[grid] = known
         return known
 
@@ -194,7 +195,7 @@ class CudaHighThroughput:
         begin = _core.cuda_high_throughput_bytes(memory.ranks, ring_bytes)[1]
         self._results = Results(memory, begin, result_bytes)
         memory.tensor[:zeroed].zero_()
-        torch.cuda.synchronize(device)
+        wait_for_kernels(memory)
         # Kernels in flight may outlive this object, and write there.
         kept = (self._state, self._counted, self._reports, self._totals)
         weakref.finalize(self, let_go, device, kept).atexit = False
@@ -373,7 +374,8 @@ class CudaHighThroughput:
 
     def quiesce(self) -> None:
         """Returns when all calls of this rank so far have ended; raises what they found wrong."""
-        torch.cuda.synchronize(self.device)
+        self._follow()
+        wait_for_kernels(self._memory)
         self.check()
 
     def refuse_dispatch(self, error: BaseException, plan: object = None) -> None:

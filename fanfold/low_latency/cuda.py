@@ -56,7 +56,7 @@ from fanfold.low_latency.reports import Reports
 from fanfold.low_latency.sizes import core_geometry
 from fanfold.refusal import tell
 from fanfold.stream_order import StreamOrder
-from fanfold.symmetric_cuda import CudaSymmetricMemory
+from fanfold.symmetric_cuda import CudaSymmetricMemory, are_threads, own_sms, wait_for_kernels
 
 __all__ = ["CudaLowLatency"]
 
@@ -95,9 +95,11 @@ class CudaLowLatency:
         self._config = config
         self._late = late_weights
         index = self._index = memory.device.index
-        sms = torch.cuda.get_device_properties(index).multi_processor_count
+        sms = own_sms(memory)
         self._grid = kernels.Grid.of(sms, memory.ranks, ctas=config.ctas, senders=config.senders)
-        self._early = torch.cuda.get_device_capability(index) >= (9, 0)
+        # A kernel launched early waits on SMs of its own, which other threads' kernels may need.
+        early = not are_threads(memory.group)
+        self._early = early and torch.cuda.get_device_capability(index) >= (9, 0)
         self._allocator = Allocator(self.device)
         self._reports = Reports()
         self._state = torch.zeros(_core.CUDA_STATE_BYTES, dtype=torch.uint8, device=self.device)
@@ -427,8 +429,13 @@ class CudaLowLatency:
     def quiesce(self) -> None:
         """See :meth:`LowLatency.quiesce`."""
         self._check_idle()
-        torch.cuda.synchronize(self.device)
+        self._wait()
         self.check()
+
+    def _wait(self) -> None:
+        """Waits for all calls so far."""
+        self._follow()
+        wait_for_kernels(self._memory)
 
     def reset(self) -> None:
         """See :meth:`LowLatency.reset`."""
@@ -492,7 +499,7 @@ class CudaLowLatency:
         try:
             if sources is not None:
                 self._check_idle()
-            torch.cuda.synchronize(self.device)
+            self._wait()
             self._check_unmasked(geometry)
             calls = _core.CudaLowLatency(self._place, core, self._late, grid.ctas, grid.senders)
             first_absent, nbytes = _core.cuda_low_latency_bytes(core, self._late)
@@ -516,7 +523,7 @@ class CudaLowLatency:
             region[first_absent:nbytes].fill_(0xFF)
             self._epochs.fill_(_core.CUDA_FIRST_EPOCH)
             self._state[-4:].zero_()
-            torch.cuda.synchronize(self.device)
+            self._wait()
             self._reports.clear()
         except Exception as failure:
             error = failure
