@@ -19,7 +19,7 @@ import torch.distributed as dist
 import fanfold
 from fanfold.config import Config
 from fanfold.errors import ArgumentError, PeerRefused, PeerTimeout
-from fanfold.group import as_group
+from fanfold.group import Group, as_group
 from fanfold.high_throughput import HighThroughput, Plan
 from fanfold.high_throughput.cuda import CudaHighThroughput
 from fanfold.high_throughput.in_place import bytes_for_results
@@ -48,7 +48,7 @@ DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 
 @contextmanager
 def opened(
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | Group,
     *,
     ring_bytes: int = 1 << 22,
     timeout_s: float = 30.0,
