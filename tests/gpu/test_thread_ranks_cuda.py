@@ -44,7 +44,7 @@ pytestmark = [
 ]
 
 ROUNDS = 10_000
-AHEAD = 64
+AHEAD = 32
 """Rounds after which a rank waits for its stream, so that none is far ahead of the others."""
 
 BAD = 1
