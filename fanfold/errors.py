@@ -222,9 +222,7 @@ class PeerTimeout(FanfoldError, TimeoutError):
         peer_gone: bool,
     ) -> None:
         if peer_gone:
-            cause = (
-                f"the process of rank {peer} has ended: look for its error above or in its own log"
-            )
+            cause = f"rank {peer} has ended: look for its error above or in its own log"
         else:
             cause = (
                 f"rank {peer} is stopped, slow or in another call than this rank: look at what it "

@@ -6,11 +6,38 @@ Everything here may initialise CUDA: call it in ranks, never in a process that i
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-__all__ = ["identity", "lacking", "take_device", "unreachable_from"]
+__all__ = [
+    "identity",
+    "lacking",
+    "shared_by_threads",
+    "take_device",
+    "threads_share_gpu",
+    "unreachable_from",
+]
+
+_sharing: list[object] = []  # the running blocks of shared_by_threads()
+
+
+@contextlib.contextmanager
+def shared_by_threads() -> Iterator[None]:
+    """Within the block ranks that are threads of this process have kernels on one GPU."""
+    block = object()
+    _sharing.append(block)
+    try:
+        yield
+    finally:
+        _sharing.remove(block)
+
+
+def threads_share_gpu() -> bool:
+    """Whether ranks that are threads may have kernels on a GPU now: nothing may wait for all
+    kernels of the GPU then, nor hold SMs while it waits for the kernel before it."""
+    return bool(_sharing)
 
 
 def take_device(rank: int, ranks: int, *, share: bool) -> None:

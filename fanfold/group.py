@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fanfold.errors import ArgumentError, FanfoldError
 from fanfold.representation import worded
 
-__all__ = ["Group", "agree", "as_group", "process_group", "together"]
+__all__ = ["Group", "agree", "as_group", "in_one_process", "process_group", "together"]
 
 
 class Group(Protocol):
@@ -74,6 +74,12 @@ def process_group(group: Group) -> dist.ProcessGroup | None:
     """The torch.distributed group behind ``group``, if there is one."""
     inner = group.inner if isinstance(group, _Together) else group
     return inner.process_group if isinstance(inner, _TorchGroup) else None
+
+
+def in_one_process(group: Group) -> bool:
+    """Whether all ranks are this process: one rank, or threads (:mod:`fanfold.thread_ranks`)."""
+    inner = group.inner if isinstance(group, _Together) else group
+    return group.size == 1 or getattr(inner, "one_process", False)
 
 
 def as_group(group: Any = None, comm: Any = None) -> Group:

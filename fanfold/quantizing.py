@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from fanfold import _core
+from fanfold.gpus import threads_share_gpu
 from fanfold.jit import KernelSource
 from fanfold.jit.optional import load_where_possible
 
@@ -63,7 +64,7 @@ class Quantizer:
         ctas = min(self.ctas, -(-warps // _WARPS))
         with torch.cuda.device(x.device):
             stream = torch._C._cuda_getCurrentRawStream(x.device.index)
-            args.launch(self.kernel, ctas, _WARPS * 32, stream, early=True)
+            args.launch(self.kernel, ctas, _WARPS * 32, stream, early=not threads_share_gpu())
 
 
 def quantizer_of(x: torch.Tensor, *, power_of_two: bool, packed: bool) -> Quantizer | None:

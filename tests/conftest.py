@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import hypothesis
 import pytest
 
 from fanfold.launch import RankPool
+from fanfold.thread_ranks import ThreadRanks
 
 hypothesis.settings.register_profile(
     "default", deadline=None, derandomize=True, print_blob=True, max_examples=40
@@ -24,12 +26,22 @@ def on_the_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv("FANFOLD_BACKEND", "host")
 
 
-@pytest.fixture(scope="session")
-def pools() -> Iterator[Callable[[int], RankPool]]:
-    """``pools(ranks)``: a running pool of that many ranks, started at first use, reused later.
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Runs a test of ranks on every placement that its mark names."""
+    mark = metafunc.definition.get_closest_marker("placements")
+    if mark is not None and "placement" in metafunc.fixturenames:
+        metafunc.parametrize("placement", mark.args, indirect=True, scope="session")
 
-    A test that kills or stops ranks makes a pool of its own.
-    """
+
+@pytest.fixture(scope="session")
+def placement(request: pytest.FixtureRequest) -> str:
+    """What the ranks of ``pools`` are: ``"processes"``, or ``"threads"`` of this process."""
+    return getattr(request, "param", "processes")
+
+
+@pytest.fixture(scope="session")
+def process_pools() -> Iterator[Callable[[int], RankPool]]:
+    """``process_pools(ranks)``: that many processes, started at first use, reused later."""
     running: dict[int, RankPool] = {}
 
     def pool(ranks: int) -> RankPool:
@@ -40,3 +52,18 @@ def pools() -> Iterator[Callable[[int], RankPool]]:
     yield pool
     for used in running.values():
         used.close()
+
+
+@pytest.fixture(scope="session")
+def pools(placement: str, process_pools: Callable[[int], RankPool]) -> Callable[[int], Any]:
+    """``pools(ranks)``: a pool of that many ranks, which are processes; threads where the mark
+    ``placements`` says so.
+
+    Threads start in microseconds, so a test of results takes them. A test needs processes if it
+    kills or stops ranks (then it makes a pool of its own), if its ranks use torch.distributed, or
+    if they change what a process has once: the environment, defaults and the random generator of
+    PyTorch, filters of warnings, the garbage collector.
+    """
+    if placement == "processes":
+        return process_pools
+    return lambda ranks: ThreadRanks(ranks, timeout_s=100.0)

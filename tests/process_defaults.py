@@ -23,23 +23,33 @@ class ProcessDefaults:
     device: str
 
     @contextlib.contextmanager
-    def set(self) -> Iterator[None]:
-        """Sets them for the body, in this process."""
-        dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    def set_dtype(self) -> Iterator[None]:
+        """Sets the dtype for the body, in all threads of this process."""
+        dtype = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
-        torch.set_default_device(self.device)
         try:
-            # A test that runs without its defaults would test nothing.
-            made = torch.empty(())
-            assert (made.dtype, made.device.type) == (self.dtype, self.device)
             yield
         finally:
-            torch.set_default_device(None if device.type == "cpu" else device)
             torch.set_default_dtype(dtype)
+
+    @contextlib.contextmanager
+    def set(self) -> Iterator[None]:
+        """Sets them for the body: the dtype in all threads, the device in this one."""
+        device = torch.get_default_device()
+        with self.set_dtype():
+            torch.set_default_device(self.device)
+            try:
+                # A test that runs without its defaults would test nothing.
+                made = torch.empty(())
+                assert (made.dtype, made.device.type) == (self.dtype, self.device)
+                yield
+            finally:
+                torch.set_default_device(None if device.type == "cpu" else device)
 
 
 class UnderDefaults:
-    """A pool whose ranks run every function under other defaults.
+    """A pool whose ranks run every function under other defaults. Ranks that are threads share the
+    default dtype, so it is set before they start and as long as one runs.
 
     Args:
         pool: of the ranks.
@@ -54,11 +64,13 @@ class UnderDefaults:
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """As the pool's."""
-        return self._pool.run(under, self._defaults, function, *args)
+        with self._defaults.set_dtype():
+            return self._pool.run(under, self._defaults, function, *args)
 
     def outcomes(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """As the pool's."""
-        return self._pool.outcomes(under, self._defaults, function, *args)
+        with self._defaults.set_dtype():
+            return self._pool.outcomes(under, self._defaults, function, *args)
 
 
 def under(

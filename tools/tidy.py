@@ -29,13 +29,12 @@ else:
 # A room (a module or a package of fanfold/) imports only from floors below its own, or from itself.
 PYTHON_FLOORS: tuple[tuple[str, ...], ...] = (
     ("_core", "kernels"),
-    ("errors", "representation"),
+    ("errors", "gpus", "representation"),
     (
         "geometry",
         "config",
         "copying",
         "group",
-        "gpus",
         "kernel_reports",
         "late_peers",
         "lending",
@@ -50,7 +49,7 @@ PYTHON_FLOORS: tuple[tuple[str, ...], ...] = (
         "renaming",
     ),
     ("memory", "launch", "jit"),
-    ("quantizing",),
+    ("quantizing", "thread_ranks"),
     ("formats",),
     ("backends",),
     ("results",),

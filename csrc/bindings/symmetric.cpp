@@ -1,4 +1,3 @@
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -27,13 +26,16 @@ void bind_symmetric(nb::module_& module) {
       .def("address",
            [](const SymmetricMemory& self) {
              const PeerAddress address = self.address();
-             return std::pair(static_cast<int>(address.pid), address.descriptor);
+             return std::tuple(static_cast<int>(address.pid), address.descriptor,
+                               static_cast<int>(address.thread));
            })
       .def("map",
-           [](SymmetricMemory& self, const std::vector<std::pair<int, int>>& peers) {
+           [](SymmetricMemory& self, const std::vector<std::tuple<int, int, int>>& peers) {
              std::vector<PeerAddress> addresses;
              addresses.reserve(peers.size());
-             for (const auto& [pid, descriptor] : peers) addresses.push_back({pid, descriptor});
+             for (const auto& [pid, descriptor, thread] : peers) {
+               addresses.push_back({pid, descriptor, thread});
+             }
              self.map(addresses);
            })
       .def("seal", &SymmetricMemory::seal)

@@ -97,26 +97,37 @@ void Region::unmap() {
   data_.reset();
 }
 
-ProcessHandle::ProcessHandle(pid_t pid)
-    : descriptor_(static_cast<int>(syscall(SYS_pidfd_open, pid, 0))) {}
+RankHandle::RankHandle(pid_t pid, pid_t thread) {
+  if (pid == getpid()) {
+    thread_ = thread;
+  } else {
+    descriptor_ = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+  }
+}
 
-ProcessHandle::~ProcessHandle() {
+RankHandle::~RankHandle() {
   if (descriptor_ >= 0) close(descriptor_);
 }
 
-ProcessHandle::ProcessHandle(ProcessHandle&& other) noexcept
-    : descriptor_(std::exchange(other.descriptor_, -1)) {}
+RankHandle::RankHandle(RankHandle&& other) noexcept
+    : descriptor_(std::exchange(other.descriptor_, -1)), thread_(std::exchange(other.thread_, 0)) {}
 
-ProcessHandle& ProcessHandle::operator=(ProcessHandle&& other) noexcept {
+RankHandle& RankHandle::operator=(RankHandle&& other) noexcept {
   std::swap(descriptor_, other.descriptor_);
+  std::swap(thread_, other.thread_);
   return *this;
 }
 
-bool ProcessHandle::ended() const {
+bool RankHandle::ended() const {
+  // Signal 0 is never delivered. The kernel may number a new thread as one that has ended; the time
+  // bound still holds then.
+  if (thread_ != 0) return syscall(SYS_tgkill, getpid(), thread_, 0) != 0 && errno == ESRCH;
   // Without a handle (an old kernel) nothing is known; the time bound still holds.
   if (descriptor_ < 0) return false;
   pollfd request{descriptor_, POLLIN, 0};
   return poll(&request, 1, 0) > 0;
 }
+
+pid_t this_thread() { return static_cast<pid_t>(syscall(SYS_gettid)); }
 
 }  // namespace fanfold

@@ -45,21 +45,28 @@ class Region {
   int descriptor_ = -1;
 };
 
-// A handle on a peer's process: tells whether it has ended, also when nobody has reaped it yet.
-class ProcessHandle {
+// A handle on what runs a rank: reports whether it has ended. That is a process, which counts as
+// ended also when nobody has reaped it yet, or a thread of this process.
+class RankHandle {
  public:
-  ProcessHandle() = default;
-  explicit ProcessHandle(pid_t pid);
-  ~ProcessHandle();
-  ProcessHandle(ProcessHandle&& other) noexcept;
-  ProcessHandle& operator=(ProcessHandle&& other) noexcept;
-  ProcessHandle(const ProcessHandle&) = delete;
-  ProcessHandle& operator=(const ProcessHandle&) = delete;
+  RankHandle() = default;
+  // If `pid` is this process, the rank is its thread `thread`, where 0 stands for none that ends
+  // before the process does.
+  explicit RankHandle(pid_t pid, pid_t thread = 0);
+  ~RankHandle();
+  RankHandle(RankHandle&& other) noexcept;
+  RankHandle& operator=(RankHandle&& other) noexcept;
+  RankHandle(const RankHandle&) = delete;
+  RankHandle& operator=(const RankHandle&) = delete;
 
   bool ended() const;
 
  private:
   int descriptor_ = -1;
+  pid_t thread_ = 0;
 };
+
+// The calling thread, as the kernel numbers threads.
+pid_t this_thread();
 
 }  // namespace fanfold

@@ -33,7 +33,7 @@ const char* name_of(Phase phase) {
 
 SymmetricMemory::SymmetricMemory(const SymmetricOptions& options)
     : options_(options), layout_{options.ranks}, regions_(index(options.ranks)),
-      processes_(index(options.ranks)), masked_(index(options.ranks), 0) {
+      handles_(index(options.ranks)), masked_(index(options.ranks), 0) {
   Region own = Region::create(mapped_bytes());
   new (own.data())
       ControlBlock{.magic = kControlMagic, .doorbell = {}, .pending = {}, .reasons = {}};
@@ -55,7 +55,7 @@ std::vector<std::unique_ptr<SymmetricMemory>> SymmetricMemory::in_process(
 }
 
 PeerAddress SymmetricMemory::address() const {
-  return PeerAddress{getpid(), regions_[index(rank())].descriptor()};
+  return PeerAddress{getpid(), regions_[index(rank())].descriptor(), this_thread()};
 }
 
 void SymmetricMemory::map(const std::vector<PeerAddress>& peers) {
@@ -66,7 +66,7 @@ void SymmetricMemory::map(const std::vector<PeerAddress>& peers) {
     if (peer == rank()) continue;
     const PeerAddress& address = peers[index(peer)];
     regions_[index(peer)] = Region::open(address.pid, address.descriptor, mapped_bytes());
-    processes_[index(peer)] = ProcessHandle(address.pid);
+    handles_[index(peer)] = RankHandle(address.pid, address.thread);
     if (control(peer).magic != kControlMagic) {
       throw SystemFailure("the memory of rank " + std::to_string(peer) + " is not Fanfold's",
                           EBADMSG);
@@ -77,7 +77,7 @@ void SymmetricMemory::map(const std::vector<PeerAddress>& peers) {
 void SymmetricMemory::close() {
   closed_ = true;
   for (Region& region : regions_) region.unmap();
-  processes_.clear();
+  handles_.clear();
 }
 
 void SymmetricMemory::check_usable() const {
@@ -141,7 +141,7 @@ bool SymmetricMemory::wait_for(const std::function<bool()>& ready,
     // The interrupt check may have run a handler of the user's that closes this memory.
     if (closed_) throw Misuse("it was closed while it waited");
     const int32_t peer = facts().peer;
-    return peer != rank() && processes_[index(peer)].ended();
+    return peer != rank() && handles_[index(peer)].ended();
   };
   bool published = false;
   std::vector<Blocked> chain;

@@ -36,6 +36,7 @@ struct SymmetricOptions {
 struct PeerAddress {
   pid_t pid;
   int descriptor;
+  pid_t thread = 0;  // that made the memory; a peer of the same process watches it
 };
 
 const char* name_of(Phase phase);
@@ -84,8 +85,7 @@ class SymmetricMemory {
   bool wait(const Awaited& awaited, const std::function<int64_t()>& actual);
 
   // Waits until `ready()`, blaming `facts()` (evaluated only then) if it does not come true in
-  // time; `facts().peer` is watched for the end of its process. False if the blamed peer was
-  // masked instead.
+  // time; `facts().peer` is watched for its end. False if the blamed peer was masked instead.
   bool wait_until(const std::function<bool()>& ready, const std::function<TimeoutFacts()>& facts) {
     return wait_for(ready, facts, nullptr);
   }
@@ -124,7 +124,7 @@ class SymmetricMemory {
   SymmetricOptions options_;
   ControlLayout layout_;
   std::vector<Region> regions_;
-  std::vector<ProcessHandle> processes_;
+  std::vector<RankHandle> handles_;
   std::vector<uint8_t> masked_;
   uint32_t generation_ = fork_generation();
   uint32_t barrier_epoch_ = 0;

@@ -4,6 +4,7 @@ Nothing else decides it. ``fanfold doctor`` prints the reason, and error message
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +16,7 @@ from fanfold.geometry import Mode, on_device
 from fanfold.gpus import identity, lacking, unreachable_from
 from fanfold.group import Group, agree
 from fanfold.jit import nvrtc
-from fanfold.memory.cuda import unavailable
+from fanfold.memory.cuda import are_threads, unavailable
 from fanfold.memory.host import host_identity
 
 __all__ = ["LEAST_CAPABILITY", "BackendChoice", "choose"]
@@ -92,6 +93,7 @@ class _Seat:
         unreachable: identities of devices that it sees, but whose memory its device does not reach.
         lacking: why it cannot run on a GPU, or None.
         capability: of that device.
+        process: that this rank is a thread of; 0 if it is a process of its own.
     """
 
     host: str
@@ -100,6 +102,7 @@ class _Seat:
     unreachable: tuple[str, ...] = ()
     lacking: str | None = None
     capability: tuple[int, int] = (0, 0)
+    process: int = 0
 
 
 def choose(group: Group, config: Config, mode: Mode = "low_latency") -> BackendChoice:
@@ -111,8 +114,9 @@ def choose(group: Group, config: Config, mode: Mode = "low_latency") -> BackendC
     Args:
         group: the ranks.
         config: ``backend`` decides: ``"auto"`` takes the GPUs where every rank has a CUDA device of
-            its own, or ``share_gpus`` says that several may have one, all on one host and within
-            each other's reach, and the mode's kernels can be compiled for it.
+            its own, or ``share_gpus`` says that several may have one, or ranks are threads that
+            have one together, all on one host and within each other's reach, and the mode's
+            kernels can be compiled for it.
         mode: whose calls are to run.
 
     Raises:
@@ -153,6 +157,7 @@ def _look(group: Group) -> _Seat:
             unreachable_from(current),
             lacking=_no_kernels_for(current, capability),
             capability=capability,
+            process=os.getpid() if are_threads(group) else 0,
         )
     except (RuntimeError, AssertionError) as failure:
         return _Seat(host, lacking=f"its CUDA device does not answer: {failure}")
@@ -185,7 +190,7 @@ def _obstacle(seats: list[_Seat], share: bool) -> str | None:
     owners: dict[str, int] = {}
     for rank, seat in enumerate(seats):
         owner = owners.setdefault(seat.identity, rank)
-        if owner == rank or share:
+        if owner == rank or share or 0 != seat.process == seats[owner].process:
             continue
         if seats[owner].device == seat.device:
             return (

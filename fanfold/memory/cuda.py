@@ -2,7 +2,9 @@
 
 Every rank owns one region of its GPU's memory and has the regions of all its peers mapped, so that
 a kernel reads and writes them by address. PyTorch allocates, exchanges handles and maps
-(``torch.distributed._symmetric_memory``); a rank alone needs nothing of that.
+(``torch.distributed._symmetric_memory``). Ranks of one process need nothing of that: one alone, or
+threads on one GPU (:mod:`fanfold.thread_ranks`), whose kernels run at the same time, each rank's on
+a stream and on a share of the SMs of its own.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from fanfold.config import symmetric_memory_environment
 from fanfold.copying import not_copied
 from fanfold.errors import FanfoldError, SystemFailure, UnavailableError, UsageError
 from fanfold.forks import Owner
-from fanfold.group import Group, agree, process_group
+from fanfold.group import Group, agree, in_one_process, process_group
 from fanfold.letting_go import drop_left, let_go
 from fanfold.representation import described
 
-__all__ = ["CudaSymmetricMemory", "unavailable"]
+__all__ = ["CudaSymmetricMemory", "are_threads", "own_sms", "unavailable", "wait_for_kernels"]
 
 _MODULE = "torch.distributed._symmetric_memory"
 
@@ -57,9 +59,38 @@ def unavailable(group: Group) -> str | None:
     return None
 
 
+def are_threads(group: Group) -> bool:
+    """Whether the ranks are several threads of one process, which share a GPU."""
+    return group.size > 1 and in_one_process(group)
+
+
+def own_sms(memory: CudaSymmetricMemory) -> int:
+    """The SMs that kernels of this rank may hold. Every kernel waits for kernels of the other
+    ranks, so those of threads must all fit on their GPU together."""
+    sms = torch.cuda.get_device_properties(memory.device.index).multi_processor_count
+    return int(sms) // (memory.ranks if are_threads(memory.group) else 1)
+
+
+def wait_for_kernels(memory: CudaSymmetricMemory) -> None:
+    """Waits for the kernels of this rank: for all of its GPU or, if ranks are threads, for those on
+    the current stream. Other ranks' kernels may wait for the next one of this rank.
+    """
+    if are_threads(memory.group):
+        torch.cuda.current_stream(memory.device).synchronize()
+    else:
+        torch.cuda.synchronize(memory.device)
+
+
 def _check_meeting(group: Group) -> None:
     """Raises UnavailableError unless the ranks can meet on their GPUs."""
-    if group.size == 1:
+    if are_threads(group) and torch.cuda.current_stream() == torch.cuda.default_stream():
+        raise UnavailableError(
+            f"the {group.size} ranks are threads of one process, and the current stream of rank "
+            f"{group.rank} is its GPU's default one, on which kernels of ranks would wait for each "
+            "other: start the ranks with fanfold.thread_ranks.ThreadRanks(ranks) where "
+            "FANFOLD_BACKEND is not 'host', which gives each a stream, or use the host backend"
+        )
+    if in_one_process(group):
         return
     _allocator()
     if process_group(group) is None:
@@ -82,7 +113,8 @@ class CudaSymmetricMemory:
     The content is not initialised.
 
     Args:
-        group: the ranks; a torch.distributed group of any backend, or a rank alone.
+        group: the ranks; a torch.distributed group of any backend, threads of one process on one
+            GPU, or a rank alone.
         bytes_per_rank: size of each region.
 
     Attributes:
@@ -178,6 +210,9 @@ class CudaSymmetricMemory:
             error = failure
         # From here on all ranks are known to be there, so the rendezvous is a matter of moments.
         agree(self.group, {"bytes_per_rank": self.bytes_per_rank}, error)
+        if in_one_process(self.group):
+            self._bases = self.group.all_gather(self.tensor.data_ptr())
+            return
         indices = self.group.all_gather(self.device.index)
         with symmetric_memory_environment(same_index=len(set(indices)) < self.ranks):
             self._bases = self._map()
@@ -186,7 +221,7 @@ class CudaSymmetricMemory:
         size = (self.bytes_per_rank,)
         _check_meeting(self.group)
         try:
-            if self.ranks == 1:
+            if in_one_process(self.group):
                 return torch.empty(size, dtype=torch.uint8, device=self.device)
             # Not torch's empty(): that draws from a pool, which may hand out a region that some
             # ranks have shared before and others have not, and these would wait for each other.
@@ -202,8 +237,6 @@ class CudaSymmetricMemory:
 
     def _map(self) -> list[int]:
         """Addresses of all ranks' regions in this process. Collective."""
-        if self.ranks == 1:
-            return [self.tensor.data_ptr()]
         error: Exception | None = None
         offset = 0
         try:

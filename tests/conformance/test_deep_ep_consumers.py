@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -24,11 +22,15 @@ from fanfold.deep_ep import (
     get_physical_domain_size,
 )
 from fanfold.errors import ArgumentError, FanfoldError, UsageError
+from fanfold.group import as_group
 from fanfold.launch import RankPool
 from tests.conformance import deep_ep_reference as reference
 from tests.conformance.deep_ep_reference import Case, inputs
 from tests.conformance.test_deep_ep_high_throughput import check_received, good_dispatch
 from tests.conformance.test_deep_ep_low_latency import FORMATS, check_dispatched, outputs
+from tests.environment import environment
+
+pytestmark = pytest.mark.placements("threads")
 
 Pools = Callable[[int], RankPool]
 
@@ -69,7 +71,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor, part: float) -> bool:
 
 
 def shared(group: dist.ProcessGroup, *arguments: Any, **named: Any) -> Buffer:
-    with mock.patch.dict(os.environ, {"FANFOLD_TIMEOUT_S": "20"}):
+    with environment(FANFOLD_TIMEOUT_S="20"):
         return Buffer(group, *arguments, **named)
 
 
@@ -77,7 +79,7 @@ def shared(group: dist.ProcessGroup, *arguments: Any, **named: Any) -> Buffer:
 
 
 def _vllm_prefill(group: dist.ProcessGroup) -> None:
-    rank, case = dist.get_rank(group), CASE
+    rank, case = as_group(group).rank, CASE
     mine = inputs(case, rank)
     buffer = shared(
         group=group, num_nvl_bytes=1 << 30, num_rdma_bytes=0, low_latency_mode=False,
@@ -121,7 +123,7 @@ def test_vllm_prefill(pools: Pools) -> None:
 
 
 def _vllm_decode(group: dist.ProcessGroup) -> None:
-    rank, case, max_tokens = dist.get_rank(group), CASE, 16
+    rank, case, max_tokens = as_group(group).rank, CASE, 16
     mine = inputs(case, rank)
     nbytes = Buffer.get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank=max_tokens, hidden=case.hidden, num_ranks=case.ranks,
@@ -171,7 +173,7 @@ def test_vllm_decode(pools: Pools) -> None:
 
 
 def _sglang(group: dist.ProcessGroup, seed: int) -> None:
-    rank, case = dist.get_rank(group), CASE
+    rank, case = as_group(group).rank, CASE
     nvl_bytes = rdma_bytes = 0
     tuned = {"num_sms": 16, "num_max_nvl_chunked_send_tokens": 12}
     for config in (Config(**tuned), Buffer.get_combine_config(case.ranks)):
@@ -252,7 +254,7 @@ def test_sglang_switches_between_modes(pools: Pools, seed: int) -> None:
 
 def _overlapped(group: dist.ProcessGroup) -> None:
     """A prefill between the halves of a decoding step."""
-    rank, case = dist.get_rank(group), CASE
+    rank, case = as_group(group).rank, CASE
     mine = inputs(case, rank)
     hint = Buffer.get_low_latency_rdma_size_hint(case.max_tokens, case.hidden, 4, case.experts)
     buffer = shared(group, 1 << 16, hint, True)
@@ -344,11 +346,12 @@ class _MegatronCombine(torch.autograd.Function):
 
 
 def _megatron(group: dist.ProcessGroup, overlap: bool) -> None:
-    rank, case = dist.get_rank(group), CASE
+    rank, case = as_group(group).rank, CASE
     mine = inputs(case, rank)
     nvl_bytes = rdma_bytes = 0
-    for config in (Buffer.get_dispatch_config(group.size()), Buffer.get_combine_config(4)):
-        nvl_bytes = max(config.get_nvl_buffer_size_hint(case.hidden * 2, group.size()), nvl_bytes)
+    ranks = as_group(group).size
+    for config in (Buffer.get_dispatch_config(ranks), Buffer.get_combine_config(4)):
+        nvl_bytes = max(config.get_nvl_buffer_size_hint(case.hidden * 2, ranks), nvl_bytes)
         rdma_bytes = max(config.get_rdma_buffer_size_hint(case.hidden * 2, 4), rdma_bytes)
     buffer = shared(group, nvl_bytes, rdma_bytes)
     assert buffer.group == group
@@ -389,25 +392,23 @@ def test_megatron_forward_and_backward(pools: Pools, overlap: bool) -> None:
 
 
 class _Communicator:
-    """What mpi4py.MPI.Comm offers, over torch.distributed."""
+    """What mpi4py.MPI.Comm offers, over another group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def Get_rank(self) -> int:  # noqa: N802 (mpi4py's name)
-        return dist.get_rank(self._group)
+        return as_group(self._group).rank
 
     def Get_size(self) -> int:  # noqa: N802
-        return dist.get_world_size(self._group)
+        return as_group(self._group).size
 
     def allgather(self, value: object) -> list[object]:
-        values: list[object] = [None] * self.Get_size()
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        return as_group(self._group).all_gather(value)
 
 
 def _communicator(group: dist.ProcessGroup) -> None:
-    rank, case, comm = dist.get_rank(group), CASE, _Communicator(group)
+    rank, case, comm = as_group(group).rank, CASE, _Communicator(group)
     nbytes = Buffer.get_low_latency_rdma_size_hint(case.max_tokens, case.hidden, 4, case.experts)
     buffer = shared(None, 1 << 20, nbytes, True, comm=comm)
     assert (buffer.rank, buffer.group_size, buffer.group) == (rank, 4, comm)
@@ -429,7 +430,7 @@ def test_mpi_communicator_and_small_calls(pools: Pools) -> None:
 
 
 def _constructed(group: dist.ProcessGroup, alike: list[Any], changes: dict[str, Any]) -> Exception:
-    rank = dist.get_rank(group)
+    rank = as_group(group).rank
     arguments = {"num_nvl_bytes": 1 << 16, "num_rdma_bytes": 1 << 16}
     with pytest.raises(FanfoldError) as caught:
         shared(group, **arguments | (changes if rank in alike else {}))
@@ -464,7 +465,7 @@ def _lifetime(group: dist.ProcessGroup) -> None:
         buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True)[0] = 1
         assert _mapped_bytes() >= shared_bytes + 4 * (2 << 20)
         del buffer  # not explicitly_destroy: the memory goes with the object
-        dist.barrier(group)
+        as_group(group).all_gather(None)
     gc.collect()
     assert _mapped_bytes() <= shared_bytes
     view = shared(group, 1 << 20).get_local_buffer_tensor(torch.uint8)
@@ -495,5 +496,6 @@ def _mapped_bytes() -> int:
     return total
 
 
+@pytest.mark.placements("processes")  # counts what a process maps
 def test_lifetime(pools: Pools) -> None:
     pools(4).run(_lifetime)

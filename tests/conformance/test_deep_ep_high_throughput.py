@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +13,13 @@ from hypothesis import strategies as st
 
 from fanfold.deep_ep import Buffer, Config, EventHandle, EventOverlap
 from fanfold.errors import ArgumentError, PeerRefused
+from fanfold.group import as_group
 from fanfold.launch import RankPool
 from tests.conformance import deep_ep_reference as reference
 from tests.conformance.deep_ep_reference import Case, arrivals, inputs
+from tests.environment import environment
+
+pytestmark = pytest.mark.placements("threads")
 
 Pools = Callable[[int], RankPool]
 Arguments = dict[str, Any]
@@ -26,7 +28,7 @@ Arguments = dict[str, Any]
 def open_buffer(
     group: dist.ProcessGroup, nvl_bytes: int = 1 << 20, timeout_s: str = "20", **changes: Any
 ) -> Buffer:
-    with mock.patch.dict(os.environ, {"FANFOLD_TIMEOUT_S": timeout_s}):
+    with environment(FANFOLD_TIMEOUT_S=timeout_s):
         return Buffer(group, nvl_bytes, explicitly_destroy=True, **changes)
 
 
@@ -109,7 +111,7 @@ def check_handle(case: Case, rank: int, handle: tuple[torch.Tensor, ...], channe
 
 def _layout(group: dist.ProcessGroup, case: Case) -> None:
     buffer = open_buffer(group)
-    mine = inputs(case, dist.get_rank(group))
+    mine = inputs(case, as_group(group).rank)
     per_rank, per_host, per_expert, in_rank, event = buffer.get_dispatch_layout(
         mine.topk_idx, case.experts, Buffer.capture(), True, True
     )
@@ -147,7 +149,7 @@ def test_layout(pools: Pools) -> None:
 def _round_trip(
     group: dist.ProcessGroup, case: Case, nvl_bytes: int, channels: int, alignment: int
 ) -> None:
-    rank = dist.get_rank(group)
+    rank = as_group(group).rank
     buffer = open_buffer(group, nvl_bytes)
     config = Config(2 * channels)
     result = buffer.dispatch(
@@ -209,7 +211,7 @@ CASE = Case(experts=8, top_k=3, hidden=256, tokens=(7, 4, 0, 9), seed=5)
 
 def _large(group: dist.ProcessGroup) -> None:
     """Much more than the staging memory holds."""
-    rank = dist.get_rank(group)
+    rank = as_group(group).rank
     case = Case(experts=8, top_k=2, hidden=1024, tokens=(300, 0, 150, 217), seed=2)
     buffer = open_buffer(group, 64 << 10)
     result = buffer.dispatch(**good_dispatch(buffer, case, rank))
@@ -226,7 +228,7 @@ def test_tensors_larger_than_the_staging_memory(pools: Pools) -> None:
 
 def _without_top_k(group: dist.ProcessGroup) -> None:
     """Rows whose receivers need not know the experts, as DeepEP's own tests send them."""
-    rank, case = dist.get_rank(group), CASE
+    rank, case = as_group(group).rank, CASE
     mine = inputs(case, rank)
     buffer = open_buffer(group)
     routing = routing_of(buffer, mine.topk_idx, case.experts)
@@ -253,7 +255,7 @@ def test_dispatch_without_top_k(pools: Pools) -> None:
 
 def _fp8(group: dist.ProcessGroup, scales_dtype: torch.dtype, one_byte: torch.dtype) -> None:
     """Values and scales pass as they are, scales of any strides."""
-    rank, case = dist.get_rank(group), CASE
+    rank, case = as_group(group).rank, CASE
     values, scales = [], []
     for theirs in reference.everybody(case):
         value, scale = reference.fp8(theirs.x, power_of_two=True)
@@ -274,6 +276,7 @@ def _fp8(group: dist.ProcessGroup, scales_dtype: torch.dtype, one_byte: torch.dt
     assert torch.equal(scales_again, row_scales)
 
 
+@pytest.mark.placements("processes", "threads")
 @pytest.mark.parametrize("scales_dtype", [torch.float32, torch.int32])
 @pytest.mark.parametrize("one_byte", [torch.float8_e4m3fn, torch.uint8])
 def test_fp8(pools: Pools, scales_dtype: torch.dtype, one_byte: torch.dtype) -> None:
@@ -282,7 +285,7 @@ def test_fp8(pools: Pools, scales_dtype: torch.dtype, one_byte: torch.dtype) -> 
 
 def _worst(group: dist.ProcessGroup) -> None:
     """A fixed number of rows, whatever arrives."""
-    rank, case = dist.get_rank(group), CASE
+    rank, case = as_group(group).rank, CASE
     buffer = open_buffer(group)
     worst = sum(case.tokens)
     result = buffer.dispatch(**good_dispatch(buffer, case, rank), num_worst_tokens=worst)
@@ -314,7 +317,7 @@ def test_num_worst_tokens(pools: Pools) -> None:
 
 
 def _bias(group: dist.ProcessGroup) -> None:
-    rank, case = dist.get_rank(group), CASE
+    rank, case = as_group(group).rank, CASE
     buffer = open_buffer(group)
     handle = buffer.dispatch(**good_dispatch(buffer, case, rank))[4]
     shape = (case.tokens[rank], case.hidden)
@@ -336,13 +339,14 @@ def _bias(group: dist.ProcessGroup) -> None:
         assert torch.equal(combined, reference.combined(case, rank, y_of, parts)), name
 
 
+@pytest.mark.placements("processes", "threads")
 def test_bias(pools: Pools) -> None:
     pools(4).run(_bias)
 
 
 def _asynchronous(group: dist.ProcessGroup) -> None:
     """Events chained as Megatron-LM chains them; positional arguments as DeepEP orders them."""
-    rank, case = dist.get_rank(group), CASE
+    rank, case = as_group(group).rank, CASE
     mine = inputs(case, rank)
     buffer = open_buffer(group)
     previous = EventOverlap(EventHandle())
@@ -375,7 +379,7 @@ def test_events_and_internode(pools: Pools) -> None:
 
 def _rebuilt_handle(group: dist.ProcessGroup) -> None:
     """A handle that went through autograd or a pickle is as good as the first."""
-    rank, case = dist.get_rank(group), CASE
+    rank, case = as_group(group).rank, CASE
     buffer = open_buffer(group)
     result = buffer.dispatch(**good_dispatch(buffer, case, rank))
     rebuilt = [tensor.clone() for tensor in result[4]]

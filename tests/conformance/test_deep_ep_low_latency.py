@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +13,13 @@ from hypothesis import strategies as st
 
 from fanfold.deep_ep import Buffer
 from fanfold.errors import ArgumentError, UsageError
+from fanfold.group import as_group
 from fanfold.launch import RankPool
 from tests.conformance import deep_ep_reference as reference
 from tests.conformance.deep_ep_reference import Case, inputs, packed
+from tests.environment import environment
+
+pytestmark = pytest.mark.placements("threads")
 
 Pools = Callable[[int], RankPool]
 
@@ -39,7 +41,7 @@ def open_buffer(
     )
     arguments = {"num_rdma_bytes": nbytes, "low_latency_mode": True, "explicitly_destroy": True}
     # A test that fails on one rank should not keep the others for the default of 100 s.
-    with mock.patch.dict(os.environ, {"FANFOLD_TIMEOUT_S": timeout_s}):
+    with environment(FANFOLD_TIMEOUT_S=timeout_s):
         return Buffer(group, **{**arguments, **changes})
 
 
@@ -125,7 +127,7 @@ def check_dispatched(case: Case, rank: int, form: str, result: tuple[Any, ...]) 
 
 
 def _round_trip(group: dist.ProcessGroup, case: Case, form: str, mode: str) -> None:
-    rank = dist.get_rank(group)
+    rank = as_group(group).rank
     mine = inputs(case, rank)
     buffer = open_buffer(group, case)
     result = buffer.low_latency_dispatch(
@@ -182,7 +184,7 @@ CASE = Case(experts=8, top_k=3, hidden=256, tokens=(6, 4, 0, 5), seed=3)
 
 
 def _statistics(group: dist.ProcessGroup) -> tuple[int, int]:
-    rank, case = dist.get_rank(group), CASE
+    rank, case = as_group(group).rank, CASE
     mine = inputs(case, rank)
     buffer = open_buffer(group, case)
     totals = torch.full((case.local,), 100, dtype=torch.int32, device="cpu")
@@ -201,6 +203,7 @@ def _statistics(group: dist.ProcessGroup) -> tuple[int, int]:
     return int(waits[0].sum()), int(waits[1].sum())
 
 
+@pytest.mark.placements("processes", "threads")
 def test_statistics_are_added_to(pools: Pools) -> None:
     outcomes = pools(4).run(_statistics)
     # Whether a rank had to wait depends on who came first; that all never did cannot be.
@@ -209,7 +212,7 @@ def test_statistics_are_added_to(pools: Pools) -> None:
 
 
 def _zero_copy(group: dist.ProcessGroup) -> None:
-    rank, case = dist.get_rank(group), CASE
+    rank, case = as_group(group).rank, CASE
     mine = inputs(case, rank)
     buffer = open_buffer(group, case)
     wanted = reference.weighted_sum(
@@ -244,7 +247,7 @@ def test_zero_copy_and_out(pools: Pools) -> None:
 
 
 def _logfmt(group: dist.ProcessGroup) -> None:
-    rank, case = dist.get_rank(group), CASE
+    rank, case = as_group(group).rank, CASE
     mine = inputs(case, rank)
     buffer = open_buffer(group, case)
     handle = buffer.low_latency_dispatch(mine.x, mine.topk_idx, case.max_tokens, case.experts)[2]
@@ -262,13 +265,14 @@ def _logfmt(group: dist.ProcessGroup) -> None:
     buffer.destroy()
 
 
+@pytest.mark.placements("processes", "threads")
 def test_logfmt(pools: Pools) -> None:
     pools(4).run(_logfmt)
 
 
 def _two_open_calls(group: dist.ProcessGroup) -> None:
     """Two batches overlapped, as SGLang does: the second is sent before the first is received."""
-    rank = dist.get_rank(group)
+    rank = as_group(group).rank
     batches = [CASE, Case(**{**vars(CASE), "seed": 9})]
     buffer = open_buffer(group, CASE)
     for _ in range(3):
@@ -306,7 +310,7 @@ def test_two_open_calls(pools: Pools) -> None:
 def _rebuilt_handle(group: dist.ProcessGroup) -> None:
     """Narrow rows out, wide rows back: the caller packs them and writes handle[3], as TensorRT-LLM
     does for 4-bit rows."""
-    rank, case = dist.get_rank(group), CASE
+    rank, case = as_group(group).rank, CASE
     mine = inputs(case, rank)
     narrow = Case(**{**vars(case), "hidden": 64})
     buffer = open_buffer(group, case)
@@ -332,7 +336,7 @@ def test_combine_works_from_the_tuple_alone(pools: Pools) -> None:
 
 def _scratch(group: dist.ProcessGroup) -> None:
     """Scratch is no call's memory: callers write over it at any time, and call nothing then."""
-    rank = dist.get_rank(group)
+    rank = as_group(group).rank
     buffer = open_buffer(group, CASE, num_nvl_bytes=1 << 20)
     mine = inputs(CASE, rank)
 
@@ -404,7 +408,7 @@ def _without(case: Case, masked: int) -> list[reference.Inputs]:
 
 
 def _masked(group: dist.ProcessGroup, masked: int) -> None:
-    rank, case = dist.get_rank(group), CASE
+    rank, case = as_group(group).rank, CASE
     buffer = open_buffer(group, case, enable_shrink=True)
     status = torch.full((case.ranks,), 7, dtype=torch.int32, device="cpu")
     buffer.low_latency_query_mask_buffer(status)
@@ -437,7 +441,7 @@ def _masked(group: dist.ProcessGroup, masked: int) -> None:
     buffer.low_latency_clean_mask_buffer()
     buffer.low_latency_query_mask_buffer(status)
     assert not status.any()
-    dist.barrier(group)
+    as_group(group).all_gather(None)
     check_dispatched(case, rank, "bf16", dispatch())
     buffer.destroy()
 
@@ -448,7 +452,7 @@ def test_masked_rank_and_back(pools: Pools) -> None:
 
 def _shrink(group: dist.ProcessGroup) -> list[int]:
     """A rank that never comes is masked after the time bound, and the others go on."""
-    rank, case = dist.get_rank(group), CASE
+    rank, case = as_group(group).rank, CASE
     buffer = open_buffer(group, case, "0.5", enable_shrink=True)
     mine = inputs(case, rank)
     status = torch.zeros(case.ranks, dtype=torch.int32, device="cpu")
@@ -461,11 +465,12 @@ def _shrink(group: dist.ProcessGroup) -> list[int]:
         buffer.low_latency_query_mask_buffer(status)
         with pytest.raises(UsageError, match="num_nvl_bytes"):
             buffer.combine(received, handle)
-    dist.barrier(group)
+    as_group(group).all_gather(None)
     buffer.destroy()
     return status.tolist()
 
 
+@pytest.mark.placements("processes")  # its warnings are the ranks' own
 def test_late_rank_is_masked(pools: Pools) -> None:
     assert pools(4).run(_shrink) == [[0, 1, 0, 0], [0, 0, 0, 0], [0, 1, 0, 0], [0, 1, 0, 0]]
 

@@ -13,11 +13,14 @@ import torch.distributed as dist
 
 from fanfold.deep_ep import Buffer, Config
 from fanfold.errors import ArgumentError, PeerRefused, PeerTimeout, UsageError
+from fanfold.group import as_group
 from fanfold.launch import RankPool
 from tests.conformance import deep_ep_reference as reference
 from tests.conformance import test_deep_ep_high_throughput as high_throughput
 from tests.conformance import test_deep_ep_low_latency as low_latency
 from tests.conformance.deep_ep_reference import Case, inputs
+
+pytestmark = pytest.mark.placements("threads")
 
 Pools = Callable[[int], RankPool]
 Arguments = dict[str, Any]
@@ -148,7 +151,7 @@ def _low_latency_works(buffer: Buffer, rank: int) -> None:
 
 def _refused_dispatches(group: dist.ProcessGroup, fresh: bool) -> dict[str, Exception]:
     """Each case on one Buffer that goes on working; or, fresh, as the first call of a Buffer."""
-    rank, errors = dist.get_rank(group), {}
+    rank, errors = as_group(group).rank, {}
     buffer = low_latency.open_buffer(group, LOW)
     _low_latency_works(buffer, rank)
     for name, (spoil, _) in LOW_LATENCY_DISPATCHES.items():
@@ -165,7 +168,7 @@ def _refused_dispatches(group: dist.ProcessGroup, fresh: bool) -> dict[str, Exce
 
 
 def _refused_combines(group: dist.ProcessGroup) -> dict[str, Exception]:
-    rank, errors = dist.get_rank(group), {}
+    rank, errors = as_group(group).rank, {}
     buffer = low_latency.open_buffer(group, LOW)
     mine = inputs(LOW, rank)
     handle = buffer.low_latency_dispatch(**_low_latency_dispatch(LOW, rank))[2]
@@ -196,7 +199,7 @@ def test_refused_low_latency_combine(pools: Pools) -> None:
 def _low_latency_disagreement(
     group: dist.ProcessGroup, changes: Arguments, fresh: bool
 ) -> Exception:
-    rank = dist.get_rank(group)
+    rank = as_group(group).rank
     wide = Case(**{**vars(LOW), "hidden": 512, "tokens": (8,) * 4})
     buffer = low_latency.open_buffer(group, wide)
     arguments = _low_latency_dispatch(LOW, rank) | (changes if rank == 2 else {})
@@ -233,7 +236,7 @@ def test_ranks_that_disagree_in_low_latency(
 
 
 def _too_small(group: dist.ProcessGroup) -> list[str]:
-    rank, found = dist.get_rank(group), []
+    rank, found = as_group(group).rank, []
     nbytes = Buffer.get_low_latency_rdma_size_hint(6, 256, 4, 8)
     buffer = low_latency.open_buffer(group, LOW, num_rdma_bytes=nbytes)
     mine = inputs(LOW, rank)
@@ -267,7 +270,7 @@ def test_memory_that_is_too_small(pools: Pools) -> None:
 
 
 def _low_latency_absent_peer(group: dist.ProcessGroup) -> Exception | None:
-    rank = dist.get_rank(group)
+    rank = as_group(group).rank
     buffer, error = low_latency.open_buffer(group, LOW, "0.5"), None
     if rank != 3:
         with pytest.raises(PeerTimeout) as caught:
@@ -275,7 +278,7 @@ def _low_latency_absent_peer(group: dist.ProcessGroup) -> Exception | None:
         error = caught.value
         with pytest.raises(UsageError):
             buffer.low_latency_dispatch(**_low_latency_dispatch(LOW, rank))
-    dist.barrier(group)
+    as_group(group).all_gather(None)
     buffer.destroy()
     return error
 
@@ -381,7 +384,7 @@ def _high_throughput_works(buffer: Buffer, rank: int) -> None:
 
 
 def _spoilt(group: dist.ProcessGroup, which: str) -> dict[str, Exception]:
-    rank, errors = dist.get_rank(group), {}
+    rank, errors = as_group(group).rank, {}
     buffer = high_throughput.open_buffer(group)
     good = high_throughput.good_dispatch(buffer, HIGH, rank)
     handle = buffer.dispatch(**good)[4]
@@ -412,7 +415,7 @@ def test_refused_high_throughput(
 
 
 def _disagreeing(group: dist.ProcessGroup, case_of_two: Case, config: int) -> Exception:
-    rank = dist.get_rank(group)
+    rank = as_group(group).rank
     buffer = high_throughput.open_buffer(group)
     case = case_of_two if rank == 2 else HIGH
     arguments = high_throughput.good_dispatch(buffer, case, rank)
@@ -443,7 +446,7 @@ def test_ranks_that_disagree_in_high_throughput(
 
 
 def _no_memory(group: dist.ProcessGroup) -> None:
-    rank = dist.get_rank(group)
+    rank = as_group(group).rank
     buffer = high_throughput.open_buffer(group, 0)
     mine = inputs(HIGH, rank)
     for call in (
@@ -463,7 +466,7 @@ def test_no_memory_for_the_mode(pools: Pools) -> None:
 
 
 def _absent_peer(group: dist.ProcessGroup, enable_shrink: bool) -> Exception | None:
-    rank, error = dist.get_rank(group), None
+    rank, error = as_group(group).rank, None
     buffer = high_throughput.open_buffer(
         group, timeout_s="0.5", low_latency_mode=True, enable_shrink=enable_shrink
     )
@@ -473,12 +476,13 @@ def _absent_peer(group: dist.ProcessGroup, enable_shrink: bool) -> Exception | N
         error = caught.value
         with pytest.raises(UsageError):
             buffer.dispatch(**high_throughput.good_dispatch(buffer, HIGH, rank))
-    dist.barrier(group)
+    as_group(group).all_gather(None)
     buffer.destroy()
     return error
 
 
 # Where late ranks are masked, high throughput must not return what lacks their rows.
+@pytest.mark.placements("processes")  # its warnings are the ranks' own
 @pytest.mark.parametrize("enable_shrink", [False, True])
 def test_peer_that_does_not_come_to_high_throughput(pools: Pools, enable_shrink: bool) -> None:
     *errors, nothing = pools(4).run(_absent_peer, enable_shrink)

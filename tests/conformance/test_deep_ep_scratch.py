@@ -6,11 +6,9 @@ vLLM's fault recovery zeroes all of the local buffer tensor and calls nothing af
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,11 +16,15 @@ import torch.distributed as dist
 
 from fanfold.deep_ep import Buffer
 from fanfold.errors import FanfoldError, PeerTimeout
+from fanfold.group import as_group
 from fanfold.launch import RankPool
 from tests.conformance import deep_ep_reference as reference
 from tests.conformance import test_deep_ep_high_throughput as high_throughput
 from tests.conformance.deep_ep_reference import Case, inputs
 from tests.conformance.test_deep_ep_low_latency import check_dispatched, outputs
+from tests.environment import environment
+
+pytestmark = pytest.mark.placements("threads")
 
 Pools = Callable[[int], RankPool]
 CASE = Case(experts=8, top_k=3, hidden=256, tokens=(6, 4, 0, 5), seed=3)
@@ -85,7 +87,7 @@ def open_buffer(group: dist.ProcessGroup, **changes: Any) -> Buffer:
         CASE.max_tokens, CASE.hidden, CASE.ranks, CASE.experts
     )
     arguments = {"num_nvl_bytes": 1 << 20, "num_rdma_bytes": nbytes, "low_latency_mode": True}
-    with mock.patch.dict(os.environ, {"FANFOLD_TIMEOUT_S": "20"}):
+    with environment(FANFOLD_TIMEOUT_S="20"):
         return Buffer(group, **{**arguments, "explicitly_destroy": True, **changes})
 
 
@@ -93,7 +95,7 @@ def open_buffer(group: dist.ProcessGroup, **changes: Any) -> Buffer:
 
 
 def _low_latency(group: dist.ProcessGroup, byte: int | None, hook: bool) -> None:
-    rank = dist.get_rank(group)
+    rank = as_group(group).rank
     mine = inputs(CASE, rank)
     buffer = open_buffer(group)
     scribbler = Scribbler(buffer, byte)
@@ -147,7 +149,7 @@ def test_low_latency(pools: Pools, byte: int | None, hook: bool) -> None:
 
 
 def _high_throughput(group: dist.ProcessGroup, byte: int | None) -> None:
-    rank = dist.get_rank(group)
+    rank = as_group(group).rank
     buffer = open_buffer(group)
     scribbler = Scribbler(buffer, byte)
     case = high_throughput.CASE
@@ -185,7 +187,7 @@ def _attempt(call: Callable[[], Any]) -> None:
 
 
 def _spoilt(group: dist.ProcessGroup, byte: int | None, everywhere: bool) -> None:
-    rank = dist.get_rank(group)
+    rank = as_group(group).rank
     mine = inputs(CASE, rank)
     buffer = open_buffer(group)
     scribbler = Scribbler(buffer, byte)

@@ -7,15 +7,18 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <csignal>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <future>
 #include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -267,23 +270,44 @@ TEST(close_is_idempotent_and_ends_all_use) {
   group[1]->check_usable();
 }
 
-TEST(process_handle_notices_the_end) {
+TEST(rank_handle_notices_the_end_of_a_process) {
   const pid_t child = start_idle_process([] { pause(); });
   CHECK(child > 0);
-  ProcessHandle handle(child);
+  RankHandle handle(child);
   const bool ended_early = handle.ended();
   kill(child, SIGKILL);
   // Dead and not reaped: waitid leaves the process as it is.
   siginfo_t end{};
   waitid(P_PID, static_cast<id_t>(child), &end, WEXITED | WNOWAIT);
   const bool ended_unreaped = handle.ended();
-  const ProcessHandle moved = std::move(handle);
+  const RankHandle moved = std::move(handle);
   waitpid(child, nullptr, 0);
   CHECK(!ended_early);
   CHECK(ended_unreaped);
   CHECK(moved.ended());
-  CHECK(!ProcessHandle(getpid()).ended());
-  CHECK(!ProcessHandle().ended());
+  CHECK(!RankHandle(getpid()).ended());
+  CHECK(!RankHandle(getpid(), this_thread()).ended());
+  CHECK(!RankHandle().ended());
+}
+
+TEST(rank_handle_notices_the_end_of_a_thread) {
+  std::promise<pid_t> id;
+  std::promise<void> may_end;
+  std::thread thread([&] {
+    id.set_value(this_thread());
+    may_end.get_future().wait();
+  });
+  RankHandle handle(getpid(), id.get_future().get());
+  const bool ended_early = handle.ended();
+  may_end.set_value();
+  thread.join();
+  const RankHandle moved = std::move(handle);
+  // A thread that has been joined has almost ended.
+  for (int looks = 0; looks < 1000 && !moved.ended(); ++looks) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  CHECK(!ended_early);
+  CHECK(moved.ended());
 }
 
 // Two processes: the peer offers its memory, pushes one signal and is killed.

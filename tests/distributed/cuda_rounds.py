@@ -180,7 +180,7 @@ def run_case(
     mode._results.memory.fill_(0xA5)
     got = dispatch(mode, expect, layout, expect.capacity(layout), in_place)
     if got.tokens.is_cuda:
-        torch.cuda.synchronize(got.tokens.device)
+        torch.cuda.current_stream(got.tokens.device).synchronize()
     check_plan(expect, got.plan, layout)
     check_brought(expect, got, layout)
     check_combine(mode, expect, got, layout)

@@ -13,6 +13,8 @@ from fanfold.launch import RankPool
 from fanfold.nn import MoE
 from tests.distributed.layers import Shape, caught, good_call
 
+pytestmark = pytest.mark.placements("threads")
+
 MODES = ("low_latency", "high_throughput")
 
 # What rank 1 passes to the layer, and what it is told.

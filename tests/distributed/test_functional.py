@@ -19,6 +19,8 @@ from fanfold.errors import ArgumentError, PeerRefused, UsageError
 from fanfold.high_throughput import HighThroughput
 from fanfold.low_latency import LowLatency
 
+pytestmark = pytest.mark.placements("threads")
+
 RANKS = 3
 EXPERTS = 12
 HIDDEN = 32
@@ -169,6 +171,7 @@ def pool(pools):
     return pools(RANKS)
 
 
+@pytest.mark.placements("processes", "threads")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"seed{case.seed}")
 def test_gradients_are_those_of_plain_pytorch(pool, case):
     for rank, (out, grad_x, grad_weights) in enumerate(pool.run(layer_gradients, case)):
@@ -413,6 +416,7 @@ def graph_is_freed(group: object, case: Case) -> bool:
         return all(node() is None for node in nodes)
 
 
+@pytest.mark.placements("processes")  # without the garbage collector
 def test_a_graph_that_never_ran_backward_is_freed(pool):
     assert all(pool.run(graph_is_freed, CASES[0]))
 

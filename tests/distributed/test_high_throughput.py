@@ -28,6 +28,8 @@ from tests.distributed.routings import (
     weight_of,
 )
 
+pytestmark = pytest.mark.placements("threads")
+
 Pools = Callable[[int], RankPool]
 BF16_EIGHT = Case(tokens=(9, 0, 30, 17), experts_per_rank=4, top_k=5, hidden=48)
 
@@ -214,7 +216,7 @@ def run_cases(group: dist.ProcessGroup, cases: list[Case], staging_bytes: int = 
         for number, case in enumerate(cases):
             layout = ("expert_major", "token_major")[number % 2]
             try:
-                run_case(mode, case, dist.get_rank(group), layout)
+                run_case(mode, case, as_group(group).rank, layout)
             except AssertionError as error:
                 raise AssertionError(f"case {number}, {layout}: {case}") from error
     return len(cases)
@@ -238,6 +240,7 @@ def test_many_random_geometries(pools: Pools, ranks: int) -> None:
     assert pools(ranks).run(run_cases, cases) == [len(cases)] * ranks
 
 
+@pytest.mark.placements("processes", "threads")
 @pytest.mark.parametrize(
     ("dtype", "scales"),
     [
@@ -269,7 +272,7 @@ def test_many_experts(pools: Pools) -> None:
 
 def _soak(group: dist.ProcessGroup, rounds: int) -> int:
     numbers = random.Random(7)
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    rank, ranks = as_group(group).rank, as_group(group).size
     with opened(group) as mode:
         for _ in range(rounds):
             case = dataclasses.replace(random_case(numbers, ranks), slack=None)
@@ -297,7 +300,7 @@ def test_changing_shapes(pools: Pools) -> None:
 
 def _same_bits_twice(group: dist.ProcessGroup) -> None:
     case = dataclasses.replace(BF16_EIGHT, tokens=(60, 50, 40, 30), hidden=1024, biases=1)
-    expect = Round(case, dist.get_rank(group))
+    expect = Round(case, as_group(group).rank)
     given = expect.own
     with opened(group) as mode:
         results = []
@@ -320,7 +323,7 @@ def test_equal_input_gives_equal_bits(pools: Pools) -> None:
 
 
 def _other_rows_by_an_old_plan(group: dist.ProcessGroup) -> None:
-    rank = dist.get_rank(group)
+    rank = as_group(group).rank
     case = dataclasses.replace(BF16_EIGHT, slack=7)
     expect = Round(case, rank)
     with opened(group) as mode:

@@ -15,8 +15,11 @@ from hypothesis import strategies as st
 
 import fanfold
 from fanfold.formats import dequantize, quantize
+from fanfold.group import as_group
 from fanfold.launch import RankPool
 from tests.distributed.layers import caught
+
+pytestmark = pytest.mark.placements("threads")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +124,7 @@ def _experts_output(rows: torch.Tensor, expert: int) -> torch.Tensor:
 
 def _run(group: dist.ProcessGroup, case: Case) -> dict[str, Any]:
     """Dispatch and combine on one rank; everything a check needs."""
-    rank = dist.get_rank(group)
+    rank = as_group(group).rank
     with fanfold.LowLatency(
         group,
         num_experts=case.ranks * case.experts_per_rank,
@@ -140,6 +143,7 @@ def _run(group: dist.ProcessGroup, case: Case) -> dict[str, Any]:
         hook()
         y = torch.full(received.tokens.shape, float("nan"), dtype=torch.bfloat16)
         found: dict[str, Any] = {"experts": [], "offsets": received.offsets}
+        source_rank, source_token = received.source_rank, received.source_token
         for e in range(ep.experts_per_rank):
             rows = received.expert(e)
             scales = None if received.scales is None else received.expert(e, of=received.scales)
@@ -151,8 +155,8 @@ def _run(group: dist.ProcessGroup, case: Case) -> dict[str, Any]:
                 {
                     "rows": rows.clone(),
                     "scales": None if scales is None else scales.clone(),
-                    "source_rank": received.source_rank[e],
-                    "source_token": received.source_token[e],
+                    "source_rank": source_rank[e],
+                    "source_token": source_token[e],
                     "weights": None if received.weights is None else received.weights[e].clone(),
                 }
             )
@@ -273,6 +277,12 @@ def test_extremes(pools: Callable[[int], RankPool], changes: dict[str, Any]) -> 
     _check(dataclasses.replace(PLAIN, **changes), pools)
 
 
+@pytest.mark.placements("processes", "threads")
+@pytest.mark.parametrize("dispatch_dtype", ["bf16", "fp8"])
+def test_both_placements(pools: Callable[[int], RankPool], dispatch_dtype: str) -> None:
+    _check(dataclasses.replace(PLAIN, dispatch_dtype=dispatch_dtype), pools)
+
+
 WAITED_NS = 10**15  # before the first dispatch
 
 
@@ -280,7 +290,6 @@ def _statistics(group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
     """Totals over three dispatches, read through the mode, which takes statistics."""
     from fanfold.backends.low_latency import HostLowLatency, Statistics
     from fanfold.geometry import Geometry
-    from fanfold.group import as_group
     from fanfold.memory.host import SymmetricMemory
 
     members = as_group(group)
@@ -318,7 +327,6 @@ def _bad_statistics(group: dist.ProcessGroup) -> list[str]:
     is no bool but taken for one."""
     from fanfold.backends.low_latency import HostLowLatency, Statistics
     from fanfold.geometry import Geometry
-    from fanfold.group import as_group
     from fanfold.memory.host import SymmetricMemory
 
     members = as_group(group)

@@ -11,8 +11,11 @@ import torch
 import torch.distributed as dist
 
 import fanfold
+from fanfold.group import as_group
 from fanfold.launch import RankPool
 from tests.distributed.layers import Call, Shape, caught, good_call, works
+
+pytestmark = pytest.mark.placements("threads")
 
 RANKS = 3
 BAD_RANK = 1
@@ -177,6 +180,7 @@ def _spoilt_combine(group: dist.ProcessGroup, mode: str, what: str) -> tuple[obj
         return error, works(ep, shape)
 
 
+@pytest.mark.placements("processes", "threads")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("what", "argument", "value", "bound"),
@@ -347,7 +351,7 @@ def test_lost_hooks(pools: Callable[[int], RankPool]) -> None:
 
 def _construct(group: dist.ProcessGroup, changes: list[dict[str, object]]) -> Exception | None:
     shape = Shape()
-    rank = dist.get_rank(group)
+    rank = as_group(group).rank
     options = dict(changes[rank])
     # What only one of the modes takes decides the mode of all ranks.
     aligned = any("expert_alignment" in change for change in changes)

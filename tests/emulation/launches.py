@@ -87,7 +87,7 @@ def open_mode(*, late: bool = False, **rest: Any) -> CudaLowLatency:
         base=lambda peer: (peer + 1) << 40,
         bytes_per_rank=nbytes,
         tensor=torch.empty(nbytes, dtype=torch.uint8),
-        group=None,
+        group=types.SimpleNamespace(size=4),  # of processes
     )
     return CudaLowLatency(memory, Config.resolve(backend="cuda"), late, **rest)
 

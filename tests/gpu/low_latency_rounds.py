@@ -35,7 +35,7 @@ def opened(
     nbytes = cuda_required_bytes(geometry_of(case), late_weights=late)
     memory = CudaSymmetricMemory(as_group(group), nbytes)
     yield CudaLowLatency(memory, Config.resolve(**{"timeout_s": 30.0, **settings}), late)
-    dist.barrier(group)  # a rank may still write to one that has read all it wants
+    as_group(group).all_gather(None)  # a rank may still write to one that has read all it wants
     memory.close()
 
 
@@ -88,7 +88,7 @@ def like_the_host(group: dist.ProcessGroup, case: Case, late: bool, **settings: 
     geometry = geometry_of(case)
     (expected,) = on_the_host(group, [case], late)
     with opened(group, case, late, **settings) as mode:
-        own = tokens_of(case, dist.get_rank(group)).to(mode.device)
+        own = tokens_of(case, as_group(group).rank).to(mode.device)
         for _ in range(3):  # both halves of the memory, and one again
             found = _seen(geometry, *round_of(mode, geometry, own, late))
             mode.check()

@@ -1,10 +1,11 @@
 """Small rounds for compute-sanitizer (tools/sanitize_gpu.sh).
 
-Use: python tests/gpu/sanitize.py [--ranks N] [PART]...
+Use: python tests/gpu/sanitize.py [--ranks N] [--threads] [PART]...
      PART is low-latency, high-throughput or formats; all by default.
      One rank, in this process, or several with a process each, which take turns where there are
-     fewer GPUs: what goes to peers and comes from them does not run in one alone. Exits with 1 if
-     a result is wrong, with 2 if there is no GPU.
+     fewer GPUs: what goes to peers and comes from them does not run in one alone. With --threads
+     the ranks are threads of this process on one GPU, whose kernels run at the same time. Exits
+     with 1 if a result is wrong, with 2 if there is no GPU.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fanfold.backends.high_throughput.layout import dispatch_layout
 from fanfold.formats import ScaleFormat, quantize
+from fanfold.group import as_group
+from fanfold.thread_ranks import ThreadRanks
 from tests.distributed import routings
 from tests.distributed.cuda_rounds import run_case
 from tests.gpu.low_latency_rounds import like_the_host
@@ -49,7 +52,7 @@ TIMEOUT_S = 600.0
 
 def tell(group: dist.ProcessGroup, what: str) -> None:
     """Says, on one rank, what has been right."""
-    if group.rank() == 0:
+    if as_group(group).rank == 0:
         print(f"right: {what}", flush=True)
 
 
@@ -57,7 +60,7 @@ def check_round(group: dist.ProcessGroup, case: Case) -> None:
     """Two rounds, one whole and one with hooks; both must be right."""
     device = own_device()
     (answer,) = answers(group, [case])
-    mine = tokens_of(case, group.rank()).to(device)
+    mine = tokens_of(case, as_group(group).rank).to(device)
     with open_layer(group, case, timeout_s=TIMEOUT_S) as ep:
         received = ep.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
         y = answer.spread(received.tokens, device)
@@ -76,7 +79,7 @@ def check_round(group: dist.ProcessGroup, case: Case) -> None:
 
 def low_latency(group: dist.ProcessGroup) -> None:
     """All small cases of low latency."""
-    ranks = group.size()
+    ranks = as_group(group).size
     small = case_of(ranks, max_tokens=16, experts_per_rank=5, top_k=3, hidden=1040)
     cases = [small.but(dtype=dtype, scale_format=scales) for dtype, scales in FORMATS]
     cases += [
@@ -108,7 +111,7 @@ def check_layout(case: routings.Case, rank: int) -> None:
 def high_throughput(group: dist.ProcessGroup) -> None:
     """Layouts, plans, dispatches by new plans and old ones, and combines of all kinds, in both
     orders of rows."""
-    rank, ranks = group.rank(), group.size()
+    rank, ranks = as_group(group).rank, as_group(group).size
     tokens = tuple((41, 0, 23, 9)[n % 4] for n in range(ranks))
     small = routings.Case(tokens=tokens, experts_per_rank=5, top_k=3, hidden=528, alignment=4)
     fp8 = {"dtype": torch.float8_e4m3fn, "scales": 5}
@@ -173,6 +176,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--threads", action="store_true")
     args = parser.parse_args()
     parts = args.parts or list(PARTS)
     if unknown := set(parts) - set(PARTS):
@@ -180,17 +184,21 @@ def main() -> int:
     if torch.cuda.device_count() == 0:
         print("there is no GPU (nvidia-smi)")
         return 2
-    if torch.cuda.device_count() < args.ranks:
+    if torch.cuda.device_count() < args.ranks and not args.threads:
         os.environ["FANFOLD_SHARE_GPUS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         for part in parts:
             given = (args.ranks, part, f"{folder}/{part}")
-            if args.ranks == 1:
+            if args.threads:
+                with ThreadRanks(args.ranks, timeout_s=TIMEOUT_S) as threads:
+                    threads.run(PARTS[part])
+            elif args.ranks == 1:
                 run_rank(0, *given)
             else:
                 torch.multiprocessing.spawn(run_rank, given, args.ranks)
             # Behind the end of all ranks: it is said of none that failed.
-            print(f"right: all of {part} with {args.ranks} ranks", flush=True)
+            what = "threads" if args.threads else "ranks"
+            print(f"right: all of {part} with {args.ranks} {what}", flush=True)
     return 0
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import fanfold
 from fanfold.bench.workload import expert_output
 from fanfold.formats import dequantize
+from fanfold.group import Group, as_group
 
 ROUTINGS = ("spread", "one_expert", "one_rank", "none", "holes", "duplicates")
 FORMATS = (
@@ -178,7 +179,7 @@ def overwrite_free_memory(sizes: list[int], device: torch.device) -> None:
 
 
 def open_layer(
-    group: dist.ProcessGroup, case: Case, backend: str = "cuda", **settings: Any
+    group: dist.ProcessGroup | Group, case: Case, backend: str = "cuda", **settings: Any
 ) -> fanfold.LowLatency:
     """A LowLatency for ``case``. Collective."""
     # A test that fails on one rank should not keep the others for the default of 100 s.
@@ -227,9 +228,9 @@ class Answer:
         return y
 
 
-def answers(group: dist.ProcessGroup, cases: list[Case]) -> list[Answer]:
+def answers(group: dist.ProcessGroup | Group, cases: list[Case]) -> list[Answer]:
     """What the host backend makes of ``cases``, of one geometry, on this rank. Collective."""
-    rank = dist.get_rank(group)
+    rank = as_group(group).rank
     with open_layer(group, cases[0], "host") as ep:
         return [_answer(ep, case, rank) for case in cases]
 

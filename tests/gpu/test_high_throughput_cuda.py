@@ -23,7 +23,7 @@ from fanfold.backends.high_throughput.in_place import bytes_for_results
 from fanfold.backends.high_throughput.plan import CudaDispatched
 from fanfold.config import Config
 from fanfold.errors import ArgumentError, PeerRefused, PeerTimeout
-from fanfold.group import as_group
+from fanfold.group import Group, as_group
 from fanfold.memory.cuda import CudaSymmetricMemory
 from fanfold.memory.host import SymmetricMemory
 from tests.distributed import routings
@@ -48,7 +48,7 @@ DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 
 @contextmanager
 def opened(
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | Group,
     *,
     ring_bytes: int = 1 << 22,
     timeout_s: float = 30.0,

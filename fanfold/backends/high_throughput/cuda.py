@@ -56,7 +56,7 @@ from fanfold.geometry import check_aligned, check_integer, check_tensor
 from fanfold.group import agree
 from fanfold.lending import address_of
 from fanfold.letting_go import let_go
-from fanfold.memory.cuda import CudaSymmetricMemory
+from fanfold.memory.cuda import CudaSymmetricMemory, are_threads, wait_for_kernels
 from fanfold.refusal import Refusing
 from fanfold.stream_order import StreamOrder, stream_at
 
@@ -68,14 +68,13 @@ _LANES_ALONE_HIDDEN = LANES_ALONE_ROW_BYTES // torch.bfloat16.itemsize
 
 
 class CudaHighThroughput:
-    """High-throughput calls over a symmetric memory of GPUs. Every call is collective, and so is
-    construction; see :class:`HighThroughputBackend`.
+    """High-throughput calls over a symmetric memory of GPUs; see :class:`HighThroughputBackend`.
+    Construction is collective.
 
-    Besides what is said there, ranks must agree about the layout and ``expert_alignment``. What
-    only the GPU can find (an entry of ``topk_idx`` out of range, more rows than the capacity, a
-    peer that has refused, ranks that disagree) is raised by a later combine, or by :meth:`check`;
-    that a peer is late by any later call. A dispatch without capacity raises what has made its plan
-    void.
+    Ranks must also agree about the layout and ``expert_alignment``. What only the GPU can find (an
+    entry of ``topk_idx`` out of range, more rows than the capacity, a peer that has refused, ranks
+    that disagree) is raised by a later combine, or by :meth:`check`; that a peer is late by any
+    later call. A dispatch without capacity raises what has made its plan void.
 
     Args:
         memory: the ranks' symmetric memory; must stay open as long as this object is used.
@@ -111,7 +110,6 @@ class CudaHighThroughput:
         self._memory, self._config, self.check_devices = memory, config, check_devices
         self._quantize_to = quantize_to
         self._ranks, self._max_tokens = memory.ranks, max_tokens
-        self._most_batches = most_batches(max_tokens)
         self._follow = StreamOrder(self.device).follow
         error: Exception | None = None
         try:
@@ -149,7 +147,8 @@ class CudaHighThroughput:
     def _launches_with(self, grid: Grid) -> Launches:
         known = self._launches_of.get(grid)
         if known is None:
-            known = Launches(self._core, self.device, self._config, grid)
+            early = not are_threads(self._memory.group)  # it would hold SMs that they may need
+            known = Launches(self._core, self.device, self._config, grid, early=early)
             self._launches_of[grid] = known
         return known
 
@@ -192,7 +191,7 @@ class CudaHighThroughput:
         begin = _core.cuda_high_throughput_bytes(memory.ranks, ring_bytes)[1]
         self._results = Results(memory, begin, result_bytes)
         memory.tensor[:zeroed].zero_()
-        torch.cuda.synchronize(device)
+        wait_for_kernels(memory)
         # Kernels in flight may outlive this object, and write there.
         kept = (self._state, self._counted, self._reports, self._totals)
         weakref.finalize(self, let_go, device, kept).atexit = False
@@ -375,7 +374,8 @@ class CudaHighThroughput:
 
     def quiesce(self) -> None:
         """Returns when all calls of this rank so far have ended; raises what they found wrong."""
-        torch.cuda.synchronize(self.device)
+        self._follow()
+        wait_for_kernels(self._memory)
         self.check()
 
     def refuse_dispatch(self, error: BaseException, plan: object = None) -> None:
@@ -464,7 +464,7 @@ class CudaHighThroughput:
             source_token=self._empty((0,), torch.int32),
             tokens_per_expert=self._empty((local,), torch.int32),
             offsets=self._empty((local + 2,), torch.int64)[:-1],
-            batches=self._empty((sizes.ranks, self._most_batches), torch.int64),
+            batches=self._empty((sizes.ranks, most_batches(self._max_tokens)), torch.int64),
         )
 
     def _begin_plan(

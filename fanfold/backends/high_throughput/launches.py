@@ -15,7 +15,7 @@ from fanfold.backends.high_throughput.grid import Grid
 from fanfold.backends.high_throughput.kernels import CombineKind, DispatchKind, Kernel, Sizes
 from fanfold.config import Config
 from fanfold.errors import ArgumentError
-from fanfold.memory.cuda import CudaSymmetricMemory
+from fanfold.memory.cuda import CudaSymmetricMemory, own_sms
 
 __all__ = ["Call", "Launches", "ctas_bounds", "grid_of"]
 
@@ -49,12 +49,20 @@ class Launches:
         device: whose kernels are loaded.
         config: of the compiler's cache.
         grid: CTAs of each kernel.
+        early: whether a kernel may come to the GPU before the one before it has ended.
     """
 
     def __init__(
-        self, core: _core.CudaHighThroughput, device: torch.device, config: Config, grid: Grid
+        self,
+        core: _core.CudaHighThroughput,
+        device: torch.device,
+        config: Config,
+        grid: Grid,
+        *,
+        early: bool = True,
     ) -> None:
         self._core, self._device, self._config, self._grid = core, device, config, grid
+        self._early = early
         properties = torch.cuda.get_device_properties(device.index)
         most = getattr(properties, "shared_memory_per_block_optin", kernels.MOST_SHARED_BYTES)
         self._most_shared_bytes = int(most)
@@ -118,7 +126,7 @@ class Launches:
         loaded = jit.load(source, self._device.index, self._config)
         if kernel.shared_bytes > _UNASKED_SHARED_BYTES:
             loaded.allow_shared_bytes(kernel.shared_bytes)
-        shape = _core.CudaLaunch(ctas, source.threads, kernel.shared_bytes, early=True)
+        shape = _core.CudaLaunch(ctas, source.threads, kernel.shared_bytes, early=self._early)
 
         def launch(args: Arguments, stream: int) -> None:
             args.launch(loaded, shape, stream)
@@ -128,7 +136,7 @@ class Launches:
 
 def ctas_bounds(memory: CudaSymmetricMemory) -> tuple[int, int]:
     """The fewest and the most CTAs that a kernel may have."""
-    sms = torch.cuda.get_device_properties(memory.device.index).multi_processor_count
+    sms = own_sms(memory)
     return 1 + int(memory.ranks > 1), min(sms, _core.CUDA_HIGH_THROUGHPUT_MOST_CTAS)
 
 

@@ -62,7 +62,7 @@ from fanfold.group import agree
 from fanfold.late_peers import LatePeer, LatePeers
 from fanfold.lending import address_of
 from fanfold.letting_go import let_go
-from fanfold.memory.cuda import CudaSymmetricMemory
+from fanfold.memory.cuda import CudaSymmetricMemory, are_threads, own_sms, wait_for_kernels
 from fanfold.refusal import tell
 from fanfold.stream_order import StreamOrder
 
@@ -99,9 +99,11 @@ class CudaLowLatency:
         self._config = config
         self._late = late_weights
         index = self._index = memory.device.index
-        sms = torch.cuda.get_device_properties(index).multi_processor_count
+        sms = own_sms(memory)
         self._grid = kernels.Grid.of(sms, memory.ranks, ctas=config.ctas, senders=config.senders)
-        self._early = torch.cuda.get_device_capability(index) >= (9, 0)
+        # A kernel launched early waits on SMs of its own, which other threads' kernels may need.
+        early = not are_threads(memory.group)
+        self._early = early and torch.cuda.get_device_capability(index) >= (9, 0)
         self._allocator = Allocator(self.device)
         self._reports = Reports()
         self._state = torch.zeros(_core.CUDA_STATE_BYTES, dtype=torch.uint8, device=self.device)
@@ -431,8 +433,13 @@ class CudaLowLatency:
     def quiesce(self) -> None:
         """See :meth:`LowLatencyBackend.quiesce`."""
         self._check_idle()
-        torch.cuda.synchronize(self.device)
+        self._wait()
         self.check()
+
+    def _wait(self) -> None:
+        """Waits for all calls so far."""
+        self._follow()
+        wait_for_kernels(self._memory)
 
     def reset(self) -> None:
         """See :meth:`LowLatencyBackend.reset`."""
@@ -496,7 +503,7 @@ class CudaLowLatency:
         try:
             if sources is not None:
                 self._check_idle()
-            torch.cuda.synchronize(self.device)
+            self._wait()
             self._check_unmasked(geometry)
             calls = _core.CudaLowLatency(self._place, core, self._late, grid.ctas, grid.senders)
             first_absent, nbytes = _core.cuda_low_latency_bytes(core, self._late)
@@ -520,7 +527,7 @@ class CudaLowLatency:
             region[first_absent:nbytes].fill_(0xFF)
             self._epochs.fill_(_core.CUDA_FIRST_EPOCH)
             self._state[-4:].zero_()
-            torch.cuda.synchronize(self.device)
+            self._wait()
             self._reports.clear()
         except Exception as failure:
             error = failure
