@@ -26,8 +26,8 @@ else:
 
 # ---- what is agreed -----------------------------------------------------------------------------
 
-# A room (a module or a package of fanfold/) imports only from floors below its own, or from itself.
-PYTHON_FLOORS: tuple[tuple[str, ...], ...] = (
+# A part (a module or a package of fanfold/) imports only from layers below its own, or from itself.
+PYTHON_LAYERS: tuple[tuple[str, ...], ...] = (
     ("_core", "kernels"),
     ("errors", "gpus", "representation"),
     (
@@ -58,12 +58,12 @@ PYTHON_FLOORS: tuple[tuple[str, ...], ...] = (
     ("low_latency", "high_throughput", "deep_ep"),
     ("functional",),
     ("nn", "bench"),
-    ("__init__",),  # what a user imports; the library itself imports from the rooms
+    ("__init__",),  # what a user imports; the library itself imports from the parts
     ("cli",),
 )
 
-# The same for the C++ core; a room is a folder of csrc/ or of fanfold/kernels/.
-CPP_FLOORS: tuple[tuple[str, ...], ...] = (
+# The same for the C++ core; a part is a folder of csrc/ or of fanfold/kernels/.
+CPP_LAYERS: tuple[tuple[str, ...], ...] = (
     ("layout",),
     ("base", "device"),
     ("memory",),
@@ -189,15 +189,15 @@ def circles(graph: dict[str, set[str]]) -> Iterator[list[str]]:
             yield members
 
 
-def climbs(floors: tuple[tuple[str, ...], ...], source: str, target: str) -> str | None:
+def climbs(layers: tuple[tuple[str, ...], ...], source: str, target: str) -> str | None:
     """Why `source` may not use `target`, or None where it may."""
-    floor_of = {room: floor for floor, rooms in enumerate(floors) for room in rooms}
-    for room in (source, target):
-        if room not in floor_of:
-            return f"{room} has no floor; give it one in tools/tidy.py"
-    if source == target or floor_of[target] < floor_of[source]:
+    layer_of = {part: layer for layer, parts in enumerate(layers) for part in parts}
+    for part in (source, target):
+        if part not in layer_of:
+            return f"{part} has no layer; give it one in tools/tidy.py"
+    if source == target or layer_of[target] < layer_of[source]:
         return None
-    return f"{source} (floor {floor_of[source]}) uses {target} (floor {floor_of[target]})"
+    return f"{source} (layer {layer_of[source]}) uses {target} (layer {layer_of[target]})"
 
 
 # ---- Python -------------------------------------------------------------------------------------
@@ -251,8 +251,8 @@ def check_floors(trees: dict[str, ast.Module]) -> Iterator[Finding]:
         for target, line in imported_modules(tree, path, modules):
             targets.add(target)
             lines.setdefault(source, line)
-            if reason := climbs(PYTHON_FLOORS, room_of(source), room_of(target)):
-                yield Finding("floor", f"{path} -> {target}", 1, line, reason)
+            if reason := climbs(PYTHON_LAYERS, room_of(source), room_of(target)):
+                yield Finding("layer", f"{path} -> {target}", 1, line, reason)
     for members in circles(graph):
         message = f"import circle: {', '.join(members)}"
         yield Finding("circle", paths[members[0]], len(members), lines[members[0]], message)
@@ -467,8 +467,8 @@ def check_includes(texts: dict[str, str]) -> Iterator[Finding]:
             if target in GENERATED_HEADERS:
                 continue
             line = text.count("\n", 0, match.start()) + 1
-            if reason := climbs(CPP_FLOORS, source, target.split("/")[0]):
-                yield Finding("floor", f"{path} -> {target}", 1, line, reason)
+            if reason := climbs(CPP_LAYERS, source, target.split("/")[0]):
+                yield Finding("layer", f"{path} -> {target}", 1, line, reason)
             targets.update(root + target for root in roots if root + target in texts)
     for members in circles(graph):
         message = f"include circle: {', '.join(members)}"

@@ -62,30 +62,30 @@ def test_a_tidy_tree_has_no_findings(tree: Path) -> None:
 
 
 PYTHON_CASES = {
-    "import of a higher floor": (
+    "import of a higher layer": (
         "fanfold/errors.py",
         '"""E."""\nfrom fanfold import low_latency\n',
-        ["[floor] errors (floor 1) uses low_latency (floor 10)"],
+        ["[layer] errors (layer 1) uses low_latency (layer 10)"],
     ),
     "import of a neighbour": (
         "fanfold/high_throughput.py",
         '"""H."""\nfrom fanfold.low_latency import dispatch\n',
-        ["[floor] high_throughput (floor 10) uses low_latency (floor 10)"],
+        ["[layer] high_throughput (layer 10) uses low_latency (layer 10)"],
     ),
     "import inside a function, relative": (
         "fanfold/errors.py",
         '"""E."""\n\n\ndef _late():\n    from .config import HOME\n\n    return HOME\n',
-        ["[floor] errors (floor 1) uses config (floor 2)"],
+        ["[layer] errors (layer 1) uses config (layer 2)"],
     ),
     "import of the package's face from within": (
         "fanfold/low_latency.py",
         '"""L."""\nimport fanfold\n',
-        ["[floor] low_latency (floor 10) uses __init__ (floor 13)"],
+        ["[layer] low_latency (layer 10) uses __init__ (layer 13)"],
     ),
-    "a room that is in no list": (
+    "a part that is in no list": (
         "fanfold/attic.py",
         '"""A."""\nfrom fanfold import errors\n',
-        ["[floor] attic has no floor"],
+        ["[layer] attic has no layer"],
     ),
     "long function": (
         "fanfold/errors.py",
@@ -194,15 +194,15 @@ void f() {
 }
 """
 CPP_CASES = {
-    "include of a higher floor": (
+    "include of a higher layer": (
         "csrc/base/error.h",
         '#include "memory/region.h"\n',
-        ["[floor] base (floor 1) uses memory (floor 2)"],
+        ["[layer] base (layer 1) uses memory (layer 2)"],
     ),
     "layout includes the core": (
         "fanfold/kernels/layout/row.h",
         '#include "base/error.h"\n',
-        ["[floor] layout (floor 0) uses base (floor 1)"],
+        ["[layer] layout (layer 0) uses base (layer 1)"],
     ),
     "bindings include everything": (
         "csrc/bindings/low_latency.cpp",
@@ -402,23 +402,23 @@ def test_the_ratchet_only_shrinks(
         assert part in findings[0]
 
 
-def test_the_rooms_that_contributors_read_of_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_layers_that_contributors_read_of_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     """CONTRIBUTING lists what tidy.py does, and all of it is there."""
     root = TOOLS.parent
     rows = re.findall(
         r"^\| (\d+) \| (.*) \|$", (root / "CONTRIBUTING.md").read_text(), re.MULTILINE
     )
     listed = {
-        name.removesuffix(".py").removesuffix("/"): int(floor)
-        for floor, names in rows
+        name.removesuffix(".py").removesuffix("/"): int(layer)
+        for layer, names in rows
         for name in re.findall(r"`([\w./]+)`", names)
     }
     monkeypatch.syspath_prepend(str(TOOLS))
     namespace = runpy.run_path(str(TOOLS / "tidy.py"), run_name="tidy")
-    floors = namespace["PYTHON_FLOORS"]
-    agreed = {room: floor for floor, rooms in enumerate(floors) for room in rooms}
-    assert listed == {room: agreed[room] for room in agreed if room != "kernels"}
-    for room in agreed:
-        path = root / "fanfold" / room
+    layers = namespace["PYTHON_LAYERS"]
+    agreed = {part: layer for layer, parts in enumerate(layers) for part in parts}
+    assert listed == {part: agreed[part] for part in agreed if part != "kernels"}
+    for part in agreed:
+        path = root / "fanfold" / part
         found = path.is_dir() or path.with_suffix(".py").is_file()
-        assert found or room == "_core", room
+        assert found or part == "_core", part
