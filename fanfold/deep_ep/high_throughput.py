@@ -10,9 +10,10 @@ import torch
 from fanfold.backends.high_throughput import Layout, dispatch_layout
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.deep_ep.base import BufferBase
+from fanfold.deep_ep.calls_backend import CallsBackend, ReceivedTensors
+from fanfold.deep_ep.cuda_backend import CudaBackend
 from fanfold.deep_ep.events import EventHandle, EventOverlap, check_ordering
 from fanfold.deep_ep.handles import GpuHandle, Handle
-from fanfold.deep_ep.on_gpu import OnGpu
 from fanfold.deep_ep.routes import (
     Bias,
     Given,
@@ -23,8 +24,7 @@ from fanfold.deep_ep.routes import (
     tokens_of,
 )
 from fanfold.deep_ep.sizes import Config, check_count
-from fanfold.deep_ep.staged import Staged
-from fanfold.deep_ep.way import Brought, Way
+from fanfold.deep_ep.staged_backend import StagedBackend
 from fanfold.errors import ArgumentError
 from fanfold.geometry import check_tensor
 from fanfold.refusal import Refusing
@@ -148,7 +148,7 @@ class HighThroughputCalls(BufferBase):
             PeerTimeout: a rank did not arrive in time.
             UsageError: no memory for this mode, a masked rank, or destroyed.
         """
-        way = self._way()
+        backend = self._calls_backend()
         given: Given = {
             "num_tokens_per_rank": num_tokens_per_rank,
             "num_tokens_per_rdma_rank": num_tokens_per_rdma_rank,
@@ -157,38 +157,47 @@ class HighThroughputCalls(BufferBase):
             "topk_idx": topk_idx,
             "topk_weights": topk_weights,
         }
-        refusing = Refusing(lambda error: way.refuse_dispatch(error, handle))
+        refusing = Refusing(lambda error: backend.refuse_dispatch(error, handle))
         with refusing:
             previous = check_ordering(previous_event, async_finish, allocate_on_comm_stream)
 
-        def call() -> tuple[Brought, None]:
-            route = known = None
+        def call() -> tuple[ReceivedTensors, None]:
+            route = validated = None
             with refusing:
                 channels = channels_of(config, self.get_dispatch_config(self.group_size))
                 check_count("expert_alignment", expert_alignment, 1)
                 check_count("num_worst_tokens", num_worst_tokens, 0)
-                staging = way.staging(x=x, **given)
+                staging = backend.staging(x=x, **given)
                 rows = staging.host(x)
                 if handle is None:
-                    brought = {name: staging.host(tensor) for name, tensor in given.items()}
+                    routing = {name: staging.host(tensor) for name, tensor in given.items()}
                     tokens = tokens_of(rows)
-                    route = new_route(brought, self.group_size, tokens, way.device, way.looks)
+                    route = new_route(
+                        routing, self.group_size, tokens, backend.device, backend.looks
+                    )
                     _check_worst(num_worst_tokens, route)
                 else:
-                    known = way.known(staging.host(handle), channels)
-                    _check_reuse(given, known.rows, num_worst_tokens)
+                    validated = backend.validate_handle(staging.host(handle), channels)
+                    _check_reuse(given, validated.rows, num_worst_tokens)
             if route is None:
-                return Brought(staging.back(way.send_again(rows, known))), None
-            return way.send(rows, route, num_worst_tokens, channels).back(staging), None
+                return ReceivedTensors(staging.back(backend.send_again(rows, validated))), None
+            return backend.send(rows, route, num_worst_tokens, channels).back(staging), None
 
         inputs = (x, *given.values())
-        brought, _, event = way.streams.run(
+        received, _, event = backend.streams.run(
             call, async_finish=async_finish, inputs=inputs, previous=previous
         )
         if handle is not None:
-            return brought.rows, None, None, None, None, event
-        listed = [-(-count // expert_alignment) * expert_alignment for count in brought.named]
-        return brought.rows, brought.topk_idx, brought.topk_weights, listed, brought.handle, event
+            return received.rows, None, None, None, None, event
+        listed = [-(-count // expert_alignment) * expert_alignment for count in received.named]
+        return (
+            received.rows,
+            received.topk_idx,
+            received.topk_weights,
+            listed,
+            received.handle,
+            event,
+        )
 
     def combine(
         self,
@@ -225,27 +234,27 @@ class HighThroughputCalls(BufferBase):
         Raises:
             ArgumentError, PeerRefused, PeerTimeout, UsageError: as dispatch.
         """
-        way = self._way()
-        refusing = Refusing(lambda error: way.refuse_combine(error, handle))
+        backend = self._calls_backend()
+        refusing = Refusing(lambda error: backend.refuse_combine(error, handle))
         with refusing:
             previous = check_ordering(previous_event, async_finish, allocate_on_comm_stream)
 
         def call() -> tuple[tuple[torch.Tensor, torch.Tensor | None], None]:
             with refusing:
                 channels = channels_of(config, self.get_combine_config(self.group_size))
-                staging = way.staging(x=x, topk_weights=topk_weights, bias=bias)
+                staging = backend.staging(x=x, topk_weights=topk_weights, bias=bias)
                 y, weights, biases = staging.host((x, topk_weights, bias))
-                known = way.known(staging.host(handle), channels)
-                shape = (known.rows, "hidden")
-                check_tensor("x", y, shape, (torch.bfloat16,), device=way.device)
+                validated = backend.validate_handle(staging.host(handle), channels)
+                shape = (validated.rows, "hidden")
+                check_tensor("x", y, shape, (torch.bfloat16,), device=backend.device)
                 if weights is not None:
-                    lanes = "top_k" if known.lanes is None else known.lanes
-                    check_tensor("topk_weights", weights, (known.rows, lanes), (torch.float32,),
-                                 device=way.device)  # fmt: skip
-            return staging.back(way.combine(y, known, weights, biases)), None
+                    lanes = "top_k" if validated.lanes is None else validated.lanes
+                    check_tensor("topk_weights", weights, (validated.rows, lanes), (torch.float32,),
+                                 device=backend.device)  # fmt: skip
+            return staging.back(backend.combine(y, validated, weights, biases)), None
 
         inputs = (x, topk_weights, bias)
-        (out, summed), _, event = way.streams.run(
+        (out, summed), _, event = backend.streams.run(
             call, async_finish=async_finish, inputs=inputs, previous=previous
         )
         return out, summed, event
@@ -308,13 +317,13 @@ class HighThroughputCalls(BufferBase):
             allocate_on_comm_stream,
         )
 
-    def _way(self) -> Way[Any]:
-        """Where the calls run."""
+    def _calls_backend(self) -> CallsBackend[Any]:
+        """What carries the calls out."""
         runtime = self._open()
         mode = runtime.high_throughput
         if isinstance(mode, CudaHighThroughput):
-            return OnGpu(runtime, mode)
-        return Staged(runtime, mode)
+            return CudaBackend(runtime, mode)
+        return StagedBackend(runtime, mode)
 
 
 def _check_worst(num_worst_tokens: int, route: Route) -> None:

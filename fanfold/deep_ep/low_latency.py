@@ -68,9 +68,9 @@ def _sizes_told(
     return max_tokens, num_experts, topk_idx, x.shape[1]
 
 
-class _Known:
-    """A geometry that is known to fit, and the shapes that follow from it: those of the last call,
-    as the next one is most often alike and must not wait for what was found out before.
+class _ValidatedGeometry:
+    """The geometry of the last call, which has been checked to fit, and the shapes that follow from
+    it: the next call most often has the same, and must not repeat the checks.
 
     Args:
         geometry: this one.
@@ -122,12 +122,12 @@ class _Known:
 
 
 def _sizes_of_combine(
-    known: _Known | None, handle: object, topk_idx: torch.Tensor
+    validated: _ValidatedGeometry | None, handle: object, topk_idx: torch.Tensor
 ) -> _Sizes | None:
     """The same of a combine: nothing if its handle is of the last call's geometry, as top-k is that
     of the dispatch."""
     sizes = ReadHandle.of(handle).sizes(topk_idx)
-    last = None if known is None else known.geometry
+    last = None if validated is None else validated.geometry
     if last is not None and (sizes[0], sizes[1], sizes[3]) == (
         last.max_tokens, last.num_experts, last.hidden
     ):  # fmt: skip
@@ -140,7 +140,7 @@ class LowLatencyCalls(BufferBase):
 
     def __init__(self) -> None:
         self._zero_copy = ZeroCopy(self.device)
-        self._known: _Known | None = None
+        self._validated: _ValidatedGeometry | None = None
         self._on_gpu = self.device.type != "cpu"
 
     def clean_low_latency_buffer(
@@ -236,13 +236,13 @@ class LowLatencyCalls(BufferBase):
         """
         mode, runtime = self._low_latency(), self._open()
         totals, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
-        known, formats = self._known, quick_formats(use_fp8, round_scale, use_ue8m0)
+        validated, formats = self._validated, quick_formats(use_fp8, round_scale, use_ue8m0)
         if not (
-            known is not None
+            validated is not None
             and self._on_gpu  # where the mode says why tensors must be there
-            and known.is_of(num_max_dispatch_tokens_per_rank, num_experts, x, topk_idx)
+            and validated.is_of(num_max_dispatch_tokens_per_rank, num_experts, x, topk_idx)
             and formats is not None
-            and known.sums(totals, waits)
+            and validated.sums(totals, waits)
             and not (async_finish and return_recv_hook)
         ):
             sizes = (num_max_dispatch_tokens_per_rank, num_experts, topk_idx)
@@ -251,13 +251,13 @@ class LowLatencyCalls(BufferBase):
                 formats = formats_of(use_fp8, round_scale, use_ue8m0)
                 runtime.choice.check_devices(x=x, topk_idx=topk_idx)
                 check_tensor("x", x, ("tokens", "hidden"), (torch.bfloat16,), device=self.device)
-                known = self._know(*sizes, x.shape[1], LOW_LATENCY_DISPATCH)
+                validated = self._validate_geometry(*sizes, x.shape[1], LOW_LATENCY_DISPATCH)
                 self._check_sums(
-                    known.geometry,
+                    validated.geometry,
                     dispatch_wait_recv_cost_stats=waits,
                     cumulative_local_expert_recv_stats=totals,
                 )
-        geometry = known.geometry
+        geometry = validated.geometry
         no_sums = totals is None and waits is None
         statistics = NO_STATISTICS if no_sums else Statistics(totals, waits)
 
@@ -319,27 +319,27 @@ class LowLatencyCalls(BufferBase):
             ArgumentError, PeerRefused, PeerTimeout, UsageError: as low_latency_dispatch.
         """
         mode, runtime, device = self._low_latency(), self._open(), self.device
-        known, y = self._known, x
+        validated, y = self._validated, x
         if not (
-            known is not None
+            validated is not None
             and self._on_gpu  # on the host handles are looked into
-            and known.takes(x, handle, topk_idx)
-            and known.sums(None, combine_wait_recv_cost_stats)
+            and validated.takes(x, handle, topk_idx)
+            and validated.sums(None, combine_wait_recv_cost_stats)
             and not (zero_copy or (async_finish and return_recv_hook))
         ):
-            told = partial(_sizes_of_combine, known, handle, topk_idx)
+            told = partial(_sizes_of_combine, validated, handle, topk_idx)
             with self._refusing(partial(mode.refuse_combine, routing=routing_of(handle)), told):
                 parts = ReadHandle.of(handle)
-                known = self._know(*parts.sizes(topk_idx), HANDLE)
+                validated = self._validate_geometry(*parts.sizes(topk_idx), HANDLE)
                 runtime.choice.check_devices(x=x, topk_weights=topk_weights, out=out)
-                parts.check(known.geometry, device)
+                parts.check(validated.geometry, device)
                 _check_exclusive(async_finish, return_recv_hook)
-                y = self._outputs(x, known.outputs, use_logfmt, zero_copy)
+                y = self._outputs(x, validated.outputs, use_logfmt, zero_copy)
                 shape = tuple(topk_idx.shape)
                 check_tensor("topk_weights", topk_weights, shape, (torch.float32,), device=device)
                 sums = {"combine_wait_recv_cost_stats": combine_wait_recv_cost_stats}
-                self._check_sums(known.geometry, **sums)
-        geometry = known.geometry
+                self._check_sums(validated.geometry, **sums)
+        geometry = validated.geometry
         routing = late_routing(handle)
 
         def call() -> tuple[torch.Tensor, Hook | None]:
@@ -468,21 +468,21 @@ class LowLatencyCalls(BufferBase):
             self._check_fit(geometry)
         return geometry
 
-    def _know(
+    def _validate_geometry(
         self,
         max_tokens: int,
         num_experts: int,
         topk_idx: torch.Tensor,
         hidden: int,
         names: Renaming,
-    ) -> _Known:
+    ) -> _ValidatedGeometry:
         """The same with what follows from it."""
         shape = ("tokens", "top_k")
         check_tensor("topk_idx", topk_idx, shape, (torch.int64,), device=self.device)
         geometry = self._fitting(max_tokens, num_experts, topk_idx, hidden, names)
-        if self._known is None or self._known.geometry != geometry:
-            self._known = _Known(geometry, self.device)
-        return self._known
+        if self._validated is None or self._validated.geometry != geometry:
+            self._validated = _ValidatedGeometry(geometry, self.device)
+        return self._validated
 
     def _check_fit(self, geometry: Geometry) -> None:
         on_host = self.device.type == "cpu"

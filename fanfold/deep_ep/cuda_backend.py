@@ -15,22 +15,28 @@ import torch
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.backends.high_throughput.plan import CudaDispatched, CudaPlan
 from fanfold.backends.staging import Staging, named_tensors
+from fanfold.deep_ep.calls_backend import (
+    CallsBackend,
+    Counts,
+    ReceivedTensors,
+    gather_counts,
+    received_rows,
+)
 from fanfold.deep_ep.events import EventHandle
 from fanfold.deep_ep.handles import GpuHandle, Handle, Received, check_channels, make_handle
 from fanfold.deep_ep.names import HIGH_THROUGHPUT
 from fanfold.deep_ep.routes import Bias, Route, Rows
 from fanfold.deep_ep.runtime import Runtime
 from fanfold.deep_ep.streams import record
-from fanfold.deep_ep.way import Brought, Counts, Way, gather_counts, rows_brought
 from fanfold.errors import ArgumentError, FanfoldError, UsageError
 from fanfold.refusal import Refusing
 from fanfold.representation import worded
 
-__all__ = ["OnGpu"]
+__all__ = ["CudaBackend"]
 
 
-class OnGpu(Way[GpuHandle]):
-    """Calls on the GPUs' mode; see :class:`Way`.
+class CudaBackend(CallsBackend[GpuHandle]):
+    """Calls on the GPUs' mode; see :class:`CallsBackend`.
 
     Args:
         runtime: of the Buffer.
@@ -46,11 +52,11 @@ class OnGpu(Way[GpuHandle]):
         self.streams = runtime.streams
 
     def refuse_dispatch(self, error: BaseException, handle: object) -> None:
-        """See :meth:`Way.refuse_dispatch`."""
+        """See :meth:`CallsBackend.refuse_dispatch`."""
         self._mode.refuse_dispatch(error, handle.plan if isinstance(handle, GpuHandle) else None)
 
     def refuse_combine(self, error: BaseException, handle: object) -> None:
-        """See :meth:`Way.refuse_combine`."""
+        """See :meth:`CallsBackend.refuse_combine`."""
         self._mode.refuse_combine(error, handle.plan if isinstance(handle, GpuHandle) else None)
 
     def staging(self, **tensors: object) -> Staging:
@@ -59,8 +65,8 @@ class OnGpu(Way[GpuHandle]):
             self._runtime.choice.check_devices(**dict(named_tensors(name, value)))
         return Staging()
 
-    def known(self, handle: object, channels: int) -> GpuHandle:
-        """See :meth:`Way.known`."""
+    def validate_handle(self, handle: object, channels: int) -> GpuHandle:
+        """See :meth:`CallsBackend.validate_handle`."""
         if not isinstance(handle, GpuHandle):
             raise ArgumentError(
                 "handle",
@@ -74,8 +80,8 @@ class OnGpu(Way[GpuHandle]):
         check_channels(handle.channels, channels)
         return handle
 
-    def send(self, x: Rows, route: Route, num_worst_tokens: int, channels: int) -> Brought:
-        """See :meth:`Way.send`."""
+    def send(self, x: Rows, route: Route, num_worst_tokens: int, channels: int) -> ReceivedTensors:
+        """See :meth:`CallsBackend.send`."""
         self._mode.use_sms(2 * channels)
         if num_worst_tokens:
             dispatched, counts = self._dispatch(x, route, num_worst_tokens, []), None
@@ -83,8 +89,8 @@ class OnGpu(Way[GpuHandle]):
             dispatched, counts = self._dispatch_and_count(x, route, channels)
         plan = dispatched.plan
         known = route.topk_weights is not None
-        return Brought(
-            rows=rows_brought(dispatched),
+        return ReceivedTensors(
+            rows=received_rows(dispatched),
             topk_idx=plan.topk_idx if known else None,
             topk_weights=plan.topk_weights,
             named=[] if counts is None else counts.named,
@@ -92,20 +98,20 @@ class OnGpu(Way[GpuHandle]):
             plan=plan,
         )
 
-    def send_again(self, x: Rows, known: GpuHandle) -> Rows:
-        """See :meth:`Way.send_again`."""
-        self._mode.use_sms(2 * known.channels)
+    def send_again(self, x: Rows, handle: GpuHandle) -> Rows:
+        """See :meth:`CallsBackend.send_again`."""
+        self._mode.use_sms(2 * handle.channels)
         with HIGH_THROUGHPUT:
-            return rows_brought(self._mode.dispatch_cached(x, known.plan, layout="token_major"))
+            return received_rows(self._mode.dispatch_cached(x, handle.plan, layout="token_major"))
 
     def combine(
-        self, y: torch.Tensor, known: GpuHandle, weights: torch.Tensor | None, bias: Bias
+        self, y: torch.Tensor, handle: GpuHandle, weights: torch.Tensor | None, bias: Bias
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See :meth:`Way.combine`."""
-        self._mode.use_sms(2 * known.channels)
+        """See :meth:`CallsBackend.combine`."""
+        self._mode.use_sms(2 * handle.channels)
         with HIGH_THROUGHPUT:
             return self._mode.combine(
-                y, known.plan, layout="token_major", lane_weights=weights, bias=bias
+                y, handle.plan, layout="token_major", lane_weights=weights, bias=bias
             )
 
     def _dispatch(

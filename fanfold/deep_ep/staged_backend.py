@@ -7,18 +7,23 @@ import torch
 
 from fanfold.backends.high_throughput import Dispatched, HostHighThroughput
 from fanfold.backends.staging import Staging
+from fanfold.deep_ep.calls_backend import (
+    CallsBackend,
+    ReceivedTensors,
+    gather_counts,
+    received_rows,
+)
 from fanfold.deep_ep.handles import Received, Routing, check_channels, make_handle, read_handle
 from fanfold.deep_ep.names import HIGH_THROUGHPUT
 from fanfold.deep_ep.routes import Bias, Route, Rows
 from fanfold.deep_ep.runtime import Runtime
 from fanfold.deep_ep.streams import HostStreams
-from fanfold.deep_ep.way import Brought, Way, gather_counts, rows_brought
 
-__all__ = ["Staged"]
+__all__ = ["StagedBackend"]
 
 
-class Staged(Way[Routing]):
-    """Calls on the host's mode; see :class:`Way`.
+class StagedBackend(CallsBackend[Routing]):
+    """Calls on the host's mode; see :class:`CallsBackend`.
 
     Args:
         runtime: of the Buffer.
@@ -34,27 +39,27 @@ class Staged(Way[Routing]):
         self.streams = HostStreams()
 
     def refuse_dispatch(self, error: BaseException, handle: object) -> None:
-        """See :meth:`Way.refuse_dispatch`."""
+        """See :meth:`CallsBackend.refuse_dispatch`."""
         del handle
         self._mode.refuse_dispatch(error)
 
     def refuse_combine(self, error: BaseException, handle: object) -> None:
-        """See :meth:`Way.refuse_combine`."""
+        """See :meth:`CallsBackend.refuse_combine`."""
         del handle
         self._mode.refuse_combine(error)
 
     def staging(self, **tensors: object) -> Staging:
-        """See :meth:`Way.staging`."""
+        """See :meth:`CallsBackend.staging`."""
         return Staging(**tensors)
 
-    def known(self, handle: object, channels: int) -> Routing:
-        """See :meth:`Way.known`."""
+    def validate_handle(self, handle: object, channels: int) -> Routing:
+        """See :meth:`CallsBackend.validate_handle`."""
         routing = read_handle(handle, self._runtime.rank, self._runtime.ranks)
         check_channels(routing.channels, channels)
         return routing
 
-    def send(self, x: Rows, route: Route, num_worst_tokens: int, channels: int) -> Brought:
-        """See :meth:`Way.send`."""
+    def send(self, x: Rows, route: Route, num_worst_tokens: int, channels: int) -> ReceivedTensors:
+        """See :meth:`CallsBackend.send`."""
         with HIGH_THROUGHPUT:
             dispatched = self._mode.dispatch(
                 x,
@@ -76,8 +81,8 @@ class Staged(Way[Routing]):
             source_token=_padded(plan.source_token, dispatched, -1),
         )
         known = route.topk_weights is not None
-        return Brought(
-            rows=rows_brought(dispatched),
+        return ReceivedTensors(
+            rows=received_rows(dispatched),
             topk_idx=_padded(plan.topk_idx, dispatched, -1) if known else None,
             topk_weights=None if plan.topk_weights is None else _padded(
                 plan.topk_weights, dispatched, 0
@@ -86,18 +91,18 @@ class Staged(Way[Routing]):
             handle=make_handle(received, channels),
         )  # fmt: skip
 
-    def send_again(self, x: Rows, known: Routing) -> Rows:
-        """See :meth:`Way.send_again`."""
+    def send_again(self, x: Rows, handle: Routing) -> Rows:
+        """See :meth:`CallsBackend.send_again`."""
         with HIGH_THROUGHPUT:
-            dispatched = self._mode.dispatch_cached(x, known.plan(1), layout="token_major")
+            dispatched = self._mode.dispatch_cached(x, handle.plan(1), layout="token_major")
         self._runtime.check_complete("high_throughput dispatch")
-        return rows_brought(dispatched)
+        return received_rows(dispatched)
 
     def combine(
-        self, y: torch.Tensor, known: Routing, weights: torch.Tensor | None, bias: Bias
+        self, y: torch.Tensor, handle: Routing, weights: torch.Tensor | None, bias: Bias
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See :meth:`Way.combine`."""
-        plan = known.plan(1 if weights is None else weights.shape[1])
+        """See :meth:`CallsBackend.combine`."""
+        plan = handle.plan(1 if weights is None else weights.shape[1])
         with HIGH_THROUGHPUT:
             combined = self._mode.combine(
                 y, plan, layout="token_major", lane_weights=weights, bias=bias

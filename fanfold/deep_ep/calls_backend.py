@@ -1,6 +1,6 @@
-"""What the high-throughput calls of a Buffer ask of where they run: the host, to which tensors of
-other devices are staged (:mod:`fanfold.deep_ep.staged`), or the GPUs
-(:mod:`fanfold.deep_ep.on_gpu`)."""
+"""What a Buffer's high-throughput calls need of a backend: the host, to which tensors of other
+devices are staged (:mod:`fanfold.deep_ep.staged_backend`), or the GPUs
+(:mod:`fanfold.deep_ep.cuda_backend`)."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from fanfold.deep_ep.runtime import Runtime
 from fanfold.deep_ep.streams import HostStreams, Streams
 from fanfold.representation import show_fields
 
-__all__ = ["Brought", "Counts", "Way", "gather_counts", "rows_brought"]
+__all__ = ["CallsBackend", "Counts", "ReceivedTensors", "gather_counts", "received_rows"]
 
 
 @dataclass(frozen=True)
-class Brought:
-    """What a dispatch brings.
+class ReceivedTensors:
+    """The tensors that a dispatch returns, before they have DeepEP's order.
 
     Attributes:
         rows: in order of source rank and token.
         topk_idx, topk_weights: None where the receivers need not know.
         named: rows for each local expert, as often as named; [] where the CPU does not know.
-        handle: None if the caller has brought one.
-        plan: of a new routing on GPUs; here for the streams that use its tensors.
+        handle: None if the caller passed one.
+        plan: of a new routing on GPUs; its tensors are used on both streams.
     """
 
     rows: Rows
@@ -44,7 +44,7 @@ class Brought:
 
     __repr__ = show_fields
 
-    def back(self, staging: Staging) -> Brought:
+    def back(self, staging: Staging) -> ReceivedTensors:
         """The same with its tensors where the caller's are."""
         return dataclasses.replace(
             self,
@@ -55,14 +55,14 @@ class Brought:
         )
 
 
-def rows_brought(dispatched: Dispatched | CudaDispatched) -> Rows:
+def received_rows(dispatched: Dispatched | CudaDispatched) -> Rows:
     """The rows as DeepEP has them: with their scales, if there are any."""
     if dispatched.scales is None:
         return dispatched.tokens
     return dispatched.tokens, dispatched.scales
 
 
-class _Known(Protocol):
+class _Validated(Protocol):
     """What is checked of a caller's handle.
 
     Attributes:
@@ -77,18 +77,18 @@ class _Known(Protocol):
     def lanes(self) -> int | None: ...
 
 
-Known = TypeVar("Known", bound=_Known)
+ValidatedHandle = TypeVar("ValidatedHandle", bound=_Validated)
 
 
-class Way(ABC, Generic[Known]):
-    """How calls reach the mode that carries them out.
+class CallsBackend(ABC, Generic[ValidatedHandle]):
+    """Carries out a Buffer's high-throughput calls.
 
     Args:
         runtime: of the Buffer.
 
     Attributes:
-        device: where the mode works.
-        looks: whether the CPU may look into tensors there.
+        device: where the backend works.
+        looks: whether the CPU may read tensors there.
         streams: that the calls run on.
     """
 
@@ -109,31 +109,31 @@ class Way(ABC, Generic[Known]):
 
     @abstractmethod
     def staging(self, **tensors: object) -> Staging:
-        """The way of a call's tensors, by name, to :attr:`device` and back.
+        """Stages a call's tensors, by name, to :attr:`device` and back.
 
         Raises:
             ArgumentError: they are where they cannot be taken from.
         """
 
     @abstractmethod
-    def known(self, handle: object, channels: int) -> Known:
-        """The caller's handle.
+    def validate_handle(self, handle: object, channels: int) -> ValidatedHandle:
+        """Checks the caller's handle.
 
         Raises:
             ArgumentError: it is none, one of another group, or one of other channels.
         """
 
     @abstractmethod
-    def send(self, x: Rows, route: Route, num_worst_tokens: int, channels: int) -> Brought:
+    def send(self, x: Rows, route: Route, num_worst_tokens: int, channels: int) -> ReceivedTensors:
         """A dispatch with a new routing."""
 
     @abstractmethod
-    def send_again(self, x: Rows, known: Known) -> Rows:
+    def send_again(self, x: Rows, handle: ValidatedHandle) -> Rows:
         """A dispatch with a handle's routing."""
 
     @abstractmethod
     def combine(
-        self, y: torch.Tensor, known: Known, weights: torch.Tensor | None, bias: Bias
+        self, y: torch.Tensor, handle: ValidatedHandle, weights: torch.Tensor | None, bias: Bias
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The sums, and those of the weights for each lane."""
 
