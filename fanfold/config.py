@@ -279,6 +279,12 @@ class Config:
     """The settings of an object. ``Config(timeout_s=3)`` takes what is not given from the defaults
     alone; :meth:`resolve` takes it from the environment first, as objects do that are given none.
 
+        >>> config = fanfold.Config(timeout_s=3, backend="host")
+        >>> ep = fanfold.LowLatency(num_experts=8, top_k=2, hidden=64, max_tokens=4, config=config)
+        >>> ep.backend, ep.config.timeout_s
+        ('host', 3)
+        >>> ep.close()
+
     Attributes:
         timeout_s: seconds that any wait for a peer may last before ``PeerTimeout``.
         spin_us: microseconds to spin before yielding; None for a choice by the machine.

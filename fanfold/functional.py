@@ -72,6 +72,15 @@ def dispatch(
 ) -> tuple[torch.Tensor, torch.Tensor | None, DispatchResult]:
     """Sends each token to the ranks that hold its experts. Collective, and so is its backward pass.
 
+        >>> ep = fanfold.HighThroughput(num_experts=8, top_k=2, hidden=64, max_tokens=16)
+        >>> x = torch.ones((4, 64), dtype=torch.bfloat16, device=ep.device, requires_grad=True)
+        >>> topk_idx = torch.tensor([[0, 5]] * 4, device=ep.device)
+        >>> tokens, weights, received = fanfold.functional.dispatch(ep, x, topk_idx)
+        >>> fanfold.functional.combine(ep, tokens * 3, received).sum().backward()
+        >>> float(x.grad[0, 0])
+        6.0
+        >>> ep.close()
+
     Args:
         ep: a LowLatency or a HighThroughput; the latter if a gradient is wanted.
         x: ``[T, hidden]`` bfloat16, contiguous.
@@ -117,6 +126,14 @@ def combine(
 ) -> torch.Tensor:
     """Brings the experts' outputs back and sums them for each token. Collective, and so is its
     backward pass.
+
+        >>> with fanfold.LowLatency(num_experts=8, top_k=1, hidden=64, max_tokens=16) as ep:
+        ...     x = torch.ones((4, 64), dtype=torch.bfloat16, device=ep.device)
+        ...     topk_idx = torch.zeros((4, 1), dtype=torch.int64, device=ep.device)
+        ...     tokens, _, received = fanfold.functional.dispatch(ep, x, topk_idx)
+        ...     out = fanfold.functional.combine(ep, tokens, received)
+        >>> torch.equal(out, x)
+        True
 
     Args:
         ep: what dispatched.

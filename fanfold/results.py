@@ -57,6 +57,13 @@ class Source(ABC):
 class DispatchResult:
     """The rows that one dispatch returned to this rank, sorted by local expert.
 
+        >>> with fanfold.LowLatency(num_experts=4, top_k=1, hidden=64, max_tokens=8) as ep:
+        ...     x = torch.ones((3, 64), dtype=torch.bfloat16, device=ep.device)
+        ...     topk_idx = torch.tensor([[1], [3], [1]], device=ep.device)
+        ...     received = ep.dispatch(x, topk_idx)
+        ...     received.tokens_per_expert.tolist(), received.expert(1).shape
+        ([0, 2, 0, 1], torch.Size([2, 64]))
+
     E_l local experts. The rows of one expert are sorted by source rank, then by source token.
 
     Attributes:
@@ -136,6 +143,12 @@ _NO_COPIES = {
 class LowLatencyResult(DispatchResult):
     """What :meth:`fanfold.LowLatency.dispatch` returns; see :class:`DispatchResult`.
 
+        >>> with fanfold.LowLatency(num_experts=4, top_k=1, hidden=64, max_tokens=8) as ep:
+        ...     x = torch.ones((3, 64), dtype=torch.bfloat16, device=ep.device)
+        ...     received = ep.dispatch(x, torch.tensor([[1], [3], [1]], device=ep.device))
+        ...     type(received).__name__, received.tokens.shape
+        ('LowLatencyResult', torch.Size([4, 8, 64]))
+
     ``tokens`` is ``[E_l, C, hidden]`` with C = ranks * max_tokens, of which the first
     ``tokens_per_expert[e]`` rows of expert e are written. After a dispatch with ``return_hook``
     nothing is valid before the hook has run.
@@ -192,6 +205,13 @@ class LowLatencyResult(DispatchResult):
 @dataclass(repr=False)
 class HighThroughputResult(DispatchResult):
     """What :meth:`fanfold.HighThroughput.dispatch` returns; see :class:`DispatchResult`.
+
+        >>> with fanfold.HighThroughput(num_experts=4, top_k=1, hidden=64, max_tokens=8) as ep:
+        ...     x = torch.ones((3, 64), dtype=torch.bfloat16, device=ep.device)
+        ...     received = ep.dispatch(x, torch.tensor([[1], [3], [1]], device=ep.device))
+        ...     again = ep.dispatch(x * 2, previous=received.without_rows())
+        ...     received.tokens.shape, received.offsets.tolist()
+        (torch.Size([3, 64]), [0, 0, 2, 2, 3])
 
     ``tokens`` is ``[rows, hidden]``. Each expert's rows are padded to ``expert_alignment`` with
     zero rows.

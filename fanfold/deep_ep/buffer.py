@@ -49,6 +49,18 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
     9.0; without it, it runs on the host and takes tensors of any device, which it copies there and
     back.
 
+        >>> nbytes = fanfold.deep_ep.Buffer.get_low_latency_rdma_size_hint(16, 64, group.size(), 8)
+        >>> buffer = fanfold.deep_ep.Buffer(group, num_rdma_bytes=nbytes, low_latency_mode=True)
+        >>> x = torch.ones((4, 64), dtype=torch.bfloat16, device=buffer.device)
+        >>> topk_idx = torch.tensor([[0, 5]] * 4, device=buffer.device)
+        >>> topk_weights = torch.ones((4, 2), device=buffer.device)
+        >>> rows, counts, handle, event, hook = buffer.low_latency_dispatch(
+        ...     x, topk_idx, 16, 8, use_fp8=False
+        ... )
+        >>> out, event, hook = buffer.low_latency_combine(rows, topk_idx, topk_weights, handle)
+        >>> float(out[0, 0])
+        2.0
+
     Args:
         group: a torch.distributed group of any backend; or None with ``comm``.
         num_nvl_bytes: memory per rank for high throughput; 0 without it. On GPUs at most
@@ -270,6 +282,9 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
 def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:
     """Hosts of a group, and ranks of it on each. Collective.
 
+        >>> fanfold.deep_ep.get_physical_domain_size(group)
+        (1, 1)
+
     Args:
         group: a torch.distributed group.
 
@@ -287,6 +302,9 @@ def get_logical_domain_size(
     group: dist.ProcessGroup, allow_hybrid_mode: bool = True
 ) -> tuple[int, int]:
     """Scale-out and scale-up ranks of a group. Collective.
+
+        >>> fanfold.deep_ep.get_logical_domain_size(group)
+        (1, 1)
 
     Args:
         group: a torch.distributed group.

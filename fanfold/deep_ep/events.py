@@ -24,6 +24,9 @@ class EventHandle:
 
     May be made and waited for while a CUDA graph is captured, both within the same capture.
 
+        >>> event = fanfold.deep_ep.EventHandle()  # all work of the current stream so far
+        >>> event.current_stream_wait()
+
     Args:
         stream: the current CUDA stream if None; nothing in a process that has not used CUDA.
     """
@@ -47,6 +50,9 @@ class EventHandle:
 
 class EventOverlap:
     """An event with what DeepEP's callers do around it.
+
+        >>> with fanfold.deep_ep.Buffer.capture():  # waits at the end of the block
+        ...     pass
 
     Args:
         event: the event, or None where a call was not asynchronous.

@@ -45,6 +45,9 @@ class Config:
     kept and change nothing. ``num_sms`` is how many SMs the kernels take on GPUs; half of it is the
     number of channels in a handle's matrices.
 
+        >>> fanfold.deep_ep.Config(num_sms=24).num_sms
+        24
+
     Attributes:
         num_sms: even, from 0.
         num_max_nvl_chunked_send_tokens: above 0 and below the following.

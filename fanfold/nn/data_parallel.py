@@ -21,7 +21,14 @@ __all__ = [
 
 def expert_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """The parameters of ``module`` that differ from rank to rank: those of the MoE layers' routed
-    experts, and others that carry the attribute ``expert_parallel = True``."""
+    experts, and others that carry the attribute ``expert_parallel = True``.
+
+        >>> ep = fanfold.HighThroughput(num_experts=8, top_k=2, hidden=64, max_tokens=16)
+        >>> layer = fanfold.nn.MoE(64, 128, num_experts=8, top_k=2, dispatcher=ep)
+        >>> len(fanfold.nn.expert_parameters(layer))  # one rank has all experts: none differ
+        0
+        >>> ep.close()
+    """
     return [parameter for parameter, _ in _expert_owners(module).values()]
 
 
@@ -31,6 +38,11 @@ def parameter_groups(module: torch.nn.Module) -> list[dict[str, list[torch.nn.Pa
     PyTorch's fused and foreach optimizers refuse a group that mixes DTensors with plain tensors,
     or DTensors of several meshes. The groups are the same on any number of ranks, so a checkpoint
     of the optimizer loads on another number too.
+
+        >>> ep = fanfold.HighThroughput(num_experts=8, top_k=2, hidden=64, max_tokens=16)
+        >>> layer = fanfold.nn.MoE(64, 128, num_experts=8, top_k=2, dispatcher=ep)
+        >>> optimizer = torch.optim.AdamW(fanfold.nn.parameter_groups(layer), lr=1e-3)
+        >>> ep.close()
 
     Returns:
         Two groups, each in the order of ``module.parameters()``: first what every rank holds alike
@@ -60,6 +72,12 @@ def prepare_data_parallel(
     backward pass gives them the gradient of the mean of the ranks' losses, as everything else has
     it: nobody has to call :func:`average_gradients`. Where experts have replicas, that backward
     pass sums their gradients over these.
+
+        >>> ep = fanfold.HighThroughput(num_experts=8, top_k=2, hidden=64, max_tokens=16)
+        >>> layer = fanfold.nn.MoE(64, 128, num_experts=8, top_k=2, dispatcher=ep)
+        >>> sorted(fanfold.nn.prepare_data_parallel(layer))  # one rank: nothing differs
+        []
+        >>> ep.close()
 
     Args:
         module: the very module that DDP will wrap.
@@ -95,6 +113,12 @@ def average_gradients(module: torch.nn.Module, group: dist.ProcessGroup | None =
     module that :func:`prepare_data_parallel` prepared has the experts' gradients right already,
     and so are gradients that FSDP2 has reduced, which are DTensors. Without torch.distributed there
     is one rank and nothing to do.
+
+        >>> ep = fanfold.HighThroughput(num_experts=8, top_k=2, hidden=64, max_tokens=16)
+        >>> layer = fanfold.nn.MoE(64, 128, num_experts=8, top_k=2, dispatcher=ep)
+        >>> layer(torch.randn((5, 64), device=ep.device)).sum().backward()
+        >>> fanfold.nn.average_gradients(layer)  # over the ranks; here there is one
+        >>> ep.close()
 
     Args:
         module: the same on all ranks; parameters without a gradient are passed over, and must be
@@ -144,6 +168,11 @@ def clip_grad_norm_(
     What ``torch.nn.utils.clip_grad_norm_`` does, which refuses a mixture of DTensors and plain
     tensors. Every expert and every part that FSDP2 made counts once, wherever it is, and so does a
     replicated parameter. Call it when gradients are averaged.
+
+        >>> linear = torch.nn.Linear(4, 4, bias=False, device="cpu")
+        >>> linear(torch.ones((1, 4), device="cpu")).sum().backward()
+        >>> float(fanfold.nn.clip_grad_norm_(linear.parameters(), 1.0)), float(linear.weight.grad.norm())
+        (4.0, 1.0)
 
     Args:
         parameters: the same on all ranks; those without a gradient are passed over.

@@ -54,6 +54,14 @@ class MoE(ShardedExperts):
     shared expert's output. Rows travel as bfloat16 (or as the dispatcher says), so the routed
     part carries bfloat16's rounding: see :mod:`fanfold.functional`.
 
+        >>> ep = fanfold.HighThroughput(num_experts=8, top_k=2, hidden=64, max_tokens=16)
+        >>> layer = fanfold.nn.MoE(64, 128, num_experts=8, top_k=2, dispatcher=ep)
+        >>> out = layer(torch.randn((2, 5, 64), device=ep.device))
+        >>> (out.square().mean() + layer.balance_loss).backward()
+        >>> out.shape
+        torch.Size([2, 5, 64])
+        >>> ep.close()
+
     Args:
         hidden: columns of a token.
         intermediate: width of one expert.

@@ -23,6 +23,9 @@ MOST_COLUMNS = (1 << 31) - 1
 class MoEOptions:
     """How a MoE layer is built, beyond its four sizes.
 
+        >>> fanfold.nn.MoEOptions(score="sigmoid", shared_intermediate=32).renormalize
+        True
+
     Attributes:
         score: how router logits become scores: ``"softmax"`` over all experts, or ``"sigmoid"`` of
             each.
@@ -64,6 +67,11 @@ class MoEOptions:
 
 class Router(torch.nn.Module):
     """Chooses each token's experts and their weights.
+
+        >>> router = fanfold.nn.Router(64, 8, 2, fanfold.nn.MoEOptions())
+        >>> topk_idx, topk_weights, balance_loss = router(torch.randn((5, 64), device="cpu"))
+        >>> topk_idx.shape, topk_weights.shape
+        (torch.Size([5, 2]), torch.Size([5, 2]))
 
     Args:
         hidden: columns of a token.

@@ -31,6 +31,14 @@ class MoEStatistics:
     """What a layer did since it was made or :meth:`reset`, on this rank. A pass that activation
     checkpointing computes again counts again.
 
+        >>> ep = fanfold.LowLatency(num_experts=4, top_k=2, hidden=64, max_tokens=16)
+        >>> layer = fanfold.nn.MoE(64, 32, num_experts=4, top_k=2, dispatcher=ep)
+        >>> with torch.no_grad():
+        ...     out = layer(torch.randn((5, 64), device=ep.device))
+        >>> layer.statistics.tokens, int(layer.statistics.expert_rows.sum())
+        (5, 10)
+        >>> ep.close()
+
     Attributes:
         tokens: tokens that this rank passed to the layer.
         expert_rows: ``[E_l]`` int64, where the rows are: rows that each local expert computed.
