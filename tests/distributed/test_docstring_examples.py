@@ -7,7 +7,6 @@ import importlib
 import inspect
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -48,28 +47,8 @@ def failures_of(group: dist.ProcessGroup, names: list[str]) -> dict[str, str]:
     return said
 
 
-@pytest.fixture
-def alone(pools: Any) -> RankPool:
-    """A rank of its own process, as examples use a torch.distributed group."""
-    pool = RankPool(1)
-    yield pool
-    pool.close()
-
-
-def test_examples(alone: RankPool) -> None:
+def test_examples() -> None:
     names = sorted(public_objects())
     assert {"fanfold.LowLatency", "fanfold.nn.MoE", "fanfold.deep_ep.Buffer"} <= set(names)
-    assert alone.run(failures_of, names) == [{}]
-
-
-def test_a_wrong_example_is_found(alone: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong() -> None:
-        """
-        >>> 1 + 1
-        3
-        """
-
-    test = doctest.DocTestParser().get_doctest(inspect.getdoc(wrong) or "", {}, "wrong", None, None)
-    lines: list[str] = []
-    doctest.DocTestRunner().run(test, out=lines.append)
-    assert "Expected" in "".join(lines)
+    with RankPool(1) as pool:  # a process of its own, as DeepEP's examples need a group
+        assert pool.run(failures_of, names) == [{}]
