@@ -187,17 +187,7 @@ class HighThroughputCalls(BufferBase):
         received, _, event = backend.streams.run(
             call, async_finish=async_finish, inputs=inputs, previous=previous
         )
-        if handle is not None:
-            return received.rows, None, None, None, None, event
-        listed = [-(-count // expert_alignment) * expert_alignment for count in received.named]
-        return (
-            received.rows,
-            received.topk_idx,
-            received.topk_weights,
-            listed,
-            received.handle,
-            event,
-        )
+        return _returned(received, handle, expert_alignment, event)
 
     def combine(
         self,
@@ -324,6 +314,16 @@ class HighThroughputCalls(BufferBase):
         if isinstance(mode, CudaHighThroughput):
             return CudaBackend(runtime, mode)
         return StagedBackend(runtime, mode)
+
+
+def _returned(
+    received: ReceivedTensors, handle: object, expert_alignment: int, event: EventOverlap
+) -> Any:
+    """What dispatch returns, in DeepEP's order; ``handle`` is the caller's."""
+    if handle is not None:
+        return received.rows, None, None, None, None, event
+    listed = [-(-count // expert_alignment) * expert_alignment for count in received.named]
+    return received.rows, received.topk_idx, received.topk_weights, listed, received.handle, event
 
 
 def _check_worst(num_worst_tokens: int, route: Route) -> None:
