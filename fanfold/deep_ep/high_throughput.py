@@ -33,10 +33,10 @@ __all__ = ["HighThroughputCalls"]
 
 Event = EventOverlap | EventHandle | None
 AnyHandle = Handle | GpuHandle
-DispatchResult = tuple[
+DispatchReturn = tuple[
     Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, AnyHandle | None, EventOverlap
 ]
-CombineResult = tuple[torch.Tensor, torch.Tensor | None, EventOverlap]
+CombineReturn = tuple[torch.Tensor, torch.Tensor | None, EventOverlap]
 
 
 class HighThroughputCalls(BufferBase):
@@ -96,7 +96,7 @@ class HighThroughputCalls(BufferBase):
         previous_event: Event = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> DispatchResult:
+    ) -> DispatchReturn:
         """Sends each token once to every rank that it goes to. Collective.
 
         On a GPU the CPU waits only for a new routing without num_worst_tokens, which is given on
@@ -199,7 +199,7 @@ class HighThroughputCalls(BufferBase):
         previous_event: Event = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> CombineResult:
+    ) -> CombineReturn:
         """Brings rows back to the ranks they came from and sums them, unweighted. Collective.
 
         Works from the handle alone. On a GPU the CPU waits for nothing, and what kernels have found
@@ -265,7 +265,7 @@ class HighThroughputCalls(BufferBase):
         previous_event: Event = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> DispatchResult:
+    ) -> DispatchReturn:
         """The same as :meth:`dispatch`, as all ranks are on one host."""
         return self.dispatch(
             x,
@@ -294,7 +294,7 @@ class HighThroughputCalls(BufferBase):
         previous_event: Event = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> CombineResult:
+    ) -> CombineReturn:
         """The same as :meth:`combine`, as all ranks are on one host."""
         return self.combine(
             x,
@@ -318,7 +318,7 @@ class HighThroughputCalls(BufferBase):
 
 def _returned(
     received: ReceivedTensors, handle: object, expert_alignment: int, event: EventOverlap
-) -> Any:
+) -> DispatchReturn:
     """What dispatch returns, in DeepEP's order; ``handle`` is the caller's."""
     if handle is not None:
         return received.rows, None, None, None, None, event

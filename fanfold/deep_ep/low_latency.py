@@ -46,7 +46,7 @@ __all__ = ["LowLatencyCalls"]
 
 _NOTHING = torch.empty(0, dtype=torch.int32, device="cpu")
 
-DispatchResult = tuple[
+DispatchReturn = tuple[
     torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     torch.Tensor,
     LowLatencyHandle,
@@ -190,7 +190,7 @@ class LowLatencyCalls(BufferBase):
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
-    ) -> DispatchResult:
+    ) -> DispatchReturn:
         """Sends each token to its experts; rows arrive packed by local expert. Collective.
 
         E_l local experts, R ranks, M ``num_max_dispatch_tokens_per_rank``, C = R * M.
