@@ -41,7 +41,7 @@ SOURCES = [source_of(hidden, form) for hidden in HIDDEN for form in ScaleFormat]
 
 @pytest.mark.parametrize("source", SOURCES, ids=short)
 def test_for_hopper(compiled: Compiled, source: KernelSource) -> None:
-    binary = compiled(SOURCES, source, "sm_90a")
+    binary = compiled(source, "sm_90a")
     check(source, binary)
     constants = dict(source.pairs)
     of_an_sm = constants["kWarps"] * 32 * constants["kCtasOfAnSm"]
@@ -51,7 +51,7 @@ def test_for_hopper(compiled: Compiled, source: KernelSource) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100a", "sm_120a"])
 def test_for_other_gpus(compiled: Compiled, arch: str) -> None:
-    check(SOURCES[0], compiled(SOURCES[:1], SOURCES[0], arch))
+    check(SOURCES[0], compiled(SOURCES[0], arch))
 
 
 # ---- what it makes ------------------------------------------------------------------------------
