@@ -1,8 +1,9 @@
-"""The command line through its real entry points."""
+"""The command line: a test of each kind starts it as users do, the others run it in place."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -12,6 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from fanfold.cli.main import main
 
 FANFOLD = [sys.executable, "-m", "fanfold.cli.main"]
 TINY = ["--ranks", "2", "--tokens", "16", "--hidden", "64", "--top-k", "2", "--experts", "4",
@@ -36,6 +39,19 @@ def fanfold(*arguments, command=FANFOLD, **changes):
     )
 
 
+def inside(*arguments, **changes):
+    """The same in this process, which has imported what takes a new one seconds."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in CLEARED:
+            patch.delenv(name, raising=False)
+        for name, value in {"COLUMNS": "120", **changes}.items():
+            patch.setenv(name, value)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main([str(argument) for argument in arguments])
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
 def ranks_of(marker):
     """Processes with ``marker`` among their environment variables' text."""
 
@@ -55,12 +71,15 @@ def wait_until(condition, what):
 
 
 @pytest.mark.parametrize(
-    ("mode", "more"),
-    [("low-latency", ["--baseline"]), ("high-throughput", ["--dtype", "fp8", "--baseline"])],
+    ("run", "mode", "more"),
+    [
+        (fanfold, "low-latency", ["--baseline"]),
+        (inside, "high-throughput", ["--dtype", "fp8", "--baseline"]),
+    ],
 )
-def test_bench_checks_times_and_writes_a_line(tmp_path, mode, more):
+def test_bench_checks_times_and_writes_a_line(tmp_path, run, mode, more):
     path = tmp_path / "results.jsonl"
-    done = fanfold("bench", mode, *TINY, *more, "--json", path)
+    done = run("bench", mode, *TINY, *more, "--json", path)
     assert done.returncode == 0, done.stderr
     for word in ("dispatch", "combine", "baseline total", "GB/s", "times as long", "Checked"):
         assert word in done.stdout
@@ -80,7 +99,7 @@ def test_bench_checks_times_and_writes_a_line(tmp_path, mode, more):
 def test_bench_appends_and_plot_draws(tmp_path):
     path = tmp_path / "results.jsonl"
     path.write_text(json.dumps({"an": "earlier line"}) + "\n")
-    done = fanfold("bench", "low-latency", *TINY, "--no-check", "--json", path)
+    done = inside("bench", "low-latency", *TINY, "--no-check", "--json", path)
     assert done.returncode == 0, done.stderr
     assert "NOT checked" in done.stdout
     first, second = path.read_text().splitlines()
@@ -124,7 +143,7 @@ def test_joined_ranks_refuse_another_number(tmp_path):
     ],
 )
 def test_bench_refuses_in_one_line(arguments, message):
-    done = fanfold("bench", "high-throughput", *arguments, FANFOLD_TEST_MARK="refused")
+    done = inside("bench", "high-throughput", *arguments, FANFOLD_TEST_MARK="refused")
     assert done.returncode == 2
     assert done.stdout == ""
     assert len(done.stderr.strip().splitlines()) == 1
@@ -167,7 +186,7 @@ def test_plot_refuses(tmp_path):
     assert "none.jsonl" in missing.stderr
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"mode": "low_latency"}\n')
-    done = fanfold("plot", bad)
+    done = inside("plot", bad)
     assert done.returncode == 2
     assert "line 1: tokens is null" in done.stderr
 
@@ -182,7 +201,7 @@ def test_doctor_always_reports():
 def test_env_explains_every_setting():
     from fanfold.config import settings
 
-    done = fanfold("env", FANFOLD_TIMEOUT_S="12.5")
+    done = inside("env", FANFOLD_TIMEOUT_S="12.5")
     assert done.returncode == 0, done.stderr
     for setting in settings():
         assert setting.variable in done.stdout
@@ -203,16 +222,19 @@ def test_version_and_help():
     script = Path(sys.executable).with_name("fanfold")
     command = [str(script)] if script.exists() else FANFOLD
     assert fanfold("--version", command=command).stdout.startswith("fanfold 0.")
-    shown = fanfold("--help", command=command)
+    shown = inside("--help")
     assert shown.returncode == 0
     for name in ("demo", "bench", "plot", "doctor", "env"):
         assert name in shown.stdout
-    unknown = fanfold("bnech", command=command)
+    unknown = inside("bnech")
     assert unknown.returncode == 2
     assert len(unknown.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("command", ["env", "bench low-latency --ranks 1 --iterations 1"])
+@pytest.mark.parametrize(
+    "command",
+    ["env", pytest.param("bench low-latency --ranks 1 --iterations 1", marks=pytest.mark.long)],
+)
 def test_a_full_disk_is_one_line(command: str) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
@@ -225,21 +247,14 @@ def test_a_full_disk_is_one_line(command: str) -> None:
 
 def test_results_on_a_full_disk_are_one_line() -> None:
     command = "bench low-latency --ranks 1 --tokens 2 --iterations 1 --json /dev/full"
-    done = subprocess.run(
-        [sys.executable, "-m", "fanfold.cli.main", *command.split()],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    done = fanfold(*command.split())
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "No space left on device" in done.stderr
 
 
 def test_a_malformed_variable_is_one_line() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "fanfold.cli.main", "bench", "low-latency", "--ranks", "2"],
-        env=os.environ | {"FANFOLD_TIMEOUT_S": "soon"},
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    done = inside("bench", "low-latency", "--ranks", 2, FANFOLD_TIMEOUT_S="soon")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "FANFOLD_TIMEOUT_S is 'soon'" in done.stderr

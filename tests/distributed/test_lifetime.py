@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import fanfold
+from fanfold.group import as_group
 from fanfold.launch import RankPool
 from tests.distributed.layers import Shape, good_call, round_trip, works
 
@@ -117,7 +118,7 @@ def _alone(group: dist.ProcessGroup, mode: str) -> torch.Tensor:
 
 def _soak(group: dist.ProcessGroup, mode: str, rounds: int, seed: int) -> int:
     """Rounds that go well, with other numbers of tokens in each and nothing between them."""
-    experts = 8 * dist.get_world_size(group)
+    experts = 8 * as_group(group).size
     shape = Shape(num_experts=experts, top_k=5, hidden=64, max_tokens=40, mode=mode)
     right = 0
     with shape.open(group) as ep:
@@ -132,6 +133,7 @@ def _soak(group: dist.ProcessGroup, mode: str, rounds: int, seed: int) -> int:
     return right
 
 
+@pytest.mark.placements("threads")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_soak(pools: Callable[[int], RankPool], mode: str, ranks: int) -> None:
@@ -151,7 +153,6 @@ def _reshape(group: dist.ProcessGroup, rounds: int) -> bool:
     from fanfold.backends.low_latency import HostLowLatency
     from fanfold.config import Config
     from fanfold.geometry import Geometry
-    from fanfold.group import as_group
     from fanfold.memory.host import SymmetricMemory
 
     members = as_group(group)
@@ -174,5 +175,6 @@ def _reshape(group: dist.ProcessGroup, rounds: int) -> bool:
     return True
 
 
+@pytest.mark.placements("threads")
 def test_changing_geometry(pools: Callable[[int], RankPool]) -> None:
     assert all(pools(4).run(_reshape, 200))

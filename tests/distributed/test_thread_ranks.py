@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -90,7 +89,9 @@ def _return_early(group: Group) -> None:
         group.all_gather(None)
 
 
-def test_a_rank_that_has_returned_is_not_waited_for() -> None:
+@pytest.mark.timeout(60)
+def test_a_rank_that_has_returned_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FANFOLD_TIMEOUT_S", "1000")
     with ThreadRanks(2) as ranks, pytest.raises(FanfoldError, match="rank 1 has returned"):
         ranks.run(_return_early)
 
@@ -142,9 +143,13 @@ def test_wrong_uses() -> None:
 
 def test_threads_of_pytorch_are_restored() -> None:
     before = torch.get_num_threads()
-    with ThreadRanks(2) as ranks:
-        assert ranks.run(lambda group: torch.get_num_threads()) == [1, 1]
-    assert torch.get_num_threads() == before
+    torch.set_num_threads(2)
+    try:
+        with ThreadRanks(2) as ranks:
+            assert ranks.run(lambda group: torch.get_num_threads()) == [1, 1]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 # ---- both modes on them -------------------------------------------------------------------------
@@ -168,32 +173,31 @@ def test_many_rounds(mode: str) -> None:
         assert all(ranks.run(_some_rounds, Shape(mode=mode), 400))
 
 
-def _end_before(group: Group, shape: Shape) -> tuple[PeerTimeout | None, float]:
+def _end_before(group: Group, shape: Shape) -> PeerTimeout | None:
     """What the others are told of a rank that ends while they wait for its rows."""
     ep = shape.open(group)
     assert works(ep, shape)
     if group.rank == CULPRIT:
-        return None, 0.0  # without close(): its memory stays mapped
-    start = time.monotonic()
+        return None  # without close(): its memory stays mapped
     call = good_call(shape, group.rank)
     with ep:
         error = caught(lambda: ep.dispatch(call.x, call.topk_idx, call.topk_weights))
     assert isinstance(error, PeerTimeout)
-    return error, time.monotonic() - start
+    return error
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("mode", MODES)
 def test_the_end_of_a_thread_ends_the_waits_for_it(mode: str) -> None:
-    shape = Shape(mode=mode, timeout_s=50.0)
+    shape = Shape(mode=mode, timeout_s=1000.0)
     with ThreadRanks(3) as ranks:
         told = ranks.run(_end_before, shape)
-    assert told[CULPRIT][0] is None
+    assert told[CULPRIT] is None
     for rank in (0, 2):
-        error, seconds = told[rank]
+        error = told[rank]
         assert error is not None
         assert (error.rank, error.peer, error.peer_gone) == (rank, CULPRIT, True)
         assert "rank 1 has ended: look for its error" in str(error)
-        assert seconds < shape.timeout_s / 2
 
 
 def _go_on_without(group: Group, shape: Shape) -> list[bool]:
