@@ -45,8 +45,6 @@ PYTHON_FLOORS: tuple[tuple[str, ...], ...] = (
         "stream_order",
         "descriptors",
         "forks",
-        "forkserver",
-        "pickling",
         "refusal",
         "renaming",
     ),
@@ -98,7 +96,7 @@ DEFAULT_TENSORS = (
     "IntTensor", "ShortTensor", "CharTensor", "ByteTensor", "BoolTensor",
 )  # fmt: skip
 
-ENVIRONMENT_HOMES = ("fanfold/config.py", "fanfold/launch.py")
+ENVIRONMENT_HOMES = ("fanfold/config.py", "fanfold/launch/")
 WAIT_HOMES = ("csrc/base/wait.h", "csrc/base/wait.cpp")
 DEVICE_CODE = "fanfold/kernels/"
 PTX_HOME = "fanfold/kernels/device/"
@@ -306,7 +304,7 @@ def check_python_functions(path: str, tree: ast.Module) -> Iterator[Finding]:
 
 def check_environment(path: str, tree: ast.Module) -> Iterator[Finding]:
     """The environment is read in one place; elsewhere a setting has no name and no origin."""
-    if not path.startswith(("fanfold/", "benchmarks/")) or path in ENVIRONMENT_HOMES:
+    if not path.startswith(("fanfold/", "benchmarks/")) or path.startswith(ENVIRONMENT_HOMES):
         return
     banned = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")
     aliases = {"os"}
