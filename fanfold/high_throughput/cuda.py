@@ -20,6 +20,7 @@ import torch
 
 from fanfold import _core
 from fanfold.config import Config
+from fanfold.deferred_free import free_when_idle
 from fanfold.errors import ArgumentError, UnavailableError, UsageError
 from fanfold.geometry import check_aligned, check_integer, check_tensor
 from fanfold.group import agree
@@ -50,7 +51,6 @@ from fanfold.high_throughput.kernels import (
 from fanfold.high_throughput.launches import Call, Launches, ctas_bounds, grid_of
 from fanfold.high_throughput.plan import CudaDispatched, CudaPlan
 from fanfold.high_throughput.reports import Reports, Totals
-from fanfold.letting_go import let_go
 from fanfold.refusal import Refusing
 from fanfold.stream_order import StreamOrder, stream_at
 from fanfold.symmetric_cuda import CudaSymmetricMemory
@@ -197,7 +197,7 @@ class CudaHighThroughput:
         torch.cuda.synchronize(device)
         # Kernels in flight may outlive this object, and write there.
         kept = (self._state, self._counted, self._reports, self._totals)
-        weakref.finalize(self, let_go, device, kept).atexit = False
+        weakref.finalize(self, free_when_idle, device, kept).atexit = False
 
     # ---- calls ----------------------------------------------------------------------------------
 

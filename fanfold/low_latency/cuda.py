@@ -20,12 +20,12 @@ import torch
 
 from fanfold import _core, jit
 from fanfold.config import Config
+from fanfold.deferred_free import free_when_idle
 from fanfold.errors import ArgumentError, FanfoldError, UsageError
 from fanfold.formats import RowFormat, ScaleFormat
 from fanfold.geometry import Geometry, is_plain
 from fanfold.group import agree
 from fanfold.late_peers import LatePeer, LatePeers
-from fanfold.letting_go import let_go
 from fanfold.low_latency import kernels
 from fanfold.low_latency.calls import (
     NO_STATISTICS,
@@ -119,7 +119,7 @@ class CudaLowLatency:
         self._last_routing: AnyRouting | None = None
         self._follow = StreamOrder(self.device).follow
         # Kernels in flight may outlive this object, and write there.
-        end = weakref.finalize(self, let_go, self.device, (self._state, self._reports))
+        end = weakref.finalize(self, free_when_idle, self.device, (self._state, self._reports))
         end.atexit = False
 
     # ---- calls ----------------------------------------------------------------------------------
