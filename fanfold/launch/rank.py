@@ -92,22 +92,9 @@ def be_rank(setup: Setup, calls: Connection) -> None:
     _end_with_program()
     # Ctrl-C reaches the whole foreground group; only the program decides what follows.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number, output in setup.outputs.items():
-        with output:
-            os.dup2(output.fileno(), number)
-    resource.setrlimit(resource.RLIMIT_NOFILE, setup.descriptor_limit)
-    os.environ.clear()
-    os.environ.update(setup.environment)
-    # Otherwise gloo resolves the host's name, which may fail or take seconds in a container.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
     try:
-        timeout = timedelta(seconds=setup.timeout_s)
-        store = TCPStore("127.0.0.1", setup.store_port, is_master=False, timeout=timeout)
-        dist.init_process_group(
-            "gloo", store=store, rank=setup.rank, world_size=setup.ranks, timeout=timeout
-        )
-        take_local_device(setup.rank, setup.ranks)
+        _take_over(setup)
+        _join_group(setup)
         calls.send_bytes(pack(os.getppid()))
     except Exception as error:
         calls.send_bytes(Raised.packed(error))
@@ -131,6 +118,28 @@ def _end_with_program() -> None:
     fcntl.fcntl(sentinel, fcntl.F_SETFL, os.O_ASYNC)
     if not program.is_alive():  # it ended before the kernel knew
         os._exit(1)
+
+
+def _take_over(setup: Setup) -> None:
+    """Replaces what this process has from the server by what the program has now."""
+    for number, output in setup.outputs.items():
+        with output:
+            os.dup2(output.fileno(), number)
+    resource.setrlimit(resource.RLIMIT_NOFILE, setup.descriptor_limit)
+    os.environ.clear()
+    os.environ.update(setup.environment)
+
+
+def _join_group(setup: Setup) -> None:
+    # Otherwise gloo resolves the host's name, which may fail or take seconds in a container.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=setup.timeout_s)
+    store = TCPStore("127.0.0.1", setup.store_port, is_master=False, timeout=timeout)
+    dist.init_process_group(
+        "gloo", store=store, rank=setup.rank, world_size=setup.ranks, timeout=timeout
+    )
+    take_local_device(setup.rank, setup.ranks)
 
 
 def take_local_device(local_rank: int, local_ranks: int) -> None:

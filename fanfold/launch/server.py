@@ -14,7 +14,7 @@ import socket
 import sys
 from pathlib import Path
 
-# Whatever ranks of the command line, of tests and of a user's program import first.
+# What ranks of the command line, of the tests and of most programs import.
 _PRELOAD = ("fanfold.nn", "fanfold.deep_ep", "fanfold.bench.run", "fanfold.cli.main")
 
 
@@ -29,7 +29,7 @@ def _prepare() -> None:
 
 
 def _listening_at() -> list[Path]:
-    """The path of the socket at which the program asks for forks."""
+    """Paths of the sockets at which this process listens: one, where the program asks for ranks."""
     found = []
     for entry in Path("/proc/self/fd").iterdir():
         with (
@@ -42,8 +42,8 @@ def _listening_at() -> list[Path]:
 
 
 def _remove(sockets: list[Path], program: int) -> None:
-    """Removes the socket and its folder, which ``multiprocessing`` makes for it in the folder for
-    temporary files, if the program has ended: one that was killed could not."""
+    """Removes the socket and the temporary folder that ``multiprocessing`` made for it, if the
+    program has ended: a killed program could not."""
     if os.getppid() == program:
         return
     for path in sockets:

@@ -43,6 +43,10 @@ def facts(group):
     return os.environ.get("FANFOLD_TEST_FACT"), torch.get_num_threads(), str(Path.cwd())
 
 
+def preloaded(group):
+    return {"fanfold.launch.server", "fanfold.nn"} <= sys.modules.keys()
+
+
 def refuse(group, culprit):
     if dist.get_rank(group) == culprit:
         raise ArgumentError("x.dtype", "float16", "bfloat16")
@@ -133,6 +137,10 @@ def test_ranks_see_the_environment_of_the_call(monkeypatch, tmp_path):
         monkeypatch.setenv("FANFOLD_TEST_FACT", value)
         monkeypatch.chdir(tmp_path)
         assert launch(facts, 2) == [(value, 1, str(tmp_path))] * 2
+
+
+def test_the_server_has_imported_what_ranks_need():
+    assert launch(preloaded, 1) == [True]
 
 
 def test_exception_of_a_rank_is_raised_and_the_pool_goes_on():
