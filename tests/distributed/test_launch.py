@@ -317,10 +317,11 @@ def test_a_program_may_leave_pools_open(tmp_path):
     script.write_text(LEFT_OPEN)
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path / "output")],
-        capture_output=True, text=True, timeout=BOUND_S,
+        capture_output=True, text=True, timeout=90,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    (pids,) = done.stderr.splitlines()
+    assert "Traceback" not in done.stderr  # from 3.12 on, Python warns of the fork
+    pids = done.stderr.splitlines()[0]
     assert not any(exists(int(pid)) for pid in pids.split())
     # Ranks write to the standard output that the program had when they started.
     assert (done.stdout, (tmp_path / "output").read_text()) == ("first", "second")
@@ -360,7 +361,7 @@ def test_ranks_die_with_the_server(tmp_path):
     script = tmp_path / "server_killed.py"
     script.write_text(SERVER_KILLED)
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=BOUND_S,
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=90,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )  # fmt: skip
     pids, outcomes, exitcode, again = done.stdout.splitlines()
