@@ -185,5 +185,5 @@ format: build
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f $(VENV)/.stamp-build
+	rm -f $(VENV)/.stamp-build fanfold/_core.pyi
 	find $(PY_DIRS) -name __pycache__ -prune -exec rm -rf {} +

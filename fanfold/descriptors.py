@@ -22,15 +22,15 @@ __all__ = [
 
 _USUAL_LIMIT = 1024
 
-# Beside those for each rank: the store's loop, the control socket of the ranks' server, gloo's
-# loop, and what is open for a moment.
+# Beside those for each rank: the loops of the store and of gloo, multiprocessing's pipes to its
+# server and its resource tracker, and descriptors that are open for a moment.
 _AROUND_RANKS = 16
 
 
 def for_launching(ranks: int) -> int:
-    """Descriptors that a pool of ranks takes in the process that starts them: two connections to
-    each, and what each has to the store."""
-    return 3 * ranks + _AROUND_RANKS
+    """Descriptors that a pool of ranks takes in the process that starts them: for each rank a
+    connection, the two pipes of its multiprocessing.Process, and its connection to the store."""
+    return 4 * ranks + _AROUND_RANKS
 
 
 def for_joining(ranks: int, rank: int) -> int:

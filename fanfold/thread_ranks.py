@@ -29,10 +29,10 @@ from typing import Any
 import torch
 
 from fanfold.config import Config
+from fanfold.deferred_free import drain_deferred_frees
 from fanfold.errors import ArgumentError, FanfoldError, PeerTimeout, UsageError
 from fanfold.gpus import lacking, shared_by_threads
 from fanfold.launch import LaunchError, RankFailure
-from fanfold.letting_go import drop_left
 
 __all__ = ["ThreadGroup", "ThreadRanks"]
 
@@ -190,7 +190,7 @@ class ThreadRanks:
                 return self._run_threads(function, args_of)
         finally:
             torch.set_num_threads(threads)
-            drop_left()
+            drain_deferred_frees()
             self._running.release()
 
     def _run_threads(

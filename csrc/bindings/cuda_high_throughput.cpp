@@ -1,8 +1,10 @@
 #include "cuda/high_throughput.h"
 
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
@@ -225,7 +227,7 @@ void bind_cuda_high_throughput(nb::module_& module) {
       "cuda_high_throughput_bytes",
       [](int32_t ranks, int64_t ring_bytes) {
         const auto at = cuda::high_throughput_offsets(ranks, ring_bytes);
-        return nb::make_tuple(at.ring, at.results);
+        return std::pair(at.ring, at.results);
       },
       "ranks"_a, "ring_bytes"_a);
   module.def(

@@ -1,9 +1,11 @@
 #include "cuda/low_latency.h"
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
@@ -120,7 +122,7 @@ void bind_cuda_low_latency(nb::module_& module) {
       "cuda_low_latency_bytes",
       [](const LowLatencyGeometry& geometry, bool late) {
         const auto at = LowLatencyDeviceLayout{geometry, late}.offsets();
-        return nb::make_tuple(at.headers, at.end);
+        return std::pair(at.headers, at.end);
       },
       "geometry"_a, "late"_a);
   module.def(

@@ -114,12 +114,15 @@ void bind_high_throughput(nb::module_& module) {
             return HighThroughputLayout{ranks}.bytes(staging_bytes);
           },
           "ranks"_a, "staging_bytes"_a)
-      .def("exchange_counts", &HighThroughput::exchange_counts, Unlocked())
-      .def("dispatch_rows", &HighThroughput::dispatch_rows, Unlocked())
-      .def("dispatch_cached", &HighThroughput::dispatch_cached, Unlocked())
-      .def("combine", &HighThroughput::combine, Unlocked())
-      .def("refuse_dispatch", &HighThroughput::refuse_dispatch, Unlocked())
-      .def("refuse_combine", &HighThroughput::refuse_combine, Unlocked());
+      .def("exchange_counts", &HighThroughput::exchange_counts, "tokens"_a, "plan"_a, "alignment"_a,
+           Unlocked())
+      .def("dispatch_rows", &HighThroughput::dispatch_rows, "tokens"_a, "plan"_a, "received"_a,
+           Unlocked())
+      .def("dispatch_cached", &HighThroughput::dispatch_cached, "tokens"_a, "plan"_a, "received"_a,
+           Unlocked())
+      .def("combine", &HighThroughput::combine, "outputs"_a, "plan"_a, "result"_a, Unlocked())
+      .def("refuse_dispatch", &HighThroughput::refuse_dispatch, "reason"_a, Unlocked())
+      .def("refuse_combine", &HighThroughput::refuse_combine, "reason"_a, Unlocked());
 }
 
 }  // namespace fanfold::bindings

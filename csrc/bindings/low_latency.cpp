@@ -97,13 +97,13 @@ void bind_low_latency(nb::module_& module) {
   nb::class_<LowLatency>(module, "LowLatency")
       .def(nb::init<SymmetricMemory&, int64_t, int64_t>(), "memory"_a, "offset"_a, "bytes"_a,
            nb::keep_alive<1, 2>())
-      .def("dispatch_send", &LowLatency::dispatch_send, Unlocked())
-      .def("dispatch_receive", &LowLatency::dispatch_receive, Unlocked())
+      .def("dispatch_send", &LowLatency::dispatch_send, "geometry"_a, "tokens"_a, Unlocked())
+      .def("dispatch_receive", &LowLatency::dispatch_receive, "epoch"_a, "received"_a, Unlocked())
       .def("combine_send", &combine_send, "geometry"_a, "outputs"_a, "late"_a.none() = nullptr,
            Unlocked())
-      .def("combine_receive", &LowLatency::combine_receive, Unlocked())
-      .def("refuse_dispatch", &LowLatency::refuse_dispatch, Unlocked())
-      .def("refuse_combine", &LowLatency::refuse_combine, Unlocked())
+      .def("combine_receive", &LowLatency::combine_receive, "epoch"_a, "result"_a, Unlocked())
+      .def("refuse_dispatch", &LowLatency::refuse_dispatch, "reason"_a, Unlocked())
+      .def("refuse_combine", &LowLatency::refuse_combine, "reason"_a, Unlocked())
       .def("quiesce", &LowLatency::quiesce, Unlocked())
       .def("reset", &LowLatency::reset, Unlocked());
 }

@@ -2,6 +2,9 @@
 #include "bindings/bindings.h"
 
 NB_MODULE(_core, module) {
+  module.doc() =
+      "The C++ core (csrc/bindings). Memory of the host is a pair of address and bytes\n"
+      "(fanfold/lending.py), or None. Addresses on GPUs are integers; 0 is null.";
   // Objects that live until the interpreter ends are not a leak.
   nanobind::set_leak_warnings(false);
   fanfold::bindings::bind_errors(module);

@@ -29,26 +29,30 @@ void bind_symmetric(nb::module_& module) {
              return std::tuple(static_cast<int>(address.pid), address.descriptor,
                                static_cast<int>(address.thread));
            })
-      .def("map",
-           [](SymmetricMemory& self, const std::vector<std::tuple<int, int, int>>& peers) {
-             std::vector<PeerAddress> addresses;
-             addresses.reserve(peers.size());
-             for (const auto& [pid, descriptor, thread] : peers) {
-               addresses.push_back({pid, descriptor, thread});
-             }
-             self.map(addresses);
-           })
+      .def(
+          "map",
+          [](SymmetricMemory& self, const std::vector<std::tuple<int, int, int>>& peers) {
+            std::vector<PeerAddress> addresses;
+            addresses.reserve(peers.size());
+            for (const auto& [pid, descriptor, thread] : peers) {
+              addresses.push_back({pid, descriptor, thread});
+            }
+            self.map(addresses);
+          },
+          "peers"_a)
       .def("seal", &SymmetricMemory::seal)
       .def("close", &SymmetricMemory::close)
       .def("barrier", &SymmetricMemory::barrier, Unlocked())
-      .def("masked", &SymmetricMemory::masked)
-      .def("set_masked", &SymmetricMemory::set_masked)
+      .def("masked", &SymmetricMemory::masked, "peer"_a)
+      .def("set_masked", &SymmetricMemory::set_masked, "peer"_a, "value"_a)
       .def_prop_ro("late", [](const SymmetricMemory& self) { return self.late().size(); })
-      .def("late_peer",
-           [](const SymmetricMemory& self, size_t index) {
-             const TimeoutFacts& facts = self.late().at(index);
-             return std::tuple(facts.peer, facts.phase, facts.seconds, facts.peer_gone);
-           })
+      .def(
+          "late_peer",
+          [](const SymmetricMemory& self, size_t index) {
+            const TimeoutFacts& facts = self.late().at(index);
+            return std::tuple(facts.peer, facts.phase, facts.seconds, facts.peer_gone);
+          },
+          "index"_a)
       .def("check_usable", &SymmetricMemory::check_usable)
       .def(
           "window",

@@ -19,10 +19,10 @@ import torch
 
 from fanfold.config import symmetric_memory_environment
 from fanfold.copying import not_copied
+from fanfold.deferred_free import drain_deferred_frees, free_when_idle
 from fanfold.errors import FanfoldError, SystemFailure, UnavailableError, UsageError
 from fanfold.forks import Owner
 from fanfold.group import Group, agree, in_one_process, process_group
-from fanfold.letting_go import drop_left, let_go
 from fanfold.representation import described
 
 __all__ = ["CudaSymmetricMemory", "are_threads", "own_sms", "unavailable", "wait_for_kernels"]
@@ -139,7 +139,7 @@ class CudaSymmetricMemory:
         self._handle: Any = None  # keeps the peers' regions mapped
         self._tensor: torch.Tensor | None = None
         self._bases: list[int] = []
-        drop_left()
+        drain_deferred_frees()
         try:
             self._open()
         except RuntimeError as failure:
@@ -148,7 +148,9 @@ class CudaSymmetricMemory:
                 raise
             raise self._absent(failure) from failure
         # Kernels in flight may outlive this object, and write there.
-        self._end = weakref.finalize(self, let_go, self.device, (self._handle, self._tensor))
+        self._end = weakref.finalize(
+            self, free_when_idle, self.device, (self._handle, self._tensor)
+        )
         self._end.atexit = False
 
     @property

@@ -57,7 +57,7 @@ def test_a_bench_ends_in_one_line(limit: int, ranks: int) -> None:
 @pytest.mark.timeout(60)
 def test_a_bench_with_enough_runs() -> None:
     bench = ["-m", "fanfold.cli.main", "bench", "low-latency", "--ranks", "16"]
-    done = limited(80, *bench, *TINY)
+    done = limited(96, *bench, *TINY)
     assert done.returncode == 0, done.stderr
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
@@ -42,6 +43,10 @@ def facts(group):
     return os.environ.get("FANFOLD_TEST_FACT"), torch.get_num_threads(), str(Path.cwd())
 
 
+def preloaded(group):
+    return {"fanfold.launch.server", "fanfold.nn"} <= sys.modules.keys()
+
+
 def refuse(group, culprit):
     if dist.get_rank(group) == culprit:
         raise ArgumentError("x.dtype", "float16", "bfloat16")
@@ -58,9 +63,9 @@ def die(group, culprit, number):
     return "alive"
 
 
-def leave(group, culprit):
+def leave(group, culprit, code=7):
     if dist.get_rank(group) == culprit:
-        os._exit(7)
+        os._exit(code)
     time.sleep(3600)
 
 
@@ -71,6 +76,13 @@ def sleep(group, seconds):
 
 def unpicklable(group):
     return lambda: None
+
+
+def start_process(group):
+    process = multiprocessing.get_context("fork").Process(target=sys.exit, args=(3,))
+    process.start()
+    process.join(BOUND_S)
+    return process.exitcode
 
 
 def raise_local(group):
@@ -127,6 +139,10 @@ def test_ranks_see_the_environment_of_the_call(monkeypatch, tmp_path):
         assert launch(facts, 2) == [(value, 1, str(tmp_path))] * 2
 
 
+def test_the_server_has_imported_what_ranks_need():
+    assert launch(preloaded, 1) == [True]
+
+
 def test_exception_of_a_rank_is_raised_and_the_pool_goes_on():
     with RankPool(3) as pool:
         with pytest.raises(ArgumentError, match=r"x\.dtype is float16") as caught:
@@ -174,6 +190,16 @@ def test_launch_kills_the_others_when_a_rank_dies():
         launch(leave, 3, (1,))
     assert time.monotonic() - began < BOUND_S
     assert (caught.value.rank, caught.value.exitcode) == (1, 7)
+
+
+def test_an_exit_code_is_reported_as_it_is():
+    """Also 255, which multiprocessing reports of a process whose server has died."""
+    with RankPool(1) as pool:
+        assert pool.outcomes(leave, 0, 255)[0].exitcode == 255
+
+
+def test_ranks_may_start_processes():
+    assert launch(start_process, 2) == [3, 3]
 
 
 def test_launch_is_bounded():
@@ -263,34 +289,48 @@ def test_nothing_is_left_when_the_parent_is_killed(tmp_path, number):
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-SERVER_KILLER = """
-import os, signal, time
-from pathlib import Path
-from fanfold.launch import LaunchError, RankPool, launch
+LEFT_OPEN = """
+import os, sys
+from fanfold.launch import RankPool
 
-def parent_of(pid):
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-def answer(group):
-    return 42
+def say(group, text):
+    os.write(1, text.encode())
+    return os.getpid()
 
 if __name__ == "__main__":
-    with RankPool(2) as pool:
-        pids = pool.pids
-        os.kill(parent_of(pids[0]), signal.SIGKILL)
-        while any(Path(f"/proc/{pid}").exists() for pid in pids):
-            time.sleep(0.01)
-        try:
-            pool.run(answer)
-        except LaunchError as error:
-            print(str(error).splitlines()[0])
-    print(launch(answer, 1))
+    first = RankPool(1)
+    first.run(say, "first")
+    os.dup2(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), 1)
+    second = RankPool(1)
+    print(*first.pids, *second.run(say, "second"), file=sys.stderr)
+    child = os.fork()
+    if child == 0:
+        sys.exit()
+    os.waitpid(child, 0)
+    assert first.alive and second.alive
 """
 
 
+def test_a_program_may_leave_pools_open(tmp_path):
+    """It ends soon, and so do the ranks; a forked child that ends first leaves them alone."""
+    script = tmp_path / "left_open.py"
+    script.write_text(LEFT_OPEN)
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "output")],
+        capture_output=True, text=True, timeout=90,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr  # from 3.12 on, Python warns of the fork
+    pids = done.stderr.splitlines()[0]
+    assert not any(exists(int(pid)) for pid in pids.split())
+    # Ranks write to the standard output that the program had when they started.
+    assert (done.stdout, (tmp_path / "output").read_text()) == ("first", "second")
+
+
 SERVER_KILLED = """
-import os, signal, sys
+import os, signal, sys, time
 from fanfold.launch import LaunchError, RankPool
+from tests.distributed.test_launch import exists
 
 def parent(group):
     return os.getppid()
@@ -307,6 +347,8 @@ if __name__ == "__main__":
         os.kill(server, signal.SIGKILL)
         try:
             print(*pool.collect(), sep="; ", flush=True)
+            while any(exists(pid) for pid in pool.pids):  # the pool is still open
+                time.sleep(0.01)
             pool.run(parent)
         except LaunchError as error:
             print(error.exitcode, flush=True)
@@ -319,8 +361,9 @@ def test_ranks_die_with_the_server(tmp_path):
     script = tmp_path / "server_killed.py"
     script.write_text(SERVER_KILLED)
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=BOUND_S
-    )
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=90,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
     pids, outcomes, exitcode, again = done.stdout.splitlines()
     assert outcomes.count("was killed by signal 9") == 2, done.stderr
     assert (exitcode, again) == (str(-signal.SIGKILL), "True")

@@ -17,9 +17,9 @@ from fanfold.backends.high_throughput import cuda as high_throughput
 from fanfold.backends.high_throughput.launches import ctas_bounds
 from fanfold.backends.low_latency.cuda import CudaLowLatency
 from fanfold.config import Config
+from fanfold.deferred_free import drain_deferred_frees, free_when_idle
 from fanfold.errors import ArgumentError, UnavailableError
 from fanfold.group import Group, together
-from fanfold.letting_go import drop_left, let_go
 from fanfold.memory.cuda import CudaSymmetricMemory, own_sms, unavailable, wait_for_kernels
 from fanfold.thread_ranks import ThreadRanks
 from tests.emulation import launches
@@ -77,7 +77,7 @@ def test_threads_have_each_others_addresses_and_a_share_of_the_sms() -> None:
 
 
 def test_threads_wait_for_their_stream_only(gpu: types.SimpleNamespace) -> None:
-    drop_left()
+    drain_deferred_frees()
     gpu.waited.clear()
     with ThreadRanks(2) as ranks:
         ranks.run(_open)
@@ -92,15 +92,15 @@ def test_threads_wait_for_their_stream_only(gpu: types.SimpleNamespace) -> None:
 
 def test_what_threads_drop_stays_until_none_runs(gpu: types.SimpleNamespace) -> None:
     gc.collect()
-    drop_left()
+    drain_deferred_frees()
     gpu.waited.clear()
     device = torch.device("cuda", 0)
     with gpus.shared_by_threads():
         with gpus.shared_by_threads():
-            let_go(device, object())
-        drop_left()
+            free_when_idle(device, object())
+        drain_deferred_frees()
         assert gpu.waited == []
-    drop_left()
+    drain_deferred_frees()
     assert gpu.waited == [device]
 
 

@@ -50,12 +50,12 @@ from fanfold.backends.high_throughput.protocol import (
 )
 from fanfold.backends.high_throughput.reports import Reports, Totals
 from fanfold.config import Config
+from fanfold.deferred_free import free_when_idle
 from fanfold.errors import ArgumentError, UnavailableError, UsageError
 from fanfold.formats import ScaleFormat
 from fanfold.geometry import check_aligned, check_integer, check_tensor
 from fanfold.group import agree
 from fanfold.lending import address_of
-from fanfold.letting_go import let_go
 from fanfold.memory.cuda import CudaSymmetricMemory, are_threads, wait_for_kernels
 from fanfold.refusal import Refusing
 from fanfold.stream_order import StreamOrder, stream_at
@@ -194,7 +194,7 @@ class CudaHighThroughput:
         wait_for_kernels(memory)
         # Kernels in flight may outlive this object, and write there.
         kept = (self._state, self._counted, self._reports, self._totals)
-        weakref.finalize(self, let_go, device, kept).atexit = False
+        weakref.finalize(self, free_when_idle, device, kept).atexit = False
 
     # ---- calls ----------------------------------------------------------------------------------
 

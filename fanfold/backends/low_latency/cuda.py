@@ -55,13 +55,13 @@ from fanfold.backends.low_latency.quick import quick_look
 from fanfold.backends.low_latency.reports import Reports
 from fanfold.backends.low_latency.sizes import core_geometry
 from fanfold.config import Config
+from fanfold.deferred_free import free_when_idle
 from fanfold.errors import ArgumentError, FanfoldError, UsageError
 from fanfold.formats import RowFormat, ScaleFormat
 from fanfold.geometry import Geometry, is_plain
 from fanfold.group import agree
 from fanfold.late_peers import LatePeer, LatePeers
 from fanfold.lending import address_of
-from fanfold.letting_go import let_go
 from fanfold.memory.cuda import CudaSymmetricMemory, are_threads, own_sms, wait_for_kernels
 from fanfold.refusal import tell
 from fanfold.stream_order import StreamOrder
@@ -125,7 +125,7 @@ class CudaLowLatency:
         self._last_routing: AnyRouting | None = None
         self._follow = StreamOrder(self.device).follow
         # Kernels in flight may outlive this object, and write there.
-        end = weakref.finalize(self, let_go, self.device, (self._state, self._reports))
+        end = weakref.finalize(self, free_when_idle, self.device, (self._state, self._reports))
         end.atexit = False
 
     # ---- calls ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What becomes of a GPU's memory whose owner is gone; stand-ins play the part of the device."""
+"""Memory of a GPU whose owner is gone is freed when the GPU is idle; the device is a stand-in."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from fanfold.letting_go import drop_left, let_go
+from fanfold.deferred_free import drain_deferred_frees, free_when_idle
 
 
 class _Kept:
@@ -18,22 +18,22 @@ class _Kept:
 class _Owner:
     def __init__(self, kept: _Kept) -> None:
         self.itself = self  # only the garbage collector ends it
-        weakref.finalize(self, let_go, torch.device("cuda", 3), kept).atexit = False
+        weakref.finalize(self, free_when_idle, torch.device("cuda", 3), kept).atexit = False
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
-    """What the stand-in says of a capture, and the devices that were waited for."""
-    # What other tests have left is let go now: these tests count the waits for their own.
+    """Whether the stand-in captures a graph, and the devices that were waited for."""
+    # Frees that other tests deferred come first: these tests count the waits for their own.
     gc.collect()
-    drop_left()
+    drain_deferred_frees()
     said: dict[str, object] = {"capturing": False, "waited": []}
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: said["capturing"])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda which: said["waited"].append(which))  # type: ignore[attr-defined]
     return said
 
 
-def test_the_memory_goes_after_a_wait(device: dict[str, object]) -> None:
+def test_memory_is_freed_after_a_wait(device: dict[str, object]) -> None:
     kept = _Kept()
     alive = weakref.ref(kept)
     _Owner(kept)
@@ -44,18 +44,18 @@ def test_the_memory_goes_after_a_wait(device: dict[str, object]) -> None:
     assert device["waited"] == [torch.device("cuda", 3)]
 
 
-def test_a_capture_is_not_waited_in(device: dict[str, object]) -> None:
+def test_a_capture_defers_the_free(device: dict[str, object]) -> None:
     kept = _Kept()
     alive = weakref.ref(kept)
     device["capturing"] = True
     _Owner(kept)
     del kept
     gc.collect()
-    drop_left()
+    drain_deferred_frees()
     assert alive() is not None
     assert device["waited"] == []
     device["capturing"] = False
-    drop_left()
+    drain_deferred_frees()
     assert alive() is None
     assert device["waited"] == [torch.device("cuda", 3)]
 
@@ -69,6 +69,6 @@ def test_a_broken_device_keeps_nothing(
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
     kept = _Kept()
     alive = weakref.ref(kept)
-    let_go(torch.device("cuda", 3), kept)
+    free_when_idle(torch.device("cuda", 3), kept)
     del kept
     assert alive() is None
