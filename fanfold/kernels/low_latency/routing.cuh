@@ -27,7 +27,7 @@ struct Choices {
   }
 };
 
-// A token's routing row in a warp: lane k has choice k.
+// A token's routing row in a warp: lane k has entry k.
 struct TokenChoices {
   int64_t raw;
   float weight;

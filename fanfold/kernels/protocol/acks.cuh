@@ -1,0 +1,25 @@
+// Acknowledgements: a rank sends every peer which calls it has received whole. The peer then writes
+// into the half of the memory that those calls have used.
+#pragma once
+
+#include "protocol/call.cuh"
+#include "protocol/peer.cuh"
+
+namespace fanfold {
+
+// What this rank has received before this kernel, by the counters of this CTA: those of others may
+// count this very kernel already.
+template <class Args>
+__device__ __forceinline__ Acknowledgement received_calls(const Args& args) {
+  const auto& epochs = args.state->epochs;
+  return {epochs[0][blockIdx.x].receive - kFirstEpoch, epochs[1][blockIdx.x].receive - kFirstEpoch};
+}
+
+// Whether a peer with this acknowledgement has received every call of the kind before `epoch` but
+// the last one.
+__device__ __forceinline__ bool frees_half(const Acknowledgement& ack, CallKind kind,
+                                           uint32_t epoch) {
+  return static_cast<int32_t>(ack.of(kind) + kFirstEpoch + 1u - epoch) >= 0;
+}
+
+}  // namespace fanfold
