@@ -30,20 +30,14 @@ struct Prologue {
   CtaEpochs epochs;
   uint32_t failed;  // of LowLatencyState
   int32_t masked;   // lane r: whether rank r is
-  uint64_t ack;     // lane r: what rank r has received
 
   __device__ static Prologue load(const CallArgs& args, CallKind kind) {
     Prologue seen{};
     seen.epochs = args.state->epochs[static_cast<int>(kind)][blockIdx.x];
     seen.failed = args.state->failed;
     const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
-    if (lane >= kRanks) return seen;
-    seen.masked = args.state->masked[lane];
-    seen.ack = load_relaxed_system(acks(args) + lane);
+    if (lane < kRanks) seen.masked = args.state->masked[lane];
     return seen;
-  }
-  __device__ static const uint64_t* acks(const CallArgs& args) {
-    return own_memory<const uint64_t>(args, args.at.acks);
   }
 };
 
@@ -131,11 +125,11 @@ class Call {
 
   // ---- the course of a call ---------------------------------------------------------------------
 
-  // Returns the live ranks, once each of them has received the last call but one, whose half of the
-  // memory this call uses. All lanes of a warp ask together. No fence is needed: what the warp
-  // stores next depends on the branch, and is not performed before it.
+  // One warp: returns when every live rank has received the last call but one, whose half of the
+  // memory this call uses. What the warp then puts there comes after that rank's last look, and so
+  // does what other warps put there behind a barrier of the CTA.
   template <bool LooksAround = false>
-  __device__ uint32_t await_acks() const;
+  __device__ void await_acks() const;
 
   // Sends every live peer what this call is.
   __device__ void push_call_word(uint32_t live, bool is_fp8) const {
@@ -181,17 +175,15 @@ class WaitClock {
 
 template <CallKind Kind>
 template <bool LooksAround>
-__device__ uint32_t Call<Kind>::await_acks() const {
-  const bool waits = lane < kRanks && seen.masked == 0;
-  uint64_t word = seen.ack;
+__device__ void Call<Kind>::await_acks() const {
+  const auto* place = own_at<const uint64_t>(args.at.acks) + lane;
   Deadline<Call, LooksAround> deadline(*this);
-  while (waits) {
-    const auto ack = Acknowledgement::decode(word);
+  while (lane < kRanks && seen.masked == 0) {
+    const Acknowledgement ack = load_ack(place);
     if (frees_half(ack, Kind, epoch)) break;
     if (deadline.expired(lane, ack.of(Kind))) break;
-    word = load_relaxed_system(Prologue::acks(args) + lane);
   }
-  return live_ranks();
+  __syncwarp();
 }
 
 template <CallKind Kind>

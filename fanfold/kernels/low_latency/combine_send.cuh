@@ -13,7 +13,10 @@ class CombineSend {
       : args_(args), shared_(shared), call_(args.call, seen, seen.epochs.send) {}
 
   __device__ void run() {
-    if (blockIdx.x == 0 && call_.warp == 0) call_.push_call_word(call_.await_acks<true>(), false);
+    if (blockIdx.x == 0 && call_.warp == 0) {
+      call_.await_acks<true>();
+      call_.push_call_word(call_.live_ranks(), false);
+    }
     if constexpr (kLate) send_headers();
     // A rank that refused sends nothing, but takes the headers that come.
     if (!kLate && args_.call.refused != 0) return;
@@ -21,7 +24,7 @@ class CombineSend {
       if (first > 0) __syncthreads();
       const uint32_t live = call_.live_ranks();
       look_up(first, live);
-      if (first == 0) call_.await_acks();
+      if (first == 0 && call_.warp == kIdleWarp) call_.await_acks();
       __syncthreads();
       send_rows(first);
       const int next =
@@ -32,6 +35,8 @@ class CombineSend {
 
  private:
   static constexpr int kBatch = 4;  // outputs that a lane asks for at once
+  // Looks up no row where there are more warps than rows of a pass.
+  static constexpr int kIdleWarp = kWarps > kPassRows ? kPassRows : 0;
 
   __device__ static SourceToken pair_at(int turn) {
     return pair_of(static_cast<int>(blockIdx.x), turn, static_cast<int>(gridDim.x), kRanks);

@@ -34,7 +34,8 @@ class DispatchSend {
     uint4 low[kAtOnce], high[kAtOnce];
     int expert[kAtOnce];
     load_segments(first, step, low, high, expert);
-    const uint32_t live = call_.await_acks();
+    const uint32_t live = call_.live_ranks();
+    call_.await_acks();  // each warp, as no barrier follows
     while (true) {
       push_segments(first, step, live, low, high, expert);
       first += step * kAtOnce;
@@ -134,16 +135,20 @@ class DispatchSend {
   }
 
   __device__ void send_counts() {
-    const uint32_t live = call_.await_acks<true>();
-    if (call_.warp == 0) call_.push_call_word(live, kFp8);
+    const uint32_t live = call_.live_ranks();
     constexpr int kRounds = (kExperts + kThreads - 1) / kThreads;
     int counts[kRounds] = {};
-    for_each_window(choices_, args_.call.tokens, shared_.tokens_of, [&](int) {
+    const auto count = [&](int) {
 #pragma unroll
       for (int i = 0; i < kRounds; ++i) {
         const int e = static_cast<int>(threadIdx.x) + i * kThreads;
         if (e < kExperts) counts[i] += shared_.tokens_of[e].size();
       }
+    };
+    for_each_window(choices_, args_.call.tokens, shared_.tokens_of, count, [&] {
+      if (call_.warp != 0) return;
+      call_.await_acks<true>();
+      call_.push_call_word(live, kFp8);
     });
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {

@@ -27,23 +27,29 @@ class HeaderSender {
       // A warp without a token has no entries.
       const int looked_at = token < last ? token : choices_.tokens;
       const auto own = TokenChoices::load(choices_, looked_at, call_.lane);
-      const int rows = rows_before(token, Choices::sane(own.raw), min(chunk + kWarps, last));
+      const bool awaits = chunk == first && call_.warp == kWarps - 1;
+      const int rows =
+          rows_before(token, Choices::sane(own.raw), min(chunk + kWarps, last), awaits);
       if (token < last) push_token(token, own, rows);
     }
   }
 
  private:
-  // How many rows go to `expert`, this lane's of the token, from tokens before it.
-  __device__ int rows_before(int token, int expert, int last) {
+  // How many rows go to `expert`, this lane's of the token, from tokens before it. If this warp
+  // `awaits` the acknowledgements, all warps may put headers then.
+  __device__ int rows_before(int token, int expert, int last, bool awaits) {
     int rows = 0;
-    for_each_window(choices_, last, tokens_of_, [&](int first) {
+    const auto count = [&](int first) {
       if (expert >= 0) rows += tokens_of_[expert].size_below(token - first);
+    };
+    for_each_window(choices_, last, tokens_of_, count, [&] {
+      if (awaits) call_.await_acks();
     });
     return rows;
   }
 
   __device__ void push_token(int token, const TokenChoices& own, int rows) {
-    const uint32_t live = call_.await_acks();
+    const uint32_t live = call_.live_ranks();
     const int expert = Choices::sane(own.raw);
     // Where routing is late, dispatch has reported them before combine meets them.
     if (Kind == CallKind::kDispatch && expert < 0 && own.raw != -1)
