@@ -64,7 +64,7 @@ PYTHON_LAYERS: tuple[tuple[str, ...], ...] = (
 CPP_LAYERS: tuple[tuple[str, ...], ...] = (
     ("layout",),
     ("base", "device"),
-    ("memory",),
+    ("memory", "protocol"),
     ("ring", "transport"),
     ("proxy",),
     ("host", "cuda", "hip", "formats", "low_latency", "high_throughput", "fused_moe"),
@@ -99,6 +99,7 @@ ENVIRONMENT_HOMES = ("fanfold/config.py", "fanfold/launch/")
 WAIT_HOMES = ("csrc/base/wait.h", "csrc/base/wait.cpp")
 DEVICE_CODE = "fanfold/kernels/"
 PTX_HOME = "fanfold/kernels/device/"
+PEER_HOME = "fanfold/kernels/protocol/"
 BANNED_CPP_CALLS = (
     "getenv", "secure_getenv", "exit", "_exit", "quick_exit", "abort", "system", "usleep",
 )  # fmt: skip
@@ -385,9 +386,10 @@ BANNED_CALL = re.compile(
 )
 ENDLESS_LOOP = re.compile(r"\bwhile\s*\(\s*(?:true|1)\s*\)|\bfor\s*\([^;()]*;\s*;[^()]*\)")
 PTX = re.compile(r"\basm\b")
+PEER_ADDRESS = re.compile(r"(?:\.|->)\s*peers\s*(?:\[|\.)")
 # What device code looks at memory with that others write, and what ends such looking.
 LOOK = re.compile(r"\b(?:load_(?:relaxed|acquire|volatile)_\w+|phase_is_over(?:_now)?)\s*\(")
-BOUND = re.compile(r"\bexhausted\s*\(")
+BOUND = re.compile(r"\bexpired\s*\(")
 
 
 def check_cpp_functions(path: str, code: str) -> Iterator[Finding]:
@@ -415,6 +417,9 @@ def check_cpp_text(path: str, text: str, code: str) -> Iterator[Finding]:
     if not path.startswith(PTX_HOME) and path not in WAIT_HOMES:
         message = f"inline PTX has its names in {PTX_HOME}"
         yield from counted("inline-ptx", path, lines_of(PTX), message)
+    if path.startswith(DEVICE_CODE) and not path.startswith(PEER_HOME):
+        message = f"only `Peer` of {PEER_HOME} knows the address of another rank's memory"
+        yield from counted("peer-address", path, lines_of(PEER_ADDRESS), message)
     if path not in WAIT_HOMES and not path.startswith(DEVICE_CODE):
         message = "a loop without a bound; waits belong to csrc/base/wait.*"
         yield from counted("endless-loop", path, lines_of(ENDLESS_LOOP), message)
@@ -446,7 +451,7 @@ def check_device_waits(codes: dict[str, str]) -> Iterator[Finding]:
             for loop in cpp_loops(code)
             if look.search(loop.text) and not BOUND.search(loop.text)
         ]
-        message = "a wait without a bound; ask `exhausted` after every look"
+        message = "a wait without a bound; ask `expired` after every look"
         yield from counted("unbounded-wait", path, found, message)
 
 

@@ -56,7 +56,7 @@ nb::class_<Args> bind_call(nb::module_& module, const char* name) {
           "refused", [](const Args& self) { return self.call.refused != 0; },
           [](Args& self, bool refused) { self.call.refused = refused ? 1 : 0; })
       .def_prop_ro("slots", [](const Args& self) { return self.call.slots; })
-      .def_prop_ro("facts", [](const Args& self) { return self.call.facts; })
+      .def_prop_ro("facts", [](const Args& self) { return self.call.signature; })
       .def(
           "launch",
           [](const Args& self, const Kernel& kernel, const Launch& shape, uintptr_t stream) {
@@ -95,7 +95,7 @@ void bind_dispatch(nb::module_& module) {
   def_address(cls, "scales", &Dispatch::scales);
   def_address(cls, "rows", &Dispatch::rows);
   def_address(cls, "first_rows", &Dispatch::first_rows);
-  def_address(cls, "lanes", &Dispatch::lanes);
+  def_address(cls, "lanes", &Dispatch::topk_words);
   def_address(cls, "weights", &Dispatch::weights);
   def_address(cls, "source_prefix", &Dispatch::source_prefix);
   def_address(cls, "offsets", &Dispatch::offsets);
@@ -133,7 +133,7 @@ void bind_combine(nb::module_& module) {
   def_address(cls, "rows_of", &Combine::rows_of);
   def_address(cls, "y", &Combine::y);
   def_address(cls, "row_weights", &Combine::row_weights);
-  def_address(cls, "lane_weights", &Combine::lane_weights);
+  def_address(cls, "lane_weights", &Combine::topk_weights);
   def_address(cls, "rows", &Combine::rows);
   def_address(cls, "out", &Combine::out);
   def_address(cls, "out_weights", &Combine::out_weights);
@@ -215,8 +215,7 @@ void bind_cuda_high_throughput(nb::module_& module) {
   bind_combine(module);
   bind_layout(module);
   module.attr("CUDA_HIGH_THROUGHPUT_STATE_BYTES") = sizeof(HighThroughputState);
-  module.attr("CUDA_HIGH_THROUGHPUT_REPORT_BYTES") =
-      sizeof(HighThroughputReport) * cuda::kHighThroughputReportKinds;
+  module.attr("CUDA_HIGH_THROUGHPUT_REPORT_BYTES") = sizeof(Report) * kReportKinds;
   module.attr("CUDA_HIGH_THROUGHPUT_MOST_CTAS") = kMostHighThroughputCtas;
   module.attr("CUDA_HIGH_THROUGHPUT_MOST_RANKS") = kMostHighThroughputRanks;
   module.attr("CUDA_HIGH_THROUGHPUT_MOST_EXPERTS") = HighThroughputDeviceLayout::kMostCounted;

@@ -57,7 +57,7 @@ void bind_arguments(nb::module_& module) {
   def_address(dispatch, "counts", &DispatchArgs::counts);
   def_address(dispatch, "source_tokens", &DispatchArgs::source_tokens);
   def_address(dispatch, "ranges", &DispatchArgs::ranges);
-  def_address(dispatch, "voided", &DispatchArgs::voided);
+  def_address(dispatch, "voided", &DispatchArgs::aborted);
   def_address(dispatch, "row_weights", &DispatchArgs::row_weights);
   def_address(dispatch, "table", &DispatchArgs::table);
   def_address(dispatch, "expert_totals", &DispatchArgs::expert_totals);
@@ -72,7 +72,7 @@ void bind_arguments(nb::module_& module) {
       .def_rw("row_stride", &CombineArgs::row_stride)
       .def_rw("weighted", &CombineArgs::weighted);
   def_address(combine, "ranges", &CombineArgs::ranges);
-  def_address(combine, "voided", &CombineArgs::voided);
+  def_address(combine, "voided", &CombineArgs::aborted);
   def_address(combine, "table", &CombineArgs::table);
   def_address(combine, "topk_idx", &CombineArgs::topk_idx);
   def_address(combine, "topk_weights", &CombineArgs::topk_weights);
@@ -117,7 +117,7 @@ void bind_cuda_low_latency(nb::module_& module) {
   module.attr("CUDA_REPORT_KINDS") = kReportKinds;
   module.attr("CUDA_FIRST_EPOCH") = kFirstEpoch;
   module.attr("CUDA_MOST_CTAS") = kMostCtas;
-  // Bytes from the start of which every word must begin as absent, and the bytes in all.
+  // Bytes from the start of which every word must begin as the sentinel, and the bytes in all.
   module.def(
       "cuda_low_latency_bytes",
       [](const LowLatencyGeometry& geometry, bool late) {

@@ -39,8 +39,8 @@ HighThroughput::HighThroughput(const HighThroughputPlace& place)
   constexpr int64_t kShortBatches = kMostShortTokens / kShortBatchTokens;
   constexpr int64_t kTurns = (int64_t{kMostTurns} * kLeastRingSlots - kShortBatches) * kBatchTokens;
   check_within("max_tokens", place.max_tokens, 0,
-               std::min<int64_t>(AnnouncementWord::kMostTokens, kTurns - kBatchTokens),
-               "an announcement carries them, and a batch's word the turns of a ring");
+               std::min<int64_t>(ArrivalWord::kMostTokens, kTurns - kBatchTokens),
+               "an arrival carries them, and a batch's word the turns of a ring");
   constexpr int64_t kRows = int64_t{1} << PlaceWord::kRowBits;
   // A token-major row for each token of each rank at most; expert-major ones are checked below.
   check_within("ranks * max_tokens", int64_t{place.ranks} * place.max_tokens, 0, kRows - 1,
@@ -52,9 +52,9 @@ int32_t HighThroughput::slots(const HighThroughputShape& shape) const {
     case HighThroughputPhase::kPlan:
       return 0;
     case HighThroughputPhase::kDispatch:
-      return slots_of(
-          shape.slot_bytes, place_.ring_bytes,
-          shape.in_place != 0 && shape.expert_major != 0 ? kMostLandingSlots : kMostDispatchSlots);
+      return slots_of(shape.slot_bytes, place_.ring_bytes,
+                      shape.in_place != 0 && shape.expert_major != 0 ? kMostDestinationSlots
+                                                                     : kMostDispatchSlots);
     case HighThroughputPhase::kCombine:
       check_within("slices", shape.slices, 1, kMostSlices, "words of a slot");
       return slots_of(shape.slot_bytes, place_.ring_bytes, kRingWords / shape.slices);
@@ -85,7 +85,7 @@ void HighThroughput::check_grid(const HighThroughputGrid& grid) const {
                "the CTAs, of which one receives at least");
 }
 
-uint32_t HighThroughput::facts_of(const HighThroughputShape& shape) const {
+uint32_t HighThroughput::signature_of(const HighThroughputShape& shape) const {
   uint32_t hash = 2166136261u;
   for (const int32_t value :
        {static_cast<int32_t>(shape.phase), shape.experts, shape.top_k, shape.row_bytes,
@@ -106,12 +106,12 @@ HighThroughputArgs HighThroughput::call_arguments(const HighThroughputShape& sha
   }
   call.at = offsets_;
   call.state = reinterpret_cast<HighThroughputState*>(place_.state);
-  call.reports = reinterpret_cast<HighThroughputReport*>(place_.reports);
+  call.reports = reinterpret_cast<Report*>(place_.reports);
   call.timeout_ns = place_.timeout_ns;
   call.rank = place_.rank;
   call.slots = slots(shape);
   call.senders = grid.senders;
-  call.facts = facts_of(shape);
+  call.signature = signature_of(shape);
   return call;
 }
 

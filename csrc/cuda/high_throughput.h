@@ -15,7 +15,7 @@ struct HighThroughputPlace {
   int32_t ranks;
   std::array<uintptr_t, kMostHighThroughputRanks> peers;  // every rank's symmetric memory
   uintptr_t state;    // HighThroughputState, in device memory, zero at first
-  uintptr_t reports;  // HighThroughputReport[kHighThroughputReportKinds], in pinned host memory
+  uintptr_t reports;  // Report[kReportKinds], in pinned host memory
   int64_t timeout_ns;
   int32_t max_tokens;  // of any rank, the same on all
   int64_t ring_bytes;  // of each of the rings, of which there is one for each rank
@@ -42,8 +42,6 @@ struct HighThroughputGrid {
   int32_t senders;  // that begin as senders in a dispatch
 };
 
-inline constexpr int32_t kHighThroughputReportKinds = 5;
-
 // The calls over one part of a symmetric memory.
 class HighThroughput {
  public:
@@ -66,7 +64,7 @@ class HighThroughput {
                                     const HighThroughputGrid& grid) const;
   void check_shape(const HighThroughputShape& shape) const;
   void check_grid(const HighThroughputGrid& grid) const;
-  uint32_t facts_of(const HighThroughputShape& shape) const;
+  uint32_t signature_of(const HighThroughputShape& shape) const;
 
   HighThroughputPlace place_;
   HighThroughputOffsets offsets_;

@@ -44,13 +44,13 @@ LowLatency::LowLatency(const LowLatencyPlace& place, const LowLatencyGeometry& g
 }
 
 CallArgs LowLatency::call_arguments(int32_t encoding, int32_t weights) const {
-  const LowLatencyFacts facts{geometry_.experts,
-                              geometry_.top_k,
-                              geometry_.hidden,
-                              geometry_.max_tokens,
-                              encoding,
-                              weights,
-                              {}};
+  const LowLatencySignature signature{geometry_.experts,
+                                      geometry_.top_k,
+                                      geometry_.hidden,
+                                      geometry_.max_tokens,
+                                      encoding,
+                                      weights,
+                                      {}};
   CallArgs call{};
   for (size_t peer = 0; peer < place_.peers.size(); ++peer) {
     call.peers[peer] = reinterpret_cast<unsigned char*>(place_.peers[peer]);
@@ -62,7 +62,7 @@ CallArgs LowLatency::call_arguments(int32_t encoding, int32_t weights) const {
   call.rank = place_.rank;
   call.max_tokens = geometry_.max_tokens;
   call.phases = kWhole;
-  call.facts = CallWord::facts_of(facts);
+  call.signature = CallWord::signature_of(signature);
   call.mask_late = place_.mask_late ? 1 : 0;
   call.senders = grid_.senders;
   return call;

@@ -33,7 +33,7 @@ class LowLatency {
              const LowLatencyGrid& grid);
 
   // Arguments with all but the call's own filled in.
-  // `encoding` and `weights` are those of LowLatencyFacts.
+  // `encoding` and `weights` are those of LowLatencySignature.
   DispatchArgs dispatch_arguments(int32_t encoding, int32_t weights) const;
   CombineArgs combine_arguments(bool logfmt, int32_t weights) const;
 

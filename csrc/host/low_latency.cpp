@@ -96,7 +96,7 @@ uint32_t LowLatency::begin(LowLatencySequence& sequence, const LowLatencyGeometr
       throw;
     }
   }
-  const uint32_t epoch = sequence.begin(LowLatencyFacts{
+  const uint32_t epoch = sequence.begin(LowLatencySignature{
       .experts = geometry.experts,
       .top_k = geometry.top_k,
       .hidden = geometry.hidden,

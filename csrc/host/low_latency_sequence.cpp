@@ -22,9 +22,10 @@ LowLatencySequence::LowLatencySequence(SymmetricMemory& memory, int64_t offset, 
 }
 
 // What `peer` has told `owner` about its call.
-LowLatencyFacts& LowLatencySequence::facts_of(int32_t peer, int32_t owner, uint32_t epoch) const {
-  const int64_t place = offset_ + signals_.facts_offset(announced_, parity_of(epoch), peer);
-  return *reinterpret_cast<LowLatencyFacts*>(memory_.base(owner) + place);
+LowLatencySignature& LowLatencySequence::facts_of(int32_t peer, int32_t owner,
+                                                  uint32_t epoch) const {
+  const int64_t place = offset_ + signals_.signature_offset(announced_, parity_of(epoch), peer);
+  return *reinterpret_cast<LowLatencySignature*>(memory_.base(owner) + place);
 }
 
 // --- The course of a call -------------------------------------------------------------------
@@ -43,7 +44,7 @@ uint32_t LowLatencySequence::open() {
   return epoch;
 }
 
-uint32_t LowLatencySequence::begin(const LowLatencyFacts& own) {
+uint32_t LowLatencySequence::begin(const LowLatencySignature& own) {
   const uint32_t epoch = open();
   call_at(epoch).facts = own;
   for (int32_t peer = 0; peer < memory_.ranks(); ++peer) {
@@ -193,8 +194,8 @@ void LowLatencySequence::compare(uint32_t epoch, int32_t peer) {
   const Signal arrival = memory_.peek(signal(arrived_, epoch, peer));
   if (arrival.epoch == epoch && arrival.value == kRefusedValue) call.refused_by = peer;
   if (!has(announced_, epoch, peer)) return;  // a refusal instead of a call
-  const LowLatencyFacts& ours = call.facts;
-  const LowLatencyFacts& theirs = facts_of(peer, memory_.rank(), epoch);
+  const LowLatencySignature& ours = call.facts;
+  const LowLatencySignature& theirs = facts_of(peer, memory_.rank(), epoch);
   const auto same = [&](const char* name, int32_t own, int32_t other) {
     if (own == other || call.disagreement) return;
     call.disagreement = disagreement(name, own, memory_.rank(), other, peer);

@@ -25,7 +25,7 @@ class LowLatencySequence {
 
   // Begins the next call with `facts`, once every peer has read the last call but one. Throws
   // Misuse and PeerTimeout.
-  uint32_t begin(const LowLatencyFacts& facts);
+  uint32_t begin(const LowLatencySignature& facts);
   // Returns when every peer has announced the same facts. If one differs, or has refused, the call
   // ends here on this rank: throws BadArgument or PeerRefused.
   void agree(uint32_t epoch);
@@ -61,7 +61,7 @@ class LowLatencySequence {
  private:
   struct Call {
     bool in_flight = false;
-    LowLatencyFacts facts{};  // what this rank means
+    LowLatencySignature facts{};  // what this rank means
     std::optional<int32_t> refused_by;
     std::optional<BadArgument> disagreement;
   };
@@ -72,7 +72,7 @@ class LowLatencySequence {
     return offset_ + signals_.offset(kind, parity_of(epoch), peer);
   }
   int64_t taken(int32_t peer) const { return offset_ + signals_.offset(taken_, 0, peer); }
-  LowLatencyFacts& facts_of(int32_t peer, int32_t owner, uint32_t epoch) const;
+  LowLatencySignature& facts_of(int32_t peer, int32_t owner, uint32_t epoch) const;
   bool has(Kind kind, uint32_t epoch, int32_t peer) const {
     // Not "at least": a word that no call has used for 2^31 calls looks as if it were ahead.
     return memory_.peek(signal(kind, epoch, peer)).epoch == epoch;

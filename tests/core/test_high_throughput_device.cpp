@@ -52,12 +52,12 @@ TEST(high_throughput_device_areas_do_not_overlap) {
     for (const int64_t ring : {0, 128, 100000}) {
       const auto at = cuda::high_throughput_offsets(ranks, ring);
       constexpr int64_t kColumns = HighThroughputDeviceLayout::kMostCounted;
-      CHECK(at.counts - at.announcements >= int64_t{2} * ranks * 8);
+      CHECK(at.counts - at.arrivals >= int64_t{2} * ranks * 8);
       CHECK(at.ready - at.counts >= int64_t{2} * ranks * (kColumns + ranks) * 8);
-      CHECK(at.taken - at.ready >= int64_t{ranks} * kRingWords * 8);
-      CHECK(at.ring - at.taken >= int64_t{ranks} * kRingWords * 8);
+      CHECK(at.acks - at.ready >= int64_t{ranks} * kRingWords * 8);
+      CHECK(at.ring - at.acks >= int64_t{ranks} * kRingWords * 8);
       CHECK(at.results - at.ring >= ranks * ring);
-      for (const int64_t begin : {at.counts, at.ready, at.taken, at.ring, at.results}) {
+      for (const int64_t begin : {at.counts, at.ready, at.acks, at.ring, at.results}) {
         CHECK_EQ(begin % kAreaAlignment, int64_t{0});
       }
     }
@@ -67,10 +67,10 @@ TEST(high_throughput_device_areas_do_not_overlap) {
 TEST(high_throughput_device_words_survive_their_encoding) {
   for (const uint32_t epoch : {0u, 1u, 0xfffffeu, 0xffffffu}) {
     for (const bool refused : {false, true}) {
-      const AnnouncementWord word{epoch, 0xbeef, AnnouncementWord::kMostTokens, refused};
-      const auto read = AnnouncementWord::decode(word.encode());
+      const ArrivalWord word{epoch, 0xbeef, ArrivalWord::kMostTokens, refused};
+      const auto read = ArrivalWord::decode(word.encode());
       CHECK_EQ(read.epoch, epoch);
-      CHECK_EQ(read.facts, word.facts);
+      CHECK_EQ(read.signature, word.signature);
       CHECK_EQ(read.tokens, word.tokens);
       CHECK_EQ(read.refused, refused);
     }
@@ -111,8 +111,8 @@ TEST(high_throughput_device_slots_follow_from_the_ring) {
   shape.in_place = 1;
   CHECK_EQ(roomy.slots(shape), kMostDispatchSlots);
   shape.expert_major = 1;
-  CHECK_EQ(roomy.slots(shape), kMostLandingSlots);
-  CHECK(kLandingsAt + kMostLandingSlots * kBatchTokens <= kRingWords);
+  CHECK_EQ(roomy.slots(shape), kMostDestinationSlots);
+  CHECK(kDestinationsAt + kMostDestinationSlots * kBatchTokens <= kRingWords);
   shape.phase = HighThroughputPhase::kCombine;
   CHECK_EQ(roomy.slots(shape), kRingWords);
   shape.slices = kMostSlices;
@@ -135,7 +135,7 @@ TEST(high_throughput_device_arguments_are_filled_in) {
   CHECK_EQ(args.call.timeout_ns, int64_t{5});
 }
 
-TEST(high_throughput_device_facts_tell_shapes_apart) {
+TEST(high_throughput_device_signatures_tell_shapes_apart) {
   const HighThroughput calls(place_of(4));
   std::vector<HighThroughputShape> shapes(11, shape_of(HighThroughputPhase::kDispatch));
   shapes[1].phase = HighThroughputPhase::kCombine;
@@ -148,15 +148,15 @@ TEST(high_throughput_device_facts_tell_shapes_apart) {
   shapes[8].variant = 1;
   shapes[9].in_place = 1;
   shapes[10].slices = 2;
-  std::set<uint32_t> facts;
+  std::set<uint32_t> signatures;
   for (const auto& shape : shapes) {
-    facts.insert(calls.combine_arguments(shape, {.ctas = 4, .senders = 1}).call.facts);
+    signatures.insert(calls.combine_arguments(shape, {.ctas = 4, .senders = 1}).call.signature);
   }
-  CHECK_EQ(facts.size(), shapes.size());
+  CHECK_EQ(signatures.size(), shapes.size());
   auto plan = shape_of(HighThroughputPhase::kPlan);
-  const auto first = calls.plan_arguments(plan, {.ctas = 4, .senders = 1}).call.facts;
+  const auto first = calls.plan_arguments(plan, {.ctas = 4, .senders = 1}).call.signature;
   plan.alignment = 128;
-  CHECK(calls.plan_arguments(plan, {.ctas = 4, .senders = 1}).call.facts != first);
+  CHECK(calls.plan_arguments(plan, {.ctas = 4, .senders = 1}).call.signature != first);
 }
 
 TEST(high_throughput_device_refuses_what_its_words_cannot_hold) {
@@ -167,7 +167,7 @@ TEST(high_throughput_device_refuses_what_its_words_cannot_hold) {
   };
   bad_place([](auto& place) { place.ranks = 33; });
   bad_place([](auto& place) { place.rank = 4; });
-  bad_place([](auto& place) { place.max_tokens = AnnouncementWord::kMostTokens + 1; });
+  bad_place([](auto& place) { place.max_tokens = ArrivalWord::kMostTokens + 1; });
   const int32_t short_batches = kMostShortTokens / kShortBatchTokens;
   const int32_t most = (kMostTurns * 4 - short_batches - 1) * kBatchTokens;
   auto roomy = place_of(4);

@@ -135,7 +135,7 @@ TEST(low_latency_signals_are_distinct_words) {
           offsets.push_back(signals.offset(kind, parity, peer));
         }
         for (const Kind kind : {Kind::kDispatchAnnounced, Kind::kCombineAnnounced}) {
-          const int64_t facts = signals.facts_offset(kind, parity, peer);
+          const int64_t facts = signals.signature_offset(kind, parity, peer);
           for (int64_t word = 0; word < 4; ++word) offsets.push_back(facts + 8 * word);
         }
       }

@@ -1,5 +1,5 @@
 // The low-latency layout of GPUs: areas that never overlap, words that survive their encoding and
-// are never taken for absent ones, and the bounds within which all of that holds.
+// are never the sentinel, and the bounds within which all of that holds.
 #include <algorithm>
 #include <cstdint>
 #include <string>
@@ -44,7 +44,7 @@ std::vector<Area> areas_of(const LowLatencyDeviceLayout& layout) {
   const LowLatencyDeviceOffsets at = layout.offsets();
   const int64_t slots = int64_t{2} * g.ranks * g.max_tokens;
   const int64_t headers = slots * g.top_k * 8;
-  std::vector<Area> areas{{at.receipts, int64_t{8} * g.ranks},
+  std::vector<Area> areas{{at.acks, int64_t{8} * g.ranks},
                           {at.progress, 8},
                           {at.calls, int64_t{2} * 2 * 8 * g.ranks},
                           {at.counts, int64_t{2} * 4 * g.ranks * g.experts_per_rank()},
@@ -87,11 +87,12 @@ TEST(device_areas_follow_each_other) {
   }
 }
 
-// The host makes everything from the headers on absent at once, so no word of a call may be there.
+// The host fills everything from the headers on with the sentinel at once, so no word of a call may
+// be there.
 TEST(device_words_that_announce_themselves_come_last) {
   for (const LowLatencyDeviceLayout& layout : many_layouts()) {
     const LowLatencyDeviceOffsets at = layout.offsets();
-    CHECK(at.receipts < at.calls && at.calls < at.counts && at.counts < at.headers);
+    CHECK(at.acks < at.calls && at.calls < at.counts && at.counts < at.headers);
     CHECK(at.headers <= at.late_headers && at.late_headers <= at.rows && at.rows <= at.results);
     CHECK_EQ(at.end, layout.bytes());
   }
@@ -149,14 +150,14 @@ TEST(call_words_survive) {
     for (const int flags : {0, 1, 2, 3}) {
       const bool refused = flags % 2 != 0;
       const bool fp8 = flags / 2 != 0;
-      for (const uint32_t facts : {0U, 1U, 0x8000U, 0xffffU}) {
+      for (const uint32_t signature : {0U, 1U, 0x8000U, 0xffffU}) {
         for (const uint32_t epoch : {0U, kFirstEpoch, 0xffffU, 0x10000U, 0xffffffffU}) {
-          const CallWord sent{tokens, refused, fp8, facts, epoch};
+          const CallWord sent{tokens, refused, fp8, signature, epoch};
           const CallWord word = CallWord::decode(sent.encode());
           CHECK_EQ(word.tokens, tokens);
           CHECK_EQ(word.refused, refused);
           CHECK_EQ(word.fp8, fp8);
-          CHECK_EQ(word.facts, facts);
+          CHECK_EQ(word.signature, signature);
           CHECK_EQ(word.epoch, epoch & 0xffffU);
         }
       }
@@ -213,34 +214,34 @@ TEST(headers_survive) {
 
 // A reader takes 64 ones for a header that has not come; half of one would be as bad, so the lower
 // half alone is never all ones whatever weight, place and expert.
-TEST(no_header_is_absent) {
+TEST(no_header_is_the_sentinel) {
   for (int32_t experts = 1; experts <= kMostDeviceExperts; ++experts) {
     const HeaderLayout header{experts};
     const auto most = static_cast<uint32_t>(header.most_tokens() - 1);
     for (const uint32_t place : {0U, most / 2, most}) {
-      const uint64_t word = header.encode(header.elsewhere(), place, kAbsent);
+      const uint64_t word = header.encode(header.elsewhere(), place, kSentinel);
       CHECK(word != ~uint64_t{0});
-      CHECK(static_cast<uint32_t>(word) != kAbsent);
+      CHECK(static_cast<uint32_t>(word) != kSentinel);
       CHECK_EQ(static_cast<uint32_t>(word) >> 31, 0U);
     }
   }
 }
 
-TEST(receipts_survive) {
+TEST(acknowledgements_survive) {
   for (const uint32_t dispatches : {0U, 1U, 0x7fffffffU, 0xffffffffU}) {
     for (const uint32_t combines : {0U, 1U, 0x80000000U, 0xffffffffU}) {
-      const Receipt receipt = Receipt::decode(Receipt{dispatches, combines}.encode());
-      CHECK_EQ(receipt.dispatches, dispatches);
-      CHECK_EQ(receipt.combines, combines);
+      const auto ack = Acknowledgement::decode(Acknowledgement{dispatches, combines}.encode());
+      CHECK_EQ(ack.dispatches, dispatches);
+      CHECK_EQ(ack.combines, combines);
     }
   }
-  CHECK_EQ(Receipt::decode(0).dispatches, 0U);  // fresh memory: nothing received
-  CHECK_EQ(Receipt::decode(0).combines, 0U);
+  CHECK_EQ(Acknowledgement::decode(0).dispatches, 0U);  // fresh memory: nothing received
+  CHECK_EQ(Acknowledgement::decode(0).combines, 0U);
 }
 
 // Ranks that mean different calls usually differ in one fact, by a little or by a factor.
 TEST(one_other_fact_is_noticed) {
-  std::vector<LowLatencyFacts> some;
+  std::vector<LowLatencySignature> some;
   for (const int32_t experts : {8, 64, 256, 512}) {
     for (const int32_t top_k : {1, 8, 22}) {
       for (const int32_t hidden : {1024, 2048, 7168}) {
@@ -250,17 +251,18 @@ TEST(one_other_fact_is_noticed) {
       }
     }
   }
-  constexpr int32_t LowLatencyFacts::* FACTS[] = {
-      &LowLatencyFacts::experts,    &LowLatencyFacts::top_k,    &LowLatencyFacts::hidden,
-      &LowLatencyFacts::max_tokens, &LowLatencyFacts::encoding, &LowLatencyFacts::weights};
-  for (const LowLatencyFacts& ours : some) {
-    CHECK(CallWord::facts_of(ours) <= 0xffffU);
+  constexpr int32_t LowLatencySignature::* FACTS[] = {
+      &LowLatencySignature::experts,  &LowLatencySignature::top_k,
+      &LowLatencySignature::hidden,   &LowLatencySignature::max_tokens,
+      &LowLatencySignature::encoding, &LowLatencySignature::weights};
+  for (const LowLatencySignature& ours : some) {
+    CHECK(CallWord::signature_of(ours) <= 0xffffU);
     for (const auto fact : FACTS) {
       for (const int32_t other : {0, ours.*fact + 1, ours.*fact * 2, ours.*fact + 128}) {
         if (other == ours.*fact) continue;
-        LowLatencyFacts theirs = ours;
+        LowLatencySignature theirs = ours;
         theirs.*fact = other;
-        CHECK(CallWord::facts_of(ours) != CallWord::facts_of(theirs));
+        CHECK(CallWord::signature_of(ours) != CallWord::signature_of(theirs));
       }
     }
   }
@@ -386,7 +388,7 @@ TEST(arguments_carry_the_call) {
   const cuda::LowLatency calls(place, geometry, true, {132, 20});
   const DispatchArgs dispatch = calls.dispatch_arguments(2, 0);
   const CombineArgs combine = calls.combine_arguments(false, 2);
-  CHECK(calls.combine_arguments(true, 2).call.facts != combine.call.facts);
+  CHECK(calls.combine_arguments(true, 2).call.signature != combine.call.signature);
   for (const uint32_t epoch : {0U, 1U << 30, 1U << 31}) {
     CHECK(call_id(CallKind::kDispatch, epoch) != 0);
     CHECK(call_id(CallKind::kCombine, epoch) != 0);
@@ -404,8 +406,8 @@ TEST(arguments_carry_the_call) {
     CHECK_EQ(call->at.end, layout.bytes());
     CHECK(call->at.rows > call->at.late_headers);
   }
-  CHECK_EQ(dispatch.call.facts, CallWord::facts_of({8, 2, 128, 16, 2, 0, {}}));
-  CHECK_EQ(combine.call.facts, CallWord::facts_of({8, 2, 128, 16, 0, 2, {}}));
+  CHECK_EQ(dispatch.call.signature, CallWord::signature_of({8, 2, 128, 16, 2, 0, {}}));
+  CHECK_EQ(combine.call.signature, CallWord::signature_of({8, 2, 128, 16, 0, 2, {}}));
 }
 
 // --- Which kernel a rank is in --------------------------------------------------------------
@@ -478,7 +480,7 @@ TEST(low_latency_device_kernels_of_other_calls_need_each_other) {
   CHECK(!Progress{0}.needs(whole(CallKind::kDispatch, 3)));
 }
 
-TEST(low_latency_device_a_send_alone_needs_receipts_only) {
+TEST(low_latency_device_a_send_alone_needs_acknowledgements_only) {
   const Progress before = whole(CallKind::kDispatch, 4);
   // The sixth, of which the fourth must have been received.
   const Progress sends = progress_of(CallKind::kDispatch, kSend, {{6, 4}, {4, 4}});

@@ -65,9 +65,9 @@ class Copier {
 
   __device__ bool take(int turn) {
     const auto parity = static_cast<uint32_t>(turn / kSlots % 2);
-    ArrivalPatience patience(args_.limit_ns, args_.report, 1u + static_cast<uint32_t>(turn),
+    ArrivalDeadline deadline(args_.limit_ns, args_.report, 1u + static_cast<uint32_t>(turn),
                              parity);
-    if (!await_phase(&shared_.arrived[turn % kSlots], parity, patience)) shared_.lost = 1;
+    if (!await_phase(&shared_.arrived[turn % kSlots], parity, deadline)) shared_.lost = 1;
     __syncthreads();
     if (shared_.lost != 0) return false;
     unsigned char* slot = shared_.slots[turn % kSlots];

@@ -40,13 +40,13 @@ extern "C" __global__ void __cluster_dims__(2) __launch_bounds__(128, 1)
   if (threadIdx.x == 0) {
     arrive_expecting(&shared.full, sizeof shared.box);
     load_box_multicast(shared.box[cta], &args.from, {0, cta * kHalfRows, 0}, &shared.full, 0b11);
-    if (await_phase(&shared.full, 0, ArrivalPatience(args.limit_ns, args.report, 1, 0))) {
+    if (await_phase(&shared.full, 0, ArrivalDeadline(args.limit_ns, args.report, 1, 0))) {
       store_box(&args.to, 0, cta * 2 * kHalfRows, shared.box);
       bulk_commit();
       bulk_await_written<0>();
     }
     for (int other = 0; other < 2; ++other) arrive_relaxed_at_cta(&shared.left, other);
-    await_phase(&shared.left, 0, ArrivalPatience(args.limit_ns, args.report, 2, 0));
+    await_phase(&shared.left, 0, ArrivalDeadline(args.limit_ns, args.report, 2, 0));
   }
   cluster_barrier();
 }

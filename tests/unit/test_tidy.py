@@ -264,6 +264,16 @@ CPP_CASES = {
         "void f() {\n  for (int i = 0; i < 3; ++i) step();\n  for (; a < b; ++a) step();\n}\n",
         [],
     ),
+    "a kernel that knows a peer's address": (
+        "fanfold/kernels/low_latency/dispatch.cu",
+        "__device__ void f() {\n  *(args.peers[rank] + at) = 1;\n}\n",
+        ["fanfold/kernels/low_latency/dispatch.cu:2: [peer-address]"],
+    ),
+    "Peer, which knows it": (
+        "fanfold/kernels/protocol/peer.cuh",
+        "__device__ Peer f() {\n  return Peer(args.peers[rank]);\n}\n",
+        [],
+    ),
     "inline PTX in a kernel": (
         "fanfold/kernels/low_latency/dispatch.cu",
         'namespace n { __global__ void __launch_bounds__(32) f() {\n  asm volatile("nop;");\n} }\n',
@@ -312,7 +322,7 @@ CPP_CASES = {
         "fanfold/kernels/low_latency/call.cuh",
         (
             "__device__ int await() {\n  while (true) {\n    v = load_relaxed_system(at);\n"
-            "    if (patience.exhausted(peer, v)) return 0;\n  }\n}\n"
+            "    if (deadline.expired(peer, v)) return 0;\n  }\n}\n"
             "__device__ void f() {\n  for (int i = 0; i < 3; ++i) v[i] = load_relaxed_system(at);\n"
             "  while (true) {\n    if (first >= await()) return;\n    first += step;\n  }\n}\n"
         ),

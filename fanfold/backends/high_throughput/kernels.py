@@ -396,7 +396,7 @@ def combine_kernel(
         "kSlotBytes": kind.slot_bytes,
         "kExpertMajor": int(kind.expert_major),
         "kWeighted": int(kind.weighted),
-        "kLanes": int(kind.lanes),
+        "kTopKWeights": int(kind.lanes),
         "kBiased": int(kind.biased),
         "kSlices": slices,
         "kSliceUnits": slice_units,

@@ -26,6 +26,8 @@ _SHORT_ROW_BYTES = 4096
 _SEGMENT_BYTES = 512
 _LONG_ROW_SEGMENTS = 8
 _FEW_RANKS = 8
+# Whether acknowledgements are read with acquire; 0 is for a bench that measures what that costs.
+_ACQUIRE_ACKS = 1
 # 20 of 132 SMs of an H200 fill its links; from 12 to 32 the time changes by a tenth at most.
 _SENDING_SHARE = 20 / 132
 
@@ -72,6 +74,7 @@ def _sizes(geometry: Geometry) -> dict[str, int]:
         "kTopK": geometry.top_k,
         "kHidden": geometry.hidden,
         "kMirror": 0,
+        "kAcquireAcks": _ACQUIRE_ACKS,
     }
 
 

@@ -6,7 +6,7 @@
 // by one thread, and its waits by group are that thread's own.
 //
 //   global -> shared   one thread: arrive_expecting(barrier, bytes), bulk_load(...)
-//                      every reader: await_phase(barrier, parity, patience)
+//                      every reader: await_phase(barrier, parity, deadline)
 //   shared -> global   the writers: fence_shared_before_bulk(), then a barrier of theirs
 //                      one thread: bulk_store(...), bulk_commit(), and before the shared memory is
 //                      written again bulk_await_read<0>()
@@ -114,24 +114,24 @@ __device__ __forceinline__ bool phase_is_over_now(ArrivalBarrier* barrier, uint3
   return over != 0;
 }
 
-// Waits until the phase is over. `patience.exhausted()` is asked after every fruitless look; when
+// Waits until the phase is over. `deadline.expired()` is asked after every fruitless look; when
 // it says so, it has reported what was awaited, and this returns false.
-template <class Patience>
+template <class Deadline>
 __device__ __forceinline__ bool await_phase(ArrivalBarrier* barrier, uint32_t parity,
-                                            Patience&& patience) {
+                                            Deadline&& deadline) {
   while (!phase_is_over(barrier, parity))
-    if (patience.exhausted()) return false;
+    if (deadline.expired()) return false;
   return true;
 }
 
-// The patience of a wait that has nothing else to look at: a time.
-class ArrivalPatience {
+// The deadline of a wait that has nothing else to look at: a time.
+class ArrivalDeadline {
  public:
-  __device__ ArrivalPatience(int64_t limit_ns, ArrivalReport* report, uint32_t what,
+  __device__ ArrivalDeadline(int64_t limit_ns, ArrivalReport* report, uint32_t what,
                              uint32_t parity)
       : limit_ns_(limit_ns), report_(report), what_(what), parity_(parity) {}
 
-  __device__ bool exhausted() {
+  __device__ bool expired() {
     const auto now = static_cast<int64_t>(global_nanoseconds());
     if (begin_ == 0) begin_ = now;
     if (now - begin_ < limit_ns_) return false;

@@ -5,8 +5,8 @@
 // Warps draw jobs from one list: of every slice of columns, batch b of every source, then folds of
 // earlier batches of this rank's own. Whatever a job waits for stands before it in the list, here
 // or on a peer, and each warp does its jobs in that order, so the list cannot block. The last
-// warp of each CTA tells the ranks of what the others have done: to release what is written takes a
-// round trip on the link.
+// warp of each CTA signals to the ranks what the others have done: to release what is written takes
+// a round trip on the link.
 #include "high_throughput/combine_job.cuh"
 #include "high_throughput/row_sum.cuh"
 
@@ -18,12 +18,22 @@ struct SentRows {
   static constexpr float kNothing = 0.0f;
 
   const unsigned char* y;  // the slice of row 0
-  unsigned char* ring;     // the slice of the batch's first token in the source's ring
+  Peer ring;               // the slice of the batch's first token in the source's ring
 
   __device__ const unsigned char* from(const Entry& entry) const {
     return y + entry.row() * kRowBytes;
   }
-  __device__ unsigned char* to(int place) const { return ring + place * kSlotBytes; }
+  __device__ Peer to(int place) const { return ring.from(place * kSlotBytes); }
+};
+
+// A result of this rank, with what a Peer has for rows.
+struct Result {
+  unsigned char* begin;
+
+  __device__ Result from(int64_t offset) const { return {begin + offset}; }
+  __device__ void put_unit(int64_t offset, uint4 unit) const {
+    store_weak(reinterpret_cast<uint4*>(begin + offset), unit);
+  }
 };
 
 // What a fold adds up.
@@ -43,7 +53,7 @@ struct FoldedRows {
     if (kExpertMajor == 0 && entry.kind() == Entry::Kind::kOwn) return y + entry.row() * kRowBytes;
     return ring + entry.row() * kSlotBytes;
   }
-  __device__ unsigned char* to(int place) const { return out + place * kRowBytes; }
+  __device__ Result to(int place) const { return {out + place * kRowBytes}; }
 };
 
 class Worker {
@@ -82,35 +92,35 @@ class Worker {
     };
     const int64_t columns = int64_t{job.slice} * kSliceBytes;
     if (job.kind == Job::Kind::kSend) {
-      const int64_t row = ring_row(call_, writer_at(args_.call, job.source), job.slot, 0);
+      const int64_t row = ring_row(call_, call_.rank_at(job.source), job.slot, 0);
       const SentRows rows{args_.y + columns,
-                          ring_of(call_, job.source) + row * kSlotBytes + columns};
+                          call_.peer(job.source).from(ring_offset(call_, row) + columns)};
       sums_.begin(entries, count, units, rows);
       if (!await_free(job)) return sums_.drop(), false;
-      if (kLanes != 0 && job.slice == 0) send_lanes(job, batch);
+      if (kTopKWeights != 0 && job.slice == 0) send_topk_weights(job, batch);
       sums_.run(rows, prepare);
     } else {
       if (!await_ready(job)) return false;
       const int64_t first = int64_t{job.batch} * kBatchTokens * kRowBytes + columns;
       const FoldedRows rows{args_.y + columns,
-                            ring_of(call_, args_.call.rank) + columns,
+                            call_.own_at<unsigned char>(ring_offset(call_, 0)) + columns,
                             args_.out + first,
                             {args_.bias[0] + first, args_.bias[1] + first}};
       sums_.begin(entries, count, units, rows);
       sums_.run(rows, prepare);
-      if (kLanes != 0 && job.slice == 0) fold_lanes(job);
+      if (kTopKWeights != 0 && job.slice == 0) fold_topk_weights(job);
     }
-    if (job.is_told) post(job);
+    if (job.is_signalled) post(job);
     return true;
   }
 
-  // Hands a job to the warp that tells of it.
+  // Hands a job to the signal warp.
   __device__ void post(const Job& job) {
     __syncwarp();
     if (call_.lane == 0) {
-      Patience patience(call_);  // the teller waits for nobody, but may have failed
-      while (posted_ > 0 && !phase_is_over(&own_.taken, (posted_ - 1) & 1u))
-        if (patience.exhausted(args_.call.rank, 0)) break;
+      Deadline deadline(call_);  // the signal warp waits for nobody, but may have failed
+      while (posted_ > 0 && !phase_is_over(&own_.signalled, (posted_ - 1) & 1u))
+        if (deadline.expired(args_.call.rank, 0)) break;
       own_.done = job;
       arrive(&own_.posted);
     }
@@ -123,14 +133,14 @@ class Worker {
     if (job.turn == 0) return true;
     bool free = false;
     if (call_.lane == 0) {
-      const uint64_t* word = call_.taken(args_.call.rank, job.source, word_of(job));
-      Patience patience(call_);
-      CountedWord taken{};
+      const auto* word = call_.own_at<const uint64_t>(call_.ack(job.source, word_of(job)));
+      Deadline deadline(call_);
+      CountedWord ack{};
       do {
-        taken = CountedWord::decode(load_acquire_system(word));
-        free = taken.epoch == call_.epoch && taken.count >= job.turn;
+        ack = CountedWord::decode(load_acquire_system(word));
+        free = ack.epoch == call_.epoch && ack.count >= job.turn;
         if (!free) nap();
-      } while (!free && !patience.exhausted(job.source, taken.epoch));
+      } while (!free && !deadline.expired(job.source, ack.epoch));
     }
     __syncwarp();
     return __any_sync(kFullWarp, free) != 0;
@@ -141,43 +151,43 @@ class Worker {
     const uint32_t use = BatchWord::use_of(call_.epoch, job.turn);
     bool came = true;
     if (uses_ring(call_, call_.lane)) {
-      const uint64_t* word = call_.ready(args_.call.rank, call_.lane, word_of(job));
-      Patience patience(call_);
+      const auto* word = call_.own_at<const uint64_t>(call_.ready(call_.lane, word_of(job)));
+      Deadline deadline(call_);
       uint32_t seen = 0;
       do {
         seen = BatchWord::decode(load_acquire_system(word)).use;
         came = seen == use;
         if (!came) nap();
-      } while (!came && !patience.exhausted(call_.lane, seen >> BatchWord::kTurnBits));
+      } while (!came && !deadline.expired(call_.lane, seen >> BatchWord::kTurnBits));
     }
     __syncwarp();
     return __all_sync(kFullWarp, came) != 0;
   }
 
-  // ---- numbers of the choices -------------------------------------------------------------------
+  // ---- numbers of the top-k entries -------------------------------------------------------------
 
-  __device__ void send_lanes(const Job& job, const BatchWord& batch) const {
+  __device__ void send_topk_weights(const Job& job, const BatchWord& batch) const {
     for (int place = 0; place < kBatchTokens; ++place) {
       if ((batch.tokens >> place & 1u) == 0 || call_.lane >= kTopK) continue;
       const uint32_t earlier = batch.tokens & ((1u << place) - 1u);
       const int row = shared_.prefix[job.source] + static_cast<int>(batch.before) + __popc(earlier);
-      const int writer = writer_at(args_.call, job.source);
-      unsigned char* to =
-          ring_of(call_, job.source) + ring_row(call_, writer, job.slot, place) * kSlotBytes;
-      reinterpret_cast<float*>(to + kLanesAt)[call_.lane] = lane_of(row);
+      const int64_t to = ring_row(call_, call_.rank_at(job.source), job.slot, place);
+      call_.peer(job.source)
+          .put_word(ring_offset(call_, to) + kTopKWordsAt + call_.lane * 4,
+                    __float_as_uint(topk_weight_of(row)));
     }
   }
 
   // The number of lane k for a row that came here.
-  __device__ float lane_of(int row) const {
+  __device__ float topk_weight_of(int row) const {
     if (row >= args_.kept) return 0.0f;
     const int64_t at = int64_t{row} * kTopK + call_.lane;
-    if constexpr (kExpertMajor == 0) return args_.lane_weights[at];
+    if constexpr (kExpertMajor == 0) return args_.topk_weights[at];
     const int place = args_.rows_of[at];
-    return place >= 0 ? args_.lane_weights[place] : 0.0f;
+    return place >= 0 ? args_.topk_weights[place] : 0.0f;
   }
 
-  __device__ void fold_lanes(const Job& job) const {
+  __device__ void fold_topk_weights(const Job& job) const {
     for (int place = job.begin; place < job.end; ++place) {
       const int token = job.batch * kBatchTokens + place;
       if (token >= args_.call.tokens || call_.lane >= kTopK) continue;
@@ -185,17 +195,16 @@ class Worker {
       for (int rank = 0; rank < kRanks; ++rank) {
         const int row = args_.rows[int64_t{token} * kRanks + rank];
         if (row < 0) continue;
-        sum = __fadd_rn(sum, uses_ring(call_, rank) ? arrived_lane(rank, job.slot, place)
-                                                    : lane_of(shared_.prefix[rank] + row));
+        sum = __fadd_rn(sum, uses_ring(call_, rank) ? arrived_topk_weight(rank, job.slot, place)
+                                                    : topk_weight_of(shared_.prefix[rank] + row));
       }
       args_.out_weights[int64_t{token} * kTopK + call_.lane] = sum;
     }
   }
 
-  __device__ float arrived_lane(int rank, int slot, int place) const {
-    const unsigned char* from =
-        ring_of(call_, args_.call.rank) + ring_row(call_, rank, slot, place) * kSlotBytes;
-    const auto* words = reinterpret_cast<const uint32_t*>(from + kLanesAt);
+  __device__ float arrived_topk_weight(int rank, int slot, int place) const {
+    const int64_t from = ring_offset(call_, ring_row(call_, rank, slot, place));
+    const auto* words = call_.own_at<const uint32_t>(from + kTopKWordsAt);
     return __uint_as_float(load_relaxed_system(words + call_.lane));
   }
 
@@ -208,10 +217,10 @@ class Worker {
   uint32_t posted_ = 0;
 };
 
-// The warp that tells of what the workers have done: one fence for all that are posted.
-class Teller {
+// The warp that signals what the workers have done: one fence for all that are posted.
+class SignalWarp {
  public:
-  __device__ Teller(CombineShared& shared, const Call& call) : shared_(shared), call_(call) {}
+  __device__ SignalWarp(CombineShared& shared, const Call& call) : shared_(shared), call_(call) {}
 
   // Ends when the workers have, whose waits have bounds.
   __device__ void run() {
@@ -219,37 +228,37 @@ class Teller {
   }
 
  private:
-  // Tells of what there is; whether more may come.
+  // Signals what is posted; whether more may come.
   __device__ bool look() {
     const bool works = !phase_is_over_now(&shared_.ended, 0);  // before what is posted
-    const bool tells = take();
-    return __any_sync(kFullWarp, works || tells) != 0;
+    const bool signals = signal();
+    return __any_sync(kFullWarp, works || signals) != 0;
   }
 
-  // Lane w tells of what worker w has posted.
-  __device__ bool take() {
+  // Lane w signals what worker w has posted.
+  __device__ bool signal() {
     WorkerShared* worker = call_.lane < kWorkers ? &shared_.workers[call_.lane] : nullptr;
-    if (worker == nullptr || !phase_is_over_now(&worker->posted, taken_ & 1u)) return false;
+    if (worker == nullptr || !phase_is_over_now(&worker->posted, signalled_ & 1u)) return false;
     const Job job = worker->done;
-    arrive(&worker->taken);
-    ++taken_;
+    arrive(&worker->signalled);
+    ++signalled_;
     fence_system();
     if (job.kind == Job::Kind::kSend) {
       const uint32_t use = BatchWord::use_of(call_.epoch, job.turn);
-      store_relaxed_system(call_.ready(job.source, writer_at(call_.args, job.source), word_of(job)),
-                           BatchWord{use, 0, 0}.encode());
+      call_.peer(job.source)
+          .put(call_.ready(call_.rank_at(job.source), word_of(job)), BatchWord{use, 0, 0}.encode());
       return true;
     }
     for (int rank = 0; rank < kRanks; ++rank)
       if (uses_ring(call_, rank))
-        store_relaxed_system(call_.taken(rank, writer_at(call_.args, rank), word_of(job)),
+        call_.peer(rank).put(call_.ack(call_.rank_at(rank), word_of(job)),
                              CountedWord{call_.epoch, job.turn + 1}.encode());
     return true;
   }
 
   CombineShared& shared_;
   const Call& call_;
-  uint32_t taken_ = 0;  // by this lane
+  uint32_t signalled_ = 0;  // by this lane
 };
 
 }  // namespace fanfold
@@ -260,19 +269,19 @@ __global__ void __launch_bounds__(kThreads, 1)
     combine(const __grid_constant__ HighThroughputCombineArgs args) {
   auto& shared = dynamic_shared<CombineShared>();
   wait_for_previous_kernel();
-  if (is_void(args.source_prefix)) return;
+  if (is_aborted(args.source_prefix)) return;
   const Call call(args.call, HighThroughputPhase::kCombine);
   const auto thread = static_cast<int>(threadIdx.x);
   if (thread < kRanks) shared.prefix[thread] = thread == 0 ? 0 : args.source_prefix[thread - 1];
   if (thread < kWorkers) init_barrier(&shared.workers[thread].posted, 1);
-  if (thread < kWorkers) init_barrier(&shared.workers[thread].taken, 1);
+  if (thread < kWorkers) init_barrier(&shared.workers[thread].signalled, 1);
   if (thread == 0) init_barrier(&shared.ended, kWorkers);
   gather(call, shared.participants);
-  if (!shared.participants.is_void) {
+  if (!shared.participants.is_aborted) {
     if (call.warp < kWorkers) {
       Worker(args, shared, call).run();
     } else {
-      Teller(shared, call).run();
+      SignalWarp(shared, call).run();
     }
   }
   finish(call);

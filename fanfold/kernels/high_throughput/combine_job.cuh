@@ -64,7 +64,7 @@ class JobList {
     Job job = fold(part >= 0 ? part / kParts : -1, ticket);
     job.begin = part % kParts * kPartTokens;
     job.end = job.begin + kPartTokens;
-    job.is_told = false;
+    job.is_signalled = false;
     return job;
   }
 
@@ -75,7 +75,7 @@ class JobList {
     if (batch < 0 || batch >= shared_.batches(source)) return job;
     job.kind = kind;
     job.end = kBatchTokens;
-    job.is_told = true;
+    job.is_signalled = true;
     job.slice = static_cast<int>(ticket % kSlices);
     job.slot = batch % call_.args.slots;
     job.turn = static_cast<uint32_t>(batch / call_.args.slots);
@@ -239,7 +239,7 @@ class Preparation {
     const int at = place<kSendWidth>(p);
     bool comes = rows_[p] >= 0;
     if constexpr (kExpertMajor != 0) {
-      // Each row once, whatever choices name it; no two tokens have one.
+      // Each row once, whichever entries name it; no two tokens have one.
       const uint32_t same = __match_any_sync(kFullWarp, rows_[p]);
       comes = comes && (same & lanes_below()) == 0;
     }

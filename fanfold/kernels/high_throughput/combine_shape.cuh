@@ -1,9 +1,9 @@
 // What the parts of combine share. Constants: kRowBytes, kSlotBytes (of a row in a ring),
-// kExpertMajor, kWeighted (the outputs), kLanes (numbers of the choices travel beside the rows),
-// kBiased (sums begin with biases), kSlices (of columns, in a row), kSliceUnits (of each but the
-// last), kPieces (in the ring of a warp), kPartTokens (of a fold where sending ends), kShortTokens
-// (of the dispatch), kSharedBytes (that the launch brings).
-// All warps but the last are workers.
+// kExpertMajor, kWeighted (the outputs), kTopKWeights (a number for each top-k entry travels beside
+// a row), kBiased (sums begin with biases), kSlices (of columns, in a row), kSliceUnits (of each
+// but the last), kPieces (in the ring of a warp), kPartTokens (of a fold where sending ends),
+// kShortTokens (of the dispatch), kSharedBytes (that the launch brings). All warps but the last are
+// workers.
 #pragma once
 
 #include "device/bulk.cuh"
@@ -16,11 +16,12 @@ inline constexpr int kUnits = kRowBytes / kUnitBytes;
 inline constexpr int kSliceBytes = kSliceUnits * kUnitBytes;
 inline constexpr int kLaneUnits = (kSliceUnits + kWarpLanes - 1) / kWarpLanes;
 inline constexpr int kWorkers = kWarps - 1;
-inline constexpr int kLanesAt = kRowBytes;
+inline constexpr int kTopKWordsAt = kRowBytes;
 static_assert(kRowBytes % kUnitBytes == 0 && kPieces >= 2);
 static_assert((kSlices - 1) * kSliceUnits < kUnits && kUnits <= kSlices * kSliceUnits);
 static_assert(kSlices <= kMostSlices && kWorkers >= 1 && kWorkers <= kWarpLanes);
-static_assert(kSlotBytes == align_up(kRowBytes + (kLanes != 0 ? kTopK * 4 : 0), kAreaAlignment));
+static_assert(kSlotBytes ==
+              align_up(kRowBytes + (kTopKWeights != 0 ? kTopK * 4 : 0), kAreaAlignment));
 static_assert(kWeighted == 0 || kExpertMajor != 0);
 
 // A rank's own token-major rows are folded where they lie.
@@ -42,9 +43,9 @@ struct Job {
   int32_t batch;
   int32_t begin, end;  // places in the batch
   int32_t slice;
-  int32_t slot;   // of the ring
-  uint32_t turn;  // of the slot
-  bool is_told;   // whether others may wait for it
+  int32_t slot;       // of the ring
+  uint32_t turn;      // of the slot
+  bool is_signalled;  // whether others may wait for it
 };
 
 // One row on its way into a sum. Those of a sum follow each other.
@@ -79,8 +80,8 @@ struct WorkerShared {
   alignas(128) uint4 pieces[kPieces][kLaneUnits * kWarpLanes];
   // Of this job and of the next; those behind them are read, too, ahead.
   Entry entries[2][kMostEntries + kPieces];
-  Job done;                      // to be told of
-  ArrivalBarrier posted, taken;  // it is; the teller has it. A phase for each job
+  Job done;                          // to be signalled
+  ArrivalBarrier posted, signalled;  // it is posted; the signal warp has it. A phase for each job
 };
 
 struct CombineShared {
@@ -101,12 +102,13 @@ struct CombineShared {
 
 static_assert(sizeof(CombineShared) <= kSharedBytes);
 
-// The row of `writer` in the ring that it has in the memory of `owner`.
+// The row of `writer` among all rings in the memory of a rank.
 __device__ __forceinline__ int64_t ring_row(const Call& call, int writer, int slot, int place) {
   return (int64_t{writer} * call.args.slots + slot) * kBatchTokens + place;
 }
-__device__ __forceinline__ unsigned char* ring_of(const Call& call, int owner) {
-  return call.at<unsigned char>(owner, call.args.at.ring);
+// The offset of a row of the rings.
+__device__ __forceinline__ int64_t ring_offset(const Call& call, int64_t row) {
+  return call.args.at.ring + row * kSlotBytes;
 }
 
 // The words that tell of a slice.

@@ -15,14 +15,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int index = static_cast<int>(blockIdx.x) * kWarps + call.warp;
   const int warps = static_cast<int>(gridDim.x) * kWarps;
   if (blockIdx.x == 0) copy_for_caller(args);
-  if (is_void(args.source_prefix)) return mark_absent(args, 0, 0, index, warps);
+  if (is_aborted(args.source_prefix)) return mark_absent(args, 0, 0, index, warps);
   const auto thread = static_cast<int>(threadIdx.x);
   if (thread < kRanks) shared.prefix[thread] = thread == 0 ? 0 : args.source_prefix[thread - 1];
   for (int e = thread; e < kLocalExperts + 2; e += kThreads)
     shared.offsets[e] = static_cast<int32_t>(args.offsets[e]);
   __syncthreads();
   RowRing ring(shared.rings[call.warp], call);
-  const DispatchWarp warp{args, shared, call, ring.shared, shared.notes[call.warp]};
+  const DispatchWarp warp{args, shared, call, ring.shared, shared.descriptors[call.warp]};
   const bool sends = static_cast<int>(blockIdx.x) < args.call.senders;
   // Receivers have nothing to do until the first rows come. A failed plan may say anything.
   const bool pads = __any_sync(kFullWarp, call.failed()) == 0;
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   gather(call, shared.participants);
   fence_global_and_bulk();  // what others have left behind comes before what is written there
-  const bool moves = !shared.participants.is_void;
+  const bool moves = !shared.participants.is_aborted;
   if (!moves) {
     mark_absent(args, 0, 0, index, warps);
   } else {

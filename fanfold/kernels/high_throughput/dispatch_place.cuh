@@ -14,7 +14,7 @@ __device__ __forceinline__ void copy_for_caller(const HighThroughputDispatchArgs
   }
 }
 
-// All lanes of some warps: what is told of rows says that there is none, from row `row` of those
+// All lanes of some warps: the descriptions of rows say that there is none, from row `row` of those
 // that arrive and from `place` of the results on.
 __device__ __forceinline__ void mark_absent(const HighThroughputDispatchArgs& args, int64_t row,
                                             int64_t place, int warp, int warps) {
@@ -42,8 +42,8 @@ class Placer {
   __device__ explicit Placer(const DispatchWarp& warp)
       : args_(warp.args), cta_(warp.cta), call_(warp.call) {}
 
-  // All lanes: enqueues the copies of the row in a slot, and stores what is told of it.
-  __device__ void place(const unsigned char* bytes, const Arrival& row) const {
+  // All lanes: enqueues the copies of the row in a slot, and stores what describes it.
+  __device__ void place(const unsigned char* bytes, const ReceivedRow& row) const {
     const bool fits = row.row < args_.capacity;
     if (!fits && call_.lane == 0) report_capacity(row.row);
     if constexpr (kExpertMajor != 0) {
@@ -57,7 +57,7 @@ class Placer {
 
   // All lanes: what lies in the ring beside the rows of a batch, which are in place. `rows` is that
   // of its first token, `first` what arrives first.
-  __device__ void place_beside(const unsigned char* rows, const Arrival& first,
+  __device__ void place_beside(const unsigned char* rows, const ReceivedRow& first,
                                uint32_t tokens) const {
     const int last = first.row + __popc(tokens) - 1;
     if (last >= args_.capacity && call_.lane == 0) report_capacity(last);
@@ -75,11 +75,11 @@ class Placer {
       for_words<kTopK>(
           first, tokens,
           [&](int place, int k) {
-            return Choice{static_cast<int>(beside(kLanesAt, place, k)),
+            return Choice{static_cast<int>(beside(kTopKWordsAt, place, k)),
                           kWeighted != 0 ? __uint_as_float(beside(kWeightsAt, place, k)) : 0.0f};
           },
           [&](int, int row, int k, const Choice& choice) {
-            const int local = choice.expert - reader_for(call_.args, first.source) * kLocalExperts;
+            const int local = choice.expert - call_.rank_at(first.source) * kLocalExperts;
             const bool here = local >= 0 && local < kLocalExperts;
             args_.topk_idx[int64_t{row} * kTopK + k] = here ? local : -1;
             if constexpr (kWeighted != 0)
@@ -123,18 +123,19 @@ class Placer {
 
   // ---- expert-major -----------------------------------------------------------------------------
 
-  // The row of this rank's results that the token's k-th choice has; -1 if it has none here.
+  // The row of this rank's results that the token's k-th entry has; -1 if it has none here.
   __device__ int place_of(const unsigned char* bytes, int k, int source) const {
     if (k >= kTopK) return -1;
-    const uint32_t word = lane_word(bytes, k);
+    const uint32_t word = topk_word(bytes, k);
     const PlaceWord place = PlaceWord::decode(word);
-    const auto reader = static_cast<uint32_t>(reader_for(call_.args, source));
+    const auto reader = static_cast<uint32_t>(call_.rank_at(source));
     return word != PlaceWord::kNowhere && place.rank == reader ? static_cast<int>(place.row) : -1;
   }
 
-  // Each lane sees to one choice. Of those that name one expert the first makes the copy, with the
-  // weights of all.
-  __device__ void place_copies(const unsigned char* bytes, const Arrival& row, bool keeps) const {
+  // Each lane sees to one top-k entry. Of those that name one expert the first makes the copy, with
+  // the weights of all.
+  __device__ void place_copies(const unsigned char* bytes, const ReceivedRow& row,
+                               bool keeps) const {
     const int place = place_of(bytes, call_.lane, row.source);
     if (keeps && args_.rows_of != nullptr && call_.lane < kTopK)
       args_.rows_of[int64_t{row.row} * kTopK + call_.lane] = place < args_.capacity ? place : -1;
@@ -152,10 +153,10 @@ class Placer {
 
   // ---- token-major ------------------------------------------------------------------------------
 
-  __device__ void keep_choice(const unsigned char* bytes, const Arrival& row) const {
+  __device__ void keep_choice(const unsigned char* bytes, const ReceivedRow& row) const {
     if (call_.lane >= kTopK) return;
-    const int first = reader_for(call_.args, row.source) * kLocalExperts;
-    const int local = static_cast<int>(lane_word(bytes, call_.lane)) - first;
+    const int first = call_.rank_at(row.source) * kLocalExperts;
+    const int local = static_cast<int>(topk_word(bytes, call_.lane)) - first;
     const bool here = local >= 0 && local < kLocalExperts;
     const int64_t at = int64_t{row.row} * kTopK + call_.lane;
     args_.topk_idx[at] = here ? local : -1;
@@ -170,7 +171,7 @@ class Placer {
   // Of `kWords` words of each token of a batch each lane takes some: what `load(place, word)` gives
   // goes to `store(place, row, word, value)`. Many loads are on their way at once.
   template <int kWords, class Load, class Store>
-  __device__ void for_words(const Arrival& first, uint32_t tokens, const Load& load,
+  __device__ void for_words(const ReceivedRow& first, uint32_t tokens, const Load& load,
                             const Store& store) const {
     constexpr int kEach = (kBatchTokens * kWords + kWarpLanes - 1) / kWarpLanes, kAtOnce = 16;
     for (int done = 0; done < kEach; done += kAtOnce) {
@@ -194,7 +195,7 @@ class Placer {
   // ---- either -----------------------------------------------------------------------------------
 
   // By one lane.
-  __device__ void store_copy(const unsigned char* bytes, int place, const Arrival& row) const {
+  __device__ void store_copy(const unsigned char* bytes, int place, const ReceivedRow& row) const {
     if (kInPlace == 0 || place != row.lies)
       bulk_store(args_.out + int64_t{place} * kRowBytes, bytes, kRowBytes);
     uint32_t* scales = args_.out_scales + int64_t{place} * kScaleWords;
@@ -210,8 +211,7 @@ class Placer {
   }
 
   __device__ __noinline__ void report_capacity(int row) const {
-    call_.report(HighThroughputReportKind::kCapacity, call_.args.rank, row,
-                 static_cast<int32_t>(args_.capacity));
+    call_.report(ReportKind::kCapacity, call_.args.rank, row, static_cast<int32_t>(args_.capacity));
   }
 
   const HighThroughputDispatchArgs& args_;

@@ -56,31 +56,32 @@ class Receiver {
     const int place = __ffs(static_cast<int>(now_.tokens)) - 1;
     now_.tokens &= now_.tokens - 1;
     const bool is_own = now_.source == call_.args.rank;
-    Arrival row{now_.source, first_token_ + place, now_.row++, -1};
+    ReceivedRow row{now_.source, first_token_ + place, now_.row++, -1};
     if (is_own) {
       w_.load_own(slot, row.token);
     } else if constexpr (!kStaysInPlace) {
-      const auto landing = LandingWord::decode(__shfl_sync(kFullWarp, landing_, place));
-      load_arrived(slot, now_.slot * kBatchTokens + place, landing);
-      if (kTellsLandings && landing.row != LandingWord::kNowhere)
-        row.lies = static_cast<int>(landing.row);
+      const auto destination = DestinationWord::decode(__shfl_sync(kFullWarp, destination_, place));
+      load_arrived(slot, now_.slot * kBatchTokens + place, destination);
+      if (kSendsDestinations && destination.row != DestinationWord::kNowhere)
+        row.lies = static_cast<int>(destination.row);
     }
     if (call_.lane == 0)
-      w_.notes[slot].received = {row, now_.tokens == 0 && !is_own ? now_.slot : -1, now_.turn};
+      w_.descriptors[slot].received = {row, now_.tokens == 0 && !is_own ? now_.slot : -1,
+                                       now_.turn};
     __syncwarp();
     return Next::kRow;
   }
 
   __device__ void pass(int slot) const {
-    const ReceiverNote note = w_.notes[slot].received;
+    const ReceiveDescriptor descriptor = w_.descriptors[slot].received;
     // Words beside own rows came by ordinary copies.
     if constexpr (kExtraWords > 0) {
       fence_shared_before_bulk();
       __syncwarp();
     }
     // All rows of the batch have been read; what is stored next depends on it, so it comes after.
-    if (note.slot >= 0) give_back(note.row.source, note.slot, note.turn);
-    Placer(w_).place(w_.ring.slots[slot], note.row);
+    if (descriptor.slot >= 0) give_back(descriptor.row.source, descriptor.slot, descriptor.turn);
+    Placer(w_).place(w_.ring.slots[slot], descriptor.row);
     __syncwarp();
   }
 
@@ -96,14 +97,15 @@ class Receiver {
   };
 
   // A peer's row, with all that travels beside it; in place the row itself only for its copies.
-  __device__ void load_arrived(int slot, int at, const LandingWord& landing) const {
+  __device__ void load_arrived(int slot, int at, const DestinationWord& destination) const {
     ArrivalBarrier* full = &w_.ring.full[slot];
     if (call_.lane != 0) return arrive(full);
     unsigned char* to = w_.ring.slots[slot];
-    const bool copies = kTellsLandings && landing.copies;
+    const bool copies = kSendsDestinations && destination.copies;
     arrive_expecting(full, kRingRowBytes + (copies ? kRowBytes : 0));
-    bulk_load(to + kSentAt, w_.ring_row(call_.args.rank, now_.source, at), kRingRowBytes, full);
-    if (copies) bulk_load(to, w_.result_row(call_.args.rank, landing.row), kRowBytes, full);
+    const auto own = [this](int64_t offset) { return call_.own_at<unsigned char>(offset); };
+    bulk_load(to + kSentAt, own(w_.ring_row(now_.source, at)), kRingRowBytes, full);
+    if (copies) bulk_load(to, own(w_.result_row(destination.row)), kRowBytes, full);
   }
 
   // Goes on to the next batch of a peer; false if there are no more. Neighbours take the batches of
@@ -122,20 +124,20 @@ class Receiver {
     return true;
   }
 
-  // Whether the held batch has arrived, which `word_` and `landing_` then describe; with `waits` it
-  // has, or the call has failed.
+  // Whether the held batch has arrived, which `word_` and `destination_` then describe; with
+  // `waits` it has, or the call has failed.
   __device__ bool has_arrived(bool waits) {
     const uint32_t use = BatchWord::use_of(call_.epoch, held_.turn);
     uint64_t word = 0;
     if (call_.lane == 0) {
-      const uint64_t* ready = call_.ready(call_.args.rank, held_.source, held_.slot);
-      Patience patience(call_);
+      const auto* ready = call_.own_at<const uint64_t>(call_.ready(held_.source, held_.slot));
+      Deadline deadline(call_);
       uint32_t seen = 0;
       do {
         word = load_acquire_system(ready);
         seen = BatchWord::decode(word).use;
       } while (seen != use && waits &&
-               !patience.exhausted(held_.source, seen >> BatchWord::kTurnBits));
+               !deadline.expired(held_.source, seen >> BatchWord::kTurnBits));
       fence_global_and_bulk();
     }
     const auto low = of_lane_0(static_cast<uint32_t>(word));
@@ -143,11 +145,11 @@ class Receiver {
     word_ = BatchWord::decode((uint64_t{high} << 32) | low);
     if (word_.use != use) return false;
     __syncwarp();  // lane 0 has seen the batch arrive
-    if constexpr (kTellsLandings) {
+    if constexpr (kSendsDestinations) {
       const int at = held_.slot * kBatchTokens + call_.lane;
       const bool comes = call_.lane < kBatchTokens && (word_.tokens >> call_.lane & 1u) != 0;
-      const uint64_t* landing = w_.landing(call_.args.rank, held_.source, at);
-      landing_ = comes ? static_cast<uint32_t>(load_relaxed_system(landing)) : 0u;
+      const auto* destination = call_.own_at<const uint64_t>(w_.destination(held_.source, at));
+      destination_ = comes ? static_cast<uint32_t>(load_relaxed_system(destination)) : 0u;
     }
     return true;
   }
@@ -158,7 +160,7 @@ class Receiver {
     begin(word_);
     if constexpr (kStaysInPlace) {
       const int at = now_.slot * kBatchTokens;
-      Placer(w_).place_beside(w_.ring_row(call_.args.rank, now_.source, at),
+      Placer(w_).place_beside(call_.own_at<unsigned char>(w_.ring_row(now_.source, at)),
                               {now_.source, first_token_, now_.row, -1}, now_.tokens);
       // All lanes have what they asked for, as they have stored it: the slot may be written again.
       __syncwarp();
@@ -191,8 +193,8 @@ class Receiver {
 
   __device__ void give_back(int source, int slot, uint32_t turn) const {
     if (call_.lane != 0) return;
-    uint64_t* taken = call_.taken(source, writer_at(call_.args, source), slot);
-    store_relaxed_system(taken, CountedWord{call_.epoch, turn + 1}.encode());
+    call_.peer(source).put(call_.ack(call_.rank_at(source), slot),
+                           CountedWord{call_.epoch, turn + 1}.encode());
   }
 
   const DispatchWarp& w_;
@@ -202,9 +204,9 @@ class Receiver {
   bool holds_ = false;
   Batch held_{};  // of a peer, not begun
   BatchWord word_{};
-  Batch now_{};           // whose rows are asked for
-  int first_token_ = 0;   // of that
-  uint32_t landing_ = 0;  // where landings are told, in lane t: low half of that of token t
+  Batch now_{};               // whose rows are asked for
+  int first_token_ = 0;       // of that
+  uint32_t destination_ = 0;  // lane t: low half of the DestinationWord of token t
 };
 
 }  // namespace fanfold

@@ -26,16 +26,16 @@ class Sender {
     const int place = __ffs(static_cast<int>(remaining_)) - 1;
     remaining_ &= remaining_ - 1;
     w_.load_own(slot, first_token_ + place);
-    SenderNote& note = w_.notes[slot].sent;
+    SendDescriptor& descriptor = w_.descriptors[slot].sent;
     const uint32_t to = __ballot_sync(kFullWarp, (tokens_ >> place & 1u) != 0);
     const bool last = remaining_ == 0;
     if (call_.lane == 0) {
-      note.to = to;
-      note.at = slot_ * kBatchTokens + place;
-      note.slot = last ? slot_ : -1;
-      note.use = BatchWord::use_of(call_.epoch, turn_);
+      descriptor.to = to;
+      descriptor.at = slot_ * kBatchTokens + place;
+      descriptor.slot = last ? slot_ : -1;
+      descriptor.use = BatchWord::use_of(call_.epoch, turn_);
     }
-    if ((last || kStaysInPlace) && call_.lane < kRanks) note.words[call_.lane] = word_;
+    if ((last || kStaysInPlace) && call_.lane < kRanks) descriptor.words[call_.lane] = word_;
     __syncwarp();
     return Next::kRow;
   }
@@ -46,50 +46,52 @@ class Sender {
       fence_shared_before_bulk();
       __syncwarp();
     }
-    const SenderNote& note = w_.notes[slot].sent;
-    if (call_.is_peer(call_.lane) && (note.to >> call_.lane & 1u) != 0) {
-      if constexpr (kStaysInPlace) land(slot, note);
-      if constexpr (kTellsLandings) land_first(slot, note);
+    const SendDescriptor& descriptor = w_.descriptors[slot].sent;
+    if (call_.is_peer(call_.lane) && (descriptor.to >> call_.lane & 1u) != 0) {
+      if constexpr (kStaysInPlace) put_in_place(slot, descriptor);
+      if constexpr (kSendsDestinations) put_first(slot, descriptor);
       if constexpr (kSentBytes > 0) {
-        unsigned char* row = w_.ring_row(call_.lane, writer_at(call_.args, call_.lane), note.at);
-        bulk_store(row, w_.ring.slots[slot] + kSentAt, kSentBytes);
+        const int64_t row = w_.ring_row(call_.rank_at(call_.lane), descriptor.at);
+        call_.peer(call_.lane).put_row(row, w_.ring.slots[slot] + kSentAt, kSentBytes);
       }
     }
   }
 
   __device__ void passed(int slot) const {
-    const SenderNote& note = w_.notes[slot].sent;
-    if (note.slot >= 0) publish(note.slot, call_.lane < kRanks ? note.words[call_.lane] : 0);
+    const SendDescriptor& descriptor = w_.descriptors[slot].sent;
+    if (descriptor.slot >= 0)
+      publish(descriptor.slot, call_.lane < kRanks ? descriptor.words[call_.lane] : 0);
     __syncwarp();
   }
 
  private:
   // Token-major: sends the row to its place on lane r's rank.
-  __device__ void land(int slot, const SenderNote& note) const {
-    const BatchWord batch = BatchWord::decode(note.words[call_.lane]);
-    const uint32_t earlier = batch.tokens & ((1u << note.at % kBatchTokens) - 1u);
+  __device__ void put_in_place(int slot, const SendDescriptor& descriptor) const {
+    const BatchWord batch = BatchWord::decode(descriptor.words[call_.lane]);
+    const uint32_t earlier = batch.tokens & ((1u << descriptor.at % kBatchTokens) - 1u);
     const int row = first_row_ + static_cast<int>(batch.before) + __popc(earlier);
     if (row < w_.args.result_rows)
-      bulk_store(w_.result_row(call_.lane, row), w_.ring.slots[slot], kRowBytes);
+      call_.peer(call_.lane).put_row(w_.result_row(row), w_.ring.slots[slot], kRowBytes);
   }
 
-  // Expert-major: sends the row to the first of its places on lane r's rank, and tells which it is.
-  __device__ void land_first(int slot, const SenderNote& note) const {
+  // Expert-major: sends the row to the first of its places on lane r's rank, and writes which it
+  // is.
+  __device__ void put_first(int slot, const SendDescriptor& descriptor) const {
     const unsigned char* bytes = w_.ring.slots[slot];
-    LandingWord landing{note.use, LandingWord::kNowhere, false};
+    DestinationWord destination{descriptor.use, DestinationWord::kNowhere, false};
     for (int k = 0; k < kTopK; ++k) {
-      const uint32_t word = lane_word(bytes, k);
+      const uint32_t word = topk_word(bytes, k);
       const PlaceWord place = PlaceWord::decode(word);
       const bool there = word != PlaceWord::kNowhere && static_cast<int>(place.rank) == call_.lane;
       if (!there || place.row >= w_.args.result_rows) continue;
-      if (landing.row == LandingWord::kNowhere) landing.row = place.row;
-      landing.copies = landing.copies || place.row != landing.row;
+      if (destination.row == DestinationWord::kNowhere) destination.row = place.row;
+      destination.copies = destination.copies || place.row != destination.row;
     }
-    if (landing.row != LandingWord::kNowhere)
-      bulk_store(w_.result_row(call_.lane, landing.row), bytes, kRowBytes);
+    if (destination.row != DestinationWord::kNowhere)
+      call_.peer(call_.lane).put_row(w_.result_row(destination.row), bytes, kRowBytes);
     // Published with the batch.
-    store_relaxed_system(w_.landing(call_.lane, writer_at(call_.args, call_.lane), note.at),
-                         landing.encode());
+    call_.peer(call_.lane)
+        .put(w_.destination(call_.rank_at(call_.lane), descriptor.at), destination.encode());
   }
 
   // The rows of lane r's rank, a peer, in the batch whose ticket is held; -1 where there is none.
@@ -137,13 +139,13 @@ class Sender {
     if (turn_ == 0) return true;
     bool free = true;
     if (call_.is_peer(call_.lane)) {
-      const uint64_t* word = call_.taken(call_.args.rank, call_.lane, slot_);
-      Patience patience(call_);
-      CountedWord taken{};
+      const auto* word = call_.own_at<const uint64_t>(call_.ack(call_.lane, slot_));
+      Deadline deadline(call_);
+      CountedWord ack{};
       do {
-        taken = CountedWord::decode(load_acquire_system(word));
-        free = taken.epoch == call_.epoch && taken.count >= turn_;
-      } while (waits && !free && !patience.exhausted(call_.lane, taken.epoch));
+        ack = CountedWord::decode(load_acquire_system(word));
+        free = ack.epoch == call_.epoch && ack.count >= turn_;
+      } while (waits && !free && !deadline.expired(call_.lane, ack.epoch));
       fence_global_and_bulk();
     }
     return __all_sync(kFullWarp, free) != 0;
@@ -154,7 +156,7 @@ class Sender {
     // A row that never came into the ring fails the call, and was sent all the same.
     if (call_.is_peer(call_.lane) && !call_.failed()) {
       fence_global_and_bulk();
-      store_release_system(call_.ready(call_.lane, writer_at(call_.args, call_.lane), slot), word);
+      call_.peer(call_.lane).signal(call_.ready(call_.rank_at(call_.lane), slot), word);
     }
     __syncwarp();
   }

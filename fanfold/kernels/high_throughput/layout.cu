@@ -3,7 +3,7 @@
 // The grid is one cluster. Each of its CTAs counts some of the tokens in its own shared memory, and
 // then adds up what all have counted of some of the columns: so one launch does, and the results
 // need not be zero before. A warp takes as many whole tokens at a step as it has lanes for their
-// choices.
+// top-k entries.
 //
 // Constants: kRanks, kExperts, kTopK, kWarps, kClusterCtas.
 #include "constants.h"
@@ -19,7 +19,7 @@ inline constexpr int kColumns = kExperts + kRanks;  // what is counted: experts,
 inline constexpr int kStepTokens = kWarpLanes / kTopK;
 inline constexpr int kStepPairs = kStepTokens * kRanks;  // of a token and a rank, row-major
 inline constexpr int kPairsOfLane = (kStepPairs + kWarpLanes - 1) / kWarpLanes;
-// Steps whose choices a warp waits for together: fewer where a step has more tokens.
+// Steps whose entries a warp waits for together: fewer where a step has more tokens.
 inline constexpr int kAhead = kPairsOfLane <= 4 ? 8 : kPairsOfLane <= 8 ? 4 : 1;
 static_assert(kTopK <= kWarpLanes && kRanks <= kMostHighThroughputRanks);
 static_assert(kExperts % kRanks == 0);
@@ -90,7 +90,7 @@ class LayoutCounter {
 
   __device__ int rank_of(int i) const { return (i * kWarpLanes + lane_) % kRanks; }
 
-  // The ranks of this choice and of its token's later ones, a bit for each: so the first has all.
+  // The ranks of this entry and of its token's later ones, a bit for each: so the first has all.
   __device__ uint32_t with_those_behind(uint32_t ranks) const {
     const int k = lane_ % kTopK;
 #pragma unroll

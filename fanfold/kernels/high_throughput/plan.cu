@@ -1,6 +1,6 @@
 // The plan of a new routing: for every token how many rows go to each rank before it, and for every
-// choice the expert-major row that it gets there. All ranks tell each other how many rows they have
-// for every expert, so that each knows all places by itself.
+// top-k entry the expert-major row that it gets there. All ranks tell each other how many rows they
+// have for every expert, so that each knows all places by itself.
 //
 // Tokens are looked at in tiles of 32: one word for each expert says which tokens of the tile name
 // it, so that a token that names an expert twice counts once, and its place is the number of bits
@@ -25,7 +25,7 @@ struct PlanShared {
   bool met;
 };
 
-// What a void call leaves for who reads it on the GPU: no rows.
+// The results of an aborted call, for its readers on the GPU: no rows.
 __device__ __forceinline__ void bring_nothing(const PlanArgs& args) {
   for (int e = static_cast<int>(threadIdx.x); e < kLocalExperts + 2; e += kThreads) {
     args.offsets[e] = 0;
@@ -135,8 +135,7 @@ class Planner {
       const bool good = raw >= -1 && raw < kExperts;
       if (args_.choices != nullptr) args_.choices[i] = good ? static_cast<int32_t>(raw) : -1;
       if (good) continue;
-      call_.report(HighThroughputReportKind::kIndex, args_.call.rank,
-                   static_cast<int32_t>(i / kTopK),
+      call_.report(ReportKind::kIndex, args_.call.rank, static_cast<int32_t>(i / kTopK),
                    bad_choice(static_cast<int32_t>(i % kTopK), raw));
     }
   }
@@ -147,10 +146,10 @@ class Planner {
     if (thread() == 0) {
       uint32_t* gathered = &args_.call.state->gathered;
       add_release_gpu(gathered, 1u);
-      Patience patience(call_);
+      Deadline deadline(call_);
       shared_.met = true;
       while (shared_.met && load_acquire_gpu(gathered) != gridDim.x)
-        shared_.met = !patience.exhausted(args_.call.rank, 0);
+        shared_.met = !deadline.expired(args_.call.rank, 0);
     }
     __syncthreads();
     return shared_.met;
@@ -171,30 +170,30 @@ class Planner {
     __syncthreads();
   }
 
-  __device__ uint64_t* counts(int owner, int source) const {
-    return call_.at<uint64_t>(owner, args_.call.at.counts) +
-           int64_t{call_.parity() * kRanks + source} * kColumns;
+  __device__ int64_t count_at(int source, int column) const {
+    const int64_t row = int64_t{call_.parity() * kRanks + source} * kColumns;
+    return args_.call.at.counts + (row + column) * 8;
   }
 
   __device__ void push_counts() const {
     for (int peer = cta(); peer < kRanks; peer += ctas()) {
       if (!call_.is_peer(peer)) continue;
-      uint64_t* theirs = counts(peer, writer_at(args_.call, peer));
+      const int64_t theirs = count_at(call_.rank_at(peer), 0);
       for (int c = thread(); c < kColumns; c += kThreads) {
         const auto rows = static_cast<uint32_t>(shared_.total[c]);
-        store_relaxed_system(theirs + c, CountedWord{call_.epoch, rows}.encode());
+        call_.peer(peer).put(theirs + int64_t{c} * 8, CountedWord{call_.epoch, rows}.encode());
       }
     }
   }
 
   __device__ int await_count(int source, int column) const {
-    const uint64_t* word = counts(args_.call.rank, source) + column;
-    Patience patience(call_);
+    const auto* word = call_.own_at<const uint64_t>(count_at(source, column));
+    Deadline deadline(call_);
     CountedWord counted{};
     do {
       counted = CountedWord::decode(load_relaxed_system(word));
       if (counted.epoch == call_.epoch) return static_cast<int>(counted.count);
-    } while (!patience.exhausted(source, counted.epoch));
+    } while (!deadline.expired(source, counted.epoch));
     return 0;
   }
 
@@ -204,7 +203,7 @@ class Planner {
       int before = 0, all = 0;
       for (int source = 0; source < kRanks; ++source) {
         const int rows = call_.is_peer(source) ? await_count(source, c) : shared_.total[c];
-        before += source < writer_at(args_.call, c / kLocalExperts) ? rows : 0;
+        before += source < call_.rank_at(c / kLocalExperts) ? rows : 0;
         all += rows;
       }
       shared_.next[c] += before;
@@ -267,7 +266,7 @@ class Planner {
     // By a warp of its own, as thread 0 waits for counts, too.
     if (call_.warp == 1 && call_.lane < kRanks) {
       int before = 0;
-      for (int source = 0; source < writer_at(args_.call, call_.lane); ++source)
+      for (int source = 0; source < call_.rank_at(call_.lane); ++source)
         before += count_of(source, call_.lane);
       args_.first_rows[call_.lane] = before;
     }
@@ -327,10 +326,10 @@ __global__ void __launch_bounds__(kThreads, 1) plan(const __grid_constant__ Plan
   wait_for_previous_kernel();
   // Who refuses a call launches this whatever the call was, with the routing if it knows it.
   const bool refuses = args.call.refused != 0;
-  if (refuses && args.source_prefix != nullptr && is_void(args.source_prefix)) return;
+  if (refuses && args.source_prefix != nullptr && is_aborted(args.source_prefix)) return;
   const Call call(args.call, HighThroughputPhase::kPlan);
   gather(call, shared.participants);
-  const bool moves = !shared.participants.is_void;
+  const bool moves = !shared.participants.is_aborted;
   if (moves) Planner(args, shared, call).run();
   if (!moves && args.offsets != nullptr && blockIdx.x == 0) bring_nothing(args);
   if (!moves && args.totals != nullptr && blockIdx.x == 0 && threadIdx.x == 0)

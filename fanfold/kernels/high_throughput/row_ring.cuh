@@ -71,9 +71,9 @@ class RowRing {
 
   // Loads from this GPU's own memory, which comes or fails; the bound is there all the same.
   __device__ void await(uint32_t row) const {
-    Patience patience(call_);
+    Deadline deadline(call_);
     while (!phase_is_over(&shared.full[slot_of(row)], (row / kSlots) & 1u))
-      if (patience.exhausted(call_.args.rank, row)) break;
+      if (deadline.expired(call_.args.rank, row)) break;
     __syncwarp();
   }
 

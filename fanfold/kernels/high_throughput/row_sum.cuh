@@ -77,13 +77,13 @@ class RowSums {
 
   template <class Rows>
   __device__ void store(int place, const uint4 (&units)[kLaneUnits], const Rows& rows) const {
-    auto* to = reinterpret_cast<uint4*>(rows.to(place)) + lane_;
+    const auto to = rows.to(place).from(lane_ * kUnitBytes);
 #pragma unroll
     for (int u = 0; u < kLaneUnits; ++u)
-      if (has_unit(u)) store_weak(to + u * kWarpLanes, units[u]);
+      if (has_unit(u)) to.put_unit(u * kWarpLanes * kUnitBytes, units[u]);
   }
 
-  // The first row of a sum is added to nothing, as the others are to it: a way of its own would
+  // The first row of a sum is added to nothing, as the others are to it: a path of its own would
   // save additions, but be as much code again, and took longer (docs/decisions/combine.md).
   template <class Rows>
   __device__ void add(const Entry& entry, const uint4 (&units)[kLaneUnits], const Rows& rows) {

@@ -1,4 +1,4 @@
-// What the kernel that quantises rows is told (fanfold/formats.py says what the results are).
+// Arguments of the kernel that quantises rows (fanfold/formats.py says what the results are).
 #pragma once
 
 #include "layout/types.h"

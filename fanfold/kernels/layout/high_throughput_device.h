@@ -1,10 +1,10 @@
 // The high-throughput mode in the memory of GPUs: where peers write, how single words are encoded,
-// and what the kernels are told. The protocol: docs/high_throughput.md.
+// and the arguments of the kernels. The protocol: docs/high_throughput.md.
 //
-//   announcements  [parity][source rank]               u64    every call
+//   arrivals       [parity][source rank]               u64    every call
 //   counts         [parity][source rank][expert, rank] u64    a plan: of all experts, then ranks
 //   ready          [source rank][word of the ring]     u64    a batch of rows has arrived
-//   taken          [reader rank][word of the ring]     u64    the reader has read a batch
+//   acks           [reader rank][word of the ring]     u64    the reader has read a batch
 //   ring           [source rank][slot][token]          rows   what the sources send
 //   results        [row]                               rows   of dispatches in place
 //
@@ -22,33 +22,33 @@ inline constexpr int32_t kBatchTokens = 8;
 inline constexpr int32_t kShortBatchTokens = 2;
 inline constexpr int32_t kMostShortTokens = 1024;  // that a dispatch sends in short batches
 static_assert(kBatchTokens % kShortBatchTokens == 0);
-// Words that tell of the slots of one ring. In a dispatch each slot has one, and expert-major in
+// Words for the slots of one ring. In a dispatch each slot has one, and expert-major in
 // place one more for each of its rows. A combine cuts its rows into slices of columns, each of
 // which comes and goes for itself, and has its own.
 inline constexpr int32_t kRingWords = 2048;
 inline constexpr int32_t kMostSlices = 16;
 inline constexpr int32_t kMostDispatchSlots = kRingWords;
-inline constexpr int32_t kMostLandingSlots = kRingWords / (1 + kBatchTokens);
+inline constexpr int32_t kMostDestinationSlots = kRingWords / (1 + kBatchTokens);
 // The ranks of a token are the bits of one word.
 inline constexpr int32_t kMostHighThroughputRanks = 32;
 inline constexpr int32_t kMostHighThroughputCtas = 64;
 
 // What a rank says when it begins a call, which also says that it has left the one before: its
 // memory is free for this one.
-struct AnnouncementWord {
-  uint32_t epoch;   // the call's number, 24 bits
-  uint32_t facts;   // 16 bits of what ranks must agree about
-  uint32_t tokens;  // 23 bits
+struct ArrivalWord {
+  uint32_t epoch;      // the call's number, 24 bits
+  uint32_t signature;  // 16 bits of what ranks must agree about
+  uint32_t tokens;     // 23 bits
   bool refused;
 
   static constexpr uint32_t kEpochMask = 0xffffffu;
   static constexpr int32_t kMostTokens = (1 << 23) - 1;
 
   FANFOLD_HD constexpr uint64_t encode() const {
-    return (uint64_t{epoch & kEpochMask} << 40) | (uint64_t{facts & 0xffffu} << 24) |
+    return (uint64_t{epoch & kEpochMask} << 40) | (uint64_t{signature & 0xffffu} << 24) |
            (uint64_t{refused} << 23) | tokens;
   }
-  FANFOLD_HD static constexpr AnnouncementWord decode(uint64_t word) {
+  FANFOLD_HD static constexpr ArrivalWord decode(uint64_t word) {
     return {static_cast<uint32_t>(word >> 40), static_cast<uint32_t>(word >> 24) & 0xffffu,
             static_cast<uint32_t>(word) & 0x7fffffu, ((word >> 23) & 1u) != 0};
   }
@@ -130,7 +130,7 @@ struct PlaceWord {
 
 // Of a dispatch in place, expert-major: the row of the reader's results to which a row of a batch
 // has been sent.
-struct LandingWord {
+struct DestinationWord {
   uint32_t use;  // as in BatchWord
   uint32_t row;
   bool copies;  // the token has other rows there
@@ -140,15 +140,15 @@ struct LandingWord {
   FANFOLD_HD constexpr uint64_t encode() const {
     return (uint64_t{use} << 32) | (uint64_t{copies} << 31) | row;
   }
-  FANFOLD_HD static constexpr LandingWord decode(uint64_t word) {
+  FANFOLD_HD static constexpr DestinationWord decode(uint64_t word) {
     return {static_cast<uint32_t>(word >> 32), static_cast<uint32_t>(word) & kNowhere,
             ((word >> 31) & 1u) != 0};
   }
 };
-inline constexpr int32_t kLandingsAt = kMostLandingSlots;  // behind the words of the slots
+inline constexpr int32_t kDestinationsAt = kMostDestinationSlots;  // behind the words of the slots
 
 struct HighThroughputOffsets {
-  int64_t announcements, counts, ready, taken, ring, results;
+  int64_t arrivals, counts, ready, acks, ring, results;
 };
 
 // How a region of symmetric memory is divided. Slots and the stride of rows are the kernel's own
@@ -159,13 +159,13 @@ struct HighThroughputDeviceLayout {
 
   FANFOLD_HD constexpr HighThroughputOffsets offsets() const {
     HighThroughputOffsets at{};
-    at.announcements = 0;
+    at.arrivals = 0;
     at.counts = align_up(int64_t{2} * ranks * 8, kAreaAlignment);
     at.ready =
         at.counts + align_up(int64_t{2} * ranks * (kMostCounted + ranks) * 8, kAreaAlignment);
     const int64_t words = align_up(int64_t{ranks} * kRingWords * 8, kAreaAlignment);
-    at.taken = at.ready + words;
-    at.ring = at.taken + words;
+    at.acks = at.ready + words;
+    at.ring = at.acks + words;
     at.results = at.ring + ranks * ring_bytes;
     return at;
   }
@@ -183,45 +183,30 @@ struct HighThroughputState {
   uint32_t failed;    // 1: no call can be trusted any more
 };
 
-enum class HighThroughputReportKind : uint32_t {
-  kTimeout = 0,
-  kIndex = 1,
-  kRefused = 2,
-  kDisagreement = 3,
-  kCapacity = 4
-};
-
-struct alignas(16) HighThroughputReport {
-  uint32_t call;  // 1 + phase, | peer << 8; 0: nothing to report
-  uint32_t epoch;
-  int32_t first;
-  int32_t second;  // kIndex: `bad_choice`
-};
-
 enum class HighThroughputPhase : uint32_t { kPlan = 0, kDispatch = 1, kCombine = 2 };
 
 // Stands in the first word of a routing's source_prefix when a plan, or the first dispatch by it,
 // has moved nothing.
-inline constexpr int32_t kVoidRouting = -1;
+inline constexpr int32_t kAbortedRouting = -1;
 
-// What all kernels are told.
+// Arguments of all kernels.
 struct HighThroughputArgs {
   unsigned char* peers[kMostHighThroughputRanks];  // every rank's symmetric memory
   HighThroughputOffsets at;
   HighThroughputState* state;
-  HighThroughputReport* reports;
+  Report* reports;
   int64_t timeout_ns;
   int32_t rank;
   int32_t tokens;   // of this rank
   int32_t slots;    // of each ring
   int32_t senders;  // CTAs that begin as senders
-  uint32_t facts;
+  uint32_t signature;
   int32_t refused;
 };
 
 struct PlanArgs {
   HighThroughputArgs call;
-  const int64_t* topk_idx;  // [tokens][top_k], -1 is no choice
+  const int64_t* topk_idx;  // [tokens][top_k], -1 is no expert
   int32_t* counted;         // scratch: [CTAs][experts + ranks]
   int32_t alignment;        // of every expert's rows
   // What the source keeps, to send by.
@@ -240,7 +225,7 @@ struct PlanArgs {
 
 // Where the tokens of one rank go, which it finds out by itself.
 struct DispatchLayoutArgs {
-  const int64_t* topk_idx;  // [tokens][top_k]; what is no expert is no choice
+  const int64_t* topk_idx;  // [tokens][top_k]; what is no expert counts as -1
   int64_t tokens;
   int32_t* tokens_per_rank;         // [ranks]
   int32_t* tokens_per_expert;       // [experts]: as often as tokens name it
@@ -254,10 +239,10 @@ struct HighThroughputDispatchArgs {
   int64_t scale_token_stride, scale_word_stride;  // in words
   const int32_t* rows;                            // of the plan
   const int32_t* first_rows;                      // likewise
-  const uint32_t* lanes;   // [tokens][top_k]: the plan's places, expert-major; else its choices
-  const float* weights;    // [tokens][top_k], or null
-  int32_t* source_prefix;  // made void with a new routing, if the call is
-  const int64_t* offsets;  // of the plan, as the following
+  const uint32_t* topk_words;  // [tokens][top_k]: the plan's places, expert-major; else its experts
+  const float* weights;        // [tokens][top_k], or null
+  int32_t* source_prefix;      // marked as aborted with a new routing, if the call is
+  const int64_t* offsets;      // of the plan, as the following
   const int32_t* tokens_per_expert;
   int64_t capacity;      // rows of the results
   int64_t result_rows;   // in place: rows that fit the ranks' memory, no fewer than any capacity
@@ -294,7 +279,7 @@ struct HighThroughputCombineArgs {
   const int32_t* rows_of;        // [rows][top_k]; expert-major
   const unsigned char* y;        // [rows][row bytes]: the outputs
   const float* row_weights;      // [expert-major rows], or null
-  const float* lane_weights;     // expert-major [rows], token-major [rows][top_k]; or null
+  const float* topk_weights;     // expert-major [rows], token-major [rows][top_k]; or null
   // Of the plan, about this rank's own tokens, and their results.
   const int32_t* rows;           // [tokens][ranks]
   const unsigned char* bias[2];  // [tokens][row bytes], as many as there are

@@ -1,6 +1,6 @@
 // Where everything of the low-latency mode lies in a rank's symmetric memory.
 //
-//   signals, facts  fixed for a number of ranks: they keep their place when the geometry changes
+//   signals, signatures: fixed for a number of ranks, so they stay when the geometry changes
 //   rows            [parity][source rank][source token]  slots    dispatch, by the source
 //   experts         [parity][source rank][token][top_k]  int16    dispatch, by the source
 //   late experts    [parity][source rank][token][top_k]  int16    combine, by the source
@@ -34,8 +34,8 @@ struct LowLatencyGeometry {
   }
 };
 
-// What every rank says of a call before it sends anything, and all must say alike.
-struct LowLatencyFacts {
+// A call's signature: every rank publishes it before it sends anything, and all must be equal.
+struct LowLatencySignature {
   int32_t experts;
   int32_t top_k;
   int32_t hidden;
@@ -44,16 +44,16 @@ struct LowLatencyFacts {
   int32_t weights;   // 0: the call uses none; 1: those that came with dispatch; 2: with combine
   int32_t reserved[2];
 };
-static_assert(sizeof(LowLatencyFacts) == 32);
+static_assert(sizeof(LowLatencySignature) == 32);
 
 // What one rank waits for: `kParities` words from every peer for what belongs to a call, one word
-// from every peer for what only grows, and behind them the facts of the calls. All lie in the
+// from every peer for what only grows, and behind them the signatures of the calls. All lie in the
 // memory of the rank that waits.
 struct LowLatencySignals {
   int32_t ranks;
 
   enum Kind : int32_t {
-    kDispatchAnnounced = 0,  // the facts of the call stand
+    kDispatchAnnounced = 0,  // the signature of the call is there
     kDispatched = 2,         // value: tokens of the source
     kCombineAnnounced = 4,
     kLateRouting = 6,     // value: tokens of the source
@@ -67,13 +67,14 @@ struct LowLatencySignals {
     return ((int64_t{kind} + parity) * ranks + peer) * 8;
   }
   // `announced` says whether dispatch or combine.
-  FANFOLD_HD constexpr int64_t facts_offset(Kind announced, int32_t parity, int32_t peer) const {
+  FANFOLD_HD constexpr int64_t signature_offset(Kind announced, int32_t parity,
+                                                int32_t peer) const {
     const int32_t call = announced == kDispatchAnnounced ? 0 : kParities;
     const int64_t words = int64_t{kKinds} * ranks * 8;
-    return words + (int64_t{call + parity} * ranks + peer) * int64_t{sizeof(LowLatencyFacts)};
+    return words + (int64_t{call + parity} * ranks + peer) * int64_t{sizeof(LowLatencySignature)};
   }
   FANFOLD_HD constexpr int64_t bytes() const {
-    return align_up(facts_offset(kCombineAnnounced, kParities - 1, ranks), kAreaAlignment);
+    return align_up(signature_offset(kCombineAnnounced, kParities - 1, ranks), kAreaAlignment);
   }
 };
 

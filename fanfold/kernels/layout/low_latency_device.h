@@ -1,7 +1,7 @@
 // The low-latency mode in the memory of GPUs: where peers write, how single words are encoded, and
-// what the kernels are told. The protocol: docs/low_latency.md.
+// the arguments of the kernels. The protocol: docs/low_latency.md.
 //
-//   receipts       [source rank]                         u64      any call
+//   acks           [source rank]                         u64      any call
 //   progress                                             u64      this rank, for all to read
 //   calls          [kind][parity][source rank]           u64      both calls, by their sender
 //   counts         [parity][source rank][local expert]   u32      dispatch, by the source
@@ -10,16 +10,16 @@
 //   rows           [parity][source rank][source token]   slots    dispatch, by the source
 //   results        [parity][expert rank][token]          slots    combine, by the expert side
 //
-// Slots and headers announce themselves: each of their words is kept `kAbsent`, a value
-// that no sent word has, so a word that is not absent has arrived. Who reads it makes it absent.
+// Each word of the slots and headers is kept `kSentinel`, a value that no sent word has, so a word
+// that differs has arrived. The rank that reads it writes the sentinel again.
 #pragma once
 
 #include "layout/low_latency.h"
-#include "layout/reports.h"
+#include "layout/protocol.h"
 
 namespace fanfold {
 
-inline constexpr uint32_t kAbsent = 0xffffffffu;
+inline constexpr uint32_t kSentinel = 0xffffffffu;
 // The ranks of a token are the bits of one word.
 inline constexpr int32_t kMostDeviceRanks = 32;
 // The tables of counts are in static shared memory, of which a kernel has 48 KB.
@@ -46,21 +46,17 @@ FANFOLD_HD constexpr SourceToken pair_of(int32_t cta, int32_t turn, int32_t ctas
   return {(place + turn - (cta < place ? 1 : 0)) % ranks, q / ranks};
 }
 
-// A call's number. It says which half of the memory the call uses and marks what the call writes.
-// The first is not 0, which fresh memory holds.
-inline constexpr uint32_t kFirstEpoch = 2;
-
-// What a rank says of its call to each peer: how many tokens it has, whether it refused the call,
-// and what the call is, so that ranks that mean different calls notice.
+// What a rank sends each peer about its call: how many tokens it has, whether it refused the call,
+// and the call's signature, by which ranks that make different calls notice.
 struct CallWord {
   uint32_t tokens;
   bool refused;
-  bool fp8;        // how the rows are laid out, so that a rank that refused can take them away
-  uint32_t facts;  // 16 bits: see `facts_of`
-  uint32_t epoch;  // the low 16 bits
+  bool fp8;            // how the rows are laid out, so that a rank that refused can take them away
+  uint32_t signature;  // 16 bits: see `signature_of`
+  uint32_t epoch;      // the low 16 bits
 
   FANFOLD_HD constexpr uint64_t encode() const {
-    return (uint64_t{epoch & 0xffffu} << 48) | (uint64_t{facts & 0xffffu} << 32) |
+    return (uint64_t{epoch & 0xffffu} << 48) | (uint64_t{signature & 0xffffu} << 32) |
            (uint64_t{fp8} << 25) | (uint64_t{refused} << 24) | tokens;
   }
   FANFOLD_HD static constexpr CallWord decode(uint64_t word) {
@@ -69,10 +65,10 @@ struct CallWord {
             static_cast<uint32_t>(word >> 48)};
   }
   // Sixteen bits of everything that ranks must agree about.
-  FANFOLD_HD static constexpr uint32_t facts_of(const LowLatencyFacts& facts) {
+  FANFOLD_HD static constexpr uint32_t signature_of(const LowLatencySignature& call) {
     uint32_t hash = 2166136261u;
-    for (const int32_t value : {facts.experts, facts.top_k, facts.hidden, facts.max_tokens,
-                                facts.encoding, facts.weights}) {
+    for (const int32_t value :
+         {call.experts, call.top_k, call.hidden, call.max_tokens, call.encoding, call.weights}) {
       hash = (hash ^ static_cast<uint32_t>(value)) * 16777619u;
     }
     return (hash >> 16) ^ (hash & 0xffffu);
@@ -95,8 +91,8 @@ struct CountWord {
   FANFOLD_HD static constexpr CountWord decode(uint32_t word) { return {word >> 8, word & 0xffu}; }
 };
 
-// One choice of one token as its source tells it to a rank: which of the rank's experts, how many
-// earlier rows this source sends to that expert, and the routing weight.
+// One top-k entry of one token, as its source sends it to a rank: which of the rank's experts, how
+// many earlier rows this source sends to that expert, and the routing weight.
 struct HeaderLayout {
   int32_t experts_per_rank;
 
@@ -107,7 +103,7 @@ struct HeaderLayout {
     return bits;
   }
   FANFOLD_HD constexpr uint32_t elsewhere() const { return (1u << expert_bits()) - 1u; }
-  // The highest bit stays zero, so that no header is absent.
+  // The highest bit stays zero, so that no header is the sentinel.
   FANFOLD_HD constexpr int64_t most_tokens() const { return int64_t{1} << (31 - expert_bits()); }
 
   FANFOLD_HD constexpr uint64_t encode(uint32_t local, uint32_t place, uint32_t weight) const {
@@ -127,75 +123,8 @@ struct HeaderLayout {
 static_assert(HeaderLayout{64}.elsewhere() > 63 && HeaderLayout{63}.elsewhere() > 62);
 static_assert(HeaderLayout{64}.place(HeaderLayout{64}.encode(63, 4711, 0xffffffff)) == 4711);
 
-// Calls of each kind that a rank has received whole, as it tells its peers.
-struct Receipt {
-  uint32_t dispatches;
-  uint32_t combines;
-
-  FANFOLD_HD constexpr uint64_t encode() const { return (uint64_t{combines} << 32) | dispatches; }
-  FANFOLD_HD static constexpr Receipt decode(uint64_t word) {
-    return {static_cast<uint32_t>(word), static_cast<uint32_t>(word >> 32)};
-  }
-};
-
-enum class CallKind : int32_t { kDispatch = 0, kCombine = 1 };
-enum Phases : uint32_t { kSend = 1, kReceive = 2, kWhole = 3 };
-
-// Which kernel a rank is in: written by each at its start in the rank's own memory, read by peers
-// that have waited long. Kernels of a rank run one after another, so what the word counts has begun
-// and nothing else has.
-//
-//   bits 0-1   the kernel's phases; 0: no kernel has run yet
-//   bit 2      its kind of call
-//   bit 3      whether its send half waits for headers of all peers
-//   bits 4-33  of each kind 15 bits of the calls whose send half has begun, this one's included
-//   bits 34-63 of each kind 15 bits of the calls received whole before this kernel
-struct Progress {
-  uint64_t word;
-
-  static constexpr uint32_t kCountMask = 0x7fff;
-
-  FANFOLD_HD static constexpr Progress of(CallKind kind, uint32_t phases, bool needs_headers) {
-    return {(phases & 3u) | static_cast<uint64_t>(kind) << 2 |
-            static_cast<uint64_t>(needs_headers) << 3};
-  }
-  FANFOLD_HD constexpr Progress with_counts(int kind, uint32_t sends, uint32_t received) const {
-    return {word | static_cast<uint64_t>(sends & kCountMask) << (4 + 15 * kind) |
-            static_cast<uint64_t>(received & kCountMask) << (34 + 15 * kind)};
-  }
-
-  FANFOLD_HD constexpr bool does(Phases phase) const { return (word & phase) != 0; }
-  FANFOLD_HD constexpr int kind() const { return static_cast<int>(word >> 2 & 1u); }
-  FANFOLD_HD constexpr bool needs_headers() const { return (word >> 3 & 1u) != 0; }
-  FANFOLD_HD constexpr uint32_t sends(int kind) const {
-    return static_cast<uint32_t>(word >> (4 + 15 * kind)) & kCountMask;
-  }
-  FANFOLD_HD constexpr uint32_t received(int kind) const {
-    return static_cast<uint32_t>(word >> (34 + 15 * kind)) & kCountMask;
-  }
-  // The number of the kernel's call of its kind, counted from 1.
-  FANFOLD_HD constexpr uint32_t call() const {
-    return does(kReceive) ? (received(kind()) + 1) & kCountMask : sends(kind());
-  }
-
-  // By how many calls `count` is short of `wanted`; not positive if it is not.
-  FANFOLD_HD static constexpr int32_t shortfall(uint32_t count, uint32_t wanted) {
-    return static_cast<int32_t>((wanted - count) << 17) >> 17;
-  }
-  // Whether this kernel cannot end before `peer`, live, begins a kernel behind its own: one that
-  // sends what this one receives, or that tells what the peer's own has received. If so of two
-  // kernels mutually, neither ever ends. A kernel that has ended needs nothing of anybody.
-  FANFOLD_HD constexpr bool needs(Progress peer) const {
-    const int k = kind();
-    if (does(kReceive) && shortfall(peer.sends(k), received(k) + 1) > 0) return true;
-    if (!does(kSend)) return false;
-    if (needs_headers() && shortfall(peer.sends(k), sends(k)) > 0) return true;
-    return shortfall(peer.received(k), sends(k) - 2) > 0;
-  }
-};
-
 struct LowLatencyDeviceOffsets {
-  int64_t receipts, progress, calls, counts, headers, late_headers, rows, results, end;
+  int64_t acks, progress, calls, counts, headers, late_headers, rows, results, end;
   int64_t row_stride;
 };
 
@@ -212,7 +141,7 @@ struct LowLatencyDeviceLayout {
     const int64_t headers_bytes = align_up(slots * geometry.top_k * 8, kAreaAlignment);
     LowLatencyDeviceOffsets at{};
     at.row_stride = row_stride();
-    at.receipts = 0;
+    at.acks = 0;
     at.progress = align_up(int64_t{geometry.ranks} * 8, kAreaAlignment);
     at.calls = at.progress + kAreaAlignment;
     at.counts = at.calls + align_up(2 * sources * 8, kAreaAlignment);
@@ -230,11 +159,11 @@ static_assert(LowLatencyDeviceLayout{{4, 512, 22, 1000, 7}, true}.offsets().rows
 
 // Stands in the table's tokens of source 0 after a dispatch that a rank has refused. Every rank
 // that received it sees it, and combines nothing.
-inline constexpr int32_t kVoid = -1;
+inline constexpr int32_t kAborted = -1;
 // The same where the weights come with combine: in a word that no caller gets, and in the ranges'
 // first entry for a handle that has come without that word. No caller writes it there by filling or
 // by chance: a rank that combines nothing while others combine keeps them waiting.
-inline constexpr int64_t kVoidLate = -0x5cc5'9a6b'37d4'e1b3;
+inline constexpr int64_t kAbortedLate = -0x5cc5'9a6b'37d4'e1b3;
 
 // What combine must know of the dispatch before it, where the weights came with dispatch. It lies
 // in a tensor of the caller's: entries, entries of each (source, token), tokens of each source,
@@ -256,41 +185,9 @@ struct TableLayout {
   FANFOLD_HD constexpr int64_t bytes() const { return ranks_offset() + int64_t{max_tokens} * 4; }
 };
 
-// What a kernel has found wrong, for the host to raise. One slot of each kind, in host memory.
-enum class ReportKind : uint32_t {
-  kTimeout = 0,
-  kIndex = 1,
-  kRefused = 2,
-  kDisagreement = 3,
-  kOtherCall = 4
-};
-inline constexpr int32_t kReportKinds = 5;
-
-struct alignas(16) Report {
-  uint32_t call;  // 1 + kind of call, | peer << 8; 0: nothing to report
-  uint32_t epoch;
-  // kTimeout: calls received, if the peer's receipt was waited for; kIndex: the token; kOtherCall:
-  // 1 + the kind of the peer's call
-  int32_t first;
-  // kTimeout: whether the peer's receipt was waited for; kIndex: `bad_choice`; kOtherCall: the
-  // number of the peer's call
-  int32_t second;
-};
-
 struct LowLatencyReports {
   Report kinds[kReportKinds];
   uint32_t late[kMostDeviceRanks];  // `call_id` of the call that masked the rank, which was late
-};
-
-// Tells a call from those near it; never 0.
-FANFOLD_HD constexpr uint32_t call_id(CallKind kind, uint32_t epoch) {
-  return (epoch << 2) | (static_cast<uint32_t>(kind) << 1) | 1u;
-}
-
-// A CTA's own count of the calls it has taken part in, so that no CTA waits for another.
-struct CtaEpochs {
-  uint32_t send;
-  uint32_t receive;
 };
 
 // Memory of one rank that only its own kernels use.
@@ -300,7 +197,7 @@ struct LowLatencyState {
   uint32_t failed;  // the call after which none can be trusted any more (`call_id`); 0: none
 };
 
-// What both kernels are told.
+// Arguments of both kernels.
 struct CallArgs {
   unsigned char* peers[kMostDeviceRanks];  // every rank's symmetric memory
   LowLatencyDeviceOffsets at;
@@ -311,7 +208,7 @@ struct CallArgs {
   int32_t tokens;  // of this rank
   int32_t max_tokens;
   uint32_t phases;
-  uint32_t facts;
+  uint32_t signature;
   int32_t refused;    // this rank takes part without tokens, and keeps nothing of what comes
   int32_t mask_late;  // go on without a peer that is late
   int32_t senders;    // CTAs that push rows only; dispatch
@@ -320,14 +217,14 @@ struct CallArgs {
 struct DispatchArgs {
   CallArgs call;
   const unsigned char* x;     // [tokens][hidden] bf16
-  const int64_t* topk_idx;    // [tokens][top_k], -1 is no choice
+  const int64_t* topk_idx;    // [tokens][top_k], -1 is no expert
   const float* topk_weights;  // [tokens][top_k], or null
   unsigned char* rows;        // [local experts][capacity][hidden]
   uint32_t* scales;           // [local experts][blocks][capacity], or packed
   int32_t* counts;            // [local experts]
   int32_t* source_tokens;     // [local experts][capacity]
   int64_t* ranges;            // [local experts][ranks]: count | first row << 32
-  int64_t* voided;            // kVoidLate if a rank has refused this dispatch, else 0; or null
+  int64_t* aborted;           // kAbortedLate if a rank has refused this dispatch, else 0; or null
   float* row_weights;         // [local experts][capacity], or null
   unsigned char* table;       // TableLayout, or null
   int32_t* expert_totals;     // [local experts], added to, or null
@@ -336,11 +233,11 @@ struct DispatchArgs {
 
 struct CombineArgs {
   CallArgs call;
-  const unsigned char* y;      // outputs, bf16
-  int64_t expert_stride;       // in bytes
-  int64_t row_stride;          // in bytes
-  const int64_t* ranges;       // as dispatch left them; late routing
-  const int64_t* voided;       // whether the dispatch was void (kVoidLate); or null; late routing
+  const unsigned char* y;  // outputs, bf16
+  int64_t expert_stride;   // in bytes
+  int64_t row_stride;      // in bytes
+  const int64_t* ranges;   // as dispatch left them; late routing
+  const int64_t* aborted;  // whether the dispatch was aborted (kAbortedLate); or null; late routing
   const unsigned char* table;  // as dispatch left it; null with late routing
   int32_t weighted;            // whether the table's weights are used
   const int64_t* topk_idx;     // [tokens][top_k]; late routing

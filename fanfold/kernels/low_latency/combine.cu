@@ -8,10 +8,10 @@ namespace fanfold::low_latency {
 
 __global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ CombineArgs args) {
   __shared__ CombineShared shared;
-  const auto is_void = [&] { return of_void_dispatch(args); };
+  const auto is_aborted = [&] { return of_aborted_dispatch(args); };
   // The last CTA has no header to send, as long as there are fewer tokens than CTAs.
-  const int teller = kLate ? static_cast<int>(gridDim.x) - 1 : args.call.senders - 1;
-  run_call<CallKind::kCombine>(args.call, teller, is_void, [&](const Prologue& seen) {
+  const int ack_cta = kLate ? static_cast<int>(gridDim.x) - 1 : args.call.senders - 1;
+  run_call<CallKind::kCombine>(args.call, ack_cta, is_aborted, [&](const Prologue& seen) {
     CombineReceive receive(args, seen);
     if (args.call.phases & kSend) CombineSend(args, shared, seen).run();
     if (args.call.phases & kReceive) receive.run();

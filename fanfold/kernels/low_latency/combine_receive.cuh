@@ -16,7 +16,7 @@ class CombineReceive {
   __device__ void run() {
     const uint32_t live = call_.live_ranks();
     uint32_t ranks = first_ranks_;
-    hear_of_all(live);
+    await_all(live);
     for (int task = first_task(); task < tasks(); task += kWarps * static_cast<int>(gridDim.x)) {
       const int token = task / kSegments;
       if (task != first_task()) ranks = ranks_of_token(token);
@@ -59,9 +59,7 @@ class CombineReceive {
     store_weak(out + part * kSegmentUnits + call_.lane, round_to_bf16(sum));
   }
 
-  __device__ uint4* received(int rank, int token) const {
-    return call_.row(args_.call.rank, rank, token);
-  }
+  __device__ uint4* received(int rank, int token) const { return call_.received_row(rank, token); }
 
   // ---- bf16 rows --------------------------------------------------------------------------------
 
@@ -74,8 +72,8 @@ class CombineReceive {
     for (int j = 0; j < kAtOnce; ++j) {
       if (!wants(first, j, ranks)) continue;
       if ((came >> j & 1u) != 0) add_unweighted(sum, v[j]);
-      // The half is written again when peers have the receipt of this call.
-      store_weak(received(first + j, token) + unit, absent());
+      // The half is written again when peers have the acknowledgement of this call.
+      store_weak(received(first + j, token) + unit, sentinels());
     }
   }
 
@@ -95,7 +93,7 @@ class CombineReceive {
     }
     const uint32_t wanted = open;
     uint32_t lost = 0;
-    CombinePatience patience(call_);
+    CombineDeadline deadline(call_);
     while (true) {
       int late = -1;
 #pragma unroll
@@ -109,7 +107,7 @@ class CombineReceive {
         }
       }
       if (open == 0) return wanted & ~lost;
-      if (!sends_nothing(late) && !patience.exhausted(late)) continue;
+      if (!sends_nothing(late) && !deadline.expired(late)) continue;
       if (call_.failed()) return wanted & ~open & ~lost;
       lost |= 1u << (late - first);
       open &= ~lost;
@@ -121,24 +119,24 @@ class CombineReceive {
   // like these. Looked at only where one is awaited in vain for a while.
   __device__ bool sends_nothing(int rank) {
     if ((++looks_ & 0xffu) != 0) return false;
-    const CallWord word =
-        CallWord::decode(load_relaxed_system(call_.call_word(args_.call.rank, rank)));
+    const auto* place = call_.own_at<const uint64_t>(call_.call_word(rank));
+    const CallWord word = CallWord::decode(load_relaxed_system(place));
     if (word.epoch != (call_.epoch & 0xffffu)) return false;
-    return word.refused || (word.facts != args_.call.facts && args_.call.refused == 0);
+    return word.refused || (word.signature != args_.call.signature && args_.call.refused == 0);
   }
 
   // Every rank is heard of in every call, so that refusals, disagreement and other calls are seen.
   // That takes the warp of the grid with the fewest rows, before its rows: call words leave before
   // rows, and once rows are there no wait could be measured. With late weights the send half has
   // waited for all, and has said how long.
-  __device__ void hear_of_all(uint32_t live) {
+  __device__ void await_all(uint32_t live) {
     const int rank = call_.lane;
     if (blockIdx.x != gridDim.x - 1 || call_.warp != kWarps - 1) return;
-    if ((live >> rank & 1u) != 0) hear_of(rank);
+    if ((live >> rank & 1u) != 0) await_rank(rank);
     __syncwarp();
   }
 
-  __device__ void hear_of(int rank) {
+  __device__ void await_rank(int rank) {
     const WaitClock clock(kLate ? nullptr : args_.wait_ns, rank);
     call_.report_call(rank, call_.await_call<!kLate>(rank));
     clock.stop();
@@ -148,27 +146,27 @@ class CombineReceive {
 
   // The first word of a segment says how it is coded.
   __device__ void add_segment_of(int rank, int token, int part, float (&sum)[kColumnsOfUnit]) {
-    CombinePatience patience(call_);
+    CombineDeadline deadline(call_);
     uint4* units = received(rank, token) + part * kSegmentUnits;
     auto* words = reinterpret_cast<uint32_t*>(units);
     uint32_t mark = load_relaxed_system(words);
-    while (mark == kAbsent) {
-      if (sends_nothing(rank) || patience.exhausted(rank)) break;
+    while (mark == kSentinel) {
+      if (sends_nothing(rank) || deadline.expired(rank)) break;
       mark = load_relaxed_system(words);
     }
-    // Every lane has looked before one of them makes the first word absent.
-    if (__any_sync(kFullWarp, mark == kAbsent)) return;
+    // Every lane has looked before one of them replaces the first word.
+    if (__any_sync(kFullWarp, mark == kSentinel)) return;
     if (mark == kCodedMark) {
-      add_coded(words, rank, part, patience, sum);
+      add_coded(words, rank, part, deadline, sum);
     } else if (has_unit(part, call_.lane)) {
       uint4 v = load_relaxed_system(units + call_.lane);
-      while (!arrived(v) && !patience.exhausted(rank)) v = load_relaxed_system(units + call_.lane);
+      while (!arrived(v) && !deadline.expired(rank)) v = load_relaxed_system(units + call_.lane);
       if (arrived(v)) add_unweighted(sum, v);
-      store_weak(units + call_.lane, absent());
+      store_weak(units + call_.lane, sentinels());
     }
   }
 
-  __device__ void add_coded(uint32_t* words, int rank, int part, CombinePatience& patience,
+  __device__ void add_coded(uint32_t* words, int rank, int part, CombineDeadline& deadline,
                             float (&sum)[kColumnsOfUnit]) {
     const int block = call_.lane / kBlockLanes;
     const int blocks = blocks_of_segment(part);
@@ -180,18 +178,18 @@ class CombineReceive {
     bool here = block >= blocks;
     while (!here) {
       range = load_relaxed_system(words + range_place(block));
-      here = range != kAbsent;
+      here = range != kSentinel;
 #pragma unroll
       for (int i = 0; i < 3; ++i) {
         mine[i] = load_relaxed_system(codes + i);
-        here = here && mine[i] != kAbsent;
+        here = here && mine[i] != kSentinel;
       }
-      if (!here && patience.exhausted(rank)) break;
+      if (!here && deadline.expired(rank)) break;
     }
     __syncwarp();
     if (here && block < blocks) add_codes(sum, range, mine, call_.lane);
     for (int w = call_.lane; w < range_place(blocks); w += kWarpLanes)
-      store_relaxed_gpu(words + w, kAbsent);
+      store_relaxed_gpu(words + w, kSentinel);
   }
 
   const CombineArgs& args_;

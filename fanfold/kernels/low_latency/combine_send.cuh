@@ -13,8 +13,10 @@ class CombineSend {
       : args_(args), shared_(shared), call_(args.call, seen, seen.epochs.send) {}
 
   __device__ void run() {
-    if (blockIdx.x == 0 && call_.warp == 0)
-      call_.push_call_word(call_.await_receipts<true>(), false);
+    if (blockIdx.x == 0 && call_.warp == 0) {
+      call_.await_acks<true>();
+      call_.push_call_word(call_.live_ranks(), false);
+    }
     if constexpr (kLate) send_headers();
     // A rank that refused sends nothing, but takes the headers that come.
     if (!kLate && args_.call.refused != 0) return;
@@ -22,7 +24,7 @@ class CombineSend {
       if (first > 0) __syncthreads();
       const uint32_t live = call_.live_ranks();
       look_up(first, live);
-      if (first == 0) call_.await_receipts();
+      if (first == 0 && call_.warp == kIdleWarp) call_.await_acks();
       __syncthreads();
       send_rows(first);
       const int next =
@@ -33,6 +35,8 @@ class CombineSend {
 
  private:
   static constexpr int kBatch = 4;  // outputs that a lane asks for at once
+  // Looks up no row where there are more warps than rows of a pass.
+  static constexpr int kIdleWarp = kWarps > kPassRows ? kPassRows : 0;
 
   __device__ static SourceToken pair_at(int turn) {
     return pair_of(static_cast<int>(blockIdx.x), turn, static_cast<int>(gridDim.x), kRanks);
@@ -143,14 +147,14 @@ class CombineSend {
       const int part = task % kSegments;
       if (shared_.fan[i] == 0) continue;
       const SourceToken pair = pair_at(first + i);
-      uint4* row =
-          call_.row(pair.source, call_.writer_at(pair.source), pair.token) + part * kSegmentUnits;
+      const Peer segment =
+          call_.row_at(pair.source, pair.token).from(call_.units(part * kSegmentUnits));
       float sum[kColumnsOfUnit] = {};
       if (has_unit(part, call_.lane)) weighted_sum(i, part, sum);
       if constexpr (kLogFmt != 0) {
-        if (push_coded(reinterpret_cast<uint32_t*>(row), part, sum)) continue;
+        if (push_coded(segment, part, sum)) continue;
       }
-      if (has_unit(part, call_.lane)) store_relaxed_system(row + call_.lane, round_to_bf16(sum));
+      if (has_unit(part, call_.lane)) segment.put(call_.units(call_.lane), round_to_bf16(sum));
     }
   }
 
@@ -171,7 +175,7 @@ class CombineSend {
   // ---- rows as LogFMT ---------------------------------------------------------------------------
 
   // False, with nothing written, if the segment cannot be coded or would not be shorter.
-  __device__ bool push_coded(uint32_t* words, int part, const float (&sum)[kColumnsOfUnit]) {
+  __device__ bool push_coded(const Peer& segment, int part, const float (&sum)[kColumnsOfUnit]) {
     if (!fits_coded(part)) return false;
     if (__all_sync(kFullWarp, is_codable(sum)) == 0) return false;
     uint32_t* stage = shared_.stage[call_.warp];
@@ -181,12 +185,11 @@ class CombineSend {
                 call_.lane);
     __syncwarp();
     const int blocks = blocks_of_segment(part);
-    if (call_.lane == 0) store_relaxed_system(words, kCodedMark);
-    if (call_.lane % kBlockLanes == 0 && block < blocks)
-      store_relaxed_system(words + range_place(block), range);
+    const auto put = [&](int place, uint32_t word) { segment.put(int64_t{place} * 4, word); };
+    if (call_.lane == 0) put(0, kCodedMark);
+    if (call_.lane % kBlockLanes == 0 && block < blocks) put(range_place(block), range);
     for (int w = call_.lane; w < blocks * kBlockCodeWords; w += kWarpLanes)
-      store_relaxed_system(words + range_place(w / kBlockCodeWords) + 1 + w % kBlockCodeWords,
-                           stage[w]);
+      put(range_place(w / kBlockCodeWords) + 1 + w % kBlockCodeWords, stage[w]);
     __syncwarp();
     return true;
   }

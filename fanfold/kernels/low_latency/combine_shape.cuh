@@ -12,21 +12,21 @@ inline constexpr int kSegments = (kUnits + kSegmentUnits - 1) / kSegmentUnits;
 inline constexpr int kColumnsOfUnit = kUnitBytes / 2;
 
 using CombineCall = Call<CallKind::kCombine>;
-using CombinePatience = Patience<CallKind::kCombine>;
+using CombineDeadline = Deadline<CombineCall>;
 
 __device__ __forceinline__ bool has_unit(int part, int lane) {
   return kUnits % kSegmentUnits == 0 || part * kSegmentUnits + lane < kUnits;
 }
 
-// Whether the dispatch whose rows come back was void. A rank that refuses may not know which it
+// Whether the dispatch whose rows come back was aborted. A rank that refuses may not know which it
 // was.
-__device__ __forceinline__ bool of_void_dispatch(const CombineArgs& args) {
+__device__ __forceinline__ bool of_aborted_dispatch(const CombineArgs& args) {
   if constexpr (kLate) {
-    return args.voided != nullptr && *args.voided == kVoidLate;
+    return args.aborted != nullptr && *args.aborted == kAbortedLate;
   } else {
     if (args.table == nullptr) return false;
     const TableLayout table{kRanks, kTopK, args.call.max_tokens};
-    return *reinterpret_cast<const int32_t*>(args.table + table.tokens_offset()) == kVoid;
+    return *reinterpret_cast<const int32_t*>(args.table + table.tokens_offset()) == kAborted;
   }
 }
 

@@ -8,9 +8,9 @@ namespace fanfold::low_latency {
 
 __global__ void __launch_bounds__(kThreads, 1) dispatch(const __grid_constant__ DispatchArgs args) {
   __shared__ DispatchShared shared;
-  const auto is_void = [] { return false; };
-  const int teller = args.call.senders - 1;  // a CTA that only sends
-  run_call<CallKind::kDispatch>(args.call, teller, is_void, [&](const Prologue& seen) {
+  const auto is_aborted = [] { return false; };
+  const int ack_cta = args.call.senders - 1;  // a CTA that only sends
+  run_call<CallKind::kDispatch>(args.call, ack_cta, is_aborted, [&](const Prologue& seen) {
     if (args.call.phases & kSend) DispatchSend(args, shared, seen).run();
     if (args.call.phases & kReceive) DispatchReceive(args, shared, seen).run();
   });

@@ -94,15 +94,13 @@ class DispatchReceive {
   }
 
   __device__ const uint32_t* count(int source, int local) const {
-    const CallArgs& call = args_.call;
-    return reinterpret_cast<const uint32_t*>(call.peers[call.rank] + call.at.counts) +
-           (call_.half() * kRanks + source) * kLocalExperts + local;
+    return call_.own_at<const uint32_t>(count_at(call_, source, local));
   }
 
   __device__ int await_count(int source, int local, uint32_t word) {
-    DispatchPatience patience(call_);
+    Deadline deadline(call_);
     while (CountWord::decode(word).tag != CountWord::tag_of(call_.epoch)) {
-      if (patience.exhausted(source)) return 0;
+      if (deadline.expired(source)) return 0;
       word = load_relaxed_system(count(source, local));
     }
     return static_cast<int>(CountWord::decode(word).count);
@@ -114,7 +112,7 @@ class DispatchReceive {
       const int last = kSources - 1;
       const int total = shared_.total[e];
       args_.counts[e] = total;
-      if (args_.expert_totals != nullptr && !is_void()) args_.expert_totals[e] += total;
+      if (args_.expert_totals != nullptr && !is_aborted()) args_.expert_totals[e] += total;
       for (int s = 0; s < kSources; ++s) {
         const int64_t begin = shared_.before[s][e];
         const int64_t end = s == last ? total : shared_.before[s + 1][e];
@@ -125,17 +123,17 @@ class DispatchReceive {
     if (threadIdx.x == 0) publish_tokens();
   }
 
-  // The tokens of each source for combine, and that this dispatch is void if it is.
+  // The tokens of each source for combine, and whether this dispatch is aborted.
   __device__ void publish_tokens() {
-    const bool refused = is_void();
-    if (refused) args_.ranges[0] = kVoidLate;
-    if (args_.voided != nullptr) *args_.voided = refused ? kVoidLate : 0;
+    const bool refused = is_aborted();
+    if (refused) args_.ranges[0] = kAbortedLate;
+    if (args_.aborted != nullptr) *args_.aborted = refused ? kAbortedLate : 0;
     if (args_.table == nullptr) return;
     auto* tokens = reinterpret_cast<int32_t*>(args_.table + table().tokens_offset());
-    for (int s = 0; s < kSources; ++s) tokens[s] = refused ? kVoid : shared_.tokens[s];
+    for (int s = 0; s < kSources; ++s) tokens[s] = refused ? kAborted : shared_.tokens[s];
   }
 
-  __device__ bool is_void() const {
+  __device__ bool is_aborted() const {
     bool refused = false;
 #pragma unroll
     for (int s = 0; s < kSources; ++s) refused = refused || shared_.refused[s];
@@ -190,7 +188,7 @@ class DispatchReceive {
 
   __device__ uint4* received(int first_row, Task task, int ctas) const {
     const SourceToken pair = pair_at(first_row + task.row, ctas);
-    return call_.row(args_.call.rank, pair.source, pair.token);
+    return call_.received_row(pair.source, pair.token);
   }
 
   // All of a warp's segments are asked for at once, and each is copied when it is there.
@@ -204,7 +202,7 @@ class DispatchReceive {
       open |= 1u << i;
       segments[i] = look(received(first_row, task, ctas), task.part);
     }
-    DispatchPatience patience(call_);
+    Deadline deadline(call_);
     while (open != 0) {
       int late = 0;
 #pragma unroll
@@ -221,7 +219,7 @@ class DispatchReceive {
           segments[i] = look(row, task.part);
         }
       }
-      if (open == 0 || !__any_sync(kFullWarp, patience.exhausted(late))) continue;
+      if (open == 0 || !__any_sync(kFullWarp, deadline.expired(late))) continue;
       if (call_.failed()) return;
       // The late rank is masked now: go on with the others.
 #pragma unroll
@@ -231,20 +229,19 @@ class DispatchReceive {
     }
   }
 
-  // What a rank that refused does with the rows that come: it makes them absent, whatever their
-  // encoding.
+  // A rank that refused replaces the rows that arrive by sentinels, whatever their encoding.
   __device__ void drop_rows(int first_row, int ctas) {
     for (int i = call_.warp; i < kPassRows; i += kWarps) {
       const SourceToken pair = pair_at(first_row + i, ctas);
       if (!exists(pair) || shared_.fan[i] == 0) continue;
-      uint4* row = call_.row(args_.call.rank, pair.source, pair.token);
+      uint4* row = call_.received_row(pair.source, pair.token);
       const int units = shared_.fp8[pair.source] ? kHidden / kUnitBytes + (kBlocks + 3) / 4
                                                  : kHidden * 2 / kUnitBytes;
       for (int unit = call_.lane; unit < units; unit += kWarpLanes) {
-        DispatchPatience patience(call_);
-        while (!arrived(load_relaxed_system(row + unit)) && !patience.exhausted(pair.source))
+        Deadline deadline(call_);
+        while (!arrived(load_relaxed_system(row + unit)) && !deadline.expired(pair.source))
           continue;
-        store_weak(row + unit, absent());
+        store_weak(row + unit, sentinels());
       }
     }
   }
@@ -309,11 +306,12 @@ class DispatchReceive {
     }
   }
 
-  // The half is written again when peers have the receipt of this call, which the next kernel
-  // gives.
+  // The half is written again when peers have the acknowledgement of this call, which the next
+  // kernel sends.
   __device__ void clear(uint4* row, int part) const {
-    if (has_unit(part, call_.lane)) store_weak(row + part * kSegmentUnits + call_.lane, absent());
-    if (kFp8 && call_.lane == 0) store_weak(row + kUnits + part, absent());
+    if (has_unit(part, call_.lane))
+      store_weak(row + part * kSegmentUnits + call_.lane, sentinels());
+    if (kFp8 && call_.lane == 0) store_weak(row + kUnits + part, sentinels());
   }
 
   const DispatchArgs& args_;

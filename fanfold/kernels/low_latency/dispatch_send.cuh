@@ -34,7 +34,8 @@ class DispatchSend {
     uint4 low[kAtOnce], high[kAtOnce];
     int expert[kAtOnce];
     load_segments(first, step, low, high, expert);
-    const uint32_t live = call_.await_receipts();
+    const uint32_t live = call_.live_ranks();
+    call_.await_acks();  // each warp, as no barrier follows
     while (true) {
       push_segments(first, step, live, low, high, expert);
       first += step * kAtOnce;
@@ -86,7 +87,8 @@ class DispatchSend {
     if constexpr (kFp8) {
       return quantised(low, high);
     } else {
-      return {{never_absent(low.x), never_absent(low.y), never_absent(low.z), never_absent(low.w)},
+      return {{escape_sentinel(low.x), escape_sentinel(low.y), escape_sentinel(low.z),
+               escape_sentinel(low.w)},
               {}};
     }
   }
@@ -111,10 +113,10 @@ class DispatchSend {
     for (int i = 0; i < kRanks; ++i) {
       const int rank = destination(token, i);
       if ((ranks >> rank & 1u) == 0) continue;
-      uint4* row = call_.row(rank, call_.writer_at(rank), token);
+      const Peer row = call_.row_at(rank, token);
       if (has_unit(part, call_.lane))
-        store_relaxed_system(row + part * kSegmentUnits + call_.lane, segment.data);
-      if (kFp8 && call_.lane == 0) store_relaxed_system(row + kUnits + part, segment.scales);
+        row.put(call_.units(part * kSegmentUnits + call_.lane), segment.data);
+      if (kFp8 && call_.lane == 0) row.put(call_.units(kUnits + part), segment.scales);
     }
   }
 
@@ -133,16 +135,20 @@ class DispatchSend {
   }
 
   __device__ void send_counts() {
-    const uint32_t live = call_.await_receipts<true>();
-    if (call_.warp == 0) call_.push_call_word(live, kFp8);
+    const uint32_t live = call_.live_ranks();
     constexpr int kRounds = (kExperts + kThreads - 1) / kThreads;
     int counts[kRounds] = {};
-    for_each_window(choices_, args_.call.tokens, shared_.tokens_of, [&](int) {
+    const auto count = [&](int) {
 #pragma unroll
       for (int i = 0; i < kRounds; ++i) {
         const int e = static_cast<int>(threadIdx.x) + i * kThreads;
         if (e < kExperts) counts[i] += shared_.tokens_of[e].size();
       }
+    };
+    for_each_window(choices_, args_.call.tokens, shared_.tokens_of, count, [&] {
+      if (call_.warp != 0) return;
+      call_.await_acks<true>();
+      call_.push_call_word(live, kFp8);
     });
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
@@ -150,13 +156,9 @@ class DispatchSend {
       const int rank = e / kLocalExperts;
       if (e >= kExperts || (live >> rank & 1u) == 0) continue;
       const CountWord word{static_cast<uint32_t>(counts[i]), CountWord::tag_of(call_.epoch)};
-      store_relaxed_system(count(rank, call_.writer_at(rank), e % kLocalExperts), word.encode());
+      Peer(args_.call, rank)
+          .put(count_at(call_, rank_at(args_.call, rank), e % kLocalExperts), word.encode());
     }
-  }
-
-  __device__ uint32_t* count(int owner, int writer, int local) const {
-    return reinterpret_cast<uint32_t*>(args_.call.peers[owner] + args_.call.at.counts) +
-           (call_.half() * kRanks + writer) * kLocalExperts + local;
   }
 
   const DispatchArgs& args_;

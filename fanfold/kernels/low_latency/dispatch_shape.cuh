@@ -20,7 +20,12 @@ static_assert(kHidden * (kFp8 ? 1 : 2) % kUnitBytes == 0);
 static_assert(!kFp8 || kSegments == (kBlocks + 3) / 4, "a segment has four scales");
 
 using DispatchCall = Call<CallKind::kDispatch>;
-using DispatchPatience = Patience<CallKind::kDispatch>;
+
+// Where `writer` says how many rows it has for a local expert.
+__device__ __forceinline__ int64_t count_at(const DispatchCall& call, int writer, int local) {
+  const int at = (call.half() * kRanks + writer) * kLocalExperts + local;
+  return call.args.at.counts + int64_t{at} * 4;
+}
 
 // A warp's part of a row: a unit of each lane, and in every lane the scales of the segment.
 struct Segment {

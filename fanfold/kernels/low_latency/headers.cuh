@@ -1,6 +1,6 @@
-// A token's header: what its source tells each rank about the token's choices. It holds how many
-// earlier rows of this source go to the same expert, which the source counts from its own routing,
-// so that a receiver needs to know no other token to place this one's rows.
+// A token's header: what its source sends each rank about the token's top-k entries. It holds how
+// many earlier rows of this source go to the same expert, which the source counts from its own
+// routing, so that a receiver needs to know no other token to place this one's rows.
 //
 // A token goes to an expert once however often it names it (docs/decisions/arithmetic.md): its
 // first mention counts, with the sum of all weights, and the others go nowhere.
@@ -24,28 +24,34 @@ class HeaderSender {
     for (int chunk = first; chunk < last; chunk += kWarps) {
       if (chunk > first) __syncthreads();  // all have read the sets
       const int token = chunk + call_.warp;
-      // A warp without a token has no choices.
+      // A warp without a token has no entries.
       const int looked_at = token < last ? token : choices_.tokens;
       const auto own = TokenChoices::load(choices_, looked_at, call_.lane);
-      const int rows = rows_before(token, Choices::sane(own.raw), min(chunk + kWarps, last));
+      const bool awaits = chunk == first && call_.warp == kWarps - 1;
+      const int rows =
+          rows_before(token, Choices::sane(own.raw), min(chunk + kWarps, last), awaits);
       if (token < last) push_token(token, own, rows);
     }
   }
 
  private:
-  // How many rows go to `expert`, this lane's of the token, from tokens before it.
-  __device__ int rows_before(int token, int expert, int last) {
+  // How many rows go to `expert`, this lane's of the token, from tokens before it. If this warp
+  // `awaits` the acknowledgements, all warps may put headers then.
+  __device__ int rows_before(int token, int expert, int last, bool awaits) {
     int rows = 0;
-    for_each_window(choices_, last, tokens_of_, [&](int first) {
+    const auto count = [&](int first) {
       if (expert >= 0) rows += tokens_of_[expert].size_below(token - first);
+    };
+    for_each_window(choices_, last, tokens_of_, count, [&] {
+      if (awaits) call_.await_acks();
     });
     return rows;
   }
 
   __device__ void push_token(int token, const TokenChoices& own, int rows) {
-    const uint32_t live = call_.await_receipts();
+    const uint32_t live = call_.live_ranks();
     const int expert = Choices::sane(own.raw);
-    // Combine, where its routing is late, meets those that dispatch has told.
+    // Where routing is late, dispatch has reported them before combine meets them.
     if (Kind == CallKind::kDispatch && expert < 0 && own.raw != -1)
       report_bad_index(token, own.raw);
     const uint32_t same = __match_any_sync(kFullWarp, expert);
@@ -68,7 +74,7 @@ class HeaderSender {
 
   __device__ void push(int token, int expert, int place, float weight, uint32_t live) {
     if (call_.lane >= kTopK) return;
-    const uint32_t bits = never_absent(__float_as_uint(weight));
+    const uint32_t bits = escape_sentinel(__float_as_uint(weight));
     // Starting points differ, so that links fill evenly.
 #pragma unroll
     for (int i = 0; i < kRanks; ++i) {
@@ -77,8 +83,9 @@ class HeaderSender {
       const int local = expert - rank * kLocalExperts;
       const bool here = expert >= 0 && local >= 0 && local < kLocalExperts;
       const uint32_t where = here ? static_cast<uint32_t>(local) : kHeader.elsewhere();
-      store_relaxed_system(call_.header(rank, call_.writer_at(rank), token, call_.lane),
-                           kHeader.encode(where, static_cast<uint32_t>(place), bits));
+      Peer(call_.args, rank)
+          .put(call_.header(rank_at(call_.args, rank), token, call_.lane),
+               kHeader.encode(where, static_cast<uint32_t>(place), bits));
     }
   }
 
@@ -91,25 +98,25 @@ class HeaderSender {
   TokenSet* const tokens_of_;
 };
 
-// What the header of one (source, token) says to this rank. Lane k < kTopK holds choice k.
+// The header of one (source, token), decoded for this rank. Lane k < kTopK holds entry k.
 struct Resolved {
-  bool here;     // this lane's choice is one of this rank's experts
+  bool here;     // this lane's entry is one of this rank's experts
   uint32_t all;  // the lanes of which that is so
   int local;     // the expert
   int place;     // among the rows of this source
   float weight;
 };
 
-// Waits for a header, and makes its place absent again. All lanes of a warp take part.
+// Waits for a header, and fills its place with the sentinel again. All lanes of a warp take part.
 template <CallKind Kind>
 __device__ Resolved take_header(const Call<Kind>& call, int source, int token) {
   uint64_t header = kHeader.elsewhere();
   if (call.lane < kTopK) {
-    uint64_t* place = call.header(call.args.rank, source, token, call.lane);
-    Patience<Kind> patience(call);
+    auto* place = call.template own_at<uint64_t>(call.header(source, token, call.lane));
+    Deadline deadline(call);
     header = load_relaxed_system(place);
     while (header == ~uint64_t{0}) {
-      if (patience.exhausted(source)) {
+      if (deadline.expired(source)) {
         header = kHeader.elsewhere();
         break;
       }

@@ -1,8 +1,8 @@
 // LogFMT-10 (csrc/host/numeric.h) of a warp's segment: two blocks of 128 columns, 16 lanes each
 // with eight columns. A coded segment begins with a mark that no bf16 row holds, then come for each
 // block its range and 10 bits a column. A field that the code never uses, that of a negative zero,
-// is mapped to all ones, so that no word is absent. A segment that cannot be coded, or would not be
-// shorter, travels as bf16.
+// is mapped to all ones, so that no word is the sentinel. A segment that cannot be coded, or would
+// not be shorter, travels as bf16.
 #pragma once
 
 #include "low_latency/combine_shape.cuh"

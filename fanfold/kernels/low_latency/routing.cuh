@@ -27,7 +27,7 @@ struct Choices {
   }
 };
 
-// A token's routing row in a warp: lane k has choice k.
+// A token's routing row in a warp: lane k has entry k.
 struct TokenChoices {
   int64_t raw;
   float weight;
@@ -99,12 +99,14 @@ class Window {
 
 // Calls `use(first)` for every window of the tokens before `last`, one at least, while
 // `tokens_of[kExperts]`, in shared memory, has the tokens of that window. All threads of the CTA
-// come, and read the sets until they come to the next barrier.
-template <class Use>
+// come, and read the sets until they come to the next barrier. `meanwhile()` is called once, while
+// the first window is on its way, with a barrier between it and every use.
+template <class Use, class Meanwhile>
 __device__ __forceinline__ void for_each_window(const Choices& choices, int last,
-                                                TokenSet* tokens_of, Use use) {
+                                                TokenSet* tokens_of, Use use, Meanwhile meanwhile) {
   Window window;
   window.load(choices, 0, last);
+  meanwhile();
   for (int first = 0;; first += kWindowTokens) {
     for (int e = static_cast<int>(threadIdx.x); e < kExperts; e += kThreads) tokens_of[e] = {};
     __syncthreads();

@@ -1,0 +1,63 @@
+// The ranks' symmetric memory as kernels reach it. Only `Peer` knows the address of another rank's
+// memory. A place is named by its offset from the start of the memory, which is the same on every
+// rank; modes find offsets with the structs of layout/.
+#pragma once
+
+#include "constants.h"
+#include "device/memory.cuh"
+
+namespace fanfold {
+
+// The memory of one rank, for writing: of a peer, or of this rank, which then is its own peer.
+//
+//   put      words whose order does not matter: each one says by itself that it has arrived
+//   put_unit, put_word
+//            16 or 4 bytes of a row that a signal publishes later
+//   signal   a word that publishes all that this thread has done before
+//
+// A word of 32 bits is never torn. Nothing else is assumed of one put, or of several.
+class Peer {
+ public:
+  template <class Args>
+  __device__ __forceinline__ Peer(const Args& args, int rank) : base_(args.peers[rank]) {}
+
+  // The memory from `offset` on, for several puts beside each other.
+  __device__ __forceinline__ Peer from(int64_t offset) const { return Peer(base_ + offset); }
+
+  template <class Word>
+  __device__ __forceinline__ void put(int64_t offset, Word word) const {
+    store_relaxed_system(at<Word>(offset), word);
+  }
+  __device__ __forceinline__ void put_unit(int64_t offset, uint4 unit) const {
+    store_weak(at<uint4>(offset), unit);
+  }
+  __device__ __forceinline__ void put_word(int64_t offset, uint32_t word) const {
+    *at<uint32_t>(offset) = word;
+  }
+  __device__ __forceinline__ void signal(int64_t offset, uint64_t word) const {
+    store_release_system(at<uint64_t>(offset), word);
+  }
+  // What stands there now. A round trip: for a rank that has waited long, to find out why.
+  __device__ __forceinline__ uint64_t look_up(int64_t offset) const {
+    return load_relaxed_system(at<const uint64_t>(offset));
+  }
+
+ protected:
+  __device__ __forceinline__ explicit Peer(unsigned char* base) : base_(base) {}
+  template <class T>
+  __device__ __forceinline__ T* at(int64_t offset) const {
+    return reinterpret_cast<T*>(base_ + offset);
+  }
+
+ private:
+  unsigned char* base_;
+};
+
+// This rank's own memory, which peers write: kernels read it where it is. `wait` is a loop of loads
+// that asks a Deadline after each.
+template <class T, class Args>
+__device__ __forceinline__ T* own_memory(const Args& args, int64_t offset) {
+  return reinterpret_cast<T*>(args.peers[args.rank] + offset);
+}
+
+}  // namespace fanfold
