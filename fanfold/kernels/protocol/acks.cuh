@@ -15,7 +15,7 @@ __device__ __forceinline__ Acknowledgement received_calls(const Args& args) {
   return {epochs[0][blockIdx.x].receive - kFirstEpoch, epochs[1][blockIdx.x].receive - kFirstEpoch};
 }
 
-// What a peer has acknowledged. An acquire, as the puts that follow must not overtake the peer's last
+// What a peer has acknowledged. An acquire, as the puts that follow must not overtake the peer's
 // look at that memory; a branch between a relaxed load and a store orders nothing in PTX. A bench
 // compiles the relaxed load (kAcquireAcks = 0) to know what the acquire costs.
 __device__ __forceinline__ Acknowledgement load_ack(const uint64_t* place) {
