@@ -16,6 +16,7 @@ import torch.distributed as dist
 import fanfold
 from fanfold.launch import RankFailure, RankPool
 from tests.distributed.layers import Shape, good_call, round_trip, works
+from tests.distributed.stopped_ranks import collect_with_one_stopped, reporting
 
 RANKS = 3
 VICTIM = 1
@@ -87,11 +88,9 @@ def test_killed_rank(own_pool: RankPool, mode: str, phase: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("phase", PHASES)
-def test_stopped_rank(own_pool: RankPool, mode: str, phase: str) -> None:
-    own_pool.submit(_fail_in, [(mode, phase, signal.SIGSTOP, 0.5)] * RANKS)
-    time.sleep(2.5)
-    own_pool.kill(VICTIM, signal.SIGKILL)
-    outcomes = own_pool.collect()
+def test_stopped_rank(own_pool: RankPool, tmp_path: Path, mode: str, phase: str) -> None:
+    own_pool.submit(reporting, [(tmp_path, _fail_in, mode, phase, signal.SIGSTOP, 0.5)] * RANKS)
+    outcomes = collect_with_one_stopped(own_pool, tmp_path, VICTIM)
     for rank in (0, 2):
         error, seconds, after = outcomes[rank]
         _check(error, rank, mode, phase)
@@ -210,7 +209,7 @@ def _interrupted(group: dist.ProcessGroup) -> float:
     with shape.open(group) as ep:
         call = good_call(shape, ep.rank)
         if ep.rank == VICTIM:
-            time.sleep(2.0)
+            time.sleep(1.0)
             return 0.0
         signal.signal(signal.SIGALRM, _raise_interrupt)
         signal.setitimer(signal.ITIMER_REAL, 0.3)

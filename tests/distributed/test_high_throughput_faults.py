@@ -23,6 +23,7 @@ from fanfold.launch import RankFailure, RankPool
 from fanfold.memory.host import SymmetricMemory
 from tests.distributed.layers import caught
 from tests.distributed.routings import Case, Round
+from tests.distributed.stopped_ranks import await_files, collect_with_one_stopped, reporting
 from tests.distributed.test_high_throughput import Pools, opened, run_case, same_bits
 
 RANKS = 3
@@ -277,28 +278,6 @@ PHASES = ("counts", "rows", "cached", "combine", "weights")
 BIG = Case(tokens=(300, 200, 250), experts_per_rank=2, top_k=4, hidden=1024)
 
 
-def _reporting(
-    group: dist.ProcessGroup, folder: Path, function: Callable[..., object], *args: object
-) -> object:
-    outcome = function(group, *args)
-    (folder / f"done {dist.get_rank(group)}").touch()
-    return outcome
-
-
-def _await_files(folder: Path, pattern: str, count: int) -> None:
-    deadline = time.monotonic() + 40.0
-    while len(list(folder.glob(pattern))) < count and time.monotonic() < deadline:
-        time.sleep(0.005)
-
-
-def _collect_with_one_stopped(pool: RankPool, folder: Path) -> list[Any]:
-    """Outcomes of ``_reporting``; the culprit is killed when the others have answered, because a
-    stopped process answers nothing."""
-    _await_files(folder, "done *", RANKS - 1)
-    pool.kill(CULPRIT, signal.SIGKILL)
-    return pool.collect()
-
-
 @pytest.fixture
 def own_pool() -> Iterator[RankPool]:
     """Ranks that this test may kill."""
@@ -372,8 +351,8 @@ def test_killed_rank(own_pool: RankPool, phase: str) -> None:
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_stopped_rank(own_pool: RankPool, tmp_path: Path, phase: str) -> None:
-    own_pool.submit(_reporting, [(tmp_path, _fall_in, phase, signal.SIGSTOP, 0.7)] * RANKS)
-    outcomes = _collect_with_one_stopped(own_pool, tmp_path)
+    own_pool.submit(reporting, [(tmp_path, _fall_in, phase, signal.SIGSTOP, 0.7)] * RANKS)
+    outcomes = collect_with_one_stopped(own_pool, tmp_path, CULPRIT)
     for rank in (0, 2):
         error = _check_fall(outcomes[rank], rank, phase)
         assert not error.peer_gone
@@ -412,11 +391,11 @@ def test_signal_at_any_moment(
 ) -> None:
     timeout_s = 0.7 if number == signal.SIGSTOP else 50.0
     call = (tmp_path, _fall_in_the_middle, tmp_path, timeout_s)
-    own_pool.submit(_reporting, [call] * RANKS)
-    _await_files(tmp_path, "running *", RANKS)
+    own_pool.submit(reporting, [call] * RANKS)
+    await_files(tmp_path, "running *", RANKS)
     time.sleep(delay_s)
     own_pool.kill(CULPRIT, number)
-    _check_middle(_collect_with_one_stopped(own_pool, tmp_path))
+    _check_middle(collect_with_one_stopped(own_pool, tmp_path, CULPRIT))
 
 
 # ---- going on without a rank --------------------------------------------------------------------
