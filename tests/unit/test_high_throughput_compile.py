@@ -104,7 +104,12 @@ def sources(every: list[Kernel]) -> list[KernelSource]:
 FEW = sources(
     kernels(*NAMED[0]) + [kernel for layer in NAMED[1:5] for kernel in some_kernels(*layer)]
 )
-MANY = sources([kernel for layer in [*NAMED, *drawn(12)] for kernel in kernels(*layer)])
+MANY = sources([kernel for layer in [*NAMED, *drawn(4)] for kernel in kernels(*layer)])
+MORE = [
+    source
+    for source in sources([kernel for layer in drawn(12) for kernel in kernels(*layer)])
+    if source not in set(MANY)
+]
 
 
 @pytest.mark.parametrize("source", FEW, ids=short)
@@ -115,6 +120,12 @@ def test_for_hopper(compiled: Compiled, source: KernelSource) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("source", MANY, ids=short)
 def test_many_for_hopper(compiled: Compiled, source: KernelSource) -> None:
+    check(source, compiled(source, "sm_90a"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("source", MORE, ids=short)
+def test_more_for_hopper(compiled: Compiled, source: KernelSource) -> None:
     check(source, compiled(source, "sm_90a"))
 
 
