@@ -14,15 +14,17 @@ import socket
 import sys
 from pathlib import Path
 
-# What ranks of the command line, of the tests and of most programs import.
-_PRELOAD = ("fanfold.nn", "fanfold.deep_ep", "fanfold.bench.run", "fanfold.cli.main")
+# What ranks of the command line, of the tests and of most programs import. No module that may be
+# run by `python -m`: a rank imports the main module as well, and Python warns of the second import.
+_PRELOAD = ("fanfold.nn", "fanfold.deep_ep", "fanfold.bench.run")
 
 
 def _prepare() -> None:
     for module in _PRELOAD:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
-    # The server takes descriptors for each rank. Every rank gets the limit that the program has.
+    # The server takes descriptors for each rank. A rank sets the limit that the program has; other
+    # processes that the program starts from this server keep the higher one.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     atexit.register(_remove, _listening_at(), os.getppid())
