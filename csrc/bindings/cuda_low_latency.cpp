@@ -11,7 +11,7 @@
 #include "base/error.h"
 #include "bindings/address.h"
 #include "bindings/bindings.h"
-#include "bindings/cuda_low_latency_look.h"
+#include "bindings/cuda_low_latency_fast_path.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -82,27 +82,27 @@ void bind_arguments(nb::module_& module) {
               "early"_a);
 }
 
-void bind_quick_look(nb::module_& module) {
-  nb::class_<QuickLook>(module, "CudaQuickLook")
+void bind_fast_path(nb::module_& module) {
+  nb::class_<FastPath>(module, "CudaFastPath")
       .def_static(
           "of",
           [](nb::handle like, const LowLatencyGeometry& geometry, int64_t table_at,
              int64_t source_tokens_at, int64_t row_weights_at) {
-            return QuickLook::of(like, geometry, {table_at, source_tokens_at, row_weights_at});
+            return FastPath::of(like, geometry, {table_at, source_tokens_at, row_weights_at});
           },
           "like"_a, "geometry"_a, "table_at"_a, "source_tokens_at"_a, "row_weights_at"_a)
-      .def("dispatch", &QuickLook::dispatch, "args"_a, "x"_a.none(), "topk_idx"_a.none(),
+      .def("dispatch", &FastPath::dispatch, "args"_a, "x"_a.none(), "topk_idx"_a.none(),
            "topk_weights"_a.none())
-      .def("late", &QuickLook::late, "args"_a, "ranges"_a.none(), "topk_idx"_a.none(),
+      .def("late", &FastPath::late, "args"_a, "ranges"_a.none(), "topk_idx"_a.none(),
            "topk_weights"_a.none())
-      .def("combine", &QuickLook::combine, "args"_a, "tokens"_a, "y"_a.none(), "out"_a.none(),
+      .def("combine", &FastPath::combine, "args"_a, "tokens"_a, "y"_a.none(), "out"_a.none(),
            "block"_a.none())
-      .def("suits", &QuickLook::suits, "x"_a.none(), "topk_idx"_a.none())
-      .def("suits_handle", &QuickLook::suits_handle, "y"_a.none(), "source_tokens"_a.none(),
+      .def("suits", &FastPath::suits, "x"_a.none(), "topk_idx"_a.none())
+      .def("suits_handle", &FastPath::suits_handle, "y"_a.none(), "source_tokens"_a.none(),
            "ranges"_a.none(), "topk_idx"_a.none())
-      .def("place", &QuickLook::place, "args"_a, "rows"_a, "scales"_a.none(), "counts"_a, "block"_a,
+      .def("place", &FastPath::place, "args"_a, "rows"_a, "scales"_a.none(), "counts"_a, "block"_a,
            "weighted"_a)
-      .def("place_late", &QuickLook::place_late, "args"_a, "rows"_a, "scales"_a.none(), "counts"_a,
+      .def("place_late", &FastPath::place_late, "args"_a, "rows"_a, "scales"_a.none(), "counts"_a,
            "ranges"_a, "source_tokens"_a, "row_weights"_a.none());
 }
 
@@ -110,7 +110,7 @@ void bind_quick_look(nb::module_& module) {
 
 void bind_cuda_low_latency(nb::module_& module) {
   bind_arguments(module);
-  bind_quick_look(module);
+  bind_fast_path(module);
   module.attr("CUDA_STATE_BYTES") = sizeof(LowLatencyState);
   module.attr("CUDA_STATE_EPOCHS_BYTES") = sizeof(LowLatencyState::epochs);
   module.attr("CUDA_REPORT_BYTES") = sizeof(LowLatencyReports);

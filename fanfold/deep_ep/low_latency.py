@@ -17,7 +17,7 @@ from fanfold.backends.low_latency import (
     Statistics,
     check_cuda_geometry,
 )
-from fanfold.backends.low_latency.quick import quick_look
+from fanfold.backends.low_latency.fast_path import fast_path_of
 from fanfold.deep_ep.base import BufferBase
 from fanfold.deep_ep.events import EventOverlap
 from fanfold.deep_ep.low_latency_handle import (
@@ -86,7 +86,7 @@ class _ValidatedGeometry:
         self.outputs = (*layout.rows, geometry.hidden)
         self._ranges = layout.ranges
         self._device = device
-        self._look = quick_look(geometry, layout, device)
+        self._fast_path = fast_path_of(geometry, layout, device)
 
     def is_of(self, max_tokens: object, num_experts: object, x: object, topk_idx: object) -> bool:
         """Whether a dispatch of these, as far as they tell the geometry, has this one."""
@@ -96,7 +96,7 @@ class _ValidatedGeometry:
             and max_tokens == geometry.max_tokens
             and type(num_experts) is int
             and num_experts == geometry.num_experts
-            and self._look.suits(x, topk_idx)
+            and self._fast_path.suits(x, topk_idx)
         )
 
     def sums(self, totals: torch.Tensor | None, waits: torch.Tensor | None) -> bool:
@@ -117,7 +117,7 @@ class _ValidatedGeometry:
             max_tokens is geometry.max_tokens
             and hidden is geometry.hidden
             and num_experts is geometry.num_experts
-            and self._look.suits_handle(y, source_info, layout_range, topk_idx)
+            and self._fast_path.suits_handle(y, source_info, layout_range, topk_idx)
         )
 
 

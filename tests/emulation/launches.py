@@ -12,7 +12,7 @@ import torch
 from fanfold import Config, _core, kernel_reports
 from fanfold.backends.low_latency import cuda, cuda_required_bytes
 from fanfold.backends.low_latency.cuda import CudaLowLatency
-from fanfold.backends.low_latency.quick import QuickLook
+from fanfold.backends.low_latency.fast_path import PythonFastPath
 from fanfold.geometry import Geometry
 from tests.emulation.pinned import PAGEABLE
 
@@ -41,11 +41,11 @@ class Gpu:
         return self.launches[-1][0]
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, *, quick_look: str = "core") -> Gpu:
+def stand_in(monkeypatch: pytest.MonkeyPatch, *, fast_path: str = "core") -> Gpu:
     """A GPU that the mode takes the CPU for, with the quick look of the core, or of ``python``."""
     made = Gpu()
-    if quick_look == "python":
-        monkeypatch.setattr(cuda, "quick_look", QuickLook)
+    if fast_path == "python":
+        monkeypatch.setattr(cuda, "fast_path_of", PythonFastPath)
 
     def launch(
         args: Any, kernel: object, ctas: int, threads: int, stream: int, early: bool

@@ -31,7 +31,7 @@ from tests.emulation.launches import (
 @pytest.fixture(params=["core", "python"])
 def gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Gpu:
     """With either quick look."""
-    return stand_in(monkeypatch, quick_look=request.param)
+    return stand_in(monkeypatch, fast_path=request.param)
 
 
 # ---- what is allocated --------------------------------------------------------------------------
@@ -311,7 +311,7 @@ def test_where_tensors_must_be_is_said_first(gpu: Gpu) -> None:
 # ---- what is taken ------------------------------------------------------------------------------
 
 
-def test_what_a_quick_look_does_not_know_is_taken_all_the_same(gpu: Gpu) -> None:
+def test_what_the_fast_path_does_not_accept_is_taken_all_the_same(gpu: Gpu) -> None:
     mode = open_mode()
     x, idx, weights = tokens()
     parameter = torch.nn.Parameter(x)

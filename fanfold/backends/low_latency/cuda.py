@@ -20,7 +20,7 @@ import torch
 
 from fanfold import _core, jit
 from fanfold.backends.low_latency import kernels
-from fanfold.backends.low_latency.closer_look import CloserLook
+from fanfold.backends.low_latency.fast_path import fast_path_of
 from fanfold.backends.low_latency.outputs import (
     Allocator,
     Outputs,
@@ -51,9 +51,9 @@ from fanfold.backends.low_latency.protocol import (
     anywhere,
     once,
 )
-from fanfold.backends.low_latency.quick import quick_look
 from fanfold.backends.low_latency.reports import Reports
 from fanfold.backends.low_latency.sizes import core_geometry
+from fanfold.backends.low_latency.validation import Validation
 from fanfold.config import Config
 from fanfold.deferred_free import free_when_idle
 from fanfold.errors import ArgumentError, FanfoldError, UsageError
@@ -94,7 +94,7 @@ class CudaLowLatency:
         check_devices: DeviceCheck = anywhere,
     ) -> None:
         self.device = memory.device
-        self._closer_look = CloserLook(self.device, check_devices)
+        self._validation = Validation(self.device, check_devices)
         self._memory = memory
         self._config = config
         self._late = late_weights
@@ -161,10 +161,10 @@ class CudaLowLatency:
                 or call.weighted is not weighted
             ):
                 call = self._dispatch_call(plan, row_format, scale_format, weighted)
-            args, look = call.args, plan.look
-            tokens = look.dispatch(args, x, topk_idx, topk_weights)
+            args, fast_path = call.args, plan.fast_path
+            tokens = fast_path.dispatch(args, x, topk_idx, topk_weights)
             if tokens < 0:
-                tokens = self._closer_look.dispatch(geometry, args, x, topk_idx, topk_weights)
+                tokens = self._validation.dispatch(geometry, args, x, topk_idx, topk_weights)
             if call.adds or statistics is not NO_STATISTICS:
                 statistics.check(geometry, self.device)
                 call.adds = statistics is not NO_STATISTICS
@@ -172,7 +172,7 @@ class CudaLowLatency:
                 args.wait_ns = address_of(statistics.wait_ns)
             stream = self._follow()
             empty = self._allocator.empty()
-            dispatched = call.outputs.allocate(empty, look, args, tokens, stream)
+            dispatched = call.outputs.allocate(empty, fast_path, args, tokens, stream)
         except BaseException as error:
             self.refuse_dispatch(error)
             raise
@@ -212,19 +212,19 @@ class CudaLowLatency:
             call = plan.combine
             if call is None or call.weighted is not weighted or call.logfmt is not logfmt:
                 call = self._combine_call(plan, weighted, logfmt)
-            args, look = call.args, plan.look
+            args, fast_path = call.args, plan.fast_path
             if own is not None:
                 tokens, block = own.tokens, own.block
             else:
                 ranges = routing.ranges if type(routing) is LateRouting else None
-                tokens, block = look.late(args, ranges, topk_idx, late_weights), None
+                tokens, block = fast_path.late(args, ranges, topk_idx, late_weights), None
             result = out
             if out is None and tokens >= 0:
                 shape, strides = (tokens, geometry.hidden), (geometry.hidden, 1)
                 result = self._allocator.empty()(shape, strides, torch.bfloat16)
-            if tokens < 0 or not look.combine(args, tokens, y, result, block):
+            if tokens < 0 or not fast_path.combine(args, tokens, y, result, block):
                 own_tokens = (topk_idx, late_weights) if late else None
-                result = self._closer_look.combine(geometry, args, y, routing, own_tokens, result)
+                result = self._validation.combine(geometry, args, y, routing, own_tokens, result)
             args.voided = voided_of(routing)
             if call.adds or wait_ns is not None:
                 Statistics(wait_ns=wait_ns).check(geometry, self.device)
@@ -533,7 +533,7 @@ class CudaLowLatency:
             error = failure
         agree(self._memory.group, {}, error)
         layout = RoutingLayout.of(geometry, 0 if self._late else _core.cuda_table_bytes(core))
-        self._plan = Plan(geometry, calls, layout, quick_look(geometry, layout, self.device))
+        self._plan = Plan(geometry, calls, layout, fast_path_of(geometry, layout, self.device))
         return self._plan
 
     # ---- kernels --------------------------------------------------------------------------------

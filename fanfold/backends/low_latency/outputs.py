@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from fanfold import _core
+from fanfold.backends.low_latency.fast_path import FastPath
 from fanfold.backends.low_latency.protocol import (
     AnyRouting,
     CudaRouting,
@@ -16,7 +17,6 @@ from fanfold.backends.low_latency.protocol import (
     LateRouting,
     RoutingLayout,
 )
-from fanfold.backends.low_latency.quick import Look
 from fanfold.formats import RowFormat, ScaleFormat, scale_columns
 from fanfold.geometry import Geometry
 
@@ -122,7 +122,12 @@ class Outputs:
         )
 
     def allocate(
-        self, empty: Empty, look: Look, args: _core.CudaDispatchArgs, tokens: int, stream: int
+        self,
+        empty: Empty,
+        fast_path: FastPath,
+        args: _core.CudaDispatchArgs,
+        tokens: int,
+        stream: int,
     ) -> Dispatched:
         """The tensors of one call on ``stream``, of which ``tokens`` are this rank's own; ``args``
         learn where they are."""
@@ -131,14 +136,14 @@ class Outputs:
         if self.block is None:
             ranges, source_tokens = empty(*self.ranges), empty(*self.source_tokens)
             weights = None if self.row_weights is None else empty(*self.row_weights)
-            look.place_late(args, rows, scales, counts, ranges, source_tokens, weights)
+            fast_path.place_late(args, rows, scales, counts, ranges, source_tokens, weights)
             voided = empty(*_VOIDED)
             args.voided = voided.data_ptr()
             late = LateRouting(ranges, source_tokens, voided)
             return Dispatched(rows, scales, counts, late, weights)
         block = empty(*self.block)
         weighted = self.weighted
-        look.place(args, rows, scales, counts, block, weighted)
+        fast_path.place(args, rows, scales, counts, block, weighted)
         routing = CudaRouting(block, self.layout, tokens, weighted, stream)
         return Dispatched(rows, scales, counts, routing)
 

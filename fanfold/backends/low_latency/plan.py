@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fanfold import _core
+from fanfold.backends.low_latency.fast_path import FastPath
 from fanfold.backends.low_latency.outputs import Outputs
 from fanfold.backends.low_latency.protocol import RoutingLayout
-from fanfold.backends.low_latency.quick import Look
 from fanfold.errors import UsageError
 from fanfold.formats import RowFormat, ScaleFormat
 from fanfold.geometry import Geometry
@@ -54,7 +54,7 @@ class Plan:
         dispatch, combine: of the last call, as the next is most often alike; of all: ``dispatches``
             and ``combines``.
         layout: of :attr:`CudaRouting.block`.
-        look: a quick one at each of them.
+        fast_path: validates each of them.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class Plan:
         geometry: Geometry,
         core: _core.CudaLowLatency,
         layout: RoutingLayout,
-        look: Look,
+        fast_path: FastPath,
     ) -> None:
         self.geometry = geometry
         self.core = core
         self.layout = layout
-        self.look = look
+        self.fast_path = fast_path
         self.dispatch: DispatchCall | None = None
         self.combine: CombineCall | None = None
         self.dispatches: dict[object, DispatchCall] = {}

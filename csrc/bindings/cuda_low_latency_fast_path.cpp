@@ -1,4 +1,4 @@
-#include "bindings/cuda_low_latency_look.h"
+#include "bindings/cuda_low_latency_fast_path.h"
 
 namespace nb = nanobind;
 
@@ -24,16 +24,16 @@ Target* as(std::byte* address) {
 
 }  // namespace
 
-std::optional<QuickLook> QuickLook::of(Handle like, const LowLatencyGeometry& geometry,
+std::optional<FastPath> FastPath::of(Handle like, const LowLatencyGeometry& geometry,
                                        const RoutingOffsets& offsets) {
   const auto reader = TensorReader::of(like.type());
   if (!reader) return std::nullopt;
   const auto view = reader->read(like);
   if (!view) return std::nullopt;
-  return QuickLook(*reader, view->tensor.device, geometry, offsets);
+  return FastPath(*reader, view->tensor.device, geometry, offsets);
 }
 
-int32_t QuickLook::dispatch(DispatchArgs& args, Handle x, Handle topk_idx,
+int32_t FastPath::dispatch(DispatchArgs& args, Handle x, Handle topk_idx,
                             Handle topk_weights) const {
   const auto rows = reader_.read(x);
   if (!rows) return kUndecided;
@@ -54,7 +54,7 @@ int32_t QuickLook::dispatch(DispatchArgs& args, Handle x, Handle topk_idx,
   return tokens;
 }
 
-int32_t QuickLook::late(CombineArgs& args, Handle ranges, Handle topk_idx,
+int32_t FastPath::late(CombineArgs& args, Handle ranges, Handle topk_idx,
                         Handle topk_weights) const {
   const auto choices = reader_.read(topk_idx);
   if (!choices) return kUndecided;
@@ -70,7 +70,7 @@ int32_t QuickLook::late(CombineArgs& args, Handle ranges, Handle topk_idx,
   return tokens;
 }
 
-bool QuickLook::combine(CombineArgs& args, int32_t tokens, Handle y, Handle out,
+bool FastPath::combine(CombineArgs& args, int32_t tokens, Handle y, Handle out,
                         Handle block) const {
   const int64_t row = int64_t{2} * geometry_.hidden;
   const int64_t expert = geometry_.expert_capacity() * row;
@@ -93,11 +93,11 @@ bool QuickLook::combine(CombineArgs& args, int32_t tokens, Handle y, Handle out,
   return true;
 }
 
-bool QuickLook::suits(Handle x, Handle topk_idx) const {
+bool FastPath::suits(Handle x, Handle topk_idx) const {
   return has_columns(x, geometry_.hidden) && has_columns(topk_idx, geometry_.top_k);
 }
 
-bool QuickLook::suits_handle(Handle y, Handle source_tokens, Handle ranges, Handle topk_idx) const {
+bool FastPath::suits_handle(Handle y, Handle source_tokens, Handle ranges, Handle topk_idx) const {
   const int64_t experts = geometry_.experts_per_rank();
   const int64_t capacity = geometry_.expert_capacity();
   return plain(y, dlpack::kBfloat16, {experts, capacity, geometry_.hidden}) &&
@@ -106,12 +106,12 @@ bool QuickLook::suits_handle(Handle y, Handle source_tokens, Handle ranges, Hand
          has_columns(topk_idx, geometry_.top_k);
 }
 
-bool QuickLook::has_columns(Handle object, int32_t columns) const {
+bool FastPath::has_columns(Handle object, int32_t columns) const {
   const auto view = reader_.read(object);
   return view && view->tensor.dimensions == 2 && view->tensor.shape[1] == columns;
 }
 
-void QuickLook::place(DispatchArgs& args, Handle rows, Handle scales, Handle counts, Handle block,
+void FastPath::place(DispatchArgs& args, Handle rows, Handle scales, Handle counts, Handle block,
                       bool weighted) const {
   place_rows(args, rows, scales, counts);
   std::byte* const begin = address_of(block);
@@ -121,7 +121,7 @@ void QuickLook::place(DispatchArgs& args, Handle rows, Handle scales, Handle cou
   if (weighted) args.row_weights = as<float>(begin + offsets_.row_weights);
 }
 
-void QuickLook::place_late(DispatchArgs& args, Handle rows, Handle scales, Handle counts,
+void FastPath::place_late(DispatchArgs& args, Handle rows, Handle scales, Handle counts,
                            Handle ranges, Handle source_tokens, Handle row_weights) const {
   place_rows(args, rows, scales, counts);
   args.ranges = as<int64_t>(address_of(ranges));
@@ -129,32 +129,32 @@ void QuickLook::place_late(DispatchArgs& args, Handle rows, Handle scales, Handl
   if (!row_weights.is_none()) args.row_weights = as<float>(address_of(row_weights));
 }
 
-void QuickLook::place_rows(DispatchArgs& args, Handle rows, Handle scales, Handle counts) const {
+void FastPath::place_rows(DispatchArgs& args, Handle rows, Handle scales, Handle counts) const {
   args.rows = as<unsigned char>(address_of(rows));
   if (!scales.is_none()) args.scales = as<uint32_t>(address_of(scales));
   args.counts = as<int32_t>(address_of(counts));
 }
 
-bool QuickLook::is_plain(const TensorView& view, dlpack::DataType dtype,
+bool FastPath::is_plain(const TensorView& view, dlpack::DataType dtype,
                          std::initializer_list<int64_t> shape) const {
   return view.tensor.dtype == dtype && view.tensor.device == device_ && view.has_shape(shape) &&
          view.is_contiguous();
 }
 
-std::optional<std::byte*> QuickLook::plain(Handle object, dlpack::DataType dtype,
+std::optional<std::byte*> FastPath::plain(Handle object, dlpack::DataType dtype,
                                            std::initializer_list<int64_t> shape) const {
   const auto view = reader_.read(object);
   if (!view || !is_plain(*view, dtype, shape)) return std::nullopt;
   return view->address();
 }
 
-int32_t QuickLook::tokens_of(const TensorView& view) const {
+int32_t FastPath::tokens_of(const TensorView& view) const {
   if (view.tensor.dimensions != 2) return kUndecided;
   const int64_t tokens = view.tensor.shape[0];
   return tokens <= geometry_.max_tokens ? static_cast<int32_t>(tokens) : kUndecided;
 }
 
-std::byte* QuickLook::address_of(Handle output) const {
+std::byte* FastPath::address_of(Handle output) const {
   if (const auto view = reader_.read(output)) return view->address();
   return reinterpret_cast<std::byte*>(nb::cast<uintptr_t>(output.attr("data_ptr")()));
 }

@@ -13,7 +13,12 @@ import torch
 
 from fanfold import _core
 from fanfold.backends.low_latency import RoutingLayout
-from fanfold.backends.low_latency.quick import Look, QuickLook, check_apart, quick_look
+from fanfold.backends.low_latency.fast_path import (
+    FastPath,
+    PythonFastPath,
+    check_apart,
+    fast_path_of,
+)
 from fanfold.backends.low_latency.sizes import core_geometry
 from fanfold.errors import ArgumentError
 from fanfold.geometry import Geometry, is_plain
@@ -49,16 +54,16 @@ class Like:
         return getattr(self._tensor, name)
 
 
-def core_look() -> Look:
-    look = _core.CudaQuickLook.of(torch.empty(0), core_geometry(GEOMETRY), *PART_BYTES)
+def core_look() -> FastPath:
+    look = _core.CudaFastPath.of(torch.empty(0), core_geometry(GEOMETRY), *PART_BYTES)
     if look is None:
         pytest.skip("this PyTorch does not let tensors be read from C++")
     return look
 
 
 @pytest.fixture
-def looks() -> tuple[Look, Look]:
-    return core_look(), QuickLook(GEOMETRY, LAYOUT, CPU)
+def looks() -> tuple[FastPath, FastPath]:
+    return core_look(), PythonFastPath(GEOMETRY, LAYOUT, CPU)
 
 
 def dispatch_arguments() -> _core.CudaDispatchArgs:
@@ -136,7 +141,7 @@ def one_at_a_time(*good: torch.Tensor) -> Iterator[tuple[Any, ...]]:
 
 
 def agree(
-    looks: tuple[Look, Look], make: Callable[[], Any], name: str, given: tuple[Any, ...]
+    looks: tuple[FastPath, FastPath], make: Callable[[], Any], name: str, given: tuple[Any, ...]
 ) -> Any:
     """What both say, after a call whose ``args`` they fill alike."""
     found = []
@@ -156,7 +161,7 @@ def agree(
 
 
 @pytest.mark.parametrize("count", range(6))
-def test_dispatch(looks: tuple[Look, Look], count: int) -> None:
+def test_dispatch(looks: tuple[FastPath, FastPath], count: int) -> None:
     passed = 0
     for x, idx, weights in (*one_at_a_time(*tokens(count)), (*tokens(count)[:2], None)):
         verdict, args = agree(looks, dispatch_arguments, "dispatch", (x, idx, weights))
@@ -177,7 +182,7 @@ def test_dispatch(looks: tuple[Look, Look], count: int) -> None:
     assert (passed > 10) == (count <= 4)
 
 
-def test_dispatch_of_any_pair(looks: tuple[Look, Look]) -> None:
+def test_dispatch_of_any_pair(looks: tuple[FastPath, FastPath]) -> None:
     x, idx, weights = tokens(1)
     for pair in itertools.product(variants(x), variants(idx)):
         agree(looks, dispatch_arguments, "dispatch", (*pair, weights))
@@ -185,7 +190,7 @@ def test_dispatch_of_any_pair(looks: tuple[Look, Look]) -> None:
         agree(looks, dispatch_arguments, "dispatch", (x, *pair))
 
 
-def test_other_numbers_of_tokens_each_time(looks: tuple[Look, Look]) -> None:
+def test_other_numbers_of_tokens_each_time(looks: tuple[FastPath, FastPath]) -> None:
     for count in (3, 0, 4, 5, 1, 4):
         for idx_count, weights_count in itertools.product((count, 2), repeat=2):
             given = tokens(count)[0], tokens(idx_count)[1], tokens(weights_count)[2]
@@ -198,7 +203,7 @@ def test_other_numbers_of_tokens_each_time(looks: tuple[Look, Look]) -> None:
 
 
 @pytest.mark.parametrize("count", range(6))
-def test_late(looks: tuple[Look, Look], count: int) -> None:
+def test_late(looks: tuple[FastPath, FastPath], count: int) -> None:
     ranges, passed = torch.ones((LOCAL, 3), dtype=torch.int64), 0
     for given in one_at_a_time(ranges, *tokens(count)[1:]):
         verdict, args = agree(looks, combine_arguments, "late", given)
@@ -217,7 +222,7 @@ def test_late(looks: tuple[Look, Look], count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 4])
-def test_combine(looks: tuple[Look, Look], count: int) -> None:
+def test_combine(looks: tuple[FastPath, FastPath], count: int) -> None:
     y = torch.ones((LOCAL, CAPACITY, HIDDEN), dtype=torch.bfloat16)
     out = torch.ones((count, HIDDEN), dtype=torch.bfloat16)
     block = torch.zeros(LAYOUT.words, dtype=torch.int32)
@@ -241,7 +246,7 @@ def test_combine(looks: tuple[Look, Look], count: int) -> None:
     assert agree(looks, combine_arguments, "combine", (count + 1, y, out, block))[0] is False
 
 
-def test_results_in_the_memory_of_outputs(looks: tuple[Look, Look]) -> None:
+def test_results_in_the_memory_of_outputs(looks: tuple[FastPath, FastPath]) -> None:
     rows = LOCAL * CAPACITY
     room = torch.zeros((rows + 8, HIDDEN), dtype=torch.bfloat16)
     y = room[4 : 4 + rows].view(LOCAL, CAPACITY, HIDDEN)
@@ -275,7 +280,7 @@ def test_rows_with_gaps_between_them(strides: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 4, 5])
-def test_columns_tell_the_geometry(looks: tuple[Look, Look], count: int) -> None:
+def test_columns_tell_the_geometry(looks: tuple[FastPath, FastPath], count: int) -> None:
     passed = 0
     for given in one_at_a_time(*tokens(count)[:2]):
         right = all(
@@ -290,7 +295,7 @@ def test_columns_tell_the_geometry(looks: tuple[Look, Look], count: int) -> None
     assert passed > 20
 
 
-def test_handles(looks: tuple[Look, Look]) -> None:
+def test_handles(looks: tuple[FastPath, FastPath]) -> None:
     y = torch.ones((LOCAL, CAPACITY, HIDDEN), dtype=torch.bfloat16)
     source_tokens = torch.ones((LOCAL, CAPACITY), dtype=torch.int32)
     ranges, idx = torch.ones((LOCAL, 3), dtype=torch.int64), tokens(2)[1]
@@ -311,7 +316,7 @@ def test_handles(looks: tuple[Look, Look]) -> None:
 # ---- what a dispatch writes ---------------------------------------------------------------------
 
 
-def test_places(looks: tuple[Look, Look]) -> None:
+def test_places(looks: tuple[FastPath, FastPath]) -> None:
     made = [torch.zeros(size, dtype=torch.int32) for size in range(1, 7)]
     rows, scales, counts, ranges, source_tokens, weights = made
     block = torch.zeros(LAYOUT.words, dtype=torch.int32)
@@ -339,7 +344,7 @@ def test_places(looks: tuple[Look, Look]) -> None:
         assert (args["scales"], args["row_weights"], args["rows"]) == (0, 0, rows.data_ptr())
 
 
-def test_places_of_tensors_of_another_class(looks: tuple[Look, Look]) -> None:
+def test_places_of_tensors_of_another_class(looks: tuple[FastPath, FastPath]) -> None:
     block, rows = torch.zeros(LAYOUT.words, dtype=torch.int32), torch.zeros(1)
     derived = rows.as_subclass(Derived), block.as_subclass(Derived)
     for look in looks:
@@ -425,20 +430,20 @@ class Producer:
         tensor.described = described
         return tensor
 
-    def look(self, like: Any = None) -> _core.CudaQuickLook | None:
+    def look(self, like: Any = None) -> _core.CudaFastPath | None:
         """At objects of the class."""
         like = self.kind() if like is None else like
-        return _core.CudaQuickLook.of(like, core_geometry(GEOMETRY), *PART_BYTES)
+        return _core.CudaFastPath.of(like, core_geometry(GEOMETRY), *PART_BYTES)
 
 
 def test_the_core_looks_where_it_can() -> None:
-    assert type(quick_look(GEOMETRY, LAYOUT, CPU)) is type(core_look())
-    assert type(quick_look(GEOMETRY, LAYOUT, torch.device("meta"))) is QuickLook
+    assert type(fast_path_of(GEOMETRY, LAYOUT, CPU)) is type(core_look())
+    assert type(fast_path_of(GEOMETRY, LAYOUT, torch.device("meta"))) is PythonFastPath
 
 
 @pytest.mark.parametrize("like", [7, "x", [], torch.float32, object(), torch.Tensor])
 def test_what_has_no_exchange_api(like: object) -> None:
-    assert _core.CudaQuickLook.of(like, core_geometry(GEOMETRY), *PART_BYTES) is None
+    assert _core.CudaFastPath.of(like, core_geometry(GEOMETRY), *PART_BYTES) is None
 
 
 def test_which_exchange_api_is_taken() -> None:

@@ -21,20 +21,20 @@ from fanfold.errors import ArgumentError
 from fanfold.geometry import Geometry, is_plain
 
 __all__ = [
-    "Look",
-    "QuickLook",
+    "FastPath",
+    "PythonFastPath",
     "check_apart",
-    "quick_look",
-    "tell_choices",
-    "tell_outputs",
-    "tell_tokens",
+    "fast_path_of",
+    "set_outputs",
+    "set_tokens",
+    "set_topk",
 ]
 
 _UNDECIDED = -1
 
 
-class Look(Protocol):
-    """A quick look at the calls of one geometry. What does not pass leaves ``args`` as they were.
+class FastPath(Protocol):
+    """Validates the calls of one geometry. If it does not accept a call, ``args`` stay as they were.
     Objects may be anything."""
 
     def dispatch(
@@ -87,7 +87,7 @@ class Look(Protocol):
         """The same where it leaves a :class:`LateRouting`."""
 
 
-def quick_look(geometry: Geometry, layout: RoutingLayout, device: torch.device) -> Look:
+def fast_path_of(geometry: Geometry, layout: RoutingLayout, device: torch.device) -> FastPath:
     """The quicker of both ways that this PyTorch offers.
 
     Args:
@@ -97,12 +97,12 @@ def quick_look(geometry: Geometry, layout: RoutingLayout, device: torch.device) 
     """
     parts = (layout.table_at, layout.source_tokens_at, layout.row_weights_at)
     like, core = torch.empty(0, device=device, dtype=torch.float32), core_geometry(geometry)
-    look = _core.CudaQuickLook.of(like, core, *(4 * part for part in parts))
-    return QuickLook(geometry, layout, device) if look is None else look
+    fast_path = _core.CudaFastPath.of(like, core, *(4 * part for part in parts))
+    return PythonFastPath(geometry, layout, device) if fast_path is None else fast_path
 
 
-class QuickLook:
-    """The look in Python; see :func:`quick_look`."""
+class PythonFastPath:
+    """The fast path in Python; see :func:`fast_path_of`."""
 
     def __init__(self, geometry: Geometry, layout: RoutingLayout, device: torch.device) -> None:
         local, capacity = geometry.experts_per_rank, geometry.expert_capacity
@@ -118,7 +118,7 @@ class QuickLook:
     def dispatch(
         self, args: _core.CudaDispatchArgs, x: object, topk_idx: object, topk_weights: object
     ) -> int:
-        """See :class:`Look`."""
+        """See :class:`FastPath`."""
         device = self._device
         if type(x) is not torch.Tensor:
             return _UNDECIDED
@@ -132,14 +132,14 @@ class QuickLook:
             )
             and x.data_ptr() % 16 == 0
         ):
-            tell_tokens(args, x, topk_idx, topk_weights)  # type: ignore[arg-type]
+            set_tokens(args, x, topk_idx, topk_weights)  # type: ignore[arg-type]
             return self._tokens
         return _UNDECIDED
 
     def late(
         self, args: _core.CudaCombineArgs, ranges: object, topk_idx: object, topk_weights: object
     ) -> int:
-        """See :class:`Look`."""
+        """See :class:`FastPath`."""
         device = self._device
         if type(topk_idx) is not torch.Tensor:
             return _UNDECIDED
@@ -150,14 +150,14 @@ class QuickLook:
             and is_plain(topk_weights, self._choices, torch.float32, device)
             and is_plain(ranges, self._layout.ranges, torch.int64, device)
         ):
-            tell_choices(args, ranges, topk_idx, topk_weights)  # type: ignore[arg-type]
+            set_topk(args, ranges, topk_idx, topk_weights)  # type: ignore[arg-type]
             return self._tokens
         return _UNDECIDED
 
     def combine(
         self, args: _core.CudaCombineArgs, tokens: int, y: object, out: object, block: object
     ) -> bool:
-        """See :class:`Look`."""
+        """See :class:`FastPath`."""
         device, bfloat16 = self._device, torch.bfloat16
         if not is_plain(y, self._outputs, bfloat16, device):
             return False
@@ -178,14 +178,14 @@ class QuickLook:
         return True
 
     def suits(self, x: object, topk_idx: object) -> bool:
-        """See :class:`Look`."""
+        """See :class:`FastPath`."""
         geometry = self._geometry
         return _has_columns(x, geometry.hidden) and _has_columns(topk_idx, geometry.top_k)
 
     def suits_handle(
         self, y: object, source_tokens: object, ranges: object, topk_idx: object
     ) -> bool:
-        """See :class:`Look`."""
+        """See :class:`FastPath`."""
         device = self._device
         return (
             is_plain(y, self._outputs, torch.bfloat16, device)
@@ -203,7 +203,7 @@ class QuickLook:
         block: torch.Tensor,
         weighted: bool,
     ) -> None:
-        """See :class:`Look`."""
+        """See :class:`FastPath`."""
         args.rows, args.counts = rows.data_ptr(), counts.data_ptr()
         if scales is not None:
             args.scales = scales.data_ptr()
@@ -223,7 +223,7 @@ class QuickLook:
         source_tokens: torch.Tensor,
         row_weights: torch.Tensor | None,
     ) -> None:
-        """See :class:`Look`."""
+        """See :class:`FastPath`."""
         args.rows, args.counts = rows.data_ptr(), counts.data_ptr()
         if scales is not None:
             args.scales = scales.data_ptr()
@@ -251,7 +251,7 @@ def _has_columns(matrix: object, columns: int) -> bool:
 # ---- what has been checked ----------------------------------------------------------------------
 
 
-def tell_tokens(
+def set_tokens(
     args: _core.CudaDispatchArgs,
     x: torch.Tensor,
     topk_idx: torch.Tensor,
@@ -263,7 +263,7 @@ def tell_tokens(
         args.topk_weights = topk_weights.data_ptr()
 
 
-def tell_choices(
+def set_topk(
     args: _core.CudaCombineArgs,
     ranges: torch.Tensor,
     topk_idx: torch.Tensor,
@@ -274,7 +274,7 @@ def tell_choices(
     args.topk_weights = topk_weights.data_ptr()
 
 
-def tell_outputs(args: _core.CudaCombineArgs, y: torch.Tensor, out: torch.Tensor) -> None:
+def set_outputs(args: _core.CudaCombineArgs, y: torch.Tensor, out: torch.Tensor) -> None:
     """Tells ``args`` what a combine reads and writes; ``y`` may have gaps between its rows."""
     args.tokens, args.y, args.out = out.shape[0], y.data_ptr(), out.data_ptr()
     args.expert_stride, args.row_stride = 2 * y.stride(0), 2 * y.stride(1)

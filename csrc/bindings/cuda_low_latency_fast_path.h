@@ -1,4 +1,4 @@
-// The fast path of fanfold/backends/low_latency/quick.py without Python: it reads a call's tensors,
+// The fast path of fanfold/backends/low_latency/fast_path.py without Python: it reads a call's tensors,
 // returns whether the checks accept them, and fills in the kernels' arguments.
 #pragma once
 
@@ -17,13 +17,13 @@ struct RoutingOffsets {
   int64_t row_weights;
 };
 
-class QuickLook {
+class FastPath {
  public:
   using Handle = nanobind::handle;
   static constexpr int32_t kUndecided = -1;
 
   // For tensors of `like`'s class on `like`'s device; nothing where those cannot be read.
-  static std::optional<QuickLook> of(Handle like, const LowLatencyGeometry& geometry,
+  static std::optional<FastPath> of(Handle like, const LowLatencyGeometry& geometry,
                                      const RoutingOffsets& offsets);
 
   // What a call is given. If it passes it is in `args` afterwards; else they are as they were.
@@ -52,7 +52,7 @@ class QuickLook {
                   Handle source_tokens, Handle row_weights) const;
 
  private:
-  QuickLook(const TensorReader& reader, dlpack::Device device, const LowLatencyGeometry& geometry,
+  FastPath(const TensorReader& reader, dlpack::Device device, const LowLatencyGeometry& geometry,
             const RoutingOffsets& offsets)
       : reader_(reader), device_(device), geometry_(geometry), offsets_(offsets) {}
 

@@ -1,4 +1,4 @@
-"""Validates the tensors of a call that the fast path (:mod:`fanfold.backends.low_latency.quick`)
+"""Validates the tensors of a call that the fast path (:mod:`fanfold.backends.low_latency.fast_path`)
 does not accept: raises what is wrong with them, or fills in the kernel's arguments itself."""
 
 from __future__ import annotations
@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from fanfold import _core
+from fanfold.backends.low_latency.fast_path import check_apart, set_outputs, set_tokens, set_topk
 from fanfold.backends.low_latency.outputs import table_of
 from fanfold.backends.low_latency.protocol import (
     AnyRouting,
@@ -16,14 +17,13 @@ from fanfold.backends.low_latency.protocol import (
     check_result,
     check_tokens,
 )
-from fanfold.backends.low_latency.quick import check_apart, tell_choices, tell_outputs, tell_tokens
 from fanfold.errors import ArgumentError
 from fanfold.geometry import Geometry, check_aligned
 
-__all__ = ["CloserLook"]
+__all__ = ["Validation"]
 
 
-class CloserLook:
+class Validation:
     """Looks at tensors that should be on ``device``.
 
     Args:
@@ -47,7 +47,7 @@ class CloserLook:
         self._check_devices(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
         check_tokens(geometry, x, topk_idx, topk_weights, self._device)
         check_aligned("x", x)
-        tell_tokens(args, x, topk_idx, topk_weights)
+        set_tokens(args, x, topk_idx, topk_weights)
         return x.shape[0]
 
     def combine(
@@ -77,10 +77,10 @@ class CloserLook:
             if topk_idx is None or weights is None:
                 raise ArgumentError("topk_weights", "None", "given, with topk_idx")
             tokens = check_own(geometry, topk_idx, weights, self._device)
-            tell_choices(args, routing.ranges, topk_idx, weights)
+            set_topk(args, routing.ranges, topk_idx, weights)
         self._check_devices(out=out)
         result = check_result(out, (tokens, geometry.hidden), self._device)
         check_aligned("out", result)
         check_apart(y, result)
-        tell_outputs(args, y, result)
+        set_outputs(args, y, result)
         return result
