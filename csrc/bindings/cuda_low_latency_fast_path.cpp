@@ -25,7 +25,7 @@ Target* as(std::byte* address) {
 }  // namespace
 
 std::optional<FastPath> FastPath::of(Handle like, const LowLatencyGeometry& geometry,
-                                       const RoutingOffsets& offsets) {
+                                     const RoutingOffsets& offsets) {
   const auto reader = TensorReader::of(like.type());
   if (!reader) return std::nullopt;
   const auto view = reader->read(like);
@@ -34,7 +34,7 @@ std::optional<FastPath> FastPath::of(Handle like, const LowLatencyGeometry& geom
 }
 
 int32_t FastPath::dispatch(DispatchArgs& args, Handle x, Handle topk_idx,
-                            Handle topk_weights) const {
+                           Handle topk_weights) const {
   const auto rows = reader_.read(x);
   if (!rows) return kUndecided;
   const int32_t tokens = tokens_of(*rows);
@@ -55,7 +55,7 @@ int32_t FastPath::dispatch(DispatchArgs& args, Handle x, Handle topk_idx,
 }
 
 int32_t FastPath::late(CombineArgs& args, Handle ranges, Handle topk_idx,
-                        Handle topk_weights) const {
+                       Handle topk_weights) const {
   const auto choices = reader_.read(topk_idx);
   if (!choices) return kUndecided;
   const int32_t tokens = tokens_of(*choices);
@@ -71,7 +71,7 @@ int32_t FastPath::late(CombineArgs& args, Handle ranges, Handle topk_idx,
 }
 
 bool FastPath::combine(CombineArgs& args, int32_t tokens, Handle y, Handle out,
-                        Handle block) const {
+                       Handle block) const {
   const int64_t row = int64_t{2} * geometry_.hidden;
   const int64_t expert = geometry_.expert_capacity() * row;
   const int32_t experts = geometry_.experts_per_rank();
@@ -112,7 +112,7 @@ bool FastPath::has_columns(Handle object, int32_t columns) const {
 }
 
 void FastPath::place(DispatchArgs& args, Handle rows, Handle scales, Handle counts, Handle block,
-                      bool weighted) const {
+                     bool weighted) const {
   place_rows(args, rows, scales, counts);
   std::byte* const begin = address_of(block);
   args.ranges = as<int64_t>(begin);
@@ -122,7 +122,7 @@ void FastPath::place(DispatchArgs& args, Handle rows, Handle scales, Handle coun
 }
 
 void FastPath::place_late(DispatchArgs& args, Handle rows, Handle scales, Handle counts,
-                           Handle ranges, Handle source_tokens, Handle row_weights) const {
+                          Handle ranges, Handle source_tokens, Handle row_weights) const {
   place_rows(args, rows, scales, counts);
   args.ranges = as<int64_t>(address_of(ranges));
   args.source_tokens = as<int32_t>(address_of(source_tokens));
@@ -136,13 +136,13 @@ void FastPath::place_rows(DispatchArgs& args, Handle rows, Handle scales, Handle
 }
 
 bool FastPath::is_plain(const TensorView& view, dlpack::DataType dtype,
-                         std::initializer_list<int64_t> shape) const {
+                        std::initializer_list<int64_t> shape) const {
   return view.tensor.dtype == dtype && view.tensor.device == device_ && view.has_shape(shape) &&
          view.is_contiguous();
 }
 
 std::optional<std::byte*> FastPath::plain(Handle object, dlpack::DataType dtype,
-                                           std::initializer_list<int64_t> shape) const {
+                                          std::initializer_list<int64_t> shape) const {
   const auto view = reader_.read(object);
   if (!view || !is_plain(*view, dtype, shape)) return std::nullopt;
   return view->address();

@@ -1,6 +1,5 @@
-// The fast path of fanfold/backends/low_latency/fast_path.py without Python: it reads a call's tensors,
-// returns whether the checks accept them, and fills in the kernels' arguments.
-#pragma once
+// The fast path of low-latency calls without Python: reads the tensors of a call, returns whether
+// the checks accept them, and fills in the kernels' arguments.
 
 #include <cstdint>
 #include <optional>
@@ -24,7 +23,7 @@ class FastPath {
 
   // For tensors of `like`'s class on `like`'s device; nothing where those cannot be read.
   static std::optional<FastPath> of(Handle like, const LowLatencyGeometry& geometry,
-                                     const RoutingOffsets& offsets);
+                                    const RoutingOffsets& offsets);
 
   // What a call is given. If it passes it is in `args` afterwards; else they are as they were.
 
@@ -53,7 +52,7 @@ class FastPath {
 
  private:
   FastPath(const TensorReader& reader, dlpack::Device device, const LowLatencyGeometry& geometry,
-            const RoutingOffsets& offsets)
+           const RoutingOffsets& offsets)
       : reader_(reader), device_(device), geometry_(geometry), offsets_(offsets) {}
 
   bool has_columns(Handle object, int32_t columns) const;

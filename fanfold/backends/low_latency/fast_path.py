@@ -34,8 +34,8 @@ _UNDECIDED = -1
 
 
 class FastPath(Protocol):
-    """Validates the calls of one geometry. If it does not accept a call, ``args`` stay as they were.
-    Objects may be anything."""
+    """Validates the calls of one geometry. If it does not accept a call, ``args`` stay as they
+    were. Objects may be anything."""
 
     def dispatch(
         self, args: _core.CudaDispatchArgs, x: object, topk_idx: object, topk_weights: object
@@ -257,7 +257,7 @@ def set_tokens(
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor | None,
 ) -> None:
-    """Tells ``args`` what a dispatch sends."""
+    """Sets in ``args`` what a dispatch sends."""
     args.tokens, args.x, args.topk_idx = x.shape[0], x.data_ptr(), topk_idx.data_ptr()
     if topk_weights is not None:
         args.topk_weights = topk_weights.data_ptr()
@@ -269,13 +269,13 @@ def set_topk(
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
 ) -> None:
-    """Tells ``args`` what a combine with late weights knows of its routing."""
+    """Sets in ``args`` the routing of a combine with late weights."""
     args.ranges, args.topk_idx = ranges.data_ptr(), topk_idx.data_ptr()
     args.topk_weights = topk_weights.data_ptr()
 
 
 def set_outputs(args: _core.CudaCombineArgs, y: torch.Tensor, out: torch.Tensor) -> None:
-    """Tells ``args`` what a combine reads and writes; ``y`` may have gaps between its rows."""
+    """Sets in ``args`` what a combine reads and writes; ``y`` may have gaps between its rows."""
     args.tokens, args.y, args.out = out.shape[0], y.data_ptr(), out.data_ptr()
     args.expert_stride, args.row_stride = 2 * y.stride(0), 2 * y.stride(1)
 
