@@ -1,5 +1,6 @@
 // The fast path of low-latency calls without Python: reads the tensors of a call, returns whether
 // the checks accept them, and fills in the kernels' arguments.
+#pragma once
 
 #include <cstdint>
 #include <optional>

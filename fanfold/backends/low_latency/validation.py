@@ -1,5 +1,5 @@
-"""Validates the tensors of a call that :mod:`fanfold.backends.low_latency.fast_path` did not accept:
-raises what is wrong with them, or fills in the kernel's arguments itself."""
+"""Validates the tensors of a call that :mod:`fanfold.backends.low_latency.fast_path` did not
+accept: raises what is wrong with them, or fills in the kernel's arguments itself."""
 
 from __future__ import annotations
 
