@@ -215,8 +215,10 @@ class CudaKernel:
         early: bool = False,
     ) -> None: ...
 
+CUDA_FEW_RANKS: int
 CUDA_STATE_BYTES: int
 CUDA_STATE_EPOCHS_BYTES: int
+CUDA_STATE_PEERS_AT: int
 CUDA_REPORT_BYTES: int
 CUDA_REPORT_KINDS: int
 CUDA_FIRST_EPOCH: int
@@ -224,6 +226,7 @@ CUDA_MOST_CTAS: int
 
 def cuda_low_latency_bytes(geometry: LowLatencyGeometry, late: bool) -> tuple[int, int]: ...
 def cuda_table_bytes(geometry: LowLatencyGeometry) -> int: ...
+def cuda_least_receivers(ranks: int) -> int: ...
 def check_cuda_geometry(geometry: LowLatencyGeometry) -> None: ...
 
 class CudaDispatchArgs:
@@ -337,7 +340,7 @@ class CudaLowLatency:
     def dispatch_arguments(self, encoding: int, weights: int) -> CudaDispatchArgs: ...
     def combine_arguments(self, logfmt: bool, weights: int) -> CudaCombineArgs: ...
 
-CUDA_HIGH_THROUGHPUT_STATE_BYTES: int
+CUDA_HIGH_THROUGHPUT_STATE: tuple[int, int]
 CUDA_HIGH_THROUGHPUT_REPORT_BYTES: int
 CUDA_HIGH_THROUGHPUT_MOST_CTAS: int
 CUDA_HIGH_THROUGHPUT_MOST_RANKS: int

@@ -37,6 +37,7 @@ PYTHON_FLOORS: tuple[tuple[str, ...], ...] = (
         "group",
         "gpus",
         "kernel_reports",
+        "kernel_state",
         "late_peers",
         "lending",
         "letting_go",

@@ -50,6 +50,7 @@ from fanfold.high_throughput.kernels import (
 from fanfold.high_throughput.launches import Call, Launches, ctas_bounds, grid_of
 from fanfold.high_throughput.plan import CudaDispatched, CudaPlan
 from fanfold.high_throughput.reports import Reports, Totals
+from fanfold.kernel_state import new_state
 from fanfold.letting_go import let_go
 from fanfold.refusal import Refusing
 from fanfold.stream_order import StreamOrder, stream_at
@@ -168,8 +169,9 @@ class CudaHighThroughput:
         if ring_bytes <= 0:
             bound = f"more than {fixed}; see required_bytes"
             raise ArgumentError("bytes_per_rank", memory.bytes_per_rank, bound)
-        state_bytes = _core.CUDA_HIGH_THROUGHPUT_STATE_BYTES
-        self._state = torch.zeros(state_bytes, dtype=torch.uint8, device=device)
+        nbytes, table_at = _core.CUDA_HIGH_THROUGHPUT_STATE
+        peers = [memory.base(peer) for peer in range(memory.ranks)]
+        self._state = new_state(nbytes, table_at, peers, device)
         columns = _core.CUDA_HIGH_THROUGHPUT_MOST_EXPERTS + memory.ranks
         ctas = ctas_bounds(memory)[1]
         self._counted = torch.empty(ctas * columns, dtype=torch.int32, device=device)
@@ -177,7 +179,7 @@ class CudaHighThroughput:
         self._core = _core.CudaHighThroughput(
             _core.CudaHighThroughputPlace(
                 rank=memory.rank,
-                peers=[memory.base(peer) for peer in range(memory.ranks)],
+                peers=peers,
                 state=self._state.data_ptr(),
                 reports=self._reports.address,
                 timeout_ns=int(self._config.timeout_s * 1e9),
