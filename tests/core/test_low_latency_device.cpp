@@ -89,7 +89,7 @@ TEST(device_areas_follow_each_other) {
 
 // The host fills everything from the headers on with the sentinel at once, so no word of a call may
 // be there.
-TEST(device_words_that_announce_themselves_come_last) {
+TEST(device_words_that_begin_as_the_sentinel_come_last) {
   for (const LowLatencyDeviceLayout& layout : many_layouts()) {
     const LowLatencyDeviceOffsets at = layout.offsets();
     CHECK(at.acks < at.calls && at.calls < at.counts && at.counts < at.headers);
@@ -251,17 +251,17 @@ TEST(one_other_fact_is_noticed) {
       }
     }
   }
-  constexpr int32_t LowLatencySignature::* FACTS[] = {
+  constexpr int32_t LowLatencySignature::* kFields[] = {
       &LowLatencySignature::experts,  &LowLatencySignature::top_k,
       &LowLatencySignature::hidden,   &LowLatencySignature::max_tokens,
       &LowLatencySignature::encoding, &LowLatencySignature::weights};
   for (const LowLatencySignature& ours : some) {
     CHECK(CallWord::signature_of(ours) <= 0xffffU);
-    for (const auto fact : FACTS) {
-      for (const int32_t other : {0, ours.*fact + 1, ours.*fact * 2, ours.*fact + 128}) {
-        if (other == ours.*fact) continue;
+    for (const auto field : kFields) {
+      for (const int32_t other : {0, ours.*field + 1, ours.*field * 2, ours.*field + 128}) {
+        if (other == ours.*field) continue;
         LowLatencySignature theirs = ours;
-        theirs.*fact = other;
+        theirs.*field = other;
         CHECK(CallWord::signature_of(ours) != CallWord::signature_of(theirs));
       }
     }
