@@ -7,8 +7,9 @@
 Each of CHANGES is a JSON object, ``{}`` for none: ``ctas``, ``senders``, and names of
 ``fanfold/backends/high_throughput/kernels.py``, such as ``{"_SHORT_TOKENS": 0}``. One start of the
 ranks times them all, so that they can be compared: machines differ by some percent. A line for each
-of changes, tokens and geometry has the times of one call between two events, behind a flush of the L2
-cache and a barrier of the ranks: medians of the slowest rank, in microseconds, nothing subtracted.
+of changes, tokens and geometry has the times of one call between two events, behind a flush of the
+L2 cache and a barrier of the ranks: medians of the slowest rank, in microseconds, nothing
+subtracted.
 
 ``--calls`` times only calls in whose names one of its parts is, such as ``in_place cached``. With
 ``layout`` that is where tokens go, counted by one kernel and by PyTorch's own functions, among four

@@ -37,6 +37,7 @@ PYTHON_LAYERS: tuple[tuple[str, ...], ...] = (
         "deferred_free",
         "group",
         "kernel_reports",
+        "kernel_state",
         "late_peers",
         "lending",
         "pool",

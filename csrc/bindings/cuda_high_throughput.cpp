@@ -4,6 +4,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <utility>
 #include <vector>
 
@@ -163,9 +164,9 @@ void bind_place(nb::module_& module) {
           "__init__",
           [](Place* self, int32_t rank, const std::vector<uintptr_t>& peers, uintptr_t state,
              uintptr_t reports, int64_t timeout_ns, int32_t max_tokens, int64_t ring_bytes) {
-            if (peers.size() > kMostHighThroughputRanks) {
+            if (peers.size() > kMostRanks) {
               throw BadArgument("ranks", std::to_string(peers.size()),
-                                "at most " + std::to_string(kMostHighThroughputRanks));
+                                "at most " + std::to_string(kMostRanks));
             }
             const auto ranks = static_cast<int32_t>(peers.size());
             Place place{rank, ranks, {}, state, reports, timeout_ns, max_tokens, ring_bytes};
@@ -214,10 +215,12 @@ void bind_cuda_high_throughput(nb::module_& module) {
   bind_dispatch(module);
   bind_combine(module);
   bind_layout(module);
-  module.attr("CUDA_HIGH_THROUGHPUT_STATE_BYTES") = sizeof(HighThroughputState);
+  // Its bytes, and where in it the addresses of all ranks' memory are.
+  module.attr("CUDA_HIGH_THROUGHPUT_STATE") =
+      nb::make_tuple(sizeof(HighThroughputState), offsetof(HighThroughputState, peers));
   module.attr("CUDA_HIGH_THROUGHPUT_REPORT_BYTES") = sizeof(Report) * kReportKinds;
   module.attr("CUDA_HIGH_THROUGHPUT_MOST_CTAS") = kMostHighThroughputCtas;
-  module.attr("CUDA_HIGH_THROUGHPUT_MOST_RANKS") = kMostHighThroughputRanks;
+  module.attr("CUDA_HIGH_THROUGHPUT_MOST_RANKS") = kMostRanks;
   module.attr("CUDA_HIGH_THROUGHPUT_MOST_EXPERTS") = HighThroughputDeviceLayout::kMostCounted;
   module.attr("CUDA_BATCH_TOKENS") = kBatchTokens;
   module.attr("CUDA_MOST_SLICES") = kMostSlices;

@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <utility>
 #include <vector>
 
@@ -111,6 +112,8 @@ void bind_fast_path(nb::module_& module) {
 void bind_cuda_low_latency(nb::module_& module) {
   bind_arguments(module);
   bind_fast_path(module);
+  module.attr("CUDA_FEW_RANKS") = kFewRanks;
+  module.attr("CUDA_STATE_PEERS_AT") = offsetof(LowLatencyState, peers);
   module.attr("CUDA_STATE_BYTES") = sizeof(LowLatencyState);
   module.attr("CUDA_STATE_EPOCHS_BYTES") = sizeof(LowLatencyState::epochs);
   module.attr("CUDA_REPORT_BYTES") = sizeof(LowLatencyReports);
@@ -131,6 +134,7 @@ void bind_cuda_low_latency(nb::module_& module) {
         return TableLayout{geometry.ranks, geometry.top_k, geometry.max_tokens}.bytes();
       },
       "geometry"_a);
+  module.def("cuda_least_receivers", &least_receivers, "ranks"_a);
   module.def("check_cuda_geometry", &cuda::check_device_geometry, "geometry"_a);
 
   using Place = cuda::LowLatencyPlace;
@@ -139,9 +143,9 @@ void bind_cuda_low_latency(nb::module_& module) {
           "__init__",
           [](Place* self, int32_t rank, const std::vector<uintptr_t>& peers, uintptr_t state,
              uintptr_t reports, int64_t timeout_ns, bool mask_late) {
-            if (peers.size() > kMostDeviceRanks) {
+            if (peers.size() > kMostRanks) {
               throw BadArgument("ranks", std::to_string(peers.size()),
-                                "at most " + std::to_string(kMostDeviceRanks));
+                                "at most " + std::to_string(kMostRanks));
             }
             Place place{rank, {}, state, reports, timeout_ns, mask_late};
             std::copy(peers.begin(), peers.end(), place.peers.begin());

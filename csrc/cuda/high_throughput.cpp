@@ -1,6 +1,7 @@
 #include "cuda/high_throughput.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <string>
 
 #include "base/error.h"
@@ -29,7 +30,7 @@ int32_t slots_of(int32_t slot_bytes, int64_t ring_bytes, int32_t most) {
 }  // namespace
 
 HighThroughputOffsets high_throughput_offsets(int32_t ranks, int64_t ring_bytes) {
-  check_within("ranks", ranks, 1, kMostHighThroughputRanks, "a token's ranks are bits of a word");
+  check_within("ranks", ranks, 1, kMostRanks, "the lanes of a warp hold their sets");
   return HighThroughputDeviceLayout{ranks, align_up(ring_bytes, kAreaAlignment)}.offsets();
 }
 
@@ -41,10 +42,9 @@ HighThroughput::HighThroughput(const HighThroughputPlace& place)
   check_within("max_tokens", place.max_tokens, 0,
                std::min<int64_t>(ArrivalWord::kMostTokens, kTurns - kBatchTokens),
                "an arrival carries them, and a batch's word the turns of a ring");
-  constexpr int64_t kRows = int64_t{1} << PlaceWord::kRowBits;
   // A token-major row for each token of each rank at most; expert-major ones are checked below.
-  check_within("ranks * max_tokens", int64_t{place.ranks} * place.max_tokens, 0, kRows - 1,
-               "a row's number has 26 bits");
+  check_within("ranks * max_tokens", int64_t{place.ranks} * place.max_tokens, 0,
+               (int64_t{1} << PlaceWord::kRowBits) - 1, "a row's number has 26 bits");
 }
 
 int32_t HighThroughput::slots(const HighThroughputShape& shape) const {
@@ -70,12 +70,14 @@ void HighThroughput::check_shape(const HighThroughputShape& shape) const {
                       "divisible by the " + std::to_string(place_.ranks) + " ranks");
   }
   if (shape.phase != HighThroughputPhase::kPlan) return;
-  constexpr int64_t kRows = int64_t{1} << PlaceWord::kRowBits;
+  const int bits = PlaceWord::row_bits(place_.ranks);
   const int64_t local = shape.experts / place_.ranks;
   const int64_t choices = std::min<int64_t>(shape.top_k, local);
   const int64_t rows = int64_t{place_.ranks} * place_.max_tokens * choices;
-  check_within("rows that one rank may receive", rows + local * (shape.alignment - 1), 0, kRows - 1,
-               "a row's number has 26 bits: lower max_tokens or expert_alignment");
+  const std::string why = "a row's number has " + std::to_string(bits) +
+                          " bits with so many ranks: lower max_tokens or expert_alignment";
+  check_within("rows that one rank may receive", rows + local * (shape.alignment - 1), 0,
+               (int64_t{1} << bits) - 1, why.c_str());
 }
 
 void HighThroughput::check_grid(const HighThroughputGrid& grid) const {
@@ -101,9 +103,8 @@ HighThroughputArgs HighThroughput::call_arguments(const HighThroughputShape& sha
   check_shape(shape);
   check_grid(grid);
   HighThroughputArgs call{};
-  for (size_t peer = 0; peer < place_.peers.size(); ++peer) {
-    call.peers[peer] = reinterpret_cast<unsigned char*>(place_.peers[peer]);
-  }
+  call.peers = peer_table(place_.peers.data(), place_.ranks,
+                          place_.state + offsetof(HighThroughputState, peers));
   call.at = offsets_;
   call.state = reinterpret_cast<HighThroughputState*>(place_.state);
   call.reports = reinterpret_cast<Report*>(place_.reports);

@@ -13,9 +13,9 @@ namespace fanfold::cuda {
 struct HighThroughputPlace {
   int32_t rank;
   int32_t ranks;
-  std::array<uintptr_t, kMostHighThroughputRanks> peers;  // every rank's symmetric memory
-  uintptr_t state;    // HighThroughputState, in device memory, zero at first
-  uintptr_t reports;  // Report[kReportKinds], in pinned host memory
+  std::array<uintptr_t, kMostRanks> peers;  // every rank's symmetric memory
+  uintptr_t state;                          // HighThroughputState, in device memory, zero at first
+  uintptr_t reports;                        // Report[kReportKinds], in pinned host memory
   int64_t timeout_ns;
   int32_t max_tokens;  // of any rank, the same on all
   int64_t ring_bytes;  // of each of the rings, of which there is one for each rank

@@ -1,5 +1,6 @@
 #include "cuda/kernel.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/error.h"
@@ -14,6 +15,15 @@ std::string shape_text(const std::string& entry, const LaunchShape& shape) {
 }
 
 }  // namespace
+
+PeerTable peer_table(const uintptr_t* peers, int32_t ranks, uintptr_t copy) {
+  PeerTable table{};
+  for (int32_t rank = 0; rank < std::min(ranks, kFewRanks); ++rank) {
+    table.few[rank] = reinterpret_cast<unsigned char*>(peers[rank]);
+  }
+  if (ranks > kFewRanks) table.all = reinterpret_cast<unsigned char* const*>(copy);
+  return table;
+}
 
 Kernel::Kernel(std::span<const std::byte> cubin, std::string entry, const std::string& symbol)
     : driver_(driver()), entry_(std::move(entry)) {

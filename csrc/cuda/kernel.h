@@ -7,8 +7,13 @@
 #include <string>
 
 #include "cuda/driver.h"
+#include "layout/protocol.h"
 
 namespace fanfold::cuda {
+
+// How kernels find the memory of `ranks` ranks at `peers`: in their arguments, or where those are
+// too many at `copy` in device memory.
+PeerTable peer_table(const uintptr_t* peers, int32_t ranks, uintptr_t copy);
 
 struct LaunchShape {
   int ctas;              // of a one-dimensional grid

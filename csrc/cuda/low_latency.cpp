@@ -1,6 +1,7 @@
 #include "cuda/low_latency.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <string>
 
 #include "base/error.h"
@@ -17,8 +18,7 @@ void check_at_most(const char* name, int64_t value, int64_t most, const char* wh
 }  // namespace
 
 void check_device_geometry(const LowLatencyGeometry& geometry) {
-  check_at_most("ranks", geometry.ranks, kMostDeviceRanks,
-                "a token's ranks are the bits of a word");
+  check_at_most("ranks", geometry.ranks, kMostRanks, "the lanes of a warp hold their sets");
   check_at_most("num_experts", geometry.experts, kMostDeviceExperts,
                 "their counts are in shared memory");
   const HeaderLayout header{geometry.experts_per_rank()};
@@ -35,11 +35,10 @@ LowLatency::LowLatency(const LowLatencyPlace& place, const LowLatencyGeometry& g
       offsets_(LowLatencyDeviceLayout{geometry, late}.offsets()) {
   check_device_geometry(geometry);
   check_at_most("ctas", grid.ctas, kMostCtas, "each counts its calls");
-  // Every source of a token has a CTA of its own at least (pair_of).
-  if (grid.senders < 1 || grid.senders > grid.ctas - geometry.ranks) {
+  const int32_t most = grid.ctas - least_receivers(geometry.ranks);
+  if (grid.senders < 1 || grid.senders > most) {
     throw BadArgument("senders", std::to_string(grid.senders),
-                      "from 1 to " + std::to_string(grid.ctas - geometry.ranks) +
-                          ", the CTAs less one for each rank");
+                      "from 1 to " + std::to_string(most) + ", the CTAs less those that receive");
   }
 }
 
@@ -52,9 +51,8 @@ CallArgs LowLatency::call_arguments(int32_t encoding, int32_t weights) const {
                                       weights,
                                       {}};
   CallArgs call{};
-  for (size_t peer = 0; peer < place_.peers.size(); ++peer) {
-    call.peers[peer] = reinterpret_cast<unsigned char*>(place_.peers[peer]);
-  }
+  call.peers = peer_table(place_.peers.data(), geometry_.ranks,
+                          place_.state + offsetof(LowLatencyState, peers));
   call.at = offsets_;
   call.state = reinterpret_cast<LowLatencyState*>(place_.state);
   call.reports = reinterpret_cast<LowLatencyReports*>(place_.reports);

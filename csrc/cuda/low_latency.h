@@ -12,9 +12,9 @@ namespace fanfold::cuda {
 // Where one rank's calls find their memory, and how they wait.
 struct LowLatencyPlace {
   int32_t rank;
-  std::array<uintptr_t, kMostDeviceRanks> peers;  // every rank's symmetric memory
-  uintptr_t state;                                // LowLatencyState, in device memory
-  uintptr_t reports;                              // LowLatencyReports, in pinned host memory
+  std::array<uintptr_t, kMostRanks> peers;  // every rank's symmetric memory
+  uintptr_t state;                          // LowLatencyState, in device memory
+  uintptr_t reports;                        // LowLatencyReports, in pinned host memory
   int64_t timeout_ns;
   bool mask_late;
 };

@@ -27,7 +27,7 @@ START_S = 60.0
 CANNOT_RUN = "cannot run"
 """What the detail of a mode begins with where no backend is left to it."""
 
-_MOST_RANKS = 32  # of a group on GPUs
+_MOST_RANKS = 32  # that are started; more would say the same
 _CHOOSE = "correct or unset it (`fanfold env` explains the settings), or solve what it names"
 
 

@@ -48,7 +48,7 @@ HighThroughputShape shape_of(HighThroughputPhase phase) {
 }  // namespace
 
 TEST(high_throughput_device_areas_do_not_overlap) {
-  for (const int32_t ranks : {1, 2, 3, 8, 32}) {
+  for (const int32_t ranks : {1, 2, 3, 8, 32, 33, 1024}) {
     for (const int64_t ring : {0, 128, 100000}) {
       const auto at = cuda::high_throughput_offsets(ranks, ring);
       constexpr int64_t kColumns = HighThroughputDeviceLayout::kMostCounted;
@@ -79,9 +79,13 @@ TEST(high_throughput_device_words_survive_their_encoding) {
   CHECK_EQ(batch.use, 0xfedcba98u);
   CHECK_EQ(batch.before, 0xffffffu);
   CHECK_EQ(batch.tokens, 0x81u);
-  const auto place = PlaceWord::decode(PlaceWord{31, (1u << PlaceWord::kRowBits) - 2}.encode());
-  CHECK_EQ(place.rank, 31u);
-  CHECK_EQ(place.row, (1u << PlaceWord::kRowBits) - 2);
+  for (const int32_t ranks : {1, 32, 64, 65, 128, 129, 1024}) {
+    const PlaceWord last{static_cast<uint32_t>(ranks - 1), (1u << PlaceWord::row_bits(ranks)) - 2};
+    CHECK(last.encode(ranks) != PlaceWord::kNowhere);
+    const auto place = PlaceWord::decode(last.encode(ranks), ranks);
+    CHECK_EQ(place.rank, last.rank);
+    CHECK_EQ(place.row, last.row);
+  }
   CHECK(BatchWord::use_of(1, 0) != BatchWord::use_of(0, kMostTurns - 1));
 }
 
@@ -129,7 +133,7 @@ TEST(high_throughput_device_arguments_are_filled_in) {
   const auto args =
       calls.dispatch_arguments(shape_of(HighThroughputPhase::kDispatch), {.ctas = 8, .senders = 3});
   CHECK_EQ(args.call.rank, 2);
-  CHECK_EQ(reinterpret_cast<uintptr_t>(args.call.peers[2]), uintptr_t{4096 * 3});
+  CHECK_EQ(reinterpret_cast<uintptr_t>(args.call.peers.few[2]), uintptr_t{4096 * 3});
   CHECK_EQ(args.call.senders, 3);
   CHECK_EQ(args.call.slots, calls.slots(shape_of(HighThroughputPhase::kDispatch)));
   CHECK_EQ(args.call.timeout_ns, int64_t{5});
@@ -165,7 +169,7 @@ TEST(high_throughput_device_refuses_what_its_words_cannot_hold) {
     change(place);
     CHECK_THROWS(HighThroughput(place), BadArgument);
   };
-  bad_place([](auto& place) { place.ranks = 33; });
+  bad_place([](auto& place) { place.ranks = 1025; });
   bad_place([](auto& place) { place.rank = 4; });
   bad_place([](auto& place) { place.max_tokens = ArrivalWord::kMostTokens + 1; });
   const int32_t short_batches = kMostShortTokens / kShortBatchTokens;

@@ -89,7 +89,7 @@ TEST(device_areas_follow_each_other) {
 
 // The host fills everything from the headers on with the sentinel at once, so no word of a call may
 // be there.
-TEST(device_words_that_announce_themselves_come_last) {
+TEST(device_words_that_begin_as_the_sentinel_come_last) {
   for (const LowLatencyDeviceLayout& layout : many_layouts()) {
     const LowLatencyDeviceOffsets at = layout.offsets();
     CHECK(at.acks < at.calls && at.calls < at.counts && at.counts < at.headers);
@@ -251,17 +251,17 @@ TEST(one_other_fact_is_noticed) {
       }
     }
   }
-  constexpr int32_t LowLatencySignature::* FACTS[] = {
+  constexpr int32_t LowLatencySignature::* kFields[] = {
       &LowLatencySignature::experts,  &LowLatencySignature::top_k,
       &LowLatencySignature::hidden,   &LowLatencySignature::max_tokens,
       &LowLatencySignature::encoding, &LowLatencySignature::weights};
   for (const LowLatencySignature& ours : some) {
     CHECK(CallWord::signature_of(ours) <= 0xffffU);
-    for (const auto fact : FACTS) {
-      for (const int32_t other : {0, ours.*fact + 1, ours.*fact * 2, ours.*fact + 128}) {
-        if (other == ours.*fact) continue;
+    for (const auto field : kFields) {
+      for (const int32_t other : {0, ours.*field + 1, ours.*field * 2, ours.*field + 128}) {
+        if (other == ours.*field) continue;
         LowLatencySignature theirs = ours;
-        theirs.*fact = other;
+        theirs.*field = other;
         CHECK(CallWord::signature_of(ours) != CallWord::signature_of(theirs));
       }
     }
@@ -271,7 +271,7 @@ TEST(one_other_fact_is_noticed) {
 // ---- the table ----------------------------------------------------------------------------------
 
 TEST(table_parts_follow_each_other) {
-  for (const int32_t ranks : {1, 2, 3, 32}) {
+  for (const int32_t ranks : {1, 2, 3, 32, 33, 1024}) {
     for (const int32_t top_k : {1, 7, 8, 32}) {
       for (const int32_t max_tokens : {0, 1, 7, 128, 4096}) {
         const TableLayout table{ranks, top_k, max_tokens};
@@ -281,7 +281,9 @@ TEST(table_parts_follow_each_other) {
         CHECK_EQ(table.fans_offset(), pairs * top_k * entry);
         CHECK_EQ(table.tokens_offset(), table.fans_offset() + pairs * 4);
         CHECK_EQ(table.ranks_offset(), table.tokens_offset() + int64_t{ranks} * 4);
-        CHECK_EQ(table.bytes(), table.ranks_offset() + int64_t{max_tokens} * 4);
+        // A bit for each rank, or a word for each of the token's ranks.
+        const int64_t words = ranks <= 32 ? 1 : top_k;
+        CHECK_EQ(table.bytes(), table.ranks_offset() + max_tokens * words * 4);
         CHECK_EQ(table.bytes() % 4, 0);  // the tensor is of int32
       }
     }
@@ -293,14 +295,14 @@ TEST(table_parts_follow_each_other) {
 TEST(geometries_that_the_kernels_serve) {
   CHECK_EQ(refusal_of({4, 256, 8, 7168, 128}), "");
   CHECK_EQ(refusal_of({1, 1, 1, 16, 1}), "");
-  CHECK_EQ(refusal_of({kMostDeviceRanks, kMostDeviceExperts, 32, 128, 128}), "");
+  CHECK_EQ(refusal_of({kMostRanks, kMostDeviceExperts, 32, 128, 128}), "");
   // One local expert: two billion rows are more than a call's tokens.
   CHECK_EQ(refusal_of({1, 1, 1, 16, kMostDeviceTokens}), "");
 }
 
 TEST(refused_geometries_name_their_bound) {
-  const std::string ranks = refusal_of({33, 66, 8, 1024, 128});
-  CHECK(has(ranks, "ranks is 33, but must be at most 32") && has(ranks, "bits of a word"));
+  const std::string ranks = refusal_of({1025, 1025, 8, 1024, 128});
+  CHECK(has(ranks, "ranks is 1025, but must be at most 1024") && has(ranks, "lanes of a warp"));
   const std::string experts = refusal_of({4, 2052, 8, 1024, 128});
   CHECK(has(experts, "num_experts is 2052, but must be at most 2048"));
   CHECK(has(experts, "shared memory"));
@@ -336,12 +338,37 @@ TEST(grids_need_a_receiver_for_each_rank) {
   }
 }
 
+// Of more ranks than a GPU has SMs, too.
+TEST(grids_for_many_ranks_need_a_receiver) {
+  const cuda::LowLatencyPlace place{};
+  const LowLatencyGeometry geometry{1024, 1024, 2, 128, 16};
+  for (const auto& [ctas, senders] : {std::tuple{2, 1}, {132, 131}}) {
+    static_cast<void>(cuda::LowLatency(place, geometry, false, {ctas, senders}));
+  }
+  CHECK_THROWS(cuda::LowLatency(place, geometry, false, {132, 132}), BadArgument);
+}
+
+TEST(addresses_of_many_ranks_are_in_device_memory) {
+  cuda::LowLatencyPlace place{};
+  place.state = 1 << 20;
+  for (size_t peer = 0; peer < place.peers.size(); ++peer) place.peers[peer] = 4096 * (peer + 1);
+  const auto table_of = [&](int32_t ranks) {
+    const LowLatencyGeometry geometry{ranks, ranks, 2, 128, 16};
+    return cuda::LowLatency(place, geometry, false, {132, 20}).dispatch_arguments(0, 0).call.peers;
+  };
+  CHECK(table_of(32).all == nullptr);
+  CHECK_EQ(reinterpret_cast<uintptr_t>(table_of(32).few[31]), uintptr_t{4096 * 32});
+  const auto* all = reinterpret_cast<const unsigned char*>(table_of(33).all);
+  CHECK_EQ(reinterpret_cast<uintptr_t>(all), place.state + offsetof(LowLatencyState, peers));
+}
+
 // ---- who works on what --------------------------------------------------------------------------
 
 // Every (source, token) has exactly one CTA and turn.
 TEST(ctas_share_all_rows) {
-  for (const int32_t ranks : {1, 2, 3, 4, 7, 8, 32}) {
-    for (const int32_t ctas : {32, 33, 64, 112, 131, 132, kMostCtas}) {
+  for (const int32_t ranks : {1, 2, 3, 4, 7, 8, 32, 33, 72, 256, 1024}) {
+    for (const int32_t ctas : {1, 7, 32, 33, 64, 112, 131, 132, kMostCtas}) {
+      if (ctas < least_receivers(ranks)) continue;
       const int32_t tokens = 3 * ctas / ranks + 5;
       const int32_t rows = ranks * tokens;
       std::vector<int> times(static_cast<size_t>(rows));
@@ -401,7 +428,7 @@ TEST(arguments_carry_the_call) {
     CHECK_EQ(call->refused, 0);
     CHECK_EQ(call->phases, uint32_t{kWhole});
     CHECK_EQ(call->timeout_ns, 5'000'000'000);
-    CHECK_EQ(reinterpret_cast<uintptr_t>(call->peers[1]), 8192U);
+    CHECK_EQ(reinterpret_cast<uintptr_t>(call->peers.few[1]), 8192U);
     const LowLatencyDeviceLayout layout{geometry, true};
     CHECK_EQ(call->at.end, layout.bytes());
     CHECK(call->at.rows > call->at.late_headers);

@@ -54,6 +54,14 @@ inline uint32_t __reduce_or_sync(uint32_t, uint32_t value) {
   for (int lane = 0; lane < emulation::kLanes; ++lane) bits |= words[lane];
   return static_cast<uint32_t>(bits);
 }
+inline uint32_t __reduce_min_sync(uint32_t, uint32_t value) {
+  const uint64_t* words = emulation::together(value);
+  return static_cast<uint32_t>(*std::min_element(words, words + emulation::kLanes));
+}
+inline uint32_t __reduce_max_sync(uint32_t, uint32_t value) {
+  const uint64_t* words = emulation::together(value);
+  return static_cast<uint32_t>(*std::max_element(words, words + emulation::kLanes));
+}
 template <class T>
 T __shfl_sync(uint32_t, T value, int lane) {
   return std::bit_cast<T>(static_cast<uint32_t>(

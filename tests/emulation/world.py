@@ -178,7 +178,7 @@ class World:
         regions = [torch.empty(nbytes + 128, dtype=torch.uint8) for _ in range(geometry.ranks)]
         regions = [region[-region.data_ptr() % 128 :][:nbytes] for region in regions]
         first, _ = _core.cuda_low_latency_bytes(core_geometry(geometry), late)
-        self._announced = [region[first:] for region in regions]
+        self._sentinels = [region[first:] for region in regions]
         values: list[Any] = [None] * geometry.ranks
         barrier = threading.Barrier(geometry.ranks, timeout=120.0)
         self.modes = [
@@ -199,8 +199,8 @@ class World:
         ]
 
     def check_absent(self) -> None:
-        """Asserts that every word that announces itself has been taken and made absent again."""
-        for rank, region in enumerate(self._announced):
+        """Asserts that every word which must begin as the sentinel is the sentinel again."""
+        for rank, region in enumerate(self._sentinels):
             left = int((region != 0xFF).sum())
             assert left == 0, f"{left} bytes stand in the memory of rank {rank}"
 

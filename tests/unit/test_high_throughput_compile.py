@@ -39,6 +39,8 @@ NAMED = [
     (8, 512, 22, 2880),
     (9, 72, 7, 2880),
 ]
+# More ranks than a word has bits, up to the bound.
+MANY_RANKS = [(64, 256, 8, 7168), (256, 512, 8, 7168), (1024, 2048, 32, 16384)]
 SMALL_SHARED_BYTES = shared_bytes_of("sm_120a")
 
 
@@ -102,9 +104,10 @@ def sources(every: list[Kernel]) -> list[KernelSource]:
 
 # The others are among MANY.
 FEW = sources(
-    kernels(*NAMED[0]) + [kernel for layer in NAMED[1:5] for kernel in some_kernels(*layer)]
+    kernels(*NAMED[0])
+    + [kernel for layer in [*NAMED[1:5], *MANY_RANKS] for kernel in some_kernels(*layer)]
 )
-MANY = sources([kernel for layer in [*NAMED, *drawn(4)] for kernel in kernels(*layer)])
+MANY = sources([kernel for layer in [*NAMED, *MANY_RANKS, *drawn(4)] for kernel in kernels(*layer)])
 MORE = [
     source
     for source in sources([kernel for layer in drawn(12) for kernel in kernels(*layer)])
@@ -137,7 +140,7 @@ def test_for_other_gpus(compiled: Compiled, arch: str) -> None:
         assert 0 < binary.registers <= source.register_limit, f"{source}: {binary.registers}"
 
 
-@pytest.mark.parametrize("layer", [*NAMED, *drawn(30)])
+@pytest.mark.parametrize("layer", [*NAMED, *MANY_RANKS, *drawn(30)])
 @pytest.mark.parametrize("most", [MOST_SHARED_BYTES, SMALL_SHARED_BYTES])
 def test_shared_memory_suffices(layer: tuple[int, int, int, int], most: int) -> None:
     sizes = Sizes(*layer[:3])

@@ -399,8 +399,8 @@ def test_bounds() -> None:
     call()
     with pytest.raises(ArgumentError, match="senders"):
         World(2, ROOMY_RING, ctas=2, senders=2)
-    with pytest.raises(ArgumentError, match="from 1 to 32 for high throughput"):
-        _core.cuda_high_throughput_bytes(33, 1 << 12)
+    with pytest.raises(ArgumentError, match="from 1 to 1024 for high throughput"):
+        _core.cuda_high_throughput_bytes(1025, 1 << 12)
 
 
 def test_long_rows_take_fewer_warps() -> None:

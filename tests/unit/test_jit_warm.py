@@ -47,8 +47,11 @@ def test_warm_of_high_throughput(tmp_path: Path) -> None:
     [
         (("--mode", "fast"), "--mode: invalid choice: 'fast'"),
         (("--jobs", "0"), "jobs is 0, but must be 1 or more"),
-        (("--mode", "high-throughput", "--ranks", "64"), "ranks is 64, but must be from 1 to 32"),
-        (("--ranks", "64", "--experts", "64"), "ranks is 64, but must be at most 32"),
+        (
+            ("--mode", "high-throughput", "--ranks", "1025", "--experts", "1025"),
+            "ranks is 1025, but must be from 1 to 1024",
+        ),
+        (("--ranks", "1025", "--experts", "1025"), "ranks is 1025, but must be at most 1024"),
         (("--ranks", "0"), "ranks is 0, but must be from 1 to 32767"),
         (("--ranks", "-2"), "ranks is -2, but must be from 1 to 32767"),
         (("--experts", "4096"), "experts is 4096, but must be at most 2048"),

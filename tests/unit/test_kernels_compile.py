@@ -44,6 +44,13 @@ NAMED = [
     (6, 540, 24, 7136),
     (1, 2048, 32, 512),
 ]
+# More ranks than a word has bits, up to the bound.
+MANY_RANKS = [
+    (64, 256, 8, 7168),
+    (256, 512, 8, 7168),
+    (1024, 1024, 22, 1024),
+    (1024, 2048, 32, 16384),
+]
 
 
 @dataclass(frozen=True)
@@ -91,12 +98,15 @@ def kernels(points: list[Point]) -> list[KernelSource]:
 FEW = kernels(
     [point(sizes, number, number) for number, sizes in enumerate(NAMED)]
     + [point(NAMED[0], rows, rows) for rows in range(len(ROWS))]
+    + [point(sizes, number, number) for number, sizes in enumerate(MANY_RANKS)]
     + list(drawn(8, seed=1))
 )
 MANY = kernels(
     [
         point(sizes, rows, combine)
-        for sizes, rows, combine in itertools.product(NAMED, range(len(ROWS)), range(4))
+        for sizes, rows, combine in itertools.product(
+            [*NAMED, *MANY_RANKS], range(len(ROWS)), range(4)
+        )
     ]
     + list(drawn(60, seed=2))
 )

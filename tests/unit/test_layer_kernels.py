@@ -87,8 +87,8 @@ def test_names() -> None:
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"sizes": Sizes(33, 33, 1)}, "from 1 to 32"),
-        ({"sizes": Sizes(0, 8, 1)}, "from 1 to 32"),
+        ({"sizes": Sizes(1025, 1025, 1)}, "from 1 to 1024"),
+        ({"sizes": Sizes(0, 8, 1)}, "from 1 to 1024"),
         ({"sizes": Sizes(2, 7, 1)}, "divisible by the 2 ranks"),
         ({"sizes": Sizes(2, 4096, 1)}, "num_experts"),
         ({"sizes": Sizes(2, 8, 33)}, "top_k"),

@@ -34,6 +34,7 @@ SIZES = [
     Sizes(4, 256, 8), Sizes(4, 512, 22), Sizes(8, 128, 4), Sizes(1, 1, 1), Sizes(2, 2, 2),
     Sizes(3, 9, 3), Sizes(6, 1020, 5), Sizes(8, 1024, 7), Sizes(5, 35, 31), Sizes(12, 24, 1),
     Sizes(32, 2048, 32), Sizes(32, 2048, 1), Sizes(32, 64, 2), Sizes(31, 62, 16), Sizes(7, 7, 17),
+    Sizes(33, 66, 5), Sizes(72, 288, 8), Sizes(1024, 2048, 32),
 ]  # fmt: skip
 
 
@@ -155,10 +156,10 @@ def test_a_kernel_is_loaded_once(gpu: Gpu) -> None:
 
 def test_no_kernel_for_more_than_the_mode_takes(gpu: Gpu) -> None:
     assert chosen(experts=2052) is None
-    assert chosen(experts=66, ranks=33) is None
+    assert chosen(experts=1025, ranks=1025) is None
     assert counter_of(torch.zeros((3, 8), dtype=torch.int64), 256, 4) is None
     assert gpu.loaded == []
-    assert chosen(experts=2048, ranks=32) is not None
+    assert chosen(experts=2048, ranks=1024) is not None
 
 
 def test_no_kernel_without_compiler_or_hardware(gpu: Gpu) -> None:

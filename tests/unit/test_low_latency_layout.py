@@ -224,6 +224,10 @@ def test_a_grid_has_a_cta_for_every_rank_and_one_more() -> None:
         with pytest.raises(ArgumentError, match=bound) as caught:
             Grid.of(sms, 8, ctas=ctas)
         assert caught.value.argument == "ctas"
+    assert Grid.of(132, 1024) == Grid(132, 20)
+    assert Grid.of(132, 72, ctas=2) == Grid(2, 1)
+    with pytest.raises(ArgumentError, match="from 2, one that sends and one that receives"):
+        Grid.of(132, 72, ctas=1)
     for senders in (0, 3):
         with pytest.raises(ArgumentError, match="from 1 to 2") as caught:
             Grid.of(132, 8, ctas=10, senders=senders)

@@ -60,7 +60,7 @@ static __device__ uint32_t expired_waits;
 
 struct Impatience {
   uint64_t begin = 0;
-  __device__ bool exhausted() {
+  __device__ bool expired() {
     const uint64_t now = global_nanoseconds();
     if (begin == 0) begin = now;
     if (now - begin < (expired_waits ? 1'000u : 2'000'000'000u)) return false;

@@ -55,6 +55,7 @@ from fanfold.errors import ArgumentError, UnavailableError, UsageError
 from fanfold.formats import ScaleFormat
 from fanfold.geometry import check_aligned, check_integer, check_tensor
 from fanfold.group import agree
+from fanfold.kernel_state import new_state
 from fanfold.lending import address_of
 from fanfold.memory.cuda import CudaSymmetricMemory, are_threads, wait_for_kernels
 from fanfold.refusal import Refusing
@@ -165,16 +166,17 @@ class CudaHighThroughput:
         if ring_bytes <= 0:
             bound = f"more than {fixed}; see required_bytes"
             raise ArgumentError("bytes_per_rank", memory.bytes_per_rank, bound)
-        state_bytes = _core.CUDA_HIGH_THROUGHPUT_STATE_BYTES
-        self._state = torch.zeros(state_bytes, dtype=torch.uint8, device=device)
+        peers = [memory.base(peer) for peer in range(memory.ranks)]
+        self._state = new_state(*_core.CUDA_HIGH_THROUGHPUT_STATE, peers, device)
         columns = _core.CUDA_HIGH_THROUGHPUT_MOST_EXPERTS + memory.ranks
-        ctas = ctas_bounds(memory)[1]
-        self._counted = torch.empty(ctas * columns, dtype=torch.int32, device=device)
+        self._counted = torch.empty(
+            ctas_bounds(memory)[1] * columns, dtype=torch.int32, device=device
+        )
         self._reports, self._totals = Reports(), Totals()
         self._core = _core.CudaHighThroughput(
             _core.CudaHighThroughputPlace(
                 rank=memory.rank,
-                peers=[memory.base(peer) for peer in range(memory.ranks)],
+                peers=peers,
                 state=self._state.data_ptr(),
                 reports=self._reports.address,
                 timeout_ns=int(self._config.timeout_s * 1e9),

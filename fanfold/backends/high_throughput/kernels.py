@@ -269,7 +269,8 @@ class _RingShape:
     def of(cls, kind: DispatchKind, warps: int, rows: int) -> _RingShape:
         ranks, local = kind.sizes.ranks, kind.sizes.experts // kind.sizes.ranks
         ring = _align(rows * (kind.held_bytes + 8), _LINE)
-        notes = rows * (16 + 8 * ranks)
+        # Of many ranks a row's descriptor says where the plan has what belongs to each.
+        notes = rows * (16 + 8 * (ranks if ranks <= _core.CUDA_FEW_RANKS else 1))
         shared = warps * (ring + notes) + 4 * ranks + 4 + 4 * ranks + 4 * (local + 2)
         return cls(warps, rows, _align(shared, _LINE))
 
@@ -371,7 +372,10 @@ def combine_kernel(
     """
     sizes = kind.sizes
     slices, slice_units = kind.cut()
-    terms = max(sizes.top_k if kind.expert_major else 0, sizes.ranks + (2 if kind.biased else 0))
+    # A token has rows of so many ranks at most; of few ranks there is room for all.
+    few = sizes.ranks <= _core.CUDA_FEW_RANKS
+    ranks = sizes.ranks if few else min(sizes.ranks, sizes.top_k)
+    terms = max(sizes.top_k if kind.expert_major else 0, ranks + (2 if kind.biased else 0))
     entries = 2 * 8 * (_core.CUDA_BATCH_TOKENS * terms + _MOST_PIECES)
     piece = 16 * _align(slice_units, 32)
     rest = _align(8 * sizes.ranks + 16, _LINE)

@@ -36,8 +36,8 @@ class Layout:
 def dispatch_layout(topk_idx: torch.Tensor, num_experts: int, ranks: int) -> Layout:
     """Where this rank's tokens go. Local: nothing is communicated. The result is on the device of
     ``topk_idx``, for which the CPU does not wait: on GPUs one kernel counts where there is NVRTC
-    and compute capability 9.0, up to 2048 experts and 32 ranks; elsewhere PyTorch's own functions
-    do, which takes several times as long.
+    and compute capability 9.0, up to 2048 experts and 1024 ranks; elsewhere PyTorch's own
+    functions do, which takes several times as long.
 
     Args:
         topk_idx: ``[T, K]`` int64, -1 for none.

@@ -60,6 +60,7 @@ from fanfold.errors import ArgumentError, FanfoldError, UsageError
 from fanfold.formats import RowFormat, ScaleFormat
 from fanfold.geometry import Geometry, is_plain
 from fanfold.group import agree
+from fanfold.kernel_state import new_state
 from fanfold.late_peers import LatePeer, LatePeers
 from fanfold.lending import address_of
 from fanfold.memory.cuda import CudaSymmetricMemory, are_threads, own_sms, wait_for_kernels
@@ -106,14 +107,17 @@ class CudaLowLatency:
         self._early = early and torch.cuda.get_device_capability(index) >= (9, 0)
         self._allocator = Allocator(self.device)
         self._reports = Reports()
-        self._state = torch.zeros(_core.CUDA_STATE_BYTES, dtype=torch.uint8, device=self.device)
+        peers = [memory.base(peer) for peer in range(memory.ranks)]
+        self._state = new_state(
+            _core.CUDA_STATE_BYTES, _core.CUDA_STATE_PEERS_AT, peers, self.device
+        )
         epochs = _core.CUDA_STATE_EPOCHS_BYTES
         self._epochs = self._state[:epochs].view(torch.int32)
         self._masked = self._state[epochs : epochs + 4 * memory.ranks].view(torch.int32)
         self._masks, self._late_peers = config.late_peers == "mask", LatePeers(memory.rank)
         self._place = _core.CudaLowLatencyPlace(
             rank=memory.rank,
-            peers=[memory.base(peer) for peer in range(memory.ranks)],
+            peers=peers,
             state=self._state.data_ptr(),
             reports=self._reports.address,
             timeout_ns=int(config.timeout_s * 1e9),

@@ -56,13 +56,16 @@ class Grid:
         """
         if ctas is None:
             ctas = min(max(sms, 2), _core.CUDA_MOST_CTAS)
-        if not ranks < ctas <= sms:
-            bound = f"from {ranks + 1}, one that sends and one for each rank that it receives from"
+        receivers = _core.cuda_least_receivers(ranks)
+        if not receivers < ctas <= sms:
+            each = "for each rank that it receives from" if receivers == ranks else "that receives"
+            bound = f"from {receivers + 1}, one that sends and one {each}"
             raise ArgumentError("ctas", ctas, f"{bound}, to {sms}, the SMs of this GPU")
         if senders is None:
-            senders = min(max(round(ctas * _SENDING_SHARE), 1), ctas - ranks)
-        if not 1 <= senders <= ctas - ranks:
-            bound = f"from 1 to {ctas - ranks}: of {ctas} CTAs one for each rank must receive"
+            senders = min(max(round(ctas * _SENDING_SHARE), 1), ctas - receivers)
+        if not 1 <= senders <= ctas - receivers:
+            each = " for each rank" if receivers == ranks else ""
+            bound = f"from 1 to {ctas - receivers}: of {ctas} CTAs one{each} must receive"
             raise ArgumentError("senders", senders, bound)
         return cls(ctas, senders)
 

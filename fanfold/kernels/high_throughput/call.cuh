@@ -5,10 +5,11 @@
 #include "layout/high_throughput_device.h"
 #include "protocol/bulk_peer.cuh"
 #include "protocol/deadline.cuh"
+#include "protocol/rank_set.cuh"
 
 namespace fanfold {
 
-static_assert(kRanks <= kMostHighThroughputRanks && kRanks <= kWarpLanes);
+static_assert(kRanks <= kMostRanks);
 
 // One kernel's view of its call. Cheap to make in every thread.
 class Call {
@@ -52,22 +53,30 @@ class Call {
   // One warp of the kernel: tells all peers that this rank has arrived, and so has left the call
   // before.
   __device__ void push_arrival() const {
-    if (!is_peer(lane)) return;
     const ArrivalWord word{epoch, args.signature, static_cast<uint32_t>(args.tokens),
                            args.refused != 0};
-    peer(lane).signal(arrival(rank_at(lane)), word.encode());
+    for_ranks_of(lane, kWarpLanes, [&](int rank) {
+      if (is_peer(rank)) peer(rank).signal(arrival(rank_at(rank)), word.encode());
+    });
   }
 
-  // Wipes one `ready` word, another in every call, before its use comes again. Nobody writes there
-  // between the last batch of a call and the arrivals of the next; before a call this rank's own
-  // CTAs might, which send to it, too.
+  // Wipes some `ready` words, others in every call, before their use comes again. Nobody writes
+  // there between the last batch of a call and the arrivals of the next; before a call this rank's
+  // own CTAs might, which send to it, too.
   __device__ void wipe() const {
     const auto words = static_cast<uint32_t>((args.at.acks - args.at.ready) / 8);
-    own_at<uint64_t>(args.at.ready)[epoch % words] = 0;
+    auto* ready = own_at<uint64_t>(args.at.ready);
+    constexpr int kWiped = wiped_words(kRanks);
+    if constexpr (kWiped == 1) {
+      ready[epoch % words] = 0;
+    } else {
+      for (int i = 0; i < kWiped; ++i) ready[(uint64_t{epoch} * kWiped + i) % words] = 0;
+    }
   }
 
-  // What lane r's rank says of this call as it arrives.
-  __device__ ArrivalWord await_arrival() const;
+  // What a rank says of this call as it arrives; of this rank itself, and behind the last one, what
+  // this rank says.
+  __device__ ArrivalWord await_arrival(int rank) const;
 
   __device__ bool failed() const { return load_relaxed_gpu(&args.state->failed) != 0; }
   __device__ void fail() const { store_relaxed_gpu(&args.state->failed, 1u); }
@@ -95,17 +104,17 @@ __device__ __forceinline__ void Call::time_out(int peer, uint32_t seen) const {
   report_timeout(*this, peer, static_cast<int32_t>(seen));
 }
 
-__device__ __forceinline__ ArrivalWord Call::await_arrival() const {
+__device__ __forceinline__ ArrivalWord Call::await_arrival(int rank) const {
   ArrivalWord own{epoch, args.signature, static_cast<uint32_t>(args.tokens), args.refused != 0};
-  if (!is_peer(lane)) return own;
+  if (!is_peer(rank)) return own;
   const uint32_t awaited = epoch & ArrivalWord::kEpochMask;
   Deadline deadline(*this);
-  const auto* place = own_at<const uint64_t>(arrival(lane));
+  const auto* place = own_at<const uint64_t>(arrival(rank));
   ArrivalWord word{};
   do {
     word = ArrivalWord::decode(load_acquire_system(place));
     if (word.epoch == awaited) return word;
-  } while (!deadline.expired(lane, word.epoch));
+  } while (!deadline.expired(rank, word.epoch));
   word.refused = true;
   return word;
 }
@@ -120,17 +129,22 @@ struct Participants {
 __device__ __forceinline__ void gather(const Call& call, Participants& shared) {
   if (call.warp == 0) {
     if (blockIdx.x == 0) call.push_arrival();
-    const ArrivalWord word = call.await_arrival();
-    const bool differs = word.signature != call.args.signature;
-    if (call.lane < kRanks) shared.tokens[call.lane] = static_cast<int>(word.tokens);
-    if (blockIdx.x == 0 && call.args.refused == 0 && !call.failed()) {
-      if (word.refused) {
-        call.report(ReportKind::kRefused, call.lane, 0, 0);
-      } else if (differs) {
-        call.report(ReportKind::kDisagreement, call.lane, 0, 0);
+    bool stops = false;
+    for (int round = 0; round < kRankRounds; ++round) {
+      const int rank = round * kWarpLanes + call.lane;
+      const ArrivalWord word = call.await_arrival(rank);
+      const bool differs = word.signature != call.args.signature;
+      if (rank < kRanks) shared.tokens[rank] = static_cast<int>(word.tokens);
+      if (blockIdx.x == 0 && call.args.refused == 0 && !call.failed()) {
+        if (word.refused) {
+          call.report(ReportKind::kRefused, rank, 0, 0);
+        } else if (differs) {
+          call.report(ReportKind::kDisagreement, rank, 0, 0);
+        }
       }
+      stops = stops || (rank < kRanks && (word.refused || differs));
     }
-    const bool stops = __any_sync(kFullWarp, call.lane < kRanks && (word.refused || differs)) != 0;
+    stops = __any_sync(kFullWarp, stops) != 0;
     if (call.lane == 0) shared.is_aborted = stops || call.failed();
   }
   __syncthreads();

@@ -150,16 +150,17 @@ class Worker {
   __device__ bool await_ready(const Job& job) const {
     const uint32_t use = BatchWord::use_of(call_.epoch, job.turn);
     bool came = true;
-    if (uses_ring(call_, call_.lane)) {
-      const auto* word = call_.own_at<const uint64_t>(call_.ready(call_.lane, word_of(job)));
+    for_ranks_of(call_.lane, kWarpLanes, [&](int rank) {
+      if (!came || !uses_ring(call_, rank)) return;
+      const auto* word = call_.own_at<const uint64_t>(call_.ready(rank, word_of(job)));
       Deadline deadline(call_);
       uint32_t seen = 0;
       do {
         seen = BatchWord::decode(load_acquire_system(word)).use;
         came = seen == use;
         if (!came) nap();
-      } while (!came && !deadline.expired(call_.lane, seen >> BatchWord::kTurnBits));
-    }
+      } while (!came && !deadline.expired(rank, seen >> BatchWord::kTurnBits));
+    });
     __syncwarp();
     return __all_sync(kFullWarp, came) != 0;
   }
@@ -188,6 +189,7 @@ class Worker {
   }
 
   __device__ void fold_topk_weights(const Job& job) const {
+    if constexpr (!kHasFewRanks) return fold_topk_weights_of_many(job);
     for (int place = job.begin; place < job.end; ++place) {
       const int token = job.batch * kBatchTokens + place;
       if (token >= args_.call.tokens || call_.lane >= kTopK) continue;
@@ -195,11 +197,36 @@ class Worker {
       for (int rank = 0; rank < kRanks; ++rank) {
         const int row = args_.rows[int64_t{token} * kRanks + rank];
         if (row < 0) continue;
-        sum = __fadd_rn(sum, uses_ring(call_, rank) ? arrived_topk_weight(rank, job.slot, place)
-                                                    : topk_weight_of(shared_.prefix[rank] + row));
+        sum = __fadd_rn(sum, topk_weight_from(rank, row, job.slot, place));
       }
       args_.out_weights[int64_t{token} * kTopK + call_.lane] = sum;
     }
+  }
+
+  // The rows of a token are looked up by all lanes, then each lane adds its own entry's numbers.
+  __device__ void fold_topk_weights_of_many(const Job& job) const {
+    for (int place = job.begin; place < job.end; ++place) {
+      const int token = job.batch * kBatchTokens + place;
+      if (token >= args_.call.tokens) continue;
+      float sum = 0.0f;
+      for (int round = 0; round < kRankRounds; ++round) {
+        const int first = round * kWarpLanes, rank = first + call_.lane;
+        const int row = rank < kRanks ? args_.rows[int64_t{token} * kRanks + rank] : -1;
+        for (uint32_t left = __ballot_sync(kFullWarp, row >= 0); left != 0; left &= left - 1) {
+          const int lane = __ffs(static_cast<int>(left)) - 1;
+          const int own = __shfl_sync(kFullWarp, row, lane);
+          if (call_.lane < kTopK)
+            sum = __fadd_rn(sum, topk_weight_from(first + lane, own, job.slot, place));
+        }
+      }
+      if (call_.lane < kTopK) args_.out_weights[int64_t{token} * kTopK + call_.lane] = sum;
+    }
+  }
+
+  // The number of this lane's entry from a rank, to which `row` rows went before.
+  __device__ float topk_weight_from(int rank, int row, int slot, int place) const {
+    return uses_ring(call_, rank) ? arrived_topk_weight(rank, slot, place)
+                                  : topk_weight_of(shared_.prefix[rank] + row);
   }
 
   __device__ float arrived_topk_weight(int rank, int slot, int place) const {
@@ -272,7 +299,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (is_aborted(args.source_prefix)) return;
   const Call call(args.call, HighThroughputPhase::kCombine);
   const auto thread = static_cast<int>(threadIdx.x);
-  if (thread < kRanks) shared.prefix[thread] = thread == 0 ? 0 : args.source_prefix[thread - 1];
+  for_ranks_of(thread, kThreads, [&](int rank) {
+    shared.prefix[rank] = rank == 0 ? 0 : args.source_prefix[rank - 1];
+  });
   if (thread < kWorkers) init_barrier(&shared.workers[thread].posted, 1);
   if (thread < kWorkers) init_barrier(&shared.workers[thread].signalled, 1);
   if (thread == 0) init_barrier(&shared.ended, kWorkers);

@@ -140,7 +140,7 @@ class Preparation {
 
  private:
   static constexpr int kSendWidth = lanes_for(kExpertMajor != 0 ? kTopK : 1);
-  static constexpr int kFoldWidth = lanes_for(kRanks);
+  static constexpr int kFoldWidth = lanes_for(kHasFewRanks ? kRanks : 1);
   static constexpr int kWidth = kSendWidth > kFoldWidth ? kSendWidth : kFoldWidth;
   static constexpr int kPasses = kBatchTokens * kWidth / kWarpLanes;
   static_assert(kWidth <= kWarpLanes);
@@ -193,9 +193,10 @@ class Preparation {
     if (job_.kind == Job::Kind::kSend) {
 #pragma unroll
       for (int p = 0; p < kPassesOf<kSendWidth>; ++p) rows_[p] = sent_row(place<kSendWidth>(p));
-    } else if (job_.kind == Job::Kind::kFold) {
+    } else if (kHasFewRanks && job_.kind == Job::Kind::kFold) {
 #pragma unroll
-      for (int p = 0; p < kPassesOf<kFoldWidth>; ++p) rows_[p] = folded_row(place<kFoldWidth>(p));
+      for (int p = 0; p < kPassesOf<kFoldWidth>; ++p)
+        rows_[p] = folded_row(place<kFoldWidth>(p), term<kFoldWidth>());
     }
   }
   __device__ int sent_row(int place) const {
@@ -207,8 +208,7 @@ class Preparation {
   }
   // How many rows of this rank went to that one before; of its own, which row it is, or that there
   // was no room for it.
-  __device__ int folded_row(int place) const {
-    const int rank = term<kFoldWidth>();
+  __device__ int folded_row(int place, int rank) const {
     if (!is_folded(place) || rank >= kRanks) return -1;
     const int token = job_.batch * kBatchTokens + place;
     const int row = args_.rows[int64_t{token} * kRanks + rank];
@@ -229,6 +229,7 @@ class Preparation {
 #pragma unroll
       for (int p = 0; p < kPassesOf<kSendWidth>; ++p) write_sent(p);
     } else if (job_.kind == Job::Kind::kFold) {
+      if constexpr (!kHasFewRanks) return write_folded_of_many();
 #pragma unroll
       for (int p = 0; p < kPassesOf<kFoldWidth>; ++p) write_folded(p);
     }
@@ -249,14 +250,56 @@ class Preparation {
 
   __device__ void write_folded(int p) {
     const int at = place<kFoldWidth>(p), rank = term<kFoldWidth>();
-    auto kind = Entry::Kind::kRow;
-    auto row = static_cast<uint32_t>(ring_row(call_, rank, job_.slot, at));
-    if (is_own(rank)) {
-      // What peers drop comes as zeros, too.
-      kind = rows_[p] == kDropped ? Entry::Kind::kZeros : Entry::Kind::kOwn;
-      row = rows_[p] == kDropped ? 0 : static_cast<uint32_t>(rows_[p]);
+    const Folded folded = folded_from(at, rank, rows_[p]);
+    append<kFoldWidth, kBiased != 0>(at, is_folded(at), rows_[p] != kNone, folded.kind, folded.row,
+                                     1.0f);
+  }
+
+  struct Folded {
+    Entry::Kind kind;
+    uint32_t row;
+  };
+  // Where the row of a rank is, for which `folded_row` is `row`.
+  __device__ Folded folded_from(int place, int rank, int row) const {
+    if (!is_own(rank))
+      return {Entry::Kind::kRow, static_cast<uint32_t>(ring_row(call_, rank, job_.slot, place))};
+    // What peers drop comes as zeros, too.
+    if (row == kDropped) return {Entry::Kind::kZeros, 0};
+    return {Entry::Kind::kOwn, static_cast<uint32_t>(row)};
+  }
+
+  // Of many ranks: token by token, the biases, then the ranks' rows, as many at a time as there are
+  // lanes; zeros for a token that has neither.
+  __device__ void write_folded_of_many() {
+    Entry* entries = own_.entries[which_];
+    for (int at = job_.begin; at < job_.end; ++at) {
+      if (!is_folded(at)) continue;
+      const int before = count_;
+      if (kBiased != 0 && call_.lane < args_.biases)
+        entries[count_ + call_.lane] =
+            Entry(Entry::Kind::kBias, static_cast<uint32_t>(call_.lane), at, false, 1.0f);
+      count_ += kBiased != 0 ? args_.biases : 0;
+      for (int round = 0; round < kRankRounds; ++round) append_ranks(at, round * kWarpLanes);
+      if (count_ == before && call_.lane == 0)
+        entries[count_] = Entry(Entry::Kind::kZeros, 0, at, false, 1.0f);
+      count_ += count_ == before ? 1 : 0;
+      __syncwarp();
+      if (call_.lane == 0) entries[count_ - 1].make_last();
     }
-    append<kFoldWidth, kBiased != 0>(at, is_folded(at), rows_[p] != kNone, kind, row, 1.0f);
+    __syncwarp();
+  }
+
+  // The rows of one token from the ranks that the lanes are, from `first` on.
+  __device__ void append_ranks(int at, int first) {
+    const int rank = first + call_.lane;
+    const int row = folded_row(at, rank);
+    const uint32_t all = __ballot_sync(kFullWarp, row != kNone);
+    if (row != kNone) {
+      const Folded folded = folded_from(at, rank, row);
+      own_.entries[which_][count_ + __popc(all & lanes_below())] =
+          Entry(folded.kind, folded.row, at, false, 1.0f);
+    }
+    count_ += __popc(all);
   }
 
   // Appends what the lanes of a pass have, in their order, with `kStarts` behind the biases of each

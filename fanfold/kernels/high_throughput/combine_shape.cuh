@@ -30,7 +30,8 @@ inline constexpr int kParts = kBatchTokens / kPartTokens;
 static_assert(kBatchTokens % kPartTokens == 0);
 // Rows in a sum: a token's experts here, or the biases and the ranks that have some.
 inline constexpr int kMostBiases = 2;
-inline constexpr int kFoldTerms = kRanks + (kBiased != 0 ? kMostBiases : 0);
+inline constexpr int kFoldRanks = kHasFewRanks || kRanks < kTopK ? kRanks : kTopK;
+inline constexpr int kFoldTerms = kFoldRanks + (kBiased != 0 ? kMostBiases : 0);
 inline constexpr int kMostTerms = kExpertMajor != 0 && kTopK > kFoldTerms ? kTopK : kFoldTerms;
 inline constexpr int kMostEntries = kBatchTokens * kMostTerms;
 
@@ -65,6 +66,8 @@ struct alignas(8) Entry {
       : word(row | (static_cast<uint32_t>(place) << kPlaceAt) | (uint32_t{last} << kLastAt) |
              (static_cast<uint32_t>(kind) << kKindAt)),
         weight(w) {}
+
+  __device__ void make_last() { word |= 1u << kLastAt; }
 
   __device__ Kind kind() const { return static_cast<Kind>(word >> kKindAt); }
   __device__ bool is_last() const { return (word >> kLastAt & 1u) != 0; }

@@ -4,8 +4,18 @@
 // all of the grid must be on the GPU at once, as receivers wait for what others send.
 #include "high_throughput/dispatch_receive.cuh"
 #include "high_throughput/dispatch_send.cuh"
+#include "high_throughput/dispatch_send_many.cuh"
 
 namespace fanfold::high_throughput {
+
+template <bool kFew>
+struct SenderFor {
+  using Type = Sender;
+};
+template <>
+struct SenderFor<false> {
+  using Type = ManyRanksSender;
+};
 
 __global__ void __launch_bounds__(kThreads, 1)
     dispatch(const __grid_constant__ HighThroughputDispatchArgs args) {
@@ -17,7 +27,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (blockIdx.x == 0) copy_for_caller(args);
   if (is_aborted(args.source_prefix)) return mark_absent(args, 0, 0, index, warps);
   const auto thread = static_cast<int>(threadIdx.x);
-  if (thread < kRanks) shared.prefix[thread] = thread == 0 ? 0 : args.source_prefix[thread - 1];
+  for_ranks_of(thread, kThreads, [&](int rank) {
+    shared.prefix[rank] = rank == 0 ? 0 : args.source_prefix[rank - 1];
+  });
   for (int e = thread; e < kLocalExperts + 2; e += kThreads)
     shared.offsets[e] = static_cast<int32_t>(args.offsets[e]);
   __syncthreads();
@@ -40,7 +52,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     mark_absent(args, 0, 0, index, warps);
   } else {
     if (kRanks > 1 && sends) {
-      Sender sender(warp);
+      SenderFor<kHasFewRanks>::Type sender(warp);
       ring.run<Until::kWritten>(sender);
     }
     Receiver receiver(warp);

@@ -127,7 +127,7 @@ class Placer {
   __device__ int place_of(const unsigned char* bytes, int k, int source) const {
     if (k >= kTopK) return -1;
     const uint32_t word = topk_word(bytes, k);
-    const PlaceWord place = PlaceWord::decode(word);
+    const PlaceWord place = PlaceWord::decode(word, kRanks);
     const auto reader = static_cast<uint32_t>(call_.rank_at(source));
     return word != PlaceWord::kNowhere && place.rank == reader ? static_cast<int>(place.row) : -1;
   }

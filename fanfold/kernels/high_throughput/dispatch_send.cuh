@@ -47,14 +47,8 @@ class Sender {
       __syncwarp();
     }
     const SendDescriptor& descriptor = w_.descriptors[slot].sent;
-    if (call_.is_peer(call_.lane) && (descriptor.to >> call_.lane & 1u) != 0) {
-      if constexpr (kStaysInPlace) put_in_place(slot, descriptor);
-      if constexpr (kSendsDestinations) put_first(slot, descriptor);
-      if constexpr (kSentBytes > 0) {
-        const int64_t row = w_.ring_row(call_.rank_at(call_.lane), descriptor.at);
-        call_.peer(call_.lane).put_row(row, w_.ring.slots[slot] + kSentAt, kSentBytes);
-      }
-    }
+    if (call_.is_peer(call_.lane) && (descriptor.to >> call_.lane & 1u) != 0)
+      w_.put_to(call_.lane, slot, descriptor, kStaysInPlace ? row_in_place(descriptor) : 0);
   }
 
   __device__ void passed(int slot) const {
@@ -65,33 +59,11 @@ class Sender {
   }
 
  private:
-  // Token-major: sends the row to its place on lane r's rank.
-  __device__ void put_in_place(int slot, const SendDescriptor& descriptor) const {
+  // Token-major: the row's place on lane r's rank.
+  __device__ int row_in_place(const SendDescriptor& descriptor) const {
     const BatchWord batch = BatchWord::decode(descriptor.words[call_.lane]);
     const uint32_t earlier = batch.tokens & ((1u << descriptor.at % kBatchTokens) - 1u);
-    const int row = first_row_ + static_cast<int>(batch.before) + __popc(earlier);
-    if (row < w_.args.result_rows)
-      call_.peer(call_.lane).put_row(w_.result_row(row), w_.ring.slots[slot], kRowBytes);
-  }
-
-  // Expert-major: sends the row to the first of its places on lane r's rank, and writes which it
-  // is.
-  __device__ void put_first(int slot, const SendDescriptor& descriptor) const {
-    const unsigned char* bytes = w_.ring.slots[slot];
-    DestinationWord destination{descriptor.use, DestinationWord::kNowhere, false};
-    for (int k = 0; k < kTopK; ++k) {
-      const uint32_t word = topk_word(bytes, k);
-      const PlaceWord place = PlaceWord::decode(word);
-      const bool there = word != PlaceWord::kNowhere && static_cast<int>(place.rank) == call_.lane;
-      if (!there || place.row >= w_.args.result_rows) continue;
-      if (destination.row == DestinationWord::kNowhere) destination.row = place.row;
-      destination.copies = destination.copies || place.row != destination.row;
-    }
-    if (destination.row != DestinationWord::kNowhere)
-      call_.peer(call_.lane).put_row(w_.result_row(destination.row), bytes, kRowBytes);
-    // Published with the batch.
-    call_.peer(call_.lane)
-        .put(w_.destination(call_.rank_at(call_.lane), descriptor.at), destination.encode());
+    return first_row_ + static_cast<int>(batch.before) + __popc(earlier);
   }
 
   // The rows of lane r's rank, a peer, in the batch whose ticket is held; -1 where there is none.

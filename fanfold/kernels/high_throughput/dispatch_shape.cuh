@@ -50,12 +50,13 @@ struct ReceivedRow {
 
 // Describes a row in the ring for when it is there, and sent.
 struct SendDescriptor {
-  uint32_t to;   // a bit for each rank, this one, too
+  uint32_t to;   // a bit for each rank, this one, too; of many ranks the token
   int32_t at;    // row of the peers' rings
   int32_t slot;  // of those rings, if this is the last row of its batch; else -1
   uint32_t use;  // of that slot
-  // Of the batch, for each rank, with its last row; where rows stay in place with each.
-  uint64_t words[kRanks];
+  // Of the batch, for each rank, with its last row; where rows stay in place with each. Of many
+  // ranks the batch's number, by which each rank's word is found in the plan.
+  uint64_t words[kHasFewRanks ? kRanks : 1];
 };
 struct ReceiveDescriptor {
   ReceivedRow row;
@@ -103,6 +104,20 @@ struct DispatchWarp {
     return call.ready(source, kDestinationsAt + at);
   }
 
+  // One lane: enqueues what `rank` gets of the row in a slot of shared memory. `row` is its place
+  // among the token-major results there.
+  __device__ void put_to(int rank, int slot, const SendDescriptor& row_sent, int row) const {
+    if constexpr (kStaysInPlace) {
+      if (row < args.result_rows)
+        call.peer(rank).put_row(result_row(row), ring.slots[slot], kRowBytes);
+    }
+    if constexpr (kSendsDestinations) put_first(rank, slot, row_sent);
+    if constexpr (kSentBytes > 0) {
+      const int64_t to = ring_row(call.rank_at(rank), row_sent.at);
+      call.peer(rank).put_row(to, ring.slots[slot] + kSentAt, kSentBytes);
+    }
+  }
+
   __device__ void keep_batch(int source, int batch, const BatchWord& word) const {
     if (kNewRouting != 0) args.batches[source * args.batch_stride + batch] = word.encode();
   }
@@ -121,6 +136,24 @@ struct DispatchWarp {
   }
 
  private:
+  // Expert-major: sends the row to the first of its places on `rank`, and writes which it is.
+  __device__ void put_first(int rank, int slot, const SendDescriptor& row_sent) const {
+    const unsigned char* bytes = ring.slots[slot];
+    DestinationWord destination{row_sent.use, DestinationWord::kNowhere, false};
+    for (int k = 0; k < kTopK; ++k) {
+      const uint32_t word = topk_word(bytes, k);
+      const PlaceWord place = PlaceWord::decode(word, kRanks);
+      const bool there = word != PlaceWord::kNowhere && static_cast<int>(place.rank) == rank;
+      if (!there || place.row >= args.result_rows) continue;
+      if (destination.row == DestinationWord::kNowhere) destination.row = place.row;
+      destination.copies = destination.copies || place.row != destination.row;
+    }
+    if (destination.row != DestinationWord::kNowhere)
+      call.peer(rank).put_row(result_row(destination.row), bytes, kRowBytes);
+    // Published with the batch.
+    call.peer(rank).put(this->destination(call.rank_at(rank), row_sent.at), destination.encode());
+  }
+
   __device__ const void* extra(int token, int word) const {
     if (word < kScaleWords)
       return args.scales + token * args.scale_token_stride + word * args.scale_word_stride;

@@ -18,10 +18,11 @@ inline constexpr int kLocalExperts = kExperts / kRanks;
 inline constexpr int kColumns = kExperts + kRanks;  // what is counted: experts, then ranks
 inline constexpr int kStepTokens = kWarpLanes / kTopK;
 inline constexpr int kStepPairs = kStepTokens * kRanks;  // of a token and a rank, row-major
-inline constexpr int kPairsOfLane = (kStepPairs + kWarpLanes - 1) / kWarpLanes;
+inline constexpr bool kHasFewRanks = kRanks <= kFewRanks;
+inline constexpr int kPairsOfLane = kHasFewRanks ? (kStepPairs + kWarpLanes - 1) / kWarpLanes : 1;
 // Steps whose entries a warp waits for together: fewer where a step has more tokens.
 inline constexpr int kAhead = kPairsOfLane <= 4 ? 8 : kPairsOfLane <= 8 ? 4 : 1;
-static_assert(kTopK <= kWarpLanes && kRanks <= kMostHighThroughputRanks);
+static_assert(kTopK <= kWarpLanes && kRanks <= kMostRanks);
 static_assert(kExperts % kRanks == 0);
 
 struct LayoutShared {
@@ -59,6 +60,7 @@ class LayoutCounter {
       for (int i = 0; i < kAhead; ++i)
         if (step + i * kStride < steps) take(step + i * kStride, choices[i]);
     }
+    if constexpr (!kHasFewRanks) return;
 #pragma unroll
     for (int i = 0; i < kPairsOfLane; ++i)
       if (tokens_of_[i] != 0) atomicAdd(&shared_.counted[kExperts + rank_of(i)], tokens_of_[i]);
@@ -75,6 +77,7 @@ class LayoutCounter {
     const bool is_expert = static_cast<uint64_t>(choice) < kExperts;
     const int expert = static_cast<int>(choice);
     if (is_expert) atomicAdd(&shared_.counted[expert], 1u);
+    if constexpr (!kHasFewRanks) return take_many(step, is_expert ? expert / kLocalExperts : -1);
     const uint32_t ranks = with_those_behind(is_expert ? 1u << (expert / kLocalExperts) : 0u);
     const int64_t first = step * kStepPairs;
 #pragma unroll
@@ -86,6 +89,21 @@ class LayoutCounter {
       args_.is_token_in_rank[first + pair] = static_cast<unsigned char>(goes);
       tokens_of_[i] += goes;
     }
+  }
+
+  // Of many ranks: the rows of the step's tokens are made zero, then the first entry of each rank
+  // that a token names counts and marks it.
+  __device__ void take_many(int64_t step, int rank) {
+    const int64_t first = step * kStepPairs;
+    const int64_t pairs = min(int64_t{kStepPairs}, args_.tokens * kRanks - first);
+    for (int64_t pair = lane_; pair < pairs; pair += kWarpLanes)
+      args_.is_token_in_rank[first + pair] = 0;
+    __syncwarp();  // behind the zeros
+    const int pair = rank < 0 ? -1 : lane_ / kTopK * kRanks + rank;
+    const uint32_t same = __match_any_sync(kFullWarp, pair);
+    if (pair < 0 || (same & lanes_below()) != 0) return;
+    atomicAdd(&shared_.counted[kExperts + rank], 1u);
+    args_.is_token_in_rank[first + pair] = 1;
   }
 
   __device__ int rank_of(int i) const { return (i * kWarpLanes + lane_) % kRanks; }

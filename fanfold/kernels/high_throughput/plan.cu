@@ -263,12 +263,15 @@ class Planner {
       args_.offsets[e + 1] = fitting(end);
     }
     const int all = shared_.end[first + kLocalExperts - 1];
-    // By a warp of its own, as thread 0 waits for counts, too.
-    if (call_.warp == 1 && call_.lane < kRanks) {
-      int before = 0;
-      for (int source = 0; source < call_.rank_at(call_.lane); ++source)
-        before += count_of(source, call_.lane);
-      args_.first_rows[call_.lane] = before;
+    // Of few ranks by a warp of its own, as thread 0 waits for counts, too.
+    const int thread_of_rank = kHasFewRanks ? thread() - kWarpLanes : thread();
+    if (thread_of_rank >= 0) {
+      for_ranks_of(thread_of_rank, kThreads, [&](int rank) {
+        int before = 0;
+        for (int source = 0; source < call_.rank_at(rank); ++source)
+          before += count_of(source, rank);
+        args_.first_rows[rank] = before;
+      });
     }
     if (thread() != 0) return;
     args_.offsets[0] = 0;
@@ -296,9 +299,8 @@ class Planner {
         uint32_t word = PlaceWord::kNowhere;
         if (chosen >= 0) {
           const int row = row_of(token / kTileTokens, token % kTileTokens, chosen);
-          word =
-              PlaceWord{static_cast<uint32_t>(chosen / kLocalExperts), static_cast<uint32_t>(row)}
-                  .encode();
+          const auto rank = static_cast<uint32_t>(chosen / kLocalExperts);
+          word = PlaceWord{rank, static_cast<uint32_t>(row)}.encode(kRanks);
         }
         args_.places[int64_t{first} * kTopK + i] = word;
       }

@@ -13,7 +13,7 @@
 // whether or not the others go to the same rank: so nobody needs to know where their rows lie.
 #pragma once
 
-#include "layout/reports.h"
+#include "layout/protocol.h"
 #include "layout/types.h"
 
 namespace fanfold {
@@ -29,8 +29,6 @@ inline constexpr int32_t kRingWords = 2048;
 inline constexpr int32_t kMostSlices = 16;
 inline constexpr int32_t kMostDispatchSlots = kRingWords;
 inline constexpr int32_t kMostDestinationSlots = kRingWords / (1 + kBatchTokens);
-// The ranks of a token are the bits of one word.
-inline constexpr int32_t kMostHighThroughputRanks = 32;
 inline constexpr int32_t kMostHighThroughputCtas = 64;
 
 // What a rank says when it begins a call, which also says that it has left the one before: its
@@ -111,22 +109,37 @@ struct BatchWord {
 };
 inline constexpr int32_t kMostTurns = (1 << BatchWord::kTurnBits) - 1;
 static_assert(BatchWord::use_of(1u << 18, 0) != 0);
-static_assert(kMostHighThroughputRanks * kRingWords <= 1 << 18, "words are wiped in time");
+// Words of `ready` that each call wipes.
+FANFOLD_HD constexpr int32_t wiped_words(int32_t ranks) {
+  return static_cast<int32_t>(
+      ceil_div(int64_t{ranks} * kRingWords, 1 << (32 - BatchWord::kTurnBits)));
+}
+static_assert(wiped_words(kFewRanks) == 1);
 static_assert(BatchWord::use_of(7, kMostTurns - 1) < BatchWord::use_of(8, 0));
 
-// Where a row goes among the expert-major rows of all ranks. All ones: nowhere.
+// Where a row goes among the expert-major rows of all ranks. All ones: nowhere. The more ranks, the
+// fewer bits are left for the row.
 struct PlaceWord {
   uint32_t rank;
   uint32_t row;
 
-  static constexpr int kRowBits = 26;
+  static constexpr int kRowBits = 26;  // of up to 64 ranks
   static constexpr uint32_t kNowhere = 0xffffffffu;
 
-  FANFOLD_HD constexpr uint32_t encode() const { return (rank << kRowBits) | row; }
-  FANFOLD_HD static constexpr PlaceWord decode(uint32_t word) {
-    return {word >> kRowBits, word & ((1u << kRowBits) - 1)};
+  FANFOLD_HD static constexpr int row_bits(int32_t ranks) {
+    int bits = kRowBits;
+    while ((ranks - 1) >> (32 - bits) != 0) --bits;
+    return bits;
+  }
+  FANFOLD_HD constexpr uint32_t encode(int32_t ranks) const {
+    return (rank << row_bits(ranks)) | row;
+  }
+  FANFOLD_HD static constexpr PlaceWord decode(uint32_t word, int32_t ranks) {
+    return {word >> row_bits(ranks), word & ((1u << row_bits(ranks)) - 1)};
   }
 };
+static_assert(PlaceWord::row_bits(64) == PlaceWord::kRowBits && PlaceWord::row_bits(65) == 25);
+static_assert(PlaceWord::row_bits(kMostRanks) == 22);
 
 // Of a dispatch in place, expert-major: the row of the reader's results to which a row of a batch
 // has been sent.
@@ -181,6 +194,8 @@ struct HighThroughputState {
   uint32_t finished;  // warps; in the upper half those that found the call failed
   uint32_t gathered;  // CTAs of a plan that have counted
   uint32_t failed;    // 1: no call can be trusted any more
+  uint32_t reserved;
+  uint64_t peers[kMostRanks];  // PeerTable::all
 };
 
 enum class HighThroughputPhase : uint32_t { kPlan = 0, kDispatch = 1, kCombine = 2 };
@@ -191,7 +206,7 @@ inline constexpr int32_t kAbortedRouting = -1;
 
 // Arguments of all kernels.
 struct HighThroughputArgs {
-  unsigned char* peers[kMostHighThroughputRanks];  // every rank's symmetric memory
+  PeerTable peers;
   HighThroughputOffsets at;
   HighThroughputState* state;
   Report* reports;

@@ -20,8 +20,6 @@
 namespace fanfold {
 
 inline constexpr uint32_t kSentinel = 0xffffffffu;
-// The ranks of a token are the bits of one word.
-inline constexpr int32_t kMostDeviceRanks = 32;
 // The tables of counts are in static shared memory, of which a kernel has 48 KB.
 inline constexpr int32_t kMostDeviceExperts = 2048;
 inline constexpr int32_t kMostDeviceTokens = (1 << 24) - 1;  // a call word carries so many
@@ -39,11 +37,18 @@ struct SourceToken {
 // The `turn`-th row of the CTA `cta` of `ctas`. Neighbours take the sources of one token, so that
 // few tokens are spread over many CTAs; and a CTA takes another source at every turn, so that none
 // has only rows of a rank that is slow. `ctas` need not be a multiple of `ranks`: where a token's
-// sources fall to two turns, all are counted to the first.
+// sources fall to several turns, all are counted to the first. Few ranks have no more sources of a
+// token than there are CTAs (least_receivers), so that there are two such turns at most.
 FANFOLD_HD constexpr SourceToken pair_of(int32_t cta, int32_t turn, int32_t ctas, int32_t ranks) {
   const int32_t q = cta + turn * ctas;
   const int32_t place = q % ranks;
-  return {(place + turn - (cta < place ? 1 : 0)) % ranks, q / ranks};
+  const int32_t first = ranks <= kFewRanks ? turn - (cta < place ? 1 : 0) : (q - place) / ctas;
+  return {(place + first) % ranks, q / ranks};
+}
+
+// CTAs of a grid that must receive.
+FANFOLD_HD constexpr int32_t least_receivers(int32_t ranks) {
+  return ranks <= kFewRanks ? ranks : 1;
 }
 
 // What a rank sends each peer about its call: how many tokens it has, whether it refused the call,
@@ -182,24 +187,30 @@ struct TableLayout {
   FANFOLD_HD constexpr int64_t fans_offset() const { return pairs() * top_k * 8; }
   FANFOLD_HD constexpr int64_t tokens_offset() const { return fans_offset() + pairs() * 4; }
   FANFOLD_HD constexpr int64_t ranks_offset() const { return tokens_offset() + int64_t{ranks} * 4; }
-  FANFOLD_HD constexpr int64_t bytes() const { return ranks_offset() + int64_t{max_tokens} * 4; }
+  // The ranks of a token: a bit for each, or of many ranks a word for each top-k entry.
+  FANFOLD_HD constexpr int32_t rank_words() const { return ranks <= kFewRanks ? 1 : top_k; }
+  FANFOLD_HD constexpr int64_t bytes() const {
+    return ranks_offset() + int64_t{max_tokens} * rank_words() * 4;
+  }
 };
 
 struct LowLatencyReports {
   Report kinds[kReportKinds];
-  uint32_t late[kMostDeviceRanks];  // `call_id` of the call that masked the rank, which was late
+  uint32_t late[kMostRanks];  // `call_id` of the call that masked the rank, which was late
 };
 
 // Memory of one rank that only its own kernels use.
 struct LowLatencyState {
   CtaEpochs epochs[2][kMostCtas];  // by kind of call
-  int32_t masked[kMostDeviceRanks];
+  int32_t masked[kMostRanks];
+  uint64_t peers[kMostRanks];  // PeerTable::all
+  uint32_t reserved;
   uint32_t failed;  // the call after which none can be trusted any more (`call_id`); 0: none
 };
 
 // Arguments of both kernels.
 struct CallArgs {
-  unsigned char* peers[kMostDeviceRanks];  // every rank's symmetric memory
+  PeerTable peers;
   LowLatencyDeviceOffsets at;
   LowLatencyState* state;
   LowLatencyReports* reports;

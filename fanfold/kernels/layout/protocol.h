@@ -7,6 +7,18 @@
 
 namespace fanfold {
 
+// ---- ranks --------------------------------------------------------------------------------------
+
+// Of so many ranks a kernel keeps a set in one word, and their addresses in its arguments.
+inline constexpr int32_t kFewRanks = 32;
+inline constexpr int32_t kMostRanks = 1024;  // the lanes of a warp hold a word of a set each
+
+// Every rank's symmetric memory.
+struct PeerTable {
+  unsigned char* few[kFewRanks];
+  unsigned char* const* all;  // [ranks], in device memory; null where ranks are few
+};
+
 // ---- calls --------------------------------------------------------------------------------------
 
 enum class CallKind : int32_t { kDispatch = 0, kCombine = 1 };

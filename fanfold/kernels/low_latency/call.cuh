@@ -6,10 +6,11 @@
 #include "protocol/acks.cuh"
 #include "protocol/deadline.cuh"
 #include "protocol/other_calls.cuh"
+#include "protocol/rank_set.cuh"
 
 namespace fanfold {
 
-static_assert(kRanks <= kMostDeviceRanks && kExperts <= kMostDeviceExperts);
+static_assert(kRanks <= kMostRanks && kExperts <= kMostDeviceExperts);
 
 // Whether no word is the sentinel. Every word is judged by itself: nothing is assumed of how the
 // words of a row, or of one 16-byte store, become visible.
@@ -29,14 +30,14 @@ __device__ __forceinline__ uint32_t escape_sentinel(uint32_t word) {
 struct Prologue {
   CtaEpochs epochs;
   uint32_t failed;  // of LowLatencyState
-  int32_t masked;   // lane r: whether rank r is
+  int32_t masked;   // lane r: whether rank r is, of few ranks
 
   __device__ static Prologue load(const CallArgs& args, CallKind kind) {
     Prologue seen{};
     seen.epochs = args.state->epochs[static_cast<int>(kind)][blockIdx.x];
     seen.failed = args.state->failed;
     const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
-    if (lane < kRanks) seen.masked = args.state->masked[lane];
+    if (kHasFewRanks && lane < kRanks) seen.masked = args.state->masked[lane];
     return seen;
   }
 };
@@ -91,9 +92,13 @@ class Call {
 
   // ---- peers ------------------------------------------------------------------------------------
 
-  // Bit r: rank r is not masked. All lanes of the warp ask together.
-  __device__ uint32_t live_ranks() const {
-    return __ballot_sync(kFullWarp, lane < kRanks && seen.masked == 0);
+  // The ranks that are not masked. All lanes of the warp ask together.
+  __device__ RankSet live_ranks() const {
+    return RankSet::of([this](int rank) { return is_live(rank); });
+  }
+  // Of few ranks: rank `lane`, when the kernel began.
+  __device__ bool is_live(int rank) const {
+    return kHasFewRanks ? seen.masked == 0 : !is_masked(rank);
   }
   // Ends this call's waits, and later calls at their start.
   __device__ void fail() const { store_relaxed_gpu(&args.state->failed, call_id(Kind, epoch)); }
@@ -132,11 +137,12 @@ class Call {
   __device__ void await_acks() const;
 
   // Sends every live peer what this call is.
-  __device__ void push_call_word(uint32_t live, bool is_fp8) const {
-    if (lane >= kRanks || (live >> lane & 1u) == 0) return;
+  __device__ void push_call_word(bool is_fp8) const {
     const CallWord word{static_cast<uint32_t>(args.tokens), args.refused != 0, is_fp8,
                         args.signature, epoch};
-    Peer(args, lane).put(call_word(rank_at(args, lane)), word.encode());
+    for_ranks_of(lane, kWarpLanes, [&](int rank) {
+      if (is_live(rank)) Peer(args, rank).put(call_word(rank_at(args, rank)), word.encode());
+    });
   }
 
   // The call word of `source`: no tokens if it refused, is late, or makes another call. A rank that
@@ -176,13 +182,15 @@ class WaitClock {
 template <CallKind Kind>
 template <bool LooksAround>
 __device__ void Call<Kind>::await_acks() const {
-  const auto* place = own_at<const uint64_t>(args.at.acks) + lane;
-  Deadline<Call, LooksAround> deadline(*this);
-  while (lane < kRanks && seen.masked == 0) {
-    const Acknowledgement ack = load_ack(place);
-    if (frees_half(ack, Kind, epoch)) break;
-    if (deadline.expired(lane, ack.of(Kind))) break;
-  }
+  const auto* acks = own_at<const uint64_t>(args.at.acks);
+  for_ranks_of(lane, kWarpLanes, [&](int rank) {
+    Deadline<Call, LooksAround> deadline(*this);
+    while (is_live(rank)) {
+      const Acknowledgement ack = load_ack(acks + rank);
+      if (frees_half(ack, Kind, epoch)) break;
+      if (deadline.expired(rank, ack.of(Kind))) break;
+    }
+  });
   __syncwarp();
 }
 
@@ -203,10 +211,11 @@ __device__ CallWord Call<Kind>::await_call(int source) const {
 // Tells every peer which calls this rank has received whole. A peer that sees it writes into the
 // memory that those calls have read and filled with sentinels, so it is a release.
 __device__ __forceinline__ void push_acks(const CallArgs& args, const Prologue& seen) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
-  if (lane >= kRanks || seen.masked != 0) return;
-  Peer(args, lane)
-      .signal(args.at.acks + int64_t{rank_at(args, lane)} * 8, received_calls(args).encode());
+  for_ranks_of(static_cast<int>(threadIdx.x) % kWarpLanes, kWarpLanes, [&](int rank) {
+    if (kHasFewRanks ? seen.masked != 0 : is_masked(args, rank)) return;
+    Peer(args, rank)
+        .signal(args.at.acks + int64_t{rank_at(args, rank)} * 8, received_calls(args).encode());
+  });
 }
 
 // Whether an earlier call has failed. That this one has must not count: the threads of a CTA look

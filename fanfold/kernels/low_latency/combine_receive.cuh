@@ -11,16 +11,17 @@ class CombineReceive {
  public:
   __device__ CombineReceive(const CombineArgs& args, const Prologue& seen)
       : args_(args), call_(args.call, seen, seen.epochs.receive),
-        first_ranks_(first_task() < tasks() ? ranks_of_token(first_task() / kSegments) : 0) {}
+        first_ranks_(first_task() < tasks() ? ranks_of_token(first_task() / kSegments)
+                                            : TokenRanks::none()) {}
 
   __device__ void run() {
-    const uint32_t live = call_.live_ranks();
-    uint32_t ranks = first_ranks_;
+    const RankSet live = call_.live_ranks();
+    TokenRanks ranks = first_ranks_;
     await_all(live);
     for (int task = first_task(); task < tasks(); task += kWarps * static_cast<int>(gridDim.x)) {
       const int token = task / kSegments;
       if (task != first_task()) ranks = ranks_of_token(token);
-      reduce(token, task % kSegments, ranks & live);
+      reduce(token, task % kSegments, ranks.among(live));
     }
   }
 
@@ -34,82 +35,119 @@ class CombineReceive {
   }
   __device__ int tasks() const { return args_.call.tokens * kSegments; }
 
-  __device__ uint32_t ranks_of_token(int token) const {
+  __device__ TokenRanks ranks_of_token(int token) const {
     if constexpr (kLate) {
       const Choices choices{args_.topk_idx, nullptr, args_.call.tokens};
-      return ranks_of(choices.of(token, call_.lane));
+      return TokenRanks::of(choices.of(token, call_.lane));
     } else {
       const TableLayout table{kRanks, kTopK, args_.call.max_tokens};
-      return reinterpret_cast<const uint32_t*>(args_.table + table.ranks_offset())[token];
+      const auto* words = reinterpret_cast<const uint32_t*>(args_.table + table.ranks_offset());
+      if constexpr (kHasFewRanks) return TokenRanks(words[token]);
+      if (call_.lane >= kTopK) return TokenRanks::none();
+      return TokenRanks(words[int64_t{token} * kTopK + call_.lane]);
     }
   }
 
-  __device__ void reduce(int token, int part, uint32_t ranks) {
+  __device__ void reduce(int token, int part, const TokenRanks& token_ranks) {
     float sum[kColumnsOfUnit] = {};
-    if constexpr (kLogFmt != 0) {
+    const uint32_t ranks = token_ranks.word();
+    if constexpr (!kHasFewRanks) {
+      add_many_ranks(token, part, token_ranks, sum);
+    } else if constexpr (kLogFmt != 0) {
       for (int r = 0; r < kRanks; ++r)
         if ((ranks >> r & 1u) != 0) add_segment_of(r, token, part, sum);
     } else if (has_unit(part, call_.lane)) {
 #pragma unroll 1
       for (int first = 0; first < kRanks; first += kAtOnce)
-        add_rows(first, token, part, ranks, sum);
+        add_rows(FewRanks{first, ranks}, token, part, sum);
     }
     if (args_.out == nullptr || !has_unit(part, call_.lane)) return;
     auto* out = reinterpret_cast<uint4*>(args_.out) + int64_t{token} * kUnits;
     store_weak(out + part * kSegmentUnits + call_.lane, round_to_bf16(sum));
   }
 
+  __device__ void add_many_ranks(int token, int part, const TokenRanks& ranks,
+                                 float (&sum)[kColumnsOfUnit]) {
+    if constexpr (kLogFmt != 0) {
+      ranks.for_each_from(0, [&](int rank) { add_segment_of(rank, token, part, sum); });
+      return;
+    }
+    for (TokenRanks::Cursor cursor(ranks, 0);;) {
+      ManyRanks some;
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) some.ranks[j] = cursor.next();
+      if (some.ranks[0] == TokenRanks::kNone) return;
+      if (has_unit(part, call_.lane)) add_rows(some, token, part, sum);
+    }
+  }
+
   __device__ uint4* received(int rank, int token) const { return call_.received_row(rank, token); }
 
   // ---- bf16 rows --------------------------------------------------------------------------------
 
-  __device__ void add_rows(int first, int token, int part, uint32_t ranks,
+  // Up to kAtOnce of a token's ranks.
+  struct FewRanks {
+    int first;
+    uint32_t all;
+
+    __device__ int rank(int j) const { return first + j; }
+    __device__ bool has(int j) const {
+      return first + j < kRanks && (all >> (first + j) & 1u) != 0;
+    }
+  };
+  struct ManyRanks {
+    int ranks[kAtOnce];
+
+    __device__ int rank(int j) const { return ranks[j]; }
+    __device__ bool has(int j) const { return ranks[j] != TokenRanks::kNone; }
+  };
+
+  template <class SomeRanks>
+  __device__ void add_rows(const SomeRanks& some, int token, int part,
                            float (&sum)[kColumnsOfUnit]) {
     Rows v;
-    const uint32_t came = await_rows(first, token, part, ranks, v);
+    const uint32_t came = await_rows(some, token, part, v);
     const int unit = part * kSegmentUnits + call_.lane;
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      if (!wants(first, j, ranks)) continue;
+      if (!some.has(j)) continue;
       if ((came >> j & 1u) != 0) add_unweighted(sum, v[j]);
       // The half is written again when peers have the acknowledgement of this call.
-      store_weak(received(first + j, token) + unit, sentinels());
+      store_weak(received(some.rank(j), token) + unit, sentinels());
     }
   }
 
-  __device__ static bool wants(int first, int j, uint32_t ranks) {
-    return first + j < kRanks && (ranks >> (first + j) & 1u) != 0;
-  }
-
-  // Bit j: the row of rank first + j is in v[j].
-  __device__ uint32_t await_rows(int first, int token, int part, uint32_t ranks, Rows& v) {
+  // Bit j: the row of rank j of `some` is in v[j].
+  template <class SomeRanks>
+  __device__ uint32_t await_rows(const SomeRanks& some, int token, int part, Rows& v) {
     const int unit = part * kSegmentUnits + call_.lane;
     uint32_t open = 0;
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      if (!wants(first, j, ranks)) continue;
+      if (!some.has(j)) continue;
       open |= 1u << j;
-      v[j] = load_relaxed_system(received(first + j, token) + unit);
+      v[j] = load_relaxed_system(received(some.rank(j), token) + unit);
     }
     const uint32_t wanted = open;
     uint32_t lost = 0;
     CombineDeadline deadline(call_);
     while (true) {
-      int late = -1;
+      int late = -1, late_rank = 0;
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
         if ((open >> j & 1u) == 0) continue;
         if (arrived(v[j])) {
           open &= ~(1u << j);
         } else {
-          late = first + j;
-          v[j] = load_relaxed_system(received(late, token) + unit);
+          late = j;
+          late_rank = some.rank(j);
+          v[j] = load_relaxed_system(received(late_rank, token) + unit);
         }
       }
       if (open == 0) return wanted & ~lost;
-      if (!sends_nothing(late) && !deadline.expired(late)) continue;
+      if (!sends_nothing(late_rank) && !deadline.expired(late_rank)) continue;
       if (call_.failed()) return wanted & ~open & ~lost;
-      lost |= 1u << (late - first);
+      lost |= 1u << late;
       open &= ~lost;
       if (open == 0) return wanted & ~lost;
     }
@@ -129,11 +167,13 @@ class CombineReceive {
   // That takes the warp of the grid with the fewest rows, before its rows: call words leave before
   // rows, and once rows are there no wait could be measured. With late weights the send half has
   // waited for all, and has said how long.
-  __device__ void await_all(uint32_t live) {
-    const int rank = call_.lane;
+  __device__ void await_all(const RankSet& live) {
     if (blockIdx.x != gridDim.x - 1 || call_.warp != kWarps - 1) return;
-    if ((live >> rank & 1u) != 0) await_rank(rank);
-    __syncwarp();
+    for (int round = 0; round < kRankRounds; ++round) {
+      const int rank = round * kWarpLanes + call_.lane;
+      if (live.has(rank)) await_rank(rank);
+      __syncwarp();
+    }
   }
 
   __device__ void await_rank(int rank) {
@@ -194,7 +234,7 @@ class CombineReceive {
 
   const CombineArgs& args_;
   const CombineCall call_;
-  const uint32_t first_ranks_;  // asked for before anything is sent
+  const TokenRanks first_ranks_;  // asked for before anything is sent
   uint32_t looks_ = 0;
 };
 

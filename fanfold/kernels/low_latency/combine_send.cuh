@@ -15,21 +15,21 @@ class CombineSend {
   __device__ void run() {
     if (blockIdx.x == 0 && call_.warp == 0) {
       call_.await_acks<true>();
-      call_.push_call_word(call_.live_ranks(), false);
+      call_.push_call_word(false);
     }
     if constexpr (kLate) send_headers();
     // A rank that refused sends nothing, but takes the headers that come.
     if (!kLate && args_.call.refused != 0) return;
     for (int first = 0;; first += kPassRows) {
       if (first > 0) __syncthreads();
-      const uint32_t live = call_.live_ranks();
+      const RankSet live = call_.live_ranks();
       look_up(first, live);
       if (first == 0 && call_.warp == kIdleWarp) call_.await_acks();
       __syncthreads();
       send_rows(first);
       const int next =
           static_cast<int>(blockIdx.x) + (first + kPassRows) * static_cast<int>(gridDim.x);
-      if (next >= most_tokens() * kRanks) return;
+      if (next >= most_of(shared_.tokens) * kRanks) return;
     }
   }
 
@@ -55,17 +55,16 @@ class CombineSend {
 
   __device__ TableLayout table() const { return {kRanks, kTopK, args_.call.max_tokens}; }
 
-  __device__ int most_tokens() const {
-    int most = 0;
-#pragma unroll
-    for (int s = 0; s < kRanks; ++s) most = max(most, shared_.tokens[s]);
-    return most;
-  }
-
   // A warp a row, and one for the tokens of each source.
-  __device__ void look_up(int first, uint32_t live) {
-    if (first == 0 && call_.warp == kWarps - 1 && call_.lane < kRanks)
-      shared_.tokens[call_.lane] = tokens_of(call_.lane, live);
+  __device__ void look_up(int first, const RankSet& live) {
+    if (first == 0 && call_.warp == kWarps - 1) {
+      for (int round = 0; round < kRankRounds; ++round) {
+        const int source = round * kWarpLanes + call_.lane;
+        const bool is_live = live.has(source);
+        if (source < kRanks) shared_.tokens[source] = tokens_of(source, is_live);
+        __syncwarp();
+      }
+    }
     if constexpr (kLate) __syncthreads();
     for (int i = call_.warp; i < kPassRows; i += kWarps) {
       const SourceToken pair = pair_at(first + i);
@@ -73,13 +72,14 @@ class CombineSend {
       // A pair beyond the memory's tokens has no header and no entries.
       if (pair.token < args_.call.max_tokens)
         fan = kLate ? look_up_late(i, pair) : look_up_table(i, pair);
-      if (call_.lane == 0) shared_.fan[i] = (live >> pair.source & 1u) != 0 ? fan : 0;
+      const bool is_live = live.has(pair.source);
+      if (call_.lane == 0) shared_.fan[i] = is_live ? fan : 0;
     }
   }
 
-  __device__ int tokens_of(int source, uint32_t live) const {
+  __device__ int tokens_of(int source, bool is_live) const {
     if constexpr (kLate) {
-      if ((live >> source & 1u) == 0) return 0;
+      if (!is_live) return 0;
       const WaitClock clock(args_.wait_ns, source);
       const CallWord word = call_.await_call(source);
       clock.stop();

@@ -49,19 +49,15 @@ class DispatchReceive {
     return pair.token < shared_.tokens[pair.source];
   }
 
-  __device__ int rows_to_look_at() const {
-    int most = 0;
-#pragma unroll
-    for (int s = 0; s < kSources; ++s) most = max(most, shared_.tokens[s]);
-    return most * kSources;
-  }
+  __device__ int rows_to_look_at() const { return most_of(shared_.tokens) * kSources; }
 
   // ---- where rows go ----------------------------------------------------------------------------
 
   // The tokens of every source, and for each local expert the rows of the sources before each.
   __device__ void read_counts() {
-    const uint32_t live = call_.live_ranks();
-    if (call_.warp == kWarps - 1 && call_.lane < kSources) await_source(call_.lane, live);
+    const RankSet live = call_.live_ranks();
+    if (call_.warp == kWarps - 1) await_sources(live);
+    if constexpr (!kHasFewRanks) return read_many_counts(live);
     for (int e = static_cast<int>(threadIdx.x); e < kLocalExperts; e += kThreads) {
       int rows = 0;
 #pragma unroll 1
@@ -75,21 +71,53 @@ class DispatchReceive {
           const int s = first + i;
           if (s >= kSources) break;
           shared_.before[s][e] = rows;
-          if ((live >> s & 1u) != 0) rows += await_count(s, e, words[i]);
+          if (live.has(s)) rows += await_count(s, e, words[i]);
         }
       }
       shared_.total[e] = rows;
     }
   }
 
-  __device__ void await_source(int source, uint32_t live) {
+  // All threads: each has a count of some (source, expert), then the sums of some expert.
+  __device__ void read_many_counts(const RankSet& live) {
+    for (int i = 0; i < kExperts; i += kThreads) {
+      const int at = i + static_cast<int>(threadIdx.x);
+      const int s = at < kExperts ? at / kLocalExperts : 0, e = at % kLocalExperts;
+      const bool is_live = live.has(s);
+      if (at >= kExperts) continue;
+      const uint32_t word = load_relaxed_system(count(s, e));
+      shared_.before[s][e] = is_live ? await_count(s, e, word) : 0;
+    }
+    __syncthreads();
+    for (int e = static_cast<int>(threadIdx.x); e < kLocalExperts; e += kThreads) {
+      int rows = 0;
+      for (int s = 0; s < kSources; ++s) {
+        const int of_source = shared_.before[s][e];
+        shared_.before[s][e] = rows;
+        rows += of_source;
+      }
+      shared_.total[e] = rows;
+    }
+  }
+
+  // One warp: lane by lane, the call words of all sources.
+  __device__ void await_sources(const RankSet& live) {
+    for (int first = 0; first < kSources; first += kWarpLanes) {
+      const int source = first + call_.lane;
+      const bool is_live = live.has(source);
+      if (source < kSources) await_source(source, is_live);
+      __syncwarp();
+    }
+  }
+
+  __device__ void await_source(int source, bool is_live) {
     const WaitClock clock(args_.wait_ns, source);
     CallWord word{};
-    if ((live >> source & 1u) != 0) word = call_.await_call(source);
+    if (is_live) word = call_.await_call(source);
     shared_.tokens[source] = static_cast<int>(word.tokens);
     shared_.fp8[source] = word.fp8;
     shared_.refused[source] = word.refused;
-    if (blockIdx.x == gridDim.x - 1 && (live >> source & 1u) != 0) call_.report_call(source, word);
+    if (blockIdx.x == gridDim.x - 1 && is_live) call_.report_call(source, word);
     clock.stop();
   }
 
@@ -108,11 +136,12 @@ class DispatchReceive {
 
   __device__ void publish_counts() {
     if (!is_kept()) return;
+    const bool aborted = is_aborted();
     for (int e = static_cast<int>(threadIdx.x); e < kLocalExperts; e += kThreads) {
       const int last = kSources - 1;
       const int total = shared_.total[e];
       args_.counts[e] = total;
-      if (args_.expert_totals != nullptr && !is_aborted()) args_.expert_totals[e] += total;
+      if (args_.expert_totals != nullptr && !aborted) args_.expert_totals[e] += total;
       for (int s = 0; s < kSources; ++s) {
         const int64_t begin = shared_.before[s][e];
         const int64_t end = s == last ? total : shared_.before[s + 1][e];
@@ -120,21 +149,26 @@ class DispatchReceive {
       }
     }
     __syncthreads();  // the first of the ranges stands
-    if (threadIdx.x == 0) publish_tokens();
-  }
-
-  // The tokens of each source for combine, and whether this dispatch is aborted.
-  __device__ void publish_tokens() {
-    const bool refused = is_aborted();
-    if (refused) args_.ranges[0] = kAbortedLate;
-    if (args_.aborted != nullptr) *args_.aborted = refused ? kAbortedLate : 0;
+    if (threadIdx.x == 0) publish_aborted(aborted);
     if (args_.table == nullptr) return;
     auto* tokens = reinterpret_cast<int32_t*>(args_.table + table().tokens_offset());
-    for (int s = 0; s < kSources; ++s) tokens[s] = refused ? kAborted : shared_.tokens[s];
+    for_ranks_of(static_cast<int>(threadIdx.x), kThreads,
+                 [&](int source) { tokens[source] = aborted ? kAborted : shared_.tokens[source]; });
   }
 
+  // For who combines without a table.
+  __device__ void publish_aborted(bool aborted) {
+    if (aborted) args_.ranges[0] = kAbortedLate;
+    if (args_.aborted != nullptr) *args_.aborted = aborted ? kAbortedLate : 0;
+  }
+
+  // Whether a rank has refused. All lanes of a warp ask together.
   __device__ bool is_aborted() const {
     bool refused = false;
+    if constexpr (!kHasFewRanks) {
+      for (int s = call_.lane; s < kSources; s += kWarpLanes) refused |= shared_.refused[s];
+      return __any_sync(kFullWarp, refused) != 0;
+    }
 #pragma unroll
     for (int s = 0; s < kSources; ++s) refused = refused || shared_.refused[s];
     return refused;

@@ -34,7 +34,7 @@ class DispatchSend {
     uint4 low[kAtOnce], high[kAtOnce];
     int expert[kAtOnce];
     load_segments(first, step, low, high, expert);
-    const uint32_t live = call_.live_ranks();
+    const RankSet live = call_.live_ranks();
     call_.await_acks();  // each warp, as no barrier follows
     while (true) {
       push_segments(first, step, live, low, high, expert);
@@ -56,22 +56,26 @@ class DispatchSend {
   }
 
   // The first segment leaves before the second is worked on: the link is the scarce thing.
-  __device__ void push_segments(int first, int step, uint32_t live, const uint4 (&low)[kAtOnce],
-                                const uint4 (&high)[kAtOnce], const int (&expert)[kAtOnce]) {
+  __device__ void push_segments(int first, int step, const RankSet& live,
+                                const uint4 (&low)[kAtOnce], const uint4 (&high)[kAtOnce],
+                                const int (&expert)[kAtOnce]) {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int token = (first + i * step) / kSegments;
       const int part = (first + i * step) % kSegments;
       if (token >= args_.call.tokens) continue;
-      const uint32_t ranks = ranks_of(expert[i]) & live;
-      if (part == 0 && call_.lane == 0 && args_.table != nullptr) ranks_in_table()[token] = ranks;
+      const TokenRanks ranks = TokenRanks::of(expert[i]).among(live);
+      if (part == 0 && args_.table != nullptr) keep_ranks(token, ranks);
       push_segment(token, part, ranks, encode(low[i], high[i]));
     }
   }
 
-  __device__ uint32_t* ranks_in_table() const {
+  __device__ void keep_ranks(int token, const TokenRanks& ranks) const {
+    constexpr TableLayout kAnyTokens{kRanks, kTopK, 0};
+    constexpr int kWords = kAnyTokens.rank_words();
     const TableLayout table{kRanks, kTopK, args_.call.max_tokens};
-    return reinterpret_cast<uint32_t*>(args_.table + table.ranks_offset());
+    auto* words = reinterpret_cast<uint32_t*>(args_.table + table.ranks_offset());
+    if (call_.lane < kWords) words[int64_t{token} * kWords + call_.lane] = ranks.word();
   }
 
   __device__ void load_segment(int token, int part, uint4& low, uint4& high) const {
@@ -108,15 +112,19 @@ class DispatchSend {
     return (args_.call.rank + 1 + (token + i) % (kRanks - 1 > 0 ? kRanks - 1 : 1)) % kRanks;
   }
 
-  __device__ void push_segment(int token, int part, uint32_t ranks, const Segment& segment) {
-#pragma unroll 8
-    for (int i = 0; i < kRanks; ++i) {
-      const int rank = destination(token, i);
-      if ((ranks >> rank & 1u) == 0) continue;
+  __device__ void push_segment(int token, int part, const TokenRanks& ranks,
+                               const Segment& segment) {
+    const auto push = [&](int rank) {
       const Peer row = call_.row_at(rank, token);
       if (has_unit(part, call_.lane))
         row.put(call_.units(part * kSegmentUnits + call_.lane), segment.data);
       if (kFp8 && call_.lane == 0) row.put(call_.units(kUnits + part), segment.scales);
+    };
+    if constexpr (!kHasFewRanks) return ranks.for_each_from(args_.call.rank, push);
+#pragma unroll 8
+    for (int i = 0; i < kRanks; ++i) {
+      const int rank = destination(token, i);
+      if ((ranks.word() >> rank & 1u) != 0) push(rank);
     }
   }
 
@@ -135,7 +143,7 @@ class DispatchSend {
   }
 
   __device__ void send_counts() {
-    const uint32_t live = call_.live_ranks();
+    const RankSet live = call_.live_ranks();
     constexpr int kRounds = (kExperts + kThreads - 1) / kThreads;
     int counts[kRounds] = {};
     const auto count = [&](int) {
@@ -148,13 +156,14 @@ class DispatchSend {
     for_each_window(choices_, args_.call.tokens, shared_.tokens_of, count, [&] {
       if (call_.warp != 0) return;
       call_.await_acks<true>();
-      call_.push_call_word(live, kFp8);
+      call_.push_call_word(kFp8);
     });
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
       const int e = static_cast<int>(threadIdx.x) + i * kThreads;
-      const int rank = e / kLocalExperts;
-      if (e >= kExperts || (live >> rank & 1u) == 0) continue;
+      const int rank = e < kExperts ? e / kLocalExperts : 0;
+      const bool is_live = live.has(rank);
+      if (e >= kExperts || !is_live) continue;
       const CountWord word{static_cast<uint32_t>(counts[i]), CountWord::tag_of(call_.epoch)};
       Peer(args_.call, rank)
           .put(count_at(call_, rank_at(args_.call, rank), e % kLocalExperts), word.encode());

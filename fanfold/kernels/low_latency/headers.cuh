@@ -49,7 +49,7 @@ class HeaderSender {
   }
 
   __device__ void push_token(int token, const TokenChoices& own, int rows) {
-    const uint32_t live = call_.live_ranks();
+    const RankSet live = call_.live_ranks();
     const int expert = Choices::sane(own.raw);
     // Where routing is late, dispatch has reported them before combine meets them.
     if (Kind == CallKind::kDispatch && expert < 0 && own.raw != -1)
@@ -72,14 +72,14 @@ class HeaderSender {
     return sum;
   }
 
-  __device__ void push(int token, int expert, int place, float weight, uint32_t live) {
-    if (call_.lane >= kTopK) return;
+  __device__ void push(int token, int expert, int place, float weight, const RankSet& live) {
+    if (kHasFewRanks && call_.lane >= kTopK) return;
     const uint32_t bits = escape_sentinel(__float_as_uint(weight));
     // Starting points differ, so that links fill evenly.
-#pragma unroll
+#pragma unroll kHasFewRanks ? kRanks : 4
     for (int i = 0; i < kRanks; ++i) {
       const int rank = (call_.args.rank + 1 + token + i) % kRanks;
-      if ((live >> rank & 1u) == 0) continue;
+      if (!live.has(rank) || call_.lane >= kTopK) continue;
       const int local = expert - rank * kLocalExperts;
       const bool here = expert >= 0 && local >= 0 && local < kLocalExperts;
       const uint32_t where = here ? static_cast<uint32_t>(local) : kHeader.elsewhere();

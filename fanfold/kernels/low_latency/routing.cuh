@@ -37,12 +37,6 @@ struct TokenChoices {
   }
 };
 
-// Bit r: the token goes to rank r. All lanes of a warp ask together.
-__device__ __forceinline__ uint32_t ranks_of(int expert) {
-  const uint32_t bit = expert < 0 ? 0u : 1u << (expert / kLocalExperts);
-  return __reduce_or_sync(kFullWarp, bit);
-}
-
 // Tokens that a CTA looks at together, as shared memory allows.
 inline constexpr int kWindowTokens = kExperts <= 1024 ? 128 : 32;
 

@@ -16,8 +16,8 @@ __device__ __forceinline__ Acknowledgement received_calls(const Args& args) {
 }
 
 // What a peer has acknowledged. An acquire, as the puts that follow must not overtake the peer's
-// look at that memory; a branch between a relaxed load and a store orders nothing in PTX. A bench
-// compiles the relaxed load (kAcquireAcks = 0) to know what the acquire costs.
+// last look at that memory; a branch between a relaxed load and a store orders nothing in PTX. A
+// bench compiles the relaxed load (kAcquireAcks = 0) to know what the acquire costs.
 __device__ __forceinline__ Acknowledgement load_ack(const uint64_t* place) {
   return Acknowledgement::decode(kAcquireAcks != 0 ? load_acquire_system(place)
                                                    : load_relaxed_system(place));

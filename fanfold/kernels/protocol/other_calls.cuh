@@ -41,14 +41,32 @@ __device__ __forceinline__ void report_other_call(const Args& args, Progress own
   store_relaxed_gpu(&args.state->failed, call_id(kind, epoch));
 }
 
+template <class Args>
+__device__ __forceinline__ bool find_own_other_call(const Args& args) {
+#pragma unroll 1
+  for (int peer = 0; peer < kRanks; ++peer) {
+    const Progress own = progress_of(args, args.rank);
+    const Progress theirs = progress_of(args, peer);
+    if (peer == args.rank || !own.needs(theirs) || !theirs.needs(own) || is_masked(args, peer))
+      continue;
+    report_other_call(args, own, peer, theirs);
+    return true;
+  }
+  return false;
+}
+
 // Whether this kernel can never end, because a live peer is in another call that cannot end either
 // (Progress::needs): reports the calls of both and fails this one. Called where a wait has lasted
 // long, as it reads from the memory of peers; apart, so that no wait carries it in its registers.
 // A kernel that a word says needs another has not ended when that other's word is read, so two
 // words that need each other are of one moment. Words are loaded anew for each pair, as the callers
 // leave few registers.
+//
+// Of many ranks a peer is compared with this rank only, as all pairs would take seconds: a rank
+// that waits for two others which are in different calls reports that one is late.
 template <class Args>
 __device__ __noinline__ bool find_other_call(const Args& args) {
+  if constexpr (kRanks > kFewRanks) return find_own_other_call(args);
 #pragma unroll 1
   for (int pair = 0; pair < kRanks * kRanks; ++pair) {
     const int peer = pair / kRanks;

@@ -5,8 +5,19 @@
 
 #include "constants.h"
 #include "device/memory.cuh"
+#include "layout/protocol.h"
 
 namespace fanfold {
+
+// Every access goes through here. A kernel for few ranks has their addresses in its arguments.
+template <class Args>
+__device__ __forceinline__ unsigned char* memory_of(const Args& args, int rank) {
+  if constexpr (kRanks <= kFewRanks) {
+    return args.peers.few[rank];
+  } else {
+    return args.peers.all[rank];
+  }
+}
 
 // The memory of one rank, for writing: of a peer, or of this rank, which then is its own peer.
 //
@@ -19,7 +30,7 @@ namespace fanfold {
 class Peer {
  public:
   template <class Args>
-  __device__ __forceinline__ Peer(const Args& args, int rank) : base_(args.peers[rank]) {}
+  __device__ __forceinline__ Peer(const Args& args, int rank) : base_(memory_of(args, rank)) {}
 
   // The memory from `offset` on, for several puts beside each other.
   __device__ __forceinline__ Peer from(int64_t offset) const { return Peer(base_ + offset); }
@@ -53,11 +64,11 @@ class Peer {
   unsigned char* base_;
 };
 
-// This rank's own memory, which peers write: kernels read it where it is. `wait` is a loop of loads
-// that asks a Deadline after each.
+// This rank's own memory, which peers write, and kernels read by its address: to wait for a peer is
+// a loop of such loads that asks a Deadline after each.
 template <class T, class Args>
 __device__ __forceinline__ T* own_memory(const Args& args, int64_t offset) {
-  return reinterpret_cast<T*>(args.peers[args.rank] + offset);
+  return reinterpret_cast<T*>(memory_of(args, args.rank) + offset);
 }
 
 }  // namespace fanfold
