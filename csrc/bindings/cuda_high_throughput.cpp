@@ -215,9 +215,8 @@ void bind_cuda_high_throughput(nb::module_& module) {
   bind_dispatch(module);
   bind_combine(module);
   bind_layout(module);
-  // Its bytes, and where in it the addresses of all ranks' memory are.
-  module.attr("CUDA_HIGH_THROUGHPUT_STATE") =
-      nb::make_tuple(sizeof(HighThroughputState), offsetof(HighThroughputState, peers));
+  module.attr("CUDA_HIGH_THROUGHPUT_STATE_BYTES") = sizeof(HighThroughputState);
+  module.attr("CUDA_HIGH_THROUGHPUT_STATE_PEERS_AT") = offsetof(HighThroughputState, peers);
   module.attr("CUDA_HIGH_THROUGHPUT_REPORT_BYTES") = sizeof(Report) * kReportKinds;
   module.attr("CUDA_HIGH_THROUGHPUT_MOST_CTAS") = kMostHighThroughputCtas;
   module.attr("CUDA_HIGH_THROUGHPUT_MOST_RANKS") = kMostRanks;

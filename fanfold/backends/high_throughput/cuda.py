@@ -161,17 +161,16 @@ class CudaHighThroughput:
                 "stage through the host instead (backend='host', FANFOLD_BACKEND=host)"
             )
         zeroed, fixed = _core.cuda_high_throughput_bytes(memory.ranks, 0)
-        fixed += result_bytes
-        ring_bytes = (memory.bytes_per_rank - fixed) // memory.ranks // _LINE * _LINE
+        ring_bytes = (memory.bytes_per_rank - fixed - result_bytes) // memory.ranks // _LINE * _LINE
         if ring_bytes <= 0:
-            bound = f"more than {fixed}; see required_bytes"
-            raise ArgumentError("bytes_per_rank", memory.bytes_per_rank, bound)
+            more = f"more than {fixed + result_bytes}; see required_bytes"
+            raise ArgumentError("bytes_per_rank", memory.bytes_per_rank, more)
         peers = [memory.base(peer) for peer in range(memory.ranks)]
-        self._state = new_state(*_core.CUDA_HIGH_THROUGHPUT_STATE, peers, device)
-        columns = _core.CUDA_HIGH_THROUGHPUT_MOST_EXPERTS + memory.ranks
-        self._counted = torch.empty(
-            ctas_bounds(memory)[1] * columns, dtype=torch.int32, device=device
-        )
+        state_bytes = _core.CUDA_HIGH_THROUGHPUT_STATE_BYTES
+        peers_at = _core.CUDA_HIGH_THROUGHPUT_STATE_PEERS_AT
+        self._state = new_state(state_bytes, peers_at, peers, device)
+        counts = ctas_bounds(memory)[1] * (_core.CUDA_HIGH_THROUGHPUT_MOST_EXPERTS + memory.ranks)
+        self._counted = torch.empty(counts, dtype=torch.int32, device=device)
         self._reports, self._totals = Reports(), Totals()
         self._core = _core.CudaHighThroughput(
             _core.CudaHighThroughputPlace(
@@ -432,8 +431,7 @@ class CudaHighThroughput:
         values, scales = check_rows(x, self.device)
         tokens = values.shape[0]
         if tokens > self._max_tokens:
-            bound = f"at most max_tokens = {self._max_tokens}"
-            raise ArgumentError("x.shape[0]", tokens, bound)
+            raise ArgumentError("x.shape[0]", tokens, f"at most max_tokens = {self._max_tokens}")
         check_aligned("x", values)
         return values, scales
 
