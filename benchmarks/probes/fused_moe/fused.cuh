@@ -298,6 +298,7 @@ __device__ inline void multiply_tasks(GemmShared<P>& shared, const FusedArgs& ar
   Unpublished stored;
   uint32_t n = 0;
   int ticket = await_ticket(tail, n);
+  __syncwarp();
   if (ticket >= tickets) return;
   Task task = task_of(schedule, ticket, cta, cursor);
   begin_weight_scales<P>(scales, args, task);
@@ -308,12 +309,14 @@ __device__ inline void multiply_tasks(GemmShared<P>& shared, const FusedArgs& ar
     float d[P::kSums];
     registers_begin(d);
     sum.run(d, scales, blocks_k(task.gemm), computes, [&] {
-      stored.publish();
+      stored.publish();  // by one thread: products need whole warps
+      __syncwarp();
       if (task.gemm == 1) return;
       weight[0] = row_weight(args, row + row_of_thread());
       weight[1] = row_weight(args, row + row_of_thread() + 8);
     });
     ticket = await_ticket(tail, ++n);
+    __syncwarp();
     Task next = task;
     if (ticket < tickets) next = task_of(schedule, ticket, cta, cursor);
     begin_weight_scales<P>(scales, args, next);
@@ -330,6 +333,7 @@ __device__ inline void multiply_tasks(GemmShared<P>& shared, const FusedArgs& ar
     if (task.gemm == 0) mark(args, &FusedSpan::first_end);
     // The next tile may wait for this one, unless both are of the same GEMM.
     if (ticket >= tickets || next.gemm != task.gemm) stored.publish();
+    __syncwarp();
     task = next;
   }
 }
