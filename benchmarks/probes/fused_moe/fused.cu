@@ -1,27 +1,43 @@
 // How long the layer takes as one kernel on one GPU, and how exact it is.
 //   fused RESULTS.jsonl VARIANT TOKENS...
-// Variants: tickets; static, every 66th tile instead of tickets; pairs, a last half block of rows
-// makes a pair with a full one; stages3; whole, the second GEMM's columns are one group, so that
-// tokens are summed at the end; gemms, the two GEMMs of grouped_gemm.cuh on the same rows, alone;
-// tanh, SwiGLU by the hardware's tanh.
+// Variants, joined by "+": tickets, nothing else; pairs, a last half block of rows makes a pair with
+// a full one; whole, the second GEMM's columns are one group, so that tokens are summed at the end;
+// late, a ticket is published two blocks of K before a tile's end and looked up by every role then;
+// itself, a warpgroup releases its tiles for the GPU without a spare warp. To place time, the timed
+// calls of permuted find their rows already copied, and unsummed ends without the sum. Alone: gemms,
+// the two GEMMs of grouped_gemm.cuh on the same rows.
 #include "fused.cuh"
 
 #include "fused_reference.cuh"
 #include "harness.cuh"
 
+#include <sstream>
+#include <utility>
+
 namespace fanfold::probe {
 
 struct Variant {
   std::string name;
-  bool pairs_halves = false, static_order = false, three_stages = false, whole = false;
-  bool gemms = false, tanh = false;
-  explicit Variant(const std::string& text)
-      : name(text), pairs_halves(text == "pairs"), static_order(text == "static"),
-        three_stages(text == "stages3"), whole(text == "whole"), gemms(text == "gemms"),
-        tanh(text == "tanh") {
-    if (text == "tickets" || pairs_halves || static_order || three_stages) return;
-    if (whole || gemms || tanh) return;
-    std::fprintf(stderr, "%s: no such variant\n", text.c_str());
+  bool pairs = false, whole = false, late = false, itself = false;
+  bool permuted = false, unsummed = false, gemms = false;
+  explicit Variant(const std::string& text) : name(text) {
+    std::stringstream words(text);
+    for (std::string word; std::getline(words, word, '+');) set(word);
+  }
+
+ private:
+  void set(const std::string& word) {
+    const std::pair<const char*, bool*> known[] = {
+        {"pairs", &pairs},       {"whole", &whole},       {"late", &late},   {"itself", &itself},
+        {"permuted", &permuted}, {"unsummed", &unsummed}, {"gemms", &gemms},
+    };
+    if (word == "tickets") return;
+    for (const auto& [each, flag] : known)
+      if (word == each) {
+        *flag = true;
+        return;
+      }
+    std::fprintf(stderr, "%s: no such variant\n", word.c_str());
     std::exit(2);
   }
 };
@@ -77,10 +93,6 @@ class Bench {
   void run(Report& report, Timer& timer, int tokens) {
     if (variant_.gemms) {
       run_gemms(report, timer, tokens);
-    } else if (variant_.three_stages) {
-      run_policy<FusedPolicy<3>>(report, timer, tokens);
-    } else if (variant_.tanh) {
-      run_policy<FusedPolicy<4, true>>(report, timer, tokens);
     } else {
       run_policy<FusedPolicy<4>>(report, timer, tokens);
     }
@@ -114,8 +126,9 @@ class Bench {
     args_.row_of = device_array<int32_t>(kMostTokens * kTopK);
     args_.copies = device_array<Copy>(kMostTokens * kTopK);
     args_.spans = device_array<FusedSpan>(1024);
-    args_.pairs_halves = variant_.pairs_halves;
-    args_.static_order = variant_.static_order;
+    args_.pairs_halves = variant_.pairs;
+    args_.publishes_late = variant_.late;
+    args_.publishes_itself = variant_.itself;
     args_.second_groups = variant_.whole ? 1 : kSumChunks;
     nans_ = device_array<unsigned long long>(1);
   }
@@ -176,6 +189,8 @@ class Bench {
     call<P>(grid);
     check(cudaDeviceSynchronize(), "fused kernel again");
     const std::string again = field("y_hash_again", hash_of_y(tokens));
+    args_.leaves_copies = variant_.permuted;
+    args_.leaves_sum = variant_.unsummed;
     const auto hit = std::count_if(top.rows.begin(), top.rows.end(), [](int n) { return n > 0; });
     const double flops = 6.0 * tokens * kTopK * kHidden * kIntermediate;
     for (const Between between : {Between::flush, Between::pause}) {
@@ -199,6 +214,7 @@ class Bench {
           field("second_end_most", span.second_end_most) + field("mhz", span.mhz) + verdict +
           again);
     }
+    args_.leaves_copies = args_.leaves_sum = false;
     check(cudaFree(experts), "free");
     check(cudaFree(weights), "free");
   }
@@ -229,7 +245,7 @@ class Bench {
                                static_cast<int>(grid.shared_bytes)),
           "shared memory");
     for (const Between between : {Between::flush, Between::pause}) {
-      double us[2];
+      double us[2], mhz[2];
       for (int gemm = 0; gemm < 2; ++gemm) {
         const int columns = gemm == 0 ? 2 * kIntermediate : kHidden;
         const auto plan = plan_tiles(routing, columns, kBlockRows, kTileColumns, 2);
@@ -250,15 +266,26 @@ class Bench {
         args.columns = columns;
         args.spans = spans;
         us[gemm] = timer.time([&] { launch(kernel, grid, args); }, between).median;
+        mhz[gemm] = clock_of(download(spans, grid.ctas));
         check_waits("grouped GEMM");
         check(cudaFree(works), "free");
       }
       report.line("\"probe\": \"fused\"" + field("variant", variant_.name) +
                   field("tokens", tokens) + field("between", name_of(between)) +
                   field("us", us[0] + us[1]) + field("first_us", us[0]) +
-                  field("second_us", us[1]));
+                  field("second_us", us[1]) + field("first_mhz", mhz[0]) +
+                  field("second_mhz", mhz[1]));
     }
     for (void* each : {(void*)experts, (void*)weights, (void*)spans}) check(cudaFree(each), "free");
+  }
+
+  static double clock_of(const std::vector<Span>& spans) {
+    double cycles = 0, ns = 0;
+    for (const Span& span : spans) {
+      cycles += span.cycles;
+      ns += span.end_ns - span.begin_ns;
+    }
+    return cycles / ns * 1e3;
   }
 
   SpanSummary summary(int ctas) {

@@ -4,7 +4,8 @@
 //   warps 0 to 7   copy the first rows, multiply and store tiles, at the end sum tokens
 //   warp 8         copies weights to the stages; in the first CTA it takes the tickets
 //   warp 9         copies rows to the stages, once they are there
-//   warps 10, 11   copy tokens to the rows of their experts, then sum tokens whose columns are there
+//   warps 10, 11   copy tokens to the rows of their experts, then sum tokens whose columns are there;
+//                  meanwhile they publish what the warpgroups 0 and 1 have stored
 #pragma once
 
 #include "grouped_gemm.cuh"
@@ -18,12 +19,12 @@ struct FusedTile : Tile<kBlockRows, kTileColumns, kStages, 2> {
   static constexpr int kProducers = 2;
 };
 
-template <int kStages, bool kTanh_ = false>
-struct FusedPolicy : Policy<FusedTile<kStages>, Sum::in_place> {
-  static constexpr bool kTanh = kTanh_;  // SwiGLU by the hardware's tanh: less exact, half the work
-};
+template <int kStages>
+using FusedPolicy = Policy<FusedTile<kStages>, Sum::in_place>;
 
 static_assert(sizeof(GemmShared<FusedPolicy<4>>) <= kMostShared);
+// Tickets are taken eight blocks of K before the end of a tile.
+static_assert(kHidden / kBlockK >= 8 && kIntermediate / kBlockK >= 8);
 
 inline constexpr int kFirstCopies = 3 * kMathWarps;  // by the warps that multiply later
 
@@ -37,27 +38,45 @@ __device__ inline void await_count(const uint32_t* counter, uint32_t wanted, uin
   }
 }
 
-// The cluster's ticket number `n`, for both CTAs; no reader is two behind.
-__device__ inline void publish_ticket(FusedTail& tail, uint32_t n, int ticket) {
-  const uint64_t word = uint64_t{n + 1} << 32 | static_cast<uint32_t>(ticket);
-  const uint32_t own = shared_address(&tail.tickets[n % 4]);
-  for (int cta = 0; cta < 2; ++cta)
-    asm volatile(
-        "{\n .reg .b32 there;\n"
-        " mapa.shared::cluster.u32 there, %0, %1;\n"
-        " st.relaxed.cluster.shared::cluster.u64 [there], %2;\n}" ::"r"(own),
-        "r"(cta), "l"(word)
-        : "memory");
+__device__ __forceinline__ void store_at_cta(uint64_t* own, int cta, uint64_t word) {
+  asm volatile(
+      "{\n .reg .b32 there;\n"
+      " mapa.shared::cluster.u32 there, %0, %1;\n"
+      " st.relaxed.cluster.shared::cluster.u64 [there], %2;\n}" ::"r"(shared_address(own)),
+      "r"(cta), "l"(word)
+      : "memory");
 }
 
-__device__ inline int await_ticket(FusedTail& tail, uint32_t n) {
-  const uint32_t own = shared_address(&tail.tickets[n % 4]);
+__device__ __forceinline__ uint64_t load_relaxed_cluster(const uint64_t* own) {
+  uint64_t word;
+  asm volatile("ld.relaxed.cluster.shared::cta.u64 %0, [%1];"
+               : "=l"(word)
+               : "r"(shared_address(own))
+               : "memory");
+  return word;
+}
+
+__device__ __forceinline__ uint32_t load_acquire_cta(const uint32_t* own) {
+  uint32_t v;
+  asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];"
+               : "=r"(v)
+               : "r"(shared_address(own))
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store_release_cta(uint32_t* own, uint32_t v) {
+  asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(shared_address(own)), "r"(v)
+               : "memory");
+}
+
+// The task number `n` of this CTA; no reader is two behind. No valid rows: no tickets are left.
+__device__ inline Task await_task(const FusedTail& tail, uint32_t n) {
   Impatience impatience;
   for (;;) {
-    uint64_t word;
-    asm volatile("ld.relaxed.cluster.shared::cta.u64 %0, [%1];" : "=l"(word) : "r"(own) : "memory");
-    if (word >> 32 == n + 1) return static_cast<int>(word);
-    if (impatience.exhausted()) return 0x7fffffff;
+    const uint64_t word = load_relaxed_cluster(&tail.tasks[n % 4]);
+    if (has_number(word, n)) return unpacked_task(word);
+    if (impatience.exhausted()) return {};
   }
 }
 
@@ -72,28 +91,50 @@ __device__ __forceinline__ int blocks_k(int gemm) {
 
 // ---- copies to the stages -----------------------------------------------------------------------
 
+// Takes the cluster's tickets and tells both CTAs their tasks; by one thread of the first CTA.
+class Tickets {
+ public:
+  __device__ Tickets(FusedTail& tail, const FusedArgs& args)
+      : tail_(tail), args_(args), schedule_(make_schedule(tail, args)) {}
+
+  __device__ void take() { next_ = static_cast<int>(atomicAdd(&args_.counters->ticket, 1u)); }
+  __device__ void publish() {
+    for (int cta = 0; cta < 2; ++cta) {
+      Task task{};
+      if (next_ < schedule_.tickets()) {
+        Cursor cursor = cursor_;
+        task = task_of(schedule_, next_, cta, cursor);
+        if (cta == 1) cursor_ = cursor;
+      }
+      store_at_cta(&tail_.tasks[number_ % 4], cta, packed_task(task, number_));
+    }
+    ++number_;
+  }
+
+ private:
+  FusedTail& tail_;
+  const FusedArgs& args_;
+  const Schedule schedule_;
+  Cursor cursor_;
+  int next_ = 0;
+  uint32_t number_ = 0;
+};
+
 // By one thread; the first CTA's takes the tickets.
 template <class T>
 __device__ inline void produce_weights(Ring<T>& ring, const FusedArgs& args) {
   const int cta = static_cast<int>(cta_of_cluster());
-  const Schedule schedule = make_schedule(ring.tail, args);
-  const int tickets = schedule.tickets();
-  int taken = 0;
-  const auto take = [&] {
-    if (args.static_order) return static_cast<int>(blockIdx.x / 2 + taken++ * (gridDim.x / 2));
-    return static_cast<int>(atomicAdd(&args.counters->ticket, 1u));
-  };
-  int next = 0;
+  Tickets tickets(ring.tail, args);
   if (cta == 0) {
-    next = take();
-    publish_ticket(ring.tail, 0, next);
+    tickets.take();
+    tickets.publish();
   }
-  Cursor cursor;
+  // So early that all roles know the next tile before this one is done, else as late as possible:
+  // it makes the shares of the clusters fair.
+  const int ahead = args.publishes_late ? 2 : 6;
   Position<T> at;
-  for (uint32_t n = 0;; ++n) {
-    const int ticket = cta == 0 ? next : await_ticket(ring.tail, n);
-    if (ticket >= tickets) break;
-    const Task task = task_of(schedule, ticket, cta, cursor);
+  Task task = await_task(ring.tail, 0);
+  for (uint32_t n = 1; task.valid > 0; ++n) {
     const TensorMap* map = task.gemm == 0 ? &args.w1 : &args.w2;
     // Gate columns stand in the lower half of a tile, the same columns of up in the upper.
     const int low = task.column_block * (task.gemm == 0 ? kTileColumns / 2 : kTileColumns);
@@ -101,9 +142,9 @@ __device__ inline void produce_weights(Ring<T>& ring, const FusedArgs& args) {
     constexpr int kHalfBytes = T::kBytesB / 2;
     const int blocks = blocks_k(task.gemm);
     for (int k = 0; k < blocks; ++k, at.advance()) {
-      if (cta == 0) {  // late, for a fair share, but before the tile's products are done
-        if (k == blocks - 4) next = take();
-        if (k == blocks - 2) publish_ticket(ring.tail, n + 1, next);
+      if (cta == 0) {
+        if (k == blocks - ahead - 2) tickets.take();
+        if (k == blocks - ahead) tickets.publish();
       }
       await_phase(&ring.empty[at.stage], at.parity ^ 1, Impatience{});
       ArrivalBarrier* full = &ring.full[at.stage];
@@ -117,44 +158,55 @@ __device__ inline void produce_weights(Ring<T>& ring, const FusedArgs& args) {
         load_box(b + kHalfBytes, map, {k * kBlockK, high, task.expert}, full);
       }
     }
+    task = await_task(ring.tail, n);
   }
 }
 
-// Waits until a tile's rows are there.
-__device__ inline void await_rows(const FusedArgs& args, const Task& task) {
-  for (int h = 0; h < 2; ++h) {
-    const int valid = min(task.valid - h * kHalfRows, kHalfRows);
-    if (valid <= 0) break;
-    const int half = task.row / kHalfRows + h;
-    if (task.gemm == 0) {
-      await_count(&args.counters->arrived[half], valid);
-    } else {
-      await_count(&args.counters->activated[half], kFirstColumnBlocks);
-    }
+// Of a tile's half: what its rows wait for.
+struct RowsAwaited {
+  const uint32_t* counter;
+  uint32_t wanted;  // 0: nothing
+  __device__ RowsAwaited(const FusedArgs& args, const Task& task, int half) {
+    const int at = task.row / kHalfRows + half;
+    const int valid = max(0, min(task.valid - half * kHalfRows, kHalfRows));
+    counter = task.gemm == 0 ? &args.counters->arrived[at] : &args.counters->activated[at];
+    wanted = valid == 0 ? 0 : task.gemm == 1 ? kFirstColumnBlocks : args.leaves_copies ? 0 : valid;
   }
-  fence_global_and_bulk();
-}
+  __device__ bool are_there() const { return wanted == 0 || load_acquire_gpu(counter) >= wanted; }
+};
 
-// By one thread.
+// By one thread. It looks for the next tile's rows while this one is copied, and waits only if they
+// were not there: a wait before could be for this tile.
 template <class T>
 __device__ inline void produce_rows(Ring<T>& ring, const FusedArgs& args) {
   const int cta = static_cast<int>(cta_of_cluster());
-  const Schedule schedule = make_schedule(ring.tail, args);
-  const int tickets = schedule.tickets();
-  Cursor cursor;
   Position<T> at;
-  for (uint32_t n = 0;; ++n) {
-    const int ticket = await_ticket(ring.tail, n);
-    if (ticket >= tickets) break;
-    const Task task = task_of(schedule, ticket, cta, cursor);
-    await_rows(args, task);
+  Task task = await_task(ring.tail, 0);
+  uint32_t there = 0;  // bits of halves
+  for (uint32_t n = 1; task.valid > 0; ++n) {
+    for (int h = 0; h < 2; ++h) {
+      const RowsAwaited rows(args, task, h);
+      if (!(there >> h & 1) && rows.wanted) await_count(rows.counter, rows.wanted);
+    }
+    there = 0;
+    fence_global_and_bulk();
     // Two boxes of rows; with at most 64 valid rows only the lower half of the tile is copied.
     const bool low = task.valid <= kHalfRows;
     const int box_rows = low ? kHalfRows / 2 : kHalfRows;
     const TensorMap* map = low ? &args.a_low[task.gemm] : &args.a[task.gemm];
     const uint32_t scale_bytes = 2 * box_rows * 4;
     const float* scales = args.a_scales[task.gemm] + task.row;
-    for (int k = 0; k < blocks_k(task.gemm); ++k, at.advance(), scales += args.row_count) {
+    const int blocks = blocks_k(task.gemm);
+    Task next{};
+    for (int k = 0; k < blocks; ++k, at.advance(), scales += args.row_count) {
+      if (!args.publishes_late && k >= blocks - 3) {
+        const int h = k - (blocks - 2);
+        if (h < 0) {
+          next = await_task(ring.tail, n);
+        } else {
+          there |= uint32_t{RowsAwaited(args, next, h).are_there()} << h;
+        }
+      }
       await_phase(&ring.empty[at.stage], at.parity ^ 1, Impatience{});
       ArrivalBarrier* full = &ring.full[at.stage];
       uint8_t* a = ring.a[at.stage];
@@ -169,6 +221,7 @@ __device__ inline void produce_rows(Ring<T>& ring, const FusedArgs& args) {
       }
       bulk_load(ring.scales[at.stage], scales, scale_bytes, full);
     }
+    task = args.publishes_late ? await_task(ring.tail, n) : next;
   }
 }
 
@@ -196,13 +249,7 @@ __device__ __forceinline__ float row_weight(const FusedArgs& args, int row) {
       load_relaxed_gpu(reinterpret_cast<const uint32_t*>(args.row_weights) + row));
 }
 
-template <bool kTanh>
-__device__ __forceinline__ float silu(float v) {
-  if constexpr (!kTanh) return __fdividef(v, 1.0f + __expf(-v));
-  float tanh;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(tanh) : "f"(0.5f * v));
-  return fmaf(0.5f * v, tanh, 0.5f * v);
-}
+__device__ __forceinline__ float silu(float v) { return __fdividef(v, 1.0f + __expf(-v)); }
 
 // silu(gate) * up * the row's weight of a warpgroup's tile, quantised; `row` is its first.
 template <class P>
@@ -216,7 +263,7 @@ __device__ __forceinline__ void store_activations(float (&d)[P::kSums], StoreSlo
 #pragma unroll
   for (int i = 0; i < P::kSums / 2; ++i) {
     const int h = i / 2 % 2;
-    d[i] = silu<P::kTanh>(d[i]) * d[P::kSums / 2 + i] * weight[h];
+    d[i] = silu(d[i]) * d[P::kSums / 2 + i] * weight[h];
     largest[h] = fmaxf(largest[h], fabsf(d[i]));
   }
   float factor[2];
@@ -250,14 +297,51 @@ __device__ __forceinline__ void store_activations(float (&d)[P::kSums], StoreSlo
   }
 }
 
+// By one thread of a warpgroup.
+__device__ inline void post(Mailbox& box, uint32_t word) {
+  const uint32_t posted = box.posted;
+  Impatience impatience;
+  while (posted - load_acquire_cta(&box.taken) >= Mailbox::kSlots)
+    if (impatience.exhausted()) return;
+  box.words[posted % Mailbox::kSlots] = word;
+  store_release_cta(&box.posted, posted + 1);
+}
+
+// By one thread of a spare warp: what was posted, for all of the GPU.
+__device__ inline void serve(Mailbox& box, const FusedArgs& args) {
+  const uint32_t posted = load_acquire_cta(&box.posted);
+#pragma unroll 1
+  for (uint32_t taken = box.taken; taken != posted; ++taken) {
+    const uint32_t word = box.words[taken % Mailbox::kSlots];
+    store_release_cta(&box.taken, taken + 1);
+    if (word == Mailbox::kLast) {
+      box.ended = 1;
+    } else {
+      add_release_gpu(reinterpret_cast<uint32_t*>(args.counters) + word, 1);
+    }
+  }
+}
+
+__device__ inline void serve_to_the_end(Mailbox& box, const FusedArgs& args) {
+  Impatience impatience;
+  for (serve(box, args); !box.ended; serve(box, args)) {
+    if (impatience.exhausted()) return;
+    __nanosleep(100);
+  }
+}
+
 // The last tile that one thread has stored, until others may read it.
 struct Unpublished {
   uint32_t* counter = nullptr;
-  __device__ void publish() {
+  __device__ void publish(const FusedArgs& args, Mailbox& box) {
     if (!counter) return;
     bulk_await_written<0>();
     fence_global_and_bulk();
-    add_release_gpu(counter, 1);
+    if (args.publishes_itself) {
+      add_release_gpu(counter, 1);
+    } else {
+      post(box, static_cast<uint32_t>(counter - reinterpret_cast<uint32_t*>(args.counters)));
+    }
     counter = nullptr;
   }
 };
@@ -289,37 +373,30 @@ __device__ __forceinline__ void mark(const FusedArgs& args, uint64_t FusedSpan::
 template <class P>
 __device__ inline void multiply_tasks(GemmShared<P>& shared, const FusedArgs& args, int warpgroup) {
   FusedTail& tail = shared.ring.tail;
-  const int cta = static_cast<int>(cta_of_cluster());
-  const Schedule schedule = make_schedule(tail, args);
-  const int tickets = schedule.tickets();
+  Mailbox& box = tail.mailboxes[warpgroup];
+  const bool first_thread = threadIdx.x % kWarpgroupThreads == 0;
   WarpgroupSum<P> sum(shared.ring, warpgroup);
   WeightScales<P> scales;
-  Cursor cursor;
   Unpublished stored;
-  uint32_t n = 0;
-  int ticket = await_ticket(tail, n);
+  Task task = await_task(tail, 0);
   __syncwarp();
-  if (ticket >= tickets) return;
-  Task task = task_of(schedule, ticket, cta, cursor);
-  begin_weight_scales<P>(scales, args, task);
-  while (ticket < tickets) {
+  if (task.valid > 0) begin_weight_scales<P>(scales, args, task);
+  for (uint32_t n = 1; task.valid > 0; ++n) {
     const bool computes = task.valid > sum.part.row;
     const int row = task.row + sum.part.row;
     float weight[2] = {};
     float d[P::kSums];
     registers_begin(d);
     sum.run(d, scales, blocks_k(task.gemm), computes, [&] {
-      stored.publish();  // by one thread: products need whole warps
+      stored.publish(args, box);  // by one thread: products need whole warps
       __syncwarp();
       if (task.gemm == 1) return;
       weight[0] = row_weight(args, row + row_of_thread());
       weight[1] = row_weight(args, row + row_of_thread() + 8);
     });
-    ticket = await_ticket(tail, ++n);
+    const Task next = await_task(tail, n);
     __syncwarp();
-    Task next = task;
-    if (ticket < tickets) next = task_of(schedule, ticket, cta, cursor);
-    begin_weight_scales<P>(scales, args, next);
+    if (next.valid > 0) begin_weight_scales<P>(scales, args, next);
     if (computes) {
       if (task.gemm == 0) {
         store_activations<P>(d, shared.store[warpgroup][0], args, row, task.column_block, weight);
@@ -327,32 +404,39 @@ __device__ inline void multiply_tasks(GemmShared<P>& shared, const FusedArgs& ar
         store_tile<P>(d, shared.store[warpgroup], &args.store[1], row,
                       task.column_block * kTileColumns, warpgroup);
       }
-      if (threadIdx.x % kWarpgroupThreads == 0)
-        stored.counter = stored_counter(args, task, row / kHalfRows);
+      if (first_thread) stored.counter = stored_counter(args, task, row / kHalfRows);
     }
     if (task.gemm == 0) mark(args, &FusedSpan::first_end);
     // The next tile may wait for this one, unless both are of the same GEMM.
-    if (ticket >= tickets || next.gemm != task.gemm) stored.publish();
+    if (next.valid == 0 || next.gemm != task.gemm) stored.publish(args, box);
     __syncwarp();
     task = next;
   }
+  if (first_thread) post(box, Mailbox::kLast);
+  __syncwarp();
 }
 
 // By one warp: kSumColumns columns of a token, kUnits x kBatch loads of a lane at a time.
-template <int kUnits, int kBatch>
-__device__ inline void sum_chunk(const FusedArgs& args, int token, int chunk, uint32_t nap_ns) {
+// `between` is called now and then by all lanes.
+template <int kUnits, int kBatch, class Between>
+__device__ inline void sum_chunk(const FusedArgs& args, int token, int chunk, uint32_t nap_ns,
+                                 const Between& between) {
   constexpr int kRowWords = kHidden / 8;
   constexpr int kChunkUnits = kSumColumns / 8 / kWarpLanes;
   static_assert(kChunkUnits % kUnits == 0 && kTopK % kBatch == 0);
   const int lane = threadIdx.x % kWarpLanes;
-  int row = 0;
-  if (lane < kTopK) {
-    row = args.row_of[token * kTopK + lane];
-    const int group = chunk * args.second_groups / kSumChunks;
-    await_count(&args.counters->returned[row / kHalfRows][group],
-                kSecondColumnBlocks / args.second_groups, nap_ns);
+  const int row = args.row_of[token * kTopK + lane % kTopK];
+  const int group = chunk * args.second_groups / kSumChunks;
+  const uint32_t* returned = &args.counters->returned[row / kHalfRows][group];
+  const uint32_t wanted = kSecondColumnBlocks / args.second_groups;
+  Impatience impatience;
+  for (;;) {
+    const bool there = lane >= kTopK || load_acquire_gpu(returned) >= wanted;
+    if (__all_sync(kFullWarp, there)) break;
+    if (__any_sync(kFullWarp, impatience.exhausted())) break;
+    between();
+    if (nap_ns) __nanosleep(nap_ns);
   }
-  __syncwarp();
   const int word = chunk * (kSumColumns / 8) + lane;
   const uint4* results = reinterpret_cast<const uint4*>(args.results) + word;
   uint4* y = reinterpret_cast<uint4*>(args.y) + int64_t{token} * kRowWords + word;
@@ -376,13 +460,15 @@ __device__ inline void sum_chunk(const FusedArgs& args, int token, int chunk, ui
     }
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) y[(unit + u) * kWarpLanes] = round_to_bf16(total[u]);
+    between();
   }
 }
 
 // y of this CTA's tokens, by all warps that come here. The first wait is long and polls less.
-template <int kUnits, int kBatch>
+template <int kUnits, int kBatch, class Between>
 __device__ inline void sum_tokens(const FusedArgs& args, FusedTail& tail, uint32_t first_nap_ns,
-                                  uint32_t nap_ns) {
+                                  uint32_t nap_ns, const Between& between) {
+  if (args.leaves_sum) return;
   const OwnTokens own(args.tokens);
   const int tokens = own.last - own.first;
   uint32_t nap = first_nap_ns;
@@ -392,10 +478,23 @@ __device__ inline void sum_tokens(const FusedArgs& args, FusedTail& tail, uint32
     item = __shfl_sync(kFullWarp, item, 0);
     if (item >= static_cast<uint32_t>(tokens * kSumChunks)) return;
     const int chunk = static_cast<int>(item) / tokens;
-    sum_chunk<kUnits, kBatch>(args, own.first + static_cast<int>(item) - chunk * tokens, chunk,
-                              nap);
+    const int token = own.first + static_cast<int>(item) - chunk * tokens;
+    sum_chunk<kUnits, kBatch>(args, token, chunk, nap, between);
     nap = nap_ns;
   }
+}
+
+// Warps 10 and 11.
+__device__ inline void spare_warp(FusedTail& tail, const FusedArgs& args, int which) {
+  Mailbox& box = tail.mailboxes[which];
+  const bool serves = threadIdx.x % kWarpLanes == 0;
+  const auto between = [&] {
+    if (serves) serve(box, args);
+    __syncwarp();
+  };
+  copy_rows<7>(args, kFirstCopies, kMostTokens * kTopK, which, 2, between);
+  if (args.second_groups > 1) sum_tokens<1, 4>(args, tail, 2000, 1000, between);
+  if (serves) serve_to_the_end(box, args);
 }
 
 // ---- the kernel ---------------------------------------------------------------------------------
@@ -421,15 +520,14 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
     } else if (warp == kMathWarps + 1) {
       if (threadIdx.x % kWarpLanes == 0) produce_rows(shared.ring, args);
     } else {
-      copy_rows<7>(args, kFirstCopies, kMostTokens * kTopK, warp - kMathWarps - 2, 2);
-      if (args.second_groups > 1) sum_tokens<1, 4>(args, shared.ring.tail, 4000, 250);
+      spare_warp(shared.ring.tail, args, warp - kMathWarps - 2);
     }
   } else {
     raise_registers<232>();
     copy_rows<14>(args, 0, kFirstCopies, warp, kMathWarps);
     multiply_tasks<P>(shared, args, warpgroup);
     mark(args, &FusedSpan::second_end);
-    sum_tokens<2, 8>(args, shared.ring.tail, 0, 0);
+    sum_tokens<2, 8>(args, shared.ring.tail, 0, 0, [] {});
   }
   cluster_barrier();
   mark(args, &FusedSpan::end);

@@ -42,15 +42,14 @@ def table(lines: list[dict[str, Any]], between: str) -> None:
         print(f"{name:24}" + "".join(f"{row.get(n, '-'):>7}" for n in tokens))
 
 
-def details(lines: list[dict[str, Any]]) -> None:
-    first = lines[0]["row"]
+def details(lines: list[dict[str, Any]], row: str) -> None:
     names = ["us", "routed_us", "first_end_least", "first_end_most", "second_end_least"]
     names += ["second_end_most", "span_us", "mhz", "tflops", "weights_tb_per_s", "experts_hit"]
     names += ["row_difference", "activation_difference", "difference", "worst", "unwritten"]
-    print(f"\n{first}, flush and pause")
+    print(f"\n{row}, flush and pause")
     print(f"{'tokens':>7}" + "".join(f"{name[:11]:>12}" for name in names))
     for line in lines:
-        if line["row"] == first and line["between"] == "flush and pause":
+        if line["row"] == row and line["between"] == "flush and pause":
             values = "".join(f"{line.get(name, float('nan')):12.4g}" for name in names)
             print(f"{line['tokens']:7}" + values)
 
@@ -58,11 +57,14 @@ def details(lines: list[dict[str, Any]]) -> None:
 def main() -> int:
     lines: list[dict[str, Any]] = []
     for path in map(Path, sys.argv[1:]):
+        plain = False
         for text in path.read_text().splitlines():
             line = json.loads(text)
             if line.get("probe") == "fused":
-                line["row"] = path.stem.removeprefix("fused_moe_")
+                line["row"] = line["variant"] + (" (no yields)" if plain else "")
                 lines.append(line)
+            elif "command" in line:
+                plain = "/fused " in line["command"]
     if not lines:
         sys.stderr.write("no results\n")
         return 1
@@ -70,7 +72,8 @@ def main() -> int:
     for line in lines:
         if "y_hash" in line and line["variant"] != "tanh":
             hashes.setdefault(line["tokens"], set()).add(line["y_hash"])
-    details(lines)
+    for row in dict.fromkeys(line["row"] for line in lines if line["variant"] != "gemms"):
+        details(lines, row)
     for between in ("flush", "flush and pause"):
         table(lines, between)
     differing = [tokens for tokens, found in hashes.items() if len(found) > 1]

@@ -2,6 +2,8 @@
 // own tokens, and copies them to the rows of the experts.
 #pragma once
 
+#include <type_traits>
+
 #include "device/memory.cuh"
 #include "device/warp.cuh"
 #include "schedule.hpp"
@@ -64,7 +66,9 @@ struct FusedArgs {
   Copy* copies;     // [tokens][top-k], those of a CTA by expert
   Counters* counters;
   Counters* next_counters;
-  bool pairs_halves, static_order;
+  bool pairs_halves, publishes_late, publishes_itself;
+  // To place time: rows, or results, are those of an earlier call.
+  bool leaves_copies, leaves_sum;
   int second_groups;  // of columns, 1 or kSumChunks
   FusedSpan* spans;   // [CTAs]
 };
@@ -83,8 +87,18 @@ struct RouteCounts {
   int own_first[kExperts], ranked[kExperts];
 };
 
+// Counters of tiles that are written, from the thread that has stored them to a spare warp: the
+// release for the whole GPU takes about a microsecond, which is not to be a warpgroup's.
+struct Mailbox {
+  static constexpr uint32_t kSlots = 4;
+  static constexpr uint32_t kLast = ~0u;
+  uint32_t posted, taken, ended;
+  uint32_t words[kSlots];  // of the counters
+};
+
 struct FusedTail {
-  uint64_t tickets[4];
+  uint64_t tasks[4];
+  Mailbox mailboxes[kMathWarpgroups];
   uint32_t next_sum;
   uint16_t first_block[kExperts + 1];
   int32_t rows[kExperts];
@@ -177,7 +191,8 @@ __device__ inline void route(RouteCounts& counts, FusedTail& tail, const FusedAr
   auto* words = reinterpret_cast<int*>(&counts);
   for (int i = threadIdx.x; i < static_cast<int>(sizeof(RouteCounts) / 4); i += blockDim.x)
     words[i] = 0;
-  if (threadIdx.x < 4) tail.tickets[threadIdx.x] = 0;
+  if (threadIdx.x < 4) tail.tasks[threadIdx.x] = 0;
+  if (threadIdx.x < kMathWarpgroups) tail.mailboxes[threadIdx.x] = {};
   if (threadIdx.x == 0) tail.next_sum = 0;
   auto* next = reinterpret_cast<uint32_t*>(args.next_counters);
   for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < sizeof(Counters) / 4;
@@ -222,12 +237,17 @@ __device__ inline void copy_row(const FusedArgs& args, const Copy& copy) {
 }
 
 // By `warps` warps, of which this is number `warp`: this CTA's copies from `first` to `last`.
-template <int kInFlight>
-__device__ inline void copy_rows(const FusedArgs& args, int first, int last, int warp, int warps) {
+// `between` is called after each.
+template <int kInFlight, class Between = Nothing>
+__device__ inline void copy_rows(const FusedArgs& args, int first, int last, int warp, int warps,
+                                 const Between& between = {}) {
+  if (args.leaves_copies) return;
   const OwnTokens own(args.tokens);
   const Copy* copies = args.copies + own.first * kTopK;
-  for (int i = first + warp; i < min(last, own.entries()); i += warps)
+  for (int i = first + warp; i < min(last, own.entries()); i += warps) {
     copy_row<kInFlight>(args, copies[i]);
+    if constexpr (!std::is_same_v<Between, Nothing>) between();
+  }
 }
 
 }  // namespace fanfold::probe

@@ -56,6 +56,28 @@ struct Task {
   bool shares_weights;  // with the other CTA; else they share the rows
 };
 
+// A task and its number as one word, so that one thread can look a ticket up for all roles of a CTA.
+// Zero valid rows: no tickets are left.
+FANFOLD_HD inline uint64_t packed_task(const Task& task, uint32_t number) {
+  return uint64_t{(number + 1) & 0xffffff} << 40 |
+         static_cast<uint64_t>(task.row / kBlockRows) << 27 |
+         static_cast<uint64_t>(task.expert) << 19 | static_cast<uint64_t>(task.valid) << 11 |
+         static_cast<uint64_t>(task.column_block) << 3 | uint64_t{task.shares_weights} << 1 |
+         static_cast<uint64_t>(task.gemm);
+}
+
+FANFOLD_HD inline bool has_number(uint64_t word, uint32_t number) {
+  return word >> 40 == ((number + 1) & 0xffffff);
+}
+
+FANFOLD_HD inline Task unpacked_task(uint64_t word) {
+  const auto field = [&](int first, int bits) {
+    return static_cast<int>(word >> first & ((1u << bits) - 1));
+  };
+  return {field(0, 1),  field(19, 8), field(27, 13) * kBlockRows,
+          field(11, 8), field(3, 8),  field(1, 1) != 0};
+}
+
 // Where the last ticket was found; tickets grow.
 struct Cursor {
   int phase = 0;  // 0, or 1 and the group of the second GEMM

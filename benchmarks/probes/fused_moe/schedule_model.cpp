@@ -45,6 +45,12 @@ void check(const Schedule& schedule) {
       pair[cta] = task_of(schedule, ticket, cta, at[cta]);
       const Task& task = pair[cta];
       if (task.valid <= 0) fail("no valid rows", ticket);
+      const uint64_t word = packed_task(task, ticket);
+      const Task same = unpacked_task(word);
+      if (!has_number(word, ticket) || has_number(word, ticket + 1) || same.gemm != task.gemm ||
+          same.expert != task.expert || same.row != task.row || same.valid != task.valid ||
+          same.column_block != task.column_block || same.shares_weights != task.shares_weights)
+        fail("packed and unpacked it is another", ticket);
       if (!seen.emplace(task.gemm, task.row, task.column_block).second) fail("twice", ticket);
       if (task.gemm != (ticket >= schedule.tickets(0))) fail("the wrong GEMM", ticket);
     }
