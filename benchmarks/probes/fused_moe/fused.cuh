@@ -26,8 +26,6 @@ static_assert(sizeof(GemmShared<FusedPolicy<4>>) <= kMostShared);
 // Tickets are taken eight blocks of K before the end of a tile.
 static_assert(kHidden / kBlockK >= 8 && kIntermediate / kBlockK >= 8);
 
-inline constexpr int kFirstCopies = 3 * kMathWarps;  // by the warps that multiply later
-
 // ---- waits and tickets --------------------------------------------------------------------------
 
 __device__ inline void await_count(const uint32_t* counter, uint32_t wanted, uint32_t nap_ns = 0) {
@@ -492,7 +490,7 @@ __device__ inline void spare_warp(FusedTail& tail, const FusedArgs& args, int wh
     if (serves) serve(box, args);
     __syncwarp();
   };
-  copy_rows<7>(args, kFirstCopies, kMostTokens * kTopK, which, 2, between);
+  copy_rows<7>(args, args.first_copies, kMostTokens * kTopK, which, 2, between);
   if (args.second_groups > 1) sum_tokens<1, 4>(args, tail, 2000, 1000, between);
   if (serves) serve_to_the_end(box, args);
 }
@@ -524,7 +522,7 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
     }
   } else {
     raise_registers<232>();
-    copy_rows<14>(args, 0, kFirstCopies, warp, kMathWarps);
+    copy_rows<14>(args, 0, args.first_copies, warp, kMathWarps);
     multiply_tasks<P>(shared, args, warpgroup);
     mark(args, &FusedSpan::second_end);
     sum_tokens<2, 8>(args, shared.ring.tail, 0, 0, [] {});

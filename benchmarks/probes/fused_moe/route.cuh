@@ -67,6 +67,7 @@ struct FusedArgs {
   Counters* counters;
   Counters* next_counters;
   bool pairs_halves, publishes_late, publishes_itself;
+  int first_copies;  // of a CTA, by the warps that multiply later; the first tiles wait for them
   // To place time: rows, or results, are those of an earlier call.
   bool leaves_copies, leaves_sum;
   int second_groups;  // of columns, 1 or kSumChunks
