@@ -2,6 +2,8 @@
 // 128 columns of K, and one for each 128 columns of b and of K.
 #pragma once
 
+#include <type_traits>
+
 #include "stages.cuh"
 
 namespace fanfold::probe {
@@ -64,10 +66,19 @@ class WeightScales {
   // `scales` is [experts][columns / 128][blocks_k]
   __device__ void begin(const float* scales, int expert, int column, int columns, int blocks_k) {
     const int blocks_n = static_cast<int>(ceil_div(columns, 128));
+    const float* from[P::kScaleGroups];
 #pragma unroll
     for (int g = 0; g < P::kScaleGroups; ++g) {
       const int block = min((column + g * P::kScaleColumns) / 128, blocks_n - 1);
-      from_[g] = scales + (static_cast<int64_t>(expert) * blocks_n + block) * blocks_k;
+      from[g] = scales + (static_cast<int64_t>(expert) * blocks_n + block) * blocks_k;
+    }
+    begin(from, blocks_k);
+  }
+  // `from`: where each group's scales along K begin
+  __device__ void begin(const float* const (&from)[P::kScaleGroups], int blocks_k) {
+#pragma unroll
+    for (int g = 0; g < P::kScaleGroups; ++g) {
+      from_[g] = from[g];
       next_[g] = __ldg(from_[g]);
     }
     left_ = blocks_k - 1;
@@ -111,13 +122,15 @@ class WarpgroupSum {
       if (warpgroup == 1) named_barrier_arrive(kTurnBarrier, kMathWarps * 32);
   }
 
-  // The sums over all blocks of K. `computes` is false where all rows are padding.
+  // The sums over all blocks of K. `computes` is false where all rows are padding. `early` is
+  // called once, behind the first blocks of K (skipped or in place).
+  template <class Early = Nothing>
   __device__ __forceinline__ void run(float (&d)[P::kSums], WeightScales<P>& weights, int blocks_k,
-                                      bool computes) {
+                                      bool computes, const Early& early = {}) {
     if (!computes) {
-      skip(blocks_k);
+      skip(blocks_k, early);
     } else if constexpr (P::kSum == Sum::in_place) {
-      in_place(d, weights, blocks_k);
+      in_place(d, weights, blocks_k, early);
     } else if constexpr (P::kSum == Sum::unscaled) {
       unscaled(d, blocks_k);
     } else {
@@ -146,9 +159,19 @@ class WarpgroupSum {
       named_barrier_arrive(kTurnBarrier + 1 - part.warpgroup, kMathWarps * 32);
   }
 
-  __device__ void skip(int blocks_k) {
+  static constexpr int kEarlyBlock = 2;
+
+  template <class Early>
+  static __device__ __forceinline__ void call_early(int k, const Early& early) {
+    if constexpr (!std::is_same_v<Early, Nothing>)
+      if (k == kEarlyBlock) early();
+  }
+
+  template <class Early>
+  __device__ void skip(int blocks_k, const Early& early) {
     for (int k = 0; k < blocks_k; ++k, at_.advance()) {
       await_stage();
+      call_early(k, early);
 #pragma unroll
       for (int h = 0; h < P::kSums / P::kPart; ++h) {
         await_turn();
@@ -200,8 +223,9 @@ class WarpgroupSum {
     registers_settle(d);
   }
 
+  template <class Early>
   __device__ __forceinline__ void in_place(float (&d)[P::kSums], WeightScales<P>& weights,
-                                           int blocks_k) {
+                                           int blocks_k, const Early& early) {
     Scales<P> before, scale;
     for (int k = 0; k < blocks_k; ++k) {
       await_stage();
@@ -211,6 +235,7 @@ class WarpgroupSum {
         divide(factor, before, scale);
         await_products<0>(d);
         release_stage(ring_, previous_);
+        call_early(k, early);
         multiply(d, factor);
       }
       await_turn();

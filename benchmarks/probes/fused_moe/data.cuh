@@ -32,10 +32,10 @@ __global__ void fill_e4m3_kernel(uint32_t* words, size_t count, uint64_t seed) {
 }
 
 // Over four powers of two.
-__global__ void fill_scales_kernel(float* scales, size_t count, uint64_t seed) {
+__global__ void fill_scales_kernel(float* scales, size_t count, uint64_t seed, float factor) {
   for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < count;
        i += size_t{gridDim.x} * blockDim.x)
-    scales[i] = exp2f((hash(i ^ seed) & 0xffff) * (4.0f / 65536) - 2) / 160;
+    scales[i] = exp2f((hash(i ^ seed) & 0xffff) * (4.0f / 65536) - 2) * factor;
 }
 
 inline uint8_t* random_e4m3(size_t count, uint64_t seed) {
@@ -45,9 +45,9 @@ inline uint8_t* random_e4m3(size_t count, uint64_t seed) {
   return memory;
 }
 
-inline float* random_scales(size_t count, uint64_t seed) {
+inline float* random_scales(size_t count, uint64_t seed, float factor = 1.0f / 160) {
   auto* memory = device_array<float>(count);
-  fill_scales_kernel<<<512, 256>>>(memory, count, seed << 40);
+  fill_scales_kernel<<<512, 256>>>(memory, count, seed << 40, factor);
   check(cudaGetLastError(), "fill");
   return memory;
 }
@@ -64,7 +64,7 @@ __device__ inline float e4m3_value(uint32_t word, int i) {
 
 struct ReferenceArgs {
   int k, columns;
-  int64_t rows;
+  int64_t row_step, block_step;  // of the scales of a
   const uint8_t *a, *b;
   const float *a_scales, *b_scales;
   const SampleRow* samples;
@@ -89,7 +89,8 @@ __global__ void reference_kernel(const __grid_constant__ ReferenceArgs args) {
     double part = 0;
     for (int i = 0; i < 4; ++i)
       part += e4m3_value(a[block * 32 + lane], i) * e4m3_value(b[block * 32 + lane], i);
-    sum += part * args.a_scales[block * args.rows + sample.row] * b_scales[block];
+    const float a_scale = args.a_scales[block * args.block_step + sample.row * args.row_step];
+    sum += part * a_scale * b_scales[block];
   }
   for (int bit = 16; bit > 0; bit /= 2) sum += __shfl_xor_sync(~0u, sum, bit);
   if (lane == 0) args.out[int64_t{blockIdx.y} * args.columns + column] = sum;

@@ -129,8 +129,8 @@ class Bench {
       samples.push_back({routing.first_row[expert] + row, expert});
     }
     SampleRow* uploaded = upload(samples);
-    const ReferenceArgs args{layer.k,   layer.columns, total_rows, a_,        b_,
-                             a_scales_, b_scales_,     uploaded,   reference_};
+    const ReferenceArgs args{layer.k, layer.columns, 1,         total_rows, a_,
+                             b_,      a_scales_,     b_scales_, uploaded,   reference_};
     reference_kernel<<<dim3((layer.columns + 7) / 8, kSamples), 256>>>(args);
     check(cudaMemset(nans_, 0, 8), "clear");
     for (int e = 0; e < kExperts; ++e)

@@ -141,8 +141,9 @@ class Timer {
     check(cudaEventCreate(&end_), "event");
   }
 
-  Timing time(const std::function<void()>& call, Between between = Between::flush,
-              int repeats = 15) {
+  // `after` follows each timed call, when it has ended.
+  Timing time(const std::function<void()>& call, Between between = Between::flush, int repeats = 15,
+              const std::function<void()>& after = {}) {
     std::vector<float> times;
     for (int i = -3; i < repeats; ++i) {
       prepare(between, i);
@@ -152,7 +153,9 @@ class Timer {
       check(cudaEventSynchronize(end_), "timed call");
       float ms = 0;
       check(cudaEventElapsedTime(&ms, begin_, end_), "elapsed");
-      if (i >= 0) times.push_back(ms * 1e3f);
+      if (i < 0) continue;
+      times.push_back(ms * 1e3f);
+      if (after) after();
     }
     std::sort(times.begin(), times.end());
     return {times[times.size() / 2], times.front(), times.back()};

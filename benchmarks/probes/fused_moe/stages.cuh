@@ -20,9 +20,13 @@ inline constexpr int kMathWarpgroups = 2;
 inline constexpr int kMathWarps = 4 * kMathWarpgroups;
 inline constexpr int kStoreColumns = 64;  // of bf16: 128 bytes, what a swizzle covers
 
+struct Nothing {};
+
 // A block of b has kBlockN rows: columns of the result.
 template <int kBlockM_, int kBlockN_, int kStages_, int kCluster_>
 struct Tile {
+  using Tail = Nothing;  // what else stands behind the ring's barriers
+  static constexpr int kProducers = 1;
   static constexpr int kBlockM = kBlockM_;
   static constexpr int kBlockN = kBlockN_;
   static constexpr int kStages = kStages_;
@@ -40,6 +44,7 @@ struct Ring {
   alignas(128) float scales[T::kStages][T::kBlockM];
   ArrivalBarrier full[T::kStages];
   ArrivalBarrier empty[T::kStages];
+  typename T::Tail tail;
 };
 
 struct Operands {
@@ -92,7 +97,7 @@ struct Position {
 template <class T>
 __device__ void init_ring(Ring<T>& ring) {
   for (int i = 0; i < T::kStages; ++i) {
-    init_barrier(&ring.full[i], 1);
+    init_barrier(&ring.full[i], T::kProducers);
     init_barrier(&ring.empty[i], kMathWarps * T::kCluster);
   }
   fence_barrier_init();
