@@ -13,18 +13,18 @@ class CombineSend {
       : args_(args), shared_(shared), call_(args.call, seen, seen.epochs.send) {}
 
   __device__ void run() {
-    if (blockIdx.x == 0 && call_.warp == 0) {
-      call_.await_acks<true>();
-      call_.push_call_word(false);
+    if constexpr (kLate) {
+      if (blockIdx.x == 0 && call_.warp == 0) push_call_word();
+      send_headers();
     }
-    if constexpr (kLate) send_headers();
-    // A rank that refused sends nothing, but takes the headers that come.
-    if (!kLate && args_.call.refused != 0) return;
+    // A rank that refused sends no rows, but takes the headers that arrive.
+    const bool has_rows = kLate || args_.call.refused == 0;
     for (int first = 0;; first += kPassRows) {
       if (first > 0) __syncthreads();
       const RankSet live = call_.live_ranks();
-      look_up(first, live);
-      if (first == 0 && call_.warp == kIdleWarp) call_.await_acks();
+      if (has_rows) look_up(first, live);
+      if (first == 0 && call_.warp == kIdleWarp) await_half();
+      if (!has_rows) return;
       __syncthreads();
       send_rows(first);
       const int next =
@@ -40,6 +40,18 @@ class CombineSend {
 
   __device__ static SourceToken pair_at(int turn) {
     return pair_of(static_cast<int>(blockIdx.x), turn, static_cast<int>(gridDim.x), kRanks);
+  }
+
+  __device__ void push_call_word() const {
+    call_.await_acks<true>();
+    call_.push_call_word(false);
+  }
+
+  // One warp, with a barrier behind it: the half of the memory that rows go to is free, and the
+  // call word has left, which in a kernel with late routing it has before.
+  __device__ void await_half() const {
+    if (!kLate && blockIdx.x == 0) return push_call_word();
+    call_.await_acks();
   }
 
   // ---- which outputs make up a row --------------------------------------------------------------

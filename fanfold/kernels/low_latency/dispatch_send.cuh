@@ -34,8 +34,8 @@ class DispatchSend {
     uint4 low[kAtOnce], high[kAtOnce];
     int expert[kAtOnce];
     load_segments(first, step, low, high, expert);
+    call_.await_acks();  // each warp, as no barrier follows; the rows are on their way
     const RankSet live = call_.live_ranks();
-    call_.await_acks();  // each warp, as no barrier follows
     while (true) {
       push_segments(first, step, live, low, high, expert);
       first += step * kAtOnce;
