@@ -348,6 +348,13 @@ TEST(grids_for_many_ranks_need_a_receiver) {
   CHECK_THROWS(cuda::LowLatency(place, geometry, false, {132, 132}), BadArgument);
 }
 
+// The host finds the parts of the state by these: counters first, then masks, the failure last.
+TEST(state_parts_are_where_the_host_looks) {
+  CHECK_EQ(offsetof(LowLatencyState, masked), sizeof(LowLatencyState::epochs));
+  CHECK_EQ(offsetof(LowLatencyState, peers) % 8, size_t{0});
+  CHECK_EQ(offsetof(LowLatencyState, failed) + 4, sizeof(LowLatencyState));
+}
+
 TEST(addresses_of_many_ranks_are_in_device_memory) {
   cuda::LowLatencyPlace place{};
   place.state = 1 << 20;

@@ -61,8 +61,8 @@ class CombineSend {
     const int each = (args_.call.tokens + ctas - 1) / ctas;
     const int first = static_cast<int>(blockIdx.x) * each;
     const int last = min(first + each, args_.call.tokens);
-    const Choices choices{args_.topk_idx, args_.topk_weights, args_.call.tokens};
-    HeaderSender<CallKind::kCombine>(call_, choices, shared_.tokens_of).send(first, last);
+    const TopKEntries entries{args_.topk_idx, args_.topk_weights, args_.call.tokens};
+    HeaderSender<CallKind::kCombine>(call_, entries, shared_.tokens_of).send(first, last);
   }
 
   __device__ TableLayout table() const { return {kRanks, kTopK, args_.call.max_tokens}; }
