@@ -1,6 +1,7 @@
 // The low-latency layout of GPUs: areas that never overlap, words that survive their encoding and
 // are never the sentinel, and the bounds within which all of that holds.
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <tuple>
