@@ -1,6 +1,7 @@
 // The low-latency layout of GPUs: areas that never overlap, words that survive their encoding and
 // are never the sentinel, and the bounds within which all of that holds.
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <tuple>
@@ -346,6 +347,13 @@ TEST(grids_for_many_ranks_need_a_receiver) {
     static_cast<void>(cuda::LowLatency(place, geometry, false, {ctas, senders}));
   }
   CHECK_THROWS(cuda::LowLatency(place, geometry, false, {132, 132}), BadArgument);
+}
+
+// The host finds the parts of the state by these: counters first, then masks, the failure last.
+TEST(state_parts_are_where_the_host_looks) {
+  CHECK_EQ(offsetof(LowLatencyState, masked), sizeof(LowLatencyState::epochs));
+  CHECK_EQ(offsetof(LowLatencyState, peers) % 8, size_t{0});
+  CHECK_EQ(offsetof(LowLatencyState, failed) + 4, sizeof(LowLatencyState));
 }
 
 TEST(addresses_of_many_ranks_are_in_device_memory) {

@@ -373,7 +373,7 @@ def test_a_late_rank_is_named(shape: Shape) -> None:
     world.run(program)
 
 
-def test_a_late_receipt_is_named() -> None:
+def test_a_late_acknowledgement_is_named() -> None:
     """A call first waits until every peer has received the last but one."""
     world = world_of(FEW_CTAS, timeout_s=0.5)
     batches = [Batch.of(FEW_CTAS.geometry, 60, rank) for rank in range(3)]

@@ -50,7 +50,7 @@ class Placer {
       place_copies(bytes, row, fits);
     } else {
       if (fits && call_.lane == 0) store_copy(bytes, row.row, row);
-      if (kNewRouting != 0 && fits) keep_choice(bytes, row);
+      if (kNewRouting != 0 && fits) keep_entry(bytes, row);
     }
     if (kNewRouting != 0 && fits && call_.lane == 0) args_.source_token[row.row] = row.token;
   }
@@ -75,15 +75,15 @@ class Placer {
       for_words<kTopK>(
           first, tokens,
           [&](int place, int k) {
-            return Choice{static_cast<int>(beside(kTopKWordsAt, place, k)),
-                          kWeighted != 0 ? __uint_as_float(beside(kWeightsAt, place, k)) : 0.0f};
+            return TopKEntry{static_cast<int>(beside(kTopKWordsAt, place, k)),
+                             kWeighted != 0 ? __uint_as_float(beside(kWeightsAt, place, k)) : 0.0f};
           },
-          [&](int, int row, int k, const Choice& choice) {
-            const int local = choice.expert - call_.rank_at(first.source) * kLocalExperts;
+          [&](int, int row, int k, const TopKEntry& entry) {
+            const int local = entry.expert - call_.rank_at(first.source) * kLocalExperts;
             const bool here = local >= 0 && local < kLocalExperts;
             args_.topk_idx[int64_t{row} * kTopK + k] = here ? local : -1;
             if constexpr (kWeighted != 0)
-              args_.topk_weights[int64_t{row} * kTopK + k] = here ? choice.weight : 0.0f;
+              args_.topk_weights[int64_t{row} * kTopK + k] = here ? entry.weight : 0.0f;
           });
     if (call_.lane >= kBatchTokens || (tokens >> call_.lane & 1u) == 0) return;
     const int row = first.row + __popc(tokens & lanes_below());
@@ -153,7 +153,7 @@ class Placer {
 
   // ---- token-major ------------------------------------------------------------------------------
 
-  __device__ void keep_choice(const unsigned char* bytes, const ReceivedRow& row) const {
+  __device__ void keep_entry(const unsigned char* bytes, const ReceivedRow& row) const {
     if (call_.lane >= kTopK) return;
     const int first = call_.rank_at(row.source) * kLocalExperts;
     const int local = static_cast<int>(topk_word(bytes, call_.lane)) - first;
@@ -163,7 +163,7 @@ class Placer {
     if constexpr (kWeighted != 0) args_.topk_weights[at] = here ? weight(bytes, call_.lane) : 0.0f;
   }
 
-  struct Choice {
+  struct TopKEntry {
     int expert;
     float weight;
   };

@@ -53,12 +53,12 @@ class LayoutCounter {
     constexpr int kStride = kClusterCtas * kWarps;
     const int64_t steps = ceil_div(args_.tokens, kStepTokens);
     for (int64_t step = cta() * kWarps + warp_; step < steps; step += kAhead * kStride) {
-      int64_t choices[kAhead];
+      int64_t entries[kAhead];
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) choices[i] = choice(step + i * kStride);
+      for (int i = 0; i < kAhead; ++i) entries[i] = entry(step + i * kStride);
 #pragma unroll
       for (int i = 0; i < kAhead; ++i)
-        if (step + i * kStride < steps) take(step + i * kStride, choices[i]);
+        if (step + i * kStride < steps) take(step + i * kStride, entries[i]);
     }
     if constexpr (!kHasFewRanks) return;
 #pragma unroll
@@ -67,15 +67,15 @@ class LayoutCounter {
   }
 
   // The one of this lane, -1 for none.
-  __device__ int64_t choice(int64_t step) const {
+  __device__ int64_t entry(int64_t step) const {
     const int64_t at = step * (kStepTokens * kTopK) + lane_;
     const bool is_there = lane_ < kStepTokens * kTopK && at < args_.tokens * kTopK;
     return is_there ? args_.topk_idx[at] : -1;
   }
 
-  __device__ void take(int64_t step, int64_t choice) {
-    const bool is_expert = static_cast<uint64_t>(choice) < kExperts;
-    const int expert = static_cast<int>(choice);
+  __device__ void take(int64_t step, int64_t entry) {
+    const bool is_expert = static_cast<uint64_t>(entry) < kExperts;
+    const int expert = static_cast<int>(entry);
     if (is_expert) atomicAdd(&shared_.counted[expert], 1u);
     if constexpr (!kHasFewRanks) return take_many(step, is_expert ? expert / kLocalExperts : -1);
     const uint32_t ranks = with_those_behind(is_expert ? 1u << (expert / kLocalExperts) : 0u);

@@ -124,11 +124,11 @@ class Planner {
     __syncthreads();
     for (int c = thread(); c < kColumns; c += kThreads)
       store_relaxed_gpu(counted(cta(), c), static_cast<uint32_t>(shared_.next[c]));
-    check_choices();
+    check_entries();
   }
 
   // Reports what is no expert, and writes none in its place.
-  __device__ void check_choices() const {
+  __device__ void check_entries() const {
     const int64_t end = min(int64_t{end_} * kTileTokens, int64_t{args_.call.tokens}) * kTopK;
     for (int64_t i = int64_t{begin_} * kTileTokens * kTopK + thread(); i < end; i += kThreads) {
       const int64_t raw = args_.topk_idx[i];
@@ -136,7 +136,7 @@ class Planner {
       if (args_.choices != nullptr) args_.choices[i] = good ? static_cast<int32_t>(raw) : -1;
       if (good) continue;
       call_.report(ReportKind::kIndex, args_.call.rank, static_cast<int32_t>(i / kTopK),
-                   bad_choice(static_cast<int32_t>(i % kTopK), raw));
+                   bad_entry(static_cast<int32_t>(i % kTopK), raw));
     }
   }
 

@@ -7,7 +7,7 @@ namespace fanfold {
 
 // A top-k entry that is no expert: its place in its token's row << 24 | its value in 24 bits, where
 // the ends of their range stand for whatever is beyond.
-FANFOLD_HD constexpr int32_t bad_choice(int32_t place, int64_t value) {
+FANFOLD_HD constexpr int32_t bad_entry(int32_t place, int64_t value) {
   constexpr int64_t kLeast = -0x800000, kMost = 0x7fffff;
   const int64_t clipped = value < kLeast ? kLeast : value > kMost ? kMost : value;
   const auto word =
@@ -19,7 +19,7 @@ enum class ReportKind : uint32_t {
   // Low latency: first is the calls that the peer has acknowledged, if second says that this was
   // awaited. High throughput: first is what stands where the peer was to write.
   kTimeout = 0,
-  kIndex = 1,  // first: the token; second: `bad_choice`
+  kIndex = 1,  // first: the token; second: `bad_entry`
   kRefused = 2,
   kDisagreement = 3,
   kOtherCall = 4,  // low latency: 1 + the kind of the peer's call, and its number

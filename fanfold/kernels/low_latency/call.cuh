@@ -118,14 +118,13 @@ class Call {
     fanfold::time_out<Kind>(args, peer, epoch, acknowledged);
   }
   __device__ bool finds_other_call() const { return find_other_call(args); }
-  // A few warps find for all whether the kernel can end: some that wait as long as it does. The CTA
-  // that sends counts (in combine, the first) waits for all acknowledgements, the last one for all
-  // calls.
+  // A few warps find for all whether the kernel can end: of the CTAs that wait as long as it does,
+  // those that wait for every rank. The CTA that sends counts (in combine, the first) waits for all
+  // acknowledgements, the last one for all calls.
   __device__ bool looks_around() const {
     const int sender = Kind == CallKind::kDispatch ? args.senders : 0;
     const int cta = static_cast<int>(blockIdx.x);
-    return (cta == sender || cta == static_cast<int>(gridDim.x) - 1) &&
-           (warp == 0 || warp == kWarps - 1);
+    return cta == sender || cta == static_cast<int>(gridDim.x) - 1;
   }
 
   // ---- the course of a call ---------------------------------------------------------------------

@@ -37,8 +37,8 @@ class CombineReceive {
 
   __device__ TokenRanks ranks_of_token(int token) const {
     if constexpr (kLate) {
-      const Choices choices{args_.topk_idx, nullptr, args_.call.tokens};
-      return TokenRanks::of(choices.of(token, call_.lane));
+      const TopKEntries entries{args_.topk_idx, nullptr, args_.call.tokens};
+      return TokenRanks::of(entries.of(token, call_.lane));
     } else {
       const TableLayout table{kRanks, kTopK, args_.call.max_tokens};
       const auto* words = reinterpret_cast<const uint32_t*>(args_.table + table.ranks_offset());

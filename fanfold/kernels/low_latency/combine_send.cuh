@@ -13,18 +13,18 @@ class CombineSend {
       : args_(args), shared_(shared), call_(args.call, seen, seen.epochs.send) {}
 
   __device__ void run() {
-    if (blockIdx.x == 0 && call_.warp == 0) {
-      call_.await_acks<true>();
-      call_.push_call_word(false);
+    if constexpr (kLate) {
+      if (blockIdx.x == 0 && call_.warp == 0) push_call_word();
+      send_headers();
     }
-    if constexpr (kLate) send_headers();
-    // A rank that refused sends nothing, but takes the headers that come.
-    if (!kLate && args_.call.refused != 0) return;
+    // A rank that refused sends no rows, but takes the headers that arrive.
+    const bool has_rows = kLate || args_.call.refused == 0;
     for (int first = 0;; first += kPassRows) {
       if (first > 0) __syncthreads();
       const RankSet live = call_.live_ranks();
-      look_up(first, live);
-      if (first == 0 && call_.warp == kIdleWarp) call_.await_acks();
+      if (has_rows) look_up(first, live);
+      if (first == 0 && call_.warp == kIdleWarp) await_half();
+      if (!has_rows) return;
       __syncthreads();
       send_rows(first);
       const int next =
@@ -42,6 +42,18 @@ class CombineSend {
     return pair_of(static_cast<int>(blockIdx.x), turn, static_cast<int>(gridDim.x), kRanks);
   }
 
+  __device__ void push_call_word() const {
+    call_.await_acks<true>();
+    call_.push_call_word(false);
+  }
+
+  // One warp, with a barrier behind it: the half of the memory that rows go to is free, and the
+  // call word has left, which in a kernel with late routing it has before.
+  __device__ void await_half() const {
+    if (!kLate && blockIdx.x == 0) return push_call_word();
+    call_.await_acks();
+  }
+
   // ---- which outputs make up a row --------------------------------------------------------------
 
   __device__ void send_headers() {
@@ -49,8 +61,8 @@ class CombineSend {
     const int each = (args_.call.tokens + ctas - 1) / ctas;
     const int first = static_cast<int>(blockIdx.x) * each;
     const int last = min(first + each, args_.call.tokens);
-    const Choices choices{args_.topk_idx, args_.topk_weights, args_.call.tokens};
-    HeaderSender<CallKind::kCombine>(call_, choices, shared_.tokens_of).send(first, last);
+    const TopKEntries entries{args_.topk_idx, args_.topk_weights, args_.call.tokens};
+    HeaderSender<CallKind::kCombine>(call_, entries, shared_.tokens_of).send(first, last);
   }
 
   __device__ TableLayout table() const { return {kRanks, kTopK, args_.call.max_tokens}; }

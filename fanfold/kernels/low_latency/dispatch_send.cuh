@@ -13,7 +13,7 @@ class DispatchSend {
  public:
   __device__ DispatchSend(const DispatchArgs& args, DispatchShared& shared, const Prologue& seen)
       : args_(args), shared_(shared), call_(args.call, seen, seen.epochs.send),
-        choices_{args.topk_idx, args.topk_weights, args.call.tokens} {}
+        entries_{args.topk_idx, args.topk_weights, args.call.tokens} {}
 
   __device__ void run() {
     const int senders = args_.call.senders;
@@ -34,8 +34,8 @@ class DispatchSend {
     uint4 low[kAtOnce], high[kAtOnce];
     int expert[kAtOnce];
     load_segments(first, step, low, high, expert);
+    call_.await_acks();  // each warp, as no barrier follows; the rows are on their way
     const RankSet live = call_.live_ranks();
-    call_.await_acks();  // each warp, as no barrier follows
     while (true) {
       push_segments(first, step, live, low, high, expert);
       first += step * kAtOnce;
@@ -49,7 +49,7 @@ class DispatchSend {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int token = (first + i * step) / kSegments;
-      expert[i] = choices_.of(token, call_.lane);
+      expert[i] = entries_.of(token, call_.lane);
       if (token < args_.call.tokens)
         load_segment(token, (first + i * step) % kSegments, low[i], high[i]);
     }
@@ -139,7 +139,7 @@ class DispatchSend {
     const int each = (args_.call.tokens + ctas - alone - 1) / (ctas - alone);
     const int first = (cta - alone) * each;
     const int last = min(first + each, args_.call.tokens);
-    HeaderSender<CallKind::kDispatch>(call_, choices_, shared_.tokens_of).send(first, last);
+    HeaderSender<CallKind::kDispatch>(call_, entries_, shared_.tokens_of).send(first, last);
   }
 
   __device__ void send_counts() {
@@ -153,7 +153,7 @@ class DispatchSend {
         if (e < kExperts) counts[i] += shared_.tokens_of[e].size();
       }
     };
-    for_each_window(choices_, args_.call.tokens, shared_.tokens_of, count, [&] {
+    for_each_window(entries_, args_.call.tokens, shared_.tokens_of, count, [&] {
       if (call_.warp != 0) return;
       call_.await_acks<true>();
       call_.push_call_word(kFp8);
@@ -173,7 +173,7 @@ class DispatchSend {
   const DispatchArgs& args_;
   DispatchShared& shared_;
   const DispatchCall call_;
-  const Choices choices_;
+  const TopKEntries entries_;
 };
 
 }  // namespace fanfold

@@ -15,8 +15,8 @@ inline constexpr HeaderLayout kHeader{kLocalExperts};
 template <CallKind Kind>
 class HeaderSender {
  public:
-  __device__ HeaderSender(const Call<Kind>& call, const Choices& choices, TokenSet* tokens_of)
-      : call_(call), choices_(choices), tokens_of_(tokens_of) {}
+  __device__ HeaderSender(const Call<Kind>& call, const TopKEntries& entries, TokenSet* tokens_of)
+      : call_(call), entries_(entries), tokens_of_(tokens_of) {}
 
   // Pushes the headers of the tokens from `first` to `last` (not included) to all live ranks: a
   // token for each warp at a time. All threads of the CTA come.
@@ -25,11 +25,11 @@ class HeaderSender {
       if (chunk > first) __syncthreads();  // all have read the sets
       const int token = chunk + call_.warp;
       // A warp without a token has no entries.
-      const int looked_at = token < last ? token : choices_.tokens;
-      const auto own = TokenChoices::load(choices_, looked_at, call_.lane);
+      const int looked_at = token < last ? token : entries_.tokens;
+      const auto own = TokenEntries::load(entries_, looked_at, call_.lane);
       const bool awaits = chunk == first && call_.warp == kWarps - 1;
       const int rows =
-          rows_before(token, Choices::sane(own.raw), min(chunk + kWarps, last), awaits);
+          rows_before(token, TopKEntries::sane(own.raw), min(chunk + kWarps, last), awaits);
       if (token < last) push_token(token, own, rows);
     }
   }
@@ -42,15 +42,15 @@ class HeaderSender {
     const auto count = [&](int first) {
       if (expert >= 0) rows += tokens_of_[expert].size_below(token - first);
     };
-    for_each_window(choices_, last, tokens_of_, count, [&] {
+    for_each_window(entries_, last, tokens_of_, count, [&] {
       if (awaits) call_.await_acks();
     });
     return rows;
   }
 
-  __device__ void push_token(int token, const TokenChoices& own, int rows) {
+  __device__ void push_token(int token, const TokenEntries& own, int rows) {
     const RankSet live = call_.live_ranks();
-    const int expert = Choices::sane(own.raw);
+    const int expert = TopKEntries::sane(own.raw);
     // Where routing is late, dispatch has reported them before combine meets them.
     if (Kind == CallKind::kDispatch && expert < 0 && own.raw != -1)
       report_bad_index(token, own.raw);
@@ -62,7 +62,7 @@ class HeaderSender {
 
   // The sum of the weights of all lanes that name the expert, in their order; 1 without weights.
   __device__ float summed_weight(float own, uint32_t same) const {
-    if (choices_.topk_weights == nullptr) return 1.0f;
+    if (entries_.topk_weights == nullptr) return 1.0f;
     if (__ballot_sync(kFullWarp, __popc(same) > 1) == 0) return own;
     float sum = own;
     for (int k = 0; k < kTopK; ++k) {
@@ -90,11 +90,11 @@ class HeaderSender {
   }
 
   __device__ void report_bad_index(int token, int64_t value) const {
-    call_.report(ReportKind::kIndex, call_.args.rank, token, bad_choice(call_.lane, value));
+    call_.report(ReportKind::kIndex, call_.args.rank, token, bad_entry(call_.lane, value));
   }
 
   const Call<Kind>& call_;
-  const Choices choices_;
+  const TopKEntries entries_;
   TokenSet* const tokens_of_;
 };
 

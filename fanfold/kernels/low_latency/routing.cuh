@@ -7,7 +7,7 @@
 namespace fanfold {
 
 // The routing of this rank's tokens.
-struct Choices {
+struct TopKEntries {
   const int64_t* topk_idx;
   const float* topk_weights;  // null: every weight is 1
   int tokens;
@@ -28,12 +28,12 @@ struct Choices {
 };
 
 // A token's routing row in a warp: lane k has entry k.
-struct TokenChoices {
+struct TokenEntries {
   int64_t raw;
   float weight;
 
-  __device__ static TokenChoices load(const Choices& choices, int token, int lane) {
-    return {choices.raw(token, lane), choices.weight(token, lane)};
+  __device__ static TokenEntries load(const TopKEntries& entries, int token, int lane) {
+    return {entries.raw(token, lane), entries.weight(token, lane)};
   }
 };
 
@@ -65,13 +65,13 @@ struct alignas(kWindowTokens / 8) TokenSet {
 class Window {
  public:
   // Of the tokens from `first`, before `last`.
-  __device__ void load(const Choices& choices, int first, int last) {
+  __device__ void load(const TopKEntries& entries, int first, int last) {
     begin_ = first * kTopK + static_cast<int>(threadIdx.x);
     const int end = min(first + kWindowTokens, last) * kTopK;
 #pragma unroll
     for (int i = 0; i < kEntries; ++i) {
       const int at = begin_ + i * kThreads;
-      entries_[i] = at < end ? choices.topk_idx[at] : -1;
+      entries_[i] = at < end ? entries.topk_idx[at] : -1;
     }
   }
 
@@ -79,7 +79,7 @@ class Window {
   __device__ void add_to(TokenSet* tokens_of) const {
 #pragma unroll
     for (int i = 0; i < kEntries; ++i) {
-      const int expert = Choices::sane(entries_[i]);
+      const int expert = TopKEntries::sane(entries_[i]);
       if (expert >= 0) tokens_of[expert].add((begin_ + i * kThreads) / kTopK);
     }
   }
@@ -96,10 +96,10 @@ class Window {
 // come, and read the sets until they come to the next barrier. `meanwhile()` is called once, while
 // the first window is on its way, with a barrier between it and every use.
 template <class Use, class Meanwhile>
-__device__ __forceinline__ void for_each_window(const Choices& choices, int last,
+__device__ __forceinline__ void for_each_window(const TopKEntries& entries, int last,
                                                 TokenSet* tokens_of, Use use, Meanwhile meanwhile) {
   Window window;
-  window.load(choices, 0, last);
+  window.load(entries, 0, last);
   meanwhile();
   for (int first = 0;; first += kWindowTokens) {
     for (int e = static_cast<int>(threadIdx.x); e < kExperts; e += kThreads) tokens_of[e] = {};
@@ -107,7 +107,7 @@ __device__ __forceinline__ void for_each_window(const Choices& choices, int last
     window.add_to(tokens_of);
     const bool is_last = first + kWindowTokens >= last;
     // The next one is on its way while this one is used.
-    if (!is_last) window.load(choices, first + kWindowTokens, last);
+    if (!is_last) window.load(entries, first + kWindowTokens, last);
     __syncthreads();
     use(first);
     if (is_last) return;
