@@ -321,7 +321,8 @@ routing = (layout[0], layout[1], layout[3], layout[2], topk_idx, torch.ones(2, 2
 got = buffer.dispatch(x, None, *routing)
 assert got[3] == [1, 2] and torch.equal(got[0], x)
 print(deep_ep.__file__, __version__)
-dist.destroy_process_group()  # whose threads may else outlive the interpreter, which aborts it
+del buffer  # it holds the group, whose threads abort a process that ends before them
+dist.destroy_process_group()
 """
 
 

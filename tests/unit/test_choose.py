@@ -19,6 +19,7 @@ from fanfold.cli import doctor_modes
 from fanfold.config import Config
 from fanfold.errors import ArgumentError, UnavailableError
 from fanfold.jit import kernel, nvrtc
+from fanfold.launch import rank as launching
 from fanfold.memory.host import host_identity
 
 HOST = host_identity()
@@ -416,7 +417,7 @@ def test_what_a_started_rank_takes(
     monkeypatch.setenv("FANFOLD_BACKEND", backend)
     monkeypatch.setenv("FANFOLD_SHARE_GPUS", share)
     monkeypatch.setattr(
-        launch, "take_device", lambda rank, ranks, *, share: seen.append((rank, ranks, share))
+        launching, "take_device", lambda rank, ranks, *, share: seen.append((rank, ranks, share))
     )
-    launch._take_device(1, 2)
+    launching.take_local_device(1, 2)
     assert seen == asked

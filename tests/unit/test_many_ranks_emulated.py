@@ -11,13 +11,13 @@ from unittest import mock
 import pytest
 import torch
 
+from fanfold.backends.high_throughput import kernels
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
+from fanfold.backends.low_latency import kernels as low_latency_kernels
 from fanfold.backends.low_latency.cuda import CudaLowLatency
 from fanfold.errors import ArgumentError, PeerRefused, PeerTimeout
 from fanfold.formats import ScaleFormat
 from fanfold.geometry import Geometry
-from fanfold.high_throughput import kernels
-from fanfold.low_latency import kernels as low_latency_kernels
 from tests.distributed.cuda_rounds import run_case
 from tests.distributed.routings import Case, results_of
 from tests.emulation import high_throughput, world
