@@ -140,7 +140,7 @@ void LowLatencySequence::await_taken(uint32_t call, uint32_t epoch) const {
                           .epoch = epoch,
                           .offset = offset,
                           .other = offset,
-                          .what = " (receipts of earlier calls)"};
+                          .what = " (acknowledgements of earlier calls)"};
     memory_.wait(awaited, [&] { return memory_.peek(offset).epoch; });
   }
 }

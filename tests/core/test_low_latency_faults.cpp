@@ -458,12 +458,14 @@ TEST(low_latency_timeouts_of_dispatch) {
     for (const uint32_t epoch : sent) receive(mode, call, epoch);
     send(mode, call, rank);
   };
-  timeout.expect("low_latency dispatch (receipts of earlier calls)", send_a_third, send_twice);
+  timeout.expect("low_latency dispatch (acknowledgements of earlier calls)", send_a_third,
+                 send_twice);
   const auto dispatch_and_rest = [](LowLatency& mode, const Call& call, int32_t rank) {
     dispatch(mode, call, rank);
     mode.quiesce();
   };
-  timeout.expect("low_latency dispatch (receipts of earlier calls)", dispatch_and_rest, send_only);
+  timeout.expect("low_latency dispatch (acknowledgements of earlier calls)", dispatch_and_rest,
+                 send_only);
 }
 
 TEST(low_latency_timeouts_of_combine) {
@@ -490,7 +492,8 @@ TEST(low_latency_timeouts_of_combine) {
     }
     answer(mode, call, rank, arrived, none_absent);
   };
-  early.expect("low_latency combine (receipts of earlier calls)", answer_a_third, answer_twice);
+  early.expect("low_latency combine (acknowledgements of earlier calls)", answer_a_third,
+               answer_twice);
 }
 
 // Rank 2 never comes: the others go on with its experts' part missing, call after call.

@@ -175,7 +175,7 @@ def test_a_timeout_counts_calls_from_one(
 ) -> None:
     mode = world().modes[0]
     mode._reports._words[0:4] = [2 | 3 << 8, epoch, received or 0, received is not None]
-    what = "" if received is None else " (receipts of earlier calls)"
+    what = "" if received is None else " (acknowledgements of earlier calls)"
     with pytest.raises(PeerTimeout) as caught:
         mode.check()
     assert (caught.value.expected, caught.value.actual) == (expected, actual)
@@ -207,7 +207,7 @@ def test_a_rank_that_does_not_receive() -> None:
         if rank != FAILING:
             hooks[0]()
             send(mode)
-            with pytest.raises(PeerTimeout, match="receipts of earlier calls") as caught:
+            with pytest.raises(PeerTimeout, match="acknowledgements of earlier calls") as caught:
                 mode.check()
             assert (caught.value.expected, caught.value.actual) == (2, 1)
 

@@ -76,8 +76,9 @@ class Reports(KernelReports):
         peer, phase = call >> 8, _PHASES[(call & 0xFF) - 1]
         number = (epoch & 0xFFFFFFFF) - _core.CUDA_FIRST_EPOCH + 1
         if kind == self._TIMEOUT:
-            if second != 0:  # before it sends, a call waits for receipts of all but the last
-                phase, expected, actual = f"{phase} (receipts of earlier calls)", number - 2, first
+            if second != 0:  # before it sends, a call awaits acknowledgements of all but the last
+                phase = f"{phase} (acknowledgements of earlier calls)"
+                expected, actual = number - 2, first
             else:  # whoever waits for a call of the peer has had all of the call before it
                 expected, actual = number, number - 1
             return PeerTimeout(rank, peer, phase, expected, actual, timeout_s, False)
