@@ -91,8 +91,8 @@ def encoding(row_format: RowFormat, scale_format: ScaleFormat) -> int:
 def _dispatch_tasks(row_format: RowFormat, geometry: Geometry) -> int:
     """Segments that a receiving warp has in flight: as many as registers allow, as all rows that a
     CTA places together are asked for together."""
-    if row_format is RowFormat.BF16:
-        return 8
+    if row_format is RowFormat.BF16:  # eight spill on some sizes of long rows; seven hold 4 of 7168
+        return 7 if geometry.hidden * 2 > _LONG_ROW_SEGMENTS * _SEGMENT_BYTES else 8
     hidden = geometry.hidden
     long = hidden > _LONG_ROW_SEGMENTS * _SEGMENT_BYTES and hidden % _SEGMENT_BYTES == 0
     return 5 if long and geometry.ranks <= _FEW_RANKS else 4
