@@ -1,5 +1,7 @@
 #include <nanobind/stl/string.h>
 
+#include <span>
+
 #include "bindings/bindings.h"
 #include "cuda/driver.h"
 #include "cuda/kernel.h"
@@ -12,19 +14,22 @@ namespace fanfold::bindings {
 void bind_cuda(nb::module_& module) {
   using cuda::Kernel;
   module.def("cuda_driver_version", &cuda::driver_version);
+  // Loading may wait for kernels that run, and those for a rank that is another thread.
   nb::class_<Kernel>(module, "CudaKernel")
       .def(
           "__init__",
           [](Kernel* self, const nb::bytes& image, std::string entry, const std::string& symbol) {
-            const auto* data = static_cast<const std::byte*>(image.data());
-            new (self) Kernel({data, image.size()}, std::move(entry), symbol);
+            const std::span data(static_cast<const std::byte*>(image.data()), image.size());
+            const nb::gil_scoped_release unlocked;
+            new (self) Kernel(data, std::move(entry), symbol);
           },
           "image"_a, "entry"_a, "symbol"_a)
       .def_prop_ro("entry", &Kernel::entry)
       .def_prop_ro("registers", &Kernel::registers)
       .def_prop_ro("local_bytes", &Kernel::local_bytes)
       .def_prop_ro("static_shared_bytes", &Kernel::static_shared_bytes)
-      .def("allow_shared_bytes", &Kernel::allow_shared_bytes, "bytes"_a)
+      .def("allow_shared_bytes", &Kernel::allow_shared_bytes, "bytes"_a,
+           nb::call_guard<nb::gil_scoped_release>())
       .def(
           "launch",
           [](const Kernel& self, uintptr_t arguments, size_t bytes, int ctas, int threads,

@@ -371,6 +371,16 @@ def load_all(
 ) -> list[_core.CudaKernel]:
     """:func:`load` of each. Those that nobody has compiled before are compiled at the same time,
     as each takes the compiler about a second of one core."""
+    # What is there needs no lock: loading may wait for kernels of ranks that are other threads, and
+    # those for a rank that comes here for a kernel of an earlier call.
+    if any((source, device_index) not in _loaded for source in sources):
+        _load_missing(sources, device_index, config)
+    return [_loaded[source, device_index] for source in sources]
+
+
+def _load_missing(
+    sources: Sequence[KernelSource], device_index: int, config: Config | None
+) -> None:
     import torch
 
     with _loading:
@@ -383,7 +393,6 @@ def load_all(
                 binaries = list(pool.map(job, missing))
             for source, binary in zip(missing, binaries, strict=True):
                 _loaded[source, device_index] = _into(device, source, binary)
-    return [_loaded[source, device_index] for source in sources]
 
 
 def _into(device: torch.device, source: KernelSource, binary: Binary) -> _core.CudaKernel:

@@ -17,6 +17,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -578,3 +579,10 @@ def test_several_are_compiled_at_the_same_time(monkeypatch: pytest.MonkeyPatch) 
     assert jit.load(sources[2], 0) == wanted[2]  # type: ignore[comparison-overlap]
     assert len(compiled) == 3
     assert set(compiled) == {sources[0], sources[2], sources[3]}
+
+
+def test_what_is_loaded_waits_for_no_other_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = KernelSource("test/scale.cu", "scale", {"kScale": 1})
+    monkeypatch.setattr(kernel, "_loaded", {(source, 0): "loaded before"})
+    with ThreadPoolExecutor(1) as other, kernel._loading:
+        assert other.submit(jit.load, source, 0).result(timeout=20.0) == "loaded before"
