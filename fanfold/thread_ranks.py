@@ -113,7 +113,8 @@ class ThreadRanks:
 
     On a machine with a GPU, unless ``backend`` is ``"host"``, the ranks share the current one.
     A known fault: on a GPU that a dozen processes shared, 10,000 rounds of high throughput by four
-    ranks failed twice, by three ranks' graphs once; the cause is not known yet.
+    ranks failed twice, by three ranks' graphs once. Since then loading a kernel stops no other
+    rank, which may have been the cause; it has not been run again.
 
     Args:
         ranks: how many, 1 to 1024; at most 8 on a GPU.
