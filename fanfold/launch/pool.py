@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import socket
+import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -194,7 +195,7 @@ class RankPool:
                 process = _CONTEXT.Process(target=be_rank, args=(setup, rank_calls))
                 self._ranks.append(_Rank(rank, process, calls))
                 with rank_calls:
-                    process.start()
+                    _start_process(process)
         self._running = True
         servers = self.collect()
         if failures := _failures(servers):
@@ -332,6 +333,19 @@ class RankPool:
 def _check_ranks(ranks: object) -> None:
     if not isinstance(ranks, int) or isinstance(ranks, bool) or not 1 <= ranks <= MAX_RANKS:
         raise ArgumentError("ranks", repr(ranks), f"an integer from 1 to {MAX_RANKS}")
+
+
+def _start_process(process: ForkServerProcess) -> None:
+    try:
+        process.start()
+    except OSError as error:
+        if "AF_UNIX" not in str(error):
+            raise
+        raise UsageError(
+            f"ranks cannot be started: the temporary folder {tempfile.gettempdir()} has too long a "
+            "path for the socket of multiprocessing's fork server (75 bytes are the most): set "
+            "TMPDIR to a shorter one"
+        ) from error
 
 
 def _failures(outcomes: Iterable[Any]) -> list[RankFailure]:

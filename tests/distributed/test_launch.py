@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -268,8 +269,12 @@ if __name__ == "__main__":
 def test_nothing_is_left_when_the_parent_is_killed(tmp_path, number):
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
-    (tmp_path / "tmp").mkdir()
-    environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    with tempfile.TemporaryDirectory() as temporary:  # a short path
+        _kill_parent(script, Path(temporary), number)
+
+
+def _kill_parent(script, temporary, number):
+    environment = {**os.environ, "TMPDIR": str(temporary)}
     with subprocess.Popen(
         [sys.executable, str(script)],
         stdout=subprocess.PIPE,
@@ -286,7 +291,23 @@ def test_nothing_is_left_when_the_parent_is_killed(tmp_path, number):
         parent.send_signal(number)
         parent.wait(BOUND_S)
     wait_until(lambda: not any(exists(pid) for pid in [*pids, *servers]), "all gone")
-    assert list((tmp_path / "tmp").iterdir()) == []
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_long_temporary_folder_is_an_error(tmp_path):
+    script, temporary = tmp_path / "parent.py", tmp_path / ("long" * 20)
+    script.write_text(PARENT)
+    temporary.mkdir()
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "TMPDIR": str(temporary)},
+        capture_output=True,
+        text=True,
+        timeout=BOUND_S,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "set TMPDIR to a shorter one" in done.stderr
 
 
 LEFT_OPEN = """
