@@ -54,7 +54,3 @@ def _unlink_what_is_elsewhere(app: Sphinx, page: str, source: list[str]) -> None
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("source-read", _unlink_what_is_elsewhere)
-
-
-# Several classes have an attribute `rank`, and a list of attributes in a docstring means its own.
-suppress_warnings = ["ref.python"]

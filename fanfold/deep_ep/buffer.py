@@ -80,8 +80,9 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
     Attributes:
         num_sms: of the class: SMs that high throughput takes on GPUs, and twice the channels in its
             handles.
-        rank, group, group_size, num_nvl_bytes, num_rdma_bytes, low_latency_mode,
-        explicitly_destroy, enable_shrink: as given.
+        group, group_size: as given, and its size; ``rank`` is this rank of it.
+        num_nvl_bytes, num_rdma_bytes, low_latency_mode, explicitly_destroy, enable_shrink: as
+            given.
         device: where calls on GPUs, and low latency on the host, take tensors.
         runtime: the memory; None once destroyed.
 
