@@ -1,0 +1,52 @@
+// The producers' side of a ring on a GPU.
+#pragma once
+
+#include "device/memory.cuh"
+#include "device/warp.cuh"
+#include "protocol/ring.h"
+
+namespace fanfold {
+
+// The accesses of protocol/ring.h by a thread of a GPU.
+struct DeviceMemory {
+  __device__ __forceinline__ uint64_t load_relaxed_system(const uint64_t* word) const {
+    return fanfold::load_relaxed_system(word);
+  }
+  __device__ __forceinline__ uint64_t load_acquire_system(const uint64_t* word) const {
+    return fanfold::load_acquire_system(word);
+  }
+  __device__ __forceinline__ void store_release_system(uint64_t* word, uint64_t value) const {
+    fanfold::store_release_system(word, value);
+  }
+  __device__ __forceinline__ void store_pair_release_system(uint64_t* words, uint64_t first,
+                                                            uint64_t second) const {
+    fanfold::store_pair_release_system(words, first, second);
+  }
+  __device__ __forceinline__ bool compare_exchange_relaxed_system(uint64_t* word,
+                                                                  uint64_t& expected,
+                                                                  uint64_t desired) const {
+    return fanfold::compare_exchange_relaxed_system(word, expected, desired);
+  }
+  __device__ __forceinline__ uint64_t fetch_add_relaxed_system(uint64_t* word,
+                                                               uint64_t value) const {
+    return fanfold::fetch_add_relaxed_system(word, value);
+  }
+};
+
+// The end of one thread's wait for a slot. The time counts from the first question on.
+class RingDeadline {
+ public:
+  __device__ explicit RingDeadline(int64_t timeout_ns) : timeout_ns_(timeout_ns) {}
+
+  __device__ bool expired() {
+    const auto now = static_cast<int64_t>(global_nanoseconds());
+    if (begin_ == 0) begin_ = now;
+    return now - begin_ >= timeout_ns_;
+  }
+
+ private:
+  int64_t timeout_ns_;
+  int64_t begin_ = 0;
+};
+
+}  // namespace fanfold
