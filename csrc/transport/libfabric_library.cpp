@@ -1,0 +1,100 @@
+#include "transport/libfabric_library.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+
+#include "base/error.h"
+
+namespace fanfold::transport::libfabric {
+namespace {
+
+// The system's library first; then where Amazon's installer for EFA puts its own.
+constexpr const char* kNames[] = {
+    "libfabric.so.1",
+    "/opt/amazon/efa/lib64/libfabric.so.1",
+    "/opt/amazon/efa/lib/libfabric.so.1",
+};
+
+constexpr const char* kInstall =
+    "install it (Debian, Ubuntu: apt install libfabric1; AWS: the EFA installer; Cray: the "
+    "module libfabric)";
+
+template <typename Pointer>
+void require(void* handle, Pointer& function, const char* name) {
+  function = reinterpret_cast<Pointer>(dlsym(handle, name));
+  if (function == nullptr) {
+    throw Unavailable(std::string(kNames[0]) + " has no function " + name + ": " + kInstall);
+  }
+}
+
+std::string version_text(uint32_t version) {
+  return std::to_string(version >> 16) + "." + std::to_string(version & 0xffff);
+}
+
+Library load() {
+  std::string reason;
+  void* handle = nullptr;  // never unloaded, because other libraries of the process may use it
+  Library library{};
+  for (const char* name : kNames) {
+    handle = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+    library.path = name;
+    if (handle != nullptr) break;
+    const char* text = dlerror();  // NOLINT(concurrency-mt-unsafe): glibc keeps it per thread
+    if (reason.empty() && text != nullptr) reason = text;
+  }
+  if (handle == nullptr) {
+    throw Unavailable("there is no libfabric (" + reason + "): " + kInstall);
+  }
+  require(handle, library.version, "fi_version");
+  require(handle, library.getinfo, "fi_getinfo");
+  require(handle, library.freeinfo, "fi_freeinfo");
+  require(handle, library.dupinfo, "fi_dupinfo");
+  require(handle, library.fabric, "fi_fabric");
+  require(handle, library.strerror, "fi_strerror");
+  if (library.version() < kOldestApi) {
+    throw Unavailable("libfabric is " + version_text(library.version()) + ", but " +
+                      version_text(kOldestApi) + " or newer is needed: " + kInstall);
+  }
+  return library;
+}
+
+}  // namespace
+
+uint32_t Library::api() const { return std::min(kNewestApi, version()); }
+
+std::string Library::failure(const std::string& what, int64_t result) const {
+  const int code = static_cast<int>(result < 0 ? -result : result);
+  return what + " fails: " + strerror(code) + " (" + std::to_string(code) + ")";
+}
+
+const Library& library() {
+  static const Library loaded = load();
+  return loaded;
+}
+
+InfoList find_endpoints(const Library& library, const std::string& provider) {
+  const InfoList hints(library.dupinfo(nullptr), FreeInfo{&library});
+  if (hints == nullptr) throw Unavailable("libfabric has no memory for a fi_info");
+  hints->caps = kMsg | kRma | kWrite | kRemoteWrite | kSend | kRecv;
+  hints->mode = kModeContext | kModeContext2 | kModeRxCqData;
+  hints->ep_attr->type = kEpRdm;
+  DomainAttr& domain = *hints->domain_attr;
+  // FI_MR_RAW is asked for only to find such a provider and to say why it is refused.
+  domain.mr_mode = kMrLocal | kMrVirtAddr | kMrAllocated | kMrProvKey | kMrEndpoint | kMrRaw;
+  domain.threading = kThreadDomain;
+  domain.control_progress = kProgressManual;
+  domain.data_progress = kProgressManual;
+  domain.resource_mgmt = kResourceMgmtEnabled;
+  // fi_freeinfo frees the name with free().
+  if (!provider.empty()) hints->fabric_attr->prov_name = strdup(provider.c_str());
+  Info* found = nullptr;
+  const int result = library.getinfo(library.api(), nullptr, nullptr, 0, hints.get(), &found);
+  if (result != 0 && result != -ENODATA) throw Unavailable(library.failure("fi_getinfo", result));
+  return InfoList(result == 0 ? found : nullptr, FreeInfo{&library});
+}
+
+}  // namespace fanfold::transport::libfabric
