@@ -1,0 +1,45 @@
+// What carries the writes of a rank to ranks on other hosts: a Link to each, and what all share.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "memory/peer.h"
+
+namespace fanfold {
+
+class Carrier {
+ public:
+  virtual ~Carrier() = default;
+
+  virtual Link& link(int32_t peer) = 0;
+  // Called as a wait begins and ends, so that what arrives is seen at once meanwhile.
+  virtual void begin_wait() = 0;
+  virtual void end_wait() = 0;
+  // Throws TransportError or PeerTimeout if what `peer` sends, or is sent, may never arrive.
+  virtual void check(int32_t peer) const = 0;
+  // Whether `peer` alone is lost.
+  virtual bool lost(int32_t peer) const = 0;
+  // Returns once the peers have what was put and stored, or after a while. Nothing is written
+  // after it.
+  virtual void finish() noexcept = 0;
+};
+
+// Tells a carrier of a wait, if there is one. It may end before the wait does, because a signal
+// handler may close the memory that owns it.
+class CarrierWait {
+ public:
+  explicit CarrierWait(const std::unique_ptr<Carrier>& carrier) : carrier_(carrier) {
+    if (carrier_ != nullptr) carrier_->begin_wait();
+  }
+  ~CarrierWait() {
+    if (carrier_ != nullptr) carrier_->end_wait();
+  }
+  CarrierWait(const CarrierWait&) = delete;
+  CarrierWait& operator=(const CarrierWait&) = delete;
+
+ private:
+  const std::unique_ptr<Carrier>& carrier_;
+};
+
+}  // namespace fanfold

@@ -1,0 +1,26 @@
+#include "proxy/failure.h"
+
+#include "base/error.h"
+
+namespace fanfold::proxy {
+
+void raise(const Failure& failure) {
+  if (failure.reason == FailureReason::kTimeout || failure.reason == FailureReason::kBarrier) {
+    throw PeerTimeout(TimeoutReport{.rank = failure.rank,
+                                    .peer = failure.peer,
+                                    .phase = failure.text,
+                                    .expected = failure.messages,
+                                    .actual = 0,
+                                    .seconds = failure.seconds,
+                                    .peer_gone = false});
+  }
+  throw TransportError(TransportReport{.rank = failure.rank,
+                                       .peer = failure.peer,
+                                       .transport = failure.transport,
+                                       .what = failure.text,
+                                       .messages = failure.messages,
+                                       .bytes = failure.bytes,
+                                       .seconds = failure.seconds});
+}
+
+}  // namespace fanfold::proxy

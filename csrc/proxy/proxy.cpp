@@ -1,0 +1,275 @@
+#include "proxy/proxy.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "base/atomics.h"
+#include "base/error.h"
+#include "base/wait.h"
+#include "ring/command.h"
+
+namespace fanfold::proxy {
+namespace {
+
+// A waiting producer looks that often at least.
+constexpr std::chrono::microseconds kSpin{20};
+constexpr std::chrono::milliseconds kIdle{1};
+
+void pin(std::thread& thread, int32_t core) {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  const bool valid = core >= 0 && core < CPU_SETSIZE;
+  if (valid) CPU_SET(static_cast<size_t>(core), &cores);
+  if (valid && pthread_setaffinity_np(thread.native_handle(), sizeof(cores), &cores) == 0) return;
+  throw BadArgument("cores", std::to_string(core), "cores that this process may run on");
+}
+
+void check_same(const char* name, int64_t ours, int32_t rank, int64_t theirs, int32_t peer) {
+  if (ours != theirs) throw disagreement(name, ours, rank, theirs, peer);
+}
+
+}  // namespace
+
+Proxy::Proxy(const ProxyOptions& options, const ProxyMemory& memory,
+             std::vector<std::unique_ptr<transport::Transport>> transports)
+    : options_(options), memory_(memory) {
+  check_options(options);
+  memory.counters.require("counters", int64_t{options.ranks} * kCounters);
+  if (!memory.sources.empty() && std::cmp_not_equal(memory.sources.size(), options.ranks)) {
+    throw BadArgument("sources", std::to_string(memory.sources.size()), "one for each rank");
+  }
+  if (transports.size() != static_cast<size_t>(options.threads)) {
+    throw BadArgument("transports", std::to_string(transports.size()),
+                      "one for each of the " + std::to_string(options.threads) + " threads");
+  }
+  for (int64_t i = 0; i < int64_t{options.ranks} * kCounters; ++i) {
+    store_relaxed_system(memory.counters + i, uint64_t{0});
+  }
+  for (int32_t t = 0; t < options.threads; ++t) {
+    threads_.push_back(std::make_unique<ProxyThread>(
+        options, t, memory, std::move(transports[static_cast<size_t>(t)])));
+    producers_.push_back(std::make_unique<Producer>(threads_.back()->command_ring()));
+  }
+}
+
+Proxy::~Proxy() { stop(); }
+
+ProxyAddress Proxy::address() const {
+  ProxyAddress address{.ranks = options_.ranks,
+                       .part_bytes = options_.part_bytes,
+                       .first_sequence = options_.first_sequence,
+                       .credit = options_.credit,
+                       .threads = {}};
+  for (const auto& thread : threads_) address.threads.push_back(thread->address());
+  return address;
+}
+
+void Proxy::connect(const std::vector<ProxyAddress>& ranks) {
+  if (connected_) throw Misuse("this proxy is connected already");
+  const int32_t rank = options_.rank;
+  check_same("ranks", options_.ranks, rank, static_cast<int64_t>(ranks.size()), rank);
+  for (int32_t peer = 0; peer < options_.ranks; ++peer) {
+    const ProxyAddress& theirs = ranks[static_cast<size_t>(peer)];
+    check_same("ranks", options_.ranks, rank, theirs.ranks, peer);
+    check_same("threads", options_.threads, rank, static_cast<int64_t>(theirs.threads.size()),
+               peer);
+    check_same("part_bytes", options_.part_bytes, rank, theirs.part_bytes, peer);
+    check_same("first_sequence", static_cast<int64_t>(options_.first_sequence), rank,
+               static_cast<int64_t>(theirs.first_sequence), peer);
+    check_credit(theirs.credit);
+  }
+  for (int32_t peer = 0; peer < options_.ranks; ++peer) {
+    if (peer == rank) continue;
+    const ProxyAddress& theirs = ranks[static_cast<size_t>(peer)];
+    // The peer's thread that serves this rank.
+    const auto thread = static_cast<size_t>(rank % options_.threads);
+    thread_of(peer).connect(peer, theirs.threads[thread], theirs.credit);
+  }
+  connected_ = true;
+}
+
+void Proxy::start() {
+  if (!connected_) throw Misuse("a proxy starts after `connect`");
+  if (!running_.empty()) throw Misuse("this proxy runs already");
+  stopping_ = false;
+  try {
+    for (size_t t = 0; t < threads_.size(); ++t) {
+      running_.emplace_back([this, t] { run(*threads_[t]); });
+      if (!options_.cores.empty()) pin(running_.back(), options_.cores[t % options_.cores.size()]);
+    }
+  } catch (...) {
+    stop();
+    throw;
+  }
+}
+
+void Proxy::stop() {
+  stopping_ = true;
+  for (const auto& thread : threads_) fanfold::ring(thread->bell());
+  // A forked child has no threads to wait for.
+  const bool ours = generation_ == fork_generation();
+  for (std::thread& thread : running_) ours ? thread.join() : thread.detach();
+  running_.clear();
+}
+
+void Proxy::run(ProxyThread& thread) {
+  try {
+    poll(thread);
+  } catch (const std::exception& error) {
+    thread.die(error.what());
+  } catch (...) {
+    thread.die("an unknown exception");
+  }
+}
+
+void Proxy::poll(ProxyThread& thread) {
+  using Clock = std::chrono::steady_clock;
+  int64_t empty = 0;
+  while (!stopping_.load(std::memory_order_relaxed)) {
+    if (thread.step(Clock::now())) {
+      empty = 0;
+    } else if (thread.outstanding() || busy_.load(std::memory_order_relaxed) > 0) {
+      pause_or_yield(++empty);
+    } else {
+      empty = 0;
+      thread.counted().add(&Stats::sleeps);
+      const auto awake = [&] { return stopping_ || busy_ > 0 || thread.step(Clock::now()); };
+      sleep_until_rung(thread.bell(), awake, options_.idle_sleep);
+    }
+  }
+}
+
+ProxyThread& Proxy::thread_of(int32_t peer) const {
+  if (peer < 0 || peer >= options_.ranks) {
+    throw BadArgument("peer", std::to_string(peer),
+                      "from 0 to " + std::to_string(options_.ranks - 1));
+  }
+  return *threads_[static_cast<size_t>(peer % options_.threads)];
+}
+
+void Proxy::check_usable() const {
+  if (generation_ != fork_generation()) {
+    throw Misuse("this proxy belongs to the process that made it, not to a forked child");
+  }
+  check();
+}
+
+uint64_t Proxy::push(const CommandFields& fields) {
+  if (!has_peer(fields.kind)) {
+    throw BadArgument("kind", std::to_string(static_cast<uint32_t>(fields.kind)),
+                      "a write, a signal or a store; `push_all` takes fences and barriers");
+  }
+  const Command command = make_command(fields);
+  const auto peer = static_cast<int32_t>(fields.peer);
+  ProxyThread& thread = thread_of(peer);
+  if (const std::optional<BadArgument> wrong = thread.refusal(fields)) {
+    throw BadArgument(wrong->argument, wrong->value, wrong->bound);
+  }
+  check_usable();
+  return push_to(static_cast<size_t>(peer % options_.threads), command);
+}
+
+Tickets Proxy::push_all(CommandKind kind) {
+  if (kind != CommandKind::kFence && kind != CommandKind::kBarrier) {
+    throw BadArgument("kind", std::to_string(static_cast<uint32_t>(kind)),
+                      "a fence or a barrier; `push` takes the other kinds");
+  }
+  check_usable();
+  const Command command = make_command({.kind = kind});
+  Tickets tickets;
+  for (size_t t = 0; t < threads_.size(); ++t) tickets.push_back(push_to(t, command));
+  return tickets;
+}
+
+uint64_t Proxy::push_to(size_t thread, const Command& command) {
+  std::optional<uint64_t> ticket = producer(thread).try_push(command);
+  if (!ticket) {
+    // Ends when the proxy fails, not only when the ring stays full.
+    const auto pushed_or_failed = [&] {
+      ticket = producer(thread).try_push(command);
+      return ticket || failure() != nullptr;
+    };
+    static_cast<void>(
+        poll_until(pushed_or_failed, {.timeout = options_.timeout, .spin = kSpin, .idle = kIdle}));
+    check();
+    // One more attempt, so that the error carries the ring's numbers.
+    if (!ticket) ticket = producer(thread).push(command, std::chrono::nanoseconds(0));
+  }
+  fanfold::ring(threads_[thread]->bell());
+  return *ticket;
+}
+
+bool Proxy::passed(const Tickets& tickets) const {
+  if (tickets.size() != threads_.size()) {
+    throw BadArgument("tickets", std::to_string(tickets.size()), "those that `push_all` returned");
+  }
+  for (size_t t = 0; t < tickets.size(); ++t) {
+    if (static_cast<int64_t>(producer(t).consumed() - tickets[t]) <= 0) return false;
+  }
+  return true;
+}
+
+void Proxy::wait(const Tickets& tickets) const {
+  const auto passed_or_failed = [&] { return passed(tickets) || failure() != nullptr; };
+  // A thread that is stuck fails after the timeout; this wait lasts longer, to see why.
+  const bool ended =
+      poll_until(passed_or_failed, {.timeout = 2 * options_.timeout, .spin = kSpin, .idle = kIdle});
+  if (passed(tickets)) return;
+  check();
+  static_cast<void>(ended);
+  throw Misuse(
+      "fences or barriers of this proxy did not end, and its threads saw no failure: does "
+      "the proxy run?");
+}
+
+uint64_t Proxy::arrived(int32_t source, int32_t counter) const {
+  static_cast<void>(thread_of(source));
+  if (counter < 0 || counter >= kCounters) {
+    throw BadArgument("counter", std::to_string(counter),
+                      "from 0 to " + std::to_string(kCounters - 1));
+  }
+  return load_acquire_system(memory_.counters + int64_t{source} * kCounters + counter);
+}
+
+bool Proxy::has_arrived(int32_t source, int32_t counter, uint64_t expected) const {
+  if (arrived(source, counter) >= expected) return true;
+  if (failure() == nullptr && thread_of(source).lost(source) == nullptr) return false;
+  // What came before the failure counts.
+  if (arrived(source, counter) >= expected) return true;
+  check(source);
+  return false;
+}
+
+void Proxy::check(int32_t peer) const {
+  if (const Failure* failed = failure()) raise(*failed);
+  if (peer < 0) return;
+  if (const Failure* lost = thread_of(peer).lost(peer)) raise(*lost);
+}
+
+const Failure* Proxy::failure() const {
+  for (const auto& thread : threads_) {
+    if (const Failure* failed = thread->failure()) return failed;
+  }
+  return nullptr;
+}
+
+Stats Proxy::stats() const {
+  Stats sum;
+  for (const auto& thread : threads_) sum += thread->stats();
+  return sum;
+}
+
+bool Proxy::lost(int32_t peer) const {
+  return failure() == nullptr && thread_of(peer).lost(peer) != nullptr;
+}
+
+void Proxy::begin_busy() {
+  if (busy_.fetch_add(1, std::memory_order_seq_cst) > 0) return;
+  for (const auto& thread : threads_) fanfold::ring(thread->bell());
+}
+
+}  // namespace fanfold::proxy

@@ -1,0 +1,104 @@
+#include "proxy/proxy_carrier.h"
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+#include "base/error.h"
+#include "base/wait.h"
+
+namespace fanfold::proxy {
+namespace {
+
+// Peers that end at the same time are waited for no longer than this.
+constexpr std::chrono::nanoseconds kLongestFinish = std::chrono::seconds(5);
+
+// Whether all ranks have come to a barrier in time.
+bool meet(Proxy& proxy) noexcept {
+  try {
+    const Tickets barrier = proxy.push_all(CommandKind::kBarrier);
+    const auto ended = [&] { return proxy.passed(barrier) || proxy.failure() != nullptr; };
+    const bool in_time =
+        poll_until(ended, {.timeout = std::min(proxy.options().timeout, kLongestFinish),
+                           .spin = std::chrono::nanoseconds(0),
+                           .idle = std::chrono::milliseconds(1)});
+    return in_time && proxy.passed(barrier);
+  } catch (const std::exception&) {
+    return false;  // the proxy has failed, or its ring stays full
+  }
+}
+
+}  // namespace
+
+class ProxyCarrier::ProxyLink final : public Link {
+ public:
+  // Offsets of the modes' part count from `modes_offset` of a rank's memory.
+  ProxyLink(Proxy& proxy, int32_t peer, int64_t modes_offset)
+      : proxy_(proxy), peer_(peer), modes_offset_(modes_offset) {}
+
+  void put(int64_t offset, int64_t bytes) override {
+    for (int64_t done = 0; done < bytes; done += kLargestPut) {
+      const int64_t place = modes_offset_ + offset + done;
+      proxy_.push({.kind = CommandKind::kWrite,
+                   .peer = peer_,
+                   .bytes = std::min(bytes - done, kLargestPut),
+                   .source = place,
+                   .target = place});
+    }
+  }
+  void store(int64_t offset, uint64_t word) override {
+    proxy_.push({.kind = CommandKind::kStore,
+                 .peer = peer_,
+                 .target = modes_offset_ + offset,
+                 .word = word});
+  }
+  void fence() override { proxy_.wait(proxy_.push_all(CommandKind::kFence)); }
+
+ private:
+  static constexpr int64_t kLargestPut = int64_t{1} << 30;
+
+  Proxy& proxy_;
+  int32_t peer_;
+  int64_t modes_offset_;
+};
+
+ProxyCarrier::ProxyCarrier(const SymmetricMemory& memory, ProxyOptions options,
+                           std::vector<std::unique_ptr<transport::Transport>> transports) {
+  const CarriedMemory carried = memory.carried();
+  options.rank = memory.rank();
+  options.ranks = memory.ranks();
+  counters_.resize(static_cast<size_t>(options.ranks) * kCounters);
+  const ProxyMemory proxied{
+      .data = carried.data,
+      .bytes = carried.bytes,
+      .sources = carried.copies,
+      .store = [&memory, carried](int64_t offset,
+                                  uint64_t word) { memory.receive(offset - carried.modes, word); },
+      .counters = counters_,
+      .bell = carried.bell,
+  };
+  proxy_ = std::make_unique<Proxy>(options, proxied, std::move(transports));
+  links_.resize(static_cast<size_t>(options.ranks));
+  for (int32_t peer = 0; peer < options.ranks; ++peer) {
+    if (peer == options.rank) continue;
+    links_[static_cast<size_t>(peer)] = std::make_unique<ProxyLink>(*proxy_, peer, carried.modes);
+  }
+}
+
+ProxyCarrier::~ProxyCarrier() = default;
+
+void ProxyCarrier::start(const std::vector<ProxyAddress>& ranks) {
+  proxy_->connect(ranks);
+  proxy_->start();
+}
+
+Link& ProxyCarrier::link(int32_t peer) { return *links_.at(static_cast<size_t>(peer)); }
+
+// Ranks come to a barrier, so that none takes away what another still writes to or waits for. A
+// rank that closes alone, or whose peers have died, does not wait for ever.
+void ProxyCarrier::finish() noexcept {
+  static_cast<void>(meet(*proxy_));
+  proxy_->stop();
+}
+
+}  // namespace fanfold::proxy

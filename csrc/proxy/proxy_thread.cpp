@@ -1,0 +1,578 @@
+#include "proxy/proxy_thread.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/atomics.h"
+#include "base/error.h"
+#include "base/wait.h"
+
+namespace fanfold::proxy {
+namespace {
+
+using std::chrono::nanoseconds;
+using transport::Code;
+using transport::Event;
+using transport::EventKind;
+
+// Bounds of one step.
+constexpr int kPolls = 4;
+constexpr int kCommands = 128;
+constexpr int kMessagesOfChannel = 32;
+
+// Between two steps no more time passes than this: a longer gap means that the process was
+// suspended, perhaps together with its peers.
+constexpr nanoseconds kLongestGap = std::chrono::seconds(1);
+
+// The context of a write: peer, whether it is an acknowledgement, low half of the sequence number.
+constexpr uint64_t kAcknowledgementContext = uint64_t{1} << 32;
+constexpr int kPeerShift = 33;
+
+// The target of what is not written to the peer's memory.
+constexpr int64_t kNowhere = INT64_MIN / 2;
+
+uint64_t context_of(int32_t peer) { return static_cast<uint64_t>(peer) << kPeerShift; }
+
+SpanLimits limits_for(const ProxyOptions& options, const ImmediateLayout& layout,
+                      const transport::Limits& transport) {
+  return {.part_bytes = options.part_bytes,
+          .message_bytes = std::min(options.message_bytes, transport.write_bytes),
+          .message_parts = layout.most_amount(),
+          .rails = transport.rails};
+}
+
+}  // namespace
+
+ProxyThread::ProxyThread(const ProxyOptions& options, int32_t index, const ProxyMemory& memory,
+                         std::unique_ptr<transport::Transport> transport)
+    : options_(options), index_(index), memory_(memory), transport_(std::move(transport)),
+      layout_(ImmediateLayout::of(options.ranks)),
+      limits_(limits_for(options, layout_, transport_->limits())),
+      ring_(Ring::create(options.ring_slots)), consumer_(ring_) {
+  check_limits(limits_);
+  const int32_t places = (options.ranks - index + options.threads - 1) / options.threads;
+  channels_.resize(static_cast<size_t>(std::max(places, 0)));
+  stored_.resize(2 * channels_.size() * kMostInFlight);
+  local_ = register_memory(memory.data, memory.bytes);
+  if (channels_.empty()) return;
+  local_stored_ = register_memory(reinterpret_cast<std::byte*>(stored_.data()),
+                                  static_cast<int64_t>(stored_.size() * sizeof(StoredWord)));
+}
+
+transport::LocalMemory ProxyThread::register_memory(std::byte* data, int64_t bytes) {
+  const transport::LocalMemory local = transport_->register_memory(data, bytes);
+  if (local.index >= 0) return local;
+  raise(describe(
+      FailureReason::kTransport, -1,
+      "cannot register " + std::to_string(bytes) + " bytes of memory: " + transport_->error()));
+}
+
+ThreadAddress ProxyThread::address() const {
+  return {
+      .address = transport_->address(),
+      .memory = transport_->remote(local_),
+      .inbox = channels_.empty() ? transport::RemoteMemory{} : transport_->remote(local_stored_)};
+}
+
+int64_t ProxyThread::inbox_place(int32_t source, uint64_t sequence) const {
+  return (source / options_.threads) * kMostInFlight +
+         static_cast<int64_t>(sequence % kMostInFlight);
+}
+
+int64_t ProxyThread::outbox_place(int32_t peer, uint64_t sequence) const {
+  return static_cast<int64_t>(channels_.size()) * kMostInFlight + inbox_place(peer, sequence);
+}
+
+void ProxyThread::connect(int32_t peer, const ThreadAddress& address, const Credit& theirs) {
+  if (transport_->connect(peer, address.address) != Code::kOk) {
+    raise(describe(FailureReason::kTransport, peer, "cannot connect: " + transport_->error()));
+  }
+  limits_.message_bytes = std::min(limits_.message_bytes, theirs.bytes);
+  check_limits(limits_);
+  channels_[place(peer)] = std::make_unique<Channel>(
+      peer, theirs, options_.credit, layout_.acknowledgement_bits(), options_.first_sequence);
+  channel_of(peer).target = address.memory;
+  channel_of(peer).inbox = address.inbox;
+  peers_.push_back(peer);
+}
+
+bool ProxyThread::serves(int32_t peer) const {
+  return peer >= 0 && peer < options_.ranks && peer % options_.threads == index_ &&
+         channels_[place(peer)] != nullptr;
+}
+
+const Channel* ProxyThread::channel(int32_t peer) const {
+  return serves(peer) ? channels_[place(peer)].get() : nullptr;
+}
+
+const Failure* ProxyThread::lost(int32_t peer) const {
+  const Channel* found = channel(peer);
+  return found == nullptr ? nullptr : found->lost.load(std::memory_order_acquire);
+}
+
+bool ProxyThread::outstanding() const {
+  return failure() == nullptr &&
+         (held_ || pending_ > 0 || in_flight_ > 0 || acks_in_flight_ > 0 || !news_.empty());
+}
+
+bool ProxyThread::step(Time now) {
+  if (failure() != nullptr) return false;
+  elapsed_ += std::clamp<nanoseconds>(now - last_.value_or(now), nanoseconds(0), kLongestGap);
+  last_ = now;
+  grown_ = false;
+  bool worked = poll();
+  worked = take_commands() || worked;
+  worked = send_pending() || worked;
+  worked = finish_held() || worked;
+  worked = acknowledge() || worked;
+  if (failure() == nullptr) check_timeouts();
+  if (grown_ && memory_.bell != nullptr) fanfold::ring(*memory_.bell);
+  return worked;
+}
+
+// ---- receiving ----------------------------------------------------------------------------------
+
+bool ProxyThread::poll() {
+  bool worked = false;
+  for (int round = 0; round < kPolls; ++round) {
+    const int32_t events = transport_->poll(events_);
+    for (int32_t i = 0; i < events && failure() == nullptr; ++i) {
+      handle(events_[static_cast<size_t>(i)]);
+    }
+    worked = worked || events > 0;
+    if (std::cmp_less(events, events_.size())) break;
+  }
+  if (failure() == nullptr && transport_->error() != known_error_) {
+    fail(FailureReason::kTransport, -1, transport_->error());
+  }
+  return worked;
+}
+
+void ProxyThread::handle(const Event& event) {
+  switch (event.kind) {
+    case EventKind::kArrival:
+      return arrive(event);
+    case EventKind::kCompletion:
+      return complete(event.context);
+    case EventKind::kPeerFailed:
+      return lose(event.peer);
+  }
+  fail(FailureReason::kTransport, -1,
+       "reported an event of unknown kind " + std::to_string(static_cast<int32_t>(event.kind)));
+}
+
+void ProxyThread::arrive(const Event& event) {
+  const DecodedImmediate decoded = layout_.decode(event.immediate);
+  const Immediate& immediate = decoded.immediate;
+  const bool known = decoded.fault == ImmediateFault::kNone && serves(immediate.source) &&
+                     (event.peer < 0 || event.peer == immediate.source);
+  if (!known) {
+    return fail(FailureReason::kImmediate, event.peer,
+                "the immediate " + std::to_string(event.immediate) +
+                    " arrived, which no peer of this thread writes");
+  }
+  Channel& channel = channel_of(immediate.source);
+  if (immediate.kind == ImmediateKind::kAcknowledgement) {
+    counted_.add(&Stats::acks_received);
+    if (channel.given_up) return;
+    freeing(channel, [&] { return channel.out.acknowledge(immediate.amount); });
+  } else {
+    accept(channel, immediate);
+  }
+}
+
+void ProxyThread::accept(Channel& channel, const Immediate& immediate) {
+  counted_.add(&Stats::arrivals);
+  const Acceptance acceptance = channel.in.accept(immediate);
+  if (acceptance == Acceptance::kInvalid) {
+    return fail(FailureReason::kImmediate, channel.peer,
+                "message " + std::to_string(immediate.sequence) +
+                    " arrived, which is outside of the window");
+  }
+  if (acceptance == Acceptance::kDuplicate) return counted_.add(&Stats::duplicates);
+  if (immediate.kind == ImmediateKind::kData) {
+    count(channel.peer, {immediate.counter, immediate.amount});
+  }
+  while (const std::optional<Due> due = channel.in.next_due()) {
+    if (due->store) {
+      store(channel.peer, due->sequence);
+    } else {
+      count(channel.peer, due->addition);
+    }
+  }
+  channel.arrived = true;
+  if (!std::exchange(channel.in_news, true)) news_.push_back(channel.peer);
+}
+
+// Released after the transport has put the bytes in place, so that a consumer that acquires the
+// counter sees them.
+void ProxyThread::count(int32_t source, const Addition& addition) {
+  uint64_t* counter = memory_.counters + int64_t{source} * kCounters + addition.counter;
+  store_release_system(counter, load_relaxed_system(counter) + addition.amount);
+  grown_ = true;
+}
+
+// The place of the word is free for the next message of its number once this one is acknowledged.
+void ProxyThread::store(int32_t source, uint64_t sequence) {
+  const StoredWord stored = stored_[static_cast<size_t>(inbox_place(source, sequence))];
+  constexpr auto kWord = int64_t{sizeof(uint64_t)};
+  if (stored.offset < 0 || stored.offset > memory_.bytes - kWord || stored.offset % kWord != 0) {
+    return fail(FailureReason::kImmediate, source,
+                "a store at " + std::to_string(stored.offset) + " arrived for a memory of " +
+                    std::to_string(memory_.bytes) + " bytes");
+  }
+  if (memory_.store) {
+    memory_.store(stored.offset, stored.word);
+  } else {
+    store_release_system(reinterpret_cast<uint64_t*>(memory_.data + stored.offset), stored.word);
+  }
+  grown_ = true;
+}
+
+template <typename Change>
+void ProxyThread::freeing(Channel& channel, Change change) {
+  const int32_t before = channel.out.messages();
+  const bool moved = change();
+  in_flight_ -= before - channel.out.messages();
+  if (moved) channel.moved = elapsed_;
+}
+
+void ProxyThread::complete(uint64_t context) {
+  const uint64_t peer = context >> kPeerShift;
+  bool known = std::cmp_less(peer, options_.ranks) && serves(static_cast<int32_t>(peer));
+  if (known) {
+    Channel& channel = channel_of(static_cast<int32_t>(peer));
+    if ((context & kAcknowledgementContext) != 0) {
+      known = channel.in.acknowledgement_completed();
+      if (known) --acks_in_flight_;
+    } else if (!channel.given_up) {
+      const uint64_t sequence = channel.whole(static_cast<uint32_t>(context));
+      freeing(channel, [&] { return known = channel.out.complete(sequence); });
+    }
+  }
+  if (known) return;
+  fail(FailureReason::kTransport, -1,
+       "reported a completion of " + std::to_string(context) + ", which is not in flight");
+}
+
+bool ProxyThread::acknowledge() {
+  bool worked = false;
+  size_t kept = 0;
+  for (const int32_t peer : news_) {
+    Channel& channel = channel_of(peer);
+    const bool quiet = !std::exchange(channel.arrived, false);
+    if (failure() == nullptr && channel.in.should_acknowledge(quiet)) {
+      worked = send_acknowledgement(channel) || worked;
+    }
+    channel.in_news = channel.in.news() > 0;
+    if (channel.in_news) news_[kept++] = peer;
+  }
+  news_.resize(kept);
+  return worked;
+}
+
+bool ProxyThread::send_acknowledgement(Channel& channel) {
+  const auto accepted =
+      static_cast<uint32_t>(channel.in.accepted_in_order()) & layout_.acknowledgement_mask();
+  transport::Write message{.peer = channel.peer,
+                           .rail = 0,
+                           .source = local_,
+                           .source_offset = 0,
+                           .target = channel.target,
+                           .target_offset = 0,
+                           .bytes = 0,
+                           .immediate = layout_
+                                            .encode({.kind = ImmediateKind::kAcknowledgement,
+                                                     .source = options_.rank,
+                                                     .amount = accepted})
+                                            .word,
+                           .context = context_of(channel.peer) | kAcknowledgementContext};
+  const Code code = write(message);
+  if (code == Code::kFailed) lose(channel.peer);
+  if (code != Code::kOk) return false;
+  channel.in.acknowledgement_sent();
+  ++acks_in_flight_;
+  counted_.add(&Stats::acks_sent);
+  return true;
+}
+
+// ---- sending ------------------------------------------------------------------------------------
+
+bool ProxyThread::take_commands() {
+  int taken = 0;
+  while (taken < kCommands && failure() == nullptr) {
+    if (!held_) {
+      Command command{};
+      if (!consumer_.pop(command)) break;
+      counted_.add(&Stats::commands);
+      ++taken;
+      held_ = command.fields();
+    }
+    if (!take(*held_)) break;
+    held_.reset();
+  }
+  // A command that is held is not done, so its slot stays occupied and its ticket waits.
+  const uint64_t done = consumer_.popped() - (held_ ? 1 : 0);
+  if (done != consumer_.published()) consumer_.publish(done);
+  return taken > 0;
+}
+
+// Puts the command into its channel. Returns false if it has to be held.
+bool ProxyThread::take(const CommandFields& fields) {
+  if (const std::optional<BadArgument> wrong = refusal(fields)) {
+    fail(FailureReason::kCommand, static_cast<int32_t>(fields.peer),
+         std::string("a command's ") + wrong->what());
+    return false;
+  }
+  if (fields.kind == CommandKind::kNone) return true;
+  if (fields.kind == CommandKind::kFence || fields.kind == CommandKind::kBarrier) return false;
+  Channel& channel = channel_of(static_cast<int32_t>(fields.peer));
+  if (channel.given_up) {
+    counted_.add(&Stats::dropped);
+    return true;
+  }
+  const auto counter = static_cast<int32_t>(fields.counter);
+  Pending pending;
+  pending.kind = fields.kind;
+  if (fields.kind == CommandKind::kSignal) {
+    pending.counter = counter;
+    pending.amount = static_cast<uint32_t>(fields.amount);
+  } else if (fields.kind == CommandKind::kStore) {
+    pending.stored = {.offset = fields.target, .word = fields.word};
+  } else {
+    pending.span = {.counter = counter,
+                    .source_offset = source_of(channel.peer) + fields.source,
+                    .target_offset = fields.target,
+                    .bytes = fields.bytes,
+                    .parts = parts_of(fields.bytes, options_.part_bytes)};
+    Pending* last = channel.pending.empty() ? nullptr : &channel.pending.back();
+    if (last != nullptr && last->kind == CommandKind::kWrite && last->each == 0 &&
+        coalesce(last->span, pending.span, limits_)) {
+      counted_.add(&Stats::coalesced);
+      return true;
+    }
+  }
+  if (channel.pending.full()) return false;
+  enqueue(channel, pending);
+  return true;
+}
+
+void ProxyThread::enqueue(Channel& channel, const Pending& pending) {
+  if (!channel.busy()) channel.moved = elapsed_;
+  channel.pending.push(pending);
+  ++pending_;
+  if (!std::exchange(channel.in_sending, true)) sending_.push_back(channel.peer);
+}
+
+std::optional<BadArgument> ProxyThread::refusal(const CommandFields& fields) const {
+  if (fields.kind > CommandKind::kStore) {
+    return BadArgument("kind", std::to_string(static_cast<uint32_t>(fields.kind)), "a CommandKind");
+  }
+  if (!has_peer(fields.kind)) return {};
+  if (!serves(static_cast<int32_t>(fields.peer))) {
+    return BadArgument("peer", std::to_string(fields.peer),
+                       "another rank below " + std::to_string(options_.ranks) +
+                           " whose number modulo " + std::to_string(options_.threads) + " is " +
+                           std::to_string(index_));
+  }
+  if (fields.counter >= kBarrierCounter) {
+    return BadArgument("counter", std::to_string(fields.counter),
+                       "below " + std::to_string(kBarrierCounter) + ", which counts barriers");
+  }
+  if (fields.kind == CommandKind::kSignal) {
+    if (fields.amount > 0) return {};
+    return BadArgument("amount", std::to_string(fields.amount), "at least 1");
+  }
+  const auto peer = static_cast<int32_t>(fields.peer);
+  const int64_t remote = channels_[place(peer)]->target.bytes;
+  const int64_t bytes =
+      fields.kind == CommandKind::kStore ? int64_t{sizeof(fields.word)} : fields.bytes;
+  const auto inside = [&](int64_t memory) {
+    return "at most " + std::to_string(memory - bytes) + ", where its " + std::to_string(bytes) +
+           " bytes end within the memory of " + std::to_string(memory);
+  };
+  const int64_t local = memory_.bytes - source_of(peer);
+  if (fields.source > local - fields.bytes) {
+    return BadArgument("source", std::to_string(fields.source), inside(local));
+  }
+  if (fields.target > remote - bytes) {
+    return BadArgument("target", std::to_string(fields.target), inside(remote));
+  }
+  return {};
+}
+
+bool ProxyThread::send_pending() {
+  bool worked = false;
+  size_t kept = 0;
+  bool room = true;
+  for (const int32_t peer : sending_) {
+    Channel& channel = channel_of(peer);
+    if (room && failure() == nullptr) {
+      const uint64_t before = channel.out.next();
+      room = send(channel) != Sent::kRoom;
+      worked = worked || channel.out.next() != before;
+    }
+    channel.in_sending = !channel.pending.empty();
+    if (channel.in_sending) sending_[kept++] = peer;
+  }
+  sending_.resize(kept);
+  // Another channel comes first next time, so that none starves if the transport has little room.
+  if (!room && kept > 1) std::rotate(sending_.begin(), sending_.begin() + 1, sending_.end());
+  return worked;
+}
+
+ProxyThread::Sent ProxyThread::send(Channel& channel) {
+  if (channel.failure != nullptr) {
+    stop_for(channel, FailureReason::kPeer, channel.failure->text);
+    return Sent::kFailed;
+  }
+  for (int sent = 0; sent < kMessagesOfChannel && !channel.pending.empty(); ++sent) {
+    Pending& first = channel.pending.front();
+    Span rest = first.span;
+    Message message{.source = local_, .target = channel.target, .immediate = {}};
+    message.immediate.source = options_.rank;
+    switch (first.kind) {
+      case CommandKind::kSignal:
+        message.immediate.kind = ImmediateKind::kSignal;
+        message.immediate.counter = first.counter;
+        message.immediate.amount = std::min(first.amount, layout_.most_amount());
+        break;
+      case CommandKind::kStore:
+        message = message_of(channel, first.stored);
+        break;
+      default:
+        if (first.each == 0) first.each = parts_each(rest, limits_);
+        message.span = split(rest, first.each, limits_.part_bytes);
+        message.immediate.kind = ImmediateKind::kData;
+        message.immediate.counter = message.span.counter;
+        message.immediate.amount = static_cast<uint32_t>(message.span.parts);
+        break;
+    }
+    const Sent outcome = send_message(channel, message);
+    if (outcome != Sent::kAll) return outcome;
+    first.span = rest;
+    if (first.kind == CommandKind::kSignal) first.amount -= message.immediate.amount;
+    if (rest.parts > 0 || first.amount > 0) continue;
+    channel.pending.pop();
+    --pending_;
+  }
+  return Sent::kAll;
+}
+
+// Its place in the outbox belongs to the next sequence number, so that it is free.
+ProxyThread::Message ProxyThread::message_of(const Channel& channel, const StoredWord& stored) {
+  const uint64_t sequence = channel.out.next();
+  const auto bytes = int64_t{sizeof(StoredWord)};
+  const int64_t source = outbox_place(channel.peer, sequence);
+  const Span span{.counter = 0,
+                  .source_offset = source * bytes,
+                  .target_offset = inbox_place(options_.rank, sequence) * bytes,
+                  .bytes = bytes,
+                  .parts = 0};
+  const Immediate immediate{.kind = ImmediateKind::kStore,
+                            .source = options_.rank,
+                            .counter = 0,
+                            .sequence = 0,
+                            .amount = 1};
+  if (channel.out.admits(bytes)) stored_[static_cast<size_t>(source)] = stored;
+  return {.source = local_stored_, .target = channel.inbox, .span = span, .immediate = immediate};
+}
+
+ProxyThread::Sent ProxyThread::send_message(Channel& channel, const Message& message) {
+  const Span& span = message.span;
+  const bool data = message.immediate.kind == ImmediateKind::kData;
+  if (!channel.out.admits(span.bytes) ||
+      (data && channel.out.writes_to(span.target_offset, span.bytes))) {
+    if (!std::exchange(channel.stalled, true)) counted_.add(&Stats::stalls);
+    return Sent::kCredit;
+  }
+  channel.stalled = false;
+  Immediate numbered = message.immediate;
+  numbered.sequence =
+      static_cast<uint32_t>(channel.out.next()) & ((uint32_t{1} << kSequenceBits) - 1);
+  const EncodedImmediate encoded = layout_.encode(numbered);
+  if (!encoded.fits) throw Misuse("a message's fields do not fit into its immediate");
+  transport::Write request{
+      .peer = channel.peer,
+      .rail = next_rail_,
+      .source = message.source,
+      .source_offset = span.source_offset,
+      .target = message.target,
+      .target_offset = span.target_offset,
+      .bytes = span.bytes,
+      .immediate = encoded.word,
+      .context = context_of(channel.peer) | static_cast<uint32_t>(channel.out.next())};
+  const Code code = write(request);
+  if (code == Code::kAgain) return Sent::kRoom;
+  if (code == Code::kFailed) {
+    stop_for(channel, FailureReason::kPeer, transport_->error());
+    return Sent::kFailed;
+  }
+  next_rail_ = (request.rail + 1) % limits_.rails;
+  // Words of stores have places of their own, so nothing is written twice there.
+  channel.out.post(span.bytes, data ? span.target_offset : kNowhere);
+  ++in_flight_;
+  counted_.add(&Stats::messages);
+  counted_.add(&Stats::bytes, static_cast<uint64_t>(span.bytes));
+  counted_.add(&Stats::parts, static_cast<uint64_t>(span.parts));
+  return Sent::kAll;
+}
+
+// Starts the write on the first rail from `write.rail` on that has room.
+Code ProxyThread::write(transport::Write& write) {
+  Code code = Code::kAgain;
+  for (int32_t tried = 0; tried < limits_.rails && code == Code::kAgain; ++tried) {
+    if (tried > 0) write.rail = (write.rail + 1) % limits_.rails;
+    code = transport_->write(write);
+  }
+  if (code == Code::kAgain) counted_.add(&Stats::retries);
+  return code;
+}
+
+// ---- fences and barriers ------------------------------------------------------------------------
+
+// Finishes a fence or barrier once it is done. `take_commands` publishes its ticket in the next
+// step at the latest, so the step's caller has to know that something was done.
+bool ProxyThread::finish_held() {
+  if (!held_ || failure() != nullptr || pending_ > 0 || in_flight_ > 0) return false;
+  if (held_->kind == CommandKind::kFence) {
+    counted_.add(&Stats::fences);
+  } else if (held_->kind != CommandKind::kBarrier || !finish_barrier()) {
+    return false;
+  }
+  held_.reset();
+  consumer_.publish();
+  return true;
+}
+
+// Called while nothing is outstanding. Sends the signals; once these are acknowledged, waits for
+// those of the peers. Because the peers have received this rank's signals, the rank may end.
+bool ProxyThread::finish_barrier() {
+  if (!std::exchange(barrier_sent_, true)) {
+    ++barriers_;
+    barrier_next_ = 0;
+    barrier_moved_ = elapsed_;
+    for (const int32_t peer : peers_) {
+      if (channel_of(peer).given_up) continue;
+      Pending pending;
+      pending.kind = CommandKind::kSignal;
+      pending.counter = kBarrierCounter;
+      pending.amount = 1;
+      enqueue(channel_of(peer), pending);
+    }
+    if (pending_ > 0) return false;
+  }
+  while (barrier_next_ < peers_.size()) {
+    const uint64_t* counter =
+        memory_.counters + int64_t{peers_[barrier_next_]} * kCounters + kBarrierCounter;
+    const bool given_up = channel_of(peers_[barrier_next_]).given_up;
+    if (!given_up && load_relaxed_system(counter) < barriers_) return false;
+    ++barrier_next_;
+    barrier_moved_ = elapsed_;
+  }
+  barrier_sent_ = false;
+  counted_.add(&Stats::barriers);
+  return true;
+}
+
+}  // namespace fanfold::proxy

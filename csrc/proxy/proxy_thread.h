@@ -1,0 +1,159 @@
+// One thread of a proxy: a ring, a transport, and the channels to and from its peers.
+//
+// `step` does a bounded amount of work and never waits. A Proxy calls it from a thread of its own;
+// a test calls it for several ranks in any order that it likes.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "layout/command.h"
+#include "layout/control.h"
+#include "layout/immediate.h"
+#include "proxy/channel.h"
+#include "proxy/failure.h"
+#include "proxy/options.h"
+#include "proxy/stats.h"
+#include "ring/ring.h"
+#include "transport/transport.h"
+
+namespace fanfold::proxy {
+
+class ProxyThread {
+ public:
+  using Time = std::chrono::steady_clock::time_point;
+
+  // Registers the memory with the transport. Throws TransportError if that fails.
+  ProxyThread(const ProxyOptions& options, int32_t index, const ProxyMemory& memory,
+              std::unique_ptr<transport::Transport> transport);
+
+  ThreadAddress address() const;
+  // Makes the peer reachable, for each peer of this thread, before the first step.
+  void connect(int32_t peer, const ThreadAddress& address, const Credit& theirs);
+
+  // Does what can be done at the time `now`. Returns whether anything was done.
+  bool step(Time now);
+  // Whether commands, messages or acknowledgements are unfinished, so that `step` should be called
+  // again soon.
+  bool outstanding() const;
+
+  // Ends this thread's work because of an exception in it.
+  void die(const std::string& what);
+
+  // For any thread: why this thread has stopped, or null.
+  const Failure* failure() const { return failed_.load(std::memory_order_acquire); }
+  // For any thread: why `peer` is lost, or null. The thread goes on without a peer that it loses
+  // while nothing is outstanding for that peer.
+  const Failure* lost(int32_t peer) const;
+  // For any thread, after `connect`: why a command cannot be executed, or nothing.
+  std::optional<BadArgument> refusal(const CommandFields& fields) const;
+  Stats stats() const { return counted_.snapshot(); }
+  Counted& counted() { return counted_; }
+
+  const Ring& command_ring() const { return ring_; }
+  Doorbell& bell() { return bell_; }
+  // For tests, on the thread that calls `step`.
+  const Channel* channel(int32_t peer) const;
+
+ private:
+  bool serves(int32_t peer) const;
+  Channel& channel_of(int32_t peer) { return *channels_[place(peer)]; }
+  size_t place(int32_t peer) const { return static_cast<size_t>(peer / options_.threads); }
+  // Where the word of a store lies in `stored_` of the rank that it comes to, and of this one.
+  int64_t inbox_place(int32_t source, uint64_t sequence) const;
+  int64_t outbox_place(int32_t peer, uint64_t sequence) const;
+  int64_t source_of(int32_t peer) const {
+    return memory_.sources.empty() ? 0 : memory_.sources[static_cast<size_t>(peer)];
+  }
+  transport::LocalMemory register_memory(std::byte* data, int64_t bytes);
+
+  // Receiving.
+  bool poll();
+  void handle(const transport::Event& event);
+  void arrive(const transport::Event& event);
+  void accept(Channel& channel, const Immediate& immediate);
+  void count(int32_t source, const Addition& addition);
+  void store(int32_t source, uint64_t sequence);
+  void complete(uint64_t context);
+  bool acknowledge();
+  bool send_acknowledgement(Channel& channel);
+
+  // Sending.
+  bool take_commands();
+  bool take(const CommandFields& fields);
+  void enqueue(Channel& channel, const Pending& pending);
+  bool send_pending();
+  enum class Sent { kAll, kCredit, kRoom, kFailed };
+  Sent send(Channel& channel);
+  struct Message {
+    transport::LocalMemory source;
+    transport::RemoteMemory target;
+    Span span{};
+    Immediate immediate;
+  };
+  Message message_of(const Channel& channel, const StoredWord& stored);
+  Sent send_message(Channel& channel, const Message& message);
+  transport::Code write(transport::Write& write);
+  bool finish_held();
+  bool finish_barrier();
+
+  // Failing.
+  void check_timeouts();
+  void lose(int32_t peer);
+  void mark_lost(Channel& channel, FailureReason reason, const std::string& text);
+  // Fails, or gives up the channel's peer if the options say so.
+  void stop_for(Channel& channel, FailureReason reason, const std::string& text);
+  void fail(FailureReason reason, int32_t peer, const std::string& text);
+  Failure describe(FailureReason reason, int32_t peer, const std::string& text) const;
+  // Calls `change` and keeps the number of messages in flight.
+  template <typename Change>
+  void freeing(Channel& channel, Change change);
+
+  ProxyOptions options_;
+  int32_t index_;
+  ProxyMemory memory_;
+  // [in, out][peers of this thread][kMostInFlight]: the words of stores. Outlives the transport.
+  std::vector<StoredWord> stored_;
+  std::unique_ptr<transport::Transport> transport_;
+  transport::LocalMemory local_;
+  transport::LocalMemory local_stored_;
+  ImmediateLayout layout_;
+  SpanLimits limits_;
+  Ring ring_;
+  Consumer consumer_;
+  std::vector<std::unique_ptr<Channel>> channels_;  // of peer / threads; null for this rank itself
+  std::vector<int32_t> peers_;
+  std::vector<int32_t> sending_;  // channels with pending commands
+  std::vector<int32_t> news_;     // channels with messages to acknowledge
+  std::array<transport::Event, 64> events_{};
+
+  std::optional<CommandFields> held_;  // popped, and not finished or not yet in its channel
+  int64_t pending_ = 0;                // commands in channels
+  int64_t in_flight_ = 0;              // messages
+  int64_t acks_in_flight_ = 0;
+  uint64_t barriers_ = 0;      // begun
+  bool barrier_sent_ = false;  // the signals of the barrier in `held_` are in their channels
+  size_t barrier_next_ = 0;    // peers_ before this one have come to it
+  int32_t next_rail_ = 0;
+
+  std::chrono::nanoseconds elapsed_{};  // of steps; the time of a suspended process hardly counts
+  std::optional<Time> last_;
+  std::chrono::nanoseconds next_check_{};
+  std::chrono::nanoseconds barrier_moved_{};
+  bool grown_ = false;       // a counter has grown in this step
+  std::string known_error_;  // the transport's words for the peers that are lost
+
+  Counted counted_;
+  Doorbell bell_{};
+  std::unique_ptr<const Failure> failure_;
+  std::atomic<const Failure*> failed_ = nullptr;  // `failure_`, for other threads
+};
+
+}  // namespace fanfold::proxy
