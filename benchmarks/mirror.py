@@ -36,7 +36,7 @@ from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.backends.high_throughput.in_place import bytes_for_results
 from fanfold.backends.low_latency import cuda_required_bytes, kernels
 from fanfold.backends.low_latency.cuda import CudaLowLatency
-from fanfold.bench.cuda_run import device_facts
+from fanfold.bench.cuda_run import device_properties
 from fanfold.bench.cuda_timing import Clock, GpuBarrier, empty_kernel
 from fanfold.bench.report import append_json_line, command_line, commit, versions
 from fanfold.cli.plot import save
@@ -244,7 +244,7 @@ def _packed_rank(
                     "sms": sms, "layout": layout, "dtype": "fp8" if fp8 else "bf16",
                 }  # fmt: skip
                 samples = _measure_packed(mode, geometry, tokens, clock, fp8, layout)
-                found.append((what, samples, device_facts(device)))
+                found.append((what, samples, device_properties(device)))
                 torch.cuda.empty_cache()
             memory.close()
     return found
@@ -266,7 +266,7 @@ def _rank(
                     "late_weights": late, "dtype": "fp8",
                 }  # fmt: skip
                 samples = _measure(group, geometry, tokens, late)
-                found.append((what, samples, device_facts(torch.device("cuda", 0))))
+                found.append((what, samples, device_properties(torch.device("cuda", 0))))
                 torch.cuda.empty_cache()
     return found
 

@@ -9,14 +9,15 @@ Without NVLink multicast, which Fanfold does not use, and the committed results 
     cuda_low_latency.jsonl, .png
         baseline       three geometries at 128 tokens, with NCCL and a product beside a waiting hook
         tokens         the same at 1 to 1024 tokens
-        late_weights   the same at 128 tokens, with weights that come with combine, as in the DeepEP
-                       face; in the other steps they come with dispatch
+        deep_ep        the same at 128 tokens through the DeepEP face, where weights come with
+                       combine
     cuda_high_throughput.jsonl, .png
         fp8, bf16      hidden 7168 at 4096 tokens: both layouts and in place, cached and new
                        routings, with NCCL and beside a product; the same on 12 SMs
         more_tokens    at 8192 tokens, and at 512 to 2048
         sms            on 8 to 48 SMs
         geometries     five others at 4096 tokens
+        deep_ep_rows   hidden 7168 at 4096 tokens through the DeepEP face
 
 Each step starts its ranks once and writes its lines at its end, on a machine that does nothing
 else. A step compiles its kernels first, if they are not in the cache.
@@ -67,10 +68,10 @@ def tokens_of_low_latency(ranks: int) -> Points:
         yield low_latency(ranks, tokens, geometry)
 
 
-def late_weights(ranks: int) -> Points:
+def deep_ep(ranks: int) -> Points:
     """The geometries of ``baseline``, without what that compares with."""
     for geometry in LOW_LATENCY:
-        yield dataclasses.replace(low_latency(ranks, 128, geometry), late_weights=True)
+        yield dataclasses.replace(low_latency(ranks, 128, geometry), face="deep_ep")
 
 
 def high_throughput(
@@ -126,15 +127,22 @@ def geometries(ranks: int) -> Points:
             yield dataclasses.replace(kind, check=kind.routing == "cached")
 
 
+def deep_ep_rows(ranks: int) -> Points:
+    """Cached and new routings, in DeepEP's order of rows."""
+    for dtype, routing in itertools.product(DTYPES, ("cached", "new")):
+        yield dataclasses.replace(high_throughput(ranks, dtype), routing=routing, face="deep_ep")
+
+
 STEPS: dict[str, Callable[[int], Points]] = {
     "baseline": baseline,
     "tokens": tokens_of_low_latency,
-    "late_weights": late_weights,
+    "deep_ep": deep_ep,
     "fp8": main_geometry("fp8"),
     "bf16": main_geometry("bf16"),
     "more_tokens": more_tokens,
     "sms": sms,
     "geometries": geometries,
+    "deep_ep_rows": deep_ep_rows,
 }
 
 
@@ -149,7 +157,7 @@ def run(name: str, ranks: int, folder: Path) -> Path:
         report.append_json_line(file, {**report.record(result), "command": command})
         times = {phase: f"{result.fanfold.slowest(phase).p50:.1f}" for phase in PHASES}
         kind = (settings.layout, settings.routing, settings.sms, settings.in_place)
-        kind = (*kind, "late weights") if settings.late_weights else kind
+        kind = (*kind, settings.face) if settings.face != "native" else kind
         print(settings.tokens, settings.hidden, settings.dtype, *kind, times, flush=True)
     print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
     return file

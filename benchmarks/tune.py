@@ -38,7 +38,7 @@ from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.backends.high_throughput.in_place import bytes_for_results
 from fanfold.backends.high_throughput.layout import Layout, dispatch_layout, layout_there
 from fanfold.backends.high_throughput.protocol import RowOrder
-from fanfold.bench.cuda_run import device_facts
+from fanfold.bench.cuda_run import device_properties
 from fanfold.bench.cuda_timing import Clock, GpuBarrier
 from fanfold.bench.report import append_json_line, command_line, commit, versions
 from fanfold.bench.workload import Workload
@@ -165,7 +165,7 @@ def times_of_rank(
                     samples[name] = clock.alone(layout, flushed=True)
                     samples[f"{name}, host"] = clock.host(layout)
                 mode.quiesce()
-                found.append((changes, point, samples, device_facts(mode.device)))
+                found.append((changes, point, samples, device_properties(mode.device)))
         memory.close()
         torch.cuda.empty_cache()
     return found

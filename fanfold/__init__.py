@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         PeerRefused,
         PeerTimeout,
         SystemFailure,
+        TransportError,
         UnavailableError,
         UsageError,
     )
@@ -51,6 +52,7 @@ __all__ = [
     "PeerRefused",
     "PeerTimeout",
     "SystemFailure",
+    "TransportError",
     "UnavailableError",
     "UsageError",
     "__version__",

@@ -16,7 +16,7 @@ from fanfold.forks import Owner
 from fanfold.formats import RowFormat, RowFormatName, ScaleFormat, ScaleFormatName
 from fanfold.geometry import Geometry, Mode, check_hidden, check_tensor
 from fanfold.group import Group, agree
-from fanfold.memory.cuda import CudaSymmetricMemory
+from fanfold.memory import PeerMemory
 from fanfold.memory.host import SymmetricMemory
 from fanfold.operators import Registration
 from fanfold.representation import described, worded
@@ -75,7 +75,7 @@ class BaseDispatcher(ABC):
     mode: Mode
     config: Config
     geometry: Geometry
-    memory: SymmetricMemory | CudaSymmetricMemory
+    memory: PeerMemory
     registration: Registration
     _group: Group
     _choice: BackendChoice

@@ -29,6 +29,7 @@ __all__ = [
     "LatePeers",
     "Overrides",
     "Setting",
+    "backend_in_environment",
     "cuda_toolkit",
     "default_environment",
     "settings",
@@ -84,7 +85,7 @@ class Setting:
         return value
 
     def parse_text(self, text: str) -> object:
-        """The value that ``text`` of the environment stands for."""
+        """Parses ``text`` of the environment."""
         source = f"environment variable {self.variable}"
         try:
             return self.value_of(self.parse(text), source)
@@ -180,7 +181,7 @@ _SETTINGS = (
     Setting(
         name="share_gpus",
         variable="FANFOLD_SHARE_GPUS",
-        help="Whether several ranks may have one GPU, where their kernels take turns of "
+        help="Whether several ranks may have one GPU, which their kernels then time-slice by "
         "milliseconds: for programs that are developed or tested with fewer GPUs than ranks. "
         "Not over groups of NCCL, which wants a GPU for each rank, and not under MPS, where ranks "
         "that wait keep SMs from those that they wait for.",
@@ -251,6 +252,19 @@ def default_environment() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def backend_in_environment(backend: Backend) -> Iterator[None]:
+    """Within it ``FANFOLD_BACKEND`` is ``backend``, for what has no argument for it."""
+    before = os.environ.get("FANFOLD_BACKEND")
+    os.environ["FANFOLD_BACKEND"] = backend
+    try:
+        yield
+    finally:
+        del os.environ["FANFOLD_BACKEND"]
+        if before is not None:
+            os.environ["FANFOLD_BACKEND"] = before
+
+
+@contextlib.contextmanager
 def symmetric_memory_environment(same_index: bool) -> Iterator[None]:
     """Within it the environment has what PyTorch's symmetric memory reads there when ranks meet.
 
@@ -293,7 +307,7 @@ class Config:
         staging_bytes: shared memory per rank for high-throughput streams, in bytes.
         ring_bytes: memory per rank and peer for high-throughput streams on GPUs, in bytes.
         backend: ``"auto"``, ``"host"`` or ``"cuda"``: where calls run.
-        share_gpus: whether several ranks may have one GPU, where they take turns.
+        share_gpus: whether several ranks may time-slice one GPU.
         ctas: of each kernel; None for a choice by the mode.
         senders: CTAs of them that send rows in a dispatch; None for a choice by the machine.
         cache_dir: folder of compiled kernels; None for the user's own (:meth:`cache_folder`).

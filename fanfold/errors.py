@@ -16,7 +16,9 @@ __all__ = [
     "LatePeerWarning",
     "PeerRefused",
     "PeerTimeout",
+    "RingFull",
     "SystemFailure",
+    "TransportError",
     "UnavailableError",
     "UsageError",
     "different_calls",
@@ -84,6 +86,33 @@ class UnavailableError(FanfoldError, RuntimeError):
 
 class SystemFailure(FanfoldError, OSError):
     """The operating system refused something that Fanfold needs."""
+
+
+class RingFull(FanfoldError, RuntimeError):
+    """A ring of commands stayed full for all the time that a push may wait. The push changed
+    nothing.
+
+    Attributes:
+        slots: how many commands the ring holds.
+        pushed: commands that producers have pushed so far.
+        consumed: commands that the consumer has finished so far.
+        seconds: how long the push has waited.
+    """
+
+    def __init__(self, slots: int, pushed: int, consumed: int, seconds: float) -> None:
+        super().__init__(
+            f"a ring of {slots} commands stayed full for {seconds:.3g} s with {pushed} pushed and "
+            f"{consumed} consumed: its consumer has stopped, or gets no time to run; look whether "
+            "the thread that pops the commands is alive, and whether it has a core of its own"
+        )
+        self.slots = slots
+        self.pushed = pushed
+        self.consumed = consumed
+        self.seconds = seconds
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Made again from its fields, so that it can travel between processes."""
+        return type(self), (self.slots, self.pushed, self.consumed, self.seconds)
 
 
 # What to try, by the driver's name of the error.
@@ -172,7 +201,7 @@ class CompileError(FanfoldError, RuntimeError):
 
 
 class PeerRefused(FanfoldError, ValueError):
-    """Another rank refused its own input, so this call is void on every rank.
+    """Another rank refused its own input, so this call is aborted on every rank.
 
     All ranks stay in step: the next call works.
 
@@ -185,7 +214,7 @@ class PeerRefused(FanfoldError, ValueError):
 
     def __init__(self, rank: int, peer: int, phase: str, reason: str) -> None:
         super().__init__(
-            f"rank {peer} refused its input to {phase}, so the call is void on all ranks "
+            f"rank {peer} refused its input to {phase}, so the call is aborted on all ranks "
             f"(seen by rank {rank}): {reason}"
         )
         self.rank = rank
@@ -244,3 +273,60 @@ class PeerTimeout(FanfoldError, TimeoutError):
         """Made again from its fields, so that it can travel between processes."""
         fields = (self.rank, self.peer, self.phase, self.expected, self.actual, self.seconds)
         return type(self), (*fields, self.peer_gone)
+
+
+class TransportError(FanfoldError, ConnectionError):
+    """The network between hosts has failed, or has lost a peer.
+
+    The object that used it makes no further calls: close it on all ranks, and make a new one.
+
+    Attributes:
+        rank: this rank.
+        peer: the rank at the other end, or -1 if no single peer is concerned.
+        transport: the transport's name, such as ``"libfabric:tcp"``.
+        what: what happened, in the transport's or the proxy's words.
+        outstanding_messages: messages and commands that were not finished.
+        outstanding_bytes: bytes that were on their way.
+        seconds: for how long nothing had moved.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        peer: int,
+        transport: str,
+        what: str,
+        outstanding_messages: int,
+        outstanding_bytes: int,
+        seconds: float,
+    ) -> None:
+        if peer >= 0:
+            ends = f"between rank {rank} and rank {peer}"
+            cause = (
+                f"rank {peer} has ended or cannot be reached: look for its error above or in its "
+                "own log, then check the network between the two hosts"
+            )
+        else:
+            ends = f"of rank {rank}"
+            cause = (
+                "the network, its driver or Fanfold's settings for it are at fault: run fanfold "
+                "doctor on this host, then make the object anew on all ranks"
+            )
+        super().__init__(
+            f"transport {transport} {ends}: {what}; {outstanding_messages} messages "
+            f"({outstanding_bytes} bytes) were outstanding, and nothing had moved for "
+            f"{seconds:.3g} s; {cause}"
+        )
+        self.rank = rank
+        self.peer = peer
+        self.transport = transport
+        self.what = what
+        self.outstanding_messages = outstanding_messages
+        self.outstanding_bytes = outstanding_bytes
+        self.seconds = seconds
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Made again from its fields, so that it can travel between processes."""
+        outstanding = (self.outstanding_messages, self.outstanding_bytes)
+        where = (self.rank, self.peer, self.transport, self.what)
+        return type(self), (*where, *outstanding, self.seconds)

@@ -108,9 +108,8 @@ def is_plain(
 ) -> bool:
     """Whether ``tensor`` is contiguous, with this shape and dtype, on this very device.
 
-    The quick look of calls that the CPU must not hold up: :func:`check_tensor` has nothing to say
-    against what passes. What does not pass may still be right, a subclass for example, so that
-    decides there.
+    The fast path of validation: :func:`check_tensor` accepts every such tensor. It also accepts
+    others, a subclass for example, so call it for a tensor that is not plain.
     """
     return (
         type(tensor) is torch.Tensor
@@ -122,7 +121,7 @@ def is_plain(
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Whether ``tensor`` is on ``device``; a device without an index stands for all of its kind."""
+    """Whether ``tensor`` is on ``device``; a device without an index matches all of its kind."""
     actual = tensor.device
     return actual.type == device.type and device.index in (None, actual.index)
 

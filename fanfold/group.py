@@ -105,24 +105,24 @@ def as_group(group: Any = None, comm: Any = None) -> Group:
     raise ArgumentError("group", worded(group), "a torch.distributed.ProcessGroup, or None")
 
 
-def agree(group: Group, facts: dict[str, object], error: Exception | None = None) -> None:
-    """Returns only if no rank brings an ``error`` and all ranks bring the same ``facts``.
+def agree(group: Group, values: dict[str, object], error: Exception | None = None) -> None:
+    """Returns only if no rank brings an ``error`` and all ranks bring the same ``values``.
 
     Collective. What one rank refuses is refused by all, so none is left waiting.
 
     Raises:
         Exception: this rank's own ``error``.
         FanfoldError: another rank's error, naming it.
-        ArgumentError: for the first fact that differs, naming both values and their ranks.
+        ArgumentError: for the first value that differs, naming both and their ranks.
     """
-    gathered = group.all_gather((facts, None if error is None else f"{error}"))
+    gathered = group.all_gather((values, None if error is None else f"{error}"))
     if error is not None:
         raise _shared(error)
     for peer, (_, message) in enumerate(gathered):
         if message is not None:
             raise _shared(FanfoldError(f"rank {peer} failed: {message}"))
     for peer, (theirs, _) in enumerate(gathered):
-        for name, value in facts.items():
+        for name, value in values.items():
             if theirs.get(name) != value:
                 raise _shared(
                     ArgumentError(

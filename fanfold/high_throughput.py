@@ -36,14 +36,13 @@ __all__ = ["HighThroughput", "Rows"]
 
 # The backend's calls take a plan where those of this class take a result.
 _DISPATCH = Renaming({"plan": "previous", "the plan": "the earlier dispatch"})
-_COMBINE = Renaming(
-    {
-        "plan": "received",
-        "the plan": "the received rows",
-        "row_weights": "received.weights",
-        "lane_weights": "row_values",
-    }
-)
+_COMBINE_NAMES = {
+    "plan": "received",
+    "the plan": "the received rows",
+    "row_weights": "received.weights",
+}
+_COMBINE = Renaming(_COMBINE_NAMES)
+_COMBINE_WEIGHTS = Renaming({**_COMBINE_NAMES, "topk_weights": "row_values"})
 
 
 @not_copied(
@@ -315,7 +314,7 @@ class HighThroughput(BaseDispatcher):
         with Refusing(partial(self._refuse_combine_of, received)):
             self._check_own("received", received, HighThroughputResult)
             self._backend.check_devices(received=received.tokens, row_values=row_values)
-        with _COMBINE:
+        with _COMBINE_WEIGHTS:
             return self._backend.combine_weights(
                 row_values, self._plan_of(received), layout="expert_major"
             )

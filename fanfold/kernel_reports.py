@@ -29,7 +29,7 @@ class KernelReports:
 
     def _is_new(self, kind: int) -> bool:
         call, epoch = self._words[4 * kind], self._words[4 * kind + 1]
-        # Several ranks may refuse one call; it is told once.
+        # Several ranks may refuse one call; it is reported once.
         return call != 0 and self._raised.get(kind) != (call & 0xFF, epoch)
 
     @staticmethod

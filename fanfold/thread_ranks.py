@@ -12,6 +12,14 @@ filters of warnings, module-level variables.
 **On a GPU** each rank has a stream of its own, and its kernels take at most its share of the SMs.
 The kernels of one rank wait for those of the others, so a thread must never wait for the whole GPU
 (``torch.cuda.synchronize``, the default capture of ``torch.cuda.graph``): it waits for its stream.
+Two things are such a wait where the driver decides so, and hold up the launches of other threads:
+
+* a copy between the GPU and pageable memory (``tensor.cpu()``, ``tensor.to("cuda")``) while kernels
+  of the rank run: wait for the stream first;
+* loading a kernel. Fanfold loads one when the rank's own calls have ended, which is enough where
+  all ranks make the same calls; PyTorch loads its own at the start where
+  ``CUDA_MODULE_LOADING=EAGER`` is set.
+
 PyTorch runs the backward pass of all ranks in one thread of its own, so that a backward pass whose
 calls wait on the CPU is for ranks that are processes. A rank whose calls run far ahead of the other
 ranks' (about a thousand launches) keeps the others from launching: wait for the stream at times.
@@ -20,10 +28,12 @@ ranks' (about a thousand launches) keeps the others from launching: wait for the
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +47,7 @@ from fanfold.launch import LaunchError, RankFailure
 __all__ = ["ThreadGroup", "ThreadRanks"]
 
 MOST_RANKS = 1024
+_SHOWN_CALLS = 4  # of a late rank, the innermost
 MOST_RANKS_OF_GPU = 8
 """The driver has 8 queues where nothing else is set (CUDA_DEVICE_MAX_CONNECTIONS); in one that two
 streams share, a kernel waits for the end of the other stream's."""
@@ -112,9 +123,6 @@ class ThreadRanks:
     """Ranks that are threads of this process; a context manager. Each run has fresh threads.
 
     On a machine with a GPU, unless ``backend`` is ``"host"``, the ranks share the current one.
-    A known fault: on a GPU that a dozen processes shared, 10,000 rounds of high throughput by four
-    ranks failed twice, by three ranks' graphs once. Since then loading a kernel stops no other
-    rank, which may have been the cause; it has not been run again.
 
     Args:
         ranks: how many, 1 to 1024; at most 8 on a GPU.
@@ -193,7 +201,8 @@ class ThreadRanks:
                 return self._run_threads(function, args_of)
         finally:
             torch.set_num_threads(threads)
-            drain_deferred_frees()
+            if self._closed is None:  # else kernels of late ranks may run, for which it would wait
+                drain_deferred_frees()
             self._running.release()
 
     def _run_threads(
@@ -223,12 +232,21 @@ class ThreadRanks:
             for rank in late:
                 meeting.end(rank, "did not finish in time")
         if late:
-            text = f"did not finish in {self.timeout_s:g} s; its thread goes on"
             failures = [
                 outcome for outcome in outcomes.values() if isinstance(outcome, RankFailure)
             ]
-            raise LaunchError(failures or [RankFailure(rank, None, text) for rank in late])
+            raise LaunchError(failures or [self._late(rank, threads[rank]) for rank in late])
         return [outcomes[rank] for rank in range(self.ranks)]
+
+    def _late(self, rank: int, thread: threading.Thread) -> RankFailure:
+        """The failure of a rank whose thread still runs, with the place where it is."""
+        text = f"did not finish in {self.timeout_s:g} s; its thread goes on"
+        frame = sys._current_frames().get(thread.ident or 0)
+        if frame is not None:
+            calls = traceback.extract_stack(frame)[-1 : -_SHOWN_CALLS - 1 : -1]
+            names = [f"{Path(call.filename).name}:{call.lineno} in {call.name}" for call in calls]
+            text += f", at {', called from '.join(names)}"
+        return RankFailure(rank, None, text)
 
     def _be_rank(
         self,

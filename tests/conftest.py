@@ -41,11 +41,14 @@ def placement(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def process_pools() -> Iterator[Callable[[int], RankPool]]:
-    """``process_pools(ranks)``: that many processes, started at first use, reused later."""
+    """``process_pools(ranks)``: that many processes, started at first use, reused until a test has
+    ended one of them."""
     running: dict[int, RankPool] = {}
 
     def pool(ranks: int) -> RankPool:
-        if ranks not in running:
+        if ranks not in running or not running[ranks].alive:
+            if ranks in running:
+                running[ranks].close()
             running[ranks] = RankPool(ranks, timeout_s=120.0)
         return running[ranks]
 

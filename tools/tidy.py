@@ -57,6 +57,7 @@ PYTHON_LAYERS: tuple[tuple[str, ...], ...] = (
     ("low_latency", "high_throughput", "deep_ep"),
     ("functional",),
     ("nn", "bench"),
+    ("simulate",),
     ("__init__",),  # what a user imports; the library itself imports from the parts
     ("cli",),
 )
@@ -210,7 +211,7 @@ def module_name(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def room_of(module: str) -> str:
+def layer_of(module: str) -> str:
     """The module's or package's name directly under fanfold."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
@@ -238,7 +239,7 @@ def imported_modules(tree: ast.AST, path: str, modules: set[str]) -> Iterator[tu
                 yield (full if full in modules else base), node.lineno
 
 
-def check_floors(trees: dict[str, ast.Module]) -> Iterator[Finding]:
+def check_layers(trees: dict[str, ast.Module]) -> Iterator[Finding]:
     """Imports that climb, and circles."""
     ours = {path: tree for path, tree in trees.items() if path.startswith("fanfold/")}
     paths = {module_name(path): path for path in ours}
@@ -251,7 +252,7 @@ def check_floors(trees: dict[str, ast.Module]) -> Iterator[Finding]:
         for target, line in imported_modules(tree, path, modules):
             targets.add(target)
             lines.setdefault(source, line)
-            if reason := climbs(PYTHON_LAYERS, room_of(source), room_of(target)):
+            if reason := climbs(PYTHON_LAYERS, layer_of(source), layer_of(target)):
                 yield Finding("layer", f"{path} -> {target}", 1, line, reason)
     for members in circles(graph):
         message = f"import circle: {', '.join(members)}"
@@ -525,7 +526,7 @@ def check_tree(root: Path) -> Iterator[Finding]:
         yield from check_environment(path, trees[path])
         yield from check_docstrings(path, trees[path])
         yield from check_tensors(path, trees[path])
-    yield from check_floors(trees)
+    yield from check_layers(trees)
     texts: dict[str, str] = {}
     codes: dict[str, str] = {}
     for path in files_under(root, CPP_FOLDERS, CPP_SUFFIXES):

@@ -1,4 +1,4 @@
-// Memory that a caller lends for one call.
+// Memory that a caller lends to the core for the length of one call.
 #pragma once
 
 #include <cstddef>
@@ -11,8 +11,8 @@
 
 namespace fanfold {
 
-// An address and the number of elements there. A call checks the number once, before it reads or
-// writes anything; then the array serves as the pointer that it is. Null where nothing is lent.
+// A pointer with its number of elements. A call checks the number once, before it reads or writes
+// any element; afterwards it uses the array as a pointer. Null if the caller lends nothing.
 template <typename T>
 class Array {
  public:
@@ -24,7 +24,7 @@ class Array {
   Array(const std::vector<std::remove_const_t<T>>& values)
     requires std::is_const_v<T>
       : Array(values.data(), static_cast<int64_t>(values.size())) {}
-  // What may be written may be read.
+  // A writable array converts to a read-only one.
   template <typename U>
     requires(std::is_const_v<T> && std::is_same_v<U, std::remove_const_t<T>>)
   constexpr Array(const Array<U>& values) : Array(values.data(), values.size()) {}
@@ -39,7 +39,7 @@ class Array {
     throw BadArgument(name, std::to_string(size_) + " elements",
                       "at least " + std::to_string(count) + " elements for this call");
   }
-  // The same for an array that a caller may leave out.
+  // Like `require`, for an array that the caller may leave out.
   void require_if_lent(const char* name, int64_t count) const {
     if (data_ != nullptr) require(name, count);
   }
@@ -49,7 +49,8 @@ class Array {
   int64_t size_ = 0;
 };
 
-// Elements from the first to the last of a two-dimensional array with these strides, in elements.
+// The shape and the strides of a two-dimensional array. Strides and `extent()`, the distance from
+// the first element to behind the last one, count elements.
 struct Strided {
   int64_t rows;
   int64_t columns;

@@ -22,6 +22,13 @@ BadArgument different_calls(const std::string& ours, int32_t rank, const std::st
                      "them and make a new one");
 }
 
+RingFull::RingFull(RingFullReport report_)
+    : std::runtime_error("a ring of " + std::to_string(report_.slots) +
+                         " commands stayed full for " + std::to_string(report_.seconds) +
+                         " s: " + std::to_string(report_.pushed) + " pushed, " +
+                         std::to_string(report_.consumed) + " consumed"),
+      report(report_) {}
+
 SystemFailure::SystemFailure(const std::string& what, int error_number_)
     : std::runtime_error(what + ": " + std::generic_category().message(error_number_)),
       error_number(error_number_) {}

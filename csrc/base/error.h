@@ -1,5 +1,5 @@
-// The failures the core can report. Each carries its facts as fields; the bindings turn them into
-// the Python exceptions of fanfold/errors.py, which word them.
+// The exceptions of the core. Each carries its details as fields. The bindings translate them into
+// the Python exceptions of fanfold/errors.py, which compose the messages.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace fanfold {
 
-// A value that the caller passed is outside its bound.
+// The caller passed a value outside its bound.
 struct BadArgument : std::runtime_error {
   BadArgument(std::string argument_, std::string value_, std::string bound_)
       : std::runtime_error(argument_ + " is " + value_ + ", but must be " + bound_),
@@ -19,15 +19,16 @@ struct BadArgument : std::runtime_error {
   std::string bound;
 };
 
-// `rank` and `peer` bring other values of what must be the same on all ranks.
+// The error for a value that must be the same on all ranks and differs on `rank` and `peer`.
 BadArgument disagreement(const std::string& name, int64_t ours, int32_t rank, int64_t theirs,
                          int32_t peer);
 
-// `rank` is in `ours` and `peer` in `theirs`, calls with their numbers; each waits for the other.
+// The error for ranks that deadlock in different calls: `rank` waits in the call `ours`, `peer` in
+// the call `theirs`. Both strings name a call with its number.
 BadArgument different_calls(const std::string& ours, int32_t rank, const std::string& theirs,
                             int32_t peer);
 
-struct TimeoutFacts {
+struct TimeoutReport {
   int32_t rank;
   int32_t peer;
   std::string phase;
@@ -37,59 +38,92 @@ struct TimeoutFacts {
   bool peer_gone;  // the peer's process has ended
 };
 
-// A peer did not arrive within the configured bound.
+// A peer did not send an awaited signal within the timeout.
 struct PeerTimeout : std::runtime_error {
-  explicit PeerTimeout(TimeoutFacts facts_)
-      : std::runtime_error("peer timeout in " + facts_.phase), facts(std::move(facts_)) {}
+  explicit PeerTimeout(TimeoutReport report_)
+      : std::runtime_error("peer timeout in " + report_.phase), report(std::move(report_)) {}
 
-  TimeoutFacts facts;
+  TimeoutReport report;
 };
 
-struct RefusalFacts {
+struct TransportReport {
+  int32_t rank;
+  int32_t peer;           // -1 if no single peer is concerned
+  std::string transport;  // its name, such as "libfabric:tcp"
+  std::string what;       // what happened, in the transport's or the proxy's words
+  int64_t messages;       // outstanding then
+  int64_t bytes;          // outstanding then
+  double seconds;         // how long nothing had moved
+};
+
+// The network between hosts has failed, or has lost a peer.
+struct TransportError : std::runtime_error {
+  explicit TransportError(TransportReport report_)
+      : std::runtime_error(report_.transport + ": " + report_.what), report(std::move(report_)) {}
+
+  TransportReport report;
+};
+
+struct RefusalReport {
   int32_t rank;
   int32_t peer;
   std::string phase;
   std::string reason;
 };
 
-// A peer refused its own input, so the whole call is void on every rank.
+// A peer refused its own input, so every rank aborts the call.
 struct PeerRefused : std::runtime_error {
-  explicit PeerRefused(RefusalFacts facts_)
-      : std::runtime_error("peer refused its input in " + facts_.phase), facts(std::move(facts_)) {}
+  explicit PeerRefused(RefusalReport report_)
+      : std::runtime_error("peer refused its input in " + report_.phase),
+        report(std::move(report_)) {}
 
-  RefusalFacts facts;
+  RefusalReport report;
 };
 
-// An object was used in an order or at a time that it does not allow.
+struct RingFullReport {
+  int64_t slots;
+  uint64_t pushed;    // the next ticket: the commands that producers have pushed
+  uint64_t consumed;  // the count that the consumer has published
+  double seconds;     // how long the push has waited
+};
+
+// A ring of commands stayed full: its consumer is late or has stopped. The push changed nothing.
+struct RingFull : std::runtime_error {
+  explicit RingFull(RingFullReport report_);
+
+  RingFullReport report;
+};
+
+// The caller used an object in an order or at a time that the object does not allow.
 struct Misuse : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The operating system refused something.
+// A system call failed.
 struct SystemFailure : std::runtime_error {
   SystemFailure(const std::string& what, int error_number);
 
   int error_number;
 };
 
-// This machine lacks something; the message says what to install or change.
+// This machine lacks a driver or a library; the message names what to install or change.
 struct Unavailable : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-struct DriverFailureFacts {
+struct DriverFailureReport {
   std::string call;  // the driver's function
-  std::string what;  // what was asked of it, with its values
+  std::string what;  // the request, with its values
   std::string name;  // the driver's name of the error
-  std::string text;  // the driver's words for it
+  std::string text;  // the driver's description of the error
 };
 
-// A GPU's driver refused something.
+// A call of the CUDA driver failed.
 struct DriverFailure : std::runtime_error {
-  explicit DriverFailure(DriverFailureFacts facts_)
-      : std::runtime_error(facts_.call + " fails: " + facts_.name), facts(std::move(facts_)) {}
+  explicit DriverFailure(DriverFailureReport report_)
+      : std::runtime_error(report_.call + " fails: " + report_.name), report(std::move(report_)) {}
 
-  DriverFailureFacts facts;
+  DriverFailureReport report;
 };
 
 }  // namespace fanfold

@@ -14,7 +14,7 @@ std::atomic<uint32_t> generation{0};
 uint32_t fork_generation() {
   static const int registered =
       pthread_atfork(nullptr, nullptr, [] { generation.fetch_add(1, std::memory_order_relaxed); });
-  static_cast<void>(registered);  // fails only for want of memory
+  static_cast<void>(registered);  // fails only if memory runs out
   return generation.load(std::memory_order_relaxed);
 }
 

@@ -1,4 +1,4 @@
-// Fields of argument structs that say where memory lies.
+// Binds the fields of argument structs that hold arrays or addresses.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -14,10 +14,10 @@
 
 namespace fanfold::bindings {
 
-// Memory as Python passes it: its address and its bytes, as fanfold/lending.py works them out.
+// Memory as Python passes it: an address and a number of bytes, from fanfold/lending.py.
 using Lent = std::optional<std::pair<uintptr_t, int64_t>>;
 
-// The elements of a whole type that fit. Throws BadArgument for an address that is not aligned.
+// The array of whole elements that fit the bytes. Throws BadArgument for a misaligned address.
 template <typename T>
 Array<T> array_of(const Lent& lent, const char* name) {
   if (!lent) return {};
@@ -29,7 +29,7 @@ Array<T> array_of(const Lent& lent, const char* name) {
   return {reinterpret_cast<T*>(address), bytes / static_cast<int64_t>(sizeof(T))};
 }
 
-// An array of host memory; None is null.
+// Binds an array of host memory; None is null.
 template <typename Class, typename Struct, typename Element>
 void def_array(Class& cls, const char* name, Array<Element> Struct::* field) {
   cls.def_prop_rw(
@@ -46,7 +46,7 @@ void def_array(Class& cls, const char* name, Array<Element> Struct::* field) {
       nanobind::for_setter(nanobind::arg("lent").none()));
 }
 
-// The address of memory on a GPU, as an integer; 0 is null.
+// Binds an address on a GPU as an integer; 0 is null.
 template <typename Class, typename Struct, typename Pointee>
 void def_address(Class& cls, const char* name, Pointee* Struct::* field) {
   cls.def_prop_rw(

@@ -1,4 +1,4 @@
-// One function per stem; each adds its classes to the module.
+// One function per stem. Each adds the classes of its stem to the module.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -7,7 +7,9 @@ namespace fanfold::bindings {
 
 void bind_errors(nanobind::module_& module);
 void bind_numeric(nanobind::module_& module);
+void bind_ring(nanobind::module_& module);
 void bind_symmetric(nanobind::module_& module);
+void bind_transport(nanobind::module_& module);
 void bind_low_latency(nanobind::module_& module);
 void bind_high_throughput(nanobind::module_& module);
 void bind_cuda(nanobind::module_& module);

@@ -14,7 +14,8 @@ namespace fanfold::bindings {
 void bind_cuda(nb::module_& module) {
   using cuda::Kernel;
   module.def("cuda_driver_version", &cuda::driver_version);
-  // Loading may wait for kernels that run, and those for a rank that is another thread.
+  // Loading may wait for running kernels, and those for a rank that is another thread, so release
+  // the interpreter lock.
   nb::class_<Kernel>(module, "CudaKernel")
       .def(
           "__init__",

@@ -12,7 +12,7 @@ void bind_cuda_formats(nb::module_& module) {
   nb::class_<QuantizeArgs> cls(module, "CudaQuantizeArgs");
   cls.def("__init__", [](QuantizeArgs* self) { new (self) QuantizeArgs{}; })
       .def_rw("tokens", &QuantizeArgs::tokens)
-      // Where the struct lies, for who runs the kernel in another way than on a GPU.
+      // The address of the struct, for callers that emulate the kernel on the host.
       .def_prop_ro("address",
                    [](const QuantizeArgs& self) { return reinterpret_cast<uintptr_t>(&self); })
       .def(

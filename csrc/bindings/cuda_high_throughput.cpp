@@ -25,7 +25,7 @@ using Shape = cuda::HighThroughputShape;
 using Dispatch = HighThroughputDispatchArgs;
 using Combine = HighThroughputCombineArgs;
 
-// How a struct of arguments is launched.
+// The grid and the options of a launch.
 struct Launch {
   int ctas;
   int threads;
@@ -43,11 +43,11 @@ void launch(const Kernel& kernel, const Args& args, const Launch& shape, uintptr
                  .early = shape.early});
 }
 
-// What is set for every call, on each struct of arguments.
+// Binds an argument struct with the fields that every call has.
 template <typename Args>
 nb::class_<Args> bind_call(nb::module_& module, const char* name) {
   nb::class_<Args> cls(module, name);
-  // Where the struct lies, for who runs a kernel in another way than on a GPU.
+  // The address of the struct, for callers that emulate the kernel on the host.
   cls.def_prop_ro("address", [](const Args& self) { return reinterpret_cast<uintptr_t>(&self); })
       .def("copy", [](const Args& self) { return Args(self); })
       .def_prop_rw(
@@ -57,7 +57,7 @@ nb::class_<Args> bind_call(nb::module_& module, const char* name) {
           "refused", [](const Args& self) { return self.call.refused != 0; },
           [](Args& self, bool refused) { self.call.refused = refused ? 1 : 0; })
       .def_prop_ro("slots", [](const Args& self) { return self.call.slots; })
-      .def_prop_ro("facts", [](const Args& self) { return self.call.signature; })
+      .def_prop_ro("signature", [](const Args& self) { return self.call.signature; })
       .def(
           "launch",
           [](const Args& self, const Kernel& kernel, const Launch& shape, uintptr_t stream) {
@@ -96,7 +96,7 @@ void bind_dispatch(nb::module_& module) {
   def_address(cls, "scales", &Dispatch::scales);
   def_address(cls, "rows", &Dispatch::rows);
   def_address(cls, "first_rows", &Dispatch::first_rows);
-  def_address(cls, "lanes", &Dispatch::topk_words);
+  def_address(cls, "topk_words", &Dispatch::topk_words);
   def_address(cls, "weights", &Dispatch::weights);
   def_address(cls, "source_prefix", &Dispatch::source_prefix);
   def_address(cls, "offsets", &Dispatch::offsets);
@@ -134,7 +134,7 @@ void bind_combine(nb::module_& module) {
   def_address(cls, "rows_of", &Combine::rows_of);
   def_address(cls, "y", &Combine::y);
   def_address(cls, "row_weights", &Combine::row_weights);
-  def_address(cls, "lane_weights", &Combine::topk_weights);
+  def_address(cls, "topk_weights", &Combine::topk_weights);
   def_address(cls, "rows", &Combine::rows);
   def_address(cls, "out", &Combine::out);
   def_address(cls, "out_weights", &Combine::out_weights);

@@ -23,10 +23,10 @@ namespace {
 using cuda::Kernel;
 using cuda::LowLatency;
 
-// What is set for every call, on either struct of arguments.
+// Binds the fields that every call has.
 template <typename Class, typename Args>
 void def_call(Class& cls) {
-  // Where the struct lies, for who runs a kernel in another way than on a GPU.
+  // The address of the struct, for callers that emulate the kernel on the host.
   cls.def_prop_ro("address", [](const Args& self) { return reinterpret_cast<uintptr_t>(&self); })
       .def("copy", [](const Args& self) { return Args(self); })
       .def_prop_rw(
@@ -58,7 +58,7 @@ void bind_arguments(nb::module_& module) {
   def_address(dispatch, "counts", &DispatchArgs::counts);
   def_address(dispatch, "source_tokens", &DispatchArgs::source_tokens);
   def_address(dispatch, "ranges", &DispatchArgs::ranges);
-  def_address(dispatch, "voided", &DispatchArgs::aborted);
+  def_address(dispatch, "aborted", &DispatchArgs::aborted);
   def_address(dispatch, "row_weights", &DispatchArgs::row_weights);
   def_address(dispatch, "table", &DispatchArgs::table);
   def_address(dispatch, "expert_totals", &DispatchArgs::expert_totals);
@@ -73,7 +73,7 @@ void bind_arguments(nb::module_& module) {
       .def_rw("row_stride", &CombineArgs::row_stride)
       .def_rw("weighted", &CombineArgs::weighted);
   def_address(combine, "ranges", &CombineArgs::ranges);
-  def_address(combine, "voided", &CombineArgs::aborted);
+  def_address(combine, "aborted", &CombineArgs::aborted);
   def_address(combine, "table", &CombineArgs::table);
   def_address(combine, "topk_idx", &CombineArgs::topk_idx);
   def_address(combine, "topk_weights", &CombineArgs::topk_weights);
@@ -120,7 +120,8 @@ void bind_cuda_low_latency(nb::module_& module) {
   module.attr("CUDA_REPORT_KINDS") = kReportKinds;
   module.attr("CUDA_FIRST_EPOCH") = kFirstEpoch;
   module.attr("CUDA_MOST_CTAS") = kMostCtas;
-  // Bytes from the start of which every word must begin as the sentinel, and the bytes in all.
+  // Returns the offset from which on every word must hold the sentinel at first, and the number of
+  // bytes in all.
   module.def(
       "cuda_low_latency_bytes",
       [](const LowLatencyGeometry& geometry, bool late) {

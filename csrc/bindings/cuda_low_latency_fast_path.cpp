@@ -5,7 +5,7 @@ namespace nb = nanobind;
 namespace fanfold::bindings {
 namespace {
 
-// Kernels read and write rows so many bytes at a time.
+// Kernels read and write rows in units of kUnitBytes.
 bool is_aligned(const std::byte* rows) {
   return reinterpret_cast<uintptr_t>(rows) % kUnitBytes == 0;
 }
@@ -41,8 +41,8 @@ int32_t FastPath::dispatch(DispatchArgs& args, Handle x, Handle topk_idx,
   if (tokens == kUndecided) return kUndecided;
   if (!is_plain(*rows, dlpack::kBfloat16, {tokens, geometry_.hidden})) return kUndecided;
   if (!is_aligned(rows->address())) return kUndecided;
-  const auto choices = plain(topk_idx, dlpack::kInt64, {tokens, geometry_.top_k});
-  if (!choices) return kUndecided;
+  const auto indices = plain(topk_idx, dlpack::kInt64, {tokens, geometry_.top_k});
+  if (!indices) return kUndecided;
   if (!topk_weights.is_none()) {
     const auto weights = plain(topk_weights, dlpack::kFloat32, {tokens, geometry_.top_k});
     if (!weights) return kUndecided;
@@ -50,22 +50,22 @@ int32_t FastPath::dispatch(DispatchArgs& args, Handle x, Handle topk_idx,
   }
   args.call.tokens = tokens;
   args.x = as<unsigned char>(rows->address());
-  args.topk_idx = as<int64_t>(*choices);
+  args.topk_idx = as<int64_t>(*indices);
   return tokens;
 }
 
 int32_t FastPath::late(CombineArgs& args, Handle ranges, Handle topk_idx,
                        Handle topk_weights) const {
-  const auto choices = reader_.read(topk_idx);
-  if (!choices) return kUndecided;
-  const int32_t tokens = tokens_of(*choices);
+  const auto indices = reader_.read(topk_idx);
+  if (!indices) return kUndecided;
+  const int32_t tokens = tokens_of(*indices);
   if (tokens == kUndecided) return kUndecided;
-  if (!is_plain(*choices, dlpack::kInt64, {tokens, geometry_.top_k})) return kUndecided;
+  if (!is_plain(*indices, dlpack::kInt64, {tokens, geometry_.top_k})) return kUndecided;
   const auto rows = plain(ranges, dlpack::kInt64, {geometry_.experts_per_rank(), geometry_.ranks});
   const auto weights = plain(topk_weights, dlpack::kFloat32, {tokens, geometry_.top_k});
   if (!rows || !weights) return kUndecided;
   args.ranges = as<int64_t>(*rows);
-  args.topk_idx = as<int64_t>(choices->address());
+  args.topk_idx = as<int64_t>(indices->address());
   args.topk_weights = as<float>(*weights);
   return tokens;
 }

@@ -1,5 +1,6 @@
-// The fast path of low-latency calls without Python: reads the tensors of a call, returns whether
-// the checks accept them, and fills in the kernels' arguments.
+// The fast path of low-latency calls without Python: reads and checks the tensors of a call and
+// fills in the kernels' arguments. If the fast path does not accept the tensors, the caller must
+// validate them in Python.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +11,7 @@
 
 namespace fanfold::bindings {
 
-// Where the parts of a routing's block begin, in bytes; the ranges come first.
+// The offsets, in bytes, of the parts of a routing's block; the ranges are at 0.
 struct RoutingOffsets {
   int64_t table;
   int64_t source_tokens;
@@ -22,32 +23,36 @@ class FastPath {
   using Handle = nanobind::handle;
   static constexpr int32_t kUndecided = -1;
 
-  // For tensors of `like`'s class on `like`'s device; nothing where those cannot be read.
+  // Makes a fast path for tensors of `like`'s class on `like`'s device. Returns nothing if the
+  // class has no readable tensors.
   static std::optional<FastPath> of(Handle like, const LowLatencyGeometry& geometry,
                                     const RoutingOffsets& offsets);
 
-  // What a call is given. If it passes it is in `args` afterwards; else they are as they were.
+  // The tensors of a call.
 
-  // The tokens of a dispatch, or kUndecided. `topk_weights` may be None.
+  // Puts the tensors of a dispatch into `args` and returns its number of tokens, or returns
+  // kUndecided. `topk_weights` may be None.
   int32_t dispatch(DispatchArgs& args, Handle x, Handle topk_idx, Handle topk_weights) const;
-  // The tokens of a combine that brings its weights, or kUndecided.
+  // Like `dispatch`, for the routing of a combine with late weights.
   int32_t late(CombineArgs& args, Handle ranges, Handle topk_idx, Handle topk_weights) const;
-  // Whether these will do for a combine of `tokens`. `block` is the routing's, if it has one.
+  // Puts the tensors of a combine of `tokens` tokens into `args`, or returns false. `block` is the
+  // block of the routing, or None.
   bool combine(CombineArgs& args, int32_t tokens, Handle y, Handle out, Handle block) const;
 
-  // The DeepEP face, whose calls name their geometry only in part.
+  // For the DeepEP interface, whose calls name their geometry only in part.
 
-  // Whether a dispatch of these has this geometry, as far as their columns tell.
+  // Whether the columns of these tensors fit a dispatch of this geometry.
   bool suits(Handle x, Handle topk_idx) const;
-  // Whether a combine of `y` may have the tensors of this handle, which has this geometry.
+  // Whether `y` and the tensors of a handle fit a combine of this geometry.
   bool suits_handle(Handle y, Handle source_tokens, Handle ranges, Handle topk_idx) const;
 
-  // Where the outputs of a dispatch lie. They are right; what cannot be read is asked in Python.
+  // The outputs of a dispatch, which the library has allocated, so they need no check. If a tensor
+  // cannot be read, these functions call its data_ptr().
 
-  // `scales` may be None.
+  // Puts the outputs into `args`. `scales` may be None.
   void place(DispatchArgs& args, Handle rows, Handle scales, Handle counts, Handle block,
              bool weighted) const;
-  // `scales` and `row_weights` may be None.
+  // Likewise for a dispatch whose combine has late weights. `scales` and `row_weights` may be None.
   void place_late(DispatchArgs& args, Handle rows, Handle scales, Handle counts, Handle ranges,
                   Handle source_tokens, Handle row_weights) const;
 
@@ -58,13 +63,14 @@ class FastPath {
 
   bool has_columns(Handle object, int32_t columns) const;
   void place_rows(DispatchArgs& args, Handle rows, Handle scales, Handle counts) const;
-  // Whether it is contiguous, with this dtype and shape, on the right device.
+  // Whether the tensor is contiguous and has this dtype, this shape and the device of this fast
+  // path.
   bool is_plain(const TensorView& view, dlpack::DataType dtype,
                 std::initializer_list<int64_t> shape) const;
-  // The address of a tensor that is; empty ones are at null.
+  // The address of the tensor if `is_plain`, else nothing. Empty tensors have a null address.
   std::optional<std::byte*> plain(Handle object, dlpack::DataType dtype,
                                   std::initializer_list<int64_t> shape) const;
-  // The rows of what may describe a rank's own tokens, or kUndecided.
+  // The rows of a two-dimensional tensor, or kUndecided if they exceed max_tokens.
   int32_t tokens_of(const TensorView& view) const;
   std::byte* address_of(Handle output) const;
 

@@ -1,4 +1,4 @@
-// The core's failures become the exceptions of fanfold.errors, which word them from their fields.
+// Translates the core's exceptions into those of fanfold.errors, which compose the messages.
 #include <nanobind/stl/string.h>
 
 #include "base/error.h"
@@ -23,10 +23,15 @@ void translate(const std::exception_ptr& failure, void*) {
   } catch (const BadArgument& e) {
     raise("ArgumentError", e.argument, e.value, e.bound);
   } catch (const PeerTimeout& e) {
-    const TimeoutFacts& f = e.facts;
+    const TimeoutReport& f = e.report;
     raise("PeerTimeout", f.rank, f.peer, f.phase, f.expected, f.actual, f.seconds, f.peer_gone);
+  } catch (const TransportError& e) {
+    const TransportReport& f = e.report;
+    raise("TransportError", f.rank, f.peer, f.transport, f.what, f.messages, f.bytes, f.seconds);
   } catch (const PeerRefused& e) {
-    raise("PeerRefused", e.facts.rank, e.facts.peer, e.facts.phase, e.facts.reason);
+    raise("PeerRefused", e.report.rank, e.report.peer, e.report.phase, e.report.reason);
+  } catch (const RingFull& e) {
+    raise("RingFull", e.report.slots, e.report.pushed, e.report.consumed, e.report.seconds);
   } catch (const Misuse& e) {
     raise("UsageError", std::string(e.what()));
   } catch (const SystemFailure& e) {
@@ -34,11 +39,12 @@ void translate(const std::exception_ptr& failure, void*) {
   } catch (const Unavailable& e) {
     raise("UnavailableError", std::string(e.what()));
   } catch (const DriverFailure& e) {
-    raise("DriverFailure", e.facts.call, e.facts.what, e.facts.name, e.facts.text);
+    raise("DriverFailure", e.report.call, e.report.what, e.report.name, e.report.text);
   }
 }
 
-// Waits run without the interpreter lock; now and then they come here so that Ctrl-C works.
+// Waits run without the interpreter lock. They call this function from time to time, so that Ctrl-C
+// ends them.
 void let_interrupts_through() {
   nb::gil_scoped_acquire lock;
   if (PyErr_CheckSignals() != 0) throw nb::python_error();

@@ -65,11 +65,11 @@ void bind_results(nb::module_& module) {
   nb::class_<Outputs> outputs(module, "HighThroughputOutputs");
   outputs.def("__init__", [](Outputs* self) { new (self) Outputs{}; })
       .def_rw("hidden", &Outputs::hidden)
-      .def_rw("lanes", &Outputs::lanes)
+      .def_rw("weighted", &Outputs::weighted)
       .def_rw("expert_major", &Outputs::expert_major);
   def_array(outputs, "y", &Outputs::y);
   def_array(outputs, "row_weights", &Outputs::row_weights);
-  def_array(outputs, "lane_weights", &Outputs::lane_weights);
+  def_array(outputs, "topk_weights", &Outputs::topk_weights);
 
   using Result = HighThroughputResult;
   nb::class_<Result> result(module, "HighThroughputResult");
@@ -84,7 +84,7 @@ void bind_results(nb::module_& module) {
   def_array(result, "weights", &Result::weights);
 }
 
-// A routing and the tensors that count it, as for count_routes.
+// Binds count_routes. `sizes` are tokens, top_k, experts and ranks.
 void count(const Lent& topk_idx, const std::tuple<int32_t, int32_t, int32_t, int32_t>& sizes,
            const Lent& tokens_per_rank, const Lent& tokens_per_expert,
            const Lent& is_token_in_rank) {

@@ -79,8 +79,8 @@ void bind_arguments(nb::module_& module) {
   def_array(result, "wait_ns", &Result::wait_ns);
 }
 
-// The late routing is an argument of its own, because a struct must not keep a Python object's
-// address beyond the call.
+// The late routing is a separate argument, because a struct must not keep the address of a Python
+// object beyond the call.
 uint32_t combine_send(LowLatency& self, const LowLatencyGeometry& geometry,
                       const LowLatencyOutputs& outputs, const LowLatencyTokens* late) {
   LowLatencyOutputs with_late = outputs;

@@ -18,8 +18,12 @@ void bind_symmetric(nb::module_& module) {
           "__init__",
           [](SymmetricMemory* self, int32_t rank, int32_t ranks, int64_t bytes,
              double timeout_seconds, double spin_seconds, bool mask_late_peers) {
-            new (self) SymmetricMemory(SymmetricOptions{rank, ranks, bytes, timeout_seconds,
-                                                        spin_seconds, mask_late_peers});
+            new (self) SymmetricMemory(SymmetricOptions{.rank = rank,
+                                                        .ranks = ranks,
+                                                        .bytes = bytes,
+                                                        .timeout_seconds = timeout_seconds,
+                                                        .spin_seconds = spin_seconds,
+                                                        .mask_late_peers = mask_late_peers});
           },
           "rank"_a, "ranks"_a, "bytes"_a, "timeout_seconds"_a, "spin_seconds"_a,
           "mask_late_peers"_a)
@@ -49,8 +53,8 @@ void bind_symmetric(nb::module_& module) {
       .def(
           "late_peer",
           [](const SymmetricMemory& self, size_t index) {
-            const TimeoutFacts& facts = self.late().at(index);
-            return std::tuple(facts.peer, facts.phase, facts.seconds, facts.peer_gone);
+            const TimeoutReport& report = self.late().at(index);
+            return std::tuple(report.peer, report.phase, report.seconds, report.peer_gone);
           },
           "index"_a)
       .def("check_usable", &SymmetricMemory::check_usable)

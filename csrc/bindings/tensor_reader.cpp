@@ -8,7 +8,7 @@ namespace {
 constexpr const char* kAttribute = "__dlpack_c_exchange_api__";
 constexpr const char* kCapsule = "dlpack_exchange_api";
 
-// The API of the version that is known here, if the producer still has it.
+// The API of the version that this file implements, or null if the producer has no such version.
 const dlpack::ExchangeApi* known_api(const void* newest) {
   const auto* header = static_cast<const dlpack::ExchangeApiHeader*>(newest);
   while (header != nullptr && header->major > dlpack::kMajorVersion) header = header->older;
@@ -44,7 +44,7 @@ std::optional<TensorReader> TensorReader::of(nb::handle type) {
   if (PyType_Check(type.ptr()) == 0) return std::nullopt;
   const nb::object capsule = nb::getattr(type, kAttribute, nb::none());
   if (PyCapsule_IsValid(capsule.ptr(), kCapsule) == 0) return std::nullopt;
-  // The table outlives the capsule: by the specification it stays as long as the process.
+  // The table outlives the capsule: the specification keeps it until the process ends.
   const auto* api = known_api(PyCapsule_GetPointer(capsule.ptr(), kCapsule));
   if (api == nullptr || api->tensor_from_object == nullptr) return std::nullopt;
   return TensorReader(reinterpret_cast<PyTypeObject*>(type.ptr()), api->tensor_from_object);

@@ -1,7 +1,7 @@
-// What a torch.Tensor is (address, shape, strides, dtype, device), read without running Python, by
-// DLPack's C exchange API, which PyTorch has from 2.10 on.
+// Reads the address, shape, strides, dtype and device of a torch.Tensor without running Python,
+// through DLPack's C exchange API (PyTorch 2.10 and later).
 //
-// Nothing else of that API is used: tensors that its allocator makes cannot be recorded on streams.
+// The reader does not use the API's allocator, because its tensors cannot be recorded on streams.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -13,7 +13,8 @@
 
 namespace fanfold::bindings {
 
-// The C ABI of DLPack 1.3 (its dlpack.h), as far as it is used here. Every 1.x has the same.
+// The part of the C ABI of DLPack 1.3 (its dlpack.h) that the reader uses. It is the same for every
+// 1.x.
 namespace dlpack {
 
 inline constexpr uint32_t kMajorVersion = 1;
@@ -56,18 +57,18 @@ static_assert(offsetof(Tensor, dtype) == 20);
 static_assert(offsetof(Tensor, shape) == 24);
 static_assert(offsetof(Tensor, byte_offset) == 40);
 
-// 0, or -1 with a Python exception set. `object` keeps what `tensor` points to.
+// Returns 0, or -1 with a Python exception set. `object` owns the memory behind `tensor`.
 using TensorFromObject = int (*)(void* object, Tensor* tensor);
 
 struct ExchangeApiHeader {
   uint32_t major;
   uint32_t minor;
-  const ExchangeApiHeader* older;  // of another major version, or null
+  const ExchangeApiHeader* older;  // of an older major version, or null
 };
 
 struct ExchangeApi {
   ExchangeApiHeader header;
-  void (*owning[3])();                  // what makes, exports and imports tensors that are owned
+  void (*owning[3])();                  // the functions that make, export and import owned tensors
   TensorFromObject tensor_from_object;  // or null
   void (*current_stream)();
 };
@@ -77,24 +78,25 @@ static_assert(offsetof(ExchangeApi, tensor_from_object) == 40);
 
 }  // namespace dlpack
 
-// One tensor, as it is now; valid while the tensor lives and nobody resizes it.
+// The properties of one tensor; valid while the tensor lives and no code resizes it.
 struct TensorView {
   dlpack::Tensor tensor;
 
   std::byte* address() const { return tensor.data + tensor.byte_offset; }
   bool has_shape(std::initializer_list<int64_t> shape) const;
-  // In row-major order without gaps; as PyTorch has it, strides of no consequence may be anything.
+  // Whether the tensor is in row-major order without gaps. As in PyTorch, strides of dimensions of
+  // size 1, and all strides of an empty tensor, may have any value.
   bool is_contiguous() const;
 };
 
-// Reads tensors whose type is exactly one class.
+// Reads tensors of exactly one class.
 class TensorReader {
  public:
-  // Of the class `type`; nothing if it has no such API.
+  // Makes a reader for the class `type`; returns nothing if the class does not have the API.
   static std::optional<TensorReader> of(nanobind::handle type);
 
-  // Nothing for an object of another class, also of one derived from it, and for a tensor that
-  // DLPack has no words for (on the device "meta", for example). Leaves no Python exception behind.
+  // Returns nothing for an object of another class, including derived classes, and for a tensor
+  // that DLPack cannot describe (for example on the device "meta"). Leaves no Python exception set.
   std::optional<TensorView> read(nanobind::handle object) const;
 
  private:

@@ -10,7 +10,7 @@ namespace {
 constexpr const char* LIBRARY = "libcuda.so.1";
 constexpr int OLDEST = 12000;
 
-// What the loader says about the last failure of this thread.
+// The loader's message for the last failure of this thread.
 std::string loader_error() {
   const char* text = dlerror();  // NOLINT(concurrency-mt-unsafe): glibc keeps it per thread
   return text != nullptr ? text : "no reason given";
@@ -35,7 +35,7 @@ std::string version_text(int version) {
 }
 
 Driver open() {
-  // Stays loaded to the end of the process: other libraries use it too.
+  // Never unloaded, because other libraries of the process use it too.
   void* library = dlopen(LIBRARY, RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     throw Unavailable("there is no usable CUDA driver (" + loader_error() +
@@ -47,7 +47,7 @@ Driver open() {
   require(library, driver.get_error_name, "cuGetErrorName");
   require(library, driver.get_error_string, "cuGetErrorString");
   require(library, driver.ctx_get_current, "cuCtxGetCurrent");
-  // The symbols without a suffix are those of CUDA 3, whose contexts were counted.
+  // The symbols without the suffix are those of CUDA 3, which reference-counted contexts.
   require(library, driver.ctx_push_current, "cuCtxPushCurrent_v2");
   require(library, driver.ctx_pop_current, "cuCtxPopCurrent_v2");
   require(library, driver.module_load_data, "cuModuleLoadData");
@@ -74,7 +74,7 @@ void Driver::check(Result result, const char* call, const std::string& what) con
   if (result == 0) return;
   const char* name = nullptr;
   const char* text = nullptr;
-  // Codes that this driver does not know leave the pointers null.
+  // For codes that this driver does not know, the pointers stay null.
   get_error_name(result, &name);
   get_error_string(result, &text);
   throw DriverFailure({.call = call,

@@ -1,9 +1,10 @@
-// The CUDA driver (libcuda.so.1), looked for when something first needs it and never before, so
-// that the library builds and imports where no CUDA is installed.
+// The CUDA driver (libcuda.so.1), loaded at its first use, so that the library builds and imports
+// on machines without CUDA.
 //
-// Types and numbers are the driver's binary interface, stated here because no CUDA header may be
-// needed to build. Functions are its plain symbols: those without a suffix keep their meaning
-// forever, and streams are passed explicitly, so that no variant for per-thread streams matters.
+// This header declares the types and numbers of the driver's binary interface itself, so that the
+// build needs no CUDA header. The functions are the driver's plain symbols: a symbol without a
+// suffix never changes its meaning. The variants for per-thread default streams are not needed,
+// because callers pass streams explicitly.
 #pragma once
 
 #include <cstddef>
@@ -53,7 +54,7 @@ static_assert(sizeof(LaunchConfig) == 56 && offsetof(LaunchConfig, stream) == 32
               offsetof(LaunchConfig, attributes) == 40 &&
               offsetof(LaunchConfig, attribute_count) == 48);
 
-// The functions in use, each named as the driver names it, without its prefix `cu`.
+// The driver functions that the library calls, by their names without the prefix `cu`.
 struct Driver {
   Result (*driver_get_version)(int* version);
   Result (*get_error_name)(Result, const char** text);
@@ -72,15 +73,15 @@ struct Driver {
   Result (*func_get_param_info)(Function, size_t index, size_t* offset, size_t* bytes);
 
   // Throws DriverFailure unless `result` is success. `call` is the driver's name of the function;
-  // `what` says what was asked of it, with its values.
+  // `what` describes the request, with its values.
   void check(Result result, const char* call, const std::string& what) const;
 };
 
-// Throws Unavailable where there is no driver, or it is older than CUDA 12.0. A failure is not
-// remembered: the next call looks again.
+// Returns the driver. Throws Unavailable if there is none, or if it is older than CUDA 12.0; after
+// a failure the next call tries again.
 const Driver& driver();
 
-// The newest CUDA that the driver serves, as 1000 * major + 10 * minor.
+// The newest CUDA version that the driver supports, as 1000 * major + 10 * minor.
 int driver_version();
 
 }  // namespace fanfold::cuda

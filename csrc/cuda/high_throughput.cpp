@@ -42,7 +42,8 @@ HighThroughput::HighThroughput(const HighThroughputPlace& place)
   check_within("max_tokens", place.max_tokens, 0,
                std::min<int64_t>(ArrivalWord::kMostTokens, kTurns - kBatchTokens),
                "an arrival carries them, and a batch's word the turns of a ring");
-  // A token-major row for each token of each rank at most; expert-major ones are checked below.
+  // Bounds token-major rows, at most one for each token of each rank. check_shape bounds
+  // expert-major rows.
   check_within("ranks * max_tokens", int64_t{place.ranks} * place.max_tokens, 0,
                (int64_t{1} << PlaceWord::kRowBits) - 1, "a row's number has 26 bits");
 }
@@ -72,8 +73,8 @@ void HighThroughput::check_shape(const HighThroughputShape& shape) const {
   if (shape.phase != HighThroughputPhase::kPlan) return;
   const int bits = PlaceWord::row_bits(place_.ranks);
   const int64_t local = shape.experts / place_.ranks;
-  const int64_t choices = std::min<int64_t>(shape.top_k, local);
-  const int64_t rows = int64_t{place_.ranks} * place_.max_tokens * choices;
+  const int64_t entries = std::min<int64_t>(shape.top_k, local);
+  const int64_t rows = int64_t{place_.ranks} * place_.max_tokens * entries;
   const std::string why = "a row's number has " + std::to_string(bits) +
                           " bits with so many ranks: lower max_tokens or expert_alignment";
   check_within("rows that one rank may receive", rows + local * (shape.alignment - 1), 0,

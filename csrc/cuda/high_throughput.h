@@ -1,4 +1,4 @@
-// The host side of the high-throughput kernels: the arguments of their calls, and their bounds.
+// The host side of the high-throughput kernels: fills in and checks the arguments of their calls.
 #pragma once
 
 #include <array>
@@ -9,7 +9,7 @@
 
 namespace fanfold::cuda {
 
-// Where one rank's calls find their memory, and how they wait.
+// The memory of one rank's calls, and the bound of their waits.
 struct HighThroughputPlace {
   int32_t rank;
   int32_t ranks;
@@ -17,11 +17,12 @@ struct HighThroughputPlace {
   uintptr_t state;                          // HighThroughputState, in device memory, zero at first
   uintptr_t reports;                        // Report[kReportKinds], in pinned host memory
   int64_t timeout_ns;
-  int32_t max_tokens;  // of any rank, the same on all
-  int64_t ring_bytes;  // of each of the rings, of which there is one for each rank
+  int32_t max_tokens;  // of any rank; the same on all ranks
+  int64_t ring_bytes;  // of each ring; there is one ring for each rank
 };
 
-// What ranks must agree about in one call, besides what the place says. Slots follow from it.
+// The values of a call, besides those of HighThroughputPlace, that must be the same on all ranks.
+// The number of slots follows from them.
 struct HighThroughputShape {
   HighThroughputPhase phase;
   int32_t experts;
@@ -30,29 +31,29 @@ struct HighThroughputShape {
   int32_t scale_words;   // dispatch
   int32_t slot_bytes;    // of a row in a ring; 0 in a plan
   int32_t expert_major;  // 1 or 0
-  int32_t in_place;      // likewise
-  int32_t slices;        // of a row in a combine; 1 elsewhere
-  int32_t variant;       // whatever else tells two calls apart, such as new routing, weights
+  int32_t in_place;      // 1 or 0
+  int32_t slices;        // of a row in a combine; else 1
+  int32_t variant;       // further options of the call as a number, such as new routing, weights
   int32_t alignment;     // of a plan
 };
 
 // CTAs of a launch.
 struct HighThroughputGrid {
   int32_t ctas;
-  int32_t senders;  // that begin as senders in a dispatch
+  int32_t senders;  // CTAs that begin as senders in a dispatch
 };
 
-// The calls over one part of a symmetric memory.
+// Makes the arguments of the calls over one part of a symmetric memory.
 class HighThroughput {
  public:
-  // Throws BadArgument for what the kernels' words cannot hold.
+  // Throws BadArgument for values that do not fit the kernels' words.
   explicit HighThroughput(const HighThroughputPlace& place);
 
-  // Of each ring, as many as a call of this shape uses.
+  // The number of slots of each ring that a call of this shape uses.
   int32_t slots(const HighThroughputShape& shape) const;
 
-  // Arguments with all but a call's tensors filled in. Throws BadArgument for a shape, or a grid,
-  // that the kernels cannot serve.
+  // Return arguments that are complete except for the call's tensors. Throw BadArgument for a shape
+  // or a grid that the kernels do not support.
   PlanArgs plan_arguments(const HighThroughputShape& shape, const HighThroughputGrid& grid) const;
   HighThroughputDispatchArgs dispatch_arguments(const HighThroughputShape& shape,
                                                 const HighThroughputGrid& grid) const;
@@ -70,10 +71,10 @@ class HighThroughput {
   HighThroughputOffsets offsets_;
 };
 
-// Slots of a ring, batches of rows each.
+// The fewest slots of a ring; each slot holds a batch of rows.
 inline constexpr int32_t kLeastRingSlots = 4;
 
-// How a region is divided among the rings of `ranks`.
+// The offsets of all areas of a region, for `ranks` rings of `ring_bytes` each.
 HighThroughputOffsets high_throughput_offsets(int32_t ranks, int64_t ring_bytes);
 
 }  // namespace fanfold::cuda

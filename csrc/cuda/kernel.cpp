@@ -101,22 +101,22 @@ void Kernel::launch(const void* arguments, size_t bytes, const LaunchShape& shap
                             .stream = shape.stream,
                             .attributes = shape.early ? &early : nullptr,
                             .attribute_count = shape.early ? 1U : 0U};
-  // The driver's interface lacks the const; it only reads.
+  // The driver only reads the parameters, but its interface lacks the const.
   void* parameters[1] = {const_cast<void*>(arguments)};
-  // A caller may have made another device current since; stream 0 would be that one's.
+  // The caller may have made another device current; stream 0 would be a stream of that device.
   Context current = nullptr;
-  const bool elsewhere = driver_.ctx_get_current(&current) == 0 && current != context_ &&
-                         driver_.ctx_push_current(context_) == 0;
+  const bool other_context = driver_.ctx_get_current(&current) == 0 && current != context_ &&
+                             driver_.ctx_push_current(context_) == 0;
   const Result result = driver_.launch_kernel_ex(&config, function_, parameters, nullptr);
-  if (elsewhere) driver_.ctx_pop_current(&current);
-  // Words are made only for a failure: making them costs as much as a launch.
+  if (other_context) driver_.ctx_pop_current(&current);
+  // Build the text only for a failure: building it costs as much as a launch.
   if (result != 0) driver_.check(result, "cuLaunchKernelEx", shape_text(entry_, shape));
 }
 
 void Kernel::unload() noexcept {
   if (module_ == nullptr) return;
-  // A module is unloaded in its own context. Results are ignored: where the context or the driver
-  // has ended, the module has too.
+  // A module must be unloaded in its own context. Ignores the results: if the context or the driver
+  // has ended, the module is gone too.
   Context current = nullptr;
   if (driver_.ctx_get_current(&current) != 0) return;
   if (current == context_) {

@@ -1,4 +1,4 @@
-// A kernel compiled for one architecture, loaded into the CUDA context that is current.
+// A kernel compiled for one architecture and loaded into the current CUDA context.
 #pragma once
 
 #include <cstddef>
@@ -11,31 +11,32 @@
 
 namespace fanfold::cuda {
 
-// How kernels find the memory of `ranks` ranks at `peers`: in their arguments, or where those are
-// too many at `copy` in device memory.
+// The kernels' table of the memory of `ranks` ranks, at the addresses `peers`. The table itself
+// holds the addresses of few ranks; for more ranks it points to `copy`, their addresses in device
+// memory.
 PeerTable peer_table(const uintptr_t* peers, int32_t ranks, uintptr_t copy);
 
 struct LaunchShape {
   int ctas;              // of a one-dimensional grid
   int threads;           // per CTA
-  int shared_bytes = 0;  // dynamic; above 48 KiB less the static ones see allow_shared_bytes
+  int shared_bytes = 0;  // dynamic; above 48 KiB less the static bytes, call allow_shared_bytes
   uintptr_t stream = 0;  // CUstream; 0 is the legacy default stream
-  // The kernel may start before the one ahead of it in the stream has ended, and itself waits for
-  // it (programmatic dependent launch, compute capability 9.0 and later).
+  // The kernel may start before the previous kernel of the stream has ended; it waits for that
+  // kernel itself (programmatic dependent launch, compute capability 9.0 and later).
   bool early = false;
 };
 
-// Everything but the destructor throws DriverFailure for what the driver refuses, and expects the
-// context that was current at construction. Not to be shared by threads without a lock; `launch`
-// alone may be called by several at once.
+// All functions but the destructor throw DriverFailure if a driver call fails. All but `launch` and
+// the destructor need the context that was current at construction. Several threads may call
+// `launch` at once; all other functions need a lock.
 class Kernel {
  public:
   // Loads `cubin`, whose function `symbol` takes exactly one parameter, a struct by value; errors
-  // call it `entry`. The function is on the device when this returns: nothing is left to be loaded
-  // by the first launch, where loading would wait for kernels that themselves wait for this one.
+  // name it `entry`. Loads the function onto the device at once: if the first launch did it,
+  // loading would wait for running kernels that themselves wait for this one.
   Kernel(std::span<const std::byte> cubin, std::string entry, const std::string& symbol);
-  // Every launch must have ended. Never throws; after the end of the context, or of the driver at
-  // exit, it does nothing, as the module has gone with it.
+  // Every launch must have ended. Never throws. Does nothing after the end of the context, or of
+  // the driver at exit, because the module has ended with it.
   ~Kernel();
   Kernel(const Kernel&) = delete;
   Kernel& operator=(const Kernel&) = delete;
@@ -44,16 +45,16 @@ class Kernel {
 
   const std::string& entry() const { return entry_; }
   int registers() const { return registers_; }
-  // Per thread: the stack and what was spilt.
+  // Local memory per thread: the stack and spilled registers.
   int local_bytes() const { return local_bytes_; }
   int static_shared_bytes() const { return static_shared_bytes_; }
 
   // Allows launches up to `bytes` of dynamic shared memory.
   void allow_shared_bytes(int bytes);
 
-  // Enqueues the kernel with the `bytes` at `arguments` as its parameter, which are copied before
-  // this returns. Throws BadArgument if the kernel's parameter has another size (which drivers
-  // before CUDA 12.4 cannot tell).
+  // Enqueues the kernel with the `bytes` bytes at `arguments` as its parameter, and copies them
+  // before it returns. Throws BadArgument if the kernel's parameter has another size; drivers
+  // before CUDA 12.4 do not report the size.
   void launch(const void* arguments, size_t bytes, const LaunchShape& shape) const;
 
  private:
@@ -67,7 +68,7 @@ class Kernel {
   Context context_ = nullptr;
   Module module_ = nullptr;
   Function function_ = nullptr;
-  size_t parameter_bytes_ = 0;  // 0: not known
+  size_t parameter_bytes_ = 0;  // 0 if unknown
   int registers_ = 0;
   int local_bytes_ = 0;
   int static_shared_bytes_ = 0;

@@ -1,4 +1,4 @@
-// The host side of the low-latency kernels: the arguments of a geometry's calls, and their launch.
+// The host side of the low-latency kernels: fills in and checks the arguments of their calls.
 #pragma once
 
 #include <array>
@@ -9,7 +9,7 @@
 
 namespace fanfold::cuda {
 
-// Where one rank's calls find their memory, and how they wait.
+// The memory of one rank's calls, and the bound of their waits.
 struct LowLatencyPlace {
   int32_t rank;
   std::array<uintptr_t, kMostRanks> peers;  // every rank's symmetric memory
@@ -19,21 +19,21 @@ struct LowLatencyPlace {
   bool mask_late;
 };
 
-// The grid of a geometry's kernels. Every launch of a kind has the same one, as each CTA counts its
-// own calls.
+// The grid of a geometry's kernels. It must be the same for every launch of a kind, because each
+// CTA counts its own calls.
 struct LowLatencyGrid {
   int32_t ctas;
-  int32_t senders;  // that push rows in a dispatch
+  int32_t senders;  // CTAs that push rows in a dispatch
 };
 
-// The calls of one geometry.
+// Makes the arguments of the calls of one geometry.
 class LowLatency {
  public:
   LowLatency(const LowLatencyPlace& place, const LowLatencyGeometry& geometry, bool late,
              const LowLatencyGrid& grid);
 
-  // Arguments with all but the call's own filled in.
-  // `encoding` and `weights` are those of LowLatencySignature.
+  // Return arguments that are complete except for the call's tensors. `encoding` and `weights` are
+  // the fields of LowLatencySignature.
   DispatchArgs dispatch_arguments(int32_t encoding, int32_t weights) const;
   CombineArgs combine_arguments(bool logfmt, int32_t weights) const;
 
@@ -46,7 +46,7 @@ class LowLatency {
   LowLatencyDeviceOffsets offsets_;
 };
 
-// Throws BadArgument, naming the bound, where the kernels cannot serve the geometry.
+// Throws BadArgument, with the bound, if the kernels do not support the geometry.
 void check_device_geometry(const LowLatencyGeometry& geometry);
 
 }  // namespace fanfold::cuda

@@ -1,15 +1,15 @@
 #include "host/exchange.h"
 
 #include <algorithm>
-#include <cstring>
-
-#include "base/atomics.h"
+#include <chrono>
 
 namespace fanfold {
 namespace {
 
-// A waiting rank shows life about every 50 ms; one that has not for this many looks is stuck.
-constexpr int32_t kLooks = 3;
+// A waiting rank counts its heartbeat up about every 50 ms. A rank whose count has stood still for
+// this many polls is stuck.
+constexpr int32_t kMissedHeartbeats = 3;
+constexpr auto kHeartbeatInterval = std::chrono::milliseconds(50);
 constexpr int32_t kNobody = -1;
 
 constexpr Phase kPhases[] = {Phase::kHighThroughputCounts, Phase::kHighThroughputDispatch,
@@ -20,7 +20,7 @@ constexpr Phase kPhases[] = {Phase::kHighThroughputCounts, Phase::kHighThroughpu
 Exchange::Exchange(SymmetricMemory& memory, int64_t offset, int64_t bytes, uint32_t epoch)
     : memory_(memory), offset_(offset), signals_{memory.ranks()}, layout_{memory.ranks()},
       staging_bytes_(bytes - layout_.staging_offset()), epoch_(epoch),
-      heard_(index(memory.ranks())), pulses_(index(memory.ranks())) {
+      header_received_(index(memory.ranks())), heartbeats_(index(memory.ranks())) {
   if (offset < 0 || offset + bytes > memory.bytes() || staging_bytes_ <= 0) {
     throw BadArgument(
         "bytes", std::to_string(bytes),
@@ -29,7 +29,7 @@ Exchange::Exchange(SymmetricMemory& memory, int64_t offset, int64_t bytes, uint3
 }
 
 void Exchange::push(Kind kind, int32_t peer, int32_t value) const {
-  memory_.push(peer, signal(kind, memory_.rank()), Signal{epoch_, value});
+  memory_.peer(peer).signal(signal(kind, memory_.rank()), Signal{epoch_, value});
 }
 
 // --- The course of a call -------------------------------------------------------------------
@@ -40,10 +40,10 @@ void Exchange::begin(Phase phase) {
     throw Misuse("an earlier high-throughput call was interrupted before its end; close it");
   }
   phase_ = phase;
-  // A peer that is one call ahead has left this one too.
+  // A peer that is one call ahead has left this call as well.
   const auto left = [&](int32_t peer) {
-    const Signal signal = peek(Kind::kTaken, peer);
-    return !present(peer) || peer == rank() || !called_ ||
+    const Signal signal = peek(Kind::kAck, peer);
+    return !present(peer) || peer == rank() || !any_call_ ||
            (signal.epoch == epoch_ && signal.value == kLeft) || signal.epoch == epoch_ + 1;
   };
   const auto all_left = [&] {
@@ -52,40 +52,47 @@ void Exchange::begin(Phase phase) {
     }
     return true;
   };
-  const auto debt = [&](int32_t peer) {
-    return left(peer) ? std::nullopt : std::optional(Debt{epoch_, int64_t{epoch_} - 1});
+  const auto pending = [&](int32_t peer) {
+    return left(peer) ? std::nullopt : std::optional(Pending{epoch_, int64_t{epoch_} - 1});
   };
-  while (!all_left()) wait(all_left, debt);
+  while (!all_left()) wait(all_left, pending);
+  // What an aborted call has sent may still be on its way, as nobody has waited for it.
+  for (int32_t peer = 0; peer < ranks() && aborted_; ++peer) {
+    if (present(peer)) memory_.peer(peer).fence();
+  }
+  aborted_ = false;
   ++epoch_;
-  called_ = true;
+  any_call_ = true;
   within_call_ = true;
-  std::fill(heard_.begin(), heard_.end(), uint8_t{0});
-  heard_[index(rank())] = 1;
-  unheard_ = ranks() - 1;
+  std::fill(header_received_.begin(), header_received_.end(), uint8_t{0});
+  header_received_[index(rank())] = 1;
+  pending_headers_ = ranks() - 1;
 }
 
 void Exchange::leave() {
   for (int32_t peer = 0; peer < ranks(); ++peer) {
-    if (peer != rank() && present(peer)) push(Kind::kTaken, peer, kLeft);
+    if (peer != rank() && present(peer)) push(Kind::kAck, peer, kLeft);
   }
   within_call_ = false;
 }
 
 void Exchange::refuse(const std::string& reason) {
-  // Peers may be in another phase of the call than this rank.
+  aborted_ = true;
+  // Store the reason for all phases, because peers may be in another phase than this rank.
   for (const Phase phase : kPhases) memory_.set_reason(phase, epoch_, reason);
   for (int32_t peer = 0; peer < ranks(); ++peer) {
     if (peer == rank() || !present(peer)) continue;
-    push(Kind::kAnnounced, peer, kRefusedValue);
+    push(Kind::kHeader, peer, kRefusedValue);
     push(Kind::kPublished, peer, kRefusedValue);
   }
   leave();
 }
 
-void Exchange::pass_on_refusal(int32_t peer) {
-  const RefusalFacts facts = memory_.refusal(peer, phase_, epoch_);
+void Exchange::throw_refusal(int32_t peer) {
+  aborted_ = true;
+  const RefusalReport report = memory_.refusal(peer, phase_, epoch_);
   leave();
-  throw PeerRefused(facts);
+  throw PeerRefused(report);
 }
 
 bool Exchange::refused(int32_t peer) const {
@@ -94,7 +101,7 @@ bool Exchange::refused(int32_t peer) const {
 }
 
 void Exchange::check_refusal(int32_t peer) {
-  if (refused(peer)) pass_on_refusal(peer);
+  if (refused(peer)) throw_refusal(peer);
 }
 
 void Exchange::disagree(const std::string& name, int64_t ours, int64_t theirs, int32_t peer) {
@@ -103,145 +110,158 @@ void Exchange::disagree(const std::string& name, int64_t ours, int64_t theirs, i
   throw BadArgument(error);
 }
 
-// --- Announcements --------------------------------------------------------------------------
+// --- Call headers ---------------------------------------------------------------------------
 
-void Exchange::announce(const Offer& offer) {
-  facts_ = offer.facts;
-  const int32_t locals = facts_.experts / ranks();
+void Exchange::send_headers(const Headers& headers) {
+  signature_ = headers.signature;
+  const int32_t locals = signature_.experts / ranks();
   for (int32_t peer = 0; peer < ranks(); ++peer) {
     if (!present(peer)) continue;
-    std::byte* base = memory_.base(peer) + offset_;
-    const Announcement announcement{facts_, offer.records[index(peer)], offer.rows[index(peer)]};
-    std::memcpy(base + layout_.announcement_offset(rank()), &announcement, sizeof announcement);
-    if (offer.counts != nullptr) {
-      std::memcpy(base + layout_.counts_offset(rank(), locals), offer.counts + peer * locals,
-                  static_cast<size_t>(locals) * sizeof(int32_t));
+    const Peer& to = memory_.peer(peer);
+    const CallHeader header{signature_, headers.records[index(peer)], headers.rows[index(peer)]};
+    to.put(offset_ + layout_.header_offset(rank()), &header, sizeof header);
+    if (headers.counts != nullptr) {
+      to.put(offset_ + layout_.counts_offset(rank(), locals), headers.counts + peer * locals,
+             locals * int64_t{sizeof(int32_t)});
     }
-    push(Kind::kAnnounced, peer, 0);
+    push(Kind::kHeader, peer, 0);
   }
 }
 
-const Announcement& Exchange::announcement(int32_t peer) const {
-  return *reinterpret_cast<const Announcement*>(memory_.base(rank()) + offset_ +
-                                                layout_.announcement_offset(peer));
+const CallHeader& Exchange::header(int32_t peer) const {
+  return *reinterpret_cast<const CallHeader*>(memory_.own() + offset_ +
+                                              layout_.header_offset(peer));
 }
 
 const int32_t* Exchange::counts(int32_t peer) const {
-  return reinterpret_cast<const int32_t*>(memory_.base(rank()) + offset_ +
-                                          layout_.counts_offset(peer, facts_.experts / ranks()));
+  return reinterpret_cast<const int32_t*>(
+      memory_.own() + offset_ + layout_.counts_offset(peer, signature_.experts / ranks()));
 }
 
-void Exchange::check_facts(int32_t peer, const CallFacts& theirs) {
+void Exchange::check_signature(int32_t peer, const CallSignature& theirs) {
   const auto same = [&](const char* name, int64_t ours, int64_t other) {
     if (ours != other) disagree(name, ours, other, peer);
   };
-  same("call (1 dispatch, 2 cached dispatch, 3 combine)", static_cast<int64_t>(facts_.call),
+  same("call (1 dispatch, 2 cached dispatch, 3 combine)", static_cast<int64_t>(signature_.call),
        static_cast<int64_t>(theirs.call));
-  same("num_experts", facts_.experts, theirs.experts);
-  same("top_k", facts_.top_k, theirs.top_k);
-  same("bytes of a row", facts_.row_bytes, theirs.row_bytes);
-  same("scales of a row", facts_.scale_words, theirs.scale_words);
-  same("weights given (0 no, 1 yes)", facts_.weighted, theirs.weighted);
+  same("num_experts", signature_.experts, theirs.experts);
+  same("top_k", signature_.top_k, theirs.top_k);
+  same("bytes of a row", signature_.row_bytes, theirs.row_bytes);
+  same("scales of a row", signature_.scale_words, theirs.scale_words);
+  same("weights given (0 no, 1 yes)", signature_.weighted, theirs.weighted);
 }
 
-void Exchange::hear(const std::vector<int64_t>* expected_rows) {
+void Exchange::receive_headers(const std::vector<int64_t>* expected_rows) {
   for (int32_t peer = 0; peer < ranks() && !agreed(); ++peer) {
-    if (heard(peer)) continue;
+    if (header_received(peer)) continue;
     if (present(peer)) {
-      const Signal signal = peek(Kind::kAnnounced, peer);
+      const Signal signal = peek(Kind::kHeader, peer);
       if (signal.epoch != epoch_) continue;
-      if (signal.value == kRefusedValue) pass_on_refusal(peer);
-      check_facts(peer, announcement(peer).facts);
-      const int64_t rows = announcement(peer).rows;
+      if (signal.value == kRefusedValue) throw_refusal(peer);
+      check_signature(peer, header(peer).signature);
+      const int64_t rows = header(peer).rows;
       if (expected_rows != nullptr && (*expected_rows)[index(peer)] != rows) {
         disagree("rows of the plan", (*expected_rows)[index(peer)], rows, peer);
       }
     }
-    heard_[index(peer)] = 1;
-    --unheard_;
+    header_received_[index(peer)] = 1;
+    --pending_headers_;
   }
 }
 
-bool Exchange::news() const {
+bool Exchange::has_unread_signal() const {
   for (int32_t peer = 0; peer < ranks(); ++peer) {
-    if (heard(peer)) {
+    if (header_received(peer)) {
       if (peer != rank() && present(peer) && refused(peer)) return true;
       continue;
     }
-    if (!present(peer) || peek(Kind::kAnnounced, peer).epoch == epoch_) return true;
+    if (!present(peer) || peek(Kind::kHeader, peer).epoch == epoch_) return true;
   }
   return false;
 }
 
-std::optional<Debt> Exchange::announcement_debt(int32_t peer) const {
-  if (heard(peer) || !present(peer)) return std::nullopt;
-  return Debt{epoch_, peek(Kind::kAnnounced, peer).epoch};
+std::optional<Pending> Exchange::pending_header(int32_t peer) const {
+  if (header_received(peer) || !present(peer)) return std::nullopt;
+  return Pending{epoch_, peek(Kind::kHeader, peer).epoch};
 }
 
-void Exchange::await_announcements() {
-  hear(nullptr);
+void Exchange::await_headers() {
+  receive_headers(nullptr);
   while (!agreed()) {
-    wait([&] { return news(); }, [&](int32_t peer) { return announcement_debt(peer); });
-    hear(nullptr);
+    wait([&] { return has_unread_signal(); }, [&](int32_t peer) { return pending_header(peer); });
+    receive_headers(nullptr);
   }
 }
 
 // --- Streams --------------------------------------------------------------------------------
 
-void Exchange::publish(int32_t peer, int32_t chunks) const { push(Kind::kPublished, peer, chunks); }
-
-void Exchange::take(int32_t peer, int32_t chunks) const { push(Kind::kTaken, peer, chunks); }
-
-int32_t Exchange::published(int32_t peer) const {
-  const Signal signal = peek(Kind::kPublished, peer);
+int32_t Exchange::chunks(const StreamPlace& word) const {
+  const Signal signal = memory_.peek(word.rank, word.offset);
   return signal.epoch == epoch_ && signal.value != kRefusedValue ? signal.value : -1;
-}
-
-int32_t Exchange::taken(int32_t peer) const {
-  const Signal signal = peek(Kind::kTaken, peer);
-  return signal.epoch == epoch_ ? signal.value : 0;
 }
 
 // --- Waiting --------------------------------------------------------------------------------
 
-Signal Exchange::watch_of(int32_t rank) const {
-  const std::byte* word = memory_.base(rank) + offset_ + signals_.watch_offset();
-  return Signal::decode(load_acquire_system(reinterpret_cast<const uint64_t*>(word)));
+Signal Exchange::heartbeat_of(int32_t rank) const {
+  if (!is_here(rank)) return peek(Kind::kHeartbeat, rank);
+  return memory_.peek(rank, offset_ + signals_.watch_offset());
 }
 
-void Exchange::set_watch(int32_t blamed) {
-  memory_.push_quietly(rank(), offset_ + signals_.watch_offset(), Signal{++beats_, blamed + 1});
+void Exchange::push_heartbeat(int32_t late_peer) {
+  memory_.peer(rank()).signal_quietly(offset_ + signals_.watch_offset(),
+                                      Signal{++heartbeat_count_, late_peer + 1});
+}
+
+void Exchange::send_heartbeat(int32_t late_peer) const {
+  for (int32_t peer = 0; peer < ranks(); ++peer) {
+    if (is_here(peer) || !present(peer)) continue;
+    memory_.peer(peer).signal_quietly(signal(Kind::kHeartbeat, rank()),
+                                      Signal{heartbeat_count_, late_peer + 1});
+  }
 }
 
 void Exchange::wait(const std::function<bool()>& ready,
-                    const std::function<std::optional<Debt>(int32_t)>& debt) {
+                    const std::function<std::optional<Pending>(int32_t)>& pending) {
   if (ready()) return;
   for (int32_t peer = 0; peer < ranks(); ++peer) {
-    pulses_[index(peer)] = Pulse{watch_of(peer).epoch, 0};
+    heartbeats_[index(peer)] = Heartbeat{heartbeat_of(peer).epoch, 0};
   }
+  // Ranks on other hosts get the heartbeats of long waits only, and few: each wakes them.
+  const auto start = std::chrono::steady_clock::now();
+  int64_t sent = 0;
   memory_.wait_until(ready, [&] {
-    const int32_t blamed = culprit(debt);
-    set_watch(blamed);
-    const Debt owed = debt(blamed).value_or(Debt{epoch_, int64_t{epoch_} - 1});
-    return TimeoutFacts{rank(), blamed, name_of(phase_), owed.expected, owed.actual, 0.0, false};
+    const int32_t late_peer = find_late_peer(pending);
+    push_heartbeat(late_peer);
+    const auto waited = std::chrono::steady_clock::now() - start;
+    if (waited / kHeartbeatInterval > sent) {
+      sent = waited / kHeartbeatInterval;
+      send_heartbeat(late_peer);
+    }
+    const Pending missing = pending(late_peer).value_or(Pending{epoch_, int64_t{epoch_} - 1});
+    return TimeoutReport{rank(), late_peer, name_of(phase_), missing.expected, missing.actual,
+                         0.0,    false};
   });
-  set_watch(kNobody);
+  push_heartbeat(kNobody);
+  if (sent > 0) send_heartbeat(kNobody);
 }
 
-// A peer that itself waits for another is not to blame: the chain is followed from the debtor that
-// has shown no life for longest to one that is stuck, or has ended, or is in no call at all.
-int32_t Exchange::culprit(const std::function<std::optional<Debt>(int32_t)>& debt) {
+// Begins with the pending peer without a heartbeat for the longest time. While that peer waits for
+// another one, goes on to the other one, until a peer is stuck, has ended, or is in no call.
+int32_t Exchange::find_late_peer(const std::function<std::optional<Pending>(int32_t)>& pending) {
   int32_t suspect = kNobody;
   for (int32_t peer = 0; peer < ranks(); ++peer) {
-    Pulse& pulse = pulses_[index(peer)];
-    const uint32_t count = watch_of(peer).epoch;
-    pulse = count == pulse.count ? Pulse{count, pulse.unchanged + 1} : Pulse{count, 0};
-    if (peer == rank() || !present(peer) || !debt(peer)) continue;
-    if (suspect == kNobody || pulse.unchanged > pulses_[index(suspect)].unchanged) suspect = peer;
+    Heartbeat& heartbeat = heartbeats_[index(peer)];
+    const uint32_t count = heartbeat_of(peer).epoch;
+    heartbeat =
+        count == heartbeat.count ? Heartbeat{count, heartbeat.unchanged + 1} : Heartbeat{count, 0};
+    if (peer == rank() || !present(peer) || !pending(peer)) continue;
+    if (suspect == kNobody || heartbeat.unchanged > heartbeats_[index(suspect)].unchanged) {
+      suspect = peer;
+    }
   }
   for (int32_t hop = 0; hop < ranks() && suspect != kNobody; ++hop) {
-    const int32_t next = watch_of(suspect).value - 1;
-    const bool alive = pulses_[index(suspect)].unchanged < kLooks;
+    const int32_t next = heartbeat_of(suspect).value - 1;
+    const bool alive = heartbeats_[index(suspect)].unchanged < kMissedHeartbeats;
     if (!alive || next < 0 || next >= ranks() || next == rank() || !present(next)) break;
     suspect = next;
   }

@@ -1,11 +1,15 @@
-// The calls of the high-throughput mode as all ranks see them: numbered, announced, watched.
+// Keeps all ranks in step over the calls of the high-throughput mode, and reports which rank is
+// late.
 //
-// Every rank takes part in every call. A call begins once every peer has left the previous one;
-// each rank announces what it brings; rows stream (host/stream.h); each rank leaves when it has
-// read all that is for it. A rank that finds its own input bad refuses instead, at any time before
-// the last publish of its streams, which makes the call void everywhere and keeps all ranks in
-// step: no rank completes a call before every rank has seen every announcement and agreed (see
-// `agreed`).
+// Every rank takes part in every call:
+//   1. A rank begins a call once every peer has left the previous one.
+//   2. Each rank sends a call header to every peer.
+//   3. Rows stream between the ranks (host/stream.h).
+//   4. Each rank leaves the call when it has read all of its rows.
+//
+// A rank whose input is bad refuses the call instead, at any time before the last publish of its
+// streams. A refusal aborts the call on every rank, and all ranks stay in step: no rank completes a
+// call before it has received and checked the headers of all ranks (see `agreed`).
 #pragma once
 
 #include <cstdint>
@@ -19,95 +23,120 @@
 
 namespace fanfold {
 
-// What a peer still owes this rank: words for PeerTimeout.
-struct Debt {
+// How far a peer has come with a header, rows or acknowledgements that this rank waits for. A
+// PeerTimeout reports both numbers.
+struct Pending {
   int64_t expected;
   int64_t actual;
 };
 
+// A place of a stream, of its ring or of one of its words: in whose memory it lies, and where. Only
+// memory of this host can be read.
+struct StreamPlace {
+  int32_t rank;
+  int64_t offset;
+};
+
 class Exchange {
  public:
-  // Uses `bytes` at `offset` of the modes' part of `memory`, which must outlive it. Calls are
-  // numbered from `epoch` + 1, on all ranks alike.
+  // Uses `bytes` at `offset` of the modes' part of `memory`, which must outlive the exchange. The
+  // first call has the number `epoch` + 1; `epoch` must be the same on all ranks.
   Exchange(SymmetricMemory& memory, int64_t offset, int64_t bytes, uint32_t epoch = 0);
 
   int32_t rank() const { return memory_.rank(); }
   int32_t ranks() const { return memory_.ranks(); }
+  const Hosts& hosts() const { return memory_.hosts(); }
+  bool is_here(int32_t peer) const { return hosts().together(peer, rank()); }
   bool present(int32_t peer) const { return !memory_.masked(peer); }
   bool within_call() const { return within_call_; }
 
-  // Throws Misuse if an earlier call was interrupted, and PeerTimeout.
+  // Begins the next call, once every peer has left the previous one. Throws PeerTimeout, and Misuse
+  // if an earlier call was interrupted.
   void begin(Phase phase);
-  // The same call goes on under another name.
+  // Changes the phase that errors of this call name.
   void enter(Phase phase) { phase_ = phase; }
-  // This rank reads nothing more of this call.
+  // Ends the call on this rank, which must have read all of its rows.
   void leave();
-  // Ends the call with `reason` on this rank, void on every other.
+  // Ends the call on this rank and aborts it with `reason` on every other.
   void refuse(const std::string& reason);
 
-  // Says what this rank brings and, per peer, `records` of its stream and `rows` for the peer;
-  // with `counts` ([experts]) each peer also gets the rows of its experts.
-  struct Offer {
-    CallFacts facts;
+  // The call headers of this rank. Each peer gets the signature, its element of `records` (in the
+  // stream that the peer reads) and its element of `rows` (those of them that are for the peer). If
+  // `counts` ([experts]) is given, each peer also gets the row counts of its experts.
+  struct Headers {
+    CallSignature signature;
     std::vector<int64_t> records;
     std::vector<int64_t> rows;
     const int32_t* counts;
   };
-  void announce(const Offer& offer);
+  void send_headers(const Headers& headers);
 
-  // Reads the announcements that have arrived since; throws PeerRefused for a refusal, and
-  // BadArgument (after refusing) for a peer that disagrees. With `expected_rows`, a peer must offer
-  // that many.
-  void hear(const std::vector<int64_t>* expected_rows);
-  bool heard(int32_t peer) const { return heard_[index(peer)] != 0; }
-  bool agreed() const { return unheard_ == 0; }
-  // Whether an announcement or a refusal waits to be heard.
-  bool news() const;
-  void await_announcements();
+  // Reads the call headers that have arrived. Throws PeerRefused if a peer has refused. Refuses the
+  // call and throws BadArgument if a signature differs, or if `expected_rows` is given and a header
+  // has another number of rows.
+  void receive_headers(const std::vector<int64_t>* expected_rows);
+  // Whether the header of `peer` has arrived, or the peer is masked.
+  bool header_received(int32_t peer) const { return header_received_[index(peer)] != 0; }
+  // Whether all headers have arrived and their signatures are equal.
+  bool agreed() const { return pending_headers_ == 0; }
+  // Whether a header or a refusal has arrived that this rank has not handled yet.
+  bool has_unread_signal() const;
+  void await_headers();
 
-  const Announcement& announcement(int32_t peer) const;
+  const CallHeader& header(int32_t peer) const;
   const int32_t* counts(int32_t peer) const;  // [local experts], rows from `peer`
 
-  void publish(int32_t peer, int32_t chunks) const;
-  void take(int32_t peer, int32_t chunks) const;
-  // Chunks that `peer` has published in this call; -1 before its first word, or if it refused.
-  int32_t published(int32_t peer) const;
-  int32_t taken(int32_t peer) const;
-  // Whether `peer` has refused the call after announcing; the second throws PeerRefused if so.
+  // The place of a signal in the memory of any rank.
+  int64_t signal(HighThroughputSignals::Kind kind, int32_t slot) const {
+    return offset_ + signals_.offset(kind, slot);
+  }
+  // Stores a number of chunks, of this call.
+  void set_chunks(const StreamPlace& word, int32_t chunks) const {
+    memory_.peer(word.rank).signal(word.offset, Signal{epoch_, chunks});
+  }
+  // The chunks that have been stored in this call; -1 if there are none, or a refusal.
+  int32_t chunks(const StreamPlace& word) const;
+  const Peer& peer(int32_t rank) const { return memory_.peer(rank); }
+  // Whether `peer` has refused the call after sending its header.
   bool refused(int32_t peer) const;
+  // Throws PeerRefused if it has.
   void check_refusal(int32_t peer);
 
-  // Waits until `ready()`. `debt` says what each peer owes; if time runs out, the one blamed is the
-  // one that has shown no life for longest, or whom that one itself waits for.
+  // Waits until `ready()` returns true. `pending(peer)` returns how far a peer has come that this
+  // rank waits for, else nothing. If the wait times out, PeerTimeout names the pending peer without
+  // a heartbeat for the longest time or, if that peer itself waits, the peer that it waits for.
   void wait(const std::function<bool()>& ready,
-            const std::function<std::optional<Debt>(int32_t)>& debt);
-  // What `peer` owes before it has announced.
-  std::optional<Debt> announcement_debt(int32_t peer) const;
+            const std::function<std::optional<Pending>(int32_t)>& pending);
+  // For `wait`: the header of `peer`, if it has not arrived.
+  std::optional<Pending> pending_header(int32_t peer) const;
 
-  // Refuses because `peer` brings another value than this rank, and throws BadArgument.
+  // Refuses the call because the value of `peer` differs, and throws BadArgument.
   [[noreturn]] void disagree(const std::string& name, int64_t ours, int64_t theirs, int32_t peer);
 
-  std::byte* staging(int32_t owner) const {
-    return memory_.base(owner) + offset_ + layout_.staging_offset();
+  // Where the staging begins in the memory of any rank.
+  int64_t staging_offset() const { return offset_ + layout_.staging_offset(); }
+  // The address of a place in the memory of a rank on this host.
+  const std::byte* at(const StreamPlace& place) const {
+    return memory_.base(place.rank) + place.offset;
   }
   int64_t staging_bytes() const { return staging_bytes_; }
 
  private:
   using Kind = HighThroughputSignals::Kind;
-  struct Pulse {
+  struct Heartbeat {
     uint32_t count;
-    int32_t unchanged;  // looks in a row that found the same count
+    int32_t unchanged;  // polls in a row that found the same count
   };
 
   static size_t index(int32_t peer) { return static_cast<size_t>(peer); }
-  int64_t signal(Kind kind, int32_t peer) const { return offset_ + signals_.offset(kind, peer); }
   Signal peek(Kind kind, int32_t peer) const { return memory_.peek(signal(kind, peer)); }
   void push(Kind kind, int32_t peer, int32_t value) const;
-  Signal watch_of(int32_t rank) const;
-  void set_watch(int32_t blamed);
-  int32_t culprit(const std::function<std::optional<Debt>(int32_t)>& debt);
-  void check_facts(int32_t peer, const CallFacts& theirs);
-  void pass_on_refusal(int32_t peer);
+  Signal heartbeat_of(int32_t rank) const;
+  void push_heartbeat(int32_t late_peer);
+  void send_heartbeat(int32_t late_peer) const;
+  int32_t find_late_peer(const std::function<std::optional<Pending>(int32_t)>& pending);
+  void check_signature(int32_t peer, const CallSignature& theirs);
+  void throw_refusal(int32_t peer);
 
   SymmetricMemory& memory_;
   int64_t offset_;
@@ -116,13 +145,14 @@ class Exchange {
   int64_t staging_bytes_;
   Phase phase_ = Phase::kHighThroughputDispatch;
   uint32_t epoch_;
-  bool called_ = false;  // whether there has been a call
+  bool any_call_ = false;  // whether there has been a call
   bool within_call_ = false;
-  CallFacts facts_{};
-  std::vector<uint8_t> heard_;
-  int32_t unheard_ = 0;
-  std::vector<Pulse> pulses_;
-  uint32_t beats_ = 0;
+  bool aborted_ = false;  // the last call, on this rank
+  CallSignature signature_{};
+  std::vector<uint8_t> header_received_;
+  int32_t pending_headers_ = 0;
+  std::vector<Heartbeat> heartbeats_;
+  uint32_t heartbeat_count_ = 0;
 };
 
 }  // namespace fanfold

@@ -7,14 +7,15 @@
 #include "host/high_throughput_combine.h"
 #include "host/high_throughput_dispatch.h"
 #include "host/routes.h"
+#include "host/stream_paths.h"
 
 namespace fanfold {
 namespace {
 
 size_t size_of(int64_t value) { return static_cast<size_t>(value); }
 
-CallFacts facts_of(HighThroughputCall call, const HighThroughputTokens& tokens) {
-  return CallFacts{
+CallSignature signature_of(HighThroughputCall call, const HighThroughputTokens& tokens) {
+  return CallSignature{
       .call = call,
       .experts = tokens.experts,
       .top_k = tokens.top_k,
@@ -25,7 +26,7 @@ CallFacts facts_of(HighThroughputCall call, const HighThroughputTokens& tokens) 
   };
 }
 
-std::vector<int64_t> rows_from(const HighThroughputPlan& plan, int32_t ranks) {
+std::vector<int64_t> planned_rows(const HighThroughputPlan& plan, int32_t ranks) {
   std::vector<int64_t> rows;
   int32_t before = 0;
   for (int32_t source = 0; source < ranks; ++source) {
@@ -35,7 +36,42 @@ std::vector<int64_t> rows_from(const HighThroughputPlan& plan, int32_t ranks) {
   return rows;
 }
 
-// Refuses the call that has begun if `check` finds something wrong with what this rank lends it.
+// The records that each rank reads in the stream of this rank's dispatch to the rank's host.
+std::vector<int64_t> dispatch_records(const Exchange& exchange, const TokenRanks& token_ranks,
+                                      int32_t pieces) {
+  std::vector<int64_t> per_host;
+  per_host.reserve(size_of(exchange.hosts().count()));
+  for (int32_t host = 0; host < exchange.hosts().count(); ++host) {
+    per_host.push_back(token_ranks.count_of(others_on(exchange, host)) * pieces);
+  }
+  std::vector<int64_t> records;
+  records.reserve(size_of(exchange.ranks()));
+  for (int32_t peer = 0; peer < exchange.ranks(); ++peer) {
+    records.push_back(per_host[size_of(exchange.hosts().host_of(peer))]);
+  }
+  return records;
+}
+
+// In a combine, the records that a peer on this host reads of this rank, and those that this rank
+// expects of its gateway on another one.
+std::vector<int64_t> combine_records(const Exchange& exchange, const TokenRanks& token_ranks,
+                                     const std::vector<int64_t>& rows, int32_t pieces) {
+  const Hosts& hosts = exchange.hosts();
+  std::vector<int64_t> records;
+  for (int32_t peer = 0; peer < exchange.ranks(); ++peer) {
+    const int32_t host = hosts.host_of(peer);
+    int64_t count = 0;
+    if (exchange.is_here(peer)) {
+      count = rows[size_of(peer)];
+    } else if (hosts.gateway(exchange.rank(), host) == peer) {
+      count = token_ranks.count_of(hosts.members(host));
+    }
+    records.push_back(count * pieces);
+  }
+  return records;
+}
+
+// Refuses the call that has begun if `check` throws BadArgument for an array of this rank.
 template <typename Check>
 void require_lent(Exchange& exchange, const Check& check) {
   try {
@@ -46,7 +82,7 @@ void require_lent(Exchange& exchange, const Check& check) {
   }
 }
 
-// Refuses the call that has begun if no ring could hold a record.
+// Refuses the call that has begun if the rings are too small for a record.
 void require_room(Exchange& exchange, const StreamLayout& layout) {
   if (layout.chunks > 0) return;
   const BadArgument error("staging_bytes", std::to_string(exchange.staging_bytes()),
@@ -72,21 +108,20 @@ void HighThroughput::exchange_counts(const HighThroughputTokens& tokens, HighThr
     check_lent(tokens, true);
     check_counts_lent(plan, ranks);
   });
-  const StreamLayout layout = dispatch_stream(tokens, true, exchange_.staging_bytes());
+  const StreamLayout layout = dispatch_stream(tokens, true, dispatch_ring_bytes(exchange_));
   require_room(exchange_, layout);
   std::vector<int32_t> per_rank(size_of(ranks));
   std::vector<int32_t> per_expert(size_of(tokens.experts));
   count_routes(Routes{tokens.topk_idx, tokens.tokens, tokens.top_k, tokens.experts, ranks},
                RouteCounts{per_rank, per_expert, plan.is_token_in_rank, false});
   const TokenRanks token_ranks{plan.is_token_in_rank, tokens.tokens, ranks};
-  const int64_t records = token_ranks.count_but(exchange_.rank()) * layout.pieces;
-  exchange_.announce(Exchange::Offer{
-      .facts = facts_of(HighThroughputCall::kDispatch, tokens),
-      .records = std::vector<int64_t>(size_of(ranks), records),
+  exchange_.send_headers(Exchange::Headers{
+      .signature = signature_of(HighThroughputCall::kDispatch, tokens),
+      .records = dispatch_records(exchange_, token_ranks, layout.pieces),
       .rows = std::vector<int64_t>(per_rank.begin(), per_rank.end()),
       .counts = per_expert.data(),
   });
-  exchange_.await_announcements();
+  exchange_.await_headers();
   adopt_counts(plan, alignment);
   counted_ = true;
 }
@@ -100,7 +135,7 @@ void HighThroughput::adopt_counts(HighThroughputPlan& plan, int32_t alignment) {
   int64_t rows = 0;
   for (int32_t source = 0; source < ranks; ++source) {
     const bool present = exchange_.present(source);
-    plan.received += present ? exchange_.announcement(source).rows : 0;
+    plan.received += present ? exchange_.header(source).rows : 0;
     plan.source_prefix[source] = static_cast<int32_t>(plan.received);
     for (int32_t e = 0; e < locals; ++e) {
       first_rows_[size_of(int64_t{source} * locals + e)] = per_expert[size_of(e)];
@@ -135,7 +170,7 @@ void HighThroughput::dispatch_rows(const HighThroughputTokens& tokens,
     check_rows_lent(plan, exchange_.ranks());
     check_lent(received, tokens, plan, exchange_.ranks());
   });
-  const StreamLayout layout = dispatch_stream(tokens, true, exchange_.staging_bytes());
+  const StreamLayout layout = dispatch_stream(tokens, true, dispatch_ring_bytes(exchange_));
   Dispatch(exchange_, layout, tokens, plan, received, &first_rows_).run(nullptr);
 }
 
@@ -150,17 +185,16 @@ void HighThroughput::dispatch_cached(const HighThroughputTokens& tokens,
     check_numbers(plan, ranks);
     check_lent(received, tokens, plan, ranks);
   });
-  const StreamLayout layout = dispatch_stream(tokens, false, exchange_.staging_bytes());
+  const StreamLayout layout = dispatch_stream(tokens, false, dispatch_ring_bytes(exchange_));
   require_room(exchange_, layout);
   const TokenRanks token_ranks{plan.is_token_in_rank, tokens.tokens, ranks};
-  const int64_t records = token_ranks.count_but(exchange_.rank()) * layout.pieces;
-  exchange_.announce(Exchange::Offer{
-      .facts = facts_of(HighThroughputCall::kCachedDispatch, tokens),
-      .records = std::vector<int64_t>(size_of(ranks), records),
+  exchange_.send_headers(Exchange::Headers{
+      .signature = signature_of(HighThroughputCall::kCachedDispatch, tokens),
+      .records = dispatch_records(exchange_, token_ranks, layout.pieces),
       .rows = token_ranks.count(),
       .counts = nullptr,
   });
-  const std::vector<int64_t> expected = rows_from(plan, ranks);
+  const std::vector<int64_t> expected = planned_rows(plan, ranks);
   Dispatch(exchange_, layout, tokens, plan, received, nullptr).run(&expected);
 }
 
@@ -176,31 +210,27 @@ void HighThroughput::combine(const HighThroughputOutputs& outputs, const HighThr
   });
   const StreamLayout layout = combine_stream(outputs, plan.top_k, combine_ring_bytes(exchange_));
   require_room(exchange_, layout);
-  const std::vector<int64_t> rows = rows_from(plan, ranks);
-  std::vector<int64_t> records;
-  records.reserve(rows.size());
-  for (const int64_t count : rows) records.push_back(count * layout.pieces);
-  exchange_.announce(Exchange::Offer{
-      .facts = CallFacts{.call = HighThroughputCall::kCombine,
-                         .experts = plan.experts,
-                         .top_k = plan.top_k,
-                         .weighted = outputs.lanes ? 1 : 0,
-                         .scale_words = 0,
-                         .reserved = 0,
-                         .row_bytes = int64_t{2} * outputs.hidden},
-      .records = records,
+  const std::vector<int64_t> rows = planned_rows(plan, ranks);
+  const TokenRanks token_ranks{plan.is_token_in_rank, plan.tokens, ranks};
+  exchange_.send_headers(Exchange::Headers{
+      .signature = CallSignature{.call = HighThroughputCall::kCombine,
+                                 .experts = plan.experts,
+                                 .top_k = plan.top_k,
+                                 .weighted = outputs.weighted ? 1 : 0,
+                                 .scale_words = 0,
+                                 .reserved = 0,
+                                 .row_bytes = int64_t{2} * outputs.hidden},
+      .records = combine_records(exchange_, token_ranks, rows, layout.pieces),
       .rows = rows,
       .counts = nullptr,
   });
-  const std::vector<int64_t> expected =
-      TokenRanks{plan.is_token_in_rank, plan.tokens, ranks}.count();
-  Combine(exchange_, layout, outputs, plan, result).run(expected);
+  Combine(exchange_, layout, outputs, plan, result).run(token_ranks.count());
 }
 
 // --- Refusals -------------------------------------------------------------------------------
 
 void HighThroughput::refuse_dispatch(const std::string& reason) {
-  // A dispatch whose counts have been exchanged is refused from within.
+  // After exchange_counts the call has begun already.
   if (!std::exchange(counted_, false)) exchange_.begin(Phase::kHighThroughputDispatch);
   exchange_.refuse(reason);
 }

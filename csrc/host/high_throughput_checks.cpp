@@ -70,8 +70,8 @@ void check_lent(const HighThroughputOutputs& outputs, const HighThroughputPlan& 
   const int64_t rows = outputs.expert_major ? expert_rows(plan, ranks) : plan.received;
   outputs.y.require("y", rows * outputs.hidden);
   outputs.row_weights.require_if_lent("row_weights", rows);
-  if (!outputs.lanes) return;
-  outputs.lane_weights.require("lane_weights", outputs.expert_major ? rows : rows * plan.top_k);
+  if (!outputs.weighted) return;
+  outputs.topk_weights.require("topk_weights", outputs.expert_major ? rows : rows * plan.top_k);
 }
 
 void check_lent(const HighThroughputResult& result, const HighThroughputOutputs& outputs,
@@ -79,7 +79,7 @@ void check_lent(const HighThroughputResult& result, const HighThroughputOutputs&
   const int64_t elements = int64_t{plan.tokens} * outputs.hidden;
   result.out.require("out", elements);
   for (const Array<const uint16_t>& bias : result.bias) bias.require_if_lent("bias", elements);
-  if (outputs.lanes) result.weights.require("weights", int64_t{plan.tokens} * plan.top_k);
+  if (outputs.weighted) result.weights.require("weights", int64_t{plan.tokens} * plan.top_k);
 }
 
 void check_numbers(const HighThroughputPlan& plan, int32_t ranks) {
@@ -98,7 +98,8 @@ void check_numbers(const HighThroughputPlan& plan, int32_t ranks) {
   const int64_t rows = plan.offsets[locals];
   for (int64_t entry = 0; entry < plan.received * plan.top_k; ++entry) {
     const int64_t row = plan.rows_of[entry];
-    // A name for every entry would take longer than the check.
+    // Build the name only for a bad entry: building it for every one would take longer than the
+    // check.
     if (row < -1 || row >= rows) require_in(indexed("rows_of", entry), row, -1, rows - 1);
   }
 }

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 
 namespace fanfold {
 namespace {
@@ -11,215 +10,243 @@ size_t size_of(int64_t value) { return static_cast<size_t>(value); }
 
 }  // namespace
 
-int64_t combine_ring_bytes(const Exchange& exchange) {
-  return exchange.staging_bytes() / exchange.ranks() / kAreaAlignment * kAreaAlignment;
-}
-
 StreamLayout combine_stream(const HighThroughputOutputs& outputs, int32_t top_k,
                             int64_t ring_bytes) {
-  const int32_t lanes = outputs.lanes ? top_k : 0;
-  return StreamLayout::of(ring_bytes, int64_t{2} * outputs.hidden, RecordLayout{0, lanes, 0, 0});
+  const int32_t weights = outputs.weighted ? top_k : 0;
+  return StreamLayout::of(ring_bytes, int64_t{2} * outputs.hidden, RecordLayout{0, weights, 0, 0});
 }
 
 Combine::Combine(Exchange& exchange, const StreamLayout& layout,
                  const HighThroughputOutputs& outputs, const HighThroughputPlan& plan,
                  const HighThroughputResult& result)
     : exchange_(exchange), layout_(layout), outputs_(outputs), plan_(plan), result_(result),
-      own_row_(size_of(layout.record.piece_bytes / 2)) {
-  const int64_t ring_bytes = combine_ring_bytes(exchange);
-  for (int32_t peer = 0; peer < exchange.ranks(); ++peer) {
-    const int64_t begin = peer == 0 ? 0 : plan.source_prefix[peer - 1];
-    const int64_t end = plan.source_prefix[peer];
-    departures_.push_back(Departures{begin, end});
-    const bool own = peer == exchange.rank();
-    writers_.emplace_back(exchange, layout, exchange.staging(exchange.rank()) + peer * ring_bytes,
-                          own ? std::vector<int32_t>{} : std::vector<int32_t>{peer},
-                          own ? 0 : (end - begin) * layout.pieces);
-    readers_.emplace_back(exchange, layout, exchange.staging(peer) + exchange.rank() * ring_bytes,
-                          peer);
+      sums_(layout, outputs, plan), own_row_(size_of(layout.record.piece_bytes / 2)) {
+  add_sources();
+  add_contributors();
+}
+
+void Combine::add_sources() {
+  for (int32_t source = 0; source < exchange_.ranks(); ++source) {
+    const int64_t begin = source == 0 ? 0 : plan_.source_prefix[source - 1];
+    outgoing_.push_back(OutgoingRows{begin, plan_.source_prefix[source]});
+    int64_t records = 0;
+    if (sends_to(source)) {
+      // A gateway does not know how many rows the source has here: a record tells it the end.
+      records =
+          (outgoing_.back().end - begin) * layout_.pieces + (exchange_.is_here(source) ? 0 : 1);
+    }
+    writers_.emplace_back(exchange_, layout_, rows_to(exchange_, source), records);
+  }
+  for (const int32_t source : exchange_.hosts().served_by(exchange_.rank())) {
+    forwards_.emplace_back(exchange_, layout_, sums_, outgoing_[size_of(source)], source);
+  }
+}
+
+void Combine::add_contributors() {
+  const Hosts& hosts = exchange_.hosts();
+  const TokenRanks token_ranks{plan_.is_token_in_rank, plan_.tokens, exchange_.ranks()};
+  for (int32_t rank = 0; rank < exchange_.ranks(); ++rank) {
+    const int32_t host = hosts.host_of(rank);
+    if (exchange_.is_here(rank)) {
+      contributors_.push_back({rank, {rank}});
+      readers_.emplace_back(exchange_, layout_, rows_from(exchange_, rank));
+    } else if (hosts.members(host).front() == rank) {
+      const IncomingPath path = sums_from(exchange_, host);
+      contributors_.push_back({path.peer, hosts.members(host)});
+      readers_.emplace_back(exchange_, layout_, path);
+      readers_.back().open(token_ranks.count_of(hosts.members(host)) * layout_.pieces);
+    }
   }
 }
 
 void Combine::run(const std::vector<int64_t>& expected_rows) {
-  open_announced(exchange_, readers_, &expected_rows);
+  open_streams(exchange_, readers_, &expected_rows);
   while (!finished()) {
     bool progress = false;
-    // Every rank begins with the next one, so that they do not all serve rank 0 first.
+    // Each rank begins with its successor, so that not all ranks serve rank 0 first.
     for (int32_t step = 1; step <= exchange_.ranks(); ++step) {
       progress |= send((exchange_.rank() + step) % exchange_.ranks());
     }
-    progress |= fold();
+    for (Forward& forward : forwards_) progress |= forward.run();
+    progress |= sum_tokens();
     if (!progress && !finished()) {
       for (StreamReader& reader : readers_) reader.acknowledge();
-      exchange_.wait([&] { return ready(); }, [&](int32_t peer) { return debt(peer); });
+      for (Forward& forward : forwards_) forward.acknowledge();
+      exchange_.wait([&] { return ready(); }, [&](int32_t peer) { return pending(peer); });
     }
-    open_announced(exchange_, readers_, &expected_rows);
+    open_streams(exchange_, readers_, &expected_rows);
   }
   exchange_.leave();
 }
 
 bool Combine::finished() const {
   for (int32_t peer = 0; peer < exchange_.ranks(); ++peer) {
-    const bool sent =
-        peer == exchange_.rank() || !exchange_.present(peer) || writers_[size_of(peer)].closed();
-    if (!sent || !readers_[size_of(peer)].complete()) return false;
+    const bool sends = sends_to(peer) && exchange_.present(peer);
+    if (sends && !writers_[size_of(peer)].closed()) return false;
   }
-  return token_ == plan_.tokens;
+  return token_ == plan_.tokens && std::ranges::all_of(readers_, &StreamReader::complete) &&
+         std::ranges::all_of(forwards_, &Forward::finished);
 }
 
 bool Combine::ready() {
-  if (exchange_.news() || finished()) return true;
+  if (exchange_.has_unread_signal() || finished()) return true;
   if (token_ < plan_.tokens && all_arrived()) return true;
+  if (token_ == plan_.tokens && std::ranges::any_of(readers_, &StreamReader::arrived)) return true;
   for (int32_t peer = 0; peer < exchange_.ranks(); ++peer) {
-    const Departures& departures = departures_[size_of(peer)];
-    const bool sending = peer != exchange_.rank() && departures.next < departures.end;
-    if (sending && writers_[size_of(peer)].has_room()) return true;
+    StreamWriter& writer = writers_[size_of(peer)];
+    if (sends_to(peer) && writer.staged() < writer.records() && writer.has_room()) return true;
   }
-  return false;
+  return std::ranges::any_of(forwards_, &Forward::ready);
 }
 
-std::optional<Debt> Combine::debt(int32_t peer) const {
-  if (const auto owed = exchange_.announcement_debt(peer)) return owed;
-  if (const auto owed = readers_[size_of(peer)].debt()) return owed;
-  const Departures& departures = departures_[size_of(peer)];
-  return departures.next < departures.end ? writers_[size_of(peer)].debt(peer) : std::nullopt;
-}
-
-Combine::Columns Combine::columns_of(int32_t piece) const {
-  const int64_t wide = layout_.record.piece_bytes / 2;
-  const int64_t begin = piece * wide;
-  return Columns{begin, std::min(wide, outputs_.hidden - begin)};
+std::optional<Pending> Combine::pending(int32_t peer) const {
+  if (const auto header = exchange_.pending_header(peer)) return header;
+  const auto reader = std::ranges::find(readers_, peer, &StreamReader::peer);
+  if (reader != readers_.end()) {
+    if (const auto rows = reader->pending()) return rows;
+  }
+  for (const Forward& forward : forwards_) {
+    if (const auto rows = forward.pending(peer)) return rows;
+  }
+  for (const StreamWriter& writer : writers_) {
+    if (writer.staged() == writer.records()) continue;
+    if (const auto room = writer.pending(peer)) return room;
+  }
+  return std::nullopt;
 }
 
 // --- Expert side ----------------------------------------------------------------------------
 
+// Whether rows for `source` leave this rank in a stream: to the source, or to its gateway here. As
+// the gateway itself, this rank sums them where they are.
+bool Combine::sends_to(int32_t source) const {
+  if (source == exchange_.rank()) return false;
+  const int32_t host = exchange_.hosts().host_of(exchange_.rank());
+  return exchange_.is_here(source) || exchange_.hosts().gateway(source, host) != exchange_.rank();
+}
+
 // Stages rows for `source` up to the end of a chunk.
 bool Combine::send(int32_t source) {
-  if (source == exchange_.rank() || !exchange_.present(source)) return false;
+  if (!sends_to(source) || !exchange_.present(source)) return false;
   StreamWriter& writer = writers_[size_of(source)];
-  Departures& departures = departures_[size_of(source)];
-  if (departures.next == departures.end) return writer.flush();
+  OutgoingRows& outgoing = outgoing_[size_of(source)];
   bool any = false;
-  while (departures.next < departures.end && writer.has_room()) {
+  while (outgoing.left() && writer.has_room()) {
     any = true;
     const Record record = writer.next();
-    const int64_t n = departures.next;
-    record.head() = RecordHead{plan_.source_token[n], departures.piece};
-    if (outputs_.hidden > 0) {
-      stage(n, columns_of(departures.piece), reinterpret_cast<uint16_t*>(record.payload));
-    }
+    const int64_t n = outgoing.next;
+    record.head() = RecordHead{plan_.source_token[n], outgoing.piece};
+    sums_.write(n, outgoing.piece, reinterpret_cast<uint16_t*>(record.payload));
     for (int32_t k = 0; k < layout_.record.weights; ++k) {
-      record.weights(layout_.record)[k] = lane(n, k);
+      record.weights(layout_.record)[k] = sums_.topk_weight(n, k);
     }
-    if (++departures.piece == layout_.pieces) {
-      departures.piece = 0;
-      ++departures.next;
+    if (++outgoing.piece == layout_.pieces) {
+      outgoing.piece = 0;
+      ++outgoing.next;
     }
     writer.advance();
-    if (writer.at_chunk_end()) break;
+    if (writer.at_chunk_end()) return true;
   }
-  return any;
-}
-
-// What this rank's experts contribute to row n.
-void Combine::stage(int64_t n, const Columns& columns, uint16_t* row) {
-  const uint16_t* y = outputs_.y + columns.begin;
-  if (!outputs_.expert_major) {
-    std::memcpy(row, y + n * outputs_.hidden, size_of(columns.count) * sizeof *row);
-    return;
+  if (outgoing.left()) return any;
+  if (writer.staged() < writer.records() && writer.has_room()) {
+    writer.next().head() = RecordHead{kEndToken, 0};
+    writer.advance();
+    return true;
   }
-  gather(n, y, terms_);
-  // What is likely staged next; a row in several pieces goes on with its next piece instead.
-  next_terms_.clear();
-  if (layout_.pieces == 1 && n + 1 < plan_.received) gather(n + 1, y, next_terms_);
-  reduce_bf16(terms_, {}, columns.count, row, next_terms_);
-}
-
-// The outputs, in `y`, that row n is the sum of.
-void Combine::gather(int64_t n, const uint16_t* y, std::vector<ReduceTerm>& terms) const {
-  const int32_t* rows = plan_.rows_of + n * plan_.top_k;
-  terms.clear();
-  for (int32_t k = 0; k < plan_.top_k; ++k) {
-    if (rows[k] < 0 || repeated(rows, k)) continue;
-    const float weight = outputs_.row_weights == nullptr ? 1.0f : outputs_.row_weights[rows[k]];
-    terms.push_back(ReduceTerm{y + int64_t{rows[k]} * outputs_.hidden, weight});
-  }
-}
-
-float Combine::lane(int64_t n, int32_t k) const {
-  const int64_t place = n * plan_.top_k + k;
-  if (!outputs_.expert_major) return outputs_.lane_weights[place];
-  const int32_t row = plan_.rows_of[place];
-  return row < 0 ? 0.0f : outputs_.lane_weights[row];
+  return writer.flush() || any;
 }
 
 // --- Source ---------------------------------------------------------------------------------
 
-bool Combine::contributes(int32_t peer) const {
-  return plan_.is_token_in_rank[int64_t{token_} * exchange_.ranks() + peer] != 0 &&
-         (peer == exchange_.rank() || exchange_.present(peer));
+bool Combine::contributes(const Contributor& contributor) const {
+  if (contributor.peer != exchange_.rank() && !exchange_.present(contributor.peer)) return false;
+  const TokenRanks token_ranks{plan_.is_token_in_rank, plan_.tokens, exchange_.ranks()};
+  return token_ranks.any_of(token_, contributor.members);
 }
 
 bool Combine::all_arrived() const {
-  return std::all_of(readers_.begin(), readers_.end(), [&](const StreamReader& reader) {
-    const int32_t peer = reader.peer();
-    return peer == exchange_.rank() || !contributes(peer) || reader.arrived();
-  });
+  for (size_t i = 0; i < readers_.size(); ++i) {
+    if (contributors_[i].peer == exchange_.rank() || readers_[i].arrived()) continue;
+    if (contributes(contributors_[i])) return false;
+  }
+  return true;
 }
 
-// Sums the tokens all of whose rows are there, but no more than a chunk before it is time to look
-// after the own rows again.
-bool Combine::fold() {
-  int32_t folded = 0;
-  while (folded < layout_.records && token_ < plan_.tokens && all_arrived()) {
-    if (outputs_.lanes && piece_ == 0) fold_lanes();
-    fold_piece();
-    ++folded;
+// Sums the tokens whose rows have all arrived, at most a chunk of them before the caller sends rows
+// again.
+bool Combine::sum_tokens() {
+  int32_t summed = 0;
+  while (summed < layout_.records && token_ < plan_.tokens && all_arrived()) {
+    if (outputs_.weighted && piece_ == 0) sum_topk_weights();
+    sum_piece();
+    ++summed;
     if (++piece_ == layout_.pieces) {
       piece_ = 0;
       ++token_;
     }
   }
-  return folded > 0;
+  return (token_ == plan_.tokens && skip_missing()) || summed > 0;
 }
 
-// The next record of a stream, which both sides must take for the same token.
-Record Combine::expect_record(StreamReader& reader) {
+// Reads the records in place of those that gateways could not send.
+bool Combine::skip_missing() {
+  bool any = false;
+  for (StreamReader& reader : readers_) {
+    for (; reader.arrived(); reader.advance()) {
+      any = true;
+      const int32_t token = reader.next().head().token;
+      if (token == kMissingToken && !exchange_.is_here(reader.peer())) continue;
+      exchange_.disagree("token of the plan", plan_.tokens, token, reader.peer());
+    }
+  }
+  return any;
+}
+
+// Returns the next record of a stream; nothing if a gateway could not send it. Refuses the call if
+// the plans of the two ranks disagree about its token.
+std::optional<Record> Combine::expect_record(StreamReader& reader) {
   const Record record = reader.next();
-  if (record.head().token == token_ && record.head().piece == piece_) return record;
-  exchange_.disagree("token of the plan", token_, record.head().token, reader.peer());
+  const RecordHead& head = record.head();
+  if (head.token == token_ && head.piece == piece_) return record;
+  const bool missing = head.token == kMissingToken || head.token > token_;
+  if (missing && !exchange_.is_here(reader.peer())) return std::nullopt;
+  exchange_.disagree("token of the plan", token_, head.token, reader.peer());
 }
 
-void Combine::fold_lanes() {
+void Combine::sum_topk_weights() {
   float* weights = result_.weights + int64_t{token_} * plan_.top_k;
   std::fill_n(weights, plan_.top_k, 0.0f);
-  for (int32_t peer = 0; peer < exchange_.ranks(); ++peer) {
-    if (!contributes(peer)) continue;
-    const bool own = peer == exchange_.rank();
-    const float* lanes =
-        own ? nullptr : expect_record(readers_[size_of(peer)]).weights(layout_.record);
+  for (size_t i = 0; i < contributors_.size(); ++i) {
+    if (!contributes(contributors_[i])) continue;
+    const bool own = contributors_[i].peer == exchange_.rank();
+    const std::optional<Record> record = own ? std::nullopt : expect_record(readers_[i]);
+    if (!own && !record) continue;
+    const float* sent = own ? nullptr : record->weights(layout_.record);
     for (int32_t k = 0; k < plan_.top_k; ++k) {
-      weights[k] += own ? lane(departures_[size_of(peer)].next, k) : lanes[k];
+      weights[k] += own ? sums_.topk_weight(outgoing_[size_of(exchange_.rank())].next, k) : sent[k];
     }
   }
 }
 
-void Combine::fold_piece() {
-  const Columns columns = columns_of(piece_);
+void Combine::sum_piece() {
+  const LocalSums::Columns columns = sums_.columns_of(piece_);
   rank_terms_.clear();
-  for (int32_t peer = 0; peer < exchange_.ranks(); ++peer) {
-    if (!contributes(peer)) continue;
-    if (peer == exchange_.rank()) {
-      Departures& own = departures_[size_of(peer)];
-      if (outputs_.hidden > 0) stage(own.next, columns, own_row_.data());
+  summed_.clear();
+  for (size_t i = 0; i < contributors_.size(); ++i) {
+    if (!contributes(contributors_[i])) continue;
+    if (contributors_[i].peer == exchange_.rank()) {
+      OutgoingRows& own = outgoing_[size_of(exchange_.rank())];
+      sums_.write(own.next, piece_, own_row_.data());
       if (piece_ + 1 == layout_.pieces) ++own.next;
       rank_terms_.push_back(ReduceTerm{own_row_.data(), 1.0f});
       continue;
     }
-    const Record record = expect_record(readers_[size_of(peer)]);
-    rank_terms_.push_back(ReduceTerm{reinterpret_cast<const uint16_t*>(record.payload), 1.0f});
+    const std::optional<Record> record = expect_record(readers_[i]);
+    if (!record) continue;
+    rank_terms_.push_back(ReduceTerm{reinterpret_cast<const uint16_t*>(record->payload), 1.0f});
+    summed_.push_back(&readers_[i]);
   }
-  if (outputs_.hidden > 0) {
+  if (sums_.has_columns()) {
     std::array<const uint16_t*, 2> bias{};
     size_t biases = 0;
     const int64_t place = int64_t{token_} * outputs_.hidden + columns.begin;
@@ -228,9 +255,7 @@ void Combine::fold_piece() {
     }
     reduce_bf16(rank_terms_, std::span(bias.data(), biases), columns.count, result_.out + place);
   }
-  for (int32_t peer = 0; peer < exchange_.ranks(); ++peer) {
-    if (peer != exchange_.rank() && contributes(peer)) readers_[size_of(peer)].advance();
-  }
+  for (StreamReader* reader : summed_) reader->advance();
 }
 
 }  // namespace fanfold

@@ -1,4 +1,4 @@
-// One running dispatch of the high-throughput mode: this rank's tokens go out, its rows come in.
+// One running dispatch of the high-throughput mode: sends this rank's tokens and receives its rows.
 #pragma once
 
 #include <cstdint>
@@ -8,26 +8,26 @@
 #include "host/routes.h"
 #include "host/row_copy.h"
 #include "host/stream.h"
+#include "host/stream_paths.h"
 
 namespace fanfold {
 
-// The stream that a dispatch of such tokens opens.
-StreamLayout dispatch_stream(const HighThroughputTokens& tokens, bool routed,
-                             int64_t staging_bytes);
+// The layout of the stream that a dispatch of these tokens opens.
+StreamLayout dispatch_stream(const HighThroughputTokens& tokens, bool routed, int64_t ring_bytes);
 
 class Dispatch {
  public:
-  // `first_rows` ([R, E_l], expert-major) is where the rows of each source and expert begin: given
-  // for a new routing, whose plan the dispatch completes, and null for a cached one.
+  // For a new routing, whose plan the dispatch completes, `first_rows` ([R, E_l], expert-major) is
+  // the first row of each source and expert. For a cached dispatch it is null.
   Dispatch(Exchange& exchange, const StreamLayout& layout, const HighThroughputTokens& tokens,
            const HighThroughputPlan& plan, const HighThroughputReceived& into,
            const std::vector<int64_t>* first_rows);
 
-  // Works until this rank's tokens are staged and its rows are in place, then leaves the call.
+  // Stages this rank's tokens and copies its rows to the caller's memory, then leaves the call.
   void run(const std::vector<int64_t>* expected_rows);
 
  private:
-  // A stretch of one row's bytes, with the row's scales.
+  // A contiguous part of one row, with the scales of the row.
   struct Piece {
     const std::byte* payload;
     int64_t offset;
@@ -39,23 +39,32 @@ class Dispatch {
     int32_t rank;
     int32_t token;
   };
+  // The tokens that this rank sends to the other ranks of one host.
+  struct Outgoing {
+    std::vector<int32_t> readers;
+    StreamWriter writer;
+    bool here;
+    int32_t token = 0;
+    int32_t piece = 0;
+  };
   // The rows of one source rank, numbered over all sources.
-  struct Arrivals {
+  struct IncomingRows {
     int64_t next;
     int64_t end;
-    int64_t current = -1;  // the row that is arriving in pieces; -1: the record is not for us
-    bool complete = true;  // whether `current` has all its pieces
+    int64_t current = -1;  // the row whose pieces arrive; -1 if it is not for this rank
+    bool complete = true;  // whether all pieces of `current` have arrived
   };
 
-  bool stage();
-  void stage_record(int32_t token);
-  void keep(int32_t token);
-  bool take(StreamReader& reader);
-  void accept(Origin origin, const Record& record, Arrivals& arrivals);
-  bool is_mine(const Record& record, const Arrivals& arrivals) const;
-  int64_t admit(Origin origin, const int16_t* ids, const float* weights);
+  bool stage(Outgoing& outgoing);
+  void stage_record(Outgoing& outgoing);
+  bool staging(const Outgoing& outgoing) const { return outgoing.token < tokens_.tokens; }
+  void deliver_own(int32_t token);
+  bool receive(StreamReader& reader);
+  void receive_record(Origin origin, const Record& record, IncomingRows& incoming);
+  bool is_mine(const Record& record, const IncomingRows& incoming) const;
+  int64_t assign_row(Origin origin, const int16_t* ids, const float* weights);
   void deliver(int64_t n, Origin origin, const Piece& piece);
-  void put(int64_t row, Origin origin, const Piece& piece);
+  void copy_piece(int64_t row, Origin origin, const Piece& piece);
 
   void blank(int64_t row);
   void blank_padding();
@@ -63,7 +72,7 @@ class Dispatch {
   void check_complete();
   bool finished() const;
   bool ready();
-  std::optional<Debt> debt(int32_t peer) const;
+  std::optional<Pending> pending(int32_t peer) const;
 
   Exchange& exchange_;
   StreamLayout layout_;
@@ -75,13 +84,11 @@ class Dispatch {
   int32_t locals_;
   int32_t first_expert_;
   RowCopy copy_;
-  StreamWriter writer_;
-  std::vector<StreamReader> readers_;  // [R]
-  std::vector<Arrivals> arrivals_;     // [R]
-  std::vector<int64_t> next_rows_;     // [R, E_l]
-  std::vector<int16_t> ids_;           // [K] of the own token at hand
-  int32_t token_ = 0;
-  int32_t piece_ = 0;
+  std::vector<Outgoing> outgoing_;      // [hosts]
+  std::vector<StreamReader> readers_;   // [R]
+  std::vector<IncomingRows> incoming_;  // [R]
+  std::vector<int64_t> next_rows_;      // [R, E_l]
+  std::vector<int16_t> ids_;            // [K] of the current own token
 };
 
 }  // namespace fanfold

@@ -11,11 +11,11 @@
 namespace fanfold {
 namespace {
 
-// Row encodings in the `encodings` area.
+// Values of the `encodings` area.
 constexpr uint8_t kResultBf16 = 0;
 constexpr uint8_t kResultLogFmt = 1;
 
-// Refuses the next call if `check` finds something wrong with what this rank lends it.
+// Refuses the next call if `check` throws BadArgument for an array of this rank.
 template <typename Check>
 void require_lent(LowLatencySequence& sequence, const Check& check) {
   try {
@@ -62,11 +62,12 @@ void LowLatency::check_fits(const LowLatencyGeometry& geometry) const {
   }
 }
 
-// Returns when nothing that has been sent is still to be read.
-void LowLatency::make_way(bool moves) {
-  for (int32_t peer = 0; peer < memory_.ranks() && moves && laid_out_; ++peer) {
+// Waits until every peer has read all rows of this rank.
+void LowLatency::await_idle(bool new_layout) {
+  for (int32_t peer = 0; peer < memory_.ranks() && new_layout && laid_out_; ++peer) {
     if (!memory_.masked(peer)) continue;
-    // It writes where its slots were, and those of others may be there now.
+    // A masked rank may still write to its slots of the old layout, which the new layout may give
+    // to other ranks.
     throw Misuse("rank " + std::to_string(peer) +
                  " is masked, so the geometry cannot change: it may come back with the old one");
   }
@@ -77,7 +78,7 @@ void LowLatency::adopt(const LowLatencyGeometry& geometry) {
   layout_ = LowLatencyLayout{geometry};
   laid_out_ = true;
   const int32_t locals = geometry.experts_per_rank();
-  choices_ = LocalChoices(memory_.rank() * locals, locals);
+  local_topk_ = LocalTopK(memory_.rank() * locals, locals);
   slot_.resize(static_cast<size_t>(layout_.row_stride()));
   sum_.resize(static_cast<size_t>(geometry.hidden));
 }
@@ -86,11 +87,12 @@ uint32_t LowLatency::begin(LowLatencySequence& sequence, const LowLatencyGeometr
                            RowEncoding encoding, Weights weights) {
   memory_.check_usable();
   check_fits(geometry);
-  const bool moves = !laid_out_ || !(geometry == layout_.geometry);
-  const bool turns = weights != Weights::kNone && weights_ != Weights::kNone && weights != weights_;
-  if (moves || turns) {
+  const bool new_layout = !laid_out_ || !(geometry == layout_.geometry);
+  const bool new_weights =
+      weights != Weights::kNone && weights_ != Weights::kNone && weights != weights_;
+  if (new_layout || new_weights) {
     try {
-      make_way(moves);
+      await_idle(new_layout);
     } catch (const Misuse& misuse) {
       sequence.refuse(misuse.what());
       throw;
@@ -105,11 +107,11 @@ uint32_t LowLatency::begin(LowLatencySequence& sequence, const LowLatencyGeometr
       .weights = static_cast<int32_t>(weights),
       .reserved = {},
   });
-  // What is sent before all are ready for it would land on what peers still read. Without
-  // agreement everything stays as it was.
-  if (moves || turns) sequence.agree(epoch);
-  if (moves || weights != Weights::kNone) weights_ = weights;
-  if (moves) adopt(geometry);
+  // Rows that this rank sent before all ranks agree would overwrite rows that peers still read. If
+  // the ranks do not agree, the layout stays as it was.
+  if (new_layout || new_weights) sequence.agree(epoch);
+  if (new_layout || weights != Weights::kNone) weights_ = weights;
+  if (new_layout) adopt(geometry);
   return epoch;
 }
 
@@ -131,22 +133,23 @@ uint32_t LowLatency::dispatch_send(const LowLatencyGeometry& geometry,
 void LowLatency::push_routing(const LowLatencyTokens& tokens, uint32_t epoch,
                               int64_t experts_table) const {
   const int64_t entries = int64_t{tokens.tokens} * layout_.geometry.top_k;
-  const int64_t first = layout_.slot(parity_of(epoch), memory_.rank(), 0);
-  for (int32_t peer = 0; peer < memory_.ranks(); ++peer) {
-    if (memory_.masked(peer)) continue;
+  const int64_t experts = experts_offset(experts_table, memory_.rank(), epoch);
+  for (int32_t rank = 0; rank < memory_.ranks(); ++rank) {
+    if (memory_.masked(rank)) continue;
+    const Peer& to = memory_.peer(rank);
     std::transform(tokens.topk_idx.data(), tokens.topk_idx + entries,
-                   experts(peer, experts_table, first),
+                   reinterpret_cast<int16_t*>(to.place(experts)),
                    [](int64_t expert) { return static_cast<int16_t>(expert); });
+    to.put(experts, entries * 2);
     if (!tokens.weighted) continue;
-    std::copy_n(tokens.topk_weights.data(), entries, weights(peer, first));
+    to.put(weights_offset(memory_.rank(), epoch), tokens.topk_weights.data(), entries * 4);
   }
 }
 
 void LowLatency::push_rows(const LowLatencyTokens& tokens, uint32_t epoch) {
   const LowLatencyGeometry& g = layout_.geometry;
   const bool bf16 = tokens.encoding == RowEncoding::kBf16;
-  const auto row_bytes =
-      static_cast<size_t>(bf16 ? bf16_row_bytes(g.hidden) : fp8_row_bytes(g.hidden));
+  const int64_t row_bytes = bf16 ? bf16_row_bytes(g.hidden) : fp8_row_bytes(g.hidden);
   const ScaleRounding rounding = tokens.encoding == RowEncoding::kFp8PowerOfTwo
                                      ? ScaleRounding::kPowerOfTwo
                                      : ScaleRounding::kNone;
@@ -156,7 +159,7 @@ void LowLatency::push_rows(const LowLatencyTokens& tokens, uint32_t epoch) {
     const uint16_t* x = tokens.x + int64_t{token} * g.hidden;
     const auto* row = reinterpret_cast<const std::byte*>(x);
     if (!bf16) {
-      // An fp8 row's values end on a 16-byte boundary, so the scales behind them are aligned.
+      // The values of an fp8 row end on a 16-byte boundary, so the scales behind them are aligned.
       quantize_fp8_row(x, g.hidden, rounding, reinterpret_cast<uint8_t*>(slot_.data()),
                        reinterpret_cast<float*>(slot_.data() + g.hidden));
       row = slot_.data();
@@ -168,7 +171,8 @@ void LowLatency::push_rows(const LowLatencyTokens& tokens, uint32_t epoch) {
       if (std::exchange(reached_rank[static_cast<size_t>(peer)], uint8_t{1}) != 0) continue;
       if (memory_.masked(peer)) continue;
       const int64_t slot = layout_.slot(parity_of(epoch), memory_.rank(), token);
-      std::memcpy(area(peer, layout_.rows_offset() + slot * layout_.row_stride()), row, row_bytes);
+      memory_.peer(peer).put(offset_ + layout_.rows_offset() + slot * layout_.row_stride(), row,
+                             row_bytes);
     }
   }
 }
@@ -184,7 +188,7 @@ void LowLatency::dispatch_receive(uint32_t epoch, const LowLatencyReceived& rece
   for (int32_t e = 0; e < geometry.experts_per_rank(); ++e) {
     const auto rows = static_cast<int32_t>(cursors_[static_cast<size_t>(e)]);
     received.counts[e] = rows;
-    if (received.expert_totals != nullptr && !dispatch_.is_void(epoch)) {
+    if (received.expert_totals != nullptr && !dispatch_.is_aborted(epoch)) {
       received.expert_totals[e] += rows;
     }
   }
@@ -196,8 +200,7 @@ void LowLatency::unpack(int32_t source, int32_t tokens, uint32_t epoch,
   const LowLatencyGeometry& g = layout_.geometry;
   const int64_t first = layout_.slot(parity_of(epoch), source, 0);
   const bool weighted = received.weights != nullptr || received.row_weights != nullptr;
-  const Table table{experts(memory_.rank(), layout_.experts_offset(), first),
-                    weighted ? weights(memory_.rank(), first) : nullptr};
+  const Table table = own_table(layout_.experts_offset(), source, epoch, weighted);
   const std::vector<int64_t> before = cursors_;
   place(tokens, table, received);
   for (int32_t e = 0; e < g.experts_per_rank(); ++e) {
@@ -208,10 +211,11 @@ void LowLatency::unpack(int32_t source, int32_t tokens, uint32_t epoch,
   const bool bf16 = received.encoding == RowEncoding::kBf16;
   const int64_t row_bytes = bf16 ? bf16_row_bytes(g.hidden) : g.hidden;
   const auto placed = static_cast<int64_t>(placements_.size());
-  const RowCopy copy(placed * row_bytes * g.ranks, g.ranks);  // as much from every source
+  const RowCopy copy(placed * row_bytes * g.ranks,
+                     g.ranks);  // assumes as many bytes from every source
   for (const Placement& to : placements_) {
     const int64_t offset = layout_.rows_offset() + (first + to.token) * layout_.row_stride();
-    const std::byte* slot = area(memory_.rank(), offset);
+    const std::byte* slot = own(offset);
     copy(received.rows + (to.local * g.expert_capacity() + to.row) * row_bytes, slot, row_bytes);
     if (!bf16) unpack_scales(slot, to, received);
   }
@@ -222,19 +226,19 @@ void LowLatency::unpack(int32_t source, int32_t tokens, uint32_t epoch,
   if (received.weights != nullptr) std::copy_n(table.weights, entries, received.weights + kept);
 }
 
-// Gives every row of one source its place behind those that are placed already.
+// Appends the rows of one source to the rows of their local experts.
 void LowLatency::place(int32_t tokens, const Table& table, const LowLatencyReceived& received) {
   const LowLatencyGeometry& g = layout_.geometry;
   placements_.clear();
   for (int32_t token = 0; token < tokens; ++token) {
-    const int64_t lanes = int64_t{token} * g.top_k;
-    const float* weights = table.weights == nullptr ? nullptr : table.weights + lanes;
-    for (const auto& choice : choices_.of(table.experts + lanes, weights, g.top_k)) {
-      const int64_t row = cursors_[static_cast<size_t>(choice.local)]++;
-      const int64_t place = choice.local * g.expert_capacity() + row;
+    const int64_t first_entry = int64_t{token} * g.top_k;
+    const float* weights = table.weights == nullptr ? nullptr : table.weights + first_entry;
+    for (const auto& entry : local_topk_.of(table.experts + first_entry, weights, g.top_k)) {
+      const int64_t row = cursors_[static_cast<size_t>(entry.local)]++;
+      const int64_t place = entry.local * g.expert_capacity() + row;
       received.source_tokens[place] = token;
-      if (received.row_weights != nullptr) received.row_weights[place] = choice.weight;
-      placements_.push_back(Placement{token, choice.local, row});
+      if (received.row_weights != nullptr) received.row_weights[place] = entry.weight;
+      placements_.push_back(Placement{token, entry.local, row});
     }
   }
 }
@@ -246,7 +250,7 @@ void LowLatency::unpack_scales(const std::byte* slot, const Placement& to,
   const int64_t blocks = blocks_of(g.hidden);
   const bool packed = received.scale_format == ScaleFormat::kUe8m0;
   const int64_t words = packed ? ceil_div(blocks, 4) : blocks;
-  // Scales lie with the rows of an expert adjacent, as grouped matrix products read them.
+  // Scales of adjacent rows of an expert are adjacent, as grouped GEMMs read them.
   auto* column =
       reinterpret_cast<uint32_t*>(received.scales.data()) + to.local * words * capacity + to.row;
   for (int64_t word = 0; word < words; ++word) column[word * capacity] = 0;
@@ -277,7 +281,7 @@ uint32_t LowLatency::combine_send(const LowLatencyGeometry& geometry,
       if (!memory_.masked(peer)) combine_.publish_late_routing(epoch, peer, late->tokens);
     }
   }
-  // Every rank begins with the next one, so that they do not all write to rank 0 first.
+  // Each rank begins with its successor, so that not all ranks write to rank 0 first.
   for (int32_t step = 1; step <= geometry.ranks; ++step) {
     const int32_t source = (memory_.rank() + step) % geometry.ranks;
     if (memory_.masked(source)) continue;
@@ -287,28 +291,37 @@ uint32_t LowLatency::combine_send(const LowLatencyGeometry& geometry,
     for (size_t sum = 0; sum < sums_.size(); ++sum) {
       write_result(source, sum, epoch, outputs.logfmt);
     }
+    memory_.peer(source).put(offset_ + encoding_offset(memory_.rank(), 0, epoch), tokens);
     combine_.publish(epoch, source, static_cast<int32_t>(sums_.size()));
   }
   return epoch;
 }
 
+// The routing that `source` has pushed into this rank's memory.
+LowLatency::Table LowLatency::own_table(int64_t table, int32_t source, uint32_t epoch,
+                                        bool weighted) const {
+  const auto at = [this](int64_t offset) { return memory_.own() + offset; };
+  const int64_t weights = weights_offset(source, epoch);
+  return Table{reinterpret_cast<const int16_t*>(at(experts_offset(table, source, epoch))),
+               weighted ? reinterpret_cast<const float*>(at(weights)) : nullptr};
+}
+
 LowLatency::Table LowLatency::table_of(int32_t source, uint32_t epoch,
                                        const LowLatencyOutputs& outputs) const {
   if (outputs.late_tokens != nullptr) {
-    const int64_t pushed = layout_.slot(parity_of(epoch), source, 0);
-    return Table{experts(memory_.rank(), layout_.late_experts_offset(), pushed),
-                 weights(memory_.rank(), pushed)};
+    return own_table(layout_.late_experts_offset(), source, epoch, true);
   }
   const int64_t kept = int64_t{source} * layout_.geometry.max_tokens * layout_.geometry.top_k;
   return Table{outputs.experts + kept,
                outputs.weights == nullptr ? nullptr : outputs.weights + kept};
 }
 
-// Finds the outputs that go back to `source`: `sums_` and their `terms_`.
+// Collects the outputs that go back to `source` in `sums_` and `terms_`.
 void LowLatency::gather(int32_t source, int32_t tokens, const Table& table,
                         const LowLatencyOutputs& outputs) {
   const LowLatencyGeometry& g = layout_.geometry;
-  // Rows of one source lie in token order in each expert's block: a cursor for each finds them.
+  // The rows of one source are in token order in each expert's block, so one cursor per expert
+  // finds them.
   cursors_.resize(static_cast<size_t>(g.experts_per_rank()));
   for (int32_t e = 0; e < g.experts_per_rank(); ++e) {
     cursors_[static_cast<size_t>(e)] = first_of(outputs.ranges[int64_t{e} * g.ranks + source]);
@@ -316,22 +329,22 @@ void LowLatency::gather(int32_t source, int32_t tokens, const Table& table,
   terms_.clear();
   sums_.clear();
   for (int32_t token = 0; token < tokens; ++token) {
-    const int64_t lanes = int64_t{token} * g.top_k;
-    const float* weights = table.weights == nullptr ? nullptr : table.weights + lanes;
-    const auto& choices = choices_.of(table.experts + lanes, weights, g.top_k);
-    if (choices.empty()) continue;
+    const int64_t first_entry = int64_t{token} * g.top_k;
+    const float* weights = table.weights == nullptr ? nullptr : table.weights + first_entry;
+    const auto& entries = local_topk_.of(table.experts + first_entry, weights, g.top_k);
+    if (entries.empty()) continue;
     sums_.push_back(Sum{token, terms_.size()});
-    for (const auto& choice : choices) {
-      // A late routing may name more rows than its dispatch sent: never one behind the block.
+    for (const auto& entry : entries) {
+      // A late routing may name more rows than its dispatch sent, so clamp to the block.
       const int64_t row =
-          std::min(cursors_[static_cast<size_t>(choice.local)]++, g.expert_capacity() - 1);
-      const int64_t place = choice.local * outputs.expert_stride + row * outputs.row_stride;
-      terms_.push_back(ReduceTerm{outputs.y + place, choice.weight});
+          std::min(cursors_[static_cast<size_t>(entry.local)]++, g.expert_capacity() - 1);
+      const int64_t place = entry.local * outputs.expert_stride + row * outputs.row_stride;
+      terms_.push_back(ReduceTerm{outputs.y + place, entry.weight});
     }
   }
 }
 
-// Nothing for the sum behind the last.
+// The terms of sum `sum`; empty for the index behind the last one.
 std::span<const ReduceTerm> LowLatency::terms_of(size_t sum) const {
   const auto begin_of = [&](size_t i) {
     return i < sums_.size() ? sums_[i].first_term : terms_.size();
@@ -339,12 +352,15 @@ std::span<const ReduceTerm> LowLatency::terms_of(size_t sum) const {
   return std::span(terms_).subspan(begin_of(sum), begin_of(sum + 1) - begin_of(sum));
 }
 
-// Writes a sum to the token's rank.
+// Computes a sum and writes it to the token's rank.
 void LowLatency::write_result(int32_t source, size_t sum, uint32_t epoch, bool logfmt) {
   const int32_t hidden = layout_.geometry.hidden;
   const int64_t slot = layout_.slot(parity_of(epoch), memory_.rank(), sums_[sum].token);
-  std::byte* row = area(source, layout_.results_offset() + slot * layout_.row_stride());
-  auto* encoding = reinterpret_cast<uint8_t*>(area(source, layout_.encodings_offset() + slot));
+  const int64_t result = offset_ + layout_.results_offset() + slot * layout_.row_stride();
+  const Peer& to = memory_.peer(source);
+  std::byte* row = to.place(result);
+  const int64_t code = offset_ + encoding_offset(memory_.rank(), sums_[sum].token, epoch);
+  auto* encoding = reinterpret_cast<uint8_t*>(to.place(code));
   const std::span<const ReduceTerm> terms = terms_of(sum);
   *encoding = kResultBf16;
   if (logfmt) {
@@ -354,10 +370,11 @@ void LowLatency::write_result(int32_t source, size_t sum, uint32_t epoch, bool l
     }
     if (encode_logfmt_row(sum_.data(), hidden, row)) {
       *encoding = kResultLogFmt;
-      return;
+      return to.put(result, logfmt_row_bytes(hidden));
     }
   }
   reduce_bf16(terms, {}, hidden, reinterpret_cast<uint16_t*>(row), terms_of(sum + 1));
+  to.put(result, bf16_row_bytes(hidden));
 }
 
 void LowLatency::combine_receive(uint32_t epoch, const LowLatencyResult& result) {
@@ -367,7 +384,7 @@ void LowLatency::combine_receive(uint32_t epoch, const LowLatencyResult& result)
   for (int32_t peer = 0; peer < geometry.ranks; ++peer) {
     combine_.await(epoch, peer, result.wait_ns);
   }
-  const int32_t tokens = combine_.is_void(epoch) ? 0 : result.tokens;
+  const int32_t tokens = combine_.is_aborted(epoch) ? 0 : result.tokens;
   for (int64_t token = 0; token < tokens; ++token) {
     add_results(result.topk_idx + token * geometry.top_k, token, epoch,
                 result.out + token * geometry.hidden);
@@ -375,12 +392,12 @@ void LowLatency::combine_receive(uint32_t epoch, const LowLatencyResult& result)
   combine_.finish(epoch);
 }
 
-// out = the sum of what the ranks that hold one of the experts `ids` sent for the token.
+// out = the sum of the token's result rows from the ranks that hold one of the experts `ids`.
 void LowLatency::add_results(const int64_t* ids, int64_t token, uint32_t epoch, uint16_t* out) {
   const LowLatencyGeometry& g = layout_.geometry;
   contributes_.assign(static_cast<size_t>(g.ranks), 0);
   for (int32_t k = 0; k < g.top_k; ++k) {
-    // The caller may have written over its indices between a send and its receive.
+    // The caller may have overwritten its indices between the send and the receive.
     if (ids[k] < 0 || ids[k] >= g.experts) continue;
     contributes_[static_cast<size_t>(ids[k] / g.experts_per_rank())] = 1;
   }
@@ -389,7 +406,7 @@ void LowLatency::add_results(const int64_t* ids, int64_t token, uint32_t epoch, 
   for (int32_t peer = 0; peer < g.ranks; ++peer) {
     if (contributes_[static_cast<size_t>(peer)] == 0 || memory_.masked(peer)) continue;
     terms_.push_back(ReduceTerm{reinterpret_cast<const uint16_t*>(result_row(peer, token, epoch)),
-                                1.0f});  // a product with 1 is exact
+                                1.0f});  // multiplying by 1 is exact
     logfmt |= result_encoding(peer, token, epoch) == kResultLogFmt;
   }
   if (!logfmt) return reduce_bf16(terms_, {}, g.hidden, out);

@@ -1,16 +1,18 @@
 // Low-latency dispatch and combine between the processes of a host.
 //
-// The executable specification of the protocol (docs/low_latency.md): every other backend is tested
-// against it. One object serves any number of calls of any geometry that fits its memory. Calls are
-// numbered by epochs, dispatch and combine apart; the n-th call of every rank belongs together.
+// The executable specification of the protocol (docs/low_latency.md): the tests compare every other
+// backend with it. One object serves any number of calls of any geometry that fits its memory.
+// Epochs number the dispatches and, separately, the combines; the n-th calls of all ranks belong
+// together.
 //
 //   dispatch_send     writes each token once to every rank that holds one of its experts
-//   dispatch_receive  waits for the rows and copies each to its local experts' packed slots
+//   dispatch_receive  waits for the rows and copies each to its local experts' packed rows
 //   combine_send      sums, for each token, the weighted outputs of the local experts, in fp32 and
 //                     top-k order, rounds once and writes one row back to the token's rank
 //   combine_receive   waits for the rows and adds them in fp32 and rank order
 //
-// Between send and receive the caller may do other work; two calls of a kind may be in flight.
+// Between send and receive the caller may do other work. Two dispatches and two combines may be in
+// flight.
 #pragma once
 
 #include <cstdint>
@@ -32,39 +34,39 @@ enum class ScaleFormat : int32_t { kFloat32, kUe8m0 };
 
 struct LowLatencyTokens {
   Array<const uint16_t> x;          // [tokens, hidden] bf16, contiguous
-  Array<const int64_t> topk_idx;    // [tokens, top_k], -1 for none
+  Array<const int64_t> topk_idx;    // [tokens, top_k], -1 for no expert
   Array<const float> topk_weights;  // [tokens, top_k]
-  bool weighted;                    // whether topk_weights are given, on all ranks or on none
+  bool weighted;                    // whether topk_weights are given; the same on all ranks
   int32_t tokens;
   RowEncoding encoding;
 };
 
-// Where dispatch_receive leaves what arrived. E = local experts, C = expert_capacity, R = ranks,
-// M = max_tokens, K = top_k. What is null is not wanted.
+// The output of dispatch_receive, which skips arrays that are null. E = local experts, C =
+// expert_capacity, R = ranks, M = max_tokens, K = top_k.
 struct LowLatencyReceived {
   Array<std::byte> rows;    // [E, C, hidden] bf16 or e4m3
   Array<std::byte> scales;  // [E, blocks, C] float32, or [E, ceil(blocks / 4), C] int32 of UE8M0
   Array<int32_t> counts;    // [E] rows of each expert
   Array<int32_t> source_tokens;  // [E, C] the row's token index at its source
   Array<int64_t> ranges;         // [E, R] rows from each source: count | first row << 32
-  Array<float> row_weights;      // [E, C] the row's weight: what its token gives this expert
+  Array<float> row_weights;      // [E, C] the weight of the row's token for this expert
   Array<int32_t> source_counts;  // [R] tokens of each source
   Array<int16_t> experts;        // [R, M, K] the routing of all sources
   Array<float> weights;          // [R, M, K]
-  Array<int32_t> expert_totals;  // [E], added to
-  Array<int64_t> wait_ns;        // [R] nanoseconds waited for each source, added to
+  Array<int32_t> expert_totals;  // [E] the call adds its counts
+  Array<int64_t> wait_ns;        // [R] the call adds the nanoseconds that it waits for each source
   RowEncoding encoding;
   ScaleFormat scale_format;
 };
 
-// The expert side of combine. The routing of the sources is what dispatch_receive left, or, if
-// `late_tokens` is given, what every source pushes now.
+// The input of combine_send, on the expert side. The routing of the sources is the output of
+// dispatch_receive or, if `late_tokens` is given, the one that every source pushes in this call.
 struct LowLatencyOutputs {
   Array<const uint16_t> y;  // [E, C, hidden] bf16 with the strides below, in elements
   int64_t expert_stride;
   int64_t row_stride;
-  Array<const int64_t> ranges;         // as dispatch_receive left them
-  Array<const int32_t> source_counts;  // null with late routing
+  Array<const int64_t> ranges;         // as dispatch_receive wrote them
+  Array<const int32_t> source_counts;  // null if late_tokens is given
   Array<const int16_t> experts;
   Array<const float> weights;  // null: unweighted
   const LowLatencyTokens* late_tokens;
@@ -73,46 +75,47 @@ struct LowLatencyOutputs {
 
 struct LowLatencyResult {
   Array<uint16_t> out;            // [tokens, hidden] bf16
-  Array<const int64_t> topk_idx;  // [tokens, top_k] of this rank's own tokens
+  Array<const int64_t> topk_idx;  // [tokens, top_k] of this rank's tokens
   int32_t tokens;
-  Array<int64_t> wait_ns;  // [R], added to; may be null
+  Array<int64_t> wait_ns;  // [R] as in LowLatencyReceived; may be null
 };
 
 class LowLatency {
  public:
-  // Uses `bytes` at `offset` of the modes' part of `memory`, which must outlive it. `epoch` is what
-  // all signals in there have reached: 0 in fresh memory.
+  // Uses `bytes` at `offset` of the modes' part of `memory`, which must outlive this object. All
+  // signals in these bytes must have reached `epoch`: 0 in fresh memory.
   LowLatency(SymmetricMemory& memory, int64_t offset, int64_t bytes, uint32_t epoch = 0);
 
-  // Each send returns the epoch that its receive must name. Indices are trusted: the caller has
-  // checked them against the geometry. A geometry may change only while no call is in flight; the
-  // first call of another one waits for all ranks to begin it too.
+  // Each send returns the epoch to pass to its receive. The caller must have checked the indices
+  // against the geometry. The geometry may change only while no call is in flight; the first call
+  // with a new geometry waits until all ranks have begun it.
   //
-  // Ranks that mean different calls throw BadArgument, with both values, and others than the one
-  // that refused a call PeerRefused: from the send if the geometry is new, else from the receive.
+  // If the signatures of the ranks differ, the call throws BadArgument with both values. If a peer
+  // has refused the call, it throws PeerRefused. The send throws if the geometry is new, else the
+  // receive throws.
   uint32_t dispatch_send(const LowLatencyGeometry& geometry, const LowLatencyTokens& tokens);
   void dispatch_receive(uint32_t epoch, const LowLatencyReceived& received);
   uint32_t combine_send(const LowLatencyGeometry& geometry, const LowLatencyOutputs& outputs);
   void combine_receive(uint32_t epoch, const LowLatencyResult& result);
 
-  // Takes part in a call whose input this rank has found bad: the call is void on every rank, each
-  // of which throws PeerRefused with `reason`, and all stay in step.
+  // Take part in a call whose input this rank has found bad. They abort the call on every rank: the
+  // others throw PeerRefused with `reason`, and all ranks stay in step.
   void refuse_dispatch(const std::string& reason) { dispatch_.refuse(reason); }
   void refuse_combine(const std::string& reason) { combine_.refuse(reason); }
 
-  // Returns when every peer has read everything, so that another geometry may use the memory.
+  // Waits until every peer has read all rows of this rank, so that the geometry may change.
   void quiesce();
-  // The same, having given up the calls in flight.
+  // Gives up the calls in flight, then waits like `quiesce`.
   void reset();
 
  private:
-  // A row's way from its slot to the rows of a local expert.
+  // The destination of a received token: row `row` of local expert `local`.
   struct Placement {
     int32_t token;
     int32_t local;
     int64_t row;
   };
-  // The outputs that make up what goes back for one token: some of `terms_`.
+  // The outputs that are summed for one token: `terms_` from `first_term` to the next sum's.
   struct Sum {
     int32_t token;
     size_t first_term;
@@ -123,26 +126,32 @@ class LowLatency {
     const float* weights;  // null: unweighted
   };
 
-  // What brings the routing weights that a call uses. With dispatch and with combine they come to
-  // the same memory, so a change waits like a change of geometry.
+  // The call that sends the routing weights. Dispatch and combine write them to the same memory, so
+  // a change waits like a change of geometry.
   enum class Weights : int32_t { kNone, kWithDispatch, kWithCombine };
 
   uint32_t begin(LowLatencySequence& sequence, const LowLatencyGeometry& geometry,
                  RowEncoding encoding, Weights weights);
   void check_fits(const LowLatencyGeometry& geometry) const;
-  void make_way(bool moves);
+  void await_idle(bool new_layout);
   void adopt(const LowLatencyGeometry& geometry);
 
-  std::byte* area(int32_t rank, int64_t offset) const {
-    return memory_.base(rank) + offset_ + offset;
+  const std::byte* own(int64_t offset) const { return memory_.own() + offset_ + offset; }
+  // Where the routing of token 0 of `source` lies in each rank's memory: its experts in `table`,
+  // and its weights.
+  int64_t experts_offset(int64_t table, int32_t source, uint32_t epoch) const {
+    return offset_ + table + layout_.table(parity_of(epoch), source) * layout_.experts_bytes();
   }
-  int16_t* experts(int32_t rank, int64_t table, int64_t slot) const {
-    return reinterpret_cast<int16_t*>(area(rank, table)) + slot * layout_.geometry.top_k;
+  int64_t weights_offset(int32_t source, uint32_t epoch) const {
+    return offset_ + layout_.weights_offset() +
+           layout_.table(parity_of(epoch), source) * layout_.weights_bytes();
   }
-  float* weights(int32_t rank, int64_t slot) const {
-    auto* table = reinterpret_cast<float*>(area(rank, layout_.weights_offset()));
-    return table + slot * layout_.geometry.top_k;
+  // Where `rank` says how it has encoded the result of `token`.
+  int64_t encoding_offset(int32_t rank, int64_t token, uint32_t epoch) const {
+    return layout_.encodings_offset() +
+           layout_.table(parity_of(epoch), rank) * layout_.encodings_bytes() + token;
   }
+  Table own_table(int64_t table, int32_t source, uint32_t epoch, bool weighted) const;
 
   void push_rows(const LowLatencyTokens& tokens, uint32_t epoch);
   void push_routing(const LowLatencyTokens& tokens, uint32_t epoch, int64_t experts_table) const;
@@ -157,11 +166,10 @@ class LowLatency {
   void add_results(const int64_t* ids, int64_t token, uint32_t epoch, uint16_t* out);
   const std::byte* result_row(int32_t peer, int64_t token, uint32_t epoch) const {
     const int64_t slot = layout_.slot(parity_of(epoch), peer, token);
-    return area(memory_.rank(), layout_.results_offset() + slot * layout_.row_stride());
+    return own(layout_.results_offset() + slot * layout_.row_stride());
   }
   uint8_t result_encoding(int32_t peer, int64_t token, uint32_t epoch) const {
-    const int64_t slot = layout_.slot(parity_of(epoch), peer, token);
-    return static_cast<uint8_t>(*area(memory_.rank(), layout_.encodings_offset() + slot));
+    return static_cast<uint8_t>(*own(encoding_offset(peer, token, epoch)));
   }
 
   SymmetricMemory& memory_;
@@ -169,11 +177,11 @@ class LowLatency {
   int64_t bytes_;
   LowLatencyLayout layout_{};
   bool laid_out_ = false;
-  Weights weights_ = Weights::kNone;  // what has brought any since the memory was laid out
+  Weights weights_ = Weights::kNone;  // the last value other than kNone in this geometry
   LowLatencySequence dispatch_;
   LowLatencySequence combine_;
-  LocalChoices choices_{0, 0};
-  // Scratch of the call at hand.
+  LocalTopK local_topk_{0, 0};
+  // Scratch memory of the current call.
   std::vector<std::byte> slot_;
   std::vector<float> sum_;
   std::vector<Placement> placements_;

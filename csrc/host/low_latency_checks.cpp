@@ -17,7 +17,7 @@ void check_routing(const LowLatencyGeometry& geometry, const LowLatencyTokens& t
   if (tokens.weighted) tokens.topk_weights.require("topk_weights", entries);
 }
 
-// The rows that `ranges` names lie within each expert's block, and tokens within the tables.
+// Checks that `ranges` stay within each expert's block, and token counts within the tables.
 void check_handle(const LowLatencyGeometry& geometry, const LowLatencyOutputs& outputs) {
   const int64_t ranges = int64_t{geometry.experts_per_rank()} * geometry.ranks;
   for (int64_t place = 0; place < ranges; ++place) {
@@ -71,7 +71,7 @@ void check_lent(const LowLatencyGeometry& geometry, const LowLatencyReceived& re
 void check_lent(const LowLatencyGeometry& geometry, const LowLatencyOutputs& outputs) {
   const int64_t experts = geometry.experts_per_rank();
   const int64_t entries = int64_t{geometry.ranks} * geometry.max_tokens * geometry.top_k;
-  // Within an expert's block a row ends where the next may begin.
+  // The last row of an expert's block ends where the next block may begin.
   const Strided rows{experts, geometry.expert_capacity(), outputs.expert_stride,
                      outputs.row_stride};
   outputs.y.require("y", rows.extent() == 0 ? 0 : rows.extent() - 1 + geometry.hidden);

@@ -18,7 +18,7 @@ constexpr uint32_t kSignBit = 0x80000000u;
 // Half the codes of a sign-magnitude 10-bit field, without the one for zero.
 constexpr float kLogFmtSteps = 510.0f;
 constexpr float kLogFmtOctaves = 32.0f;
-// From here on the range's upper end could round up to 2^128.
+// For values of this size and more, the range's upper end could round up to 2^128.
 constexpr float kLogFmtLimit = 0x1p127f;
 
 inline uint16_t round_one_to_bf16(float value) {
@@ -70,7 +70,7 @@ struct LogRange {
   float step() const { return (bf16_to_float(high) - bf16_to_float(low)) / kLogFmtSteps; }
 };
 
-// The bfloat16 next below or equal, and next above or equal.
+// The largest bfloat16 not above `value`, and the smallest one not below.
 uint16_t bf16_floor(float value) {
   const auto bits = std::bit_cast<uint32_t>(value);
   const uint32_t truncated = bits >> 16;
@@ -105,7 +105,7 @@ uint32_t logfmt_code(float value, const LogRange& range) {
   return sign | (1u + static_cast<uint32_t>(code));
 }
 
-// Appends and takes fields of `kLogFmtBits` bits, least significant first.
+// Write and read fields of `kLogFmtBits` bits, least significant first.
 struct BitWriter {
   uint8_t* out;
   uint32_t bits = 0;
@@ -127,7 +127,7 @@ struct BitReader {
   uint32_t bits = 0;
   int held = 0;
 
-  uint32_t take() {
+  uint32_t read() {
     for (; held < kLogFmtBits; held += 8) bits |= static_cast<uint32_t>(*in++) << held;
     const uint32_t field = bits & ((1u << kLogFmtBits) - 1u);
     bits >>= kLogFmtBits;
@@ -206,7 +206,7 @@ void add_logfmt_row(const std::byte* row, int64_t hidden, float* sum) {
     const LogRange range{ranges[0], ranges[1]};
     ranges += 2;
     for (int64_t i = 0; i < columns; ++i) {
-      const uint32_t code = reader.take();
+      const uint32_t code = reader.read();
       const uint32_t position = code & 0x1ffu;
       if (position == 0) continue;
       const float magnitude =

@@ -1,7 +1,7 @@
-// Arithmetic on rows: bf16, e4m3 and LogFMT, as every backend must do it.
+// Arithmetic on rows in bf16, e4m3 and LogFMT. Every backend must give the same bits.
 //
-// Products and sums are rounded one by one (the build forbids contraction to fused multiply-add),
-// so that an independent implementation can reproduce every bit.
+// The functions round each product and each sum (the build forbids contraction to fused
+// multiply-add), so that an independent implementation can reproduce every bit.
 #pragma once
 
 #include <cstddef>
@@ -20,8 +20,8 @@ inline float bf16_to_float(uint16_t bits) {
 // Round to nearest even; every NaN becomes the quiet one.
 uint16_t float_to_bf16(float value);
 
-// Round to nearest even, saturating at 448; every NaN becomes the positive one, as on GPUs: which
-// sign the product of infinity and 0 has depends on the processor.
+// Round to nearest even, saturating at 448; every NaN becomes the positive one, as on GPUs. (The
+// sign of the NaN that infinity times 0 gives depends on the processor.)
 uint8_t float_to_e4m3(float value);
 
 enum class ScaleRounding { kNone, kPowerOfTwo };
@@ -35,7 +35,7 @@ void quantize_fp8_row(const uint16_t* x, int64_t hidden, ScaleRounding rounding,
 // The exponent byte of a power-of-two scale (UE8M0: value = 2^(byte - 127)).
 uint8_t ue8m0_of(float power_of_two);
 
-// sum[i] += weight * row[i], with the product rounded before the addition.
+// sum[i] += weight * row[i]; rounds the product before the addition.
 void add_weighted_bf16(const uint16_t* row, float weight, int64_t columns, float* sum);
 // sum[i] += row[i]
 void add_bf16(const uint16_t* row, int64_t columns, float* sum);
@@ -43,11 +43,11 @@ void add_bf16(const uint16_t* row, int64_t columns, float* sum);
 void widen_bf16(const uint16_t* row, int64_t columns, float* sum);
 void round_to_bf16(const float* sum, int64_t columns, uint16_t* row);
 
-// LogFMT-10 (layout/row.h) of a row. For each block of 128 columns, with hi and lo the bfloat16
-// values nearest above and below log2 of the largest and smallest nonzero magnitude (lo at least
-// hi - 32), a column is coded as 0 for zero, else as 1 + round((log2|x| - lo) * 510 / (hi - lo)).
-// False, with nothing usable written, if a value is not finite or 2^127 or more: send such a row
-// as bf16.
+// Encodes a row as LogFMT-10 (layout/row.h). For each block of 128 columns, hi and lo are the
+// bfloat16 values nearest above and below log2 of the largest and smallest nonzero magnitude (lo at
+// least hi - 32). The code of a column is 0 for zero, else 1 + round((log2|x| - lo) * 510 /
+// (hi - lo)). Returns false, with `row` undefined, if a value is not finite or 2^127 or more; the
+// caller then sends the row as bf16.
 bool encode_logfmt_row(const float* values, int64_t hidden, std::byte* row);
 // sum[i] += the decoded value.
 void add_logfmt_row(const std::byte* row, int64_t hidden, float* sum);

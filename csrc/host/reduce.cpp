@@ -10,13 +10,13 @@
 namespace fanfold {
 namespace {
 
-// The sums of this many columns stay in the first-level cache while the rows pass by.
+// The sums of this many columns stay in the first-level cache while the rows are added.
 constexpr int64_t kColumns = 512;
-// Where sums without a bias begin: reading zeros costs less than writing them first.
+// The start of sums without a bias: reading zeros costs less than writing them first.
 constexpr std::array<float, kColumns> kZeros{};
 // Up to four rows are added in one pass over the sums, in order: fewer loads and stores of them.
 constexpr size_t kRows = 4;
-// Columns of a row in a cache line, the step in which the next rows are asked for.
+// Columns of a row in a cache line: the step of the prefetches.
 constexpr int64_t kLine = 64 / sizeof(uint16_t);
 
 using Terms = std::span<const ReduceTerm>;
@@ -26,9 +26,9 @@ Terms rows_from(Terms terms, size_t first) {
                               : Terms{};
 }
 
-// sum = from + the `kCount` rows of `terms`, at columns [begin, begin + count); meanwhile the same
-// columns of the rows of `next` are fetched, line by line, so that waiting for them overlaps with
-// the arithmetic.
+// sum = from + the `kCount` rows of `terms`, at columns [begin, begin + count). Meanwhile
+// prefetches the same columns of the rows of `next`, so that their latency overlaps with the
+// arithmetic.
 template <size_t kCount>
 inline __attribute__((always_inline)) void add_rows(Terms terms, Terms next, int64_t begin,
                                                     int64_t count, const float* from, float* sum) {

@@ -27,37 +27,33 @@ void count_routes(const Routes& routes, const RouteCounts& counts) {
   }
 }
 
-const std::vector<LocalChoices::Choice>& LocalChoices::of(const int16_t* ids, const float* weights,
-                                                          int32_t top_k) {
+const std::vector<LocalTopK::Entry>& LocalTopK::of(const int16_t* ids, const float* weights,
+                                                   int32_t top_k) {
   const auto locals = static_cast<int32_t>(positions_.size());
-  for (const Choice& choice : choices_) positions_[static_cast<size_t>(choice.local)] = kNone;
-  choices_.clear();
+  for (const Entry& entry : entries_) positions_[static_cast<size_t>(entry.local)] = kNone;
+  entries_.clear();
   for (int32_t k = 0; k < top_k; ++k) {
     const int32_t local = ids[k] - first_expert_;
     if (local < 0 || local >= locals) continue;
     int32_t& position = positions_[static_cast<size_t>(local)];
     if (position == kNone) {
-      position = static_cast<int32_t>(choices_.size());
-      choices_.push_back(Choice{local, weights == nullptr ? 1.0f : weights[k]});
+      position = static_cast<int32_t>(entries_.size());
+      entries_.push_back(Entry{local, weights == nullptr ? 1.0f : weights[k]});
     } else if (weights != nullptr) {
-      choices_[static_cast<size_t>(position)].weight += weights[k];
+      entries_[static_cast<size_t>(position)].weight += weights[k];
     }
   }
-  return choices_;
+  return entries_;
 }
 
-bool TokenRanks::any_but(int32_t token, int32_t rank) const {
-  const uint8_t* places = in_rank + int64_t{token} * ranks;
-  for (int32_t peer = 0; peer < ranks; ++peer) {
-    if (places[peer] != 0 && peer != rank) return true;
-  }
-  return false;
+bool TokenRanks::any_of(int32_t token, const std::vector<int32_t>& some) const {
+  return std::ranges::any_of(some, [&](int32_t rank) { return goes_to(token, rank); });
 }
 
-int64_t TokenRanks::count_but(int32_t rank) const {
-  int64_t tokens_elsewhere = 0;
-  for (int32_t token = 0; token < tokens; ++token) tokens_elsewhere += any_but(token, rank) ? 1 : 0;
-  return tokens_elsewhere;
+int64_t TokenRanks::count_of(const std::vector<int32_t>& some) const {
+  int64_t tokens_there = 0;
+  for (int32_t token = 0; token < tokens; ++token) tokens_there += any_of(token, some) ? 1 : 0;
+  return tokens_there;
 }
 
 std::vector<int64_t> TokenRanks::count() const {

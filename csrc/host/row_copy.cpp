@@ -9,10 +9,10 @@
 namespace fanfold {
 namespace {
 
-// What the rows of all ranks may take in a last-level cache of 32 MiB: half, because the experts'
-// outputs are as large. The cache is not asked for its size, which virtual machines report wrongly.
+// The share of the rows of all ranks in a last-level cache of 32 MiB: half, because the experts'
+// outputs are as large. A constant, because virtual machines report a wrong cache size.
 constexpr int64_t kCacheBytes = int64_t{16} << 20;
-// Below this a row ends too often in the middle of a line, which costs more when written past.
+// A shorter row often ends in the middle of a cache line, which makes non-temporal stores slow.
 constexpr int64_t kShortRow = 512;
 
 #if defined(__SSE2__)

@@ -1,4 +1,4 @@
-// Copies of rows to where the caller will read them.
+// Copies received rows to the caller's memory.
 #pragma once
 
 #include <cstddef>
@@ -8,9 +8,9 @@ namespace fanfold {
 
 // Copies the rows of one result of `bytes` in all, on a host where each of `ranks` does the same.
 //
-// A result that outgrows the caches is written past them: an ordinary store would first read each
-// line that it writes, and drive out what is read next. Whatever was copied is in place for other
-// threads once this object is gone.
+// If the results exceed the caches, copies with non-temporal stores: an ordinary store would first
+// read each line that it writes, and evict lines that are read next. Other threads see the copied
+// rows after the destructor of this object.
 class RowCopy {
  public:
   RowCopy(int64_t bytes, int32_t ranks);

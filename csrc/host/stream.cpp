@@ -5,20 +5,26 @@
 
 namespace fanfold {
 
-StreamWriter::StreamWriter(Exchange& exchange, const StreamLayout& layout, std::byte* ring,
-                           std::vector<int32_t> readers, int64_t records)
-    : exchange_(exchange), layout_(layout), ring_(ring), readers_(std::move(readers)),
-      records_(records) {}
+StreamWriter::StreamWriter(Exchange& exchange, const StreamLayout& layout, OutgoingPath path,
+                           int64_t records)
+    : exchange_(exchange), layout_(layout), path_(std::move(path)),
+      to_(exchange.peer(path_.ring.rank)), records_(records) {}
+
+int32_t StreamWriter::acknowledged(const OutgoingPath::Reader& reader) const {
+  return std::max(0, exchange_.chunks(StreamPlace{exchange_.rank(), reader.ack}));
+}
 
 bool StreamWriter::has_room() {
   const int64_t chunk = staged_ / layout_.records;
-  if (chunk - taken_by_all_ < layout_.chunks) return true;
-  int32_t taken = kLeft;
-  for (const int32_t reader : readers_) {
-    if (exchange_.present(reader)) taken = std::min(taken, exchange_.taken(reader));
+  if (chunk - acknowledged_by_all_ < layout_.chunks) return true;
+  int32_t by_all = kLeft;
+  for (const OutgoingPath::Reader& reader : path_.readers) {
+    if (exchange_.present(reader.rank)) by_all = std::min(by_all, acknowledged(reader));
   }
-  taken_by_all_ = taken;
-  return chunk - taken_by_all_ < layout_.chunks;
+  // Readers that have left before the end have not read what may still be on its way.
+  if (by_all == kLeft) to_.fence();
+  acknowledged_by_all_ = by_all;
+  return chunk - acknowledged_by_all_ < layout_.chunks;
 }
 
 int32_t StreamWriter::complete_chunks() const {
@@ -39,70 +45,82 @@ bool StreamWriter::flush() {
   const bool closing = last && exchange_.agreed();
   if (last && !closing) --chunks;
   if (chunks <= published_ && !closing) return false;
-  for (const int32_t reader : readers_) {
-    if (exchange_.present(reader)) exchange_.publish(reader, chunks);
+  for (int32_t chunk = published_; chunk < chunks; ++chunk) {
+    const int64_t place = chunk % layout_.chunks * layout_.chunk_bytes();
+    to_.put(path_.ring.offset + place, layout_.chunk_bytes());
+  }
+  for (const StreamPlace& word : path_.published) {
+    if (exchange_.present(word.rank)) exchange_.set_chunks(word, chunks);
+    if (word.rank != exchange_.rank()) continue;
+    for (const OutgoingPath::Reader& reader : path_.readers) exchange_.peer(reader.rank).wake();
   }
   published_ = chunks;
   closed_ = closing;
   return true;
 }
 
-std::optional<Debt> StreamWriter::debt(int32_t reader) const {
-  if (std::find(readers_.begin(), readers_.end(), reader) == readers_.end()) return std::nullopt;
+std::optional<Pending> StreamWriter::pending(int32_t rank) const {
+  const auto reader = std::ranges::find(path_.readers, rank, &OutgoingPath::Reader::rank);
+  if (reader == path_.readers.end()) return std::nullopt;
   const int64_t needed = staged_ / layout_.records - layout_.chunks + 1;
-  const int64_t taken = exchange_.taken(reader);
-  if (staged_ == records_ || taken >= needed) return std::nullopt;
-  return Debt{needed * layout_.records, taken * layout_.records};
+  const int64_t read = acknowledged(*reader);
+  if (staged_ == records_ || read >= needed) return std::nullopt;
+  return Pending{needed * layout_.records, read * layout_.records};
 }
 
-StreamReader::StreamReader(Exchange& exchange, const StreamLayout& layout, const std::byte* ring,
-                           int32_t peer)
-    : exchange_(exchange), layout_(layout), ring_(ring), peer_(peer) {}
-
-void StreamReader::open(int64_t records) { records_ = records; }
+StreamReader::StreamReader(Exchange& exchange, const StreamLayout& layout, const IncomingPath& path)
+    : exchange_(exchange), layout_(layout), path_(path), ring_(exchange.at(path.ring)) {}
 
 bool StreamReader::arrived() const {
   return opened() && read_ < records_ &&
-         read_ < exchange_.published(peer_) * int64_t{layout_.records};
+         read_ < exchange_.chunks(path_.published) * int64_t{layout_.records};
 }
 
 void StreamReader::advance() {
   ++read_;
-  // Often enough that the writer never runs out of room for want of a word.
-  const auto taken = static_cast<int32_t>(read_ / layout_.records);
-  if (taken - acknowledged_ >= std::max(1, layout_.chunks / 4)) acknowledge();
+  // Often enough that the writer does not run out of room.
+  const auto read_chunks = static_cast<int32_t>(read_ / layout_.records);
+  if (read_chunks - acknowledged_ >= std::max(1, layout_.chunks / 4)) acknowledge();
 }
 
 void StreamReader::acknowledge() {
-  const auto taken = static_cast<int32_t>(read_ / layout_.records);
-  if (taken == acknowledged_ || read_ == records_) return;
-  acknowledged_ = taken;
-  exchange_.take(peer_, taken);
+  const auto read_chunks = static_cast<int32_t>(read_ / layout_.records);
+  if (read_chunks == acknowledged_ || read_ == records_) return;
+  acknowledged_ = read_chunks;
+  exchange_.set_chunks(path_.ack, read_chunks);
+}
+
+// Whether there is nothing to read from this rank itself or from a masked one.
+bool StreamReader::is_read() const {
+  return path_.peer == exchange_.rank() || !exchange_.present(path_.peer);
 }
 
 bool StreamReader::complete() const {
-  if (peer_ == exchange_.rank() || !exchange_.present(peer_)) return true;
-  return opened() && read_ == records_ && exchange_.published(peer_) == chunks();
+  return is_read() || (opened() && ended() && exchange_.chunks(path_.published) == chunks());
 }
 
-std::optional<Debt> StreamReader::debt() const {
-  if (peer_ == exchange_.rank() || !exchange_.present(peer_) || !opened()) return std::nullopt;
-  // Of a stream without records, and of the last agreement, nothing can be counted but the word.
-  if (read_ == records_) {
+std::optional<Pending> StreamReader::pending() const {
+  if (is_read() || !opened()) return std::nullopt;
+  if (records_ == kUntilEnd) return Pending{read_ + 1, read_};
+  // The last publish, by which the writer agrees, counts as one more record.
+  if (ended()) {
     if (complete()) return std::nullopt;
-    return Debt{records_ + 1, records_};
+    return Pending{records_ + 1, records_};
   }
-  return Debt{records_, read_};
+  return Pending{records_, read_};
 }
 
-void open_announced(Exchange& exchange, std::vector<StreamReader>& readers,
-                    const std::vector<int64_t>* expected_rows) {
-  if (!exchange.agreed()) exchange.hear(expected_rows);
+void open_streams(Exchange& exchange, std::vector<StreamReader>& readers,
+                  const std::vector<int64_t>* expected_rows) {
+  if (!exchange.agreed()) exchange.receive_headers(expected_rows);
+  for (int32_t peer = 0; peer < exchange.ranks(); ++peer) {
+    if (peer != exchange.rank() && exchange.present(peer)) exchange.check_refusal(peer);
+  }
   for (StreamReader& reader : readers) {
     const int32_t peer = reader.peer();
     if (peer == exchange.rank() || !exchange.present(peer)) continue;
-    exchange.check_refusal(peer);
-    if (!reader.opened() && exchange.heard(peer)) reader.open(exchange.announcement(peer).records);
+    if (reader.opened() || !exchange.header_received(peer)) continue;
+    reader.open(exchange.header(peer).records);
   }
 }
 

@@ -26,11 +26,11 @@ Region::Region(int descriptor, int64_t bytes) : bytes_(bytes), descriptor_(descr
   }
   const uint32_t owner = fork_generation();
   const auto unmap = [bytes, owner](std::byte* mapped) {
-    // A forked child does not have the mapping, and may have something else in its place.
+    // A forked child does not have the mapping, and may have mapped other memory at its address.
     if (fork_generation() == owner) munmap(mapped, static_cast<size_t>(bytes));
   };
   data_ = std::shared_ptr<std::byte>(static_cast<std::byte*>(data), unmap);
-  // A forked child (a data loader, say) must not keep the memory alive or scribble on it.
+  // A forked child (for example a data loader) must neither keep the memory alive nor write to it.
   madvise(data, static_cast<size_t>(bytes), MADV_DONTFORK);
 }
 
@@ -81,11 +81,11 @@ Region Region::open(pid_t pid, int descriptor, int64_t bytes) {
   return region;
 }
 
-Region Region::share() const {
-  Region other;
-  other.data_ = data_;
-  other.bytes_ = bytes_;
-  return other;
+Region Region::part(int64_t offset, int64_t bytes) const {
+  Region part;
+  part.data_ = std::shared_ptr<std::byte>(data_, data_.get() + offset);
+  part.bytes_ = bytes;
+  return part;
 }
 
 void Region::close_descriptor() {
@@ -119,10 +119,10 @@ RankHandle& RankHandle::operator=(RankHandle&& other) noexcept {
 }
 
 bool RankHandle::ended() const {
-  // Signal 0 is never delivered. The kernel may number a new thread as one that has ended; the time
-  // bound still holds then.
+  // The kernel never delivers signal 0. It may give a new thread the number of one that has ended;
+  // the timeout still bounds the wait then.
   if (thread_ != 0) return syscall(SYS_tgkill, getpid(), thread_, 0) != 0 && errno == ESRCH;
-  // Without a handle (an old kernel) nothing is known; the time bound still holds.
+  // Old kernels have no pidfd_open. There the timeout alone bounds the wait.
   if (descriptor_ < 0) return false;
   pollfd request{descriptor_, POLLIN, 0};
   return poll(&request, 1, 0) > 0;

@@ -1,8 +1,8 @@
-// One rank's shared memory: created by its owner, mapped by its peers.
+// One rank's shared memory. Its owner creates the memory, and its peers map it.
 //
-// The memory has no name in any file system (memfd), so nothing can be left behind by any kind of
-// death, and the size of /dev/shm does not bound it. Peers open it through the owner's descriptor
-// in /proc, which the kernel allows to processes of the same user in the same PID namespace.
+// The memory has no name in any file system (memfd), so a process that dies leaves nothing behind,
+// and the size of /dev/shm does not limit it. Peers open it through the owner's descriptor in
+// /proc; the kernel allows this to processes of the same user in the same PID namespace.
 #pragma once
 
 #include <sys/types.h>
@@ -24,34 +24,35 @@ class Region {
 
   // Zeroed memory of `bytes`, readable and writable by this user only (mode 0600).
   static Region create(int64_t bytes);
-  // The memory that process `pid` holds under `descriptor`.
+  // Maps the memory behind `descriptor` of process `pid`.
   static Region open(pid_t pid, int descriptor, int64_t bytes);
-  // This mapping once more, for another user in the same process.
-  Region share() const;
+  // Another reference to `bytes` bytes at `offset` of this mapping, for another rank in the same
+  // process or for a part with a use of its own.
+  Region part(int64_t offset, int64_t bytes) const;
 
   std::byte* data() const { return data_.get(); }
   int64_t bytes() const { return bytes_; }
   int descriptor() const { return descriptor_; }
 
-  // Once every peer has mapped the region its descriptor has no further use.
+  // Call it once every peer has mapped the region.
   void close_descriptor();
   void unmap();
 
  private:
   Region(int descriptor, int64_t bytes);
 
-  std::shared_ptr<std::byte> data_;  // unmapped with the last of those that share it
+  std::shared_ptr<std::byte> data_;  // the last Region that shares the mapping unmaps it
   int64_t bytes_ = 0;
   int descriptor_ = -1;
 };
 
-// A handle on what runs a rank: reports whether it has ended. That is a process, which counts as
-// ended also when nobody has reaped it yet, or a thread of this process.
+// Reports whether the process or the thread that runs a rank has ended. A process has ended even if
+// its parent has not reaped it yet.
 class RankHandle {
  public:
   RankHandle() = default;
-  // If `pid` is this process, the rank is its thread `thread`, where 0 stands for none that ends
-  // before the process does.
+  // If `pid` is this process, the handle watches its thread `thread`; with 0 it watches none and
+  // `ended()` returns false.
   explicit RankHandle(pid_t pid, pid_t thread = 0);
   ~RankHandle();
   RankHandle(RankHandle&& other) noexcept;
@@ -66,7 +67,7 @@ class RankHandle {
   pid_t thread_ = 0;
 };
 
-// The calling thread, as the kernel numbers threads.
+// The kernel's id of the calling thread.
 pid_t this_thread();
 
 }  // namespace fanfold

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 #include <new>
+#include <utility>
 
 #include "base/atomics.h"
 
@@ -15,6 +16,14 @@ namespace {
 
 std::chrono::nanoseconds nanoseconds_of(double seconds) {
   return std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9));
+}
+
+constexpr int64_t kPage = 4096;
+
+Hosts hosts_of(const SymmetricOptions& options) {
+  if (options.hosts.empty()) return Hosts(options.ranks);
+  if (std::cmp_equal(options.hosts.size(), options.ranks)) return Hosts(options.hosts);
+  throw BadArgument("hosts", std::to_string(options.hosts.size()), "one for each rank");
 }
 
 }  // namespace
@@ -32,12 +41,17 @@ const char* name_of(Phase phase) {
 }
 
 SymmetricMemory::SymmetricMemory(const SymmetricOptions& options)
-    : options_(options), layout_{options.ranks}, regions_(index(options.ranks)),
-      handles_(index(options.ranks)), masked_(index(options.ranks), 0) {
-  Region own = Region::create(mapped_bytes());
+    : options_(options), hosts_(hosts_of(options)), layout_{options.ranks, hosts_.several()},
+      regions_(index(options.ranks)), peers_(index(options.ranks)), handles_(index(options.ranks)),
+      masked_(index(options.ranks), 0) {
+  const auto elsewhere = static_cast<int64_t>(
+      options.ranks - std::ssize(hosts_.members(hosts_.host_of(options.rank))));
+  // The copies of other hosts' memory follow it. The system provides the pages that are touched.
+  Region own = Region::create((1 + elsewhere) * align_up(mapped_bytes(), kPage));
   new (own.data())
       ControlBlock{.magic = kControlMagic, .doorbell = {}, .pending = {}, .reasons = {}};
   regions_[index(rank())] = std::move(own);
+  make_peer(rank());
 }
 
 std::vector<std::unique_ptr<SymmetricMemory>> SymmetricMemory::in_process(
@@ -48,7 +62,10 @@ std::vector<std::unique_ptr<SymmetricMemory>> SymmetricMemory::in_process(
   }
   for (const auto& memory : all) {
     for (size_t peer = 0; peer < all.size(); ++peer) {
-      if (memory != all[peer]) memory->regions_[peer] = all[peer]->regions_[peer].share();
+      if (memory != all[peer]) {
+        memory->regions_[peer] = all[peer]->regions_[peer].part(0, all[peer]->mapped_bytes());
+      }
+      memory->make_peer(static_cast<int32_t>(peer));
     }
   }
   return all;
@@ -58,12 +75,53 @@ PeerAddress SymmetricMemory::address() const {
   return PeerAddress{getpid(), regions_[index(rank())].descriptor(), this_thread()};
 }
 
+void SymmetricMemory::link(int32_t peer, Link& link) {
+  if (peer < 0 || peer >= ranks() || hosts_.together(peer, rank())) {
+    throw BadArgument("peer", std::to_string(peer), "a rank on another host");
+  }
+  regions_[index(peer)] = regions_[index(rank())].part(copy_offset(peer), mapped_bytes());
+  peers_[index(peer)] = Peer(base(peer), nullptr, &link);
+}
+
+void SymmetricMemory::carry(std::unique_ptr<Carrier> carrier) {
+  carrier_ = std::move(carrier);
+  for (int32_t peer = 0; peer < ranks(); ++peer) {
+    if (!hosts_.together(peer, rank())) link(peer, carrier_->link(peer));
+  }
+}
+
+// The copies lie one after the other behind this rank's own memory, in rank order.
+int64_t SymmetricMemory::copy_offset(int32_t peer) const {
+  if (hosts_.together(peer, rank())) return 0;
+  int64_t before = 0;
+  for (int32_t other = 0; other < peer; ++other) before += hosts_.together(other, rank()) ? 0 : 1;
+  return (before + 1) * align_up(mapped_bytes(), kPage);
+}
+
+CarriedMemory SymmetricMemory::carried() const {
+  const Region& own = regions_[index(rank())];
+  CarriedMemory carried{.data = own.data(),
+                        .bytes = own.bytes(),
+                        .modes = layout_.bytes(),
+                        .copies = {},
+                        .bell = &control(rank()).doorbell};
+  for (int32_t peer = 0; peer < ranks(); ++peer) carried.copies.push_back(copy_offset(peer));
+  return carried;
+}
+
+void SymmetricMemory::receive(int64_t offset, uint64_t value) const {
+  store_release_system(word(rank(), offset), value);
+  for (const int32_t local : hosts_.members(hosts_.host_of(rank()))) {
+    ring(control(local).doorbell);
+  }
+}
+
 void SymmetricMemory::map(const std::vector<PeerAddress>& peers) {
   if (static_cast<int32_t>(peers.size()) != ranks()) {
     throw BadArgument("peers", std::to_string(peers.size()), "one address for each rank");
   }
   for (int32_t peer = 0; peer < ranks(); ++peer) {
-    if (peer == rank()) continue;
+    if (peer == rank() || !hosts_.together(peer, rank())) continue;
     const PeerAddress& address = peers[index(peer)];
     regions_[index(peer)] = Region::open(address.pid, address.descriptor, mapped_bytes());
     handles_[index(peer)] = RankHandle(address.pid, address.thread);
@@ -71,11 +129,22 @@ void SymmetricMemory::map(const std::vector<PeerAddress>& peers) {
       throw SystemFailure("the memory of rank " + std::to_string(peer) + " is not Fanfold's",
                           EBADMSG);
     }
+    make_peer(peer);
   }
 }
 
+// A rank does not ring its own bell: while it writes, it does not wait.
+void SymmetricMemory::make_peer(int32_t peer) {
+  Doorbell* bell = peer == rank() ? nullptr : &control(peer).doorbell;
+  peers_[index(peer)] = Peer(base(peer), bell, nullptr);
+}
+
 void SymmetricMemory::close() {
+  if (carrier_ != nullptr && failure_.empty() && generation_ == fork_generation()) {
+    carrier_->finish();
+  }
   closed_ = true;
+  carrier_.reset();
   for (Region& region : regions_) region.unmap();
   handles_.clear();
 }
@@ -103,48 +172,46 @@ std::byte* SymmetricMemory::window(int32_t peer, int64_t offset, int64_t bytes) 
   return base(peer) + offset;
 }
 
-void SymmetricMemory::push_quietly(int32_t peer, int64_t offset, Signal signal) const {
-  store_release_system(word(peer, offset), signal.encode());
-}
-
-void SymmetricMemory::push(int32_t peer, int64_t offset, Signal signal) const {
-  push_quietly(peer, offset, signal);
-  if (peer != rank()) wake(peer);
-}
-
-Signal SymmetricMemory::peek(int64_t offset) const {
-  return Signal::decode(load_acquire_system(word(rank(), offset)));
+Signal SymmetricMemory::peek(int32_t owner, int64_t offset) const {
+  return Signal::decode(load_acquire_system(word(owner, offset)));
 }
 
 // --- Waiting --------------------------------------------------------------------------------
 
-bool SymmetricMemory::wait(const Awaited& awaited, const std::function<int64_t()>& actual) {
+bool SymmetricMemory::wait(const AwaitedSignal& awaited, const std::function<int64_t()>& actual) {
   if (masked(awaited.peer)) return false;
   check_usable();
   const auto has = [&](int64_t offset) {
     const uint32_t epoch = peek(offset).epoch;
     return awaited.exact ? epoch == awaited.epoch : reached(epoch, awaited.epoch);
   };
-  const auto facts = [&] {
-    const std::string phase = std::string(name_of(awaited.phase)) + awaited.what;
-    return TimeoutFacts{rank(), awaited.peer, phase, awaited.epoch, actual(), 0.0, false};
+  const auto report = [&] {
+    const std::string phase = std::string(name_of(awaited.phase)) + awaited.detail;
+    return TimeoutReport{rank(), awaited.peer, phase, awaited.epoch, actual(), 0.0, false};
   };
-  return wait_for([&] { return has(awaited.offset) || has(awaited.other); }, facts, &awaited);
+  return wait_for([&] { return has(awaited.offset) || has(awaited.alternative); }, report,
+                  &awaited);
 }
 
 bool SymmetricMemory::wait_for(const std::function<bool()>& ready,
-                               const std::function<TimeoutFacts()>& facts, const Awaited* awaited) {
+                               const std::function<TimeoutReport()>& report,
+                               const AwaitedSignal* awaited) {
   const WaitPolicy policy{nanoseconds_of(options_.timeout_seconds),
                           nanoseconds_of(options_.spin_seconds)};
   const auto start = std::chrono::steady_clock::now();
-  const auto hopeless = [&] {
-    // The interrupt check may have run a handler of the user's that closes this memory.
+  const auto peer_gone = [&] {
+    // The interrupt check may have run a signal handler of the user that closed this memory.
     if (closed_) throw Misuse("it was closed while it waited");
-    const int32_t peer = facts().peer;
-    return peer != rank() && handles_[index(peer)].ended();
+    const int32_t peer = report().peer;
+    if (peer == rank()) return false;
+    if (carrier_ != nullptr) {
+      if (options_.mask_late_peers && carrier_->lost(peer)) return true;
+      carrier_->check(peer);
+    }
+    return handles_[index(peer)].ended();
   };
   bool published = false;
-  std::vector<Blocked> chain;
+  std::vector<BlockedRank> chain;
   const auto deadlocked = [&] {
     if (awaited == nullptr) return false;
     if (!published) publish(control(rank()).pending, *awaited);
@@ -154,10 +221,14 @@ bool SymmetricMemory::wait_for(const std::function<bool()>& ready,
   };
   WaitResult result = WaitResult::kTimedOut;
   try {
-    result = Waiter(control(rank()).doorbell, policy).until(ready, hopeless, deadlocked);
-  } catch (...) {  // interrupted in the middle of a call, which now can never be finished
+    const CarrierWait waiting(carrier_);
+    result = Waiter(control(rank()).doorbell, policy).until(ready, peer_gone, deadlocked);
+  } catch (const TransportError& error) {
+    failure_ = report().phase + ": " + error.what();
+    throw;
+  } catch (...) {  // an interrupt in the middle of a call: no rank can finish the call any more
     if (!closed_) {
-      failure_ = "interrupted in " + facts().phase;
+      failure_ = "interrupted in " + report().phase;
       if (published) withdraw(control(rank()).pending);
     }
     throw;
@@ -165,19 +236,19 @@ bool SymmetricMemory::wait_for(const std::function<bool()>& ready,
   if (result == WaitResult::kDeadlocked) end_deadlocked(*awaited, chain);
   if (published) withdraw(control(rank()).pending);
   if (result == WaitResult::kReady) return true;
-  TimeoutFacts blame = facts();
-  blame.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  blame.peer_gone = result == WaitResult::kAbandoned;
+  TimeoutReport late = report();
+  late.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  late.peer_gone = result == WaitResult::kPeerGone;
   if (options_.mask_late_peers) {
-    set_masked(blame.peer, true);
+    set_masked(late.peer, true);
     if (awaited != nullptr) {
-      blame.phase = std::string(name_of(awaited->phase)) + " " + std::to_string(awaited->call);
+      late.phase = std::string(name_of(awaited->phase)) + " " + std::to_string(awaited->call);
     }
-    late_.push_back(blame);
+    late_.push_back(late);
     return false;
   }
-  failure_ = blame.phase + ", waiting for rank " + std::to_string(blame.peer);
-  throw PeerTimeout(blame);
+  failure_ = late.phase + ", waiting for rank " + std::to_string(late.peer);
+  throw PeerTimeout(late);
 }
 
 PendingView SymmetricMemory::pending_view() const {
@@ -190,17 +261,19 @@ PendingView SymmetricMemory::pending_view() const {
   };
 }
 
-// The published wait stays, as this rank pushes nothing any more: its peers find the same.
-void SymmetricMemory::end_deadlocked(const Awaited& awaited, const std::vector<Blocked>& chain) {
+// Leaves the wait published, so that the peers find the same deadlock. This rank pushes no signal
+// any more.
+void SymmetricMemory::end_deadlocked(const AwaitedSignal& awaited,
+                                     const std::vector<BlockedRank>& chain) {
   for (int32_t peer = 0; peer < ranks(); ++peer) {
-    if (peer != rank()) wake(peer);
+    peers_[index(peer)].wake();
   }
   const auto call_of = [](Phase phase, uint32_t call) {
     return std::string(name_of(phase)) + " " + std::to_string(call);
   };
   const std::string ours = call_of(awaited.phase, awaited.call);
-  Blocked other = chain.back();
-  for (const Blocked& blocked : chain) {
+  BlockedRank other = chain.back();
+  for (const BlockedRank& blocked : chain) {
     if (call_of(blocked.phase, blocked.call) == ours) continue;
     other = blocked;
     break;
@@ -214,16 +287,29 @@ void SymmetricMemory::end_deadlocked(const Awaited& awaited, const std::vector<B
 void SymmetricMemory::set_reason(Phase phase, uint32_t epoch, const std::string& reason) const {
   char* place = control(rank()).reasons[static_cast<int32_t>(phase)][parity_of(epoch)];
   size_t length = std::min(reason.size(), static_cast<size_t>(kReasonBytes) - 1);
-  // Readers take it for UTF-8, so a character that does not fit is left out whole.
+  // Readers decode UTF-8, so drop a character that does not fit as a whole.
   while (length < reason.size() && length > 0 && (reason[length] & 0xc0) == 0x80) --length;
   std::memcpy(place, reason.data(), length);
   place[length] = '\0';
+  for (int32_t peer = 0; peer < ranks(); ++peer) {
+    if (hosts_.together(peer, rank())) continue;
+    peers_[index(peer)].put(copied_reason(rank(), phase, epoch), place, kReasonBytes);
+  }
 }
 
-RefusalFacts SymmetricMemory::refusal(int32_t peer, Phase phase, uint32_t epoch) const {
-  const char* place = control(peer).reasons[static_cast<int32_t>(phase)][parity_of(epoch)];
+// Where the reason of `peer`'s refusal lies in the memory of ranks on other hosts.
+int64_t SymmetricMemory::copied_reason(int32_t peer, Phase phase, uint32_t epoch) const {
+  const int64_t place = int64_t{static_cast<int32_t>(phase)} * kParities + parity_of(epoch);
+  return layout_.reasons_offset(peer) + place * kReasonBytes - layout_.bytes();
+}
+
+RefusalReport SymmetricMemory::refusal(int32_t peer, Phase phase, uint32_t epoch) const {
+  const char* place =
+      hosts_.together(peer, rank())
+          ? control(peer).reasons[static_cast<int32_t>(phase)][parity_of(epoch)]
+          : reinterpret_cast<const char*>(own() + copied_reason(peer, phase, epoch));
   const size_t length = strnlen(place, static_cast<size_t>(kReasonBytes));
-  return RefusalFacts{rank(), peer, name_of(phase), std::string(place, length)};
+  return RefusalReport{rank(), peer, name_of(phase), std::string(place, length)};
 }
 
 void SymmetricMemory::barrier() {
@@ -234,15 +320,15 @@ void SymmetricMemory::barrier() {
     return layout_.barrier_offset() + int64_t{8} * peer - layout_.bytes();
   };
   for (int32_t peer = 0; peer < ranks(); ++peer) {
-    if (!masked(peer)) push(peer, offset(rank()), Signal{epoch, 0});
+    if (!masked(peer)) peers_[index(peer)].signal(offset(rank()), Signal{epoch, 0});
   }
   for (int32_t peer = 0; peer < ranks(); ++peer) {
-    wait(Awaited{.peer = peer,
-                 .phase = Phase::kBarrier,
-                 .call = epoch,
-                 .epoch = epoch,
-                 .offset = offset(peer),
-                 .other = offset(peer)},
+    wait(AwaitedSignal{.peer = peer,
+                       .phase = Phase::kBarrier,
+                       .call = epoch,
+                       .epoch = epoch,
+                       .offset = offset(peer),
+                       .alternative = offset(peer)},
          [&] { return peek(offset(peer)).epoch; });
   }
 }

@@ -1,8 +1,9 @@
-// Symmetric memory of the ranks of one host: every rank owns one region of the same layout and has
-// all regions of its peers mapped.
+// Symmetric memory of ranks: every rank owns one region of the same layout and maps the regions of
+// its peers on this host. Of a peer on another host it has a copy of what it writes there, which a
+// Link carries over.
 //
-// On top of the plain memory it offers what every protocol needs: signals between ranks, waits for
-// them that are bounded and name the peer, refusals, and a mask of peers to go on without.
+// It also provides bounded waits for signals that name the peer when they time out, refusals, and a
+// mask of peers that waits skip. Ranks write to each other through Peer alone.
 #pragma once
 
 #include <sys/types.h>
@@ -19,6 +20,9 @@
 #include "base/wait.h"
 #include "layout/control.h"
 #include "layout/signal.h"
+#include "memory/carrier.h"
+#include "memory/hosts.h"
+#include "memory/peer.h"
 #include "memory/pending_wait.h"
 #include "memory/region.h"
 
@@ -27,16 +31,29 @@ namespace fanfold {
 struct SymmetricOptions {
   int32_t rank;
   int32_t ranks;
-  int64_t bytes;  // what the modes may place, per rank; the control block comes on top
+  int64_t bytes;  // of the modes' part, per rank; without the control block
   double timeout_seconds;
   double spin_seconds;
-  bool mask_late_peers;  // go on without a peer that is late, instead of throwing PeerTimeout
+  bool mask_late_peers;  // mask a peer whose wait times out, instead of throwing PeerTimeout
+  // The host of each rank; empty if all ranks are on one.
+  // NOLINTNEXTLINE(readability-redundant-member-init): GCC wants it where initializers are named
+  std::vector<int32_t> hosts{};
 };
 
 struct PeerAddress {
   pid_t pid;
   int descriptor;
-  pid_t thread = 0;  // that made the memory; a peer of the same process watches it
+  pid_t thread = 0;  // the thread that made the memory; a peer in the same process watches it
+};
+
+// The memory of a rank that a Carrier writes from and to.
+struct CarriedMemory {
+  std::byte* data;
+  int64_t bytes;
+  int64_t modes;  // where the modes' part begins in the memory of any rank
+  // Where in `data` the copy of each peer's memory begins; 0 of ranks on this host.
+  std::vector<int64_t> copies;
+  Doorbell* bell;  // of this rank
 };
 
 const char* name_of(Phase phase);
@@ -47,64 +64,79 @@ class SymmetricMemory {
   SymmetricMemory(const SymmetricMemory&) = delete;
   SymmetricMemory& operator=(const SymmetricMemory&) = delete;
 
-  // All ranks of `options.ranks` in this process, for one thread each. They share one mapping of
-  // each region, so that tools which know memory by its address see what the ranks do to it.
+  // Makes all `options.ranks` ranks in this process, for one thread each. They share one mapping of
+  // each region, so that tools that identify memory by its address (sanitizers) see all accesses.
   static std::vector<std::unique_ptr<SymmetricMemory>> in_process(SymmetricOptions options);
 
-  // What this rank's peers need to map its region.
+  // The address through which this rank's peers map its region.
   PeerAddress address() const;
-  // Maps the regions of all ranks, in rank order. Afterwards the descriptor may be sealed as soon
-  // as every peer has mapped, after which nothing but the mappings refers to the memory.
+  // Has `link` carry what is written to `peer`, which is on another host. Precedes the first write
+  // to the peer. The link must stay valid while this rank writes, and nothing may be received for
+  // this rank any more once it closes the memory.
+  void link(int32_t peer, Link& link);
+  // The same for all peers on other hosts, by the links of `carrier`. Keeps it until it is closed.
+  void carry(std::unique_ptr<Carrier> carrier);
+  CarriedMemory carried() const;
+  // Maps the regions of the ranks on this host. `peers` are in rank order; those of other hosts are
+  // not used.
   void map(const std::vector<PeerAddress>& peers);
+  // Stores a word that the link of a peer has carried, and wakes the ranks of this host, which may
+  // all wait for it. Any thread may call it.
+  void receive(int64_t offset, uint64_t value) const;
+  // Closes this rank's descriptor. Must follow `map` on all ranks; afterwards only the mappings
+  // keep the memory alive.
   void seal() { regions_.at(index(rank())).close_descriptor(); }
+  // Waits a while for what a carrier still has to deliver, unless a call has failed.
   void close();
 
+  const Hosts& hosts() const { return hosts_; }
   int32_t rank() const { return options_.rank; }
   int32_t ranks() const { return options_.ranks; }
   int64_t bytes() const { return options_.bytes; }
   int64_t mapped_bytes() const { return layout_.bytes() + options_.bytes; }
 
-  // Where the modes' part of `peer`'s region begins in this process.
+  // Writes to the modes' part of `rank`'s region. This rank is a peer of its own, too.
+  const Peer& peer(int32_t rank) const { return peers_[index(rank)]; }
+  // The modes' part of this rank's own region.
+  std::byte* own() const { return base(rank()); }
+  // The modes' part of `peer`'s region, to read what the peer itself writes there.
   std::byte* base(int32_t peer) const { return regions_[index(peer)].data() + layout_.bytes(); }
-  // `bytes` of it from `offset` on, for who is not of the core. Throws Misuse once closed, and
-  // BadArgument for what is not within.
+  // The address of `bytes` bytes at `offset` of that part, for callers outside of the core. Throws
+  // Misuse if this memory is closed, and BadArgument for a range outside of the part.
   std::byte* window(int32_t peer, int64_t offset, int64_t bytes) const;
 
-  // Stores `signal` at `offset` of `peer`'s part, after everything written there before, and wakes
-  // the peer. `push_quietly` leaves the peer asleep: for what nobody waits for yet.
-  void push(int32_t peer, int64_t offset, Signal signal) const;
-  void push_quietly(int32_t peer, int64_t offset, Signal signal) const;
-  void wake(int32_t peer) const { ring(control(peer).doorbell); }
+  // Loads the signal at `offset` of this rank's own part, or of that of a rank on this host.
+  Signal peek(int64_t offset) const { return peek(rank(), offset); }
+  Signal peek(int32_t owner, int64_t offset) const;
 
-  // The signal at `offset` of this rank's own part, as it is now.
-  Signal peek(int64_t offset) const;
+  // Waits for the signal. Returns false if the peer is masked already or this wait masks it.
+  // `actual()` returns the epoch that has arrived, for PeerTimeout. Throws PeerTimeout, and
+  // BadArgument if ranks in different calls wait for each other.
+  bool wait(const AwaitedSignal& awaited, const std::function<int64_t()>& actual);
 
-  // Waits until the signal has come; false if its peer is masked, before or through this wait.
-  // `actual()` says for PeerTimeout what has come of what the signal's epoch counts. Throws
-  // PeerTimeout, and BadArgument if ranks in different calls wait for each other.
-  bool wait(const Awaited& awaited, const std::function<int64_t()>& actual);
-
-  // Waits until `ready()`, blaming `facts()` (evaluated only then) if it does not come true in
-  // time; `facts().peer` is watched for its end. False if the blamed peer was masked instead.
-  bool wait_until(const std::function<bool()>& ready, const std::function<TimeoutFacts()>& facts) {
-    return wait_for(ready, facts, nullptr);
+  // Waits until `ready()` returns true. If the wait times out, throws PeerTimeout with `report()`,
+  // or masks `report().peer` and returns false. A long wait calls `report()` every
+  // `WaitPolicy::idle` and ends early if the process of `report().peer` has ended.
+  bool wait_until(const std::function<bool()>& ready,
+                  const std::function<TimeoutReport()>& report) {
+    return wait_for(ready, report, nullptr);
   }
 
-  // A refusal: the reason is stored before the caller pushes signals of value kRefusedValue.
+  // Stores the reason of a refusal. Call it before pushing signals of value kRefusedValue.
   void set_reason(Phase phase, uint32_t epoch, const std::string& reason) const;
-  RefusalFacts refusal(int32_t peer, Phase phase, uint32_t epoch) const;
+  RefusalReport refusal(int32_t peer, Phase phase, uint32_t epoch) const;
 
   void barrier();
 
   bool masked(int32_t peer) const { return masked_[index(peer)] != 0; }
   void set_masked(int32_t peer, bool value) { masked_[index(peer)] = value ? 1 : 0; }
 
-  // The peers that waits of this rank have masked so far, in order; `phase` with the
-  // number of the call where a signal was waited for.
-  const std::vector<TimeoutFacts>& late() const { return late_; }
+  // The peers that waits of this rank have masked so far, in order. `phase` includes the number of
+  // the call if the wait was for a signal.
+  const std::vector<TimeoutReport>& late() const { return late_; }
 
-  // Throws Misuse once closed, in a forked child, or after a wait has failed: the ranks no longer
-  // agree about where they are, so going on could only deliver wrong data.
+  // Throws Misuse if this memory is closed, in a forked child, and after a failed wait. After a
+  // failed wait the ranks are out of step, so further calls could deliver wrong data.
   void check_usable() const;
 
  private:
@@ -115,20 +147,27 @@ class SymmetricMemory {
   uint64_t* word(int32_t peer, int64_t offset) const {
     return reinterpret_cast<uint64_t*>(base(peer) + offset);
   }
-  // `awaited` is what is waited for, if that is one peer's signal; else null.
-  bool wait_for(const std::function<bool()>& ready, const std::function<TimeoutFacts()>& facts,
-                const Awaited* awaited);
+  void make_peer(int32_t peer);
+  int64_t copy_offset(int32_t peer) const;
+  int64_t copied_reason(int32_t peer, Phase phase, uint32_t epoch) const;
+  // `awaited` is the awaited signal if the wait is for a single one, else null.
+  bool wait_for(const std::function<bool()>& ready, const std::function<TimeoutReport()>& report,
+                const AwaitedSignal* awaited);
   PendingView pending_view() const;
-  [[noreturn]] void end_deadlocked(const Awaited& awaited, const std::vector<Blocked>& chain);
+  [[noreturn]] void end_deadlocked(const AwaitedSignal& awaited,
+                                   const std::vector<BlockedRank>& chain);
 
   SymmetricOptions options_;
+  Hosts hosts_;
   ControlLayout layout_;
   std::vector<Region> regions_;
+  std::vector<Peer> peers_;
   std::vector<RankHandle> handles_;
   std::vector<uint8_t> masked_;
+  std::unique_ptr<Carrier> carrier_;  // writes to the regions, so that it ends before them
   uint32_t generation_ = fork_generation();
   uint32_t barrier_epoch_ = 0;
-  std::vector<TimeoutFacts> late_;
+  std::vector<TimeoutReport> late_;
   std::string failure_;
   bool closed_ = false;
 };

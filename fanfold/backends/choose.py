@@ -195,13 +195,13 @@ def _obstacle(seats: list[_Seat], share: bool) -> str | None:
         if seats[owner].device == seat.device:
             return (
                 f"rank {owner} and rank {rank} both have {seat.device} as current device; call "
-                "torch.cuda.set_device(local_rank) first, or let ranks take turns on it, for "
+                "torch.cuda.set_device(local_rank) first, or let ranks time-slice it, for "
                 "tests (share_gpus=True, FANFOLD_SHARE_GPUS=1)"
             )
         return (
             f"rank {owner}'s {seats[owner].device} and rank {rank}'s {seat.device} are the same "
-            f"GPU ({seat.identity}); give each rank a GPU of its own, or let them take turns, for "
-            "tests (share_gpus=True, FANFOLD_SHARE_GPUS=1)"
+            f"GPU ({seat.identity}); give each rank a GPU of its own, or let them time-slice one, "
+            "for tests (share_gpus=True, FANFOLD_SHARE_GPUS=1)"
         )
     for rank, seat in enumerate(seats):
         for far in seat.unreachable:

@@ -14,12 +14,11 @@ from fanfold.config import Config
 from fanfold.formats import ScaleFormat
 from fanfold.geometry import Geometry
 from fanfold.group import Group
+from fanfold.memory import GpuPeerMemory, PeerMemory
 from fanfold.memory.cuda import CudaSymmetricMemory
 from fanfold.memory.host import SymmetricMemory
 
-__all__ = ["AnyMemory", "open_high_throughput", "open_low_latency"]
-
-AnyMemory = SymmetricMemory | CudaSymmetricMemory
+__all__ = ["open_high_throughput", "open_low_latency"]
 
 _Backend = TypeVar("_Backend")
 
@@ -31,7 +30,7 @@ def open_low_latency(
     config: Config,
     *,
     late_weights: bool = False,
-) -> tuple[AnyMemory, low_latency.LowLatencyBackend]:
+) -> tuple[PeerMemory, low_latency.LowLatencyBackend]:
     """The memory and the backend of low latency for one geometry.
 
     Args:
@@ -42,7 +41,7 @@ def open_low_latency(
         ArgumentError: a GPU kernel's bound does not hold.
         UnavailableError: the ranks cannot share memory, or the kernels cannot be compiled.
     """
-    memory: AnyMemory
+    memory: SymmetricMemory | GpuPeerMemory
     if choice.backend == "cuda":
         low_latency.check_cuda_geometry(geometry)
         nbytes = low_latency.cuda_required_bytes(geometry, late_weights=late_weights)
@@ -67,7 +66,7 @@ def open_high_throughput(
     *,
     result_bytes: int = 0,
     quantize_to: ScaleFormat | None = None,
-) -> tuple[AnyMemory, HighThroughputBackend]:
+) -> tuple[PeerMemory, HighThroughputBackend]:
     """The memory and the backend of high throughput, for any geometry.
 
     Args:
@@ -79,11 +78,10 @@ def open_high_throughput(
     Raises:
         UnavailableError: the ranks cannot share memory, or the kernels cannot be compiled.
     """
-    memory: AnyMemory
     if choice.backend == "host":
         nbytes = HostHighThroughput.staging_bytes(group.size, config)
-        memory = SymmetricMemory(group, nbytes, config)
-        return memory, StagedHighThroughput(HostHighThroughput(memory, 0, nbytes, quantize_to))
+        host = SymmetricMemory(group, nbytes, config)
+        return host, StagedHighThroughput(HostHighThroughput(host, 0, nbytes, quantize_to))
     nbytes = CudaHighThroughput.required_bytes(group.size, config, result_bytes)
     memory = CudaSymmetricMemory(group, nbytes)
     try:

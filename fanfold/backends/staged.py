@@ -75,15 +75,15 @@ class StagedHighThroughput:
         *,
         layout: RowOrder,
         row_weights: torch.Tensor | None = None,
-        lane_weights: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
         bias: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See :meth:`HighThroughputBackend.combine`."""
         with Refusing(self._host.refuse_combine):
-            tensors = {"y": y, "row_weights": row_weights, "lane_weights": lane_weights}
+            tensors = {"y": y, "row_weights": row_weights, "topk_weights": topk_weights}
             staging = Staging(**tensors, bias=bias, out=out)
-            y, row_weights, lane_weights, bias = staging.host((y, row_weights, lane_weights, bias))
+            y, row_weights, topk_weights, bias = staging.host((y, row_weights, topk_weights, bias))
             if staging.needed and out is not None:
                 columns = "hidden" if y.dim() != 2 else y.shape[1]
                 check_tensor("out", out, (_tokens_of(plan), columns), (torch.bfloat16,))
@@ -92,20 +92,20 @@ class StagedHighThroughput:
             plan,
             layout=layout,
             row_weights=row_weights,
-            lane_weights=lane_weights,
+            topk_weights=topk_weights,
             bias=bias,
             out=None if staging.needed else out,
         )
         return staging.result(result, out), staging.back(slots)
 
     def combine_weights(
-        self, lane_weights: torch.Tensor, plan: Plan, *, layout: RowOrder
+        self, topk_weights: torch.Tensor, plan: Plan, *, layout: RowOrder
     ) -> torch.Tensor:
         """See :meth:`HighThroughputBackend.combine_weights`."""
         with Refusing(self._host.refuse_combine):
-            staging = Staging(lane_weights=lane_weights)
-            lane_weights = staging.host(lane_weights)
-        return staging.back(self._host.combine_weights(lane_weights, plan, layout=layout))
+            staging = Staging(topk_weights=topk_weights)
+            topk_weights = staging.host(topk_weights)
+        return staging.back(self._host.combine_weights(topk_weights, plan, layout=layout))
 
     def use_sms(self, sms: int | None) -> None:
         """See :meth:`HighThroughputBackend.use_sms`."""

@@ -14,7 +14,7 @@ from fanfold.bench.workload import Batch, expert_output
 from fanfold.errors import FanfoldError
 from fanfold.results import DispatchResult
 
-__all__ = ["CheckFailed", "Expectation", "TokenMajorRows", "packed_fp8", "same_bits"]
+__all__ = ["CheckFailed", "Expectation", "PackedRows", "TokenMajorRows", "packed_fp8", "same_bits"]
 
 # The rival rounds weights to bfloat16 and sums in another order.
 _RIVAL_TOLERANCE = 0.02
@@ -78,6 +78,28 @@ class TokenMajorRows:
 
 
 @dataclass(frozen=True)
+class PackedRows:
+    """What a low-latency dispatch of the DeepEP face brought, in host memory. Without the weights,
+    which come with combine, else as in :class:`fanfold.LowLatencyResult`.
+
+    Attributes:
+        tokens: ``[E_l, C, hidden]`` bfloat16 or float8_e4m3fn.
+        scales: ``[E_l, C, S]`` float32; None if rows came without.
+        tokens_per_expert: ``[E_l]`` int32.
+        offsets: ``[E_l + 1]`` int64: where each expert begins in the flattened tokens.
+        source_rank, source_token: ``[E_l, C]`` int32.
+    """
+
+    tokens: torch.Tensor
+    scales: torch.Tensor | None
+    tokens_per_expert: torch.Tensor
+    offsets: torch.Tensor
+    source_rank: torch.Tensor
+    source_token: torch.Tensor
+    weights: None = None
+
+
+@dataclass(frozen=True)
 class Expectation:
     """What one rank must get when all ranks dispatch their batches.
 
@@ -117,7 +139,7 @@ class Expectation:
         return oracle.combine(self.own, self._own_output, len(self.batches), self.experts)
 
     def received(
-        self, received: DispatchResult, alignment: int = 1, capacity: int | None = None
+        self, received: DispatchResult | PackedRows, alignment: int = 1, capacity: int | None = None
     ) -> None:
         """Checks all that a dispatch brought.
 
@@ -176,7 +198,10 @@ class Expectation:
         )
 
     def _rows(
-        self, received: DispatchResult | TokenMajorRows, places: torch.Tensor, row: torch.Tensor
+        self,
+        received: DispatchResult | PackedRows | TokenMajorRows,
+        places: torch.Tensor,
+        row: torch.Tensor,
     ) -> None:
         tokens = received.tokens.flatten(0, -2)
         if not self.fp8:
@@ -189,7 +214,7 @@ class Expectation:
         same_bits("scales", received.scales.flatten(0, -2)[places], expected.scales[row])
 
     @staticmethod
-    def _places(received: DispatchResult, counts: torch.Tensor) -> torch.Tensor:
+    def _places(received: DispatchResult | PackedRows, counts: torch.Tensor) -> torch.Tensor:
         """Where the valid rows are in the flattened tokens, by expert."""
         within = torch.arange(int(counts.sum()), dtype=torch.int64, device="cpu") - (
             counts.cumsum(0) - counts
@@ -204,7 +229,7 @@ class Expectation:
         goes = [int((rank_of == rank).any(dim=1).sum()) for rank in range(ranks)]
         return sum(goes), sum(goes) - goes[self.rank]
 
-    def outputs(self, received: DispatchResult) -> torch.Tensor:
+    def outputs(self, received: DispatchResult | PackedRows) -> torch.Tensor:
         """What the experts make of the rows received, in their places (bfloat16); NaN elsewhere,
         where nothing may be read."""
         y = torch.full(received.tokens.shape, torch.nan, dtype=torch.bfloat16, device="cpu")

@@ -1,6 +1,6 @@
 """The obvious alternative on GPUs: one row for each (token, rank), by NCCL's all-to-all.
 
-It is let off much that Fanfold does inside the clock. It is told the routing, so no counts travel;
+It does less than Fanfold inside the clock. It knows the routing, so no counts travel;
 its rows lie ready, quantised, with their scales; it does not pack by expert; and its experts' rows
 come back summed and weighted already, so that the source only adds one row for each rank. What
 remains is a gather, NCCL, and a gather with a sum.

@@ -15,18 +15,19 @@ import torch.distributed as dist
 
 from fanfold.bench import oracle
 from fanfold.bench.baseline import AllToAll, Routed
+from fanfold.bench.calls import Given, HighThroughputCalls, spoil
 from fanfold.bench.check import Expectation, packed_fp8, same_bits
 from fanfold.bench.cuda_run import (
     OPERATIONS,
     CudaReport,
-    device_facts,
+    device_properties,
     host_speed,
     host_times,
     slowest_rank,
     worst_median,
 )
 from fanfold.bench.cuda_timing import Clock, GpuBarrier, empty_kernel
-from fanfold.bench.layouts import Calls, Given, room_for, sms_taken, spoil
+from fanfold.bench.layouts import room_for, sms_taken
 from fanfold.bench.settings import LEAVE_SMS, BenchSettings
 from fanfold.group import as_group
 
@@ -43,7 +44,7 @@ _HEAD_START_CYCLES = 2_000_000
 
 
 def time_on_gpu(
-    calls: Calls, group: Any, expectation: Expectation, settings: BenchSettings
+    calls: HighThroughputCalls, group: Any, expectation: Expectation, settings: BenchSettings
 ) -> CudaReport:
     """Checks, then times, what ``settings`` ask for. Collective."""
     device = calls.device
@@ -67,7 +68,7 @@ def time_on_gpu(
         samples |= _time_rival(clock, expectation, settings, device)
     samples["overhead.late"] = torch.tensor([clock.late_share], dtype=torch.float64, device="cpu")
     sms = sms_taken(settings, device)
-    return CudaReport(samples, device_facts(device), sms, work.capacity)
+    return CudaReport(samples, device_properties(device), sms, work.capacity)
 
 
 def capacity_for(expectation: Expectation, settings: BenchSettings) -> int:
@@ -85,7 +86,9 @@ class _Work:
         settings: what is asked for.
     """
 
-    def __init__(self, calls: Calls, expectation: Expectation, settings: BenchSettings) -> None:
+    def __init__(
+        self, calls: HighThroughputCalls, expectation: Expectation, settings: BenchSettings
+    ) -> None:
         self._calls, self._expectation, self._settings = calls, expectation, settings
         self._given = Given.of(expectation, calls.device, quantized=True)
         self._out = torch.empty(
@@ -110,19 +113,20 @@ class _Work:
                 self._calls.check(brought, self._expectation, capacity)
         self._brought = brought
         self._y = self._calls.outputs(brought, self._expectation)
-        self._out.fill_(torch.nan)
-        self.combine()
+        # Where an interface makes its own tensor, the next one is likely to get the same memory.
+        self.combine().fill_(torch.nan)
+        out = self.combine()
         self._calls.synchronize()
         if self._settings.check:
-            self._calls.check_combined(self._out.cpu(), self._expectation)
-        self._first = self._out.clone()
+            self._calls.check_combined(out.cpu(), self._expectation)
+        self._first = out.clone()
         if not self._cached:  # its combine has another number of rows
             self._exact = self.dispatch_waiting()
             self._exact_y = self._y[: self._exact.tokens.shape[0]]
-            self._out.fill_(torch.nan)
-            self._calls.combine(self._exact_y, self._exact, self._out)
+            self._calls.combine(self._exact_y, self._exact, self._out).fill_(torch.nan)
+            out = self._calls.combine(self._exact_y, self._exact, self._out)
             self._calls.synchronize()
-            same_bits("combined tokens without capacity", self._out.cpu(), self._first.cpu())
+            same_bits("combined tokens without capacity", out.cpu(), self._first.cpu())
 
     def dispatch(self) -> Any:
         """One dispatch, of the routing asked for; the CPU waits for nothing."""
@@ -134,13 +138,13 @@ class _Work:
         """One dispatch of a new routing that waits for its counts on the CPU."""
         return self._calls.dispatch(self._given)
 
-    def combine(self) -> None:
+    def combine(self) -> torch.Tensor:
         """One combine of the first dispatch."""
-        self._calls.combine(self._y, self._brought, self._out)
+        return self._calls.combine(self._y, self._brought, self._out)
 
-    def round(self) -> None:
+    def round(self) -> torch.Tensor:
         """A dispatch, and the combine of what it brought."""
-        self._calls.combine(self._y, self.dispatch(), self._out)
+        return self._calls.combine(self._y, self.dispatch(), self._out)
 
     def calls(self) -> dict[str, Callable[[], Any]]:
         """What is timed without the CPU's waiting, by ``OPERATIONS``."""
@@ -165,10 +169,10 @@ class _Work:
         Raises:
             CheckFailed: it has not.
         """
-        self._out.fill_(torch.nan)
-        self.round()
+        self.combine().fill_(torch.nan)
+        out = self.round()
         self._calls.synchronize()
-        same_bits("combined tokens after timing", self._out.cpu(), self._first.cpu())
+        same_bits("combined tokens after timing", out.cpu(), self._first.cpu())
 
 
 # ---- beside a matrix product --------------------------------------------------------------------
@@ -178,7 +182,7 @@ class _Overlap:
     """A matrix product beside back-to-back dispatches, on all ranks at once.
 
     The dispatches are on a stream of higher priority, as a framework's communication is: when one
-    ends, the next gets the SMs that it frees. The product is told to leave as many: one that takes
+    ends, the next gets the SMs that it frees. The product is asked to leave as many: one that takes
     whichever are free for a moment keeps them to its end, and dispatches wait for it.
 
     Args:
@@ -277,7 +281,7 @@ class _Overlap:
 
 @contextmanager
 def _leaving(sms: int) -> Iterator[None]:
-    """Matrix products are told to leave that many SMs. cuBLASLt takes it as advice; cuBLAS less."""
+    """Asks matrix products to leave that many SMs; cuBLASLt takes it as advice, cuBLAS less."""
     libraries = torch.backends.cuda
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # both settings are called experimental
@@ -412,7 +416,7 @@ def summary(reports: Sequence[CudaReport]) -> dict[str, dict[str, float]]:
 
 def _overlap(reports: Sequence[CudaReport]) -> dict[str, float]:
     """The product's and the dispatch's times; ``kept`` is the product's speed beside dispatches by
-    its speed alone, both times told to leave these their SMs; ``sms_left``: the others' share."""
+    its speed alone, both times asked to leave these their SMs; ``sms_left``: the others' share."""
     names = ("gemm_on_all", "gemm_alone", "gemm_beside", "dispatch_alone", "dispatch_beside")
     times = {f"{name}_us": worst_median(reports, f"overlap.{name}") for name in names}
     there, taken = reports[0].device["sms"], reports[0].sms or 0

@@ -5,26 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fanfold.bench.calls import Given, LowLatencyCalls
 from fanfold.bench.check import Expectation, same_bits
 from fanfold.bench.cuda_baseline import NcclAllToAll
 from fanfold.bench.cuda_timing import Clock, GpuBarrier
-from fanfold.bench.late_weights import LateWeights
-from fanfold.bench.layouts import on_host
 from fanfold.bench.settings import BenchSettings
 from fanfold.bench.timing import Timings
-from fanfold.low_latency import LowLatency
-from fanfold.results import LowLatencyResult
 
 __all__ = [
     "OPERATIONS",
     "CudaReport",
-    "device_facts",
+    "device_properties",
     "host_speed",
     "host_times",
     "slowest_rank",
@@ -48,7 +46,7 @@ class CudaReport:
 
     Attributes:
         samples: microseconds by what was timed, ``"dispatch.graph"`` for example: ``[iterations]``.
-        device: facts about its GPU.
+        device: properties of its GPU.
         sms: that each kernel took; high throughput only.
         capacity: rows that a dispatch with a new routing was given; high throughput only.
     """
@@ -60,14 +58,14 @@ class CudaReport:
 
 
 def time_on_gpu(
-    ep: LowLatency | LateWeights,
+    calls: LowLatencyCalls,
     group: Any,
     expectation: Expectation,
     settings: BenchSettings,
 ) -> CudaReport:
     """Checks, then times, what ``settings`` ask for. Collective."""
-    device = ep.device
-    work = _Work(ep, expectation, device)
+    device = calls.device
+    work = _Work(calls, expectation)
     work.prepare(check=settings.check)
     barrier = GpuBarrier(group, device)
     clock = Clock(barrier, device, warmup=settings.warmup, iterations=settings.iterations)
@@ -77,12 +75,13 @@ def time_on_gpu(
     for name, halves in work.halves().items():
         both = clock.graph(*halves)
         samples[f"{name}.send"], samples[f"{name}.receive"] = both[:, 0], both[:, 1]
+        samples[f"{name}.hook_host"] = clock.host(partial(_in_halves, *halves))
     if settings.overlap:
         samples |= _time_overlap(work, barrier, device, settings.iterations)
     work.check_last()
     if settings.baseline:
         samples |= _time_rival(clock, expectation, settings, device)
-    return CudaReport(samples, device_facts(device))
+    return CudaReport(samples, device_properties(device))
 
 
 def _time_call(
@@ -97,23 +96,25 @@ def _time_call(
     }
 
 
+def _in_halves(send: Callable[[], None], receive: Callable[[], None]) -> None:
+    send()
+    receive()
+
+
 class _Work:
     """What is timed: the calls of one rank over its batch.
 
     Args:
-        ep: on the CUDA backend.
+        calls: on this rank's GPU.
         expectation: the data and what must come of it.
-        device: this rank's GPU.
     """
 
-    def __init__(
-        self, ep: LowLatency | LateWeights, expectation: Expectation, device: torch.device
-    ) -> None:
-        own = expectation.own
-        self._ep, self._expectation, self._device = ep, expectation, device
-        self._x, self._topk_idx = own.x.to(device), own.topk_idx.to(device)
-        self._topk_weights = own.topk_weights.to(device)
-        self._out = torch.empty_like(self._x)
+    def __init__(self, calls: LowLatencyCalls, expectation: Expectation) -> None:
+        self._calls, self._expectation = calls, expectation
+        self._given = Given.of(expectation, calls.device, quantized=False)
+        self._out = torch.empty(
+            expectation.own.x.shape, dtype=torch.bfloat16, device=calls.device
+        )  # fmt: skip
 
     def prepare(self, *, check: bool) -> None:
         """Runs one round, on which all later ones are modelled, and checks it if asked to.
@@ -121,31 +122,30 @@ class _Work:
         Raises:
             CheckFailed: naming the first thing that is wrong.
         """
+        calls, expectation = self._calls, self._expectation
         self._out.fill_(torch.nan)
-        self._received = self.dispatch()
-        self._ep.synchronize()
-        there = on_host(self._received)
+        self._brought = self.dispatch()
+        calls.synchronize()
         if check:
-            self._expectation.received(there)
-        self._y = self._expectation.outputs(there).to(self._device)
-        del there
+            calls.check(self._brought, expectation)
+        self._y = calls.outputs(self._brought, expectation)
         self.combine()
-        self._ep.synchronize()
+        calls.synchronize()
         if check:
-            self._expectation.combined(self._out.cpu())
+            calls.check_combined(self._out.cpu(), expectation)
         self._first = self._out.clone()
 
-    def dispatch(self) -> LowLatencyResult:
+    def dispatch(self) -> Any:
         """One dispatch."""
-        return self._ep.dispatch(self._x, self._topk_idx, self._topk_weights)
+        return self._calls.dispatch(self._given)
 
     def combine(self) -> None:
         """One combine of the first dispatch."""
-        self._ep.combine(self._y, self._received, out=self._out)
+        self._calls.combine(self._y, self._brought, self._out)
 
     def round(self) -> None:
         """A dispatch, and the combine of what it brought."""
-        self._ep.combine(self._y, self.dispatch(), out=self._out)
+        self._calls.combine(self._y, self.dispatch(), self._out)
 
     def calls(self) -> dict[str, Callable[[], Any]]:
         """What is timed whole, by :data:`OPERATIONS`."""
@@ -159,8 +159,7 @@ class _Work:
             hooks.append(self.send())
 
         def send_combine() -> None:
-            out = self._out
-            hooks.append(self._ep.combine(self._y, self._received, out=out, return_hook=True)[1])
+            hooks.append(self._calls.send_combine(self._y, self._brought, self._out))
 
         def receive() -> None:
             hooks.pop(0)()
@@ -169,9 +168,7 @@ class _Work:
 
     def send(self) -> Callable[[], None]:
         """The send half of a dispatch; its hook."""
-        return self._ep.dispatch(
-            self._x, self._topk_idx, self._topk_weights, return_hook=True
-        )[1]  # fmt: skip
+        return self._calls.send_dispatch(self._given)
 
     def check_last(self) -> None:
         """Whatever ran last must have given the bits of the first, checked round, without errors.
@@ -181,7 +178,7 @@ class _Work:
         """
         self._out.fill_(torch.nan)
         self.round()
-        self._ep.synchronize()
+        self._calls.synchronize()
         same_bits("combined tokens after timing", self._out.cpu(), self._first.cpu())
 
 
@@ -193,7 +190,7 @@ def _time_overlap(
 ) -> dict[str, torch.Tensor]:
     """A matrix product on another stream, alone and between a send and its receive.
 
-    The ranks take turns. The one whose turn it is has sent and awaits rows of peers that send only
+    One rank after the other measures. It has sent and awaits rows of peers that send only
     when its product is over: a wait that held SMs would show in the product's time.
     """
     a = torch.randn((_GEMM_SIZE, _GEMM_SIZE), device=device, dtype=torch.float32).bfloat16()
@@ -297,6 +294,8 @@ def summary(reports: Sequence[CudaReport]) -> dict[str, dict[str, float]]:
             times[f"{name}_us"], times[f"{name}_raw_us"] = raw - price, raw
         times["single_us"] = slowest(f"{operation}.single")
         times |= host_times(reports, operation)
+        if operation != "round":
+            times |= _extremes(reports, f"{operation}.hook_host", "host_hook")
         found[operation] = times
     found["overhead"] = {f"{name}_us": value for name, value in overhead.items()}
     found["overhead"] |= host_speed(reports)
@@ -338,7 +337,7 @@ def _extremes(reports: Sequence[CudaReport], sample: str, name: str) -> dict[str
     return {f"{name}_us": max(medians), f"{name}_least_us": min(medians)}
 
 
-def device_facts(device: torch.device) -> dict[str, Any]:
+def device_properties(device: torch.device) -> dict[str, Any]:
     """Name, SMs, memory and L2 in bytes, and the version of the driver."""
     properties = torch.cuda.get_device_properties(device)
     return {

@@ -1,15 +1,12 @@
-"""The calls that are timed, for each order in which rows can arrive: one class for each.
-
-Benches know the orders by nothing but these classes, which run on the host and on GPUs alike.
-"""
+"""The calls of the native face, for each order in which rows can arrive: one class for each, which
+runs on the host and on GPUs alike."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -21,13 +18,15 @@ from fanfold.backends.high_throughput.grid import Grid
 from fanfold.backends.high_throughput.in_place import bytes_for_rows
 from fanfold.backends.high_throughput.kernels import DispatchKind, Sizes
 from fanfold.backends.high_throughput.layout import dispatch_layout
+from fanfold.bench.calls import Calls, Given
 from fanfold.bench.check import Expectation, TokenMajorRows
+from fanfold.bench.deep_ep_calls import DeepEpHighThroughput, DeepEpLowLatency
 from fanfold.bench.dispatchers import AnyDispatcher, open_dispatcher
-from fanfold.bench.late_weights import LateWeights
-from fanfold.bench.oracle import quantize_fp8, rows_arriving
+from fanfold.bench.oracle import rows_arriving
 from fanfold.bench.settings import BenchSettings
 from fanfold.bench.workload import Batch
 from fanfold.config import Config
+from fanfold.deep_ep import Buffer
 from fanfold.errors import UnavailableError
 from fanfold.formats import RowFormat, ScaleFormat, scale_columns
 from fanfold.group import as_group
@@ -37,92 +36,23 @@ from fanfold.memory.cuda import CudaSymmetricMemory
 from fanfold.memory.host import SymmetricMemory
 from fanfold.results import DispatchResult, HighThroughputResult
 
-__all__ = [
-    "Calls",
-    "ExpertMajor",
-    "Given",
-    "TokenMajor",
-    "on_host",
-    "open_calls",
-    "room_for",
-    "sms_taken",
-    "spoil",
-]
+__all__ = ["ExpertMajor", "TokenMajor", "open_calls", "room_for", "sms_taken"]
 
-_EVERY_BIT = 0xFF  # NaN in bfloat16, in e4m3 and in float32
 # Room that a caller who does not know the routing leaves above the fullest rank.
 _SPARE = 1.25
 _ROOM_STEP = 128
 
 
-@dataclass(frozen=True)
-class Given:
-    """What a dispatch is given; where the calls work.
-
-    Attributes:
-        x: ``[T, hidden]`` bfloat16, or fp8 values and their float32 scales.
-        topk_idx: ``[T, K]`` int64.
-        topk_weights: ``[T, K]`` float32.
-    """
-
-    x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-    topk_idx: torch.Tensor
-    topk_weights: torch.Tensor
-
-    @classmethod
-    def of(cls, expectation: Expectation, device: torch.device, *, quantized: bool) -> Given:
-        """This rank's batch on ``device``; ``quantized``: as fp8 rows, if they are to travel so."""
-        own = expectation.own
-        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = own.x.to(device)
-        if quantized and expectation.fp8:
-            rows = quantize_fp8(own.x)
-            x = (rows.values.to(device), rows.scales.to(device))
-        return cls(x, own.topk_idx.to(device), own.topk_weights.to(device))
-
-
-class Calls(Protocol):
-    """The calls of one rank in one order of rows. What a dispatch returns only they look into,
-    except for its ``tokens`` and ``scales``.
-
-    Attributes:
-        device: where tensors must be.
-        memory_bytes: symmetric memory of this rank.
-    """
-
-    device: torch.device
-    memory_bytes: int
-
-    def dispatch(self, given: Given, capacity: int | None = None) -> Any:
-        """Sends ``given``, by a new routing."""
-
-    def dispatch_again(self, given: Given, previous: Any) -> Any:
-        """Sends the rows of ``given`` by the routing of ``previous``."""
-
-    def combine(self, y: torch.Tensor, brought: Any, out: torch.Tensor) -> None:
-        """Brings ``y`` back, summed for each token; expert-major, weighted too."""
-
-    def check(self, brought: Any, expectation: Expectation, capacity: int | None = None) -> None:
-        """Raises CheckFailed unless a dispatch brought what it must."""
-
-    def outputs(self, brought: Any, expectation: Expectation) -> torch.Tensor:
-        """What the experts make of ``brought``."""
-
-    def check_combined(self, out: torch.Tensor, expectation: Expectation) -> None:
-        """Raises CheckFailed unless ``out``, in host memory, is the combine of these outputs."""
-
-    def synchronize(self) -> None:
-        """Waits for what is enqueued, and raises what it found wrong."""
-
-    def close(self) -> None:
-        """Lets the memory go."""
-
-
-def open_calls(group: Any, settings: BenchSettings) -> ExpertMajor | TokenMajor:
+def open_calls(group: Any, settings: BenchSettings) -> Calls:
     """What ``settings`` (as :meth:`BenchSettings.on` gives them) are about. Collective.
 
     Raises:
         UnavailableError: GPUs were asked for, and this mode does not run there.
     """
+    if settings.face == "deep_ep":
+        if settings.mode == "low_latency":
+            return DeepEpLowLatency(group, settings)
+        return DeepEpHighThroughput(group, settings)
     kind = TokenMajor if settings.layout == "token_major" else ExpertMajor
     return kind(group, settings, _config(settings))
 
@@ -174,7 +104,9 @@ def sms_taken(settings: BenchSettings, device: torch.device) -> int:
     more."""
     there = torch.cuda.get_device_properties(device).multi_processor_count
     most = min(there, _core.CUDA_HIGH_THROUGHPUT_MOST_CTAS)
-    asked = _config(settings).ctas
+    asked = settings.sms or (
+        Buffer.num_sms if settings.face == "deep_ep" else _config(settings).ctas
+    )
     row_format, new = RowFormat.of(settings.dtype), settings.routing == "new"
     scales = scale_columns(settings.hidden, ScaleFormat.FLOAT32)
     kind = DispatchKind(
@@ -190,7 +122,7 @@ def sms_taken(settings: BenchSettings, device: torch.device) -> int:
     return max(grid.of_dispatch(kind)[0], grid.of_plan()[0] if new else 0)
 
 
-def on_host(received: DispatchResult) -> DispatchResult:
+def _on_host(received: DispatchResult) -> DispatchResult:
     """A copy in host memory, for the oracle."""
 
     def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -206,17 +138,8 @@ def on_host(received: DispatchResult) -> DispatchResult:
     )
 
 
-def spoil(brought: Any) -> None:
-    """Sets every bit of the rows and scales that a dispatch brought. The next one is likely to get
-    the same memory (in place it does), and then shows what it has not written."""
-    for tensor in (brought.tokens, brought.scales):
-        if tensor is not None:
-            tensor.view(torch.uint8).fill_(_EVERY_BIT)
-
-
 class ExpertMajor:
-    """Through the class of the mode, or in low latency through
-    :class:`LateWeights`. Construction is collective.
+    """Through the class of the mode. Construction is collective.
 
     Args:
         group: the ranks.
@@ -227,25 +150,21 @@ class ExpertMajor:
     def __init__(self, group: Any, settings: BenchSettings, config: Config) -> None:
         self._alignment = settings.alignment or 1
         self._in_place = bool(settings.in_place)
-        self.ep: AnyDispatcher | LateWeights
-        if settings.late_weights:
-            self.ep = LateWeights(group, settings, config)
-        else:
-            options: dict[str, Any] = {}
-            if settings.mode == "high_throughput":
-                rows = _in_place_rows(settings)
-                options = {"expert_alignment": self._alignment, "in_place_rows": rows}
-            self.ep = open_dispatcher(
-                settings.mode,
-                group,
-                num_experts=settings.experts,
-                top_k=settings.top_k,
-                hidden=settings.hidden,
-                max_tokens=settings.tokens,
-                dispatch_dtype=settings.dtype,
-                config=config,
-                **options,
-            )
+        options: dict[str, Any] = {}
+        if settings.mode == "high_throughput":
+            rows = _in_place_rows(settings)
+            options = {"expert_alignment": self._alignment, "in_place_rows": rows}
+        self.ep: AnyDispatcher = open_dispatcher(
+            settings.mode,
+            group,
+            num_experts=settings.experts,
+            top_k=settings.top_k,
+            hidden=settings.hidden,
+            max_tokens=settings.tokens,
+            dispatch_dtype=settings.dtype,
+            config=config,
+            **options,
+        )
         self.device, self.memory_bytes = self.ep.device, self.ep.memory.bytes_per_rank
         if settings.backend == "cuda" and self.device.type != "cuda":
             self.close()
@@ -256,10 +175,6 @@ class ExpertMajor:
 
     def dispatch(self, given: Given, capacity: int | None = None) -> DispatchResult:
         """Sends ``given``, by a new routing."""
-        if isinstance(self.ep, LateWeights):
-            assert not isinstance(given.x, tuple)  # low latency quantises in the call
-            received: DispatchResult = self.ep.dispatch(given.x, given.topk_idx, given.topk_weights)
-            return received
         if isinstance(self.ep, LowLatency):
             assert not isinstance(given.x, tuple)
             return self.ep.dispatch(given.x, given.topk_idx, given.topk_weights)
@@ -277,20 +192,36 @@ class ExpertMajor:
         assert isinstance(previous, HighThroughputResult)
         return self.ep.dispatch(given.x, previous=previous, in_place=self._in_place)
 
-    def combine(self, y: torch.Tensor, brought: DispatchResult, out: torch.Tensor) -> None:
+    def send_dispatch(self, given: Given) -> Callable[[], None]:
+        """The send half of a low-latency dispatch; the hook receives."""
+        assert isinstance(self.ep, LowLatency)
+        assert not isinstance(given.x, tuple)
+        return self.ep.dispatch(given.x, given.topk_idx, given.topk_weights, return_hook=True)[1]
+
+    def combine(
+        self, y: torch.Tensor, brought: DispatchResult, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Brings ``y`` back, weighted and summed."""
         combine: Any = self.ep.combine
-        combine(y, brought, out=out)
+        sums: torch.Tensor = combine(y, brought, out=out)
+        return sums
+
+    def send_combine(
+        self, y: torch.Tensor, brought: Any, out: torch.Tensor | None = None
+    ) -> Callable[[], None]:
+        """The send half of a low-latency combine; the hook receives."""
+        assert isinstance(self.ep, LowLatency)
+        return self.ep.combine(y, brought, out=out, return_hook=True)[1]
 
     def check(
         self, brought: DispatchResult, expectation: Expectation, capacity: int | None = None
     ) -> None:
         """Compares with the oracle."""
-        expectation.received(on_host(brought), self._alignment, capacity)
+        expectation.received(_on_host(brought), self._alignment, capacity)
 
     def outputs(self, brought: DispatchResult, expectation: Expectation) -> torch.Tensor:
         """What the experts make of each row; NaN elsewhere."""
-        return expectation.outputs(on_host(brought)).to(self.device)
+        return expectation.outputs(_on_host(brought)).to(self.device)
 
     def check_combined(self, out: torch.Tensor, expectation: Expectation) -> None:
         """Compares with the oracle."""
@@ -363,9 +294,12 @@ class TokenMajor:
             given.x, previous.plan, layout="token_major", **self._options
         )
 
-    def combine(self, y: torch.Tensor, brought: Any, out: torch.Tensor) -> None:
+    def combine(
+        self, y: torch.Tensor, brought: Any, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Brings ``y`` back and sums it."""
-        self._mode.combine(y, brought.plan, layout="token_major", out=out)
+        sums: torch.Tensor = self._mode.combine(y, brought.plan, layout="token_major", out=out)[0]
+        return sums
 
     def check(self, brought: Any, expectation: Expectation, capacity: int | None = None) -> None:
         """Compares with the oracle."""

@@ -69,8 +69,8 @@ class Result:
         combine: bytes of one combine.
         checked: whether results were compared with the oracle.
         memory_bytes: symmetric memory of a rank.
-        device: facts about rank 0's GPU where the ranks were GPUs; the times above are then, in low
-            latency, those of graph replays, in high throughput those end to end.
+        device: properties of rank 0's GPU where the ranks were GPUs; the times above are then those
+            of graph replays in low latency, and those end to end in high throughput.
         timing: all ways of timing there, as the ``summary`` of ``cuda_run`` and of
             ``cuda_high_throughput`` have them.
         compared: Fanfold's times taken as the rival's were; None if ``fanfold`` are such.
@@ -253,8 +253,8 @@ def table(result: Result) -> Table:
     )
     if s.mode == "high_throughput":
         title += f", {_variant(s)}"
-    elif s.late_weights:
-        title += ", weights with combine"
+    if s.face == "deep_ep":
+        title += ", through deep_ep"
     out = Table(title=title)
     out.add_column("")
     for heading in ("p50 µs", "p90 µs", "p99 µs", "slowest rank", "MB remote", "MB total",
@@ -310,6 +310,8 @@ _GPU_ROWS = {
     "single_us": "between events, no graph",
     "host_us": "host time of a call",
     "host_least_us": "the same, fastest rank's",
+    "host_hook_us": "host time with a hook",
+    "host_hook_least_us": "the same, fastest rank's",
 }
 
 
@@ -386,7 +388,7 @@ def _gpu_notes(result: Result) -> list[str]:
 
 
 def _weights_notes(settings: BenchSettings) -> list[str]:
-    if not settings.late_weights:
+    if settings.face != "deep_ep" or settings.mode != "low_latency":
         return []
     return ["Weights come with combine, in which every rank first sends its routing once more."]
 
@@ -435,7 +437,7 @@ def _host_notes(timing: dict[str, dict[str, float]]) -> list[str]:
 
 def _overlap_notes(result: Result, times: dict[str, float]) -> list[str]:
     product = (
-        f"A matrix product told to leave {result.settings.sms} SMs takes "
+        f"A matrix product asked to leave {result.settings.sms} SMs takes "
         f"{times['gemm_alone_us']:,.0f} µs alone and {times['gemm_beside_us']:,.0f} µs beside "
         f"dispatches on those: it keeps {100 * times['kept']:.1f}% of its speed. On all SMs it "
         f"takes {times['gemm_on_all_us']:,.0f} µs."

@@ -15,11 +15,21 @@ from fanfold.formats import RowFormat, RowFormatName
 from fanfold.geometry import Geometry, Mode, check_hidden
 from fanfold.launch import MAX_RANKS
 
-__all__ = ["BACKENDS", "DTYPES", "LAYOUTS", "LEAVE_SMS", "MODES", "REUSES", "BenchSettings"]
+__all__ = [
+    "BACKENDS",
+    "DTYPES",
+    "FACES",
+    "LAYOUTS",
+    "LEAVE_SMS",
+    "MODES",
+    "REUSES",
+    "BenchSettings",
+]
 
 MODES = ("low_latency", "high_throughput")
 DTYPES = ("bf16", "fp8")
 BACKENDS = ("auto", "host", "cuda")
+FACES = ("native", "deep_ep")
 LAYOUTS = ("expert_major", "token_major")
 REUSES = ("new", "cached")
 LEAVE_SMS = "_set_sm_carveout_experimental"
@@ -62,7 +72,8 @@ class BenchSettings:
         alignment: high throughput, expert-major: rows of an expert are padded to a multiple of
             this; None for 128 on GPUs and 1 on the host.
         in_place: high throughput on GPUs: rows stay where peers write them; None for False there.
-        late_weights: low latency: the weights come with combine; None for False there.
+        face: whose calls are timed, one of :data:`FACES`. Those of DeepEP bring the weights with
+            combine in low latency, and rows token-major in high throughput.
     """
 
     mode: Mode
@@ -86,7 +97,7 @@ class BenchSettings:
     sms: int | None = None
     alignment: int | None = None
     in_place: bool | None = None
-    late_weights: bool | None = None
+    face: str = "native"
 
     def __post_init__(self) -> None:
         """Checks everything that can be checked without a group.
@@ -95,7 +106,9 @@ class BenchSettings:
             ArgumentError: the first argument that is out of its bound.
             UnavailableError: something that the backend asked for does not have.
         """
-        for name, known in (("mode", MODES), ("dtype", DTYPES), ("backend", BACKENDS)):
+        for name, known in (
+            ("mode", MODES), ("dtype", DTYPES), ("backend", BACKENDS), ("face", FACES),
+        ):  # fmt: skip
             if getattr(self, name) not in known:
                 raise ArgumentError(name, repr(getattr(self, name)), f"one of {', '.join(known)}")
         if self.distribution not in ROUTINGS:
@@ -136,9 +149,8 @@ class BenchSettings:
                         bound += " (which experts tokens choose is --distribution)"
                     raise ArgumentError(name, getattr(self, name), bound)
             return
-        if self.late_weights is not None:
-            bound = "left out in high throughput; it is an option of low latency"
-            raise ArgumentError("late_weights", self.late_weights, bound)
+        if self.face == "deep_ep":
+            self._check_as_deep_ep()
         for name, known in (("layout", LAYOUTS), ("routing", REUSES)):
             value = getattr(self, name)
             if value is not None and value not in known:
@@ -156,12 +168,24 @@ class BenchSettings:
             bound = "left out with --layout token-major, which has no padding"
             raise ArgumentError("alignment", self.alignment, bound)
 
+    def _check_as_deep_ep(self) -> None:
+        """Raises ArgumentError for what DeepEP's calls of high throughput do not have."""
+        if self.layout not in (None, "token_major"):
+            bound = "token_major, or left out, with --face deep_ep"
+            raise ArgumentError("layout", self.layout, bound)
+        for name in ("alignment", "in_place"):
+            if getattr(self, name):
+                raise ArgumentError(name, getattr(self, name), "left out with --face deep_ep")
+        if self.sms is not None and self.sms % 2:
+            raise ArgumentError("sms", self.sms, "even with --face deep_ep, as Buffer.set_num_sms")
+
     def on(self, backend: Backend) -> BenchSettings:
         """The settings with ``backend`` instead of ``auto``, and the choices that go with it."""
         chosen = dataclasses.replace(self, backend=backend)
         if self.mode != "high_throughput":
-            return dataclasses.replace(chosen, late_weights=bool(self.late_weights))
-        layout, alignment = self.layout or LAYOUTS[0], self.alignment
+            return chosen
+        usual = "token_major" if self.face == "deep_ep" else LAYOUTS[0]
+        layout, alignment = self.layout or usual, self.alignment
         if alignment is None and layout == "expert_major":
             alignment = _GPU_ALIGNMENT if backend == "cuda" else 1
         return dataclasses.replace(

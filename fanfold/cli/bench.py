@@ -15,15 +15,16 @@ from rich.console import Console
 
 from fanfold.bench import report
 from fanfold.bench.run import check_ranks, sweep
-from fanfold.bench.settings import BACKENDS, DTYPES, LAYOUTS, REUSES, BenchSettings
+from fanfold.bench.settings import BACKENDS, DTYPES, FACES, LAYOUTS, REUSES, BenchSettings
 from fanfold.bench.workload import ROUTINGS
+from fanfold.cli import bench_network, bench_ring
 from fanfold.config import Config
 from fanfold.errors import FanfoldError
 from fanfold.launch import join
 
 __all__ = ["add_arguments", "run"]
 
-# What fits a quick look: decoding has few tokens and many steps.
+# Sizes of a short run: decoding has few tokens and many steps.
 _DEFAULTS = {
     "low-latency": BenchSettings("low_latency", tokens=128, iterations=200, warmup=20),
     "high-throughput": BenchSettings("high_throughput", tokens=4096, iterations=20, warmup=3),
@@ -35,8 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     modes = parser.add_subparsers(title="modes", metavar="MODE", required=True)
     for name, defaults in _DEFAULTS.items():
         mode = modes.add_parser(name, help=f"time the {name} mode", description=__doc__)
-        mode.set_defaults(defaults=defaults)
+        mode.set_defaults(defaults=defaults, run_mode=_run_ranks)
         _add_options(mode, defaults)
+    bench_ring.add_mode(modes, _one_or_more)
+    bench_network.add_mode(modes)
 
 
 def _add_options(parser: argparse.ArgumentParser, defaults: BenchSettings) -> None:
@@ -73,6 +76,11 @@ def _add_options(parser: argparse.ArgumentParser, defaults: BenchSettings) -> No
         help="auto takes the best one there is (default: the setting FANFOLD_BACKEND, or auto)",
     )  # fmt: skip
     parser.add_argument(
+        "--face", choices=FACES, default="native",
+        help="whose calls: fanfold.LowLatency's and HighThroughput's, or those of fanfold.deep_ep: "
+        "weights come with combine, rows token-major (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
         "--check", action=argparse.BooleanOptionalAction, default=True,
         help="compare all results with the oracle before timing",
     )  # fmt: skip
@@ -86,10 +94,6 @@ def _add_options(parser: argparse.ArgumentParser, defaults: BenchSettings) -> No
         "dispatches (high throughput)",
     )  # fmt: skip
     _add_own_options(parser)
-    parser.add_argument_group("low latency only").add_argument(
-        "--late-weights", action="store_const", const=True,
-        help="weights come with combine, as in the DeepEP face, instead of with dispatch",
-    )  # fmt: skip
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="append the result to FILE as one line"
     )
@@ -150,6 +154,11 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         FanfoldError: bad arguments, a failed check, a rank that failed.
     """
+    return int(args.run_mode(args))
+
+
+def _run_ranks(args: argparse.Namespace) -> int:
+    """One of the modes of dispatch and combine."""
     group = join()
     try:
         return _run(args, group)
@@ -229,5 +238,5 @@ def _settings(args: argparse.Namespace, group: Any) -> BenchSettings:
         baseline=args.baseline,
         calls=args.calls,
         overlap=args.overlap,
-        late_weights=args.late_weights,
+        face=args.face,
     )

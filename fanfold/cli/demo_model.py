@@ -25,7 +25,7 @@ from fanfold.config import Config
 from fanfold.errors import UnavailableError
 from fanfold.geometry import Mode
 from fanfold.group import as_group
-from fanfold.nn import MoE, MoEOptions, average_gradients, seeded_normal
+from fanfold.nn import MoE, MoEOptions, average_gradients, parameter_groups, seeded_normal
 from fanfold.nn.sharding import local_part
 
 __all__ = [
@@ -357,7 +357,7 @@ def _train(
     progress: Progress,
 ) -> Training:
     """Trains on the part of each batch that belongs to ``ranks``."""
-    optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, 0.95))
+    optimizer = torch.optim.Adam(parameter_groups(model), betas=(0.9, 0.95))
     losses: list[float] = []
     first: dict[str, torch.Tensor] = {}
     device = model.head.device

@@ -1,8 +1,8 @@
 """``fanfold doctor``: what this machine can do, and for each thing it cannot, why and what to do.
 
 Each probe runs in a child process, because what it looks at may be broken in ways that no exception
-tells of: a library that aborts, a driver that hangs. The probes are in ``doctor_host`` and
-``doctor_devices``.
+tells of: a library that aborts, a driver that hangs. The probes are in ``doctor_host``,
+``doctor_devices``, ``doctor_modes`` and ``doctor_networks``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import fanfold
 from fanfold.cli import doctor_devices as devices
 from fanfold.cli import doctor_host as host
 from fanfold.cli import doctor_modes as modes
+from fanfold.cli import doctor_networks as networks
 from fanfold.cli.doctor_host import Outcome, Status
 from fanfold.descriptors import advice
 
@@ -115,7 +116,9 @@ PROBES: tuple[Probe, ...] = (
     Probe("high throughput", modes.high_throughput, "first solve the problems in the lines above",
           limit_s=2 * modes.START_S + 10),
     Probe("nccl", devices.nccl, "install it again", used=False),
-    Probe("libfabric", devices.libfabric, "install it with all its libraries", used=False),
+    Probe("libfabric", networks.libfabric, "install it with all its libraries",
+          module="fanfold._core"),
+    Probe("networks", networks.networks, "look at fi_info", module="fanfold._core"),
 )  # fmt: skip
 """What is looked at, in the order of printing."""
 

@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import byref, c_char_p, c_int, c_size_t
 from itertools import combinations, groupby
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from fanfold.cli.doctor_host import Outcome
 from fanfold.errors import UnavailableError
 from fanfold.jit.nvrtc import Rejected, library
 
-__all__ = ["driver", "gpus", "libfabric", "links", "nccl", "nvrtc"]
+__all__ = ["driver", "gpus", "links", "nccl", "nvrtc"]
 
 _NVIDIA_VENDOR = "0x10de"
 _NO_DEVICE = 100
@@ -198,69 +198,3 @@ def nccl() -> Outcome:
         return "problem", f"ncclGetVersion of {library._name} returns {code}", "install it again"
     major, rest = divmod(version.value, 10000)
     return "ok", f"{major}.{rest // 100}.{rest % 100}, {library._name}"
-
-
-# ---- libfabric ----------------------------------------------------------------------------------
-
-
-class _FabricAttr(ctypes.Structure):
-    """The start of libfabric's ``struct fi_fabric_attr``."""
-
-    _fields_ = (("fabric", c_void_p), ("name", c_char_p), ("prov_name", c_char_p))
-
-
-class _Info(ctypes.Structure):
-    """libfabric's ``struct fi_info`` up to its fabric_attr, the same since version 1.0."""
-
-    _fields_ = (
-        ("next", c_void_p),
-        ("caps", c_uint64),
-        ("mode", c_uint64),
-        ("addr_format", c_uint32),
-        ("src_addrlen", c_size_t),
-        ("dest_addrlen", c_size_t),
-        ("src_addr", c_void_p),
-        ("dest_addr", c_void_p),
-        ("handle", c_void_p),
-        ("tx_attr", c_void_p),
-        ("rx_attr", c_void_p),
-        ("ep_attr", c_void_p),
-        ("domain_attr", c_void_p),
-        ("fabric_attr", POINTER(_FabricAttr)),
-    )
-
-
-_MOST_INFOS = 10000
-
-
-def libfabric() -> Outcome:
-    """libfabric, its providers, and the RDMA devices that the kernel knows."""
-    devices = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
-    rdma = f"RDMA devices: {', '.join(devices) or 'none'}"
-    amazon = [f"/opt/amazon/efa/{folder}/libfabric.so.1" for folder in ("lib64", "lib")]
-    library = _load("libfabric.so.1", *amazon)
-    if library is None:
-        hint = "not needed yet; apt install libfabric1, or on AWS the EFA installer"
-        return "missing", f"no libfabric.so.1; {rdma}", hint
-    library.fi_version.restype = c_uint32
-    version = library.fi_version()
-    detail = f"{version >> 16}.{version & 0xFFFF}, providers: {_providers(library, version)}"
-    return "ok", f"{detail}; {rdma}, {library._name}"
-
-
-def _providers(library: ctypes.CDLL, version: int) -> str:
-    """The names of the providers that offer an endpoint here, the preferred first."""
-    # What fi_getinfo allocates is left to the end of the process: freeing could only go wrong.
-    place = c_void_p()
-    arguments = (c_uint32(version), None, None, c_uint64(0), None, byref(place))
-    if code := library.fi_getinfo(*arguments):
-        return f"none (fi_getinfo returns {code})"
-    names: dict[str, None] = {}
-    for _ in range(_MOST_INFOS):
-        if place.value is None:
-            break
-        info = _Info.from_address(place.value)
-        name = info.fabric_attr.contents.prov_name
-        names[(name or b"unnamed").decode(errors="replace")] = None
-        place = c_void_p(info.next)
-    return ", ".join(names)

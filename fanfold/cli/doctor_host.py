@@ -159,7 +159,7 @@ def cores() -> Outcome:
     if model:
         detail += f", {model[1]}"
     if min([allowed, *quotas]) < 2:
-        return "ok", detail, "ranks take turns on one core: they work, but timings mean little"
+        return "ok", detail, "ranks time-slice one core: they work, but timings mean little"
     return "ok", detail
 
 

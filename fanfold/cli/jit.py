@@ -110,25 +110,27 @@ def _list(args: argparse.Namespace) -> int:
 
 def _described(key: str, path: Path, entry: Entry | None) -> dict[str, Any]:
     """Everything to be said of an entry; only key, bytes and age where it is damaged."""
-    told: dict[str, Any] = {"key": key, "bytes": _size(path), "age_s": _age(path)}
-    told["damaged"] = entry is None
+    shown: dict[str, Any] = {"key": key, "bytes": _size(path), "age_s": _age(path)}
+    shown["damaged"] = entry is None
     if entry is not None:
-        needs = {name: value for name, value in entry.facts["binary"].items() if name != "log"}
-        told |= {name: value for name, value in entry.facts.items() if name != "binary"} | needs
-    return told
+        needs = {name: value for name, value in entry.metadata["binary"].items() if name != "log"}
+        shown |= {name: value for name, value in entry.metadata.items() if name != "binary"} | needs
+    return shown
 
 
-def _block(told: dict[str, Any]) -> str:
+def _block(shown: dict[str, Any]) -> str:
     """One line of an entry, and a second one with its constants."""
-    start = f"{told['key'][:_KEY_SHOWN]}  {_bytes(told['bytes']):>9}  {_duration(told['age_s']):>5}"
-    if told["damaged"]:
+    start = (
+        f"{shown['key'][:_KEY_SHOWN]}  {_bytes(shown['bytes']):>9}  {_duration(shown['age_s']):>5}"
+    )
+    if shown["damaged"]:
         return f"{start}  damaged; compiled anew when it is needed"
-    needs = f"{told['registers']} registers"
-    if told["spill_bytes"] > 0:
-        needs += f", {told['spill_bytes']} bytes spilt"
-    constants = " ".join(f"{name}={value}" for name, value in told["constants"].items())
-    where = f"{told['file']} {told['entry']}"
-    return f"{start}  {told['arch']:<8}  {needs}  {where}\n    {constants or 'no constants'}"
+    needs = f"{shown['registers']} registers"
+    if shown["spill_bytes"] > 0:
+        needs += f", {shown['spill_bytes']} bytes spilt"
+    constants = " ".join(f"{name}={value}" for name, value in shown["constants"].items())
+    where = f"{shown['file']} {shown['entry']}"
+    return f"{start}  {shown['arch']:<8}  {needs}  {where}\n    {constants or 'no constants'}"
 
 
 def _size(path: Path) -> int:

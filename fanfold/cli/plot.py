@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,7 @@ AXES = {
 
 _FIXED = (
     "mode", "backend", "dtype", "hidden", "experts", "distribution", "layout", "in_place",
-    "routing", "alignment", "late_weights",
+    "routing", "alignment", "face",
 )  # fmt: skip
 _NUMBERS = (
     "tokens", "ranks", "top_k", "hidden", "experts", "total_us", "total_us_p90", "bytes_total",
@@ -88,16 +88,24 @@ def run(args: argparse.Namespace) -> int:
         ArgumentError: a file cannot be read or written, or a line is malformed.
         UnavailableError: matplotlib is not installed.
     """
-    points = [point for path in args.files for point in load(path)]
+    others: Counter[str] = Counter()
+    points = [point for path in args.files for point in load(path, others)]
+    for bench, lines in sorted(others.items()):
+        print(f"results of bench {bench} are not drawn: {lines}")
     if not points:
-        raise ArgumentError("FILE", ", ".join(map(str, args.files)), "a file with results in it")
+        raise ArgumentError(
+            "FILE", ", ".join(map(str, args.files)), "a file with results of a mode in it"
+        )
     draw(points, args.out)
     print(f"{args.out}: {len(points)} result{'s' if len(points) > 1 else ''}")
     return 0
 
 
-def load(path: Path) -> list[Point]:
-    """The results in one file.
+def load(path: Path, others: Counter[str] | None = None) -> list[Point]:
+    """The results of the modes in one file.
+
+    Lines of other benches (their field ``bench`` says of which) are left out, and counted by bench
+    in ``others``.
 
     Raises:
         ArgumentError: naming the file, and the line and what is wrong with it.
@@ -106,20 +114,30 @@ def load(path: Path) -> list[Point]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError("FILE", f"{path} ({error})", "a readable text file") from None
-    return [
-        _point(line, f"{path}, line {number}")
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
+    points = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        fields = _object(line, where)
+        if "bench" not in fields:
+            points.append(_point(fields, where))
+        elif others is not None:
+            others[str(fields["bench"])] += 1
+    return points
 
 
-def _point(line: str, where: str) -> Point:
+def _object(line: str, where: str) -> dict[str, Any]:
     try:
         fields = json.loads(line)
     except json.JSONDecodeError as error:
         raise ArgumentError(where, f"malformed ({error})", "one JSON object") from None
     if not isinstance(fields, dict):
         raise ArgumentError(where, f"a JSON {type(fields).__name__}", "a JSON object")
+    return fields
+
+
+def _point(fields: dict[str, Any], where: str) -> Point:
     for names, kinds, what in ((_NUMBERS, (int, float), "a number"), (_TEXTS, (str,), "a text")):
         for name in names:
             value = fields.get(name)
@@ -133,8 +151,9 @@ def _point(line: str, where: str) -> Point:
 def _modern(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields as they are named today: ``routing`` was the distribution of tokens once, when
     high throughput had one kind of routing and one layout; and there was no dispatch in place. Of
-    weights only those that come with combine are named: None for all others, as in old lines."""
-    fields = {**fields, "late_weights": bool(fields.get("late_weights")) or None}
+    faces only DeepEP's is named, whose weights come with combine: None for the other."""
+    deep_ep = fields.get("face") == "deep_ep" or bool(fields.get("late_weights"))
+    fields = {**fields, "face": "deep_ep" if deep_ep else None}
     if fields["backend"] == "cuda" and fields.get("layout") is not None:
         fields = {**fields, "in_place": bool(fields.get("in_place"))}
     if "distribution" in fields:
@@ -150,7 +169,7 @@ def series_along(
 ) -> dict[str, list[Point]]:
     """The points in series that differ along ``axis`` alone, by label, sorted along it.
 
-    Where a series has several results at one place, the one of median time stands for them. Only
+    Where a series has several results at one place, the one of median time is drawn. Only
     series with ``least_places`` are given.
     """
     fixed = [*_FIXED, *(other for other in AXES if other != axis)]
@@ -174,12 +193,12 @@ def _label(name: str, value: object) -> str:
         return {"new": "new routing", "cached": "cached routing"}.get(
             str(value), str(value).replace("_", "-")
         )
+    if name == "face":
+        return "through deep_ep"
     if isinstance(value, str):
         return value.replace("_", " ")
     if name == "in_place":
         return "in place" if value else "not in place"
-    if name == "late_weights":
-        return "weights with combine"
     if name == "sms":
         return f"{value} SMs"
     return f"{name.replace('_', '-')} {value}"
@@ -229,8 +248,8 @@ def draw(points: Sequence[Point], out: Path) -> None:
     save(figure, out)
 
 
-def check_picture(out: Path) -> None:
-    """Checks the option ``--out`` before anything is drawn, or worked out to be drawn.
+def check_picture(out: Path, option: str = "--out") -> None:
+    """Checks the option that names the picture before anything is drawn, or worked out to be drawn.
 
     Raises:
         ArgumentError: no picture has such an ending, or no file can be there.
@@ -240,15 +259,15 @@ def check_picture(out: Path) -> None:
 
     known = Figure().canvas.get_supported_filetypes()
     if not out.absolute().parent.is_dir():
-        raise ArgumentError("--out", out, "a file in a folder that exists")
+        raise ArgumentError(option, out, "a file in a folder that exists")
     if out.is_dir():
-        raise ArgumentError("--out", out, "a file, not a folder")
+        raise ArgumentError(option, out, "a file, not a folder")
     if _format(out) not in known:
         endings = ", ".join(f".{name}" for name in sorted(known))
-        raise ArgumentError("--out", out, f"a file that ends in {endings} or nothing (png)")
+        raise ArgumentError(option, out, f"a file that ends in {endings} or nothing (png)")
 
 
-def save(figure: Figure, out: Path) -> None:
+def save(figure: Figure, out: Path, option: str = "--out") -> None:
     """Writes a picture to exactly this file; an SVG has the same bytes whenever the same is drawn,
     so that a committed one changes with its results only.
 
@@ -265,7 +284,7 @@ def save(figure: Figure, out: Path) -> None:
             # Without a format, matplotlib appends an ending to a name that has none.
             figure.savefig(out, dpi=120, format=written, metadata=metadata)
     except (OSError, ValueError, RuntimeError) as error:  # the last if there is no LaTeX for .pgf
-        raise ArgumentError("--out", f"{out} ({error})", "a picture that can be written") from error
+        raise ArgumentError(option, f"{out} ({error})", "a picture that can be written") from error
 
 
 def _format(out: Path) -> str:

@@ -124,13 +124,13 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
             check_count("num_nvl_bytes", num_nvl_bytes, 0)
             check_count("num_rdma_bytes", num_rdma_bytes, 0)
             check_count("num_qps_per_rank", num_qps_per_rank, 1)
-            facts: dict[str, object] = {
+            values: dict[str, object] = {
                 "num_nvl_bytes": num_nvl_bytes,
                 "num_rdma_bytes": num_rdma_bytes,
                 "low_latency_mode": low_latency_mode,
                 "enable_shrink": enable_shrink,
             }
-            agree(ranks, facts)
+            agree(ranks, values)
             masks: Overrides = {}
             if enable_shrink and low_latency_mode:
                 masks["late_peers"] = "mask"

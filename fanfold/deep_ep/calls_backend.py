@@ -67,14 +67,14 @@ class _Validated(Protocol):
 
     Attributes:
         rows: of the received tensors.
-        lanes: that numbers may come back for; None for any number of them.
+        top_k: slots of which weights may come back; None for any number of them.
     """
 
     @property
     def rows(self) -> int: ...
 
     @property
-    def lanes(self) -> int | None: ...
+    def top_k(self) -> int | None: ...
 
 
 ValidatedHandle = TypeVar("ValidatedHandle", bound=_Validated)
@@ -101,11 +101,11 @@ class CallsBackend(ABC, Generic[ValidatedHandle]):
 
     @abstractmethod
     def refuse_dispatch(self, error: BaseException, handle: object) -> None:
-        """Makes this dispatch void on all ranks; with the caller's handle, if it has one."""
+        """Aborts this dispatch on all ranks; with the caller's handle, if it has one."""
 
     @abstractmethod
     def refuse_combine(self, error: BaseException, handle: object) -> None:
-        """Makes this combine void on all ranks."""
+        """Aborts this combine on all ranks."""
 
     @abstractmethod
     def staging(self, **tensors: object) -> Staging:
@@ -135,7 +135,7 @@ class CallsBackend(ABC, Generic[ValidatedHandle]):
     def combine(
         self, y: torch.Tensor, handle: ValidatedHandle, weights: torch.Tensor | None, bias: Bias
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The sums, and those of the weights for each lane."""
+        """The sums, and those of the weights for each top-k slot."""
 
 
 @dataclass(frozen=True)
@@ -177,9 +177,9 @@ def gather_counts(
     """
     ranks = runtime.ranks
     experts = len(numbers) - ranks
-    facts = {"config.num_sms": 2 * channels, "num_experts": experts}
+    signature = {"config.num_sms": 2 * channels, "num_experts": experts}
     own = torch.cat([torch.tensor([tokens], dtype=torch.int32, device="cpu"), numbers])
-    gathered = runtime.exchange.gather("dispatch", facts, own, error)
+    gathered = runtime.exchange.gather("dispatch", signature, own, error)
     runtime.check_complete("exchange of handles")
     num_tokens, per_rank, per_expert = gathered.split([1, ranks, experts], dim=1)
     local = experts // ranks

@@ -111,7 +111,7 @@ class CudaBackend(CallsBackend[GpuHandle]):
         self._mode.use_sms(2 * handle.channels)
         with HIGH_THROUGHPUT:
             return self._mode.combine(
-                y, handle.plan, layout="token_major", lane_weights=weights, bias=bias
+                y, handle.plan, layout="token_major", topk_weights=weights, bias=bias
             )
 
     def _dispatch(

@@ -2,7 +2,7 @@
 
 High-throughput dispatch needs it for the matrices in DeepEP's handle, and both modes to agree about
 a new geometry before anything depends on it. It also carries refusals: one rank's bad input makes
-the call void on all, and all stay in step.
+the call aborted on all, and all stay in step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fanfold.memory.host import SymmetricMemory
 
 __all__ = ["Exchange"]
 
-_FACTS = 16
+_SIGNATURE_WORDS = 16
 _REASON_BYTES = 512
 _REFUSED = -1
 
@@ -28,32 +28,34 @@ def _view_bytes(address: int, nbytes: int) -> torch.Tensor:
 
 
 class _Page:
-    """One rank's words for one call: facts, numbers and, if it refused, the reason."""
+    """One rank's words for one call: signature, numbers and, if it refused, the reason."""
 
     def __init__(self, address: int, numbers: int) -> None:
         raw = _view_bytes(address, _Page.nbytes(numbers))
-        self.facts = raw[: 4 * _FACTS].view(torch.int32)
-        self.reason = raw[4 * _FACTS : 4 * _FACTS + _REASON_BYTES]
-        self.numbers = raw[4 * _FACTS + _REASON_BYTES :].view(torch.int32)
+        self.signature = raw[: 4 * _SIGNATURE_WORDS].view(torch.int32)
+        self.reason = raw[4 * _SIGNATURE_WORDS : 4 * _SIGNATURE_WORDS + _REASON_BYTES]
+        self.numbers = raw[4 * _SIGNATURE_WORDS + _REASON_BYTES :].view(torch.int32)
 
     @staticmethod
     def nbytes(numbers: int) -> int:
-        return 4 * _FACTS + _REASON_BYTES + 4 * numbers
+        return 4 * _SIGNATURE_WORDS + _REASON_BYTES + 4 * numbers
 
-    def write(self, facts: list[int], numbers: torch.Tensor) -> None:
-        self.facts[0] = len(facts)
-        self.facts[1 : 1 + len(facts)] = torch.tensor(facts, dtype=torch.int32, device="cpu")
+    def write(self, signature: list[int], numbers: torch.Tensor) -> None:
+        self.signature[0] = len(signature)
+        self.signature[1 : 1 + len(signature)] = torch.tensor(
+            signature, dtype=torch.int32, device="cpu"
+        )
         self.numbers[: numbers.numel()] = numbers
 
     def refuse(self, reason: str) -> None:
         text = reason.encode()[: _REASON_BYTES - 1]
         self.reason[: len(text) + 1] = torch.tensor([*text, 0], dtype=torch.uint8, device="cpu")
-        self.facts[0] = _REFUSED
+        self.signature[0] = _REFUSED
 
     @property
     def refused(self) -> str | None:
         """Why its rank refused, if it did."""
-        if int(self.facts[0]) != _REFUSED:
+        if int(self.signature[0]) != _REFUSED:
             return None
         return bytes(self.reason.tolist()).partition(b"\0")[0].decode(errors="replace")
 
@@ -97,16 +99,16 @@ class Exchange:
     def gather(
         self,
         phase: str,
-        facts: dict[str, int],
+        signature: dict[str, int],
         numbers: torch.Tensor,
         error: BaseException | None = None,
     ) -> torch.Tensor:
-        """The ``numbers`` of every rank, once all agree about ``facts``. Collective.
+        """The ``numbers`` of every rank, once all agree about ``signature``. Collective.
 
         Args:
             phase: the call on whose behalf this is, for messages.
-            facts: what must be the same on all ranks, by name.
-            numbers: ``[n]`` int32, n the same on ranks that agree about ``facts``.
+            signature: values that must be the same on all ranks, by name.
+            numbers: ``[n]`` int32, n the same on ranks that agree about ``signature``.
             error: this rank's refusal of its own input, if it refuses.
 
         Returns:
@@ -114,14 +116,14 @@ class Exchange:
 
         Raises:
             BaseException: ``error``.
-            ArgumentError: a fact that differs, naming both values, on all ranks.
+            ArgumentError: a value of the signature that differs, naming both, on all ranks.
             PeerRefused: another rank refused.
             PeerTimeout: a rank did not take part in time.
         """
         self._core.check_usable()
         pages = self._pages[self._calls % 2]
         if error is None:
-            pages[self._rank].write(list(facts.values()), numbers)
+            pages[self._rank].write(list(signature.values()), numbers)
         else:
             pages[self._rank].refuse(f"{error}")
         self._core.barrier()
@@ -133,19 +135,19 @@ class Exchange:
             reason = pages[peer].refused
             if reason is not None:
                 raise PeerRefused(self._rank, peer, phase, reason)
-        self._check_agreement(phase, facts, pages, present)
+        self._check_agreement(phase, signature, pages, present)
         gathered = torch.zeros((self._ranks, numbers.numel()), dtype=torch.int32, device="cpu")
         for peer in present:
             gathered[peer] = pages[peer].numbers[: numbers.numel()]
         return gathered
 
     def _check_agreement(
-        self, phase: str, facts: dict[str, int], pages: list[_Page], present: list[int]
+        self, phase: str, signature: dict[str, int], pages: list[_Page], present: list[int]
     ) -> None:
-        facts = {"the number of facts": len(facts)} | facts
-        for place, (name, value) in enumerate(facts.items()):
+        signature = {"the number of values that must agree": len(signature)} | signature
+        for place, (name, value) in enumerate(signature.items()):
             for peer in present:
-                theirs = int(pages[peer].facts[place])
+                theirs = int(pages[peer].signature[place])
                 if theirs != value:
                     raise ArgumentError(
                         f"{name} of {phase}",

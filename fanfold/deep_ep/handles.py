@@ -142,7 +142,7 @@ class GpuHandle(tuple[torch.Tensor, ...]):
         return self.plan.row_count("token_major")
 
     @property
-    def lanes(self) -> int:
+    def top_k(self) -> int:
         """K."""
         return self.plan.top_k
 
@@ -156,7 +156,7 @@ class GpuHandle(tuple[torch.Tensor, ...]):
         return tuple(tensors)
 
     def __repr__(self) -> str:
-        paths = {"ranks": "plan.ranks", "tokens": "plan.tokens", "rows": "rows", "lanes": "lanes"}
+        paths = {"ranks": "plan.ranks", "tokens": "plan.tokens", "rows": "rows", "top_k": "top_k"}
         return described(self, **paths, channels="channels", device="plan.rows.device")
 
     def __reduce__(self) -> Any:
@@ -187,7 +187,7 @@ class Routing:
         source_token: ``[N]`` int32.
         is_token_in_rank: ``[T, R]`` bool.
         channels: C.
-        lanes: None, as any number of them may come back.
+        top_k: None, as any number of slots may come back.
     """
 
     received: int
@@ -196,27 +196,27 @@ class Routing:
     source_token: torch.Tensor
     is_token_in_rank: torch.Tensor
     channels: int
-    lanes: None = None
+    top_k: None = None
 
     __repr__ = show_fields
 
-    def plan(self, lanes: int) -> Plan:
+    def plan(self, top_k: int) -> Plan:
         """The plan: of what a handle does not say, nothing is needed for whole rows."""
         received, (tokens, ranks) = self.received, self.is_token_in_rank.shape
         return Plan(
             ranks=ranks,
             num_experts=ranks,
-            top_k=lanes,
+            top_k=top_k,
             tokens=tokens,
             is_token_in_rank=self.is_token_in_rank,
             received=received,
             source_prefix=self.source_prefix,
             source_token=self.source_token,
-            topk_idx=torch.full((received, lanes), -1, dtype=torch.int64, device="cpu"),
+            topk_idx=torch.full((received, top_k), -1, dtype=torch.int64, device="cpu"),
             topk_weights=None,
             tokens_per_expert=torch.zeros(1, dtype=torch.int32, device="cpu"),
             offsets=torch.zeros(2, dtype=torch.int64, device="cpu"),
-            rows_of=torch.full((received, lanes), -1, dtype=torch.int32, device="cpu"),
+            rows_of=torch.full((received, top_k), -1, dtype=torch.int32, device="cpu"),
             capacity=self.rows if self.rows > received else None,
         )
 

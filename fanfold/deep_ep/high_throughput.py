@@ -143,7 +143,7 @@ class HighThroughputCalls(BufferBase):
             the third are.
 
         Raises:
-            ArgumentError: bad input, or ranks that disagree: the call is void on all ranks.
+            ArgumentError: bad input, or ranks that disagree: the call is aborted on all ranks.
             PeerRefused: another rank refused its input.
             PeerTimeout: a rank did not arrive in time.
             UsageError: no memory for this mode, a masked rank, or destroyed.
@@ -208,8 +208,8 @@ class HighThroughputCalls(BufferBase):
         Args:
             x: ``[N, hidden]`` bfloat16, contiguous: a row for each received one.
             handle: what dispatch returned.
-            topk_weights: ``[N, K]`` float32 that travel back to the lanes they came from. On a GPU
-                K is that of the dispatch; if it had no topk_idx, the number of ranks.
+            topk_weights: ``[N, K]`` float32 that travel back to the top-k slots they came from. On
+                a GPU K is that of the dispatch; if it had no topk_idx, the number of ranks.
             bias: one or two ``[T, hidden]`` bfloat16 that each sum starts from.
             config: as in dispatch; the default is get_combine_config.
             previous_event: what to wait for first.
@@ -219,7 +219,7 @@ class HighThroughputCalls(BufferBase):
         Returns:
             ``[T, hidden]`` bfloat16: the sum over ranks in order, in fp32, rounded once (zeros, or
             the bias, for a token that went nowhere); ``[T, K]`` float32: the sums of topk_weights
-            for each lane, or None; and the event.
+            for each top-k slot, or None; and the event.
 
         Raises:
             ArgumentError, PeerRefused, PeerTimeout, UsageError: as dispatch.
@@ -238,8 +238,8 @@ class HighThroughputCalls(BufferBase):
                 shape = (validated.rows, "hidden")
                 check_tensor("x", y, shape, (torch.bfloat16,), device=backend.device)
                 if weights is not None:
-                    lanes = "top_k" if validated.lanes is None else validated.lanes
-                    check_tensor("topk_weights", weights, (validated.rows, lanes), (torch.float32,),
+                    top_k = "top_k" if validated.top_k is None else validated.top_k
+                    check_tensor("topk_weights", weights, (validated.rows, top_k), (torch.float32,),
                                  device=backend.device)  # fmt: skip
             return staging.back(backend.combine(y, validated, weights, biases)), None
 

@@ -58,7 +58,7 @@ DispatchReturn = tuple[
 _Sizes = tuple[int, int, torch.Tensor, int]  # as of ReadHandle.sizes
 
 
-def _sizes_told(
+def _given_sizes(
     max_tokens: int, num_experts: int, topk_idx: torch.Tensor, x: torch.Tensor
 ) -> _Sizes | None:
     """What a dispatch that is refused tells of its geometry: nothing if its tensors do not fit
@@ -170,12 +170,12 @@ class LowLatencyCalls(BufferBase):
         mode.reset()
         if self.device.type != "cpu":
             return
-        facts = {
+        signature = {
             "num_max_dispatch_tokens_per_rank": geometry.max_tokens,
             "hidden": geometry.hidden,
             "num_experts": geometry.num_experts,
         }
-        self._open().exchange.gather("clean_low_latency_buffer", facts, _NOTHING)
+        self._open().exchange.gather("clean_low_latency_buffer", signature, _NOTHING)
 
     def low_latency_dispatch(
         self,
@@ -225,8 +225,8 @@ class LowLatencyCalls(BufferBase):
             - the hook, or None.
 
         Raises:
-            ArgumentError: bad input, or ranks that disagree; nothing was sent, and the call is void
-                on all ranks.
+            ArgumentError: bad input, or ranks that disagree; nothing was sent, and the call is
+                aborted on all ranks.
             PeerRefused: another rank refused its input.
             PeerTimeout: a rank did not arrive in time (with enable_shrink it is masked instead).
             UsageError: no low-latency mode, destroyed, or two calls in flight.
@@ -246,7 +246,7 @@ class LowLatencyCalls(BufferBase):
             and not (async_finish and return_recv_hook)
         ):
             sizes = (num_max_dispatch_tokens_per_rank, num_experts, topk_idx)
-            with self._refusing(mode.refuse_dispatch, partial(_sizes_told, *sizes, x)):
+            with self._refusing(mode.refuse_dispatch, partial(_given_sizes, *sizes, x)):
                 _check_exclusive(async_finish, return_recv_hook)
                 formats = formats_of(use_fp8, round_scale, use_ue8m0)
                 runtime.choice.check_devices(x=x, topk_idx=topk_idx)
@@ -327,8 +327,8 @@ class LowLatencyCalls(BufferBase):
             and validated.sums(None, combine_wait_recv_cost_stats)
             and not (zero_copy or (async_finish and return_recv_hook))
         ):
-            told = partial(_sizes_of_combine, validated, handle, topk_idx)
-            with self._refusing(partial(mode.refuse_combine, routing=routing_of(handle)), told):
+            sizes = partial(_sizes_of_combine, validated, handle, topk_idx)
+            with self._refusing(partial(mode.refuse_combine, routing=routing_of(handle)), sizes):
                 parts = ReadHandle.of(handle)
                 validated = self._validate_geometry(*parts.sizes(topk_idx), HANDLE)
                 runtime.choice.check_devices(x=x, topk_weights=topk_weights, out=out)
@@ -448,8 +448,8 @@ class LowLatencyCalls(BufferBase):
         def tell(error: BaseException) -> None:
             geometry = None
             with contextlib.suppress(ArgumentError, AttributeError, IndexError, TypeError):
-                told = sizes()
-                geometry = None if told is None else self._fitting(*told)
+                given = sizes()
+                geometry = None if given is None else self._fitting(*given)
             refuse(error, geometry=geometry)
 
         return Refusing(tell)

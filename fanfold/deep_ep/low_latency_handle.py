@@ -17,7 +17,7 @@ __all__ = ["LowLatencyHandle", "ReadHandle", "handle_of", "late_routing", "routi
 
 LowLatencyHandle = tuple[torch.Tensor, torch.Tensor, int, int, int]
 
-_VOIDED = "_fanfold_voided"  # attribute of a handle's layout_range
+_ABORTED = "_fanfold_aborted"  # attribute of a handle's layout_range
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ def handle_of(dispatched: Dispatched, geometry: Geometry) -> LowLatencyHandle:
     change; it stays with that tensor in whatever tuple or list.
     """
     routing = dispatched.routing
-    if isinstance(routing, LateRouting) and routing.voided is not None:
-        setattr(routing.ranges, _VOIDED, routing.voided)
+    if isinstance(routing, LateRouting) and routing.aborted is not None:
+        setattr(routing.ranges, _ABORTED, routing.aborted)
     return (
         routing.source_tokens,
         routing.ranges,
@@ -101,7 +101,7 @@ def handle_of(dispatched: Dispatched, geometry: Geometry) -> LowLatencyHandle:
 
 def late_routing(handle: LowLatencyHandle | list[Any]) -> LateRouting:
     """What a combine takes from its handle."""
-    return LateRouting(handle[1], handle[0], getattr(handle[1], _VOIDED, None))
+    return LateRouting(handle[1], handle[0], getattr(handle[1], _ABORTED, None))
 
 
 def routing_of(handle: object) -> LateRouting | None:

@@ -7,7 +7,7 @@ from fanfold.renaming import Renaming
 __all__ = ["GEOMETRY", "HANDLE", "HIGH_THROUGHPUT", "LOW_LATENCY_COMBINE", "LOW_LATENCY_DISPATCH"]
 
 _TOKENS = "num_max_dispatch_tokens_per_rank"
-# Ranks that disagree are told both names by the core.
+# If ranks disagree, the core names both in its error.
 _MOST_TOKENS = {"max_tokens": _TOKENS, f"max_tokens ({_TOKENS})": _TOKENS}
 
 GEOMETRY = Renaming(_MOST_TOKENS)
@@ -51,7 +51,6 @@ HIGH_THROUGHPUT = Renaming(
         "plan": "handle",
         "the plan": "the handle",
         "capacity": "num_worst_tokens",
-        "lane_weights": "topk_weights",
         "max_tokens =": "a Buffer's limit of",
         "ring_bytes": "num_nvl_bytes / num_ranks",
     }

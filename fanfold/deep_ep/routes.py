@@ -87,8 +87,8 @@ def new_route(given: Given, ranks: int, tokens: int, device: torch.device, look:
         if topk_idx is not None or weights is not None:
             missing = "topk_idx" if topk_idx is None else "topk_weights"
             raise ArgumentError(missing, None, "given together with the other of the two")
-        lanes = torch.where(in_rank, torch.arange(ranks, device=device, dtype=torch.int64), -1)
-        return Route(lanes, None, ranks, per_rank, per_expert)
+        entries = torch.where(in_rank, torch.arange(ranks, device=device, dtype=torch.int64), -1)
+        return Route(entries, None, ranks, per_rank, per_expert)
     check_tensor("topk_idx", topk_idx, (tokens, "top_k"), (torch.int64,), device=device)
     if look:
         layout = dispatch_layout(topk_idx, experts, ranks)

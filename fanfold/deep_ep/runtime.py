@@ -230,7 +230,7 @@ class Runtime:
         return 0
 
     def get_root_rdma_rank(self, global_: bool) -> int:
-        """The rank that stands for this host: rank 0 globally, index 0 among hosts."""
+        """The rank that represents this host: rank 0 globally, index 0 among hosts."""
         del global_
         return 0
 

@@ -176,7 +176,7 @@ def low_latency_bytes(geometry: Geometry) -> int:
 
 def deep_ep_stream_bytes(config: Config, hidden_bytes: int, num_ranks: int) -> int:
     """What DeepEP's queues between GPUs of one host hold at least (DeepEP, csrc/config.hpp): for
-    each channel and rank so many rows, with their choices and weights of 128 lanes."""
+    each channel and rank so many rows, with 128 top-k entries and weights."""
     rows = config.num_channels * min(num_ranks, 8) * config.num_max_nvl_chunked_recv_tokens
     return rows * (hidden_bytes + 128 * (8 + 4)) // 128 * 128
 

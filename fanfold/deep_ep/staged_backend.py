@@ -105,7 +105,7 @@ class StagedBackend(CallsBackend[Routing]):
         plan = handle.plan(1 if weights is None else weights.shape[1])
         with HIGH_THROUGHPUT:
             combined = self._mode.combine(
-                y, plan, layout="token_major", lane_weights=weights, bias=bias
+                y, plan, layout="token_major", topk_weights=weights, bias=bias
             )
         self._runtime.check_complete("high_throughput combine")
         return combined

@@ -25,7 +25,7 @@ __all__ = ["Cache", "Entry"]
 
 _MAGIC = b"fanfold1"
 _HEADER = struct.Struct("<8sQ32s")  # magic, bytes of the payload, their sha256
-_FACTS = struct.Struct("<I")  # the payload: bytes of the facts, the facts, the image
+_METADATA = struct.Struct("<I")  # the payload: bytes of the metadata, the metadata, the image
 _SUFFIX = ".kernel"
 _LOCK_SUFFIX = ".lock"
 _TEMPORARY = ".tmp"
@@ -41,11 +41,11 @@ class Entry:
 
     Attributes:
         image: the CUBIN.
-        facts: what else is known about it, as JSON has it.
+        metadata: what else is known about it, as JSON has it.
     """
 
     image: bytes
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
 
 
 class Cache:
@@ -164,14 +164,14 @@ def _try_lock(handle: int) -> bool | None:
 
 
 def _pack(entry: Entry) -> bytes:
-    facts = json.dumps(entry.facts, sort_keys=True).encode()
-    payload = _FACTS.pack(len(facts)) + facts + entry.image
+    metadata = json.dumps(entry.metadata, sort_keys=True).encode()
+    payload = _METADATA.pack(len(metadata)) + metadata + entry.image
     return _HEADER.pack(_MAGIC, len(payload), hashlib.sha256(payload).digest()) + payload
 
 
 def _unpack(data: bytes) -> Entry | None:
     """The entry in a file's bytes; None unless every byte is as it was written."""
-    if len(data) < _HEADER.size + _FACTS.size:
+    if len(data) < _HEADER.size + _METADATA.size:
         return None
     magic, length, checksum = _HEADER.unpack_from(data)
     payload = data[_HEADER.size :]
@@ -179,8 +179,8 @@ def _unpack(data: bytes) -> Entry | None:
         return None
     if hashlib.sha256(payload).digest() != checksum:
         return None
-    end = _FACTS.size + _FACTS.unpack_from(payload)[0]
-    return Entry(payload[end:], json.loads(payload[_FACTS.size : end]))
+    end = _METADATA.size + _METADATA.unpack_from(payload)[0]
+    return Entry(payload[end:], json.loads(payload[_METADATA.size : end]))
 
 
 def _write_synced(path: Path, data: bytes) -> None:

@@ -39,7 +39,7 @@ __all__ = [
 KERNELS = Path(__file__).parent.parent / "kernels"
 """The folder of the kernels' sources."""
 
-_FORMAT = 2  # of the key and the facts of an entry
+_FORMAT = 2  # of the key and the metadata of an entry
 _SUFFIXES = (".h", ".hpp", ".cuh", ".cu")
 _CONSTANTS = "constants.h"
 _OPTIONS = (
@@ -196,7 +196,7 @@ def compile_in(
             if binary is None:
                 binary = job.compile()
                 # The library that answers may be another than the one expected: the key again.
-                cache.store(job.key, Entry(binary.image, job.facts(binary)))
+                cache.store(job.key, Entry(binary.image, job.metadata(binary)))
     return replace(binary, seconds=time.perf_counter() - began)
 
 
@@ -205,9 +205,9 @@ def _cached(cache: Cache, key: str) -> Binary | None:
     if entry is None:
         return None
     try:
-        return Binary(image=entry.image, from_cache=True, seconds=0.0, **entry.facts["binary"])
+        return Binary(image=entry.image, from_cache=True, seconds=0.0, **entry.metadata["binary"])
     except (KeyError, TypeError):
-        return None  # written by a version that keeps other facts
+        return None  # written by a version that keeps other metadata
 
 
 # ---- one compilation ----------------------------------------------------------------------------
@@ -276,7 +276,7 @@ class _Job:
             **asdict(needs),
         )  # fmt: skip
 
-    def facts(self, binary: Binary) -> dict[str, Any]:
+    def metadata(self, binary: Binary) -> dict[str, Any]:
         """What the cache keeps beside the image: what ``Binary`` needs, and what people ask."""
         needs = asdict(replace(binary, image=b""))
         for absent in ("image", "from_cache", "seconds"):
@@ -383,8 +383,15 @@ def _load_missing(
 ) -> None:
     import torch
 
+    from fanfold.gpus import threads_share_gpu
+
+    device = torch.device("cuda", device_index)
+    if threads_share_gpu() and not torch.cuda.is_current_stream_capturing():
+        # The driver may wait for all kernels of the GPU before it loads one, and lets nobody launch
+        # meanwhile. When this rank's kernels have ended, the other ranks have launched the ones
+        # that those waited for; and it holds no lock that they need until then.
+        torch.cuda.current_stream(device).synchronize()
     with _loading:
-        device = torch.device("cuda", device_index)
         missing = [one for one in dict.fromkeys(sources) if (one, device_index) not in _loaded]
         if missing:
             arch = architecture_of(torch.cuda.get_device_capability(device))

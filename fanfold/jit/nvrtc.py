@@ -322,10 +322,10 @@ def find() -> Candidate:
             return candidate
     found = [f"{candidate.path}: {reason}" for candidate, reason in _refused.items()]
     places = ", ".join(str(folder) for folder in looked_at())
-    told = f"Found, but of no use: {'; '.join(found)}. " if found else ""
+    useless = f"Found, but of no use: {'; '.join(found)}. " if found else ""
     raise UnavailableError(
         f"no NVRTC (libnvrtc, CUDA's run-time compiler) of version 12.0 or newer, so kernels "
-        f"cannot be compiled: {_INSTALL}. {told}Looked in {places}, and asked the loader for "
+        f"cannot be compiled: {_INSTALL}. {useless}Looked in {places}, and asked the loader for "
         f"{' and '.join(_SONAMES)}"
     )
 

@@ -9,14 +9,17 @@ import os
 import resource
 import signal
 import socket
+import sys
 import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
@@ -181,6 +184,7 @@ class RankPool:
             raise
 
     def _start(self, ranks: int, port: int) -> None:
+        _start_server()
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         with contextlib.ExitStack() as stack:
             outputs = {}
@@ -195,7 +199,7 @@ class RankPool:
                 process = _CONTEXT.Process(target=be_rank, args=(setup, rank_calls))
                 self._ranks.append(_Rank(rank, process, calls))
                 with rank_calls:
-                    _start_process(process)
+                    process.start()
         self._running = True
         servers = self.collect()
         if failures := _failures(servers):
@@ -248,12 +252,12 @@ class RankPool:
 
     def submit(self, function: Callable[..., Any], args_of: Sequence[Sequence[Any]]) -> None:
         """Starts a call and returns; :meth:`collect` must follow."""
+        self._check_alive()
         if self._running:
             raise UsageError("this pool is running a call: collect its outcomes first")
         ranks = len(self._ranks)
         if len(args_of) != ranks:
             raise ArgumentError("args_of", f"{len(args_of)} entries", f"one for each of {ranks}")
-        self._check_alive()
         payloads = [pack((function, tuple(args))) for args in args_of]
         self._running = True
         for member, payload in zip(self._ranks, payloads, strict=True):
@@ -335,9 +339,19 @@ def _check_ranks(ranks: object) -> None:
         raise ArgumentError("ranks", repr(ranks), f"an integer from 1 to {MAX_RANKS}")
 
 
-def _start_process(process: ForkServerProcess) -> None:
+def _start_server() -> None:
+    """Starts the context's server if there is none.
+
+    It is a ``python -c``, which looks for modules in the current folder first: a user's
+    ``queue.py`` there would take the place of the standard library's. So it gets the program's path
+    instead. Ranks get the program's environment later.
+    """
+    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    ours = {"PYTHONSAFEPATH": "1", "PYTHONPATH": path}
+    before = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
     try:
-        process.start()
+        forkserver.ensure_running()
     except OSError as error:
         if "AF_UNIX" not in str(error):
             raise
@@ -346,6 +360,12 @@ def _start_process(process: ForkServerProcess) -> None:
             "path for the socket of multiprocessing's fork server (75 bytes are the most): set "
             "TMPDIR to a shorter one"
         ) from error
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _failures(outcomes: Iterable[Any]) -> list[RankFailure]:

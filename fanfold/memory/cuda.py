@@ -23,6 +23,7 @@ from fanfold.deferred_free import drain_deferred_frees, free_when_idle
 from fanfold.errors import FanfoldError, SystemFailure, UnavailableError, UsageError
 from fanfold.forks import Owner
 from fanfold.group import Group, agree, in_one_process, process_group
+from fanfold.memory import PeerMemory
 from fanfold.representation import described
 
 __all__ = ["CudaSymmetricMemory", "are_threads", "own_sms", "unavailable", "wait_for_kernels"]
@@ -64,14 +65,14 @@ def are_threads(group: Group) -> bool:
     return group.size > 1 and in_one_process(group)
 
 
-def own_sms(memory: CudaSymmetricMemory) -> int:
+def own_sms(memory: PeerMemory) -> int:
     """The SMs that kernels of this rank may hold. Every kernel waits for kernels of the other
     ranks, so those of threads must all fit on their GPU together."""
     sms = torch.cuda.get_device_properties(memory.device.index).multi_processor_count
     return int(sms) // (memory.ranks if are_threads(memory.group) else 1)
 
 
-def wait_for_kernels(memory: CudaSymmetricMemory) -> None:
+def wait_for_kernels(memory: PeerMemory) -> None:
     """Waits for the kernels of this rank: for all of its GPU or, if ranks are threads, for those on
     the current stream. Other ranks' kernels may wait for the next one of this rank.
     """
@@ -108,9 +109,8 @@ def _check_meeting(group: Group) -> None:
     instead="Make one in each process; construction is collective.",
 )
 class CudaSymmetricMemory:
-    """One region of each rank's current CUDA device, mapped by all. Construction is collective.
-
-    The content is not initialised.
+    """The :class:`fanfold.memory.GpuPeerMemory` of the ranks' current CUDA devices. Construction is
+    collective.
 
     Args:
         group: the ranks; a torch.distributed group of any backend, threads of one process on one
@@ -152,6 +152,11 @@ class CudaSymmetricMemory:
             self, free_when_idle, self.device, (self._handle, self._tensor)
         )
         self._end.atexit = False
+
+    @property
+    def usable_bytes(self) -> int:
+        """All of it."""
+        return self.bytes_per_rank
 
     @property
     def tensor(self) -> torch.Tensor:

@@ -11,6 +11,8 @@ import os
 from pathlib import Path
 from types import TracebackType
 
+import torch
+
 from fanfold import _core
 from fanfold.config import Config
 from fanfold.copying import not_copied
@@ -43,7 +45,7 @@ def host_identity() -> str:
     instead="Make one in each process; construction is collective.",
 )
 class SymmetricMemory:
-    """One region per rank, mapped by all. Construction is collective.
+    """The host's :class:`fanfold.memory.PeerMemory`. Construction is collective.
 
     Args:
         group: the ranks.
@@ -51,8 +53,10 @@ class SymmetricMemory:
         config: time bound, spinning, and what happens to late peers.
 
     Attributes:
+        group: as given.
         rank, ranks: of the group.
-        usable_bytes: ``bytes_per_rank`` as given; the property of that name counts all there is.
+        device: the CPU.
+        core: what the modes of the core work on.
 
     Raises:
         UnavailableError: if the ranks are not on one host, or not of one user.
@@ -61,7 +65,8 @@ class SymmetricMemory:
     """
 
     def __init__(self, group: Group, bytes_per_rank: int, config: Config) -> None:
-        self.rank, self.ranks, self.usable_bytes = group.rank, group.size, bytes_per_rank
+        self.group, self.rank, self.ranks = group, group.rank, group.size
+        self.device, self._usable_bytes = torch.device("cpu"), bytes_per_rank
         self._late, self._known_late = LatePeers(group.rank), 0
         error: Exception | None = None
         host = ""
@@ -99,9 +104,18 @@ class SymmetricMemory:
         self.core.seal()
 
     @property
+    def usable_bytes(self) -> int:
+        """Bytes of a region that modes may use, as asked for."""
+        return self._usable_bytes
+
+    @property
     def bytes_per_rank(self) -> int:
         """Bytes that each rank holds in shared memory, the control block included."""
         return int(self.core.mapped_bytes)
+
+    def base(self, peer: int) -> int:
+        """Address in this process of what modes may use of ``peer``'s region."""
+        return self.core.window(peer, 0, self._usable_bytes)
 
     def check(self) -> None:
         """Raises UsageError if the memory is closed or an earlier call has failed, and a

@@ -116,7 +116,7 @@ class MoE(ShardedExperts):
         super().__init__()
         self.hidden, self.intermediate = hidden, intermediate
         self.num_experts, self.top_k, self.options = num_experts, top_k, options
-        facts = {"hidden": hidden, "intermediate": intermediate, **dataclasses.asdict(options)}
+        values = {"hidden": hidden, "intermediate": intermediate, **dataclasses.asdict(options)}
         error: Exception | None = None
         try:
             place = parameter_device(dispatcher, device, device_mesh)
@@ -124,7 +124,7 @@ class MoE(ShardedExperts):
             self._make(dispatcher, mesh, place)
         except Exception as failure:  # whatever it is, the other ranks must hear of it
             error = failure
-        agree_on_layer(dispatcher, device_mesh, facts, error)
+        agree_on_layer(dispatcher, device_mesh, values, error)
 
     def _make(self, ep: BaseDispatcher, mesh: DeviceMesh | None, device: torch.device) -> None:
         """All but what ranks must agree about."""
@@ -182,7 +182,8 @@ class MoE(ShardedExperts):
             The same shape and dtype.
 
         Raises:
-            ArgumentError: ``x`` has another last dimension or no floating dtype; void on all ranks.
+            ArgumentError: ``x`` has another last dimension or no floating dtype; the call is
+                aborted on all ranks.
             PeerRefused, PeerTimeout, UsageError: as ``HighThroughput.dispatch``.
             UsageError: DDP wraps the layer, but nobody prepared it.
         """

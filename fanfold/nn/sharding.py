@@ -116,7 +116,7 @@ def open_mesh(
 def agree_on_layer(
     ep: BaseDispatcher,
     device_mesh: DeviceMesh | None,
-    facts: dict[str, object],
+    values: dict[str, object],
     error: Exception | None,
 ) -> None:
     """Returns if every rank that holds a part or a replica of a layer makes the same. Collective.
@@ -124,7 +124,7 @@ def agree_on_layer(
     Args:
         ep: whose ranks share the experts.
         device_mesh: as the caller gave it; a dimension before its last one has replicas.
-        facts: what must be the same.
+        values: what must be the same.
         error: of this rank.
 
     Raises:
@@ -136,18 +136,18 @@ def agree_on_layer(
     if isinstance(device_mesh, DeviceMesh) and device_mesh.ndim == 2:
         groups.append(as_group(device_mesh.get_group(0)))
     for group in groups:
-        error = _disagreement(group, facts, error)
+        error = _disagreement(group, values, error)
     if error is not None:
         raise error
 
 
 def _disagreement(
-    group: Group, facts: dict[str, object], error: Exception | None
+    group: Group, values: dict[str, object], error: Exception | None
 ) -> Exception | None:
     """What ``agree`` raises."""
     try:
         with torch.device("cpu"):  # it makes tensors of its own
-            agree(group, facts, error)
+            agree(group, values, error)
     except Exception as refused:
         return refused
     return None

@@ -1,9 +1,10 @@
-// The C++ tests' own small harness: a stranger's machine has a compiler, not always GoogleTest.
+// A small test harness, so that the C++ tests need no installed GoogleTest.
 //
 //   TEST(row_sizes) { CHECK_EQ(row_bytes(128), 256U); }
 //
-// CHECK and CHECK_EQ end the test they fail in; CHECK_THROWS wants an exception of one type.
-// Not for use on other threads than the test's own: hand results over, then check.
+// A failing CHECK or CHECK_EQ ends its test. CHECK_THROWS expects an exception of the given type.
+// A test whose name begins with `long_` runs only if a filter begins so, too.
+// Use the macros on the test's own thread only; other threads hand their results over.
 #pragma once
 
 #include <cstdlib>
@@ -19,8 +20,8 @@
 
 namespace check {
 
-// A test that did not hold. Not derived from std::exception, so that CHECK_THROWS(...,
-// std::exception) and code under test that catches everything standard cannot swallow it.
+// The failure of a test. Not derived from std::exception, so that neither CHECK_THROWS(...,
+// std::exception) nor code under test that catches std::exception can swallow it.
 struct Failure {
   std::string message;
 };
@@ -47,7 +48,7 @@ void print(std::ostream& out, const T& value) {
   } else if constexpr (std::is_same_v<T, bool>) {
     out << (value ? "true" : "false");
   } else if constexpr (std::is_integral_v<T>) {
-    out << +value;  // a byte is a number here, not a letter
+    out << +value;  // prints a byte as a number
   } else if constexpr (requires { out << value; }) {
     out << value;
   } else if constexpr (requires { value.begin() != value.end(); }) {
@@ -71,7 +72,7 @@ template <typename A, typename B>
 bool equal(const A& a, const B& b) {
   if constexpr (std::is_integral_v<A> && std::is_integral_v<B> && !std::is_same_v<A, bool> &&
                 !std::is_same_v<B, bool> && !std::is_same_v<A, char> && !std::is_same_v<B, char>) {
-    return std::cmp_equal(a, b);  // -1 is no large unsigned number
+    return std::cmp_equal(a, b);  // -1 does not equal a large unsigned number
   } else {
     return a == b;
   }
@@ -89,7 +90,7 @@ void expect_equal(const A& a, const B& b, std::string_view text, const char* fil
   fail(file, line, out.str());
 }
 
-// Runs the body and says whether it held; the reason goes to stderr.
+// Runs the test and returns whether it passed. Prints the reason of a failure to stderr.
 inline bool run_one(const Test& test) {
   std::string reason;
   try {
@@ -104,17 +105,48 @@ inline bool run_one(const Test& test) {
   return false;
 }
 
-// Each argument is a part of a test's name; without one, every test runs.
-inline int run(const std::vector<std::string_view>& filters) {
+// Every `parts`-th test, from number `part` on.
+struct Share {
+  size_t part = 0;
+  size_t parts = 1;
+};
+
+// Takes "--part=K/N", the K-th of N parts from 1 on, out of the arguments.
+inline Share take_share(std::vector<std::string_view>& arguments) {
+  constexpr std::string_view kOption = "--part=";
+  Share share;
+  std::erase_if(arguments, [&](std::string_view argument) {
+    if (!argument.starts_with(kOption)) return false;
+    const std::string value(argument.substr(kOption.size()));
+    const size_t slash = value.find('/');
+    share = {std::stoul(value) - 1, std::stoul(value.substr(slash + 1))};
+    if (share.part >= share.parts) throw std::invalid_argument("--part=" + value);
+    return true;
+  });
+  return share;
+}
+
+// Runs the tests whose name contains one of the arguments; without any, all but the long tests.
+// With "--part=K/N" only some of them, so that N processes share the tests.
+inline int run(std::vector<std::string_view> filters) {
+  constexpr std::string_view kLong = "long_";
+  const Share share = take_share(filters);
   int passed = 0;
   int failed = 0;
-  for (const Test& test : tests()) {
-    bool wanted = filters.empty();
+  int left_out = 0;
+  for (size_t number = share.part; number < tests().size(); number += share.parts) {
+    const Test& test = tests()[number];
+    const std::string_view name = test.name;
+    const bool is_long = name.starts_with(kLong);
+    bool wanted = filters.empty() && !is_long;
     for (const std::string_view filter : filters) {
-      wanted = wanted || std::string_view(test.name).find(filter) != std::string_view::npos;
+      const bool may_run = !is_long || filter.starts_with(kLong);
+      wanted = wanted || (may_run && name.find(filter) != std::string_view::npos);
     }
+    if (filters.empty() && is_long) ++left_out;
     if (wanted) ++(run_one(test) ? passed : failed);
   }
+  if (left_out > 0) std::cout << left_out << " long tests left out (core_tests long_)" << std::endl;
   std::cout << passed << " passed, " << failed << " failed" << std::endl;
   return failed == 0 && passed > 0 ? EXIT_SUCCESS : EXIT_FAILURE;
 }

@@ -1,5 +1,5 @@
-// One high-throughput dispatch and combine of all ranks: what each passes, and what each must get,
-// worked out from the contract alone.
+// One high-throughput dispatch and combine of all ranks: their inputs, and the expected outputs,
+// computed from the contract alone.
 #pragma once
 
 #include <algorithm>
@@ -12,6 +12,7 @@
 
 #include "check.hpp"
 #include "host/high_throughput.h"
+#include "links.hpp"
 #include "ranks.hpp"
 #include "reference.hpp"
 
@@ -27,15 +28,15 @@ struct Shape {
   int32_t most_tokens;
   int32_t alignment = 1;
   int32_t scale_words = 0;
-  int64_t slack = 0;  // rows of room beyond what arrives
+  int64_t slack = 0;  // rows of the capacity beyond the received rows
   bool expert_major = true;
   bool weighted = true;
-  bool lanes = false;
+  bool returns_weights = false;
 
   int32_t locals() const { return experts / ranks; }
 };
 
-// What one rank passes.
+// The input of one rank.
 struct Batch {
   int32_t tokens;
   std::vector<uint16_t> x;
@@ -49,7 +50,7 @@ struct Batch {
 struct Row {
   int32_t source;
   int32_t token;
-  std::vector<int64_t> locals;  // of each lane, -1 elsewhere
+  std::vector<int64_t> locals;  // of each top-k entry; -1 if another rank has the expert
 };
 
 inline Shape random_shape(Random& random, int32_t ranks) {
@@ -63,10 +64,10 @@ inline Shape random_shape(Random& random, int32_t ranks) {
                .slack = random.between(0, 3),
                .expert_major = random.one_in(2),
                .weighted = !random.one_in(4),
-               .lanes = random.one_in(2)};
+               .returns_weights = random.one_in(2)};
 }
 
-// A whole call. Every rank makes the same one from the same seed.
+// A whole call. All ranks make the same call from the same seed.
 class Call {
  public:
   Call(uint64_t seed, const Shape& shape) : shape_(shape) {
@@ -102,7 +103,7 @@ class Call {
   float weight(const Row& row, int32_t k) const {
     return batch(row.source).topk_weights[at(int64_t{row.token} * shape_.top_k + k)];
   }
-  // Of all lanes that name the same expert.
+  // The sum over all top-k entries that name the expert.
   float weight_of(const Row& row, int64_t local) const {
     volatile float sum = 0.0f;
     bool first = true;
@@ -112,7 +113,7 @@ class Call {
     }
     return sum;
   }
-  // Local experts of a row, each once, in the order of the lanes.
+  // Local experts of a row, each once, in top-k order.
   static std::vector<int64_t> distinct(const Row& row) {
     std::vector<int64_t> locals;
     for (const int64_t local : row.locals) {
@@ -122,27 +123,25 @@ class Call {
     return locals;
   }
 
-  // What the experts of `rank` return for a value. Sums of such values cancel, so that adding them
-  // in another order, or rounding once less, gives another result.
+  // The output of the experts of `rank` for a value. Sums of these outputs cancel, so that another
+  // order of additions, or a missing rounding, gives another result.
   static uint16_t answer_of(int32_t rank, uint16_t x) {
     constexpr float kFactors[] = {4096.0f, -4096.0f, 1.5f, -0.375f, 3.0f};
     return reference::bf16_of(kFactors[rank % 5] * reference::bf16_value(x));
   }
 
-  // What combine must give `rank`.
+  // The expected result of combine on `rank`: the sum over the ranks of its host and, of each other
+  // host, over the rounded sum of the host's ranks.
   std::vector<uint16_t> result_of(int32_t rank) const {
     const Batch& own = batch(rank);
+    const std::vector<int32_t> host = hosts_for(shape_.ranks, hosts_of_worlds);
     std::vector<float> sum(own.x.size());
     for (size_t i = 0; i < sum.size(); ++i) sum[i] = reference::bf16_value(own.bias[i]);
     for (int32_t peer = 0; peer < shape_.ranks; ++peer) {
-      for (const Row& row : rows_of(peer)) {
-        if (row.source != rank) continue;
-        for (int64_t column = 0; column < shape_.hidden; ++column) {
-          const size_t place = at(int64_t{row.token} * shape_.hidden + column);
-          volatile float total = sum[place];
-          total = total + reference::bf16_value(part_of(row, answer_of(peer, own.x[place])));
-          sum[place] = total;
-        }
+      if (host[at(peer)] == host[at(rank)]) {
+        add_rows(rank, peer, sum);
+      } else if (peer == 0 || host[at(peer)] != host[at(peer - 1)]) {
+        add_host(rank, host, host[at(peer)], sum);
       }
     }
     std::vector<uint16_t> result(sum.size());
@@ -150,7 +149,7 @@ class Call {
     return result;
   }
 
-  // What one rank sends back for a token whose experts all return `y`.
+  // The value that one rank returns for a token whose experts all output `y`.
   uint16_t part_of(const Row& row, uint16_t y) const {
     if (!shape_.expert_major) return y;
     volatile float part = 0.0f;
@@ -163,6 +162,43 @@ class Call {
   }
 
  private:
+  // Adds what `peer` returns to `rank`; returns which tokens it returns anything for.
+  std::vector<bool> add_rows(int32_t rank, int32_t peer, std::vector<float>& sum) const {
+    const Batch& own = batch(rank);
+    std::vector<bool> touched(at(own.tokens));
+    for (const Row& row : rows_of(peer)) {
+      if (row.source != rank) continue;
+      touched[at(row.token)] = true;
+      for (int64_t column = 0; column < shape_.hidden; ++column) {
+        const size_t place = at(int64_t{row.token} * shape_.hidden + column);
+        volatile float total = sum[place];
+        total = total + reference::bf16_value(part_of(row, answer_of(peer, own.x[place])));
+        sum[place] = total;
+      }
+    }
+    return touched;
+  }
+
+  // Adds the sums of the ranks of `host`, rounded to bfloat16.
+  void add_host(int32_t rank, const std::vector<int32_t>& hosts, int32_t host,
+                std::vector<float>& sum) const {
+    std::vector<float> part(sum.size());
+    std::vector<bool> touched(at(batch(rank).tokens));
+    for (int32_t peer = 0; peer < shape_.ranks; ++peer) {
+      if (hosts[at(peer)] != host) continue;
+      const std::vector<bool> by_peer = add_rows(rank, peer, part);
+      for (size_t token = 0; token < touched.size(); ++token) {
+        touched[token] = touched[token] || by_peer[token];
+      }
+    }
+    for (size_t place = 0; place < sum.size(); ++place) {
+      if (!touched[place / at(shape_.hidden)]) continue;
+      volatile float total = sum[place];
+      total = total + reference::bf16_value(reference::bf16_of(part[place]));
+      sum[place] = total;
+    }
+  }
+
   Batch make_batch(Random& random) const {
     const int32_t tokens = random.between(0, shape_.most_tokens);
     Batch batch{tokens, {}, {}, {}, {}, {}};
@@ -192,7 +228,7 @@ class Call {
   std::vector<Batch> batches_;
 };
 
-// A plan and what one rank receives, with the memory behind both.
+// The plan and the received rows of one rank, with the memory of both.
 class Arrived {
  public:
   Arrived(const Call& call, int32_t rank)
@@ -217,7 +253,8 @@ class Arrived {
     };
   }
 
-  // Once the counts are known: room for the rows, filled with what must be overwritten.
+  // Allocates memory for the rows after the counts are known, filled with values that dispatch must
+  // overwrite.
   HighThroughputReceived allocate() {
     const Shape& shape = call_->shape();
     source_token_.assign(at(received), -7);
@@ -256,15 +293,16 @@ class Arrived {
       CHECK_EQ(source_token_[at(n)], row.token);
       CHECK(n < prefix_[at(row.source)]);
       for (int32_t k = 0; k < shape.top_k; ++k) {
-        const size_t lane = at(n * shape.top_k + k);
-        CHECK_EQ(topk_idx_[lane], row.locals[at(k)]);
+        const size_t entry = at(n * shape.top_k + k);
+        CHECK_EQ(topk_idx_[entry], row.locals[at(k)]);
         if (!shape.weighted) continue;
-        CHECK_EQ(topk_weights_[lane], row.locals[at(k)] < 0 ? 0.0f : call_->weight(row, k));
+        CHECK_EQ(topk_weights_[entry], row.locals[at(k)] < 0 ? 0.0f : call_->weight(row, k));
       }
     }
   }
 
-  // Rows in order are those of each expert in turn, or each once; everything else is blank.
+  // Checks the rows: expert-major, the rows of each expert in turn; token-major, each row once. All
+  // other rows must be zero.
   void check_rows(int32_t rank) const {
     const std::vector<Row> expected = call_->rows_of(rank);
     std::map<int64_t, std::pair<const Row*, int64_t>> filled;

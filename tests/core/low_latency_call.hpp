@@ -1,5 +1,5 @@
-// One low-latency dispatch and combine of all ranks: what each passes, and what each must get,
-// worked out from the contract alone.
+// One low-latency dispatch and combine of all ranks: their inputs, and the expected outputs,
+// computed from the contract alone.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +25,7 @@ struct CallOptions {
   bool logfmt = false;
 };
 
-// What one rank passes.
+// The input of one rank.
 struct Batch {
   int32_t tokens;
   std::vector<uint16_t> x;
@@ -46,7 +46,8 @@ inline uint16_t random_bf16(Random& random) {
   return static_cast<uint16_t>((random.next() & 0x807f) | exponent << 7);
 }
 
-// The routing of one token: every shape that is allowed, duplicates and -1 among them.
+// Fills in the routing of one token. Over all styles it covers every allowed shape, including
+// duplicates and -1.
 inline void route(Random& random, int32_t experts, int32_t style, int64_t* ids, int32_t top_k) {
   for (int32_t k = 0; k < top_k; ++k) {
     switch (style) {
@@ -103,7 +104,8 @@ class Call {
     return batch(rank).x.data() + token * geometry().hidden;
   }
 
-  // What `token` gives `expert`: of all places that name it, in order; nothing if none does.
+  // Computes the weight of `token` for `expert`: the sum, in order, over all top-k entries that
+  // name the expert. Returns false if no entry names it.
   bool weight_of(int32_t rank, int64_t token, int64_t expert, bool weighted, float* weight) const {
     const float* weights = batch(rank).topk_weights.data() + token * geometry().top_k;
     bool found = false;
@@ -131,14 +133,14 @@ class Call {
     return rows;
   }
 
-  // What `expert` answers to a row: anything that differs everywhere.
+  // The output of `expert` for a row: a value that differs for every argument.
   uint16_t answer(int64_t expert, int32_t source, int64_t token, int64_t column) const {
     Random random(seed_ ^
                   static_cast<uint64_t>(((expert * 64 + source) << 40) ^ (token << 20) ^ column));
     return random_bf16(random);
   }
 
-  // The sum of one rank's experts for one token and column, before it is rounded.
+  // The sum over one rank's experts for one token and column, before rounding.
   bool partial_sum(int32_t expert_rank, int32_t source, int64_t token, int64_t column,
                    float* sum) const {
     const LowLatencyGeometry& g = geometry();
@@ -165,7 +167,7 @@ class Call {
   std::vector<Batch> batches_;
 };
 
-// Where one rank's dispatch leaves what it receives; full of something else before.
+// The outputs of one rank's dispatch, filled with other values at first.
 struct Arrived {
   explicit Arrived(const Call& call) : options(call.options()) {
     const LowLatencyGeometry& g = call.geometry();
@@ -217,7 +219,8 @@ struct Arrived {
   std::vector<int64_t> wait_ns;
 };
 
-// One row as it must have arrived: values, and scales with the rows of an expert adjacent.
+// Checks one received row: its values, and its scales, which are adjacent to those of the expert's
+// next row.
 inline void check_row(const Call& call, const Arrived& arrived, const ExpectedRow& row, int64_t e,
                       int64_t place) {
   const LowLatencyGeometry& g = call.geometry();
@@ -251,7 +254,7 @@ inline void check_row(const Call& call, const Arrived& arrived, const ExpectedRo
   }
 }
 
-// Everything that dispatch must have left on `rank`; nothing came from the absent ranks.
+// Checks all outputs of a dispatch on `rank`. The absent ranks must not have contributed.
 inline void check_arrived(const Call& call, int32_t rank, const Arrived& arrived,
                           const std::vector<bool>& absent) {
   const LowLatencyGeometry& g = call.geometry();
@@ -284,7 +287,7 @@ inline void check_arrived(const Call& call, int32_t rank, const Arrived& arrived
   }
 }
 
-// The experts' outputs of one rank, with strides and NaN wherever nothing was received.
+// The experts' outputs of one rank, with strides, and NaN in all unused rows.
 struct Answers {
   Answers(const Call& call, int32_t rank, const std::vector<bool>& absent)
       : row_stride(call.geometry().hidden + 8),
@@ -308,7 +311,7 @@ struct Answers {
   std::vector<uint16_t> y;
 };
 
-// What combine must give `rank`, bit for bit; with LogFMT within its error.
+// Checks the result of combine on `rank`, bit for bit, or with LogFMT within its error.
 inline void check_result(const Call& call, int32_t rank, const std::vector<uint16_t>& out,
                          const std::vector<bool>& absent) {
   const LowLatencyGeometry& g = call.geometry();

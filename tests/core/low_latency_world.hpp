@@ -1,7 +1,8 @@
-// Ranks of one process with their low-latency objects, and the halves of a call as one rank runs
-// them.
+// All ranks in one process with their low-latency objects, and functions that run the halves of a
+// call on one rank.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <thread>
@@ -9,19 +10,20 @@
 #include <vector>
 
 #include "host/low_latency.h"
+#include "links.hpp"
 #include "low_latency_call.hpp"
 #include "ranks.hpp"
 
 namespace fanfold {
 
-// All ranks of one process with their low-latency objects.
+// All ranks in one process with their low-latency objects.
 struct World {
   explicit World(Group group, uint32_t epoch = 0)
-      : memory(std::move(group)), none_absent(memory.size(), false) {
+      : memory(std::move(group)), links(separate(memory)), none_absent(memory.size(), false) {
     const LowLatencySignals signals{static_cast<int32_t>(memory.size())};
     for (const auto& own : memory) {
       for (int64_t offset = 0; offset < signals.bytes(); offset += 8) {
-        own->push_quietly(own->rank(), offset, Signal{epoch, 0});
+        own->peer(own->rank()).signal_quietly(offset, Signal{epoch, 0});
       }
       modes.push_back(std::make_unique<LowLatency>(*own, 0, own->bytes(), epoch));
     }
@@ -31,6 +33,7 @@ struct World {
   int32_t ranks() const { return static_cast<int32_t>(modes.size()); }
 
   Group memory;
+  Links links;
   std::vector<bool> none_absent;
   std::vector<std::unique_ptr<LowLatency>> modes;
 };
@@ -40,17 +43,18 @@ inline int64_t bytes_for(const LowLatencyGeometry& geometry) {
 }
 
 inline World world_for(const LowLatencyGeometry& geometry, uint32_t epoch = 0) {
-  return World(SymmetricMemory::in_process(options_for(geometry.ranks, bytes_for(geometry))),
-               epoch);
+  SymmetricOptions options = options_for(geometry.ranks, bytes_for(geometry));
+  options.hosts = hosts_for(geometry.ranks, hosts_of_worlds);
+  return World(SymmetricMemory::in_process(options), epoch);
 }
 
-// Other threads run meanwhile, so that ranks meet in every order.
+// Yields a random number of times, so that the ranks run in every order.
 inline void stall(Random& random) {
   if (random.one_in(2)) return;
   for (int32_t yields = random.between(0, 20); yields > 0; --yields) std::this_thread::yield();
 }
 
-// The four halves of a call. What a send half was given is gone when it returns.
+// The four halves of a call. The send halves free their inputs before they return.
 inline uint32_t send(LowLatency& mode, const Call& call, int32_t rank) {
   const auto own = std::make_unique<Batch>(call.batch(rank));
   const bool weighted = call.options().weights == Weights::kWithDispatch;
@@ -109,7 +113,7 @@ inline std::vector<uint16_t> collect(LowLatency& mode, const Call& call, int32_t
   return out;
 }
 
-// One whole call, checked.
+// Runs and checks a whole call.
 inline void run_call(LowLatency& mode, const Call& call, int32_t rank,
                      const std::vector<bool>& absent, Random& jitter) {
   stall(jitter);
@@ -140,7 +144,7 @@ inline CallOptions random_options(Random& random, int32_t ranks) {
   return options;
 }
 
-// Calls of one small geometry, so that thousands of them race over the same few slots.
+// Calls of one small geometry, so that thousands of them share the same few slots.
 inline CallOptions small_options(int32_t ranks, uint64_t number) {
   CallOptions options{};
   options.geometry = {ranks, 2 * ranks, 2, 16, 3};

@@ -1,4 +1,4 @@
-// Threads as ranks, and the random numbers that their workloads are made of.
+// Threads as ranks, and random numbers for their workloads.
 #pragma once
 
 #include <atomic>
@@ -15,15 +15,15 @@
 
 namespace fanfold {
 
-// Sanitized code is ten times slower and tells as much from fewer rounds.
+// Sanitized code is ten times slower, so it runs a tenth of the rounds.
 #if defined(FANFOLD_SANITIZED)
 inline constexpr int kRoundsShare = 10;
 #else
 inline constexpr int kRoundsShare = 1;
 #endif
 
-// Far beyond any real wait, so that only a protocol that hangs runs into it.
-inline constexpr double kPatientSeconds = 30.0;
+// Far beyond any real wait, so that only a protocol that hangs times out.
+inline constexpr double kLongTimeoutSeconds = 30.0;
 
 // splitmix64: the same numbers on every platform.
 class Random {
@@ -36,7 +36,7 @@ class Random {
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
     return z ^ (z >> 31);
   }
-  // From low to high, both included.
+  // Between `low` and `high`, both included.
   int32_t between(int32_t low, int32_t high) {
     return low + static_cast<int32_t>(next() % static_cast<uint64_t>(int64_t{high} - low + 1));
   }
@@ -50,7 +50,7 @@ class Random {
 };
 
 inline SymmetricOptions options_for(int32_t ranks, int64_t bytes,
-                                    double timeout_seconds = kPatientSeconds) {
+                                    double timeout_seconds = kLongTimeoutSeconds) {
   return SymmetricOptions{.rank = 0,
                           .ranks = ranks,
                           .bytes = bytes,
@@ -61,7 +61,7 @@ inline SymmetricOptions options_for(int32_t ranks, int64_t bytes,
 
 using Group = std::vector<std::unique_ptr<SymmetricMemory>>;
 
-// Ranks that map each other through /proc, as ranks of different processes do.
+// Ranks that map each other's memory through /proc, as ranks of different processes do.
 inline Group mapped_group(const SymmetricOptions& options) {
   Group group;
   std::vector<PeerAddress> addresses;
@@ -76,27 +76,27 @@ inline Group mapped_group(const SymmetricOptions& options) {
   return group;
 }
 
-// Waits for one signal as a mode does; what has come of it is its own epoch.
+// Waits for one signal as a mode does. PeerTimeout reports the epoch of that signal as `actual`.
 inline bool wait_for_signal(SymmetricMemory& memory, Phase phase, int32_t peer, int64_t offset,
                             uint32_t epoch) {
-  const Awaited awaited{.peer = peer,
-                        .phase = phase,
-                        .call = epoch,
-                        .epoch = epoch,
-                        .offset = offset,
-                        .other = offset};
+  const AwaitedSignal awaited{.peer = peer,
+                              .phase = phase,
+                              .call = epoch,
+                              .epoch = epoch,
+                              .offset = offset,
+                              .alternative = offset};
   return memory.wait(awaited, [&] { return memory.peek(offset).epoch; });
 }
 
-// What waits throw in the other ranks of a test once one of them has failed.
-struct Abandoned {};
+// Waits of the other ranks throw this once one rank of a test has failed.
+struct AnotherRankFailed {};
 
-// How little a failure says about its cause: a rank that was abandoned or timed out may only have
-// run into what another one met.
-inline int remoteness(const std::exception_ptr& failure) {
+// Ranks failures by their distance from the cause: a timeout, and AnotherRankFailed even more, may
+// only follow from the failure of another rank.
+inline int distance_from_cause(const std::exception_ptr& failure) {
   try {
     std::rethrow_exception(failure);
-  } catch (const Abandoned&) {
+  } catch (const AnotherRankFailed&) {
     return 2;
   } catch (const PeerTimeout&) {
     return 1;
@@ -105,13 +105,13 @@ inline int remoteness(const std::exception_ptr& failure) {
   }
 }
 
-// Runs body(rank) on a thread for each rank, and throws what says most of what they threw.
+// Runs body(rank) on a thread for each rank. Rethrows the failure that is closest to the cause.
 inline void on_ranks(int32_t ranks, const std::function<void(int32_t)>& body) {
   static std::atomic<bool> failed;
   failed = false;
   set_interrupt_check([] {
-    // NOLINTNEXTLINE(bugprone-std-exception-baseclass): nothing may catch it by accident.
-    if (failed) throw Abandoned{};
+    // NOLINTNEXTLINE(bugprone-std-exception-baseclass): no handler may catch it by accident.
+    if (failed) throw AnotherRankFailed{};
   });
   std::vector<std::exception_ptr> failures(static_cast<size_t>(ranks));
   std::vector<std::thread> threads;
@@ -130,7 +130,7 @@ inline void on_ranks(int32_t ranks, const std::function<void(int32_t)>& body) {
   set_interrupt_check(nullptr);
   for (int remote = 0; remote < 2; ++remote) {
     for (const std::exception_ptr& failure : failures) {
-      if (failure && remoteness(failure) == remote) std::rethrow_exception(failure);
+      if (failure && distance_from_cause(failure) == remote) std::rethrow_exception(failure);
     }
   }
 }

@@ -1,5 +1,5 @@
-// What numbers must become, worked out slowly and independently of the code under test: nearest
-// neighbours are searched for, and intermediates are volatile so that nothing can be fused.
+// Reference arithmetic, slow and independent of the code under test: it searches for the nearest
+// neighbours, and its intermediates are volatile so that the compiler cannot fuse operations.
 #pragma once
 
 #include <array>
@@ -15,8 +15,8 @@ inline float bf16_value(uint16_t bits) {
   return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
 }
 
-// The nearer of the two bf16 neighbours; of two equally near the even one. Past the largest finite
-// value the next step up counts as 2^128, which stands for infinity.
+// The nearer of the two bf16 neighbours; if both are equally near, the even one. The neighbour
+// above the largest finite value counts as 2^128 and becomes infinity.
 inline uint16_t bf16_of(float value) {
   if (std::isnan(value)) return 0x7fc0;
   const uint16_t sign = std::signbit(value) ? 0x8000 : 0;

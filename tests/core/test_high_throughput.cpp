@@ -1,5 +1,5 @@
-// The high-throughput protocol, ranks as threads over one mapping: every row and every sum against
-// high_throughput_call.hpp, with ranks that run ahead of each other, refuse, come late or never.
+// The high-throughput protocol with threads as ranks: compares every row and every sum with
+// high_throughput_call.hpp, while ranks run ahead of each other, refuse, are late or never arrive.
 #include <algorithm>
 #include <cstdint>
 #include <memory>
@@ -17,6 +17,8 @@
 #include "host/reduce.h"
 #include "host/routes.h"
 #include "host/stream.h"
+#include "host/stream_paths.h"
+#include "links.hpp"
 #include "ranks.hpp"
 
 using namespace fanfold;
@@ -26,9 +28,10 @@ namespace {
 
 constexpr int64_t kStaging = 8 << 10;  // a few records for each of the ranks, so that rings wrap
 
-// All ranks of one process with their objects.
+// All ranks in one process with their high-throughput objects.
 struct World {
-  explicit World(Group group, uint32_t epoch = 0) : memory(std::move(group)) {
+  explicit World(Group group, uint32_t epoch = 0)
+      : memory(std::move(group)), links(separate(memory)) {
     for (const auto& own : memory) {
       modes.push_back(std::make_unique<HighThroughput>(*own, 0, own->bytes(), epoch));
     }
@@ -36,18 +39,22 @@ struct World {
   HighThroughput& operator[](int32_t rank) const { return *modes[at(rank)]; }
 
   Group memory;
+  Links links;
   std::vector<std::unique_ptr<HighThroughput>> modes;
 };
 
-SymmetricOptions options_of(int32_t ranks, double timeout_seconds = kPatientSeconds) {
-  return options_for(ranks, HighThroughputLayout{ranks}.bytes(kStaging), timeout_seconds);
+SymmetricOptions options_of(int32_t ranks, double timeout_seconds = kLongTimeoutSeconds) {
+  SymmetricOptions options =
+      options_for(ranks, HighThroughputLayout{ranks}.bytes(kStaging), timeout_seconds);
+  options.hosts = hosts_for(ranks, hosts_of_worlds);
+  return options;
 }
 
 World world_for(int32_t ranks, uint32_t epoch = 0) {
   return World(SymmetricMemory::in_process(options_of(ranks)), epoch);
 }
 
-// Other threads run meanwhile, so that ranks meet in every order.
+// Yields a random number of times, so that the ranks run in every order.
 void stall(Random& random) {
   if (random.one_in(2)) return;
   for (int32_t yields = random.between(0, 100); yields > 0; --yields) std::this_thread::yield();
@@ -70,11 +77,11 @@ std::vector<uint16_t> combine(HighThroughput& mode, const Call& call, int32_t ra
   const Batch& own = call.batch(rank);
   std::vector<uint16_t> out(own.x.size(), 0xffff);
   std::vector<float> weights(own.topk_idx.size(), -7.0f);
-  // The number of the own row travels back, in every lane that has one.
+  // Every top-k entry with a row returns the weight 1.
   const HighThroughputPlan plan = arrived.plan();
-  const size_t lanes =
+  const size_t count =
       shape.expert_major ? arrived.row_weights.size() : at(arrived.received * shape.top_k);
-  const std::vector<float> ones(lanes, 1.0f);
+  const std::vector<float> ones(count, 1.0f);
   std::vector<uint16_t> y(arrived.rows.size());
   std::transform(arrived.rows.begin(), arrived.rows.end(), y.begin(),
                  [&](uint16_t x) { return Call::answer_of(rank, x); });
@@ -83,25 +90,26 @@ std::vector<uint16_t> combine(HighThroughput& mode, const Call& call, int32_t ra
                                      .row_weights = shape.expert_major && shape.weighted
                                                         ? Array<const float>(arrived.row_weights)
                                                         : nullptr,
-                                     .lane_weights = ones,
-                                     .lanes = shape.lanes,
+                                     .topk_weights = ones,
+                                     .weighted = shape.returns_weights,
                                      .expert_major = shape.expert_major},
                plan,
                HighThroughputResult{.out = out, .bias = {own.bias, nullptr}, .weights = weights});
-  for (size_t lane = 0; shape.lanes && lane < weights.size(); ++lane) {
-    // Token-major every rank of the token answers, expert-major the one that has the lane's expert.
-    const size_t token = lane / at(shape.top_k);
+  for (size_t entry = 0; shape.returns_weights && entry < weights.size(); ++entry) {
+    // Token-major, every rank of the token returns a weight; expert-major, only the rank that has
+    // the entry's expert does.
+    const size_t token = entry / at(shape.top_k);
     int32_t ranks = 0;
     for (int32_t peer = 0; peer < shape.ranks; ++peer) {
       ranks += plan.is_token_in_rank[token * at(shape.ranks) + at(peer)];
     }
-    const int32_t expected = shape.expert_major ? (own.topk_idx[lane] >= 0 ? 1 : 0) : ranks;
-    CHECK_EQ(weights[lane], static_cast<float>(expected));
+    const int32_t expected = shape.expert_major ? (own.topk_idx[entry] >= 0 ? 1 : 0) : ranks;
+    CHECK_EQ(weights[entry], static_cast<float>(expected));
   }
   return out;
 }
 
-// Dispatch, combine, the same dispatch by its plan, all checked.
+// Runs and checks a dispatch, its combine, and a cached dispatch with its plan.
 void run_call(HighThroughput& mode, const Call& call, int32_t rank, Random& jitter) {
   stall(jitter);
   Arrived arrived = dispatch(mode, call, rank);
@@ -148,7 +156,7 @@ TEST(high_throughput_over_mappings_of_their_own) {
   });
 }
 
-// Rows longer than a ring, which travel in pieces, and many more tokens than a ring holds.
+// Rows longer than a ring, which are sent in pieces, and many more tokens than a ring holds.
 TEST(high_throughput_streams_what_does_not_fit) {
   constexpr int32_t kRanks = 3;
   const World world = world_for(kRanks);
@@ -157,7 +165,7 @@ TEST(high_throughput_streams_what_does_not_fit) {
     for (const bool expert_major : {true, false}) {
       Shape shape{.ranks = kRanks, .experts = 6, .top_k = 3, .hidden = 6000, .most_tokens = 5};
       shape.scale_words = 3;
-      shape.lanes = true;
+      shape.returns_weights = true;
       shape.expert_major = expert_major;
       run_call(world[rank], Call(7, shape), rank, jitter);
       shape.hidden = 16;
@@ -167,7 +175,7 @@ TEST(high_throughput_streams_what_does_not_fit) {
   });
 }
 
-// The same few words over and over, through the wrap of the epochs.
+// Reuses the same few words through the wrap of the epochs.
 TEST(high_throughput_epochs_may_wrap) {
   constexpr int32_t kRanks = 3;
   const uint64_t rounds = 900 / kRoundsShare;
@@ -181,9 +189,9 @@ TEST(high_throughput_epochs_may_wrap) {
   });
 }
 
-// In each round some rank refuses, at once or after the counts: nobody completes the call,
-// everybody learns a reason, and the next call works.
-TEST(high_throughput_refusals_void_one_call) {
+// In each round one rank refuses, at once or after the counts: no rank completes the call, all
+// other ranks get the reason, and the next call works.
+TEST(high_throughput_refusals_abort_one_call) {
   constexpr int32_t kRanks = 4;
   const World world = world_for(kRanks);
   on_ranks(kRanks, [&](int32_t rank) {
@@ -195,7 +203,7 @@ TEST(high_throughput_refusals_void_one_call) {
       const int32_t refuser = program.between(0, kRanks - 1);
       const int32_t moment = program.between(0, 2);
       const std::string reason = "round " + std::to_string(round);
-      RefusalFacts facts{};
+      RefusalReport report{};
       stall(jitter);
       try {
         if (moment == 0 && rank == refuser) {
@@ -217,17 +225,17 @@ TEST(high_throughput_refusals_void_one_call) {
         }
         combine(mode, call, rank, arrived);
       } catch (const PeerRefused& refused) {
-        facts = refused.facts;
+        report = refused.report;
       }
-      CHECK_EQ(facts.peer, refuser);
-      CHECK_EQ(facts.rank, rank);
-      CHECK_EQ(facts.reason, reason);
+      CHECK_EQ(report.peer, refuser);
+      CHECK_EQ(report.rank, rank);
+      CHECK_EQ(report.reason, reason);
     }
     run_call(mode, Call(1, random_shape(program, kRanks)), rank, jitter);
   });
 }
 
-// A rank that brings another shape than the rest: an error everywhere, and the next call works.
+// One rank has another shape than the rest: all ranks throw an error, and the next call works.
 TEST(high_throughput_ranks_must_agree) {
   constexpr int32_t kRanks = 3;
   const World world = world_for(kRanks);
@@ -255,8 +263,8 @@ TEST(high_throughput_ranks_must_agree) {
   });
 }
 
-// Rank 1 does a part of a call and then nothing more; the others, all waiting for each other, blame
-// it alone.
+// Rank 1 stops in the middle of a call. The others also wait for each other, but their timeouts
+// name rank 1 alone.
 TEST(high_throughput_timeouts_name_the_one_that_is_late) {
   constexpr int32_t kRanks = 3;
   constexpr double kBound = 1.0;
@@ -264,7 +272,7 @@ TEST(high_throughput_timeouts_name_the_one_that_is_late) {
   for (int32_t moment = 0; moment < 3; ++moment) {
     const World world(SymmetricMemory::in_process(options_of(kRanks, kBound)));
     const Call call(11, shape);
-    std::vector<TimeoutFacts> facts(kRanks);
+    std::vector<TimeoutReport> reports(kRanks);
     on_ranks(kRanks, [&](int32_t rank) {
       HighThroughput& mode = world[rank];
       Arrived arrived(call, rank);
@@ -279,48 +287,50 @@ TEST(high_throughput_timeouts_name_the_one_that_is_late) {
         arrived = dispatch(mode, call, rank);
         combine(mode, call, rank, arrived);
       } catch (const PeerTimeout& timeout) {
-        facts[at(rank)] = timeout.facts;
+        reports[at(rank)] = timeout.report;
       }
       CHECK_THROWS(combine(mode, call, rank, arrived), Misuse);
     });
     const std::vector<std::string> phases{"high_throughput counts", "high_throughput dispatch",
                                           "high_throughput combine"};
     for (const int32_t rank : {0, 2}) {
-      CHECK_EQ(facts[at(rank)].phase, phases[at(moment)]);
-      CHECK_EQ(facts[at(rank)].rank, rank);
-      CHECK_EQ(facts[at(rank)].peer, 1);
-      CHECK(facts[at(rank)].expected > facts[at(rank)].actual);
-      CHECK(facts[at(rank)].seconds >= kBound);
-      CHECK(!facts[at(rank)].peer_gone);
+      CHECK_EQ(reports[at(rank)].phase, phases[at(moment)]);
+      CHECK_EQ(reports[at(rank)].rank, rank);
+      CHECK_EQ(reports[at(rank)].peer, 1);
+      CHECK(reports[at(rank)].expected > reports[at(rank)].actual);
+      CHECK(reports[at(rank)].seconds >= kBound);
+      CHECK(!reports[at(rank)].peer_gone);
     }
   }
 }
 
-// Rank 0 waits for rank 2 alone, which waits for rank 1: both blame rank 1.
-TEST(high_throughput_blame_follows_who_waits_for_whom) {
+// Rank 0 waits for rank 2 alone, which waits for rank 1: the timeouts of both name rank 1.
+TEST(high_throughput_timeouts_name_the_end_of_a_chain_of_waits) {
   constexpr int32_t kRanks = 3;
   const Group memory = SymmetricMemory::in_process(options_of(kRanks, 1.5));
-  std::vector<TimeoutFacts> facts(kRanks);
+  std::vector<TimeoutReport> reports(kRanks);
   on_ranks(kRanks, [&](int32_t rank) {
     Exchange exchange(*memory[at(rank)], 0, memory[at(rank)]->bytes());
     exchange.begin(Phase::kHighThroughputCombine);
     if (rank == 1) return;
-    const int32_t debtor = rank == 0 ? 2 : 1;
+    const int32_t late_peer = rank == 0 ? 2 : 1;
     try {
-      exchange.wait(
-          [] { return false; },
-          [&](int32_t peer) { return peer == debtor ? std::optional(Debt{5, 3}) : std::nullopt; });
+      exchange.wait([] { return false; },
+                    [&](int32_t peer) {
+                      return peer == late_peer ? std::optional(Pending{5, 3}) : std::nullopt;
+                    });
     } catch (const PeerTimeout& timeout) {
-      facts[at(rank)] = timeout.facts;
+      reports[at(rank)] = timeout.report;
     }
   });
-  CHECK_EQ(facts[0].peer, 1);
-  CHECK_EQ(facts[2].peer, 1);
-  CHECK_EQ(facts[2].expected, 5);
-  CHECK_EQ(facts[2].actual, 3);
+  CHECK_EQ(reports[0].peer, 1);
+  CHECK_EQ(reports[2].peer, 1);
+  CHECK_EQ(reports[2].expected, 5);
+  CHECK_EQ(reports[2].actual, 3);
 }
 
-// Ranks 0 and 1 use different plans, by which rank 2 gets and gives the same: it must not complete.
+// Ranks 0 and 1 use different plans that are the same for rank 2: rank 2 must not complete the call
+// either.
 TEST(high_throughput_nobody_completes_what_two_disagree_about) {
   constexpr int32_t kRanks = 3;
   const World world = world_for(kRanks);
@@ -347,7 +357,7 @@ TEST(high_throughput_nobody_completes_what_two_disagree_about) {
       } catch (const BadArgument&) {
         CHECK(rank != 2);
       } catch (const PeerRefused& refused) {
-        CHECK(refused.facts.peer != rank);
+        CHECK(refused.report.peer != rank);
       }
       CHECK(!completed);
     }
@@ -355,19 +365,22 @@ TEST(high_throughput_nobody_completes_what_two_disagree_about) {
   });
 }
 
-// A reader that has a whole stream must know that its writer has agreed to the call.
+// The writer publishes the last chunk of a stream only after all ranks have agreed to the call.
 TEST(high_throughput_last_chunk_waits_for_all_ranks) {
-  const Group memory = SymmetricMemory::in_process(options_of(2));
+  SymmetricOptions options = options_of(2);
+  options.hosts = {};  // one thread is both ranks, so nothing may be on its way
+  const Group memory = SymmetricMemory::in_process(options);
   Exchange writing(*memory[0], 0, memory[0]->bytes());
   Exchange reading(*memory[1], 0, memory[1]->bytes());
   const StreamLayout layout = StreamLayout::of(4096, 256, RecordLayout{0, 0, 0, 0});
-  const Exchange::Offer offer{.facts = {}, .records = {5, 5}, .rows = {0, 0}, .counts = nullptr};
+  const Exchange::Headers headers{
+      .signature = {}, .records = {5, 5}, .rows = {0, 0}, .counts = nullptr};
   for (const int64_t records : {5, 0}) {
     for (Exchange* exchange : {&writing, &reading}) exchange->begin(Phase::kHighThroughputDispatch);
-    StreamWriter writer(writing, layout, writing.staging(0), {1}, records);
-    StreamReader reader(reading, layout, reading.staging(0), 0);
-    writing.announce(offer);
-    reading.hear(nullptr);
+    StreamWriter writer(writing, layout, dispatch_to(writing, 0), records);
+    StreamReader reader(reading, layout, dispatch_from(reading, 0));
+    writing.send_headers(headers);
+    reading.receive_headers(nullptr);
     CHECK(reading.agreed());
     reader.open(records);
     for (int64_t i = 0; i < records; ++i) {
@@ -380,15 +393,16 @@ TEST(high_throughput_last_chunk_waits_for_all_ranks) {
     CHECK(!writer.flush());
     CHECK(!writer.closed());
     CHECK(!reader.complete());
-    CHECK_EQ(reading.published(0), records == 0 ? -1 : chunks - 1);
-    reading.announce(offer);
-    writing.hear(nullptr);
+    const StreamPlace published = dispatch_from(reading, 0).published;
+    CHECK_EQ(reading.chunks(published), records == 0 ? -1 : chunks - 1);
+    reading.send_headers(headers);
+    writing.receive_headers(nullptr);
     CHECK(writer.flush());
     CHECK(writer.closed());
     for (; reader.arrived(); reader.advance()) {
     }
     CHECK(reader.complete());
-    CHECK_EQ(reading.published(0), chunks);
+    CHECK_EQ(reading.chunks(published), chunks);
     reading.leave();
     writing.leave();
   }
@@ -448,11 +462,11 @@ TEST(high_throughput_counts_of_routes) {
   }
   const TokenRanks ranks{in_rank, 3, 3};
   CHECK_EQ(ranks.count(), (std::vector<int64_t>{1, 1, 2}));
-  CHECK_EQ(ranks.count_but(2), 2);
-  CHECK(!ranks.any_but(2, 0));
+  CHECK_EQ(ranks.count_of({0, 1}), 2);
+  CHECK(!ranks.any_of(2, {1, 2}));
 }
 
-// Every number of terms, for columns that end inside a vector and inside a block.
+// All numbers of terms, for columns that end inside a vector and inside a block.
 TEST(reduce_bf16_rounds_every_step) {
   Random random(8);
   for (const int64_t columns : {1, 7, 8, 100, 512, 513, 1500}) {
@@ -466,8 +480,8 @@ TEST(reduce_bf16_rounds_every_step) {
       }
       std::vector<ReduceTerm> terms;
       for (size_t i = 0; i < count; ++i) {
-        // Every other row nearly takes back the one before it, so that what is left of a sum is
-        // what its steps have rounded away.
+        // Every other row nearly cancels the row before it, so that the rounding errors of the
+        // steps remain.
         if (i % 2 == 1) {
           for (size_t c = 0; c < at(columns); ++c) rows[i][c] = rows[i - 1][c] ^ 0x8000;
         }

@@ -1,5 +1,5 @@
-// The high-throughput layout of GPUs: areas that never overlap, words that survive their encoding,
-// and the bounds within which all of that holds.
+// The high-throughput layout of GPUs: areas do not overlap, words survive their encoding, and the
+// bounds of the arguments guarantee both.
 #include <cstdint>
 #include <functional>
 #include <set>
@@ -139,7 +139,7 @@ TEST(high_throughput_device_arguments_are_filled_in) {
   CHECK_EQ(args.call.timeout_ns, int64_t{5});
 }
 
-TEST(high_throughput_device_signatures_tell_shapes_apart) {
+TEST(high_throughput_device_signatures_differ_between_shapes) {
   const HighThroughput calls(place_of(4));
   std::vector<HighThroughputShape> shapes(11, shape_of(HighThroughputPhase::kDispatch));
   shapes[1].phase = HighThroughputPhase::kCombine;

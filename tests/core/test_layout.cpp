@@ -34,22 +34,26 @@ std::vector<LowLatencyGeometry> odd_geometries() {
   return all;
 }
 
-// The bytes each area needs, said once more and independently of the layout's own arithmetic.
+// The bytes that each area needs, computed independently of the layout's own arithmetic.
 std::vector<Area> areas_of(const LowLatencyLayout& layout) {
   const LowLatencyGeometry& g = layout.geometry;
   const int64_t slots = int64_t{2} * g.ranks * g.max_tokens;
+  // Tables of all ranks, in bytes for each token and rank; each rank's begins on 16 bytes.
+  const auto tables = [&](int64_t bytes) {
+    return int64_t{2} * g.ranks * ((g.max_tokens * bytes + 15) / 16 * 16);
+  };
   const int64_t row = int64_t{2} * g.hidden;
   const auto area = [](int64_t begin, int64_t bytes) {
     return Area{begin, begin + bytes, kAreaAlignment};
   };
-  // 12 words and the facts (32 bytes) of two calls of each kind, for every rank.
+  // 12 words, and the signatures (32 bytes each) of two calls of each kind, for every rank.
   return {area(0, (int64_t{8} * 12 + int64_t{32} * 4) * g.ranks),
           area(layout.rows_offset(), slots * row),
-          area(layout.experts_offset(), slots * g.top_k * 2),
-          area(layout.late_experts_offset(), slots * g.top_k * 2),
-          area(layout.weights_offset(), slots * g.top_k * 4),
+          area(layout.experts_offset(), tables(int64_t{2} * g.top_k)),
+          area(layout.late_experts_offset(), tables(int64_t{2} * g.top_k)),
+          area(layout.weights_offset(), tables(int64_t{4} * g.top_k)),
           area(layout.results_offset(), slots * row),
-          area(layout.encodings_offset(), slots)};
+          area(layout.encodings_offset(), tables(1))};
 }
 
 }  // namespace
@@ -89,7 +93,7 @@ TEST(low_latency_areas_follow_each_other) {
       CHECK_EQ(areas[i].begin % areas[i].alignment, 0);
       const int64_t next = i + 1 < areas.size() ? areas[i + 1].begin : layout.bytes();
       CHECK(areas[i].end <= next);
-      CHECK(next - areas[i].end < kAreaAlignment);  // nothing but alignment between them
+      CHECK(next - areas[i].end < kAreaAlignment);  // only alignment between them
     }
     CHECK_EQ(layout.bytes() % kAreaAlignment, 0);
   }
@@ -105,13 +109,14 @@ TEST(low_latency_slots_are_distinct_and_in_range) {
         for (int32_t token = 0; token < geometry.max_tokens; ++token) {
           CHECK_EQ(layout.slot(parity, rank, token), expected++);
         }
+        CHECK_EQ(layout.table(parity, rank) * geometry.max_tokens, expected - geometry.max_tokens);
       }
     }
     CHECK_EQ(layout.slots(), expected);
   }
 }
 
-// Two billion slots of 128 KiB: sizes that a 32-bit product would fold.
+// Two billion slots of 128 KiB: sizes that would overflow a 32-bit product.
 TEST(low_latency_sizes_do_not_overflow) {
   const LowLatencyGeometry geometry{64, 64, 32, 65536, 1 << 24};
   const LowLatencyLayout layout{geometry};
@@ -130,16 +135,16 @@ TEST(low_latency_signals_are_distinct_words) {
     std::vector<int64_t> offsets;
     for (int32_t peer = 0; peer < ranks; ++peer) {
       for (int32_t parity = 0; parity < kParities; ++parity) {
-        for (const Kind kind : {Kind::kDispatchAnnounced, Kind::kDispatched,
-                                Kind::kCombineAnnounced, Kind::kCombined, Kind::kLateRouting}) {
+        for (const Kind kind : {Kind::kDispatchSignature, Kind::kDispatched,
+                                Kind::kCombineSignature, Kind::kCombined, Kind::kLateRouting}) {
           offsets.push_back(signals.offset(kind, parity, peer));
         }
-        for (const Kind kind : {Kind::kDispatchAnnounced, Kind::kCombineAnnounced}) {
-          const int64_t facts = signals.signature_offset(kind, parity, peer);
-          for (int64_t word = 0; word < 4; ++word) offsets.push_back(facts + 8 * word);
+        for (const Kind kind : {Kind::kDispatchSignature, Kind::kCombineSignature}) {
+          const int64_t signature = signals.signature_offset(kind, parity, peer);
+          for (int64_t word = 0; word < 4; ++word) offsets.push_back(signature + 8 * word);
         }
       }
-      for (const Kind kind : {Kind::kDispatchTaken, Kind::kCombineTaken}) {
+      for (const Kind kind : {Kind::kDispatchAck, Kind::kCombineAck}) {
         offsets.push_back(signals.offset(kind, 0, peer));
       }
     }

@@ -1,5 +1,5 @@
-// Arrays that are too short for a call, and handles that were written over: the call is refused on
-// all ranks before anything is sent, and nothing is read or written out of bounds.
+// Arrays that are too short for a call, and handles that the caller has overwritten: the core
+// refuses the call on all ranks before it sends rows, and does not access memory out of bounds.
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -25,7 +25,7 @@ Array<T> shorter(const Array<T>& array) {
   return {array.data(), array.size() - 1};
 }
 
-// The argument that `call` throws BadArgument for, or nothing.
+// The argument that BadArgument names if `call` throws it, else an empty string.
 std::string refused_argument(const std::function<void()>& call) {
   try {
     call();
@@ -45,7 +45,7 @@ LowLatencyTokens tokens_of(const fanfold::Call& call, int32_t rank) {
           .encoding = call.options().encoding};
 }
 
-// A call in which every rank has tokens and every expert rows.
+// A call in which every rank has tokens.
 fanfold::Call full_call(int32_t ranks, RowEncoding encoding = RowEncoding::kFp8PowerOfTwo) {
   CallOptions options{};
   options.geometry = {ranks, 2 * ranks, 2 * ranks, 144, 3};
@@ -122,7 +122,7 @@ TEST(lent_low_latency_receives_check_what_they_write) {
   CHECK_EQ(refused([](R& r) { r.weights = shorter(r.weights); }), "weights");
   CHECK_EQ(refused([](R& r) { r.expert_totals = shorter(r.expert_totals); }), "expert_totals");
   CHECK_EQ(refused([](R& r) { r.wait_ns = shorter(r.wait_ns); }), "wait_ns");
-  CHECK_EQ(refused([](R&) {}), "");  // nothing was read or written before
+  CHECK_EQ(refused([](R&) {}), "");  // the refused calls have read and written nothing
   check_arrived(call, 0, arrived, {false});
 }
 
@@ -173,7 +173,7 @@ TEST(lent_low_latency_combines_check_arrays_and_handles) {
   check_result(call, 0, collect(mode, call, 0, epoch), {false});
 }
 
-// Indices that are written over between the halves of a combine lead nowhere.
+// Indices that the caller overwrites between the halves of a combine contribute nothing.
 TEST(lent_low_latency_indices_may_change_under_a_combine) {
   const fanfold::Call call = full_call(1, RowEncoding::kBf16);
   const LowLatencyWorld world(call);
@@ -314,7 +314,7 @@ TEST(lent_high_throughput_counts_check_arrays) {
 
 TEST(lent_high_throughput_combines_check_arrays) {
   ht::Shape shape = shape_of(1);
-  shape.lanes = true;
+  shape.returns_weights = true;
   const ht::Call call = busy_call(shape);
   const HighThroughputWorld world(1);
   ht::Arrived arrived = dispatched(world[0], call, 0);
@@ -329,8 +329,8 @@ TEST(lent_high_throughput_combines_check_arrays) {
     HighThroughputOutputs outputs{.y = y,
                                   .hidden = shape.hidden,
                                   .row_weights = factors,
-                                  .lane_weights = factors,
-                                  .lanes = true,
+                                  .topk_weights = factors,
+                                  .weighted = true,
                                   .expert_major = true};
     HighThroughputResult result{.out = out, .bias = {out, nullptr}, .weights = weights};
     change(outputs);
@@ -342,7 +342,7 @@ TEST(lent_high_throughput_combines_check_arrays) {
   using R = HighThroughputResult;
   CHECK_EQ(refused([](O& o) { o.y = shorter(o.y); }, same), "y");
   CHECK_EQ(refused([](O& o) { o.row_weights = shorter(o.row_weights); }, same), "row_weights");
-  CHECK_EQ(refused([](O& o) { o.lane_weights = shorter(o.lane_weights); }, same), "lane_weights");
+  CHECK_EQ(refused([](O& o) { o.topk_weights = shorter(o.topk_weights); }, same), "topk_weights");
   CHECK_EQ(refused(same, [](R& r) { r.out = shorter(r.out); }), "out");
   CHECK_EQ(refused(same, [](R& r) { r.bias[0] = shorter(r.bias[0]); }), "bias");
   CHECK_EQ(refused(same, [](R& r) { r.weights = shorter(r.weights); }), "weights");

@@ -1,5 +1,5 @@
-// The low-latency protocol, ranks as threads over one mapping: every row and every sum against
-// low_latency_call.hpp, with ranks that run ahead of each other.
+// The low-latency protocol with threads as ranks: compares every row and every sum with
+// low_latency_call.hpp, while ranks run ahead of each other.
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -43,7 +43,7 @@ TEST(low_latency_over_mappings_of_their_own) {
   });
 }
 
-// 512 experts, top-22, a hidden size with a ragged block: nothing in between is special.
+// 512 experts, top-22, a hidden size with an incomplete block.
 TEST(low_latency_of_many_experts) {
   const LowLatencyGeometry geometry{4, 512, 22, 144, 5};
   const World world = world_for(geometry);
@@ -58,7 +58,7 @@ TEST(low_latency_of_many_experts) {
   });
 }
 
-// The same few slots over and over, through the wrap of the epochs, with ranks that run ahead.
+// Reuses the same few slots through the wrap of the epochs, while ranks run ahead.
 TEST(low_latency_slots_are_reused_safely) {
   for (const int32_t ranks : {2, 3}) {
     const uint64_t rounds = 3000 / kRoundsShare;
@@ -74,7 +74,7 @@ TEST(low_latency_slots_are_reused_safely) {
   }
 }
 
-// Two dispatches, then two combines in flight, received in either order, and a third refused.
+// Two dispatches, then two combines in flight, received in either order; the core refuses a third.
 TEST(low_latency_two_calls_in_flight) {
   constexpr int32_t kRanks = 3;
   const World world = world_for(small_options(kRanks, 0).geometry);
@@ -84,7 +84,7 @@ TEST(low_latency_two_calls_in_flight) {
     for (uint64_t round = 0; round < 1000 / kRoundsShare; ++round) {
       const Call calls[] = {Call(2 * round, small_options(kRanks, round)),
                             Call(2 * round + 1, small_options(kRanks, round))};
-      const size_t first = jitter.one_in(2) ? 0 : 1;  // every rank as it likes
+      const size_t first = jitter.one_in(2) ? 0 : 1;  // each rank chooses its own order
       const uint32_t sent[] = {send(mode, calls[0], rank), send(mode, calls[1], rank)};
       CHECK_THROWS(send(mode, calls[0], rank), Misuse);
       CHECK_THROWS(mode.refuse_dispatch("too many"), Misuse);
@@ -106,7 +106,8 @@ TEST(low_latency_two_calls_in_flight) {
   });
 }
 
-// A rank that has sent its next dispatch waits for nobody's receive but through the slots' reuse.
+// The next dispatch is sent before the last one is received. A send waits only for the reuse of
+// slots.
 TEST(low_latency_dispatches_in_a_pipeline) {
   constexpr int32_t kRanks = 3;
   const World world = world_for(small_options(kRanks, 0).geometry);
@@ -125,8 +126,8 @@ TEST(low_latency_dispatches_in_a_pipeline) {
   });
 }
 
-// As decoding overlaps two halves of a batch: the next dispatch leaves before the last combine is
-// collected.
+// Overlaps two halves of a batch as decoding does: sends the next dispatch before it receives the
+// last combine.
 TEST(low_latency_dispatch_and_combine_overlap) {
   constexpr int32_t kRanks = 3;
   const World world = world_for(small_options(kRanks, 0).geometry);
@@ -166,7 +167,8 @@ TEST(low_latency_receiving_out_of_order_keeps_older_rows) {
       return;
     }
     receive(mode, call_of(2), second);
-    // Rank 0 must not send its third before `first` is received here, and has time to try.
+    // Rank 0 must not send its third dispatch before this rank receives `first`. The sleep gives
+    // rank 0 the time to do so wrongly.
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
     CHECK(!overtaken);
     check_arrived(call_of(1), rank, receive(mode, call_of(1), first), world.none_absent);
@@ -175,7 +177,7 @@ TEST(low_latency_receiving_out_of_order_keeps_older_rows) {
 }
 
 TEST(low_latency_misuse_is_refused) {
-  const World world = world_for(small_options(2, 0).geometry);
+  World world = world_for(small_options(2, 0).geometry);
   const Call call(3, small_options(2, 0));
   CallOptions other = small_options(2, 0);
   other.geometry.top_k = 1;
@@ -188,7 +190,7 @@ TEST(low_latency_misuse_is_refused) {
     CHECK_THROWS(receive(mode, call, sent + 1), Misuse);
     CHECK_THROWS(receive(mode, call, sent + kParities), Misuse);
     CHECK_THROWS(receive(mode, call, sent - kParities), Misuse);
-    CHECK_THROWS(send(mode, Call(1, other), rank), Misuse);  // a geometry changes only at rest
+    CHECK_THROWS(send(mode, Call(1, other), rank), Misuse);  // a call is in flight
     CHECK_THROWS(mode.quiesce(), Misuse);
     const Arrived arrived = receive(mode, call, sent);
     CHECK_THROWS(receive(mode, call, sent), Misuse);
@@ -200,6 +202,7 @@ TEST(low_latency_misuse_is_refused) {
     Random jitter(1);
     run_call(mode, Call(1, other), rank, world.none_absent, jitter);
   });
+  world.links.clear();  // nothing may arrive in closed memory
   world.memory[0]->close();
   CHECK_THROWS(send(world[0], call, 0), Misuse);
   CHECK_THROWS(world[0].quiesce(), Misuse);
@@ -215,8 +218,8 @@ TEST(low_latency_needs_room_for_its_signals) {
 
 namespace {
 
-// One rank's side of a random program. What is sent, and in which order, is the same on all ranks;
-// when something is received, each rank decides for itself, as late as it may.
+// Runs one rank of a random program. All ranks send the same calls in the same order. Each rank
+// decides itself when it receives them.
 class Runner {
  public:
   Runner(const World& world, int32_t rank)
@@ -282,8 +285,8 @@ class Runner {
 
 }  // namespace
 
-// Dispatches and combines in any order that keeps to two in flight, with up to three calls between
-// their dispatch and their combine, and a new geometry now and then.
+// Dispatches and combines in any order with at most two of a kind in flight, up to three calls
+// between their dispatch and their combine, and occasional new geometries.
 TEST(low_latency_random_programs) {
   for (int32_t ranks = 2; ranks <= 4; ++ranks) {
     const World world = world_for(largest(ranks));

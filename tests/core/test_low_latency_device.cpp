@@ -1,5 +1,5 @@
-// The low-latency layout of GPUs: areas that never overlap, words that survive their encoding and
-// are never the sentinel, and the bounds within which all of that holds.
+// The low-latency layout of GPUs: areas do not overlap, words survive their encoding and never
+// equal the sentinel, and the bounds of the arguments guarantee all three.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -39,7 +39,7 @@ std::vector<LowLatencyDeviceLayout> many_layouts() {
   return all;
 }
 
-// The bytes that each area needs, said once more and independently of the layout's arithmetic.
+// The bytes that each area needs, computed independently of the layout's own arithmetic.
 std::vector<Area> areas_of(const LowLatencyDeviceLayout& layout) {
   const LowLatencyGeometry& g = layout.geometry;
   const LowLatencyDeviceOffsets at = layout.offsets();
@@ -82,14 +82,14 @@ TEST(device_areas_follow_each_other) {
       const int64_t end = areas[i].begin + areas[i].bytes;
       const int64_t next = i + 1 < areas.size() ? areas[i + 1].begin : layout.bytes();
       CHECK(end <= next);
-      CHECK(next - end < kAreaAlignment);  // nothing but alignment between them
+      CHECK(next - end < kAreaAlignment);  // only alignment between them
     }
     CHECK_EQ(layout.bytes() % kAreaAlignment, 0);
   }
 }
 
-// The host fills everything from the headers on with the sentinel at once, so no word of a call may
-// be there.
+// The host fills all bytes from the headers on with the sentinel, so the words of calls must come
+// before the headers.
 TEST(device_words_that_begin_as_the_sentinel_come_last) {
   for (const LowLatencyDeviceLayout& layout : many_layouts()) {
     const LowLatencyDeviceOffsets at = layout.offsets();
@@ -104,7 +104,7 @@ TEST(device_slots_hold_every_row) {
     const LowLatencyDeviceLayout layout{{2, 2, 1, hidden, 1}, false};
     CHECK_EQ(layout.row_stride() % kAreaAlignment, 0);
     CHECK(layout.row_stride() >= bf16_row_bytes(hidden));
-    // Values of fp8, then for every 512 columns a unit of four scales.
+    // The fp8 values, then a unit of four scales for every 512 columns.
     if (hidden % 16 == 0) {
       CHECK(layout.row_stride() >= hidden + ceil_div(hidden, 512) * 16);
     }
@@ -112,16 +112,16 @@ TEST(device_slots_hold_every_row) {
 }
 
 // The documented formula: 4 R M slot + 16 R M K, and 16 R M K more with late routing.
-TEST(device_memory_is_what_the_documentation_says) {
+TEST(device_memory_matches_the_documentation) {
   for (const LowLatencyDeviceLayout& layout : many_layouts()) {
     const LowLatencyGeometry& g = layout.geometry;
     const int64_t slot = (int64_t{2} * g.hidden + 127) / 128 * 128;
     const int64_t pairs = int64_t{g.ranks} * g.max_tokens;
     const int64_t headers = 16 * pairs * g.top_k * (layout.late ? 2 : 1);
     const int64_t small = 128 + int64_t{40} * g.ranks + int64_t{8} * g.experts;
-    const int64_t said = 4 * pairs * slot + headers + small;
-    CHECK(said <= layout.bytes());
-    CHECK(layout.bytes() < said + 5 * kAreaAlignment);
+    const int64_t documented = 4 * pairs * slot + headers + small;
+    CHECK(documented <= layout.bytes());
+    CHECK(layout.bytes() < documented + 5 * kAreaAlignment);
   }
 }
 
@@ -166,8 +166,8 @@ TEST(call_words_survive) {
   }
 }
 
-// Fresh memory and the call before the last in the same half must not pass for this call.
-TEST(call_words_tell_their_call) {
+// Neither fresh memory nor the last call but one, in the same half, may match this call.
+TEST(call_words_name_their_call) {
   CHECK(CallWord::decode(0).epoch != kFirstEpoch);
   CHECK(CallWord::decode(0).epoch != kFirstEpoch + 1);
   for (const uint32_t epoch : {kFirstEpoch, 0xffffU, 0x10000U, 0xffffffffU}) {
@@ -176,7 +176,7 @@ TEST(call_words_tell_their_call) {
   }
 }
 
-TEST(count_words_survive_and_tell_their_call) {
+TEST(count_words_survive_and_name_their_call) {
   for (const uint32_t count : {0U, 1U, 255U, 256U, uint32_t{kMostDeviceTokens}}) {
     for (const uint32_t tag : {0U, 1U, 0x80U, 0xffU}) {
       const CountWord word = CountWord::decode(CountWord{count, tag}.encode());
@@ -199,7 +199,7 @@ TEST(headers_survive) {
     const auto last = static_cast<uint32_t>(experts - 1);
     const auto most =
         static_cast<uint32_t>(std::min<int64_t>(header.most_tokens(), kMostDeviceTokens) - 1);
-    CHECK(last < header.elsewhere());  // a local expert never means "elsewhere"
+    CHECK(last < header.elsewhere());  // no local expert equals "elsewhere"
     for (const uint32_t local : {0U, last / 2, last, header.elsewhere()}) {
       for (const uint32_t place : {0U, 1U, most}) {
         for (const uint32_t weight : {0U, 0x3f800000U, 0x7fc00000U, 0xffffffffU}) {
@@ -213,8 +213,8 @@ TEST(headers_survive) {
   }
 }
 
-// A reader takes 64 ones for a header that has not come; half of one would be as bad, so the lower
-// half alone is never all ones whatever weight, place and expert.
+// For a reader, 64 ones mean that the header has not arrived. It may see only half of a header, so
+// the lower half alone is never all ones, for any weight, place and expert.
 TEST(no_header_is_the_sentinel) {
   for (int32_t experts = 1; experts <= kMostDeviceExperts; ++experts) {
     const HeaderLayout header{experts};
@@ -236,12 +236,12 @@ TEST(acknowledgements_survive) {
       CHECK_EQ(ack.combines, combines);
     }
   }
-  CHECK_EQ(Acknowledgement::decode(0).dispatches, 0U);  // fresh memory: nothing received
+  CHECK_EQ(Acknowledgement::decode(0).dispatches, 0U);  // fresh memory: no call received
   CHECK_EQ(Acknowledgement::decode(0).combines, 0U);
 }
 
-// Ranks that mean different calls usually differ in one fact, by a little or by a factor.
-TEST(one_other_fact_is_noticed) {
+// Signatures of ranks that disagree usually differ in one field, by a little or by a factor.
+TEST(signatures_differ_in_every_field) {
   std::vector<LowLatencySignature> some;
   for (const int32_t experts : {8, 64, 256, 512}) {
     for (const int32_t top_k : {1, 8, 22}) {
@@ -282,10 +282,10 @@ TEST(table_parts_follow_each_other) {
         CHECK_EQ(table.fans_offset(), pairs * top_k * entry);
         CHECK_EQ(table.tokens_offset(), table.fans_offset() + pairs * 4);
         CHECK_EQ(table.ranks_offset(), table.tokens_offset() + int64_t{ranks} * 4);
-        // A bit for each rank, or a word for each of the token's ranks.
+        // One bit for each rank, or one word for each rank of the token.
         const int64_t words = ranks <= 32 ? 1 : top_k;
         CHECK_EQ(table.bytes(), table.ranks_offset() + max_tokens * words * 4);
-        CHECK_EQ(table.bytes() % 4, 0);  // the tensor is of int32
+        CHECK_EQ(table.bytes() % 4, 0);  // the tensor's dtype is int32
       }
     }
   }
@@ -339,7 +339,7 @@ TEST(grids_need_a_receiver_for_each_rank) {
   }
 }
 
-// Of more ranks than a GPU has SMs, too.
+// Also with more ranks than a GPU has SMs.
 TEST(grids_for_many_ranks_need_a_receiver) {
   const cuda::LowLatencyPlace place{};
   const LowLatencyGeometry geometry{1024, 1024, 2, 128, 16};
@@ -349,7 +349,7 @@ TEST(grids_for_many_ranks_need_a_receiver) {
   CHECK_THROWS(cuda::LowLatency(place, geometry, false, {132, 132}), BadArgument);
 }
 
-// The host finds the parts of the state by these: counters first, then masks, the failure last.
+// The host relies on this order of the state: counters first, then masks, the failure last.
 TEST(state_parts_are_where_the_host_looks) {
   CHECK_EQ(offsetof(LowLatencyState, masked), sizeof(LowLatencyState::epochs));
   CHECK_EQ(offsetof(LowLatencyState, peers) % 8, size_t{0});
@@ -370,7 +370,7 @@ TEST(addresses_of_many_ranks_are_in_device_memory) {
   CHECK_EQ(reinterpret_cast<uintptr_t>(all), place.state + offsetof(LowLatencyState, peers));
 }
 
-// ---- who works on what --------------------------------------------------------------------------
+// ---- distribution of rows over CTAs -------------------------------------------------------------
 
 // Every (source, token) has exactly one CTA and turn.
 TEST(ctas_share_all_rows) {
@@ -394,24 +394,24 @@ TEST(ctas_share_all_rows) {
   }
 }
 
-// None waits for one rank alone, unless one CTA more made a multiple of the ranks: there a turn's
-// shift and the row's own cancel out.
+// No CTA waits for one rank alone, unless the number of CTAs plus one is a multiple of the ranks:
+// then the shift of a turn and the shift of a row cancel out.
 TEST(ctas_change_their_source) {
   for (const int32_t ranks : {2, 3, 4, 8}) {
     for (const int32_t ctas : {64, 112, 131, 132}) {
       if ((ctas + 1) % ranks == 0) continue;
       for (int32_t cta = 0; cta < ctas; ++cta) {
-        std::vector<bool> heard(static_cast<size_t>(ranks));
+        std::vector<bool> sources(static_cast<size_t>(ranks));
         for (int32_t turn = 0; turn < 4 * ranks; ++turn) {
-          heard[static_cast<size_t>(pair_of(cta, turn, ctas, ranks).source)] = true;
+          sources[static_cast<size_t>(pair_of(cta, turn, ctas, ranks).source)] = true;
         }
-        CHECK(std::count(heard.begin(), heard.end(), true) > 1);
+        CHECK(std::count(sources.begin(), sources.end(), true) > 1);
       }
     }
   }
 }
 
-// ---- what both kernels are told -----------------------------------------------------------------
+// ---- arguments of both kernels ------------------------------------------------------------------
 
 TEST(arguments_carry_the_call) {
   cuda::LowLatencyPlace place{};
@@ -445,11 +445,11 @@ TEST(arguments_carry_the_call) {
   CHECK_EQ(combine.call.signature, CallWord::signature_of({8, 2, 128, 16, 0, 2, {}}));
 }
 
-// --- Which kernel a rank is in --------------------------------------------------------------
+// --- The kernel that a rank is in -----------------------------------------------------------
 
 namespace {
 
-// What a rank has begun and received.
+// The calls that a rank has begun and received.
 struct Counts {
   uint32_t sends[2];
   uint32_t received[2];
@@ -461,8 +461,8 @@ Progress progress_of(CallKind kind, uint32_t phases, const Counts& counts, bool 
       .with_counts(1, counts.sends[1], counts.received[1]);
 }
 
-// In the kernel of the next call after `calls` whole dispatches and combines; a combine's dispatch
-// has been received.
+// The counts of a rank in the kernel of its next call after `calls` whole dispatches and combines.
+// A combine's dispatch has been received.
 Counts counts_in(CallKind kind, uint32_t calls) {
   if (kind == CallKind::kDispatch) return {{calls + 1, calls}, {calls, calls}};
   return {{calls + 1, calls + 1}, {calls + 1, calls}};
@@ -500,7 +500,7 @@ TEST(low_latency_device_kernels_of_other_calls_need_each_other) {
         progress_of(CallKind::kDispatch, kWhole, {{calls + 2, calls}, {calls + 1, calls}});
     CHECK(skipped.needs(combine));
     CHECK(combine.needs(skipped));
-    // A rank that is a call behind, or two, needs nothing of those that are ahead.
+    // A rank that is one or two calls behind needs no rank that is ahead.
     const Progress ahead = whole(CallKind::kDispatch, calls + 1);
     const Progress behind = whole(CallKind::kDispatch, calls);
     CHECK(ahead.needs(combine));
@@ -517,11 +517,11 @@ TEST(low_latency_device_kernels_of_other_calls_need_each_other) {
 
 TEST(low_latency_device_a_send_alone_needs_acknowledgements_only) {
   const Progress before = whole(CallKind::kDispatch, 4);
-  // The sixth, of which the fourth must have been received.
+  // The sixth dispatch, which needs the fourth one received.
   const Progress sends = progress_of(CallKind::kDispatch, kSend, {{6, 4}, {4, 4}});
   CHECK(!sends.needs(before));
   CHECK(sends.needs(progress_of(CallKind::kDispatch, kWhole, {{5, 4}, {3, 4}})));
-  // With late weights the send half of a combine waits for headers.
+  // With late weights the send half of a combine also waits for headers.
   const Counts counts = counts_in(CallKind::kCombine, 4);
   CHECK(!progress_of(CallKind::kCombine, kSend, counts).needs(before));
   CHECK(progress_of(CallKind::kCombine, kSend, counts, true).needs(before));

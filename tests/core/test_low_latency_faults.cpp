@@ -1,4 +1,4 @@
-// Low latency when something goes wrong: ranks that refuse their input, come late, or never.
+// Low latency with faults: ranks refuse their input, are late, or never arrive.
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -16,23 +16,23 @@ using namespace fanfold;
 
 namespace {
 
-// The refusal that `body` must throw.
+// Returns the report of the refusal that `body` must throw.
 template <typename Body>
-RefusalFacts refusal_of(Body body) {
+RefusalReport refusal_of(Body body) {
   try {
     body();
   } catch (const PeerRefused& refused) {
-    return refused.facts;
+    return refused.report;
   }
   check::fail(__FILE__, __LINE__, "nobody refused");
 }
 
 template <typename Body>
-TimeoutFacts timeout_of(Body body) {
+TimeoutReport timeout_of(Body body) {
   try {
     body();
   } catch (const PeerTimeout& timeout) {
-    return timeout.facts;
+    return timeout.report;
   }
   check::fail(__FILE__, __LINE__, "no wait timed out");
 }
@@ -41,8 +41,8 @@ std::string reason_of(int32_t rank, uint64_t round) {
   return "rank " + std::to_string(rank) + " in round " + std::to_string(round);
 }
 
-// Two ranks with a call that both begin. Rank 1 does `leaves` and then nothing more; rank 0 does
-// `waits` and must run into a timeout of call 1 that blames rank 1.
+// Two ranks begin a call. Rank 1 runs `leaves` and then stops. Rank 0 runs `waits`, which must
+// throw a timeout of call 1 that names rank 1.
 struct Timeout {
   using Body = std::function<void(LowLatency&, const Call&, int32_t)>;
 
@@ -50,18 +50,18 @@ struct Timeout {
     const World world(
         SymmetricMemory::in_process(options_for(2, bytes_for(options.geometry), kBound)));
     const Call call(1, options);
-    TimeoutFacts facts{};
+    TimeoutReport report{};
     on_ranks(2, [&](int32_t rank) {
       if (rank == 1) return leaves(world[rank], call, rank);
-      facts = timeout_of([&] { waits(world[rank], call, rank); });
+      report = timeout_of([&] { waits(world[rank], call, rank); });
     });
-    CHECK_EQ(facts.rank, 0);
-    CHECK_EQ(facts.peer, 1);
-    CHECK_EQ(facts.phase, phase);
-    CHECK_EQ(facts.expected, 1);
-    CHECK_EQ(facts.actual, 0);
-    CHECK(facts.seconds >= kBound);
-    CHECK(!facts.peer_gone);
+    CHECK_EQ(report.rank, 0);
+    CHECK_EQ(report.peer, 1);
+    CHECK_EQ(report.phase, phase);
+    CHECK_EQ(report.expected, 1);
+    CHECK_EQ(report.actual, 0);
+    CHECK(report.seconds >= kBound);
+    CHECK(!report.peer_gone);
     CHECK_THROWS(send(world[0], call, 0), Misuse);
     CHECK_THROWS(world[0].quiesce(), Misuse);
     CHECK_THROWS(world[0].refuse_combine("late"), Misuse);
@@ -79,31 +79,31 @@ Arrived dispatch(LowLatency& mode, const Call& call, int32_t rank) {
 
 }  // namespace
 
-// In each round some ranks refuse: the call is void for the others, who learn one of the reasons,
+// In each round some ranks refuse: the call is aborted on the others, which get one of the reasons,
 // and the next call works.
-TEST(low_latency_refusals_void_one_call) {
+TEST(low_latency_refusals_abort_one_call) {
   constexpr int32_t kRanks = 4;
   const World world = world_for(largest(kRanks));
   on_ranks(kRanks, [&](int32_t rank) {
     Random jitter(static_cast<uint64_t>(rank));
     Random program(5);
     LowLatency& mode = world[rank];
-    // Two geometries by turns, so that a rank may refuse in one and go back to the other.
-    const CallOptions choices[] = {random_options(program, kRanks),
-                                   random_options(program, kRanks)};
+    // Two geometries alternate, so that a rank may refuse in one and go back to the other.
+    const CallOptions settings[] = {random_options(program, kRanks),
+                                    random_options(program, kRanks)};
     for (uint64_t round = 0; round < 400 / kRoundsShare; ++round) {
-      const CallOptions options = choices[program.between(0, 1)];
+      const CallOptions options = settings[program.between(0, 1)];
       const Call call(program.next(), options);
       const bool in_combine = program.one_in(2);
       std::vector<bool> refuses(kRanks);
       for (size_t peer = 0; peer < kRanks; ++peer) refuses[peer] = program.one_in(4);
       refuses[static_cast<size_t>(program.between(0, kRanks - 1))] = true;
       const bool refusing = refuses[static_cast<size_t>(rank)];
-      const auto expect_refusal = [&](const RefusalFacts& facts, const char* phase) {
-        CHECK_EQ(facts.rank, rank);
-        CHECK_EQ(facts.phase, phase);
-        CHECK(refuses[static_cast<size_t>(facts.peer)]);
-        CHECK_EQ(facts.reason, reason_of(facts.peer, round));
+      const auto expect_refusal = [&](const RefusalReport& report, const char* phase) {
+        CHECK_EQ(report.rank, rank);
+        CHECK_EQ(report.phase, phase);
+        CHECK(refuses[static_cast<size_t>(report.peer)]);
+        CHECK_EQ(report.reason, reason_of(report.peer, round));
       };
       stall(jitter);
       if (!in_combine && refusing) {
@@ -111,13 +111,15 @@ TEST(low_latency_refusals_void_one_call) {
         continue;
       }
       Arrived arrived(call);
-      const auto take = [&] { mode.dispatch_receive(send(mode, call, rank), arrived.view()); };
+      const auto dispatch_rows = [&] {
+        mode.dispatch_receive(send(mode, call, rank), arrived.view());
+      };
       if (!in_combine) {
-        expect_refusal(refusal_of(take), "low_latency dispatch");
-        CHECK_EQ(arrived.expert_totals[0], 1000);  // nothing of a void call is counted
+        expect_refusal(refusal_of(dispatch_rows), "low_latency dispatch");
+        CHECK_EQ(arrived.expert_totals[0], 1000);  // an aborted call adds no counts
         continue;
       }
-      take();
+      dispatch_rows();
       check_arrived(call, rank, arrived, world.none_absent);
       stall(jitter);
       if (refusing) {
@@ -132,8 +134,8 @@ TEST(low_latency_refusals_void_one_call) {
   });
 }
 
-// The others may finish a combine before they learn that their dispatch is void, so the refuser
-// must not wait for them to learn it before it takes part in that combine.
+// The others may finish a combine before they receive the refusal of their dispatch. So the refuser
+// must take part in that combine without waiting until they have received it.
 TEST(low_latency_refusing_while_others_overlap) {
   constexpr int32_t kRanks = 3;
   for (const uint64_t number :
@@ -157,8 +159,8 @@ TEST(low_latency_refusing_while_others_overlap) {
   }
 }
 
-// The call that a rank refuses may be the first of a geometry that it then never learns of. What
-// the others still write in that geometry must not meet what it sends next.
+// A rank may refuse the first call of a geometry, and so never know that geometry. Rows that the
+// others still write in it must not collide with rows that the refuser sends next.
 TEST(low_latency_refusing_a_new_geometry) {
   constexpr int32_t kRanks = 3;
   CallOptions wide{};
@@ -186,7 +188,7 @@ TEST(low_latency_refusing_a_new_geometry) {
 
 namespace {
 
-// What `body` finds that the ranks disagree about.
+// Returns the argument that the ranks disagree about; `body` must throw BadArgument.
 template <typename Body>
 std::string disagreement_of(Body body) {
   try {
@@ -197,8 +199,8 @@ std::string disagreement_of(Body body) {
   check::fail(__FILE__, __LINE__, "the ranks agreed");
 }
 
-// Rank 2 means another call than the others: all throw the same, and the next call works. Before
-// that, all have agreed to `before`, so that the others of `usual` may have nothing left to agree.
+// Rank 2 makes another call than the others: all ranks throw the same error, and the next call
+// works. All ranks have agreed to `before` first, so `usual` may not be a new geometry.
 void expect_disagreement(const CallOptions& before, const CallOptions& usual,
                          const CallOptions& odd, const std::string& argument) {
   constexpr int32_t kRanks = 3;
@@ -234,9 +236,9 @@ TEST(low_latency_ranks_disagree_about_the_geometry) {
   CallOptions third = usual;
   third.geometry.hidden = 16;
   for (size_t i = 0; i < std::size(odd); ++i) {
-    expect_disagreement(usual, usual, odd[i], names[i]);   // only rank 2 has something to agree
-    expect_disagreement(odd[i], usual, odd[i], names[i]);  // all but rank 2 have
-    expect_disagreement(third, usual, odd[i], names[i]);   // all have
+    expect_disagreement(usual, usual, odd[i], names[i]);   // new for rank 2 only
+    expect_disagreement(odd[i], usual, odd[i], names[i]);  // new for all but rank 2
+    expect_disagreement(third, usual, odd[i], names[i]);   // new for all
   }
 }
 
@@ -250,7 +252,8 @@ TEST(low_latency_ranks_disagree_about_a_dispatch) {
   expect_disagreement(usual, usual, odd, "weights");
 }
 
-// Late weights on one rank only: the others do not wait for what nobody sends. Or no weights there.
+// One rank has late weights, or weights of the dispatch, and the others have none: no rank waits
+// for weights that no rank sends.
 TEST(low_latency_ranks_disagree_about_a_combine) {
   constexpr int32_t kRanks = 3;
   CallOptions usual = small_options(kRanks, 0);
@@ -298,7 +301,7 @@ struct Odd {
 
 }  // namespace
 
-// Rank 2 learns of the disagreement when it sends; the others, who have nothing to agree to, when
+// Rank 2, for which the geometry is new, throws the error when it sends. The others throw it when
 // they receive, which is after the combine.
 TEST(low_latency_disagreeing_under_a_combine) {
   const Odd odd;
@@ -333,8 +336,9 @@ TEST(low_latency_disagreeing_with_receives_out_of_order) {
   });
 }
 
-// A geometry may not change while a call is in flight. The others, whose does not, are told.
-TEST(low_latency_misuse_of_one_rank_is_told) {
+// A geometry may not change while a call is in flight. Rank 2 tries to change it; the others get
+// its refusal.
+TEST(low_latency_misuse_of_one_rank_is_reported) {
   const Odd odd;
   on_ranks(Odd::kRanks, [&](int32_t rank) {
     LowLatency& mode = odd.world[rank];
@@ -353,7 +357,7 @@ TEST(low_latency_misuse_of_one_rank_is_told) {
   });
 }
 
-// A masked rank may come back and write by the old geometry, so there can be no new one.
+// A masked rank may come back and write by the old geometry, so the geometry cannot change.
 TEST(low_latency_keeps_its_geometry_while_a_rank_is_masked) {
   const Odd odd;
   on_ranks(2,
@@ -365,13 +369,13 @@ TEST(low_latency_keeps_its_geometry_while_a_rank_is_masked) {
     LowLatency& mode = odd.world[rank];
     Random jitter(1);
     run_call(mode, odd.first(), rank, absent, jitter);
-    // Both refuse, and the call is over for both.
+    // Both refuse, which ends the call on both.
     CHECK_THROWS(send(mode, Call(1, other), rank), Misuse);
     run_call(mode, odd.first(), rank, absent, jitter);
   });
 }
 
-// A word that 2^31 calls have not used must not look as if it had arrived.
+// A word that no call has used for 2^31 calls must not count as arrived.
 TEST(low_latency_old_late_routing_has_not_arrived) {
   const CallOptions late = small_options(2, 1);
   constexpr uint32_t kFar = 0x80000001u;
@@ -381,8 +385,8 @@ TEST(low_latency_old_late_routing_has_not_arrived) {
     for (int32_t parity = 0; parity < kParities; ++parity) {
       for (int32_t peer = 0; peer < 2; ++peer) {
         const LowLatencySignals signals{2};
-        own->push_quietly(own->rank(), signals.offset(Kind::kLateRouting, parity, peer),
-                          Signal{0, 1});
+        own->peer(own->rank())
+            .signal_quietly(signals.offset(Kind::kLateRouting, parity, peer), Signal{0, 1});
       }
     }
   }
@@ -394,14 +398,14 @@ TEST(low_latency_old_late_routing_has_not_arrived) {
   });
 }
 
-TEST(low_latency_a_rank_that_masks_itself_keeps_its_own_facts) {
+TEST(low_latency_a_rank_that_masks_itself_keeps_its_own_signature) {
   const Odd odd;
   odd.world.memory[0]->set_masked(0, true);
   on_ranks(Odd::kRanks, [&](int32_t rank) { dispatch(odd.world[rank], odd.first(), rank); });
 }
 
-// Weights with dispatch and weights with combine come to the same memory.
-TEST(low_latency_weights_of_both_kinds_take_turns) {
+// Dispatch and combine write their weights to the same memory.
+TEST(low_latency_weights_of_both_kinds_alternate) {
   CallOptions early = small_options(2, 0);
   early.weights = Weights::kWithDispatch;
   CallOptions late = early;
@@ -448,7 +452,7 @@ TEST(low_latency_refusing_keeps_older_rows) {
 TEST(low_latency_timeouts_of_dispatch) {
   const Timeout timeout{small_options(2, 0)};
   timeout.expect("low_latency dispatch", dispatch, [](auto&, auto&, int32_t) {});
-  // The third dispatch needs the slots of the first, and a quiet moment needs all of them.
+  // The third dispatch needs the slots of the first one, and quiesce() needs all slots.
   const auto send_twice = [](LowLatency& mode, const Call& call, int32_t rank) {
     send(mode, call, rank);
     send(mode, call, rank);
@@ -496,7 +500,7 @@ TEST(low_latency_timeouts_of_combine) {
                answer_twice);
 }
 
-// Rank 2 never comes: the others go on with its experts' part missing, call after call.
+// Rank 2 never arrives: the others go on without its experts, call after call.
 TEST(low_latency_goes_on_without_late_peers) {
   constexpr int32_t kRanks = 3;
   SymmetricOptions options = options_for(kRanks, bytes_for(largest(kRanks)), 1.0);

@@ -1,4 +1,5 @@
-// Symmetric memory: what the operating system is left with, who sees what, and every refusal.
+// Symmetric memory: visibility between ranks, cleanup of operating-system resources, and every
+// refusal.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
@@ -41,11 +42,11 @@ size_t open_descriptors() {
   return count;
 }
 
-// Descriptors of this process that refer to memory of Fanfold's.
+// The number of this process's descriptors that refer to Fanfold's memory.
 size_t memory_descriptors() {
   size_t count = 0;
   for (const auto& entry : fs::directory_iterator("/proc/self/fd")) {
-    std::error_code gone;  // the descriptor that lists the others
+    std::error_code gone;  // set for the descriptor that lists the others
     const fs::path target = fs::read_symlink(entry.path(), gone);
     if (target.string().find("memfd:fanfold") != std::string::npos) ++count;
   }
@@ -61,7 +62,8 @@ size_t memory_mappings() {
   return count;
 }
 
-// A process that runs `body`, which ends with pause(), until it is killed.
+// Starts a process that runs `body`. `body` ends with pause(), so the process runs until it is
+// killed.
 pid_t start_idle_process(const std::function<void()>& body) {
   const pid_t child = fork();
   if (child == 0) {
@@ -103,10 +105,13 @@ TEST(region_refuses_what_it_cannot_open) {
 
 TEST(region_shares_and_moves_its_mapping) {
   Region region = Region::create(kBytes);
-  Region shared = region.share();
+  Region shared = region.part(0, kBytes);
   CHECK(shared.data() == region.data());
   CHECK_EQ(shared.bytes(), kBytes);
   CHECK_EQ(shared.descriptor(), -1);
+  const Region part = region.part(512, 16);
+  CHECK(part.data() == region.data() + 512);
+  CHECK_EQ(part.bytes(), 16);
   region.unmap();
   CHECK(region.data() == nullptr);
   CHECK_EQ(memory_descriptors(), 0u);
@@ -115,9 +120,9 @@ TEST(region_shares_and_moves_its_mapping) {
   CHECK_EQ(std::to_integer<int>(moved.data()[kBytes - 1]), 7);
   CHECK_EQ(memory_mappings(), 1u);
   moved = Region::create(kBytes);
-  CHECK_EQ(memory_mappings(), 1u);
+  CHECK_EQ(memory_mappings(), 2u);  // the part keeps the first
   moved.unmap();
-  CHECK_EQ(memory_mappings(), 0u);
+  CHECK_EQ(memory_mappings(), 1u);
 }
 
 TEST(memory_leaves_no_descriptor_mapping_or_name) {
@@ -126,7 +131,7 @@ TEST(memory_leaves_no_descriptor_mapping_or_name) {
   const size_t descriptors = open_descriptors();
   for (int round = 0; round < 50; ++round) {
     const Group group = mapped_group(options_for(3, kBytes));
-    CHECK_EQ(memory_descriptors(), 0u);  // sealed: only the mappings are left
+    CHECK_EQ(memory_descriptors(), 0u);  // sealed: only the mappings remain
     CHECK_EQ(memory_mappings(), 9u);
     for (const auto& entry : fs::directory_iterator("/dev/shm")) {
       CHECK(entry.path().filename().string().find("fanfold") == std::string::npos);
@@ -137,7 +142,7 @@ TEST(memory_leaves_no_descriptor_mapping_or_name) {
   }
 }
 
-// What a forked child does with its parent's memory is an error there, and nothing to the parent.
+// A forked child that uses its parent's memory gets an error, and does not affect the parent.
 TEST(memory_of_a_parent_is_misuse_in_a_forked_child) {
   const Group group = SymmetricMemory::in_process(options_for(2, 4096));
   SymmetricMemory& own = *group[0];
@@ -152,14 +157,18 @@ TEST(memory_of_a_parent_is_misuse_in_a_forked_child) {
   int answers[2];
   CHECK_EQ(pipe(answers), 0);
   const pid_t child = start_idle_process([&] {
-    bool right =
-        is_misuse([&] { own.check_usable(); }) && is_misuse([&] { own.barrier(); }) &&
-        is_misuse([&] { own.window(0, 0, 8); }) && is_misuse([&] {
-          own.wait(
-              {.peer = 1, .phase = Phase::kBarrier, .call = 1, .epoch = 1, .offset = 0, .other = 0},
-              [] { return 0; });
-        });
-    // Something else may lie where the parent's mapping does, and must survive its end here.
+    bool right = is_misuse([&] { own.check_usable(); }) && is_misuse([&] { own.barrier(); }) &&
+                 is_misuse([&] { own.window(0, 0, 8); }) && is_misuse([&] {
+                   own.wait({.peer = 1,
+                             .phase = Phase::kBarrier,
+                             .call = 1,
+                             .epoch = 1,
+                             .offset = 0,
+                             .alternative = 0},
+                            [] { return 0; });
+                 });
+    // The child may map other memory at the address of the parent's mapping. Closing must not unmap
+    // that memory.
     void* here = own.base(0) - ControlLayout{2}.bytes();
     void* mapped = mmap(here, 4096, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
@@ -170,7 +179,7 @@ TEST(memory_of_a_parent_is_misuse_in_a_forked_child) {
     static_cast<void>(!write(answers[1], &answer, 1));
     pause();
   });
-  close(answers[1]);  // so that a child that crashes is the end of its answers
+  close(answers[1]);  // so that read() returns if the child crashes
   char answer = 0;
   CHECK_EQ(read(answers[0], &answer, 1), 1);
   CHECK_EQ(answer, 'y');
@@ -192,16 +201,16 @@ TEST(memory_is_not_inherited_by_forked_processes) {
   });
   close(to_parent[1]);
   size_t inherited = 0;
-  const bool told = read(to_parent[0], &inherited, sizeof inherited) == sizeof inherited;
+  const bool complete = read(to_parent[0], &inherited, sizeof inherited) == sizeof inherited;
   close(to_parent[0]);
   kill(child, SIGKILL);
   waitpid(child, nullptr, 0);
-  CHECK(told);
+  CHECK(complete);
   CHECK_EQ(inherited, 0u);
   CHECK_EQ(memory_mappings(), 4u);
 }
 
-// A signal handler may close what waits; it must not be touched any more.
+// A signal handler may close the memory that waits. The wait must not touch it afterwards.
 TEST(memory_closed_by_an_interrupt_ends_its_wait) {
   static SymmetricMemory* waiting = nullptr;
   const Group group = mapped_group(options_for(2, kBytes));
@@ -227,7 +236,7 @@ TEST(peers_see_what_is_written) {
       for (const auto& reader : group) CHECK(reader->base(owner)[writer->rank()] == value);
     }
   }
-  group[0]->push(2, 64, Signal{7, -5});
+  group[0]->peer(2).signal(64, Signal{7, -5});
   CHECK_EQ(group[2]->peek(64).epoch, 7u);
   CHECK_EQ(group[2]->peek(64).value, -5);
   CHECK_EQ(group[1]->peek(64).epoch, 0u);
@@ -266,7 +275,7 @@ TEST(close_is_idempotent_and_ends_all_use) {
   CHECK_THROWS(group[0]->check_usable(), Misuse);
   CHECK_THROWS(group[0]->barrier(), Misuse);
   // The peer keeps its own mappings.
-  group[1]->push(0, 0, Signal{1, 1});
+  group[1]->peer(0).signal(0, Signal{1, 1});
   group[1]->check_usable();
 }
 
@@ -276,7 +285,7 @@ TEST(rank_handle_notices_the_end_of_a_process) {
   RankHandle handle(child);
   const bool ended_early = handle.ended();
   kill(child, SIGKILL);
-  // Dead and not reaped: waitid leaves the process as it is.
+  // Dead but not reaped: waitid with WNOWAIT does not reap the process.
   siginfo_t end{};
   waitid(P_PID, static_cast<id_t>(child), &end, WEXITED | WNOWAIT);
   const bool ended_unreaped = handle.ended();
@@ -302,7 +311,7 @@ TEST(rank_handle_notices_the_end_of_a_thread) {
   may_end.set_value();
   thread.join();
   const RankHandle moved = std::move(handle);
-  // A thread that has been joined has almost ended.
+  // A joined thread may take a moment to end in the kernel.
   for (int looks = 0; looks < 1000 && !moved.ended(); ++looks) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
@@ -318,15 +327,15 @@ TEST(wait_ends_early_when_the_peers_process_has_ended) {
     SymmetricOptions options = options_for(2, kBytes);
     options.rank = 1;
     const SymmetricMemory memory(options);
-    memory.push_quietly(1, 0, Signal{1, 77});
+    memory.peer(1).signal_quietly(0, Signal{1, 77});
     const PeerAddress address = memory.address();
     static_cast<void>(write(to_parent[1], &address, sizeof address) == sizeof address);
     pause();
   });
+  close(to_parent[1]);  // so that the read ends if the child dies first
   PeerAddress address{};
   const bool offered = read(to_parent[0], &address, sizeof address) == sizeof address;
   close(to_parent[0]);
-  close(to_parent[1]);
   SymmetricMemory memory(options_for(2, kBytes));
   if (offered) memory.map({memory.address(), address});
   kill(child, SIGKILL);
@@ -334,16 +343,16 @@ TEST(wait_ends_early_when_the_peers_process_has_ended) {
   CHECK(offered);
   CHECK_EQ(address.pid, child);
   const Signal left = Signal::decode(*reinterpret_cast<uint64_t*>(memory.base(1)));
-  CHECK_EQ(left.value, 77);  // what a dead peer wrote stays readable
-  TimeoutFacts facts{};
+  CHECK_EQ(left.value, 77);  // the writes of a dead peer stay readable
+  TimeoutReport report{};
   try {
     wait_for_signal(memory, Phase::kBarrier, 1, 0, 1);
   } catch (const PeerTimeout& timeout) {
-    facts = timeout.facts;
+    report = timeout.report;
   }
-  CHECK(facts.peer_gone);
-  CHECK_EQ(facts.peer, 1);
-  CHECK(facts.seconds < kPatientSeconds);
+  CHECK(report.peer_gone);
+  CHECK_EQ(report.peer, 1);
+  CHECK(report.seconds < kLongTimeoutSeconds);
 }
 
 TEST(barrier_orders_what_ranks_wrote) {
@@ -353,7 +362,7 @@ TEST(barrier_orders_what_ranks_wrote) {
   std::atomic<int> wrong{0};
   on_ranks(kRanks, [&](int32_t rank) {
     SymmetricMemory& memory = *group[static_cast<size_t>(rank)];
-    // Plain words: only the barriers keep the ranks apart.
+    // Plain words: only the barriers order the accesses.
     const auto word = [&](int32_t owner, int32_t writer) -> int32_t& {
       return reinterpret_cast<int32_t*>(memory.base(owner))[writer];
     };
@@ -378,27 +387,27 @@ TEST(barrier_of_one_rank) {
 
 TEST(timeout_names_rank_peer_phase_and_epochs) {
   const Group group = mapped_group(options_for(3, kBytes, 0.02));
-  group[2]->push(0, 8, Signal{3, 0});
-  TimeoutFacts facts{};
+  group[2]->peer(0).signal(8, Signal{3, 0});
+  TimeoutReport report{};
   try {
     wait_for_signal(*group[0], Phase::kHighThroughputCombine, 2, 8, 5);
   } catch (const PeerTimeout& timeout) {
-    facts = timeout.facts;
+    report = timeout.report;
   }
-  CHECK_EQ(facts.rank, 0);
-  CHECK_EQ(facts.peer, 2);
-  CHECK_EQ(facts.phase, "high_throughput combine");
-  CHECK_EQ(facts.expected, 5);
-  CHECK_EQ(facts.actual, 3);
-  CHECK(facts.seconds >= 0.02);
-  CHECK(!facts.peer_gone);
+  CHECK_EQ(report.rank, 0);
+  CHECK_EQ(report.peer, 2);
+  CHECK_EQ(report.phase, "high_throughput combine");
+  CHECK_EQ(report.expected, 5);
+  CHECK_EQ(report.actual, 3);
+  CHECK(report.seconds >= 0.02);
+  CHECK(!report.peer_gone);
   CHECK_THROWS(group[0]->check_usable(), Misuse);
   CHECK_THROWS(group[0]->barrier(), Misuse);
   group[1]->check_usable();
 }
 
 TEST(a_wait_that_is_interrupted_ends_all_use) {
-  const Group group = mapped_group(options_for(2, kBytes, kPatientSeconds));
+  const Group group = mapped_group(options_for(2, kBytes, kLongTimeoutSeconds));
   set_interrupt_check(interrupt);
   bool interrupted = false;
   try {
@@ -408,7 +417,7 @@ TEST(a_wait_that_is_interrupted_ends_all_use) {
   }
   set_interrupt_check(nullptr);
   CHECK(interrupted);
-  // Whatever call was cut short has left the ranks out of step.
+  // The interrupted call has left the ranks out of step.
   CHECK_THROWS(group[0]->check_usable(), Misuse);
 }
 
@@ -427,8 +436,8 @@ TEST(late_peers_are_masked_where_wanted) {
   CHECK(group[0]->masked(1));
   CHECK(!group[0]->masked(2));
   group[0]->check_usable();
-  // A masked peer is not waited for, also once its signal is there.
-  group[1]->push(0, 0, Signal{1, 9});
+  // A wait for a masked peer returns false, even if the peer's signal has arrived.
+  group[1]->peer(0).signal(0, Signal{1, 9});
   CHECK(!wait_for_signal(*group[0], Phase::kBarrier, 1, 0, 1));
   group[0]->set_masked(1, false);
   CHECK_EQ(group[0]->late().size(), 1u);
@@ -463,10 +472,10 @@ TEST(refusals_carry_their_reason) {
   CHECK_EQ(reason(Phase::kLowLatencyDispatch, 4), "even");
   CHECK_EQ(reason(Phase::kLowLatencyDispatch, 5), "odd");
   CHECK_EQ(reason(Phase::kLowLatencyCombine, 4), "");
-  const RefusalFacts facts = group[0]->refusal(1, Phase::kLowLatencyCombine, 4);
-  CHECK_EQ(facts.rank, 0);
-  CHECK_EQ(facts.peer, 1);
-  CHECK_EQ(facts.phase, "low_latency combine");
+  const RefusalReport report = group[0]->refusal(1, Phase::kLowLatencyCombine, 4);
+  CHECK_EQ(report.rank, 0);
+  CHECK_EQ(report.peer, 1);
+  CHECK_EQ(report.phase, "low_latency combine");
 }
 
 TEST(long_reasons_are_cut_between_characters) {
@@ -478,7 +487,7 @@ TEST(long_reasons_are_cut_between_characters) {
   const std::string longest(kReasonBytes - 1, 'x');
   CHECK_EQ(through(longest), longest);
   CHECK_EQ(through(longest + "yz"), longest);
-  // Two bytes of UTF-8 for each letter, of which the last must not lose its second.
+  // Each letter has two bytes in UTF-8. The cut must not split the last letter.
   std::string umlauts;
   for (int i = 0; i < 200; ++i) umlauts += "\xc3\xa4";
   CHECK_EQ(through(umlauts), umlauts.substr(0, 254));

@@ -1,4 +1,5 @@
-// Arithmetic on rows, against tests/core/reference.hpp bit for bit where the contract is bitwise.
+// Compares arithmetic on rows with tests/core/reference.hpp, bit for bit if the contract is
+// bitwise.
 #include <algorithm>
 #include <bit>
 #include <cfloat>
@@ -27,7 +28,7 @@ float any_float(Random& random) {
   return std::bit_cast<float>(static_cast<uint32_t>(random.next()));
 }
 
-// Finite bf16 numbers of all magnitudes that a square still fits in a float.
+// Finite bf16 numbers of all magnitudes whose square fits in a float.
 std::vector<uint16_t> random_row(Random& random, size_t columns) {
   std::vector<uint16_t> row(columns);
   for (uint16_t& bits : row) {
@@ -38,7 +39,7 @@ std::vector<uint16_t> random_row(Random& random, size_t columns) {
   return row;
 }
 
-// A LogFMT row there and back.
+// Encodes a row as LogFMT and decodes it.
 std::vector<float> through_logfmt(const std::vector<float>& values) {
   const auto hidden = static_cast<int64_t>(values.size());
   constexpr std::byte kCanary{0x5a};
@@ -106,7 +107,7 @@ TEST(every_e4m3_code_round_trips) {
   CHECK_EQ(float_to_e4m3(-kNan), 0x7f);
 }
 
-// Every pair of neighbours with their midpoint and what lies right beside it, both signs.
+// Every pair of neighbours with their midpoint and its neighbours, in both signs.
 TEST(e4m3_rounds_ties_to_even) {
   for (int code = 0; code < 0x7e; ++code) {
     const double low = reference::e4m3_value(static_cast<uint8_t>(code));
@@ -221,8 +222,8 @@ struct Sum {
     for (size_t i = 0; i < bias_rows; ++i) bias.push_back(random_row(random, columns));
     if (rows < 3) return;
     for (size_t i = 0; i + 2 < rows; ++i) weights[i] = random.real(-1.0f, 1.0f);
-    // The last two rows each take away what is there, so that what is left is the rounding on the
-    // way, which shows any other order.
+    // Each of the last two rows cancels the sum so far, so that the rounding errors remain. They
+    // differ for any other order.
     for (size_t i = rows - 2; i < rows; ++i) {
       for (size_t column = 0; column < columns; ++column) {
         all[i][column] = reference::bf16_of(-of(column, i));
@@ -350,7 +351,7 @@ TEST(logfmt_of_equal_magnitudes) {
 }
 
 TEST(logfmt_raises_what_is_below_its_range) {
-  // 32 octaves below the largest value the range ends, and its lowest code stands for the rest.
+  // The range ends 32 octaves below the largest value. Smaller values get its lowest code.
   const std::vector<float> decoded = through_logfmt({1.0f, 0x1p-40f, -0x1p-100f, FLT_TRUE_MIN});
   CHECK_EQ(decoded[0], 1.0f);
   CHECK_EQ(decoded[1], 0x1p-32f);

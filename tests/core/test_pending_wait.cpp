@@ -1,4 +1,4 @@
-// Ranks in different calls: which waits can never end, and which are only long.
+// Ranks in different calls: distinguishes waits that can never end from long ones.
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -17,22 +17,22 @@ using namespace fanfold;
 
 namespace {
 
-// What ranks show each other: rank r's own signals are `signals[r]`, at 8 bytes each.
-struct Shown {
-  explicit Shown(int32_t ranks)
+// The published waits and the signals of all ranks: `signals[r]` are those of rank r, 8 bytes each.
+struct PublishedWaits {
+  explicit PublishedWaits(int32_t ranks)
       : waits(static_cast<size_t>(ranks)),
         signals(static_cast<size_t>(ranks), std::vector<Signal>(static_cast<size_t>(ranks))) {}
 
   // `rank` waits for the signal that `peer` pushes in its own call `call`.
   void wait(int32_t rank, Phase phase, uint32_t call, int32_t peer) {
-    publish(waits[static_cast<size_t>(rank)], Awaited{.peer = peer,
-                                                      .phase = phase,
-                                                      .call = call,
-                                                      .epoch = call,
-                                                      .offset = int64_t{8} * peer,
-                                                      .other = int64_t{8} * peer});
+    publish(waits[static_cast<size_t>(rank)], AwaitedSignal{.peer = peer,
+                                                            .phase = phase,
+                                                            .call = call,
+                                                            .epoch = call,
+                                                            .offset = int64_t{8} * peer,
+                                                            .alternative = int64_t{8} * peer});
   }
-  std::vector<Blocked> deadlock_of(int32_t rank) const {
+  std::vector<BlockedRank> deadlock_of(int32_t rank) const {
     const PendingView view{
         static_cast<int32_t>(waits.size()),
         [this](int32_t peer) -> const PendingWait& { return waits[static_cast<size_t>(peer)]; },
@@ -52,39 +52,40 @@ constexpr Phase kCombine = Phase::kLowLatencyCombine;
 }  // namespace
 
 TEST(waits_in_a_circle_never_end) {
-  Shown shown(4);
-  shown.wait(0, kDispatch, 2, 1);
-  CHECK(shown.deadlock_of(0).empty());  // rank 1 is only late
-  shown.wait(1, kCombine, 1, 2);
-  CHECK(shown.deadlock_of(0).empty());
-  CHECK(shown.deadlock_of(1).empty());
-  shown.wait(2, kDispatch, 2, 1);
-  const std::vector<Blocked> chain = shown.deadlock_of(0);  // not of the circle, but behind it
+  PublishedWaits published(4);
+  published.wait(0, kDispatch, 2, 1);
+  CHECK(published.deadlock_of(0).empty());  // rank 1 may only be late
+  published.wait(1, kCombine, 1, 2);
+  CHECK(published.deadlock_of(0).empty());
+  CHECK(published.deadlock_of(1).empty());
+  published.wait(2, kDispatch, 2, 1);
+  const std::vector<BlockedRank> chain =
+      published.deadlock_of(0);  // not in the cycle, but waits for it
   CHECK_EQ(chain.size(), 3u);
   CHECK_EQ(chain[1].rank, 1);
   CHECK_EQ(static_cast<int32_t>(chain[1].phase), static_cast<int32_t>(kCombine));
   CHECK_EQ(chain[1].call, 1u);
-  CHECK_EQ(shown.deadlock_of(1).size(), 2u);
-  CHECK_EQ(shown.deadlock_of(2).size(), 2u);
-  CHECK(shown.deadlock_of(3).empty());  // waits for nobody
-  withdraw(shown.waits[2]);
-  CHECK(shown.deadlock_of(0).empty());
+  CHECK_EQ(published.deadlock_of(1).size(), 2u);
+  CHECK_EQ(published.deadlock_of(2).size(), 2u);
+  CHECK(published.deadlock_of(3).empty());  // does not wait
+  withdraw(published.waits[2]);
+  CHECK(published.deadlock_of(0).empty());
 }
 
 TEST(a_wait_whose_signal_has_come_is_no_deadlock) {
-  Shown shown(2);
-  shown.wait(0, kDispatch, 2, 1);
-  shown.wait(1, kCombine, 1, 0);
-  CHECK_EQ(shown.deadlock_of(0).size(), 2u);
-  shown.signals[1][0] = Signal{1, 0};  // rank 1 has not looked yet
-  CHECK(shown.deadlock_of(0).empty());
-  CHECK(shown.deadlock_of(1).empty());
+  PublishedWaits published(2);
+  published.wait(0, kDispatch, 2, 1);
+  published.wait(1, kCombine, 1, 0);
+  CHECK_EQ(published.deadlock_of(0).size(), 2u);
+  published.signals[1][0] = Signal{1, 0};  // rank 1 has not polled it yet
+  CHECK(published.deadlock_of(0).empty());
+  CHECK(published.deadlock_of(1).empty());
 }
 
 namespace {
 
-// Runs `body` on each rank, which must end in the disagreement that names both calls, and leave the
-// object failed. The bound on waits is far away.
+// Runs `body` on each rank. It must throw the error that names both calls, long before the timeout,
+// and the object must refuse further calls.
 void expect_different_calls(int32_t ranks, const CallOptions& options,
                             const std::function<void(LowLatency&, const Call&, int32_t)>& body,
                             const std::vector<std::string>& own_call) {
@@ -116,7 +117,7 @@ Arrived dispatch(LowLatency& mode, const Call& call, int32_t rank) {
 
 }  // namespace
 
-TEST(low_latency_a_rank_that_skips_a_combine_is_told) {
+TEST(low_latency_a_rank_that_skips_a_combine_is_reported) {
   for (const uint64_t number : {uint64_t{0}, uint64_t{1}}) {  // early and late weights
     expect_different_calls(
         3, small_options(3, number),
@@ -129,7 +130,7 @@ TEST(low_latency_a_rank_that_skips_a_combine_is_told) {
   }
 }
 
-TEST(low_latency_a_rank_that_repeats_a_dispatch_is_told) {
+TEST(low_latency_a_rank_that_repeats_a_dispatch_is_reported) {
   expect_different_calls(2, small_options(2, 0),
                          [](LowLatency& mode, const Call& call, int32_t rank) {
                            for (int i = 0; i < 5; ++i) {
@@ -142,8 +143,9 @@ TEST(low_latency_a_rank_that_repeats_a_dispatch_is_told) {
                          {"low_latency dispatch 7", "low_latency combine 6"});
 }
 
-// Sends go out at once; only who waits in a call that the other can never reach is told.
-TEST(low_latency_different_calls_in_hooks_are_told) {
+// Sends do not wait. Only a rank that waits in a call that the other never reaches throws the
+// error.
+TEST(low_latency_different_calls_in_hooks_are_reported) {
   expect_different_calls(2, small_options(2, 0),
                          [](LowLatency& mode, const Call& call, int32_t rank) {
                            const Arrived arrived = dispatch(mode, call, rank);
@@ -155,7 +157,7 @@ TEST(low_latency_different_calls_in_hooks_are_told) {
                          {"low_latency dispatch 2", "low_latency combine 1"});
 }
 
-TEST(a_barrier_beside_a_call_is_told) {
+TEST(a_barrier_beside_a_call_is_reported) {
   const World world = world_for(small_options(2, 0).geometry);
   const Call call(1, small_options(2, 0));
   on_ranks(2, [&](int32_t rank) {
@@ -164,8 +166,8 @@ TEST(a_barrier_beside_a_call_is_told) {
   });
 }
 
-// Two batches overlap in orders that differ between the ranks but satisfy every wait, and ranks
-// come late: nobody is told anything.
+// Two batches overlap in orders that differ between the ranks but satisfy every wait, and ranks are
+// late: no rank throws an error.
 TEST(low_latency_late_ranks_are_in_no_different_call) {
   constexpr int32_t kRanks = 3;
   const CallOptions options = small_options(kRanks, 0);
@@ -178,7 +180,7 @@ TEST(low_latency_late_ranks_are_in_no_different_call) {
       const Call second(2 * round + 1, options);
       const bool naps = random.one_in(20);
       const Arrived arrived = dispatch(mode, first, rank);
-      // The second dispatch leaves before or behind the first combine.
+      // The second dispatch is sent before or after the first combine.
       const bool before = random.one_in(2);
       const uint32_t early = before ? send(mode, second, rank) : 0;
       if (naps) std::this_thread::sleep_for(std::chrono::milliseconds(3));
@@ -193,10 +195,10 @@ TEST(low_latency_late_ranks_are_in_no_different_call) {
 
 namespace {
 
-TimeoutFacts timeout_after(uint32_t calls, const CallOptions& options, bool in_combine) {
+TimeoutReport timeout_after(uint32_t calls, const CallOptions& options, bool in_combine) {
   const World world(SymmetricMemory::in_process(options_for(2, bytes_for(options.geometry), 0.3)));
   const Call call(1, options);
-  TimeoutFacts facts{};
+  TimeoutReport report{};
   on_ranks(2, [&](int32_t rank) {
     LowLatency& mode = world[rank];
     for (uint32_t i = 0; i < calls; ++i) combine(mode, call, rank, dispatch(mode, call, rank));
@@ -206,24 +208,24 @@ TimeoutFacts timeout_after(uint32_t calls, const CallOptions& options, bool in_c
       if (rank == 1) return;
       combine(mode, call, rank, arrived);
     } catch (const PeerTimeout& timeout) {
-      facts = timeout.facts;
+      report = timeout.report;
     }
   });
-  return facts;
+  return report;
 }
 
 }  // namespace
 
-// Two calls of a kind have words of their own; the last that has come is not the one of the same
+// Two calls of a kind have their own words. The last call that has arrived may be in the other
 // word.
 TEST(low_latency_timeouts_name_the_last_call_that_came) {
   for (const uint64_t number : {uint64_t{0}, uint64_t{1}}) {
     for (const bool in_combine : {false, true}) {
       for (const uint32_t calls : {0u, 1u, 2u, 4u, 5u}) {
-        const TimeoutFacts facts = timeout_after(calls, small_options(2, number), in_combine);
-        CHECK_EQ(facts.phase, in_combine ? "low_latency combine" : "low_latency dispatch");
-        CHECK_EQ(facts.expected, int64_t{calls} + 1);
-        CHECK_EQ(facts.actual, int64_t{calls});
+        const TimeoutReport report = timeout_after(calls, small_options(2, number), in_combine);
+        CHECK_EQ(report.phase, in_combine ? "low_latency combine" : "low_latency dispatch");
+        CHECK_EQ(report.expected, int64_t{calls} + 1);
+        CHECK_EQ(report.actual, int64_t{calls});
       }
     }
   }

@@ -1,4 +1,4 @@
-// How rows are copied to results, and which local experts a token's row goes to.
+// Copies of rows to results, and the local experts of a token's row.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -12,7 +12,8 @@
 
 using namespace fanfold;
 
-// Results that fit the caches and results that do not, at every alignment: the row and no more.
+// Copies for results that fit the caches and for larger ones, at every alignment, write exactly the
+// row.
 TEST(row_copies_write_the_row_and_no_more) {
   constexpr std::byte kPoison{0xee};
   Random random(3);
@@ -36,13 +37,13 @@ TEST(row_copies_write_the_row_and_no_more) {
   }
 }
 
-TEST(local_choices_name_each_local_expert_once) {
+TEST(local_topk_names_each_local_expert_once) {
   Random random(5);
   for (int round = 0; round < 2000; ++round) {
     const int32_t first = random.between(0, 9);
     const int32_t locals = random.between(1, 6);
     const int32_t top_k = random.between(1, 12);
-    LocalChoices choices(first, locals);
+    LocalTopK local_topk(first, locals);
     for (int token = 0; token < 3; ++token) {
       std::vector<int16_t> ids(static_cast<size_t>(top_k));
       std::vector<float> weights(ids.size());
@@ -61,7 +62,7 @@ TEST(local_choices_name_each_local_expert_once) {
         }
       }
       for (const bool weighted : {true, false}) {
-        const auto& found = choices.of(ids.data(), weighted ? weights.data() : nullptr, top_k);
+        const auto& found = local_topk.of(ids.data(), weighted ? weights.data() : nullptr, top_k);
         CHECK_EQ(found.size(), order.size());
         for (size_t i = 0; i < order.size(); ++i) {
           CHECK_EQ(found[i].local, order[i]);

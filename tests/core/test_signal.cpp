@@ -1,4 +1,4 @@
-// Signals: encoding, epochs that wrap, and what a signal's memory order promises.
+// Signals: encoding, epochs that wrap, and memory order.
 #include <array>
 #include <cstdint>
 #include <thread>
@@ -51,14 +51,15 @@ TEST(parities_alternate_through_the_wrap) {
   CHECK_EQ(parity_of(0u), 0);
 }
 
-// The protocol of every mode in small: plain data in two halves, one signal that says a half is
-// written and one that says it has been read. A thread sanitizer finds any order that is too weak.
+// A small model of every mode's protocol: plain data in two halves, a signal for each written half
+// and an acknowledgement for each read half. A thread sanitizer finds a memory order that is too
+// weak.
 TEST(signals_order_the_data_around_them) {
   struct Shared {
     Doorbell writer{};
     Doorbell reader{};
     uint64_t written = Signal{0xffffff00u, 0}.encode();
-    uint64_t taken = Signal{0xffffff00u, 0}.encode();
+    uint64_t acknowledged = Signal{0xffffff00u, 0}.encode();
     std::array<std::array<uint32_t, 16>, kParities> data{};
   } shared;
   constexpr uint32_t kRounds = 20000 / kRoundsShare;
@@ -73,7 +74,7 @@ TEST(signals_order_the_data_around_them) {
   bool writer_waited_well = true;
   std::thread writer([&] {
     for (uint32_t epoch = 0xffffff01u; epoch != 0xffffff01u + kRounds; ++epoch) {
-      writer_waited_well &= wait_for(shared.writer, shared.taken, epoch - kParities);
+      writer_waited_well &= wait_for(shared.writer, shared.acknowledged, epoch - kParities);
       shared.data[static_cast<size_t>(parity_of(epoch))].fill(epoch);
       store_release_system(&shared.written, Signal{epoch, 0}.encode());
       ring(shared.reader);
@@ -86,7 +87,7 @@ TEST(signals_order_the_data_around_them) {
     for (const uint32_t word : shared.data[static_cast<size_t>(parity_of(epoch))]) {
       wrong += word != epoch ? 1 : 0;
     }
-    store_release_system(&shared.taken, Signal{epoch, 0}.encode());
+    store_release_system(&shared.acknowledged, Signal{epoch, 0}.encode());
     ring(shared.writer);
   }
   writer.join();

@@ -1,4 +1,4 @@
-// Bounded waits: who is woken, when a wait gives up, and what it asks meanwhile.
+// Bounded waits: wake-ups, timeouts, and the checks during a wait.
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -19,10 +19,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// No wait that works comes near it; one that missed its wake-up sleeps for this long.
+// Far longer than any correct wait. A wait that misses its wake-up sleeps for this long.
 constexpr auto kLong = 10s;
 
-// A policy under which nothing but a ring can end a sleep early.
+// A policy under which only a ring can end a sleep early.
 constexpr WaitPolicy kOnlyRung{.timeout = kLong, .spin = 0ns, .idle = kLong};
 
 bool never() { return false; }
@@ -31,7 +31,7 @@ struct Interrupted : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Sets an interrupt check for the length of a test.
+// Sets an interrupt check for the duration of a test.
 struct InterruptChecked {
   explicit InterruptChecked(InterruptCheck check) { set_interrupt_check(check); }
   ~InterruptChecked() { set_interrupt_check(nullptr); }
@@ -39,8 +39,9 @@ struct InterruptChecked {
 
 std::atomic<int> interrupt_checks{0};
 
-// A word that ranks hand to each other, each with its own doorbell. The payload is plain: whoever
-// has the turn may touch it, so a thread sanitizer sees every hand-off that orders too little.
+// A word that ranks pass around, each rank with its own doorbell. The payload is a plain variable
+// that only the rank with the turn may touch, so a thread sanitizer finds a hand-off whose memory
+// order is too weak.
 struct Table {
   explicit Table(int32_t ranks) : bells(static_cast<size_t>(ranks)) {}
 
@@ -50,7 +51,7 @@ struct Table {
   std::atomic<int> missed{0};
 };
 
-// Passes the turn around `laps` times, or until a wait was not ended by the hand-off.
+// Passes the turn around `laps` times, or until a wait ends without the hand-off.
 void pass_around(Table& table, int32_t rank, uint64_t laps) {
   const auto ranks = static_cast<uint64_t>(table.bells.size());
   Random random(static_cast<uint64_t>(rank));
@@ -60,10 +61,10 @@ void pass_around(Table& table, int32_t rank, uint64_t laps) {
     const WaitResult result =
         Waiter(table.bells[static_cast<size_t>(rank)], kOnlyRung)
             .until([&] { return load_acquire_system(&table.turn) == mine; }, never);
-    // A lost wake-up shows only as a whole idle period slept through.
+    // A lost wake-up shows only as a sleep of a whole idle period.
     if (result != WaitResult::kReady || Clock::now() - began >= kLong) ++table.missed;
     table.payload += mine;
-    // The next rank waits already: it spins, falls asleep right now, or sleeps.
+    // By now the next rank spins, is about to sleep, or sleeps.
     for (int32_t yields = random.between(0, 150); yields > 0; --yields) std::this_thread::yield();
     store_release_system(&table.turn, mine + 1);
     ring(table.bells[static_cast<size_t>((mine + 1) % ranks)]);
@@ -85,7 +86,7 @@ TEST(wait_is_rung_awake) {
   auto bell = std::make_unique<Doorbell>();
   uint32_t flag = 0;
   std::thread ringer([&] {
-    // Only a wait that sleeps can be rung awake.
+    // Ring only after the other thread sleeps.
     const auto sleeps = [&] { return load_sequential_system(&bell->sleepers) != 0; };
     Doorbell own{};
     static_cast<void>(Waiter(own, {kLong, kLong}).until(sleeps, never));
@@ -102,9 +103,9 @@ TEST(wait_is_rung_awake) {
   CHECK_EQ(bell->sleepers, 0u);
 }
 
-// The worst moment for a ring is after the last look at the flag and before the sleep. The
-// predicate is that look, so it rings itself.
-TEST(wait_hears_a_ring_right_before_its_sleep) {
+// The worst moment for a ring is between the last poll of the flag and the sleep. The predicate is
+// that poll, so it rings the bell itself.
+TEST(wait_notices_a_ring_right_before_its_sleep) {
   Doorbell bell{};
   uint32_t flag = 0;
   const auto look_then_push = [&] {
@@ -133,7 +134,7 @@ TEST(wake_ups_are_never_lost) {
   }
 }
 
-// Many ring one bell: the rings of others must neither end a wait nor hide the awaited one.
+// Many threads ring one bell: other rings must neither end a wait nor hide the awaited one.
 TEST(rings_of_others_do_not_end_a_wait) {
   constexpr int32_t kRingers = 3;
   const uint32_t rounds = 3000 / kRoundsShare;
@@ -165,7 +166,7 @@ TEST(rings_of_others_do_not_end_a_wait) {
 
 TEST(wait_times_out_within_its_bound_and_not_before) {
   for (const auto timeout : {0ms, 1ms, 30ms, 120ms}) {
-    // Neither a long spin nor a long sleep may stretch the bound.
+    // Neither a long spin nor a long sleep may extend the timeout.
     for (const WaitPolicy& policy :
          {WaitPolicy{timeout, 0ns}, WaitPolicy{timeout, kLong}, WaitPolicy{timeout, 0ns, kLong}}) {
       Doorbell bell{};
@@ -191,21 +192,21 @@ TEST(wait_times_out_although_others_ring) {
   CHECK_EQ(result, WaitResult::kTimedOut);
 }
 
-TEST(wait_ends_early_when_hopeless) {
+TEST(wait_ends_early_when_the_peer_is_gone) {
   Doorbell bell{};
   int asked = 0;
-  const auto hopeless = [&] { return ++asked == 3; };
-  CHECK_EQ(Waiter(bell, {kLong, 0ns, 1ms}).until(never, hopeless), WaitResult::kAbandoned);
+  const auto peer_gone = [&] { return ++asked == 3; };
+  CHECK_EQ(Waiter(bell, {kLong, 0ns, 1ms}).until(never, peer_gone), WaitResult::kPeerGone);
   CHECK_EQ(asked, 3);
 }
 
-TEST(what_came_before_the_end_counts) {
+TEST(a_push_before_the_end_of_the_peer_counts) {
   Doorbell bell{};
   bool pushed = false;
-  // The peer pushes and ends: by the time its end is known, the data is there.
-  const auto hopeless = [&] { return pushed = true; };
+  // The peer pushes and ends: when its end is detected, its data has arrived.
+  const auto peer_gone = [&] { return pushed = true; };
   const auto ready = [&] { return pushed; };
-  CHECK_EQ(Waiter(bell, {kLong, 0ns, 1ms}).until(ready, hopeless), WaitResult::kReady);
+  CHECK_EQ(Waiter(bell, {kLong, 0ns, 1ms}).until(ready, peer_gone), WaitResult::kReady);
 }
 
 TEST(interrupt_check_may_throw_out_of_a_wait) {
@@ -225,4 +226,30 @@ TEST(short_waits_do_not_ask_for_interrupts) {
   Doorbell bell{};
   CHECK_EQ(Waiter(bell, {5ms, 0ns, kLong}).until(never, never), WaitResult::kTimedOut);
   CHECK_EQ(interrupt_checks.load(), 0);
+}
+
+TEST(poll_until_returns_as_soon_as_its_condition_holds) {
+  const WaitPolicy policy{.timeout = 60s, .spin = 1us, .idle = 1ms};
+  CHECK(poll_until([] { return true; }, policy));
+  std::atomic<bool> set = false;
+  int polls = 0;
+  std::thread setter([&] {
+    std::this_thread::sleep_for(20ms);
+    set = true;
+  });
+  const bool held = poll_until(
+      [&] {
+        ++polls;
+        return set.load();
+      },
+      policy);
+  setter.join();
+  CHECK(held);
+  CHECK(polls > 64);  // it has spun or yielded before it slept
+}
+
+TEST(poll_until_gives_up_after_its_timeout) {
+  const auto start = std::chrono::steady_clock::now();
+  CHECK(!poll_until([] { return false; }, {.timeout = 30ms, .spin = 1us, .idle = 1ms}));
+  CHECK(std::chrono::steady_clock::now() - start >= 30ms);
 }

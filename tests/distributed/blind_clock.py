@@ -60,7 +60,7 @@ def standing_in(module: ModuleType, **rest: Any) -> Iterator[None]:
         module,
         Clock=BlindClock,
         GpuBarrier=lambda group, device: lambda: None,
-        device_facts=lambda device: {"name": "none", "sms": 132},
+        device_properties=lambda device: {"name": "none", "sms": 132},
         **rest,
     ):
         yield

@@ -25,6 +25,20 @@ from tests.distributed.test_high_throughput import (
 )
 
 
+def settle(device: torch.device) -> None:
+    """Waits for what the current stream of a GPU does. A copy between a GPU and pageable memory
+    waits for it too, but may keep other threads from launching meanwhile: where ranks are threads,
+    the very kernels for which the stream waits."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU; of a tensor of the CPU itself."""
+    settle(tensor.device)
+    return tensor.cpu()
+
+
 def sent(expect: Round, device: torch.device) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The own rows on a device; scales keep their strides."""
     own = expect.own
@@ -90,7 +104,7 @@ def check_plan(expect: Round, plan: CudaPlan, layout: str) -> None:
     if case.weighted:
         assert plan.topk_weights is not None
         weights = torch.tensor([row.weights for row in rows]).reshape(count, case.top_k)
-        assert same_bits(plan.topk_weights[:count].cpu(), weights)
+        assert same_bits(on_cpu(plan.topk_weights[:count]), weights)
         assert not plan.topk_weights[count:].any()
 
 
@@ -108,12 +122,12 @@ def check_brought(expect: Round, got: CudaDispatched, layout: str) -> None:
     """The rows of a dispatch. Behind those that came it has written nothing."""
     needed = len(expect.rows) if layout == "token_major" else expect.offsets[-1]
     on_host = CudaDispatched(
-        tokens=got.tokens.cpu().clone(),
-        scales=None if got.scales is None else got.scales.cpu().clone(),
+        tokens=on_cpu(got.tokens).clone(),
+        scales=None if got.scales is None else on_cpu(got.scales).clone(),
         plan=got.plan,
-        row_weights=None if got.row_weights is None else got.row_weights.cpu(),
-        row_source_rank=got.row_source_rank.cpu(),
-        row_source_token=got.row_source_token.cpu(),
+        row_weights=None if got.row_weights is None else on_cpu(got.row_weights),
+        row_source_rank=on_cpu(got.row_source_rank),
+        row_source_token=on_cpu(got.row_source_token),
     )
     on_host.tokens.view(torch.uint8)[needed:] = 0
     if on_host.scales is not None:
@@ -150,14 +164,14 @@ def check_combine(
         plan,
         layout=layout,  # type: ignore[arg-type]
         row_weights=got.row_weights,
-        lane_weights=lanes_given.to(device),
+        topk_weights=lanes_given.to(device),
         bias=bias[0] if len(bias) == 1 else bias or None,
     )
-    assert same_bits(out.cpu(), wanted)
+    assert same_bits(on_cpu(out), wanted)
     assert lanes is not None
-    assert same_bits(lanes.cpu(), expected_lanes(expect, layout))
+    assert same_bits(on_cpu(lanes), expected_lanes(expect, layout))
     alone = mode.combine_weights(lanes_given.to(device), plan, layout=layout)  # type: ignore[arg-type]
-    assert same_bits(alone.cpu(), lanes.cpu())
+    assert same_bits(on_cpu(alone), on_cpu(lanes))
     unweighted = expected_combine(case, expect.inputs, expect.rows_by_rank, expect.rank, False)
     into = torch.full_like(out, float("nan"))
     result, none = mode.combine(
@@ -169,7 +183,7 @@ def check_combine(
     )
     assert result is into
     assert none is None
-    assert same_bits(into.cpu(), unweighted)
+    assert same_bits(on_cpu(into), unweighted)
 
 
 def run_case(
@@ -179,8 +193,7 @@ def run_case(
     expect = Round(case, rank)
     mode._results.memory.fill_(0xA5)
     got = dispatch(mode, expect, layout, expect.capacity(layout), in_place)
-    if got.tokens.is_cuda:
-        torch.cuda.current_stream(got.tokens.device).synchronize()
+    settle(mode.device)
     check_plan(expect, got.plan, layout)
     check_brought(expect, got, layout)
     check_combine(mode, expect, got, layout)

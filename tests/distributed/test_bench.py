@@ -13,11 +13,12 @@ import torch.distributed as dist
 
 from fanfold.bench import cuda_run, oracle
 from fanfold.bench.baseline import AllToAll
+from fanfold.bench.calls import Given
 from fanfold.bench.check import CheckFailed, Expectation, packed_fp8
 from fanfold.bench.dispatchers import open_dispatcher
-from fanfold.bench.layouts import Given, open_calls
+from fanfold.bench.layouts import open_calls
 from fanfold.bench.run import bench_rank
-from fanfold.bench.settings import MODES, BenchSettings
+from fanfold.bench.settings import FACES, MODES, BenchSettings
 from fanfold.bench.workload import Workload
 from fanfold.cli.main import main
 from fanfold.results import DispatchResult
@@ -112,11 +113,11 @@ def test_bench_rank_with_baseline(pools, mode, routing):
         assert [r.rows_remote for r in reports] == [0, 9, 9]
 
 
-# ---- weights that come with combine --------------------------------------------------------------
+# ---- the calls of either face --------------------------------------------------------------------
 
-LATE = BenchSettings(
+SMALL = BenchSettings(
     "low_latency", ranks=3, tokens=13, hidden=144, top_k=4, experts=6, iterations=2, warmup=1,
-    calls=2, backend="host", late_weights=True,
+    calls=2, backend="host",
 )  # fmt: skip
 
 
@@ -127,8 +128,8 @@ def expectation_of(group, settings):
 
 
 def findings_of_weights(group, settings):
-    """The weights that come with a dispatch, and what the check says of its combine, then of one
-    before which the caller's weights have changed."""
+    """What the check says of a combine, then of one before which the caller's weights have
+    changed."""
     expectation = expectation_of(group, settings)
     with closing(open_calls(group, settings)) as calls:
         given = Given.of(expectation, calls.device, quantized=False)
@@ -138,24 +139,52 @@ def findings_of_weights(group, settings):
         said = []
         for scale in (1, 2):
             given.topk_weights.mul_(scale)
-            calls.combine(y, brought, out)
+            assert calls.combine(y, brought, out) is out
             said.append(_said(expectation.combined, out))
-        return brought.weights, said
+        return said
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-@pytest.mark.parametrize("late", [False, True])
-def test_late_weights_come_with_combine(pools, late, dtype):
-    settings = dataclasses.replace(LATE, late_weights=late, dtype=dtype)
-    for weights, (right, changed) in pools(3).run(findings_of_weights, settings):
-        assert (weights is None) is late
+@pytest.mark.parametrize("face", FACES)
+def test_weights_come_with_combine_through_deep_ep(pools, face, dtype):
+    settings = dataclasses.replace(SMALL, face=face, dtype=dtype)
+    for right, changed in pools(3).run(findings_of_weights, settings):
         assert right == "nothing"
-        assert changed.startswith("combined tokens" if late else "nothing")
+        assert changed.startswith("combined tokens" if face == "deep_ep" else "nothing")
+
+
+# What to spoil of what the DeepEP face brings, and which check must see it.
+SPOILED_THERE = {
+    "tokens_per_expert": lambda brought: brought[1][1].sub_(1),
+    "source_rank": lambda brought: brought[2][1][0].copy_(brought[2][1][0].flip(0)),
+    "source_token": lambda brought: brought[2][0].add_(1),
+    "tokens": lambda brought: brought[0][0].view(torch.uint8).add_(1),
+    "scales": lambda brought: brought[0][1].mul_(2),
+}
+
+
+def findings_through_deep_ep(group, settings):
+    expectation, said = expectation_of(group, settings), {}
+    with closing(open_calls(group, settings)) as calls:
+        given = Given.of(expectation, calls.device, quantized=False)
+        for name, spoiler in SPOILED_THERE.items():
+            brought = calls.dispatch(given)
+            calls.check(brought, expectation)
+            spoiler(brought)
+            said[name] = _said(lambda spoilt: calls.check(spoilt, expectation), brought)
+    return said
+
+
+def test_checks_see_damage_through_deep_ep(pools):
+    settings = dataclasses.replace(SMALL, face="deep_ep", dtype="fp8")
+    for said in pools(3).run(findings_through_deep_ep, settings):
+        for name, message in said.items():
+            assert message.startswith(name), (name, message)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_bench_of_late_weights(pools, dtype):
-    settings = dataclasses.replace(LATE, dtype=dtype, baseline=True)
+def test_bench_through_deep_ep(pools, dtype):
+    settings = dataclasses.replace(SMALL, face="deep_ep", dtype=dtype, baseline=True)
     for report in pools(3).run(bench_rank, settings):
         assert {n: tuple(t.shape) for n, t in report.microseconds.items()} == {
             "fanfold": (2, 3),
@@ -163,34 +192,34 @@ def test_bench_of_late_weights(pools, dtype):
         }
 
 
-def test_a_line_says_which_way_weights_came(tmp_path, capsys):
+def test_a_line_says_whose_calls_it_is_of(tmp_path, capsys):
     path = tmp_path / "r.jsonl"
     arguments = (
         "bench low-latency --backend host --ranks 2 --tokens 5 --hidden 64 --experts 4 --top-k 2 "
         f"--iterations 2 --warmup 0 --json {path}"
     ).split()
-    assert main(arguments) == main([*arguments, "--late-weights"]) == 0
+    assert main(arguments) == main([*arguments, "--face", "deep_ep"]) == 0
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["late_weights"] for line in lines] == [False, True]
+    assert [line["face"] for line in lines] == ["native", "deep_ep"]
     assert all(line["checked"] for line in lines)
-    assert capsys.readouterr().out.count(", weights with combine") == 1
+    assert capsys.readouterr().out.count(", through deep_ep") == 1
 
 
 def as_on_gpus(group, settings):
     """What ``time_on_gpu`` reports of calls on the host."""
     expectation = expectation_of(group, settings)
     with standing_in(cuda_run), closing(open_calls(group, settings)) as calls:
-        return cuda_run.time_on_gpu(calls.ep, group, expectation, settings)
+        return cuda_run.time_on_gpu(calls, group, expectation, settings)
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_the_program_of_the_gpus(pools, late):
-    settings = dataclasses.replace(LATE, late_weights=late, dtype="fp8")
+@pytest.mark.parametrize("face", FACES)
+def test_the_program_of_the_gpus(pools, face):
+    settings = dataclasses.replace(SMALL, face=face, dtype="fp8")
     reports = pools(3).run(as_on_gpus, settings)
     for report in reports:
         for operation in cuda_run.OPERATIONS:
             timed = {n.partition(".")[2] for n in report.samples if n.startswith(f"{operation}.")}
-            halves = set() if operation == "round" else {"send", "receive"}
+            halves = set() if operation == "round" else {"send", "receive", "hook_host"}
             assert timed == {"graph", "alone", "l2_flushed", "single", "host"} | halves
         assert {tuple(t.shape) for t in report.samples.values()} == {(2,)}
     assert cuda_run.timings(reports, "{}.graph").microseconds.shape == (3, 2, 3)

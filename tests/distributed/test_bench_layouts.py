@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 
 from fanfold.bench import cuda_high_throughput, cuda_run, layouts
+from fanfold.bench.calls import Given, spoil
 from fanfold.bench.check import CheckFailed, Expectation
-from fanfold.bench.layouts import Given, open_calls, spoil
+from fanfold.bench.layouts import open_calls
 from fanfold.bench.run import bench_rank, bench_ranks
-from fanfold.bench.settings import LAYOUTS, REUSES, BenchSettings
+from fanfold.bench.settings import FACES, LAYOUTS, REUSES, BenchSettings
 from fanfold.cli import bench
+from fanfold.deep_ep import Buffer
 from tests.distributed.blind_clock import standing_in
 
 SETTINGS = BenchSettings(
@@ -37,12 +39,16 @@ def expectation_of(group, settings):
     return Expectation(batches, rank, settings.experts, settings.dtype == "fp8")
 
 
+KINDS = [("expert_major", "native"), ("token_major", "native"), ("token_major", "deep_ep")]
+"""Orders of rows, and whose calls."""
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 @pytest.mark.parametrize("routing", REUSES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_bench_on_the_host(pools, layout, routing, dtype):
+@pytest.mark.parametrize(("layout", "face"), KINDS)
+def test_bench_on_the_host(pools, layout, face, routing, dtype):
     alignment = 8 if layout == "expert_major" else None
-    settings = of(layout, routing, dtype=dtype, alignment=alignment, baseline=True)
+    settings = of(layout, routing, face=face, dtype=dtype, alignment=alignment, baseline=True)
     for report in pools(2).run(bench_rank, settings):
         assert {n: tuple(t.shape) for n, t in report.microseconds.items()} == {
             "fanfold": (2, 3),
@@ -96,19 +102,31 @@ SPOILED = {
 }
 
 
-def findings(group, settings):
+SPOILED_THERE = {
+    "tokens": SPOILED["tokens"],
+    "tokens_per_expert": lambda brought: brought.counts.__setitem__(1, -1),
+    "source_rank": lambda brought: brought.handle[0][0].add_(1),
+    "source_token": lambda brought: brought.handle[3][1].add_(1),
+    "topk_idx": lambda brought: brought.topk_idx[1].add_(1),
+    "topk_weights": lambda brought: brought.topk_weights.add_(1),
+    "scales": SPOILED["scales"],
+}
+"""The same of what the DeepEP face brings."""
+
+
+def findings(group, settings, spoiled):
     expectation = expectation_of(group, settings)
     said = {}
     with closing(open_calls(group, settings)) as calls:
         given = Given.of(expectation, calls.device, quantized=True)
-        for name, spoiler in SPOILED.items():
+        for name, spoiler in (SPOILED_THERE if spoiled else SPOILED).items():
             brought = calls.dispatch(given)
             calls.check(brought, expectation)
             spoiler(brought)
             said[name] = _said(calls.check, brought, expectation)
         brought = calls.dispatch(given)
         out = torch.empty(expectation.own.x.shape, dtype=torch.bfloat16)
-        calls.combine(calls.outputs(brought, expectation), brought, out)
+        out = calls.combine(calls.outputs(brought, expectation), brought, out)
         calls.check_combined(out, expectation)
         out.view(torch.int16)[5, 7] += 1
         said["combined"] = _said(calls.check_combined, out, expectation)
@@ -125,8 +143,10 @@ def _said(check, *arguments):
     return "nothing"
 
 
-def test_token_major_checks_see_damage(pools):
-    for said in pools(2).run(findings, of("token_major", dtype="fp8")):
+@pytest.mark.parametrize("face", FACES)
+def test_token_major_checks_see_damage(pools, face):
+    settings = of("token_major", dtype="fp8", face=face)
+    for said in pools(2).run(findings, settings, face == "deep_ep"):
         assert said.pop("poison").startswith("tokens")
         assert set(said) == {*SPOILED, "combined"}
         for name, message in said.items():
@@ -144,15 +164,15 @@ def with_room(group, settings):
         brought = calls.dispatch(given, capacity)
         calls.check(brought, expectation, capacity)
         out = torch.empty(expectation.own.x.shape, dtype=torch.bfloat16)
-        calls.combine(calls.outputs(brought, expectation), brought, out)
+        out = calls.combine(calls.outputs(brought, expectation), brought, out)
         calls.check_combined(out, expectation)
         return capacity, _said(calls.check, brought, expectation)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_dispatches_with_capacity(pools, layout):
+@pytest.mark.parametrize(("layout", "face"), KINDS)
+def test_dispatches_with_capacity(pools, layout, face):
     alignment = 8 if layout == "expert_major" else None
-    for capacity, said in pools(2).run(with_room, of(layout, alignment=alignment)):
+    for capacity, said in pools(2).run(with_room, of(layout, face=face, alignment=alignment)):
         assert capacity % 128 == 0
         assert said.startswith(f"tokens has {capacity} rows instead of")
 
@@ -197,10 +217,10 @@ def as_on_gpus(group, settings):
 
 
 @pytest.mark.parametrize("routing", REUSES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_program_of_the_gpus(pools, layout, routing):
+@pytest.mark.parametrize(("layout", "face"), KINDS)
+def test_the_program_of_the_gpus(pools, layout, face, routing):
     alignment = 8 if layout == "expert_major" else None
-    settings = of(layout, routing, dtype="fp8", alignment=alignment, baseline=True)
+    settings = of(layout, routing, face=face, dtype="fp8", alignment=alignment, baseline=True)
     reports = pools(2).run(as_on_gpus, settings)
     ways = {"end_to_end", "graph", "host"} | ({"wall"} if routing == "new" else set())
     for report in reports:
@@ -211,3 +231,23 @@ def test_the_program_of_the_gpus(pools, layout, routing):
     for pattern in cuda_high_throughput.samples_timed(settings).values():
         assert cuda_run.timings(reports, pattern).microseconds.shape == (2, 2, 3)
     assert ("cpu_sync" in cuda_high_throughput.summary(reports)) == (routing == "new")
+
+
+def on_gpus_without_sums(group, settings):
+    """The same of a DeepEP face whose combines, but for the first, return its memory as it is."""
+    whole, kept = Buffer.combine, []
+
+    def combine(buffer, *args, **options):
+        returned = whole(buffer, *args, **options)
+        kept.append(returned[0])
+        return kept[0], *returned[1:]
+
+    with mock.patch.object(Buffer, "combine", combine):
+        return _said(as_on_gpus, group, settings)
+
+
+def test_sums_that_nobody_writes_are_seen(pools):
+    """DeepEP's combine takes no tensor for its sums that could be set before."""
+    settings = of("token_major", "cached", face="deep_ep")
+    for said in pools(2).run(on_gpus_without_sums, settings):
+        assert said.startswith("combined tokens: ")

@@ -103,7 +103,7 @@ def test_training_is_the_same_bit_for_bit(pools, ranks, backend, capacity):
     assert pools(ranks).run(train, backend, None, capacity) == [0] * ranks
 
 
-@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_with_sizes_in_the_graph_or_not(pools, dynamic):
     assert pools(2).run(train, "aot_eager", dynamic, None) == [0, 0]
 
@@ -136,6 +136,8 @@ def infer(group: object, backend: str, options: dict[str, object]) -> None:
                     assert_equal([compiled(*given)], [layer(*given)])
 
 
+# Each rank compiles everything for itself, which takes the time of these tests.
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "options",
@@ -146,9 +148,8 @@ def infer(group: object, backend: str, options: dict[str, object]) -> None:
     ],
     ids=lambda options: "-".join(options.values()),
 )
-def test_inference_is_the_same_bit_for_bit(pools, backend, options):
-    for ranks in (1, 2, 4):
-        pools(ranks).run(infer, backend, options)
+def test_inference_is_the_same_bit_for_bit(pools, backend, options, ranks):
+    pools(ranks).run(infer, backend, options)
 
 
 def native(group: object, mode: str) -> None:
@@ -181,10 +182,10 @@ def native(group: object, mode: str) -> None:
             assert_equal(got, [tensor.detach() for tensor in calls(*given)])
 
 
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("mode", ["high_throughput", "low_latency"])
-def test_the_native_face(pools, mode):
-    for ranks in (1, 2):
-        pools(ranks).run(native, mode)
+def test_the_native_face(pools, mode, ranks):
+    pools(ranks).run(native, mode)
 
 
 class Watched(HighThroughput):
@@ -312,10 +313,20 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_trains_alike(pools, backend, name):
-    for ranks in (1, 2) if name == "plain" else (2,):
-        pools(ranks).run(moe, backend, LAYERS[name], "plain")
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("plain", 2),
+        ("latent", 1),
+        ("bfloat16", 1),
+        *(
+            pytest.param(*more, marks=pytest.mark.long)
+            for more in (("plain", 1), ("latent", 2), ("bfloat16", 2))
+        ),
+    ],
+)
+def test_a_layer_trains_alike(pools, backend, name, ranks):
+    pools(ranks).run(moe, backend, LAYERS[name], "plain")
 
 
 @pytest.mark.parametrize("backend", BACKENDS[:2])
@@ -324,10 +335,10 @@ def test_a_layer_trains_alike_under_autocast_and_in_a_checkpoint(pools, run, bac
     pools(2).run(moe, backend, LAYERS["plain"], run)
 
 
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_layer_infers_alike_in_low_latency(pools, backend):
-    for ranks in (1, 2):
-        pools(ranks).run(moe, backend, LAYERS["plain"], "plain", "low_latency")
+def test_a_layer_infers_alike_in_low_latency(pools, backend, ranks):
+    pools(ranks).run(moe, backend, LAYERS["plain"], "plain", "low_latency")
 
 
 def checkpointed_inside(group: object, backend: str) -> tuple[list[object], list[object]]:

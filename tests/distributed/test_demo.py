@@ -4,6 +4,7 @@ fail."""
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import signal
@@ -40,7 +41,7 @@ from fanfold.cli.main import main
 from fanfold.errors import ArgumentError
 
 SMALL = DemoSettings(
-    ranks=2, steps=60, layers=2, hidden=48, intermediate=32, num_experts=8, context=32, warmup=5
+    ranks=2, steps=30, layers=2, hidden=48, intermediate=32, num_experts=8, context=32, warmup=5
 )
 
 
@@ -97,7 +98,8 @@ def test_the_whole_demo_learns(tmp_path):
 
 
 def train(group: dist.ProcessGroup, broken: str) -> Training:
-    """One rank of a small training, with one gradient of the library broken."""
+    """One rank of a small training, with one gradient of the library broken. The optimizer is the
+    one that a GPU gets, which refuses experts and other parameters in one group."""
     original = functional._Dispatch.backward
 
     def backward(ctx: object, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -108,7 +110,11 @@ def train(group: dist.ProcessGroup, broken: str) -> Training:
             grad_weights = torch.zeros_like(grad_weights)
         return None, grad_x, None, grad_weights, None
 
-    with mock.patch.object(functional._Dispatch, "backward", staticmethod(backward)):
+    adam = functools.partial(torch.optim.Adam, foreach=True)
+    with (
+        mock.patch.object(functional._Dispatch, "backward", staticmethod(backward)),
+        mock.patch.object(torch.optim, "Adam", adam),
+    ):
         return train_rank(group, SMALL, lambda step, loss: None).training
 
 

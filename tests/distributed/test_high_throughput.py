@@ -171,7 +171,7 @@ def check_combine(mode: HostHighThroughput, expect: Round, got: Dispatched, layo
         plan,
         layout=layout,
         row_weights=got.row_weights,
-        lane_weights=lanes_of(expect, layout),
+        topk_weights=lanes_of(expect, layout),
         bias=bias[0] if len(bias) == 1 else bias or None,
     )
     assert same_bits(out, wanted)

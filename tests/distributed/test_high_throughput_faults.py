@@ -174,8 +174,8 @@ BAD_COMBINES: dict[str, tuple[str, Callable[[HostHighThroughput, Dispatched], ob
         lambda m, d: m.combine(d.tokens, d.plan, layout="expert_major", row_weights=torch.ones(1)),
     ),
     "lane weights": (
-        "lane_weights.shape",
-        lambda m, d: m.combine(d.tokens, d.plan, layout="expert_major", lane_weights=torch.ones(1)),
+        "topk_weights.shape",
+        lambda m, d: m.combine(d.tokens, d.plan, layout="expert_major", topk_weights=torch.ones(1)),
     ),
     "bias shape": (
         "bias.shape",
@@ -190,7 +190,7 @@ BAD_COMBINES: dict[str, tuple[str, Callable[[HostHighThroughput, Dispatched], ob
         lambda m, d: m.combine(d.tokens, d.plan, layout="expert_major", out=d.tokens[:1]),
     ),
     "weights alone": (
-        "lane_weights.dtype",
+        "topk_weights.dtype",
         lambda m, d: m.combine_weights(d.tokens[:, 0], d.plan, layout="expert_major"),
     ),
 }
@@ -385,7 +385,9 @@ def _check_middle(outcomes: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("delay_s", [0.0, 0.0137, 0.0271, 0.0419])
+@pytest.mark.parametrize(
+    "delay_s", [0.0, 0.0271, *(pytest.param(s, marks=pytest.mark.long) for s in (0.0137, 0.0419))]
+)
 def test_signal_at_any_moment(
     own_pool: RankPool, tmp_path: Path, number: int, delay_s: float
 ) -> None:

@@ -208,6 +208,15 @@ def test_launch_is_bounded():
         launch(sleep, 2, (3600,), timeout_s=1.5)
 
 
+def test_a_pool_whose_ranks_were_late_is_closed():
+    with RankPool(2, timeout_s=1.5) as pool:
+        with pytest.raises(LaunchError, match="did not finish"):
+            pool.run(sleep, 3600)
+        assert not pool.alive
+        with pytest.raises(UsageError, match="closed"):
+            pool.run(whoami)
+
+
 def test_dead_rank_is_found_and_named():
     with RankPool(3) as pool:
         assert pool.alive
@@ -308,6 +317,23 @@ def test_a_long_temporary_folder_is_an_error(tmp_path):
     )
     assert done.returncode != 0
     assert "set TMPDIR to a shorter one" in done.stderr
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has no safe path before 3.11")
+def test_files_of_the_current_folder_are_no_modules(tmp_path):
+    """Unless the program itself would import them from there: its main module is elsewhere."""
+    (tmp_path / "queue.py").write_text("raise RuntimeError('a file of the current folder')")
+    bench = ("bench", "low-latency", "--ranks", "2", "--iterations", "1", "--tokens", "4")
+    done = subprocess.run(
+        [Path(sys.executable).with_name("fanfold"), *bench],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=BOUND_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "a file of the current folder" not in done.stderr
 
 
 LEFT_OPEN = """

@@ -124,6 +124,9 @@ def test_a_run_is_bounded() -> None:
             ranks.run(lambda group: group.rank == 0 or end.wait(60.0))
         end.set()
         assert [failure.rank for failure in raised.value.failures] == [1]
+        # Where the thread is: in wait(), which the function of this file calls.
+        place = r"at threading.py:\d+ in .*, called from .*test_thread_ranks.py:\d+ in <lambda>"
+        assert re.search(place, str(raised.value))
         with pytest.raises(UsageError, match=r"has ranks that did not finish: \[1\]"):
             ranks.run(_place)
 

@@ -36,6 +36,7 @@ from tests.emulation.pinned import PAGEABLE
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parent.parent / "fanfold" / "kernels"
+OF_TESTS = HERE.parent / "kernels"
 ARGUMENTS = {
     "fanfold::low_latency::dispatch": "DispatchArgs",
     "fanfold::low_latency::combine": "CombineArgs",
@@ -44,13 +45,14 @@ ARGUMENTS = {
     "fanfold::high_throughput::plan": "PlanArgs",
     "fanfold::high_throughput::dispatch": "HighThroughputDispatchArgs",
     "fanfold::high_throughput::combine": "HighThroughputCombineArgs",
+    "fanfold::push_commands": "RingPushArgs",
 }
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or "c++"
 _OPTIONS = (
-    "-std=c++20", "-O1", "-w", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden",
+    "-std=c++20", "-Og", "-w", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden",
     "-fno-exceptions", "-pthread",
 )  # fmt: skip
-_PRELUDE, _RUNTIME = "cuda.hpp", "ctas.cpp"
+_PRELUDE, _RUNTIME = "prelude.hpp", "ctas.cpp"
 
 
 class Builder:
@@ -102,7 +104,8 @@ class Builder:
         """What every kernel includes first, and what runs it."""
         prelude = folder / _PRELUDE
         shutil.copy(HERE / _PRELUDE, prelude)
-        _compile("-x", "c++-header", f"-I{HERE}", str(prelude), "-o", f"{prelude}.gch")
+        _compile("-x", "c++-header", f"-I{HERE}", f"-I{KERNELS}", str(prelude), "-o",
+                 f"{prelude}.gch")  # fmt: skip
         _compile("-fvisibility=default", "-shared", str(HERE / _RUNTIME), "-o",
                  str(folder / "libctas.so"))  # fmt: skip
 
@@ -111,7 +114,7 @@ class Builder:
         shared = self.folder / "shared"
         _compile(
             "-shared", "-include", str(shared / _PRELUDE), f"-I{HERE}", f"-I{folder}",
-            f"-I{KERNELS}", f'-DKERNEL="{source.file}"', f"-DENTRY={source.entry}",
+            f"-I{KERNELS}", f"-I{OF_TESTS}", f'-DKERNEL="{source.file}"', f"-DENTRY={source.entry}",
             f"-DARGUMENTS={ARGUMENTS[source.entry]}", str(HERE / "kernel.cpp"),
             str(shared / "libctas.so"), f"-Wl,-rpath,{shared}", "-o", str(folder / "kernel.so"),
         )  # fmt: skip

@@ -1,6 +1,6 @@
 """Ranks on GPUs, shared by the tests of this folder, which are skipped without a GPU.
 
-Where there is only one, two ranks take turns on it, but for tests marked ``gpu_each``.
+Where there is only one, two ranks time-slice it, but for tests marked ``gpu_each``.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from fanfold.geometry import Geometry
 from fanfold.group import as_group
 from fanfold.memory.cuda import CudaSymmetricMemory
 from fanfold.memory.host import SymmetricMemory
+from tests.distributed.cuda_rounds import settle
 from tests.gpu.support import Case, Tokens, tokens_of
 
 Calls = tuple[torch.Tensor, ...]
@@ -65,6 +66,7 @@ def round_of(
 
 def _seen(geometry: Geometry, received: Any, out: torch.Tensor) -> Calls:
     """All that means something, on the CPU."""
+    settle(out.device)
     valid = torch.arange(geometry.expert_capacity) < received.counts.cpu().unsqueeze(1)
     rows = received.tokens.cpu().view(torch.int16)[valid]
     return received.counts.cpu(), rows, received.source_tokens.cpu()[valid], out.cpu()

@@ -2,10 +2,10 @@
 
 Use: python tests/gpu/sanitize.py [--ranks N] [--threads] [PART]...
      PART is low-latency, high-throughput or formats; all by default.
-     One rank, in this process, or several with a process each, which take turns where there are
-     fewer GPUs: what goes to peers and comes from them does not run in one alone. With --threads
-     the ranks are threads of this process on one GPU, whose kernels run at the same time. Exits
-     with 1 if a result is wrong, with 2 if there is no GPU.
+     One rank, in this process, or several with a process each, which time-slice the GPUs where
+     there are fewer: what goes to peers and comes from them does not run in one alone. With
+     --threads the ranks are threads of this process on one GPU, whose kernels run at the same
+     time. Exits with 1 if a result is wrong, with 2 if there is no GPU.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import fanfold
 from fanfold.bench.workload import expert_output
 from fanfold.formats import dequantize
 from fanfold.group import Group, as_group
+from tests.distributed.cuda_rounds import on_cpu, settle
 
 ROUTINGS = ("spread", "one_expert", "one_rank", "none", "holes", "duplicates")
 FORMATS = (
@@ -223,6 +224,7 @@ class Answer:
 
     def spread(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
         """The outputs in their places of a tensor that is NaN elsewhere: ``[E_l, C, hidden]``."""
+        settle(device)
         y = torch.full(like.shape, torch.nan, dtype=torch.bfloat16, device=device)
         y.flatten(0, 1)[self.places.to(device)] = self.outputs.to(device)
         return y
@@ -269,7 +271,7 @@ def _answer(ep: fanfold.LowLatency, case: Case, rank: int) -> Answer:
 
 def valid_places(counts: torch.Tensor, capacity: int) -> torch.Tensor:
     """``[n]``: the first ``counts[e]`` places of each expert e, in the flattened tokens."""
-    valid = torch.arange(capacity) < counts.cpu().unsqueeze(1)
+    valid = torch.arange(capacity) < on_cpu(counts).unsqueeze(1)
     return valid.flatten().nonzero().flatten()
 
 
@@ -281,7 +283,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def assert_same(what: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Asserts equal bits, where any NaN equals any other: its bits mean nothing, and the kernels
     do not send those of all ones."""
-    actual = actual.cpu().contiguous()
+    actual = on_cpu(actual).contiguous()
     assert actual.shape == expected.shape, f"{what}: {actual.shape} instead of {expected.shape}"
     assert actual.dtype == expected.dtype, f"{what}: {actual.dtype} instead of {expected.dtype}"
     if not actual.numel():
@@ -301,9 +303,10 @@ def assert_same(what: str, actual: torch.Tensor, expected: torch.Tensor) -> None
 def assert_received(received: fanfold.LowLatencyResult, answer: Answer) -> None:
     """Asserts that a dispatch brought what the host backend's brought."""
     tokens = received.tokens
+    settle(tokens.device)
     places = answer.places.to(tokens.device)
     assert_same("tokens_per_expert", received.tokens_per_expert, answer.counts)
-    rows = tokens.view(torch.uint8).flatten(0, 1)[places].cpu()
+    rows = tokens.view(torch.uint8).flatten(0, 1)[places]
     assert_same("tokens", rows.view(tokens.dtype), answer.rows.view(tokens.dtype))
     if answer.scales is None:
         assert received.scales is None
@@ -330,6 +333,6 @@ def assert_combined(out: torch.Tensor, answer: Answer) -> None:
     if answer.magnitude is None:
         assert_same("combined tokens", out, answer.out)
         return
-    error = (out.cpu().float() - answer.out.float()).abs()
+    error = (on_cpu(out).float() - answer.out.float()).abs()
     bound = answer.magnitude * (2.0 ** (32 / 510) - 1 + 2.0**-7) + 1e-6
     assert bool((error <= bound).all()), f"off by {float((error - bound).max())} beyond the bound"

@@ -31,6 +31,22 @@ def _reports(group: dist.ProcessGroup, settings: BenchSettings) -> list[RankRepo
     return bench_ranks(group, points)
 
 
+def _through_deep_ep(group: dist.ProcessGroup, settings: BenchSettings) -> list[RankReport]:
+    points = [
+        dataclasses.replace(settings, face="deep_ep", routing=routing, sms=sms).on("cuda")
+        for routing in REUSES
+        for sms in (None, 8)
+    ]
+    return bench_ranks(group, points)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_through_deep_ep(gpus: GpuPools, ranks: int, dtype: str) -> None:
+    settings = dataclasses.replace(SETTINGS, ranks=ranks, dtype=dtype, baseline=False)
+    for reports in gpus.run(ranks, _through_deep_ep, settings):
+        assert [report.on_gpu.sms for report in reports if report.on_gpu] == [20, 8] * len(REUSES)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_layouts_and_routings(gpus: GpuPools, ranks: int, dtype: str) -> None:
     settings = dataclasses.replace(SETTINGS, ranks=ranks, dtype=dtype)
@@ -67,7 +83,7 @@ LOW_LATENCY = BenchSettings(
     calls=3, backend="cuda", baseline=True, overlap=True,
 )  # fmt: skip
 OVERLAPS = ("overlap.gemm_alone", "overlap.gemm_beside_hook")
-HALVES = ("send", "receive")
+HALVES = ("send", "receive", "hook_host")
 SAMPLES = {
     *(f"overhead.{name}" for name in ("empty", "empty_flushed", "launch", "python")),
     *(
@@ -81,9 +97,11 @@ SAMPLES = {
 }
 
 
-@pytest.mark.parametrize(("dtype", "late"), [("bf16", None), ("fp8", None), ("fp8", True)])
-def test_low_latency(gpus: GpuPools, ranks: int, dtype: str, late: bool | None) -> None:
-    settings = dataclasses.replace(LOW_LATENCY, ranks=ranks, dtype=dtype, late_weights=late)
+@pytest.mark.parametrize(
+    ("dtype", "face"), [("bf16", "native"), ("fp8", "native"), ("fp8", "deep_ep")]
+)
+def test_low_latency(gpus: GpuPools, ranks: int, dtype: str, face: str) -> None:
+    settings = dataclasses.replace(LOW_LATENCY, ranks=ranks, dtype=dtype, face=face)
     reports: list[CudaReport] = []
     for report in gpus.run(ranks, _one, settings):
         assert report.on_gpu is not None

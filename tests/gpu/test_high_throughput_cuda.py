@@ -217,12 +217,12 @@ def _against_the_host(
         lanes = torch.rand(lanes_shape, generator=numbers)
         bias = torch.randn((large.tokens[rank], large.hidden), generator=numbers).bfloat16()
         wanted, wanted_lanes = host.combine(
-            y, want.plan, layout=layout, row_weights=want.row_weights, lane_weights=lanes,
+            y, want.plan, layout=layout, row_weights=want.row_weights, topk_weights=lanes,
             bias=bias,
         )  # fmt: skip
         out, out_lanes = mode.combine(
             y.to(device), got.plan, layout=layout, row_weights=got.row_weights,
-            lane_weights=lanes.to(device), bias=bias.to(device),
+            topk_weights=lanes.to(device), bias=bias.to(device),
         )  # fmt: skip
         mode.quiesce()
         assert_same("combined", out, wanted)
@@ -342,9 +342,9 @@ def _refused(group: dist.ProcessGroup, case: Case, capacity: int | None) -> None
                 with pytest.raises(PeerRefused, match="rank 0"):
                     dispatch(mode, expect, "expert_major", None)
             else:
-                void = dispatch(mode, expect, "expert_major", capacity)
+                got = dispatch(mode, expect, "expert_major", capacity)
                 with pytest.raises(PeerRefused, match="rank 0"):  # by the first that can know
-                    (mode.combine(void.tokens, void.plan, layout="expert_major"), mode.quiesce())
+                    (mode.combine(got.tokens, got.plan, layout="expert_major"), mode.quiesce())
             run_case(mode, case, rank, "token_major")
 
 

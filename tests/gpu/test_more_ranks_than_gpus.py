@@ -1,4 +1,4 @@
-"""The kernels for more ranks than there are GPUs: several ranks share one and take turns.
+"""The kernels for more ranks than there are GPUs: several ranks time-slice one.
 
 The faces refuse that, as it is slow; the modes themselves do not mind. In low latency grids of
 sizes that no number of ranks divides show that every row has exactly one CTA to take it.

@@ -2,8 +2,9 @@
 and refusals, and thousands of rounds. Kernels of ranks wait for each other, so a round that ends at
 all has run those of all ranks at the same time.
 
-A thread waits for its own stream only, never for the GPU. Where kernels are loaded, or a graph is
-captured, no kernel of any rank runs (``_meet``): the driver may wait for all of them there.
+A thread waits for its own stream only, never for the GPU, and does that before it copies to or from
+the CPU. Where a graph is captured no kernel of any rank runs (``_meet``): the driver may wait for
+all of them there.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fanfold.group import Group
 from fanfold.launch import RankPool
 from fanfold.thread_ranks import ThreadRanks
 from tests.distributed import routings
-from tests.distributed.cuda_rounds import run_case, sent
+from tests.distributed.cuda_rounds import on_cpu, run_case, sent, settle
 from tests.distributed.layers import caught
 from tests.distributed.test_high_throughput import outputs_of
 from tests.gpu import sanitize
@@ -348,12 +349,13 @@ class _Layer:
         run_case(mode, expect.case, expect.rank, layout)
         got = self.dispatch(None)
         self.plan, self._rows = got.plan, got.tokens
+        settle(mode.device)
         self._y = outputs_of(expect, layout, False).to(mode.device)
         self._out = self.combine(got)
         wanted = routings.expected_combine(
             expect.case, expect.inputs, expect.rows_by_rank, expect.rank, False
         )
-        assert torch.equal(self._out.cpu().view(torch.int16), wanted.view(torch.int16))
+        assert torch.equal(on_cpu(self._out).view(torch.int16), wanted.view(torch.int16))
 
     def dispatch(self, capacity: int | None) -> CudaDispatched:
         """With a new routing; without a capacity the CPU waits."""

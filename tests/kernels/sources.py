@@ -19,12 +19,19 @@ PRODUCTS = [
 """64 rows by ``kColumns`` on the tensor cores, Hopper only."""
 BOXES = KernelSource("tensor_copy.cu", "boxes", threads=128)
 QUANTISE = KernelSource("numbers.cu", "quantise", {"kThreads": 256}, threads=256)
+PUSH = [
+    KernelSource(
+        "ring_push.cu", "fanfold::push_commands", {"kThreads": 64, "kTries": tries}, threads=64
+    )
+    for tries in (0, 1)
+]
+"""Threads that push into a ring: each takes its ticket first, or only when the ring has room."""
 
 
 def kernel_root(folder: Path) -> Path:
     """A root for ``compile_in``, made in ``folder``: these kernels and the headers of Fanfold's."""
     root = folder / "kernels"
-    for room in ("device", "layout"):
+    for room in ("device", "layout", "protocol"):
         shutil.copytree(KERNELS / room, root / room)
     for source in Path(__file__).parent.glob("*.cu"):
         shutil.copy(source, root)

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from fanfold.cli.main import main
 from fanfold.jit import Binary, KernelSource
 from fanfold.jit.cache import Cache
 from fanfold.jit.kernel import KERNELS, compile_in
 from tests.emulation.world import Builder
 
+Command = Callable[..., tuple[int, str, str]]
 Compiled = Callable[[KernelSource, str], Binary]
 
 
@@ -36,3 +38,18 @@ def compiled(common_folder: Path) -> Compiled:
     """``compiled(source, arch)`` compiles a kernel for a GPU, once for all tests and processes."""
     cache = Cache(common_folder / "cache")
     return lambda source, arch: compile_in(KERNELS, cache, source, arch)
+
+
+@pytest.fixture
+def inside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Command:
+    """``inside(*arguments)`` runs ``fanfold`` in this process, which has imported what takes a new
+    one seconds: its exit code, standard output and standard error. Kernels are kept in
+    ``tmp_path / "cache"``."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setenv("FANFOLD_CACHE_DIR", str(tmp_path / "cache"))
+        return main(arguments), *capfd.readouterr()
+
+    return run

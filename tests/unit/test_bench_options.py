@@ -14,21 +14,17 @@ import pytest
 import torch
 from rich.console import Console
 
-from fanfold.backends import opening
-from fanfold.backends.choose import BackendChoice
-from fanfold.backends.low_latency import Dispatched, LateRouting, cuda_required_bytes
-from fanfold.bench import late_weights, layouts, oracle, report
+from fanfold.bench import deep_ep_calls, layouts, oracle, report
+from fanfold.bench.calls import Given
 from fanfold.bench.check import Expectation
 from fanfold.bench.cuda_high_throughput import capacity_for
-from fanfold.bench.layouts import Given
 from fanfold.bench.report import Result, Traffic
-from fanfold.bench.settings import BenchSettings
+from fanfold.bench.settings import FACES, MODES, BenchSettings
 from fanfold.bench.timing import Timings
 from fanfold.bench.workload import Workload
 from fanfold.cli import bench
+from fanfold.deep_ep import Buffer
 from fanfold.errors import ArgumentError, ConfigError, UnavailableError
-from fanfold.formats import RowFormat
-from fanfold.geometry import Geometry
 from fanfold.results import HighThroughputResult
 
 
@@ -99,7 +95,13 @@ def test_what_is_left_out_the_backend_decides():
         ("high-throughput --layout token-major --alignment 8", "has no padding"),
         ("low-latency --in-place", "in_place is True, .*high throughput"),
         ("high-throughput --backend host --in-place", "layout, routing and alignment work there"),
-        ("high-throughput --late-weights", "late_weights is True, .*option of low latency"),
+        (
+            "high-throughput --face deep_ep --layout expert-major",
+            "layout is expert_major, .*token_major, or left out, with --face deep_ep",
+        ),
+        ("high-throughput --face deep_ep --alignment 8", "alignment is 8, .*with --face deep_ep"),
+        ("high-throughput --face deep_ep --in-place", "in_place is True, .*with --face deep_ep"),
+        ("high-throughput --face deep_ep --sms 13", "sms is 13, .*even with --face deep_ep"),
     ],
 )
 def test_what_does_not_apply_is_refused(arguments, message):
@@ -124,27 +126,26 @@ def test_in_place_is_of_high_throughput_on_gpus():
     assert low_latency.on("cuda").in_place is None
 
 
-def test_weights_come_with_combine_where_asked_for():
-    (asked,) = points("low-latency")
-    assert asked.late_weights is None
-    (late,) = points("low-latency", "--late-weights")
+def test_the_calls_of_deep_ep_are_token_major():
     for backend in ("host", "cuda"):
-        assert asked.on(backend).late_weights is False
-        assert late.on(backend).late_weights is True
-        (packed,) = points("high-throughput")
-        assert packed.on(backend).late_weights is None
+        (low_latency,) = points("low-latency", "--face", "deep_ep")
+        assert (low_latency.on(backend).face, low_latency.on(backend).layout) == ("deep_ep", None)
+        for layout in ((), ("--layout", "token-major")):
+            (found,) = points("high-throughput", "--face", "deep_ep", *layout)
+            assert found.on(backend).layout == "token_major"
+        (native,) = points("high-throughput")
+        assert (native.face, native.on(backend).layout) == ("native", "expert_major")
 
 
-def test_committed_results_have_a_step_for_late_weights():
+def test_committed_results_have_steps_for_deep_ep():
     file = Path(__file__).parents[2] / "benchmarks" / "run_cuda.py"
     steps = runpy.run_path(str(file))["STEPS"]
     found = {name: list(step(4)) for name, step in steps.items()}
-    assert {name for name, settings in found.items() if any(s.late_weights for s in settings)} == {
-        "late_weights"
-    }
-    early = [dataclasses.replace(s, baseline=False, overlap=False) for s in found["baseline"]]
-    assert [dataclasses.replace(s, late_weights=None) for s in found["late_weights"]] == early
-    assert all(s.late_weights and s.check for s in found["late_weights"])
+    through = {name for name, points in found.items() if any(s.face == "deep_ep" for s in points)}
+    assert through == {"deep_ep", "deep_ep_rows"}
+    native = [dataclasses.replace(s, baseline=False, overlap=False) for s in found["baseline"]]
+    assert [dataclasses.replace(s, face="native") for s in found["deep_ep"]] == native
+    assert all(s.face == "deep_ep" and s.check for name in through for s in found[name])
 
 
 @pytest.mark.parametrize("option", ["overlap", "sms", "in_place"])
@@ -205,71 +206,6 @@ def test_token_major_rows_in_place_have_their_memory(dtype, row_bytes):
     assert layouts._result_bytes(dataclasses.replace(settings, in_place=False)) == 0
 
 
-GPU = torch.device("cuda")
-
-
-class RecordedMode:
-    """Stands in for the low-latency mode of a GPU, and keeps what it is given."""
-
-    def __init__(self):
-        self.calls = []
-        self.dispatched = Dispatched(*[torch.zeros((2, 12, 16))] * 3, LateRouting(None, None))
-
-    def dispatch(self, geometry, x, topk_idx, **options):
-        self.calls.append(("dispatch", geometry, options))
-        return self.dispatched, "receives" if options["return_hook"] else None
-
-    def combine(self, geometry, y, routing, topk_idx, **options):
-        assert routing is self.dispatched.routing
-        self.calls.append(("combine", geometry, options))
-        return options["out"], "receives" if options["return_hook"] else None
-
-
-def open_late_weights(monkeypatch, settings):
-    """A LateWeights of a GPU that is not there; what was asked for to make it is in its mode."""
-    mode = RecordedMode()
-    mode.opened = {}
-
-    def memory(group, nbytes):
-        mode.opened["nbytes"] = nbytes
-        return types.SimpleNamespace(bytes_per_rank=nbytes)
-
-    def open_mode(memory, config, **options):
-        mode.opened |= options
-        return mode
-
-    monkeypatch.setattr(late_weights, "choose", lambda *which: BackendChoice("cuda", GPU, ""))
-    monkeypatch.setattr(opening, "CudaSymmetricMemory", memory)
-    monkeypatch.setattr(opening.low_latency, "open_low_latency", open_mode)
-    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: tensor)
-    return layouts.open_calls(None, settings), mode
-
-
-def test_late_weights_on_gpus_are_the_modes_own(monkeypatch):
-    settings = BenchSettings(
-        "low_latency", ranks=1, tokens=12, hidden=16, top_k=2, experts=2, dtype="fp8",
-        backend="cuda", late_weights=True,
-    ).on("cuda")  # fmt: skip
-    calls, mode = open_late_weights(monkeypatch, settings)
-    nbytes = cuda_required_bytes(Geometry(1, 2, 2, 16, 12), late_weights=True)
-    assert mode.opened.pop("check_devices")
-    assert mode.opened == {"nbytes": nbytes, "late_weights": True}
-    assert (calls.device, calls.memory_bytes) == (GPU, nbytes)
-    batch = settings.workload().batch(0)
-    out, weights = torch.zeros_like(batch.x), batch.topk_weights
-    calls.combine(batch.x, calls.dispatch(Given(batch.x, batch.topk_idx, weights)), out)
-    received, hook = calls.ep.dispatch(batch.x, batch.topk_idx, weights, return_hook=True)
-    assert hook == calls.ep.combine(batch.x, received, out=out, return_hook=True)[1] == "receives"
-    for number, (name, geometry, options) in enumerate(mode.calls):
-        # Kernels are found by the very object.
-        assert geometry is mode.calls[0][1]
-        assert name == ("dispatch", "combine")[number % 2]
-        sent = {"row_format": RowFormat.FP8} if number % 2 == 0 else {}
-        assert options.pop("late_weights", None) is (weights if number % 2 else None)
-        assert options.pop("out", None) is (out if number % 2 else None)
-        assert options == {**sent, "return_hook": number >= 2}
-
-
 def test_elsewhere_no_memory_is_kept_for_rows(monkeypatch):
     monkeypatch.setattr(layouts, "open_dispatcher", Recorded)
     monkeypatch.setattr(layouts, "HighThroughput", Recorded)
@@ -281,28 +217,48 @@ def test_elsewhere_no_memory_is_kept_for_rows(monkeypatch):
     assert calls.ep.dispatched == [{"capacity": None, "in_place": False}]
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_buffer_that_runs_on_the_host_is_no_bench_of_gpus(monkeypatch, mode):
+    """High throughput does on an older GPU, without an error of the Buffer's."""
+    choice = mock.Mock(supports=lambda asked: asked != mode)
+    buffer = mock.Mock(runtime=mock.Mock(choice=choice), device=torch.device("cuda"))
+
+    class OnTheHost(Buffer):
+        def __new__(cls, *args, **options):
+            return buffer
+
+    monkeypatch.setattr(deep_ep_calls, "Buffer", OnTheHost)
+    settings = BenchSettings(mode, ranks=1, backend="cuda", face="deep_ep")
+    settings = dataclasses.replace(settings, sms=8 if mode == "high_throughput" else None)
+    before = Buffer.num_sms
+    with pytest.raises(UnavailableError, match=f"{mode.replace('_', ' ')} of a Buffer runs on the"):
+        layouts.open_calls(None, settings.on("cuda"))
+    buffer.destroy.assert_called_once_with()
+    assert Buffer.num_sms == before
+
+
 def said_of(result):
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(report.table(result))
-    return console.export_text() + " ".join(report.notes(result))
+    return " ".join([*console.export_text().split(), *report.notes(result)])
 
 
 @pytest.mark.parametrize("backend", ["host", "cuda"])
-def test_reports_say_which_way_weights_came(backend):
+@pytest.mark.parametrize("mode", MODES)
+def test_reports_say_whose_calls_they_are_of(backend, mode):
     times, traffic = Timings(torch.ones((2, 3, 3), dtype=torch.float64)), Traffic(1.0, 2.0)
-    for late in (False, True):
-        settings = BenchSettings("low_latency", ranks=2, late_weights=late).on(backend)
+    for face in FACES:
         result = Result(
-            settings=settings, ranks=2, hosts=1, fanfold=times, baseline=None, dispatch=traffic,
+            settings=BenchSettings(mode, ranks=2, face=face).on(backend),
+            ranks=2, hosts=1, fanfold=times, baseline=None, dispatch=traffic,
             combine=traffic, checked=True, memory_bytes=1, timing={},
             device={"name": "none"} if backend == "cuda" else None,
         )  # fmt: skip
-        assert report.record(result)["late_weights"] is late
+        assert report.record(result)["face"] == face
         said = said_of(result)
-        assert (", weights with combine" in said) is late
+        assert (", through deep_ep" in said) == (face == "deep_ep")
+        late = face == "deep_ep" and mode == "low_latency"
         assert ("Weights come with combine" in said) is late
-    packed = BenchSettings("high_throughput", ranks=2).on(backend)
-    assert report.record(dataclasses.replace(result, settings=packed))["late_weights"] is None
 
 
 @pytest.mark.parametrize("in_place", [True, False])

@@ -211,7 +211,7 @@ def _refused_dispatches(group: Any) -> None:
     _works(buffer, rank)
 
 
-def test_a_refused_dispatch_is_void_on_all_ranks() -> None:
+def test_a_refused_dispatch_is_aborted_on_all_ranks() -> None:
     run(CASE.ranks, _refused_dispatches)
 
 

@@ -13,6 +13,8 @@ from fanfold.errors import (
     FanfoldError,
     PeerRefused,
     PeerTimeout,
+    RingFull,
+    TransportError,
 )
 
 ERRORS = [
@@ -21,7 +23,10 @@ ERRORS = [
     PeerTimeout(1, 3, "low_latency combine", 8, 7, 0.5, False),
     PeerTimeout(1, 3, "low_latency combine", 8, 7, 0.5, True),
     DriverFailure("cuLaunchKernelEx", "kernel k on 1 CTAs", "CUDA_ERROR_NO_BINARY_FOR_GPU", "none"),
+    RingFull(1024, 5024, 4000, 30.0),
     CompileError("a/k.cu", "sm_90a", "a/k.cu(3): error: no", "Kernel: k", "the log"),
+    TransportError(1, 3, "libfabric:tcp", "the connection is gone", 5, 8192, 0.25),
+    TransportError(1, -1, "libfabric:tcp", "no device", 0, 0, 0.0),
 ]
 
 
@@ -36,6 +41,7 @@ def test_pickle(error: FanfoldError) -> None:
 def test_kinds() -> None:
     assert isinstance(ERRORS[0], ValueError)
     assert isinstance(ERRORS[2], TimeoutError)
+    assert isinstance(ERRORS[7], ConnectionError)
 
 
 def test_words() -> None:
@@ -45,3 +51,14 @@ def test_words() -> None:
         assert "rank 1 waited 0.5 s for rank 3 in low_latency combine: expected 8, have 7" in text
     assert "FANFOLD_TIMEOUT_S" in late
     assert "has ended" in gone
+
+
+def test_transport_errors_say_where_and_how_much() -> None:
+    lost, whole = str(ERRORS[7]), str(ERRORS[8])
+    assert lost.startswith(
+        "transport libfabric:tcp between rank 1 and rank 3: the connection is gone; "
+        "5 messages (8192 bytes) were outstanding, and nothing had moved for 0.25 s; "
+    )
+    assert "rank 3 has ended or cannot be reached" in lost
+    assert whole.startswith("transport libfabric:tcp of rank 1: no device; ")
+    assert "fanfold doctor" in whole

@@ -347,7 +347,7 @@ def test_a_deep_ep_refusal_tells_the_geometry_of_the_call(mode: Mode) -> None:
     for call, geometry in combines:
         with pytest.raises(ArgumentError):
             buffer.low_latency_combine(*call)
-        # The ranges say whether the dispatch was void, in which case no rank counts the combine.
+        # The ranges say whether the dispatch was aborted, in which case no rank counts the combine.
         name, _, routing, told = mode.calls[-1]  # type: ignore[misc]
         assert (name, told) == ("refuse_combine", geometry)
         assert (routing is None) == (len(call[3]) != 5)

@@ -102,10 +102,13 @@ def sources(every: list[Kernel]) -> list[KernelSource]:
     return list(dict.fromkeys(kernel.source for kernel in every))
 
 
-# The others are among MANY.
+# All of them are among MANY.
 FEW = sources(
-    kernels(*NAMED[0])
-    + [kernel for layer in [*NAMED[1:5], *MANY_RANKS] for kernel in some_kernels(*layer)]
+    [
+        kernel
+        for layer in (NAMED[0], NAMED[3], NAMED[4], MANY_RANKS[2])
+        for kernel in some_kernels(*layer)
+    ]
 )
 MANY = sources([kernel for layer in [*NAMED, *MANY_RANKS, *drawn(4)] for kernel in kernels(*layer)])
 MORE = [

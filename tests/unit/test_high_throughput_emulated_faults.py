@@ -58,7 +58,7 @@ def refuse(mode: CudaHighThroughput, how: str, got: CudaDispatched) -> None:
 
 @pytest.mark.parametrize("how", ["dispatch", "cached", "combine", "weights"])
 @pytest.mark.parametrize("capacity", [None, 500])
-def test_a_refused_call_is_void_on_all_ranks(how: str, capacity: int | None) -> None:
+def test_a_refused_call_is_aborted_on_all_ranks(how: str, capacity: int | None) -> None:
     world = World(SMALL.ranks, ROOMY_RING)
 
     def program(rank: int, mode: CudaHighThroughput) -> None:
@@ -67,7 +67,7 @@ def test_a_refused_call_is_void_on_all_ranks(how: str, capacity: int | None) -> 
         if rank == 1:
             refuse(mode, how, got)
         else:
-            call_that_is_void(mode, how, expect, got, capacity)
+            aborted_call(mode, how, expect, got, capacity)
         # The plan of before is as good as before, and so is the memory.
         check_combine(mode, expect, got, "expert_major")
         run_case(mode, SMALL, rank, "token_major")
@@ -75,7 +75,7 @@ def test_a_refused_call_is_void_on_all_ranks(how: str, capacity: int | None) -> 
     world.run(program)
 
 
-def call_that_is_void(
+def aborted_call(
     mode: CudaHighThroughput, how: str, expect: Round, got: CudaDispatched, capacity: int | None
 ) -> None:
     plan = got.plan
@@ -85,20 +85,20 @@ def call_that_is_void(
             dispatch(mode, expect, "expert_major", capacity)
         return
     if how == "dispatch":
-        void = dispatch(mode, expect, "expert_major", capacity)
-        assert int(void.plan.source_prefix[0]) == -1
+        aborted = dispatch(mode, expect, "expert_major", capacity)
+        assert int(aborted.plan.source_prefix[0]) == -1
         # Who reads these on the GPU, before anything is raised, finds no rows.
-        assert not void.plan.offsets.any()
-        assert not void.plan.tokens_per_expert.any()
-        assert_no_rows(void)
+        assert not aborted.plan.offsets.any()
+        assert not aborted.plan.tokens_per_expert.any()
+        assert_no_rows(aborted)
         # What is done with its plan is no call: rank 1 does not take part.
-        mode.dispatch_cached(sent(expect, mode.device), void.plan, layout="expert_major")
+        mode.dispatch_cached(sent(expect, mode.device), aborted.plan, layout="expert_major")
         y = torch.zeros((500, 32), dtype=torch.bfloat16)
         with pytest.raises(PeerRefused):
-            mode.combine(y, void.plan, layout="expert_major")
-        mode.combine(y, void.plan, layout="expert_major")
+            mode.combine(y, aborted.plan, layout="expert_major")
+        mode.combine(y, aborted.plan, layout="expert_major")
         with pytest.raises(ArgumentError, match="y"):
-            mode.combine(y.float(), void.plan, layout="expert_major")
+            mode.combine(y.float(), aborted.plan, layout="expert_major")
         return
     if how == "cached":
         mode.dispatch_cached(sent(expect, mode.device), plan, layout="expert_major")
@@ -156,13 +156,13 @@ def test_a_dispatch_refused_after_its_plan() -> None:
             with broken, pytest.raises(MemoryError):
                 dispatch(mode, expect, "expert_major", None)
         else:
-            void = dispatch(mode, expect, "expert_major", room)
-            assert int(void.plan.source_prefix[0]) == -1
+            aborted = dispatch(mode, expect, "expert_major", room)
+            assert int(aborted.plan.source_prefix[0]) == -1
             if room is not None:
-                assert_no_rows(void)
-            y = torch.zeros_like(void.tokens)
+                assert_no_rows(aborted)
+            y = torch.zeros_like(aborted.tokens)
             with pytest.raises(PeerRefused, match=r"rank 1 .* high_throughput dispatch"):
-                mode.combine(y, void.plan, layout="expert_major")
+                mode.combine(y, aborted.plan, layout="expert_major")
         run_case(mode, SMALL, rank, "expert_major")
 
     world.run(program)
@@ -194,7 +194,7 @@ def test_ranks_that_disagree_are_told_and_stay_in_step() -> None:
 @pytest.mark.parametrize("in_place", [False, True])
 def test_rows_that_never_came_are_no_indices(layout: str, in_place: bool) -> None:
     """A rank announces its rows and sends none: who waited must not find indices in their place."""
-    world = World(SMALL.ranks, ROOMY_RING, timeout_s=1.0, result_bytes=1 << 16)
+    world = World(SMALL.ranks, ROOMY_RING, timeout_s=0.5, result_bytes=1 << 16)
 
     def program(rank: int, mode: CudaHighThroughput) -> None:
         expect = Round(SMALL, rank)
@@ -225,7 +225,7 @@ def test_rows_that_never_came_are_no_indices(layout: str, in_place: bool) -> Non
 
 @pytest.mark.parametrize("call", ["plan", "dispatch", "combine"])
 def test_a_late_rank_is_named(call: str) -> None:
-    world = World(SMALL.ranks, ROOMY_RING, timeout_s=1.0)
+    world = World(SMALL.ranks, ROOMY_RING, timeout_s=0.5)
 
     def program(rank: int, mode: CudaHighThroughput) -> None:
         expect = Round(SMALL, rank)
@@ -257,7 +257,7 @@ def test_a_rank_that_has_not_come_is_only_announced_to(call: str, layout: str, s
     """Its memory is that of the call before, which it may still read; also where no row goes to
     anybody, as batches are told of all the same."""
     case = dataclasses.replace(SMALL, style=style)
-    world = World(case.ranks, ROOMY_RING, timeout_s=1.0, result_bytes=1 << 16)
+    world = World(case.ranks, ROOMY_RING, timeout_s=0.5, result_bytes=1 << 16)
 
     def begin(rank: int, mode: CudaHighThroughput) -> CudaDispatched:
         got = dispatch(mode, Round(case, rank), layout, 500)
@@ -315,7 +315,7 @@ def test_more_rows_than_the_capacity_are_reported(
         y = torch.full((room + 64, SMALL.hidden), torch.nan, dtype=torch.bfloat16)
         y[:room] = 1.0
         lanes = None if layout == "expert_major" else torch.ones((room, SMALL.top_k))
-        sums, _ = mode.combine(y[:room], got.plan, layout=layout, lane_weights=lanes)
+        sums, _ = mode.combine(y[:room], got.plan, layout=layout, topk_weights=lanes)
         assert not sums.isnan().any()
         run_case(mode, SMALL, rank, layout)
 

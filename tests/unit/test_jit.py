@@ -13,16 +13,13 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fanfold import errors, jit
 from fanfold.config import Config
@@ -30,6 +27,7 @@ from fanfold.jit import cache as cache_module
 from fanfold.jit import kernel, log, nvrtc
 from fanfold.jit.cache import Cache, Entry
 from fanfold.jit.kernel import KernelSource, compile_in
+from tests.unit.conftest import Command
 
 DEVICE = """#pragma once
 #include "constants.h"
@@ -361,9 +359,9 @@ def compile_here(root: Path, folder: Path, start: Any, results: Any) -> None:
 
 def test_processes_at_once_compile_it_once(root: Path, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    start, results = context.Barrier(4), context.Queue()
+    start, results = context.Barrier(3), context.Queue()
     arguments = (root, tmp_path / "cache", start, results)
-    processes = [context.Process(target=compile_here, args=arguments) for _ in range(4)]
+    processes = [context.Process(target=compile_here, args=arguments) for _ in range(3)]
     for process in processes:
         process.start()
     found = [results.get(timeout=60) for _ in processes]
@@ -519,7 +517,7 @@ def fanfold(*arguments: str, **variables: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_list_and_clear(root: Path, tmp_path: Path) -> None:
+def test_list_and_clear(root: Path, tmp_path: Path, inside: Command) -> None:
     tmp_path /= "cache"
     cache = Cache(tmp_path)
     binary = compile_in(root, cache, SOURCE, "sm_90a")
@@ -533,56 +531,20 @@ def test_list_and_clear(root: Path, tmp_path: Path) -> None:
     assert re.fullmatch(pattern + r"test/scale\.cu scale", first)
     assert second.strip() == "kScale=3"
     assert last.startswith("2 compiled kernels, ")
-    code, out, err = fanfold("jit", "list", "--json", FANFOLD_CACHE_DIR=str(tmp_path))
+    code, out, err = inside("jit", "list", "--json")
     listed = json.loads(out)["kernels"]
     assert [one["damaged"] for one in listed] == [True, False]
     assert listed[1]["constants"] == {"kScale": 3}
     assert listed[1]["registers"] == binary.registers
-    code, out, err = fanfold("jit", "clear", FANFOLD_CACHE_DIR=str(tmp_path))
+    code, out, err = inside("jit", "clear")
     assert (code, err) == (0, "")
     assert out == f"removed 2 compiled kernels from {tmp_path}/kernels\n"
     assert not files(cache)
 
 
-def test_where(tmp_path: Path) -> None:
-    code, out, err = fanfold("jit", "where", FANFOLD_CACHE_DIR=str(tmp_path))
+def test_where(tmp_path: Path, inside: Command) -> None:
+    code, out, err = inside("jit", "where")
     assert (code, err) == (0, "")
     assert str(tmp_path) in out
     assert "NVRTC 13." in out
     assert "sm_90" in out
-
-
-def test_warm_refuses_an_odd_geometry() -> None:
-    code, out, err = fanfold("jit", "warm", "--experts", "10", "--ranks", "3")
-    assert (code, out) == (2, "")
-    assert "divisible by the 3 ranks" in err
-
-
-def test_several_are_compiled_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And each once, also where no cache keeps them."""
-    all_at_once = threading.Barrier(3, timeout=20.0)
-    sources = [KernelSource("test/scale.cu", "scale", {"kScale": scale}) for scale in range(4)]
-    compiled: list[KernelSource] = []
-
-    def compile_one(source: KernelSource, arch: str, config: Config | None) -> str:
-        compiled.append(source)
-        all_at_once.wait()
-        return f"{source} for {arch}"
-
-    monkeypatch.setattr(kernel, "_loaded", {(sources[1], 0): "loaded before"})
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(kernel, "compile", compile_one)
-    monkeypatch.setattr(kernel, "_into", lambda device, source, binary: binary)
-    wanted = [f"{source} for sm_90a" for source in sources]
-    wanted[1] = "loaded before"
-    assert jit.load_all([*sources, sources[0]], 0) == [*wanted, wanted[0]]  # type: ignore[comparison-overlap]
-    assert jit.load(sources[2], 0) == wanted[2]  # type: ignore[comparison-overlap]
-    assert len(compiled) == 3
-    assert set(compiled) == {sources[0], sources[2], sources[3]}
-
-
-def test_what_is_loaded_waits_for_no_other_loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = KernelSource("test/scale.cu", "scale", {"kScale": 1})
-    monkeypatch.setattr(kernel, "_loaded", {(source, 0): "loaded before"})
-    with ThreadPoolExecutor(1) as other, kernel._loading:
-        assert other.submit(jit.load, source, 0).result(timeout=20.0) == "loaded before"

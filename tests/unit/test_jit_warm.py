@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.conftest import Command
 from tests.unit.test_jit import fanfold
 
 WARM = (
@@ -16,29 +17,29 @@ WARM = (
 )  # fmt: skip
 
 
-def test_warm_keeps_what_calls_need(tmp_path: Path) -> None:
-    code, out, err = fanfold(*WARM, "--jobs", "2", FANFOLD_CACHE_DIR=str(tmp_path))
+def test_warm_keeps_what_calls_need(tmp_path: Path, inside: Command) -> None:
+    code, out, err = fanfold(*WARM, "--jobs", "2", FANFOLD_CACHE_DIR=str(tmp_path / "cache"))
     assert (code, err) == (0, "")
     name = r"low_latency/(\w+)\.cu fanfold::low_latency::\1"
     pattern = name + r": \d+ registers, compiled in \d+\.\d\d s"
     assert [re.fullmatch(pattern, line)[1] for line in out.splitlines()] == ["dispatch", "combine"]
-    code, out, err = fanfold(*WARM, "--jobs", "1", FANFOLD_CACHE_DIR=str(tmp_path))
+    code, out, err = inside(*WARM, "--jobs", "1")
     assert out.count("kept already\n") == 2
 
 
 @pytest.mark.timeout(120)
-def test_warm_of_high_throughput(tmp_path: Path) -> None:
+def test_warm_of_high_throughput(tmp_path: Path, inside: Command) -> None:
     arguments = (*WARM, "--mode", "high-throughput", "--layout", "token-major", "--scales", "ue8m0")
-    code, out, err = fanfold(*arguments, "--jobs", "3", FANFOLD_CACHE_DIR=str(tmp_path))
+    code, out, err = fanfold(*arguments, "--jobs", "3", FANFOLD_CACHE_DIR=str(tmp_path / "cache"))
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert len(lines) == 21
     assert all("registers, compiled in " in line for line in lines)
     assert lines[1].startswith("high_throughput/plan.cu plan: ")
     assert lines[-1].startswith("formats/quantize.cu quantise: ")
-    code, out, err = fanfold(*arguments, FANFOLD_CACHE_DIR=str(tmp_path))
+    code, out, err = inside(*arguments, "--jobs", "1")
     assert out.count("kept already\n") == 21
-    code, out, err = fanfold("jit", "list", "--json", FANFOLD_CACHE_DIR=str(tmp_path))
+    code, out, err = inside("jit", "list", "--json")
     assert len(json.loads(out)["kernels"]) == 21
 
 
@@ -57,6 +58,7 @@ def test_warm_of_high_throughput(tmp_path: Path) -> None:
         (("--experts", "4096"), "experts is 4096, but must be at most 2048"),
         (("--experts", "40000"), "experts is 40000, but must be from 1 to 32767"),
         (("--experts", "7"), "experts is 7, but must be divisible by the 2 ranks"),
+        (("--experts", "10", "--ranks", "3"), "divisible by the 3 ranks"),
         (("--mode", "high-throughput", "--experts", "4096"), "experts is 4096, but must be from 1"),
         (("--hidden", "70000"), "hidden is 70000, but must be from 16 to 65536"),
         (("--hidden", "24"), "hidden is 24, but must be a multiple of 16"),
@@ -76,8 +78,10 @@ def test_warm_of_high_throughput(tmp_path: Path) -> None:
         (("--arch", "compute_90"), "arch is 'compute_90', but must be a real architecture"),
     ],
 )
-def test_warm_refuses_in_one_line(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
-    code, out, err = fanfold(*WARM, *arguments, FANFOLD_CACHE_DIR=str(tmp_path))
+def test_warm_refuses_in_one_line(
+    inside: Command, arguments: tuple[str, ...], message: str
+) -> None:
+    code, out, err = inside(*WARM, *arguments)
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
     assert message in err

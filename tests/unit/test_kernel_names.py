@@ -150,19 +150,19 @@ def test_an_entry_of_an_older_version_is_not_used(
         assert not compile_in(tmp_path, cache, source, "sm_90a").from_cache
     binary = compile_in(tmp_path, cache, source, "sm_90a")
     assert not binary.from_cache
-    # Nor one that lacks the symbol, or has facts of which nobody knows, whatever its key.
+    # Nor one that lacks the symbol, or has metadata of which nobody knows, whatever its key.
     assert cache.folder is not None
     keys = [key for key, _, _ in cache.entries()]
     for change in ("less", "more"):
         for key in keys:
             entry = cache.load(key)
             assert entry is not None
-            facts = json.loads(json.dumps(entry.facts))
+            metadata = json.loads(json.dumps(entry.metadata))
             if change == "less":
-                del facts["binary"]["symbol"]
+                del metadata["binary"]["symbol"]
             else:
-                facts["binary"]["colour"] = 3
-            cache.store(key, Entry(b"not a kernel", facts))
+                metadata["binary"]["colour"] = 3
+            cache.store(key, Entry(b"not a kernel", metadata))
         again = compile_in(tmp_path, cache, source, "sm_90a")
         assert not again.from_cache
         assert (again.image, again.symbol) == (binary.image, binary.symbol)

@@ -51,6 +51,8 @@ MANY_RANKS = [
     (1024, 1024, 22, 1024),
     (1024, 2048, 32, 16384),
 ]
+# The most measured top-k, the least of everything, odd numbers, the most of one word, and of all.
+EXTREMES = [NAMED[3], NAMED[4], NAMED[11], NAMED[8], MANY_RANKS[3]]
 
 
 @dataclass(frozen=True)
@@ -95,11 +97,10 @@ def kernels(points: list[Point]) -> list[KernelSource]:
     return list(dict.fromkeys(source for one in points for source in one.sources()))
 
 
+# All of them are among MANY.
 FEW = kernels(
-    [point(sizes, number, number) for number, sizes in enumerate(NAMED)]
-    + [point(NAMED[0], rows, rows) for rows in range(len(ROWS))]
-    + [point(sizes, number, number) for number, sizes in enumerate(MANY_RANKS)]
-    + list(drawn(8, seed=1))
+    [point(NAMED[0], rows, rows) for rows in range(len(ROWS))]
+    + [point(sizes, number, number) for number, sizes in enumerate(EXTREMES)]
 )
 MANY = kernels(
     [
@@ -108,6 +109,7 @@ MANY = kernels(
             [*NAMED, *MANY_RANKS], range(len(ROWS)), range(4)
         )
     ]
+    + list(drawn(8, seed=1))
     + list(drawn(60, seed=2))
 )
 MORE = [source for source in kernels(list(drawn(140, seed=3))) if source not in set(MANY)]
@@ -143,10 +145,22 @@ def test_more_for_hopper(compiled: Compiled, source: KernelSource) -> None:
     check(source, compiled(source, "sm_90a"))
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_100a", "sm_120a"])
+OTHER_GPUS = ("sm_80", "sm_100a", "sm_120a")
+
+
+@pytest.mark.parametrize("arch", OTHER_GPUS)
 def test_for_other_gpus(compiled: Compiled, arch: str) -> None:
-    some = kernels([point(NAMED[0], rows, rows) for rows in range(len(ROWS))])
-    for source in some:
+    check_elsewhere(compiled, arch, [point(NAMED[0], rows, rows) for rows in (0, 3)])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arch", OTHER_GPUS)
+def test_other_formats_for_other_gpus(compiled: Compiled, arch: str) -> None:
+    check_elsewhere(compiled, arch, [point(NAMED[0], rows, rows) for rows in (1, 2)])
+
+
+def check_elsewhere(compiled: Compiled, arch: str, points: list[Point]) -> None:
+    for source in kernels(points):
         binary = compiled(source, arch)
         assert 0 < binary.registers <= source.register_limit, f"{source}: {binary.registers}"
 

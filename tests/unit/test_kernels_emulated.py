@@ -262,7 +262,7 @@ def test_a_refused_dispatch_leaves_nothing_behind(shape: Shape, in_flight: bool)
             with pytest.raises(ArgumentError, match=r"x\.dtype"):
                 call.dispatch(bad, return_hook=in_flight)
         else:
-            void, take = call.dispatch(turns[1][rank], return_hook=in_flight)
+            aborted, take = call.dispatch(turns[1][rank], return_hook=in_flight)
         if hook is not None:
             hook()
             if rank != 0:
@@ -274,7 +274,7 @@ def test_a_refused_dispatch_leaves_nothing_behind(shape: Shape, in_flight: bool)
             # Raised by the first combine that follows, which has been made all the same.
             with pytest.raises(PeerRefused, match="rank 0"):
                 call.combine(turns[0][rank], before)
-            call.combine(turns[1][rank], void)
+            call.combine(turns[1][rank], aborted)
         for batches in turns[2:]:
             received, _ = call.dispatch(batches[rank])
             check_received(shape.geometry, batches, rank, received, shape.scale_format)
@@ -317,7 +317,7 @@ def test_waits_for_a_peer_are_counted(shape: Shape, hooks: bool) -> None:
     world = world_of(shape)
     batches = batches_of(shape, 0)
     ranks = shape.geometry.ranks
-    slept_s, last = 1.0, ranks - 1
+    slept_s, last = 0.5, ranks - 1
     barrier = threading.Barrier(ranks, timeout=60.0)
 
     def whole(made: tuple[Any, Any]) -> Any:
@@ -508,7 +508,7 @@ def test_ranks_that_disagree_about_logfmt_are_told_and_wait_for_nothing(late: bo
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], Shape(Geometry(3, 6, 2, 64, 5), late=True)], ids=str)
-def test_a_refused_combine_of_a_void_dispatch_is_void_too(shape: Shape) -> None:
+def test_a_refused_combine_of_an_aborted_dispatch_is_aborted_too(shape: Shape) -> None:
     world = world_of(shape)
     turns = [batches_of(shape, turn) for turn in range(3)]
 

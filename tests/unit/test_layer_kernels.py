@@ -55,8 +55,8 @@ def test_calls_need_no_others(builder: Builder) -> None:
         for name in expected
         if name.startswith("combine token_major") and not name.endswith("few SMs")
     }
-    left |= {"combine expert_major lanes", "combine expert_major weighted"}
-    left |= {f"combine expert_major weighted{lanes} biased" for lanes in ("", " lanes")}
+    left |= {"combine expert_major topk_weights", "combine expert_major weighted"}
+    left |= {f"combine expert_major weighted{more} biased" for more in ("", " topk_weights")}
     assert set(expected) - used == left
 
 
@@ -77,10 +77,11 @@ def test_names() -> None:
         "dispatch expert_major in place new weighted",
         "dispatch expert_major in place new", "dispatch expert_major in place cached",
         "combine expert_major", "combine expert_major biased",
-        "combine expert_major lanes", "combine expert_major lanes biased",
+        "combine expert_major topk_weights", "combine expert_major topk_weights biased",
         "combine expert_major weighted", "combine expert_major weighted biased",
-        "combine expert_major weighted lanes", "combine expert_major weighted lanes biased",
-        "combine expert_major lanes alone",
+        "combine expert_major weighted topk_weights",
+        "combine expert_major weighted topk_weights biased",
+        "combine expert_major topk_weights alone",
     ]  # fmt: skip
 
 

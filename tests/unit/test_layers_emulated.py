@@ -23,7 +23,7 @@ def gpu(builder: Builder) -> Iterator[None]:
         yield
 
 
-CASES = [calls.CASES[2], calls.CASES[5]]
+CASES = [pytest.param(calls.CASES[2], marks=pytest.mark.long), calls.CASES[5]]
 
 
 def _gradients(group: Any, case: calls.Case, capacity: int | None) -> tuple[torch.Tensor, ...]:

@@ -31,10 +31,13 @@ FEW_WARPS = 2
 
 # The layers that the mode is measured with, and the extremes of what a warp does at a step.
 SIZES = [
-    Sizes(4, 256, 8), Sizes(4, 512, 22), Sizes(8, 128, 4), Sizes(1, 1, 1), Sizes(2, 2, 2),
-    Sizes(3, 9, 3), Sizes(6, 1020, 5), Sizes(8, 1024, 7), Sizes(5, 35, 31), Sizes(12, 24, 1),
-    Sizes(32, 2048, 32), Sizes(32, 2048, 1), Sizes(32, 64, 2), Sizes(31, 62, 16), Sizes(7, 7, 17),
-    Sizes(33, 66, 5), Sizes(72, 288, 8), Sizes(1024, 2048, 32),
+    Sizes(4, 256, 8), Sizes(4, 512, 22), Sizes(1, 1, 1), Sizes(3, 9, 3), Sizes(6, 1020, 5),
+    Sizes(5, 35, 31), Sizes(32, 2048, 1), Sizes(31, 62, 16), Sizes(33, 66, 5),
+    Sizes(1024, 2048, 32),
+]  # fmt: skip
+MORE_SIZES = [
+    Sizes(8, 128, 4), Sizes(2, 2, 2), Sizes(8, 1024, 7), Sizes(12, 24, 1), Sizes(32, 2048, 32),
+    Sizes(32, 64, 2), Sizes(7, 7, 17), Sizes(72, 288, 8),
 ]  # fmt: skip
 
 
@@ -44,18 +47,26 @@ def sizes_id(sizes: Sizes) -> str:
 
 # ---- compiling ----------------------------------------------------------------------------------
 
-SOURCES = [kernels.layout_kernel(sizes).source for sizes in SIZES]
+
+def sources_of(every: list[Sizes]) -> list[KernelSource]:
+    return [kernels.layout_kernel(sizes).source for sizes in every]
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=short)
+@pytest.mark.parametrize(
+    "source",
+    [
+        *sources_of(SIZES),
+        *(pytest.param(source, marks=pytest.mark.long) for source in sources_of(MORE_SIZES)),
+    ],
+    ids=short,
+)
 def test_for_hopper(compiled: Compiled, source: KernelSource) -> None:
     check(source, compiled(source, "sm_90a"))
 
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_120a"])
 def test_for_other_gpus(compiled: Compiled, arch: str) -> None:
-    some = [SOURCES[0], SOURCES[11]]
-    for source in some:
+    for source in sources_of([Sizes(4, 256, 8), Sizes(32, 2048, 1)]):
         check(source, compiled(source, arch))
 
 
@@ -95,7 +106,11 @@ def few_warps() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=sizes_id)
+@pytest.mark.parametrize(
+    "sizes",
+    [*SIZES, *(pytest.param(sizes, marks=pytest.mark.long) for sizes in MORE_SIZES)],
+    ids=sizes_id,
+)
 def test_as_on_the_cpu(builder: Builder, few_warps: None, sizes: Sizes) -> None:
     kernel = kernels.layout_kernel(sizes)
     library = builder.load(kernel.source)
@@ -113,7 +128,7 @@ def test_with_all_warps(builder: Builder) -> None:
         assert_right(library, topk_idx, sizes)
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=sizes_id)
+@pytest.mark.parametrize("sizes", [*SIZES, *MORE_SIZES], ids=sizes_id)
 def test_the_way_without_a_kernel(sizes: Sizes) -> None:
     for topk_idx in routings(sizes, (0, 1, 130)):
         wanted = wanted_of(topk_idx, sizes)

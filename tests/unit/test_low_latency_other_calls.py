@@ -71,8 +71,15 @@ def run(
     world.run(on_rank)
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("late_peers", ["raise", "mask"])
+@pytest.mark.parametrize(
+    ("late", "late_peers"),
+    [
+        (False, "raise"),
+        (True, "mask"),
+        pytest.param(False, "mask", marks=pytest.mark.long),
+        pytest.param(True, "raise", marks=pytest.mark.long),
+    ],
+)
 def test_a_rank_that_skips_a_combine(late: bool, late_peers: str) -> None:
     def program(rank: int, calls: Rank) -> tuple[str, str]:
         for _ in range(2):

@@ -66,7 +66,9 @@ SHAPES = [
 
 
 @pytest.mark.usefixtures("low_latency")
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "shape", [pytest.param(SHAPES[0], marks=pytest.mark.long), *SHAPES[1:]], ids=str
+)
 def test_low_latency(shape: Shape) -> None:
     ranks = world_of(shape)
     for turn in range(2):

@@ -24,6 +24,7 @@ from tests.unit.conftest import Compiled
 from tests.unit.test_kernels_compile import check, short
 
 GUARD = 64  # bytes behind results, that nothing may write
+EVERY_FORM = [512, 136]
 
 
 def source_of(hidden: int, scale_format: ScaleFormat) -> KernelSource:
@@ -89,8 +90,16 @@ def assert_same_bits(library: ctypes.CDLL, x: torch.Tensor, form: ScaleFormat, c
     assert torch.equal(got_values, values.flatten().view(torch.uint8))
 
 
-@pytest.mark.parametrize("form", list(ScaleFormat))
-@pytest.mark.parametrize("hidden", HIDDEN)
+def sizes_and_forms() -> Iterator[Any]:
+    """``hidden`` and ``form``: each hidden size in one format by default, in the others as long
+    tests. Those of :func:`test_every_bf16` are in all."""
+    for number, hidden in enumerate(HIDDEN):
+        for place, form in enumerate(ScaleFormat):
+            by_default = hidden in EVERY_FORM or place == number % len(ScaleFormat)
+            yield pytest.param(hidden, form, marks=[] if by_default else [pytest.mark.long])
+
+
+@pytest.mark.parametrize(("hidden", "form"), sizes_and_forms())
 def test_as_on_the_cpu(builder: Builder, hidden: int, form: ScaleFormat) -> None:
     library = builder.load(source_of(hidden, form))
     # With more warps than segments, and with so few that each takes many in turn.
@@ -100,7 +109,7 @@ def test_as_on_the_cpu(builder: Builder, hidden: int, form: ScaleFormat) -> None
 
 
 @pytest.mark.parametrize("form", list(ScaleFormat))
-@pytest.mark.parametrize("hidden", [512, 136])
+@pytest.mark.parametrize("hidden", EVERY_FORM)
 def test_every_bf16(builder: Builder, hidden: int, form: ScaleFormat) -> None:
     library = builder.load(source_of(hidden, form))
     x = every_bf16(hidden)

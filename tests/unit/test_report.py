@@ -73,7 +73,7 @@ FIELDS = {
     "mode", "backend", "transport", "hosts", "ranks", "tokens", "hidden", "top_k", "experts",
     "dtype", "bytes_remote", "bytes_total", "checked", "baseline_total_us", "ratio", "seed",
     "iterations", "warmup", "distribution", "layout", "in_place", "routing", "sms", "alignment",
-    "late_weights", "check", "baseline", "machine", "versions", "commit",
+    "face", "check", "baseline", "machine", "versions", "commit",
 } | {
     f"{phase}_us{suffix}"
     for phase in ("dispatch", "combine", "total")
@@ -206,7 +206,16 @@ def gpu_report(scale):
     names = [
         f"{operation}.{way}"
         for operation in cuda_run.OPERATIONS
-        for way in ("graph", "alone", "l2_flushed", "single", "host", "send", "receive")
+        for way in (
+            "graph",
+            "alone",
+            "l2_flushed",
+            "single",
+            "host",
+            "send",
+            "receive",
+            "hook_host",
+        )
     ]
     samples = {name: torch.full((3,), 10.0 + n) * scale for n, name in enumerate(names)}
     price = {"empty": 6.0, "empty_flushed": 7.0, "launch": 2.0}
@@ -239,7 +248,8 @@ def test_gpu_times_are_the_slowest_ranks_less_what_measuring_costs():
     assert (dispatch["l2_flushed_raw_us"], dispatch["l2_flushed_us"]) == (24.0, 24.0 - (7.0 - 2.0))
     assert (dispatch["host_us"], dispatch["host_least_us"]) == (28.0, 14.0)
     assert dispatch["send_us"] == dispatch["send_raw_us"] - 4.0
-    assert "send_us" not in fields["timing"]["round"]
+    assert (dispatch["host_hook_us"], dispatch["host_hook_least_us"]) == (34.0, 17.0)
+    assert not {"send_us", "host_hook_us"} & fields["timing"]["round"].keys()
     overhead = fields["timing"]["overhead"]
     assert overhead["launch_us"] == 2.0
     assert (overhead["python_us"], overhead["python_least_us"]) == (12.8, 6.4)
@@ -489,17 +499,18 @@ def test_rows_in_place_are_a_series_of_their_own(tmp_path, layout):
     }
 
 
-def test_late_weights_are_a_series_of_their_own(tmp_path):
-    """Lines from before there was the choice are with those whose weights came with dispatch."""
-    early = [line(tokens=t, late_weights=False) for t in (16, 64)]
-    late = [line(tokens=t, late_weights=True) for t in (16, 32)]
-    without = {name: value for name, value in early[0].items() if name != "late_weights"}
-    old = [{**without, "tokens": 128}, line(tokens=256, mode="high_throughput", late_weights=None)]
-    points = plot.load(write(tmp_path / "r.jsonl", [*early, *late, *old]))
+def test_calls_of_deep_ep_are_a_series_of_their_own(tmp_path):
+    """With lines from before there was the choice, which say whether weights came with combine."""
+    native = [line(tokens=t, face="native") for t in (16, 64)]
+    deep_ep = [line(tokens=t, face="deep_ep") for t in (16, 32)]
+    before = {name: value for name, value in native[0].items() if name != "face"}
+    old = [{**before, "tokens": 128}, {**before, "tokens": 256, "late_weights": False}]
+    late = {**before, "tokens": 48, "late_weights": True}
+    points = plot.load(write(tmp_path / "r.jsonl", [*native, *deep_ep, *old, late]))
     along = plot.series_along(points, "tokens")
     assert {label: [p["tokens"] for p in s] for label, s in along.items()} == {
-        "low latency": [16, 64, 128],
-        "low latency, weights with combine": [16, 32],
+        "low latency": [16, 64, 128, 256],
+        "through deep_ep": [16, 32, 48],
     }
 
 
@@ -550,6 +561,19 @@ def test_plot_names_a_malformed_line(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ArgumentError, match=message):
         plot.load(path)
+
+
+def test_plot_leaves_out_other_benches_and_says_so(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    others = [{"bench": "ring"}, {"bench": "network"}, {"bench": "ring"}]
+    path = write(tmp_path / "r.jsonl", [others[0], line(), *others[1:]])
+    assert plot.run(argparse.Namespace(files=[path], out=tmp_path / "p.png")) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said == [
+        "results of bench network are not drawn: 1",
+        "results of bench ring are not drawn: 2",
+        f"{tmp_path / 'p.png'}: 1 result",
+    ]
 
 
 def test_plot_without_results(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import types
 from typing import Any
 
@@ -20,6 +21,7 @@ from fanfold.config import Config
 from fanfold.deferred_free import drain_deferred_frees, free_when_idle
 from fanfold.errors import ArgumentError, UnavailableError
 from fanfold.group import Group, together
+from fanfold.launch import LaunchError
 from fanfold.memory.cuda import CudaSymmetricMemory, own_sms, unavailable, wait_for_kernels
 from fanfold.thread_ranks import ThreadRanks
 from tests.emulation import launches
@@ -74,6 +76,21 @@ def test_threads_have_each_others_addresses_and_a_share_of_the_sms() -> None:
     for bases, _, sms, bounds in found:
         assert bases == addresses
         assert (sms, bounds) == (SMS // 3, (2, SMS // 3))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_where_a_rank_is_late_nothing_waits_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels may still run, and wait for a launch that never comes."""
+    end, drained = threading.Event(), []
+    monkeypatch.setattr(thread_ranks, "drain_deferred_frees", lambda: drained.append("waited"))
+    with ThreadRanks(2, timeout_s=0.2) as ranks:
+        with pytest.raises(LaunchError, match="did not finish"):
+            ranks.run(lambda group: group.rank == 0 or end.wait(60.0))
+        end.set()
+    assert drained == []
+    with ThreadRanks(2) as ranks:
+        ranks.run(lambda group: group.rank)
+    assert drained == ["waited"]
 
 
 def test_threads_wait_for_their_stream_only(gpu: types.SimpleNamespace) -> None:

@@ -80,7 +80,7 @@ PYTHON_CASES = {
     "import of the package's face from within": (
         "fanfold/low_latency.py",
         '"""L."""\nimport fanfold\n',
-        ["[layer] low_latency (layer 10) uses __init__ (layer 13)"],
+        ["[layer] low_latency (layer 10) uses __init__ (layer 14)"],
     ),
     "a part that is in no list": (
         "fanfold/attic.py",

@@ -8,7 +8,7 @@ the mode and is raised before anything else is enqueued; what concerns one call 
 combine after it has been enqueued, so that this rank stays in step with the others.
 
 A rank that refuses takes part with one kernel, whichever call it is. A new routing has two, but
-where the first was void the second does nothing, and neither does what is done with its plan.
+if the first was aborted, the second does nothing, nor do later calls with its plan.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fanfold.backends.choose import LEAST_CAPABILITY
 from fanfold.backends.high_throughput.grid import Grid
 from fanfold.backends.high_throughput.in_place import Results
 from fanfold.backends.high_throughput.kernels import (
-    LANES_ALONE_ROW_BYTES,
+    WEIGHTS_ALONE_ROW_BYTES,
     CombineKind,
     DispatchKind,
     Sizes,
@@ -41,9 +41,9 @@ from fanfold.backends.high_throughput.protocol import (
     anywhere,
     check_apart,
     check_biases,
-    check_lanes,
     check_layout,
     check_outputs,
+    check_returned_weights,
     check_routing,
     check_rows,
     quantized,
@@ -57,7 +57,8 @@ from fanfold.geometry import check_aligned, check_integer, check_tensor
 from fanfold.group import agree
 from fanfold.kernel_state import new_state
 from fanfold.lending import address_of
-from fanfold.memory.cuda import CudaSymmetricMemory, are_threads, wait_for_kernels
+from fanfold.memory import GpuPeerMemory
+from fanfold.memory.cuda import are_threads, wait_for_kernels
 from fanfold.refusal import Refusing
 from fanfold.stream_order import StreamOrder, stream_at
 
@@ -65,7 +66,7 @@ __all__ = ["CudaHighThroughput"]
 
 _LINE = 128
 _UNBOUNDED = 1 << 62
-_LANES_ALONE_HIDDEN = LANES_ALONE_ROW_BYTES // torch.bfloat16.itemsize
+_WEIGHTS_ALONE_HIDDEN = WEIGHTS_ALONE_ROW_BYTES // torch.bfloat16.itemsize
 
 
 class CudaHighThroughput:
@@ -75,7 +76,7 @@ class CudaHighThroughput:
     Ranks must also agree about the layout and ``expert_alignment``. What only the GPU can find (an
     entry of ``topk_idx`` out of range, more rows than the capacity, a peer that has refused, ranks
     that disagree) is raised by a later combine, or by :meth:`check`; that a peer is late by any
-    later call. A dispatch without capacity raises what has made its plan void.
+    later call. A dispatch without capacity raises the error that has aborted its plan.
 
     Args:
         memory: the ranks' symmetric memory; must stay open as long as this object is used.
@@ -97,7 +98,7 @@ class CudaHighThroughput:
 
     def __init__(
         self,
-        memory: CudaSymmetricMemory,
+        memory: GpuPeerMemory,
         config: Config,
         *,
         max_tokens: int = 65536,
@@ -121,8 +122,8 @@ class CudaHighThroughput:
         except Exception as failure:  # for want of memory, too
             error = failure
         # When all have come here, everybody's words are zero.
-        facts = {"bytes": memory.bytes_per_rank, "max_tokens": max_tokens}
-        agree(memory.group, {**facts, "result_bytes": result_bytes}, error)
+        values = {"bytes": memory.bytes_per_rank, "max_tokens": max_tokens}
+        agree(memory.group, {**values, "result_bytes": result_bytes}, error)
 
     @staticmethod
     def required_bytes(ranks: int, config: Config, result_bytes: int = 0) -> int:
@@ -244,7 +245,7 @@ class CudaHighThroughput:
         stream = plan.stream = self._follow()
         planning.launch(planning.args, stream)
         if dispatched is None:
-            # Where the plan is void this is no call.
+            # If the plan is aborted, no rank makes this call.
             with Refusing(lambda error: self.refuse_dispatch(error, plan)):
                 self._await_totals(plan)
                 if planned is not None:
@@ -289,7 +290,7 @@ class CudaHighThroughput:
             dispatched = self._allocate(plan, x, kind)
             if layout == "expert_major" and plan.rows_of is None:
                 shape = (len(plan.source_token), plan.top_k)
-                # The call may be void, and leave them as they are.
+                # An aborted call leaves them as they are.
                 plan.rows_of = torch.full(shape, -1, dtype=torch.int32, device=self.device)
         args = sending.args
         self._begin_dispatch(args, dispatched, values, scales, None)
@@ -311,7 +312,7 @@ class CudaHighThroughput:
         *,
         layout: RowOrder,
         row_weights: torch.Tensor | None = None,
-        lane_weights: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
         bias: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -321,10 +322,10 @@ class CudaHighThroughput:
         with Refusing(lambda error: self.refuse_combine(error, plan)):
             check_layout(layout)
             self._check_plan(plan, layout)
-            self.check_devices(y=y, row_weights=row_weights, lane_weights=lane_weights, out=out)
+            self.check_devices(y=y, row_weights=row_weights, topk_weights=topk_weights, out=out)
             check_outputs(y, [plan.row_count(layout)], layout, row_weights, self.device)
             check_aligned("y", y)
-            lanes = self._lanes(lane_weights, plan, layout, y.shape[0])
+            sums = self._returned_weights(topk_weights, plan, layout, y.shape[0])
             shape = (plan.tokens, y.shape[1])
             biases = check_biases(bias, shape, self.device)
             if out is None:
@@ -334,36 +335,36 @@ class CudaHighThroughput:
                 check_aligned(name, tensor)
             check_apart("out", out, "y", y)
             weighted = row_weights is not None
-            call = self._combining(plan, layout, y, weighted, lanes is not None, bool(biases))
+            call = self._combining(plan, layout, y, weighted, sums is not None, bool(biases))
         args = call.args
         args.biases = len(biases)
         args.row_weights = address_of(row_weights)
-        args.lane_weights, args.out_weights = address_of(lane_weights), address_of(lanes)
+        args.topk_weights, args.out_weights = address_of(topk_weights), address_of(sums)
         for place, rows in enumerate(biases):
             args.set_bias(place, rows.data_ptr())
         self._finish_combine(call, plan, y, out)
-        return out, lanes
+        return out, sums
 
     def combine_weights(
-        self, lane_weights: torch.Tensor, plan: CudaPlan, *, layout: RowOrder
+        self, topk_weights: torch.Tensor, plan: CudaPlan, *, layout: RowOrder
     ) -> torch.Tensor:
         """See :meth:`HighThroughputBackend.combine_weights`. Rows of 16 bytes travel along."""
         self._check_usable()
         with Refusing(lambda error: self.refuse_combine(error, plan)):
             check_layout(layout)
             self._check_plan(plan, layout)
-            self.check_devices(lane_weights=lane_weights)
-            lanes = self._lanes(lane_weights, plan, layout, None)
-            if lanes is None:
-                raise ArgumentError("lane_weights", None, "a torch.Tensor")
-            y = self._empty((plan.row_count(layout), _LANES_ALONE_HIDDEN), torch.bfloat16)
-            out = self._empty((plan.tokens, _LANES_ALONE_HIDDEN), torch.bfloat16)
+            self.check_devices(topk_weights=topk_weights)
+            sums = self._returned_weights(topk_weights, plan, layout, None)
+            if sums is None:
+                raise ArgumentError("topk_weights", None, "a torch.Tensor")
+            y = self._empty((plan.row_count(layout), _WEIGHTS_ALONE_HIDDEN), torch.bfloat16)
+            out = self._empty((plan.tokens, _WEIGHTS_ALONE_HIDDEN), torch.bfloat16)
             call = self._combining(plan, layout, y, False, True)
         args = call.args
         args.row_weights = 0
-        args.lane_weights, args.out_weights = lane_weights.data_ptr(), lanes.data_ptr()
+        args.topk_weights, args.out_weights = topk_weights.data_ptr(), sums.data_ptr()
         self._finish_combine(call, plan, y, out)
-        return lanes
+        return sums
 
     # ---- refusals and reports -------------------------------------------------------------------
 
@@ -380,11 +381,11 @@ class CudaHighThroughput:
         self.check()
 
     def refuse_dispatch(self, error: BaseException, plan: object = None) -> None:
-        """Makes this dispatch void on all ranks because of ``error``, found by a layer above.
+        """Aborts this dispatch on all ranks because of ``error``, found by a layer above.
 
         Args:
             error: what was found.
-            plan: of a cached dispatch: if it is void, so is the call without this.
+            plan: of a cached dispatch: if it is aborted, the call is so without this.
         """
         del error  # the peers learn who refused, and look there
         if self._reports.fatal() or torch.cuda.is_current_stream_capturing():
@@ -397,7 +398,7 @@ class CudaHighThroughput:
         self._refusal.launch(args, stream)
 
     def refuse_combine(self, error: BaseException, plan: object = None) -> None:
-        """Makes this combine void on all ranks because of ``error``, found by a layer above.
+        """Aborts this combine on all ranks because of ``error``, found by a layer above.
 
         Args:
             error, plan: as in :meth:`refuse_dispatch`.
@@ -493,7 +494,7 @@ class CudaHighThroughput:
         totals = self._totals.wait(torch.cuda.current_stream(self.device), limit_s)
         if totals is None or self._reports.fatal():
             self.check()
-            raise UsageError("a plan was void, and why has been raised already")
+            raise UsageError("a plan was aborted; an earlier call has raised the reason")
         plan.received, plan.expert_rows = totals
 
     def _allocate(self, plan: CudaPlan, x: Rows, kind: DispatchKind) -> CudaDispatched:
@@ -504,14 +505,14 @@ class CudaHighThroughput:
         sources = self._empty((3, count), torch.int32)
         if new:
             arriving = plan.row_count("token_major")
-            lanes = (arriving, plan.top_k)
+            entries = (arriving, plan.top_k)
             plan.source_token = sources[2, :arriving]
             if expert_major:
-                plan.rows_of = self._empty(lanes, torch.int32)
+                plan.rows_of = self._empty(entries, torch.int32)
             else:
-                plan.topk_idx = self._empty(lanes, torch.int64)
+                plan.topk_idx = self._empty(entries, torch.int64)
             if weighted and not expert_major:
-                plan.topk_weights = self._empty(lanes, torch.float32)
+                plan.topk_weights = self._empty(entries, torch.float32)
         if new and weighted and expert_major:
             plan.row_weights = self._empty((count,), torch.float32)
         return CudaDispatched(
@@ -548,7 +549,7 @@ class CudaHighThroughput:
         args.scales = address_of(scales)
         if scales is not None:
             args.scale_token_stride, args.scale_word_stride = scales.stride()
-        args.lanes = (plan.places if choices is None else choices).data_ptr()
+        args.topk_words = (plan.places if choices is None else choices).data_ptr()
         args.rows, args.first_rows = plan.rows.data_ptr(), plan.first_rows.data_ptr()
         args.source_prefix = plan.source_prefix.data_ptr()
         args.offsets = plan.offsets.data_ptr()
@@ -556,27 +557,24 @@ class CudaHighThroughput:
         args.marks_absent = plan.capacity is not None
         dispatched.place(args)
 
-    def _lanes(
-        self,
-        lane_weights: torch.Tensor | None,
-        plan: CudaPlan,
-        layout: RowOrder,
-        rows: int | None,
+    def _returned_weights(
+        self, topk_weights: torch.Tensor | None, plan: CudaPlan, layout: RowOrder, rows: int | None
     ) -> torch.Tensor | None:
-        """Room for the lanes of the own tokens, if there are any."""
-        if lane_weights is None:
+        """Room for the sums of the weights that return, if any do."""
+        if topk_weights is None:
             return None
         allowed = [plan.row_count(layout)]
-        check_lanes(lane_weights, allowed, layout, rows, plan.top_k, self.device)
+        check_returned_weights(topk_weights, allowed, layout, rows, plan.top_k, self.device)
         return self._empty((plan.tokens, plan.top_k), torch.float32)
 
     def _combining(
-        self, plan: CudaPlan, layout: RowOrder, y: torch.Tensor, weighted: bool, lanes: bool,
+        self, plan: CudaPlan, layout: RowOrder, y: torch.Tensor, weighted: bool, returns: bool,
         biased: bool = False,
     ) -> Call[_core.CudaHighThroughputCombineArgs]:  # fmt: skip
         sizes = Sizes(plan.ranks, plan.num_experts, plan.top_k)
         row_bytes = y.shape[1] * y.itemsize
-        kind = CombineKind(sizes, row_bytes, layout == "expert_major", weighted, lanes, biased)
+        expert_major = layout == "expert_major"
+        kind = CombineKind(sizes, row_bytes, expert_major, weighted, returns, biased)
         return self._launches.combine(kind)
 
     def _finish_combine(

@@ -15,9 +15,9 @@ from fanfold.backends.high_throughput.protocol import (
     Rows,
     check_biases,
     check_capacity,
-    check_lanes,
     check_layout,
     check_outputs,
+    check_returned_weights,
     check_routing,
     check_rows,
     quantized,
@@ -55,8 +55,8 @@ class Plan:
         tokens_per_expert: ``[E_l]`` int32: rows of each local expert; a token counts once.
         offsets: ``[E_l + 1]`` int64: where each expert's rows begin in expert-major order, rounded
             up to the alignment; the last is the number of rows with all padding.
-        rows_of: ``[N, K]`` int32: the expert-major row of each lane, -1 where topk_idx is -1. Lanes
-            of one row that name one expert share its row.
+        rows_of: ``[N, K]`` int32: the expert-major row of each top-k entry, -1 where topk_idx is
+            -1. Entries of one row that name one expert share its row.
         capacity: rows to allocate, where the dispatch was given a number; else None.
     """
 
@@ -83,19 +83,19 @@ class Plan:
         Raises:
             ArgumentError: for the first that has not.
         """
-        lanes, experts = (self.received, self.top_k), self.num_experts // self.ranks
+        entries, experts = (self.received, self.top_k), self.num_experts // self.ranks
         for name, shape, dtype in (
             ("is_token_in_rank", (self.tokens, self.ranks), torch.bool),
             ("source_prefix", (self.ranks,), torch.int32),
             ("source_token", (self.received,), torch.int32),
-            ("topk_idx", lanes, torch.int64),
+            ("topk_idx", entries, torch.int64),
             ("tokens_per_expert", (experts,), torch.int32),
             ("offsets", (experts + 1,), torch.int64),
-            ("rows_of", lanes, torch.int32),
+            ("rows_of", entries, torch.int32),
         ):
             check_tensor(f"plan.{name}", getattr(self, name), shape, (dtype,), device=_CPU)
         if self.topk_weights is not None:
-            check_tensor("plan.topk_weights", self.topk_weights, lanes, (torch.float32,),
+            check_tensor("plan.topk_weights", self.topk_weights, entries, (torch.float32,),
                          device=_CPU)  # fmt: skip
 
     def needed(self, layout: RowOrder) -> int:
@@ -245,7 +245,7 @@ class HostHighThroughput:
         *,
         layout: RowOrder,
         row_weights: torch.Tensor | None = None,
-        lane_weights: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
         bias: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -255,38 +255,38 @@ class HostHighThroughput:
             check_layout(layout)
             self._check_plan(plan)
             check_outputs(y, plan.allowed(layout), layout, row_weights, _CPU)
-            lanes = self._lanes(lane_weights, plan, layout, y.shape[0])
+            sums = self._returned_weights(topk_weights, plan, layout, y.shape[0])
             shape = (plan.tokens, y.shape[1])
             biases = check_biases(bias, shape, _CPU)
             if out is None:
                 out = self._pool.empty(shape, torch.bfloat16)
             check_tensor("out", out, shape, (torch.bfloat16,), device=_CPU)
-        given = _outputs(layout, row_weights, lane_weights)
+        given = _outputs(layout, row_weights, topk_weights)
         given.y, given.hidden = lend(y), y.shape[1]
         result = _core.HighThroughputResult()
-        result.out, result.weights = lend(out), lend_if_given(lanes)
+        result.out, result.weights = lend(out), lend_if_given(sums)
         for place, rows in enumerate(biases):
             result.set_bias(place, lend(rows))
         self._core.combine(given, _core_plan(plan), result)
         self._memory.warn_of_late()
-        return out, lanes
+        return out, sums
 
     def combine_weights(
-        self, lane_weights: torch.Tensor, plan: Plan, *, layout: RowOrder
+        self, topk_weights: torch.Tensor, plan: Plan, *, layout: RowOrder
     ) -> torch.Tensor:
         """See :meth:`HighThroughputBackend.combine_weights`."""
         self._memory.check()
         with Refusing(self.refuse_combine):
             check_layout(layout)
             self._check_plan(plan)
-            lanes = self._lanes(lane_weights, plan, layout, None)
-            if lanes is None:
-                raise ArgumentError("lane_weights", None, "a torch.Tensor")
+            sums = self._returned_weights(topk_weights, plan, layout, None)
+            if sums is None:
+                raise ArgumentError("topk_weights", None, "a torch.Tensor")
         result = _core.HighThroughputResult()
-        result.weights = lend(lanes)
-        self._core.combine(_outputs(layout, None, lane_weights), _core_plan(plan), result)
+        result.weights = lend(sums)
+        self._core.combine(_outputs(layout, None, topk_weights), _core_plan(plan), result)
         self._memory.warn_of_late()
-        return lanes
+        return sums
 
     def use_sms(self, sms: int | None) -> None:
         """See :meth:`HighThroughputBackend.use_sms`."""
@@ -302,7 +302,7 @@ class HostHighThroughput:
 
     def refuse_dispatch(self, error: BaseException, plan: object = None) -> None:
         """See :meth:`HighThroughputBackend.refuse_dispatch`."""
-        del plan  # it is never void here
+        del plan  # no plan is of an aborted call here
         tell(self._core.refuse_dispatch, error)
 
     def refuse_combine(self, error: BaseException, plan: object = None) -> None:
@@ -311,13 +311,13 @@ class HostHighThroughput:
         tell(self._core.refuse_combine, error)
 
     @staticmethod
-    def _lanes(
-        lane_weights: torch.Tensor | None, plan: Plan, layout: RowOrder, rows: int | None
+    def _returned_weights(
+        topk_weights: torch.Tensor | None, plan: Plan, layout: RowOrder, rows: int | None
     ) -> torch.Tensor | None:
-        """Room for the lanes of the own tokens, if there are any."""
-        if lane_weights is None:
+        """Room for the sums of the weights that return, if any do."""
+        if topk_weights is None:
             return None
-        check_lanes(lane_weights, plan.allowed(layout), layout, rows, plan.top_k, _CPU)
+        check_returned_weights(topk_weights, plan.allowed(layout), layout, rows, plan.top_k, _CPU)
         return torch.empty((plan.tokens, plan.top_k), dtype=torch.float32, device=_CPU)
 
     def _check_plan(self, plan: Plan) -> None:
@@ -361,7 +361,7 @@ class _Draft:
         return plan
 
     def complete(self, received: int, weighted: bool, capacity: int | None) -> Plan:
-        lanes = (received, self.top_k)
+        shape = (received, self.top_k)
         tokens, ranks = self.is_token_in_rank.shape
         return Plan(
             ranks=ranks,
@@ -372,11 +372,11 @@ class _Draft:
             received=received,
             source_prefix=self.source_prefix,
             source_token=torch.empty(received, dtype=torch.int32, device=_CPU),
-            topk_idx=torch.empty(lanes, dtype=torch.int64, device=_CPU),
-            topk_weights=torch.empty(lanes, dtype=torch.float32, device=_CPU) if weighted else None,
+            topk_idx=torch.empty(shape, dtype=torch.int64, device=_CPU),
+            topk_weights=torch.empty(shape, dtype=torch.float32, device=_CPU) if weighted else None,
             tokens_per_expert=self.tokens_per_expert,
             offsets=self.offsets,
-            rows_of=torch.empty(lanes, dtype=torch.int32, device=_CPU),
+            rows_of=torch.empty(shape, dtype=torch.int32, device=_CPU),
             capacity=capacity,
         )
 
@@ -433,10 +433,10 @@ def _into(dispatched: Dispatched, layout: RowOrder) -> _core.HighThroughputRecei
 
 
 def _outputs(
-    layout: RowOrder, row_weights: torch.Tensor | None, lane_weights: torch.Tensor | None
+    layout: RowOrder, row_weights: torch.Tensor | None, topk_weights: torch.Tensor | None
 ) -> _core.HighThroughputOutputs:
     given = _core.HighThroughputOutputs()
     given.expert_major = layout == "expert_major"
-    given.row_weights, given.lane_weights = lend_if_given(row_weights), lend_if_given(lane_weights)
-    given.lanes = lane_weights is not None
+    given.row_weights, given.topk_weights = lend_if_given(row_weights), lend_if_given(topk_weights)
+    given.weighted = topk_weights is not None
     return given

@@ -8,7 +8,7 @@ from fanfold.backends.high_throughput.kernels import DispatchKind
 from fanfold.backends.high_throughput.protocol import Rows, check_apart
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.formats import RowFormat, ScaleFormat, scale_columns
-from fanfold.memory.cuda import CudaSymmetricMemory
+from fanfold.memory import GpuPeerMemory
 
 __all__ = ["Results", "bytes_for_results", "bytes_for_rows"]
 
@@ -37,7 +37,7 @@ class Results:
         nbytes: likewise.
     """
 
-    def __init__(self, memory: CudaSymmetricMemory, begin: int, nbytes: int) -> None:
+    def __init__(self, memory: GpuPeerMemory, begin: int, nbytes: int) -> None:
         # Not the tensor, which would keep all of the memory when it is closed.
         self._memory, self._begin, self._nbytes = memory, begin, nbytes
 

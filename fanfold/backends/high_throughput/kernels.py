@@ -17,9 +17,9 @@ from fanfold.jit import KernelSource
 
 __all__ = [
     "DEFAULT_MOST_CTAS",
-    "LANES_ALONE_ROW_BYTES",
     "LAYOUT_CTAS",
     "MOST_SHARED_BYTES",
+    "WEIGHTS_ALONE_ROW_BYTES",
     "CombineKind",
     "DispatchKind",
     "Kernel",
@@ -35,8 +35,8 @@ __all__ = [
 MOST_SHARED_BYTES = 227 << 10
 """Dynamic shared memory that a CTA may have on compute capabilities 9.0 and 10.0."""
 
-LANES_ALONE_ROW_BYTES = 16
-"""Of the rows beside which numbers of lanes travel where there are no others."""
+WEIGHTS_ALONE_ROW_BYTES = 16
+"""Of the rows beside which weights return where no outputs do."""
 
 DEFAULT_MOST_CTAS = 24
 """Of a kernel, if nobody asks for more: SMs belong to what runs beside, and long rows hardly need
@@ -142,7 +142,7 @@ class DispatchKind:
         row_bytes: of a row's values.
         scale_words: of a row's scales, 4 bytes each.
         expert_major: the order of the rows; else token-major.
-        new_routing: whether the plan is new: what is told of the rows is kept.
+        new_routing: whether the plan is new: the kernel stores what describes the rows.
         weighted: whether weights travel.
         in_place: rows go straight to their place, expert-major to one of them, not through a ring.
     """
@@ -190,8 +190,8 @@ class DispatchKind:
     @property
     def bytes_beside(self) -> int:
         """What travels beside a row: scales, a word for each choice, weights."""
-        lanes = int(self.expert_major or self.new_routing) + int(self.weighted)
-        return 4 * (self.scale_words + lanes * self.sizes.top_k)
+        words = int(self.expert_major or self.new_routing) + int(self.weighted)
+        return 4 * (self.scale_words + words * self.sizes.top_k)
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class CombineKind:
         row_bytes: of a row.
         expert_major: the order of the outputs; else token-major.
         weighted: whether outputs are multiplied.
-        lanes: whether numbers of the choices travel.
+        returns_weights: whether the top-k weights return with the rows.
         biased: whether sums begin with biases; ranks need not agree.
     """
 
@@ -211,13 +211,13 @@ class CombineKind:
     row_bytes: int
     expert_major: bool
     weighted: bool
-    lanes: bool
+    returns_weights: bool
     biased: bool = False
 
     @property
     def slot_bytes(self) -> int:
         """Of a row in a ring: whole lines."""
-        return _align(self.row_bytes + (4 * self.sizes.top_k if self.lanes else 0), _LINE)
+        return _align(self.row_bytes + (4 * self.sizes.top_k if self.returns_weights else 0), _LINE)
 
     @property
     def slices(self) -> int:
@@ -400,7 +400,7 @@ def combine_kernel(
         "kSlotBytes": kind.slot_bytes,
         "kExpertMajor": int(kind.expert_major),
         "kWeighted": int(kind.weighted),
-        "kTopKWeights": int(kind.lanes),
+        "kTopKWeights": int(kind.returns_weights),
         "kBiased": int(kind.biased),
         "kSlices": slices,
         "kSliceUnits": slice_units,
@@ -432,5 +432,5 @@ def core_shape(kind: DispatchKind | CombineKind) -> _core.CudaHighThroughputShap
         shape.in_place = int(kind.in_place)
         shape.variant = int(kind.new_routing) | int(kind.weighted) << 1
     else:
-        shape.slices, shape.variant = kind.slices, int(kind.lanes)
+        shape.slices, shape.variant = kind.slices, int(kind.returns_weights)
     return shape

@@ -15,7 +15,8 @@ from fanfold.backends.high_throughput.grid import Grid
 from fanfold.backends.high_throughput.kernels import CombineKind, DispatchKind, Kernel, Sizes
 from fanfold.config import Config
 from fanfold.errors import ArgumentError
-from fanfold.memory.cuda import CudaSymmetricMemory, own_sms
+from fanfold.memory import PeerMemory
+from fanfold.memory.cuda import own_sms
 
 __all__ = ["Call", "Launches", "ctas_bounds", "grid_of"]
 
@@ -134,15 +135,13 @@ class Launches:
         return launch
 
 
-def ctas_bounds(memory: CudaSymmetricMemory) -> tuple[int, int]:
+def ctas_bounds(memory: PeerMemory) -> tuple[int, int]:
     """The fewest and the most CTAs that a kernel may have."""
     sms = own_sms(memory)
     return 1 + int(memory.ranks > 1), min(sms, _core.CUDA_HIGH_THROUGHPUT_MOST_CTAS)
 
 
-def grid_of(
-    memory: CudaSymmetricMemory, config: Config, ctas: int | None, senders: int | None
-) -> Grid:
+def grid_of(memory: PeerMemory, config: Config, ctas: int | None, senders: int | None) -> Grid:
     """The CTAs that were asked for, else those of the configuration, else the model's."""
     most = ctas_bounds(memory)[1]
     if ctas is None and config.ctas is not None:

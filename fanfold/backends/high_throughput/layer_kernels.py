@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from fanfold import _core, quantizing
 from fanfold.backends.high_throughput.kernels import (
-    LANES_ALONE_ROW_BYTES,
     MOST_SHARED_BYTES,
+    WEIGHTS_ALONE_ROW_BYTES,
     CombineKind,
     DispatchKind,
     Sizes,
@@ -125,10 +125,15 @@ class Layer:
     def _combines(self, layout: RowOrder) -> Iterator[tuple[str, CombineKind]]:
         start, expert_major = f"combine {layout}", layout == "expert_major"
         kinds = itertools.product((False, True) if expert_major else (False,), (False, True))
-        for (weighted, lanes), biased in itertools.product(kinds, (False, True)):
-            words = [start, *["weighted"] * weighted, *["lanes"] * lanes, *["biased"] * biased]
+        for (weighted, returns), biased in itertools.product(kinds, (False, True)):
+            words = [
+                start,
+                *["weighted"] * weighted,
+                *["topk_weights"] * returns,
+                *["biased"] * biased,
+            ]
             row_bytes = 2 * self.hidden
-            kind = CombineKind(self.sizes, row_bytes, expert_major, weighted, lanes, biased)
+            kind = CombineKind(self.sizes, row_bytes, expert_major, weighted, returns, biased)
             yield " ".join(words), kind
-        alone = CombineKind(self.sizes, LANES_ALONE_ROW_BYTES, expert_major, False, True)
-        yield f"{start} lanes alone", alone
+        alone = CombineKind(self.sizes, WEIGHTS_ALONE_ROW_BYTES, expert_major, False, True)
+        yield f"{start} topk_weights alone", alone

@@ -1,7 +1,7 @@
 """The layout of a routing on GPUs: its kernel, which routings it takes, launching it.
 
 It needs NVRTC and compute capability 9.0; where these are not,
-:func:`fanfold.backends.high_throughput.layout.layout_there` is another way to the same counts.
+:func:`fanfold.backends.high_throughput.layout.layout_there` gives the same counts.
 """
 
 from __future__ import annotations

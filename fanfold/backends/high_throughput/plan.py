@@ -18,8 +18,8 @@ class CudaPlan:
     """What one routing means on this rank. Reusable: the handle of a cached dispatch. On the GPU.
 
     N is ``received`` where the CPU knows it, else ``capacity``, of which the first
-    ``source_prefix[-1]`` rows are there. After a call that a rank has refused the plan is void:
-    ``source_prefix[0]`` is -1 and the rest not written; what is done with it does nothing.
+    ``source_prefix[-1]`` rows are there. If a rank refuses the call, the plan is aborted too:
+    ``source_prefix[0]`` is -1, the rest is not written, and later calls with it do nothing.
 
     Attributes:
         ranks: R.
@@ -38,11 +38,11 @@ class CudaPlan:
         tokens_per_expert: ``[E_l]`` int32: rows of each local expert; a token counts once.
         offsets: ``[E_l + 1]`` int64: where each expert's rows begin in expert-major order, rounded
             up to the alignment; the last is the number of rows with all padding. Of an expert-major
-            dispatch with a capacity both speak of the rows that fit, in a void one of none.
+            dispatch with a capacity both speak of the rows that fit, in an aborted one of none.
         batches: ``[R, most_batches(max_tokens)]`` int64: which tokens of each source's batches
             brought a row, as the kernels write it.
-        rows_of: ``[N, K]`` int32: the expert-major row of each lane, -1 for experts elsewhere and
-            for none; None until a dispatch by this plan was expert-major.
+        rows_of: ``[N, K]`` int32: the expert-major row of each top-k entry, -1 for experts
+            elsewhere and for none; None until a dispatch by this plan was expert-major.
         topk_idx: ``[N, K]`` int64: local expert ids, -1 likewise; None unless the dispatch that
             made the plan was token-major.
         topk_weights: ``[N, K]`` float32, 0 where topk_idx is -1; None likewise, or if no weights

@@ -32,9 +32,9 @@ __all__ = [
     "check_apart",
     "check_biases",
     "check_capacity",
-    "check_lanes",
     "check_layout",
     "check_outputs",
+    "check_returned_weights",
     "check_routing",
     "check_rows",
     "quantized",
@@ -139,7 +139,7 @@ class HighThroughputBackend(Protocol):
         *,
         layout: RowOrder,
         row_weights: torch.Tensor | None = None,
-        lane_weights: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
         bias: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -155,21 +155,21 @@ class HighThroughputBackend(Protocol):
             plan: of the dispatch, the same on every rank.
             layout: which of the two orders ``y`` is in.
             row_weights: expert-major: ``[rows]`` float32 factors; 1 if None.
-            lane_weights: numbers that travel back to the top-k lanes they came from, summed over
-                ranks: expert-major ``[rows]`` float32 (each lane gets its row's), token-major
+            topk_weights: numbers that travel back to the top-k slots they came from, summed over
+                ranks: expert-major ``[rows]`` float32 (each slot gets its row's), token-major
                 ``[N, K]`` float32. On all ranks or on none.
             bias: one or two ``[T, hidden]`` bfloat16 that each sum starts from, added in order.
             out: ``[T, hidden]`` bfloat16, contiguous; made if not given.
 
         Returns:
             ``[T, hidden]`` bfloat16, zero (or the bias) for a token without experts; and with
-            lane_weights ``[T, K]`` float32, else None.
+            topk_weights ``[T, K]`` float32, else None.
         """
 
     def combine_weights(
-        self, lane_weights: torch.Tensor, plan: Any, *, layout: RowOrder
+        self, topk_weights: torch.Tensor, plan: Any, *, layout: RowOrder
     ) -> torch.Tensor:
-        """Like :meth:`combine` for ``lane_weights`` alone: no rows travel.
+        """Like :meth:`combine` for ``topk_weights`` alone: no rows travel.
 
         Returns:
             ``[T, K]`` float32; 0 where no rank sends anything.
@@ -191,7 +191,8 @@ class HighThroughputBackend(Protocol):
 
         Args:
             error: what was found.
-            plan: of a cached dispatch: on GPUs, if the plan is void, no rank makes the call.
+            plan: of a cached dispatch: on GPUs, if the plan is of an aborted call, no rank makes
+                this one.
         """
 
     def refuse_combine(self, error: BaseException, plan: object = None) -> None:
@@ -303,18 +304,18 @@ def _check_row_count(name: str, tensor: torch.Tensor, allowed: Sequence[int]) ->
         raise ArgumentError(f"{name}.shape[0]", tensor.shape[0], f"{bound}, the rows of the plan")
 
 
-def check_lanes(
-    lane_weights: torch.Tensor,
+def check_returned_weights(
+    topk_weights: torch.Tensor,
     allowed: Sequence[int],
     layout: RowOrder,
     rows: int | None,
     top_k: int,
     device: torch.device,
 ) -> None:
-    """Raises ArgumentError unless these are numbers of lanes that ``combine`` takes.
+    """Raises ArgumentError unless ``combine`` takes these ``topk_weights``.
 
     Args:
-        lane_weights: the numbers.
+        topk_weights: the numbers.
         allowed: how many rows they may have.
         layout: which order they are in.
         rows: of the outputs that they come with; None if they come alone.
@@ -323,8 +324,8 @@ def check_lanes(
     """
     count = allowed[0] if rows is None and len(allowed) == 1 else "rows" if rows is None else rows
     shape = (count,) if layout == "expert_major" else (count, top_k)
-    check_tensor("lane_weights", lane_weights, shape, (torch.float32,), device=device)
-    _check_row_count("lane_weights", lane_weights, allowed)
+    check_tensor("topk_weights", topk_weights, shape, (torch.float32,), device=device)
+    _check_row_count("topk_weights", topk_weights, allowed)
 
 
 def check_apart(name: str, tensor: torch.Tensor, what: str, other: torch.Tensor) -> None:

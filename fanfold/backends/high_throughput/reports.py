@@ -56,7 +56,7 @@ class Reports(KernelReports):
                 f"another on rank {rank} than on rank {peer}: the kind of call, experts, top_k, "
                 "bytes of a row, scales, order of rows, alignment, max_tokens, or whether weights "
                 "travel differ",
-                "the same on all ranks; the call was void on all of them",
+                "the same on all ranks; the call was aborted on all of them",
             )
         if kind == self._CAPACITY:
             return ArgumentError(

@@ -27,7 +27,7 @@ from fanfold.backends.low_latency.sizes import check_cuda_geometry, cuda_require
 from fanfold.config import Config
 from fanfold.errors import FanfoldError
 from fanfold.group import agree
-from fanfold.memory.cuda import CudaSymmetricMemory
+from fanfold.memory import GpuPeerMemory
 from fanfold.memory.host import SymmetricMemory
 
 __all__ = [
@@ -50,7 +50,7 @@ __all__ = [
 
 
 def open_low_latency(
-    memory: SymmetricMemory | CudaSymmetricMemory,
+    memory: SymmetricMemory | GpuPeerMemory,
     config: Config,
     *,
     late_weights: bool = False,

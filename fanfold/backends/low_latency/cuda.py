@@ -24,9 +24,9 @@ from fanfold.backends.low_latency.fast_path import fast_path_of
 from fanfold.backends.low_latency.outputs import (
     Allocator,
     Outputs,
+    aborted_of,
     read_of,
     table_of,
-    voided_of,
     written_of,
 )
 from fanfold.backends.low_latency.plan import (
@@ -63,7 +63,8 @@ from fanfold.group import agree
 from fanfold.kernel_state import new_state
 from fanfold.late_peers import LatePeer, LatePeers
 from fanfold.lending import address_of
-from fanfold.memory.cuda import CudaSymmetricMemory, are_threads, own_sms, wait_for_kernels
+from fanfold.memory import GpuPeerMemory
+from fanfold.memory.cuda import are_threads, own_sms, wait_for_kernels
 from fanfold.refusal import tell
 from fanfold.stream_order import StreamOrder
 
@@ -89,7 +90,7 @@ class CudaLowLatency:
 
     def __init__(
         self,
-        memory: CudaSymmetricMemory,
+        memory: GpuPeerMemory,
         config: Config,
         late_weights: bool,
         check_devices: DeviceCheck = anywhere,
@@ -229,7 +230,7 @@ class CudaLowLatency:
             if tokens < 0 or not fast_path.combine(args, tokens, y, result, block):
                 own_tokens = (topk_idx, late_weights) if late else None
                 result = self._validation.combine(geometry, args, y, routing, own_tokens, result)
-            args.voided = voided_of(routing)
+            args.aborted = aborted_of(routing)
             if call.adds or wait_ns is not None:
                 Statistics(wait_ns=wait_ns).check(geometry, self.device)
                 call.adds = wait_ns is not None
@@ -366,12 +367,12 @@ class CudaLowLatency:
         call = self._combine_call(plan, True, logfmt)
         args = call.args.copy()
         args.refused, args.out, args.tokens, args.wait_ns = True, 0, 0, 0
-        args.table = args.ranges = args.voided = 0
+        args.table = args.ranges = args.aborted = 0
         if self._late:
             if isinstance(routing, LateRouting) and is_plain(
                 routing.ranges, plan.layout.ranges, torch.int64, self.device
             ):
-                args.voided = voided_of(routing)
+                args.aborted = aborted_of(routing)
         else:
             if not isinstance(routing, CudaRouting) or routing.layout != plan.layout:
                 routing = self._last_routing

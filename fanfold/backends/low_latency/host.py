@@ -205,7 +205,7 @@ class HostLowLatency:
         return torch.tensor(self._memory.masked(), dtype=torch.int32, device="cpu")
 
     def refuse_dispatch(self, error: BaseException, geometry: Geometry | None = None) -> None:
-        """Makes this dispatch void on all ranks because of ``error``, found by a layer above."""
+        """Aborts this dispatch on all ranks because of ``error``, found by a layer above."""
         del geometry  # nothing depends on it here
         tell(self._core.refuse_dispatch, error)
 
@@ -215,8 +215,8 @@ class HostLowLatency:
         routing: AnyRouting | None = None,
         geometry: Geometry | None = None,
     ) -> None:
-        """Makes this combine void on all ranks because of ``error``, found by a layer above."""
-        del routing, geometry  # peers look at nothing of a void combine here
+        """Aborts this combine on all ranks because of ``error``, found by a layer above."""
+        del routing, geometry  # peers read nothing of an aborted combine here
         tell(self._core.refuse_combine, error)
 
     def _allocate(

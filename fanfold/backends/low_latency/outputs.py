@@ -20,7 +20,7 @@ from fanfold.backends.low_latency.protocol import (
 from fanfold.formats import RowFormat, ScaleFormat, scale_columns
 from fanfold.geometry import Geometry
 
-__all__ = ["Allocator", "Blank", "Outputs", "read_of", "table_of", "voided_of", "written_of"]
+__all__ = ["Allocator", "Blank", "Outputs", "aborted_of", "read_of", "table_of", "written_of"]
 
 Sizes = tuple[int, ...]
 Blank = tuple[Sizes, Sizes, torch.dtype]
@@ -36,7 +36,7 @@ def _blank(dtype: torch.dtype, *shape: int) -> Blank:
     return shape, tuple(reversed(strides)), dtype
 
 
-_VOIDED = _blank(torch.int64, 1)
+_ABORTED = _blank(torch.int64, 1)
 
 
 class Allocator:
@@ -137,9 +137,9 @@ class Outputs:
             ranges, source_tokens = empty(*self.ranges), empty(*self.source_tokens)
             weights = None if self.row_weights is None else empty(*self.row_weights)
             fast_path.place_late(args, rows, scales, counts, ranges, source_tokens, weights)
-            voided = empty(*_VOIDED)
-            args.voided = voided.data_ptr()
-            late = LateRouting(ranges, source_tokens, voided)
+            aborted = empty(*_ABORTED)
+            args.aborted = aborted.data_ptr()
+            late = LateRouting(ranges, source_tokens, aborted)
             return Dispatched(rows, scales, counts, late, weights)
         block = empty(*self.block)
         weighted = self.weighted
@@ -154,23 +154,23 @@ def written_of(dispatched: Dispatched) -> tuple[torch.Tensor | None, ...]:
     written = (dispatched.tokens, dispatched.scales, dispatched.counts)
     if isinstance(routing, CudaRouting):
         return *written, routing.block
-    voided = routing.voided if isinstance(routing, LateRouting) else None
-    return *written, dispatched.own_weights, routing.ranges, routing.source_tokens, voided
+    aborted = routing.aborted if isinstance(routing, LateRouting) else None
+    return *written, dispatched.own_weights, routing.ranges, routing.source_tokens, aborted
 
 
 def read_of(routing: AnyRouting) -> tuple[torch.Tensor | None, ...]:
     """What a combine's kernel reads of a routing."""
     if isinstance(routing, CudaRouting):
         return (routing.block,)
-    return routing.ranges, routing.voided if isinstance(routing, LateRouting) else None
+    return routing.ranges, routing.aborted if isinstance(routing, LateRouting) else None
 
 
-def voided_of(routing: AnyRouting) -> int:
+def aborted_of(routing: AnyRouting) -> int:
     """The address of the word that tells a combine with late weights whether its dispatch was
-    void; 0 where a table tells."""
+    aborted; 0 where the table says so."""
     if not isinstance(routing, LateRouting):
         return 0
-    word = routing.ranges if routing.voided is None else routing.voided
+    word = routing.ranges if routing.aborted is None else routing.aborted
     return word.data_ptr()
 
 

@@ -81,14 +81,14 @@ class LateRouting:
     Attributes:
         ranges, source_tokens: as in :class:`Routing`. Callers have them and may have written to
             them.
-        voided: on GPUs ``[1]`` int64 of the mode's own, whether a rank has refused the dispatch;
+        aborted: on GPUs ``[1]`` int64 of the mode's own, whether a rank has refused the dispatch;
             None where it is lost, as with a handle made of copies: then the first of ``ranges``
             says so.
     """
 
     ranges: torch.Tensor
     source_tokens: torch.Tensor
-    voided: torch.Tensor | None = None
+    aborted: torch.Tensor | None = None
 
     __repr__ = show_fields
 
@@ -363,7 +363,7 @@ class LowLatencyBackend(Protocol):
         """``[R]`` int32 on :attr:`device`: 1 for each masked rank."""
 
     def refuse_dispatch(self, error: BaseException, geometry: Geometry | None = None) -> None:
-        """Makes this dispatch void on all ranks because of ``error``, found by a layer above.
+        """Aborts this dispatch on all ranks because of ``error``, found by a layer above.
 
         Args:
             error: what was found.
@@ -377,7 +377,7 @@ class LowLatencyBackend(Protocol):
         routing: AnyRouting | None = None,
         geometry: Geometry | None = None,
     ) -> None:
-        """Makes this combine void on all ranks because of ``error``, found by a layer above.
+        """Aborts this combine on all ranks because of ``error``, found by a layer above.
 
         Args:
             error: what was found.

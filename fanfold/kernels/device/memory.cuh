@@ -51,6 +51,38 @@ __device__ __forceinline__ void store_release_system(uint64_t* address, uint64_t
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(v) : "memory");
 }
 
+// Two words beside each other, on 16 bytes, in one store. A reader may see either word first.
+__device__ __forceinline__ void store_pair_release_system(uint64_t* words, uint64_t first,
+                                                          uint64_t second) {
+  asm volatile("st.release.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(words), "l"(first), "l"(second)
+               : "memory");
+}
+
+// Returns what stood there before.
+__device__ __forceinline__ uint64_t fetch_add_relaxed_system(uint64_t* address, uint64_t v) {
+  uint64_t before;
+  asm volatile("atom.add.relaxed.sys.global.u64 %0, [%1], %2;"
+               : "=l"(before)
+               : "l"(address), "l"(v)
+               : "memory");
+  return before;
+}
+
+// Stores `desired` if `expected` stands there, and returns whether it did. If not, sets `expected`
+// to what stands there.
+__device__ __forceinline__ bool compare_exchange_relaxed_system(uint64_t* address,
+                                                                uint64_t& expected,
+                                                                uint64_t desired) {
+  uint64_t before;
+  asm volatile("atom.cas.relaxed.sys.global.b64 %0, [%1], %2, %3;"
+               : "=l"(before)
+               : "l"(address), "l"(expected), "l"(desired)
+               : "memory");
+  const bool stored = before == expected;
+  expected = before;
+  return stored;
+}
+
 // What this thread has done and seen comes before what it stores next, for all GPUs and the host.
 __device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 

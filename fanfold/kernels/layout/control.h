@@ -47,16 +47,24 @@ struct alignas(kAreaAlignment) ControlBlock {
 
 inline constexpr uint64_t kControlMagic = 0x30646c6f666e6166ull;  // "fanfold0", little endian
 
-// Control block, then one barrier signal for each rank, then what the modes place.
+// Control block, then one barrier signal for each rank, then what the modes place. A rank cannot
+// read the control block of a peer on another host, so there each rank has a copy of every peer's
+// reasons between the two.
 struct ControlLayout {
   int32_t ranks;
+  bool across_hosts = false;
+
+  static constexpr int64_t kReasonsBytes = sizeof(ControlBlock::reasons);
 
   FANFOLD_HD constexpr int64_t barrier_offset() const {
     return align_up(static_cast<int64_t>(sizeof(ControlBlock)), kAreaAlignment);
   }
-  FANFOLD_HD constexpr int64_t bytes() const {
-    return barrier_offset() + align_up(int64_t{8} * ranks, kAreaAlignment);
+  FANFOLD_HD constexpr int64_t reasons_offset(int32_t peer) const {
+    return barrier_offset() + align_up(int64_t{8} * ranks, kAreaAlignment) + peer * kReasonsBytes;
   }
+  FANFOLD_HD constexpr int64_t bytes() const { return reasons_offset(across_hosts ? ranks : 0); }
 };
+
+static_assert(ControlLayout::kReasonsBytes % kAreaAlignment == 0);
 
 }  // namespace fanfold

@@ -2,7 +2,7 @@
 // arranged in the streams between ranks.
 //
 //   signals        one word of each kind from every peer, and what this rank itself waits for
-//   announcements  [peer]                 written by the peer when a call begins
+//   call headers   [peer]                 written by the peer when a call begins
 //   counts         [peer][local expert]   written by the peer when a routing is new
 //   staging        the rings that this rank streams rows through: single writer, read by peers
 //
@@ -20,10 +20,14 @@ struct HighThroughputSignals {
   int32_t ranks;
 
   enum Kind : int32_t {
-    kAnnounced = 0,  // value: 0, or kRefusedValue
+    kHeader = 0,     // value: 0, or kRefusedValue
     kPublished = 1,  // value: chunks of the peer's stream that may be read, or kRefusedValue
-    kTaken = 2,      // value: chunks of this rank's stream that the peer has read, or kLeft
-    kKinds = 3,
+    kAck = 2,        // value: chunks of this rank's stream that the peer has read, or kLeft
+    // Of the stream for one source, whose gateway reads it: in the memory of the writer.
+    kForwarded = 3,   // value: chunks that may be read
+    kForwardAck = 4,  // value: chunks that the gateway has read
+    kHeartbeat = 5,   // of a peer on another host: as at watch_offset() in its own memory
+    kKinds = 6,
   };
 
   FANFOLD_HD constexpr int64_t offset(Kind kind, int32_t peer) const {
@@ -47,38 +51,37 @@ enum class HighThroughputCall : int32_t {
   kCombine = 3,
 };
 
-// What all ranks must agree about in one call.
-struct CallFacts {
+// The signature of a call, which must be the same on all ranks.
+struct CallSignature {
   HighThroughputCall call;
   int32_t experts;
   int32_t top_k;
-  int32_t weighted;     // 1 if float32 lanes travel along
+  int32_t weighted;     // 1 if the call sends float32 weights of the top-k entries
   int32_t scale_words;  // 4-byte scales of a row
   int32_t reserved;
   int64_t row_bytes;
 };
 
-struct alignas(kAreaAlignment) Announcement {
-  CallFacts facts;
-  int64_t records;  // in the stream that the announcing rank opens to the reader
+struct alignas(kAreaAlignment) CallHeader {
+  CallSignature signature;
+  int64_t records;  // in the stream that the sending rank opens to the reader
   int64_t rows;     // those of them that are for the reader
 };
 
-static_assert(sizeof(Announcement) == kAreaAlignment);
+static_assert(sizeof(CallHeader) == kAreaAlignment);
 
 struct HighThroughputLayout {
   int32_t ranks;
 
-  FANFOLD_HD constexpr int64_t announcement_offset(int32_t peer) const {
-    return HighThroughputSignals{ranks}.bytes() + peer * int64_t{sizeof(Announcement)};
+  FANFOLD_HD constexpr int64_t header_offset(int32_t peer) const {
+    return HighThroughputSignals{ranks}.bytes() + peer * int64_t{sizeof(CallHeader)};
   }
   FANFOLD_HD constexpr int64_t counts_offset(int32_t peer, int32_t experts_per_rank) const {
-    return announcement_offset(ranks) +
-           peer * align_up(int64_t{4} * experts_per_rank, kAreaAlignment);
+    return header_offset(ranks) + peer * align_up(int64_t{4} * experts_per_rank, kAreaAlignment);
   }
   // Each peer's counts are rounded up to an area of their own.
   FANFOLD_HD constexpr int64_t staging_offset() const {
-    return announcement_offset(ranks) + int64_t{4} * kMostExperts + int64_t{ranks} * kAreaAlignment;
+    return header_offset(ranks) + int64_t{4} * kMostExperts + int64_t{ranks} * kAreaAlignment;
   }
   FANFOLD_HD constexpr int64_t bytes(int64_t staging_bytes) const {
     return staging_offset() + align_up(staging_bytes, kAreaAlignment);
@@ -98,6 +101,11 @@ struct RecordHead {
   int32_t token;
   int32_t piece;
 };
+
+// Behind the last record for a gateway, which does not know how many there are.
+inline constexpr int32_t kEndToken = 0x7fffffff;
+// In place of a record that the source expects, of a rank that the gateway has masked.
+inline constexpr int32_t kMissingToken = -1;
 
 struct RecordLayout {
   int32_t ids;          // int16 expert ids

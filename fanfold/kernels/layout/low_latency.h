@@ -53,28 +53,27 @@ struct LowLatencySignals {
   int32_t ranks;
 
   enum Kind : int32_t {
-    kDispatchAnnounced = 0,  // the signature of the call is there
+    kDispatchSignature = 0,  // the signature of the call is there
     kDispatched = 2,         // value: tokens of the source
-    kCombineAnnounced = 4,
-    kLateRouting = 6,     // value: tokens of the source
-    kCombined = 8,        // value: rows written
-    kDispatchTaken = 10,  // epoch: the last dispatch whose rows the peer has read
-    kCombineTaken = 11,   // epoch: the last combine whose rows the peer has read
+    kCombineSignature = 4,
+    kLateRouting = 6,   // value: tokens of the source
+    kCombined = 8,      // value: rows written
+    kDispatchAck = 10,  // epoch: the last dispatch whose rows the peer has read
+    kCombineAck = 11,   // epoch: the last combine whose rows the peer has read
     kKinds = 12,
   };
 
   FANFOLD_HD constexpr int64_t offset(Kind kind, int32_t parity, int32_t peer) const {
     return ((int64_t{kind} + parity) * ranks + peer) * 8;
   }
-  // `announced` says whether dispatch or combine.
-  FANFOLD_HD constexpr int64_t signature_offset(Kind announced, int32_t parity,
-                                                int32_t peer) const {
-    const int32_t call = announced == kDispatchAnnounced ? 0 : kParities;
+  // `kind` says whether dispatch or combine.
+  FANFOLD_HD constexpr int64_t signature_offset(Kind kind, int32_t parity, int32_t peer) const {
+    const int32_t call = kind == kDispatchSignature ? 0 : kParities;
     const int64_t words = int64_t{kKinds} * ranks * 8;
     return words + (int64_t{call + parity} * ranks + peer) * int64_t{sizeof(LowLatencySignature)};
   }
   FANFOLD_HD constexpr int64_t bytes() const {
-    return align_up(signature_offset(kCombineAnnounced, kParities - 1, ranks), kAreaAlignment);
+    return align_up(signature_offset(kCombineSignature, kParities - 1, ranks), kAreaAlignment);
   }
 };
 
@@ -84,9 +83,24 @@ struct LowLatencyLayout {
   FANFOLD_HD constexpr int64_t slots() const {
     return int64_t{kParities} * geometry.ranks * geometry.max_tokens;
   }
-  // Index of (parity, rank, token) in every area below.
+  // Index of (parity, rank, token) among rows and results.
   FANFOLD_HD constexpr int64_t slot(int32_t parity, int32_t rank, int64_t token) const {
     return (int64_t{parity} * geometry.ranks + rank) * geometry.max_tokens + token;
+  }
+  // In the other areas each rank's table begins on a row's boundary, so that a rank can put its own
+  // without touching another's. Index of a rank's table, the number of tables, and their bytes.
+  FANFOLD_HD constexpr int64_t table(int32_t parity, int32_t rank) const {
+    return int64_t{parity} * geometry.ranks + rank;
+  }
+  FANFOLD_HD constexpr int64_t tables() const { return int64_t{kParities} * geometry.ranks; }
+  FANFOLD_HD constexpr int64_t experts_bytes() const {
+    return align_up(int64_t{geometry.max_tokens} * geometry.top_k * 2, kRowAlignment);
+  }
+  FANFOLD_HD constexpr int64_t weights_bytes() const {
+    return align_up(int64_t{geometry.max_tokens} * geometry.top_k * 4, kRowAlignment);
+  }
+  FANFOLD_HD constexpr int64_t encodings_bytes() const {
+    return align_up(geometry.max_tokens, kRowAlignment);
   }
   FANFOLD_HD constexpr int64_t row_stride() const { return slot_bytes(geometry.hidden); }
 
@@ -97,19 +111,19 @@ struct LowLatencyLayout {
     return rows_offset() + align_up(slots() * row_stride(), kAreaAlignment);
   }
   FANFOLD_HD constexpr int64_t late_experts_offset() const {
-    return experts_offset() + align_up(slots() * geometry.top_k * 2, kAreaAlignment);
+    return experts_offset() + align_up(tables() * experts_bytes(), kAreaAlignment);
   }
   FANFOLD_HD constexpr int64_t weights_offset() const {
-    return late_experts_offset() + align_up(slots() * geometry.top_k * 2, kAreaAlignment);
+    return late_experts_offset() + align_up(tables() * experts_bytes(), kAreaAlignment);
   }
   FANFOLD_HD constexpr int64_t results_offset() const {
-    return weights_offset() + align_up(slots() * geometry.top_k * 4, kAreaAlignment);
+    return weights_offset() + align_up(tables() * weights_bytes(), kAreaAlignment);
   }
   FANFOLD_HD constexpr int64_t encodings_offset() const {
     return results_offset() + align_up(slots() * row_stride(), kAreaAlignment);
   }
   FANFOLD_HD constexpr int64_t bytes() const {
-    return encodings_offset() + align_up(slots(), kAreaAlignment);
+    return encodings_offset() + align_up(tables() * encodings_bytes(), kAreaAlignment);
   }
 };
 

@@ -44,6 +44,21 @@ inline void store_relaxed_system(uint4* address, uint4 v) {
 inline void store_relaxed_system(uint64_t* address, uint64_t v) { emulated_store(address, v); }
 inline void store_relaxed_system(uint32_t* address, uint32_t v) { emulated_store(address, v); }
 inline void store_release_system(uint64_t* address, uint64_t v) { emulated_store(address, v); }
+// The second word first, and others run in between: nothing may rely on their order.
+inline void store_pair_release_system(uint64_t* words, uint64_t first, uint64_t second) {
+  emulated_store(words + 1, second);
+  emulation::yield();
+  emulated_store(words, first);
+}
+inline uint64_t fetch_add_relaxed_system(uint64_t* address, uint64_t v) {
+  return __atomic_fetch_add(address, v, __ATOMIC_RELAXED);
+}
+inline bool compare_exchange_relaxed_system(uint64_t* address, uint64_t& expected,
+                                            uint64_t desired) {
+  emulation::yield();
+  return __atomic_compare_exchange_n(address, &expected, desired, false, __ATOMIC_RELAXED,
+                                     __ATOMIC_RELAXED);
+}
 inline void store_relaxed_gpu(uint32_t* address, uint32_t v) { emulated_store(address, v); }
 inline void fence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
