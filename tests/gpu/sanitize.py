@@ -181,6 +181,8 @@ def main() -> int:
     parts = args.parts or list(PARTS)
     if unknown := set(parts) - set(PARTS):
         parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(PARTS)}")
+    if args.threads:
+        os.environ["CUDA_MODULE_LOADING"] = "EAGER"  # ThreadRanks says why
     if torch.cuda.device_count() == 0:
         print("there is no GPU (nvidia-smi)")
         return 2
