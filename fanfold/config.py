@@ -53,6 +53,9 @@ class Overrides(TypedDict, total=False):
     ring_bytes: int
     backend: Backend
     share_gpus: bool
+    hosts: int | None
+    network: str
+    proxy_threads: int | None
     ctas: int | None
     senders: int | None
     cache_dir: str | None
@@ -134,7 +137,8 @@ _SETTINGS = (
         name="spin_us",
         variable="FANFOLD_SPIN_US",
         help="Microseconds to spin before a waiting rank yields its core; 'auto' spins 20 us "
-        "where every rank of the host has a core of its own, and not at all elsewhere.",
+        "where every rank of the host, and every proxy thread, has a core of its own, and not at "
+        "all elsewhere.",
         parse=_parse_spin,
         check=lambda v: v is None or (_is_real(v) and 0.0 <= v <= 1e6),
         bound="'auto' or a number of microseconds from 0 to 1e6",
@@ -188,6 +192,36 @@ _SETTINGS = (
         parse=_parse_flag,
         check=lambda v: isinstance(v, bool),
         bound="True or False, in the environment 1 or 0",
+    ),
+    Setting(
+        name="hosts",
+        variable="FANFOLD_HOSTS",
+        help="Number of hosts that the ranks are on, as many on each as possible and consecutive "
+        "ones together; 'auto' finds out who shares memory. With a number one machine acts as "
+        "several hosts, for tests.",
+        parse=_parse_count,
+        check=lambda v: v is None or (_is_integer(v) and 1 <= v <= 4096),
+        bound="'auto' or an integer from 1 to 4096",
+    ),
+    Setting(
+        name="network",
+        variable="FANFOLD_NETWORK",
+        help="What carries between hosts: 'libfabric' takes the best network that it finds, "
+        "'libfabric:PROVIDER' or 'libfabric:PROVIDER:NIC,NIC' a provider and NICs (efa, verbs, "
+        "cxi, tcp, net, shm), and 'loopback' or 'loopback:SEED' reaches ranks that are threads of "
+        "one process, for tests; a seed makes it delay, reorder and repeat.",
+        parse=str,
+        check=lambda v: isinstance(v, str) and v.partition(":")[0] in ("libfabric", "loopback"),
+        bound="'libfabric', 'libfabric:PROVIDER[:NICS]', 'loopback' or 'loopback:SEED'",
+    ),
+    Setting(
+        name="proxy_threads",
+        variable="FANFOLD_PROXY_THREADS",
+        help="Threads of each rank that carry between hosts; 'auto' is 4, fewer where there are "
+        "fewer cores for them or fewer peers.",
+        parse=_parse_count,
+        check=lambda v: v is None or (_is_integer(v) and 1 <= v <= 64),
+        bound="'auto' or an integer from 1 to 64",
     ),
     Setting(
         name="ctas",
@@ -308,6 +342,9 @@ class Config:
         ring_bytes: memory per rank and peer for high-throughput streams on GPUs, in bytes.
         backend: ``"auto"``, ``"host"`` or ``"cuda"``: where calls run.
         share_gpus: whether several ranks may time-slice one GPU.
+        hosts: number of hosts, consecutive ranks together; None for those that share memory.
+        network: what carries between hosts, as ``"libfabric"`` or ``"libfabric:tcp"``.
+        proxy_threads: of each rank, that carry between hosts; None for a choice by the machine.
         ctas: of each kernel; None for a choice by the mode.
         senders: CTAs of them that send rows in a dispatch; None for a choice by the machine.
         cache_dir: folder of compiled kernels; None for the user's own (:meth:`cache_folder`).
@@ -321,6 +358,9 @@ class Config:
     ring_bytes: int = 16 << 20
     backend: Backend = "auto"
     share_gpus: bool = False
+    hosts: int | None = None
+    network: str = "libfabric"
+    proxy_threads: int | None = None
     ctas: int | None = None
     senders: int | None = None
     cache_dir: str | None = None
@@ -382,8 +422,9 @@ class Config:
         except RuntimeError:
             return None
 
-    def spin_seconds(self, ranks_on_host: int) -> float:
-        """Seconds to spin before yielding, where ``ranks_on_host`` ranks share the cores."""
+    def spin_seconds(self, threads_on_host: int) -> float:
+        """Seconds to spin before yielding, where ``threads_on_host`` threads (a rank's own, and its
+        proxies) share the cores."""
         if self.spin_us is not None:
             return self.spin_us * 1e-6
-        return 20e-6 if ranks_on_host <= len(os.sched_getaffinity(0)) else 0.0
+        return 20e-6 if threads_on_host <= len(os.sched_getaffinity(0)) else 0.0

@@ -9,6 +9,7 @@ NB_MODULE(_core, module) {
   nanobind::set_leak_warnings(false);
   fanfold::bindings::bind_errors(module);
   fanfold::bindings::bind_numeric(module);
+  fanfold::bindings::bind_proxy_carrier(module);
   fanfold::bindings::bind_ring(module);
   fanfold::bindings::bind_symmetric(module);
   fanfold::bindings::bind_transport(module);

@@ -17,16 +17,18 @@ void bind_symmetric(nb::module_& module) {
       .def(
           "__init__",
           [](SymmetricMemory* self, int32_t rank, int32_t ranks, int64_t bytes,
-             double timeout_seconds, double spin_seconds, bool mask_late_peers) {
+             double timeout_seconds, double spin_seconds, bool mask_late_peers,
+             std::vector<int32_t> hosts) {
             new (self) SymmetricMemory(SymmetricOptions{.rank = rank,
                                                         .ranks = ranks,
                                                         .bytes = bytes,
                                                         .timeout_seconds = timeout_seconds,
                                                         .spin_seconds = spin_seconds,
-                                                        .mask_late_peers = mask_late_peers});
+                                                        .mask_late_peers = mask_late_peers,
+                                                        .hosts = std::move(hosts)});
           },
           "rank"_a, "ranks"_a, "bytes"_a, "timeout_seconds"_a, "spin_seconds"_a,
-          "mask_late_peers"_a)
+          "mask_late_peers"_a, "hosts"_a)
       .def("address",
            [](const SymmetricMemory& self) {
              const PeerAddress address = self.address();
@@ -45,7 +47,7 @@ void bind_symmetric(nb::module_& module) {
           },
           "peers"_a)
       .def("seal", &SymmetricMemory::seal)
-      .def("close", &SymmetricMemory::close)
+      .def("close", &SymmetricMemory::close, Unlocked())
       .def("barrier", &SymmetricMemory::barrier, Unlocked())
       .def("masked", &SymmetricMemory::masked, "peer"_a)
       .def("set_masked", &SymmetricMemory::set_masked, "peer"_a, "value"_a)
@@ -64,6 +66,14 @@ void bind_symmetric(nb::module_& module) {
             return reinterpret_cast<uintptr_t>(self.window(peer, offset, bytes));
           },
           "peer"_a, "offset"_a, "bytes"_a)
+      .def(
+          "put",
+          [](const SymmetricMemory& self, int32_t peer, int64_t offset, int64_t bytes) {
+            static_cast<void>(self.window(peer, offset, bytes));  // checks them
+            self.peer(peer).put(offset, bytes);
+          },
+          "peer"_a, "offset"_a, "bytes"_a, Unlocked(),
+          "Has `peer` receive what stands at `offset` of its window. Nothing to do on one host.")
       .def_prop_ro("bytes", &SymmetricMemory::bytes)
       .def_prop_ro("mapped_bytes", &SymmetricMemory::mapped_bytes);
 }

@@ -17,7 +17,7 @@ from fanfold.gpus import identity, lacking, unreachable_from
 from fanfold.group import Group, agree
 from fanfold.jit import nvrtc
 from fanfold.memory.cuda import are_threads, unavailable
-from fanfold.memory.host import host_identity
+from fanfold.memory.hosts import host_identity
 
 __all__ = ["LEAST_CAPABILITY", "BackendChoice", "choose"]
 

@@ -27,7 +27,7 @@ from fanfold.deep_ep.sizes import (
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.geometry import Geometry
 from fanfold.group import agree, as_group, together
-from fanfold.memory.host import host_identity
+from fanfold.memory.hosts import host_identity
 from fanfold.representation import described, worded
 
 __all__ = ["Buffer", "get_logical_domain_size", "get_physical_domain_size"]

@@ -1,5 +1,8 @@
 """A few integers from every rank to every rank, through symmetric memory, with one barrier.
 
+Ranks of one host read each other's pages where they were written. Other hosts are sent them, to
+pages that they have for each rank.
+
 High-throughput dispatch needs it for the matrices in DeepEP's handle, and both modes to agree about
 a new geometry before anything depends on it. It also carries refusals: one rank's bad input makes
 the call aborted on all, and all stay in step.
@@ -31,7 +34,7 @@ class _Page:
     """One rank's words for one call: signature, numbers and, if it refused, the reason."""
 
     def __init__(self, address: int, numbers: int) -> None:
-        raw = _view_bytes(address, _Page.nbytes(numbers))
+        self._raw = raw = _view_bytes(address, _Page.nbytes(numbers))
         self.signature = raw[: 4 * _SIGNATURE_WORDS].view(torch.int32)
         self.reason = raw[4 * _SIGNATURE_WORDS : 4 * _SIGNATURE_WORDS + _REASON_BYTES]
         self.numbers = raw[4 * _SIGNATURE_WORDS + _REASON_BYTES :].view(torch.int32)
@@ -51,6 +54,12 @@ class _Page:
         text = reason.encode()[: _REASON_BYTES - 1]
         self.reason[: len(text) + 1] = torch.tensor([*text, 0], dtype=torch.uint8, device="cpu")
         self.signature[0] = _REFUSED
+
+    def copy_of(self, other: _Page, numbers: int) -> int:
+        """Copies another page and its first ``numbers`` numbers. Returns how many bytes that is."""
+        nbytes = _Page.nbytes(numbers)
+        self._raw[:nbytes] = other._raw[:nbytes]
+        return nbytes
 
     @property
     def refused(self) -> str | None:
@@ -75,13 +84,29 @@ class Exchange:
         self._rank, self._ranks = rank, ranks
         numbers = self._numbers(ranks)
         nbytes = _Page.nbytes(numbers)
+        host = memory.hosts.host
+        remote = [peer for peer in range(ranks) if host[peer] != host[rank]]
+
+        def place(source: int, parity: int) -> int:
+            """Where a rank's page lies in the memory of ranks on other hosts."""
+            return offset + (2 * (1 + source) + parity) * nbytes
+
+        def page(owner: int, at: int) -> _Page:
+            return _Page(self._core.window(owner, at, nbytes), numbers)
+
         # The pages of a call are written again two calls later, when every rank has passed the
         # barrier of the call between, and so has read them.
         self._pages = [
             [
-                _Page(self._core.window(peer, offset + parity * nbytes, nbytes), numbers)
+                page(rank, place(peer, parity))
+                if peer in remote
+                else page(peer, offset + parity * nbytes)
                 for peer in range(ranks)
             ]
+            for parity in range(2)
+        ]
+        self._sent = [
+            [(peer, place(rank, parity), page(peer, place(rank, parity))) for peer in remote]
             for parity in range(2)
         ]
         self._calls = 0
@@ -92,9 +117,9 @@ class Exchange:
         return -(-(1 + ranks + MAX_EXPERTS) // 32) * 32
 
     @classmethod
-    def required_bytes(cls, ranks: int) -> int:
+    def required_bytes(cls, ranks: int, hosts: int = 1) -> int:
         """Bytes of symmetric memory per rank."""
-        return 2 * _Page.nbytes(cls._numbers(ranks))
+        return 2 * _Page.nbytes(cls._numbers(ranks)) * (1 if hosts == 1 else 1 + ranks)
 
     def gather(
         self,
@@ -126,6 +151,8 @@ class Exchange:
             pages[self._rank].write(list(signature.values()), numbers)
         else:
             pages[self._rank].refuse(f"{error}")
+        for peer, place, page in self._sent[self._calls % 2]:
+            self._core.put(peer, place, page.copy_of(pages[self._rank], numbers.numel()))
         self._core.barrier()
         self._calls += 1
         if error is not None:

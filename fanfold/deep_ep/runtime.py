@@ -31,6 +31,7 @@ from fanfold.forks import Owner
 from fanfold.group import Group
 from fanfold.memory.cuda import CudaSymmetricMemory
 from fanfold.memory.host import SymmetricMemory
+from fanfold.memory.hosts import find_hosts
 from fanfold.representation import described
 
 __all__ = ["Runtime", "Sizes"]
@@ -85,7 +86,7 @@ class Runtime:
         host_nvl = 0 if streams_on_gpu else sizes.nvl
         rdma_signals = signal_bytes(group.size)
         nvl_signals = _core.HighThroughput.required_bytes(group.size, 0)
-        rdma_part = align(Exchange.required_bytes(group.size))
+        rdma_part = align(Exchange.required_bytes(group.size, find_hosts(group, settings).count))
         nvl_part = rdma_part + rdma_signals + align(host_rdma)
         total = nvl_part + nvl_signals + align(host_nvl)
         self.memory = SymmetricMemory(group, total, settings)

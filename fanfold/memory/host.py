@@ -1,14 +1,14 @@
 """Symmetric memory: who maps whose memory.
 
-Every rank owns one region of the same size and layout and has the regions of all its peers mapped.
-On a host without GPUs that is anonymous shared memory (``csrc/memory``): it has no name in any file
-system, so nothing is left behind however a rank dies.
+Every rank owns one region of the same size and layout and has the regions of its peers on this host
+mapped. On a host without GPUs that is anonymous shared memory (``csrc/memory``): it has no name in
+any file system, so nothing is left behind however a rank dies. Of a peer on another host it has a
+copy of what it writes there, which proxies (``csrc/proxy``) carry over.
 """
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -16,28 +16,14 @@ import torch
 from fanfold import _core
 from fanfold.config import Config
 from fanfold.copying import not_copied
-from fanfold.descriptors import advice, check_descriptors, for_memory
-from fanfold.errors import FanfoldError, SystemFailure, UnavailableError
+from fanfold.descriptors import check_descriptors, for_memory
+from fanfold.errors import FanfoldError, UnavailableError
 from fanfold.group import Group, agree
 from fanfold.late_peers import LatePeer, LatePeers
+from fanfold.memory.hosts import Hosts, find_hosts
 from fanfold.representation import described
 
-__all__ = ["SymmetricMemory", "host_identity"]
-
-
-def host_identity() -> str:
-    """A name for this running kernel, PID namespace and user: who share it can share memory.
-
-    Raises:
-        SystemFailure: there is no /proc to read it from, or no file descriptor to do so.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = Path("/proc/self/ns/pid").readlink()
-    except OSError as error:
-        why = f"{error}{advice(error)}"
-        raise SystemFailure(f"nothing says which host and namespace this is: {why}") from error
-    return f"{boot} {namespace} uid:{os.getuid()}"
+__all__ = ["SymmetricMemory"]
 
 
 @not_copied(
@@ -50,17 +36,19 @@ class SymmetricMemory:
     Args:
         group: the ranks.
         bytes_per_rank: what the modes may place in each region.
-        config: time bound, spinning, and what happens to late peers.
+        config: time bound, spinning, what happens to late peers, and how ranks reach other hosts.
 
     Attributes:
         group: as given.
         rank, ranks: of the group.
         device: the CPU.
+        hosts: where the ranks are.
+        network: what carries between hosts, such as ``"libfabric:tcp"``; "" on one host.
         core: what the modes of the core work on.
 
     Raises:
-        UnavailableError: if the ranks are not on one host, or not of one user.
-        ArgumentError: if they ask for different sizes.
+        UnavailableError: if there are several hosts and no network between them.
+        ArgumentError: if they ask for different sizes, or their settings differ.
         FanfoldError: if any rank could not create or map memory; raised by all ranks alike.
     """
 
@@ -69,38 +57,51 @@ class SymmetricMemory:
         self.device, self._usable_bytes = torch.device("cpu"), bytes_per_rank
         self._late, self._known_late = LatePeers(group.rank), 0
         error: Exception | None = None
-        host = ""
         try:
             check_descriptors(for_memory(group.size), f"the memory of {group.size} ranks")
-            host = host_identity()
         except FanfoldError as failure:
             error = failure
         agree(group, {"bytes_per_rank": bytes_per_rank}, error)
-        agree(group, {}, _other_host(group.all_gather(host)))
+        self.hosts = hosts = find_hosts(group, config)
+        self.network = ""
+        carrier: _core.Carrier | None = None
+        threads = 1 + (hosts.proxy_threads if hosts.several else 0)
+        address = network_address = None
         try:
             self.core = _core.SymmetricMemory(
                 rank=group.rank,
                 ranks=group.size,
                 bytes=bytes_per_rank,
                 timeout_seconds=config.timeout_s,
-                spin_seconds=config.spin_seconds(group.size),
+                spin_seconds=config.spin_seconds(hosts.machine_ranks * threads),
                 mask_late_peers=config.late_peers == "mask",
+                hosts=hosts.host,
             )
             address = self.core.address()
-        except FanfoldError as failure:
-            error, address = failure, None
-        addresses = group.all_gather(address)
-        agree(group, {}, error)
-        try:
-            self.core.map(addresses)
+            if hosts.several:
+                carrier = _open_carrier(self.core, hosts, config)
+                self.network, network_address = carrier.network, carrier.address()
         except FanfoldError as failure:
             error = failure
-        # Until every rank has mapped every region, the descriptors must stay open.
+        gathered = group.all_gather((address, network_address))
         try:
+            agree(group, {"network": self.network}, error)
+            try:
+                self.core.map([own for own, _ in gathered])
+                if carrier is not None:
+                    carrier.start([theirs for _, theirs in gathered])
+            except FanfoldError as failure:
+                error = failure
+            # Until every rank has mapped every region, the descriptors must stay open.
             agree(group, {}, error)
-        except FanfoldError:
-            self.core.close()
+        except Exception:
+            if carrier is not None:
+                carrier.close()
+            if hasattr(self, "core"):
+                self.core.close()
             raise
+        if carrier is not None:
+            carrier.give_to(self.core)
         self.core.seal()
 
     @property
@@ -153,12 +154,22 @@ class SymmetricMemory:
         self.close()
 
 
-def _other_host(hosts: list[str]) -> UnavailableError | None:
-    for peer, host in enumerate(hosts):
-        if host != hosts[0]:
-            return UnavailableError(
-                f"rank {peer} and rank 0 do not share memory ({host} against {hosts[0]}): the host "
-                "backend connects the processes of one user in one PID namespace of one host; in "
-                "containers, start all ranks in one container or with --pid=host"
-            )
-    return None
+def _open_carrier(core: _core.SymmetricMemory, hosts: Hosts, config: Config) -> _core.Carrier:
+    """What carries to other hosts. Raises UnavailableError if there is no network for it."""
+    if config.network.startswith("loopback") and int(hosts.world.split()[0]) != os.getpid():
+        raise UnavailableError(
+            f"the setting network is {config.network!r} (from {config.source_of('network')}), "
+            "which reaches ranks of one process only (fanfold.thread_ranks); these are several"
+        )
+    try:
+        return _core.Carrier(
+            core,
+            network=config.network,
+            world=hosts.world,
+            one_host=hosts.one_machine,
+            threads=hosts.proxy_threads,
+            timeout_seconds=config.timeout_s,
+            give_up_peers=config.late_peers == "mask",
+        )
+    except UnavailableError as error:
+        raise UnavailableError(f"{error}. A network is needed because {hosts.reason}") from None

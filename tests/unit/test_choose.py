@@ -20,7 +20,7 @@ from fanfold.config import Config
 from fanfold.errors import ArgumentError, UnavailableError
 from fanfold.jit import kernel, nvrtc
 from fanfold.launch import rank as launching
-from fanfold.memory.host import host_identity
+from fanfold.memory.hosts import host_identity
 
 HOST = host_identity()
 find = nvrtc.find
