@@ -1,9 +1,9 @@
 """Fanfold: expert-parallel dispatch and combine for Mixture-of-Experts models.
 
 Fans tokens out to their experts and folds the results back, for any geometry, between the
-processes of one host. Start with :class:`LowLatency` for decoding, with :class:`HighThroughput` for
-training and prefill, or with ``fanfold.nn.MoE`` for a whole layer; ``fanfold.deep_ep`` has DeepEP's
-interface.
+processes of one host, or in CPU memory of several. Start with :class:`LowLatency` for decoding,
+with :class:`HighThroughput` for training and prefill, or with ``fanfold.nn.MoE`` for a whole layer;
+``fanfold.deep_ep`` has DeepEP's interface.
 """
 
 from __future__ import annotations

@@ -10,10 +10,46 @@ using namespace nb::literals;
 
 namespace fanfold::bindings {
 
-void bind_symmetric(nb::module_& module) {
+namespace {
+
+void bind_waits(nb::class_<SymmetricMemory>& memory) {
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+  memory.def("seal", &SymmetricMemory::seal)
+      .def("close", &SymmetricMemory::close, Unlocked())
+      .def("barrier", &SymmetricMemory::barrier, Unlocked())
+      .def("masked", &SymmetricMemory::masked, "peer"_a)
+      .def("set_masked", &SymmetricMemory::set_masked, "peer"_a, "value"_a)
+      .def_prop_ro("late", [](const SymmetricMemory& self) { return self.late().size(); })
+      .def(
+          "late_peer",
+          [](const SymmetricMemory& self, size_t index) {
+            const TimeoutReport& report = self.late().at(index);
+            return std::tuple(report.peer, report.phase, report.seconds, report.peer_gone);
+          },
+          "index"_a)
+      .def("check_usable", &SymmetricMemory::check_usable)
+      .def(
+          "window",
+          [](const SymmetricMemory& self, int32_t peer, int64_t offset, int64_t bytes) {
+            return reinterpret_cast<uintptr_t>(self.window(peer, offset, bytes));
+          },
+          "peer"_a, "offset"_a, "bytes"_a)
+      .def(
+          "put",
+          [](const SymmetricMemory& self, int32_t peer, int64_t offset, int64_t bytes) {
+            static_cast<void>(self.window(peer, offset, bytes));  // checks them
+            self.peer(peer).put(offset, bytes);
+          },
+          "peer"_a, "offset"_a, "bytes"_a, Unlocked(),
+          "Has `peer` receive what stands at `offset` of its window. Nothing to do on one host.");
+}
+
+}  // namespace
+
+void bind_symmetric(nb::module_& module) {
   module.def("fork_generation", &fork_generation);
-  nb::class_<SymmetricMemory>(module, "SymmetricMemory")
+  nb::class_<SymmetricMemory> memory(module, "SymmetricMemory");
+  memory
       .def(
           "__init__",
           [](SymmetricMemory* self, int32_t rank, int32_t ranks, int64_t bytes,
@@ -46,36 +82,9 @@ void bind_symmetric(nb::module_& module) {
             self.map(addresses);
           },
           "peers"_a)
-      .def("seal", &SymmetricMemory::seal)
-      .def("close", &SymmetricMemory::close, Unlocked())
-      .def("barrier", &SymmetricMemory::barrier, Unlocked())
-      .def("masked", &SymmetricMemory::masked, "peer"_a)
-      .def("set_masked", &SymmetricMemory::set_masked, "peer"_a, "value"_a)
-      .def_prop_ro("late", [](const SymmetricMemory& self) { return self.late().size(); })
-      .def(
-          "late_peer",
-          [](const SymmetricMemory& self, size_t index) {
-            const TimeoutReport& report = self.late().at(index);
-            return std::tuple(report.peer, report.phase, report.seconds, report.peer_gone);
-          },
-          "index"_a)
-      .def("check_usable", &SymmetricMemory::check_usable)
-      .def(
-          "window",
-          [](const SymmetricMemory& self, int32_t peer, int64_t offset, int64_t bytes) {
-            return reinterpret_cast<uintptr_t>(self.window(peer, offset, bytes));
-          },
-          "peer"_a, "offset"_a, "bytes"_a)
-      .def(
-          "put",
-          [](const SymmetricMemory& self, int32_t peer, int64_t offset, int64_t bytes) {
-            static_cast<void>(self.window(peer, offset, bytes));  // checks them
-            self.peer(peer).put(offset, bytes);
-          },
-          "peer"_a, "offset"_a, "bytes"_a, Unlocked(),
-          "Has `peer` receive what stands at `offset` of its window. Nothing to do on one host.")
       .def_prop_ro("bytes", &SymmetricMemory::bytes)
       .def_prop_ro("mapped_bytes", &SymmetricMemory::mapped_bytes);
+  bind_waits(memory);
 }
 
 }  // namespace fanfold::bindings

@@ -120,15 +120,25 @@ def choose(group: Group, config: Config, mode: Mode = "low_latency") -> BackendC
         mode: whose calls are to run.
 
     Raises:
-        ArgumentError: the ranks' settings of ``backend`` or of ``share_gpus`` differ.
+        ArgumentError: the ranks' settings of ``backend``, ``share_gpus`` or ``hosts`` differ.
         UnavailableError: ``"cuda"`` was asked for and is not possible; says why. On all ranks.
     """
-    agree(group, {"backend": config.backend, "share_gpus": config.share_gpus})
+    agree(
+        group,
+        {
+            "backend": config.backend,
+            "share_gpus": config.share_gpus,
+            "hosts": config.hosts,
+        },
+    )
     setting = f"the setting backend is '{config.backend}' (from {config.source_of('backend')})"
     if config.backend == "host":
         return BackendChoice("host", torch.device("cpu"), setting)
     seats = group.all_gather(_look(group))
     obstacle = _obstacle(seats, config.share_gpus)
+    if obstacle is None and min(config.hosts or 1, group.size) > 1:
+        source = config.source_of("hosts")
+        obstacle = f"kernels do not reach across hosts, and hosts is {config.hosts} (from {source})"
     if obstacle is None:
         device = torch.device(seats[group.rank].device)
         is_shared = len({seat.identity for seat in seats}) < group.size

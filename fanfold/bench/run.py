@@ -21,10 +21,11 @@ from fanfold.bench.layouts import open_calls
 from fanfold.bench.report import Result, Traffic
 from fanfold.bench.settings import BenchSettings
 from fanfold.bench.timing import Contender, Timings, interleave
-from fanfold.config import Backend
-from fanfold.errors import ArgumentError
+from fanfold.config import Backend, Config
+from fanfold.errors import ArgumentError, UnavailableError
 from fanfold.group import as_group
 from fanfold.launch import launch
+from fanfold.memory.hosts import find_hosts
 
 __all__ = ["RankReport", "bench", "bench_rank", "check_ranks", "sweep"]
 
@@ -102,7 +103,11 @@ def check_ranks(settings: BenchSettings, group: Any) -> None:
 
 
 def bench_ranks(group: Any, points: Sequence[BenchSettings]) -> list[RankReport]:
-    """One rank's part of a sweep."""
+    """One rank's part of a sweep. Raises UnavailableError if the ranks are on several hosts: the
+    oracle, and what is said of the bytes, are of one."""
+    hosts = find_hosts(as_group(group), Config.resolve())
+    if hosts.several:
+        raise UnavailableError(f"benches of the modes run on one host, but {hosts.reason}")
     reports, made = [], None
     for settings in points:
         data = (settings.workload(), settings.dtype)

@@ -27,7 +27,7 @@ from fanfold.deep_ep.sizes import (
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.geometry import Geometry
 from fanfold.group import agree, as_group, together
-from fanfold.memory.hosts import host_identity
+from fanfold.memory.hosts import find_hosts
 from fanfold.representation import described, worded
 
 __all__ = ["Buffer", "get_logical_domain_size", "get_physical_domain_size"]
@@ -292,11 +292,11 @@ def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:
     Raises:
         ArgumentError: hosts have different numbers of ranks.
     """
-    hosts = as_group(group).all_gather(host_identity())
-    counts = {hosts.count(host) for host in hosts}
+    hosts = find_hosts(as_group(group), Settings.resolve())
+    counts = {hosts.host.count(host) for host in hosts.host}
     if len(counts) != 1:
         raise ArgumentError("group", f"of hosts with {sorted(counts)} ranks", "spread evenly")
-    return len(set(hosts)), counts.pop()
+    return hosts.count, counts.pop()
 
 
 def get_logical_domain_size(

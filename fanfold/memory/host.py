@@ -139,6 +139,12 @@ class SymmetricMemory:
         """Unmaps everything. Not collective; harmless when repeated."""
         self.core.close()
 
+    def __del__(self) -> None:
+        """Between hosts, has peers get what this rank has signalled, as :meth:`close` does: they
+        may still wait for it when a program drops its last reference."""
+        if getattr(self, "network", ""):
+            self.core.close()
+
     def __repr__(self) -> str:
         return described(self, rank="rank", ranks="ranks", bytes_per_rank="usable_bytes")
 

@@ -77,7 +77,7 @@ def find_hosts(group: Group, config: Config) -> Hosts:
         identity = host_identity()
     except SystemFailure as error:
         failure = error
-    settings = {
+    settings: dict[str, object] = {
         "hosts": config.hosts,
         "network": config.network,
         "proxy_threads": config.proxy_threads,

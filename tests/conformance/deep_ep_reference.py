@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tests.distributed.routings import host_of_ranks
+
 
 @dataclass(frozen=True)
 class Case:
@@ -177,18 +179,28 @@ def combined(
     rows_of: list[torch.Tensor],
     bias: tuple[torch.Tensor, ...] = (),
 ) -> torch.Tensor:
-    """The sums that ``rank`` gets when every rank r combines the rows ``rows_of[r]``."""
+    """The sums that ``rank`` gets when every rank r combines the rows ``rows_of[r]``. The ranks of
+    another host are summed there, and rounded, before."""
     hidden = rows_of[0].shape[1]
     out = torch.zeros((case.tokens[rank], hidden), dtype=torch.float32, device="cpu")
     for each in bias:
         out += each.float()
-    for peer in range(case.ranks):
-        there = arrivals(case, peer)
-        for row, (source, token) in enumerate(
-            zip(there.source_rank, there.source_token, strict=True)
-        ):
-            if source == rank:
-                out[token] += rows_of[peer][row].float()
+    host = host_of_ranks(case.ranks)
+    for there in dict.fromkeys(host):
+        sums: dict[int, torch.Tensor] = {}
+        for peer in (peer for peer in range(case.ranks) if host[peer] == there):
+            found = arrivals(case, peer)
+            for row, (source, token) in enumerate(
+                zip(found.source_rank, found.source_token, strict=True)
+            ):
+                if source == rank:
+                    before = out[token] if there == host[rank] else sums.get(token, 0.0)
+                    sums[token] = before + rows_of[peer][row].float()
+                    if there == host[rank]:
+                        out[token] = sums[token]
+        if there != host[rank]:
+            for token, total in sums.items():
+                out[token] += total.to(torch.bfloat16).float()
     return out.to(torch.bfloat16)
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from fanfold.backends.high_throughput import Rows
+from fanfold.config import Config
 
 STYLES = ("spread", "one_expert", "none", "duplicates", "one_rank", "holes")
 
@@ -174,27 +175,44 @@ def expert_output(given: Input, token: int, expert: int) -> torch.Tensor:
     return (given.base[token].float() * factor).bfloat16()
 
 
+def host_of_ranks(ranks: int) -> list[int]:
+    """The host of each rank, by the setting in the environment; one without it."""
+    hosts = min(Config.resolve().hosts or 1, ranks)
+    return [rank * hosts // ranks for rank in range(ranks)]
+
+
 def expected_combine(
     case: Case, inputs: list[Input], rows_by_rank: list[list[Row]], rank: int, weighted: bool
 ) -> torch.Tensor:
-    """``[T, hidden]``: per rank in fp32 over its experts, rounded, then over ranks, rounded."""
+    """``[T, hidden]``: per rank in fp32 over its experts, rounded, then over ranks, rounded. The
+    ranks of another host are summed there, and rounded, before."""
     given = inputs[rank]
+    host = host_of_ranks(case.ranks)
     tokens = case.tokens[rank]
     total = torch.zeros((tokens, case.hidden))
     if given.bias:
         total = given.bias[0].float()
         for bias in given.bias[1:]:
             total = total + bias.float()
-    for peer, rows in enumerate(rows_by_rank):
-        first = peer * case.experts_per_rank
-        for row in rows:
-            if row.source != rank:
+    for there in dict.fromkeys(host):
+        local = there == host[rank]
+        subtotal = total if local else torch.zeros((tokens, case.hidden))
+        sent = set()  # tokens of which this host returns a sum
+        for peer, rows in enumerate(rows_by_rank):
+            if host[peer] != there:
                 continue
-            part = torch.zeros(case.hidden)
-            for expert in distinct(row.lanes):
-                y = expert_output(given, row.token, first + expert).float()
-                part = part + (weight_of(row, expert) * y if weighted else y)
-            total[row.token] += part.bfloat16().float()
+            first = peer * case.experts_per_rank
+            for row in rows:
+                if row.source != rank:
+                    continue
+                part = torch.zeros(case.hidden)
+                for expert in distinct(row.lanes):
+                    y = expert_output(given, row.token, first + expert).float()
+                    part = part + (weight_of(row, expert) * y if weighted else y)
+                subtotal[row.token] += part.bfloat16().float()
+                sent.add(row.token)
+        for token in () if local else sorted(sent):
+            total[token] += subtotal[token].bfloat16().float()
     return total.bfloat16()
 
 

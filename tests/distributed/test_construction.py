@@ -18,6 +18,7 @@ from fanfold.deep_ep import runtime as deep_ep_runtime
 from fanfold.errors import ArgumentError, ConfigError, FanfoldError
 from fanfold.launch import RankPool
 from fanfold.memory import host as symmetric
+from fanfold.memory import hosts
 from tests.distributed.layers import Shape, works
 
 FAILING = 1
@@ -39,7 +40,7 @@ NATIVE: dict[str, tuple[str, dict[str, Any], Callable[[], Any], type[Exception]]
         lambda: mock.patch.dict(os.environ, {"FANFOLD_TIMEOUT_S": "soon"}), ConfigError),
     "identity": (
         "low_latency", {},
-        lambda: mock.patch.object(symmetric, "host_identity", _raising(OSError("no /proc"))),
+        lambda: mock.patch.object(hosts, "host_identity", _raising(OSError("no /proc"))),
         OSError),
     "choice": (
         "high_throughput", {},

@@ -59,7 +59,7 @@ def test_quantize_refuses_what_is_too_short(short: str) -> None:
 @pytest.mark.parametrize(("peer", "offset", "nbytes"), [(1, 0, 8), (-1, 0, 8), (0, 57, 8),
                                                         (0, -8, 8), (0, 0, -1)])  # fmt: skip
 def test_windows_lie_within_the_memory(peer: int, offset: int, nbytes: int) -> None:
-    memory = _core.SymmetricMemory(0, 1, 64, 1.0, 0.0, False)
+    memory = _core.SymmetricMemory(0, 1, 64, 1.0, 0.0, False, [])
     memory.map([memory.address()])
     assert memory.window(0, 56, 8) == memory.window(0, 0, 64) + 56
     with pytest.raises(ArgumentError):
