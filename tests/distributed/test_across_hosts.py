@@ -3,6 +3,7 @@ host; that of high throughput rounds the sums of other hosts (docs/decisions/acr
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import fanfold
+from fanfold import _core
 from fanfold.bench.run import bench_ranks
 from fanfold.bench.settings import BenchSettings
 from fanfold.deep_ep import Buffer, get_physical_domain_size
@@ -36,6 +38,18 @@ NETWORKS = ["libfabric:tcp", "libfabric:shm", "loopback", "loopback:7"]
 Pools = Callable[[int], ThreadRanks]
 
 
+def need(network: str) -> None:
+    """Skips without libfabric, unless the environment says that it must be there."""
+    if not network.startswith("libfabric"):
+        return
+    try:
+        _core.libfabric_version()
+    except UnavailableError:
+        if os.environ.get("REQUIRE_LIBFABRIC") == "ON":
+            raise
+        pytest.skip("libfabric is not installed")
+
+
 def threads(ranks: int) -> ThreadRanks:
     return ThreadRanks(ranks, timeout_s=100.0)
 
@@ -44,6 +58,7 @@ def threads(ranks: int) -> ThreadRanks:
 def network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What carries between hosts."""
     name: str = request.param
+    need(name)
     monkeypatch.setenv("FANFOLD_NETWORK", name)
     return name
 
@@ -176,6 +191,7 @@ def one_leaves(group: dist.ProcessGroup) -> str:
 def test_a_rank_that_has_left_is_named(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FANFOLD_HOSTS", "2")
     monkeypatch.setenv("FANFOLD_NETWORK", provider)
+    need(provider)
     said, left = threads(2).run(one_leaves)
     assert left == "left"
     assert "rank 1" in said
@@ -190,6 +206,7 @@ def round_of_processes(group: dist.ProcessGroup) -> tuple[str, torch.Tensor]:
 
 
 def test_processes(process_pools: Callable[[int], RankPool]) -> None:
+    need("libfabric:tcp")
     for network, off in process_pools(4).run(round_of_processes):
         assert network.startswith("libfabric:")
         assert float(off.max()) < 0.1
@@ -216,6 +233,7 @@ def construction(group: dist.ProcessGroup, network: str, hosts: list[int]) -> st
 def test_what_cannot_be_is_said_by_all(
     process_pools: Callable[[int], RankPool], network: str, hosts: list[int], said: str
 ) -> None:
+    need(network)
     for error in process_pools(2).run(construction, network, hosts):
         assert said in error
 
@@ -247,6 +265,7 @@ def test_a_layer_that_is_dropped_delivers_what_it_has_sent(
     provider: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FANFOLD_HOSTS", "2")
+    need(provider)
     for seed in range(15):
         monkeypatch.setenv("FANFOLD_NETWORK", provider.format(seed))
         threads(4).run(dropped)
