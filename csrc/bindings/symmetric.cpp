@@ -9,10 +9,9 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace fanfold::bindings {
-
 namespace {
 
-void bind_waits(nb::class_<SymmetricMemory>& memory) {
+void bind_calls(nb::class_<SymmetricMemory>& memory) {
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
   memory.def("seal", &SymmetricMemory::seal)
       .def("close", &SymmetricMemory::close, Unlocked())
@@ -84,7 +83,7 @@ void bind_symmetric(nb::module_& module) {
           "peers"_a)
       .def_prop_ro("bytes", &SymmetricMemory::bytes)
       .def_prop_ro("mapped_bytes", &SymmetricMemory::mapped_bytes);
-  bind_waits(memory);
+  bind_calls(memory);
 }
 
 }  // namespace fanfold::bindings

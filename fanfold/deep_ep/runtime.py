@@ -86,10 +86,11 @@ class Runtime:
         host_nvl = 0 if streams_on_gpu else sizes.nvl
         rdma_signals = signal_bytes(group.size)
         nvl_signals = _core.HighThroughput.required_bytes(group.size, 0)
-        rdma_part = align(Exchange.required_bytes(group.size, find_hosts(group, settings).count))
+        hosts = find_hosts(group, settings)
+        rdma_part = align(Exchange.required_bytes(group.size, hosts.count))
         nvl_part = rdma_part + rdma_signals + align(host_rdma)
         total = nvl_part + nvl_signals + align(host_nvl)
-        self.memory = SymmetricMemory(group, total, settings)
+        self.memory = SymmetricMemory(group, total, settings, hosts)
         self.exchange = Exchange(self.memory, group.rank, group.size, 0)
         self._gpu_memory: CudaSymmetricMemory | None = None
         self._gpu_streams: CudaSymmetricMemory | None = None

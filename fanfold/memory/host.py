@@ -37,6 +37,7 @@ class SymmetricMemory:
         group: the ranks.
         bytes_per_rank: what the modes may place in each region.
         config: time bound, spinning, what happens to late peers, and how ranks reach other hosts.
+        hosts: what :func:`fanfold.memory.hosts.find_hosts` has found, if it has been called.
 
     Attributes:
         group: as given.
@@ -52,7 +53,9 @@ class SymmetricMemory:
         FanfoldError: if any rank could not create or map memory; raised by all ranks alike.
     """
 
-    def __init__(self, group: Group, bytes_per_rank: int, config: Config) -> None:
+    def __init__(
+        self, group: Group, bytes_per_rank: int, config: Config, hosts: Hosts | None = None
+    ) -> None:
         self.group, self.rank, self.ranks = group, group.rank, group.size
         self.device, self._usable_bytes = torch.device("cpu"), bytes_per_rank
         self._late, self._known_late = LatePeers(group.rank), 0
@@ -62,7 +65,7 @@ class SymmetricMemory:
         except FanfoldError as failure:
             error = failure
         agree(group, {"bytes_per_rank": bytes_per_rank}, error)
-        self.hosts = hosts = find_hosts(group, config)
+        self.hosts = hosts = hosts or find_hosts(group, config)
         self.network = ""
         carrier: _core.Carrier | None = None
         threads = 1 + (hosts.proxy_threads if hosts.several else 0)

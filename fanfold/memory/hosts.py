@@ -1,4 +1,4 @@
-"""Which ranks are on which host, and what carries between them."""
+"""Which ranks are on which host."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def expected_combine(
             total = total + bias.float()
     for there in dict.fromkeys(host):
         local = there == host[rank]
-        subtotal = total if local else torch.zeros((tokens, case.hidden))
+        subtotal = total if local else torch.zeros_like(total)
         sent = set()  # tokens of which this host returns a sum
         for peer, rows in enumerate(rows_by_rank):
             if host[peer] != there:

@@ -228,6 +228,12 @@ NEEDS = "high throughput needs compute capability 9.0, and the oldest GPU of the
         (BARE, {}, "host, because rank 1 cannot use a GPU: no NVRTC (libnvrtc)", None),
         (SAME, {}, "host, because rank 0 and rank 1 both have cuda:0 as current device", None),
         (SAME, {"share_gpus": True}, "cuda, for 2 ranks: ranks share GPUs, compute cap", None),
+        (
+            NEW,
+            {"hosts": 2},
+            "host, because kernels do not reach across hosts, and hosts is 2",
+            None,
+        ),
         (UNKNOWN, {}, "cannot run: ", None),
     ],
 )
@@ -325,7 +331,8 @@ def test_host_does_not_look_at_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "values"), [("backend", ("auto", "host")), ("share_gpus", (True, False))]
+    ("name", "values"),
+    [("backend", ("auto", "host")), ("share_gpus", (True, False)), ("hosts", (None, 2))],
 )
 def test_settings_must_agree(
     monkeypatch: pytest.MonkeyPatch, name: str, values: tuple[Any, Any]
