@@ -3,11 +3,10 @@
 # compute-sanitizer: memcheck (accesses outside of memory), racecheck (shared memory without order)
 # and synccheck (barriers that not all reach).
 #
-# Use: tools/sanitize_gpu.sh [--ranks N] [--threads] [--only PART]... [tool...]
+# Use: tools/sanitize_gpu.sh [--ranks N] [--only PART]... [tool...]
 #      PYTHON=python3 where there is no .venv
 #      PART is low-latency, high-throughput or formats; without one all of them run. One rank by
-#      default; several take turns where there are fewer GPUs, or with --threads run at the same
-#      time on one.
+#      default; several take turns where there are fewer GPUs.
 # Needs a GPU and compute-sanitizer, of the CUDA toolkit. Exits with 1 if a tool found something or a
 # program failed; each tool's last line says which: 9 if it found something in programs that ended
 # well, else their exit code.
@@ -16,15 +15,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python="${PYTHON:-.venv/bin/python}"
 parts=()
-placement=()
 ranks=1
 if [[ "${1:-}" == --ranks ]]; then
   ranks="${2:?--ranks is followed by their number}"
   shift 2
-fi
-if [[ "${1:-}" == --threads ]]; then
-  placement=(--threads)
-  shift
 fi
 while [[ "${1:-}" == --only ]]; do
   case "${2:-}" in
@@ -57,7 +51,7 @@ for tool in "${tools[@]}"; do
   log="$(mktemp)"
   status=0
   "$sanitizer" --tool "$tool" "${options[@]}" --target-processes all --error-exitcode 9 \
-    "$python" tests/gpu/sanitize.py --ranks "$ranks" "${placement[@]}" "${parts[@]}" 2>&1 | tee "$log" || status=$?
+    "$python" tests/gpu/sanitize.py --ranks "$ranks" "${parts[@]}" 2>&1 | tee "$log" || status=$?
   ((status == 0)) || failed=1
   # Each process has a summary of its own; the exit code may be that of the first one only.
   if grep -qE 'SUMMARY: *[1-9]' "$log"; then failed=1; fi

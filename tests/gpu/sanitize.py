@@ -1,11 +1,10 @@
 """Small rounds for compute-sanitizer (tools/sanitize_gpu.sh).
 
-Use: python tests/gpu/sanitize.py [--ranks N] [--threads] [PART]...
+Use: python tests/gpu/sanitize.py [--ranks N] [PART]...
      PART is low-latency, high-throughput or formats; all by default.
      One rank, in this process, or several with a process each, which time-slice the GPUs where
-     there are fewer: what goes to peers and comes from them does not run in one alone. With
-     --threads the ranks are threads of this process on one GPU, whose kernels run at the same
-     time. Exits with 1 if a result is wrong, with 2 if there is no GPU.
+     there are fewer: what goes to peers and comes from them does not run in one alone. Exits
+     with 1 if a result is wrong, with 2 if there is no GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from fanfold.backends.high_throughput.layout import dispatch_layout
 from fanfold.formats import ScaleFormat, quantize
 from fanfold.group import as_group
-from fanfold.thread_ranks import ThreadRanks
 from tests.distributed import routings
 from tests.distributed.cuda_rounds import run_case
 from tests.gpu.low_latency_rounds import like_the_host
@@ -176,31 +174,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--threads", action="store_true")
     args = parser.parse_args()
     parts = args.parts or list(PARTS)
     if unknown := set(parts) - set(PARTS):
         parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(PARTS)}")
-    if args.threads:
-        os.environ["CUDA_MODULE_LOADING"] = "EAGER"  # ThreadRanks says why
     if torch.cuda.device_count() == 0:
         print("there is no GPU (nvidia-smi)")
         return 2
-    if torch.cuda.device_count() < args.ranks and not args.threads:
+    if torch.cuda.device_count() < args.ranks:
         os.environ["FANFOLD_SHARE_GPUS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         for part in parts:
             given = (args.ranks, part, f"{folder}/{part}")
-            if args.threads:
-                with ThreadRanks(args.ranks, timeout_s=TIMEOUT_S) as threads:
-                    threads.run(PARTS[part])
-            elif args.ranks == 1:
+            if args.ranks == 1:
                 run_rank(0, *given)
             else:
                 torch.multiprocessing.spawn(run_rank, given, args.ranks)
             # Behind the end of all ranks: it is said of none that failed.
-            what = "threads" if args.threads else "ranks"
-            print(f"right: all of {part} with {args.ranks} {what}", flush=True)
+            print(f"right: all of {part} with {args.ranks} ranks", flush=True)
     return 0
 
 
