@@ -2,8 +2,6 @@
 // 128 columns of K, and one for each 128 columns of b and of K.
 #pragma once
 
-#include <type_traits>
-
 #include "stages.cuh"
 
 namespace fanfold::probe {
@@ -59,10 +57,13 @@ __device__ Part part_of_warpgroup(int warpgroup) {
           P::kSplitsRows ? 0 : warpgroup * P::kColumns};
 }
 
-// The scales of b for a thread's columns, a block of K ahead of their use.
+// The scales of b for a warp's columns. A lane holds those of two blocks of K, so the loop over K
+// loads nothing from global memory.
 template <class P>
 class WeightScales {
  public:
+  static constexpr int kMostBlocks = 2 * 32;
+
   // `scales` is [experts][columns / 128][blocks_k]
   __device__ void begin(const float* scales, int expert, int column, int columns, int blocks_k) {
     const int blocks_n = static_cast<int>(ceil_div(columns, 128));
@@ -76,29 +77,29 @@ class WeightScales {
   }
   // `from`: where each group's scales along K begin
   __device__ void begin(const float* const (&from)[P::kScaleGroups], int blocks_k) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int g = 0; g < P::kScaleGroups; ++g) {
-      from_[g] = from[g];
-      next_[g] = __ldg(from_[g]);
-    }
-    left_ = blocks_k - 1;
+    for (int g = 0; g < P::kScaleGroups; ++g)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        held_[half][g] = __ldg(from[g] + min(lane + 32 * half, blocks_k - 1));
   }
-  __device__ void take(float (&scale)[P::kScaleGroups]) {
-    const int step = left_ > 0 ? 1 : 0;
-    --left_;
+  // Of block `k` of K; by whole warps.
+  __device__ void read(float (&scale)[P::kScaleGroups], int k) const {
 #pragma unroll
-    for (int g = 0; g < P::kScaleGroups; ++g) {
-      scale[g] = next_[g];
-      from_[g] += step;
-      next_[g] = __ldg(from_[g]);
-    }
+    for (int g = 0; g < P::kScaleGroups; ++g)
+      scale[g] = __shfl_sync(~0u, k < 32 ? held_[0][g] : held_[1][g], k);
   }
 
  private:
-  const float* from_[P::kScaleGroups];
-  float next_[P::kScaleGroups];
-  int left_;
+  float held_[2][P::kScaleGroups];
 };
+
+// Without the care for subnormal numbers that a division takes.
+__device__ __forceinline__ float reciprocal(float v) {
+  asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(v));
+  return v;
+}
 
 // Scales of a block of K for a thread's two rows and its groups of columns.
 template <class P>
@@ -117,7 +118,13 @@ class WarpgroupSum {
   __device__ WarpgroupSum(Ring<T>& ring, int warpgroup)
       : part(part_of_warpgroup<P>(warpgroup)), ring_(ring) {
     const int thread = threadIdx.x % kWarpgroupThreads;
-    row_ = part.row + thread / 32 * 16 + thread % 32 / 4;
+    const int row = part.row + thread / 32 * 16 + thread % 32 / 4;
+    row_scales_ = shared_address(&ring.scales[0][row]);
+    const uint64_t a = swizzled_descriptor(&ring.a[0][part.row * kBlockK]);
+    const uint64_t b = swizzled_descriptor(&ring.b[0][part.column * kBlockK]);
+    descriptors_ = {static_cast<uint32_t>(a), static_cast<uint32_t>(b)};
+    // So that ptxas does not compute them again in each block of K.
+    asm volatile("" : "+r"(row_scales_), "+r"(descriptors_.a), "+r"(descriptors_.b));
     if constexpr (P::kTurns != Turns::none)
       if (warpgroup == 1) named_barrier_arrive(kTurnBarrier, kMathWarps * 32);
   }
@@ -144,9 +151,12 @@ class WarpgroupSum {
  private:
   static constexpr int kTurnBarrier = 4;  // and the next
 
+  // Mostly there is nothing to wait for, and then the loop of the wait is not entered.
   __device__ void await_stage() {
-    counted<P::kProfile>(stalls.full,
-                         [&] { await_phase(&ring_.full[at_.stage], at_.parity, Impatience{}); });
+    counted<P::kProfile>(stalls.full, [&] {
+      ArrivalBarrier* full = &ring_.full[at_.stage];
+      if (!phase_is_over(full, at_.parity)) await_phase(full, at_.parity, Impatience{});
+    });
   }
 
   __device__ void await_turn() {
@@ -162,16 +172,10 @@ class WarpgroupSum {
   static constexpr int kEarlyBlock = 2;
 
   template <class Early>
-  static __device__ __forceinline__ void call_early(int k, const Early& early) {
-    if constexpr (!std::is_same_v<Early, Nothing>)
-      if (k == kEarlyBlock) early();
-  }
-
-  template <class Early>
   __device__ void skip(int blocks_k, const Early& early) {
     for (int k = 0; k < blocks_k; ++k, at_.advance()) {
       await_stage();
-      call_early(k, early);
+      if (k == kEarlyBlock) early();
 #pragma unroll
       for (int h = 0; h < P::kSums / P::kPart; ++h) {
         await_turn();
@@ -181,22 +185,36 @@ class WarpgroupSum {
     }
   }
 
-  __device__ void read_scales(Scales<P>& scale, WeightScales<P>& weights) {
+  __device__ void read_scales(Scales<P>& scale, const WeightScales<P>& weights, int k) {
     float column[P::kScaleGroups];
-    weights.take(column);
-    const float* row = &ring_.scales[at_.stage][row_];
+    weights.read(column, k);
+    const uint32_t row = row_scales_ + at_.stage * T::kScaleBytes;
+    const float rows[2] = {load_shared(row), load_shared(row + 8 * sizeof(float))};
 #pragma unroll
     for (int g = 0; g < P::kScaleGroups; ++g) {
-      scale[0][g] = row[0] * column[g];
-      scale[1][g] = row[8] * column[g];
+      scale[0][g] = rows[0] * column[g];
+      scale[1][g] = rows[1] * column[g];
     }
   }
 
-  // One stage's products, enqueued; `first_column` of the warpgroup's.
-  __device__ __forceinline__ void enqueue(float (&d)[P::kPart], bool adds, int first_column) {
-    const uint64_t a = swizzled_descriptor(&ring_.a[at_.stage][part.row * kBlockK]);
-    const uint64_t b =
-        swizzled_descriptor(&ring_.b[at_.stage][(part.column + first_column) * kBlockK]);
+  static __device__ float load_shared(uint32_t address) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+    return v;
+  }
+
+  // The low words of the descriptors of a stage's operands; `first_column` of the warpgroup's.
+  struct Descriptors {
+    uint32_t a, b;
+  };
+  __device__ __forceinline__ Descriptors descriptors(int first_column) const {
+    return {descriptors_.a + at_.stage * (T::kBytesA / 16),
+            descriptors_.b + at_.stage * (T::kBytesB / 16) + first_column * (kBlockK / 16)};
+  }
+
+  // One stage's products, enqueued.
+  __device__ __forceinline__ void enqueue(float (&d)[P::kPart], const Descriptors& of, bool adds) {
+    const uint64_t high = swizzled_descriptor(nullptr) >> 32 << 32;
     registers_settle(d);
     const int64_t begin = P::kProfile ? clock64() : 0;
     wgmma_begin();
@@ -204,7 +222,8 @@ class WarpgroupSum {
     for (int i = 0; i < kBlockK / kWgmmaDepth; ++i) {
       if (P::kTurns == Turns::half_done && i == 2) wgmma_commit();
       if (P::kTurns == Turns::nearly_done && i == 3) wgmma_commit();
-      wgmma_e4m3(d, a + i * kDescriptorStep, b + i * kDescriptorStep, adds || i > 0);
+      const uint32_t step = i * static_cast<uint32_t>(kDescriptorStep);
+      wgmma_e4m3(d, high | (of.a + step), high | (of.b + step), adds || i > 0);
     }
     wgmma_commit();
     if constexpr (P::kProfile) stalls.enqueue += clock64() - begin;
@@ -224,37 +243,48 @@ class WarpgroupSum {
   }
 
   template <class Early>
-  __device__ __forceinline__ void in_place(float (&d)[P::kSums], WeightScales<P>& weights,
+  __device__ __forceinline__ void in_place(float (&d)[P::kSums], const WeightScales<P>& weights,
                                            int blocks_k, const Early& early) {
-    Scales<P> before, scale;
-    for (int k = 0; k < blocks_k; ++k) {
-      await_stage();
-      read_scales(scale, weights);
-      if (k > 0) {
-        Scales<P> factor;
-        divide(factor, before, scale);
-        await_products<0>(d);
-        release_stage(ring_, previous_);
-        call_early(k, early);
-        multiply(d, factor);
-      }
-      await_turn();
-      enqueue(d, k > 0, 0);
-      pass_turn_of_products();
-      previous_ = at_.stage;
-      at_.advance();
-      copy(before, scale);
+    Scales<P> before;
+    int k = 0;
+    // `early` has loops that wait, so it stands outside of the loop over K; products run meanwhile.
+    for (int end = kEarlyBlock; k < blocks_k; end = blocks_k) {
+      for (; k < end; ++k) multiply_block(d, before, weights, k);
+      if (end == kEarlyBlock) early();
     }
     await_products<0>(d);
     release_stage(ring_, previous_);
     multiply(d, before);
   }
 
+  // All that needs no products comes before the wait for those of the block before: what a
+  // warpgroup does between two blocks' products is what bounds it.
+  __device__ __forceinline__ void multiply_block(float (&d)[P::kSums], Scales<P>& before,
+                                                 const WeightScales<P>& weights, int k) {
+    await_stage();
+    Scales<P> scale, factor;
+    read_scales(scale, weights, k);
+    Descriptors operands = descriptors(0);
+    if (k > 0) {
+      divide(factor, before, scale);
+      settle(factor, operands);
+      await_products<0>(d);
+      release_stage(ring_, previous_);
+      multiply(d, factor);
+    }
+    await_turn();
+    enqueue(d, operands, k > 0);
+    pass_turn_of_products();
+    previous_ = at_.stage;
+    at_.advance();
+    copy(before, scale);
+  }
+
   __device__ __forceinline__ void unscaled(float (&d)[P::kSums], int blocks_k) {
     for (int k = 0; k < blocks_k; ++k) {
       await_stage();
       await_turn();
-      enqueue(d, k > 0, 0);
+      enqueue(d, descriptors(0), k > 0);
       pass_turn_of_products();
       if (k > 0) {
         wgmma_await<1>();
@@ -270,7 +300,13 @@ class WarpgroupSum {
   static __device__ void divide(Scales<P>& factor, const Scales<P>& a, const Scales<P>& b) {
 #pragma unroll
     for (int i = 0; i < 2 * P::kScaleGroups; ++i)
-      factor[i % 2][i / 2] = __fdividef(a[i % 2][i / 2], b[i % 2][i / 2]);
+      factor[i % 2][i / 2] = a[i % 2][i / 2] * reciprocal(b[i % 2][i / 2]);
+  }
+  // They are computed before this.
+  static __device__ void settle(Scales<P>& factor, Descriptors& operands) {
+    asm volatile("" : "+r"(operands.a), "+r"(operands.b));
+#pragma unroll
+    for (int i = 0; i < 2 * P::kScaleGroups; ++i) asm volatile("" : "+f"(factor[i % 2][i / 2]));
   }
   static __device__ void copy(Scales<P>& to, const Scales<P>& from) {
 #pragma unroll
@@ -290,12 +326,12 @@ class WarpgroupSum {
     for (int k = 0; k < blocks_k; ++k, at_.advance()) {
       await_stage();
       Scales<P> scale;
-      read_scales(scale, weights);
+      read_scales(scale, weights, k);
 #pragma unroll
       for (int h = 0; h < kParts; ++h) {
         float product[P::kPart];
         await_turn();
-        enqueue(product, false, h * P::kPart * 2);
+        enqueue(product, descriptors(h * P::kPart * 2), false);
         pass_turn_of_products();
         await_products<0>(product);
         if (h == kParts - 1) release_stage(ring_, at_.stage);
@@ -308,7 +344,9 @@ class WarpgroupSum {
 
   Ring<T>& ring_;
   Position<T> at_;
-  int row_;
+  // Of the first stage; scales as an address in shared memory.
+  uint32_t row_scales_;
+  Descriptors descriptors_;
   int previous_ = 0;
 };
 

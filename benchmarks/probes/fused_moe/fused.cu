@@ -1,12 +1,10 @@
 // How long the layer takes as one kernel on one GPU, and how exact it is.
 //   fused RESULTS.jsonl VARIANT TOKENS...
-// Variants, joined by "+": tickets, nothing else; pairs, a last half block of rows makes a pair with
-// a full one; whole, the second GEMM's columns are one group, so that tokens are summed at the end;
-// late, a ticket is published two blocks of K before a tile's end and looked up by every role then;
-// itself, a warpgroup releases its tiles for the GPU without a spare warp; copies3, the warps that
-// multiply later copy three rows each before, not one. To place time, the timed
-// calls of permuted find their rows already copied, and unsummed ends without the sum. Alone: gemms,
-// the two GEMMs of grouped_gemm.cuh on the same rows.
+// Variants, joined by "+": tickets, nothing else: the second GEMM's columns are computed in seven
+// groups, and tokens are summed by groups meanwhile; halves, in two groups; whole, in one, so that
+// tokens are summed at the end; pairs, a last half block of rows makes a pair with a full one. To
+// place time, the timed calls of permuted find their rows already copied, and unsummed ends without
+// the sum. Alone: gemms, the two GEMMs of grouped_gemm.cuh on the same rows.
 #include "fused.cuh"
 
 #include "fused_reference.cuh"
@@ -19,8 +17,8 @@ namespace fanfold::probe {
 
 struct Variant {
   std::string name;
-  bool pairs = false, whole = false, late = false, itself = false;
-  bool copies3 = false, permuted = false, unsummed = false, gemms = false;
+  bool pairs = false, halves = false, whole = false;
+  bool permuted = false, unsummed = false, gemms = false;
   explicit Variant(const std::string& text) : name(text) {
     std::stringstream words(text);
     for (std::string word; std::getline(words, word, '+');) set(word);
@@ -29,9 +27,8 @@ struct Variant {
  private:
   void set(const std::string& word) {
     const std::pair<const char*, bool*> known[] = {
-        {"pairs", &pairs},       {"whole", &whole},     {"late", &late},
-        {"itself", &itself},     {"copies3", &copies3}, {"permuted", &permuted},
-        {"unsummed", &unsummed}, {"gemms", &gemms},
+        {"pairs", &pairs},       {"halves", &halves},     {"whole", &whole},
+        {"permuted", &permuted}, {"unsummed", &unsummed}, {"gemms", &gemms},
     };
     if (word == "tickets") return;
     for (const auto& [each, flag] : known)
@@ -125,15 +122,12 @@ class Bench {
     args_.row_weights = device_array<float>(kMostRows);
     args_.results = results_;
     args_.row_count = kMostRows;
+    args_.counts = device_array<int32_t>(1024 * kExperts);
     args_.row_of = device_array<int32_t>(kMostTokens * kTopK);
     args_.copies = device_array<Copy>(kMostTokens * kTopK);
     args_.spans = device_array<FusedSpan>(1024);
-    // The first tile of every cluster needs at most eight of a CTA's copies, at all token counts.
-    args_.first_copies = (variant_.copies3 ? 3 : 1) * kMathWarps;
     args_.pairs_halves = variant_.pairs;
-    args_.publishes_late = variant_.late;
-    args_.publishes_itself = variant_.itself;
-    args_.second_groups = variant_.whole ? 1 : kSumChunks;
+    args_.second_groups = variant_.whole ? 1 : variant_.halves ? 2 : kSumChunks;
     nans_ = device_array<unsigned long long>(1);
   }
 

@@ -23,18 +23,11 @@ template <int kStages>
 using FusedPolicy = Policy<FusedTile<kStages>, Sum::in_place>;
 
 static_assert(sizeof(GemmShared<FusedPolicy<4>>) <= kMostShared);
+static_assert(kHidden / kBlockK <= WeightScales<FusedPolicy<4>>::kMostBlocks);
 // Tickets are taken eight blocks of K before the end of a tile.
 static_assert(kHidden / kBlockK >= 8 && kIntermediate / kBlockK >= 8);
 
 // ---- waits and tickets --------------------------------------------------------------------------
-
-__device__ inline void await_count(const uint32_t* counter, uint32_t wanted, uint32_t nap_ns = 0) {
-  Impatience impatience;
-  while (load_acquire_gpu(counter) < wanted) {
-    if (impatience.exhausted()) return;
-    if (nap_ns) __nanosleep(nap_ns);
-  }
-}
 
 __device__ __forceinline__ void store_at_cta(uint64_t* own, int cta, uint64_t word) {
   asm volatile(
@@ -74,7 +67,7 @@ __device__ inline Task await_task(const FusedTail& tail, uint32_t n) {
   for (;;) {
     const uint64_t word = load_relaxed_cluster(&tail.tasks[n % 4]);
     if (has_number(word, n)) return unpacked_task(word);
-    if (impatience.exhausted()) return {};
+    if (impatience.expired()) return {};
   }
 }
 
@@ -127,9 +120,9 @@ __device__ inline void produce_weights(Ring<T>& ring, const FusedArgs& args) {
     tickets.take();
     tickets.publish();
   }
-  // So early that all roles know the next tile before this one is done, else as late as possible:
-  // it makes the shares of the clusters fair.
-  const int ahead = args.publishes_late ? 2 : 6;
+  // Blocks of K before a tile's end: so early that all roles know the next tile before this one is
+  // done, else as late as possible, which makes the shares of the clusters fair.
+  constexpr int kAhead = 6;
   Position<T> at;
   Task task = await_task(ring.tail, 0);
   for (uint32_t n = 1; task.valid > 0; ++n) {
@@ -141,8 +134,8 @@ __device__ inline void produce_weights(Ring<T>& ring, const FusedArgs& args) {
     const int blocks = blocks_k(task.gemm);
     for (int k = 0; k < blocks; ++k, at.advance()) {
       if (cta == 0) {
-        if (k == blocks - ahead - 2) tickets.take();
-        if (k == blocks - ahead) tickets.publish();
+        if (k == blocks - kAhead - 2) tickets.take();
+        if (k == blocks - kAhead) tickets.publish();
       }
       await_phase(&ring.empty[at.stage], at.parity ^ 1, Impatience{});
       ArrivalBarrier* full = &ring.full[at.stage];
@@ -197,7 +190,7 @@ __device__ inline void produce_rows(Ring<T>& ring, const FusedArgs& args) {
     const int blocks = blocks_k(task.gemm);
     Task next{};
     for (int k = 0; k < blocks; ++k, at.advance(), scales += args.row_count) {
-      if (!args.publishes_late && k >= blocks - 3) {
+      if (k >= blocks - 3) {
         const int h = k - (blocks - 2);
         if (h < 0) {
           next = await_task(ring.tail, n);
@@ -219,7 +212,7 @@ __device__ inline void produce_rows(Ring<T>& ring, const FusedArgs& args) {
       }
       bulk_load(ring.scales[at.stage], scales, scale_bytes, full);
     }
-    task = args.publishes_late ? await_task(ring.tail, n) : next;
+    task = next;
   }
 }
 
@@ -300,7 +293,7 @@ __device__ inline void post(Mailbox& box, uint32_t word) {
   const uint32_t posted = box.posted;
   Impatience impatience;
   while (posted - load_acquire_cta(&box.taken) >= Mailbox::kSlots)
-    if (impatience.exhausted()) return;
+    if (impatience.expired()) return;
   box.words[posted % Mailbox::kSlots] = word;
   store_release_cta(&box.posted, posted + 1);
 }
@@ -323,7 +316,7 @@ __device__ inline void serve(Mailbox& box, const FusedArgs& args) {
 __device__ inline void serve_to_the_end(Mailbox& box, const FusedArgs& args) {
   Impatience impatience;
   for (serve(box, args); !box.ended; serve(box, args)) {
-    if (impatience.exhausted()) return;
+    if (impatience.expired()) return;
     __nanosleep(100);
   }
 }
@@ -335,11 +328,7 @@ struct Unpublished {
     if (!counter) return;
     bulk_await_written<0>();
     fence_global_and_bulk();
-    if (args.publishes_itself) {
-      add_release_gpu(counter, 1);
-    } else {
-      post(box, static_cast<uint32_t>(counter - reinterpret_cast<uint32_t*>(args.counters)));
-    }
+    post(box, static_cast<uint32_t>(counter - reinterpret_cast<uint32_t*>(args.counters)));
     counter = nullptr;
   }
 };
@@ -424,14 +413,17 @@ __device__ inline void sum_chunk(const FusedArgs& args, int token, int chunk, ui
   static_assert(kChunkUnits % kUnits == 0 && kTopK % kBatch == 0);
   const int lane = threadIdx.x % kWarpLanes;
   const int row = args.row_of[token * kTopK + lane % kTopK];
-  const int group = chunk * args.second_groups / kSumChunks;
+  // A chunk may lie in two groups: a lane for each row looks at the first, another at the last.
+  constexpr int kChunkBlocks = kSumColumns / kTileColumns;
+  const int block = chunk * kChunkBlocks + (lane < kTopK ? 0 : kChunkBlocks - 1);
+  const int group = block * args.second_groups / kSecondColumnBlocks;
   const uint32_t* returned = &args.counters->returned[row / kHalfRows][group];
   const uint32_t wanted = kSecondColumnBlocks / args.second_groups;
   Impatience impatience;
   for (;;) {
-    const bool there = lane >= kTopK || load_acquire_gpu(returned) >= wanted;
+    const bool there = lane >= 2 * kTopK || load_acquire_gpu(returned) >= wanted;
     if (__all_sync(kFullWarp, there)) break;
-    if (__any_sync(kFullWarp, impatience.exhausted())) break;
+    if (__any_sync(kFullWarp, impatience.expired())) break;
     between();
     if (nap_ns) __nanosleep(nap_ns);
   }
@@ -490,8 +482,8 @@ __device__ inline void spare_warp(FusedTail& tail, const FusedArgs& args, int wh
     if (serves) serve(box, args);
     __syncwarp();
   };
-  copy_rows<7>(args, args.first_copies, kMostTokens * kTopK, which, 2, between);
-  if (args.second_groups > 1) sum_tokens<1, 4>(args, tail, 2000, 1000, between);
+  copy_rows<7>(args, kFirstCopies, kMostTokens * kTopK, which, 2, between);
+  if (args.second_groups > 1) sum_tokens<1, 8>(args, tail, 2000, 1000, between);
   if (serves) serve_to_the_end(box, args);
 }
 
@@ -522,7 +514,7 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
     }
   } else {
     raise_registers<232>();
-    copy_rows<14>(args, 0, args.first_copies, warp, kMathWarps);
+    copy_rows<14>(args, 0, kFirstCopies, warp, kMathWarps);
     multiply_tasks<P>(shared, args, warpgroup);
     mark(args, &FusedSpan::second_end);
     sum_tokens<2, 8>(args, shared.ring.tail, 0, 0, [] {});

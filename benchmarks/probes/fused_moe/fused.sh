@@ -28,15 +28,12 @@ run() { # PROGRAM VARIANT SECONDS TOKENS...
 }
 
 run fused_yield tickets 20 $all
-run fused_yield whole 16 8 16 32 64 128 256 512 1024 2048 8192
+run fused_yield whole 16 $all
+run fused_yield halves 12 512 1024 2048 4096 8192
+run fused_yield whole+pairs 8 512 1024 2048
+run fused_yield halves+pairs 8 1024 2048 4096
 run fused_yield gemms 12 64 512 1024 2048 4096 8192
-run fused_yield whole+pairs 8 1024 2048
-run fused_yield pairs 8 1024 2048
-run fused_yield late+itself+copies3 10 64 1024 8192
-run fused_yield copies3 8 512 1024 8192
-run fused_yield late 8 1024 8192
-run fused_yield itself 8 1024 8192
-run fused_yield permuted+unsummed 8 64 1024 8192
+run fused_yield permuted+unsummed+whole 10 64 1024 2048 4096 8192
 run fused_yield permuted 8 1024 8192
 run fused_yield unsummed 8 1024 8192
 run fused tickets 8 2048 8192

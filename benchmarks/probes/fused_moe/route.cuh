@@ -1,8 +1,6 @@
-// The head of the fused kernel: every CTA counts the routing of all tokens, finds the rows of its
-// own tokens, and copies them to the rows of the experts.
+// The head of the fused kernel: every CTA learns how many rows each expert has, finds the rows of
+// its own tokens, and copies them to the rows of the experts.
 #pragma once
-
-#include <type_traits>
 
 #include "device/memory.cuh"
 #include "device/warp.cuh"
@@ -22,11 +20,14 @@ inline constexpr int kFirstColumnBlocks = 2 * kIntermediate / kTileColumns;
 inline constexpr int kSecondColumnBlocks = kHidden / kTileColumns;
 inline constexpr int kSumColumns = 1024;  // of a token that a warp sums at a time
 inline constexpr int kSumChunks = kHidden / kSumColumns;
+inline constexpr int kFirstCopies = kMathWarps;  // of a CTA; the first tiles wait for them
+inline constexpr int kSharedCountTokens = 4096;  // from here on CTAs share the count of the routing
 inline constexpr float kSmallestActivation = 1e-6f;  // of the largest in a block
 
 // Zero before the call, which clears those of the next.
 struct Counters {
   uint32_t ticket;
+  uint32_t counted;                                      // CTAs that have counted their tokens
   uint32_t arrived[kMostRows / kHalfRows];               // rows of tokens
   uint32_t activated[kMostRows / kHalfRows];             // tiles of the first GEMM
   uint32_t returned[kMostRows / kHalfRows][kSumChunks];  // tiles of the second, by group
@@ -62,15 +63,15 @@ struct FusedArgs {
   const uint16_t* results;  // [rows][hidden] bf16
   int64_t row_count;
 
+  int32_t* counts;  // [CTAs][experts], rows of each CTA's tokens
   int32_t* row_of;  // [tokens][top-k]
   Copy* copies;     // [tokens][top-k], those of a CTA by expert
   Counters* counters;
   Counters* next_counters;
-  bool pairs_halves, publishes_late, publishes_itself;
-  int first_copies;  // of a CTA, by the warps that multiply later; the first tiles wait for them
+  bool pairs_halves;
   // To place time: rows, or results, are those of an earlier call.
   bool leaves_copies, leaves_sum;
-  int second_groups;  // of columns, 1 or kSumChunks
+  int second_groups;  // of columns; an even number of column blocks each
   FusedSpan* spans;   // [CTAs]
 };
 
@@ -105,8 +106,16 @@ struct FusedTail {
   int32_t rows[kExperts];
 };
 
-__device__ inline void count_routing(RouteCounts& counts, const FusedArgs& args,
-                                     const OwnTokens& own) {
+__device__ inline void await_count(const uint32_t* counter, uint32_t wanted, uint32_t nap_ns = 0) {
+  Impatience impatience;
+  while (load_acquire_gpu(counter) < wanted) {
+    if (impatience.expired()) return;
+    if (nap_ns) __nanosleep(nap_ns);
+  }
+}
+
+// Every CTA counts all tokens.
+__device__ inline void count_all(RouteCounts& counts, const FusedArgs& args, const OwnTokens& own) {
   constexpr int kBatch = 8;
   const int entries = args.tokens * kTopK;
   const int step = blockDim.x;
@@ -125,6 +134,33 @@ __device__ inline void count_routing(RouteCounts& counts, const FusedArgs& args,
       atomicAdd(counter + expert[j], 1);
     }
   }
+}
+
+// Every CTA counts its own tokens and reads what the others have counted.
+__device__ inline void count_shares(RouteCounts& counts, const FusedArgs& args,
+                                    const OwnTokens& own) {
+  for (int i = threadIdx.x; i < own.entries(); i += blockDim.x)
+    atomicAdd(counts.own + args.experts[own.first * kTopK + i], 1);
+  __syncthreads();
+  const int expert = threadIdx.x % kExperts;
+  const int cta = blockIdx.x;
+  if (threadIdx.x < kExperts) args.counts[cta * kExperts + expert] = counts.own[expert];
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    add_release_gpu(&args.counters->counted, 1);
+    await_count(&args.counters->counted, gridDim.x);
+  }
+  __syncthreads();
+  int before = 0, after = 0;
+  const int step = blockDim.x / kExperts;
+#pragma unroll 8
+  for (int other = threadIdx.x / kExperts; other < gridDim.x; other += step) {
+    const int count = __ldcg(args.counts + other * kExperts + expert);
+    if (other < cta) before += count;
+    if (other > cta) after += count;
+  }
+  atomicAdd(counts.before + expert, before);
+  atomicAdd(counts.after + expert, after);
 }
 
 // By one warp.
@@ -163,26 +199,17 @@ __device__ inline void sum_counts(RouteCounts& counts, FusedTail& tail) {
   if (lane == kWarpLanes - 1) tail.first_block[kExperts] = static_cast<uint16_t>(blocks_before);
 }
 
-// By one warp: the rows of this CTA's tokens. All CTAs count alike, so rows are told apart.
+// The rows of this CTA's tokens, in any order within an expert.
 __device__ inline void rank_own_entries(RouteCounts& counts, const FusedTail& tail,
                                         const FusedArgs& args, const OwnTokens& own) {
-  const int lane = threadIdx.x % kWarpLanes;
   const int first = own.first * kTopK;
-  for (int base = 0; base < own.entries(); base += kWarpLanes) {
-    const int entry = first + base + lane;
-    const bool mine = base + lane < own.entries();
-    const int e = mine ? static_cast<int>(args.experts[entry]) : -1;
-    const uint32_t same = __match_any_sync(kFullWarp, e);
-    const int rank = __popc(same & lanes_below());
-    if (mine) {
-      const int nth = counts.ranked[e] + rank;
-      const int row = tail.first_block[e] * kBlockRows + counts.before[e] + nth;
-      args.row_of[entry] = row;
-      args.copies[first + counts.own_first[e] + nth] = {row, entry};
-    }
-    __syncwarp();
-    if (mine && rank == 0) counts.ranked[e] += __popc(same);
-    __syncwarp();
+  for (int i = threadIdx.x; i < own.entries(); i += blockDim.x) {
+    const int entry = first + i;
+    const int e = static_cast<int>(args.experts[entry]);
+    const int nth = atomicAdd(counts.ranked + e, 1);
+    const int row = tail.first_block[e] * kBlockRows + counts.before[e] + nth;
+    args.row_of[entry] = row;
+    args.copies[first + counts.own_first[e] + nth] = {row, entry};
   }
 }
 
@@ -200,13 +227,15 @@ __device__ inline void route(RouteCounts& counts, FusedTail& tail, const FusedAr
        i += gridDim.x * blockDim.x)
     next[i] = 0;
   __syncthreads();
-  count_routing(counts, args, own);
-  __syncthreads();
-  if (threadIdx.x < kWarpLanes) {
-    sum_counts(counts, tail);
-    __syncwarp();
-    rank_own_entries(counts, tail, args, own);
+  if (args.tokens < kSharedCountTokens) {
+    count_all(counts, args, own);
+  } else {
+    count_shares(counts, args, own);
   }
+  __syncthreads();
+  if (threadIdx.x < kWarpLanes) sum_counts(counts, tail);
+  __syncthreads();
+  rank_own_entries(counts, tail, args, own);
   __syncthreads();
 }
 
@@ -247,7 +276,7 @@ __device__ inline void copy_rows(const FusedArgs& args, int first, int last, int
   const Copy* copies = args.copies + own.first * kTopK;
   for (int i = first + warp; i < min(last, own.entries()); i += warps) {
     copy_row<kInFlight>(args, copies[i]);
-    if constexpr (!std::is_same_v<Between, Nothing>) between();
+    between();
   }
 }
 

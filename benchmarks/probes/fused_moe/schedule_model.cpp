@@ -114,7 +114,7 @@ int main() {
         {0, 0, 5000, 0},
         {385, 448, 449, 511, 512, 513}})
     for (const bool pairs_halves : {false, true})
-      for (const int groups : {1, 7}) check(Tables(counts).schedule(pairs_halves, groups));
+      for (const int groups : {1, 2, 7}) check(Tables(counts).schedule(pairs_halves, groups));
   std::printf("%7s %7s %14s %14s %14s %14s\n", "tokens", "hit", "static, old", "static",
               "tickets, old", "tickets");
   for (const int tokens : {8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192}) {

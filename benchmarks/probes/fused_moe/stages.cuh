@@ -20,7 +20,9 @@ inline constexpr int kMathWarpgroups = 2;
 inline constexpr int kMathWarps = 4 * kMathWarpgroups;
 inline constexpr int kStoreColumns = 64;  // of bf16: 128 bytes, what a swizzle covers
 
-struct Nothing {};
+struct Nothing {
+  __device__ void operator()() const {}
+};
 
 // A block of b has kBlockN rows: columns of the result.
 template <int kBlockM_, int kBlockN_, int kStages_, int kCluster_>
