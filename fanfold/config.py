@@ -29,9 +29,9 @@ __all__ = [
     "LatePeers",
     "Overrides",
     "Setting",
-    "backend_in_environment",
     "cuda_toolkit",
     "default_environment",
+    "in_environment",
     "settings",
     "symmetric_memory_environment",
     "unknown_variables",
@@ -286,16 +286,23 @@ def default_environment() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def backend_in_environment(backend: Backend) -> Iterator[None]:
-    """Within it ``FANFOLD_BACKEND`` is ``backend``, for what has no argument for it."""
-    before = os.environ.get("FANFOLD_BACKEND")
-    os.environ["FANFOLD_BACKEND"] = backend
+def in_environment(values: Overrides) -> Iterator[None]:
+    """Within it the environment has these settings, for what takes no :class:`Config`.
+
+    None of them may be None. A variable that has its value already is left alone, so that ranks that
+    are threads may be within it at the same time, if the thread that starts them is.
+    """
+    variables = {setting.name: setting.variable for setting in _SETTINGS}
+    wanted = {variables[name]: str(value) for name, value in values.items()}
+    changed = {name: text for name, text in wanted.items() if os.environ.get(name) != text}
+    before = {name: os.environ[name] for name in changed if name in os.environ}
+    os.environ.update(changed)
     try:
         yield
     finally:
-        del os.environ["FANFOLD_BACKEND"]
-        if before is not None:
-            os.environ["FANFOLD_BACKEND"] = before
+        for name in changed:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 @contextlib.contextmanager

@@ -48,10 +48,12 @@ class Calls(Protocol):
     Attributes:
         device: where tensors must be.
         memory_bytes: symmetric memory of this rank.
+        network: what carries between hosts, such as ``"libfabric:tcp"``; "" on one host.
     """
 
     device: torch.device
     memory_bytes: int
+    network: str
 
     def dispatch(self, given: Given, capacity: int | None = None) -> Any:
         """Sends ``given``, by a new routing."""

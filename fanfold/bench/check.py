@@ -108,12 +108,14 @@ class Expectation:
         rank: this one.
         experts: of all ranks together.
         fp8: rows travel as fp8 with float32 scales, instead of bfloat16.
+        far_hosts: as in :func:`fanfold.bench.oracle.combine_rows`.
     """
 
     batches: Sequence[Batch]
     rank: int
     experts: int
     fp8: bool
+    far_hosts: Sequence[Sequence[int]] = ()
 
     @property
     def own(self) -> Batch:
@@ -136,7 +138,13 @@ class Expectation:
 
     @cached_property
     def _combined(self) -> torch.Tensor:
-        return oracle.combine(self.own, self._own_output, len(self.batches), self.experts)
+        return oracle.combine(
+            self.own,
+            self._own_output,
+            len(self.batches),
+            self.experts,
+            far_hosts=self.far_hosts,
+        )
 
     def received(
         self, received: DispatchResult | PackedRows, alignment: int = 1, capacity: int | None = None
@@ -221,14 +229,6 @@ class Expectation:
         ).repeat_interleave(counts)
         return received.offsets[:-1].repeat_interleave(counts) + within
 
-    def rows_sent(self) -> tuple[int, int]:
-        """Rows that one dispatch of this rank sends, one for each (token, rank with one of its
-        experts): to all ranks, and to the others."""
-        ranks, topk_idx = len(self.batches), self.own.topk_idx
-        rank_of = topk_idx.div(self.experts // ranks, rounding_mode="floor")
-        goes = [int((rank_of == rank).any(dim=1).sum()) for rank in range(ranks)]
-        return sum(goes), sum(goes) - goes[self.rank]
-
     def outputs(self, received: DispatchResult | PackedRows) -> torch.Tensor:
         """What the experts make of the rows received, in their places (bfloat16); NaN elsewhere,
         where nothing may be read."""
@@ -286,7 +286,8 @@ class Expectation:
                     ),
                 )
             )
-        same_bits("combined tokens", out, oracle.combine_rows(self.own.x.shape, parts))
+        expected = oracle.combine_rows(self.own.x.shape, parts, far_hosts=self.far_hosts)
+        same_bits("combined tokens", out, expected)
 
     # ---- the rival --------------------------------------------------------------------------
 

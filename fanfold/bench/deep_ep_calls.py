@@ -13,7 +13,7 @@ import torch
 from fanfold.bench.calls import Given
 from fanfold.bench.check import Expectation, PackedRows, TokenMajorRows
 from fanfold.bench.settings import BenchSettings
-from fanfold.config import backend_in_environment
+from fanfold.config import in_environment
 from fanfold.deep_ep import Buffer
 from fanfold.errors import UnavailableError
 from fanfold.group import as_group
@@ -24,7 +24,7 @@ _COUNT_BITS = 32  # of an entry of layout_range: count | begin << 32
 
 
 def _open(group: Any, settings: BenchSettings, **options: Any) -> Buffer:
-    with backend_in_environment(settings.backend):  # no argument of DeepEP's names one
+    with in_environment(settings.overrides()):  # DeepEP's constructor takes no such arguments
         buffer = Buffer(group, explicitly_destroy=True, **options)
     assert buffer.runtime is not None
     if settings.backend == "cuda" and not buffer.runtime.choice.supports(settings.mode):
@@ -34,6 +34,11 @@ def _open(group: Any, settings: BenchSettings, **options: Any) -> Buffer:
             "here: use --backend host"
         )
     return buffer
+
+
+def _network_of(buffer: Buffer) -> str:
+    assert buffer.runtime is not None
+    return buffer.runtime.memory.network
 
 
 class DeepEpLowLatency:
@@ -55,7 +60,7 @@ class DeepEpLowLatency:
         self._buffer = _open(
             group, settings, num_rdma_bytes=self.memory_bytes, low_latency_mode=True
         )
-        self.device = self._buffer.device
+        self.device, self.network = self._buffer.device, _network_of(self._buffer)
 
     def dispatch(self, given: Given, capacity: int | None = None) -> Any:
         """Sends ``given``, whose weights stay here until the combine."""
@@ -187,7 +192,7 @@ class DeepEpHighThroughput:
         except BaseException:
             Buffer.set_num_sms(self._sms)
             raise
-        self.device = self._buffer.device
+        self.device, self.network = self._buffer.device, _network_of(self._buffer)
 
     def dispatch(self, given: Given, capacity: int | None = None) -> _Brought:
         """Sends ``given``, by a new routing and its layout."""

@@ -54,12 +54,7 @@ def open_calls(group: Any, settings: BenchSettings) -> Calls:
             return DeepEpLowLatency(group, settings)
         return DeepEpHighThroughput(group, settings)
     kind = TokenMajor if settings.layout == "token_major" else ExpertMajor
-    return kind(group, settings, _config(settings))
-
-
-def _config(settings: BenchSettings) -> Config:
-    asked: dict[str, Any] = {} if settings.sms is None else {"ctas": settings.sms}
-    return Config.resolve(**asked, backend=settings.backend)
+    return kind(group, settings, settings.config())
 
 
 def room_for(batches: Sequence[Batch], settings: BenchSettings) -> int:
@@ -105,7 +100,7 @@ def sms_taken(settings: BenchSettings, device: torch.device) -> int:
     there = torch.cuda.get_device_properties(device).multi_processor_count
     most = min(there, _core.CUDA_HIGH_THROUGHPUT_MOST_CTAS)
     asked = settings.sms or (
-        Buffer.num_sms if settings.face == "deep_ep" else _config(settings).ctas
+        Buffer.num_sms if settings.face == "deep_ep" else settings.config().ctas
     )
     row_format, new = RowFormat.of(settings.dtype), settings.routing == "new"
     scales = scale_columns(settings.hidden, ScaleFormat.FLOAT32)
@@ -166,6 +161,7 @@ class ExpertMajor:
             **options,
         )
         self.device, self.memory_bytes = self.ep.device, self.ep.memory.bytes_per_rank
+        self.network: str = getattr(self.ep.memory, "network", "")  # GPUs' memory has none
         if settings.backend == "cuda" and self.device.type != "cuda":
             self.close()
             raise UnavailableError(
@@ -274,6 +270,7 @@ class TokenMajor:
             self._memory.close()
             raise
         self.memory_bytes = self._memory.bytes_per_rank
+        self.network: str = getattr(self._memory, "network", "")  # GPUs' memory has none
 
     def dispatch(self, given: Given, capacity: int | None = None) -> Any:
         """Sends ``given``, by a new routing; with the layout that ``deep_ep`` callers ask for."""

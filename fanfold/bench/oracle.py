@@ -280,32 +280,62 @@ def combine(
     *,
     weighted: bool = True,
     biases: Sequence[torch.Tensor] = (),
+    far_hosts: Sequence[Sequence[int]] = (),
 ) -> torch.Tensor:
     """``[T, hidden]`` bfloat16 that a rank with this batch gets back, bit for bit.
 
     Each expert rank sums in float32 and rounds to bfloat16; the source adds the ranks' rows in rank
-    order to 0, or to the biases in order, in float32, and rounds again.
+    order to 0, or to the biases in order, in float32, and rounds again. ``far_hosts`` is as in
+    :func:`combine_rows`.
     """
     parts = []
     for rank in range(ranks):
         low, high = rank * experts // ranks, (rank + 1) * experts // ranks
         tokens, sums = _expert_sums(batch, output, low, high, weighted)
         parts.append((tokens, sums.bfloat16()))
-    return combine_rows(batch.x.shape, parts, biases)
+    return combine_rows(batch.x.shape, parts, biases, far_hosts)
 
 
 def combine_rows(
     shape: Sequence[int],
     parts: Sequence[tuple[torch.Tensor, torch.Tensor]],
     biases: Sequence[torch.Tensor] = (),
+    far_hosts: Sequence[Sequence[int]] = (),
 ) -> torch.Tensor:
-    """The last step alone: the ranks' rows, ``(tokens, [n, hidden] bfloat16)`` each, in order."""
+    """The last step alone.
+
+    Args:
+        shape: of the result.
+        parts: ``(tokens, [n, hidden] bfloat16)`` of each rank, in rank order.
+        biases: what the sums begin with.
+        far_hosts: the ranks of each host that sums its rows, in rank order from 0, and rounds the
+            sums before they travel: in high throughput every host but the source's. A host's sums
+            are added where its first rank's rows would be.
+    """
     total = torch.zeros(tuple(shape), dtype=torch.float32, device="cpu")
     for place, bias in enumerate(biases):
         total = bias.float() if place == 0 else total + bias.float()
-    for tokens, rows in parts:
-        total[tokens] += rows.float()
+    host_of = {rank: ranks for ranks in far_hosts for rank in ranks}
+    for rank, (tokens, rows) in enumerate(parts):
+        ranks = host_of.get(rank)
+        if ranks is None:
+            total[tokens] += rows.float()
+        elif rank == ranks[0]:
+            tokens, rows = _sums_of_host(shape, [parts[each] for each in ranks])
+            total[tokens] += rows.float()
     return total.bfloat16()
+
+
+def _sums_of_host(
+    shape: Sequence[int], parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What one host returns for all its ranks: the tokens that any of ``parts`` has, and their sums
+    rounded to bfloat16."""
+    sums = torch.zeros(tuple(shape), dtype=torch.float32, device="cpu")
+    for tokens, rows in parts:
+        sums[tokens] += rows.float()
+    tokens = torch.cat([tokens for tokens, _ in parts]).unique()
+    return tokens, sums[tokens].bfloat16()
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,12 @@ from rich.table import Table
 
 from fanfold.bench.settings import BenchSettings
 from fanfold.bench.timing import PHASES, Timings
+from fanfold.bench.traffic import RowsMoved
 from fanfold.errors import ArgumentError
+from fanfold.memory.hosts import Hosts
 
 __all__ = [
+    "Placement",
     "Result",
     "Traffic",
     "append_json_line",
@@ -30,6 +33,7 @@ __all__ = [
     "command_line",
     "commit",
     "gpu_table",
+    "hosts_table",
     "machine",
     "notes",
     "record",
@@ -49,10 +53,60 @@ class Traffic:
     Attributes:
         remote: to other ranks.
         total: to itself as well.
+        between_hosts: that cross to other hosts, as :class:`fanfold.bench.traffic.RowsMoved` has
+            them.
+        inside_hosts: between ranks of one host, likewise.
     """
 
     remote: float
     total: float
+    between_hosts: float
+    inside_hosts: float
+
+    @classmethod
+    def of(cls, rows: Sequence[RowsMoved], row_bytes: int) -> Traffic:
+        """That of rows of ``row_bytes``, given what each rank moves."""
+
+        def mean(name: str) -> float:
+            return float(sum(getattr(each, name) for each in rows) * row_bytes / len(rows))
+
+        return cls(mean("remote"), mean("total"), mean("between_hosts"), mean("inside_hosts"))
+
+    def __add__(self, other: Traffic) -> Traffic:
+        own, others = dataclasses.astuple(self), dataclasses.astuple(other)
+        return Traffic(*(a + b for a, b in zip(own, others, strict=True)))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the ranks were.
+
+    Attributes:
+        hosts: on how many hosts.
+        ranks_per_host: as many on each.
+        network: what carried between hosts, such as ``"libfabric:tcp"``; "" on one host.
+        proxy_threads: of each rank; None on one host.
+        emulated: whether one machine acted as several of these hosts.
+    """
+
+    hosts: int
+    ranks_per_host: int
+    network: str = ""
+    proxy_threads: int | None = None
+    emulated: bool = False
+
+    @classmethod
+    def of(cls, hosts: Hosts, network: str) -> Placement:
+        """That of ranks as :func:`fanfold.memory.hosts.find_hosts` finds them."""
+        here = len(hosts.host) // hosts.count
+        if not hosts.several:
+            return cls(1, here)
+        emulated = hosts.machine_ranks > here
+        return cls(hosts.count, here, network, hosts.proxy_threads, emulated)
+
+    def __str__(self) -> str:
+        ranks = f"{self.ranks_per_host} rank{'s' if self.ranks_per_host > 1 else ''}"
+        return f"{self.hosts} hosts of {ranks} over {self.network}"
 
 
 @dataclass(frozen=True)
@@ -62,7 +116,7 @@ class Result:
     Attributes:
         settings: what was asked for, with the choices that were left to the bench.
         ranks: how many there were.
-        hosts: on how many hosts.
+        placement: where they were.
         fanfold: its times.
         baseline: the rival's times, if it ran.
         dispatch: bytes of one dispatch.
@@ -79,7 +133,7 @@ class Result:
 
     settings: BenchSettings
     ranks: int
-    hosts: int
+    placement: Placement
     fanfold: Timings
     baseline: Timings | None
     dispatch: Traffic
@@ -94,8 +148,8 @@ class Result:
     def traffic(self, phase: str) -> Traffic:
         """Bytes of one of the :data:`PHASES`."""
         parts = {"dispatch": [self.dispatch], "combine": [self.combine]}
-        chosen = parts.get(phase, [self.dispatch, self.combine])
-        return Traffic(sum(t.remote for t in chosen), sum(t.total for t in chosen))
+        first, *others = parts.get(phase, [self.dispatch, self.combine])
+        return sum(others, first)
 
     @property
     def ratio(self) -> float | None:
@@ -121,6 +175,11 @@ def _times(prefix: str, timings: Timings) -> dict[str, float]:
     return fields
 
 
+def _bytes(prefix: str, traffic: Traffic) -> dict[str, int]:
+    sizes = dataclasses.asdict(traffic)
+    return {f"{prefix}bytes_{name}": round(size) for name, size in sizes.items()}
+
+
 def record(result: Result) -> dict[str, Any]:
     """The result as one flat JSON object; docs/bench.md says what each field means."""
     fields: dict[str, Any] = {
@@ -128,16 +187,16 @@ def record(result: Result) -> dict[str, Any]:
         **dataclasses.asdict(result.settings),
         "backend": "host" if result.device is None else "cuda",
         "backend_asked": result.settings.backend,
-        "transport": "shm" if result.device is None else "nvlink",
-        "hosts": result.hosts,
+        "transport": result.placement.network or ("nvlink" if result.device else "shm"),
+        "hosts": result.placement.hosts,
+        "emulated_hosts": result.placement.emulated,
+        "ranks_per_host": result.placement.ranks_per_host,
+        "proxy_threads": result.placement.proxy_threads,
         "ranks": result.ranks,
         **_times("", result.fanfold),
-        "bytes_remote": round(result.traffic("total").remote),
-        "bytes_total": round(result.traffic("total").total),
-        "dispatch_bytes_remote": round(result.dispatch.remote),
-        "dispatch_bytes_total": round(result.dispatch.total),
-        "combine_bytes_remote": round(result.combine.remote),
-        "combine_bytes_total": round(result.combine.total),
+        **_bytes("", result.traffic("total")),
+        **_bytes("dispatch_", result.dispatch),
+        **_bytes("combine_", result.combine),
         **{f"{phase}_gbps": round(result.rate(phase), 2) for phase in PHASES},
         "memory_bytes": result.memory_bytes,
         "checked": result.checked,
@@ -255,6 +314,8 @@ def table(result: Result) -> Table:
         title += f", {_variant(s)}"
     if s.face == "deep_ep":
         title += ", through deep_ep"
+    if result.placement.hosts > 1:
+        title += f", {result.placement.hosts} hosts"
     out = Table(title=title)
     out.add_column("")
     for heading in ("p50 µs", "p90 µs", "p99 µs", "slowest rank", "MB remote", "MB total",
@@ -266,6 +327,22 @@ def table(result: Result) -> Table:
         out.add_section()
         for phase in PHASES:
             out.add_row(f"baseline {phase}", *_cells(result.baseline, phase, None))
+    return out
+
+
+def hosts_table(result: Result) -> Table:
+    """Payload that crosses between hosts, and payload that stays inside them."""
+    out = Table(title=f"{result.placement}, a mean over ranks")
+    out.add_column("")
+    for heading in ("MB between hosts", "GB/s between hosts", "MB inside hosts"):
+        out.add_column(heading, justify="right")
+    for phase in PHASES:
+        traffic, time = result.traffic(phase), result.fanfold.slowest(phase).p50
+        rate = traffic.between_hosts / time / 1e3 if time else 0.0
+        out.add_row(
+            phase, f"{traffic.between_hosts / 1e6:,.2f}", f"{rate:,.3f}",
+            f"{traffic.inside_hosts / 1e6:,.2f}",
+        )  # fmt: skip
     return out
 
 
@@ -361,6 +438,7 @@ def notes(result: Result) -> list[str]:
         "MB and GB/s are per rank; remote leaves out what a rank sends to itself.",
         "Checked against the oracle." if result.checked else "NOT checked.",
         *_weights_notes(result.settings),
+        *_hosts_notes(result),
     ]
     if result.ratio is not None:
         rival = "The baseline, torch.distributed's all-to-all,"
@@ -391,6 +469,26 @@ def _weights_notes(settings: BenchSettings) -> list[str]:
     if settings.face != "deep_ep" or settings.mode != "low_latency":
         return []
     return ["Weights come with combine, in which every rank first sends its routing once more."]
+
+
+def _hosts_notes(result: Result) -> list[str]:
+    placement = result.placement
+    if placement.hosts == 1:
+        return []
+    crosses = "Low latency sends a row to each rank that needs it, on whichever host."
+    if result.settings.mode == "high_throughput":
+        crosses = (
+            "High throughput sends a row once to each other host, whose ranks read it there, and "
+            "each other host returns one sum for a token."
+        )
+    lines = [f"{crosses} The bytes are worked out from the routing, not measured."]
+    if placement.emulated:
+        threads = f"{placement.proxy_threads} proxy thread" + "s" * (placement.proxy_threads != 1)
+        lines.append(
+            f"One machine acts as several hosts: {result.ranks} ranks with {threads} each share "
+            "its cores and its memory, and the times say nothing of a network between machines."
+        )
+    return lines
 
 
 def _high_throughput_notes(result: Result) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -12,22 +12,25 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from fanfold import _core
 from fanfold.bench import cuda_high_throughput, cuda_run, oracle
 from fanfold.bench.baseline import AllToAll, Routed
 from fanfold.bench.calls import Calls, Given, HighThroughputCalls, LowLatencyCalls, spoil
 from fanfold.bench.check import Expectation, packed_fp8, same_bits
 from fanfold.bench.cuda_run import CudaReport
 from fanfold.bench.layouts import open_calls
-from fanfold.bench.report import Result, Traffic
-from fanfold.bench.settings import BenchSettings
+from fanfold.bench.report import Placement, Result, Traffic
+from fanfold.bench.settings import ONE_HOST, BenchSettings, check_transport
 from fanfold.bench.timing import Contender, Timings, interleave
-from fanfold.config import Backend, Config
+from fanfold.bench.traffic import RowsMoved, rows_moved
+from fanfold.config import Backend, in_environment
 from fanfold.errors import ArgumentError, UnavailableError
-from fanfold.group import as_group
+from fanfold.group import Group, as_group, process_group
 from fanfold.launch import launch
-from fanfold.memory.hosts import find_hosts
+from fanfold.memory.hosts import Hosts, find_hosts
+from fanfold.thread_ranks import ThreadRanks
 
-__all__ = ["RankReport", "bench", "bench_rank", "check_ranks", "sweep"]
+__all__ = ["RankReport", "bench", "bench_rank", "check_network", "check_ranks", "sweep"]
 
 _LONGEST_S = 7200.0
 _GRAPH_SAMPLES = {"fanfold": "{}.graph", "baseline": "baseline.{}", "compared": "{}.graph"}
@@ -39,16 +42,18 @@ class RankReport:
 
     Attributes:
         microseconds: for each contender ``[iterations, 3]``.
-        rows_remote: rows that this rank sent to others in one dispatch.
-        rows_total: to itself as well.
+        rows: what one dispatch moved of its tokens.
         memory_bytes: its symmetric memory.
+        hosts: where the ranks are.
+        network: what carries between hosts; "" on one host.
         on_gpu: what it measured there, instead of ``microseconds``.
     """
 
     microseconds: dict[str, torch.Tensor]
-    rows_remote: int
-    rows_total: int
+    rows: RowsMoved
     memory_bytes: int
+    hosts: Hosts
+    network: str
     on_gpu: CudaReport | None = None
 
 
@@ -63,8 +68,10 @@ def bench(settings: BenchSettings, group: Any = None) -> Result | None:
         The result, on every rank but rank 0 of a joined group None.
 
     Raises:
-        ArgumentError: ``settings.ranks`` is not the size of the joined group.
-        UnavailableError: GPUs were asked for, and there are not enough.
+        ArgumentError: ``settings.ranks`` is not the size of the joined group, or a transport is
+            asked for where there is one host.
+        UnavailableError: GPUs were asked for, and there are not enough; or there is no network
+            between hosts.
         CheckFailed: something is not as the oracle says.
         LaunchError: a started rank failed.
     """
@@ -76,12 +83,18 @@ def sweep(points: Sequence[BenchSettings], group: Any = None) -> list[Result] | 
     """Runs all ``points``, which have the same number of ranks, one after the other on the same
     ranks; else as :func:`bench`."""
     if group is None:
-        chosen = [settings.on(settings.backend_here()) for settings in points]
-        of_ranks = launch(bench_ranks, points[0].ranks, (chosen,), timeout_s=_LONGEST_S)
+        several = [check_network(settings) for settings in points]
+        chosen = [
+            settings.on(settings.backend_here(network != ""))
+            for settings, network in zip(points, several, strict=True)
+        ]
+        of_ranks = _start(chosen, several[0])
     else:
         for settings in points:
             check_ranks(settings, group)
-        everywhere = as_group(group).all_gather([each.backend_here() for each in points])
+        several_hosts = find_hosts(as_group(group), points[0].config()).several
+        here = [each.backend_here(several_hosts) for each in points]
+        everywhere = as_group(group).all_gather(here)
         chosen = [
             settings.on("cuda" if set(backends) == {"cuda"} else "host")
             for settings, *backends in zip(points, *everywhere, strict=True)
@@ -96,27 +109,102 @@ def sweep(points: Sequence[BenchSettings], group: Any = None) -> list[Result] | 
 
 
 def check_ranks(settings: BenchSettings, group: Any) -> None:
-    """Raises ArgumentError if ``group`` is joined and not of the size that the settings name."""
+    """Raises ArgumentError if ``group`` is joined and not of the size that the settings name, or
+    the transport they name does not reach joined ranks."""
     ranks = settings.ranks if group is None else dist.get_world_size(group)
+    if group is not None and _is_loopback(settings.transport or ""):
+        bound = "libfabric or libfabric:PROVIDER: loopback does not reach ranks that are processes"
+        raise ArgumentError("transport", repr(settings.transport), bound)
     if settings.ranks != ranks:
         raise ArgumentError("ranks", settings.ranks, f"{ranks}, the ranks that were started")
 
 
+def check_network(settings: BenchSettings) -> str:
+    """Checks, before ranks of this machine are started, that a network reaches between the hosts
+    that it is to act as.
+
+    Returns:
+        The setting ``network``; "" for one host.
+
+    Raises:
+        ArgumentError: the transport is malformed, or there is one host; or the baseline is asked
+            for with loopback, whose ranks are threads.
+        UnavailableError: there is no libfabric, or none of its networks fits.
+    """
+    config = settings.config()
+    if (config.hosts or 1) == 1:
+        if settings.transport is not None:
+            raise ArgumentError("transport", repr(settings.transport), ONE_HOST)
+        return ""
+    source = "" if settings.transport is not None else " (from FANFOLD_NETWORK)"
+    try:
+        check_transport(config.network)
+    except ArgumentError as error:
+        raise ArgumentError(error.argument, f"{error.value}{source}", error.bound) from None
+    if _is_loopback(config.network):
+        if settings.baseline:
+            bound = (
+                f"left out with transport {config.network!r}{source}, whose ranks are threads, "
+                "which torch.distributed has none of; use --transport libfabric:tcp"
+            )
+            raise ArgumentError("baseline", True, bound)
+        return config.network
+    try:
+        _core.choose_network(_core.find_networks(), config.network, True)
+    except UnavailableError as error:
+        raise UnavailableError(
+            f"transport is {config.network!r}{source}, but {error}. `fanfold doctor` shows the "
+            "networks of this machine; --transport loopback needs none"
+        ) from None
+    return config.network
+
+
+def _is_loopback(network: str) -> bool:
+    return network.partition(":")[0] == "loopback"
+
+
+def _start(points: Sequence[BenchSettings], network: str) -> list[list[RankReport]]:
+    """Runs ``points`` on fresh ranks: processes, or threads where ``network`` is loopback."""
+    ranks = points[0].ranks
+    if not _is_loopback(network):
+        return launch(bench_ranks, ranks, (points,), timeout_s=_LONGEST_S)
+    # A Buffer reads the environment, which all threads share.
+    with in_environment(points[0].overrides()), ThreadRanks(ranks, timeout_s=_LONGEST_S) as threads:
+        return threads.run(bench_ranks, points)
+
+
 def bench_ranks(group: Any, points: Sequence[BenchSettings]) -> list[RankReport]:
-    """One rank's part of a sweep. Raises UnavailableError if the ranks are on several hosts: the
-    oracle, and what is said of the bytes, are of one."""
-    hosts = find_hosts(as_group(group), Config.resolve())
-    if hosts.several:
-        raise UnavailableError(f"benches of the modes run on one host, but {hosts.reason}")
+    """One rank's part of a sweep.
+
+    Raises:
+        ArgumentError: a transport is asked for, and the ranks are on one host; on all ranks.
+        UnavailableError: hosts have different numbers of ranks; on all ranks.
+    """
+    ranks = as_group(group)
     reports, made = [], None
     for settings in points:
-        data = (settings.workload(), settings.dtype)
+        hosts = _checked_hosts(ranks, settings)
+        data = (settings.workload(), settings.dtype, settings.mode)
         with _threads_for(settings):
             if made is None or made[0] != data:
                 made = None  # the memory of one is enough
-                made = (data, _expectation(group, settings))
-            reports.append(_bench_rank(group, settings, made[1]))
+                made = (data, _expectation(ranks, settings, hosts))
+            reports.append(_bench_rank(group, settings, made[1], hosts))
     return reports
+
+
+def _checked_hosts(ranks: Group, settings: BenchSettings) -> Hosts:
+    hosts = find_hosts(ranks, settings.config())
+    if settings.transport is not None and not hosts.several:
+        raise ArgumentError("transport", repr(settings.transport), ONE_HOST)
+    sizes = [hosts.host.count(number) for number in range(hosts.count)]
+    if len(set(sizes)) > 1:
+        raise UnavailableError(
+            f"benches need as many ranks on each host, but {ranks.size} ranks are on {hosts.count} "
+            f"hosts with {', '.join(map(str, sizes))}, because {hosts.reason}: start as many ranks "
+            "on each host"
+        )
+    return hosts
 
 
 @contextmanager
@@ -138,44 +226,58 @@ def bench_rank(group: Any, settings: BenchSettings) -> RankReport:
     return bench_ranks(group, [settings.on(backend)])[0]
 
 
-def _expectation(group: Any, settings: BenchSettings) -> Expectation:
+def _expectation(ranks: Group, settings: BenchSettings, hosts: Hosts) -> Expectation:
     batches = [settings.workload().batch(rank) for rank in range(settings.ranks)]
-    return Expectation(batches, as_group(group).rank, settings.experts, settings.dtype == "fp8")
+    # Low latency returns each rank's rows as they are.
+    far_hosts = hosts.others(ranks.rank) if settings.mode == "high_throughput" else ()
+    return Expectation(batches, ranks.rank, settings.experts, settings.dtype == "fp8", far_hosts)
 
 
-def _bench_rank(group: Any, settings: BenchSettings, expectation: Expectation) -> RankReport:
-    on_gpu = settings.backend == "cuda"
-    with closing(open_calls(group, settings)) as calls:
-        if on_gpu and settings.mode == "high_throughput":
-            again = cast("HighThroughputCalls", calls)
-            found = cuda_high_throughput.time_on_gpu(again, group, expectation, settings)
-            return _report(calls, expectation, {}, found)
-        if on_gpu:
-            halves = cast("LowLatencyCalls", calls)
-            found = cuda_run.time_on_gpu(halves, group, expectation, settings)
-            return _report(calls, expectation, {}, found)
-        race = _Race(calls, group, expectation, settings)
-        contenders = [race.fanfold()]
-        if settings.baseline:
-            contenders.append(race.rival())
-        microseconds = interleave(
-            contenders,
-            lambda: dist.barrier(group),
-            warmup=settings.warmup,
-            iterations=settings.iterations,
-        )
-        race.check_last()
-        return _report(calls, expectation, microseconds)
-
-
-def _report(
-    calls: Calls,
-    expectation: Expectation,
-    microseconds: dict[str, torch.Tensor],
-    on_gpu: CudaReport | None = None,
+def _bench_rank(
+    group: Any, settings: BenchSettings, expectation: Expectation, hosts: Hosts
 ) -> RankReport:
-    total, remote = expectation.rows_sent()
-    return RankReport(microseconds, remote, total, calls.memory_bytes, on_gpu)
+    with closing(open_calls(group, settings)) as calls:
+        on_gpu: CudaReport | None = None
+        microseconds: Mapping[str, torch.Tensor] = {}
+        if settings.backend != "cuda":
+            microseconds = _race(calls, group, expectation, settings)
+        elif settings.mode == "high_throughput":
+            again = cast("HighThroughputCalls", calls)
+            on_gpu = cuda_high_throughput.time_on_gpu(again, group, expectation, settings)
+        else:
+            halves = cast("LowLatencyCalls", calls)
+            on_gpu = cuda_run.time_on_gpu(halves, group, expectation, settings)
+        rows = rows_moved(
+            expectation.own.topk_idx, expectation.rank, settings.experts, hosts.host, settings.mode
+        )
+        return RankReport(
+            dict(microseconds), rows, calls.memory_bytes, hosts, calls.network, on_gpu
+        )
+
+
+def _race(
+    calls: Calls, group: Any, expectation: Expectation, settings: BenchSettings
+) -> dict[str, torch.Tensor]:
+    """Microseconds of each contender on the host, ``[iterations, 3]``."""
+    race = _Race(calls, group, expectation, settings)
+    contenders = [race.fanfold()]
+    if settings.baseline:
+        contenders.append(race.rival())
+    microseconds = interleave(
+        contenders,
+        _barrier(as_group(group)),
+        warmup=settings.warmup,
+        iterations=settings.iterations,
+    )
+    race.check_last()
+    return microseconds
+
+
+def _barrier(ranks: Group) -> Callable[[], object]:
+    processes = process_group(ranks)
+    if processes is None:  # threads
+        return lambda: ranks.all_gather(None)
+    return lambda: dist.barrier(processes)
 
 
 class _Race:
@@ -194,7 +296,7 @@ class _Race:
         self._calls, self._check = calls, settings.check
         self._cached = settings.routing == "cached"
         self._spoils = settings.mode == "high_throughput"
-        self._all_to_all = AllToAll(group, settings.experts, settings.top_k)
+        self._group, self._settings = group, settings
         self._expectation = expectation
         # High throughput takes fp8 rows quantised, so they are before the race.
         self._given = Given.of(expectation, calls.device, quantized=self._spoils)
@@ -231,7 +333,8 @@ class _Race:
 
     def rival(self) -> Contender:
         """The torch.distributed all-to-all, checked first if asked to."""
-        rival, own, expectation = self._all_to_all, self._expectation.own, self._expectation
+        rival = AllToAll(self._group, self._settings.experts, self._settings.top_k)
+        expectation, own = self._expectation, self._expectation.own
         rows = self._rival_rows()
         known = rival.dispatch(rows(), own.topk_idx)
 
@@ -283,18 +386,17 @@ def _result(asked: BenchSettings, settings: BenchSettings, reports: Sequence[Ran
 
     hidden = settings.hidden
     row = hidden * 2 if settings.dtype == "bf16" else hidden + 4 * -(-hidden // 128)
-    remote = sum(report.rows_remote for report in reports) / len(reports)
-    total = sum(report.rows_total for report in reports) / len(reports)
+    rows = [report.rows for report in reports]
     sms = on_gpu[0].sms if on_gpu else None
     return Result(
         settings=dataclasses.replace(settings, backend=asked.backend, sms=sms),
         ranks=len(reports),
-        hosts=1,
+        placement=Placement.of(reports[0].hosts, reports[0].network),
         fanfold=timings("fanfold"),
         baseline=timings("baseline") if settings.baseline else None,
         compared=timings("compared") if settings.baseline else None,
-        dispatch=Traffic(remote * row, total * row),
-        combine=Traffic(remote * hidden * 2, total * hidden * 2),
+        dispatch=Traffic.of(rows, row),
+        combine=Traffic.of(rows, hidden * 2),
         checked=settings.check,
         memory_bytes=max(report.memory_bytes for report in reports),
         device=on_gpu[0].device if on_gpu else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import torch
 
 from fanfold import _core
 from fanfold.bench.workload import ROUTINGS, Workload
-from fanfold.config import Backend
+from fanfold.config import Backend, Config, Overrides
 from fanfold.errors import ArgumentError, UnavailableError
 from fanfold.formats import RowFormat, RowFormatName
 from fanfold.geometry import Geometry, Mode, check_hidden
@@ -22,8 +23,10 @@ __all__ = [
     "LAYOUTS",
     "LEAVE_SMS",
     "MODES",
+    "ONE_HOST",
     "REUSES",
     "BenchSettings",
+    "check_transport",
 ]
 
 MODES = ("low_latency", "high_throughput")
@@ -42,6 +45,23 @@ _GPU_ALIGNMENT = 128  # what grouped matrix products on GPUs want
 
 # The library's argument names, as the command line calls them.
 _OPTIONS = {"num_experts": "experts", "max_tokens": "tokens"}
+
+ONE_HOST = "left out on one host, where nothing goes over a network (--hosts 2 acts as two hosts)"
+"""The bound of ``transport`` where the ranks are on one host."""
+
+_MOST_SEED = (1 << 64) - 1  # of loopback
+
+
+def check_transport(name: str) -> None:
+    """Raises ArgumentError unless ``name`` could name a network; whether there is one is open."""
+    kind, colon, seed = name.partition(":")
+    if kind == "loopback":
+        if colon and not (seed.isdecimal() and seed.isascii() and int(seed) <= _MOST_SEED):
+            bound = "loopback or loopback:SEED, with an integer below 2**64 as seed"
+            raise ArgumentError("transport", repr(name), bound)
+        return
+    with contextlib.suppress(UnavailableError):  # nothing is offered, so that it cannot choose
+        _core.choose_network([], name, True)
 
 
 @dataclass(frozen=True)
@@ -74,6 +94,10 @@ class BenchSettings:
         in_place: high throughput on GPUs: rows stay where peers write them; None for False there.
         face: whose calls are timed, one of :data:`FACES`. Those of DeepEP bring the weights with
             combine in low latency, and rows token-major in high throughput.
+        hosts: that the ranks are on, as many on each, of which one machine acts as several; None
+            for the setting ``hosts``.
+        transport: what carries between hosts, as the setting ``network``; None for that setting.
+            With ``"loopback"`` the bench starts ranks that are threads.
     """
 
     mode: Mode
@@ -98,6 +122,8 @@ class BenchSettings:
     alignment: int | None = None
     in_place: bool | None = None
     face: str = "native"
+    hosts: int | None = None
+    transport: str | None = None
 
     def __post_init__(self) -> None:
         """Checks everything that can be checked without a group.
@@ -137,7 +163,27 @@ class BenchSettings:
         except ArgumentError as error:
             name = _OPTIONS.get(error.argument, error.argument)
             raise ArgumentError(name, error.value, error.bound) from None
+        self._check_hosts()
         self.workload()
+
+    def _check_hosts(self) -> None:
+        """Raises ArgumentError for hosts that do not divide the ranks or a malformed transport, and
+        UnavailableError for GPUs on several hosts."""
+        if self.transport is not None:
+            check_transport(self.transport)
+        if self.hosts is None:
+            return
+        if self.hosts < 1 or self.ranks % self.hosts:
+            divisors = [str(n) for n in range(1, self.ranks + 1) if self.ranks % n == 0]
+            bound = f"{' or '.join(divisors)}, as many ranks on each (--hosts, FANFOLD_HOSTS)"
+            raise ArgumentError("hosts", f"{self.hosts} with {self.ranks} ranks", bound)
+        if self.hosts == 1 and self.transport is not None:
+            raise ArgumentError("transport", repr(self.transport), ONE_HOST)
+        if self.hosts > 1 and self.backend == "cuda":
+            raise UnavailableError(
+                f"backend is cuda, but hosts is {self.hosts}, and kernels do not reach across "
+                "hosts: use --backend host, or leave out --hosts (FANFOLD_HOSTS)"
+            )
 
     def _check_own_options(self) -> None:
         """Raises ArgumentError for an option of one mode that is wrong or out of place."""
@@ -196,17 +242,36 @@ class BenchSettings:
             in_place=bool(self.in_place) if backend == "cuda" else None,
         )
 
-    def backend_here(self) -> Backend:
+    def overrides(self) -> Overrides:
+        """What is asked for of the library's settings, for :meth:`Config.resolve`."""
+        asked: Overrides = {"backend": self.backend}
+        if self.hosts is not None:
+            asked["hosts"] = self.hosts
+        if self.transport is not None:
+            asked["network"] = self.transport
+        return asked
+
+    def config(self) -> Config:
+        """The settings of the library, those of the environment where nothing is asked for."""
+        asked = self.overrides()
+        if self.sms is not None:
+            asked["ctas"] = self.sms
+        return Config.resolve(**asked)
+
+    def backend_here(self, several_hosts: bool = False) -> Backend:
         """The backend that ``auto`` means on this machine, or the one asked for.
+
+        Args:
+            several_hosts: whether the ranks are on several hosts, where GPUs do not reach.
 
         Raises:
             UnavailableError: ``cuda``, ``overlap``, ``sms`` or ``in_place``, with fewer GPUs than
-                ranks.
+                ranks, or on several hosts.
         """
         if self.backend == "host":
             return "host"
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if gpus >= self.ranks:
+        if gpus >= self.ranks and not several_hosts:
             return "cuda"
         asked = "backend is cuda"
         if self.backend == "auto":
@@ -214,6 +279,12 @@ class BenchSettings:
             if not of_gpus:
                 return "host"
             asked = f"{of_gpus[0]} is asked for"
+        if several_hosts:
+            raise UnavailableError(
+                f"{asked}, but the ranks are on several hosts, and kernels do not reach across "
+                "hosts: start the ranks on one host (--hosts 1, FANFOLD_HOSTS), or use "
+                "--backend host without options of GPUs"
+            )
         raise UnavailableError(
             f"{asked} with {self.ranks} ranks, each on a GPU of its own, but PyTorch sees {gpus} "
             "here: lower --ranks, check CUDA_VISIBLE_DEVICES, or use --backend host"

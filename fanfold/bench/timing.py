@@ -26,7 +26,7 @@ class Contender:
 
 
 def interleave(
-    contenders: Sequence[Contender], barrier: Callable[[], None], *, warmup: int, iterations: int
+    contenders: Sequence[Contender], barrier: Callable[[], object], *, warmup: int, iterations: int
 ) -> dict[str, torch.Tensor]:
     """Runs one round of each contender in turn, ``warmup + iterations`` times.
 

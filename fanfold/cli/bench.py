@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from fanfold.bench import report
-from fanfold.bench.run import check_ranks, sweep
+from fanfold.bench.run import check_network, check_ranks, sweep
 from fanfold.bench.settings import BACKENDS, DTYPES, FACES, LAYOUTS, REUSES, BenchSettings
 from fanfold.bench.workload import ROUTINGS
 from fanfold.cli import bench_network, bench_ring
@@ -74,6 +74,17 @@ def _add_options(parser: argparse.ArgumentParser, defaults: BenchSettings) -> No
     parser.add_argument(
         "--backend", choices=BACKENDS,
         help="auto takes the best one there is (default: the setting FANFOLD_BACKEND, or auto)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--hosts", type=int, metavar="H",
+        help="have this machine act as H hosts, with as many ranks on each, or group joined ranks "
+        "so (default: the setting FANFOLD_HOSTS, or the hosts that ranks are on)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--transport", metavar="NAME",
+        help="what carries between hosts: libfabric, which takes the best network, "
+        "libfabric:PROVIDER[:NIC,NIC], or loopback[:SEED], whose ranks are threads (default: the "
+        "setting FANFOLD_NETWORK, or libfabric)",
     )  # fmt: skip
     parser.add_argument(
         "--face", choices=FACES, default="native",
@@ -174,6 +185,8 @@ def _run(args: argparse.Namespace, group: Any) -> int:
     try:
         points = _points(args, group)
         check_ranks(points[0], group)
+        if group is None:
+            check_network(points[0])
         if args.json is not None and speaks:
             report.check_writable(args.json)
     except FanfoldError:
@@ -190,6 +203,8 @@ def _run(args: argparse.Namespace, group: Any) -> int:
     console = Console() if Console().is_terminal else Console(width=132)
     for result in results:
         console.print(report.table(result))
+        if result.placement.hosts > 1:
+            console.print(report.hosts_table(result))
         if result.device is not None:
             console.print(report.gpu_table(result))
         print(*report.notes(result), sep="\n")
@@ -221,6 +236,7 @@ def _settings(args: argparse.Namespace, group: Any) -> BenchSettings:
     ranks = args.ranks
     if ranks is None:
         ranks = args.defaults.ranks if group is None else dist.get_world_size(group)
+    config = Config.resolve()
     return BenchSettings(
         mode=args.defaults.mode,
         ranks=ranks,
@@ -229,7 +245,7 @@ def _settings(args: argparse.Namespace, group: Any) -> BenchSettings:
         top_k=args.top_k,
         experts=args.experts,
         dtype=args.dtype,
-        backend=args.backend or Config.resolve().backend,
+        backend=args.backend or config.backend,
         distribution=args.distribution,
         seed=args.seed,
         iterations=args.iterations,
@@ -239,4 +255,6 @@ def _settings(args: argparse.Namespace, group: Any) -> BenchSettings:
         calls=args.calls,
         overlap=args.overlap,
         face=args.face,
+        hosts=config.hosts if args.hosts is None else args.hosts,
+        transport=args.transport,
     )

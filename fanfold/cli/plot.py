@@ -39,7 +39,7 @@ AXES = {
 
 _FIXED = (
     "mode", "backend", "dtype", "hidden", "experts", "distribution", "layout", "in_place",
-    "routing", "alignment", "face",
+    "routing", "alignment", "face", "hosts", "transport", "emulated_hosts",
 )  # fmt: skip
 _NUMBERS = (
     "tokens", "ranks", "top_k", "hidden", "experts", "total_us", "total_us_p90", "bytes_total",
@@ -153,7 +153,7 @@ def _modern(fields: dict[str, Any]) -> dict[str, Any]:
     high throughput had one kind of routing and one layout; and there was no dispatch in place. Of
     faces only DeepEP's is named, whose weights come with combine: None for the other."""
     deep_ep = fields.get("face") == "deep_ep" or bool(fields.get("late_weights"))
-    fields = {**fields, "face": "deep_ep" if deep_ep else None}
+    fields = {**fields, "face": "deep_ep" if deep_ep else None, **_hosts(fields)}
     if fields["backend"] == "cuda" and fields.get("layout") is not None:
         fields = {**fields, "in_place": bool(fields.get("in_place"))}
     if "distribution" in fields:
@@ -162,6 +162,15 @@ def _modern(fields: dict[str, Any]) -> dict[str, Any]:
     if fields["mode"] == "high_throughput":
         own |= {"routing": "new", "layout": "expert_major", "alignment": 1}
     return {**fields, **own}
+
+
+def _hosts(fields: dict[str, Any]) -> dict[str, Any]:
+    """Where the ranks were. On one host the backend says what carries, so that is not named."""
+    hosts = fields.get("hosts") or 1
+    if hosts == 1:
+        return {"hosts": 1, "transport": None, "emulated_hosts": None}
+    emulated = bool(fields.get("emulated_hosts")) or None
+    return {"hosts": hosts, "transport": fields.get("transport"), "emulated_hosts": emulated}
 
 
 def series_along(
@@ -195,6 +204,12 @@ def _label(name: str, value: object) -> str:
         )
     if name == "face":
         return "through deep_ep"
+    if name == "transport":
+        return f"over {value}"
+    if name == "hosts":
+        return f"{value} host{'s' if value != 1 else ''}"
+    if name == "emulated_hosts":
+        return "on one machine"
     if isinstance(value, str):
         return value.replace("_", " ")
     if name == "in_place":

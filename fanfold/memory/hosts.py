@@ -63,6 +63,14 @@ class Hosts:
         """Whether there is more than one."""
         return self.count > 1
 
+    def others(self, rank: int) -> list[list[int]]:
+        """The ranks of each host but that of ``rank``, ascending."""
+        members: list[list[int]] = [[] for _ in range(self.count)]
+        for peer, host in enumerate(self.host):
+            members[host].append(peer)
+        del members[self.host[rank]]
+        return members
+
 
 def find_hosts(group: Group, config: Config) -> Hosts:
     """Where the ranks of ``group`` are: by what shares memory, or by ``config.hosts``. Collective.
