@@ -285,15 +285,20 @@ def default_environment() -> Iterator[None]:
         os.environ.update(taken)
 
 
+def _text(value: object) -> str:
+    """What a setting's variable has for ``value``."""
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
 @contextlib.contextmanager
 def in_environment(values: Overrides) -> Iterator[None]:
     """Within it the environment has these settings, for what takes no :class:`Config`.
 
-    None of them may be None. A variable that has its value already is left alone, so that ranks that
-    are threads may be within it at the same time, if the thread that starts them is.
+    None of them may be None. A variable that has its value already is left alone: so ranks that are
+    threads may be within it at the same time, if the thread that starts them is.
     """
     variables = {setting.name: setting.variable for setting in _SETTINGS}
-    wanted = {variables[name]: str(value) for name, value in values.items()}
+    wanted = {variables[name]: _text(value) for name, value in values.items()}
     changed = {name: text for name, text in wanted.items() if os.environ.get(name) != text}
     before = {name: os.environ[name] for name in changed if name in os.environ}
     os.environ.update(changed)

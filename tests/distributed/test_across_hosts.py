@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 import fanfold
 from fanfold import _core
-from fanfold.bench.run import bench_ranks
-from fanfold.bench.settings import BenchSettings
 from fanfold.deep_ep import Buffer, get_physical_domain_size
 from fanfold.errors import (
     ArgumentError,
@@ -236,13 +234,6 @@ def test_what_cannot_be_is_said_by_all(
     need(network)
     for error in process_pools(2).run(construction, network, hosts):
         assert said in error
-
-
-def test_a_bench_of_a_mode_refuses_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FANFOLD_HOSTS", "2")
-    settings = BenchSettings("low_latency", ranks=2, tokens=4, backend="host")
-    with pytest.raises(UnavailableError, match="one host, but the setting hosts is 2"):
-        threads(2).run(bench_ranks, [settings])
 
 
 def dropped(group: dist.ProcessGroup) -> None:

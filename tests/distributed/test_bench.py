@@ -107,10 +107,10 @@ def test_bench_rank_with_baseline(pools, mode, routing):
             "fanfold": (2, 3),
             "baseline": (2, 3),
         }
-        assert 0 <= report.rows_remote <= report.rows_total <= 27
+        assert 0 <= report.rows.remote <= report.rows.total <= 27
     if routing == "one_expert":  # expert 0 is on rank 0
-        assert [r.rows_total for r in reports] == [9, 9, 9]
-        assert [r.rows_remote for r in reports] == [0, 9, 9]
+        assert [r.rows.total for r in reports] == [9, 9, 9]
+        assert [r.rows.remote for r in reports] == [0, 9, 9]
 
 
 # ---- the calls of either face --------------------------------------------------------------------

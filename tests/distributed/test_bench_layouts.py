@@ -61,8 +61,8 @@ def test_a_sweep_has_a_report_for_each_point(pools):
     points.append(of("token_major", tokens=7))
     for reports in pools(2).run(bench_ranks, points):
         assert len(reports) == len(points)
-        assert len({report.rows_total for report in reports[:-1]}) == 1
-        assert reports[-1].rows_total <= 14
+        assert len({report.rows.total for report in reports[:-1]}) == 1
+        assert reports[-1].rows.total <= 14
 
 
 def test_a_line_and_a_table_for_each_point(tmp_path, capsys):

@@ -18,7 +18,7 @@ from fanfold.bench import deep_ep_calls, layouts, oracle, report
 from fanfold.bench.calls import Given
 from fanfold.bench.check import Expectation
 from fanfold.bench.cuda_high_throughput import capacity_for
-from fanfold.bench.report import Result, Traffic
+from fanfold.bench.report import Placement, Result, Traffic
 from fanfold.bench.settings import FACES, MODES, BenchSettings
 from fanfold.bench.timing import Timings
 from fanfold.bench.workload import Workload
@@ -246,11 +246,12 @@ def said_of(result):
 @pytest.mark.parametrize("backend", ["host", "cuda"])
 @pytest.mark.parametrize("mode", MODES)
 def test_reports_say_whose_calls_they_are_of(backend, mode):
-    times, traffic = Timings(torch.ones((2, 3, 3), dtype=torch.float64)), Traffic(1.0, 2.0)
+    times = Timings(torch.ones((2, 3, 3), dtype=torch.float64))
+    traffic = Traffic(1.0, 2.0, 0.0, 1.0)
     for face in FACES:
         result = Result(
             settings=BenchSettings(mode, ranks=2, face=face).on(backend),
-            ranks=2, hosts=1, fanfold=times, baseline=None, dispatch=traffic,
+            ranks=2, placement=Placement(1, 2), fanfold=times, baseline=None, dispatch=traffic,
             combine=traffic, checked=True, memory_bytes=1, timing={},
             device={"name": "none"} if backend == "cuda" else None,
         )  # fmt: skip
@@ -264,11 +265,12 @@ def test_reports_say_whose_calls_they_are_of(backend, mode):
 @pytest.mark.parametrize("in_place", [True, False])
 def test_reports_say_whether_rows_came_in_place(in_place):
     settings = BenchSettings("high_throughput", ranks=2, backend="cuda", in_place=in_place)
-    times, traffic = Timings(torch.ones((2, 3, 3), dtype=torch.float64)), Traffic(1.0, 2.0)
+    times = Timings(torch.ones((2, 3, 3), dtype=torch.float64))
+    traffic = Traffic(1.0, 2.0, 0.0, 1.0)
     result = Result(
-        settings=settings.on("cuda"), ranks=2, hosts=1, fanfold=times, baseline=None,
-        dispatch=traffic, combine=traffic, checked=True, memory_bytes=1, device={"name": "none"},
-        timing={},
+        settings=settings.on("cuda"), ranks=2, placement=Placement(1, 2), fanfold=times,
+        baseline=None, dispatch=traffic, combine=traffic, checked=True, memory_bytes=1,
+        device={"name": "none"}, timing={},
     )  # fmt: skip
     assert report.record(result)["in_place"] is in_place
     console = Console(width=160, record=True, file=io.StringIO())

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from fanfold.config import Config, settings
+from fanfold.config import Config, in_environment, settings
 from fanfold.errors import ConfigError
 from fanfold.launch import RankPool
 
@@ -112,3 +112,21 @@ def test_ranks_do_not_start_with_a_malformed_variable(monkeypatch: pytest.Monkey
     monkeypatch.setenv("FANFOLD_SPIN_US", "long")
     with pytest.raises(ConfigError, match="FANFOLD_SPIN_US is 'long'"):
         RankPool(2)
+
+
+def test_settings_in_the_environment_end_with_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FANFOLD_BACKEND", "auto")
+    monkeypatch.setenv("FANFOLD_NETWORK", "loopback")
+    for name in ("FANFOLD_HOSTS", "FANFOLD_SHARE_GPUS"):
+        monkeypatch.delenv(name, raising=False)
+    before = dict(os.environ)
+    with in_environment({"backend": "host", "hosts": 2, "share_gpus": True, "network": "loopback"}):
+        config = Config.resolve()
+        assert (config.backend, config.hosts, config.share_gpus) == ("host", 2, True)
+        with in_environment({"hosts": 2}):  # as a thread of the first
+            pass
+        assert Config.resolve().hosts == 2
+        with pytest.raises(KeyError), in_environment({"hosts": 3}):
+            raise KeyError
+        assert Config.resolve().hosts == 2
+    assert dict(os.environ) == before

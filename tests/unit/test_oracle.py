@@ -134,6 +134,48 @@ def test_combine_rows_adds_in_rank_order():
     assert oracle.combine_rows((3, 1), parts).flatten().tolist() == [1.0, 0.0, 6.0]
 
 
+def test_combine_rows_adds_the_rounded_sums_of_far_hosts_where_their_first_ranks_are():
+    """256 and 1 and 1: bfloat16 has 256 and 258, and 257 is rounded to the former."""
+
+    def part(*values):
+        rows = {token: value for token, value in enumerate(values) if value is not None}
+        tokens = torch.tensor(list(rows), dtype=torch.int64)
+        return tokens, torch.tensor(list(rows.values()), dtype=torch.bfloat16).view(-1, 1)
+
+    none = None
+    parts = [
+        part(256.0, 1.0, 2**24, none),
+        part(1.0, 256.0, -(2.0**24), none),
+        part(1.0, 1.0, 1.0, -0.0),
+        part(none, 1.0, 1.0, none),
+    ]
+
+    def combined(far_hosts):
+        return oracle.combine_rows((4, 1), parts, far_hosts=far_hosts).flatten().tolist()
+
+    assert combined([]) == [258.0, 260.0, 2.0, 0.0]
+    # 256 + 2; 1 + bf16(257) + 1... of ranks 0 and 1 one by one, then those of ranks 2 and 3.
+    assert combined([[2, 3]]) == [258.0, 260.0, 2.0, 0.0]
+    # bf16(257) + 1 + 0 = 257; bf16(257) + 1 + 1 = 258.
+    assert combined([[0, 1]]) == [256.0, 258.0, 2.0, 0.0]
+    # The sum of ranks 1 and 3 comes second, where rank 1's row would: 2**24 + bf16(1 - 2**24) + 1.
+    assert combined([[1, 3]])[2] == 1.0
+    biases = (torch.full((4, 1), 0.5, dtype=torch.bfloat16),)
+    assert oracle.combine_rows((4, 1), parts, biases, [[0, 1]])[3].item() == 0.5
+
+
+def test_combine_passes_on_which_hosts_are_far():
+    """A token of four experts on four ranks, two on each host: 1 + bf16(256 + 1)."""
+    own = batch([[0, 1, 2, 3]], hidden=1)
+    values = torch.tensor([1.0, 1.0, 256.0, 1.0]).bfloat16()
+
+    def output(tokens, experts):
+        return values[experts].unsqueeze(1).expand(-1, own.x.shape[1])
+
+    assert oracle.combine(own, output, 4, 4).tolist() == [[260.0]]
+    assert oracle.combine(own, output, 4, 4, far_hosts=[[2, 3]]).tolist() == [[258.0]]
+
+
 def test_fp8_scale_and_values():
     x = torch.zeros(2, 130).bfloat16()
     x[0, 0], x[0, 1], x[0, 128] = 448.0, -17.0, 7.0

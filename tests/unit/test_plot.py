@@ -163,6 +163,34 @@ def test_calls_of_deep_ep_are_a_series_of_their_own(tmp_path):
     }
 
 
+def test_hosts_and_what_is_between_them_are_series_of_their_own(tmp_path):
+    """With lines that name one host or, as the oldest, none."""
+    one = [line(tokens=t) for t in (16, 64)]
+    unnamed = {name: value for name, value in one[0].items() if name not in ("hosts", "transport")}
+    two = [
+        line(tokens=t, hosts=2, transport="libfabric:net", emulated_hosts=True) for t in (16, 32)
+    ]
+    shm = [{**each, "transport": "libfabric:shm"} for each in two]
+    four = [{**each, "hosts": 4} for each in two]
+    apart = [{**each, "emulated_hosts": False} for each in two]
+    lines = [*one, {**unnamed, "tokens": 128}, *two, *shm, *four, *apart]
+    along = plot.series_along(plot.load(write(tmp_path / "r.jsonl", lines)), "tokens")
+    assert {label: [p["tokens"] for p in s] for label, s in along.items()} == {
+        "1 host": [16, 64, 128],
+        "2 hosts, over libfabric:net, on one machine": [16, 32],
+        "2 hosts, over libfabric:shm, on one machine": [16, 32],
+        "4 hosts, over libfabric:net, on one machine": [16, 32],
+        "2 hosts, over libfabric:net": [16, 32],
+    }
+
+
+def test_a_backend_says_what_carries_on_one_host(tmp_path):
+    lines = [line(tokens=t, backend=b, transport=w) for t in (16, 64)
+             for b, w in (("host", "shm"), ("cuda", "nvlink"))]  # fmt: skip
+    along = plot.series_along(plot.load(write(tmp_path / "r.jsonl", lines)), "tokens")
+    assert set(along) == {"host", "cuda"}
+
+
 def test_lines_of_the_first_schema_are_read(tmp_path):
     new = ("distribution", "layout", "sms", "alignment")
     old = {name: value for name, value in line().items() if name not in new}

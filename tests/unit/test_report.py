@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from fanfold.bench import cuda_high_throughput, cuda_run, report, run
-from fanfold.bench.report import Result, Traffic
+from fanfold.bench.report import Placement, Result, Traffic
 from fanfold.bench.settings import LEAVE_SMS, BenchSettings
 from fanfold.bench.timing import Contender, Percentiles, Timings, interleave
 from fanfold.errors import ArgumentError, UnavailableError
@@ -33,11 +33,11 @@ def result(baseline=True, **changes):
     return Result(
         settings=settings,
         ranks=2,
-        hosts=1,
+        placement=Placement(1, 2),
         fanfold=timings(),
         baseline=timings(4.0) if baseline else None,
-        dispatch=Traffic(3000.0, 4000.0),
-        combine=Traffic(30.5, 40.0),
+        dispatch=Traffic(3000.0, 4000.0, 0.0, 3000.0),
+        combine=Traffic(30.5, 40.0, 0.0, 30.5),
         checked=True,
         memory_bytes=12345,
     )
@@ -70,7 +70,8 @@ FIELDS = {
     "mode", "backend", "transport", "hosts", "ranks", "tokens", "hidden", "top_k", "experts",
     "dtype", "bytes_remote", "bytes_total", "checked", "baseline_total_us", "ratio", "seed",
     "iterations", "warmup", "distribution", "layout", "in_place", "routing", "sms", "alignment",
-    "face", "check", "baseline", "machine", "versions", "commit",
+    "face", "check", "baseline", "machine", "versions", "commit", "ranks_per_host",
+    "proxy_threads", "emulated_hosts", "bytes_between_hosts", "bytes_inside_hosts",
 } | {
     f"{phase}_us{suffix}"
     for phase in ("dispatch", "combine", "total")

@@ -1,0 +1,245 @@
+"""Benches across hosts: options, what is refused before ranks start, and what reports say."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+import json
+from unittest import mock
+
+import pytest
+import torch
+from rich.console import Console
+
+from fanfold import _core
+from fanfold.bench import report, run
+from fanfold.bench.report import Placement, Result, Traffic
+from fanfold.bench.settings import MODES, BenchSettings
+from fanfold.bench.timing import Timings
+from fanfold.cli import bench
+from fanfold.cli.main import main
+from fanfold.errors import ArgumentError, FanfoldError, UnavailableError
+from fanfold.memory.hosts import Hosts
+
+SETTINGS = ("FANFOLD_BACKEND", "FANFOLD_HOSTS", "FANFOLD_NETWORK", "FANFOLD_PROXY_THREADS")
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+
+
+def settings_of(text: str) -> BenchSettings:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    return bench._points(parser.parse_args(text.split()), None)[0]
+
+
+def network(provider: str) -> _core.Network:
+    found = _core.Network()
+    found.provider, found.nic, found.state = provider, "eth0", "up"
+    return found
+
+
+@pytest.mark.parametrize("mode", ["low-latency", "high-throughput"])
+def test_an_option_wins_over_the_environment(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FANFOLD_HOSTS", "4")
+    monkeypatch.setenv("FANFOLD_NETWORK", "libfabric:shm")
+    config = settings_of(mode).config()
+    assert (config.hosts, config.network) == (4, "libfabric:shm")
+    asked = settings_of(f"{mode} --hosts 2 --transport libfabric:tcp")
+    assert (asked.hosts, asked.transport) == (2, "libfabric:tcp")
+    assert (asked.config().hosts, asked.config().network) == (2, "libfabric:tcp")
+    assert settings_of(f"{mode} --hosts 1").config().hosts == 1
+    assert asked.overrides() == {"backend": "auto", "hosts": 2, "network": "libfabric:tcp"}
+
+
+def test_without_either_the_ranks_are_where_they_are() -> None:
+    asked = settings_of("low-latency")
+    assert (asked.hosts, asked.transport, asked.config().hosts) == (None, None, None)
+    assert run.check_network(asked) == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "message"),
+    [
+        ("--hosts 3", {}, "hosts is 3 with 4 ranks, but must be 1 or 2 or 4, .*FANFOLD_HOSTS"),
+        ("--hosts 0", {}, "hosts is 0 with 4 ranks"),
+        ("--hosts -2", {}, "hosts is -2 with 4 ranks"),
+        ("--hosts 8", {}, "hosts is 8 with 4 ranks"),
+        ("", {"FANFOLD_HOSTS": "3"}, "hosts is 3 with 4 ranks"),
+        ("", {"FANFOLD_HOSTS": "few"}, "FANFOLD_HOSTS is 'few'"),
+        ("--hosts 2 --transport tcp", {}, "transport is 'tcp', but must be libfabric, "),
+        ("--hosts 2 --transport libfabric:none", {}, "one of the providers .*tcp"),
+        ("--hosts 2 --transport loopback:x", {}, "transport is 'loopback:x', .*loopback:SEED"),
+        ("--hosts 2 --transport loopback:", {}, "transport is 'loopback:', .*loopback:SEED"),
+        (f"--hosts 2 --transport loopback:{2**64}", {}, "below 2\\*\\*64"),
+        (
+            "--hosts 2",
+            {"FANFOLD_NETWORK": "libfabric:none"},
+            "transport is 'libfabric:none' \\(from FANFOLD_NETWORK\\), but must be",
+        ),
+        ("--hosts 2", {"FANFOLD_NETWORK": "carrier pigeon"}, "FANFOLD_NETWORK"),
+        ("--transport libfabric:tcp", {}, "transport is .* left out on one host, .*--hosts 2"),
+        ("--transport libfabric:tcp --hosts 1", {"FANFOLD_HOSTS": "2"}, "left out on one host"),
+        ("--hosts 2 --transport loopback --baseline", {}, "baseline is True, .*'loopback', whose"),
+        (
+            "--hosts 2 --baseline",
+            {"FANFOLD_NETWORK": "loopback:1"},
+            "'loopback:1' \\(from FANFOLD_NETWORK\\), whose .*libfabric:tcp",
+        ),
+        ("--hosts 2 --backend cuda", {}, "backend is cuda, but hosts is 2, .*--backend host"),
+        ("--hosts 2", {"FANFOLD_BACKEND": "cuda"}, "backend is cuda, but hosts is 2"),
+        ("--hosts 2 --overlap", {}, "overlap is asked for, but .*several hosts"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line_before_ranks_start(
+    arguments: str,
+    environment: dict[str, str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(run, "launch", mock.Mock(side_effect=AssertionError("ranks started")))
+    monkeypatch.setattr(run, "ThreadRanks", mock.Mock(side_effect=AssertionError("ranks started")))
+    monkeypatch.setattr(_core, "find_networks", lambda: [network("net")])
+    assert main(["bench", "low-latency", *arguments.split()]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    with pytest.raises(FanfoldError, match=message):
+        raise FanfoldError(said)
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ([], "transport is 'libfabric:tcp', but libfabric finds no usable network for tcp.*doctor"),
+        (UnavailableError("no libfabric: install it"), "but no libfabric: install it.*loopback"),
+    ],
+)
+def test_a_network_that_this_machine_lacks(
+    found: object, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finds = mock.Mock(side_effect=[found])
+    monkeypatch.setattr(_core, "find_networks", finds)
+    with pytest.raises(UnavailableError, match=message):
+        run.check_network(settings_of("low-latency --hosts 2 --transport libfabric:tcp"))
+
+
+def test_a_network_that_this_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_core, "find_networks", lambda: [network("net"), network("shm")])
+    for name in ("libfabric", "libfabric:tcp", "libfabric:shm", "loopback", "loopback:7"):
+        assert run.check_network(settings_of(f"low-latency --hosts 2 --transport {name}")) == name
+    monkeypatch.setenv("FANFOLD_NETWORK", "libfabric:shm")
+    assert run.check_network(settings_of("low-latency --hosts 2")) == "libfabric:shm"
+
+
+def test_gpus_are_not_taken_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    settings = BenchSettings("low_latency")
+    assert settings.backend_here() == "cuda"
+    assert settings.backend_here(several_hosts=True) == "host"
+    with pytest.raises(UnavailableError, match="backend is cuda, but the ranks are on several"):
+        dataclasses.replace(settings, backend="cuda").backend_here(several_hosts=True)
+
+
+@pytest.mark.parametrize("transport", ["loopback", "loopback:3"])
+def test_joined_ranks_are_not_threads(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run.dist, "get_world_size", lambda group: 4)
+    settings = BenchSettings("low_latency", hosts=2, transport=transport)
+    with pytest.raises(ArgumentError, match=f"transport is '{transport}', .*are processes"):
+        run.check_ranks(settings, object())
+    run.check_ranks(dataclasses.replace(settings, transport="libfabric"), object())
+
+
+# ---- reports -------------------------------------------------------------------------------------
+
+
+def placed(host: tuple[int, ...], machine_ranks: int) -> Placement:
+    hosts = Hosts(host, machine_ranks, machine_ranks == len(host), 3, "world", "a reason")
+    return Placement.of(hosts, "libfabric:net" if max(host) else "")
+
+
+def test_a_placement_says_whether_one_machine_acts_as_several_hosts() -> None:
+    assert placed((0, 0, 0, 0), 4) == Placement(1, 4)
+    assert placed((0, 0, 1, 1), 4) == Placement(2, 2, "libfabric:net", 3, emulated=True)
+    assert placed((0, 0, 1, 1), 2) == Placement(2, 2, "libfabric:net", 3, emulated=False)
+    assert placed((0, 1, 2, 3), 2).emulated
+
+
+def result_of(mode: str, placement: Placement, between: float = 250_000.0) -> Result:
+    times = torch.tensor([[[100.0, 50.0, 150.0]]] * 4, dtype=torch.float64)
+    return Result(
+        settings=BenchSettings(mode, hosts=placement.hosts).on("host"),  # type: ignore[arg-type]
+        ranks=4,
+        placement=placement,
+        fanfold=Timings(times),
+        baseline=None,
+        dispatch=Traffic(400_000.0, 500_000.0, between, 150_000.0),
+        combine=Traffic(300_000.0, 400_000.0, 2 * between, 50_000.0),
+        checked=True,
+        memory_bytes=1,
+    )
+
+
+def test_the_record_has_hosts_and_bytes_between_them() -> None:
+    fields = report.record(result_of("low_latency", placed((0, 0, 1, 1), 4)))
+    wanted = {
+        "hosts": 2,
+        "emulated_hosts": True,
+        "ranks_per_host": 2,
+        "proxy_threads": 3,
+        "transport": "libfabric:net",
+        "bytes_between_hosts": 750_000,
+        "bytes_inside_hosts": 200_000,
+        "dispatch_bytes_between_hosts": 250_000,
+        "dispatch_bytes_inside_hosts": 150_000,
+        "combine_bytes_between_hosts": 500_000,
+        "combine_bytes_inside_hosts": 50_000,
+    }
+    assert {name: fields[name] for name in wanted} == wanted
+    json.dumps(fields)
+    alone = report.record(result_of("low_latency", Placement(1, 4), 0.0))
+    assert {name: alone[name] for name in list(wanted)[:5]} == {
+        "hosts": 1,
+        "emulated_hosts": False,
+        "ranks_per_host": 4,
+        "proxy_threads": None,
+        "transport": "shm",
+    }
+
+
+def test_the_table_of_hosts_has_bytes_and_rates() -> None:
+    found = result_of("high_throughput", placed((0, 0, 1, 1), 4))
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(report.table(found))
+    console.print(report.hosts_table(found))
+    text = console.export_text()
+    lines = [line.split("│")[1:-1] for line in text.splitlines() if "│" in line]
+    rows = [[cell.strip() for cell in line] for line in lines]
+    assert rows[-3:] == [
+        ["dispatch", "0.25", "2.500", "0.15"],
+        ["combine", "0.50", "10.000", "0.05"],
+        ["total", "0.75", "5.000", "0.20"],
+    ]
+    assert "expert-major, new routing, 2 hosts" in " ".join(text.split())
+    assert "2 hosts of 2 ranks over libfabric:net" in text
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_notes_say_how_rows_cross_and_that_no_network_was_measured(mode: str) -> None:
+    emulated = " ".join(report.notes(result_of(mode, placed((0, 0, 1, 1), 4))))
+    assert ("once to each other host" in emulated) == (mode == "high_throughput")
+    assert ("to each rank that needs it" in emulated) == (mode == "low_latency")
+    assert "worked out from the routing, not measured" in emulated
+    assert "4 ranks with 3 proxy threads each share its cores" in emulated
+    apart = " ".join(report.notes(result_of(mode, placed((0, 0, 1, 1), 2))))
+    assert "worked out from the routing" in apart
+    assert "acts as several" not in apart
+    alone = " ".join(report.notes(result_of(mode, Placement(1, 4))))
+    assert "host" not in alone.replace("the host's", "")
