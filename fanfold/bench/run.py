@@ -109,14 +109,21 @@ def sweep(points: Sequence[BenchSettings], group: Any = None) -> list[Result] | 
 
 
 def check_ranks(settings: BenchSettings, group: Any) -> None:
-    """Raises ArgumentError if ``group`` is joined and not of the size that the settings name, or
-    the transport they name does not reach joined ranks."""
+    """Checks that a joined group is what the settings ask for. Collective, and nothing without one.
+
+    Raises:
+        ArgumentError: it has another size, their transport does not reach its ranks, or those are
+            on one host.
+        UnavailableError: hosts have different numbers of ranks.
+    """
     ranks = settings.ranks if group is None else dist.get_world_size(group)
     if group is not None and _is_loopback(settings.transport or ""):
         bound = "libfabric or libfabric:PROVIDER: loopback does not reach ranks that are processes"
         raise ArgumentError("transport", repr(settings.transport), bound)
     if settings.ranks != ranks:
         raise ArgumentError("ranks", settings.ranks, f"{ranks}, the ranks that were started")
+    if group is not None:
+        _checked_hosts(as_group(group), settings)
 
 
 def check_network(settings: BenchSettings) -> str:

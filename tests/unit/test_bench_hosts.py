@@ -154,7 +154,12 @@ def test_joined_ranks_are_not_threads(transport: str, monkeypatch: pytest.Monkey
     settings = BenchSettings("low_latency", hosts=2, transport=transport)
     with pytest.raises(ArgumentError, match=f"transport is '{transport}', .*are processes"):
         run.check_ranks(settings, object())
-    run.check_ranks(dataclasses.replace(settings, transport="libfabric"), object())
+    checked = mock.Mock()
+    monkeypatch.setattr(run, "as_group", lambda group: group)
+    monkeypatch.setattr(run, "_checked_hosts", checked)
+    group, joined = object(), dataclasses.replace(settings, transport="libfabric")
+    run.check_ranks(joined, group)
+    checked.assert_called_once_with(group, joined)
 
 
 # ---- reports -------------------------------------------------------------------------------------
