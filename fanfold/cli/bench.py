@@ -75,17 +75,7 @@ def _add_options(parser: argparse.ArgumentParser, defaults: BenchSettings) -> No
         "--backend", choices=BACKENDS,
         help="auto takes the best one there is (default: the setting FANFOLD_BACKEND, or auto)",
     )  # fmt: skip
-    parser.add_argument(
-        "--hosts", type=int, metavar="H",
-        help="have this machine act as H hosts, with as many ranks on each, or group joined ranks "
-        "so (default: the setting FANFOLD_HOSTS, or the hosts that ranks are on)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--transport", metavar="NAME",
-        help="what carries between hosts: libfabric, which takes the best network, "
-        "libfabric:PROVIDER[:NIC,NIC], or loopback[:SEED], whose ranks are threads (default: the "
-        "setting FANFOLD_NETWORK, or libfabric)",
-    )  # fmt: skip
+    _add_hosts_options(parser)
     parser.add_argument(
         "--face", choices=FACES, default="native",
         help="whose calls: fanfold.LowLatency's and HighThroughput's, or those of fanfold.deep_ep: "
@@ -108,6 +98,21 @@ def _add_options(parser: argparse.ArgumentParser, defaults: BenchSettings) -> No
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="append the result to FILE as one line"
     )
+
+
+def _add_hosts_options(parser: argparse.ArgumentParser) -> None:
+    """Options of ranks on several hosts."""
+    parser.add_argument(
+        "--hosts", type=int, metavar="H",
+        help="have this machine act as H hosts, with as many ranks on each, or group joined ranks "
+        "so (default: the setting FANFOLD_HOSTS, or the hosts that ranks are on)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--transport", metavar="NAME",
+        help="what carries between hosts: libfabric, which takes the best network, "
+        "libfabric:PROVIDER[:NIC,NIC], or loopback[:SEED], whose ranks are threads (default: the "
+        "setting FANFOLD_NETWORK, or libfabric)",
+    )  # fmt: skip
 
 
 def _add_own_options(parser: argparse.ArgumentParser) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -26,6 +27,7 @@ from fanfold.group import as_group
 from fanfold.launch import RankPool
 from fanfold.memory.hosts import Hosts
 from tests.distributed.test_across_hosts import NETWORKS, need, threads
+from tests.distributed.test_cli import FANFOLD, TINY, fanfold
 
 SMALL = BenchSettings(
     "low_latency", ranks=4, tokens=23, hidden=144, top_k=5, experts=12, iterations=2, warmup=1,
@@ -147,6 +149,19 @@ def test_the_command_line_over_sockets(
     said = capsys.readouterr().out
     assert f"2 hosts of 2 ranks over {fields['transport']}" in said
     assert "MB between hosts" in said
+
+
+def test_joined_ranks_may_be_on_several_hosts(tmp_path: Path) -> None:
+    need("libfabric:tcp")
+    path = tmp_path / "r.jsonl"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                "--nproc-per-node=2", "--no-python", *FANFOLD]  # fmt: skip
+    options = [*TINY[2:], "--hosts", "2", "--transport", "libfabric:tcp", "--json", path]
+    done = fanfold("bench", "high-throughput", *options, command=torchrun, FANFOLD_HOSTS="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Checked against the oracle") == 1
+    (fields,) = map(json.loads, path.read_text().splitlines())
+    assert (fields["hosts"], fields["ranks_per_host"]) == (2, 1)
 
 
 @pytest.mark.parametrize("face", ["native", "deep_ep"])
