@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from unittest import mock
 
 import pytest
 
@@ -123,8 +124,12 @@ def test_settings_in_the_environment_end_with_the_block(monkeypatch: pytest.Monk
     with in_environment({"backend": "host", "hosts": 2, "share_gpus": True, "network": "loopback"}):
         config = Config.resolve()
         assert (config.backend, config.hosts, config.share_gpus) == ("host", 2, True)
-        with in_environment({"hosts": 2}):  # as a thread of the first
-            pass
+        with pytest.MonkeyPatch.context() as patch:
+            # What other threads may read meanwhile does not change, not even for a moment.
+            for name in ("putenv", "unsetenv"):
+                patch.setattr(os, name, mock.Mock(side_effect=AssertionError(name)))
+            with in_environment({"hosts": 2, "backend": "host"}):
+                assert Config.resolve().hosts == 2
         assert Config.resolve().hosts == 2
         with pytest.raises(KeyError), in_environment({"hosts": 3}):
             raise KeyError
