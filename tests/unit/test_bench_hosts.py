@@ -19,6 +19,7 @@ from fanfold.bench.settings import MODES, BenchSettings
 from fanfold.bench.timing import Timings
 from fanfold.cli import bench
 from fanfold.cli.main import main
+from fanfold.config import Config
 from fanfold.errors import ArgumentError, FanfoldError, UnavailableError
 from fanfold.memory.hosts import Hosts
 
@@ -160,6 +161,27 @@ def test_joined_ranks_are_not_threads(transport: str, monkeypatch: pytest.Monkey
     group, joined = object(), dataclasses.replace(settings, transport="libfabric")
     run.check_ranks(joined, group)
     checked.assert_called_once_with(group, joined)
+
+
+def test_threads_find_what_is_asked_for_in_their_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A Buffer of DeepEP's face reads it there, and threads must not change it under each other."""
+    monkeypatch.setenv("FANFOLD_HOSTS", "4")
+    found = []
+
+    def look(*given: object) -> list[list[run.RankReport]]:
+        config = Config.resolve()
+        found.append((config.backend, config.hosts, config.network))
+        return []
+
+    threads = mock.MagicMock()
+    threads.return_value.__enter__.return_value.run = look
+    monkeypatch.setattr(run, "ThreadRanks", threads)
+    settings = BenchSettings("low_latency", hosts=2, transport="loopback:3", backend="host")
+    assert run._start([settings], "loopback:3") == []
+    assert found == [("host", 2, "loopback:3")]
+    assert Config.resolve().hosts == 4
 
 
 # ---- reports -------------------------------------------------------------------------------------
