@@ -191,7 +191,7 @@ def bench_ranks(group: Any, points: Sequence[BenchSettings]) -> list[RankReport]
     reports, made = [], None
     for settings in points:
         hosts = _checked_hosts(ranks, settings)
-        data = (settings.workload(), settings.dtype, settings.mode)
+        data = (settings.workload(), settings.dtype, settings.mode, hosts.host)
         with _threads_for(settings):
             if made is None or made[0] != data:
                 made = None  # the memory of one is enough
