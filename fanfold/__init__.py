@@ -8,12 +8,13 @@ with :class:`HighThroughput` for training and prefill, or with ``fanfold.nn.MoE`
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 # Type checkers read these imports. At run time a name is imported when a program first uses it, so
 # that `fanfold doctor` runs where torch or the core do not, and `import fanfold` costs nothing.
 if TYPE_CHECKING:
-    from fanfold import deep_ep, functional, nn
+    from fanfold import deep_ep, functional, metrics, nn
     from fanfold.config import Config
     from fanfold.errors import (
         ArgumentError,
@@ -58,14 +59,18 @@ __all__ = [
     "__version__",
     "deep_ep",
     "functional",
+    "metrics",
     "nn",
 ]
 
 __version__ = "0.1.0"
 
+# What Fanfold logs goes nowhere, not even to stderr, until the program configures logging.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
+
 # A type checker that saw this function would believe every name.
 if not TYPE_CHECKING:
-    _MODULES = ("deep_ep", "functional", "nn")
+    _MODULES = ("deep_ep", "functional", "metrics", "nn")
     _HOMES = {
         "Config": "fanfold.config",
         "DispatchResult": "fanfold.results",
@@ -90,5 +95,5 @@ if not TYPE_CHECKING:
 
     def __dir__():
         """The public names, whether imported yet or not."""
-        hidden = {"TYPE_CHECKING", "annotations"}
+        hidden = {"TYPE_CHECKING", "annotations", "logging"}
         return sorted({*globals(), *__all__} - hidden)

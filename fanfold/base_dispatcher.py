@@ -18,6 +18,7 @@ from fanfold.geometry import Geometry, Mode, check_hidden, check_tensor
 from fanfold.group import Group, agree
 from fanfold.memory import PeerMemory
 from fanfold.memory.host import SymmetricMemory
+from fanfold.metrics import collect
 from fanfold.operators import Registration
 from fanfold.representation import described, worded
 from fanfold.results import DispatchResult
@@ -80,8 +81,9 @@ class BaseDispatcher(ABC):
     _group: Group
     _choice: BackendChoice
 
-    def __init__(self) -> None:
+    def __init__(self, *calls: str) -> None:
         self._closed = False
+        self._calls = dict.fromkeys(calls, 0)
         self._owner = Owner(f"this {type(self).__name__}")
 
     def _agree(self, formats: Formats, **options: object) -> None:
@@ -196,6 +198,24 @@ class BaseDispatcher(ABC):
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         self.check()
+
+    def metrics(self) -> dict[str, Any]:
+        """What this rank has done so far: calls, waits for peers, and between hosts what its proxy
+        threads have sent and received. Local; any thread may ask while calls run.
+
+            >>> ep.metrics()["calls_total"]
+            {'dispatch': 1, 'combine': 1}
+
+        The names are those of ``docs/metrics.md``; units are part of them. What does not exist here
+        is left out: on GPUs everything but the calls, on one host proxies and channels. After
+        :meth:`close` the last values are returned.
+
+        Raises:
+            UsageError: in a forked child.
+        """
+        self._owner.check()
+        on_host = isinstance(self.memory, SymmetricMemory)
+        return collect(self._calls, self.memory.core if on_host else None)
 
     # ---- masked ranks ---------------------------------------------------------------------------
 

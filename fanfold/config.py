@@ -59,6 +59,7 @@ class Overrides(TypedDict, total=False):
     ctas: int | None
     senders: int | None
     cache_dir: str | None
+    nvtx: bool
 
 
 @dataclass(frozen=True)
@@ -252,6 +253,15 @@ _SETTINGS = (
         check=lambda v: v is None or (isinstance(v, str) and v.strip() != "" and v.isprintable()),
         bound="'auto' or the path of a folder in printable characters",
     ),
+    Setting(
+        name="nvtx",
+        variable="FANFOLD_NVTX",
+        help="Whether each dispatch, combine and hook is an NVTX range, which profilers such as "
+        "Nsight Systems show. Without NVTX in PyTorch, as in its builds for CPUs, there are none.",
+        parse=_parse_flag,
+        check=lambda v: isinstance(v, bool),
+        bound="True or False, in the environment 1 or 0",
+    ),
 )
 
 
@@ -360,6 +370,7 @@ class Config:
         ctas: of each kernel; None for a choice by the mode.
         senders: CTAs of them that send rows in a dispatch; None for a choice by the machine.
         cache_dir: folder of compiled kernels; None for the user's own (:meth:`cache_folder`).
+        nvtx: whether calls are NVTX ranges, where PyTorch has NVTX.
         sources: for each name above ``"argument"``, ``"environment"`` or ``"default"``.
     """
 
@@ -376,6 +387,7 @@ class Config:
     ctas: int | None = None
     senders: int | None = None
     cache_dir: str | None = None
+    nvtx: bool = False
     sources: Mapping[str, Source] = dataclasses.field(
         default_factory=lambda: types.MappingProxyType({}), repr=False, compare=False
     )

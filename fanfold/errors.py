@@ -6,6 +6,10 @@ Every message says what failed with its values, where, the likely cause, and wha
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from typing import TypeVar
+
 __all__ = [
     "ArgumentError",
     "CompileError",
@@ -22,7 +26,10 @@ __all__ = [
     "UnavailableError",
     "UsageError",
     "different_calls",
+    "logged",
 ]
+
+_LOG = logging.getLogger(__name__)
 
 
 class FanfoldError(Exception):
@@ -330,3 +337,15 @@ class TransportError(FanfoldError, ConnectionError):
         outstanding = (self.outstanding_messages, self.outstanding_bytes)
         where = (self.rank, self.peer, self.transport, self.what)
         return type(self), (*where, *outstanding, self.seconds)
+
+
+_Failure = TypeVar("_Failure", PeerTimeout, TransportError)
+
+
+def logged(error: _Failure) -> _Failure:
+    """``error`` after it was logged, with its attributes as fields of the record. For those who
+    find it out, which are the core (``csrc/bindings/errors.cpp``) and what reads kernels' reports:
+    a copy that comes from another process is no new failure."""
+    with contextlib.suppress(Exception):  # a filter of the program must not hide the error
+        _LOG.error("%s", error, extra=dict(vars(error)))
+    return error

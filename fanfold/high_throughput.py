@@ -115,7 +115,7 @@ class HighThroughput(BaseDispatcher):
         in_place_rows: int = 0,
         config: Config | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__("dispatch", "combine", "combine_weights")
         with together(as_group(group)) as self._group:
             self.config = checked_config(config)
             self.geometry = Geometry(self._group.size, num_experts, top_k, hidden, max_tokens)
@@ -198,6 +198,7 @@ class HighThroughput(BaseDispatcher):
                 capacity=capacity, in_place=in_place,
             )  # fmt: skip
         self._check_open()
+        self._calls["dispatch"] += 1
         backend = self._backend
         with Refusing(lambda error: backend.refuse_dispatch(error, self._plan_of(previous))):
             _check_previous(previous, topk_idx, topk_weights, capacity)
@@ -274,6 +275,7 @@ class HighThroughput(BaseDispatcher):
                 self, y, received, weighted=weighted, bias=bias, out=out
             )
         self._check_open()
+        self._calls["combine"] += 1
         with Refusing(partial(self._refuse_combine_of, received)):
             self._check_own("received", received, HighThroughputResult)
             weights = received.weights if weighted else None
@@ -311,6 +313,7 @@ class HighThroughput(BaseDispatcher):
 
             return native.combine_weights(self, row_values, received)  # type: ignore[no-any-return]
         self._check_open()
+        self._calls["combine_weights"] += 1
         with Refusing(partial(self._refuse_combine_of, received)):
             self._check_own("received", received, HighThroughputResult)
             self._backend.check_devices(received=received.tokens, row_values=row_values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from typing import NamedTuple
@@ -9,6 +10,8 @@ from typing import NamedTuple
 from fanfold.errors import LatePeerWarning
 
 __all__ = ["LatePeer", "LatePeers"]
+
+_LOG = logging.getLogger(__name__)
 
 
 class LatePeer(NamedTuple):
@@ -42,7 +45,21 @@ class LatePeers:
         self._held: list[LatePeerWarning] = []
 
     def warn(self, late: LatePeer) -> None:
-        """Issues the warning of ``late``; holds it if it is an error."""
+        """Logs ``late`` and issues its warning; holds it if it is an error."""
+        _LOG.warning(
+            "rank %d masks rank %d, for which it waited %.3g s in %s",
+            self._rank,
+            late.peer,
+            late.seconds,
+            late.call,
+            extra={
+                "rank": self._rank,
+                "peer": late.peer,
+                "phase": late.call,
+                "seconds": late.seconds,
+                "peer_gone": late.gone,
+            },
+        )
         try:
             warnings.warn(self._message(late), LatePeerWarning, _caller())
         except LatePeerWarning as error:

@@ -93,7 +93,7 @@ class LowLatency(BaseDispatcher):
         scale_format: ScaleFormatName = "float32",
         config: Config | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__("dispatch", "combine")
         with together(as_group(group)) as self._group:
             self.config = checked_config(config)
             geometry = Geometry(self._group.size, num_experts, top_k, hidden, max_tokens)
@@ -187,6 +187,7 @@ class LowLatency(BaseDispatcher):
                 self, x, topk_idx, topk_weights, return_hook=return_hook
             )
         self._check_open()
+        self._calls["dispatch"] += 1
         row_format, scale_format = self._formats
         kept_idx = None
         if self._on_host:
@@ -291,6 +292,7 @@ class LowLatency(BaseDispatcher):
                 return_hook=return_hook,
             )  # fmt: skip
         self._check_open()
+        self._calls["combine"] += 1
         if self._on_host or not self._is_own(received):
             with Refusing(partial(self._refuse_combine_of, received)):
                 self._check_own("received", received, LowLatencyResult)

@@ -40,6 +40,7 @@ PYTHON_LAYERS: tuple[tuple[str, ...], ...] = (
         "kernel_state",
         "late_peers",
         "lending",
+        "metrics",
         "pool",
         "stream_order",
         "descriptors",

@@ -11,10 +11,21 @@ namespace fanfold::bindings {
 namespace {
 
 template <typename... Fields>
+nb::object make(const char* name, Fields&&... fields) {
+  return nb::module_::import_("fanfold.errors").attr(name)(std::forward<Fields>(fields)...);
+}
+
+template <typename... Fields>
 void raise(const char* name, Fields&&... fields) {
-  const nb::object type = nb::module_::import_("fanfold.errors").attr(name);
-  const nb::object error = type(std::forward<Fields>(fields)...);
-  PyErr_SetObject(type.ptr(), error.ptr());
+  const nb::object error = make(name, std::forward<Fields>(fields)...);
+  PyErr_SetObject(error.type().ptr(), error.ptr());
+}
+
+// For what concerns a peer or the network.
+template <typename... Fields>
+void raise_logged(const char* name, Fields&&... fields) {
+  const nb::object error = make("logged", make(name, std::forward<Fields>(fields)...));
+  PyErr_SetObject(error.type().ptr(), error.ptr());
 }
 
 void translate(const std::exception_ptr& failure, void*) {
@@ -24,10 +35,12 @@ void translate(const std::exception_ptr& failure, void*) {
     raise("ArgumentError", e.argument, e.value, e.bound);
   } catch (const PeerTimeout& e) {
     const TimeoutReport& f = e.report;
-    raise("PeerTimeout", f.rank, f.peer, f.phase, f.expected, f.actual, f.seconds, f.peer_gone);
+    raise_logged("PeerTimeout", f.rank, f.peer, f.phase, f.expected, f.actual, f.seconds,
+                 f.peer_gone);
   } catch (const TransportError& e) {
     const TransportReport& f = e.report;
-    raise("TransportError", f.rank, f.peer, f.transport, f.what, f.messages, f.bytes, f.seconds);
+    raise_logged("TransportError", f.rank, f.peer, f.transport, f.what, f.messages, f.bytes,
+                 f.seconds);
   } catch (const PeerRefused& e) {
     raise("PeerRefused", e.report.rank, e.report.peer, e.report.phase, e.report.reason);
   } catch (const RingFull& e) {

@@ -18,6 +18,7 @@ void bind_calls(nb::class_<SymmetricMemory>& memory) {
       .def("barrier", &SymmetricMemory::barrier, Unlocked())
       .def("masked", &SymmetricMemory::masked, "peer"_a)
       .def("set_masked", &SymmetricMemory::set_masked, "peer"_a, "value"_a)
+      .def("why_lost", &SymmetricMemory::why_lost, "peer"_a)
       .def_prop_ro("late", [](const SymmetricMemory& self) { return self.late().size(); })
       .def(
           "late_peer",
@@ -41,6 +42,39 @@ void bind_calls(nb::class_<SymmetricMemory>& memory) {
           },
           "peer"_a, "offset"_a, "bytes"_a, Unlocked(),
           "Has `peer` receive what stands at `offset` of its window. Nothing to do on one host.");
+}
+
+void bind_counts(nb::class_<SymmetricMemory>& memory) {
+  memory
+      .def_prop_ro("masked_ranks",
+                   [](const SymmetricMemory& self) {
+                     int32_t masked = 0;
+                     for (int32_t peer = 0; peer < self.ranks(); ++peer)
+                       masked += self.masked(peer) ? 1 : 0;
+                     return masked;
+                   })
+      .def(
+          "waits",
+          [](const SymmetricMemory& self) {
+            std::vector<std::tuple<std::string, int32_t, uint64_t, double, uint64_t>> waits;
+            for (const WaitCount& wait : self.waits()) {
+              const auto seconds = static_cast<double>(wait.nanoseconds) * 1e-9;
+              waits.emplace_back(name_of(wait.phase), wait.peer, wait.waits, seconds,
+                                 wait.failures);
+            }
+            return waits;
+          },
+          "Phase, peer (-1: any one of several), waits, their seconds, and how many have failed.")
+      .def(
+          "carrier_counts",
+          [](const SymmetricMemory& self) {
+            std::vector<std::tuple<std::string, int32_t, int32_t, uint64_t>> counts;
+            for (const CarrierCount& count : self.carrier_counts()) {
+              counts.emplace_back(count.name, count.thread, count.peer, count.value);
+            }
+            return counts;
+          },
+          "Name, thread, peer (-1: of the thread) and value. Empty on one host.");
 }
 
 }  // namespace
@@ -84,6 +118,7 @@ void bind_symmetric(nb::module_& module) {
       .def_prop_ro("bytes", &SymmetricMemory::bytes)
       .def_prop_ro("mapped_bytes", &SymmetricMemory::mapped_bytes);
   bind_calls(memory);
+  bind_counts(memory);
 }
 
 }  // namespace fanfold::bindings

@@ -229,7 +229,7 @@ void Exchange::wait(const std::function<bool()>& ready,
   // Ranks on other hosts get the heartbeats of long waits only, and few: each wakes them.
   const auto start = std::chrono::steady_clock::now();
   int64_t sent = 0;
-  memory_.wait_until(ready, [&] {
+  memory_.wait_until(phase_, ready, [&] {
     const int32_t late_peer = find_late_peer(pending);
     push_heartbeat(late_peer);
     const auto waited = std::chrono::steady_clock::now() - start;

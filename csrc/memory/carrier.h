@@ -3,10 +3,20 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "memory/peer.h"
 
 namespace fanfold {
+
+// A number that a carrier has counted: of one of its threads, or of what it carries to and from a
+// peer.
+struct CarrierCount {
+  const char* name;
+  int32_t thread;
+  int32_t peer;  // -1 for a number of the thread
+  uint64_t value;
+};
 
 class Carrier {
  public:
@@ -20,6 +30,8 @@ class Carrier {
   virtual void check(int32_t peer) const = 0;
   // Whether `peer` alone is lost.
   virtual bool lost(int32_t peer) const = 0;
+  // For any thread.
+  virtual std::vector<CarrierCount> counts() const = 0;
   // Returns once the peers have what was put and stored, or after a while. Nothing is written
   // after it.
   virtual void finish() noexcept = 0;

@@ -43,7 +43,7 @@ const char* name_of(Phase phase) {
 SymmetricMemory::SymmetricMemory(const SymmetricOptions& options)
     : options_(options), hosts_(hosts_of(options)), layout_{options.ranks, hosts_.several()},
       regions_(index(options.ranks)), peers_(index(options.ranks)), handles_(index(options.ranks)),
-      masked_(index(options.ranks), 0) {
+      masked_(index(options.ranks), 0), waits_(options.ranks) {
   const auto elsewhere = static_cast<int64_t>(
       options.ranks - std::ssize(hosts_.members(hosts_.host_of(options.rank))));
   // The copies of other hosts' memory follow it. The system provides the pages that are touched.
@@ -84,7 +84,10 @@ void SymmetricMemory::link(int32_t peer, Link& link) {
 }
 
 void SymmetricMemory::carry(std::unique_ptr<Carrier> carrier) {
-  carrier_ = std::move(carrier);
+  {
+    const std::scoped_lock lock(carrier_mutex_);
+    carrier_ = std::move(carrier);
+  }
   for (int32_t peer = 0; peer < ranks(); ++peer) {
     if (!hosts_.together(peer, rank())) link(peer, carrier_->link(peer));
   }
@@ -144,9 +147,32 @@ void SymmetricMemory::close() {
     carrier_->finish();
   }
   closed_ = true;
-  carrier_.reset();
+  end_carrier();
   for (Region& region : regions_) region.unmap();
   handles_.clear();
+}
+
+void SymmetricMemory::end_carrier() {
+  std::unique_ptr<Carrier> ended;
+  const std::scoped_lock lock(carrier_mutex_);
+  if (carrier_ == nullptr) return;
+  last_counts_ = carrier_->counts();
+  ended = std::move(carrier_);
+}
+
+std::vector<CarrierCount> SymmetricMemory::carrier_counts() const {
+  const std::scoped_lock lock(carrier_mutex_);
+  return carrier_ != nullptr ? carrier_->counts() : last_counts_;
+}
+
+std::string SymmetricMemory::why_lost(int32_t peer) const {
+  if (carrier_ == nullptr) return {};
+  try {
+    carrier_->check(peer);
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return {};
 }
 
 void SymmetricMemory::check_usable() const {
@@ -189,16 +215,18 @@ bool SymmetricMemory::wait(const AwaitedSignal& awaited, const std::function<int
     const std::string phase = std::string(name_of(awaited.phase)) + awaited.detail;
     return TimeoutReport{rank(), awaited.peer, phase, awaited.epoch, actual(), 0.0, false};
   };
-  return wait_for([&] { return has(awaited.offset) || has(awaited.alternative); }, report,
-                  &awaited);
+  return wait_for(
+      awaited.phase, [&] { return has(awaited.offset) || has(awaited.alternative); }, report,
+      &awaited);
 }
 
-bool SymmetricMemory::wait_for(const std::function<bool()>& ready,
+bool SymmetricMemory::wait_for(Phase phase, const std::function<bool()>& ready,
                                const std::function<TimeoutReport()>& report,
                                const AwaitedSignal* awaited) {
+  if (ready()) return true;  // reads no clock and counts nothing
+  CountedWait counted(waits_, phase, awaited != nullptr ? awaited->peer : kAnyPeer);
   const WaitPolicy policy{nanoseconds_of(options_.timeout_seconds),
                           nanoseconds_of(options_.spin_seconds)};
-  const auto start = std::chrono::steady_clock::now();
   const auto peer_gone = [&] {
     // The interrupt check may have run a signal handler of the user that closed this memory.
     if (closed_) throw Misuse("it was closed while it waited");
@@ -235,9 +263,9 @@ bool SymmetricMemory::wait_for(const std::function<bool()>& ready,
   }
   if (result == WaitResult::kDeadlocked) end_deadlocked(*awaited, chain);
   if (published) withdraw(control(rank()).pending);
-  if (result == WaitResult::kReady) return true;
+  if (result == WaitResult::kReady) return counted.ready();
   TimeoutReport late = report();
-  late.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  late.seconds = std::chrono::duration<double>(counted.waited()).count();
   late.peer_gone = result == WaitResult::kPeerGone;
   if (options_.mask_late_peers) {
     set_masked(late.peer, true);

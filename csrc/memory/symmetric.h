@@ -11,10 +11,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "base/atomics.h"
 #include "base/error.h"
 #include "base/fork.h"
 #include "base/wait.h"
@@ -25,6 +27,7 @@
 #include "memory/peer.h"
 #include "memory/pending_wait.h"
 #include "memory/region.h"
+#include "memory/wait_counts.h"
 
 namespace fanfold {
 
@@ -114,12 +117,12 @@ class SymmetricMemory {
   // BadArgument if ranks in different calls wait for each other.
   bool wait(const AwaitedSignal& awaited, const std::function<int64_t()>& actual);
 
-  // Waits until `ready()` returns true. If the wait times out, throws PeerTimeout with `report()`,
-  // or masks `report().peer` and returns false. A long wait calls `report()` every
+  // Waits, in `phase`, until `ready()` returns true. If the wait times out, throws PeerTimeout with
+  // `report()`, or masks `report().peer` and returns false. A long wait calls `report()` every
   // `WaitPolicy::idle` and ends early if the process of `report().peer` has ended.
-  bool wait_until(const std::function<bool()>& ready,
+  bool wait_until(Phase phase, const std::function<bool()>& ready,
                   const std::function<TimeoutReport()>& report) {
-    return wait_for(ready, report, nullptr);
+    return wait_for(phase, ready, report, nullptr);
   }
 
   // Stores the reason of a refusal. Call it before pushing signals of value kRefusedValue.
@@ -128,12 +131,21 @@ class SymmetricMemory {
 
   void barrier();
 
-  bool masked(int32_t peer) const { return masked_[index(peer)] != 0; }
-  void set_masked(int32_t peer, bool value) { masked_[index(peer)] = value ? 1 : 0; }
+  bool masked(int32_t peer) const { return load_relaxed_system(&masked_[index(peer)]) != 0; }
+  void set_masked(int32_t peer, bool value) {
+    store_relaxed_system(&masked_[index(peer)], uint8_t{value});
+  }
 
   // The peers that waits of this rank have masked so far, in order. `phase` includes the number of
   // the call if the wait was for a signal.
   const std::vector<TimeoutReport>& late() const { return late_; }
+
+  // For any thread, also after `close`: how the waits of this rank went, and what the carrier has
+  // counted.
+  std::vector<WaitCount> waits() const { return waits_.all(); }
+  std::vector<CarrierCount> carrier_counts() const;
+  // Why the carrier has lost `peer`, in words for a user; empty if it has not, or if there is none.
+  std::string why_lost(int32_t peer) const;
 
   // Throws Misuse if this memory is closed, in a forked child, and after a failed wait. After a
   // failed wait the ranks are out of step, so further calls could deliver wrong data.
@@ -151,8 +163,10 @@ class SymmetricMemory {
   int64_t copy_offset(int32_t peer) const;
   int64_t copied_reason(int32_t peer, Phase phase, uint32_t epoch) const;
   // `awaited` is the awaited signal if the wait is for a single one, else null.
-  bool wait_for(const std::function<bool()>& ready, const std::function<TimeoutReport()>& report,
-                const AwaitedSignal* awaited);
+  bool wait_for(Phase phase, const std::function<bool()>& ready,
+                const std::function<TimeoutReport()>& report, const AwaitedSignal* awaited);
+  // Ends the carrier, if there is one, and keeps what it has counted.
+  void end_carrier();
   PendingView pending_view() const;
   [[noreturn]] void end_deadlocked(const AwaitedSignal& awaited,
                                    const std::vector<BlockedRank>& chain);
@@ -164,7 +178,11 @@ class SymmetricMemory {
   std::vector<Peer> peers_;
   std::vector<RankHandle> handles_;
   std::vector<uint8_t> masked_;
+  WaitCounts waits_;
   std::unique_ptr<Carrier> carrier_;  // writes to the regions, so that it ends before them
+  // Held while `carrier_` changes and while another thread reads its numbers.
+  mutable std::mutex carrier_mutex_;
+  std::vector<CarrierCount> last_counts_;  // of a carrier that has ended
   uint32_t generation_ = fork_generation();
   uint32_t barrier_epoch_ = 0;
   std::vector<TimeoutReport> late_;

@@ -10,6 +10,7 @@
 #include "proxy/failure.h"
 #include "proxy/queue.h"
 #include "proxy/span.h"
+#include "proxy/stats.h"
 #include "proxy/window.h"
 #include "transport/transport.h"
 
@@ -53,6 +54,7 @@ struct Channel {
   SendWindow out;
   ReceiveWindow in;
   Queue<Pending> pending;
+  Counted counted;
   std::chrono::nanoseconds moved{};  // when the channel was idle last, or something was freed
   bool stalled = false;              // the first pending command waits for credit
   bool in_sending = false;           // is in the thread's list of channels with pending commands

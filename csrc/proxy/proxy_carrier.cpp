@@ -94,6 +94,26 @@ void ProxyCarrier::start(const std::vector<ProxyAddress>& ranks) {
 
 Link& ProxyCarrier::link(int32_t peer) { return *links_.at(static_cast<size_t>(peer)); }
 
+std::vector<CarrierCount> ProxyCarrier::counts() const {
+  std::vector<CarrierCount> counts;
+  const auto add = [&](const Stats& stats, int32_t thread, int32_t peer) {
+    for (const StatsField& each : kStatsFields) {
+      if (each.of_peer == (peer >= 0))
+        counts.push_back({each.name, thread, peer, stats.*each.field});
+    }
+  };
+  for (int32_t index = 0; index < proxy_->options().threads; ++index) {
+    const ProxyThread& thread = proxy_->thread(index);
+    add(thread.stats(), index, -1);
+    for (const int32_t peer : thread.peers()) {
+      add(thread.stats_of(peer), index, peer);
+      const bool lost = thread.failure() != nullptr || thread.lost(peer) != nullptr;
+      counts.push_back({"lost", index, peer, uint64_t{lost}});
+    }
+  }
+  return counts;
+}
+
 // Ranks come to a barrier, so that none takes away what another still writes to or waits for. A
 // rank that closes alone, or whose peers have died, does not wait for ever.
 void ProxyCarrier::finish() noexcept {

@@ -32,6 +32,8 @@ class ProxyCarrier final : public Carrier {
   void end_wait() override { proxy_->end_busy(); }
   void check(int32_t peer) const override { proxy_->check(peer); }
   bool lost(int32_t peer) const override { return proxy_->lost(peer); }
+  // The fields of Stats, and "lost" for each peer.
+  std::vector<CarrierCount> counts() const override;
   void finish() noexcept override;
 
   const Proxy& proxy() const { return *proxy_; }

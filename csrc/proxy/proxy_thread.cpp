@@ -110,6 +110,17 @@ const Failure* ProxyThread::lost(int32_t peer) const {
   return found == nullptr ? nullptr : found->lost.load(std::memory_order_acquire);
 }
 
+Stats ProxyThread::stats() const {
+  Stats sum = counted_.snapshot();
+  for (const int32_t peer : peers_) sum += stats_of(peer);
+  return sum;
+}
+
+Stats ProxyThread::stats_of(int32_t peer) const {
+  const Channel* found = channel(peer);
+  return found == nullptr ? Stats{} : found->counted.snapshot();
+}
+
 bool ProxyThread::outstanding() const {
   return failure() == nullptr &&
          (held_ || pending_ > 0 || in_flight_ > 0 || acks_in_flight_ > 0 || !news_.empty());
@@ -173,7 +184,7 @@ void ProxyThread::arrive(const Event& event) {
   }
   Channel& channel = channel_of(immediate.source);
   if (immediate.kind == ImmediateKind::kAcknowledgement) {
-    counted_.add(&Stats::acks_received);
+    channel.counted.add(&Stats::acks_received);
     if (channel.given_up) return;
     freeing(channel, [&] { return channel.out.acknowledge(immediate.amount); });
   } else {
@@ -182,17 +193,19 @@ void ProxyThread::arrive(const Event& event) {
 }
 
 void ProxyThread::accept(Channel& channel, const Immediate& immediate) {
-  counted_.add(&Stats::arrivals);
+  channel.counted.add(&Stats::arrivals);
   const Acceptance acceptance = channel.in.accept(immediate);
   if (acceptance == Acceptance::kInvalid) {
     return fail(FailureReason::kImmediate, channel.peer,
                 "message " + std::to_string(immediate.sequence) +
                     " arrived, which is outside of the window");
   }
-  if (acceptance == Acceptance::kDuplicate) return counted_.add(&Stats::duplicates);
+  if (acceptance == Acceptance::kDuplicate) return channel.counted.add(&Stats::duplicates);
   if (immediate.kind == ImmediateKind::kData) {
     count(channel.peer, {immediate.counter, immediate.amount});
+    channel.counted.add(&Stats::parts_received, immediate.amount);
   }
+  const uint64_t before = channel.in.accepted_in_order();
   while (const std::optional<Due> due = channel.in.next_due()) {
     if (due->store) {
       store(channel.peer, due->sequence);
@@ -200,6 +213,7 @@ void ProxyThread::accept(Channel& channel, const Immediate& immediate) {
       count(channel.peer, due->addition);
     }
   }
+  if (channel.in.accepted_in_order() == before) channel.counted.add(&Stats::reordered);
   channel.arrived = true;
   if (!std::exchange(channel.in_news, true)) news_.push_back(channel.peer);
 }
@@ -292,7 +306,7 @@ bool ProxyThread::send_acknowledgement(Channel& channel) {
   if (code != Code::kOk) return false;
   channel.in.acknowledgement_sent();
   ++acks_in_flight_;
-  counted_.add(&Stats::acks_sent);
+  channel.counted.add(&Stats::acks_sent);
   return true;
 }
 
@@ -328,7 +342,7 @@ bool ProxyThread::take(const CommandFields& fields) {
   if (fields.kind == CommandKind::kFence || fields.kind == CommandKind::kBarrier) return false;
   Channel& channel = channel_of(static_cast<int32_t>(fields.peer));
   if (channel.given_up) {
-    counted_.add(&Stats::dropped);
+    channel.counted.add(&Stats::dropped);
     return true;
   }
   const auto counter = static_cast<int32_t>(fields.counter);
@@ -348,7 +362,7 @@ bool ProxyThread::take(const CommandFields& fields) {
     Pending* last = channel.pending.empty() ? nullptr : &channel.pending.back();
     if (last != nullptr && last->kind == CommandKind::kWrite && last->each == 0 &&
         coalesce(last->span, pending.span, limits_)) {
-      counted_.add(&Stats::coalesced);
+      channel.counted.add(&Stats::coalesced);
       return true;
     }
   }
@@ -483,7 +497,7 @@ ProxyThread::Sent ProxyThread::send_message(Channel& channel, const Message& mes
   const bool data = message.immediate.kind == ImmediateKind::kData;
   if (!channel.out.admits(span.bytes) ||
       (data && channel.out.writes_to(span.target_offset, span.bytes))) {
-    if (!std::exchange(channel.stalled, true)) counted_.add(&Stats::stalls);
+    if (!std::exchange(channel.stalled, true)) channel.counted.add(&Stats::stalls);
     return Sent::kCredit;
   }
   channel.stalled = false;
@@ -512,9 +526,9 @@ ProxyThread::Sent ProxyThread::send_message(Channel& channel, const Message& mes
   // Words of stores have places of their own, so nothing is written twice there.
   channel.out.post(span.bytes, data ? span.target_offset : kNowhere);
   ++in_flight_;
-  counted_.add(&Stats::messages);
-  counted_.add(&Stats::bytes, static_cast<uint64_t>(span.bytes));
-  counted_.add(&Stats::parts, static_cast<uint64_t>(span.parts));
+  channel.counted.add(&Stats::messages);
+  channel.counted.add(&Stats::bytes, static_cast<uint64_t>(span.bytes));
+  channel.counted.add(&Stats::parts, static_cast<uint64_t>(span.parts));
   return Sent::kAll;
 }
 
@@ -525,7 +539,7 @@ Code ProxyThread::write(transport::Write& write) {
     if (tried > 0) write.rail = (write.rail + 1) % limits_.rails;
     code = transport_->write(write);
   }
-  if (code == Code::kAgain) counted_.add(&Stats::retries);
+  if (code == Code::kAgain) channel_of(write.peer).counted.add(&Stats::retries);
   return code;
 }
 

@@ -54,7 +54,10 @@ class ProxyThread {
   const Failure* lost(int32_t peer) const;
   // For any thread, after `connect`: why a command cannot be executed, or nothing.
   std::optional<BadArgument> refusal(const CommandFields& fields) const;
-  Stats stats() const { return counted_.snapshot(); }
+  // For any thread, after `connect`: of this thread, those of its peers included, and of one peer.
+  Stats stats() const;
+  Stats stats_of(int32_t peer) const;
+  const std::vector<int32_t>& peers() const { return peers_; }
   Counted& counted() { return counted_; }
 
   const Ring& command_ring() const { return ring_; }
@@ -150,7 +153,7 @@ class ProxyThread {
   bool grown_ = false;       // a counter has grown in this step
   std::string known_error_;  // the transport's words for the peers that are lost
 
-  Counted counted_;
+  Counted counted_;  // what is of no peer; channels have the rest
   Doorbell bell_{};
   std::unique_ptr<const Failure> failure_;
   std::atomic<const Failure*> failed_ = nullptr;  // `failure_`, for other threads

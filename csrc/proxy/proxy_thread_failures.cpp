@@ -65,7 +65,7 @@ void ProxyThread::stop_for(Channel& channel, FailureReason reason, const std::st
   if (std::exchange(channel.given_up, true)) return;
   in_flight_ -= channel.out.messages();
   pending_ -= static_cast<int64_t>(channel.pending.size());
-  counted_.add(&Stats::dropped, channel.pending.size());
+  channel.counted.add(&Stats::dropped, channel.pending.size());
   while (!channel.pending.empty()) channel.pending.pop();
 }
 

@@ -1,4 +1,4 @@
-// What a proxy thread has done so far.
+// What a proxy thread has done so far, for a peer or for itself.
 #pragma once
 
 #include <array>
@@ -18,6 +18,8 @@ struct Stats {
   uint64_t stalls = 0;      // times that a channel began to wait for credit
   uint64_t arrivals = 0;    // data and signals received, duplicates included
   uint64_t duplicates = 0;  // of them, those that had arrived before
+  uint64_t reordered = 0;   // of them, those that arrived before an earlier one
+  uint64_t parts_received = 0;
   uint64_t acks_sent = 0;
   uint64_t acks_received = 0;  // stale ones included
   uint64_t fences = 0;         // completed
@@ -28,16 +30,36 @@ struct Stats {
   Stats& operator+=(const Stats& other);
 };
 
+struct StatsField {
+  const char* name;
+  uint64_t Stats::* field;
+  bool of_peer;  // counted for each peer, otherwise for the thread
+};
+
 // Every field.
 inline constexpr std::array kStatsFields = {
-    &Stats::commands,   &Stats::coalesced, &Stats::messages,      &Stats::bytes,
-    &Stats::parts,      &Stats::retries,   &Stats::stalls,        &Stats::arrivals,
-    &Stats::duplicates, &Stats::acks_sent, &Stats::acks_received, &Stats::fences,
-    &Stats::barriers,   &Stats::sleeps,    &Stats::dropped};
+    StatsField{"commands", &Stats::commands, false},
+    StatsField{"coalesced", &Stats::coalesced, true},
+    StatsField{"messages", &Stats::messages, true},
+    StatsField{"bytes", &Stats::bytes, true},
+    StatsField{"parts", &Stats::parts, true},
+    StatsField{"retries", &Stats::retries, true},
+    StatsField{"stalls", &Stats::stalls, true},
+    StatsField{"arrivals", &Stats::arrivals, true},
+    StatsField{"duplicates", &Stats::duplicates, true},
+    StatsField{"reordered", &Stats::reordered, true},
+    StatsField{"parts_received", &Stats::parts_received, true},
+    StatsField{"acks_sent", &Stats::acks_sent, true},
+    StatsField{"acks_received", &Stats::acks_received, true},
+    StatsField{"fences", &Stats::fences, false},
+    StatsField{"barriers", &Stats::barriers, false},
+    StatsField{"sleeps", &Stats::sleeps, false},
+    StatsField{"dropped", &Stats::dropped, true},
+};
 static_assert(sizeof(Stats) == kStatsFields.size() * sizeof(uint64_t));
 
 inline Stats& Stats::operator+=(const Stats& other) {
-  for (uint64_t Stats::* const field : kStatsFields) this->*field += other.*field;
+  for (const StatsField& each : kStatsFields) this->*each.field += other.*each.field;
   return *this;
 }
 
@@ -52,7 +74,7 @@ class Counted {
 
   Stats snapshot() const {
     Stats stats;
-    for (uint64_t Stats::* const field : kStatsFields) stats.*field = get(field);
+    for (const StatsField& each : kStatsFields) stats.*each.field = get(each.field);
     return stats;
   }
 

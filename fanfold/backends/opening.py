@@ -9,6 +9,7 @@ from fanfold.backends.choose import BackendChoice
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.backends.high_throughput.host import HostHighThroughput
 from fanfold.backends.high_throughput.protocol import HighThroughputBackend
+from fanfold.backends.ranges import ranged
 from fanfold.backends.staged import StagedHighThroughput
 from fanfold.config import Config
 from fanfold.formats import ScaleFormat
@@ -50,9 +51,10 @@ def open_low_latency(
         nbytes = low_latency.HostLowLatency.required_bytes(geometry)
         memory = SymmetricMemory(group, nbytes, config)
     try:
-        return memory, low_latency.open_low_latency(
+        backend = low_latency.open_low_latency(
             memory, config, late_weights=late_weights, check_devices=choice.check_devices
         )
+        return memory, ranged(backend, "low_latency", config)
     except BaseException:
         memory.close()
         raise
@@ -81,11 +83,12 @@ def open_high_throughput(
     if choice.backend == "host":
         nbytes = HostHighThroughput.staging_bytes(group.size, config)
         host = SymmetricMemory(group, nbytes, config)
-        return host, StagedHighThroughput(HostHighThroughput(host, 0, nbytes, quantize_to))
+        staged = StagedHighThroughput(HostHighThroughput(host, 0, nbytes, quantize_to))
+        return host, ranged(staged, "high_throughput", config)
     nbytes = CudaHighThroughput.required_bytes(group.size, config, result_bytes)
     memory = CudaSymmetricMemory(group, nbytes)
     try:
-        return memory, CudaHighThroughput(
+        backend = CudaHighThroughput(
             memory,
             config,
             max_tokens=max_tokens,
@@ -93,6 +96,7 @@ def open_high_throughput(
             quantize_to=quantize_to,
             check_devices=choice.check_devices,
         )
+        return memory, ranged(backend, "high_throughput", config)
     except BaseException:
         memory.close()
         raise

@@ -9,6 +9,9 @@ import torch
 from fanfold.deep_ep.runtime import Runtime
 from fanfold.deep_ep.sizes import Config
 from fanfold.errors import UsageError
+from fanfold.forks import Owner
+from fanfold.memory.host import SymmetricMemory
+from fanfold.metrics import collect
 
 __all__ = ["BufferBase"]
 
@@ -26,6 +29,19 @@ class BufferBase:
     enable_shrink: bool
     device: torch.device
     runtime: Runtime | None
+    _calls: dict[str, int]
+    _measured: tuple[Owner, SymmetricMemory]  # stays after the end of the runtime
+
+    def metrics(self) -> dict[str, Any]:
+        """What this rank has done so far, as :meth:`fanfold.LowLatency.metrics`; DeepEP has no such
+        call. After ``destroy`` the last values are returned.
+
+        Raises:
+            UsageError: in a forked child.
+        """
+        owner, memory = self._measured
+        owner.check()
+        return collect(self._calls, memory.core)
 
     def _open(self) -> Runtime:
         """The runtime, unless it has been destroyed."""

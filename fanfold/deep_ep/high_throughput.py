@@ -149,6 +149,7 @@ class HighThroughputCalls(BufferBase):
             UsageError: no memory for this mode, a masked rank, or destroyed.
         """
         backend = self._calls_backend()
+        self._calls["dispatch"] += 1
         given: Given = {
             "num_tokens_per_rank": num_tokens_per_rank,
             "num_tokens_per_rdma_rank": num_tokens_per_rdma_rank,
@@ -225,6 +226,7 @@ class HighThroughputCalls(BufferBase):
             ArgumentError, PeerRefused, PeerTimeout, UsageError: as dispatch.
         """
         backend = self._calls_backend()
+        self._calls["combine"] += 1
         refusing = Refusing(lambda error: backend.refuse_combine(error, handle))
         with refusing:
             previous = check_ordering(previous_event, async_finish, allocate_on_comm_stream)

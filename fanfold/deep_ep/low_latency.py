@@ -234,7 +234,7 @@ class LowLatencyCalls(BufferBase):
         On a GPU the CPU waits for nothing, and what kernels find is raised by a later call: an
         entry of topk_idx that is out of range, a rank that refused or is late.
         """
-        mode, runtime = self._low_latency(), self._open()
+        mode, runtime = self._low_latency("low_latency_dispatch"), self._open()
         totals, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
         validated, formats = self._validated, quick_formats(use_fp8, round_scale, use_ue8m0)
         if not (
@@ -318,7 +318,8 @@ class LowLatencyCalls(BufferBase):
         Raises:
             ArgumentError, PeerRefused, PeerTimeout, UsageError: as low_latency_dispatch.
         """
-        mode, runtime, device = self._low_latency(), self._open(), self.device
+        mode, device = self._low_latency("low_latency_combine"), self.device
+        runtime = self._open()
         validated, y = self._validated, x
         if not (
             validated is not None
@@ -415,14 +416,17 @@ class LowLatencyCalls(BufferBase):
         for peer in range(self.group_size):
             runtime.set_masked(peer, False)
 
-    def _low_latency(self) -> LowLatencyBackend:
-        """The mode, if this Buffer was made for it."""
+    def _low_latency(self, call: str = "") -> LowLatencyBackend:
+        """The mode, if this Buffer was made for it. Counts the call that begins."""
         runtime = self._open()
         if not self.low_latency_mode:
             raise UsageError(
                 "this Buffer was made without low_latency_mode=True, which low-latency calls need"
             )
-        return runtime.low_latency
+        mode = runtime.low_latency
+        if call:
+            self._calls[call] += 1
+        return mode
 
     def _shrinkable(self) -> Runtime:
         """What keeps the mask, if masks are enabled."""

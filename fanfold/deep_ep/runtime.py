@@ -21,6 +21,7 @@ from fanfold.backends.choose import choose
 from fanfold.backends.high_throughput import HostHighThroughput
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.backends.low_latency import HostLowLatency, LowLatencyBackend, open_low_latency
+from fanfold.backends.ranges import ranged
 from fanfold.config import Config as Settings
 from fanfold.copying import not_copied
 from fanfold.deep_ep.exchange import Exchange
@@ -112,6 +113,8 @@ class Runtime:
         except BaseException:
             self.close()
             raise
+        self._low_latency = ranged(self._low_latency, "low_latency", settings)
+        self._high_throughput = ranged(self._high_throughput, "high_throughput", settings)
 
     def _open_low_latency(self, group: Group, settings: Settings) -> None:
         """On the GPUs."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 import re
 import threading
 import time
@@ -35,6 +36,8 @@ __all__ = [
     "check_architecture", "compile",
     "compile_in", "load", "load_all", "refuse_in_capture",
 ]  # fmt: skip
+
+_LOG = logging.getLogger(__name__)
 
 KERNELS = Path(__file__).parent.parent / "kernels"
 """The folder of the kernels' sources."""
@@ -197,7 +200,28 @@ def compile_in(
                 binary = job.compile()
                 # The library that answers may be another than the one expected: the key again.
                 cache.store(job.key, Entry(binary.image, job.metadata(binary)))
-    return replace(binary, seconds=time.perf_counter() - began)
+    binary = replace(binary, seconds=time.perf_counter() - began)
+    _log(source, arch, binary)
+    return binary
+
+
+def _log(source: KernelSource, arch: str, binary: Binary) -> None:
+    """What was compiled, and at level DEBUG what the cache had."""
+    level = logging.DEBUG if binary.from_cache else logging.INFO
+    _LOG.log(
+        level,
+        "%s %s for %s in %.3g s",
+        "loaded" if binary.from_cache else "compiled",
+        source,
+        arch,
+        binary.seconds,
+        extra={
+            "kernel": source.file,
+            "arch": arch,
+            "from_cache": binary.from_cache,
+            "seconds": binary.seconds,
+        },
+    )
 
 
 def _cached(cache: Cache, key: str) -> Binary | None:

@@ -8,6 +8,7 @@ copy of what it writes there, which proxies (``csrc/proxy``) carry over.
 
 from __future__ import annotations
 
+import logging
 import os
 from types import TracebackType
 
@@ -24,6 +25,8 @@ from fanfold.memory.hosts import Hosts, find_hosts
 from fanfold.representation import described
 
 __all__ = ["SymmetricMemory"]
+
+_LOG = logging.getLogger(__name__)
 
 
 @not_copied(
@@ -105,6 +108,7 @@ class SymmetricMemory:
             raise
         if carrier is not None:
             carrier.give_to(self.core)
+            self._log_network()
         self.core.seal()
 
     @property
@@ -132,7 +136,39 @@ class SymmetricMemory:
         call that has gone out can end."""
         while self._known_late < self.core.late:
             self._known_late += 1
-            self._late.warn(LatePeer(*self.core.late_peer(self._known_late - 1)))
+            late = LatePeer(*self.core.late_peer(self._known_late - 1))
+            self._late.warn(late)
+            reason = self.core.why_lost(late.peer)
+            if reason:
+                _LOG.warning(
+                    "rank %d sends rank %d nothing any more: %s",
+                    self.rank,
+                    late.peer,
+                    reason,
+                    extra={
+                        "rank": self.rank,
+                        "peer": late.peer,
+                        "network": self.network,
+                        "reason": reason,
+                    },
+                )
+
+    def _log_network(self) -> None:
+        hosts = self.hosts
+        _LOG.info(
+            "rank %d reaches the ranks of %d hosts over %s, with %d proxy threads, because %s",
+            self.rank,
+            hosts.count,
+            self.network,
+            hosts.proxy_threads,
+            hosts.reason,
+            extra={
+                "rank": self.rank,
+                "hosts": hosts.count,
+                "network": self.network,
+                "proxy_threads": hosts.proxy_threads,
+            },
+        )
 
     def masked(self) -> list[bool]:
         """Whether each rank is masked."""

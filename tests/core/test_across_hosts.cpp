@@ -1,7 +1,9 @@
 // Both modes between hosts give what they give on one host: the tests of one host run again, with
 // links between the ranks.
 #include <algorithm>
+#include <atomic>
 #include <string_view>
+#include <thread>
 
 #include "check.hpp"
 #include "low_latency_world.hpp"
@@ -73,6 +75,45 @@ TEST(memory_delivers_what_was_signalled_before_it_closes_through_proxies) {
       }
       group[static_cast<size_t>(rank)]->close();
     });
+  }
+}
+
+// Another thread reads the numbers while the ranks wait, send and close.
+TEST(memory_counts_for_other_threads_until_after_it_closes_through_proxies) {
+  const HostsOfWorlds set(2, Between::kProxies);
+  SymmetricOptions options = options_for(2, 4096);
+  options.hosts = hosts_for(2, 2);
+  const Group group = SymmetricMemory::in_process(options);
+  const Links links = separate(group);
+  std::atomic<bool> reading = true;
+  std::atomic<bool> counted = true;
+  std::thread reader([&] {
+    while (reading) {
+      for (const auto& memory : group) {
+        if (memory->carrier_counts().empty() || memory->waits().size() > 1) counted = false;
+      }
+    }
+  });
+  constexpr uint64_t kRounds = 50;
+  on_ranks(2, [&](int32_t rank) {
+    for (uint64_t round = 0; round < kRounds; ++round) group[static_cast<size_t>(rank)]->barrier();
+    group[static_cast<size_t>(rank)]->close();
+  });
+  reading = false;
+  reader.join();
+  CHECK(counted);
+  const auto count_of = [&](size_t rank, std::string_view name) {
+    uint64_t sum = 0;
+    for (const CarrierCount& count : group[rank]->carrier_counts()) {
+      if (count.name == name) sum += count.value;
+    }
+    return sum;
+  };
+  for (const size_t rank : {0, 1}) {
+    CHECK_EQ(count_of(rank, "messages"), kRounds + 1);  // with that of the proxies' barrier
+    CHECK_EQ(count_of(rank, "bytes"), 16 * kRounds);
+    CHECK_EQ(count_of(rank, "arrivals") - count_of(rank, "duplicates"), kRounds + 1);
+    CHECK_EQ(group[rank]->why_lost(1 - static_cast<int32_t>(rank)), "");
   }
 }
 

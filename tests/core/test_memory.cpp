@@ -448,6 +448,34 @@ TEST(late_peers_are_masked_where_wanted) {
   CHECK_EQ(group[0]->peek(0).value, 9);
 }
 
+TEST(waits_that_find_nothing_at_once_are_counted) {
+  SymmetricOptions options = options_for(3, kBytes, 0.02);
+  options.mask_late_peers = true;
+  const Group group = mapped_group(options);
+  SymmetricMemory& memory = *group[0];
+  group[1]->peer(0).signal(0, Signal{1, 0});
+  CHECK(wait_for_signal(memory, Phase::kLowLatencyDispatch, 1, 0, 1));
+  CHECK(memory.waits().empty());  // the signal was there
+  CHECK(!wait_for_signal(memory, Phase::kLowLatencyDispatch, 2, 8, 1));
+  CHECK(!wait_for_signal(memory, Phase::kLowLatencyDispatch, 2, 8, 1));  // masked: no wait
+  int polls = 0;
+  CHECK(memory.wait_until(
+      Phase::kHighThroughputCounts, [&] { return ++polls > 3; }, [] { return TimeoutReport{}; }));
+  group[0]->close();
+  const std::vector<WaitCount> waits = memory.waits();
+  CHECK_EQ(waits.size(), 2u);
+  CHECK(waits[0].phase == Phase::kLowLatencyDispatch);
+  CHECK_EQ(waits[0].peer, 2);
+  CHECK_EQ(waits[0].waits, 1u);
+  CHECK_EQ(waits[0].failures, 1u);
+  CHECK(waits[0].nanoseconds >= 20'000'000u);  // the timeout
+  CHECK(waits[1].phase == Phase::kHighThroughputCounts);
+  CHECK_EQ(waits[1].peer, kAnyPeer);
+  CHECK_EQ(waits[1].waits, 1u);
+  CHECK_EQ(waits[1].failures, 0u);
+  CHECK(waits[1].nanoseconds > 0u);
+}
+
 TEST(barrier_goes_on_without_a_masked_peer) {
   SymmetricOptions options = options_for(3, kBytes, 0.5);
   options.mask_late_peers = true;

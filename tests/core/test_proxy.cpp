@@ -57,6 +57,33 @@ void describe(ProxyWorld& world) {
   }
 }
 
+// Each channel counts at both ends what went through it, and a proxy's numbers are sums of those of
+// its threads and channels.
+void check_counts(ProxyWorld& world) {
+  for (int32_t rank = 0; rank < world.ranks(); ++rank) {
+    proxy::Stats sum;
+    for (int32_t t = 0; t < world.proxy(rank).options().threads; ++t) {
+      sum += world.proxy(rank).thread(t).counted().snapshot();
+    }
+    for (int32_t peer = 0; peer < world.ranks(); ++peer) {
+      const auto stats_of = [&](int32_t from, int32_t to) {
+        proxy::Proxy& proxy = world.proxy(from);
+        return proxy.thread(to % proxy.options().threads).stats_of(to);
+      };
+      const proxy::Stats ours = stats_of(rank, peer);
+      const proxy::Stats theirs = stats_of(peer, rank);
+      CHECK_EQ(ours.messages, theirs.arrivals - theirs.duplicates);
+      CHECK_EQ(ours.parts, theirs.parts_received);
+      CHECK(theirs.reordered < theirs.arrivals || theirs.arrivals == 0);
+      sum += ours;
+    }
+    const proxy::Stats stats = world.proxy(rank).stats();
+    for (const proxy::StatsField& each : proxy::kStatsFields) {
+      CHECK_EQ(stats.*each.field, sum.*each.field);
+    }
+  }
+}
+
 // Runs the traffic of one seed to its end, and returns the number of steps.
 int64_t run(uint64_t seed, proxy::Stats& stats) {
   Random random(seed);
@@ -74,6 +101,7 @@ int64_t run(uint64_t seed, proxy::Stats& stats) {
   }
   traffic.check_end();
   world.check_credit();
+  check_counts(world);
   for (int32_t rank = 0; rank < world.ranks(); ++rank) stats += world.proxy(rank).stats();
   return steps;
 }
@@ -95,6 +123,7 @@ void run_seeds(uint64_t first, uint64_t count) {
             << " stalls for credit" << std::endl;
   CHECK(stats.messages > 0);
   CHECK(stats.duplicates > 0);
+  CHECK(stats.reordered > 0);
   CHECK(stats.coalesced > 0);
   CHECK(stats.retries > 0);
   CHECK(stats.stalls > 0);

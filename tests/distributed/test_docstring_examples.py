@@ -13,7 +13,7 @@ import torch.distributed as dist
 import fanfold
 from fanfold.launch import RankPool
 
-MODULES = ("fanfold", "fanfold.functional", "fanfold.nn", "fanfold.deep_ep")
+MODULES = ("fanfold", "fanfold.functional", "fanfold.nn", "fanfold.deep_ep", "fanfold.metrics")
 
 
 def public_objects() -> dict[str, Any]:

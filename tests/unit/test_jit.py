@@ -6,6 +6,7 @@ NVRTC needs no GPU, so all of this runs everywhere the wheel nvidia-cuda-nvrtc i
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import os
 import pickle
@@ -106,6 +107,21 @@ def test_cold_then_warm(root: Path, cache: Cache, monkeypatch: pytest.MonkeyPatc
     assert same(warm, cold)
     assert warm.log == cold.log
     assert files(cache) == [entry]
+
+
+def test_what_is_compiled_or_loaded_is_logged(
+    root: Path, cache: Cache, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, "fanfold.jit"):
+        for _ in range(2):
+            compile_in(root, cache, SOURCE, "sm_90a")
+    cold, warm = caplog.records
+    assert (cold.levelno, warm.levelno) == (logging.INFO, logging.DEBUG)
+    assert cold.getMessage().startswith("compiled test/scale.cu (scale; kScale = 3) for sm_90a in")
+    assert warm.getMessage().startswith("loaded test/scale.cu")
+    for record, from_cache in ((cold, False), (warm, True)):
+        found = [getattr(record, name) for name in ("kernel", "arch", "from_cache")]
+        assert found == ["test/scale.cu", "sm_90a", from_cache]
 
 
 def test_a_warm_start_imports_no_torch_and_opens_no_library(root: Path, cache: Cache) -> None:

@@ -9,7 +9,7 @@ import time
 import torch
 
 from fanfold import _core
-from fanfold.errors import ArgumentError, FanfoldError, PeerRefused, PeerTimeout, UsageError
+from fanfold.errors import ArgumentError, FanfoldError, PeerRefused, PeerTimeout, UsageError, logged
 from fanfold.kernel_reports import KernelReports
 
 __all__ = ["Reports", "Totals"]
@@ -46,7 +46,9 @@ class Reports(KernelReports):
         peer, phase = call >> 8, _PHASES[(call & 0xFF) - 1]
         number = epoch & 0xFFFFFFFF
         if kind == self._TIMEOUT:
-            return PeerTimeout(rank, peer, phase, number & 0xFFFFFF, first, timeout_s, False)
+            return logged(
+                PeerTimeout(rank, peer, phase, number & 0xFFFFFF, first, timeout_s, False)
+            )
         self._raised[kind] = (call & 0xFF, epoch)
         if kind == self._REFUSED:
             return PeerRefused(rank, peer, phase, f"call {number}; its own exception says why")

@@ -9,6 +9,7 @@ from fanfold.errors import (
     PeerRefused,
     PeerTimeout,
     different_calls,
+    logged,
 )
 from fanfold.geometry import Geometry
 from fanfold.kernel_reports import KernelReports
@@ -81,7 +82,7 @@ class Reports(KernelReports):
                 expected, actual = number - 2, first
             else:  # whoever waits for a call of the peer has had all of the call before it
                 expected, actual = number, number - 1
-            return PeerTimeout(rank, peer, phase, expected, actual, timeout_s, False)
+            return logged(PeerTimeout(rank, peer, phase, expected, actual, timeout_s, False))
         if kind == self._OTHER_CALL:
             return different_calls(
                 f"{phase} {number}", rank, f"{_PHASES[first - 1]} {second}", peer
