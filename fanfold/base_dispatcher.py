@@ -214,8 +214,8 @@ class BaseDispatcher(ABC):
             UsageError: in a forked child.
         """
         self._owner.check()
-        on_host = isinstance(self.memory, SymmetricMemory)
-        return collect(self._calls, self.memory.core if on_host else None)
+        memory = self.memory
+        return collect(self._calls, memory.core if isinstance(memory, SymmetricMemory) else None)
 
     # ---- masked ranks ---------------------------------------------------------------------------
 

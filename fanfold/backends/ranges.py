@@ -66,7 +66,7 @@ class RangedBackend:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    @property
+    @property  # type: ignore[misc]  # object's may be set
     def __class__(self) -> type:
         return type(self._backend)
 

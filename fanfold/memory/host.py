@@ -62,6 +62,7 @@ class SymmetricMemory:
         self.group, self.rank, self.ranks = group, group.rank, group.size
         self.device, self._usable_bytes = torch.device("cpu"), bytes_per_rank
         self._late, self._known_late = LatePeers(group.rank), 0
+        self._watched: list[int] = []  # masked peers of which it is not known that they are lost
         error: Exception | None = None
         try:
             check_descriptors(for_memory(group.size), f"the memory of {group.size} ranks")
@@ -138,20 +139,30 @@ class SymmetricMemory:
             self._known_late += 1
             late = LatePeer(*self.core.late_peer(self._known_late - 1))
             self._late.warn(late)
-            reason = self.core.why_lost(late.peer)
-            if reason:
-                _LOG.warning(
-                    "rank %d sends rank %d nothing any more: %s",
-                    self.rank,
-                    late.peer,
-                    reason,
-                    extra={
-                        "rank": self.rank,
-                        "peer": late.peer,
-                        "network": self.network,
-                        "reason": reason,
-                    },
-                )
+            if self.hosts.host[late.peer] != self.hosts.host[self.rank]:
+                self._watched.append(late.peer)
+        if self._watched:
+            self._log_lost()
+
+    def _log_lost(self) -> None:
+        """Logs which masked peers on other hosts the network has lost or given up since."""
+        for peer in tuple(self._watched):
+            reason = self.core.why_lost(peer)
+            if reason == "":
+                continue
+            self._watched.remove(peer)
+            _LOG.warning(
+                "rank %d sends rank %d nothing any more: %s",
+                self.rank,
+                peer,
+                reason,
+                extra={
+                    "rank": self.rank,
+                    "peer": peer,
+                    "network": self.network,
+                    "reason": reason,
+                },
+            )
 
     def _log_network(self) -> None:
         hosts = self.hosts
@@ -176,6 +187,8 @@ class SymmetricMemory:
 
     def close(self) -> None:
         """Unmaps everything. Not collective; harmless when repeated."""
+        if self._watched:
+            self._log_lost()
         self.core.close()
 
     def __del__(self) -> None:

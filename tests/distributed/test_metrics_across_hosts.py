@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -94,7 +95,6 @@ def test_a_dispatch_sends_signature_routing_rows_and_three_signals(threads: Thre
         assert commands == added["proxy_commands_total"]
         assert added["channel_sent_parts_total"] == 1 + 2 + rows
         assert added["channel_dropped_commands_total"] == 0
-        assert added["proxy_barriers_total"] == 0  # one at the end of each
 
 
 def test_a_combine_sends_signature_rows_encodings_and_three_signals(threads: ThreadRanks) -> None:
@@ -119,7 +119,8 @@ def test_a_peer_receives_what_a_rank_sends(threads: ThreadRanks) -> None:
         )
         assert sent["channel_sent_parts_total"] == got["channel_received_parts_total"]
         assert here["calls_total"] == {"dispatch": 3, "combine": 3}
-        assert here["proxy_barriers_total"] == {0: 1}
+        # A rank may end at its barrier's end, before the other one knows that it has come there.
+        assert here["proxy_barriers_total"] in ({0: 0}, {0: 1})
         assert all(list(here[name]) == [0] for name in THREADS)
 
 
@@ -136,6 +137,7 @@ def read_while_calls_run(group: dist.ProcessGroup) -> int:
             assert sent >= last
             last = sent
             reads.append(sent)
+            ended.wait(0.001)
 
     reader = threading.Thread(target=read)
     reader.start()
@@ -170,7 +172,6 @@ def test_processes_report_their_channels(process_pools: Callable[[int], RankPool
         labels = f"layer=decode peer={1 - rank} rank={rank}"
         assert read["fanfold_channel_sent_bytes_total"][labels] > 0
         assert set(read["fanfold_proxy_commands_total"]) == {f"layer=decode rank={rank} thread=0"}
-        # One rank at least has waited for the other one to agree about the sizes.
     assert read["fanfold_calls_total"]["call=dispatch layer=decode rank=1"] == 1.0
 
 
@@ -194,7 +195,7 @@ def test_the_network_is_logged(
 
 
 def goes_on_alone(group: dist.ProcessGroup) -> Measured | None:
-    """Rank 0 masks rank 1, whose proxy acknowledges nothing any more."""
+    """Rank 0 masks rank 1, which has closed, and makes one more call once its proxy knows."""
     ep = low_latency(group, timeout_s=1.0, late_peers="mask")
     received = ep.dispatch(*tokens_of(ep.rank))
     ep.combine(received.tokens, received)
@@ -203,6 +204,12 @@ def goes_on_alone(group: dist.ProcessGroup) -> Measured | None:
         return None
     with pytest.warns(fanfold.LatePeerWarning):
         ep.dispatch(*tokens_of(ep.rank))
+    polls = 0
+    while ep.metrics()["channel_lost"] != {1: 1}:
+        polls += 1
+        assert polls < 3000
+        time.sleep(0.01)
+    ep.dispatch(*tokens_of(ep.rank))
     ep.close()
     return ep.metrics()
 
