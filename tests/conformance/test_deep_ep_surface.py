@@ -149,7 +149,8 @@ def test_nothing_public_goes_beyond_deep_ep() -> None:
     public = {name for name in vars(deep_ep.Buffer) if not name.startswith("_")}
     for base in deep_ep.Buffer.__mro__[1:-1]:
         public |= {name for name in vars(base) if not name.startswith("_")}
-    assert public <= set(SIGNATURES) | {"num_sms"}
+    # Who observes a program needs one name of every object: its metrics are Fanfold's own.
+    assert public <= set(SIGNATURES) | {"num_sms", "metrics"}
 
 
 def test_names_of_the_package() -> None:

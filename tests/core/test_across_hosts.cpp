@@ -109,7 +109,7 @@ TEST(memory_counts_for_other_threads_until_after_it_closes_through_proxies) {
     }
     return sum;
   };
-  for (const size_t rank : {0, 1}) {
+  for (const size_t rank : {size_t{0}, size_t{1}}) {
     CHECK_EQ(count_of(rank, "messages"), kRounds + 1);  // with that of the proxies' barrier
     CHECK_EQ(count_of(rank, "bytes"), 16 * kRounds);
     CHECK_EQ(count_of(rank, "arrivals") - count_of(rank, "duplicates"), kRounds + 1);

@@ -61,6 +61,7 @@ def test_malformed_ones_do_not_hide_the_rest() -> None:
         "cache_dir": ["auto", "default"],
         "ctas": ["auto", "default"],
         "senders": ["auto", "default"],
+        "nvtx": ["False", "default"],
     }
     errors = [line for line in lines if line.startswith("    error: ")]
     assert len(errors) == 2
