@@ -98,8 +98,8 @@ std::vector<CarrierCount> ProxyCarrier::counts() const {
   std::vector<CarrierCount> counts;
   const auto add = [&](const Stats& stats, int32_t thread, int32_t peer) {
     for (const StatsField& each : kStatsFields) {
-      if (each.of_peer == (peer >= 0))
-        counts.push_back({each.name, thread, peer, stats.*each.field});
+      if (each.of_peer != (peer >= 0)) continue;
+      counts.push_back({each.name, thread, peer, stats.*each.field});
     }
   };
   for (int32_t index = 0; index < proxy_->options().threads; ++index) {
