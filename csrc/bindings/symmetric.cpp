@@ -49,8 +49,9 @@ void bind_counts(nb::class_<SymmetricMemory>& memory) {
       .def_prop_ro("masked_ranks",
                    [](const SymmetricMemory& self) {
                      int32_t masked = 0;
-                     for (int32_t peer = 0; peer < self.ranks(); ++peer)
+                     for (int32_t peer = 0; peer < self.ranks(); ++peer) {
                        masked += self.masked(peer) ? 1 : 0;
+                     }
                      return masked;
                    })
       .def(
