@@ -32,6 +32,7 @@ __all__ = [
     "cuda_toolkit",
     "default_environment",
     "in_environment",
+    "libfabric_interface",
     "settings",
     "symmetric_memory_environment",
     "unknown_variables",
@@ -274,6 +275,11 @@ def cuda_toolkit() -> Path | None:
     """The CUDA toolkit that ``CUDA_HOME`` or ``CUDA_PATH`` names, as CUDA's own tools read them."""
     named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     return Path(named) if named else None
+
+
+def libfabric_interface() -> str:
+    """The interface that libfabric's own variables name for sockets; empty if they name none."""
+    return os.environ.get("FI_TCP_IFACE") or os.environ.get("FI_NET_IFACE") or ""
 
 
 def unknown_variables() -> dict[str, str | None]:

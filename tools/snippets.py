@@ -7,6 +7,7 @@ line before its fence says otherwise:
 
     <!-- snippet: continues -->              the page's python block before it runs first
     <!-- snippet: skip, needs two hosts -->  left out; the reason is printed
+    <!-- snippet: saved, layer.py -->        saved under that name for later blocks, and run
 
 Other fences (console, text, ...) are shown, not run.
 """
@@ -141,7 +142,9 @@ def run_page(page: str, root: Path, timeout: float, tally: Tally) -> None:
                 print(f"skipped {snippet}: {snippet.reason}", flush=True)
                 tally.skipped += 1
                 continue
-            if snippet.word not in ("", "continues"):
+            if snippet.word == "saved" and Path(snippet.reason).name == snippet.reason != "":
+                (Path(name) / snippet.reason).write_text(snippet.text, encoding="utf-8")
+            elif snippet.word not in ("", "continues"):
                 tally.fail(snippet, f"its comment {snippet.word!r} is unknown or lacks a reason")
                 continue
             first = before if snippet.word == "continues" else ""

@@ -64,18 +64,19 @@ void bind_proxy_carrier(nb::module_& module) {
       .def(
           "__init__",
           [](OpenCarrier* self, const SymmetricMemory& memory, const std::string& network,
-             const std::string& world, bool one_host, int32_t threads, double timeout_seconds,
-             bool give_up_peers) {
+             const std::string& interface, const std::string& world, bool one_host, int32_t threads,
+             double timeout_seconds, bool give_up_peers) {
             const nb::gil_scoped_release unlocked;
             new (self) OpenCarrier(memory, {.network = network,
+                                            .interface = interface,
                                             .world = world,
                                             .one_host = one_host,
                                             .threads = threads,
                                             .timeout_seconds = timeout_seconds,
                                             .give_up_peers = give_up_peers});
           },
-          "memory"_a, "network"_a, "world"_a, "one_host"_a, "threads"_a, "timeout_seconds"_a,
-          "give_up_peers"_a, nb::keep_alive<1, 2>())
+          "memory"_a, "network"_a, "interface"_a, "world"_a, "one_host"_a, "threads"_a,
+          "timeout_seconds"_a, "give_up_peers"_a, nb::keep_alive<1, 2>())
       .def_prop_ro("network", &OpenCarrier::network)
       .def("address", [](const OpenCarrier& self) { return tuple_of(self.address()); })
       .def(

@@ -56,6 +56,7 @@ std::shared_ptr<loopback::Network> meet_in(const std::string& world,
 std::vector<std::unique_ptr<Transport>> open_libfabrics(const CarrierOptions& options) {
   transport::libfabric::Request request = transport::libfabric::parse_setting(options.network);
   request.one_host = options.one_host;
+  request.interface = options.interface;
   request.numa_node = transport::libfabric::numa_node_of_thread();
   std::vector<std::unique_ptr<Transport>> transports;
   for (int32_t thread = 0; thread < options.threads; ++thread) {

@@ -21,6 +21,7 @@ struct CarrierOptions {
   // "libfabric[:PROVIDER[:NICS]]", or "loopback[:SEED]" between ranks of one process: with a seed
   // it delays, reorders and repeats.
   std::string network;
+  std::string interface;  // for networks over sockets, if `network` names no NIC; empty: any
   std::string world;      // the ranks of one process that meet in a loopback network
   bool one_host = false;  // all ranks are on this machine, which acts as several hosts
   int32_t threads = 4;

@@ -90,6 +90,9 @@ Failure ProxyThread::describe(FailureReason reason, int32_t peer, const std::str
                   .seconds = 0,
                   .transport = std::string(transport_->name()),
                   .text = text};
+  if (const std::string path = transport_->path(peer); !path.empty()) {
+    failure.text += " over " + path + " (FANFOLD_NETWORK=libfabric:tcp:NAME names an interface)";
+  }
   nanoseconds oldest = elapsed_;
   for (const int32_t other : peers_) {
     const Channel& each = *channels_[place(other)];

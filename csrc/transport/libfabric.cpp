@@ -53,6 +53,7 @@ struct PeerRail {
 
 struct Peer {
   std::vector<PeerRail> rails;  // empty: not connected
+  std::string name;             // of its first rail, where it is one of sockets
   std::string failure;          // why writes to the peer fail; empty while they do not
   bool reported = false;        // kPeerFailed has been reported
 };
@@ -81,6 +82,7 @@ class Libfabric final : public Transport {
   Limits limits() const override { return limits_; }
   Address address() const override;
   Code connect(int32_t peer, const Address& address) override;
+  std::string path(int32_t peer) const override;
   LocalMemory register_memory(std::byte* data, int64_t bytes) override;
   RemoteMemory remote(LocalMemory memory) const override;
   Code write(const Write& write) override;
@@ -248,10 +250,20 @@ Code Libfabric::connect(int32_t peer, const Address& address) {
       return fail(
           library_.failure(name_ + ": fi_av_insert of " + who, result < 0 ? result : -EINVAL));
     }
+    if (i == 0) entry.name = libfabric::socket_text(head.addr_format, part.name);
     rails.push_back({found, part.landing, part.landing_key});
   }
   entry.rails = std::move(rails);
   return Code::kOk;
+}
+
+std::string Libfabric::path(int32_t peer) const {
+  if (peer < 0 || std::cmp_greater_equal(peer, peers_.size())) return {};
+  const std::string& to = peers_[static_cast<size_t>(peer)].name;
+  if (to.empty()) return {};
+  const Info& info = *nics_[0]->info;
+  const std::string from = libfabric::socket_text(info.addr_format, rails_[0]->name(library_));
+  return std::string(info.domain_attr->name) + ", from " + from + " to " + to;
 }
 
 LocalMemory Libfabric::register_memory(std::byte* data, int64_t bytes) {

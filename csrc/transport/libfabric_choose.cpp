@@ -61,6 +61,13 @@ std::string kind_names() {
   return names;
 }
 
+// Whether a network goes through the kernel's sockets, so that its NIC is an interface.
+bool over_sockets(const Network& network) {
+  const Kind& tcp = *kind_named("tcp");
+  return std::any_of(tcp.providers.begin(), tcp.providers.end(),
+                     [&](const char* name) { return network.provider == name; });
+}
+
 std::vector<std::string> split(std::string_view text, char separator) {
   std::vector<std::string> parts;
   size_t begin = 0;
@@ -73,6 +80,15 @@ std::vector<std::string> split(std::string_view text, char separator) {
   return parts;
 }
 
+// Whether the request allows a network's NIC. RDMA NICs reach whatever the fabric's switches reach;
+// sockets reach other hosts through some interfaces only.
+bool allows(const Request& request, const Network& network) {
+  if (!request.nics.empty()) {
+    return std::find(request.nics.begin(), request.nics.end(), network.nic) != request.nics.end();
+  }
+  return request.interface.empty() || !over_sockets(network) || network.nic == request.interface;
+}
+
 // The entries of one provider that can be used, those of the preferred kind of address first. All
 // have the same kind of address, so that rails and peers can reach each other.
 std::vector<size_t> usable_of(const std::vector<Network>& networks, std::string_view provider,
@@ -80,10 +96,8 @@ std::vector<size_t> usable_of(const std::vector<Network>& networks, std::string_
   std::vector<size_t> usable;
   for (size_t index = 0; index < networks.size(); ++index) {
     const Network& network = networks[index];
-    const bool named =
-        std::find(request.nics.begin(), request.nics.end(), network.nic) != request.nics.end();
     if (network.provider != provider || !network.refusal.empty()) continue;
-    if (!request.nics.empty() && !named) continue;
+    if (!allows(request, network)) continue;
     if (network.state == LinkState::kDown) continue;
     usable.push_back(index);
   }
@@ -120,6 +134,8 @@ std::string reason_of(const Kind& kind, const Network& first, const Request& req
   if (!request.provider.empty()) return "the setting asks for " + request.provider;
   if (std::string_view(kind.name) == "shm") return "all ranks are on this host";
   std::string reason = std::string("it is the best that was found: ") + kind.what;
+  if (over_sockets(first) && first.nic == request.interface)
+    reason += " that reach the other hosts";
   if (first.loopback) reason += ", but reaches only this host";
   return reason;
 }
@@ -175,7 +191,10 @@ std::vector<size_t> nearest_nics(const std::vector<Network>& networks,
   // Threads are spread round-robin over the NICs that are as good as the first.
   const auto equal_end = std::find_if(nics.begin(), nics.end(),
                                       [&](size_t index) { return key(index) != key(nics[0]); });
-  const auto equal = equal_end - nics.begin();
+  // Over sockets they stay on one interface: thread t of one rank writes to any thread of another,
+  // and what leaves through one interface need not reach the address of another one.
+  const auto equal =
+      !nics.empty() && over_sockets(networks[nics[0]]) ? 1 : equal_end - nics.begin();
   if (equal > 0) std::rotate(nics.begin(), nics.begin() + request.thread % equal, equal_end);
   if (std::cmp_greater(nics.size(), request.nics_wanted)) {
     nics.resize(static_cast<size_t>(request.nics_wanted));
@@ -215,6 +234,10 @@ Choice choose(const std::vector<Network>& networks, const Request& request) {
   if (!request.provider.empty()) message += " for " + request.provider;
   for (const std::string& nic : request.nics) {
     message += (&nic == request.nics.data() ? " on " : ", ") + nic;
+  }
+  if (request.nics.empty() && !request.interface.empty()) {
+    message += " (sockets reach the other hosts over " + request.interface +
+               "; FANFOLD_NETWORK=libfabric:tcp:NAME names another interface)";
   }
   message += instead.empty() ? "" : " (" + instead + ")";
   message += ": ";

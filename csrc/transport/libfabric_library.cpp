@@ -3,7 +3,9 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
+#include <csignal>
 #include <cstdlib>
 #include <cstring>
 
@@ -23,6 +25,33 @@ constexpr const char* kInstall =
     "install it (Debian, Ubuntu: apt install libfabric1; AWS: the EFA installer; Cray: the "
     "module libfabric)";
 
+// Restores what the process does at each signal. Debian's libfabric loads libpsm, which takes over
+// SIGINT, SIGTERM and others, to end the process with exit(): a process that exits already hangs.
+class SignalKeeper {
+ public:
+  SignalKeeper() {
+    for (int number = 1; number < NSIG; ++number) {
+      Kept& kept = kept_[static_cast<size_t>(number)];
+      kept.known = sigaction(number, nullptr, &kept.action) == 0;
+    }
+  }
+  ~SignalKeeper() {
+    for (int number = 1; number < NSIG; ++number) {
+      const Kept& kept = kept_[static_cast<size_t>(number)];
+      if (kept.known) sigaction(number, &kept.action, nullptr);
+    }
+  }
+  SignalKeeper(const SignalKeeper&) = delete;
+  SignalKeeper& operator=(const SignalKeeper&) = delete;
+
+ private:
+  struct Kept {
+    struct sigaction action;
+    bool known;
+  };
+  std::array<Kept, NSIG> kept_{};
+};
+
 template <typename Pointer>
 void require(void* handle, Pointer& function, const char* name) {
   function = reinterpret_cast<Pointer>(dlsym(handle, name));
@@ -36,6 +65,7 @@ std::string version_text(uint32_t version) {
 }
 
 Library load() {
+  const SignalKeeper keeper;
   std::string reason;
   void* handle = nullptr;  // never unloaded, because other libraries of the process may use it
   Library library{};

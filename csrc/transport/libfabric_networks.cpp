@@ -75,6 +75,25 @@ void read_address(const Info& info, Network& network) {
 
 }  // namespace
 
+std::string socket_text(uint32_t addr_format, std::span<const std::byte> name) {
+  std::array<char, INET6_ADDRSTRLEN> text{};
+  uint16_t port = 0;
+  if (addr_format == kSockaddrIn && name.size() >= sizeof(sockaddr_in)) {
+    sockaddr_in address{};
+    std::memcpy(&address, name.data(), sizeof address);
+    inet_ntop(AF_INET, &address.sin_addr, text.data(), text.size());
+    port = address.sin_port;
+  } else if (addr_format == kSockaddrIn6 && name.size() >= sizeof(sockaddr_in6)) {
+    sockaddr_in6 address{};
+    std::memcpy(&address, name.data(), sizeof address);
+    inet_ntop(AF_INET6, &address.sin6_addr, text.data(), text.size());
+    port = address.sin6_port;
+  } else {
+    return {};
+  }
+  return std::string(text.data()) + " port " + std::to_string(ntohs(port));
+}
+
 std::string refusal_of(const Info& info) {
   const DomainAttr& domain = *info.domain_attr;
   if (info.ep_attr->type != kEpRdm) return "it offers no reliable unconnected endpoint";

@@ -4,7 +4,9 @@
 // tests and `fanfold doctor` feed it records of any machine.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -33,6 +35,7 @@ struct Request {
   // NOLINTBEGIN(readability-redundant-member-init): designated initialisers may leave them out
   std::string provider = {};           // "tcp", "efa", ...; empty for the best one
   std::vector<std::string> nics = {};  // names to choose from; empty for all
+  std::string interface = {};          // of sockets, where `nics` is empty; empty for all
   // NOLINTEND(readability-redundant-member-init)
   bool one_host = false;    // all ranks are on this host
   int32_t nics_wanted = 1;  // rails over as many NICs as there are, at most this number
@@ -61,6 +64,9 @@ Choice choose(const std::vector<Network>& networks, const Request& request);
 // ones.
 std::vector<size_t> nearest_nics(const std::vector<Network>& networks,
                                  const std::vector<size_t>& usable, const Request& request);
+
+// An endpoint's name of a provider over sockets: "10.0.0.1 port 4711"; empty for other formats.
+std::string socket_text(uint32_t addr_format, std::span<const std::byte> name);
 
 // Why an endpoint type cannot carry Fanfold's writes; empty if it can.
 std::string refusal_of(const Info& info);

@@ -88,6 +88,13 @@ class Transport {
   // Makes `peer` reachable at `address`. Call it once for each peer before the first write.
   virtual Code connect(int32_t peer, const Address& address) = 0;
 
+  // How writes reach a connected peer, for messages: "eth0, from 10.0.0.1 to 10.0.0.2 port 4711";
+  // empty if there is nothing to say.
+  virtual std::string path(int32_t peer) const {
+    static_cast<void>(peer);
+    return {};
+  }
+
   // Registers memory for writes from and to it. The memory must stay mapped until the transport is
   // destroyed. Returns nothing valid (index -1) if it fails.
   virtual LocalMemory register_memory(std::byte* data, int64_t bytes) = 0;

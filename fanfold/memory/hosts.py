@@ -7,10 +7,11 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from fanfold.config import Config
+from fanfold.config import Config, libfabric_interface
 from fanfold.descriptors import advice
 from fanfold.errors import SystemFailure, UnavailableError
 from fanfold.group import Group, agree
+from fanfold.interfaces import Stack, default_interface, interface_in_common, this_stack
 
 __all__ = ["Hosts", "find_hosts", "host_identity"]
 
@@ -44,6 +45,7 @@ class Hosts:
         proxy_threads: of each rank, where there are several hosts.
         world: a name of this group's ranks that no other group has.
         reason: why there are several hosts, for messages; "" if there are not.
+        interface: of this host, through which sockets reach the others; "" if nothing says which.
     """
 
     host: tuple[int, ...]
@@ -52,6 +54,7 @@ class Hosts:
     proxy_threads: int
     world: str
     reason: str
+    interface: str
 
     @property
     def count(self) -> int:
@@ -92,7 +95,8 @@ def find_hosts(group: Group, config: Config) -> Hosts:
     }
     agree(group, settings, failure)
     cores = len(os.sched_getaffinity(0))
-    said = group.all_gather((identity, cores, f"{os.getpid()} {uuid.uuid4()}"))
+    stack = this_stack(identity.partition(" ")[0])
+    said = group.all_gather((identity, cores, f"{os.getpid()} {uuid.uuid4()}", stack))
     identities = [each[0] for each in said]
     machine_ranks = identities.count(identity)
     if config.hosts is None:
@@ -103,7 +107,7 @@ def find_hosts(group: Group, config: Config) -> Hosts:
     threads = config.proxy_threads
     if threads is None:
         # Each rank needs a core of its own, and its proxies others.
-        spare = min(c // identities.count(i) - 1 for i, c, _ in said)
+        spare = min(c // identities.count(i) - 1 for i, c, *_ in said)
         threads = max(1, min(_PROXY_THREADS, spare, group.size - 1))
     return Hosts(
         host=tuple(host),
@@ -112,7 +116,16 @@ def find_hosts(group: Group, config: Config) -> Hosts:
         proxy_threads=threads,
         world=said[0][2],
         reason=_reason(identities, config) if max(host) > 0 else "",
+        interface=_interface(stack, [each[3] for each in said]),
     )
+
+
+def _interface(own: Stack, stacks: list[Stack]) -> str:
+    """Through which sockets reach the ranks elsewhere, where libfabric is not told by variables of
+    its own; "" if all ranks have one network stack."""
+    if libfabric_interface() or len({stack.name for stack in stacks}) == 1:
+        return ""
+    return interface_in_common(own, stacks) or default_interface()
 
 
 def _numbered(identities: list[str]) -> list[int]:

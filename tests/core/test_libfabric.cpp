@@ -2,6 +2,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <csignal>
 #include <cstring>
 #include <functional>
 #include <set>
@@ -266,6 +267,16 @@ TEST(libfabric_open_says_what_is_missing) {
   CHECK(message.find("apt install libfabric1") != std::string::npos);
   CHECK_THROWS(open_on_this_host("tcp", 0), BadArgument);
   CHECK_THROWS(open_on_this_host("tcp", kMostRails + 1), BadArgument);
+}
+
+TEST(libfabric_leaves_signals_to_the_program) {
+  if (left_out_without_libfabric("libfabric_leaves_signals_to_the_program")) return;
+  libfabric::library();
+  for (const int number : {SIGINT, SIGTERM}) {
+    struct sigaction action{};
+    CHECK_EQ(sigaction(number, nullptr, &action), 0);
+    CHECK(action.sa_handler == SIG_DFL);
+  }
 }
 
 TEST(libfabric_finds_the_networks_of_this_host) {

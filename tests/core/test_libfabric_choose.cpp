@@ -105,6 +105,26 @@ TEST(libfabric_choice_takes_sockets_that_other_hosts_reach) {
   CHECK(contains(loopback.reason, "only this host"));
 }
 
+TEST(libfabric_choice_takes_the_interface_that_reaches_other_hosts) {
+  std::vector<Network> networks = host_without_rdma();
+  networks.push_back(sockets("net", "docker0", kSockaddrIn));
+  for (Network& network : networks) network.bits_per_second = 10 * kGigabit;
+  // Threads stay on one interface, because any thread of a rank writes to any of another.
+  for (int32_t thread = 0; thread < 3; ++thread) {
+    CHECK_EQ(nics_of(networks, {.thread = thread}), (Names{"eth0"}));
+    CHECK_EQ(nics_of(networks, {.interface = "docker0", .thread = thread}), (Names{"docker0"}));
+  }
+  CHECK(contains(choose(networks, {.interface = "eth0"}).reason, "that reach the other hosts"));
+  // What the setting names counts more, and RDMA NICs are no interfaces.
+  Request named = parse_setting("libfabric:tcp:eth0");
+  named.interface = "docker0";
+  CHECK_EQ(nics_of(networks, named), (Names{"eth0"}));
+  networks.push_back(rdma("verbs;ofi_rxm", "mlx5_0", 0, 400));
+  CHECK_EQ(nics_of(networks, {.interface = "docker0"}), (Names{"mlx5_0"}));
+  CHECK(contains(message_of<Unavailable>(networks, {.provider = "tcp", .interface = "eth9"}),
+                 "reach the other hosts over eth9; FANFOLD_NETWORK=libfabric:tcp:NAME"));
+}
+
 TEST(libfabric_choice_of_tcp_takes_its_best_provider) {
   std::vector<Network> networks = host_without_rdma();
   CHECK_EQ(networks[choose(networks, {.provider = "tcp"}).networks[0]].provider, "net");

@@ -15,6 +15,9 @@ import torch
 from fanfold.backends.high_throughput import Rows
 from fanfold.config import Config
 
+# The host of each rank, where the setting does not say it; ranks of real hosts fill it.
+PLACED: list[int] = []
+
 STYLES = ("spread", "one_expert", "none", "duplicates", "one_rank", "holes")
 
 
@@ -177,6 +180,8 @@ def expert_output(given: Input, token: int, expert: int) -> torch.Tensor:
 
 def host_of_ranks(ranks: int) -> list[int]:
     """The host of each rank, by the setting in the environment; one without it."""
+    if PLACED:
+        return PLACED
     hosts = min(Config.resolve().hosts or 1, ranks)
     return [rank * hosts // ranks for rank in range(ranks)]
 

@@ -76,6 +76,17 @@ def test_a_block_stands_alone_unless_it_continues(tmp_path: Path) -> None:
     assert lines[-1] == "2 passed, 1 failed, 0 skipped"
 
 
+def test_a_block_is_saved_for_later_ones(tmp_path: Path) -> None:
+    block = "```python\nx = 1\nprint(x)\n```\n\n```bash\npython one.py\n```\n"
+    code, lines = run(tmp_path, "<!-- snippet: saved, one.py -->\n" + block)
+    assert code == 0
+    assert lines[-1] == "2 passed, 0 failed, 0 skipped"
+    for wrong in ("saved", "saved, ../one.py"):
+        code, lines = run(tmp_path, f"<!-- snippet: {wrong} -->\n" + block)
+        assert code == 1
+        assert lines[0].startswith("FAILED README.md:2 python: its comment 'saved'")
+
+
 def test_skipping_needs_a_reason(tmp_path: Path) -> None:
     block = "```python\nraise SystemExit(1)\n```\n"
     code, lines = run(tmp_path, "<!-- snippet: skip, needs two hosts -->\n" + block)
