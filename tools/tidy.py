@@ -45,6 +45,7 @@ PYTHON_LAYERS: tuple[tuple[str, ...], ...] = (
         "stream_order",
         "descriptors",
         "forks",
+        "interfaces",
         "refusal",
         "renaming",
     ),

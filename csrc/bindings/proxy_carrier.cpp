@@ -19,6 +19,7 @@ using transport::RemoteMemory;
 
 using MemoryTuple = std::tuple<uint64_t, uint64_t, int64_t>;
 using ThreadTuple = std::tuple<nb::bytes, MemoryTuple, MemoryTuple>;
+using NetworkTuple = std::tuple<std::string, std::string>;  // the setting, sockets' interface
 using AddressTuple =
     std::tuple<int32_t, int64_t, uint64_t, int64_t, int64_t, std::vector<ThreadTuple>>;
 
@@ -63,20 +64,20 @@ void bind_proxy_carrier(nb::module_& module) {
                           "proxy threads over a network.")
       .def(
           "__init__",
-          [](OpenCarrier* self, const SymmetricMemory& memory, const std::string& network,
-             const std::string& interface, const std::string& world, bool one_host, int32_t threads,
-             double timeout_seconds, bool give_up_peers) {
+          [](OpenCarrier* self, const SymmetricMemory& memory, const NetworkTuple& network,
+             const std::string& world, bool one_host, int32_t threads, double timeout_seconds,
+             bool give_up_peers) {
             const nb::gil_scoped_release unlocked;
-            new (self) OpenCarrier(memory, {.network = network,
-                                            .interface = interface,
+            new (self) OpenCarrier(memory, {.network = std::get<0>(network),
+                                            .interface = std::get<1>(network),
                                             .world = world,
                                             .one_host = one_host,
                                             .threads = threads,
                                             .timeout_seconds = timeout_seconds,
                                             .give_up_peers = give_up_peers});
           },
-          "memory"_a, "network"_a, "interface"_a, "world"_a, "one_host"_a, "threads"_a,
-          "timeout_seconds"_a, "give_up_peers"_a, nb::keep_alive<1, 2>())
+          "memory"_a, "network"_a, "world"_a, "one_host"_a, "threads"_a, "timeout_seconds"_a,
+          "give_up_peers"_a, nb::keep_alive<1, 2>())
       .def_prop_ro("network", &OpenCarrier::network)
       .def("address", [](const OpenCarrier& self) { return tuple_of(self.address()); })
       .def(

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <vector>
+#include <string>
 
 #include "memory/peer.h"
 
@@ -32,6 +33,8 @@ class Carrier {
   virtual bool lost(int32_t peer) const = 0;
   // For any thread.
   virtual std::vector<CarrierCount> counts() const = 0;
+  // How `peer` is reached, for messages; empty if nothing is known.
+  virtual std::string path(int32_t peer) const = 0;
   // Returns once the peers have what was put and stored, or after a while. Nothing is written
   // after it.
   virtual void finish() noexcept = 0;

@@ -275,8 +275,17 @@ bool SymmetricMemory::wait_for(Phase phase, const std::function<bool()>& ready,
     late_.push_back(late);
     return false;
   }
+  end_late(std::move(late));
+}
+
+void SymmetricMemory::end_late(TimeoutReport late) {
+  if (carrier_ != nullptr && !hosts_.together(late.peer, rank())) {
+    if (const std::string path = carrier_->path(late.peer); !path.empty()) {
+      late.phase += " over " + path;
+    }
+  }
   failure_ = late.phase + ", waiting for rank " + std::to_string(late.peer);
-  throw PeerTimeout(late);
+  throw PeerTimeout(std::move(late));
 }
 
 PendingView SymmetricMemory::pending_view() const {

@@ -168,6 +168,7 @@ class SymmetricMemory {
   // Ends the carrier, if there is one, and keeps what it has counted.
   void end_carrier();
   PendingView pending_view() const;
+  [[noreturn]] void end_late(TimeoutReport late);
   [[noreturn]] void end_deadlocked(const AwaitedSignal& awaited,
                                    const std::vector<BlockedRank>& chain);
 

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "layout/command.h"
 #include "proxy/failure.h"
@@ -49,6 +50,7 @@ struct Channel {
   }
 
   int32_t peer;
+  std::string path;  // how the transport reaches the peer, for messages; may be empty
   transport::RemoteMemory target;
   transport::RemoteMemory inbox;  // the peer's stored words
   SendWindow out;

@@ -95,6 +95,8 @@ class Proxy {
 
   // Whether `peer` is lost, and the others are not.
   bool lost(int32_t peer) const;
+  // How `peer` is reached, for messages; empty if nothing is known.
+  std::string path(int32_t peer) const { return thread_of(peer).path(peer); }
   // Throws PeerTimeout or TransportError if a thread has stopped, or if `peer` is lost.
   void check(int32_t peer = -1) const;
   const Failure* failure() const;

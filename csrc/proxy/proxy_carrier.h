@@ -34,6 +34,7 @@ class ProxyCarrier final : public Carrier {
   bool lost(int32_t peer) const override { return proxy_->lost(peer); }
   // The fields of Stats, and "lost" for each peer.
   std::vector<CarrierCount> counts() const override;
+  std::string path(int32_t peer) const override { return proxy_->path(peer); }
   void finish() noexcept override;
 
   const Proxy& proxy() const { return *proxy_; }

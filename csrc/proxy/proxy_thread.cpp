@@ -91,6 +91,7 @@ void ProxyThread::connect(int32_t peer, const ThreadAddress& address, const Cred
   check_limits(limits_);
   channels_[place(peer)] = std::make_unique<Channel>(
       peer, theirs, options_.credit, layout_.acknowledgement_bits(), options_.first_sequence);
+  channel_of(peer).path = transport_->path(peer);
   channel_of(peer).target = address.memory;
   channel_of(peer).inbox = address.inbox;
   peers_.push_back(peer);
@@ -103,6 +104,10 @@ bool ProxyThread::serves(int32_t peer) const {
 
 const Channel* ProxyThread::channel(int32_t peer) const {
   return serves(peer) ? channels_[place(peer)].get() : nullptr;
+}
+
+std::string ProxyThread::path(int32_t peer) const {
+  return serves(peer) ? channels_[place(peer)]->path : "";
 }
 
 const Failure* ProxyThread::lost(int32_t peer) const {

@@ -52,6 +52,8 @@ class ProxyThread {
   // For any thread: why `peer` is lost, or null. The thread goes on without a peer that it loses
   // while nothing is outstanding for that peer.
   const Failure* lost(int32_t peer) const;
+  // For any thread, after `connect`: how the transport reaches `peer`, for messages; may be empty.
+  std::string path(int32_t peer) const;
   // For any thread, after `connect`: why a command cannot be executed, or nothing.
   std::optional<BadArgument> refusal(const CommandFields& fields) const;
   // For any thread, after `connect`: of this thread, those of its peers included, and of one peer.

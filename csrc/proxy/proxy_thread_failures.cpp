@@ -90,9 +90,7 @@ Failure ProxyThread::describe(FailureReason reason, int32_t peer, const std::str
                   .seconds = 0,
                   .transport = std::string(transport_->name()),
                   .text = text};
-  if (const std::string path = transport_->path(peer); !path.empty()) {
-    failure.text += " over " + path + " (FANFOLD_NETWORK=libfabric:tcp:NAME names an interface)";
-  }
+  if (const std::string how = path(peer); !how.empty()) failure.text += " over " + how;
   nanoseconds oldest = elapsed_;
   for (const int32_t other : peers_) {
     const Channel& each = *channels_[place(other)];

@@ -263,7 +263,8 @@ std::string Libfabric::path(int32_t peer) const {
   if (to.empty()) return {};
   const Info& info = *nics_[0]->info;
   const std::string from = libfabric::socket_text(info.addr_format, rails_[0]->name(library_));
-  return std::string(info.domain_attr->name) + ", from " + from + " to " + to;
+  return std::string(info.domain_attr->name) + ", from " + from + " to " + to +
+         " (FANFOLD_NETWORK=libfabric:tcp:NAME names another interface)";
 }
 
 LocalMemory Libfabric::register_memory(std::byte* data, int64_t bytes) {

@@ -222,8 +222,7 @@ def _open_carrier(core: _core.SymmetricMemory, hosts: Hosts, config: Config) -> 
     try:
         return _core.Carrier(
             core,
-            network=config.network,
-            interface=hosts.interface,
+            network=(config.network, hosts.interface),
             world=hosts.world,
             one_host=hosts.one_machine,
             threads=hosts.proxy_threads,

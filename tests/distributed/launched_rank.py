@@ -8,6 +8,7 @@ Files in FOLDER tell ranks when to go on.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 import sys
 import time
@@ -26,6 +27,7 @@ from tests.distributed import routings, test_high_throughput, test_low_latency
 from tests.distributed.layers import Shape, good_call, works
 
 BOUND_S = 60.0
+LOST_AFTER_S = 4.0
 WIDE = Shape(num_experts=12, top_k=3, hidden=1024, max_tokens=64)
 STREAMED = dataclasses.replace(WIDE, mode="high_throughput")
 
@@ -131,13 +133,14 @@ def until_failure(group: dist.ProcessGroup, folder: Path, mode: str, name: str) 
     ranks, rank = as_group(group).size, as_group(group).rank
     host = find_hosts(as_group(group), Config.resolve()).host
     ep = {"low_latency": WIDE, "high_throughput": STREAMED}[mode].open(
-        group, config=Config.resolve()
+        group, config=Config.resolve(timeout_s=LOST_AFTER_S)
     )
     call = good_call(WIDE, rank)
-    say(f"begins {name}")
     try:
-        while True:
+        for number in itertools.count():
             ep.combine((received := ep.dispatch(*vars(call).values())).tokens, received)
+            if number == 2:
+                say(f"is in {name}")
     except (fanfold.PeerTimeout, fanfold.TransportError) as error:
         ep.close()
         elsewhere = 0 <= error.peer < ranks and host[error.peer] != host[rank]
