@@ -134,8 +134,9 @@ std::string reason_of(const Kind& kind, const Network& first, const Request& req
   if (!request.provider.empty()) return "the setting asks for " + request.provider;
   if (std::string_view(kind.name) == "shm") return "all ranks are on this host";
   std::string reason = std::string("it is the best that was found: ") + kind.what;
-  if (over_sockets(first) && first.nic == request.interface)
+  if (over_sockets(first) && first.nic == request.interface) {
     reason += " that reach the other hosts";
+  }
   if (first.loopback) reason += ", but reaches only this host";
   return reason;
 }
