@@ -10,6 +10,7 @@ NB_MODULE(_core, module) {
   fanfold::bindings::bind_errors(module);
   fanfold::bindings::bind_numeric(module);
   fanfold::bindings::bind_proxy_carrier(module);
+  fanfold::bindings::bind_flow_control(module);
   fanfold::bindings::bind_ring(module);
   fanfold::bindings::bind_symmetric(module);
   fanfold::bindings::bind_transport(module);

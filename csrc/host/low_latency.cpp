@@ -154,6 +154,9 @@ void LowLatency::push_rows(const LowLatencyTokens& tokens, uint32_t epoch) {
                                      ? ScaleRounding::kPowerOfTwo
                                      : ScaleRounding::kNone;
   std::vector<uint8_t> reached_rank(static_cast<size_t>(g.ranks));
+  std::vector<RowRun> runs;
+  runs.reserve(static_cast<size_t>(g.ranks));
+  for (int32_t rank = 0; rank < g.ranks; ++rank) runs.emplace_back(memory_.peer(rank));
   for (int32_t token = 0; token < tokens.tokens; ++token) {
     const int64_t* experts = tokens.topk_idx + int64_t{token} * g.top_k;
     const uint16_t* x = tokens.x + int64_t{token} * g.hidden;
@@ -171,10 +174,12 @@ void LowLatency::push_rows(const LowLatencyTokens& tokens, uint32_t epoch) {
       if (std::exchange(reached_rank[static_cast<size_t>(peer)], uint8_t{1}) != 0) continue;
       if (memory_.masked(peer)) continue;
       const int64_t slot = layout_.slot(parity_of(epoch), memory_.rank(), token);
-      memory_.peer(peer).put(offset_ + layout_.rows_offset() + slot * layout_.row_stride(), row,
-                             row_bytes);
+      const int64_t place = offset_ + layout_.rows_offset() + slot * layout_.row_stride();
+      std::memcpy(memory_.peer(peer).place(place), row, static_cast<size_t>(row_bytes));
+      runs[static_cast<size_t>(peer)].put(place, row_bytes);
     }
   }
+  for (RowRun& run : runs) run.finish();
 }
 
 void LowLatency::dispatch_receive(uint32_t epoch, const LowLatencyReceived& received) {
@@ -288,9 +293,11 @@ uint32_t LowLatency::combine_send(const LowLatencyGeometry& geometry,
     const int32_t tokens = late != nullptr ? combine_.await_late_routing(epoch, source)
                                            : outputs.source_counts[source];
     gather(source, tokens, table_of(source, epoch, outputs), outputs);
+    RowRun run(memory_.peer(source));
     for (size_t sum = 0; sum < sums_.size(); ++sum) {
-      write_result(source, sum, epoch, outputs.logfmt);
+      write_result(source, sum, epoch, outputs.logfmt, run);
     }
+    run.finish();
     memory_.peer(source).put(offset_ + encoding_offset(memory_.rank(), 0, epoch), tokens);
     combine_.publish(epoch, source, static_cast<int32_t>(sums_.size()));
   }
@@ -353,7 +360,8 @@ std::span<const ReduceTerm> LowLatency::terms_of(size_t sum) const {
 }
 
 // Computes a sum and writes it to the token's rank.
-void LowLatency::write_result(int32_t source, size_t sum, uint32_t epoch, bool logfmt) {
+void LowLatency::write_result(int32_t source, size_t sum, uint32_t epoch, bool logfmt,
+                              RowRun& run) {
   const int32_t hidden = layout_.geometry.hidden;
   const int64_t slot = layout_.slot(parity_of(epoch), memory_.rank(), sums_[sum].token);
   const int64_t result = offset_ + layout_.results_offset() + slot * layout_.row_stride();
@@ -370,11 +378,11 @@ void LowLatency::write_result(int32_t source, size_t sum, uint32_t epoch, bool l
     }
     if (encode_logfmt_row(sum_.data(), hidden, row)) {
       *encoding = kResultLogFmt;
-      return to.put(result, logfmt_row_bytes(hidden));
+      return run.put(result, logfmt_row_bytes(hidden));
     }
   }
   reduce_bf16(terms, {}, hidden, reinterpret_cast<uint16_t*>(row), terms_of(sum + 1));
-  to.put(result, bf16_row_bytes(hidden));
+  run.put(result, bf16_row_bytes(hidden));
 }
 
 void LowLatency::combine_receive(uint32_t epoch, const LowLatencyResult& result) {

@@ -70,10 +70,44 @@ class Peer {
     if (bell_ != nullptr) ring(*bell_);
   }
 
+  // Whether what was put has to be carried.
+  bool carried() const { return link_ != nullptr; }
+
  private:
   std::byte* memory_ = nullptr;
   Doorbell* bell_ = nullptr;
   Link* link_ = nullptr;
+};
+
+// Puts rows of growing offsets together, so that they travel as few messages. It also puts what
+// lies between rows that are near each other, which costs less than a message: only this rank may
+// write there, and the peer reads none of it.
+class RowRun {
+ public:
+  explicit RowRun(const Peer& to) : to_(&to) {}
+
+  void put(int64_t offset, int64_t bytes) {
+    if (!to_->carried()) return;
+    if (offset - end_ > kMostBetween) finish();
+    if (begin_ == end_) begin_ = offset;
+    end_ = offset + bytes;
+    if (end_ - begin_ >= kMostBytes) finish();
+  }
+  // Before the signal that tells of the rows.
+  void finish() {
+    if (end_ > begin_) to_->put(begin_, end_ - begin_);
+    begin_ = end_ = 0;
+  }
+
+ private:
+  // About what a network carries in the time that a message costs.
+  static constexpr int64_t kMostBetween = 4096;
+  // The first rows travel while the next ones are made.
+  static constexpr int64_t kMostBytes = int64_t{64} << 10;
+
+  const Peer* to_;
+  int64_t begin_ = 0;
+  int64_t end_ = 0;
 };
 
 }  // namespace fanfold

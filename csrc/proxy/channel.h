@@ -44,6 +44,11 @@ struct Channel {
 
   bool busy() const { return !given_up && (!pending.empty() || !out.idle()); }
 
+  // Whether something that has arrived is not acknowledged, or the acknowledgement is on its way.
+  bool owes() const {
+    return !given_up && failure == nullptr && (in.news() > 0 || in.acknowledgement_in_flight());
+  }
+
   // A completion carries the low half of the sequence number.
   uint64_t whole(uint32_t low) const {
     return out.next() - (static_cast<uint32_t>(out.next()) - low);

@@ -158,7 +158,7 @@ void Proxy::check_usable() const {
   check();
 }
 
-uint64_t Proxy::push(const CommandFields& fields) {
+uint64_t Proxy::push(const CommandFields& fields, Wake wake) {
   if (!has_peer(fields.kind)) {
     throw BadArgument("kind", std::to_string(static_cast<uint32_t>(fields.kind)),
                       "a write, a signal or a store; `push_all` takes fences and barriers");
@@ -170,7 +170,7 @@ uint64_t Proxy::push(const CommandFields& fields) {
     throw BadArgument(wrong->argument, wrong->value, wrong->bound);
   }
   check_usable();
-  return push_to(static_cast<size_t>(peer % options_.threads), command);
+  return push_to(static_cast<size_t>(peer % options_.threads), command, wake);
 }
 
 Tickets Proxy::push_all(CommandKind kind) {
@@ -181,13 +181,16 @@ Tickets Proxy::push_all(CommandKind kind) {
   check_usable();
   const Command command = make_command({.kind = kind});
   Tickets tickets;
-  for (size_t t = 0; t < threads_.size(); ++t) tickets.push_back(push_to(t, command));
+  for (size_t t = 0; t < threads_.size(); ++t) {
+    tickets.push_back(push_to(t, command, Wake::kNow));
+  }
   return tickets;
 }
 
-uint64_t Proxy::push_to(size_t thread, const Command& command) {
+uint64_t Proxy::push_to(size_t thread, const Command& command, Wake wake) {
   std::optional<uint64_t> ticket = producer(thread).try_push(command);
   if (!ticket) {
+    fanfold::ring(threads_[thread]->bell());
     // Ends when the proxy fails, not only when the ring stays full.
     const auto pushed_or_failed = [&] {
       ticket = producer(thread).try_push(command);
@@ -199,7 +202,7 @@ uint64_t Proxy::push_to(size_t thread, const Command& command) {
     // One more attempt, so that the error carries the ring's numbers.
     if (!ticket) ticket = producer(thread).push(command, std::chrono::nanoseconds(0));
   }
-  fanfold::ring(threads_[thread]->bell());
+  if (wake == Wake::kNow) fanfold::ring(threads_[thread]->bell());
   return *ticket;
 }
 

@@ -39,11 +39,13 @@ class ProxyCarrier::ProxyLink final : public Link {
   void put(int64_t offset, int64_t bytes) override {
     for (int64_t done = 0; done < bytes; done += kLargestPut) {
       const int64_t place = modes_offset_ + offset + done;
+      // A store follows, and wakes the thread. What is large sets out before.
       proxy_.push({.kind = CommandKind::kWrite,
                    .peer = peer_,
                    .bytes = std::min(bytes - done, kLargestPut),
                    .source = place,
-                   .target = place});
+                   .target = place},
+                  bytes < kSmallPut ? Wake::kLater : Wake::kNow);
     }
   }
   void store(int64_t offset, uint64_t word) override {
@@ -56,6 +58,7 @@ class ProxyCarrier::ProxyLink final : public Link {
 
  private:
   static constexpr int64_t kLargestPut = int64_t{1} << 30;
+  static constexpr int64_t kSmallPut = int64_t{32} << 10;
 
   Proxy& proxy_;
   int32_t peer_;

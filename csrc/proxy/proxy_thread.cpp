@@ -135,14 +135,14 @@ bool ProxyThread::step(Time now) {
   if (failure() != nullptr) return false;
   elapsed_ += std::clamp<nanoseconds>(now - last_.value_or(now), nanoseconds(0), kLongestGap);
   last_ = now;
-  grown_ = false;
+  ordered_ = false;
   bool worked = poll();
   worked = take_commands() || worked;
   worked = send_pending() || worked;
   worked = finish_held() || worked;
   worked = acknowledge() || worked;
   if (failure() == nullptr) check_timeouts();
-  if (grown_ && memory_.bell != nullptr) fanfold::ring(*memory_.bell);
+  if (ordered_ && memory_.bell != nullptr) fanfold::ring(*memory_.bell);
   return worked;
 }
 
@@ -212,6 +212,7 @@ void ProxyThread::accept(Channel& channel, const Immediate& immediate) {
   }
   const uint64_t before = channel.in.accepted_in_order();
   while (const std::optional<Due> due = channel.in.next_due()) {
+    ordered_ = true;
     if (due->store) {
       store(channel.peer, due->sequence);
     } else {
@@ -228,7 +229,6 @@ void ProxyThread::accept(Channel& channel, const Immediate& immediate) {
 void ProxyThread::count(int32_t source, const Addition& addition) {
   uint64_t* counter = memory_.counters + int64_t{source} * kCounters + addition.counter;
   store_release_system(counter, load_relaxed_system(counter) + addition.amount);
-  grown_ = true;
 }
 
 // The place of the word is free for the next message of its number once this one is acknowledged.
@@ -245,7 +245,6 @@ void ProxyThread::store(int32_t source, uint64_t sequence) {
   } else {
     store_release_system(reinterpret_cast<uint64_t*>(memory_.data + stored.offset), stored.word);
   }
-  grown_ = true;
 }
 
 template <typename Change>
@@ -589,6 +588,9 @@ bool ProxyThread::finish_barrier() {
     ++barrier_next_;
     barrier_moved_ = elapsed_;
   }
+  // Peers wait until their signals are acknowledged, which this rank cannot do once it has ended.
+  const auto owes = [this](int32_t peer) { return channel_of(peer).owes(); };
+  if (std::any_of(peers_.begin(), peers_.end(), owes)) return false;
   barrier_sent_ = false;
   counted_.add(&Stats::barriers);
   return true;

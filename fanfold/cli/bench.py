@@ -17,7 +17,7 @@ from fanfold.bench import report
 from fanfold.bench.run import check_network, check_ranks, sweep
 from fanfold.bench.settings import BACKENDS, DTYPES, FACES, LAYOUTS, REUSES, BenchSettings
 from fanfold.bench.workload import ROUTINGS
-from fanfold.cli import bench_network, bench_ring
+from fanfold.cli import bench_flow_control, bench_network, bench_ring
 from fanfold.config import Config
 from fanfold.errors import FanfoldError
 from fanfold.launch import join
@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         _add_options(mode, defaults)
     bench_ring.add_mode(modes, _one_or_more)
     bench_network.add_mode(modes)
+    bench_flow_control.add_mode(modes, _one_or_more)
 
 
 def _add_options(parser: argparse.ArgumentParser, defaults: BenchSettings) -> None:

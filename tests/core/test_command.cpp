@@ -79,7 +79,7 @@ TEST(command_fields_survive_the_round_trip) {
   }
 }
 
-// Bit by bit as docs/decisions/across-hosts.md has it, without the header's own constants.
+// Bit by bit as docs/across_hosts.md has it, without the header's own constants.
 TEST(command_bits_lie_where_the_table_says) {
   const Command write = make_command({.kind = CommandKind::kWrite,
                                       .peer = 0xabc,

@@ -1,5 +1,6 @@
 // Faults of networks, peers and producers: each ends in a failure that says what happened, and
 // everything is released.
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
@@ -207,6 +208,28 @@ TEST(proxy_survives_a_cut_that_is_shorter_than_the_timeout) {
   steps(world, 20'000);
   CHECK(world.proxy(0).failure() == nullptr);
   CHECK_EQ(world.proxy(1).arrived(0, 0), 1u);
+}
+
+// A rank that ends does not step any more, so what it owes its peers has to be on its way before.
+TEST(proxy_ends_behind_a_barrier_without_holding_up_its_peers) {
+  for (const uint64_t seed : {0u, 1u, 2u, 3u, 4u, 5u, 6u, 7u}) {
+    loopback::Options network = seed == 0 ? quiet_network() : loopback::Options::hostile(seed);
+    network.poll_ns = 1'000;
+    ProxyWorld world(options_of(3), network, kBytes);
+    std::vector<proxy::Tickets> barriers;
+    for (int32_t rank = 0; rank < world.ranks(); ++rank) {
+      barriers.push_back(world.proxy(rank).push_all(CommandKind::kBarrier));
+    }
+    std::vector<bool> ended(barriers.size());
+    for (int i = 0; i < 20'000; ++i) {
+      for (int32_t rank = 0; rank < world.ranks(); ++rank) {
+        const auto index = static_cast<size_t>(rank);
+        if (!ended[index]) world.step(rank, 0);
+        ended[index] = world.proxy(rank).passed(barriers[index]);
+      }
+    }
+    CHECK(std::find(ended.begin(), ended.end(), false) == ended.end());
+  }
 }
 
 TEST(proxy_names_the_peer_that_misses_a_barrier) {

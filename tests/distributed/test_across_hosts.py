@@ -1,5 +1,5 @@
 """Both modes between hosts, of which this machine acts as several. The oracles are those of one
-host; that of high throughput rounds the sums of other hosts (docs/decisions/across-hosts.md)."""
+host; that of high throughput rounds the sums of other hosts (docs/across_hosts.md)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The push of GPU threads into a ring: compiled for GPUs, and run on the CPU with a consumer that
-reads the ring's memory by the numbers of docs/decisions/across-hosts.md. NVRTC needs no GPU.
+reads the ring's memory by the numbers of docs/across_hosts.md. NVRTC needs no GPU.
 """
 
 from __future__ import annotations
