@@ -52,7 +52,7 @@ namespace fanfold::proxy {
 // One command in the ring of each thread.
 using Tickets = std::vector<uint64_t>;
 
-// Whether a push wakes a thread that sleeps. Otherwise it may see the command a millisecond late.
+// Whether a push wakes a thread that sleeps. Otherwise it may see the command milliseconds late.
 enum class Wake { kNow, kLater };
 
 class Proxy {
@@ -75,13 +75,13 @@ class Proxy {
   void stop();
 
   // The ring of the thread that serves `peer`, for producers of any kind. Producers that push there
-  // themselves wake the thread with `wake`, or hold a Busy, or accept a millisecond's delay.
+  // themselves wake the thread with `wake`, or hold a Busy, or accept a delay of milliseconds.
   const Ring& ring_of(int32_t peer) const { return thread_of(peer).command_ring(); }
   void wake(int32_t peer) { fanfold::ring(thread_of(peer).bell()); }
 
   // Pushes a write, a signal or a store, wakes the thread if `wake` says so, and returns the ticket
-  // in the ring of the peer's thread. Throws BadArgument if a field is out of bounds, RingFull if the
-  // ring stays full for the timeout, and as `check()` does. Any thread may call it.
+  // in the ring of the peer's thread. Throws BadArgument if a field is out of bounds, RingFull if
+  // the ring stays full for the timeout, and as `check()` does. Any thread may call it.
   uint64_t push(const CommandFields& fields, Wake wake = Wake::kNow);
   // Pushes a fence or a barrier to every thread.
   Tickets push_all(CommandKind kind);
