@@ -234,6 +234,13 @@ class PeerRefused(FanfoldError, ValueError):
         return type(self), (self.rank, self.peer, self.phase, self.reason)
 
 
+def _over(path: str) -> str:
+    """The way to a peer on another host, for a message."""
+    if not path:
+        return ""
+    return f" over {path} (FANFOLD_NETWORK=libfabric:tcp:NAME names another interface)"
+
+
 class PeerTimeout(FanfoldError, TimeoutError):
     """A peer did not arrive in time, or its process has ended.
 
@@ -245,6 +252,7 @@ class PeerTimeout(FanfoldError, TimeoutError):
         actual: the number seen last.
         seconds: how long this rank waited.
         peer_gone: whether the peer's process was seen to have ended.
+        path: how the peer is reached, if it is on another host: interface and addresses; else empty.
     """
 
     def __init__(
@@ -256,6 +264,7 @@ class PeerTimeout(FanfoldError, TimeoutError):
         actual: int,
         seconds: float,
         peer_gone: bool,
+        path: str = "",
     ) -> None:
         if peer_gone:
             cause = f"rank {peer} has ended: look for its error above or in its own log"
@@ -265,7 +274,7 @@ class PeerTimeout(FanfoldError, TimeoutError):
                 "is doing (py-spy dump --pid), or raise timeout_s (FANFOLD_TIMEOUT_S)"
             )
         super().__init__(
-            f"rank {rank} waited {seconds:.3g} s for rank {peer} in {phase}: "
+            f"rank {rank} waited {seconds:.3g} s for rank {peer} in {phase}{_over(path)}: "
             f"expected {expected}, have {actual}; {cause}"
         )
         self.rank = rank
@@ -275,11 +284,12 @@ class PeerTimeout(FanfoldError, TimeoutError):
         self.actual = actual
         self.seconds = seconds
         self.peer_gone = peer_gone
+        self.path = path
 
     def __reduce__(self) -> tuple[object, ...]:
         """Made again from its fields, so that it can travel between processes."""
         fields = (self.rank, self.peer, self.phase, self.expected, self.actual, self.seconds)
-        return type(self), (*fields, self.peer_gone)
+        return type(self), (*fields, self.peer_gone, self.path)
 
 
 class TransportError(FanfoldError, ConnectionError):
@@ -295,6 +305,7 @@ class TransportError(FanfoldError, ConnectionError):
         outstanding_messages: messages and commands that were not finished.
         outstanding_bytes: bytes that were on their way.
         seconds: for how long nothing had moved.
+        path: how the peer is reached: interface and addresses; empty if that is not known.
     """
 
     def __init__(
@@ -306,6 +317,7 @@ class TransportError(FanfoldError, ConnectionError):
         outstanding_messages: int,
         outstanding_bytes: int,
         seconds: float,
+        path: str = "",
     ) -> None:
         if peer >= 0:
             ends = f"between rank {rank} and rank {peer}"
@@ -320,7 +332,7 @@ class TransportError(FanfoldError, ConnectionError):
                 "doctor on this host, then make the object anew on all ranks"
             )
         super().__init__(
-            f"transport {transport} {ends}: {what}; {outstanding_messages} messages "
+            f"transport {transport} {ends}{_over(path)}: {what}; {outstanding_messages} messages "
             f"({outstanding_bytes} bytes) were outstanding, and nothing had moved for "
             f"{seconds:.3g} s; {cause}"
         )
@@ -331,12 +343,13 @@ class TransportError(FanfoldError, ConnectionError):
         self.outstanding_messages = outstanding_messages
         self.outstanding_bytes = outstanding_bytes
         self.seconds = seconds
+        self.path = path
 
     def __reduce__(self) -> tuple[object, ...]:
         """Made again from its fields, so that it can travel between processes."""
         outstanding = (self.outstanding_messages, self.outstanding_bytes)
         where = (self.rank, self.peer, self.transport, self.what)
-        return type(self), (*where, *outstanding, self.seconds)
+        return type(self), (*where, *outstanding, self.seconds, self.path)
 
 
 _Failure = TypeVar("_Failure", PeerTimeout, TransportError)

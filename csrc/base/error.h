@@ -36,6 +36,8 @@ struct TimeoutReport {
   int64_t actual;
   double seconds;
   bool peer_gone;  // the peer's process has ended
+  // NOLINTNEXTLINE(readability-redundant-member-init): designated initialisers may leave it out
+  std::string path = {};  // how the peer is reached over the network; empty if nothing is known
 };
 
 // A peer did not send an awaited signal within the timeout.
@@ -54,6 +56,8 @@ struct TransportReport {
   int64_t messages;       // outstanding then
   int64_t bytes;          // outstanding then
   double seconds;         // how long nothing had moved
+  // NOLINTNEXTLINE(readability-redundant-member-init): designated initialisers may leave it out
+  std::string path = {};  // how the peer is reached over the network; empty if nothing is known
 };
 
 // The network between hosts has failed, or has lost a peer.

@@ -36,11 +36,11 @@ void translate(const std::exception_ptr& failure, void*) {
   } catch (const PeerTimeout& e) {
     const TimeoutReport& f = e.report;
     raise_logged("PeerTimeout", f.rank, f.peer, f.phase, f.expected, f.actual, f.seconds,
-                 f.peer_gone);
+                 f.peer_gone, f.path);
   } catch (const TransportError& e) {
     const TransportReport& f = e.report;
     raise_logged("TransportError", f.rank, f.peer, f.transport, f.what, f.messages, f.bytes,
-                 f.seconds);
+                 f.seconds, f.path);
   } catch (const PeerRefused& e) {
     raise("PeerRefused", e.report.rank, e.report.peer, e.report.phase, e.report.reason);
   } catch (const RingFull& e) {

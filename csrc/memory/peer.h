@@ -88,7 +88,7 @@ class RowRun {
 
   void put(int64_t offset, int64_t bytes) {
     if (!to_->carried()) return;
-    if (offset - end_ > kMostBetween) finish();
+    if (offset < end_ || offset - end_ > kMostBetween) finish();
     if (begin_ == end_) begin_ = offset;
     end_ = offset + bytes;
     if (end_ - begin_ >= kMostBytes) finish();

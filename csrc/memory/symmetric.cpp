@@ -166,6 +166,7 @@ std::vector<CarrierCount> SymmetricMemory::carrier_counts() const {
 }
 
 std::string SymmetricMemory::why_lost(int32_t peer) const {
+  const std::scoped_lock lock(carrier_mutex_);
   if (carrier_ == nullptr) return {};
   try {
     carrier_->check(peer);
@@ -280,9 +281,7 @@ bool SymmetricMemory::wait_for(Phase phase, const std::function<bool()>& ready,
 
 void SymmetricMemory::end_late(TimeoutReport late) {
   if (carrier_ != nullptr && !hosts_.together(late.peer, rank())) {
-    if (const std::string path = carrier_->path(late.peer); !path.empty()) {
-      late.phase += " over " + path;
-    }
+    late.path = carrier_->path(late.peer);
   }
   failure_ = late.phase + ", waiting for rank " + std::to_string(late.peer);
   throw PeerTimeout(std::move(late));

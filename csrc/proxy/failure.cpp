@@ -12,7 +12,8 @@ void raise(const Failure& failure) {
                                     .expected = failure.messages,
                                     .actual = 0,
                                     .seconds = failure.seconds,
-                                    .peer_gone = false});
+                                    .peer_gone = false,
+                                    .path = failure.path});
   }
   throw TransportError(TransportReport{.rank = failure.rank,
                                        .peer = failure.peer,
@@ -20,7 +21,8 @@ void raise(const Failure& failure) {
                                        .what = failure.text,
                                        .messages = failure.messages,
                                        .bytes = failure.bytes,
-                                       .seconds = failure.seconds});
+                                       .seconds = failure.seconds,
+                                       .path = failure.path});
 }
 
 }  // namespace fanfold::proxy

@@ -27,6 +27,8 @@ struct Failure {
   double seconds;         // how long nothing had moved on that channel
   std::string transport;  // its name
   std::string text;       // what happened, in words for a user
+  // NOLINTNEXTLINE(readability-redundant-member-init): designated initialisers may leave it out
+  std::string path = {};  // how the transport reaches the peer; empty if nothing is known
 };
 
 // Throws PeerTimeout for kTimeout and kBarrier, and TransportError for the other reasons.

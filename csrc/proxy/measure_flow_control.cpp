@@ -31,7 +31,7 @@ void check_between(const char* name, int64_t value, int64_t low, int64_t high) {
 }
 
 void check_incast(const IncastOptions& options) {
-  check_between("senders", options.senders, 1, 256);
+  check_between("senders", options.senders, 1, 255);
   check_between("bytes", options.bytes, 1, kMostBytes / options.senders);
   check_between("chunk_bytes", options.chunk_bytes, kRowAlignment, kMostBytes / options.senders);
   if (options.chunk_bytes % kRowAlignment != 0) {
@@ -111,7 +111,7 @@ class Model {
   }
 
   // What a sender's memory is filled with. 0 is memory that nobody wrote.
-  static std::byte content(int32_t rank) { return static_cast<std::byte>(rank % 256); }
+  static std::byte content(int32_t rank) { return static_cast<std::byte>(rank); }
 
   int32_t ranks() const { return options_.senders + 1; }
   int64_t place_bytes() const { return options_.chunk_bytes + kGap; }

@@ -28,7 +28,8 @@ struct ProxyOptions {
   // A peer that is late or lost is given up, with what is outstanding for it, and the proxy goes
   // on; otherwise the proxy fails.
   bool give_up_peers = false;
-  std::chrono::nanoseconds idle_sleep = std::chrono::milliseconds(1);  // 1 ms at most
+  // 1 ms at most. A thread that has been idle for long sleeps four times as long.
+  std::chrono::nanoseconds idle_sleep = std::chrono::milliseconds(1);
   std::vector<int32_t> cores;   // thread t runs on cores[t % size]; empty: wherever it may
   uint64_t first_sequence = 0;  // of every channel; the same on all ranks
 };
@@ -49,7 +50,7 @@ struct ProxyMemory {
   // [ranks][kCounters]: what has arrived from each source. The proxy sets all to 0; later only the
   // thread of that source writes them.
   Array<uint64_t> counters;
-  // Rung after counters have grown and after a failure; null if nobody sleeps on it.
+  // Rung after signals, stores and failures, not after data; null if nobody sleeps on it.
   Doorbell* bell = nullptr;
 };
 

@@ -144,7 +144,9 @@ void Proxy::poll(ProxyThread& thread) {
       empty = 0;
       thread.counted().add(&Stats::sleeps);
       const auto awake = [&] {
-        return stopping_ || busy_ > 0 || (worked = thread.step(Clock::now()));
+        if (stopping_ || busy_ > 0) return true;
+        worked = thread.step(Clock::now());
+        return worked;
       };
       const int times = slept < kShortSleeps ? 1 : kLongSleep;
       slept += times == 1 ? 1 : 0;

@@ -32,10 +32,17 @@ void ProxyThread::check_timeouts() {
                 "producers gave up " + std::to_string(abandoned) +
                     " commands of a ring that stayed full, and the commands behind are lost");
   }
-  if (!barrier_sent_ || barrier_next_ == peers_.size()) return;
-  if (elapsed_ - barrier_moved_ < options_.timeout) return;
-  stop_for(channel_of(peers_[barrier_next_]), FailureReason::kBarrier,
-           "proxy: barrier " + std::to_string(barriers_));
+  if (!barrier_sent_ || elapsed_ - barrier_moved_ < options_.timeout) return;
+  const std::string barrier = "barrier " + std::to_string(barriers_);
+  if (barrier_next_ < peers_.size()) {
+    return stop_for(channel_of(peers_[barrier_next_]), FailureReason::kBarrier,
+                    "proxy: " + barrier);
+  }
+  for (const int32_t peer : peers_) {
+    if (!channel_of(peer).owes()) continue;
+    return stop_for(channel_of(peer), FailureReason::kBarrier,
+                    "proxy: sending the acknowledgement of " + barrier);
+  }
 }
 
 // A peer that has finished and ended is lost, too. So this fails only if something is outstanding.
@@ -89,8 +96,8 @@ Failure ProxyThread::describe(FailureReason reason, int32_t peer, const std::str
                   .bytes = 0,
                   .seconds = 0,
                   .transport = std::string(transport_->name()),
-                  .text = text};
-  if (const std::string how = path(peer); !how.empty()) failure.text += " over " + how;
+                  .text = text,
+                  .path = path(peer)};
   nanoseconds oldest = elapsed_;
   for (const int32_t other : peers_) {
     const Channel& each = *channels_[place(other)];

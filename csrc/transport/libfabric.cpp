@@ -250,7 +250,9 @@ Code Libfabric::connect(int32_t peer, const Address& address) {
       return fail(
           library_.failure(name_ + ": fi_av_insert of " + who, result < 0 ? result : -EINVAL));
     }
-    if (i == 0) entry.name = libfabric::socket_text(head.addr_format, part.name);
+    if (i == 0 && libfabric::over_sockets(nics_[0]->info->fabric_attr->prov_name)) {
+      entry.name = libfabric::socket_text(head.addr_format, part.name);
+    }
     rails.push_back({found, part.landing, part.landing_key});
   }
   entry.rails = std::move(rails);
@@ -263,8 +265,7 @@ std::string Libfabric::path(int32_t peer) const {
   if (to.empty()) return {};
   const Info& info = *nics_[0]->info;
   const std::string from = libfabric::socket_text(info.addr_format, rails_[0]->name(library_));
-  return std::string(info.domain_attr->name) + ", from " + from + " to " + to +
-         " (FANFOLD_NETWORK=libfabric:tcp:NAME names another interface)";
+  return std::string(info.domain_attr->name) + ", from " + from + " to " + to;
 }
 
 LocalMemory Libfabric::register_memory(std::byte* data, int64_t bytes) {

@@ -61,13 +61,6 @@ std::string kind_names() {
   return names;
 }
 
-// Whether a network goes through the kernel's sockets, so that its NIC is an interface.
-bool over_sockets(const Network& network) {
-  const Kind& tcp = *kind_named("tcp");
-  return std::any_of(tcp.providers.begin(), tcp.providers.end(),
-                     [&](const char* name) { return network.provider == name; });
-}
-
 std::vector<std::string> split(std::string_view text, char separator) {
   std::vector<std::string> parts;
   size_t begin = 0;
@@ -86,7 +79,8 @@ bool allows(const Request& request, const Network& network) {
   if (!request.nics.empty()) {
     return std::find(request.nics.begin(), request.nics.end(), network.nic) != request.nics.end();
   }
-  return request.interface.empty() || !over_sockets(network) || network.nic == request.interface;
+  return request.interface.empty() || !over_sockets(network.provider) ||
+         network.nic == request.interface;
 }
 
 // The entries of one provider that can be used, those of the preferred kind of address first. All
@@ -134,7 +128,7 @@ std::string reason_of(const Kind& kind, const Network& first, const Request& req
   if (!request.provider.empty()) return "the setting asks for " + request.provider;
   if (std::string_view(kind.name) == "shm") return "all ranks are on this host";
   std::string reason = std::string("it is the best that was found: ") + kind.what;
-  if (over_sockets(first) && first.nic == request.interface) {
+  if (over_sockets(first.provider) && first.nic == request.interface) {
     reason += " that reach the other hosts";
   }
   if (first.loopback) reason += ", but reaches only this host";
@@ -142,6 +136,12 @@ std::string reason_of(const Kind& kind, const Network& first, const Request& req
 }
 
 }  // namespace
+
+bool over_sockets(std::string_view provider) {
+  const Kind& tcp = *kind_named("tcp");
+  return std::any_of(tcp.providers.begin(), tcp.providers.end(),
+                     [&](std::string_view name) { return name == provider; });
+}
 
 Request parse_setting(std::string_view setting) {
   const std::vector<std::string> parts = split(setting, ':');
@@ -195,7 +195,7 @@ std::vector<size_t> nearest_nics(const std::vector<Network>& networks,
   // Over sockets they stay on one interface: thread t of one rank writes to any thread of another,
   // and what leaves through one interface need not reach the address of another one.
   const auto equal =
-      !nics.empty() && over_sockets(networks[nics[0]]) ? 1 : equal_end - nics.begin();
+      !nics.empty() && over_sockets(networks[nics[0]].provider) ? 1 : equal_end - nics.begin();
   if (equal > 0) std::rotate(nics.begin(), nics.begin() + request.thread % equal, equal_end);
   if (std::cmp_greater(nics.size(), request.nics_wanted)) {
     nics.resize(static_cast<size_t>(request.nics_wanted));

@@ -37,8 +37,11 @@ class SignalKeeper {
   }
   ~SignalKeeper() {
     for (int number = 1; number < NSIG; ++number) {
+      // Even to set what is set already may discard a signal that is pending.
       const Kept& kept = kept_[static_cast<size_t>(number)];
-      if (kept.known) sigaction(number, &kept.action, nullptr);
+      struct sigaction now{};
+      if (!kept.known || sigaction(number, nullptr, &now) != 0) continue;
+      if (now.sa_handler != kept.action.sa_handler) sigaction(number, &kept.action, nullptr);
     }
   }
   SignalKeeper(const SignalKeeper&) = delete;

@@ -65,6 +65,9 @@ Choice choose(const std::vector<Network>& networks, const Request& request);
 std::vector<size_t> nearest_nics(const std::vector<Network>& networks,
                                  const std::vector<size_t>& usable, const Request& request);
 
+// Whether a provider goes through the kernel's sockets, so that its NICs are interfaces.
+bool over_sockets(std::string_view provider);
+
 // An endpoint's name of a provider over sockets: "10.0.0.1 port 4711"; empty for other formats.
 std::string socket_text(uint32_t addr_format, std::span<const std::byte> name);
 

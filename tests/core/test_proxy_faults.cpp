@@ -217,6 +217,7 @@ TEST(proxy_ends_behind_a_barrier_without_holding_up_its_peers) {
     network.poll_ns = 1'000;
     ProxyWorld world(options_of(3), network, kBytes);
     std::vector<proxy::Tickets> barriers;
+    barriers.reserve(static_cast<size_t>(world.ranks()));
     for (int32_t rank = 0; rank < world.ranks(); ++rank) {
       barriers.push_back(world.proxy(rank).push_all(CommandKind::kBarrier));
     }
@@ -230,6 +231,20 @@ TEST(proxy_ends_behind_a_barrier_without_holding_up_its_peers) {
     }
     CHECK(std::find(ended.begin(), ended.end(), false) == ended.end());
   }
+}
+
+TEST(proxy_does_not_wait_for_ever_to_acknowledge_a_barrier) {
+  ProxyWorld world(options_of(2), quiet_network(), kBytes);
+  world.proxy(0).push_all(CommandKind::kBarrier);
+  steps(world, 100);  // rank 1 has acknowledged rank 0's signal
+  world.proxy(1).push_all(CommandKind::kBarrier);
+  while (world.proxy(0).arrived(1, kBarrierCounter) == 0) world.step_all();
+  world.network().cut(0, 1, loopback::Network::kForever);
+  const proxy::Failure& failure = failure_of(world, 0);
+  CHECK_EQ(failure.reason, FailureReason::kBarrier);
+  CHECK_EQ(failure.peer, 1);
+  CHECK_EQ(failure.text, "proxy: sending the acknowledgement of barrier 1");
+  CHECK(failure.seconds >= 0.010);
 }
 
 TEST(proxy_names_the_peer_that_misses_a_barrier) {

@@ -27,6 +27,8 @@ ERRORS = [
     CompileError("a/k.cu", "sm_90a", "a/k.cu(3): error: no", "Kernel: k", "the log"),
     TransportError(1, 3, "libfabric:tcp", "the connection is gone", 5, 8192, 0.25),
     TransportError(1, -1, "libfabric:tcp", "no device", 0, 0, 0.0),
+    PeerTimeout(1, 3, "low_latency combine", 8, 7, 0.5, False, "eth0, from 10.0.0.1 to 10.0.0.2"),
+    TransportError(1, 3, "libfabric:tcp", "gone", 5, 8, 0.25, "eth0, from 10.0.0.1 to 10.0.0.2"),
 ]
 
 
@@ -51,6 +53,14 @@ def test_words() -> None:
         assert "rank 1 waited 0.5 s for rank 3 in low_latency combine: expected 8, have 7" in text
     assert "FANFOLD_TIMEOUT_S" in late
     assert "has ended" in gone
+
+
+def test_errors_between_hosts_name_the_interface_apart_from_the_phase() -> None:
+    for error in ERRORS[9:11]:
+        assert " over eth0, from 10.0.0.1 to 10.0.0.2 (FANFOLD_NETWORK=" in str(error)
+    assert isinstance(ERRORS[9], PeerTimeout)
+    assert ERRORS[9].phase == "low_latency combine"
+    assert " over " not in str(ERRORS[2])
 
 
 def test_transport_errors_say_where_and_how_much() -> None:
