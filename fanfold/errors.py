@@ -252,7 +252,7 @@ class PeerTimeout(FanfoldError, TimeoutError):
         actual: the number seen last.
         seconds: how long this rank waited.
         peer_gone: whether the peer's process was seen to have ended.
-        path: how the peer is reached, if it is on another host: interface and addresses; else empty.
+        path: how a peer on another host is reached: interface and addresses; else empty.
     """
 
     def __init__(

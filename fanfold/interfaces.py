@@ -26,10 +26,12 @@ __all__ = [
 ]
 
 _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
-# Of a block that documentation uses (RFC 5737): the route to it is the default route.
-_ANYWHERE = "192.0.2.1"
+_IFF_LOOPBACK = 0x8
+# Of blocks that documentation uses (RFC 5737, RFC 3849): the route to it is the default route.
+_ANYWHERE = ("192.0.2.1", "2001:db8::1")
 
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+_Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 @dataclass(frozen=True)
@@ -71,30 +73,43 @@ class Stack:
 
 
 def this_stack(boot: str) -> Stack:
-    """That of this process. ``boot`` is a name of the running kernel."""
+    """The stack of this process. ``boot`` is a name of the running kernel."""
     name = ""
     with contextlib.suppress(OSError):
         name = str(Path("/proc/self/ns/net").readlink())
-    return Stack(f"{boot} {name}", tuple(_addresses()))
+    addresses: tuple[Address, ...] = ()
+    with contextlib.suppress(OSError):  # a sandbox may hide them
+        addresses = tuple(_addresses())
+    return Stack(f"{boot} {name}", addresses)
 
 
 def interface_in_common(own: Stack, stacks: Sequence[Stack]) -> str:
     """The interface of ``own`` in the network that all ``stacks`` have in common: the fastest one
-    if there are several, the same one on all. Empty if there is none.
+    if there are several, the same one on all. Empty if there is none. IPv4 comes before IPv6, and a
+    speed that is not known is the lowest.
 
     An address that two stacks have, as the bridges of Docker do, reaches neither from the other.
     """
-    others = {stack.name: stack for stack in stacks}.values()
-    common: dict[_Network, int] = {}
-    for network in dict.fromkeys(a.network for stack in others for a in stack.addresses):
-        within = [[a for a in stack.addresses if a.network == network] for stack in others]
-        places = [a.ip for addresses in within for a in addresses]
-        if all(within) and len(places) == len(set(places)):
-            common[network] = min(a.speed for addresses in within for a in addresses)
-    if len(others) < 2 or not common:
+    hosts = [_networks(stack) for stack in {stack.name: stack for stack in stacks}.values()]
+    if len(hosts) < 2:
         return ""
-    best = max(common, key=lambda network: (network.version == 4, common[network]))
-    return next(a.interface for a in own.addresses if a.network == best)
+    common: dict[_Network, int] = {}
+    for network in hosts[0]:
+        within = [host.get(network, []) for host in hosts]
+        places = [ip for found in within for ip, _ in found]
+        if all(within) and len(places) == len(set(places)):
+            common[network] = min(speed for found in within for _, speed in found)
+    best = max(common, key=lambda network: (network.version == 4, common[network]), default=None)
+    return next((a.interface for a in own.addresses if a.network == best), "")
+
+
+def _networks(stack: Stack) -> dict[_Network, list[tuple[_Ip, int]]]:
+    """The addresses of each network, with the speed of their interfaces."""
+    networks: dict[_Network, list[tuple[_Ip, int]]] = {}
+    for address in stack.addresses:
+        parsed = ipaddress.ip_interface(address.text)
+        networks.setdefault(parsed.network, []).append((parsed.ip, address.speed))
+    return networks
 
 
 def interface_towards(host: str) -> str:
@@ -112,11 +127,12 @@ def interface_towards(host: str) -> str:
 
 def default_interface() -> str:
     """The interface of the default route; empty if there is none."""
-    return interface_towards(_ANYWHERE)
+    return next(filter(None, map(interface_towards, _ANYWHERE)), "")
 
 
 def _addresses() -> Iterator[Address]:
-    """Those of interfaces that are up, without those that only this machine or link reaches."""
+    """The addresses of interfaces that are up, without those that only this machine or link
+    reaches."""
     names = [name for _, name in socket.if_nameindex()]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for name in names:
@@ -138,9 +154,11 @@ def _addresses() -> Iterator[Address]:
 def _usable(name: str, text: str) -> Iterator[Address]:
     ip = ipaddress.ip_address(text.partition("/")[0])
     folder = Path("/sys/class/net") / name
-    state, speed = "", 0
+    state, speed, flags = "", 0, 0
     with contextlib.suppress(OSError, ValueError):
+        flags = int((folder / "flags").read_text(), 16)
         state = (folder / "operstate").read_text().strip()
         speed = max(0, int((folder / "speed").read_text()))
-    if not (ip.is_loopback or ip.is_link_local or state == "down"):
+    local = ip.is_loopback or ip.is_link_local or flags & _IFF_LOOPBACK
+    if not local and state not in ("down", "lowerlayerdown", "notpresent"):
         yield Address(name, text, speed)

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -209,6 +210,7 @@ class Collector:
         self._families = _families()
         self._layers: weakref.WeakValueDictionary[str, Measured] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
+        self._lock = threading.Lock()  # a server scrapes from a thread of its own
 
     def add(self, layer: Measured, name: str | None = None) -> None:
         """Reports ``layer``, too, from now on.
@@ -226,9 +228,10 @@ class Collector:
             )
         if name is None:
             name = f"{type(layer).__name__}-{next(self._numbers)}"
-        if name in self._layers:
-            raise ArgumentError("name", repr(name), "a name that no other layer has here")
-        self._layers[name] = layer
+        with self._lock:
+            if name in self._layers:
+                raise ArgumentError("name", repr(name), "a name that no other layer has here")
+            self._layers[name] = layer
 
     def describe(self) -> Iterator[Any]:
         """Every metric without samples, so that registering does not collect."""
@@ -238,7 +241,9 @@ class Collector:
     def collect(self) -> Iterator[Any]:
         """The metrics of the layers that are left."""
         families = {metric.name: self._family(metric) for metric in METRICS}
-        for name, layer in sorted(self._layers.items()):
+        with self._lock:
+            layers = sorted(self._layers.items())
+        for name, layer in layers:
             try:
                 measured = layer.metrics()
             except FanfoldError:  # in a forked child the layers are the parent's

@@ -191,7 +191,6 @@ class Hosts:
                 env={
                     **kept,
                     "PATH": f"{_SCRIPTS}:{_path()}",
-                    "PYTHONUNBUFFERED": "1",
                     **environment,
                 },
             )

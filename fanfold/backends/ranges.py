@@ -64,6 +64,8 @@ class RangedBackend:
                 setattr(self, name, _in_range(f"{prefix}::{name}", getattr(backend, name)))
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_backend":  # a copy that is not filled yet
+            raise AttributeError(name)
         return getattr(self._backend, name)
 
     @property  # type: ignore[misc]  # object's may be set

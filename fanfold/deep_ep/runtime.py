@@ -27,7 +27,7 @@ from fanfold.copying import not_copied
 from fanfold.deep_ep.exchange import Exchange
 from fanfold.deep_ep.sizes import align, cuda_memory_bytes, cuda_stream_bytes, signal_bytes
 from fanfold.deep_ep.streams import HostStreams, Streams
-from fanfold.errors import ArgumentError, PeerTimeout, UsageError
+from fanfold.errors import ArgumentError, PeerTimeout, UsageError, logged
 from fanfold.forks import Owner
 from fanfold.group import Group
 from fanfold.memory.cuda import CudaSymmetricMemory
@@ -178,7 +178,9 @@ class Runtime:
         what it owed is missing from the result."""
         for peer in range(self.ranks):
             if self.memory.core.masked(peer):
-                raise PeerTimeout(self.rank, peer, phase, 1, 0, self._timeout_s, peer_gone=False)
+                raise logged(
+                    PeerTimeout(self.rank, peer, phase, 1, 0, self._timeout_s, peer_gone=False)
+                )
 
     def set_masked(self, rank: int, masked: bool) -> None:
         """Masks or unmasks a rank, on every backend that the Buffer uses."""

@@ -79,14 +79,16 @@ _LAUNCHERS = (
 def place_in(environment: Mapping[str, str]) -> Place | None:
     """The place that the variables of ``environment`` give; None if no launcher set any.
 
-    Where several launchers did, the first of torchrun, Open MPI, PMI and SLURM counts.
+    Where several launchers did, the first of torchrun, Open MPI, PMI and SLURM counts that set both
+    the rank and the number of ranks: a batch script may export some of another one's.
 
     Raises:
         ConfigError: a variable is malformed, or one is missing beside others that are set.
     """
-    launcher = next((each for each in _LAUNCHERS if _started(environment, each)), None)
-    if launcher is None:
+    started = [each for each in _LAUNCHERS if _started(environment, each)]
+    if not started:
         return None
+    launcher = next((each for each in started if _complete(environment, each)), started[0])
     if launcher is _PMI and _same_place(environment, _PMI, _SLURM):
         launcher = _SLURM  # srun --mpi=pmi2 sets both, and SLURM's variables name the hosts
     size_name = _size_name(environment, launcher)
@@ -98,12 +100,12 @@ def place_in(environment: Mapping[str, str]) -> Place | None:
             )
     size = _integer(environment, size_name, 1, 1 << 20)
     rank = _integer(environment, launcher.rank, 0, size - 1)
-    if launcher.name == "SLURM" and size == 1:
-        return None  # an interactive shell, in which nothing was started
+    if launcher in (_PMI, _SLURM) and size == 1 and "MASTER_ADDR" not in environment:
+        return None  # an interactive shell, or a single process
     local = _local(environment, launcher)
     if address := environment.get("MASTER_ADDR", ""):
         pass
-    elif environment.get(launcher.local_size) == str(size) or (local and local[1] == size):
+    elif local and local[1] == size:
         address = "127.0.0.1"
     else:
         address = _first_host(environment, launcher)
@@ -115,10 +117,14 @@ def place_in(environment: Mapping[str, str]) -> Place | None:
 
 
 def _started(environment: Mapping[str, str], launcher: _Launcher) -> bool:
-    """Whether the launcher has started this process, or says half of it."""
+    """Whether any variable of the launcher is set."""
     if launcher.step:
         return launcher.step in environment or launcher.size[0] in environment
     return any(name in environment for name in (launcher.rank, *launcher.size))
+
+
+def _complete(environment: Mapping[str, str], launcher: _Launcher) -> bool:
+    return launcher.rank in environment and _size_name(environment, launcher) in environment
 
 
 def _integer(environment: Mapping[str, str], name: str, low: int, high: int) -> int:
@@ -156,19 +162,26 @@ def _local(environment: Mapping[str, str], launcher: _Launcher) -> tuple[int, in
     if launcher.local_rank not in environment:
         return None
     local_rank = _integer(environment, launcher.local_rank, 0, 1 << 20)
-    if launcher.local_size in environment:
-        return local_rank, _integer(environment, launcher.local_size, 1, 1 << 20)
-    # SLURM, without --ntasks-per-node: "2(x3),1" are the tasks of the nodes in order.
-    counts = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
-    if launcher.name != "SLURM" or not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", counts):
+    # The variable of SLURM that names a number of tasks may be of the job, of which this is a step.
+    if launcher is _SLURM and (tasks := _tasks_of_nodes(environment)):
+        return local_rank, tasks[_integer(environment, "SLURM_NODEID", 0, len(tasks) - 1)]
+    if launcher.local_size not in environment:
         return None
+    return local_rank, _integer(environment, launcher.local_size, 1, 1 << 20)
+
+
+def _tasks_of_nodes(environment: Mapping[str, str]) -> list[int]:
+    """The tasks of each node of a step of SLURM, in order; empty if they are not known."""
+    counts = environment.get("SLURM_STEP_TASKS_PER_NODE", "")  # "2(x3),1"
+    if "SLURM_NODEID" not in environment:
+        return []
+    if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", counts):
+        return []
     tasks: list[int] = []
     for part in counts.split(","):
         count, _, times = part.rstrip(")").partition("(x")
         tasks += [int(count)] * int(times or 1)
-    if "SLURM_NODEID" not in environment:
-        return None
-    return local_rank, tasks[_integer(environment, "SLURM_NODEID", 0, len(tasks) - 1)]
+    return tasks
 
 
 def _first_host(environment: Mapping[str, str], launcher: _Launcher) -> str:

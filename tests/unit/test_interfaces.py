@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from fanfold.interfaces import (
@@ -63,6 +65,31 @@ def test_ranks_of_one_machine_are_one_stack() -> None:
     assert interface_in_common(own, [own, own]) == ""
     two = stacks({"eth0": "10.0.0.1/24"}, {"eth0": "10.0.0.2/24"})
     assert chosen([two[0], two[0], two[1], two[1]]) == ["eth0"] * 4
+
+
+def test_ranks_of_one_machine_that_see_different_addresses() -> None:
+    late = Stack("x", ())
+    full = Stack("x", (Address("eth0", "10.0.0.1/24"),))
+    other = Stack("y", (Address("eth0", "10.0.0.2/24"),))
+    assert interface_in_common(late, [late, full, other]) == ""
+    assert interface_in_common(full, [late, full, other]) == "eth0"
+
+
+def test_many_machines() -> None:
+    machines = (
+        {"eth0": f"10.0.{n // 250}.{n % 250 + 1}/16", "rail": f"10.9.{n % 256}.{n // 256 * 2}/31"}
+        for n in range(600)
+    )
+    every = stacks(*machines)
+    assert interface_in_common(every[0], every) == "eth0"
+
+
+def test_a_sandbox_may_hide_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> list[tuple[int, str]]:
+        raise OSError(97, "Address family not supported by protocol")
+
+    monkeypatch.setattr(socket, "if_nameindex", refused)
+    assert this_stack("boot").addresses == ()
 
 
 def test_ipv4_before_ipv6() -> None:

@@ -96,6 +96,28 @@ def test_slurm_tasks_of_a_node(tasks: str, node: str, local: tuple[int, int] | N
     assert place.local == local
 
 
+def test_a_step_that_is_spread_more_thinly_than_its_job() -> None:
+    # sbatch --ntasks-per-node=2, and in it srun -N2 -n2.
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1",
+            "SLURM_NODEID": "1", "SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "2"}  # fmt: skip
+    place = place_in({**SLURM, **step})
+    assert place is not None
+    assert (place.rank, place.size, place.local) == (1, 2, (0, 1))
+    assert place.address == "node07"
+
+
+def test_half_of_another_launcher_is_left_out() -> None:
+    # A batch script exports MASTER_ADDR and WORLD_SIZE; srun starts the ranks.
+    place = place_in({**SLURM, **MASTER, "WORLD_SIZE": "8"})
+    assert place is not None
+    assert (place.launcher, place.rank, place.size) == ("SLURM", 5, 8)
+    assert place.address == MASTER["MASTER_ADDR"]
+
+
+def test_a_single_process_of_mpi_is_no_rank() -> None:
+    assert place_in({"PMI_RANK": "0", "PMI_SIZE": "1"}) is None
+
+
 def test_the_launcher_inside_comes_first() -> None:
     """torchrun in a step of SLURM's, and Intel MPI's mpirun, whose proxies are such a step."""
     place = place_in({**SLURM, **TORCHRUN})
