@@ -105,7 +105,7 @@ def place_in(environment: Mapping[str, str]) -> Place | None:
     local = _local(environment, launcher)
     if address := environment.get("MASTER_ADDR", ""):
         pass
-    elif local and local[1] == size:
+    elif _on_one_host(environment, launcher, size, local):
         address = "127.0.0.1"
     else:
         address = _first_host(environment, launcher)
@@ -168,6 +168,14 @@ def _local(environment: Mapping[str, str], launcher: _Launcher) -> tuple[int, in
     if launcher.local_size not in environment:
         return None
     return local_rank, _integer(environment, launcher.local_size, 1, 1 << 20)
+
+
+def _on_one_host(
+    environment: Mapping[str, str], launcher: _Launcher, size: int, local: tuple[int, int] | None
+) -> bool:
+    if launcher is not _SLURM and environment.get(launcher.local_size) == str(size):
+        return True
+    return local is not None and local[1] == size
 
 
 def _tasks_of_nodes(environment: Mapping[str, str]) -> list[int]:

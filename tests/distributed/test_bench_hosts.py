@@ -188,7 +188,7 @@ def test_a_transport_without_several_hosts_is_refused_by_all_ranks() -> None:
 
 
 def test_hosts_with_different_numbers_of_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    uneven = Hosts((0, 0, 1), 2, False, 1, "world", "rank 2 and rank 0 do not share memory")
+    uneven = Hosts((0, 0, 1), 2, False, 1, "world", "rank 2 and rank 0 do not share memory", "")
     monkeypatch.setattr(run, "find_hosts", lambda group, config: uneven)
     settings = dataclasses.replace(SMALL, ranks=3, hosts=None)
     with pytest.raises(UnavailableError, match="3 ranks are on 2 hosts with 2, 1, because rank 2"):

@@ -188,7 +188,7 @@ def test_threads_find_what_is_asked_for_in_their_environment(
 
 
 def placed(host: tuple[int, ...], machine_ranks: int) -> Placement:
-    hosts = Hosts(host, machine_ranks, machine_ranks == len(host), 3, "world", "a reason")
+    hosts = Hosts(host, machine_ranks, machine_ranks == len(host), 3, "world", "a reason", "")
     return Placement.of(hosts, "libfabric:net" if max(host) else "")
 
 
