@@ -235,7 +235,7 @@ class PeerRefused(FanfoldError, ValueError):
 
 
 def _over(path: str) -> str:
-    """The way to a peer on another host, for a message."""
+    """The part of a message that names the path to a peer on another host."""
     if not path:
         return ""
     return f" over {path} (FANFOLD_NETWORK=libfabric:tcp:NAME names another interface)"

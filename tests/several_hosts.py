@@ -54,7 +54,7 @@ def address_of(host: int) -> str:
 
 
 def need_namespaces() -> None:
-    """Skips where namespaces cannot be made, unless the environment says that they must be."""
+    """Skips where namespaces cannot be made, unless the environment requires them."""
     missing = [tool for tool in _TOOLS if shutil.which(tool, path=_path()) is None]
     reason = f"{', '.join(missing)} not found" if missing else ""
     if not missing:

@@ -6,7 +6,7 @@
 # Use: tools/sanitize_gpu.sh [--ranks N] [--only PART]... [tool...]
 #      PYTHON=python3 where there is no .venv
 #      PART is low-latency, high-throughput or formats; without one all of them run. One rank by
-#      default; several take turns where there are fewer GPUs.
+#      default; several time-slice the GPUs where there are fewer.
 # Needs a GPU and compute-sanitizer, of the CUDA toolkit. Exits with 1 if a tool found something or a
 # program failed; each tool's last line says which: 9 if it found something in programs that ended
 # well, else their exit code.

@@ -6,9 +6,9 @@
 namespace fanfold::bindings {
 
 void bind_errors(nanobind::module_& module);
+void bind_flow_control(nanobind::module_& module);
 void bind_numeric(nanobind::module_& module);
 void bind_proxy_carrier(nanobind::module_& module);
-void bind_flow_control(nanobind::module_& module);
 void bind_ring(nanobind::module_& module);
 void bind_symmetric(nanobind::module_& module);
 void bind_transport(nanobind::module_& module);

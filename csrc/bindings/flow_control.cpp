@@ -1,5 +1,3 @@
-#include <nanobind/stl/tuple.h>
-
 #include "bindings/bindings.h"
 #include "proxy/measure_flow_control.h"
 

@@ -8,9 +8,9 @@ NB_MODULE(_core, module) {
   // Objects that live until the interpreter ends are no leak.
   nanobind::set_leak_warnings(false);
   fanfold::bindings::bind_errors(module);
+  fanfold::bindings::bind_flow_control(module);
   fanfold::bindings::bind_numeric(module);
   fanfold::bindings::bind_proxy_carrier(module);
-  fanfold::bindings::bind_flow_control(module);
   fanfold::bindings::bind_ring(module);
   fanfold::bindings::bind_symmetric(module);
   fanfold::bindings::bind_transport(module);

@@ -93,7 +93,7 @@ class RowRun {
     end_ = offset + bytes;
     if (end_ - begin_ >= kMostBytes) finish();
   }
-  // Before the signal that tells of the rows.
+  // Call it before the signal that reports the rows.
   void finish() {
     if (end_ > begin_) to_->put(begin_, end_ - begin_);
     begin_ = end_ = 0;

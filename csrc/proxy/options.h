@@ -50,7 +50,7 @@ struct ProxyMemory {
   // [ranks][kCounters]: what has arrived from each source. The proxy sets all to 0; later only the
   // thread of that source writes them.
   Array<uint64_t> counters;
-  // Rung after signals, stores and failures, not after data; null if nobody sleeps on it.
+  // Rung after counters have grown and after a failure; null if nobody sleeps on it.
   Doorbell* bell = nullptr;
 };
 

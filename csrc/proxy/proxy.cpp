@@ -133,23 +133,18 @@ void Proxy::poll(ProxyThread& thread) {
   using Clock = std::chrono::steady_clock;
   int64_t empty = 0;
   int32_t slept = 0;
-  bool worked = true;
   while (!stopping_.load(std::memory_order_relaxed)) {
-    if (worked || thread.outstanding() || busy_.load(std::memory_order_relaxed) > 0) {
+    if (thread.step(Clock::now())) {
+      empty = slept = 0;
+    } else if (thread.outstanding() || busy_.load(std::memory_order_relaxed) > 0) {
       slept = 0;
-      worked = thread.step(Clock::now());
-      empty = worked ? 0 : empty + 1;
-      if (!worked) pause_or_yield(empty);
+      pause_or_yield(++empty);
     } else {
       empty = 0;
       thread.counted().add(&Stats::sleeps);
-      const auto awake = [&] {
-        if (stopping_ || busy_ > 0) return true;
-        worked = thread.step(Clock::now());
-        return worked;
-      };
+      const auto awake = [&] { return stopping_ || busy_ > 0 || thread.step(Clock::now()); };
+      slept = std::min(slept + 1, kShortSleeps);
       const int times = slept < kShortSleeps ? 1 : kLongSleep;
-      slept += times == 1 ? 1 : 0;
       sleep_until_rung(thread.bell(), awake, times * options_.idle_sleep);
     }
   }
@@ -170,7 +165,7 @@ void Proxy::check_usable() const {
   check();
 }
 
-uint64_t Proxy::push(const CommandFields& fields, Wake wake) {
+uint64_t Proxy::push(const CommandFields& fields) {
   if (!has_peer(fields.kind)) {
     throw BadArgument("kind", std::to_string(static_cast<uint32_t>(fields.kind)),
                       "a write, a signal or a store; `push_all` takes fences and barriers");
@@ -182,7 +177,7 @@ uint64_t Proxy::push(const CommandFields& fields, Wake wake) {
     throw BadArgument(wrong->argument, wrong->value, wrong->bound);
   }
   check_usable();
-  return push_to(static_cast<size_t>(peer % options_.threads), command, wake);
+  return push_to(static_cast<size_t>(peer % options_.threads), command);
 }
 
 Tickets Proxy::push_all(CommandKind kind) {
@@ -193,16 +188,13 @@ Tickets Proxy::push_all(CommandKind kind) {
   check_usable();
   const Command command = make_command({.kind = kind});
   Tickets tickets;
-  for (size_t t = 0; t < threads_.size(); ++t) {
-    tickets.push_back(push_to(t, command, Wake::kNow));
-  }
+  for (size_t t = 0; t < threads_.size(); ++t) tickets.push_back(push_to(t, command));
   return tickets;
 }
 
-uint64_t Proxy::push_to(size_t thread, const Command& command, Wake wake) {
+uint64_t Proxy::push_to(size_t thread, const Command& command) {
   std::optional<uint64_t> ticket = producer(thread).try_push(command);
   if (!ticket) {
-    fanfold::ring(threads_[thread]->bell());
     // Ends when the proxy fails, not only when the ring stays full.
     const auto pushed_or_failed = [&] {
       ticket = producer(thread).try_push(command);
@@ -214,7 +206,7 @@ uint64_t Proxy::push_to(size_t thread, const Command& command, Wake wake) {
     // One more attempt, so that the error carries the ring's numbers.
     if (!ticket) ticket = producer(thread).push(command, std::chrono::nanoseconds(0));
   }
-  if (wake == Wake::kNow) fanfold::ring(threads_[thread]->bell());
+  fanfold::ring(threads_[thread]->bell());
   return *ticket;
 }
 

@@ -52,9 +52,6 @@ namespace fanfold::proxy {
 // One command in the ring of each thread.
 using Tickets = std::vector<uint64_t>;
 
-// Whether a push wakes a thread that sleeps. Otherwise it may see the command milliseconds late.
-enum class Wake { kNow, kLater };
-
 class Proxy {
  public:
   // One transport for each thread. Throws BadArgument and TransportError.
@@ -79,10 +76,10 @@ class Proxy {
   const Ring& ring_of(int32_t peer) const { return thread_of(peer).command_ring(); }
   void wake(int32_t peer) { fanfold::ring(thread_of(peer).bell()); }
 
-  // Pushes a write, a signal or a store, wakes the thread if `wake` says so, and returns the ticket
-  // in the ring of the peer's thread. Throws BadArgument if a field is out of bounds, RingFull if
-  // the ring stays full for the timeout, and as `check()` does. Any thread may call it.
-  uint64_t push(const CommandFields& fields, Wake wake = Wake::kNow);
+  // Pushes a write, a signal or a store, wakes the thread, and returns the ticket in the ring of
+  // the peer's thread. Throws BadArgument if a field is out of bounds, RingFull if the ring stays
+  // full for the timeout, and as `check()` does. Any thread may call it.
+  uint64_t push(const CommandFields& fields);
   // Pushes a fence or a barrier to every thread.
   Tickets push_all(CommandKind kind);
   // Whether the commands are done.
@@ -127,7 +124,7 @@ class Proxy {
  private:
   ProxyThread& thread_of(int32_t peer) const;
   Producer& producer(size_t thread) const { return *producers_[thread]; }
-  uint64_t push_to(size_t thread, const Command& command, Wake wake);
+  uint64_t push_to(size_t thread, const Command& command);
   void check_usable() const;
   void run(ProxyThread& thread);
   void poll(ProxyThread& thread);

@@ -1,7 +1,6 @@
 #include "proxy/proxy_carrier.h"
 
 #include <algorithm>
-#include <atomic>
 #include <exception>
 #include <utility>
 
@@ -40,20 +39,14 @@ class ProxyCarrier::ProxyLink final : public Link {
   void put(int64_t offset, int64_t bytes) override {
     for (int64_t done = 0; done < bytes; done += kLargestPut) {
       const int64_t place = modes_offset_ + offset + done;
-      const int64_t some = std::min(bytes - done, kLargestPut);
-      // A store follows, and wakes the thread. What has become much sets out before.
-      const bool much = gathered_.fetch_add(some, std::memory_order_relaxed) + some >= kMuch;
-      if (much) gathered_.store(0, std::memory_order_relaxed);
       proxy_.push({.kind = CommandKind::kWrite,
                    .peer = peer_,
-                   .bytes = some,
+                   .bytes = std::min(bytes - done, kLargestPut),
                    .source = place,
-                   .target = place},
-                  much ? Wake::kNow : Wake::kLater);
+                   .target = place});
     }
   }
   void store(int64_t offset, uint64_t word) override {
-    gathered_.store(0, std::memory_order_relaxed);
     proxy_.push({.kind = CommandKind::kStore,
                  .peer = peer_,
                  .target = modes_offset_ + offset,
@@ -63,12 +56,10 @@ class ProxyCarrier::ProxyLink final : public Link {
 
  private:
   static constexpr int64_t kLargestPut = int64_t{1} << 30;
-  static constexpr int64_t kMuch = int64_t{32} << 10;
 
   Proxy& proxy_;
   int32_t peer_;
   int64_t modes_offset_;
-  std::atomic<int64_t> gathered_ = 0;  // bytes put since the thread was woken
 };
 
 ProxyCarrier::ProxyCarrier(const SymmetricMemory& memory, ProxyOptions options,

@@ -135,14 +135,14 @@ bool ProxyThread::step(Time now) {
   if (failure() != nullptr) return false;
   elapsed_ += std::clamp<nanoseconds>(now - last_.value_or(now), nanoseconds(0), kLongestGap);
   last_ = now;
-  ordered_ = false;
+  grown_ = false;
   bool worked = poll();
   worked = take_commands() || worked;
   worked = send_pending() || worked;
   worked = finish_held() || worked;
   worked = acknowledge() || worked;
   if (failure() == nullptr) check_timeouts();
-  if (ordered_ && memory_.bell != nullptr) fanfold::ring(*memory_.bell);
+  if (grown_ && memory_.bell != nullptr) fanfold::ring(*memory_.bell);
   return worked;
 }
 
@@ -212,7 +212,6 @@ void ProxyThread::accept(Channel& channel, const Immediate& immediate) {
   }
   const uint64_t before = channel.in.accepted_in_order();
   while (const std::optional<Due> due = channel.in.next_due()) {
-    ordered_ = true;
     if (due->store) {
       store(channel.peer, due->sequence);
     } else {
@@ -229,6 +228,7 @@ void ProxyThread::accept(Channel& channel, const Immediate& immediate) {
 void ProxyThread::count(int32_t source, const Addition& addition) {
   uint64_t* counter = memory_.counters + int64_t{source} * kCounters + addition.counter;
   store_release_system(counter, load_relaxed_system(counter) + addition.amount);
+  grown_ = true;
 }
 
 // The place of the word is free for the next message of its number once this one is acknowledged.
@@ -245,6 +245,7 @@ void ProxyThread::store(int32_t source, uint64_t sequence) {
   } else {
     store_release_system(reinterpret_cast<uint64_t*>(memory_.data + stored.offset), stored.word);
   }
+  grown_ = true;
 }
 
 template <typename Change>

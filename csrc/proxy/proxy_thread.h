@@ -152,7 +152,7 @@ class ProxyThread {
   std::optional<Time> last_;
   std::chrono::nanoseconds next_check_{};
   std::chrono::nanoseconds barrier_moved_{};
-  bool ordered_ = false;     // a signal or store has been executed in this step
+  bool grown_ = false;       // a counter has grown in this step
   std::string known_error_;  // the transport's words for the peers that are lost
 
   Counted counted_;  // what is of no peer; channels have the rest

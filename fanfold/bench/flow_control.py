@@ -1,5 +1,5 @@
 """What credits are for: many senders of one receiver, with and without a bound on what they have in
-flight, on a modelled network. docs/bench.md says what each figure means."""
+flight, on a modelled network. docs/bench.md explains each figure."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ __all__ = ["FlowControlSettings", "Incast", "Point", "measure", "notes", "record
 _NO_LIMIT = 1 << 40
 _MOST_LINK = 10_000
 _MOST_BUFFER_MB = 1024
+# The core's argument names, as the command line calls them.
+_OPTIONS = {
+    "bytes": "megabytes",
+    "chunk_bytes": "chunks",
+    "bytes / chunk_bytes": "chunks",
+    "credit.bytes": "credit",
+    "loopback link.buffer_bytes": "buffer",
+}
 
 
 @dataclass(frozen=True)
@@ -107,8 +115,8 @@ def measure(settings: FlowControlSettings) -> list[Point]:
 
 
 def _run(settings: FlowControlSettings, chunk: int, credit: int) -> Incast:
-    return Incast(
-        **_core.measure_incast(
+    try:
+        found = _core.measure_incast(
             senders=settings.senders,
             bytes=settings.megabytes << 20,
             chunk_bytes=chunk,
@@ -116,11 +124,14 @@ def _run(settings: FlowControlSettings, chunk: int, credit: int) -> Incast:
             link_bytes_per_us=round(settings.link * 1000),
             buffer_bytes=settings.buffer,
         )
-    )
+    except ArgumentError as error:
+        name = _OPTIONS.get(error.argument, error.argument)
+        raise ArgumentError(name, error.value, error.bound) from None
+    return Incast(**found)
 
 
 def record(settings: FlowControlSettings, points: Sequence[Point]) -> dict[str, Any]:
-    """The result as one JSON object; docs/bench.md says what each field means."""
+    """The result as one JSON object; docs/bench.md explains each field."""
     return {
         "schema": SCHEMA,
         "bench": "flow_control",

@@ -23,7 +23,7 @@ class RowsMoved:
         total: one for each (token, rank that holds one of its experts).
         remote: those for other ranks.
         between_hosts: rows that cross to other hosts. Low latency sends one for each (token, rank
-            there); high throughput one for each (token, host), and on the way back one sum.
+            there); high throughput one for each (token, host), and combine returns one sum.
         inside_hosts: rows that go from one rank to another of the same host: those for the source's
             own host and, in high throughput, those that its gateways hand on.
     """

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from fanfold.bench import flow_control, report
 from fanfold.bench.flow_control import FlowControlSettings, Point
-from fanfold.errors import UnavailableError
+from fanfold.cli.plot import check_picture, save
 
 __all__ = ["add_mode", "run"]
 
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         report.check_writable(args.json)
     if args.plot is not None:
-        _check_plot(args.plot)
+        check_picture(args.plot, "--plot")
     points = flow_control.measure(settings)
     console = Console() if Console().is_terminal else Console(width=132)
     console.print(flow_control.table(points))
@@ -83,21 +83,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_plot(path: Path) -> None:
-    try:
-        from fanfold.cli.plot import check_picture
-
-        check_picture(path, "--plot")
-    except ImportError as error:
-        raise UnavailableError(
-            f"matplotlib cannot be imported ({error}): pip install 'fanfold[plot]'"
-        ) from error
-
-
 def _draw(settings: FlowControlSettings, points: Sequence[Point], out: Path) -> None:
     from matplotlib.figure import Figure
-
-    from fanfold.cli.plot import save
 
     figure = Figure(figsize=(7.0, 4.0), layout="constrained")
     axes = figure.subplots()

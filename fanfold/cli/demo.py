@@ -22,7 +22,7 @@ from fanfold.cli.demo_model import (
 from fanfold.cli.demo_report import DemoReport, ProgressLine
 from fanfold.cli.plot import check_picture
 from fanfold.config import Config
-from fanfold.errors import ArgumentError
+from fanfold.errors import ArgumentError, UnavailableError
 from fanfold.geometry import check_integer
 from fanfold.group import as_group
 from fanfold.launch import launch
@@ -91,7 +91,7 @@ def _settings(args: argparse.Namespace) -> DemoSettings:
             raise ArgumentError("--ranks", settings.ranks, f"a divisor of the {total} {name}")
     check_integer("--steps", settings.steps, 1, MOST_STEPS)
     check_integer("--seed", settings.seed, 0, MOST_SEED)
-    with contextlib.suppress(ImportError):  # without matplotlib there is no picture
+    with contextlib.suppress(UnavailableError):  # without matplotlib there is no picture
         check_picture(args.out)
     if args.json is not None:
         check_writable(args.json)

@@ -165,7 +165,7 @@ def _modern(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _hosts(fields: dict[str, Any]) -> dict[str, Any]:
-    """Where the ranks were. On one host the backend says what carries, so that is not named."""
+    """Where the ranks were. On one host the backend names the transport, so none is added."""
     hosts = fields.get("hosts") or 1
     if hosts == 1:
         return {"hosts": 1, "transport": None, "emulated_hosts": None}
@@ -232,13 +232,9 @@ def draw(points: Sequence[Point], out: Path) -> None:
         UnavailableError: matplotlib is not installed.
         ArgumentError: ``out`` cannot be a picture, or not be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UnavailableError(
-            f"matplotlib cannot be imported ({error}): pip install 'fanfold[plot]'"
-        ) from error
     check_picture(out)
+    from matplotlib.figure import Figure
+
     columns = {axis: series for axis in AXES if (series := series_along(points, axis))}
     if not columns:
         columns = {"tokens": series_along(points, "tokens", least_places=1)}
@@ -268,9 +264,14 @@ def check_picture(out: Path, option: str = "--out") -> None:
 
     Raises:
         ArgumentError: no picture has such an ending, or no file can be there.
-        ImportError: matplotlib is not installed.
+        UnavailableError: matplotlib is not installed.
     """
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UnavailableError(
+            f"matplotlib cannot be imported ({error}): pip install 'fanfold[plot]'"
+        ) from error
 
     known = Figure().canvas.get_supported_filetypes()
     if not out.absolute().parent.is_dir():

@@ -11,7 +11,8 @@ from typing import Any
 
 from fanfold.bench.workload import ROUTINGS
 from fanfold.cli import simulate_report as report
-from fanfold.errors import ArgumentError, UnavailableError
+from fanfold.cli.plot import check_picture
+from fanfold.errors import ArgumentError
 from fanfold.simulate import NETWORKS, SYSTEMS, Network, Scenario, System, compare, load, simulate
 from fanfold.simulate.model import DTYPES, PHASES
 
@@ -127,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
     if args.validate:
         return _validate(args)
     if args.plot is not None:
-        _check_plot(args.plot)
+        check_picture(args.plot, "--plot")
     scenarios = [scenario(args, ranks) for ranks in args.ranks]
     results = []
     for one in scenarios:
@@ -191,14 +192,3 @@ def _append(path: Path | None, lines: Iterator[dict[str, Any]]) -> None:
                 file.write(json.dumps(line) + "\n")
     except OSError as error:
         raise ArgumentError("--json", f"{path} ({error})", "a file that can be written") from error
-
-
-def _check_plot(path: Path) -> None:
-    from fanfold.cli.plot import check_picture
-
-    try:
-        check_picture(path, "--plot")
-    except ImportError as error:
-        raise UnavailableError(
-            f"matplotlib cannot be imported ({error}): pip install 'fanfold[plot]'"
-        ) from error

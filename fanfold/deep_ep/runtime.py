@@ -225,15 +225,16 @@ class Runtime:
         return True
 
     def is_internode_available(self) -> bool:
-        """Whether ranks of other hosts can be reached: not by the host backend."""
+        """Whether DeepEP's internode calls are needed: no, the same calls reach ranks of other
+        hosts."""
         return False
 
     def get_num_rdma_ranks(self) -> int:
-        """Number of hosts: 1."""
+        """Number of groups of ranks that DeepEP's internode calls distinguish: 1."""
         return 1
 
     def get_rdma_rank(self) -> int:
-        """Index of this host: 0."""
+        """Index of this rank's group among them: 0."""
         return 0
 
     def get_root_rdma_rank(self, global_: bool) -> int:

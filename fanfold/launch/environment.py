@@ -199,8 +199,8 @@ def _first_host(environment: Mapping[str, str], launcher: _Launcher) -> str:
     match = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,]*))?", hosts)
     if match is None:
         raise ConfigError(
-            f"{launcher.name} started this process ({launcher.rank} is set), but nothing says "
-            "where rank 0 is: set MASTER_ADDR to its host"
+            f"{launcher.name} started this process ({launcher.rank} is set), but no variable "
+            "names rank 0's host: set MASTER_ADDR to its host"
         )
     return "".join(part or "" for part in match.groups())
 

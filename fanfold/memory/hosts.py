@@ -45,7 +45,7 @@ class Hosts:
         proxy_threads: of each rank, where there are several hosts.
         world: a name of this group's ranks that no other group has.
         reason: why there are several hosts, for messages; "" if there are not.
-        interface: of this host, through which sockets reach the others; "" if nothing says which.
+        interface: of this host, through which sockets reach the others; "" if none is chosen.
     """
 
     host: tuple[int, ...]
@@ -121,8 +121,8 @@ def find_hosts(group: Group, config: Config) -> Hosts:
 
 
 def _interface(own: Stack, stacks: list[Stack]) -> str:
-    """Through which sockets reach the ranks elsewhere, where libfabric is not told by variables of
-    its own; "" if all ranks have one network stack."""
+    """The interface through which sockets reach the ranks of other hosts; "" if all ranks have one
+    network stack, or if libfabric's own variables name one."""
     if libfabric_interface() or len({stack.name for stack in stacks}) == 1:
         return ""
     return interface_in_common(own, stacks) or default_interface()

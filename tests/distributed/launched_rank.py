@@ -97,7 +97,7 @@ def deep_ep(group: dist.ProcessGroup, host: tuple[int, ...]) -> None:
         out, _, _ = buffer.combine(rows, handle)
     finally:
         buffer.destroy()
-    total = torch.zeros(call.x.shape)
+    total = torch.zeros(call.x.shape, dtype=torch.float32, device="cpu")
     for there in dict.fromkeys((host[rank], *host)):
         copies = in_rank[:, [h == there for h in host]].sum(1, keepdim=True)
         part = call.x.float() * copies
@@ -114,10 +114,10 @@ def check(group: dist.ProcessGroup, folder: Path) -> None:
     say(f"right on hosts {list(hosts.host)}")
 
 
-def until_told(group: dist.ProcessGroup, folder: Path) -> None:
+def until_file(group: dist.ProcessGroup, folder: Path) -> None:
     """Rounds of both modes, all right, until the file ``enough`` is there."""
     with WIDE.open(group) as low, STREAMED.open(group) as high:
-        rounds, enough = 0, torch.zeros(1)
+        rounds, enough = 0, torch.zeros(1, dtype=torch.float32, device="cpu")
         while not enough:
             assert works(low, WIDE)
             assert works(high, STREAMED)
@@ -161,7 +161,7 @@ def run(group: dist.ProcessGroup, folder: Path, step: str) -> None:
     elif word == "until_failure":
         until_failure(group, folder, *rest)
     else:
-        {"check": check, "until_told": until_told}[word](group, folder)
+        {"check": check, "until_file": until_file}[word](group, folder)
 
 
 def main() -> None:

@@ -68,11 +68,12 @@ def test_draws(tmp_path: Path) -> None:
     [
         (("--senders", "0"), "senders"),
         (("--megabytes", "0"), "megabytes"),
-        (("--megabytes", "1024"), "bytes"),
-        (("--chunks", "1000"), "chunk_bytes"),
-        (("--credit", "8"), "credit.bytes"),
+        (("--megabytes", "1024"), "megabytes"),
+        (("--chunks", "1000"), "chunks"),
+        (("--credit", "8"), "credit"),
         (("--link", "0"), "link"),
         (("--buffer", "0"), "buffer"),
+        (("--buffer", "1"), "buffer"),
     ],
 )
 def test_refuses(arguments: tuple[str, ...], name: str) -> None:
@@ -86,7 +87,9 @@ def test_one_line_for_a_picture_that_cannot_be_made(
 ) -> None:
     pytest.importorskip("matplotlib")
     assert main.main(["bench", "flow-control", *TINY, "--plot", str(tmp_path / "a.txt")]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    said = capsys.readouterr()
+    assert len(said.err.splitlines()) == 1
+    assert said.out == ""  # it is refused before anything is measured
 
 
 def test_same_settings_give_the_same_result() -> None:

@@ -200,7 +200,7 @@ def test_a_placement_says_whether_one_machine_acts_as_several_hosts() -> None:
 
 
 def result_of(mode: str, placement: Placement, between: float = 250_000.0) -> Result:
-    times = torch.tensor([[[100.0, 50.0, 150.0]]] * 4, dtype=torch.float64)
+    times = torch.tensor([[[100.0, 50.0, 150.0]]] * 4, dtype=torch.float64, device="cpu")
     return Result(
         settings=BenchSettings(mode, hosts=placement.hosts).on("host"),  # type: ignore[arg-type]
         ranks=4,

@@ -246,7 +246,7 @@ def said_of(result):
 @pytest.mark.parametrize("backend", ["host", "cuda"])
 @pytest.mark.parametrize("mode", MODES)
 def test_reports_say_whose_calls_they_are_of(backend, mode):
-    times = Timings(torch.ones((2, 3, 3), dtype=torch.float64))
+    times = Timings(torch.ones((2, 3, 3), dtype=torch.float64, device="cpu"))
     traffic = Traffic(1.0, 2.0, 0.0, 1.0)
     for face in FACES:
         result = Result(
@@ -265,7 +265,7 @@ def test_reports_say_whose_calls_they_are_of(backend, mode):
 @pytest.mark.parametrize("in_place", [True, False])
 def test_reports_say_whether_rows_came_in_place(in_place):
     settings = BenchSettings("high_throughput", ranks=2, backend="cuda", in_place=in_place)
-    times = Timings(torch.ones((2, 3, 3), dtype=torch.float64))
+    times = Timings(torch.ones((2, 3, 3), dtype=torch.float64, device="cpu"))
     traffic = Traffic(1.0, 2.0, 0.0, 1.0)
     result = Result(
         settings=settings.on("cuda"), ranks=2, placement=Placement(1, 2), fanfold=times,

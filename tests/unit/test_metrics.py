@@ -20,7 +20,7 @@ import fanfold
 from fanfold.deep_ep import Buffer
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.group import as_group
-from fanfold.metrics import METRICS, collect
+from fanfold.metrics import METRICS, collect, collector
 from fanfold.thread_ranks import ThreadRanks
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -297,3 +297,29 @@ with fanfold.LowLatency(num_experts=8, top_k=2, hidden=64, max_tokens=8) as ep:
 
 def test_without_prometheus_client_the_rest_works() -> None:
     subprocess.run([sys.executable, "-c", WITHOUT], check=True, timeout=100)
+
+
+def test_layers_may_be_added_while_a_server_scrapes() -> None:
+    class Layer:
+        rank = 0
+
+        def metrics(self) -> dict[str, object]:
+            return {"calls_total": {"dispatch": 1}}
+
+    layers = [Layer() for _ in range(2000)]
+    found = collector()
+
+    def add() -> None:
+        for layer in layers:
+            found.add(layer)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    adding = threading.Thread(target=add)
+    adding.start()
+    try:
+        while adding.is_alive():
+            list(found.collect())
+    finally:
+        sys.setswitchinterval(interval)
+        adding.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import pytest
@@ -157,3 +158,10 @@ def test_a_pytorch_without_nvtx_is_logged_and_has_none(
     [record] = caplog.records
     assert record.name == "fanfold.backends.ranges"
     assert "the setting nvtx is True (from argument)" in record.getMessage()
+
+
+def test_a_copy_of_a_backend_with_ranges_does_not_recurse() -> None:
+    class Backend:
+        value = 7
+
+    assert copy.copy(RangedBackend(Backend(), "fanfold")).value == 7

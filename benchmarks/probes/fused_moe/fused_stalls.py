@@ -6,7 +6,7 @@
     ncu -i PROFILE.ncu-rep --page source --csv > PROFILE.csv
     python3 fused_stalls.py PROFILE.csv
 
-One JSON line for each part of the kernel. Parts are told apart by their instructions: the loop
+One JSON line for each part of the kernel. Instructions distinguish the parts: the loop
 over K begins with a wait for a stage and ends with four products.
 """
 
