@@ -121,7 +121,8 @@ def test_the_tutorial(tmp_path: Path) -> None:
         found: list[str] = []
         for program in programs:
             assert program.wait() == 0, program.output
-            found += re.findall(r"^rank \d .*$", program.output, re.MULTILINE)
+            # An unbuffered Python writes the end of a line apart, so two ranks can share a line.
+            found += re.findall(r"rank \d of \d on host\d: right in both modes", program.output)
     # Which host has which ranks is torchrun's choice.
     assert sorted(found) in (sorted(shown), sorted(_hosts_swapped(shown)))
 
