@@ -21,6 +21,7 @@ from fanfold.descriptors import check_descriptors, for_memory
 from fanfold.errors import FanfoldError, UnavailableError
 from fanfold.group import Group, agree
 from fanfold.late_peers import LatePeer, LatePeers
+from fanfold.memory.closing import close_in_a_thread, wait_at_exit
 from fanfold.memory.hosts import Hosts, find_hosts
 from fanfold.representation import described
 
@@ -108,6 +109,7 @@ class SymmetricMemory:
                 self.core.close()
             raise
         if carrier is not None:
+            wait_at_exit()
             carrier.give_to(self.core)
             self._log_network()
         self.core.seal()
@@ -195,7 +197,7 @@ class SymmetricMemory:
         """Between hosts, has peers get what this rank has signalled, as :meth:`close` does: they
         may still wait for it when a program drops its last reference."""
         if getattr(self, "network", ""):
-            self.core.close()
+            close_in_a_thread(self.core)
 
     def __repr__(self) -> str:
         return described(self, rank="rank", ranks="ranks", bytes_per_rank="usable_bytes")

@@ -236,19 +236,26 @@ def test_what_cannot_be_is_said_by_all(
         assert said in error
 
 
-def dropped(group: dist.ProcessGroup) -> None:
-    """A layer that nobody closes, so that peers may still wait when this rank drops it."""
-    mode = fanfold.HighThroughput(
+def layer(group: dist.ProcessGroup, timeout_s: float) -> fanfold.HighThroughput:
+    return fanfold.HighThroughput(
         num_experts=4 * as_group(group).size,
         top_k=2,
         hidden=64,
         max_tokens=8,
-        config=fanfold.Config.resolve(timeout_s=20.0),
+        config=fanfold.Config.resolve(timeout_s=timeout_s),
         group=group,
     )
+
+
+def there_and_back(mode: fanfold.HighThroughput) -> None:
     x, idx, weights = rows_of(mode.rank, 4 * mode.ranks)
     received = mode.dispatch(x, idx, weights)
     mode.combine(received.tokens, received)
+
+
+def dropped(group: dist.ProcessGroup) -> None:
+    """A layer that nobody closes, so that peers may still wait when this rank drops it."""
+    there_and_back(layer(group, 20.0))
 
 
 @pytest.mark.parametrize("provider", ["libfabric:tcp", "loopback:{}"])
@@ -260,3 +267,22 @@ def test_a_layer_that_is_dropped_delivers_what_it_has_sent(
     for seed in range(15):
         monkeypatch.setenv("FANFOLD_NETWORK", provider.format(seed))
         threads(4).run(dropped)
+
+
+def dropped_by_one(group: dist.ProcessGroup) -> None:
+    first = layer(group, 20.0)
+    there_and_back(first)
+    with layer(group, 3.0) as second:
+        if second.rank == 0:
+            del first  # its peers still have it, so that closing it waits for them
+        there_and_back(second)
+
+
+@pytest.mark.parametrize("network", ["libfabric:tcp", "loopback"])
+def test_dropping_a_layer_holds_up_no_call_of_another(
+    network: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need(network)
+    monkeypatch.setenv("FANFOLD_HOSTS", "2")
+    monkeypatch.setenv("FANFOLD_NETWORK", network)
+    threads(4).run(dropped_by_one)
