@@ -233,7 +233,8 @@ class BaseDispatcher(ABC):
         return tuple(rank for rank in range(self.ranks) if not masked[rank])
 
     def missing(self, topk_idx: torch.Tensor) -> torch.Tensor:
-        """Which top-k entries get no contribution, because their expert is on a masked rank.
+        """Which top-k entries get no contribution, because their expert is on a masked rank, or in
+        high throughput on a host where the rank that receives for it from this one is masked.
 
         To renormalise a token's output, divide it by the share of its weights that is left::
 
@@ -255,13 +256,17 @@ class BaseDispatcher(ABC):
             UsageError: closed.
         """
         self._check_open()
-        return missing_entries(self.geometry, self._masked(), topk_idx)
+        return missing_entries(self.geometry, self._unreached(), topk_idx)
 
     def _masked(self) -> torch.Tensor:
         """``[R]``: not zero for each masked rank."""
         if isinstance(self.memory, SymmetricMemory):
             return torch.tensor(self.memory.masked(), dtype=torch.bool, device="cpu")
         return torch.zeros(self.ranks, dtype=torch.bool, device=self.device)
+
+    def _unreached(self) -> torch.Tensor:
+        """``[R]``: not zero for each rank that gets no tokens of this one."""
+        return self._masked()
 
     # ---- the end of the object ------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from fanfold.errors import ArgumentError
 from fanfold.formats import RowFormat, ScaleFormatName
 from fanfold.geometry import Geometry, check_integer, check_tensor
 from fanfold.group import as_group, together
+from fanfold.memory.host import SymmetricMemory
 from fanfold.operators import Shapes, register
 from fanfold.refusal import Refusing
 from fanfold.renaming import Renaming
@@ -352,6 +353,13 @@ class HighThroughput(BaseDispatcher):
         """See :meth:`BaseDispatcher.refuse_combine`."""
         if not self._closed:
             self._backend.refuse_combine(error)
+
+    def _unreached(self) -> torch.Tensor:
+        masked = self._masked()
+        if not isinstance(self.memory, SymmetricMemory) or not self.memory.hosts.several:
+            return masked
+        gateways = [self.memory.core.gateway_to(peer) for peer in range(self.ranks)]
+        return masked | masked[gateways]
 
     def _plan_of(self, received: object) -> Any:
         """The backend's plan behind a result of this object's dispatch; None for anything else."""

@@ -17,6 +17,7 @@ void bind_calls(nb::class_<SymmetricMemory>& memory) {
       .def("close", &SymmetricMemory::close, Unlocked())
       .def("barrier", &SymmetricMemory::barrier, Unlocked())
       .def("masked", &SymmetricMemory::masked, "peer"_a)
+      .def("gateway_to", &SymmetricMemory::gateway_to, "peer"_a)
       .def("set_masked", &SymmetricMemory::set_masked, "peer"_a, "value"_a)
       .def("why_lost", &SymmetricMemory::why_lost, "peer"_a)
       .def_prop_ro("late", [](const SymmetricMemory& self) { return self.late().size(); })

@@ -269,8 +269,8 @@ void Dispatch::blank_padding() {
   blank_from(plan_.offsets[locals_], into_.capacity);
 }
 
-// If this rank masks a source before all of its rows have arrived: clears the missing rows, and
-// removes them from a new plan. The rows of other sources keep their positions.
+// If this rank masks a source, or its gateway here, before all of its rows have arrived: clears the
+// missing rows, and removes them from a new plan. The rows of other sources keep their positions.
 void Dispatch::blank_missing(int32_t source) {
   const IncomingRows& incoming = incoming_[size_of(source)];
   const int64_t begin = incoming.complete ? incoming.next : incoming.next - 1;
@@ -301,7 +301,7 @@ void Dispatch::check_complete() {
   for (int32_t source = 0; source < exchange_.ranks(); ++source) {
     const IncomingRows& incoming = incoming_[size_of(source)];
     if (incoming.next == incoming.end && incoming.complete) continue;
-    if (!exchange_.present(source)) {
+    if (source != exchange_.rank() && readers_[size_of(source)].lost()) {
       blank_missing(source);
       continue;
     }

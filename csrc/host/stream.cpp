@@ -19,7 +19,7 @@ bool StreamWriter::has_room() {
   if (chunk - acknowledged_by_all_ < layout_.chunks) return true;
   int32_t by_all = kLeft;
   for (const OutgoingPath::Reader& reader : path_.readers) {
-    if (exchange_.present(reader.rank)) by_all = std::min(by_all, acknowledged(reader));
+    if (exchange_.present(reader.rank) && reaches_readers()) by_all = std::min(by_all, acknowledged(reader));
   }
   // Readers that have left before the end have not read what may still be on its way.
   if (by_all == kLeft) to_.fence();
@@ -64,7 +64,7 @@ std::optional<Pending> StreamWriter::pending(int32_t rank) const {
   if (reader == path_.readers.end()) return std::nullopt;
   const int64_t needed = staged_ / layout_.records - layout_.chunks + 1;
   const int64_t read = acknowledged(*reader);
-  if (staged_ == records_ || read >= needed) return std::nullopt;
+  if (staged_ == records_ || read >= needed || !reaches_readers()) return std::nullopt;
   return Pending{needed * layout_.records, read * layout_.records};
 }
 
@@ -90,17 +90,16 @@ void StreamReader::acknowledge() {
   exchange_.set_chunks(path_.ack, read_chunks);
 }
 
-// Whether there is nothing to read from this rank itself or from a masked one.
-bool StreamReader::is_read() const {
-  return path_.peer == exchange_.rank() || !exchange_.present(path_.peer);
+bool StreamReader::lost() const {
+  return !exchange_.present(path_.peer) || !exchange_.present(path_.published.rank);
 }
 
 bool StreamReader::complete() const {
-  return is_read() || (opened() && ended() && exchange_.chunks(path_.published) == chunks());
+  return path_.peer == exchange_.rank() || lost() || (opened() && ended() && exchange_.chunks(path_.published) == chunks());
 }
 
 std::optional<Pending> StreamReader::pending() const {
-  if (is_read() || !opened()) return std::nullopt;
+  if (path_.peer == exchange_.rank() || lost() || !opened()) return std::nullopt;
   if (records_ == kUntilEnd) return Pending{read_ + 1, read_};
   // The last publish, by which the writer agrees, counts as one more record.
   if (ended()) {

@@ -81,6 +81,8 @@ class StreamWriter {
     std::byte* ring = to_.place(path_.ring.offset);
     return Record{ring + layout_.side_offset(index), ring + layout_.payload_offset(index)};
   }
+  // Whether the rank in whose memory the ring lies is not masked.
+  bool reaches_readers() const { return exchange_.present(path_.ring.rank); }
   int32_t acknowledged(const OutgoingPath::Reader& reader) const;
   int32_t complete_chunks() const;
 
@@ -116,8 +118,9 @@ class StreamReader {
   // Lets the writer reuse the chunks that have been read. Callers call it before they wait.
   void acknowledge();
 
-  // Whether the whole stream has been read and its writer has agreed to the call. The stream of a
-  // masked peer is always complete.
+  // Whether its writer is masked, or the gateway through which it comes.
+  bool lost() const;
+  // Whether the whole stream has been read and its writer has agreed to the call, or it is lost.
   bool complete() const;
   // For Exchange::wait: the records, or the last publish, that have not arrived.
   std::optional<Pending> pending() const;
@@ -127,7 +130,6 @@ class StreamReader {
   static constexpr int64_t kUntilEnd = int64_t{1} << 62;
 
   int32_t chunks() const { return static_cast<int32_t>(ceil_div(records_, layout_.records)); }
-  bool is_read() const;
 
   Exchange& exchange_;
   StreamLayout layout_;

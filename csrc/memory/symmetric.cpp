@@ -268,7 +268,9 @@ bool SymmetricMemory::wait_for(Phase phase, const std::function<bool()>& ready,
   TimeoutReport late = report();
   late.seconds = std::chrono::duration<double>(counted.waited()).count();
   late.peer_gone = result == WaitResult::kPeerGone;
-  if (options_.mask_late_peers) {
+  // Without another peer to mask, the caller would wait again for the same.
+  const bool nobody = late.peer == rank() || (awaited == nullptr && masked(late.peer));
+  if (options_.mask_late_peers && !nobody) {
     set_masked(late.peer, true);
     if (awaited != nullptr) {
       late.phase = std::string(name_of(awaited->phase)) + " " + std::to_string(awaited->call);

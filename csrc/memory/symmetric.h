@@ -118,7 +118,8 @@ class SymmetricMemory {
   bool wait(const AwaitedSignal& awaited, const std::function<int64_t()>& actual);
 
   // Waits, in `phase`, until `ready()` returns true. If the wait times out, throws PeerTimeout with
-  // `report()`, or masks `report().peer` and returns false. A long wait calls `report()` every
+  // `report()`, or masks `report().peer` and returns false; it throws if that is this rank or masked
+  // already, as when ranks have masked different peers and wait for each other. A long wait calls `report()` every
   // `WaitPolicy::idle` and ends early if the process of `report().peer` has ended.
   bool wait_until(Phase phase, const std::function<bool()>& ready,
                   const std::function<TimeoutReport()>& report) {
@@ -130,6 +131,11 @@ class SymmetricMemory {
   RefusalReport refusal(int32_t peer, Phase phase, uint32_t epoch) const;
 
   void barrier();
+
+  // The rank that receives for `peer` what this rank sends to its whole host: `peer` on this host.
+  int32_t gateway_to(int32_t peer) const {
+    return hosts_.together(peer, rank()) ? peer : hosts_.gateway(rank(), hosts_.host_of(peer));
+  }
 
   bool masked(int32_t peer) const { return load_relaxed_system(&masked_[index(peer)]) != 0; }
   void set_masked(int32_t peer, bool value) {

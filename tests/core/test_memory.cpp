@@ -448,6 +448,26 @@ TEST(late_peers_are_masked_where_wanted) {
   CHECK_EQ(group[0]->peek(0).value, 9);
 }
 
+TEST(a_wait_that_finds_no_other_peer_to_mask_ends) {
+  SymmetricOptions options = options_for(2, kBytes, 0.02);
+  options.mask_late_peers = true;
+  const Group group = mapped_group(options);
+  const auto wait_for_rank = [&](int32_t peer) {
+    return group[0]->wait_until(
+        Phase::kBarrier, [] { return false; },
+        [&] { return TimeoutReport{0, peer, "barrier", 1, 0, 0.0, false}; });
+  };
+  CHECK(!wait_for_rank(1));
+  CHECK_THROWS(wait_for_rank(1), PeerTimeout);
+  CHECK(!group[0]->masked(0));
+  const Group other = mapped_group(options);
+  CHECK_THROWS(other[0]->wait_until(
+                   Phase::kBarrier, [] { return false; },
+                   [] { return TimeoutReport{0, 0, "barrier", 1, 0, 0.0, false}; }),
+               PeerTimeout);
+  CHECK(!other[0]->masked(0));
+}
+
 TEST(waits_that_find_nothing_at_once_are_counted) {
   SymmetricOptions options = options_for(3, kBytes, 0.02);
   options.mask_late_peers = true;

@@ -269,6 +269,34 @@ def test_a_layer_that_is_dropped_delivers_what_it_has_sent(
         threads(4).run(dropped)
 
 
+def without_a_gateway(group: dist.ProcessGroup) -> tuple[tuple[int, ...], list[int]]:
+    """The ranks that are not masked, where rank 3 does not come, and those that get no tokens."""
+    config = fanfold.Config.resolve(timeout_s=0.5, late_peers="mask")
+    with fanfold.HighThroughput(
+        group, num_experts=16, top_k=2, hidden=64, max_tokens=8, config=config
+    ) as mode:
+        for _ in range(2 if mode.rank != 3 else 0):
+            there_and_back(mode)
+        as_group(group).all_gather(None)
+        missing = mode.missing(torch.arange(16, dtype=torch.int64, device="cpu").reshape(8, 2))
+        return mode.live_ranks(), sorted({i // 2 for i in missing.any(1).nonzero().flatten().tolist()})
+
+
+# Rank 3 would bring the rows of rank 1 to rank 2, and their sums back.
+@pytest.mark.filterwarnings("ignore::fanfold.LatePeerWarning")
+def test_those_whose_rows_a_late_gateway_brings_are_not_late(
+    network: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FANFOLD_HOSTS", "2")
+    live = (0, 1, 2)
+    assert threads(4).run(without_a_gateway) == [
+        (live, [3]),
+        (live, [2, 3]),
+        (live, [3]),
+        ((*live, 3), []),
+    ]
+
+
 def dropped_by_one(group: dist.ProcessGroup) -> None:
     first = layer(group, 20.0)
     there_and_back(first)
