@@ -38,6 +38,16 @@ void StreamWriter::advance() {
   flush();
 }
 
+// Puts the records of a chunk; the last one of the stream may have fewer than it could hold.
+void StreamWriter::put(int32_t chunk) const {
+  const int64_t first = int64_t{chunk} * layout_.records;
+  const int64_t records = std::min(int64_t{layout_.records}, staged_ - first);
+  RowRun run(to_);
+  run.put(path_.ring.offset + layout_.side_offset(first), records * layout_.record.side_bytes());
+  run.put(path_.ring.offset + layout_.payload_offset(first), records * layout_.record.piece_bytes);
+  run.finish();
+}
+
 bool StreamWriter::flush() {
   if (closed_) return false;
   int32_t chunks = complete_chunks();
@@ -45,10 +55,7 @@ bool StreamWriter::flush() {
   const bool closing = last && exchange_.agreed();
   if (last && !closing) --chunks;
   if (chunks <= published_ && !closing) return false;
-  for (int32_t chunk = published_; chunk < chunks; ++chunk) {
-    const int64_t place = chunk % layout_.chunks * layout_.chunk_bytes();
-    to_.put(path_.ring.offset + place, layout_.chunk_bytes());
-  }
+  for (int32_t chunk = published_; chunk < chunks; ++chunk) put(chunk);
   for (const StreamPlace& word : path_.published) {
     if (exchange_.present(word.rank)) exchange_.set_chunks(word, chunks);
     if (word.rank != exchange_.rank()) continue;

@@ -85,6 +85,7 @@ class StreamWriter {
   bool reaches_readers() const { return exchange_.present(path_.ring.rank); }
   int32_t acknowledged(const OutgoingPath::Reader& reader) const;
   int32_t complete_chunks() const;
+  void put(int32_t chunk) const;
 
   Exchange& exchange_;
   StreamLayout layout_;

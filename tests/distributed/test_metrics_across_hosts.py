@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -105,6 +106,30 @@ def test_a_combine_sends_signature_rows_encodings_and_three_signals(threads: Thr
         back = ROWS[1 - rank] * ROW
         added = both[rank][name] - dispatches[rank][name]
         assert added == SIGNATURE + back + up(TOKENS) + 3 * STORE
+
+
+def sent_by_streams(group: dist.ProcessGroup) -> list[float]:
+    """The bytes that dispatches and combines of five tokens send, one call after the other."""
+    sizes = {"num_experts": 4, "top_k": TOP_K, "hidden": HIDDEN, "max_tokens": 1024}
+    with fanfold.HighThroughput(group, **sizes) as ep:
+
+        def sent() -> float:
+            as_group(group).all_gather(None)  # what is on its way is acknowledged, or sent
+            return sum(ep.metrics()["channel_sent_bytes_total"].values())
+
+        bytes_before = [sent()]
+        for _ in range(2):
+            received = ep.dispatch(*tokens_of(ep.rank))
+            bytes_before.append(sent())
+            ep.combine(received.tokens, received)
+            bytes_before.append(sent())
+        return [late - early for early, late in itertools.pairwise(bytes_before)]
+
+
+def test_few_rows_do_not_travel_as_a_whole_chunk(threads: ThreadRanks) -> None:
+    for sent in threads.run(sent_by_streams):
+        # Beside rows: what stands before the rows of a chunk, a header, counts and signals.
+        assert all(0 < added < 4 << 10 for added in sent)
 
 
 def test_a_peer_receives_what_a_rank_sends(threads: ThreadRanks) -> None:
