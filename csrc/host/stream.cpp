@@ -19,7 +19,8 @@ bool StreamWriter::has_room() {
   if (chunk - acknowledged_by_all_ < layout_.chunks) return true;
   int32_t by_all = kLeft;
   for (const OutgoingPath::Reader& reader : path_.readers) {
-    if (exchange_.present(reader.rank) && reaches_readers()) by_all = std::min(by_all, acknowledged(reader));
+    if (exchange_.present(reader.rank) && reaches_readers())
+      by_all = std::min(by_all, acknowledged(reader));
   }
   // Readers that have left before the end have not read what may still be on its way.
   if (by_all == kLeft) to_.fence();
@@ -102,7 +103,8 @@ bool StreamReader::lost() const {
 }
 
 bool StreamReader::complete() const {
-  return path_.peer == exchange_.rank() || lost() || (opened() && ended() && exchange_.chunks(path_.published) == chunks());
+  return path_.peer == exchange_.rank() || lost() ||
+         (opened() && ended() && exchange_.chunks(path_.published) == chunks());
 }
 
 std::optional<Pending> StreamReader::pending() const {

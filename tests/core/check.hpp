@@ -126,11 +126,37 @@ inline Share take_share(std::vector<std::string_view>& arguments) {
   return share;
 }
 
+// A range of seeds, for a test that runs many.
+struct Seeds {
+  uint64_t first = 0;
+  uint64_t count = 0;
+};
+
+// Those of "--seeds=FIRST:COUNT"; none where it is not given.
+inline Seeds& asked_seeds() {
+  static Seeds seeds;
+  return seeds;
+}
+
+inline void take_seeds(std::vector<std::string_view>& arguments) {
+  constexpr std::string_view kOption = "--seeds=";
+  std::erase_if(arguments, [&](std::string_view argument) {
+    if (!argument.starts_with(kOption)) return false;
+    const std::string value(argument.substr(kOption.size()));
+    const size_t colon = value.find(':');
+    asked_seeds() = {std::stoull(value), std::stoull(value.substr(colon + 1))};
+    if (asked_seeds().count == 0) throw std::invalid_argument("--seeds=" + value);
+    return true;
+  });
+}
+
 // Runs the tests whose name contains one of the arguments; without any, all but the long tests.
-// With "--part=K/N" only some of them, so that N processes share the tests.
+// With "--part=K/N" only some of them, so that N processes share the tests. With
+// "--seeds=FIRST:COUNT" tests of many seeds run these instead of their own.
 inline int run(std::vector<std::string_view> filters) {
   constexpr std::string_view kLong = "long_";
   const Share share = take_share(filters);
+  take_seeds(filters);
   int passed = 0;
   int failed = 0;
   int left_out = 0;

@@ -1,9 +1,7 @@
 // Random traffic among proxies over a network that reorders, delays, repeats and stalls.
 #include <cstdint>
-#include <cstdlib>
 #include <exception>
 #include <iostream>
-#include <sstream>
 #include <string>
 
 #include "check.hpp"
@@ -137,15 +135,8 @@ void run_seeds(uint64_t first, uint64_t count) {
 
 TEST(proxy_delivers_everything_once_over_a_hostile_network) { run_seeds(0, 300 / kRoundsShare); }
 
-// PROXY_SEEDS=FIRST:COUNT runs other seeds than the first.
 TEST(long_proxy_delivers_everything_once_over_a_hostile_network) {
-  const char* asked = std::getenv("PROXY_SEEDS");
-  uint64_t first = 1'000'000;
-  uint64_t count = 20'000;
-  char colon = ':';
-  if (asked != nullptr) {
-    std::istringstream text(asked);
-    CHECK(text >> first >> colon >> count && colon == ':' && count > 0);
-  }
-  run_seeds(first, count);
+  const check::Seeds asked = check::asked_seeds();
+  if (asked.count > 0) return run_seeds(asked.first, asked.count);
+  run_seeds(1'000'000, 20'000);
 }
