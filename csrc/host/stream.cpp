@@ -19,8 +19,8 @@ bool StreamWriter::has_room() {
   if (chunk - acknowledged_by_all_ < layout_.chunks) return true;
   int32_t by_all = kLeft;
   for (const OutgoingPath::Reader& reader : path_.readers) {
-    if (exchange_.present(reader.rank) && reaches_readers())
-      by_all = std::min(by_all, acknowledged(reader));
+    const bool reads = exchange_.present(reader.rank) && reaches_readers();
+    if (reads) by_all = std::min(by_all, acknowledged(reader));
   }
   // Readers that have left before the end have not read what may still be on its way.
   if (by_all == kLeft) to_.fence();

@@ -118,7 +118,7 @@ class SymmetricMemory {
   bool wait(const AwaitedSignal& awaited, const std::function<int64_t()>& actual);
 
   // Waits, in `phase`, until `ready()` returns true. If the wait times out, throws PeerTimeout with
-  // `report()`, or masks `report().peer` and returns false. It throws if that is this rank or masked
+  // `report()`, or masks `report().peer` and returns false. Throws if that is this rank or masked
   // already: ranks that have masked different peers may wait for each other. A long wait calls
   // `report()` every `WaitPolicy::idle` and ends early if the process of `report().peer` has ended.
   bool wait_until(Phase phase, const std::function<bool()>& ready,
