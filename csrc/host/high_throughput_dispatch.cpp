@@ -301,7 +301,7 @@ void Dispatch::check_complete() {
   for (int32_t source = 0; source < exchange_.ranks(); ++source) {
     const IncomingRows& incoming = incoming_[size_of(source)];
     if (incoming.next == incoming.end && incoming.complete) continue;
-    if (source != exchange_.rank() && readers_[size_of(source)].lost()) {
+    if (readers_[size_of(source)].lost()) {
       blank_missing(source);
       continue;
     }
