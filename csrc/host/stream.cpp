@@ -22,9 +22,10 @@ bool StreamWriter::has_room() {
     const bool reads = exchange_.present(reader.rank) && reaches_readers();
     if (reads) by_all = std::min(by_all, acknowledged(reader));
   }
-  // Readers that have left before the end have not read what may still be on its way.
+  // Readers that have left before the end have not read what may still be on its way, in each round
+  // of the ring.
   if (by_all == kLeft) to_.fence();
-  acknowledged_by_all_ = by_all;
+  acknowledged_by_all_ = by_all == kLeft ? static_cast<int32_t>(chunk) : by_all;
   return chunk - acknowledged_by_all_ < layout_.chunks;
 }
 

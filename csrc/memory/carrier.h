@@ -31,6 +31,9 @@ class Carrier {
   virtual void check(int32_t peer) const = 0;
   // Whether `peer` alone is lost.
   virtual bool lost(int32_t peer) const = 0;
+  // Called now and then in a long wait for `peer`, to find out whether it still runs. If it has
+  // ended, it is lost soon.
+  virtual void probe(int32_t peer) = 0;
   // For any thread.
   virtual std::vector<CarrierCount> counts() const = 0;
   // How `peer` is reached, for messages; empty if nothing is known.

@@ -19,6 +19,9 @@ std::chrono::nanoseconds nanoseconds_of(double seconds) {
 }
 
 constexpr int64_t kPage = 4096;
+// How long a rank waits for a peer on another host before it asks whether the peer still runs, and
+// then until it asks again.
+constexpr std::chrono::milliseconds kProbeInterval{500};
 
 Hosts hosts_of(const SymmetricOptions& options) {
   if (options.hosts.empty()) return Hosts(options.ranks);
@@ -221,6 +224,20 @@ bool SymmetricMemory::wait(const AwaitedSignal& awaited, const std::function<int
       &awaited);
 }
 
+bool SymmetricMemory::has_ended(int32_t peer, const CountedWait& wait,
+                                std::chrono::nanoseconds& probe_at) const {
+  if (peer == rank()) return false;
+  if (carrier_ != nullptr) {
+    if (!hosts_.together(peer, rank()) && wait.waited() >= probe_at) {
+      probe_at = wait.waited() + kProbeInterval;
+      carrier_->probe(peer);
+    }
+    if (options_.mask_late_peers && carrier_->lost(peer)) return true;
+    carrier_->check(peer);
+  }
+  return handles_[index(peer)].ended();
+}
+
 bool SymmetricMemory::wait_for(Phase phase, const std::function<bool()>& ready,
                                const std::function<TimeoutReport()>& report,
                                const AwaitedSignal* awaited) {
@@ -228,16 +245,11 @@ bool SymmetricMemory::wait_for(Phase phase, const std::function<bool()>& ready,
   CountedWait counted(waits_, phase, awaited != nullptr ? awaited->peer : kAnyPeer);
   const WaitPolicy policy{nanoseconds_of(options_.timeout_seconds),
                           nanoseconds_of(options_.spin_seconds)};
+  std::chrono::nanoseconds probe_at = kProbeInterval;
   const auto peer_gone = [&] {
     // The interrupt check may have run a signal handler of the user that closed this memory.
     if (closed_) throw Misuse("it was closed while it waited");
-    const int32_t peer = report().peer;
-    if (peer == rank()) return false;
-    if (carrier_ != nullptr) {
-      if (options_.mask_late_peers && carrier_->lost(peer)) return true;
-      carrier_->check(peer);
-    }
-    return handles_[index(peer)].ended();
+    return has_ended(report().peer, counted, probe_at);
   };
   bool published = false;
   std::vector<BlockedRank> chain;

@@ -93,6 +93,9 @@ class Proxy {
   // `check(source)` does. This is the condition of a consumer's wait.
   bool has_arrived(int32_t source, int32_t counter, uint64_t expected) const;
 
+  // Has the thread of `peer` find out whether it still runs, while the thread is busy. If the peer
+  // has ended, it is lost soon.
+  void probe(int32_t peer) { thread_of(peer).probe(peer); }
   // Whether `peer` is lost, and the others are not.
   bool lost(int32_t peer) const;
   // How `peer` is reached, for messages; empty if nothing is known.

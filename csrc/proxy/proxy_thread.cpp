@@ -110,11 +110,6 @@ std::string ProxyThread::path(int32_t peer) const {
   return serves(peer) ? channels_[place(peer)]->path : "";
 }
 
-const Failure* ProxyThread::lost(int32_t peer) const {
-  const Channel* found = channel(peer);
-  return found == nullptr ? nullptr : found->lost.load(std::memory_order_acquire);
-}
-
 Stats ProxyThread::stats() const {
   Stats sum = counted_.snapshot();
   for (const int32_t peer : peers_) sum += stats_of(peer);
@@ -136,6 +131,7 @@ bool ProxyThread::step(Time now) {
   elapsed_ += std::clamp<nanoseconds>(now - last_.value_or(now), nanoseconds(0), kLongestGap);
   last_ = now;
   grown_ = false;
+  if (probe_.load(std::memory_order_relaxed) >= 0) send_probe();
   bool worked = poll();
   worked = take_commands() || worked;
   worked = send_pending() || worked;
@@ -263,7 +259,7 @@ void ProxyThread::complete(uint64_t context) {
     Channel& channel = channel_of(static_cast<int32_t>(peer));
     if ((context & kAcknowledgementContext) != 0) {
       known = channel.in.acknowledgement_completed();
-      if (known) --acks_in_flight_;
+      if (known && channel.failure == nullptr) --acks_in_flight_;
     } else if (!channel.given_up) {
       const uint64_t sequence = channel.whole(static_cast<uint32_t>(context));
       freeing(channel, [&] { return known = channel.out.complete(sequence); });
@@ -290,7 +286,7 @@ bool ProxyThread::acknowledge() {
   return worked;
 }
 
-bool ProxyThread::send_acknowledgement(Channel& channel) {
+bool ProxyThread::send_acknowledgement(Channel& channel, bool reported) {
   const auto accepted =
       static_cast<uint32_t>(channel.in.accepted_in_order()) & layout_.acknowledgement_mask();
   transport::Write message{.peer = channel.peer,
@@ -305,7 +301,8 @@ bool ProxyThread::send_acknowledgement(Channel& channel) {
                                                      .source = options_.rank,
                                                      .amount = accepted})
                                             .word,
-                           .context = context_of(channel.peer) | kAcknowledgementContext};
+                           .context = context_of(channel.peer) | kAcknowledgementContext,
+                           .reported = reported};
   const Code code = write(message);
   if (code == Code::kFailed) lose(channel.peer);
   if (code != Code::kOk) return false;

@@ -44,6 +44,10 @@ class ProxyThread {
   // again soon.
   bool outstanding() const;
 
+  // For any thread, after `connect`: has this thread find out whether `peer` still runs. Networks
+  // need not tell that to a rank that only waits for the peer.
+  void probe(int32_t peer) { probe_.store(peer, std::memory_order_relaxed); }
+
   // Ends this thread's work because of an exception in it.
   void die(const std::string& what);
 
@@ -88,7 +92,7 @@ class ProxyThread {
   void store(int32_t source, uint64_t sequence);
   void complete(uint64_t context);
   bool acknowledge();
-  bool send_acknowledgement(Channel& channel);
+  bool send_acknowledgement(Channel& channel, bool reported = false);
 
   // Sending.
   bool take_commands();
@@ -110,6 +114,7 @@ class ProxyThread {
   bool finish_barrier();
 
   // Failing.
+  void send_probe();
   void check_timeouts();
   void lose(int32_t peer);
   void mark_lost(Channel& channel, FailureReason reason, const std::string& text);
@@ -142,8 +147,9 @@ class ProxyThread {
   std::optional<CommandFields> held_;  // popped, and not finished or not yet in its channel
   int64_t pending_ = 0;                // commands in channels
   int64_t in_flight_ = 0;              // messages
-  int64_t acks_in_flight_ = 0;
-  uint64_t barriers_ = 0;      // begun
+  int64_t acks_in_flight_ = 0;         // to peers that are not lost
+  std::atomic<int32_t> probe_ = -1;    // the peer to ask, or -1
+  uint64_t barriers_ = 0;              // begun
   bool barrier_sent_ = false;  // the signals of the barrier in `held_` are in their channels
   size_t barrier_next_ = 0;    // peers_ before this one have come to it
   int32_t next_rail_ = 0;

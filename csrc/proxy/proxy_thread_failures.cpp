@@ -14,6 +14,21 @@ using std::chrono::nanoseconds;
 
 }  // namespace
 
+const Failure* ProxyThread::lost(int32_t peer) const {
+  const Channel* found = channel(peer);
+  return found == nullptr ? nullptr : found->lost.load(std::memory_order_acquire);
+}
+
+// The last acknowledgement may come again at any time, and what is outstanding tells as much.
+void ProxyThread::send_probe() {
+  const int32_t peer = probe_.exchange(-1, std::memory_order_relaxed);
+  if (!serves(peer) || channel_of(peer).failure != nullptr) return;
+  if (transport_->probe(peer)) return;
+  Channel& channel = channel_of(peer);
+  if (channel.busy() || channel.in.acknowledgement_in_flight()) return;
+  static_cast<void>(send_acknowledgement(channel, true));
+}
+
 void ProxyThread::check_timeouts() {
   if (elapsed_ < next_check_) return;
   next_check_ = elapsed_ + std::min<nanoseconds>(options_.timeout / 16, std::chrono::seconds(1));
@@ -61,6 +76,7 @@ void ProxyThread::mark_lost(Channel& channel, FailureReason reason, const std::s
   if (channel.failure != nullptr) return;
   channel.failure = std::make_unique<const Failure>(describe(reason, channel.peer, text));
   channel.lost.store(channel.failure.get(), std::memory_order_release);
+  if (channel.in.acknowledgement_in_flight()) --acks_in_flight_;  // may never complete
   if (memory_.bell != nullptr) fanfold::ring(*memory_.bell);
 }
 

@@ -4,10 +4,13 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
+#include <map>
 #include <utility>
 
 #include "base/error.h"
 #include "transport/libfabric_rail.h"
+#include "transport/socket_probe.h"
 
 namespace fanfold::transport {
 namespace {
@@ -52,10 +55,11 @@ struct PeerRail {
 };
 
 struct Peer {
-  std::vector<PeerRail> rails;  // empty: not connected
-  std::string name;             // of its first rail, where it is one of sockets
-  std::string failure;          // why writes to the peer fail; empty while they do not
-  bool reported = false;        // kPeerFailed has been reported
+  std::vector<PeerRail> rails;    // empty: not connected
+  std::string name;               // of its first rail, where it is one of sockets
+  std::vector<std::byte> socket;  // the address that it names
+  std::string failure;            // why writes to the peer fail; empty while they do not
+  bool reported = false;          // kPeerFailed has been reported
 };
 
 // The keys of two registrations in the one key of `RemoteMemory`: those of EFA and of verbs have 32
@@ -86,6 +90,7 @@ class Libfabric final : public Transport {
   LocalMemory register_memory(std::byte* data, int64_t bytes) override;
   RemoteMemory remote(LocalMemory memory) const override;
   Code write(const Write& write) override;
+  bool probe(int32_t peer) override;
   int32_t poll(std::span<Event> events) override;
   const std::string& error() const override { return error_; }
 
@@ -110,6 +115,10 @@ class Libfabric final : public Transport {
   bool known(LocalMemory memory) const {
     return memory.index >= 0 && std::cmp_less(memory.index, regions_.size());
   }
+  bool connected(int32_t peer) const {
+    return peer >= 0 && std::cmp_less(peer, peers_.size()) &&
+           !peers_[static_cast<size_t>(peer)].rails.empty();
+  }
 
   ssize_t post(Rail& rail, Operation& operation);
   void post_pending(Rail& rail);
@@ -117,6 +126,7 @@ class Libfabric final : public Transport {
   void poll_rail(int32_t index, std::span<Event> events, int32_t& count);
   void accept(int32_t index, const CqEntry& entry, std::span<Event> events, int32_t& count);
   void read_error(int32_t index);
+  void read_probes();
   void fail_post(const Write& write, int64_t result);
   void fail_peer(int32_t peer, const std::string& why);
   void fail_all(const std::string& why);
@@ -132,8 +142,9 @@ class Libfabric final : public Transport {
   Region landing_;
   std::array<std::byte, 64> landing_bytes_{};
   std::vector<Peer> peers_;
-  bool of_endpoint_ = false;  // registrations belong to an endpoint
-  bool many_keys_ = false;    // one region has several keys
+  std::map<int32_t, SocketProbe> probes_;  // of peers, until they are answered
+  bool of_endpoint_ = false;               // registrations belong to an endpoint
+  bool many_keys_ = false;                 // one region has several keys
   bool failures_to_report_ = false;
   std::string lost_;  // why the whole transport failed
   int32_t next_rail_ = 0;
@@ -252,6 +263,8 @@ Code Libfabric::connect(int32_t peer, const Address& address) {
     }
     if (i == 0 && libfabric::over_sockets(nics_[0]->info->fabric_attr->prov_name)) {
       entry.name = libfabric::socket_text(head.addr_format, part.name);
+      entry.socket.assign(part.name.begin(),
+                          part.name.begin() + static_cast<ptrdiff_t>(part.name_bytes));
     }
     rails.push_back({found, part.landing, part.landing_key});
   }
@@ -260,7 +273,7 @@ Code Libfabric::connect(int32_t peer, const Address& address) {
 }
 
 std::string Libfabric::path(int32_t peer) const {
-  if (peer < 0 || std::cmp_greater_equal(peer, peers_.size())) return {};
+  if (!connected(peer)) return {};
   const std::string& to = peers_[static_cast<size_t>(peer)].name;
   if (to.empty()) return {};
   const Info& info = *nics_[0]->info;
@@ -313,8 +326,7 @@ std::string Libfabric::refusal(const Write& write) const {
     return std::string("a write's ") + what + " is " + std::to_string(value) +
            ", but must be from 0 to " + std::to_string(bound);
   };
-  if (write.peer < 0 || std::cmp_greater_equal(write.peer, peers_.size()) ||
-      peers_[static_cast<size_t>(write.peer)].rails.empty()) {
+  if (!connected(write.peer)) {
     return "a write's peer " + std::to_string(write.peer) + " is not connected";
   }
   if (write.rail < 0 || write.rail >= limits_.rails) {
@@ -376,11 +388,12 @@ ssize_t Libfabric::post(Rail& rail, Operation& operation) {
   const FiAddr to = peers_[static_cast<size_t>(write.peer)].rails[rail_index].address;
   libfabric::Endpoint* endpoint = rail.endpoint.get();
   const auto bytes = static_cast<size_t>(write.bytes);
-  if (bytes > rail.inject_bytes || rail.inject_bytes == 0) {
+  if (bytes > rail.inject_bytes || rail.inject_bytes == 0 || write.reported) {
     return endpoint->rma->writedata(endpoint, at.source, bytes, at.descriptor, write.immediate, to,
                                     at.target, at.key, &operation);
   }
-  // An injected write has no completion: its source is free when the call returns.
+  // An injected write has no completion: its source is free when the call returns. If it fails, its
+  // peer is not known.
   const ssize_t result =
       endpoint->rma->injectdata(endpoint, at.source, bytes, write.immediate, to, at.target, at.key);
   if (result == 0) rail.injected.push_back(&operation);
@@ -403,6 +416,7 @@ void Libfabric::post_pending(Rail& rail) {
 
 int32_t Libfabric::poll(std::span<Event> events) {
   int32_t count = 0;
+  if (!probes_.empty()) read_probes();
   report_failures(events, count);
   for (int32_t i = 0; i < limits_.rails && lost_.empty(); ++i) {
     poll_rail((next_rail_ + i) % limits_.rails, events, count);
@@ -506,6 +520,26 @@ void Libfabric::read_error(int32_t index) {
 }
 
 // ---- failures -----------------------------------------------------------------------------------
+
+// libfabric's tcp connects again and again to a peer that has ended, and reports nothing.
+bool Libfabric::probe(int32_t peer) {
+  if (!connected(peer) || peers_[static_cast<size_t>(peer)].name.empty()) return false;
+  const Peer& asked = peers_[static_cast<size_t>(peer)];
+  if (asked.failure.empty()) probes_.try_emplace(peer, asked.socket);
+  return true;
+}
+
+void Libfabric::read_probes() {
+  for (auto probe = probes_.begin(); probe != probes_.end();) {
+    const int32_t peer = probe->first;
+    const SocketProbe::Answer answer = probe->second.answer();
+    if (answer == SocketProbe::Answer::kRefused) {
+      fail_peer(peer, name_ + ": peer " + std::to_string(peer) + " has ended: " +
+                          peers_[static_cast<size_t>(peer)].name + " refuses connections");
+    }
+    probe = answer == SocketProbe::Answer::kNone ? std::next(probe) : probes_.erase(probe);
+  }
+}
 
 void Libfabric::fail_peer(int32_t peer, const std::string& why) {
   Peer& failed = peers_[static_cast<size_t>(peer)];

@@ -55,6 +55,8 @@ struct Write {
   int64_t bytes;  // 0 sends the immediate alone
   uint32_t immediate;
   uint64_t context;  // returned with the completion
+  // Whether a failure of this write must name its peer, even if that makes the write slower.
+  bool reported = false;
 };
 
 enum class EventKind {
@@ -103,6 +105,13 @@ class Transport {
 
   // Starts a write. kAgain: nothing has been sent.
   virtual Code write(const Write& write) = 0;
+
+  // Asks the network whether `peer` still runs; if it has ended, kPeerFailed follows. Returns false
+  // if this network tells that only to those who write to the peer.
+  virtual bool probe(int32_t peer) {
+    static_cast<void>(peer);
+    return false;
+  }
 
   // Drives the transport, and stores up to `events.size()` events. Returns their number.
   virtual int32_t poll(std::span<Event> events) = 0;

@@ -2,10 +2,14 @@
 // links between the ranks.
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <string_view>
 #include <thread>
 
 #include "check.hpp"
+#include "host/exchange.h"
+#include "host/stream.h"
+#include "host/stream_paths.h"
 #include "low_latency_world.hpp"
 
 namespace fanfold {
@@ -57,6 +61,32 @@ TEST(low_latency_calls_given_up_have_left_between_hosts) {
   });
   CHECK_EQ(world.links.size(), 2u);
   for (const auto& link : world.links) CHECK(link->fences() > 0);
+}
+
+// A rank that refuses leaves before the end, and the writer goes on until it knows.
+TEST(high_throughput_streams_to_ranks_that_have_left_wait_in_each_round_of_the_ring_on_two_hosts) {
+  const int64_t bytes = HighThroughputLayout{2}.bytes(int64_t{8} << 10);
+  SymmetricOptions options = options_for(2, bytes);
+  options.hosts = hosts_for(2, 2);
+  const Group group = SymmetricMemory::in_process(options);
+  const Links links = separate(group);
+  Exchange writes(*group[0], 0, bytes);
+  Exchange leaves(*group[1], 0, bytes);
+  writes.begin(Phase::kHighThroughputDispatch);
+  leaves.begin(Phase::kHighThroughputDispatch);
+  leaves.leave();
+  const OutgoingPath path = dispatch_to(writes, 1);
+  while (writes.chunks(StreamPlace{0, path.readers[0].ack}) != kLeft) std::this_thread::yield();
+  const StreamLayout layout = StreamLayout::of(dispatch_ring_bytes(writes), 64, RecordLayout{});
+  constexpr int32_t kRounds = 4;
+  const int64_t records = int64_t{kRounds} * layout.chunks * layout.records;
+  StreamWriter writer(writes, layout, path, records);
+  for (int64_t record = 0; record < records; ++record) {
+    CHECK(writer.has_room());
+    std::memset(writer.next().payload, static_cast<int>(record), 64);
+    writer.advance();
+  }
+  CHECK_EQ(links[0]->fences(), kRounds - 1);
 }
 
 // A rank may close its memory right after its last signal.

@@ -85,6 +85,7 @@ void echo(const std::string& provider, Pipes& pipes) {
 // Writes random bytes to a peer that runs `echo`, and compares them with what the peer writes back.
 void expect_echo(Side& side, int32_t peer, const RemoteMemory& memory, uint32_t bytes) {
   fill(side.memory, bytes);
+  const std::string failed_before = side.transport->error();
   const Write write = write_to(side, peer, memory, bytes);
   Code code = Code::kAgain;
   side.arrivals.clear();
@@ -93,7 +94,7 @@ void expect_echo(Side& side, int32_t peer, const RemoteMemory& memory, uint32_t 
     side.poll();
     sched_yield();
   }
-  CHECK_EQ(side.transport->error(), "");
+  CHECK_EQ(side.transport->error(), failed_before);
   CHECK_EQ(side.arrivals.size(), 1u);
   CHECK_EQ(side.arrivals[0].immediate, bytes);
   CHECK_EQ(std::memcmp(side.memory.data(), side.memory.data() + kBytes / 2, bytes), 0);
@@ -306,8 +307,9 @@ TEST(libfabric_writes_between_processes) {
   }
 }
 
-// No provider here reports a dead peer: libfabric 1.17 connects again and again over sockets, and
-// shm does not notice. The transport must neither throw nor hang nor lose its other peers.
+// Of itself no provider here reports a dead peer: libfabric 1.17 connects again and again over
+// sockets, and shm does not notice. The transport must neither throw nor hang nor lose its other
+// peers.
 TEST(libfabric_keeps_its_other_peers_when_a_process_ends) {
   if (left_out_without_libfabric("libfabric_keeps_its_other_peers")) return;
   for (const char* provider : kProviders) {
@@ -331,4 +333,34 @@ TEST(libfabric_keeps_its_other_peers_when_a_process_ends) {
     CHECK(accepted <= side.transport->limits().writes);
     for (const uint32_t bytes : {8u, 100'000u}) expect_echo(side, 2, second_memory, bytes);
   }
+}
+
+// The proxies of a rank may be asked at any time, also while they are written to.
+TEST(libfabric_asks_sockets_whether_a_process_has_ended) {
+  if (left_out_without_libfabric("libfabric_asks_sockets_whether_a_process_has_ended")) return;
+  Pipes first_pipes;
+  Pipes second_pipes;
+  Child first([&] { echo("tcp", first_pipes); });
+  Child second([&] { echo("tcp", second_pipes); });
+  Side side("tcp", kBytes);
+  meet(side, first_pipes, {.rank = 0, .peer = 1});
+  const RemoteMemory memory = meet(side, second_pipes, {.rank = 0, .peer = 2});
+  for (int round = 0; round < 200; ++round) {
+    CHECK(side.transport->probe(1));
+    CHECK(side.transport->probe(2));
+    expect_echo(side, 2, memory, 64);
+  }
+  CHECK_EQ(side.failures.size(), 0u);
+  first.end();
+  for (int64_t i = 0; i < kMostPolls && side.failures.empty(); ++i) {
+    side.transport->probe(1);
+    side.poll();
+  }
+  CHECK_EQ(side.failures.size(), 1u);
+  CHECK_EQ(side.failures[0].peer, 1);
+  CHECK(side.transport->error().find("peer 1 has ended") != std::string::npos);
+  CHECK(side.transport->error().find(" port ") != std::string::npos);
+  CHECK_EQ(side.transport->write(write_to(side, 1, memory, 8)), Code::kFailed);
+  for (const uint32_t bytes : {8u, 100'000u}) expect_echo(side, 2, memory, bytes);
+  CHECK(!Side("shm", kBytes).transport->probe(1));
 }

@@ -158,6 +158,17 @@ TEST(libfabric_injects_small_writes) {
   CHECK_EQ(Fake::get().injected, 2);
 }
 
+// The failure of an injected write does not name its peer.
+TEST(libfabric_does_not_inject_writes_whose_failure_must_name_the_peer) {
+  World world({.inject_size = 64});
+  Write write = world.write(0, 0, 1);
+  write.reported = true;
+  CHECK_EQ(world.transports[0]->write(write), Code::kOk);
+  CHECK_EQ(Fake::get().injected, 0);
+  CHECK_EQ(world.poll(1).size(), 1u);
+  CHECK(!world.transports[0]->probe(1));
+}
+
 TEST(libfabric_keeps_one_write_of_a_peer_that_has_no_room) {
   World world({.tx_size = 4, .again = 3});
   CHECK_EQ(world.transports[0]->write(world.write(0, 8, 1)), Code::kOk);     // waits
