@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
 
 namespace fanfold {
 namespace {
@@ -11,6 +12,11 @@ namespace {
 constexpr int32_t kMissedHeartbeats = 3;
 constexpr auto kHeartbeatInterval = std::chrono::milliseconds(50);
 constexpr int32_t kNobody = -1;
+
+// The values of heartbeats.
+constexpr int32_t kWaitsForNobody = 0;
+int32_t waits_for(int32_t peer) { return peer + 1; }
+int32_t gave_up_for(int32_t peer) { return -(peer + 1); }
 
 constexpr Phase kPhases[] = {Phase::kHighThroughputCounts, Phase::kHighThroughputDispatch,
                              Phase::kHighThroughputCombine};
@@ -207,16 +213,24 @@ Signal Exchange::heartbeat_of(int32_t rank) const {
   return memory_.peek(rank, offset_ + signals_.watch_offset());
 }
 
-void Exchange::push_heartbeat(int32_t late_peer) {
-  memory_.peer(rank()).signal_quietly(offset_ + signals_.watch_offset(),
-                                      Signal{++heartbeat_count_, late_peer + 1});
+void Exchange::push_heartbeat(int32_t value) {
+  heartbeat_ = Signal{heartbeat_.epoch + 1, value};
+  memory_.peer(rank()).signal_quietly(offset_ + signals_.watch_offset(), heartbeat_);
 }
 
-void Exchange::send_heartbeat(int32_t late_peer) const {
+void Exchange::send_heartbeat() const {
   for (int32_t peer = 0; peer < ranks(); ++peer) {
     if (is_here(peer) || !present(peer)) continue;
-    memory_.peer(peer).signal_quietly(signal(Kind::kHeartbeat, rank()),
-                                      Signal{heartbeat_count_, late_peer + 1});
+    memory_.peer(peer).signal_quietly(signal(Kind::kHeartbeat, rank()), heartbeat_);
+  }
+}
+
+// Peers then blame `late_peer`, not this rank, which is in no call any more.
+void Exchange::tell_of_giving_up(int32_t late_peer) noexcept {
+  try {
+    push_heartbeat(gave_up_for(late_peer));
+    send_heartbeat();
+  } catch (...) {  // NOLINT(bugprone-empty-catch): the caller throws what has happened
   }
 }
 
@@ -229,24 +243,31 @@ void Exchange::wait(const std::function<bool()>& ready,
   // Ranks on other hosts get the heartbeats of long waits only, and few: each wakes them.
   const auto start = std::chrono::steady_clock::now();
   int64_t sent = 0;
-  memory_.wait_until(phase_, ready, [&] {
+  const auto report = [&] {
     const int32_t late_peer = find_late_peer(pending);
-    push_heartbeat(late_peer);
+    push_heartbeat(waits_for(late_peer));
     const auto waited = std::chrono::steady_clock::now() - start;
     if (waited / kHeartbeatInterval > sent) {
       sent = waited / kHeartbeatInterval;
-      send_heartbeat(late_peer);
+      send_heartbeat();
     }
     const Pending missing = pending(late_peer).value_or(Pending{epoch_, int64_t{epoch_} - 1});
     return TimeoutReport{rank(), late_peer, name_of(phase_), missing.expected, missing.actual,
                          0.0,    false};
-  });
-  push_heartbeat(kNobody);
-  if (sent > 0) send_heartbeat(kNobody);
+  };
+  try {
+    memory_.wait_until(phase_, ready, report);
+  } catch (const PeerTimeout& error) {
+    tell_of_giving_up(error.report.peer);
+    throw;
+  }
+  push_heartbeat(kWaitsForNobody);
+  if (sent > 0) send_heartbeat();
 }
 
 // Begins with the pending peer without a heartbeat for the longest time. While that peer waits for
-// another one, goes on to the other one, until a peer is stuck, has ended, or is in no call.
+// another one, or has given up for its sake, goes on to the other one, until a peer is stuck, has
+// ended, or is in no call.
 int32_t Exchange::find_late_peer(const std::function<std::optional<Pending>(int32_t)>& pending) {
   int32_t suspect = kNobody;
   for (int32_t peer = 0; peer < ranks(); ++peer) {
@@ -260,9 +281,10 @@ int32_t Exchange::find_late_peer(const std::function<std::optional<Pending>(int3
     }
   }
   for (int32_t hop = 0; hop < ranks() && suspect != kNobody; ++hop) {
-    const int32_t next = heartbeat_of(suspect).value - 1;
-    const bool alive = heartbeats_[index(suspect)].unchanged < kMissedHeartbeats;
-    if (!alive || next < 0 || next >= ranks() || next == rank() || !present(next)) break;
+    const int32_t value = heartbeat_of(suspect).value;
+    const int32_t next = std::abs(value) - 1;
+    const bool current = value < 0 || heartbeats_[index(suspect)].unchanged < kMissedHeartbeats;
+    if (!current || next < 0 || next >= ranks() || next == rank() || !present(next)) break;
     suspect = next;
   }
   return suspect == kNobody ? rank() : suspect;

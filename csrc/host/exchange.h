@@ -132,8 +132,9 @@ class Exchange {
   Signal peek(Kind kind, int32_t peer) const { return memory_.peek(signal(kind, peer)); }
   void push(Kind kind, int32_t peer, int32_t value) const;
   Signal heartbeat_of(int32_t rank) const;
-  void push_heartbeat(int32_t late_peer);
-  void send_heartbeat(int32_t late_peer) const;
+  void push_heartbeat(int32_t value);
+  void send_heartbeat() const;
+  void tell_of_giving_up(int32_t late_peer) noexcept;
   int32_t find_late_peer(const std::function<std::optional<Pending>(int32_t)>& pending);
   void check_signature(int32_t peer, const CallSignature& theirs);
   void throw_refusal(int32_t peer);
@@ -152,7 +153,7 @@ class Exchange {
   std::vector<uint8_t> header_received_;
   int32_t pending_headers_ = 0;
   std::vector<Heartbeat> heartbeats_;
-  uint32_t heartbeat_count_ = 0;
+  Signal heartbeat_{};  // the last one
 };
 
 }  // namespace fanfold

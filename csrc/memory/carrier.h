@@ -31,16 +31,17 @@ class Carrier {
   virtual void check(int32_t peer) const = 0;
   // Whether `peer` alone is lost.
   virtual bool lost(int32_t peer) const = 0;
-  // Called now and then in a long wait for `peer`, to find out whether it still runs. If it has
-  // ended, it is lost soon.
+  // Whether the process of `peer` is known to have ended.
+  virtual bool ended(int32_t peer) const = 0;
+  // Called now and then in a long wait for `peer`, to find out whether it still runs.
   virtual void probe(int32_t peer) = 0;
   // For any thread.
   virtual std::vector<CarrierCount> counts() const = 0;
   // How `peer` is reached, for messages; empty if nothing is known.
   virtual std::string path(int32_t peer) const = 0;
-  // Returns once the peers have what was put and stored, or after a while. Nothing is written
-  // after it.
-  virtual void finish() noexcept = 0;
+  // Returns once the peers have what was put and stored and have come to this, too, or after a
+  // while. Nothing is written after it. If this rank has `failed`, it waits for no peer to come.
+  virtual void finish(bool failed) noexcept = 0;
 };
 
 // Tells a carrier of a wait, if there is one. It may end before the wait does, because a signal

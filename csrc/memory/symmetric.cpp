@@ -19,9 +19,7 @@ std::chrono::nanoseconds nanoseconds_of(double seconds) {
 }
 
 constexpr int64_t kPage = 4096;
-// How long a rank waits for a peer on another host before it asks whether the peer still runs, and
-// then until it asks again.
-constexpr std::chrono::milliseconds kProbeInterval{500};
+constexpr std::chrono::nanoseconds kProbeInterval = std::chrono::milliseconds(500);
 
 Hosts hosts_of(const SymmetricOptions& options) {
   if (options.hosts.empty()) return Hosts(options.ranks);
@@ -146,8 +144,8 @@ void SymmetricMemory::make_peer(int32_t peer) {
 }
 
 void SymmetricMemory::close() {
-  if (carrier_ != nullptr && failure_.empty() && generation_ == fork_generation()) {
-    carrier_->finish();
+  if (carrier_ != nullptr && generation_ == fork_generation()) {
+    carrier_->finish(!failure_.empty());
   }
   closed_ = true;
   end_carrier();
@@ -224,15 +222,21 @@ bool SymmetricMemory::wait(const AwaitedSignal& awaited, const std::function<int
       &awaited);
 }
 
+// How long a rank waits for a peer on another host before it asks whether the peer still runs, and
+// then until it asks again.
+std::chrono::nanoseconds SymmetricMemory::probe_interval() const {
+  return std::min(kProbeInterval, nanoseconds_of(options_.timeout_seconds / 4));
+}
+
 bool SymmetricMemory::has_ended(int32_t peer, const CountedWait& wait,
                                 std::chrono::nanoseconds& probe_at) const {
   if (peer == rank()) return false;
   if (carrier_ != nullptr) {
     if (!hosts_.together(peer, rank()) && wait.waited() >= probe_at) {
-      probe_at = wait.waited() + kProbeInterval;
+      probe_at = wait.waited() + probe_interval();
       carrier_->probe(peer);
     }
-    if (options_.mask_late_peers && carrier_->lost(peer)) return true;
+    if (carrier_->ended(peer) || (options_.mask_late_peers && carrier_->lost(peer))) return true;
     carrier_->check(peer);
   }
   return handles_[index(peer)].ended();
@@ -245,7 +249,7 @@ bool SymmetricMemory::wait_for(Phase phase, const std::function<bool()>& ready,
   CountedWait counted(waits_, phase, awaited != nullptr ? awaited->peer : kAnyPeer);
   const WaitPolicy policy{nanoseconds_of(options_.timeout_seconds),
                           nanoseconds_of(options_.spin_seconds)};
-  std::chrono::nanoseconds probe_at = kProbeInterval;
+  std::chrono::nanoseconds probe_at = probe_interval();
   const auto peer_gone = [&] {
     // The interrupt check may have run a signal handler of the user that closed this memory.
     if (closed_) throw Misuse("it was closed while it waited");
@@ -264,6 +268,9 @@ bool SymmetricMemory::wait_for(Phase phase, const std::function<bool()>& ready,
   try {
     const CarrierWait waiting(carrier_);
     result = Waiter(control(rank()).doorbell, policy).until(ready, peer_gone, deadlocked);
+  } catch (const PeerTimeout& error) {  // of the carrier
+    failure_ = report().phase + ": " + error.what();
+    throw;
   } catch (const TransportError& error) {
     failure_ = report().phase + ": " + error.what();
     throw;

@@ -174,6 +174,7 @@ class SymmetricMemory {
   // Ends the carrier, if there is one, and keeps what it has counted.
   void end_carrier();
   PendingView pending_view() const;
+  std::chrono::nanoseconds probe_interval() const;
   // Whether `peer`, for which `wait` waits, has ended. Asks its host from the time `probe_at` on,
   // which it moves on. Throws TransportError and PeerTimeout as a carrier's check does.
   bool has_ended(int32_t peer, const CountedWait& wait, std::chrono::nanoseconds& probe_at) const;

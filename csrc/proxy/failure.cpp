@@ -5,15 +5,18 @@
 namespace fanfold::proxy {
 
 void raise(const Failure& failure) {
-  if (failure.reason == FailureReason::kTimeout || failure.reason == FailureReason::kBarrier) {
-    throw PeerTimeout(TimeoutReport{.rank = failure.rank,
-                                    .peer = failure.peer,
-                                    .phase = failure.text,
-                                    .expected = failure.messages,
-                                    .actual = 0,
-                                    .seconds = failure.seconds,
-                                    .peer_gone = false,
-                                    .path = failure.path});
+  const bool ended = failure.reason == FailureReason::kEnded;
+  if (ended || failure.reason == FailureReason::kTimeout ||
+      failure.reason == FailureReason::kBarrier) {
+    throw PeerTimeout(
+        TimeoutReport{.rank = failure.rank,
+                      .peer = failure.peer,
+                      .phase = ended ? "the proxy (" + failure.text + ")" : failure.text,
+                      .expected = failure.messages,
+                      .actual = 0,
+                      .seconds = failure.seconds,
+                      .peer_gone = ended,
+                      .path = failure.path});
   }
   throw TransportError(TransportReport{.rank = failure.rank,
                                        .peer = failure.peer,

@@ -10,6 +10,7 @@ enum class FailureReason : int32_t {
   kTimeout,    // a peer has acknowledged nothing for the timeout
   kBarrier,    // a peer has not come to a barrier within the timeout
   kPeer,       // the transport has lost a peer
+  kEnded,      // a peer's process has ended
   kTransport,  // the transport has failed, or has reported what cannot be
   kImmediate,  // a peer has sent an immediate that no sender writes
   kCommand,    // a producer has pushed a command that this proxy cannot execute
@@ -31,7 +32,7 @@ struct Failure {
   std::string path = {};  // how the transport reaches the peer; empty if nothing is known
 };
 
-// Throws PeerTimeout for kTimeout and kBarrier, and TransportError for the other reasons.
+// Throws PeerTimeout for kTimeout, kBarrier and kEnded, and TransportError for the other reasons.
 [[noreturn]] void raise(const Failure& failure);
 
 }  // namespace fanfold::proxy

@@ -274,6 +274,11 @@ bool Proxy::lost(int32_t peer) const {
   return failure() == nullptr && thread_of(peer).lost(peer) != nullptr;
 }
 
+bool Proxy::ended(int32_t peer) const {
+  const Failure* found = thread_of(peer).lost(peer);
+  return found != nullptr && found->reason == FailureReason::kEnded;
+}
+
 void Proxy::begin_busy() {
   if (busy_.fetch_add(1, std::memory_order_seq_cst) > 0) return;
   for (const auto& thread : threads_) fanfold::ring(thread->bell());

@@ -100,6 +100,8 @@ class Proxy {
   bool lost(int32_t peer) const;
   // How `peer` is reached, for messages; empty if nothing is known.
   std::string path(int32_t peer) const { return thread_of(peer).path(peer); }
+  // Whether the process of `peer` is known to have ended.
+  bool ended(int32_t peer) const;
   // Throws PeerTimeout or TransportError if a thread has stopped, or if `peer` is lost.
   void check(int32_t peer = -1) const;
   const Failure* failure() const;

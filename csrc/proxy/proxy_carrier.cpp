@@ -12,19 +12,19 @@ namespace {
 
 // Peers that end at the same time are waited for no longer than this.
 constexpr std::chrono::nanoseconds kLongestFinish = std::chrono::seconds(5);
+// The last words of a rank that has failed take no longer.
+constexpr std::chrono::nanoseconds kLongestFailedFinish = std::chrono::milliseconds(100);
 
-// Whether all ranks have come to a barrier in time.
-bool meet(Proxy& proxy) noexcept {
+// Returns once a barrier or fence of all threads has ended, or after `longest`.
+void end_with(Proxy& proxy, CommandKind kind, std::chrono::nanoseconds longest) noexcept {
   try {
-    const Tickets barrier = proxy.push_all(CommandKind::kBarrier);
-    const auto ended = [&] { return proxy.passed(barrier) || proxy.failure() != nullptr; };
-    const bool in_time =
-        poll_until(ended, {.timeout = std::min(proxy.options().timeout, kLongestFinish),
-                           .spin = std::chrono::nanoseconds(0),
-                           .idle = std::chrono::milliseconds(1)});
-    return in_time && proxy.passed(barrier);
-  } catch (const std::exception&) {
-    return false;  // the proxy has failed, or its ring stays full
+    const Tickets tickets = proxy.push_all(kind);
+    const auto ended = [&] { return proxy.passed(tickets) || proxy.failure() != nullptr; };
+    static_cast<void>(poll_until(ended, {.timeout = std::min(proxy.options().timeout, longest),
+                                         .spin = std::chrono::nanoseconds(0),
+                                         .idle = std::chrono::milliseconds(1)}));
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
+    // The proxy has failed, or its ring stays full.
   }
 }
 
@@ -116,8 +116,12 @@ std::vector<CarrierCount> ProxyCarrier::counts() const {
 
 // Ranks come to a barrier, so that none takes away what another still writes to or waits for. A
 // rank that closes alone, or whose peers have died, does not wait for ever.
-void ProxyCarrier::finish() noexcept {
-  static_cast<void>(meet(*proxy_));
+void ProxyCarrier::finish(bool failed) noexcept {
+  if (failed) {
+    end_with(*proxy_, CommandKind::kFence, kLongestFailedFinish);
+  } else {
+    end_with(*proxy_, CommandKind::kBarrier, kLongestFinish);
+  }
   proxy_->stop();
 }
 

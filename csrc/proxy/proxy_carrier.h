@@ -32,11 +32,12 @@ class ProxyCarrier final : public Carrier {
   void end_wait() override { proxy_->end_busy(); }
   void check(int32_t peer) const override { proxy_->check(peer); }
   bool lost(int32_t peer) const override { return proxy_->lost(peer); }
+  bool ended(int32_t peer) const override { return proxy_->ended(peer); }
   void probe(int32_t peer) override { proxy_->probe(peer); }
   // The fields of Stats, and "lost" for each peer.
   std::vector<CarrierCount> counts() const override;
   std::string path(int32_t peer) const override { return proxy_->path(peer); }
-  void finish() noexcept override;
+  void finish(bool failed) noexcept override;
 
   const Proxy& proxy() const { return *proxy_; }
 

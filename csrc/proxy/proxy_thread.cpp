@@ -167,7 +167,9 @@ void ProxyThread::handle(const Event& event) {
     case EventKind::kCompletion:
       return complete(event.context);
     case EventKind::kPeerFailed:
-      return lose(event.peer);
+      return lose(event.peer, FailureReason::kPeer);
+    case EventKind::kPeerEnded:
+      return lose(event.peer, FailureReason::kEnded);
   }
   fail(FailureReason::kTransport, -1,
        "reported an event of unknown kind " + std::to_string(static_cast<int32_t>(event.kind)));
@@ -304,7 +306,7 @@ bool ProxyThread::send_acknowledgement(Channel& channel, bool reported) {
                            .context = context_of(channel.peer) | kAcknowledgementContext,
                            .reported = reported};
   const Code code = write(message);
-  if (code == Code::kFailed) lose(channel.peer);
+  if (code == Code::kFailed) lose(channel.peer, FailureReason::kPeer);
   if (code != Code::kOk) return false;
   channel.in.acknowledgement_sent();
   ++acks_in_flight_;
@@ -439,7 +441,7 @@ bool ProxyThread::send_pending() {
 
 ProxyThread::Sent ProxyThread::send(Channel& channel) {
   if (channel.failure != nullptr) {
-    stop_for(channel, FailureReason::kPeer, channel.failure->text);
+    stop_for(channel, channel.failure->reason, channel.failure->text);
     return Sent::kFailed;
   }
   for (int sent = 0; sent < kMessagesOfChannel && !channel.pending.empty(); ++sent) {

@@ -116,9 +116,9 @@ class ProxyThread {
   // Failing.
   void send_probe();
   void check_timeouts();
-  void lose(int32_t peer);
+  void lose(int32_t peer, FailureReason reason);
   void mark_lost(Channel& channel, FailureReason reason, const std::string& text);
-  // Fails, or gives up the channel's peer if the options say so.
+  // Fails, or gives up the channel's peer if the options say so or the peer has ended.
   void stop_for(Channel& channel, FailureReason reason, const std::string& text);
   void fail(FailureReason reason, int32_t peer, const std::string& text);
   Failure describe(FailureReason reason, int32_t peer, const std::string& text) const;

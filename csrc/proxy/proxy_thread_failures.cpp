@@ -61,15 +61,15 @@ void ProxyThread::check_timeouts() {
 }
 
 // A peer that has finished and ended is lost, too. So this fails only if something is outstanding.
-void ProxyThread::lose(int32_t peer) {
+void ProxyThread::lose(int32_t peer, FailureReason reason) {
   known_error_ = transport_->error();
   if (!serves(peer)) return fail(FailureReason::kTransport, peer, known_error_);
   Channel& channel = channel_of(peer);
   const bool awaited =
       barrier_sent_ && load_relaxed_system(memory_.counters + int64_t{peer} * kCounters +
                                            kBarrierCounter) < barriers_;
-  if (channel.busy() || awaited) return stop_for(channel, FailureReason::kPeer, known_error_);
-  mark_lost(channel, FailureReason::kPeer, known_error_);
+  if (channel.busy() || awaited) return stop_for(channel, reason, known_error_);
+  mark_lost(channel, reason, known_error_);
 }
 
 void ProxyThread::mark_lost(Channel& channel, FailureReason reason, const std::string& text) {
@@ -83,7 +83,8 @@ void ProxyThread::mark_lost(Channel& channel, FailureReason reason, const std::s
 // What is in flight to a peer that is given up keeps its place in the window and the outbox, where
 // the transport may still read it.
 void ProxyThread::stop_for(Channel& channel, FailureReason reason, const std::string& text) {
-  if (!options_.give_up_peers) return fail(reason, channel.peer, text);
+  const bool gives_up = options_.give_up_peers || reason == FailureReason::kEnded;
+  if (!gives_up) return fail(reason, channel.peer, text);
   mark_lost(channel, reason, text);
   if (std::exchange(channel.given_up, true)) return;
   in_flight_ -= channel.out.messages();

@@ -59,7 +59,8 @@ struct Peer {
   std::string name;               // of its first rail, where it is one of sockets
   std::vector<std::byte> socket;  // the address that it names
   std::string failure;            // why writes to the peer fail; empty while they do not
-  bool reported = false;          // kPeerFailed has been reported
+  bool ended = false;             // the peer listens no more
+  bool reported = false;          // the failure has been reported
 };
 
 // The keys of two registrations in the one key of `RemoteMemory`: those of EFA and of verbs have 32
@@ -534,6 +535,7 @@ void Libfabric::read_probes() {
     const int32_t peer = probe->first;
     const SocketProbe::Answer answer = probe->second.answer();
     if (answer == SocketProbe::Answer::kRefused) {
+      peers_[static_cast<size_t>(peer)].ended = true;
       fail_peer(peer, name_ + ": peer " + std::to_string(peer) + " has ended: " +
                           peers_[static_cast<size_t>(peer)].name + " refuses connections");
     }
@@ -571,11 +573,9 @@ void Libfabric::report_failures(std::span<Event> events, int32_t& count) {
     if (failed.failure.empty() || failed.reported || failed.rails.empty()) continue;
     if (std::cmp_greater_equal(count, events.size())) return;  // the next poll reports the rest
     failed.reported = true;
-    events[static_cast<size_t>(count++)] = {.kind = EventKind::kPeerFailed,
-                                            .rail = -1,
-                                            .peer = static_cast<int32_t>(peer),
-                                            .immediate = 0,
-                                            .context = 0};
+    const EventKind kind = failed.ended ? EventKind::kPeerEnded : EventKind::kPeerFailed;
+    events[static_cast<size_t>(count++)] = {
+        .kind = kind, .rail = -1, .peer = static_cast<int32_t>(peer), .immediate = 0, .context = 0};
   }
   failures_to_report_ = false;
 }

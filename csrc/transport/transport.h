@@ -63,12 +63,13 @@ enum class EventKind {
   kArrival,     // `immediate` of a peer's write has landed on `rail`
   kCompletion,  // the write with `context` is complete; its source may be reused
   kPeerFailed,  // writes to `peer` fail from here on; `error()` says why
+  kPeerEnded,   // the same, because the peer's process has ended or has closed its transport
 };
 
 struct Event {
   EventKind kind;
   int32_t rail;
-  int32_t peer;  // of kPeerFailed, and of kArrival where the transport knows it; else -1
+  int32_t peer;  // of a peer's failure, and of kArrival where the transport knows it; else -1
   uint32_t immediate;
   uint64_t context;
 };
@@ -106,7 +107,7 @@ class Transport {
   // Starts a write. kAgain: nothing has been sent.
   virtual Code write(const Write& write) = 0;
 
-  // Asks the network whether `peer` still runs; if it has ended, kPeerFailed follows. Returns false
+  // Asks the network whether `peer` still runs; if it has ended, kPeerEnded follows. Returns false
   // if this network tells that only to those who write to the peer.
   virtual bool probe(int32_t peer) {
     static_cast<void>(peer);

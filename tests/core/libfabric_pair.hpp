@@ -58,7 +58,9 @@ struct Side {
       const Event& event = room[static_cast<size_t>(i)];
       if (event.kind == EventKind::kArrival) arrivals.push_back(event);
       if (event.kind == EventKind::kCompletion) completions.push_back(event);
-      if (event.kind == EventKind::kPeerFailed) failures.push_back(event);
+      if (event.kind == EventKind::kPeerFailed || event.kind == EventKind::kPeerEnded) {
+        failures.push_back(event);
+      }
     }
   }
 

@@ -358,6 +358,7 @@ TEST(libfabric_asks_sockets_whether_a_process_has_ended) {
   }
   CHECK_EQ(side.failures.size(), 1u);
   CHECK_EQ(side.failures[0].peer, 1);
+  CHECK_EQ(side.failures[0].kind, EventKind::kPeerEnded);
   CHECK(side.transport->error().find("peer 1 has ended") != std::string::npos);
   CHECK(side.transport->error().find(" port ") != std::string::npos);
   CHECK_EQ(side.transport->write(write_to(side, 1, memory, 8)), Code::kFailed);

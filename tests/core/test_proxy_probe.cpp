@@ -12,6 +12,8 @@
 #include "proxy/proxy.h"
 #include "proxy_world.hpp"
 #include "ranks.hpp"
+#include "ring/command.h"
+#include "ring/ring.h"
 
 using namespace fanfold;
 using namespace std::chrono_literals;
@@ -64,7 +66,7 @@ class Probed final : public transport::Transport {
   int32_t poll(std::span<transport::Event> room) override {
     if (dead < 0) return 0;
     error_ = "the peer has ended";
-    room[0] = {.kind = transport::EventKind::kPeerFailed,
+    room[0] = {.kind = transport::EventKind::kPeerEnded,
                .rail = -1,
                .peer = std::exchange(dead, -1),
                .immediate = 0,
@@ -85,8 +87,7 @@ class Probed final : public transport::Transport {
 // Rank 0 of three, whose peers are not there.
 struct Alone {
   explicit Alone(bool asks) {
-    proxy::ProxyOptions options = options_of(3);
-    options.give_up_peers = true;
+    const proxy::ProxyOptions options = options_of(3);
     const proxy::ProxyMemory rank{.data = memory.data(),
                                   .bytes = kBytes,
                                   .sources = {},
@@ -96,7 +97,8 @@ struct Alone {
     auto owned = std::make_unique<Probed>(asks);
     transport = owned.get();
     thread = std::make_unique<proxy::ProxyThread>(options, 0, rank, std::move(owned));
-    const proxy::ThreadAddress address{};
+    const proxy::ThreadAddress address{
+        .address = {}, .memory = {.base = 0, .key = 0, .bytes = kBytes}, .inbox = {}};
     for (const int32_t peer : {1, 2}) thread->connect(peer, address, options.credit);
   }
   void step() { static_cast<void>(thread->step(now += 1ms)); }
@@ -119,7 +121,7 @@ TEST(proxy_asks_a_network_that_tells_who_has_ended) {
   CHECK(rank.transport->writes.empty());
   rank.transport->dead = 2;
   rank.step();
-  CHECK(rank.thread->lost(2) != nullptr);
+  CHECK_EQ(rank.thread->lost(2)->reason, proxy::FailureReason::kEnded);
   CHECK(rank.thread->lost(1) == nullptr);
   CHECK(rank.thread->failure() == nullptr);
   rank.thread->probe(2);  // not again
@@ -146,6 +148,28 @@ TEST(proxy_writes_to_a_peer_where_only_a_write_tells) {
   CHECK(!rank.thread->outstanding());
 }
 
+// The proxy may not give up peers that are late, but there is nothing to wait for.
+TEST(proxy_gives_up_a_peer_that_has_ended) {
+  Alone rank(true);
+  Producer producer(rank.thread->command_ring());
+  static_cast<void>(producer.push(
+      make_command({.kind = CommandKind::kWrite, .peer = 2, .counter = 0, .bytes = 64}), 1s));
+  rank.step();
+  CHECK_EQ(rank.transport->writes.size(), 1u);
+  rank.transport->dead = 2;
+  rank.step();
+  CHECK_EQ(rank.thread->lost(2)->reason, proxy::FailureReason::kEnded);
+  CHECK_EQ(rank.thread->lost(2)->messages, 1);
+  CHECK(rank.thread->failure() == nullptr);
+  CHECK(!rank.thread->outstanding());
+  try {
+    proxy::raise(*rank.thread->lost(2));
+  } catch (const PeerTimeout& error) {
+    CHECK_EQ(error.report.peer, 2);
+    CHECK(error.report.peer_gone);
+  }
+}
+
 TEST(proxy_goes_on_with_a_peer_that_it_has_asked) {
   ProxyWorld world(options_of(2), quiet_network(), kBytes);
   for (int round = 1; round <= 3; ++round) {
@@ -170,17 +194,17 @@ class Asked final : public Carrier {
   void begin_wait() override {}
   void end_wait() override {}
   void check(int32_t) const override {}
-  bool lost(int32_t) const override { return ended; }
+  bool lost(int32_t) const override { return false; }
+  bool ended(int32_t) const override { return asked_; }
   void probe(int32_t peer) override {
     peers.push_back(peer);
-    ended = true;
+    asked_ = true;
   }
   std::vector<CarrierCount> counts() const override { return {}; }
   std::string path(int32_t) const override { return {}; }
-  void finish() noexcept override {}
+  void finish(bool) noexcept override {}
 
   std::vector<int32_t> peers;
-  bool ended = false;
 
  private:
   class None final : public Link {
@@ -190,6 +214,7 @@ class Asked final : public Carrier {
     void fence() override {}
   };
   None link_;
+  bool asked_ = false;
 };
 
 }  // namespace

@@ -177,6 +177,7 @@ def _hold(group: dist.ProcessGroup, mode: str) -> None:
     shape = Shape(mode=mode)
     ep = shape.open(group)
     assert works(ep, shape)
+    dist.barrier(group)  # between hosts, what a killed rank has sent may not have left it
     os.kill(os.getpid(), signal.SIGKILL)
 
 

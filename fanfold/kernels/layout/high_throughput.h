@@ -34,7 +34,7 @@ struct HighThroughputSignals {
     return (int64_t{kind} * ranks + peer) * 8;
   }
   // Written by its owner while it waits: epoch: a count that shows it is alive; value: the rank it
-  // holds responsible, plus one; 0 while it waits for nobody.
+  // holds responsible, plus one; 0 while it waits for nobody; negated once it has given up.
   FANFOLD_HD constexpr int64_t watch_offset() const {
     return align_up(int64_t{kKinds} * ranks * 8, kAreaAlignment);
   }
