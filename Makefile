@@ -26,7 +26,7 @@ PY_DIRS := $(wildcard fanfold tools tests benchmarks packages)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv build demo test test-core test-python test-long test-kernels test-gpu lint \
+.PHONY: help venv build demo test test-core test-python test-hosts test-long test-kernels test-gpu lint \
 	format sanitize docs wheel clean
 
 help:
@@ -35,6 +35,7 @@ help:
 	@echo '  make demo       build, then train a small MoE model over several ranks'
 	@echo '  make test       build, then the C++ and the Python tests (the default set)'
 	@echo '  make test-long  the same, with the tests marked long'
+	@echo '  make test-hosts the tests of ranks again, on HOSTS=$(HOSTS) hosts over NETWORK=$(NETWORK)'
 	@echo '  make test-kernels   compiles the kernels of many sizes, without a GPU'
 	@echo '  make test-gpu   the tests marked gpu (PYTEST_ARGS="-m gpu": the long ones, too)'
 	@echo '  make lint       ruff, mypy, clang-format, clang-tidy, tools/tidy.py'
@@ -147,6 +148,14 @@ SPREAD := -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 test-python: build
 	$(BIN)/python -m pytest $(SPREAD) --durations 10 $(PYTEST_ARGS)
+
+# The tests whose ranks are on one host, with this machine acting as several.
+HOSTS ?= 2
+NETWORK ?= libfabric:tcp
+
+test-hosts: build
+	FANFOLD_HOSTS=$(HOSTS) FANFOLD_NETWORK=$(NETWORK) $(BIN)/python -m pytest $(SPREAD) \
+	  -m 'not long and not gpu and not one_host' tests/conformance tests/distributed $(PYTEST_ARGS)
 
 test-long: test-core
 	$(BIN)/python -m pytest $(SPREAD) -m 'not gpu' --hypothesis-profile=long --timeout=3600 $(PYTEST_ARGS)

@@ -26,7 +26,7 @@ struct ProxyOptions {
   Credit credit{.messages = kMostInFlight, .bytes = int64_t{16} << 20};
   std::chrono::nanoseconds timeout = std::chrono::seconds(100);
   // A peer that is late or lost is given up, with what is outstanding for it, and the proxy goes
-  // on; otherwise the proxy fails. One whose process is known to have ended is given up in any case.
+  // on; otherwise the proxy fails. A peer that is known to have ended is given up in any case.
   bool give_up_peers = false;
   // 1 ms at most. A thread that has been idle for long sleeps four times as long.
   std::chrono::nanoseconds idle_sleep = std::chrono::milliseconds(1);

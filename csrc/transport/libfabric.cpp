@@ -9,16 +9,21 @@
 #include <utility>
 
 #include "base/error.h"
+#include "transport/libfabric_address.h"
 #include "transport/libfabric_rail.h"
 #include "transport/socket_probe.h"
 
 namespace fanfold::transport {
 namespace {
 
+using libfabric::AddressHead;
+using libfabric::AddressRail;
 using libfabric::CqEntry;
 using libfabric::CqError;
 using libfabric::FiAddr;
 using libfabric::Info;
+using libfabric::kAddressMagic;
+using libfabric::kMostNameBytes;
 using libfabric::Library;
 using libfabric::OpenNic;
 using libfabric::Operation;
@@ -26,27 +31,7 @@ using libfabric::Rail;
 using libfabric::Region;
 
 constexpr int64_t kMostWriteBytes = int64_t{1} << 30;
-constexpr size_t kMostNameBytes = 128;
 constexpr size_t kEventsPerRead = 64;
-constexpr uint64_t kAddressMagic = 0x31666f6c666e6166;  // changes with the layout of an address
-
-// The first part of an address. All its parts have a fixed size, so that ranks can gather them.
-struct AddressHead {
-  uint64_t magic;
-  std::array<char, 32> provider;
-  uint32_t addr_format;
-  int32_t rails;
-};
-
-struct AddressRail {
-  uint64_t name_bytes;
-  std::array<std::byte, kMostNameBytes> name;
-  // Where writes without bytes point, because providers check the key of those, too.
-  uint64_t landing;
-  uint64_t landing_key;
-};
-static_assert(std::is_trivially_copyable_v<AddressHead> && sizeof(AddressHead) == 48);
-static_assert(std::is_trivially_copyable_v<AddressRail>);
 
 struct PeerRail {
   FiAddr address;
@@ -143,6 +128,7 @@ class Libfabric final : public Transport {
   Region landing_;
   std::array<std::byte, 64> landing_bytes_{};
   std::vector<Peer> peers_;
+  bool sockets_ = false;                   // the provider goes over them
   std::map<int32_t, SocketProbe> probes_;  // of peers, until they are answered
   bool of_endpoint_ = false;               // registrations belong to an endpoint
   bool many_keys_ = false;                 // one region has several keys
@@ -182,6 +168,7 @@ Libfabric::Libfabric(const Library& library, const LibfabricOptions& options) : 
     limits_.write_bytes = std::min(limits_.write_bytes, static_cast<int64_t>(most));
   }
   of_endpoint_ = nics_[0]->needs(libfabric::kMrEndpoint);
+  sockets_ = libfabric::over_sockets(first.fabric_attr->prov_name);
   landing_ = register_region(library_, nics_, rails_,
                              {.data = landing_bytes_.data(),
                               .bytes = static_cast<int64_t>(landing_bytes_.size()),
@@ -262,7 +249,7 @@ Code Libfabric::connect(int32_t peer, const Address& address) {
       return fail(
           library_.failure(name_ + ": fi_av_insert of " + who, result < 0 ? result : -EINVAL));
     }
-    if (i == 0 && libfabric::over_sockets(nics_[0]->info->fabric_attr->prov_name)) {
+    if (i == 0 && sockets_) {
       entry.name = libfabric::socket_text(head.addr_format, part.name);
       entry.socket.assign(part.name.begin(),
                           part.name.begin() + static_cast<ptrdiff_t>(part.name_bytes));
@@ -511,13 +498,13 @@ void Libfabric::read_error(int32_t index) {
   const bool incoming = (error.flags & (libfabric::kRemoteWrite | libfabric::kRecv)) != 0;
   if (rail.is_receive(error.context)) {
     rail.idle_receives.push_back(static_cast<libfabric::Context2*>(error.context));
-  } else if (!incoming) {
+  } else if (!incoming && !sockets_) {
     return fail_all(name_ + ": an operation on rail " + std::to_string(index) +
                     " failed: " + reason);
   }
-  // A peer's write broke off, most likely because the peer has ended. Which peer is not known, and
-  // the others go on.
-  error_ = name_ + ": an incoming write on rail " + std::to_string(index) + " broke off: " + reason;
+  // A peer's write broke off, or an injected one to it, most likely because the peer has ended.
+  // Which peer is not known, so all are asked where that is possible, and the others go on.
+  for (size_t peer = 0; peer < peers_.size(); ++peer) probe(static_cast<int32_t>(peer));
 }
 
 // ---- failures -----------------------------------------------------------------------------------

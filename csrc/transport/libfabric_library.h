@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "base/fork.h"
 #include "transport/libfabric_abi.h"
 
 namespace fanfold::transport::libfabric {
@@ -42,10 +43,14 @@ using InfoList = std::unique_ptr<Info, FreeInfo>;
 // if there is none. `provider` narrows the search to one provider's name; empty for all.
 InfoList find_endpoints(const Library& library, const std::string& provider);
 
-// Closes an object of libfabric when it goes out of scope.
+// Closes an object of libfabric when it goes out of scope. A forked child leaves its parent's
+// objects open: both share what closing changes, such as the sockets that epoll watches.
 template <typename Object>
 struct Close {
-  void operator()(Object* object) const { object->fid.ops->close(&object->fid); }
+  void operator()(Object* object) const {
+    if (generation == fork_generation()) object->fid.ops->close(&object->fid);
+  }
+  uint32_t generation = fork_generation();
 };
 template <typename Object>
 using Owned = std::unique_ptr<Object, Close<Object>>;

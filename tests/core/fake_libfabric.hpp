@@ -29,6 +29,7 @@ struct FakeBehaviour {
   int refuse_with = 0;    // every write returns this error
   int complete_with = 0;  // every completion is this error
   uint64_t first_provider_key = 0x1000;
+  std::string provider = "efa";
 };
 
 struct FakeEndpoint;
@@ -334,7 +335,7 @@ struct FakeInfo {
   DomainAttr domain{};
   FabricAttr fabric{};
   std::string nic;
-  std::string provider = "efa";
+  std::string provider = Fake::get().behaviour.provider;
 };
 
 inline Info* fake_info(const std::string& nic) {

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <functional>
 #include <set>
+#include <utility>
 
 #include "libfabric_pair.hpp"
 #include "processes.hpp"
@@ -308,11 +309,12 @@ TEST(libfabric_writes_between_processes) {
 }
 
 // Of itself no provider here reports a dead peer: libfabric 1.17 connects again and again over
-// sockets, and shm does not notice. The transport must neither throw nor hang nor lose its other
-// peers.
+// sockets, or says only that some injected write has failed, and shm does not notice. The transport
+// must neither throw nor hang nor lose its other peers.
 TEST(libfabric_keeps_its_other_peers_when_a_process_ends) {
   if (left_out_without_libfabric("libfabric_keeps_its_other_peers")) return;
-  for (const char* provider : kProviders) {
+  for (const auto& [provider, bytes_to_dead] :
+       {std::pair("tcp", 4096u), std::pair("tcp", 8u), std::pair("shm", 4096u)}) {
     Pipes first_pipes;
     Pipes second_pipes;
     Child first([&] { echo(provider, first_pipes); });
@@ -325,13 +327,34 @@ TEST(libfabric_keeps_its_other_peers_when_a_process_ends) {
     int32_t accepted = 0;
     Code code = Code::kOk;
     for (int i = 0; i < 20'000; ++i) {
-      code = side.transport->write(write_to(side, 1, first_memory, 4096));
+      code = side.transport->write(write_to(side, 1, first_memory, bytes_to_dead));
       if (code == Code::kOk) ++accepted;
       side.poll();
     }
     CHECK(code != Code::kOk);
     CHECK(accepted <= side.transport->limits().writes);
+    for (const Event& failure : side.failures) CHECK_EQ(failure.peer, 1);
     for (const uint32_t bytes : {8u, 100'000u}) expect_echo(side, 2, second_memory, bytes);
+  }
+}
+
+// A child closes what it has inherited, and the parent's connections go on.
+TEST(libfabric_survives_a_forked_child_that_closes) {
+  if (left_out_without_libfabric("libfabric_survives_a_forked_child_that_closes")) return;
+  for (const char* provider : kProviders) {
+    Pipes pipes;
+    Child other([&] { echo(provider, pipes); });
+    Side side(provider, kBytes);
+    const RemoteMemory memory = meet(side, pipes, {.rank = 0, .peer = 1});
+    expect_echo(side, 1, memory, 64);
+    Pipes closed;
+    Child child([&] {
+      side.transport.reset();
+      closed.put(1, "c", 1);
+    });
+    char letter = 0;
+    CHECK(closed.get(0, &letter, 1));
+    for (const uint32_t bytes : {8u, 100'000u}) expect_echo(side, 1, memory, bytes);
   }
 }
 

@@ -24,6 +24,8 @@ from fanfold.cli.main import main
 from fanfold.results import DispatchResult
 from tests.distributed.blind_clock import standing_in
 
+pytestmark = pytest.mark.one_host  # the tests say themselves on how many hosts they run
+
 SIZES = {"tokens": 13, "hidden": 144, "top_k": 3, "experts": 6}
 
 # What to spoil of a received dispatch, and which check must see it.

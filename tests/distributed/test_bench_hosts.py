@@ -29,6 +29,8 @@ from fanfold.memory.hosts import Hosts
 from tests.distributed.test_across_hosts import NETWORKS, need, threads
 from tests.distributed.test_cli import FANFOLD, TINY, fanfold
 
+pytestmark = pytest.mark.one_host  # the tests say themselves on how many hosts they run
+
 SMALL = BenchSettings(
     "low_latency", ranks=4, tokens=23, hidden=144, top_k=5, experts=12, iterations=2, warmup=1,
     backend="host", hosts=2,

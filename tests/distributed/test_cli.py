@@ -16,6 +16,8 @@ import pytest
 
 from fanfold.cli.main import main
 
+pytestmark = pytest.mark.one_host  # the tests say themselves on how many hosts they run
+
 FANFOLD = [sys.executable, "-m", "fanfold.cli.main"]
 TINY = ["--ranks", "2", "--tokens", "16", "--hidden", "64", "--top-k", "2", "--experts", "4",
         "--iterations", "3", "--warmup", "1"]  # fmt: skip

@@ -38,6 +38,7 @@ def _fail_in(
     shape = Shape(mode=mode, timeout_s=timeout_s)
     ep = shape.open(group)
     assert works(ep, shape)
+    dist.barrier(group)  # between hosts, what a killed rank has sent may not have left it
     call = good_call(shape, ep.rank)
     start = time.monotonic()
     try:
@@ -107,6 +108,7 @@ def _mask(group: dist.ProcessGroup, mode: str) -> tuple[list[bool], bool, list[s
     ep = shape.open(group, config=config)
     assert ep.live_ranks() == tuple(range(RANKS))
     assert works(ep, shape)
+    dist.barrier(group)  # see _fail_in
     if ep.rank == VICTIM:
         os.kill(os.getpid(), signal.SIGKILL)
     call = good_call(shape, ep.rank)
@@ -144,6 +146,7 @@ def _mask_with_errors(group: dist.ProcessGroup) -> bool:
     shape = Shape(max_tokens=6)
     ep = shape.open(group, config=fanfold.Config.resolve(timeout_s=0.5, late_peers="mask"))
     assert works(ep, shape)
+    dist.barrier(group)  # see _fail_in
     if ep.rank == VICTIM:
         os.kill(os.getpid(), signal.SIGKILL)
     call = good_call(shape, ep.rank)
@@ -177,7 +180,7 @@ def _hold(group: dist.ProcessGroup, mode: str) -> None:
     shape = Shape(mode=mode)
     ep = shape.open(group)
     assert works(ep, shape)
-    dist.barrier(group)  # between hosts, what a killed rank has sent may not have left it
+    dist.barrier(group)  # see _fail_in
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -308,6 +308,7 @@ def _fall_in(
     with opened(group, timeout_s=timeout_s) as mode:
         got = mode.dispatch(given.x, given.topk_idx, given.topk_weights, num_experts=BIG.experts)
         lanes = torch.ones(got.tokens.shape[0])
+        dist.barrier(group)  # between hosts, what a killed rank has sent may not have left it
         if rank == CULPRIT:
             mode._core = _Falling(mode._core, name, number)  # type: ignore[assignment]
         start = time.monotonic()
