@@ -105,7 +105,7 @@ struct Alone {
 
   std::vector<std::byte> memory = std::vector<std::byte>(kBytes);
   std::vector<uint64_t> counters = std::vector<uint64_t>(size_t{3} * kCounters);
-  proxy::ProxyThread::Time now{};
+  proxy::ProxyThread::Time now;
   Probed* transport = nullptr;
   std::unique_ptr<proxy::ProxyThread> thread;
 };
