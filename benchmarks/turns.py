@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times two installations of Fanfold in turns on one machine, so that its drift disturbs both alike.
+"""Times two installations of Fanfold in turns, so that a machine's drift disturbs both alike.
 
     python benchmarks/turns.py BEFORE/bin/fanfold NOW/bin/fanfold --json RESULTS.jsonl [--rounds 12]
 
