@@ -160,4 +160,16 @@ class ProxyWorld {
   std::vector<ProxyRank> ranks_;
 };
 
+// Delivers in order, each write after the same time.
+inline loopback::Options quiet_network() {
+  loopback::Options network;
+  network.poll_ns = 1000;
+  network.delay = {.least = 5000, .most = 5000};
+  return network;
+}
+
+inline void steps(ProxyWorld& world, int count) {
+  for (int i = 0; i < count; ++i) world.step_all();
+}
+
 }  // namespace fanfold

@@ -39,20 +39,9 @@ proxy::ProxyOptions options_of(int32_t ranks) {
   return options;
 }
 
-loopback::Options quiet_network() {
-  loopback::Options network;
-  network.poll_ns = 1000;
-  network.delay = {.least = 5000, .most = 5000};
-  return network;
-}
-
 constexpr CommandFields write_to(int32_t peer, int64_t bytes = 100, int64_t target = 0) {
   return {
       .kind = CommandKind::kWrite, .peer = peer, .counter = 0, .bytes = bytes, .target = target};
-}
-
-void steps(ProxyWorld& world, int count) {
-  for (int i = 0; i < count; ++i) world.step_all();
 }
 
 // Steps until the rank's proxy has failed, and returns why.

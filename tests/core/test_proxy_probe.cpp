@@ -29,17 +29,6 @@ proxy::ProxyOptions options_of(int32_t ranks) {
   return options;
 }
 
-loopback::Options quiet_network() {
-  loopback::Options network;
-  network.poll_ns = 1000;
-  network.delay = {.least = 5000, .most = 5000};
-  return network;
-}
-
-void steps(ProxyWorld& world, int count) {
-  for (int i = 0; i < count; ++i) world.step_all();
-}
-
 // A transport that completes nothing and asks the network itself, if it `asks`.
 class Probed final : public transport::Transport {
  public:
