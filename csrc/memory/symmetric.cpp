@@ -223,7 +223,7 @@ bool SymmetricMemory::wait(const AwaitedSignal& awaited, const std::function<int
 }
 
 // How long a rank waits for a peer on another host before it asks whether the peer still runs, and
-// then until it asks again.
+// then at least until it asks again.
 std::chrono::nanoseconds SymmetricMemory::probe_interval() const {
   return std::min(kProbeInterval, nanoseconds_of(options_.timeout_seconds / 4));
 }
@@ -233,7 +233,7 @@ bool SymmetricMemory::has_ended(int32_t peer, const CountedWait& wait,
   if (peer == rank()) return false;
   if (carrier_ != nullptr) {
     if (!hosts_.together(peer, rank()) && wait.waited() >= probe_at) {
-      probe_at = wait.waited() + probe_interval();
+      probe_at = wait.waited() + std::max(probe_interval(), wait.waited() / 8);
       carrier_->probe(peer);
     }
     if (carrier_->ended(peer) || (options_.mask_late_peers && carrier_->lost(peer))) return true;

@@ -309,7 +309,7 @@ bool ProxyThread::send_acknowledgement(Channel& channel, bool reported) {
   if (code == Code::kFailed) lose(channel.peer, FailureReason::kPeer);
   if (code != Code::kOk) return false;
   channel.in.acknowledgement_sent();
-  ++acks_in_flight_;
+  if (channel.failure == nullptr) ++acks_in_flight_;
   channel.counted.add(&Stats::acks_sent);
   return true;
 }

@@ -137,6 +137,23 @@ TEST(proxy_writes_to_a_peer_where_only_a_write_tells) {
   CHECK(!rank.thread->outstanding());
 }
 
+// A late peer that is given up may go on sending, and its messages are acknowledged.
+TEST(proxy_comes_to_rest_with_a_given_up_peer_that_still_sends) {
+  proxy::ProxyOptions options = options_of(2);
+  options.give_up_peers = true;
+  options.timeout = 10ms;  // of the network's time
+  ProxyWorld world(options, quiet_network(), kBytes);
+  world.network().cut(0, 1, 50'000'000);
+  world.proxy(0).push({.kind = CommandKind::kWrite, .peer = 1, .counter = 0, .bytes = 64});
+  for (int i = 0; i < 100'000 && !world.proxy(0).lost(1); ++i) world.step_all();
+  CHECK(world.proxy(0).lost(1));
+  world.proxy(1).push({.kind = CommandKind::kWrite, .peer = 0, .counter = 0, .bytes = 64});
+  for (int i = 0; i < 100'000 && world.proxy(1).stats().acks_received == 0; ++i) world.step_all();
+  steps(world, 200);
+  CHECK_EQ(world.proxy(0).arrived(1, 0), 1u);
+  CHECK(!world.proxy(0).thread(0).outstanding());
+}
+
 // The proxy may not give up peers that are late, but there is nothing to wait for.
 TEST(proxy_gives_up_a_peer_that_has_ended) {
   Alone rank(true);
