@@ -30,7 +30,8 @@ struct ProxyOptions {
   bool give_up_peers = false;
   // 1 ms at most. A thread that has been idle for long sleeps four times as long.
   std::chrono::nanoseconds idle_sleep = std::chrono::milliseconds(1);
-  std::vector<int32_t> cores;   // thread t runs on cores[t % size]; empty: wherever it may
+  // Thread t runs on cores[t % size]; empty: on those near its NIC.
+  std::vector<int32_t> cores;
   uint64_t first_sequence = 0;  // of every channel; the same on all ranks
 };
 

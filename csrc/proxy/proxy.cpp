@@ -31,6 +31,21 @@ void pin(std::thread& thread, int32_t core) {
   throw BadArgument("cores", std::to_string(core), "cores that this process may run on");
 }
 
+// Keeps a thread on those of `cores` that the process may use. Without any it runs wherever it may,
+// and is only slower.
+void keep_near(std::thread& thread, const std::vector<int32_t>& cores) {
+  cpu_set_t allowed;
+  cpu_set_t near;
+  CPU_ZERO(&near);
+  if (pthread_getaffinity_np(thread.native_handle(), sizeof allowed, &allowed) != 0) return;
+  for (const int32_t core : cores) {
+    const bool usable = core < CPU_SETSIZE && CPU_ISSET(static_cast<size_t>(core), &allowed);
+    if (usable) CPU_SET(static_cast<size_t>(core), &near);
+  }
+  if (CPU_COUNT(&near) == 0) return;
+  static_cast<void>(pthread_setaffinity_np(thread.native_handle(), sizeof near, &near));
+}
+
 void check_same(const char* name, int64_t ours, int32_t rank, int64_t theirs, int32_t peer) {
   if (ours != theirs) throw disagreement(name, ours, rank, theirs, peer);
 }
@@ -102,7 +117,11 @@ void Proxy::start() {
   try {
     for (size_t t = 0; t < threads_.size(); ++t) {
       running_.emplace_back([this, t] { run(*threads_[t]); });
-      if (!options_.cores.empty()) pin(running_.back(), options_.cores[t % options_.cores.size()]);
+      if (options_.cores.empty()) {
+        keep_near(running_.back(), threads_[t]->cores());
+      } else {
+        pin(running_.back(), options_.cores[t % options_.cores.size()]);
+      }
     }
   } catch (...) {
     stop();

@@ -64,6 +64,7 @@ class ProxyThread {
   Stats stats() const;
   Stats stats_of(int32_t peer) const;
   const std::vector<int32_t>& peers() const { return peers_; }
+  std::vector<int32_t> cores() const { return transport_->cores(); }
   Counted& counted() { return counted_; }
 
   const Ring& command_ring() const { return ring_; }

@@ -8,6 +8,7 @@
 #include <map>
 #include <utility>
 
+#include "base/cores.h"
 #include "base/error.h"
 #include "transport/libfabric_address.h"
 #include "transport/libfabric_rail.h"
@@ -73,6 +74,7 @@ class Libfabric final : public Transport {
   Address address() const override;
   Code connect(int32_t peer, const Address& address) override;
   std::string path(int32_t peer) const override;
+  std::vector<int32_t> cores() const override { return cores_of_node(numa_node_); }
   LocalMemory register_memory(std::byte* data, int64_t bytes) override;
   RemoteMemory remote(LocalMemory memory) const override;
   Code write(const Write& write) override;
@@ -135,13 +137,16 @@ class Libfabric final : public Transport {
   bool failures_to_report_ = false;
   std::string lost_;  // why the whole transport failed
   int32_t next_rail_ = 0;
+  int32_t numa_node_ = -1;  // of the first NIC
 };
 
 Libfabric::Libfabric(const Library& library, const LibfabricOptions& options) : library_(library) {
   const libfabric::InfoList found = libfabric::find_endpoints(library, "");
   libfabric::Request request = options.request;
   if (request.numa_node < 0) request.numa_node = libfabric::numa_node_of_thread();
-  const libfabric::Choice choice = libfabric::choose(libfabric::describe(found.get()), request);
+  const std::vector<libfabric::Network> networks = libfabric::describe(found.get());
+  const libfabric::Choice choice = libfabric::choose(networks, request);
+  numa_node_ = networks[choice.networks[0]].numa_node;
   for (const size_t index : choice.networks) {
     const Info* info = found.get();
     for (size_t i = 0; i < index; ++i) info = info->next;

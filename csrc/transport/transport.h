@@ -98,6 +98,9 @@ class Transport {
     return {};
   }
 
+  // The cores that are near its NICs, for the thread that it belongs to; empty: any.
+  virtual std::vector<int32_t> cores() const { return {}; }
+
   // Registers memory for writes from and to it. The memory must stay mapped until the transport is
   // destroyed. Returns nothing valid (index -1) if it fails.
   virtual LocalMemory register_memory(std::byte* data, int64_t bytes) = 0;

@@ -3,7 +3,6 @@
 #include <cstdint>
 #include <memory>
 #include <span>
-#include <string>
 #include <thread>
 #include <utility>
 
@@ -14,6 +13,7 @@
 #include "ranks.hpp"
 #include "ring/command.h"
 #include "ring/ring.h"
+#include "stub_transport.hpp"
 
 using namespace fanfold;
 using namespace std::chrono_literals;
@@ -29,25 +29,11 @@ proxy::ProxyOptions options_of(int32_t ranks) {
   return options;
 }
 
-// A transport that completes nothing and asks the network itself, if it `asks`.
-class Probed final : public transport::Transport {
+// A transport that asks the network itself, if it `asks`.
+class Probed final : public StubTransport {
  public:
   explicit Probed(bool asks) : asks_(asks) {}
 
-  std::string_view name() const override { return "probed"; }
-  transport::Limits limits() const override {
-    return {.write_bytes = 1 << 20, .writes = 16, .rails = 1};
-  }
-  transport::Address address() const override { return {}; }
-  transport::Code connect(int32_t, const transport::Address&) override {
-    return transport::Code::kOk;
-  }
-  transport::LocalMemory register_memory(std::byte*, int64_t) override { return {0}; }
-  transport::RemoteMemory remote(transport::LocalMemory) const override { return {}; }
-  transport::Code write(const transport::Write& write) override {
-    writes.push_back(write);
-    return transport::Code::kOk;
-  }
   bool probe(int32_t peer) override {
     probes.push_back(peer);
     return asks_;
@@ -62,15 +48,12 @@ class Probed final : public transport::Transport {
                .context = 0};
     return 1;
   }
-  const std::string& error() const override { return error_; }
 
-  std::vector<transport::Write> writes;
   std::vector<int32_t> probes;
   int32_t dead = -1;  // the next poll reports it
 
  private:
   bool asks_;
-  std::string error_;
 };
 
 // Rank 0 of three, whose peers are not there.

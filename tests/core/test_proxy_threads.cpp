@@ -1,18 +1,25 @@
 // Proxies with threads of their own, and producers and consumers on others. A thread sanitizer
 // finds a hand-off whose memory order is too weak.
+#include <sched.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
+#include <memory>
+#include <span>
 #include <thread>
+#include <utility>
 #include <vector>
 
+#include "base/cores.h"
 #include "base/error.h"
 #include "base/wait.h"
 #include "check.hpp"
 #include "proxy/proxy.h"
 #include "proxy_world.hpp"
 #include "ranks.hpp"
+#include "stub_transport.hpp"
 
 using namespace fanfold;
 using namespace std::chrono_literals;
@@ -163,4 +170,66 @@ TEST(proxy_refuses_a_core_that_it_may_not_use) {
   options.cores = {1 << 20};
   ProxyWorld world(options, loopback::Options{}, 4096);
   CHECK_THROWS(world.proxy(0).start(), BadArgument);
+}
+
+namespace {
+
+// Where the thread runs that polls it.
+class NearCores final : public StubTransport {
+ public:
+  explicit NearCores(std::vector<int32_t> cores) : cores_(std::move(cores)) {}
+
+  std::vector<int32_t> cores() const override { return cores_; }
+  int32_t poll(std::span<transport::Event>) override {
+    cpu_set_t seen;
+    if (sched_getaffinity(0, sizeof seen, &seen) == 0) count = CPU_COUNT(&seen);
+    return 0;
+  }
+
+  std::atomic<int32_t> count = 0;  // of the cores that the thread may run on
+
+ private:
+  std::vector<int32_t> cores_;
+};
+
+// On how many cores the thread of a proxy may run whose NIC is near `cores`.
+int32_t cores_used(const std::vector<int32_t>& cores, int32_t expected) {
+  std::vector<std::byte> memory(4096);
+  std::vector<uint64_t> counters(kCounters);
+  auto owned = std::make_unique<NearCores>(cores);
+  const NearCores& transport = *owned;
+  std::vector<std::unique_ptr<transport::Transport>> transports;
+  transports.push_back(std::move(owned));
+  proxy::ProxyOptions options;
+  options.ranks = 1;
+  options.threads = 1;
+  const proxy::ProxyMemory own{.data = memory.data(), .bytes = 4096, .counters = counters};
+  proxy::Proxy proxy(options, own, std::move(transports));
+  proxy.connect({proxy.address()});
+  proxy.start();
+  // It polls before it is moved, too.
+  static_cast<void>(poll_until([&] { return transport.count == expected; }, kPatient));
+  return transport.count;
+}
+
+}  // namespace
+
+TEST(proxy_threads_stay_near_their_nic_as_far_as_the_process_may) {
+  cpu_set_t allowed;
+  CHECK_EQ(sched_getaffinity(0, sizeof allowed, &allowed), 0);
+  int32_t last = CPU_SETSIZE - 1;
+  while (!CPU_ISSET(static_cast<size_t>(last), &allowed)) --last;
+  CHECK_EQ(cores_used({last, CPU_SETSIZE}, 1), 1);
+  CHECK_EQ(cores_used({CPU_SETSIZE}, CPU_COUNT(&allowed)), CPU_COUNT(&allowed));
+  CHECK_EQ(cores_used({}, CPU_COUNT(&allowed)), CPU_COUNT(&allowed));
+}
+
+TEST(cores_are_read_as_the_system_writes_them) {
+  CHECK(parse_cores("0-3,8,10-11") == std::vector<int32_t>({0, 1, 2, 3, 8, 10, 11}));
+  CHECK(parse_cores("7") == std::vector<int32_t>{7});
+  for (const char* malformed : {"", "a", "1-", "-1", "1,,2", "3 ", "1-99999999"}) {
+    CHECK(parse_cores(malformed).empty());
+  }
+  CHECK(cores_of_node(-1).empty());
+  CHECK(cores_of_node(1 << 20).empty());
 }
