@@ -227,6 +227,7 @@ void Exchange::send_heartbeat() const {
 
 // Peers then blame `late_peer`, not this rank, which is in no call any more.
 void Exchange::tell_of_giving_up(int32_t late_peer) noexcept {
+  if (late_peer < 0) return;  // no single peer's fault
   try {
     push_heartbeat(gave_up_for(late_peer));
     send_heartbeat();
@@ -258,6 +259,9 @@ void Exchange::wait(const std::function<bool()>& ready,
   try {
     memory_.wait_until(phase_, ready, report);
   } catch (const PeerTimeout& error) {
+    tell_of_giving_up(error.report.peer);
+    throw;
+  } catch (const TransportError& error) {
     tell_of_giving_up(error.report.peer);
     throw;
   }

@@ -196,10 +196,10 @@ uint64_t Proxy::push(const CommandFields& fields) {
     throw BadArgument(wrong->argument, wrong->value, wrong->bound);
   }
   check_usable();
-  return push_to(static_cast<size_t>(peer % options_.threads), command);
+  return push_to(static_cast<size_t>(peer % options_.threads), command, options_.timeout);
 }
 
-Tickets Proxy::push_all(CommandKind kind) {
+Tickets Proxy::push_all(CommandKind kind, std::chrono::nanoseconds longest) {
   if (kind != CommandKind::kFence && kind != CommandKind::kBarrier) {
     throw BadArgument("kind", std::to_string(static_cast<uint32_t>(kind)),
                       "a fence or a barrier; `push` takes the other kinds");
@@ -207,11 +207,13 @@ Tickets Proxy::push_all(CommandKind kind) {
   check_usable();
   const Command command = make_command({.kind = kind});
   Tickets tickets;
-  for (size_t t = 0; t < threads_.size(); ++t) tickets.push_back(push_to(t, command));
+  for (size_t t = 0; t < threads_.size(); ++t) {
+    tickets.push_back(push_to(t, command, std::min(longest, options_.timeout)));
+  }
   return tickets;
 }
 
-uint64_t Proxy::push_to(size_t thread, const Command& command) {
+uint64_t Proxy::push_to(size_t thread, const Command& command, std::chrono::nanoseconds longest) {
   std::optional<uint64_t> ticket = producer(thread).try_push(command);
   if (!ticket) {
     // Ends when the proxy fails, not only when the ring stays full.
@@ -220,7 +222,7 @@ uint64_t Proxy::push_to(size_t thread, const Command& command) {
       return ticket || failure() != nullptr;
     };
     static_cast<void>(
-        poll_until(pushed_or_failed, {.timeout = options_.timeout, .spin = kSpin, .idle = kIdle}));
+        poll_until(pushed_or_failed, {.timeout = longest, .spin = kSpin, .idle = kIdle}));
     check();
     // One more attempt, so that the error carries the ring's numbers.
     if (!ticket) ticket = producer(thread).push(command, std::chrono::nanoseconds(0));

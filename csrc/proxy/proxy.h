@@ -80,8 +80,10 @@ class Proxy {
   // the peer's thread. Throws BadArgument if a field is out of bounds, RingFull if the ring stays
   // full for the timeout, and as `check()` does. Any thread may call it.
   uint64_t push(const CommandFields& fields);
-  // Pushes a fence or a barrier to every thread.
-  Tickets push_all(CommandKind kind);
+  // Pushes a fence or a barrier to every thread; waits for room in a ring for the timeout, or for
+  // `longest` if that is less. Throws as `push` does.
+  Tickets push_all(CommandKind kind,
+                   std::chrono::nanoseconds longest = std::chrono::nanoseconds::max());
   // Whether the commands are done.
   bool passed(const Tickets& tickets) const;
   // Waits until they are, at most for the timeout. Throws Misuse then, and as `check()` does.
@@ -129,7 +131,7 @@ class Proxy {
  private:
   ProxyThread& thread_of(int32_t peer) const;
   Producer& producer(size_t thread) const { return *producers_[thread]; }
-  uint64_t push_to(size_t thread, const Command& command);
+  uint64_t push_to(size_t thread, const Command& command, std::chrono::nanoseconds longest);
   void check_usable() const;
   void run(ProxyThread& thread);
   void poll(ProxyThread& thread);

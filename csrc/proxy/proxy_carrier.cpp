@@ -18,7 +18,7 @@ constexpr std::chrono::nanoseconds kLongestFailedFinish = std::chrono::milliseco
 // Returns once a barrier or fence of all threads has ended, or after `longest`.
 void end_with(Proxy& proxy, CommandKind kind, std::chrono::nanoseconds longest) noexcept {
   try {
-    const Tickets tickets = proxy.push_all(kind);
+    const Tickets tickets = proxy.push_all(kind, longest);
     const auto ended = [&] { return proxy.passed(tickets) || proxy.failure() != nullptr; };
     static_cast<void>(poll_until(ended, {.timeout = std::min(proxy.options().timeout, longest),
                                          .spin = std::chrono::nanoseconds(0),

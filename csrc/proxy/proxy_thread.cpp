@@ -102,14 +102,6 @@ bool ProxyThread::serves(int32_t peer) const {
          channels_[place(peer)] != nullptr;
 }
 
-const Channel* ProxyThread::channel(int32_t peer) const {
-  return serves(peer) ? channels_[place(peer)].get() : nullptr;
-}
-
-std::string ProxyThread::path(int32_t peer) const {
-  return serves(peer) ? channels_[place(peer)]->path : "";
-}
-
 Stats ProxyThread::stats() const {
   Stats sum = counted_.snapshot();
   for (const int32_t peer : peers_) sum += stats_of(peer);
@@ -262,6 +254,8 @@ void ProxyThread::complete(uint64_t context) {
     if ((context & kAcknowledgementContext) != 0) {
       known = channel.in.acknowledgement_completed();
       if (known && channel.failure == nullptr) --acks_in_flight_;
+      if (channel.in.news() > 0 && !std::exchange(channel.in_news, true))
+        news_.push_back(channel.peer);
     } else if (!channel.given_up) {
       const uint64_t sequence = channel.whole(static_cast<uint32_t>(context));
       freeing(channel, [&] { return known = channel.out.complete(sequence); });
@@ -278,17 +272,22 @@ bool ProxyThread::acknowledge() {
   for (const int32_t peer : news_) {
     Channel& channel = channel_of(peer);
     const bool quiet = !std::exchange(channel.arrived, false);
+    bool reachable = true;
     if (failure() == nullptr && channel.in.should_acknowledge(quiet)) {
-      worked = send_acknowledgement(channel) || worked;
+      const Code code = send_acknowledgement(channel);
+      worked = worked || code == Code::kOk;
+      reachable = code != Code::kFailed;
     }
-    channel.in_news = channel.in.news() > 0;
+    // What a lost peer cannot be told, or may never be, keeps no thread awake.
+    if (channel.failure != nullptr && channel.in.acknowledgement_in_flight()) reachable = false;
+    channel.in_news = reachable && channel.in.news() > 0;
     if (channel.in_news) news_[kept++] = peer;
   }
   news_.resize(kept);
   return worked;
 }
 
-bool ProxyThread::send_acknowledgement(Channel& channel, bool reported) {
+Code ProxyThread::send_acknowledgement(Channel& channel, bool reported) {
   const auto accepted =
       static_cast<uint32_t>(channel.in.accepted_in_order()) & layout_.acknowledgement_mask();
   transport::Write message{.peer = channel.peer,
@@ -307,11 +306,11 @@ bool ProxyThread::send_acknowledgement(Channel& channel, bool reported) {
                            .reported = reported};
   const Code code = write(message);
   if (code == Code::kFailed) lose(channel.peer, FailureReason::kPeer);
-  if (code != Code::kOk) return false;
+  if (code != Code::kOk) return code;
   channel.in.acknowledgement_sent();
   if (channel.failure == nullptr) ++acks_in_flight_;
   channel.counted.add(&Stats::acks_sent);
-  return true;
+  return code;
 }
 
 // ---- sending ------------------------------------------------------------------------------------

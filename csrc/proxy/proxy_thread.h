@@ -57,7 +57,7 @@ class ProxyThread {
   // while nothing is outstanding for that peer.
   const Failure* lost(int32_t peer) const;
   // For any thread, after `connect`: how the transport reaches `peer`, for messages; may be empty.
-  std::string path(int32_t peer) const;
+  std::string path(int32_t peer) const { return serves(peer) ? channels_[place(peer)]->path : ""; }
   // For any thread, after `connect`: why a command cannot be executed, or nothing.
   std::optional<BadArgument> refusal(const CommandFields& fields) const;
   // For any thread, after `connect`: of this thread, those of its peers included, and of one peer.
@@ -70,7 +70,9 @@ class ProxyThread {
   const Ring& command_ring() const { return ring_; }
   Doorbell& bell() { return bell_; }
   // For tests, on the thread that calls `step`.
-  const Channel* channel(int32_t peer) const;
+  const Channel* channel(int32_t peer) const {
+    return serves(peer) ? channels_[place(peer)].get() : nullptr;
+  }
 
  private:
   bool serves(int32_t peer) const;
@@ -93,7 +95,7 @@ class ProxyThread {
   void store(int32_t source, uint64_t sequence);
   void complete(uint64_t context);
   bool acknowledge();
-  bool send_acknowledgement(Channel& channel, bool reported = false);
+  transport::Code send_acknowledgement(Channel& channel, bool reported = false);
 
   // Sending.
   bool take_commands();

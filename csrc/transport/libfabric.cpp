@@ -24,15 +24,19 @@ using libfabric::CqError;
 using libfabric::FiAddr;
 using libfabric::Info;
 using libfabric::kAddressMagic;
+using libfabric::key_of;
+using libfabric::kMostKeys;
 using libfabric::kMostNameBytes;
 using libfabric::Library;
 using libfabric::OpenNic;
 using libfabric::Operation;
+using libfabric::packed;
 using libfabric::Rail;
 using libfabric::Region;
 
 constexpr int64_t kMostWriteBytes = int64_t{1} << 30;
 constexpr size_t kEventsPerRead = 64;
+constexpr uint32_t kPollsPerLook = 16;  // at probes, each of which costs a system call
 
 struct PeerRail {
   FiAddr address;
@@ -48,17 +52,6 @@ struct Peer {
   bool ended = false;             // the peer listens no more
   bool reported = false;          // the failure has been reported
 };
-
-// The keys of two registrations in the one key of `RemoteMemory`: those of EFA and of verbs have 32
-// bits.
-constexpr size_t kMostKeys = 2;
-
-uint64_t packed(const Region& region) {
-  return region.registrations[0]->key | region.registrations[1]->key << 32;
-}
-uint64_t key_of(uint64_t packed_keys, size_t unit) {
-  return unit == 0 ? packed_keys & 0xffffffff : packed_keys >> 32;
-}
 
 bool has_pending(const Rail& rail, int32_t peer) {
   return std::any_of(rail.pending.begin(), rail.pending.end(),
@@ -115,10 +108,11 @@ class Libfabric final : public Transport {
   void accept(int32_t index, const CqEntry& entry, std::span<Event> events, int32_t& count);
   void read_error(int32_t index);
   void read_probes();
+  void explain();
   void fail_post(const Write& write, int64_t result);
   void fail_peer(int32_t peer, const std::string& why);
   void fail_all(const std::string& why);
-  void report_failures(std::span<Event> events, int32_t& count);
+  void report_failure(std::span<Event> events, int32_t& count);
 
   const Library& library_;
   std::string name_;
@@ -132,8 +126,10 @@ class Libfabric final : public Transport {
   std::vector<Peer> peers_;
   bool sockets_ = false;                   // the provider goes over them
   std::map<int32_t, SocketProbe> probes_;  // of peers, until they are answered
-  bool of_endpoint_ = false;               // registrations belong to an endpoint
-  bool many_keys_ = false;                 // one region has several keys
+  uint32_t polls_asking_ = 0;
+  std::string unexplained_;   // an error of an unknown peer, until the probes are answered
+  bool of_endpoint_ = false;  // registrations belong to an endpoint
+  bool many_keys_ = false;    // one region has several keys
   bool failures_to_report_ = false;
   std::string lost_;  // why the whole transport failed
   int32_t next_rail_ = 0;
@@ -368,7 +364,7 @@ Code Libfabric::write(const Write& write) {
     rail.pending.push_back(operation);
   } else if (result != 0) {
     fail_post(write, result);
-    return Code::kFailed;
+    return fail(peers_[static_cast<size_t>(write.peer)].failure);
   }
   rail.idle.pop_back();
   return Code::kOk;
@@ -409,14 +405,15 @@ void Libfabric::post_pending(Rail& rail) {
 
 int32_t Libfabric::poll(std::span<Event> events) {
   int32_t count = 0;
-  if (!probes_.empty()) read_probes();
-  report_failures(events, count);
+  const bool asks = !probes_.empty() || !unexplained_.empty();
+  if (asks && ++polls_asking_ % kPollsPerLook == 0) read_probes();
+  report_failure(events, count);
   for (int32_t i = 0; i < limits_.rails && lost_.empty(); ++i) {
     poll_rail((next_rail_ + i) % limits_.rails, events, count);
   }
   // Another rail comes first next time, so that none starves when `events` is short.
   next_rail_ = (next_rail_ + 1) % limits_.rails;
-  report_failures(events, count);
+  if (count == 0) report_failure(events, count);
   return count;
 }
 
@@ -503,13 +500,13 @@ void Libfabric::read_error(int32_t index) {
   const bool incoming = (error.flags & (libfabric::kRemoteWrite | libfabric::kRecv)) != 0;
   if (rail.is_receive(error.context)) {
     rail.idle_receives.push_back(static_cast<libfabric::Context2*>(error.context));
-  } else if (!incoming && !sockets_) {
-    return fail_all(name_ + ": an operation on rail " + std::to_string(index) +
-                    " failed: " + reason);
+  } else if (!incoming) {
+    unexplained_ = name_ + ": an operation on rail " + std::to_string(index) + " failed: " + reason;
   }
   // A peer's write broke off, or an injected one to it, most likely because the peer has ended.
   // Which peer is not known, so all are asked where that is possible, and the others go on.
   for (size_t peer = 0; peer < peers_.size(); ++peer) probe(static_cast<int32_t>(peer));
+  if (probes_.empty()) explain();
 }
 
 // ---- failures -----------------------------------------------------------------------------------
@@ -526,19 +523,29 @@ void Libfabric::read_probes() {
   for (auto probe = probes_.begin(); probe != probes_.end();) {
     const int32_t peer = probe->first;
     const SocketProbe::Answer answer = probe->second.answer();
-    if (answer == SocketProbe::Answer::kRefused) {
-      peers_[static_cast<size_t>(peer)].ended = true;
-      fail_peer(peer, name_ + ": peer " + std::to_string(peer) + " has ended: " +
-                          peers_[static_cast<size_t>(peer)].name + " refuses connections");
+    Peer& asked = peers_[static_cast<size_t>(peer)];
+    if (answer == SocketProbe::Answer::kRefused && asked.failure.empty()) {
+      asked.ended = true;
+      fail_peer(peer, name_ + ": peer " + std::to_string(peer) + " has ended: " + asked.name +
+                          " refuses connections");
     }
     probe = answer == SocketProbe::Answer::kNone ? std::next(probe) : probes_.erase(probe);
   }
+  if (probes_.empty()) explain();
 }
 
+// An operation of an unknown peer has failed. If no peer has, what it carried is lost all the same.
+void Libfabric::explain() {
+  const std::string why = std::exchange(unexplained_, {});
+  const auto failed = [](const Peer& peer) { return !peer.failure.empty(); };
+  if (!why.empty() && std::none_of(peers_.begin(), peers_.end(), failed)) fail_all(why);
+}
+
+// `error()` says so once the failure is reported.
 void Libfabric::fail_peer(int32_t peer, const std::string& why) {
   Peer& failed = peers_[static_cast<size_t>(peer)];
-  if (failed.failure.empty()) failed.failure = why;
-  error_ = failed.failure;
+  if (!failed.failure.empty()) return;
+  failed.failure = why;
   failures_to_report_ = true;
 }
 
@@ -558,16 +565,18 @@ void Libfabric::fail_all(const std::string& why) {
   failures_to_report_ = true;
 }
 
-void Libfabric::report_failures(std::span<Event> events, int32_t& count) {
-  if (!failures_to_report_) return;
+// Reports one failure at most, so that `error()` tells why.
+void Libfabric::report_failure(std::span<Event> events, int32_t& count) {
+  if (!failures_to_report_ || events.empty()) return;
   for (size_t peer = 0; peer < peers_.size(); ++peer) {
     Peer& failed = peers_[peer];
     if (failed.failure.empty() || failed.reported || failed.rails.empty()) continue;
-    if (std::cmp_greater_equal(count, events.size())) return;  // the next poll reports the rest
     failed.reported = true;
+    error_ = failed.failure;
     const EventKind kind = failed.ended ? EventKind::kPeerEnded : EventKind::kPeerFailed;
     events[static_cast<size_t>(count++)] = {
         .kind = kind, .rail = -1, .peer = static_cast<int32_t>(peer), .immediate = 0, .context = 0};
+    return;
   }
   failures_to_report_ = false;
 }

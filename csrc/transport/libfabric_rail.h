@@ -72,6 +72,17 @@ struct Region {
   std::vector<Owned<MemoryRegion>> registrations;
 };
 
+// The keys of two registrations in the one key of `RemoteMemory`: those of EFA and of verbs have 32
+// bits.
+inline constexpr size_t kMostKeys = 2;
+
+inline uint64_t packed(const Region& region) {
+  return region.registrations[0]->key | region.registrations[1]->key << 32;
+}
+inline uint64_t key_of(uint64_t packed_keys, size_t unit) {
+  return unit == 0 ? packed_keys & 0xffffffff : packed_keys >> 32;
+}
+
 struct RegionRequest {
   std::byte* data;
   int64_t bytes;

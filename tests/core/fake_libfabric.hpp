@@ -3,6 +3,9 @@
 // when the sender polls.
 #pragma once
 
+#include <arpa/inet.h>
+#include <netinet/in.h>
+
 #include <array>
 #include <cerrno>
 #include <cstdint>
@@ -30,6 +33,7 @@ struct FakeBehaviour {
   int complete_with = 0;  // every completion is this error
   uint64_t first_provider_key = 0x1000;
   std::string provider = "efa";
+  uint16_t port = 0;  // where all its endpoints listen on this host; 0: they have no such address
 };
 
 struct FakeEndpoint;
@@ -234,7 +238,8 @@ inline int fake_av_open(Domain*, AvAttr*, AddressVector** opened, void*) {
                           void*) {
     auto& names = reinterpret_cast<FakeAv*>(base)->names;
     uint64_t name = 0;
-    std::memcpy(&name, address, sizeof name);
+    const auto* bytes = static_cast<const char*>(address);
+    std::memcpy(&name, bytes + (Fake::get().behaviour.port == 0 ? 0 : 8), sizeof name);
     *found = names.size();
     names.push_back(name);
     return 1;
@@ -260,8 +265,15 @@ inline int fake_endpoint(Domain* domain, Info*, Endpoint** opened, void*) {
   made->name = Fake::get().endpoints.size();
   Fake::get().endpoints.push_back(made);
   made->cm.getname = [](Fid* fid, void* address, size_t* bytes) {
-    std::memcpy(address, &reinterpret_cast<FakeEndpoint*>(fid)->name, sizeof(uint64_t));
-    *bytes = sizeof(uint64_t);
+    const uint64_t name = reinterpret_cast<FakeEndpoint*>(fid)->name;
+    const uint16_t port = Fake::get().behaviour.port;
+    sockaddr_in socket{};
+    socket.sin_family = AF_INET;
+    socket.sin_port = htons(port);
+    socket.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    std::memcpy(&socket.sin_zero, &name, sizeof name);
+    *bytes = port == 0 ? sizeof name : sizeof socket;
+    std::memcpy(address, port == 0 ? static_cast<const void*>(&name) : &socket, *bytes);
     return 0;
   };
   made->msg.recv = [](Endpoint* endpoint, void*, size_t, void*, FiAddr, void* context) -> ssize_t {
@@ -343,6 +355,7 @@ inline Info* fake_info(const std::string& nic) {
   const FakeBehaviour& behaviour = Fake::get().behaviour;
   made->nic = nic;
   made->base.mode = behaviour.mode;
+  made->base.addr_format = behaviour.port == 0 ? 0 : kSockaddrIn;
   made->base.tx_attr = &made->tx;
   made->base.rx_attr = &made->rx;
   made->base.ep_attr = &made->ep;

@@ -1,4 +1,7 @@
 // The duties of providers whose hardware this machine lacks, over a libfabric that plays them.
+#include <sys/socket.h>
+#include <unistd.h>
+
 #include <array>
 #include <memory>
 #include <string>
@@ -19,6 +22,30 @@ namespace {
 constexpr int64_t kBytes = 4096;
 constexpr int kVerbs =
     libfabric::kMrLocal | libfabric::kMrVirtAddr | libfabric::kMrAllocated | libfabric::kMrProvKey;
+
+// A socket of this host on a port of its own.
+struct Listener {
+  Listener() : descriptor(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t bytes = sizeof address;
+    auto* name = reinterpret_cast<sockaddr*>(&address);
+    CHECK(bind(descriptor, name, bytes) == 0 && listen(descriptor, 8) == 0);
+    CHECK_EQ(getsockname(descriptor, name, &bytes), 0);
+    port = ntohs(address.sin_port);
+  }
+  ~Listener() { close(); }
+  Listener(const Listener&) = delete;
+  Listener& operator=(const Listener&) = delete;
+  void close() {
+    if (descriptor >= 0) ::close(descriptor);
+    descriptor = -1;
+  }
+
+  int descriptor;
+  uint16_t port = 0;
+};
 
 // Two transports over the fake, each with memory.
 struct World {
@@ -225,14 +252,24 @@ TEST(libfabric_error_of_an_unknown_operation_fails_all_peers) {
   CHECK(contains(world.transports[0]->error(), "an operation on rail 0 failed"));
 }
 
-// Such as an injected write to a peer that has ended.
-TEST(libfabric_error_of_an_unknown_operation_over_sockets_fails_nobody) {
-  World world({.provider = "tcp"});
-  libfabric::fake_fail(*Fake::get().endpoints[0]->queue, nullptr, ENOTCONN);
-  CHECK(world.poll(0).empty());
-  CHECK_EQ(world.transports[0]->error(), "");
-  CHECK_EQ(world.transports[0]->write(world.write(0, 8, 1)), Code::kOk);
-  CHECK_EQ(world.poll(1).size(), 1u);
+// Such as an injected write to a peer that has ended: the peer is found by its port.
+TEST(libfabric_error_of_an_unknown_operation_fails_those_that_listen_no_more) {
+  for (const bool listens : {false, true}) {
+    Listener listener;
+    if (!listens) listener.close();
+    World world({.provider = "tcp", .port = listener.port});
+    libfabric::fake_fail(*Fake::get().endpoints[0]->queue, nullptr, ENOTCONN);
+    std::vector<Event> events;
+    for (int i = 0; i < 1'000'000 && events.empty(); ++i) events = world.poll(0);
+    CHECK_EQ(events.size(), 1u);
+    CHECK_EQ(events[0].kind, listens ? EventKind::kPeerFailed : EventKind::kPeerEnded);
+    const std::string said = world.transports[0]->error();
+    CHECK(contains(said, listens ? "an operation on rail 0 failed" : "peer 1 has ended"));
+    // Another failure of the same peer is none.
+    libfabric::fake_fail(*Fake::get().endpoints[0]->queue, nullptr, ENOTCONN);
+    for (int i = 0; i < 1000; ++i) CHECK(world.poll(0).empty());
+    CHECK_EQ(world.transports[0]->error(), said);
+  }
 }
 
 TEST(libfabric_error_of_an_incoming_write_fails_nobody) {

@@ -2,11 +2,13 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <thread>
 #include <utility>
 
 #include "check.hpp"
+#include "layout/immediate.h"
 #include "links.hpp"
 #include "proxy/proxy.h"
 #include "proxy_world.hpp"
@@ -39,6 +41,14 @@ class Probed final : public StubTransport {
     return asks_;
   }
   int32_t poll(std::span<transport::Event> room) override {
+    if (arriving) {
+      room[0] = {.kind = transport::EventKind::kArrival,
+                 .rail = 0,
+                 .peer = -1,
+                 .immediate = *std::exchange(arriving, std::nullopt),
+                 .context = 0};
+      return 1;
+    }
     if (dead < 0) return 0;
     error_ = "the peer has ended";
     room[0] = {.kind = transport::EventKind::kPeerEnded,
@@ -50,7 +60,8 @@ class Probed final : public StubTransport {
   }
 
   std::vector<int32_t> probes;
-  int32_t dead = -1;  // the next poll reports it
+  int32_t dead = -1;                 // the next poll reports it
+  std::optional<uint32_t> arriving;  // an immediate
 
  private:
   bool asks_;
@@ -117,6 +128,27 @@ TEST(proxy_writes_to_a_peer_where_only_a_write_tells) {
   rank.transport->dead = 1;
   rank.step();
   CHECK(rank.thread->lost(1) != nullptr);
+  CHECK(!rank.thread->outstanding());
+}
+
+// Its last messages stay unacknowledged: the transport completes no acknowledgement to a dead peer.
+TEST(proxy_comes_to_rest_where_a_peer_ends_with_messages_to_acknowledge) {
+  Alone rank(true);
+  const ImmediateLayout layout = ImmediateLayout::of(3);
+  for (uint32_t sequence = 0; sequence < 2; ++sequence) {
+    const EncodedImmediate encoded = layout.encode({.kind = ImmediateKind::kSignal,
+                                                    .source = 2,
+                                                    .counter = 0,
+                                                    .sequence = sequence,
+                                                    .amount = 1});
+    rank.transport->arriving = encoded.word;
+    for (int i = 0; i < 3; ++i) rank.step();
+  }
+  CHECK_EQ(rank.transport->writes.size(), 1u);
+  CHECK(rank.thread->outstanding());
+  rank.transport->dead = 2;
+  for (int i = 0; i < 3; ++i) rank.step();
+  CHECK(rank.thread->lost(2) != nullptr);
   CHECK(!rank.thread->outstanding());
 }
 
