@@ -210,7 +210,7 @@ void ProxyThread::accept(Channel& channel, const Immediate& immediate) {
   }
   if (channel.in.accepted_in_order() == before) channel.counted.add(&Stats::reordered);
   channel.arrived = true;
-  if (!std::exchange(channel.in_news, true)) news_.push_back(channel.peer);
+  add_news(channel);
 }
 
 // Released after the transport has put the bytes in place, so that a consumer that acquires the
@@ -254,8 +254,7 @@ void ProxyThread::complete(uint64_t context) {
     if ((context & kAcknowledgementContext) != 0) {
       known = channel.in.acknowledgement_completed();
       if (known && channel.failure == nullptr) --acks_in_flight_;
-      if (channel.in.news() > 0 && !std::exchange(channel.in_news, true))
-        news_.push_back(channel.peer);
+      if (channel.in.news() > 0) add_news(channel);
     } else if (!channel.given_up) {
       const uint64_t sequence = channel.whole(static_cast<uint32_t>(context));
       freeing(channel, [&] { return known = channel.out.complete(sequence); });

@@ -11,6 +11,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
@@ -94,6 +95,9 @@ class ProxyThread {
   void count(int32_t source, const Addition& addition);
   void store(int32_t source, uint64_t sequence);
   void complete(uint64_t context);
+  void add_news(Channel& channel) {
+    if (!std::exchange(channel.in_news, true)) news_.push_back(channel.peer);
+  }
   bool acknowledge();
   transport::Code send_acknowledgement(Channel& channel, bool reported = false);
 

@@ -2,7 +2,6 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <span>
 #include <thread>
 #include <utility>
@@ -41,11 +40,11 @@ class Probed final : public StubTransport {
     return asks_;
   }
   int32_t poll(std::span<transport::Event> room) override {
-    if (arriving) {
+    if (arriving >= 0) {
       room[0] = {.kind = transport::EventKind::kArrival,
                  .rail = 0,
                  .peer = -1,
-                 .immediate = *std::exchange(arriving, std::nullopt),
+                 .immediate = static_cast<uint32_t>(std::exchange(arriving, -1)),
                  .context = 0};
       return 1;
     }
@@ -60,8 +59,8 @@ class Probed final : public StubTransport {
   }
 
   std::vector<int32_t> probes;
-  int32_t dead = -1;                 // the next poll reports it
-  std::optional<uint32_t> arriving;  // an immediate
+  int32_t dead = -1;      // the next poll reports it
+  int64_t arriving = -1;  // an immediate, which the next poll reports
 
  private:
   bool asks_;
