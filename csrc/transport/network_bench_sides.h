@@ -161,8 +161,7 @@ class FanfoldSide : public BenchSide {
     const int32_t count = transport_->poll(events);
     for (int32_t i = 0; i < count; ++i) {
       const EventKind kind = events[static_cast<size_t>(i)].kind;
-      if (kind == EventKind::kPeerFailed || kind == EventKind::kPeerEnded)
-        throw Unavailable(transport_->error());
+      if (kind == EventKind::kPeerFailed) throw Unavailable(transport_->error());
       ++(kind == EventKind::kCompletion ? completed : arrived);
     }
   }
