@@ -1,4 +1,6 @@
 // Bounded waits: wake-ups, timeouts, and the checks during a wait.
+#include <sys/resource.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -232,20 +234,27 @@ TEST(poll_until_returns_as_soon_as_its_condition_holds) {
   const WaitPolicy policy{.timeout = 60s, .spin = 1us, .idle = 1ms};
   CHECK(poll_until([] { return true; }, policy));
   std::atomic<bool> set = false;
-  int polls = 0;
   std::thread setter([&] {
     std::this_thread::sleep_for(20ms);
     set = true;
   });
-  const bool held = poll_until(
-      [&] {
-        ++polls;
-        return set.load();
-      },
-      policy);
+  const bool held = poll_until([&] { return set.load(); }, policy);
   setter.join();
   CHECK(held);
-  CHECK(polls > 64);  // it has spun or yielded before it slept
+}
+
+// A sleep is a voluntary switch to another thread; a yield is not.
+TEST(poll_until_spins_or_yields_before_it_sleeps) {
+  const auto sleeps = [] {
+    rusage used{};
+    getrusage(RUSAGE_THREAD, &used);
+    return used.ru_nvcsw;
+  };
+  constexpr int kPolls = 60;
+  const auto before = sleeps();
+  int polls = 0;
+  CHECK(poll_until([&] { return ++polls == kPolls; }, {.timeout = 60s, .spin = 1us, .idle = 1ms}));
+  CHECK(sleeps() - before < kPolls / 2);
 }
 
 TEST(poll_until_gives_up_after_its_timeout) {
