@@ -405,8 +405,7 @@ void Libfabric::post_pending(Rail& rail) {
 
 int32_t Libfabric::poll(std::span<Event> events) {
   int32_t count = 0;
-  const bool asks = !probes_.empty() || !unexplained_.empty();
-  if (asks && ++polls_asking_ % kPollsPerLook == 0) read_probes();
+  if (!probes_.empty() && ++polls_asking_ % kPollsPerLook == 0) read_probes();
   report_failure(events, count);
   for (int32_t i = 0; i < limits_.rails && lost_.empty(); ++i) {
     poll_rail((next_rail_ + i) % limits_.rails, events, count);

@@ -233,6 +233,27 @@ TEST(libfabric_error_of_a_write_fails_its_peer_once) {
   }
 }
 
+TEST(libfabric_reports_failures_one_by_one_with_their_reasons) {
+  World world({.complete_with = EACCES});
+  CHECK_EQ(world.transports[0]->connect(2, world.transports[1]->address()), Code::kOk);
+  for (const int32_t peer : {1, 2, 1}) {
+    Write write = world.write(0, 8, 1);
+    write.peer = peer;
+    CHECK_EQ(world.transports[0]->write(write), Code::kOk);
+  }
+  for (const int32_t peer : {1, 2}) {
+    const std::vector<Event> events = world.poll(0);
+    CHECK_EQ(events.size(), 1u);
+    CHECK_EQ(events[0].peer, peer);
+    const std::string reason = "a write to peer " + std::to_string(peer);
+    CHECK(contains(world.transports[0]->error(), reason.c_str()));
+  }
+  // The second failure of a peer says nothing new.
+  const std::string said = world.transports[0]->error();
+  for (int i = 0; i < 3; ++i) CHECK(world.poll(0).empty());
+  CHECK_EQ(world.transports[0]->error(), said);
+}
+
 TEST(libfabric_write_that_the_provider_refuses_fails_its_peer) {
   World world({.refuse_with = EACCES});
   CHECK_EQ(world.transports[0]->write(world.write(0, 8, 1)), Code::kFailed);

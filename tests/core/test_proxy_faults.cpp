@@ -20,6 +20,7 @@
 #include "proxy_world.hpp"
 #include "ranks.hpp"
 #include "ring/command.h"
+#include "scripted_transport.hpp"
 
 using namespace fanfold;
 using namespace std::chrono_literals;
@@ -324,86 +325,6 @@ TEST(proxy_refuses_commands_that_it_cannot_execute) {
 }
 
 namespace {
-
-// A transport that reports the events that a test wants.
-class Scripted final : public transport::Transport {
- public:
-  std::string_view name() const override { return "scripted"; }
-  transport::Limits limits() const override {
-    return {.write_bytes = 1 << 20, .writes = 64, .rails = 1};
-  }
-  transport::Address address() const override { return {}; }
-  transport::Code connect(int32_t, const transport::Address&) override {
-    return transport::Code::kOk;
-  }
-  transport::LocalMemory register_memory(std::byte*, int64_t bytes) override {
-    bytes_ = bytes;
-    return {fails_registration ? -1 : 0};
-  }
-  transport::RemoteMemory remote(transport::LocalMemory) const override {
-    return {.base = 0, .key = 0, .bytes = bytes_};
-  }
-  transport::Code write(const transport::Write&) override { return written; }
-  int32_t poll(std::span<transport::Event> events) override {
-    if (throws) throw std::logic_error("out of order");
-    int32_t count = 0;
-    while (!next.empty() && std::cmp_less(count, events.size())) {
-      events[static_cast<size_t>(count++)] = next.back();
-      next.pop_back();
-    }
-    return count;
-  }
-  const std::string& error() const override { return words; }
-
-  std::vector<transport::Event> next;
-  transport::Code written = transport::Code::kOk;
-  bool throws = false;
-  bool fails_registration = false;
-  std::string words;
-
- private:
-  int64_t bytes_ = 0;
-};
-
-// Rank 1 of 5 over a scripted transport.
-struct ScriptedRank {
-  explicit ScriptedRank(std::chrono::nanoseconds timeout = 10ms,
-                        const std::function<void(Scripted&)>& prepare = nullptr)
-      : memory(static_cast<size_t>(kBytes)), counters(5 * kCounters + 1, 77) {
-    auto made = std::make_unique<Scripted>();
-    transport = made.get();
-    if (prepare) prepare(*made);
-    proxy::ProxyOptions options = options_of(5);
-    options.rank = 1;
-    options.credit.messages = 64;
-    options.timeout = timeout;
-    std::vector<std::unique_ptr<transport::Transport>> transports;
-    transports.push_back(std::move(made));
-    proxy = std::make_unique<proxy::Proxy>(
-        options,
-        proxy::ProxyMemory{
-            .data = memory.data(), .bytes = kBytes, .counters = {counters.data(), 5 * kCounters}},
-        std::move(transports));
-    proxy->connect(std::vector<proxy::ProxyAddress>(5, proxy->address()));
-  }
-
-  void arrive(uint32_t immediate, int32_t peer = -1) {
-    transport->next.insert(transport->next.begin(), {.kind = transport::EventKind::kArrival,
-                                                     .rail = 0,
-                                                     .peer = peer,
-                                                     .immediate = immediate,
-                                                     .context = 0});
-  }
-  bool step(std::chrono::nanoseconds passed = 1us) {
-    return proxy->thread(0).step(proxy::ProxyThread::Time(now += passed));
-  }
-
-  std::vector<std::byte> memory;
-  std::vector<uint64_t> counters;
-  Scripted* transport = nullptr;
-  std::unique_ptr<proxy::Proxy> proxy;
-  std::chrono::nanoseconds now{};
-};
 
 uint32_t data_from(int32_t source, uint32_t sequence, uint32_t parts = 1) {
   return ImmediateLayout::of(5).encode({ImmediateKind::kData, source, 0, sequence, parts}).word;

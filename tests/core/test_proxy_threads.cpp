@@ -19,7 +19,7 @@
 #include "proxy/proxy.h"
 #include "proxy_world.hpp"
 #include "ranks.hpp"
-#include "stub_transport.hpp"
+#include "scripted_transport.hpp"
 
 using namespace fanfold;
 using namespace std::chrono_literals;
@@ -175,7 +175,7 @@ TEST(proxy_refuses_a_core_that_it_may_not_use) {
 namespace {
 
 // Where the thread runs that polls it.
-class NearCores final : public StubTransport {
+class NearCores final : public Scripted {
  public:
   explicit NearCores(std::vector<int32_t> cores) : cores_(std::move(cores)) {}
 

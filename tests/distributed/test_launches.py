@@ -54,7 +54,8 @@ def check_lost(program: Program, name: str, count: int) -> list[str]:
     assert any("a peer elsewhere" in line for line in said), said
     timeout = r"PeerTimeout: rank \d waited \S+ s for rank \d in .+: expected \d+, have \d+;"
     transport = (
-        r"TransportError: transport libfabric:\S+ between rank \d and rank \d.*: .+; \d+ messages "
+        r"TransportError: transport libfabric:\S+ between rank \d and rank \d"
+        r"( over eth0, [^()]+ \(FANFOLD_NETWORK=[^()]+\))?: .+; \d+ messages "
         r"\(\d+ bytes\) were outstanding, and nothing had moved for \S+ s;"
     )
     for line in said:
