@@ -56,6 +56,7 @@ TEST(proxy_asks_a_network_that_tells_who_has_ended) {
   CHECK(rank.transport->writes.empty());
   end(rank, 2);
   rank.step();
+  CHECK(thread.lost(2) != nullptr);
   CHECK_EQ(thread.lost(2)->reason, proxy::FailureReason::kEnded);
   CHECK(thread.lost(3) == nullptr);
   CHECK(thread.failure() == nullptr);
@@ -134,6 +135,7 @@ TEST(proxy_gives_up_a_peer_that_has_ended) {
   CHECK_EQ(rank.transport->writes.size(), 1u);
   end(rank, 2);
   rank.step();
+  CHECK(thread.lost(2) != nullptr);
   CHECK_EQ(thread.lost(2)->reason, proxy::FailureReason::kEnded);
   CHECK_EQ(thread.lost(2)->messages, 1);
   CHECK(thread.failure() == nullptr);
