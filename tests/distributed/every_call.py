@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from fanfold import functional
 from fanfold.bench.dispatchers import open_dispatcher
 from fanfold.formats import ScaleFormat, dequantize, quantize
+from fanfold.group import as_group
 from fanfold.nn import MoE, MoEOptions, average_gradients
 
 EXPERTS, TOP_K, HIDDEN = 8, 3, 256
@@ -31,6 +32,13 @@ def every_call(group: dist.ProcessGroup, backend: str = "host") -> Results:
         _layer(group, results)
         _formats(group, backend, results)
         return {name: _on_cpu(value) for name, value in results.items()}
+
+
+def round_trips(group: Any, mode: str, dtype: str) -> Results:
+    """The calls of one mode alone; ``group`` is anything that Fanfold takes."""
+    results: Results = {}
+    _round_trip(group, mode, dtype, results)
+    return results
 
 
 def assert_same_results(found_of: list[Results], wanted_of: list[Results]) -> None:
@@ -55,17 +63,15 @@ def _on_cpu(value: torch.Tensor | None) -> torch.Tensor | None:
     return value.view(torch.uint8) if value.dtype is torch.float8_e4m3fn else value
 
 
-def _open(group: dist.ProcessGroup, mode: Any, **settings: Any) -> Any:
+def _open(group: Any, mode: Any, **settings: Any) -> Any:
     return open_dispatcher(
         mode, group, num_experts=EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens=16, **settings
     )
 
 
-def _tokens(
-    group: dist.ProcessGroup, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _tokens(group: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rows, indices and weights of this rank."""
-    count = 9 + dist.get_rank(group)
+    count = 9 + as_group(group).rank
     generator = torch.Generator().manual_seed(count)
     cpu: dict[str, Any] = {"generator": generator, "device": "cpu"}
     x = torch.randn((count, HIDDEN), dtype=torch.float32, **cpu).bfloat16()
@@ -79,7 +85,7 @@ def _outputs(tokens: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
     return (values * 0.75).bfloat16()
 
 
-def _round_trip(group: dist.ProcessGroup, mode: str, dtype: str, results: Results) -> None:
+def _round_trip(group: Any, mode: str, dtype: str, results: Results) -> None:
     with _open(group, mode, dispatch_dtype=dtype) as ep:
         x, topk_idx, weights = _tokens(group, ep.device)
         received = ep.dispatch(x, topk_idx, weights)
@@ -110,6 +116,8 @@ def _round_trip(group: dist.ProcessGroup, mode: str, dtype: str, results: Result
             pending, hook = ep.dispatch(x, topk_idx, weights, return_hook=True)
             hook()
             found["hooked"] = pending.tokens_per_expert
+            found["hooked out"], hook = ep.combine(y, pending, return_hook=True)
+            hook()
         ep.check()
         for name, value in found.items():
             results[f"{mode} {dtype}: {name}"] = _on_cpu(value)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 import fanfold
 from fanfold.group import as_group
 from fanfold.launch import RankPool
+from tests.distributed.every_call import round_trips
 from tests.distributed.layers import Shape, good_call, round_trip, works
 
 MODES = ("low_latency", "high_throughput")
@@ -109,6 +112,40 @@ def _close_twice(group: dist.ProcessGroup, mode: str) -> bool:
 @pytest.mark.parametrize("mode", MODES)
 def test_close(pools: Callable[[int], RankPool], mode: str) -> None:
     assert all(pools(2).run(_close_twice, mode))
+
+
+class _Watched:
+    """A group that tells when nothing holds it any more."""
+
+    def __init__(self, group: Any) -> None:
+        self._inner = as_group(group)
+        self.rank, self.size = self._inner.rank, self._inner.size
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return self._inner.all_gather(value)
+
+
+def _hold_nothing(group: dist.ProcessGroup, mode: str) -> list[bool]:
+    """Whether all is gone after every call, without the garbage collector: what a group of gloo is
+    held by when Python ends makes PyTorch abort, and tensors of a call are memory of GPUs."""
+    gone = []
+    gc.collect()
+    gc.disable()
+    try:
+        for dtype in ("bf16", "fp8"):
+            watched = _Watched(group)
+            seen = weakref.ref(watched)
+            round_trips(watched, mode, dtype)
+            del watched
+            gone.append(seen() is None)
+    finally:
+        gc.enable()
+    return gone
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_left_to_the_collector(pools: Callable[[int], RankPool], mode: str) -> None:
+    assert pools(2).run(_hold_nothing, mode) == [[True, True]] * 2
 
 
 def _alone(group: dist.ProcessGroup, mode: str) -> torch.Tensor:

@@ -470,16 +470,21 @@ def once(receive: Hook, ready: Hook | None = None) -> Hook:
     """
     called = False
 
-    def hook() -> None:
+    def run() -> None:
         nonlocal called
-        if is_dynamo_compiling():  # no operator; it leaves the graph here, not somewhere inside
-            torch.compiler.disable(hook)()
-            return
         if called:
             raise UsageError("this receive hook has been called already; each may be called once")
         if ready is not None:
             ready()
         called = True
         receive()
+
+    # Nothing here refers to itself: a cycle would keep the call's tensors, the symmetric memory and
+    # the group until the garbage collector comes.
+    def hook() -> None:
+        if is_dynamo_compiling():  # no operator; it leaves the graph here, not somewhere inside
+            torch.compiler.disable(run)()
+        else:
+            run()
 
     return hook
