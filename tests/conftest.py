@@ -10,6 +10,7 @@ import pytest
 
 from fanfold.launch import RankPool
 from fanfold.thread_ranks import ThreadRanks
+from tests.turns import turn
 
 hypothesis.settings.register_profile(
     "default", deadline=None, derandomize=True, print_blob=True, max_examples=40
@@ -24,6 +25,20 @@ def on_the_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """Keeps tests without the mark `gpu` on the host backend, on machines with GPUs too."""
     if request.node.get_closest_marker("gpu") is None:
         monkeypatch.setenv("FANFOLD_BACKEND", "host")
+
+
+@pytest.fixture(autouse=True)
+def gpu_turn(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Keeps tests marked ``alone`` alone on the GPUs, whatever number of processes run tests."""
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    folder = tmp_path_factory.getbasetemp().parent / "turns"  # of all processes of this run
+    folder.mkdir(exist_ok=True)
+    with turn(folder, alone=request.node.get_closest_marker("alone") is not None):
+        yield
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
