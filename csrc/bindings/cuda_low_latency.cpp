@@ -85,13 +85,13 @@ void bind_arguments(nb::module_& module) {
 
 void bind_fast_path(nb::module_& module) {
   nb::class_<FastPath>(module, "CudaFastPath")
-      .def_static(
-          "of",
-          [](nb::handle like, const LowLatencyGeometry& geometry, int64_t table_at,
+      .def(
+          "__init__",
+          [](FastPath* self, nb::handle like, const LowLatencyGeometry& geometry, int64_t table_at,
              int64_t source_tokens_at, int64_t row_weights_at) {
-            return FastPath::of(like, geometry, {table_at, source_tokens_at, row_weights_at});
+            new (self) FastPath(like, geometry, {table_at, source_tokens_at, row_weights_at});
           },
-          "like"_a, "geometry"_a, "table_at"_a, "source_tokens_at"_a, "row_weights_at"_a)
+          "like"_a.none(), "geometry"_a, "table_at"_a, "source_tokens_at"_a, "row_weights_at"_a)
       .def("dispatch", &FastPath::dispatch, "args"_a, "x"_a.none(), "topk_idx"_a.none(),
            "topk_weights"_a.none())
       .def("late", &FastPath::late, "args"_a, "ranges"_a.none(), "topk_idx"_a.none(),

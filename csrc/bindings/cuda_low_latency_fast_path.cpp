@@ -24,18 +24,22 @@ Target* as(std::byte* address) {
 
 }  // namespace
 
-std::optional<FastPath> FastPath::of(Handle like, const LowLatencyGeometry& geometry,
-                                     const RoutingOffsets& offsets) {
-  const auto reader = TensorReader::of(like.type());
-  if (!reader) return std::nullopt;
-  const auto view = reader->read(like);
-  if (!view) return std::nullopt;
-  return FastPath(*reader, view->tensor.device, geometry, offsets);
+FastPath::FastPath(Handle like, const LowLatencyGeometry& geometry, const RoutingOffsets& offsets)
+    : reader_(TensorReader::of(like.type())), geometry_(geometry), offsets_(offsets) {
+  if (const auto view = read(like)) {
+    device_ = view->tensor.device;
+  } else {
+    reader_.reset();
+  }
+}
+
+std::optional<TensorView> FastPath::read(Handle object) const {
+  return reader_ ? reader_->read(object) : std::nullopt;
 }
 
 int32_t FastPath::dispatch(DispatchArgs& args, Handle x, Handle topk_idx,
                            Handle topk_weights) const {
-  const auto rows = reader_.read(x);
+  const auto rows = read(x);
   if (!rows) return kUndecided;
   const int32_t tokens = tokens_of(*rows);
   if (tokens == kUndecided) return kUndecided;
@@ -56,7 +60,7 @@ int32_t FastPath::dispatch(DispatchArgs& args, Handle x, Handle topk_idx,
 
 int32_t FastPath::late(CombineArgs& args, Handle ranges, Handle topk_idx,
                        Handle topk_weights) const {
-  const auto indices = reader_.read(topk_idx);
+  const auto indices = read(topk_idx);
   if (!indices) return kUndecided;
   const int32_t tokens = tokens_of(*indices);
   if (tokens == kUndecided) return kUndecided;
@@ -81,7 +85,7 @@ bool FastPath::combine(CombineArgs& args, int32_t tokens, Handle y, Handle out,
   if (!outputs || !is_aligned(*outputs) || !result || !is_aligned(*result)) return false;
   if (overlap(*outputs, experts * expert, *result, tokens * row)) return false;
   if (!block.is_none()) {
-    const auto routing = reader_.read(block);
+    const auto routing = read(block);
     if (!routing) return false;
     args.table = as<unsigned char>(routing->address() + offsets_.table);
   }
@@ -107,7 +111,7 @@ bool FastPath::suits_handle(Handle y, Handle source_tokens, Handle ranges, Handl
 }
 
 bool FastPath::has_columns(Handle object, int32_t columns) const {
-  const auto view = reader_.read(object);
+  const auto view = read(object);
   return view && view->tensor.dimensions == 2 && view->tensor.shape[1] == columns;
 }
 
@@ -143,7 +147,7 @@ bool FastPath::is_plain(const TensorView& view, dlpack::DataType dtype,
 
 std::optional<std::byte*> FastPath::plain(Handle object, dlpack::DataType dtype,
                                           std::initializer_list<int64_t> shape) const {
-  const auto view = reader_.read(object);
+  const auto view = read(object);
   if (!view || !is_plain(*view, dtype, shape)) return std::nullopt;
   return view->address();
 }
@@ -155,7 +159,7 @@ int32_t FastPath::tokens_of(const TensorView& view) const {
 }
 
 std::byte* FastPath::address_of(Handle output) const {
-  if (const auto view = reader_.read(output)) return view->address();
+  if (const auto view = read(output)) return view->address();
   return reinterpret_cast<std::byte*>(nb::cast<uintptr_t>(output.attr("data_ptr")()));
 }
 

@@ -1,6 +1,6 @@
-// The fast path of low-latency calls without Python: reads and checks the tensors of a call and
-// fills in the kernels' arguments. If the fast path does not accept the tensors, the caller must
-// validate them in Python.
+// The fast path of low-latency calls without Python: reads the tensors of a call and, if they are
+// as they nearly always are, fills in the kernels' arguments. If the fast path does not accept the
+// tensors, the caller must validate them in Python, which accepts all of these and more.
 #pragma once
 
 #include <cstdint>
@@ -23,10 +23,9 @@ class FastPath {
   using Handle = nanobind::handle;
   static constexpr int32_t kUndecided = -1;
 
-  // Makes a fast path for tensors of `like`'s class on `like`'s device. Returns nothing if the
-  // class has no readable tensors.
-  static std::optional<FastPath> of(Handle like, const LowLatencyGeometry& geometry,
-                                    const RoutingOffsets& offsets);
+  // For tensors of `like`'s class on `like`'s device. If that class has no readable tensors, as in
+  // PyTorch before 2.10, or `like` is not one, the fast path accepts nothing.
+  FastPath(Handle like, const LowLatencyGeometry& geometry, const RoutingOffsets& offsets);
 
   // The tensors of a call.
 
@@ -57,10 +56,7 @@ class FastPath {
                   Handle source_tokens, Handle row_weights) const;
 
  private:
-  FastPath(const TensorReader& reader, dlpack::Device device, const LowLatencyGeometry& geometry,
-           const RoutingOffsets& offsets)
-      : reader_(reader), device_(device), geometry_(geometry), offsets_(offsets) {}
-
+  std::optional<TensorView> read(Handle object) const;
   bool has_columns(Handle object, int32_t columns) const;
   void place_rows(DispatchArgs& args, Handle rows, Handle scales, Handle counts) const;
   // Whether the tensor is contiguous and has this dtype, this shape and the device of this fast
@@ -74,8 +70,8 @@ class FastPath {
   int32_t tokens_of(const TensorView& view) const;
   std::byte* address_of(Handle output) const;
 
-  TensorReader reader_;
-  dlpack::Device device_;
+  std::optional<TensorReader> reader_;
+  dlpack::Device device_{};
   LowLatencyGeometry geometry_;
   RoutingOffsets offsets_;
 };

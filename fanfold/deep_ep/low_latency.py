@@ -17,7 +17,7 @@ from fanfold.backends.low_latency import (
     Statistics,
     check_cuda_geometry,
 )
-from fanfold.backends.low_latency.fast_path import fast_path_of
+from fanfold.backends.low_latency.validation import fast_path_of
 from fanfold.deep_ep.base import BufferBase
 from fanfold.deep_ep.events import EventOverlap
 from fanfold.deep_ep.low_latency_handle import (

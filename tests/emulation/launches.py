@@ -12,7 +12,8 @@ import torch
 from fanfold import Config, _core, kernel_reports
 from fanfold.backends.low_latency import cuda, cuda_required_bytes
 from fanfold.backends.low_latency.cuda import CudaLowLatency
-from fanfold.backends.low_latency.fast_path import PythonFastPath
+from fanfold.backends.low_latency.protocol import RoutingLayout
+from fanfold.backends.low_latency.sizes import core_geometry
 from fanfold.geometry import Geometry
 from tests.emulation.pinned import PAGEABLE
 
@@ -41,11 +42,18 @@ class Gpu:
         return self.launches[-1][0]
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, *, fast_path: str = "core") -> Gpu:
-    """A GPU that the mode takes the CPU for, with the quick look of the core, or of ``python``."""
+def _blind(geometry: Geometry, layout: RoutingLayout, device: torch.device) -> _core.CudaFastPath:
+    del device
+    parts = (layout.table_at, layout.source_tokens_at, layout.row_weights_at)
+    return _core.CudaFastPath(None, core_geometry(geometry), *(4 * part for part in parts))
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, *, fast_path: bool = True) -> Gpu:
+    """A GPU that the mode takes the CPU for; without ``fast_path`` as with a PyTorch whose tensors
+    cannot be read from C++."""
     made = Gpu()
-    if fast_path == "python":
-        monkeypatch.setattr(cuda, "fast_path_of", PythonFastPath)
+    if not fast_path:
+        monkeypatch.setattr(cuda, "fast_path_of", _blind)
 
     def launch(
         args: Any, kernel: object, ctas: int, threads: int, stream: int, early: bool

@@ -1,5 +1,5 @@
-"""Both quick looks at a low-latency call pass the same input, write down the same, and pass nothing
-that the checks would not."""
+"""The fast path of a low-latency call accepts what the tensors of nearly all calls are, nothing
+that is not so, and writes down where they are."""
 
 from __future__ import annotations
 
@@ -13,13 +13,8 @@ import torch
 
 from fanfold import _core
 from fanfold.backends.low_latency import RoutingLayout
-from fanfold.backends.low_latency.fast_path import (
-    FastPath,
-    PythonFastPath,
-    check_apart,
-    fast_path_of,
-)
 from fanfold.backends.low_latency.sizes import core_geometry
+from fanfold.backends.low_latency.validation import check_apart, fast_path_of
 from fanfold.errors import ArgumentError
 from fanfold.geometry import Geometry, is_plain
 
@@ -54,16 +49,11 @@ class Like:
         return getattr(self._tensor, name)
 
 
-def core_look() -> FastPath:
-    look = _core.CudaFastPath.of(torch.empty(0), core_geometry(GEOMETRY), *PART_BYTES)
-    if look is None:
-        pytest.skip("this PyTorch does not let tensors be read from C++")
-    return look
-
-
 @pytest.fixture
-def looks() -> tuple[FastPath, FastPath]:
-    return core_look(), PythonFastPath(GEOMETRY, LAYOUT, CPU)
+def fast_path() -> _core.CudaFastPath:
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip(f"PyTorch {torch.__version__} does not let tensors be read from C++")
+    return fast_path_of(GEOMETRY, LAYOUT, CPU)
 
 
 def dispatch_arguments() -> _core.CudaDispatchArgs:
@@ -140,31 +130,26 @@ def one_at_a_time(*good: torch.Tensor) -> Iterator[tuple[Any, ...]]:
             yield *good[:place], variant, *good[place + 1 :]
 
 
-def agree(
-    looks: tuple[FastPath, FastPath], make: Callable[[], Any], name: str, given: tuple[Any, ...]
+def verdict_on(
+    fast_path: _core.CudaFastPath, make: Callable[[], Any], name: str, given: tuple[Any, ...]
 ) -> Any:
-    """What both say, after a call whose ``args`` they fill alike."""
-    found = []
-    for look in looks:
-        args = make()
-        before = fields(args)
-        verdict = getattr(look, name)(args, *given)
-        after = fields(args)
-        passed = verdict is True or (verdict is not False and verdict >= 0)
-        assert passed or after == before
-        found.append((type(verdict), verdict, after))
-    assert found[0] == found[1]
-    return found[0][1], found[0][2]
+    """What it says of a call, and the arguments, which it has filled in only if it accepts."""
+    args = make()
+    before = fields(args)
+    verdict = getattr(fast_path, name)(args, *given)
+    after = fields(args)
+    assert verdict is True or (verdict is not False and verdict >= 0) or after == before
+    return verdict, after
 
 
 # ---- a dispatch's tokens ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", range(6))
-def test_dispatch(looks: tuple[FastPath, FastPath], count: int) -> None:
+def test_dispatch(fast_path: _core.CudaFastPath, count: int) -> None:
     passed = 0
     for x, idx, weights in (*one_at_a_time(*tokens(count)), (*tokens(count)[:2], None)):
-        verdict, args = agree(looks, dispatch_arguments, "dispatch", (x, idx, weights))
+        verdict, args = verdict_on(fast_path, dispatch_arguments, "dispatch", (x, idx, weights))
         right = (
             is_plain(x, (count, HIDDEN), torch.bfloat16, CPU)
             and x.data_ptr() % 16 == 0
@@ -182,19 +167,33 @@ def test_dispatch(looks: tuple[FastPath, FastPath], count: int) -> None:
     assert (passed > 10) == (count <= 4)
 
 
-def test_dispatch_of_any_pair(looks: tuple[FastPath, FastPath]) -> None:
-    x, idx, weights = tokens(1)
-    for pair in itertools.product(variants(x), variants(idx)):
-        agree(looks, dispatch_arguments, "dispatch", (*pair, weights))
-    for pair in itertools.product(variants(idx), variants(weights)):
-        agree(looks, dispatch_arguments, "dispatch", (x, *pair))
+def test_dispatch_of_any_pair(fast_path: _core.CudaFastPath) -> None:
+    for given in itertools.product(*map(variants, tokens(1)[:2])):
+        verdict, _ = verdict_on(fast_path, dispatch_arguments, "dispatch", (*given, None))
+        right = (
+            is_plain(given[0], (verdict, HIDDEN), torch.bfloat16, CPU)
+            and given[0].data_ptr() % 16 == 0
+            and is_plain(given[1], (verdict, 2), torch.int64, CPU)
+        )
+        assert right if verdict >= 0 else not _fits(*given), given
 
 
-def test_other_numbers_of_tokens_each_time(looks: tuple[FastPath, FastPath]) -> None:
+def _fits(x: Any, idx: Any) -> bool:
+    """Whether these are plain, and of as many tokens, up to four."""
+    count = len(x) if isinstance(x, torch.Tensor) and x.dim() else 0
+    return (
+        count <= 4
+        and is_plain(x, (count, HIDDEN), torch.bfloat16, CPU)
+        and x.data_ptr() % 16 == 0
+        and is_plain(idx, (count, 2), torch.int64, CPU)
+    )
+
+
+def test_other_numbers_of_tokens_each_time(fast_path: _core.CudaFastPath) -> None:
     for count in (3, 0, 4, 5, 1, 4):
         for idx_count, weights_count in itertools.product((count, 2), repeat=2):
             given = tokens(count)[0], tokens(idx_count)[1], tokens(weights_count)[2]
-            verdict, _ = agree(looks, dispatch_arguments, "dispatch", given)
+            verdict, _ = verdict_on(fast_path, dispatch_arguments, "dispatch", given)
             right = idx_count == weights_count == count <= 4
             assert verdict == (count if right else -1)
 
@@ -203,10 +202,10 @@ def test_other_numbers_of_tokens_each_time(looks: tuple[FastPath, FastPath]) -> 
 
 
 @pytest.mark.parametrize("count", range(6))
-def test_late(looks: tuple[FastPath, FastPath], count: int) -> None:
+def test_late(fast_path: _core.CudaFastPath, count: int) -> None:
     ranges, passed = torch.ones((LOCAL, 3), dtype=torch.int64), 0
     for given in one_at_a_time(ranges, *tokens(count)[1:]):
-        verdict, args = agree(looks, combine_arguments, "late", given)
+        verdict, args = verdict_on(fast_path, combine_arguments, "late", given)
         right = (
             is_plain(given[0], (LOCAL, 3), torch.int64, CPU)
             and is_plain(given[1], (count, 2), torch.int64, CPU)
@@ -222,14 +221,14 @@ def test_late(looks: tuple[FastPath, FastPath], count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 4])
-def test_combine(looks: tuple[FastPath, FastPath], count: int) -> None:
+def test_combine(fast_path: _core.CudaFastPath, count: int) -> None:
     y = torch.ones((LOCAL, CAPACITY, HIDDEN), dtype=torch.bfloat16)
     out = torch.ones((count, HIDDEN), dtype=torch.bfloat16)
     block = torch.zeros(LAYOUT.words, dtype=torch.int32)
     for outputs, result in one_at_a_time(y, out):
         for kept in (block, None):
             given = (count, outputs, result, kept)
-            verdict, args = agree(looks, combine_arguments, "combine", given)
+            verdict, args = verdict_on(fast_path, combine_arguments, "combine", given)
             right = (
                 is_plain(outputs, tuple(y.shape), torch.bfloat16, CPU)
                 and is_plain(result, (count, HIDDEN), torch.bfloat16, CPU)
@@ -242,22 +241,24 @@ def test_combine(looks: tuple[FastPath, FastPath], count: int) -> None:
                 assert args["tokens"] == count
                 assert args["table"] == (0 if kept is None else kept.data_ptr() + PART_BYTES[0])
     for odd in (block.as_subclass(Derived), block.to("meta").as_subclass(Derived), 7):
-        assert agree(looks, combine_arguments, "combine", (count, y, out, odd))[0] is False
-    assert agree(looks, combine_arguments, "combine", (count + 1, y, out, block))[0] is False
+        assert verdict_on(fast_path, combine_arguments, "combine", (count, y, out, odd))[0] is False
+    assert (
+        verdict_on(fast_path, combine_arguments, "combine", (count + 1, y, out, block))[0] is False
+    )
 
 
-def test_results_in_the_memory_of_outputs(looks: tuple[FastPath, FastPath]) -> None:
+def test_results_in_the_memory_of_outputs(fast_path: _core.CudaFastPath) -> None:
     rows = LOCAL * CAPACITY
     room = torch.zeros((rows + 8, HIDDEN), dtype=torch.bfloat16)
     y = room[4 : 4 + rows].view(LOCAL, CAPACITY, HIDDEN)
     for begin in range(rows + 6):
         out = room[begin : begin + 2]
         apart = begin + 2 <= 4 or begin >= 4 + rows
-        assert agree(looks, combine_arguments, "combine", (2, y, out, None))[0] is apart
+        assert verdict_on(fast_path, combine_arguments, "combine", (2, y, out, None))[0] is apart
         empty = room[begin:begin]
-        assert agree(looks, combine_arguments, "combine", (0, y, empty, None))[0] is True
+        assert verdict_on(fast_path, combine_arguments, "combine", (0, y, empty, None))[0] is True
     ahead = room.flatten()[4 * HIDDEN - 56 :][: 2 * HIDDEN].view(2, HIDDEN)  # by 8 elements
-    assert agree(looks, combine_arguments, "combine", (2, y, ahead, None))[0] is False
+    assert verdict_on(fast_path, combine_arguments, "combine", (2, y, ahead, None))[0] is False
 
 
 @pytest.mark.parametrize(
@@ -280,22 +281,21 @@ def test_rows_with_gaps_between_them(strides: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 4, 5])
-def test_columns_tell_the_geometry(looks: tuple[FastPath, FastPath], count: int) -> None:
+def test_columns_tell_the_geometry(fast_path: _core.CudaFastPath, count: int) -> None:
     passed = 0
     for given in one_at_a_time(*tokens(count)[:2]):
         right = all(
             type(matrix) is torch.Tensor and matrix.dim() == 2 and matrix.shape[1] == columns
             for matrix, columns in zip(given, (HIDDEN, 2), strict=True)
         )
-        found = [look.suits(*given) for look in looks]
-        # The core can tell nothing of what DLPack has no words for.
+        # DLPack has no words for some.
         told = all(not isinstance(m, torch.Tensor) or not (m.is_meta or m.is_sparse) for m in given)
-        assert found == [right and told, right], given
+        assert fast_path.suits(*given) is (right and told), given
         passed += right
     assert passed > 20
 
 
-def test_handles(looks: tuple[FastPath, FastPath]) -> None:
+def test_handles(fast_path: _core.CudaFastPath) -> None:
     y = torch.ones((LOCAL, CAPACITY, HIDDEN), dtype=torch.bfloat16)
     source_tokens = torch.ones((LOCAL, CAPACITY), dtype=torch.int32)
     ranges, idx = torch.ones((LOCAL, 3), dtype=torch.int64), tokens(2)[1]
@@ -307,8 +307,8 @@ def test_handles(looks: tuple[FastPath, FastPath]) -> None:
             and is_plain(given[2], (LOCAL, 3), torch.int64, CPU)
         )
         for choices in (idx, tokens(2)[0], idx[0], None):
-            found = [look.suits_handle(*given, choices) for look in looks]
-            assert found == [right and choices is idx] * 2, (given, choices)
+            found = fast_path.suits_handle(*given, choices)
+            assert found is (right and choices is idx), (given, choices)
         passed += right
     assert passed > 10
 
@@ -316,48 +316,46 @@ def test_handles(looks: tuple[FastPath, FastPath]) -> None:
 # ---- what a dispatch writes ---------------------------------------------------------------------
 
 
-def test_places(looks: tuple[FastPath, FastPath]) -> None:
+def test_places(fast_path: _core.CudaFastPath) -> None:
     made = [torch.zeros(size, dtype=torch.int32) for size in range(1, 7)]
     rows, scales, counts, ranges, source_tokens, weights = made
     block = torch.zeros(LAYOUT.words, dtype=torch.int32)
     routing = (ranges, source_tokens)
-    found: list[list[dict[str, int]]] = []
-    for look in looks:
-        found.append([])
-        for given, weighted in itertools.product((scales, None), (True, False)):
-            args = dispatch_arguments()
-            look.place(args, rows, given, counts, block, weighted)
-            found[-1].append(fields(args))
-            args = dispatch_arguments()
-            look.place_late(args, rows, given, counts, *routing, weights if weighted else None)
-            found[-1].append(fields(args))
-    assert found[0] == found[1]
-    whole, late, *_, bare, bare_late = found[0]
-    for args in (whole, late):
-        places = [args[name] for name in ("rows", "scales", "counts")]
+    found: list[dict[str, int]] = []
+    for given, weighted in itertools.product((scales, None), (True, False)):
+        args = dispatch_arguments()
+        fast_path.place(args, rows, given, counts, block, weighted)
+        found.append(fields(args))
+        args = dispatch_arguments()
+        fast_path.place_late(args, rows, given, counts, *routing, weights if weighted else None)
+        found.append(fields(args))
+    whole, late, *_, bare, bare_late = found
+    for filled in (whole, late):
+        places = [filled[name] for name in ("rows", "scales", "counts")]
         assert places == [tensor.data_ptr() for tensor in (rows, scales, counts)]
     parts = [whole[name] for name in ("ranges", "table", "source_tokens", "row_weights")]
     assert parts == [block.data_ptr() + at for at in (0, *PART_BYTES)]
     parts = [late[name] for name in ("ranges", "source_tokens", "row_weights")]
     assert parts == [tensor.data_ptr() for tensor in (*routing, weights)]
-    for args in (bare, bare_late):
-        assert (args["scales"], args["row_weights"], args["rows"]) == (0, 0, rows.data_ptr())
+    for filled in (bare, bare_late):
+        assert (filled["scales"], filled["row_weights"], filled["rows"]) == (0, 0, rows.data_ptr())
 
 
-def test_places_of_tensors_of_another_class(looks: tuple[FastPath, FastPath]) -> None:
+def test_places_of_tensors_of_another_class(fast_path: _core.CudaFastPath) -> None:
     block, rows = torch.zeros(LAYOUT.words, dtype=torch.int32), torch.zeros(1)
     derived = rows.as_subclass(Derived), block.as_subclass(Derived)
-    for look in looks:
+    blind = _core.CudaFastPath(None, core_geometry(GEOMETRY), *PART_BYTES)
+    for each in (fast_path, blind):
         args = dispatch_arguments()
-        look.place(args, derived[0], None, rows, derived[1], False)
+        each.place(args, derived[0], None, rows, derived[1], False)
         assert (args.rows, args.counts, args.ranges) == (
             rows.data_ptr(), rows.data_ptr(), block.data_ptr(),
         )  # fmt: skip
         with pytest.raises(AttributeError, match="data_ptr"):
-            look.place(args, 7, None, rows, block, True)  # type: ignore[arg-type]
+            each.place(args, 7, None, rows, block, True)  # type: ignore[arg-type]
 
 
-# ---- which of the two ---------------------------------------------------------------------------
+# ---- what PyTorch offers ------------------------------------------------------------------------
 
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
@@ -430,39 +428,49 @@ class Producer:
         tensor.described = described
         return tensor
 
-    def look(self, like: Any = None) -> _core.CudaFastPath | None:
-        """At objects of the class."""
+    def fast_path(self, like: Any = None) -> _core.CudaFastPath:
+        """For objects of the class."""
         like = self.kind() if like is None else like
-        return _core.CudaFastPath.of(like, core_geometry(GEOMETRY), *PART_BYTES)
+        return _core.CudaFastPath(like, core_geometry(GEOMETRY), *PART_BYTES)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether objects of the class are."""
+        like = self.made(Described.of((1, 0), 4, 16, 0, HIDDEN))
+        choices = self.made(Described.of((1, 0), 0, 64, 0, 2))
+        return self.fast_path(like).suits(like, choices)
 
 
-def test_the_core_looks_where_it_can() -> None:
-    assert type(fast_path_of(GEOMETRY, LAYOUT, CPU)) is type(core_look())
-    assert type(fast_path_of(GEOMETRY, LAYOUT, torch.device("meta"))) is PythonFastPath
-
-
-@pytest.mark.parametrize("like", [7, "x", [], torch.float32, object(), torch.Tensor])
-def test_what_has_no_exchange_api(like: object) -> None:
-    assert _core.CudaFastPath.of(like, core_geometry(GEOMETRY), *PART_BYTES) is None
+@pytest.mark.parametrize("like", [None, 7, "x", [], torch.float32, object(), torch.Tensor])
+def test_without_an_exchange_api_it_accepts_nothing(like: object) -> None:
+    blind = _core.CudaFastPath(like, core_geometry(GEOMETRY), *PART_BYTES)
+    x, idx, weights = tokens(2)
+    y, out = torch.ones((LOCAL, CAPACITY, HIDDEN), dtype=torch.bfloat16), x.clone()
+    ranges = torch.ones((LOCAL, 3), dtype=torch.int64)
+    assert verdict_on(blind, dispatch_arguments, "dispatch", (x, idx, weights))[0] == -1
+    assert verdict_on(blind, combine_arguments, "late", (ranges, idx, weights))[0] == -1
+    assert verdict_on(blind, combine_arguments, "combine", (2, y, out, None))[0] is False
+    assert blind.suits(x, idx) is False
+    sources = torch.ones((LOCAL, CAPACITY), dtype=torch.int32)
+    assert blind.suits_handle(y, sources, ranges, idx) is False
 
 
 def test_which_exchange_api_is_taken() -> None:
     known = Producer(1)
-    assert known.look() is not None
-    assert Producer(1 | 9 << 32).look() is not None  # 1.9
-    assert Producer(2, older=known).look() is not None
-    assert Producer(3, older=Producer(2, older=known)).look() is not None
-    assert Producer(1, name=b"another").look() is None
-    assert Producer(1, reads=False).look() is None
-    assert Producer(0).look() is None
-    assert Producer(2).look() is None
-    assert Producer(2, older=Producer(0)).look() is None
+    assert known.is_read
+    assert Producer(1 | 9 << 32).is_read  # 1.9
+    assert Producer(2, older=known).is_read
+    assert Producer(3, older=Producer(2, older=known)).is_read
+    assert not Producer(1, name=b"another").is_read
+    assert not Producer(1, reads=False).is_read
+    assert not Producer(0).is_read
+    assert not Producer(2).is_read
+    assert not Producer(2, older=Producer(0)).is_read
 
 
 def test_devices_and_dtypes_are_told_apart() -> None:
     producer, gpu = Producer(1), (2, 3)
-    look = producer.look(producer.made(Described.of(gpu, 2, 32, 0)))
-    assert look is not None
+    fast_path = producer.fast_path(producer.made(Described.of(gpu, 2, 32, 0)))
 
     def verdict(**changes: Any) -> int:
         given = {
@@ -471,7 +479,7 @@ def test_devices_and_dtypes_are_told_apart() -> None:
             "topk_weights": Described.of(gpu, 2, 32, 3, 2),
         }
         args = dispatch_arguments()
-        found = look.dispatch(args, *map(producer.made, (given | changes).values()))
+        found = fast_path.dispatch(args, *map(producer.made, (given | changes).values()))
         assert args.x == (0 if found < 0 else (1 << 20) + (1 << 12))
         return found
 

@@ -20,7 +20,6 @@ import torch
 
 from fanfold import _core, jit
 from fanfold.backends.low_latency import kernels
-from fanfold.backends.low_latency.fast_path import fast_path_of
 from fanfold.backends.low_latency.outputs import (
     Allocator,
     Outputs,
@@ -53,7 +52,7 @@ from fanfold.backends.low_latency.protocol import (
 )
 from fanfold.backends.low_latency.reports import Reports
 from fanfold.backends.low_latency.sizes import core_geometry
-from fanfold.backends.low_latency.validation import Validation
+from fanfold.backends.low_latency.validation import Validation, fast_path_of
 from fanfold.config import Config
 from fanfold.deferred_free import free_when_idle
 from fanfold.errors import ArgumentError, FanfoldError, UsageError

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from fanfold import _core
-from fanfold.backends.low_latency.fast_path import FastPath
 from fanfold.backends.low_latency.protocol import (
     AnyRouting,
     CudaRouting,
@@ -124,7 +123,7 @@ class Outputs:
     def allocate(
         self,
         empty: Empty,
-        fast_path: FastPath,
+        fast_path: _core.CudaFastPath,
         args: _core.CudaDispatchArgs,
         tokens: int,
         stream: int,

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fanfold import _core
-from fanfold.backends.low_latency.fast_path import FastPath
 from fanfold.backends.low_latency.outputs import Outputs
 from fanfold.backends.low_latency.protocol import RoutingLayout
 from fanfold.errors import UsageError
@@ -62,7 +61,7 @@ class Plan:
         geometry: Geometry,
         core: _core.CudaLowLatency,
         layout: RoutingLayout,
-        fast_path: FastPath,
+        fast_path: _core.CudaFastPath,
     ) -> None:
         self.geometry = geometry
         self.core = core

@@ -1,26 +1,47 @@
-"""Validates the tensors of a call that :mod:`fanfold.backends.low_latency.fast_path` did not
-accept: raises what is wrong with them, or fills in the kernel's arguments itself."""
+"""Validates the tensors of a low-latency call on a GPU, and writes their addresses into the
+arguments of its kernel.
+
+A call goes through ``_core.CudaFastPath`` first, which takes well under a microsecond where PyTorch
+(2.10 and later) lets tensors be read from C++, and accepts the tensors that nearly all calls have.
+Only what it does not accept comes to :class:`Validation`, which says what is right and what is not.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from fanfold import _core
-from fanfold.backends.low_latency.fast_path import check_apart, set_outputs, set_tokens, set_topk
 from fanfold.backends.low_latency.outputs import table_of
 from fanfold.backends.low_latency.protocol import (
     AnyRouting,
     CudaRouting,
     DeviceCheck,
+    RoutingLayout,
     check_outputs,
     check_own,
     check_result,
     check_tokens,
 )
+from fanfold.backends.low_latency.sizes import core_geometry
 from fanfold.errors import ArgumentError
 from fanfold.geometry import Geometry, check_aligned
 
-__all__ = ["Validation"]
+__all__ = ["Validation", "check_apart", "fast_path_of"]
+
+
+def fast_path_of(
+    geometry: Geometry, layout: RoutingLayout, device: torch.device
+) -> _core.CudaFastPath:
+    """What validates calls of one geometry without Python.
+
+    Args:
+        geometry: of the calls.
+        layout: of the blocks of their routings.
+        device: where tensors must be.
+    """
+    parts = (layout.table_at, layout.source_tokens_at, layout.row_weights_at)
+    like = torch.empty(0, device=device, dtype=torch.float32)
+    return _core.CudaFastPath(like, core_geometry(geometry), *(4 * part for part in parts))
 
 
 class Validation:
@@ -47,7 +68,7 @@ class Validation:
         self._check_devices(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
         check_tokens(geometry, x, topk_idx, topk_weights, self._device)
         check_aligned("x", x)
-        set_tokens(args, x, topk_idx, topk_weights)
+        _set_tokens(args, x, topk_idx, topk_weights)
         return x.shape[0]
 
     def combine(
@@ -77,10 +98,68 @@ class Validation:
             if topk_idx is None or weights is None:
                 raise ArgumentError("topk_weights", "None", "given, with topk_idx")
             tokens = check_own(geometry, topk_idx, weights, self._device)
-            set_topk(args, routing.ranges, topk_idx, weights)
+            _set_topk(args, routing.ranges, topk_idx, weights)
         self._check_devices(out=out)
         result = check_result(out, (tokens, geometry.hidden), self._device)
         check_aligned("out", result)
         check_apart(y, result)
-        set_outputs(args, y, result)
+        _set_outputs(args, y, result)
         return result
+
+
+# ---- what has been checked ----------------------------------------------------------------------
+
+
+def _set_tokens(
+    args: _core.CudaDispatchArgs,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+) -> None:
+    """Sets in ``args`` what a dispatch sends."""
+    args.tokens, args.x, args.topk_idx = x.shape[0], x.data_ptr(), topk_idx.data_ptr()
+    if topk_weights is not None:
+        args.topk_weights = topk_weights.data_ptr()
+
+
+def _set_topk(
+    args: _core.CudaCombineArgs,
+    ranges: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+) -> None:
+    """Sets in ``args`` the routing of a combine with late weights."""
+    args.ranges, args.topk_idx = ranges.data_ptr(), topk_idx.data_ptr()
+    args.topk_weights = topk_weights.data_ptr()
+
+
+def _set_outputs(args: _core.CudaCombineArgs, y: torch.Tensor, out: torch.Tensor) -> None:
+    """Sets in ``args`` what a combine reads and writes; ``y`` may have gaps between its rows."""
+    args.tokens, args.y, args.out = out.shape[0], y.data_ptr(), out.data_ptr()
+    args.expert_stride, args.row_stride = 2 * y.stride(0), 2 * y.stride(1)
+
+
+# ---- what the kernels ask for beyond the other backends -----------------------------------------
+
+
+def check_apart(y: torch.Tensor, out: torch.Tensor) -> None:
+    """Checks that ``out`` (contiguous) shares no memory with the rows of ``y``: a peer's sums
+    arrive while this rank's rows are still being read.
+
+    Raises:
+        ArgumentError: it does.
+    """
+    experts, rows, hidden = y.shape
+    begin, end = out.data_ptr(), out.data_ptr() + out.nbytes
+    step, row = 2 * y.stride(1), 2 * hidden
+    for expert in range(experts if begin < end else 0):
+        first = y.data_ptr() + 2 * expert * y.stride(0)
+        # The first row of this expert that ends behind out's beginning.
+        place = 0 if step == 0 else max(0, (begin - row - first) // step + 1)
+        at = first + place * step
+        if place < rows and begin - row < at < end:
+            raise ArgumentError(
+                "out",
+                f"{out.nbytes} bytes at {hex(begin)}, where y has row {place} of expert {expert}",
+                "memory of its own: y is read while out is written",
+            )
