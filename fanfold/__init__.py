@@ -58,6 +58,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "deep_ep",
+    "deep_gemm",
     "functional",
     "metrics",
     "nn",
@@ -70,7 +71,7 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 # A type checker that saw this function would believe every name.
 if not TYPE_CHECKING:
-    _MODULES = ("deep_ep", "functional", "metrics", "nn")
+    _MODULES = ("deep_ep", "deep_gemm", "functional", "metrics", "nn")
     _HOMES = {
         "Config": "fanfold.config",
         "DispatchResult": "fanfold.results",

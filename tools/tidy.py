@@ -52,11 +52,12 @@ PYTHON_LAYERS: tuple[tuple[str, ...], ...] = (
     ("memory", "launch", "jit"),
     ("quantizing", "thread_ranks"),
     ("formats",),
+    ("grouped_gemm",),
     ("backends",),
     ("results",),
     ("operators",),
     ("base_dispatcher",),
-    ("low_latency", "high_throughput", "deep_ep"),
+    ("low_latency", "high_throughput", "deep_ep", "deep_gemm"),
     ("functional",),
     ("nn", "bench"),
     ("simulate",),
@@ -71,7 +72,7 @@ CPP_LAYERS: tuple[tuple[str, ...], ...] = (
     ("memory", "protocol"),
     ("ring", "transport"),
     ("proxy",),
-    ("host", "cuda", "hip", "formats", "low_latency", "high_throughput", "fused_moe"),
+    ("host", "cuda", "hip", "formats", "low_latency", "high_throughput", "grouped_gemm"),
     ("bindings",),
 )
 

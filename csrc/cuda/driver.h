@@ -29,13 +29,15 @@ enum class FunctionAttribute : int {
 
 // CUlaunchAttribute
 struct LaunchAttribute {
+  static constexpr int CLUSTER_DIMENSION = 4;
   static constexpr int PROGRAMMATIC_STREAM_SERIALIZATION = 6;
 
   int id = 0;
   std::byte reserved[4] = {};
   union {
     std::byte bytes[64] = {};
-    int allowed;  // of programmatic stream serialisation
+    unsigned cluster[3];  // CTAs of a cluster
+    int allowed;          // of programmatic stream serialisation
   } value;
 };
 static_assert(sizeof(LaunchAttribute) == 72 && offsetof(LaunchAttribute, value) == 8);
@@ -54,6 +56,12 @@ static_assert(sizeof(LaunchConfig) == 56 && offsetof(LaunchConfig, stream) == 32
               offsetof(LaunchConfig, attributes) == 40 &&
               offsetof(LaunchConfig, attribute_count) == 48);
 
+// CUtensorMapDataType
+enum class TensorType : int { UINT8 = 0, FLOAT32 = 7, BFLOAT16 = 9 };
+
+// CUtensorMapSwizzle
+enum class Swizzle : int { NONE = 0, BYTES_128 = 3 };
+
 // The driver functions that the library calls, by their names without the prefix `cu`.
 struct Driver {
   Result (*driver_get_version)(int* version);
@@ -68,6 +76,12 @@ struct Driver {
   Result (*func_get_attribute)(int*, FunctionAttribute, Function);
   Result (*func_set_attribute)(Function, FunctionAttribute, int);
   Result (*launch_kernel_ex)(const LaunchConfig*, Function, void** parameters, void** extra);
+  // `map` is 128 bytes on a boundary of 64. Sizes, boxes and steps count elements, the innermost
+  // dimension first; strides count bytes, from the second dimension on.
+  Result (*tensor_map_encode_tiled)(void* map, TensorType, unsigned rank, void* address,
+                                    const uint64_t* sizes, const uint64_t* strides,
+                                    const unsigned* box, const unsigned* steps, int interleave,
+                                    Swizzle, int promotion, int out_of_bounds);
   // Since CUDA 12.4; null in older drivers.
   Result (*func_load)(Function);
   Result (*func_get_param_info)(Function, size_t index, size_t* offset, size_t* bytes);

@@ -11,7 +11,9 @@ namespace {
 std::string shape_text(const std::string& entry, const LaunchShape& shape) {
   return "kernel " + entry + " on " + std::to_string(shape.ctas) + " CTAs of " +
          std::to_string(shape.threads) + " threads with " + std::to_string(shape.shared_bytes) +
-         " bytes of dynamic shared memory" + (shape.early ? ", launched early" : "");
+         " bytes of dynamic shared memory" +
+         (shape.cluster > 1 ? ", in clusters of " + std::to_string(shape.cluster) : "") +
+         (shape.early ? ", launched early" : "");
 }
 
 }  // namespace
@@ -92,15 +94,24 @@ void Kernel::launch(const void* arguments, size_t bytes, const LaunchShape& shap
     throw BadArgument("the argument struct of kernel " + entry_, std::to_string(bytes) + " bytes",
                       std::to_string(parameter_bytes_) + " bytes, as the kernel declares it");
   }
-  LaunchAttribute early;
-  early.id = LaunchAttribute::PROGRAMMATIC_STREAM_SERIALIZATION;
-  early.value.allowed = 1;
+  LaunchAttribute attributes[2];
+  unsigned count = 0;
+  if (shape.early) {
+    attributes[count].id = LaunchAttribute::PROGRAMMATIC_STREAM_SERIALIZATION;
+    attributes[count++].value.allowed = 1;
+  }
+  if (shape.cluster > 1) {
+    attributes[count].id = LaunchAttribute::CLUSTER_DIMENSION;
+    auto& cluster = attributes[count++].value.cluster;
+    cluster[0] = static_cast<unsigned>(shape.cluster);
+    cluster[1] = cluster[2] = 1;
+  }
   const LaunchConfig config{.grid = {static_cast<unsigned>(shape.ctas), 1, 1},
                             .block = {static_cast<unsigned>(shape.threads), 1, 1},
                             .shared_bytes = static_cast<unsigned>(shape.shared_bytes),
                             .stream = shape.stream,
-                            .attributes = shape.early ? &early : nullptr,
-                            .attribute_count = shape.early ? 1U : 0U};
+                            .attributes = count > 0 ? attributes : nullptr,
+                            .attribute_count = count};
   // The driver only reads the parameters, but its interface lacks the const.
   void* parameters[1] = {const_cast<void*>(arguments)};
   // The caller may have made another device current; stream 0 would be a stream of that device.

@@ -24,6 +24,7 @@ struct LaunchShape {
   // The kernel may start before the previous kernel of the stream has ended; it waits for that
   // kernel itself (programmatic dependent launch, compute capability 9.0 and later).
   bool early = false;
+  int cluster = 1;  // CTAs of a cluster; divides `ctas`
 };
 
 // All functions but the destructor throw DriverFailure if a driver call fails. All but `launch` and

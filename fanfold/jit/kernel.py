@@ -25,6 +25,7 @@ from fanfold.errors import ArgumentError, CompileError, UnavailableError, UsageE
 from fanfold.jit import log as compiler_log
 from fanfold.jit import nvrtc
 from fanfold.jit.cache import Cache, Entry
+from fanfold.jit.yields import with_yields
 
 if TYPE_CHECKING:
     import torch
@@ -70,12 +71,15 @@ class KernelSource:
         constants: names and values of ``constants.h``; a mapping is accepted, and sorted pairs are
             kept, so that equal sets are equal sources.
         threads: of a CTA at launch, which bounds the registers; 0 where unknown.
+        yields: whether multiplications of accumulators let other warps issue between them
+            (:mod:`fanfold.jit.yields`).
     """
 
     file: str
     entry: str
     constants: tuple[tuple[str, int], ...] | Mapping[str, int] = ()
     threads: int = 0
+    yields: bool = False
 
     def __post_init__(self) -> None:
         """Sorts and checks the constants, and checks the entry.
@@ -268,7 +272,8 @@ class _Job:
     @property
     def key(self) -> str:
         """Names the result; asks for the compiler's identity without opening it."""
-        source = (self.source.file, self.source.entry, self.source.pairs)
+        given = self.source
+        source = (given.file, given.entry, given.pairs, given.yields)
         parts = (_FORMAT, self.tree.digest, source, self.options, nvrtc.find().identity)
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40]
 
@@ -295,8 +300,9 @@ class _Job:
                 reason = f"it has no kernel {entry}: {reason}"
             raise self._error(compiler, reason, str(error)) from None
         needs = compiler_log.resources(made.log, made.symbol)
+        image = with_yields(made.image)[0] if self.source.yields else made.image
         return Binary(
-            image=made.image, symbol=made.symbol, log=made.log, from_cache=False, seconds=0.0,
+            image=image, symbol=made.symbol, log=made.log, from_cache=False, seconds=0.0,
             **asdict(needs),
         )  # fmt: skip
 

@@ -13,7 +13,14 @@ import torch.distributed as dist
 import fanfold
 from fanfold.launch import RankPool
 
-MODULES = ("fanfold", "fanfold.functional", "fanfold.nn", "fanfold.deep_ep", "fanfold.metrics")
+MODULES = (
+    "fanfold",
+    "fanfold.deep_ep",
+    "fanfold.deep_gemm",
+    "fanfold.functional",
+    "fanfold.metrics",
+    "fanfold.nn",
+)
 
 
 def public_objects() -> dict[str, Any]:

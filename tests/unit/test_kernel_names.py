@@ -29,6 +29,7 @@ from fanfold.backends.high_throughput.kernels import (
 from fanfold.backends.low_latency.kernels import kernel_sources
 from fanfold.formats import RowFormat, ScaleFormat
 from fanfold.geometry import Geometry
+from fanfold.grouped_gemm import kernel_source as grouped_gemm_kernel
 from fanfold.jit import KernelSource, kernel
 from fanfold.jit.cache import Cache, Entry
 from fanfold.jit.kernel import KERNELS, compile_in
@@ -44,6 +45,7 @@ SOURCES = [
     dispatch_kernel(DispatchKind(SIZES, ROW_BYTES, 0, False, True, True)).source,
     combine_kernel(CombineKind(SIZES, ROW_BYTES, False, False, True), 20).source,
     quantize_kernel(256, power_of_two=False, packed=False),
+    grouped_gemm_kernel(256, 256, 2, masked=False),
 ]
 
 _SYMBOL_TABLE = 2  # type of a section of an ELF file

@@ -120,6 +120,12 @@ __device__ __forceinline__ uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
+__device__ __forceinline__ float load_shared_float(uint32_t address) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+  return v;
+}
+
 // 16 bytes, or zeros without a look at `global`.
 __device__ __forceinline__ void copy_async_or_zeros(uint4* shared, const uint4* global,
                                                     bool copies) {

@@ -8,14 +8,10 @@
 
 #include "device/bulk.cuh"
 #include "device/memory.cuh"
+#include "layout/tensor_map.h"
 #include "layout/types.h"
 
 namespace fanfold {
-
-// What cuTensorMapEncodeTiled writes.
-struct alignas(64) TensorMap {
-  uint64_t opaque[16];
-};
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
@@ -53,6 +49,15 @@ __device__ __forceinline__ void store_box(const TensorMap* map, int x, int y, co
   asm volatile(
       "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
       "r"(x), "r"(y), "r"(shared_address(shared))
+      : "memory");
+}
+
+// Of a tensor of three dimensions, likewise.
+__device__ __forceinline__ void store_box(const TensorMap* map, Box at, const void* shared) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(
+          map),
+      "r"(at.x), "r"(at.y), "r"(at.z), "r"(shared_address(shared))
       : "memory");
 }
 #endif

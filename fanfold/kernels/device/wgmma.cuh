@@ -43,6 +43,10 @@ __device__ __forceinline__ void registers_settle(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// Likewise one value, which the compiler also does not compute again behind it.
+__device__ __forceinline__ void register_settle(float& v) { asm volatile("" : "+f"(v)); }
+__device__ __forceinline__ void register_settle(uint32_t& v) { asm volatile("" : "+r"(v)); }
+
 // ---- barriers of some of a CTA's warps ----------------------------------------------------------
 
 // Barrier `id`, 1 to 15, of `threads` threads, whole warps: those that wait and those that do not.
