@@ -8,11 +8,13 @@ hand. On CPU tensors PyTorch computes the same, so that programs run anywhere.
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from fanfold.errors import ArgumentError
 from fanfold.formats import BLOCK
 from fanfold.geometry import check_aligned, check_tensor
 from fanfold.grouped_gemm import MOST_DEPTH, Operands, multiply, scales_for_kernel
+from fanfold.operators.define import NAMESPACE
 from fanfold.representation import worded
 
 __all__ = [
@@ -71,6 +73,9 @@ def m_grouped_fp8_gemm_nt_contiguous(
     (128.0, 384.0)
     """
     _check_options(recipe, compiled_dims, disable_ue8m0_cast)
+    if is_dynamo_compiling():
+        _operator(*_pair("a", a), *_pair("b", b), d, m_indices, None)
+        return
     device, groups, columns, depth = _check_weights(b)
     rows, scales = _pair("a", a)
     check_tensor("a[0]", rows, ("M", depth), (torch.float8_e4m3fn,), device=device)
@@ -123,6 +128,9 @@ def m_grouped_fp8_gemm_nt_masked(
     (128.0, 128.0)
     """
     _check_options(recipe, compiled_dims, disable_ue8m0_cast)
+    if is_dynamo_compiling():
+        _operator(*_pair("a", a), *_pair("b", b), d, masked_m, expected_m)
+        return
     device, groups, columns, depth = _check_weights(b)
     rows, scales = _pair("a", a)
     check_tensor("a[0]", rows, (groups, "M", depth), (torch.float8_e4m3fn,), device=device)
@@ -136,6 +144,32 @@ def m_grouped_fp8_gemm_nt_masked(
     if type(expected_m) is not int or expected_m < 0:
         raise ArgumentError("expected_m", worded(expected_m), "an int, 0 or more")
     multiply(Operands(rows, scales, *b, masked_m, masked=True), d, expected_m)
+
+
+def _run(
+    a: torch.Tensor,
+    a_scales: torch.Tensor,
+    b: torch.Tensor,
+    b_scales: torch.Tensor,
+    d: torch.Tensor,
+    groups: torch.Tensor,
+    expected_m: int | None,
+) -> None:
+    if expected_m is None:
+        m_grouped_fp8_gemm_nt_contiguous((a, a_scales), (b, b_scales), d, groups)
+    else:
+        m_grouped_fp8_gemm_nt_masked((a, a_scales), (b, b_scales), d, groups, expected_m)
+
+
+_operator = torch.library.custom_op(
+    f"{NAMESPACE}::grouped_gemm",
+    _run,
+    mutates_args=("d",),
+    schema="(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor(a!) d, Tensor groups, "
+    "int? expected_m) -> ()",
+)
+"""Either call as ``torch.compile`` traces it; it looks at the tensors when it runs."""
+_operator.register_fake(lambda *_: None)
 
 
 def get_m_alignment_for_contiguous_layout() -> int:

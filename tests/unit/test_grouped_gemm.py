@@ -12,7 +12,7 @@ from fanfold import ArgumentError, deep_gemm, jit
 from fanfold.formats import dequantize, quantize
 from fanfold.grouped_gemm import kernel_source
 from fanfold.jit.yields import with_yields
-from tests.grouped_gemms import Case, check, difference, random_case
+from tests.grouped_gemms import Case, call_of, check, difference, random_case, run
 
 CPU = torch.device("cpu")
 ROUNDING = 3e-6  # of results to bfloat16
@@ -46,6 +46,21 @@ def test_rows_that_quantize_has_made() -> None:
     deep_gemm.m_grouped_fp8_gemm_nt_contiguous(rows, weights, d, groups)
     sums = dequantize(*rows).sum(1, keepdim=True).expand(128, 64)
     assert difference(d.double(), sums.double()) < ROUNDING
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_compiled(masked: bool) -> None:
+    case = Case((3, 64), 64, 128, masked=masked, most=64)
+    call = call_of(case, CPU)
+    d = torch.zeros((*call.used.shape, 64), dtype=torch.bfloat16)
+
+    def doubled(d: torch.Tensor) -> torch.Tensor:
+        run(case, call, d)
+        return 2 * d
+
+    compiled = torch.compile(doubled, backend="aot_eager", fullgraph=True)(d)
+    assert difference(d[call.used].double(), call.exact) < ROUNDING
+    assert torch.equal(compiled, 2 * d)
 
 
 def _contiguous(**changes: Any) -> None:
