@@ -1,7 +1,7 @@
 """Small rounds for compute-sanitizer (tools/sanitize_gpu.sh).
 
 Use: python tests/gpu/sanitize.py [--ranks N] [PART]...
-     PART is low-latency, high-throughput or formats; all by default.
+     PART is low-latency, high-throughput, formats or grouped-gemm; all by default.
      One rank, in this process, or several with a process each, which time-slice the GPUs where
      there are fewer: what goes to peers and comes from them does not run in one alone. Exits
      with 1 if a result is wrong, with 2 if there is no GPU.
@@ -42,6 +42,7 @@ from tests.gpu.support import (
     tokens_of,
 )
 from tests.gpu.test_high_throughput_cuda import LAYOUTS, opened
+from tests.grouped_gemms import check, random_case
 from tests.kernels.rows import unusual_rows
 
 # A kernel under the sanitizer is a hundred times slower.
@@ -151,10 +152,19 @@ def formats(group: dist.ProcessGroup) -> None:
             tell(group, f"{rows} rows of {hidden}, {scale_format.value}")
 
 
+def grouped_products(group: dist.ProcessGroup) -> None:
+    """Random grouped GEMMs: both forms, tiles of both heights, groups without rows."""
+    for number in range(12):
+        case = dataclasses.replace(random_case(number), columns=320, depth=384)
+        assert check(case, own_device()) < 5e-5
+        tell(group, f"{case}")
+
+
 PARTS = {
     "low-latency": low_latency,
     "high-throughput": high_throughput,
     "formats": formats,
+    "grouped-gemm": grouped_products,
 }
 
 

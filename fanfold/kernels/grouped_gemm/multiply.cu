@@ -39,19 +39,16 @@ __device__ __forceinline__ void load_block(uint8_t* shared, const TensorMap* map
   }
 }
 
-// By one thread.
+// By one warp, of which one lane copies.
 __device__ inline void load_tiles(Ring& ring, const GroupedGemmArgs& args) {
   Tiles tiles(args);
   Position at;
   Tile tile;
+  const bool copies = threadIdx.x % kWarpLanes == 0;
   while (tiles.next(tile)) {
-    for (int k = 0; k < kDepthBlocks; ++k, at.advance()) {
+    for (int k = 0; k < kDepthBlocks && copies; ++k, at.advance()) {
       await_phase(&ring.empty[at.stage], at.parity ^ 1, Patience{});
       ArrivalBarrier* full = &ring.full[at.stage];
-      if (!tile.loads()) {
-        arrive(full);
-        continue;
-      }
       arrive_expecting(full, kBytesA + kBytesB + kBytesScales);
       const int x = k * kBlockDepth;
       load_block<kTileColumns / 2>(ring.b[at.stage], &args.b, {x, tile.column, tile.group}, full,
@@ -60,6 +57,7 @@ __device__ inline void load_tiles(Ring& ring, const GroupedGemmArgs& args) {
                                 tile.shared == Shared::a);
       load_box(ring.scales[at.stage], &args.a_scales, {tile.row, k, tile.slice}, full);
     }
+    __syncwarp();
   }
 }
 
@@ -125,7 +123,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warpgroup = threadIdx.x / kWarpgroupThreads;
   if (warpgroup == kMathWarpgroups) {
     lower_registers<40>();
-    if (threadIdx.x % kWarpgroupThreads == 0) load_tiles(shared.ring, args);
+    if (threadIdx.x / kWarpLanes == kMathWarps) load_tiles(shared.ring, args);
   } else {
     raise_registers<232>();
     multiply_tiles(shared, args, warpgroup);
