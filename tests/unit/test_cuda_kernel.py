@@ -18,7 +18,7 @@ DRIVER = """
 #include <stddef.h>
 #include <string.h>
 
-typedef struct { int id; char pad[4]; union { char pad[64]; int number; } value; } Attribute;
+typedef struct { int id; char pad[4]; union { char pad[64]; int numbers[3]; } value; } Attribute;
 typedef struct {
   unsigned gridX, gridY, gridZ, blockX, blockY, blockZ, shared;
   void* stream;
@@ -34,10 +34,17 @@ typedef struct {
 
 char fails[64];          // the function that fails next
 int code;                // with this
-int loads, unloads, pushes, pops, function_loads, parameters = 1, shared_limit;
+int loads, unloads, pushes, pops, function_loads, parameters = 1, parameter_bytes = 16;
+int shared_limit;
 void* current = (void*)0x11;  // the context
 Config launched;
-Attribute launched_attribute;
+Attribute launched_attributes[2];
+struct {
+  int type, rank;
+  long long address, sizes[3], strides[2];
+  int box[3], steps[3], modes[4];  // interleave, swizzle, promotion, out of bounds
+} maps[4];
+int map_count;
 char argument[16];
 
 static int outcome(const char* name) {
@@ -91,17 +98,32 @@ int cuFuncSetAttribute(void* function, int attribute, int value) {
 int cuLaunchKernelEx(const Config* config, void* function, void** arguments, void** extra) {
   if (function != KERNEL || extra != NULL) return 400;
   launched = *config;
-  if (config->count) launched_attribute = config->attributes[0];
+  memcpy(launched_attributes, config->attributes, config->count * sizeof(Attribute));
   memcpy(argument, arguments[0], sizeof argument);
   return outcome("cuLaunchKernelEx");
 }
 #endif
+int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, const void* sizes,
+                           const void* strides, const void* box, const void* steps, int interleave,
+                           int swizzle, int promotion, int bounds) {
+  const int modes[4] = {interleave, swizzle, promotion, bounds};
+  maps[map_count].type = type;
+  maps[map_count].rank = (int)rank;
+  maps[map_count].address = (long long)address;
+  memcpy(maps[map_count].sizes, sizes, 24);
+  memcpy(maps[map_count].strides, strides, 16);
+  memcpy(maps[map_count].box, box, 12);
+  memcpy(maps[map_count].steps, steps, 12);
+  memcpy(maps[map_count].modes, modes, 16);
+  memset(map, 'a' + map_count++, 128);
+  return outcome("cuTensorMapEncodeTiled");
+}
 #if VERSION >= 12040
 int cuFuncLoad(void* function) { function_loads += function == KERNEL; return 0; }
 int cuFuncGetParamInfo(void* function, size_t index, size_t* offset, size_t* bytes) {
   if (function != KERNEL || index >= (size_t)parameters) return 1;
   *offset = 0;
-  *bytes = 16;
+  *bytes = (size_t)parameter_bytes;
   return 0;
 }
 #endif
@@ -110,7 +132,9 @@ int launched_as(int what) {
   const unsigned values[] = {
       launched.gridX, launched.gridY, launched.gridZ, launched.blockX, launched.blockY,
       launched.blockZ, launched.shared, (unsigned)(size_t)launched.stream, launched.count,
-      (unsigned)launched_attribute.id, (unsigned)launched_attribute.value.number};
+      (unsigned)launched_attributes[0].id, (unsigned)launched_attributes[0].value.numbers[0],
+      (unsigned)launched_attributes[0].value.numbers[1],
+      (unsigned)launched_attributes[0].value.numbers[2]};
   return (int)values[what];
 }
 """
@@ -197,6 +221,36 @@ found = [cuda.launched_as(i) for i in range(9)]
 assert found == [1, 1, 1, 32, 1, 1, 0, 0, 0], found
 kernel.allow_shared_bytes(200000)
 assert number("shared_limit") == 200000
+""")
+
+
+def test_clusters_and_maps_reach_the_driver(drive: Drive) -> None:
+    drive("""
+ctypes.c_int.in_dll(cuda, "parameter_bytes").value = 576
+kernel = _core.CudaKernel(b"cubin", "add", "add")
+# a, its scales, b, its scales, d, groups; slices, rows, rows of the scales, columns, depth, groups
+addresses = [0x1000, 0x2000, 0x3000, 0x4000, 0x5000, 0x6000]
+args = _core.CudaGroupedGemmArgs(addresses, [2, 100, 104, 320, 256, 3], 64)
+args.launch(kernel, 132, 384, 198656, 0x1234)
+found = [cuda.launched_as(i) for i in range(13)]
+assert found == [132, 1, 1, 384, 1, 1, 198656, 0x1234, 1, 4, 2, 1, 1], found
+assert bytes((ctypes.c_char * 16).in_dll(cuda, "argument")) == b"a" * 16  # the first map
+maps = struct.iter_unpack("<2i6q10i", bytes((ctypes.c_char * 384).in_dll(cuda, "maps")))
+assert list(maps) == [
+    # type and rank, address, sizes, strides, box, steps, modes
+    (0, 3, 0x1000, 256, 100, 2, 256, 25600, 128, 32, 1, 1, 1, 1, 0, 3, 3, 0),
+    (7, 3, 0x2000, 100, 2, 2, 416, 832, 64, 1, 1, 1, 1, 1, 0, 0, 3, 0),
+    (0, 3, 0x3000, 256, 320, 3, 256, 81920, 128, 128, 1, 1, 1, 1, 0, 3, 3, 0),
+    (9, 3, 0x5000, 320, 100, 2, 640, 64000, 64, 64, 1, 1, 1, 1, 0, 3, 3, 0),
+], list(maps)
+fail("cuLaunchKernelEx", 1)
+told = refused(errors.DriverFailure, args.launch, kernel, 132, 384, 99, 0)
+assert "132 CTAs of 384 threads" in told and "in clusters of 2" in told, told
+ctypes.c_int.in_dll(cuda, "map_count").value = 0
+fail("cuTensorMapEncodeTiled", 1)
+sizes = [1, 8, 8, 64, 128, 1]
+told = refused(errors.DriverFailure, _core.CudaGroupedGemmArgs, addresses, sizes, 64)
+assert "the map of a: 128 x 8 x 1 elements" in told, told
 """)
 
 
