@@ -2,8 +2,8 @@
 
 Fans tokens out to their experts and folds the results back, for any geometry, between the
 processes of one host, or in CPU memory of several. Start with :class:`LowLatency` for decoding,
-with :class:`HighThroughput` for training and prefill, or with ``fanfold.nn.MoE`` for a whole layer;
-``fanfold.deep_ep`` has DeepEP's interface.
+with :class:`HighThroughput` for training and prefill, or with ``fanfold.nn.MoE`` for a whole layer,
+or with :class:`FusedMoE` for one with FP8 experts; ``fanfold.deep_ep`` has DeepEP's interface.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 # Type checkers read these imports. At run time a name is imported when a program first uses it, so
 # that `fanfold doctor` runs where torch or the core do not, and `import fanfold` costs nothing.
 if TYPE_CHECKING:
-    from fanfold import deep_ep, functional, metrics, nn
+    from fanfold import deep_ep, functional, fused_moe, metrics, nn
     from fanfold.config import Config
     from fanfold.errors import (
         ArgumentError,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         UnavailableError,
         UsageError,
     )
+    from fanfold.fused_moe.layer import FusedMoE
     from fanfold.high_throughput import HighThroughput
     from fanfold.low_latency import Hook, LowLatency
     from fanfold.results import DispatchResult, HighThroughputResult, LowLatencyResult
@@ -44,6 +45,7 @@ __all__ = [
     "DispatchResult",
     "DriverFailure",
     "FanfoldError",
+    "FusedMoE",
     "HighThroughput",
     "HighThroughputResult",
     "Hook",
@@ -60,6 +62,7 @@ __all__ = [
     "deep_ep",
     "deep_gemm",
     "functional",
+    "fused_moe",
     "metrics",
     "nn",
 ]
@@ -71,10 +74,11 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 # A type checker that saw this function would believe every name.
 if not TYPE_CHECKING:
-    _MODULES = ("deep_ep", "deep_gemm", "functional", "metrics", "nn")
+    _MODULES = ("deep_ep", "deep_gemm", "functional", "fused_moe", "metrics", "nn")
     _HOMES = {
         "Config": "fanfold.config",
         "DispatchResult": "fanfold.results",
+        "FusedMoE": "fanfold.fused_moe",
         "HighThroughput": "fanfold.high_throughput",
         "HighThroughputResult": "fanfold.results",
         "Hook": "fanfold.low_latency",

@@ -58,7 +58,7 @@ PYTHON_LAYERS: tuple[tuple[str, ...], ...] = (
     ("operators",),
     ("base_dispatcher",),
     ("low_latency", "high_throughput", "deep_ep", "deep_gemm"),
-    ("functional",),
+    ("functional", "fused_moe"),
     ("nn", "bench"),
     ("simulate",),
     ("__init__",),  # what a user imports; the library itself imports from the parts

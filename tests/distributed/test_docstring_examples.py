@@ -17,6 +17,7 @@ MODULES = (
     "fanfold",
     "fanfold.deep_ep",
     "fanfold.deep_gemm",
+    "fanfold.fused_moe",
     "fanfold.functional",
     "fanfold.metrics",
     "fanfold.nn",
