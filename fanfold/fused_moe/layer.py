@@ -322,10 +322,10 @@ class FusedMoE:
         _on_cpu("topk_weights", checked)
 
     def _check_weights(self, weights: object, shared_expert: object) -> None:
-        expected = (self.experts_per_rank, 2 * self.intermediate, self.hidden)
-        _check_experts("weights", weights, expected)
+        shape = (self.experts_per_rank, 2 * self.intermediate, self.hidden)
+        _check_experts("weights", weights, shape)
         if shared_expert is not None:
-            _check_experts("shared_expert", shared_expert, (1, "2 * any", self.hidden))
+            _check_experts("shared_expert", shared_expert, (1, "2 * intermediate", self.hidden))
 
     def _check_outputs(self, tokens: int, statistics: object, out: object) -> None:
         if statistics is not None:
