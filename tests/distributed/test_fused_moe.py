@@ -239,18 +239,35 @@ def test_equal_bits_on_any_number_of_ranks() -> None:
 
 
 def test_slots_are_summed_in_order() -> None:
-    shape = FusedShape(num_experts=3, top_k=3, hidden=128, max_tokens=8)
+    shape = FusedShape(num_experts=1, top_k=3, hidden=128, max_tokens=8)
     call, weights = tokens_of(shape, 8, 2, masked=0.0), weights_of(shape)
-    orders = [torch.tensor([2, 0, 1]).expand(8, 3), torch.tensor([0, 1, 2]).expand(8, 3)]
-    tokens, weight = quantize(call.x), call.topk_weights
-    for order in orders:
-        with shape.open() as moe:
-            y = moe.forward(call.x, order.contiguous(), weight, weights)
-        a, b, c = (
-            run_expert(tokens, weight[:, slot], weights, int(order[0, slot]), None).float()
-            for slot in range(3)
-        )
-        assert torch.equal(y, ((a + b) + c).bfloat16())
+    large = 2.0**30  # beside which FP32 loses the result of a weight of 1
+    with shape.open() as moe:
+
+        def weighted(*slots: float) -> torch.Tensor:
+            given = torch.tensor(slots).expand(8, 3).contiguous()
+            return moe.forward(call.x, call.topk_idx, given, weights)
+
+        alone = weighted(0.0, 0.0, 1.0)
+        assert bool(alone.any(1).all())
+        assert torch.equal(weighted(large, -large, 1.0), alone)
+        assert not weighted(1.0, large, -large).any()
+        assert not weighted(large, 1.0, -large).any()
+
+
+def test_sums_of_a_block_are_exact() -> None:
+    shape = FusedShape(num_experts=1, top_k=1, hidden=128, max_tokens=1)
+    values, l1 = torch.zeros((1, 128)), torch.zeros((1, 256, 128))
+    # The largest products and the smallest one: 448 * 448 + 2**-18 - 448 * 448. FP32 loses it.
+    values[0, :3] = torch.tensor([448, 2.0**-9, 448])
+    l1[0, :, :3] = torch.tensor([448, 2.0**-9, -448])
+    fp8 = torch.float8_e4m3fn
+    scales = torch.full((1, 2, 1), 2.0**18)
+    weights = ExpertWeights(l1.to(fp8), scales, torch.eye(128).to(fp8)[None], torch.ones((1, 1, 1)))
+    with shape.open() as moe:
+        tokens = (values.to(fp8), torch.ones((1, 1)))
+        y = moe.forward(tokens, torch.zeros((1, 1), dtype=torch.int64), torch.ones((1, 1)), weights)
+    assert y.float().numpy() == pytest.approx(0.731, rel=0.005)  # silu(1) * 1
 
 
 def test_ranks_that_are_processes(process_pools: Callable[[int], RankPool]) -> None:
@@ -260,10 +277,19 @@ def test_ranks_that_are_processes(process_pools: Callable[[int], RankPool]) -> N
     found = process_pools(2).run(results, SHAPE, calls, weights)
     assert torch.equal(torch.cat([y for y, _ in found]), alone)
     assert_right(SHAPE, calls, weights, found)
-    # Whatever a program has set as default dtype and device.
+
+
+def test_defaults_of_the_process_change_nothing(process_pools: Callable[[int], RankPool]) -> None:
+    calls, weights = split(tokens_of(SHAPE, 20, 7), (13, 7)), weights_of(SHAPE)
+    shared = weights_of(dataclasses.replace(SHAPE, num_experts=1), 9)
+    rest = (SHAPE, calls, weights, shared)
+    plain = process_pools(2).run(_with_shared, *rest)
     defaults = ProcessDefaults(torch.bfloat16, "meta")
-    under = UnderDefaults(process_pools(2), defaults).run(results, SHAPE, calls, weights)
-    assert torch.equal(torch.cat([y for y, _ in under]), alone)
+    for ours, theirs in zip(
+        UnderDefaults(process_pools(2), defaults).run(_with_shared, *rest), plain, strict=True
+    ):
+        assert torch.equal(ours[0], theirs[0])
+        assert torch.equal(ours[1], theirs[1])
 
 
 def test_helpers_and_reference_under_other_defaults() -> None:
@@ -285,7 +311,7 @@ def test_no_gradients_are_recorded() -> None:
         assert not moe.forward(call.x, call.topk_idx, weight, weights).requires_grad
 
 
-def test_late_weights_are_not_read() -> None:
+def test_weights_without_an_expert_are_not_read() -> None:
     call, weights = tokens_of(SHAPE, 6, 8, masked=0.5), weights_of(SHAPE)
     spoilt = call.topk_weights.masked_fill(call.topk_idx < 0, float("nan"))
     with SHAPE.open() as moe:
