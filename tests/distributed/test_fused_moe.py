@@ -306,9 +306,13 @@ def test_helpers_and_reference_under_other_defaults() -> None:
 
 def test_no_gradients_are_recorded() -> None:
     call, weights = tokens_of(SHAPE, 4, 3), weights_of(SHAPE)
+    shared = weights_of(dataclasses.replace(SHAPE, num_experts=1))
+    values, scales = quantize(call.x)
+    weight = call.topk_weights.requires_grad_()
     with SHAPE.open() as moe:
-        weight = call.topk_weights.requires_grad_()
-        assert not moe.forward(call.x, call.topk_idx, weight, weights).requires_grad
+        x = (values, scales.requires_grad_())
+        y = moe.forward(x, call.topk_idx, weight, weights, shared_expert=shared)
+    assert not y.requires_grad
 
 
 def test_weights_without_an_expert_are_not_read() -> None:
