@@ -60,7 +60,47 @@ def check_formats(hidden: int, dispatch_dtype: RowDtype, scale_format: ScaleForm
     return row_format, ScaleFormat(scale_format)
 
 
-class BaseDispatcher(ABC):
+class HasGeometry:
+    """The sizes of an object, by their names.
+
+    Attributes:
+        geometry: all of them.
+    """
+
+    geometry: Geometry
+
+    @property
+    def ranks(self) -> int:
+        """Size of the group."""
+        return self.geometry.ranks
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of all ranks."""
+        return self.geometry.num_experts
+
+    @property
+    def experts_per_rank(self) -> int:
+        """Local experts of each rank."""
+        return self.geometry.experts_per_rank
+
+    @property
+    def top_k(self) -> int:
+        """Experts per token."""
+        return self.geometry.top_k
+
+    @property
+    def hidden(self) -> int:
+        """Columns of a row."""
+        return self.geometry.hidden
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens one rank passes to one call."""
+        return self.geometry.max_tokens
+
+
+class BaseDispatcher(HasGeometry, ABC):
     """The base class of :class:`fanfold.LowLatency` and :class:`fanfold.HighThroughput`: sizes,
     errors of earlier calls, masked ranks, and the end of the object.
 
@@ -75,7 +115,6 @@ class BaseDispatcher(ABC):
 
     mode: Mode
     config: Config
-    geometry: Geometry
     memory: PeerMemory
     registration: Registration
     _group: Group
@@ -122,36 +161,6 @@ class BaseDispatcher(ABC):
     def rank(self) -> int:
         """This rank's number in the group."""
         return self._group.rank
-
-    @property
-    def ranks(self) -> int:
-        """Size of the group."""
-        return self.geometry.ranks
-
-    @property
-    def num_experts(self) -> int:
-        """Experts of all ranks."""
-        return self.geometry.num_experts
-
-    @property
-    def experts_per_rank(self) -> int:
-        """Local experts of each rank."""
-        return self.geometry.experts_per_rank
-
-    @property
-    def top_k(self) -> int:
-        """Experts per token."""
-        return self.geometry.top_k
-
-    @property
-    def hidden(self) -> int:
-        """Columns of a row."""
-        return self.geometry.hidden
-
-    @property
-    def max_tokens(self) -> int:
-        """Most tokens one rank passes to one call."""
-        return self.geometry.max_tokens
 
     # ---- calls ----------------------------------------------------------------------------------
 

@@ -77,14 +77,8 @@ def m_grouped_fp8_gemm_nt_contiguous(
         _operator(*_pair("a", a), *_pair("b", b), d, m_indices, None)
         return
     device, groups, columns, depth = _check_weights(b)
-    rows, scales = _pair("a", a)
-    check_tensor("a[0]", rows, ("M", depth), (torch.float8_e4m3fn,), device=device)
-    check_aligned("a[0]", rows)
+    rows, scales = _check_rows(a, ("M", depth), d, columns, device)
     count = rows.shape[0]
-    shape = (count, depth // BLOCK)
-    check_tensor("a[1]", scales, shape, (torch.float32,), device=device, contiguous=False)
-    check_tensor("d", d, (count, columns), (torch.bfloat16,), device=device)
-    check_aligned("d", d)
     check_tensor("m_indices", m_indices, (count,), (torch.int32,), device=device)
     operands = Operands(rows[None], scales[None], *b, m_indices, masked=False)
     multiply(operands, d[None], count // groups)
@@ -110,8 +104,8 @@ def m_grouped_fp8_gemm_nt_masked(
         b: ``[G, N, K]`` e4m3, contiguous, and ``[G, N / 128, K / 128]`` float32 scales, contiguous.
         d: ``[G, M, N]`` bfloat16, contiguous; what is written behind a group's rows is undefined.
         masked_m: ``[G]`` int32, the rows of each group, 0 to M.
-        expected_m: the rows that a group most likely has; decides how fast it is, not what comes
-            out.
+        expected_m: the rows that a group most likely has; decides how fast it is, not the
+            result.
         recipe: of the scales, None or ``(1, 128, 128)``.
         compiled_dims, disable_ue8m0_cast: change nothing here.
 
@@ -132,14 +126,7 @@ def m_grouped_fp8_gemm_nt_masked(
         _operator(*_pair("a", a), *_pair("b", b), d, masked_m, expected_m)
         return
     device, groups, columns, depth = _check_weights(b)
-    rows, scales = _pair("a", a)
-    check_tensor("a[0]", rows, (groups, "M", depth), (torch.float8_e4m3fn,), device=device)
-    check_aligned("a[0]", rows)
-    count = rows.shape[1]
-    shape = (groups, count, depth // BLOCK)
-    check_tensor("a[1]", scales, shape, (torch.float32,), device=device, contiguous=False)
-    check_tensor("d", d, (groups, count, columns), (torch.bfloat16,), device=device)
-    check_aligned("d", d)
+    rows, scales = _check_rows(a, (groups, "M", depth), d, columns, device)
     check_tensor("masked_m", masked_m, (groups,), (torch.int32,), device=device)
     if type(expected_m) is not int or expected_m < 0:
         raise ArgumentError("expected_m", worded(expected_m), "an int, 0 or more")
@@ -224,6 +211,20 @@ def _check_options(recipe: object, compiled_dims: object, disable_ue8m0_cast: ob
         raise ArgumentError("compiled_dims", worded(compiled_dims), "of the letters m, n, k")
     if type(disable_ue8m0_cast) is not bool:
         raise ArgumentError("disable_ue8m0_cast", worded(disable_ue8m0_cast), "a bool")
+
+
+def _check_rows(
+    a: object, shape: tuple[int | str, ...], d: object, columns: int, device: torch.device
+) -> Pair:
+    """The rows and their scales, of which ``d`` takes the results."""
+    values, scales = _pair("a", a)
+    check_tensor("a[0]", values, shape, (torch.float8_e4m3fn,), device=device)
+    check_aligned("a[0]", values)
+    *leading, depth = values.shape
+    shape = (*leading, depth // BLOCK)
+    check_tensor("a[1]", scales, shape, (torch.float32,), device=device, contiguous=False)
+    check_aligned("d", check_tensor("d", d, (*leading, columns), (torch.bfloat16,), device=device))
+    return values, scales
 
 
 def _check_weights(b: object) -> tuple[torch.device, int, int, int]:

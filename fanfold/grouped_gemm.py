@@ -66,7 +66,7 @@ def multiply(operands: Operands, d: torch.Tensor, usual_rows: int) -> None:
     Args:
         operands: checked.
         d: on the same device.
-        usual_rows: of a group, most often; decides how a kernel works, not what comes out.
+        usual_rows: of a group, most often; decides how a kernel works, not the result.
 
     Raises:
         UnavailableError: for a GPU of another compute capability than 9.0, or without NVRTC.

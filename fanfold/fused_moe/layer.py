@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from fanfold.base_dispatcher import GroupLike, checked_config
+from fanfold.base_dispatcher import GroupLike, HasGeometry, checked_config
 from fanfold.config import Config
 from fanfold.copying import not_copied
 from fanfold.errors import ArgumentError, UnavailableError, UsageError
@@ -46,7 +46,7 @@ Tokens = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     why="it holds memory that the ranks of its group share",
     instead="Make one in each process with the same arguments; several layers may use one.",
 )
-class FusedMoE:
+class FusedMoE(HasGeometry):
     """A whole FP8 MoE layer for inference: dispatch, both GEMMs with SwiGLU, and combine.
 
     It runs on the CPU and takes CPU tensors: the kernel for GPUs is not built yet. Construction is
@@ -153,36 +153,6 @@ class FusedMoE:
     def rank(self) -> int:
         """This rank's number in the group."""
         return self._dispatcher.rank
-
-    @property
-    def ranks(self) -> int:
-        """Size of the group."""
-        return self.geometry.ranks
-
-    @property
-    def num_experts(self) -> int:
-        """Experts of all ranks."""
-        return self.geometry.num_experts
-
-    @property
-    def experts_per_rank(self) -> int:
-        """Local experts of each rank."""
-        return self.geometry.experts_per_rank
-
-    @property
-    def top_k(self) -> int:
-        """Experts per token."""
-        return self.geometry.top_k
-
-    @property
-    def hidden(self) -> int:
-        """Columns of a token."""
-        return self.geometry.hidden
-
-    @property
-    def max_tokens(self) -> int:
-        """Most tokens one rank passes to one call."""
-        return self.geometry.max_tokens
 
     # ---- the call -------------------------------------------------------------------------------
 

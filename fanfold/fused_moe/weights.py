@@ -60,7 +60,7 @@ def quantize_weights(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def dequantize_weights(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What quantised weights stand for.
+    """The values of quantised weights.
 
         >>> values = torch.ones(128, 256, device="cpu").to(torch.float8_e4m3fn)
         >>> scales = torch.full((1, 2), 0.5, dtype=torch.float32, device="cpu")
