@@ -61,6 +61,7 @@ class Overrides(TypedDict, total=False):
     senders: int | None
     cache_dir: str | None
     nvtx: bool
+    fast_accumulation: bool
 
 
 @dataclass(frozen=True)
@@ -263,6 +264,16 @@ _SETTINGS = (
         check=lambda v: isinstance(v, bool),
         bound="True or False, in the environment 1 or 0",
     ),
+    Setting(
+        name="fast_accumulation",
+        variable="FANFOLD_FAST_ACCUMULATION",
+        help="Whether the GEMMs of FusedMoE keep their sums in the GPU's tensor cores, up to 8% "
+        "faster with thousands of tokens. They keep about 14 bits: a sum of thousands of terms of "
+        "one sign comes out several percent too small. Otherwise each 128 terms are added in FP32.",
+        parse=_parse_flag,
+        check=lambda v: isinstance(v, bool),
+        bound="True or False, in the environment 1 or 0",
+    ),
 )
 
 
@@ -377,6 +388,7 @@ class Config:
         senders: CTAs of them that send rows in a dispatch; None for a choice by the machine.
         cache_dir: folder of compiled kernels; None for the user's own (:meth:`cache_folder`).
         nvtx: whether calls are NVTX ranges, where PyTorch has NVTX.
+        fast_accumulation: whether FusedMoE may lose bits of sums on GPUs, for a few percent.
         sources: for each name above ``"argument"``, ``"environment"`` or ``"default"``.
     """
 
@@ -394,6 +406,7 @@ class Config:
     senders: int | None = None
     cache_dir: str | None = None
     nvtx: bool = False
+    fast_accumulation: bool = False
     sources: Mapping[str, Source] = dataclasses.field(
         default_factory=lambda: types.MappingProxyType({}), repr=False, compare=False
     )

@@ -40,6 +40,8 @@ def m_grouped_fp8_gemm_nt_contiguous(
     recipe: tuple[int, int, int] | None = None,
     compiled_dims: str = "nk",
     disable_ue8m0_cast: bool = False,
+    *,
+    fast_accumulation: bool = False,
 ) -> None:
     """``d[i] = a[i] @ b[m_indices[i]].T`` for all rows ``i``, whose groups follow each other.
 
@@ -53,6 +55,10 @@ def m_grouped_fp8_gemm_nt_contiguous(
             to the next multiple; what is written to rows between is undefined.
         recipe: of the scales, None or ``(1, 128, 128)``.
         compiled_dims, disable_ue8m0_cast: change nothing here.
+        fast_accumulation: the tensor cores keep the sums, about 5% faster with thousands of rows.
+            They keep about 14 bits: a sum of thousands of terms of one sign comes out several
+            percent too small. Scales must be positive then, or 0. DeepGEMM, which has no such
+            argument, adds each 128 terms in FP32, as is done here without it.
 
     ``K`` is a multiple of 128, at most 8192; ``N`` a multiple of 64.
 
@@ -74,14 +80,14 @@ def m_grouped_fp8_gemm_nt_contiguous(
     """
     _check_options(recipe, compiled_dims, disable_ue8m0_cast)
     if is_dynamo_compiling():
-        _operator(*_pair("a", a), *_pair("b", b), d, m_indices, None)
+        _operator(*_pair("a", a), *_pair("b", b), d, m_indices, None, fast_accumulation)
         return
     device, groups, columns, depth = _check_weights(b)
     rows, scales = _check_rows(a, ("M", depth), d, columns, device)
     count = rows.shape[0]
     check_tensor("m_indices", m_indices, (count,), (torch.int32,), device=device)
     operands = Operands(rows[None], scales[None], *b, m_indices, masked=False)
-    multiply(operands, d[None], count // groups)
+    multiply(operands, d[None], count // groups, fast_accumulation)
 
 
 def m_grouped_fp8_gemm_nt_masked(
@@ -93,6 +99,8 @@ def m_grouped_fp8_gemm_nt_masked(
     recipe: tuple[int, int, int] | None = None,
     compiled_dims: str = "nk",
     disable_ue8m0_cast: bool = False,
+    *,
+    fast_accumulation: bool = False,
 ) -> None:
     """``d[g, :n] = a[g, :n] @ b[g].T`` for all groups ``g``, with ``n = masked_m[g]``.
 
@@ -108,6 +116,7 @@ def m_grouped_fp8_gemm_nt_masked(
             result.
         recipe: of the scales, None or ``(1, 128, 128)``.
         compiled_dims, disable_ue8m0_cast: change nothing here.
+        fast_accumulation: as there; changes nothing where ``expected_m`` is at most 64.
 
     Sizes and errors are those of :func:`m_grouped_fp8_gemm_nt_contiguous`.
 
@@ -123,14 +132,15 @@ def m_grouped_fp8_gemm_nt_masked(
     """
     _check_options(recipe, compiled_dims, disable_ue8m0_cast)
     if is_dynamo_compiling():
-        _operator(*_pair("a", a), *_pair("b", b), d, masked_m, expected_m)
+        _operator(*_pair("a", a), *_pair("b", b), d, masked_m, expected_m, fast_accumulation)
         return
     device, groups, columns, depth = _check_weights(b)
     rows, scales = _check_rows(a, (groups, "M", depth), d, columns, device)
     check_tensor("masked_m", masked_m, (groups,), (torch.int32,), device=device)
     if type(expected_m) is not int or expected_m < 0:
         raise ArgumentError("expected_m", worded(expected_m), "an int, 0 or more")
-    multiply(Operands(rows, scales, *b, masked_m, masked=True), d, expected_m)
+    operands = Operands(rows, scales, *b, masked_m, masked=True)
+    multiply(operands, d, expected_m, fast_accumulation)
 
 
 def _run(
@@ -141,11 +151,15 @@ def _run(
     d: torch.Tensor,
     groups: torch.Tensor,
     expected_m: int | None,
+    fast_accumulation: bool,
 ) -> None:
+    pairs = (a, a_scales), (b, b_scales)
     if expected_m is None:
-        m_grouped_fp8_gemm_nt_contiguous((a, a_scales), (b, b_scales), d, groups)
+        m_grouped_fp8_gemm_nt_contiguous(*pairs, d, groups, fast_accumulation=fast_accumulation)
     else:
-        m_grouped_fp8_gemm_nt_masked((a, a_scales), (b, b_scales), d, groups, expected_m)
+        m_grouped_fp8_gemm_nt_masked(
+            *pairs, d, groups, expected_m, fast_accumulation=fast_accumulation
+        )
 
 
 _operator = torch.library.custom_op(
@@ -153,7 +167,7 @@ _operator = torch.library.custom_op(
     _run,
     mutates_args=("d",),
     schema="(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor(a!) d, Tensor groups, "
-    "int? expected_m) -> ()",
+    "int? expected_m, bool fast_accumulation) -> ()",
 )
 """Either call as ``torch.compile`` traces it; it looks at the tensors when it runs."""
 _operator.register_fake(lambda *_: None)

@@ -4,7 +4,7 @@ kernel, on CPUs by PyTorch.
 Row ``r`` of a group ``g``: ``d[r, n] = sum over k of a[r, k] * a_scales[r, k // 128] *
 b[g, n, k] * b_scales[g, n // 128, k // 128]``, summed in FP32 and rounded to bfloat16. A kernel
 adds 128 products at a time in the tensor cores, whose sums have about 14 bits behind the leading
-one; against an FP64 sum its results differ by ``1 - similarity`` of about 1e-5, the rounding to
+one; against an FP64 sum its results differ by ``1 - similarity`` of about 3e-6, the rounding to
 bfloat16 included.
 """
 
@@ -20,7 +20,7 @@ from fanfold.errors import UnavailableError
 from fanfold.formats import BLOCK
 from fanfold.jit import KernelSource
 
-__all__ = ["MOST_DEPTH", "Operands", "kernel_source", "multiply", "scales_for_kernel"]
+__all__ = ["MOST_DEPTH", "Kind", "Operands", "multiply", "scales_for_kernel"]
 
 MOST_DEPTH = 64 * BLOCK
 """A warp holds the scales of so many columns."""
@@ -59,7 +59,7 @@ class Operands:
         return self.a.shape[2]
 
 
-def multiply(operands: Operands, d: torch.Tensor, usual_rows: int) -> None:
+def multiply(operands: Operands, d: torch.Tensor, usual_rows: int, fast_accumulation: bool) -> None:
     """Writes the products to ``d``, ``[slices, rows, columns]`` bfloat16, contiguous. Rows that no
     group has are left, or get anything.
 
@@ -67,6 +67,7 @@ def multiply(operands: Operands, d: torch.Tensor, usual_rows: int) -> None:
         operands: checked.
         d: on the same device.
         usual_rows: of a group, most often; decides how a kernel works, not the result.
+        fast_accumulation: whether the tensor cores may keep sums (kernels/gemm/sum.cuh).
 
     Raises:
         UnavailableError: for a GPU of another compute capability than 9.0, or without NVRTC.
@@ -75,7 +76,7 @@ def multiply(operands: Operands, d: torch.Tensor, usual_rows: int) -> None:
     if d.numel() == 0:
         return
     if operands.a.is_cuda:
-        _on_gpu(operands, d, usual_rows)
+        _on_gpu(operands, d, usual_rows, fast_accumulation)
     else:
         _anywhere(operands, d)
 
@@ -103,28 +104,46 @@ def _dequantized(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 # ---- the kernel ---------------------------------------------------------------------------------
 
 
-def kernel_source(
-    columns: int, depth: int, groups: int, *, masked: bool, tile_rows: int = 128
-) -> KernelSource:
-    """The kernel for these sizes; the number of rows is free.
+@dataclass(frozen=True)
+class Kind:
+    """A kernel; the number of rows is free.
 
-    Args:
+    Attributes:
         columns: of the result, a multiple of 64.
         depth: a multiple of 128, at most :data:`MOST_DEPTH`.
         groups: of weights.
         masked: whether each group has a slice of rows.
-        tile_rows: 128, or 64 for groups of few rows.
+        few: whether groups have few rows.
+        fast_accumulation: whether sums stay in the tensor cores (kernels/gemm/sum.cuh).
     """
-    constants = {
-        "kColumns": columns,
-        "kDepth": depth,
-        "kGroups": groups,
-        "kMasked": int(masked),
-        "kTileRows": tile_rows,
-        "kSharedBytes": _SHARED_BYTES[tile_rows],
-    }
-    entry = "fanfold::grouped_gemm::multiply"
-    return KernelSource("grouped_gemm/multiply.cu", entry, constants, _THREADS, yields=True)
+
+    columns: int
+    depth: int
+    groups: int
+    masked: bool
+    few: bool = False
+    fast_accumulation: bool = False
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows that a CTA multiplies at a time."""
+        return 64 if self.few else 128
+
+    @property
+    def source(self) -> KernelSource:
+        """What to compile."""
+        constants = {
+            "kColumns": self.columns,
+            "kDepth": self.depth,
+            "kMostDepth": self.depth,
+            "kGroups": self.groups,
+            "kMasked": int(self.masked),
+            "kTileRows": self.tile_rows,
+            "kTwoLevels": int(not self.fast_accumulation),
+            "kSharedBytes": _SHARED_BYTES[self.tile_rows],
+        }
+        entry = "fanfold::grouped_gemm::multiply"
+        return KernelSource("grouped_gemm/multiply.cu", entry, constants, _THREADS, yields=True)
 
 
 def scales_for_kernel(scales: torch.Tensor) -> torch.Tensor:
@@ -148,12 +167,14 @@ def scales_for_kernel(scales: torch.Tensor) -> torch.Tensor:
     return made.copy_(scales)
 
 
-def _on_gpu(operands: Operands, d: torch.Tensor, usual_rows: int) -> None:
+def _on_gpu(operands: Operands, d: torch.Tensor, usual_rows: int, fast_accumulation: bool) -> None:
     a, b, index = operands.a, operands.b, operands.a.device.index
     slices, rows, depth = a.shape
     groups, columns, _ = b.shape
-    tile_rows = 64 if operands.masked and usual_rows <= _FEW_ROWS else 128
-    kernel, ctas = _loaded(columns, depth, groups, operands.masked, tile_rows, index)
+    few = operands.masked and usual_rows <= _FEW_ROWS
+    kind = Kind(columns, depth, groups, operands.masked, few, fast_accumulation and not few)
+    kernel, ctas = _loaded(kind, index)
+    tile_rows = kind.tile_rows
     scales = scales_for_kernel(operands.a_scales)
     scale_rows = scales.stride(2) if depth > BLOCK else -(-rows // 4) * 4
     tensors = (a, scales, b, operands.b_scales, d, operands.groups)
@@ -167,9 +188,7 @@ def _on_gpu(operands: Operands, d: torch.Tensor, usual_rows: int) -> None:
 
 
 @functools.cache
-def _loaded(
-    columns: int, depth: int, groups: int, masked: bool, tile_rows: int, index: int
-) -> tuple[_core.CudaKernel, int]:
+def _loaded(kind: Kind, index: int) -> tuple[_core.CudaKernel, int]:
     """A kernel, and how many CTAs run it."""
     properties = torch.cuda.get_device_properties(index)
     if properties.major != _CAPABILITY:
@@ -177,8 +196,7 @@ def _loaded(
             f"{properties.name} has compute capability {properties.major}.{properties.minor}, and "
             "the grouped GEMM has a kernel for 9.0 (Hopper) only: use another GPU, or CPU tensors"
         )
-    source = kernel_source(columns, depth, groups, masked=masked, tile_rows=tile_rows)
-    jit.refuse_in_capture(source)
-    kernel = jit.load(source, index)
-    kernel.allow_shared_bytes(_SHARED_BYTES[tile_rows])
+    jit.refuse_in_capture(kind.source)
+    kernel = jit.load(kind.source, index)
+    kernel.allow_shared_bytes(_SHARED_BYTES[kind.tile_rows])
     return kernel, properties.multi_processor_count // 2 * 2

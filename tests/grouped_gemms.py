@@ -20,6 +20,7 @@ class Case:
         rows: of each group.
         columns, depth: of each group's weights.
         masked: form; each group has memory for ``most`` rows.
+        fast: whether the tensor cores may keep sums.
     """
 
     rows: tuple[int, ...]
@@ -28,6 +29,7 @@ class Case:
     masked: bool = False
     most: int = 0
     seed: int = 0
+    fast: bool = False
 
 
 def random_case(number: int) -> Case:
@@ -44,6 +46,7 @@ def random_case(number: int) -> Case:
         masked=masked,
         most=most,
         seed=number,
+        fast=number % 3 == 0,
     )
 
 
@@ -119,11 +122,12 @@ def _given(case: Case, group_of: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 def run(case: Case, call: Call, d: torch.Tensor) -> None:
     """The call, whose results come to ``d``."""
+    operands = (call.a, call.b, d, call.groups)
     if case.masked:
         usual = sum(case.rows) // len(case.rows)
-        deep_gemm.m_grouped_fp8_gemm_nt_masked(call.a, call.b, d, call.groups, usual)
+        deep_gemm.m_grouped_fp8_gemm_nt_masked(*operands, usual, fast_accumulation=case.fast)
     else:
-        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(call.a, call.b, d, call.groups)
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(*operands, fast_accumulation=case.fast)
 
 
 def check(case: Case, device: torch.device) -> float:

@@ -70,8 +70,17 @@ CPP_LAYERS: tuple[tuple[str, ...], ...] = (
     ("base", "device"),
     ("memory", "protocol"),
     ("ring", "transport"),
-    ("proxy",),
-    ("host", "cuda", "hip", "formats", "low_latency", "high_throughput", "grouped_gemm"),
+    ("proxy", "gemm"),
+    (
+        "host",
+        "cuda",
+        "hip",
+        "formats",
+        "low_latency",
+        "high_throughput",
+        "grouped_gemm",
+        "fused_moe",
+    ),
     ("bindings",),
 )
 
@@ -80,8 +89,8 @@ MAX_FILE_LINES = 600
 MAX_PARAMETERS = 8  # without self and cls; a dataclass's fields are no parameters
 MAX_CPP_COLUMNS = 100  # clang-format leaves comments alone
 
-# Signatures in here are DeepEP's, not ours.
-FOREIGN_SIGNATURES = "fanfold/deep_ep/"
+# Signatures in here are DeepEP's or DeepGEMM's, not ours.
+FOREIGN_SIGNATURES = ("fanfold/deep_ep/", "fanfold/deep_gemm.py")
 
 # What is made here names its dtype and its device: a process may have set other defaults
 # (torch.set_default_dtype, torch.set_default_device).

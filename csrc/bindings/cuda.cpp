@@ -32,6 +32,15 @@ void bind_cuda(nb::module_& module) {
       .def("allow_shared_bytes", &Kernel::allow_shared_bytes, "bytes"_a,
            nb::call_guard<nb::gil_scoped_release>())
       .def(
+          "most_clusters",
+          [](const Kernel& self, int threads, int shared_bytes, int cluster) {
+            return self.most_clusters({.ctas = cluster,
+                                       .threads = threads,
+                                       .shared_bytes = shared_bytes,
+                                       .cluster = cluster});
+          },
+          "threads"_a, "shared_bytes"_a, "cluster"_a)
+      .def(
           "launch",
           [](const Kernel& self, uintptr_t arguments, size_t bytes, int ctas, int threads,
              int shared_bytes, uintptr_t stream, bool early) {

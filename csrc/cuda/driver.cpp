@@ -56,6 +56,7 @@ Driver open() {
   require(library, driver.func_get_attribute, "cuFuncGetAttribute");
   require(library, driver.func_set_attribute, "cuFuncSetAttribute");
   require(library, driver.launch_kernel_ex, "cuLaunchKernelEx");
+  require(library, driver.occupancy_max_active_clusters, "cuOccupancyMaxActiveClusters");
   require(library, driver.tensor_map_encode_tiled, "cuTensorMapEncodeTiled");
   find(library, driver.func_load, "cuFuncLoad");
   find(library, driver.func_get_param_info, "cuFuncGetParamInfo");

@@ -76,6 +76,8 @@ struct Driver {
   Result (*func_get_attribute)(int*, FunctionAttribute, Function);
   Result (*func_set_attribute)(Function, FunctionAttribute, int);
   Result (*launch_kernel_ex)(const LaunchConfig*, Function, void** parameters, void** extra);
+  // Of a GPU that runs nothing else.
+  Result (*occupancy_max_active_clusters)(int* clusters, Function, const LaunchConfig*);
   // `map` is 128 bytes on a boundary of 64. Sizes, boxes and steps count elements, the innermost
   // dimension first; strides count bytes, from the second dimension on.
   Result (*tensor_map_encode_tiled)(void* map, TensorType, unsigned rank, void* address,

@@ -16,6 +16,30 @@ std::string shape_text(const std::string& entry, const LaunchShape& shape) {
          (shape.early ? ", launched early" : "");
 }
 
+constexpr unsigned MOST_ATTRIBUTES = 2;
+
+// Refers to `attributes`.
+LaunchConfig launch_config(const LaunchShape& shape,
+                           LaunchAttribute (&attributes)[MOST_ATTRIBUTES]) {
+  unsigned count = 0;
+  if (shape.early) {
+    attributes[count].id = LaunchAttribute::PROGRAMMATIC_STREAM_SERIALIZATION;
+    attributes[count++].value.allowed = 1;
+  }
+  if (shape.cluster > 1) {
+    attributes[count].id = LaunchAttribute::CLUSTER_DIMENSION;
+    auto& cluster = attributes[count++].value.cluster;
+    cluster[0] = static_cast<unsigned>(shape.cluster);
+    cluster[1] = cluster[2] = 1;
+  }
+  return {.grid = {static_cast<unsigned>(shape.ctas), 1, 1},
+          .block = {static_cast<unsigned>(shape.threads), 1, 1},
+          .shared_bytes = static_cast<unsigned>(shape.shared_bytes),
+          .stream = shape.stream,
+          .attributes = count > 0 ? attributes : nullptr,
+          .attribute_count = count};
+}
+
 }  // namespace
 
 PeerTable peer_table(const uintptr_t* peers, int32_t ranks, uintptr_t copy) {
@@ -89,29 +113,23 @@ void Kernel::allow_shared_bytes(int bytes) {
   }
 }
 
+int Kernel::most_clusters(const LaunchShape& shape) const {
+  LaunchAttribute attributes[MOST_ATTRIBUTES];
+  LaunchConfig config = launch_config(shape, attributes);
+  config.grid[0] = static_cast<unsigned>(shape.cluster);
+  int clusters = 0;
+  const Result result = driver_.occupancy_max_active_clusters(&clusters, function_, &config);
+  if (result != 0) driver_.check(result, "cuOccupancyMaxActiveClusters", shape_text(entry_, shape));
+  return clusters;
+}
+
 void Kernel::launch(const void* arguments, size_t bytes, const LaunchShape& shape) const {
   if (parameter_bytes_ != 0 && bytes != parameter_bytes_) {
     throw BadArgument("the argument struct of kernel " + entry_, std::to_string(bytes) + " bytes",
                       std::to_string(parameter_bytes_) + " bytes, as the kernel declares it");
   }
-  LaunchAttribute attributes[2];
-  unsigned count = 0;
-  if (shape.early) {
-    attributes[count].id = LaunchAttribute::PROGRAMMATIC_STREAM_SERIALIZATION;
-    attributes[count++].value.allowed = 1;
-  }
-  if (shape.cluster > 1) {
-    attributes[count].id = LaunchAttribute::CLUSTER_DIMENSION;
-    auto& cluster = attributes[count++].value.cluster;
-    cluster[0] = static_cast<unsigned>(shape.cluster);
-    cluster[1] = cluster[2] = 1;
-  }
-  const LaunchConfig config{.grid = {static_cast<unsigned>(shape.ctas), 1, 1},
-                            .block = {static_cast<unsigned>(shape.threads), 1, 1},
-                            .shared_bytes = static_cast<unsigned>(shape.shared_bytes),
-                            .stream = shape.stream,
-                            .attributes = count > 0 ? attributes : nullptr,
-                            .attribute_count = count};
+  LaunchAttribute attributes[MOST_ATTRIBUTES];
+  const LaunchConfig config = launch_config(shape, attributes);
   // The driver only reads the parameters, but its interface lacks the const.
   void* parameters[1] = {const_cast<void*>(arguments)};
   // The caller may have made another device current; stream 0 would be a stream of that device.

@@ -53,6 +53,9 @@ class Kernel {
   // Allows launches up to `bytes` of dynamic shared memory.
   void allow_shared_bytes(int bytes);
 
+  // How many clusters of `shape` an idle GPU runs at the same time; `shape.ctas` is not looked at.
+  int most_clusters(const LaunchShape& shape) const;
+
   // Enqueues the kernel with the `bytes` bytes at `arguments` as its parameter, and copies them
   // before it returns. Throws BadArgument if the kernel's parameter has another size; drivers
   // before CUDA 12.4 do not report the size.

@@ -65,6 +65,15 @@ class BackendChoice:
             f"{name} needs compute capability {needed}, and the oldest GPU of these ranks has "
             f"{oldest}"
         )
+        return self.on_host(obstacle, config)
+
+    @staticmethod
+    def on_host(obstacle: str, config: Config) -> BackendChoice:
+        """The host, because of an obstacle on the GPU.
+
+        Raises:
+            UnavailableError: ``config.backend`` is ``"cuda"``.
+        """
         if config.backend == "cuda":
             source = config.source_of("backend")
             raise UnavailableError(f"the setting backend is 'cuda' (from {source}), but {obstacle}")

@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from types import TracebackType
 from typing import Literal
 
 import torch
 
+from fanfold.backends.choose import BackendChoice, choose
 from fanfold.base_dispatcher import GroupLike, HasGeometry, checked_config
 from fanfold.config import Config
 from fanfold.copying import not_copied
-from fanfold.errors import ArgumentError, UnavailableError, UsageError
+from fanfold.errors import ArgumentError, UsageError
 from fanfold.forks import Owner
-from fanfold.formats import BLOCK, quantize
-from fanfold.fused_moe.experts import grouped_experts
+from fanfold.fused_moe.call import CallChecks, FusedCall, Tokens
+from fanfold.fused_moe.cuda import MOST_COLUMNS, MOST_EXPERTS, CudaLayer
+from fanfold.fused_moe.host import HostLayer
 from fanfold.fused_moe.weights import ExpertWeights, check_columns
-from fanfold.geometry import (
-    MAX_HIDDEN,
-    MAX_TOKENS,
-    Geometry,
-    check_integer,
-    check_tensor,
-    check_topk,
-)
+from fanfold.geometry import MAX_HIDDEN, MAX_TOKENS, Geometry, check_integer
 from fanfold.group import agree, as_group, together
-from fanfold.high_throughput import HighThroughput
 from fanfold.refusal import Refusing
 from fanfold.representation import described, worded
 
 __all__ = ["FusedMoE"]
 
-_CPU = torch.device("cpu")
-_INSTEAD = (
-    "the kernel of FusedMoE for GPUs is not built yet; copy to the CPU and back, or use "
-    "HighThroughput with the grouped GEMMs of fanfold.deep_gemm on the GPU"
-)
 _MOST_INTERMEDIATE = 1 << 20
-
-Tokens = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 @not_copied(
@@ -49,8 +35,10 @@ Tokens = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 class FusedMoE(HasGeometry):
     """A whole FP8 MoE layer for inference: dispatch, both GEMMs with SwiGLU, and combine.
 
-    It runs on the CPU and takes CPU tensors: the kernel for GPUs is not built yet. Construction is
-    collective. Layers of one geometry can share one object, as each call is given the weights.
+    One rank with a GPU of compute capability 9.0 runs one kernel there, which the CPU never waits
+    for and CUDA graphs can hold. Several ranks run on the CPU and take CPU tensors: the kernel does
+    not reach other ranks yet. Construction is collective. Layers of one geometry can share one
+    object, as each call is given the weights.
 
         >>> import fanfold, torch
         >>> from fanfold.fused_moe import ExpertWeights
@@ -76,8 +64,10 @@ class FusedMoE(HasGeometry):
         max_tokens: most tokens one rank passes to one call, up to ``2**24 / top_k``.
         activation_clamp: SwiGLU limits the gate to at most this, and the up projection to this on
             both sides; None for no limit.
-        config: the settings; resolved from the environment if None. ``backend`` must not be
-            ``"cuda"``.
+        config: the settings; resolved from the environment if None. ``backend`` decides where
+            calls run: ``"auto"`` takes the GPU where the kernel serves the layer. With
+            ``fast_accumulation`` the GPU takes up to 8% less time, and sums of many terms of one
+            sign come out too small.
 
     Attributes:
         config: the settings.
@@ -89,7 +79,8 @@ class FusedMoE(HasGeometry):
     Raises:
         ArgumentError: a size out of bounds, or ranks that disagree about one (naming both values);
             on all ranks alike.
-        UnavailableError: the ranks cannot share memory, or ``config.backend`` is ``"cuda"``.
+        UnavailableError: the ranks cannot share memory, or ``config.backend`` is ``"cuda"`` and the
+            kernel does not serve this layer; says why.
     """
 
     def __init__(
@@ -108,7 +99,6 @@ class FusedMoE(HasGeometry):
         self._owner = Owner("this FusedMoE")
         with together(as_group(group)) as ranks:
             self.config = checked_config(config)
-            _check_backend(self.config)
             self.geometry = Geometry(ranks.size, num_experts, top_k, hidden, max_tokens)
             check_columns("hidden", hidden, MAX_HIDDEN)
             check_columns("intermediate", intermediate, _MOST_INTERMEDIATE)
@@ -122,37 +112,62 @@ class FusedMoE(HasGeometry):
                 "intermediate": intermediate,
                 "max_tokens": max_tokens,
                 "activation_clamp": self.activation_clamp,
+                "fast_accumulation": self.config.fast_accumulation,
             }
             agree(ranks, signature)
-        # A row for each (token, slot): the results of slots return one by one, and are summed in
-        # the order of slots. Low latency would need memory for all of them on every expert; high
-        # throughput streams any number through a little memory.
-        self._dispatcher = HighThroughput(
-            group,
-            num_experts=num_experts,
-            top_k=1,
-            hidden=hidden,
-            max_tokens=max_tokens * top_k,
-            dispatch_dtype="fp8",
-            config=dataclasses.replace(self.config, backend="host"),
+            self._choice = self._chosen(choose(ranks, self.config, "high_throughput"))
+        clamp = self.activation_clamp
+        self._layer: HostLayer | CudaLayer
+        if self._choice.backend == "cuda":
+            device = self._choice.device
+            self._layer = CudaLayer(device, self.geometry, intermediate, clamp, self.config)
+        else:
+            self._layer = HostLayer(group, self.geometry, clamp, self.config)
+        self._checks = CallChecks(
+            self.geometry, intermediate, self.device, self._choice.check_devices
         )
+
+    def _chosen(self, choice: BackendChoice) -> BackendChoice:
+        """``choice``, or the CPU where the kernel does not serve this layer.
+
+        Raises:
+            UnavailableError: ``config.backend`` is ``"cuda"``.
+        """
+        obstacle = None
+        geometry = self.geometry
+        if choice.backend == "host":
+            return choice
+        if geometry.ranks > 1:
+            obstacle = (
+                f"the kernel of FusedMoE serves one rank so far, and there are {geometry.ranks}"
+            )
+        elif choice.capability[0] != 9:
+            found = ".".join(map(str, choice.capability))
+            obstacle = (
+                f"the kernel of FusedMoE needs compute capability 9.0, and this GPU has {found}"
+            )
+        elif max(geometry.hidden, self.intermediate) > MOST_COLUMNS:
+            obstacle = f"the kernel of FusedMoE takes hidden and intermediate up to {MOST_COLUMNS}"
+        elif geometry.num_experts > MOST_EXPERTS:
+            obstacle = f"the kernel of FusedMoE takes up to {MOST_EXPERTS} experts"
+        return choice if obstacle is None else choice.on_host(obstacle, self.config)
 
     # ---- sizes ----------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
-        """Where tensors must be: the CPU."""
-        return _CPU
+        """Where tensors must be."""
+        return self._choice.device
 
     @property
-    def backend(self) -> Literal["host"]:
-        """Where calls run: ``"host"``, the CPU."""
-        return "host"
+    def backend(self) -> Literal["host", "cuda"]:
+        """Where calls run: ``"host"``, the CPU, or ``"cuda"``."""
+        return self._choice.backend
 
     @property
     def rank(self) -> int:
         """This rank's number in the group."""
-        return self._dispatcher.rank
+        return self._layer.rank
 
     # ---- the call -------------------------------------------------------------------------------
 
@@ -192,50 +207,34 @@ class FusedMoE(HasGeometry):
         Returns:
             ``[n, hidden]`` bfloat16; 0 for a token without experts.
 
+        On a GPU all calls of the process on it follow each other, whatever streams they are made
+        on; replays of different graphs that hold some must not run at the same time, as one call
+        takes all SMs. What only the GPU can find, an entry of topk_idx out of range, is raised by a
+        later call after it has been enqueued, or by :meth:`check`.
+
         Raises:
             ArgumentError: bad input: nothing was sent, the call is aborted on all ranks (the others
                 raise PeerRefused), and this object stays usable.
             PeerRefused: another rank refused its input; this object stays usable.
             PeerTimeout: a peer did not arrive in time; close this object.
-            UsageError: closed, or failed earlier.
+            UsageError: closed, or failed earlier; or the kernel of a shared expert of a new size is
+                not loaded yet, and a CUDA graph is being captured.
         """
         self._check_open()
-        ep = self._dispatcher
-        with Refusing(ep.refuse_dispatch):
-            values, scales = self._checked_tokens(x)
-            tokens = values.shape[0]
-            self._check_routing(tokens, topk_idx, topk_weights)
-            self._check_weights(weights, shared_expert)
-            self._check_outputs(tokens, statistics, out)
-            each = self.top_k
-            rows = values.view(torch.uint8).repeat_interleave(each, dim=0).view(values.dtype)
-            row_scales = scales.repeat_interleave(each, dim=0)
-        received = ep.dispatch((rows, row_scales), topk_idx.view(-1, 1), topk_weights.view(-1, 1))
-        with Refusing(ep.refuse_combine):
-            assert received.scales is not None
-            assert received.weights is not None
-            y = grouped_experts(
-                (received.tokens, received.scales),
-                received.weights,
-                received.expert_ranges(),
-                weights,
-                self.activation_clamp,
-            )
-            shared = self._shared_result((values, scales), shared_expert)
-        slots = ep.combine(y, received, weighted=False).view(tokens, each, self.hidden)
-        total = torch.zeros((tokens, self.hidden), dtype=torch.float32, device=_CPU)
-        for slot in range(each):
-            total += slots[:, slot]
-        if shared is not None:
-            total += shared
-        if statistics is not None:
-            statistics += received.tokens_per_expert
-        return total.bfloat16() if out is None else out.copy_(total)
+        call = FusedCall(x, topk_idx, topk_weights, weights, shared_expert, statistics, out)
+        with Refusing(self._layer.refuse):
+            self._checks.check(call)
+        return self._layer.run(call)
+
+    def check(self) -> None:
+        """Raises what earlier calls have found wrong since; does not wait for them."""
+        self._check_open()
+        self._layer.check()
 
     def close(self) -> None:
         """Releases the memory. Not collective; harmless when repeated."""
         self._closed = True
-        self._dispatcher.close()
+        self._layer.close()
 
     def __enter__(self) -> FusedMoE:
         return self
@@ -251,7 +250,7 @@ class FusedMoE(HasGeometry):
     def __repr__(self) -> str:
         names = ("ranks", "num_experts", "top_k", "hidden", "intermediate", "max_tokens", "backend")
         state = "closed" if getattr(self, "_closed", False) else ""
-        return described(self, state, rank="_dispatcher.rank", **{name: name for name in names})
+        return described(self, state, rank="_layer.rank", **{name: name for name in names})
 
     # ---- checks ---------------------------------------------------------------------------------
 
@@ -259,67 +258,6 @@ class FusedMoE(HasGeometry):
         if self._closed:
             raise UsageError("this FusedMoE is closed; make a new one")
         self._owner.check()
-
-    def _checked_tokens(self, x: object) -> tuple[torch.Tensor, torch.Tensor]:
-        """The values and scales of the tokens.
-
-        Raises:
-            ArgumentError: they are no tokens of this layer.
-        """
-        shape: tuple[int | str, ...] = ("tokens", self.hidden)
-        if not isinstance(x, tuple):
-            rows = _on_cpu("x", check_tensor("x", x, shape, (torch.bfloat16,)))
-            self._check_count(rows)
-            return quantize(rows)
-        if len(x) != 2:
-            raise ArgumentError("x", worded(x), "a torch.Tensor, or a pair (values, scales)")
-        values = _on_cpu("x[0]", check_tensor("x[0]", x[0], shape, (torch.float8_e4m3fn,)))
-        self._check_count(values)
-        shape = (values.shape[0], self.hidden // BLOCK)
-        scales = check_tensor("x[1]", x[1], shape, (torch.float32,), contiguous=False)
-        return values, _on_cpu("x[1]", scales)
-
-    def _check_count(self, rows: torch.Tensor) -> None:
-        if rows.shape[0] > self.max_tokens:
-            bound = f"at most max_tokens = {self.max_tokens}"
-            raise ArgumentError("x.shape[0]", rows.shape[0], bound)
-
-    def _check_routing(self, tokens: int, topk_idx: object, topk_weights: object) -> None:
-        shape = (tokens, self.top_k)
-        _on_cpu("topk_idx", check_tensor("topk_idx", topk_idx, shape, (torch.int64,)))
-        check_topk(topk_idx, tokens, self.top_k, self.num_experts, _CPU)
-        checked = check_tensor("topk_weights", topk_weights, shape, (torch.float32,))
-        _on_cpu("topk_weights", checked)
-
-    def _check_weights(self, weights: object, shared_expert: object) -> None:
-        shape = (self.experts_per_rank, 2 * self.intermediate, self.hidden)
-        _check_experts("weights", weights, shape)
-        if shared_expert is not None:
-            _check_experts("shared_expert", shared_expert, (1, "2 * intermediate", self.hidden))
-
-    def _check_outputs(self, tokens: int, statistics: object, out: object) -> None:
-        if statistics is not None:
-            shape = (self.experts_per_rank,)
-            _on_cpu("statistics", check_tensor("statistics", statistics, shape, (torch.int32,)))
-        if out is not None:
-            shapes = (tokens, self.hidden)
-            _on_cpu("out", check_tensor("out", out, shapes, (torch.bfloat16,)))
-
-    def _shared_result(
-        self, tokens: tuple[torch.Tensor, torch.Tensor], shared_expert: ExpertWeights | None
-    ) -> torch.Tensor | None:
-        """``[n, hidden]`` bfloat16, or None without a shared expert."""
-        if shared_expert is None:
-            return None
-        count = tokens[0].shape[0]
-        ones = torch.ones(count, dtype=torch.float32, device=_CPU)
-        return grouped_experts(tokens, ones, [(0, count)], shared_expert, self.activation_clamp)
-
-
-def _check_backend(config: Config) -> None:
-    if config.backend == "cuda":
-        source = config.source_of("backend")
-        raise UnavailableError(f"the setting backend is 'cuda' (from {source}), but {_INSTEAD}")
 
 
 def _checked(clamp: object) -> float | None:
@@ -332,18 +270,3 @@ def _checked(clamp: object) -> float | None:
     if not (math.isfinite(clamp) and clamp > 0):
         raise ArgumentError("activation_clamp", clamp, bound)
     return float(clamp)
-
-
-def _check_experts(name: str, weights: object, expected: tuple[int | str, ...]) -> None:
-    """Raises ArgumentError unless these are weights on the CPU whose L1 has the shape."""
-    if not isinstance(weights, ExpertWeights):
-        raise ArgumentError(name, worded(weights), "a fanfold.fused_moe.ExpertWeights")
-    check_tensor(f"{name}.l1", weights.l1, expected, (torch.float8_e4m3fn,))
-    _on_cpu(f"{name}.l1", weights.l1)
-
-
-def _on_cpu(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` if it is on the CPU; else an ArgumentError that says what to do."""
-    if tensor.device.type != "cpu":
-        raise ArgumentError(f"{name}.device", tensor.device, f"cpu: {_INSTEAD}")
-    return tensor

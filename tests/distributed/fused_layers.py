@@ -26,11 +26,14 @@ class FusedShape:
     intermediate: int = 128
     max_tokens: int = 24
     activation_clamp: float | None = None
+    fast_accumulation: bool = False
 
     def open(self, group: Group | None = None, **changes: Any) -> fanfold.FusedMoE:
         """A FusedMoE of this shape, with ``changes``. Collective."""
-        config = fanfold.Config.resolve(timeout_s=60.0)
-        return fanfold.FusedMoE(group, **{**dataclasses.asdict(self), "config": config, **changes})
+        sizes = dataclasses.asdict(self)
+        fast = sizes.pop("fast_accumulation")
+        config = fanfold.Config.resolve(timeout_s=60.0, fast_accumulation=fast)
+        return fanfold.FusedMoE(group, **{**sizes, "config": config, **changes})
 
 
 @dataclasses.dataclass(frozen=True)

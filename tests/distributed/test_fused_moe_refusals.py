@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fanfold
+from fanfold.backends.choose import BackendChoice
 from fanfold.errors import (
     ArgumentError,
     CopyError,
@@ -24,6 +25,7 @@ from fanfold.fused_moe import (
     ExpertWeights,
     dequantize_weights,
     difference,
+    layer,
     quantize_weights,
 )
 from fanfold.group import Group
@@ -31,7 +33,7 @@ from fanfold.thread_ranks import ThreadRanks
 from tests.distributed.fused_layers import FusedShape, FusedTokens, expected, tokens_of, weights_of
 
 SHAPE = FusedShape()
-NOT_YET = "the kernel of FusedMoE for GPUs is not built yet; copy to the CPU and back, or use"
+WHERE = "where these ranks run this call (the setting backend is 'host' (from"
 OTHER = FusedShape(intermediate=256)
 
 
@@ -89,11 +91,11 @@ WRONG = [
     ),
     (
         replaced("x", lambda _: on_gpu((4, 256), BF16)),
-        f"x.device is cuda:0, but must be cpu: {NOT_YET} HighThroughput with the grouped GEMMs of",
+        f"x.device is cuda:0, but must be cpu, {WHERE}",
     ),
     (
         replaced("topk_idx", lambda _: on_gpu((4, 3), torch.int64)),
-        f"topk_idx.device is cuda:0, but must be cpu: {NOT_YET}",
+        f"topk_idx.device is cuda:0, but must be cpu, {WHERE}",
     ),
     (
         replaced("topk_idx", lambda idx: idx.int()),
@@ -127,7 +129,7 @@ WRONG = [
     ),
     (
         replaced("statistics", lambda _: on_gpu((8,), torch.int32)),
-        f"statistics.device is cuda:0, but must be cpu: {NOT_YET}",
+        f"statistics.device is cuda:0, but must be cpu, {WHERE}",
     ),
     (
         replaced("out", lambda _: made(3, 256, dtype=BF16)),
@@ -175,7 +177,7 @@ def _one_fails(group: Group, weights: ExpertWeights, monkeypatch: Any) -> str:
     with SHAPE.open(group) as moe:
         call, mine = tokens_of(SHAPE, 5, moe.rank), weights.shard(moe.rank, moe.ranks)
         if moe.rank == 0:
-            monkeypatch.setattr(moe, "_shared_result", _without_memory)
+            monkeypatch.setattr(moe._layer, "_shared_result", _without_memory)
         with pytest.raises((MemoryError, PeerRefused)) as raised:
             moe.forward(call.x, call.topk_idx, call.topk_weights, mine)
         return f"{type(raised.value).__name__}: {raised.value}"
@@ -228,9 +230,44 @@ def test_ranks_that_disagree() -> None:
 
 
 def test_a_gpu_is_asked_for() -> None:
-    message = f"the setting backend is 'cuda' (from argument), but {NOT_YET}"
+    message = "the setting backend is 'cuda' (from argument), but rank 0 cannot use a GPU: "
     with pytest.raises(UnavailableError, match=f"^{re.escape(message)}"):
         SHAPE.open(config=fanfold.Config.resolve(backend="cuda"))
+
+
+def _open_on_gpu(group: Group, shape: FusedShape, backend: Literal["auto", "cuda"]) -> str:
+    config = fanfold.Config.resolve(backend=backend)
+    try:
+        with shape.open(group, config=config) as moe:
+            return f"{moe.backend}: {moe._choice.reason}"
+    except UnavailableError as error:
+        return str(error)
+
+
+OBSTACLES = [
+    (2, SHAPE, (9, 0), "serves one rank so far, and there are 2"),
+    (1, SHAPE, (10, 0), "needs compute capability 9.0, and this GPU has 10.0"),
+    (1, FusedShape(hidden=16384 + 128), (9, 0), "takes hidden and intermediate up to 16384"),
+    (1, FusedShape(intermediate=1 << 20), (9, 0), "takes hidden and intermediate up to 16384"),
+    (1, FusedShape(num_experts=8193), (9, 0), "takes up to 8192 experts"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "shape", "capability", "obstacle"), OBSTACLES)
+def test_what_the_kernel_does_not_serve_runs_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    shape: FusedShape,
+    capability: tuple[int, int],
+    obstacle: str,
+) -> None:
+    found = BackendChoice("cuda", torch.device("cuda:0"), "a GPU each", capability)
+    monkeypatch.setattr(layer, "choose", lambda *_: found)
+    on_cpu = ThreadRanks(ranks).run(_open_on_gpu, shape, "auto")
+    assert on_cpu == [f"host: the kernel of FusedMoE {obstacle}"] * ranks
+    refused = ThreadRanks(ranks).run(_open_on_gpu, shape, "cuda")
+    setting = "the setting backend is 'cuda' (from argument), but"
+    assert refused == [f"{setting} the kernel of FusedMoE {obstacle}"] * ranks
 
 
 def test_after_close_and_copies() -> None:

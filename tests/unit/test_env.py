@@ -62,6 +62,7 @@ def test_malformed_ones_do_not_hide_the_rest() -> None:
         "ctas": ["auto", "default"],
         "senders": ["auto", "default"],
         "nvtx": ["False", "default"],
+        "fast_accumulation": ["False", "default"],
     }
     errors = [line for line in lines if line.startswith("    error: ")]
     assert len(errors) == 2

@@ -28,8 +28,9 @@ from fanfold.backends.high_throughput.kernels import (
 )
 from fanfold.backends.low_latency.kernels import kernel_sources
 from fanfold.formats import RowFormat, ScaleFormat
+from fanfold.fused_moe.cuda import kernel_source as fused_moe_kernel
 from fanfold.geometry import Geometry
-from fanfold.grouped_gemm import kernel_source as grouped_gemm_kernel
+from fanfold.grouped_gemm import Kind as GroupedGemmKind
 from fanfold.jit import KernelSource, kernel
 from fanfold.jit.cache import Cache, Entry
 from fanfold.jit.kernel import KERNELS, compile_in
@@ -45,7 +46,8 @@ SOURCES = [
     dispatch_kernel(DispatchKind(SIZES, ROW_BYTES, 0, False, True, True)).source,
     combine_kernel(CombineKind(SIZES, ROW_BYTES, False, False, True), 20).source,
     quantize_kernel(256, power_of_two=False, packed=False),
-    grouped_gemm_kernel(256, 256, 2, masked=False),
+    GroupedGemmKind(256, 256, 2, masked=False).source,
+    fused_moe_kernel(experts=2, top_k=2, hidden=256, intermediate=128, clamps=False),
 ]
 
 _SYMBOL_TABLE = 2  # type of a section of an ELF file

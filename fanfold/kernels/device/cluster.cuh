@@ -44,4 +44,24 @@ __device__ __forceinline__ uint32_t load_of_cta(const uint32_t* own, int cta) {
   return v;
 }
 
+// Stores a word that stands for itself where `own` is, in CTA `cta` of the cluster.
+__device__ __forceinline__ void store_relaxed_at_cta(uint64_t* own, int cta, uint64_t word) {
+  asm volatile(
+      "{\n .reg .b32 there;\n"
+      " mapa.shared::cluster.u32 there, %0, %1;\n"
+      " st.relaxed.cluster.shared::cluster.u64 [there], %2;\n}" ::"r"(shared_address(own)),
+      "r"(cta), "l"(word)
+      : "memory");
+}
+
+// What stands in this CTA's shared memory, where another of the cluster may store.
+__device__ __forceinline__ uint64_t load_relaxed_cluster(const uint64_t* own) {
+  uint64_t word;
+  asm volatile("ld.relaxed.cluster.shared::cta.u64 %0, [%1];"
+               : "=l"(word)
+               : "r"(shared_address(own))
+               : "memory");
+  return word;
+}
+
 }  // namespace fanfold

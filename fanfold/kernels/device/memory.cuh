@@ -114,7 +114,7 @@ __device__ __forceinline__ void store_relaxed_gpu(uint32_t* address, uint32_t v)
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
 }
 
-// ---- copies to shared memory, which the thread that asked for them waits for -------------------
+// ---- of this CTA, in its shared memory ----------------------------------------------------------
 
 __device__ __forceinline__ uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
@@ -125,6 +125,37 @@ __device__ __forceinline__ float load_shared_float(uint32_t address) {
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
   return v;
 }
+
+__device__ __forceinline__ void store_shared_pair(uint32_t address, uint16_t v) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(v) : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_relaxed_cta(const uint32_t* shared) {
+  uint32_t v;
+  asm volatile("ld.relaxed.cta.shared::cta.u32 %0, [%1];" : "=r"(v) : "r"(shared_address(shared)));
+  return v;
+}
+
+__device__ __forceinline__ uint32_t load_acquire_cta(const uint32_t* shared) {
+  uint32_t v;
+  asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];"
+               : "=r"(v)
+               : "r"(shared_address(shared))
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store_relaxed_cta(uint32_t* shared, uint32_t v) {
+  asm volatile("st.relaxed.cta.shared::cta.u32 [%0], %1;" ::"r"(shared_address(shared)), "r"(v)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_release_cta(uint32_t* shared, uint32_t v) {
+  asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(shared_address(shared)), "r"(v)
+               : "memory");
+}
+
+// ---- copies to shared memory, which the thread that asked for them waits for -------------------
 
 // 16 bytes, or zeros without a look at `global`.
 __device__ __forceinline__ void copy_async_or_zeros(uint4* shared, const uint4* global,

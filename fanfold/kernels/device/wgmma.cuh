@@ -47,6 +47,13 @@ __device__ __forceinline__ void registers_settle(float (&d)[kCount]) {
 __device__ __forceinline__ void register_settle(float& v) { asm volatile("" : "+f"(v)); }
 __device__ __forceinline__ void register_settle(uint32_t& v) { asm volatile("" : "+r"(v)); }
 
+// Values that ptxas takes for new ones: it serialises products whose registers held others.
+template <int kCount>
+__device__ __forceinline__ void registers_begin(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "=f"(d[i]));
+}
+
 // ---- barriers of some of a CTA's warps ----------------------------------------------------------
 
 // Barrier `id`, 1 to 15, of `threads` threads, whole warps: those that wait and those that do not.
@@ -56,6 +63,18 @@ __device__ __forceinline__ void named_barrier_wait(int id, int threads) {
 
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// The same as a wait; whether `v` is true for all of those threads.
+__device__ __forceinline__ bool named_barrier_all(int id, int threads, bool v) {
+  uint32_t all;
+  asm volatile(
+      "{\n .reg .pred own, all;\n setp.ne.u32 own, %3, 0;\n"
+      " barrier.cta.red.and.pred all, %1, %2, own;\n selp.u32 %0, 1, 0, all;\n}"
+      : "=r"(all)
+      : "r"(id), "r"(threads), "r"(static_cast<uint32_t>(v))
+      : "memory");
+  return all != 0;
 }
 
 // ---- operands -----------------------------------------------------------------------------------

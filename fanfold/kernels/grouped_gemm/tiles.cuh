@@ -7,9 +7,17 @@
 #pragma once
 
 #include "device/warp.cuh"
-#include "grouped_gemm/stages.cuh"
+#include "gemm/stages.cuh"
+#include "layout/grouped_gemm.h"
 
 namespace fanfold::grouped_gemm {
+
+using gemm::kBlockDepth, gemm::kCluster, gemm::kScaleColumns, gemm::kTileColumns;
+
+inline constexpr int kDepthBlocks = kDepth / kBlockDepth;
+inline constexpr int kColumnBlocks = (kColumns + kTileColumns - 1) / kTileColumns;
+inline constexpr int kScaleBlocks = (kColumns + kScaleColumns - 1) / kScaleColumns;
+static_assert(kDepth % kBlockDepth == 0 && kColumns % 64 == 0);
 
 enum class Shared { a, b };  // what the CTAs of the cluster have in common
 

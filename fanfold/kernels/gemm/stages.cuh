@@ -4,6 +4,8 @@
 //
 // The two CTAs of a cluster go through their rings in step: each writes to both, so a stage is free
 // when the warps of both have released it.
+//
+// Constant: kTileRows, 128, or 64 where groups have few rows.
 #pragma once
 
 #include "constants.h"
@@ -11,9 +13,8 @@
 #include "device/cluster.cuh"
 #include "device/tensor_copy.cuh"
 #include "device/wgmma.cuh"
-#include "layout/grouped_gemm.h"
 
-namespace fanfold::grouped_gemm {
+namespace fanfold::gemm {
 
 inline constexpr int kBlockDepth = 128;
 inline constexpr int kTileColumns = 256;
@@ -23,14 +24,9 @@ inline constexpr int kCluster = 2;
 inline constexpr int kMathWarpgroups = 2;
 inline constexpr int kMathWarps = 4 * kMathWarpgroups;
 inline constexpr int kThreads = (kMathWarpgroups + 1) * kWarpgroupThreads;
-inline constexpr int kDepthBlocks = kDepth / kBlockDepth;
-inline constexpr int kColumnBlocks = (kColumns + kTileColumns - 1) / kTileColumns;
-inline constexpr int kScaleBlocks = (kColumns + kScaleColumns - 1) / kScaleColumns;
 
-// The warpgroups share a tile's rows, or its columns where it has only one warpgroup's rows. Then a
-// thread has registers for sums in two levels.
+// The warpgroups share a tile's rows, or its columns where it has only one warpgroup's rows.
 inline constexpr bool kSplitsRows = kTileRows == 2 * kWgmmaRows;
-inline constexpr bool kTwoLevels = !kSplitsRows;
 inline constexpr int kPartColumns = kSplitsRows ? kTileColumns : kTileColumns / 2;
 inline constexpr int kSums = kPartColumns / 2;  // registers of a thread
 inline constexpr int kScaleGroups = kPartColumns / kScaleColumns;
@@ -38,22 +34,27 @@ inline constexpr int kScaleGroups = kPartColumns / kScaleColumns;
 inline constexpr int kBytesA = kTileRows * kBlockDepth;
 inline constexpr int kBytesB = kTileColumns * kBlockDepth;
 inline constexpr int kBytesScales = kTileRows * 4;
+static_assert(kBytesA % 1024 == 0 && kBytesB % 1024 == 0 && kBytesScales % 128 == 0);
 
 static_assert(kTileRows == kWgmmaRows || kSplitsRows);
-static_assert(kDepth % kBlockDepth == 0 && kDepthBlocks <= 2 * kWarpLanes);
-static_assert(kColumns % 64 == 0);
 
+// It begins on 1024 bytes, which it does not ask for: its size would be a multiple of them too.
 struct Ring {
-  alignas(1024) uint8_t a[kStages][kBytesA];
-  alignas(1024) uint8_t b[kStages][kBytesB];
-  alignas(128) float scales[kStages][kTileRows];
+  uint8_t a[kStages][kBytesA];
+  uint8_t b[kStages][kBytesB];
+  float scales[kStages][kTileRows];
   ArrivalBarrier full[kStages];
   ArrivalBarrier empty[kStages];
 };
 
-// All that is waited for comes from this cluster, so no wait can last.
-struct Patience {
-  __device__ bool expired() { return false; }
+// How roles wait whose stages are filled from this cluster alone, so that no wait can last.
+struct EndlessWaits {
+  struct Patience {
+    __device__ bool expired() const { return false; }
+  };
+  __device__ __forceinline__ void operator()(ArrivalBarrier* barrier, uint32_t parity) const {
+    await_phase(barrier, parity, Patience{});
+  }
 };
 
 // Where a role is in the ring.
@@ -67,13 +68,29 @@ struct Position {
   }
 };
 
-// By one thread of the CTA; a barrier of the cluster must follow.
-__device__ inline void init_ring(Ring& ring) {
+// By one thread of the CTA; a barrier of the cluster must follow. `loaders`: threads that fill each
+// stage.
+__device__ inline void init_ring(Ring& ring, int loaders) {
   for (int i = 0; i < kStages; ++i) {
-    init_barrier(&ring.full[i], 1);
+    init_barrier(&ring.full[i], loaders);
     init_barrier(&ring.empty[i], kMathWarps * kCluster);
   }
   fence_barrier_init();
+}
+
+// Two boxes of half a block each: both by this CTA, or one by each CTA of the cluster for both.
+template <int kHalfRows>
+__device__ __forceinline__ void load_block(uint8_t* shared, const TensorMap* map, Box at,
+                                           ArrivalBarrier* full, bool for_both) {
+  constexpr int kHalfBytes = kHalfRows * kBlockDepth;
+  if (for_both) {
+    const auto half = static_cast<int>(cta_of_cluster());
+    load_box_multicast(shared + half * kHalfBytes, map, {at.x, at.y + half * kHalfRows, at.z}, full,
+                       0b11);
+  } else {
+    load_box(shared, map, at, full);
+    load_box(shared + kHalfBytes, map, {at.x, at.y + kHalfRows, at.z}, full);
+  }
 }
 
 // A warp needs the stage no longer.
@@ -82,4 +99,4 @@ __device__ __forceinline__ void release_stage(Ring& ring, int stage) {
   if (lane < kCluster) arrive_relaxed_at_cta(&ring.empty[stage], lane);
 }
 
-}  // namespace fanfold::grouped_gemm
+}  // namespace fanfold::gemm

@@ -1,0 +1,125 @@
+#include "cuda/fused_moe.h"
+
+#include <algorithm>
+
+#include "cuda/tensor_map.h"
+#include "layout/types.h"
+
+namespace fanfold::cuda {
+namespace {
+
+constexpr uint32_t BOX_BYTES = 128;  // what a swizzle covers
+
+TensorMap bytes_map(uintptr_t address, const uint64_t (&sizes)[3], uint32_t box_rows,
+                    const char* name) {
+  return tensor_map(reinterpret_cast<const void*>(address),
+                    {.type = TensorType::UINT8,
+                     .sizes = {sizes[0], sizes[1], sizes[2]},
+                     .strides = {sizes[0], sizes[0] * sizes[1]},
+                     .box = {BOX_BYTES, box_rows},
+                     .swizzle = Swizzle::BYTES_128},
+                    name);
+}
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+}  // namespace
+
+int64_t FusedMoeSizes::rows() const {
+  const int64_t entries = int64_t{tokens} * top_k;
+  const int64_t padding = std::min<int64_t>(entries, experts) * (kFusedMoeBlockRows - 1);
+  return std::max<int64_t>(align_up(entries + padding, kFusedMoeBlockRows), kFusedMoeBlockRows);
+}
+
+FusedMoeLayout::FusedMoeLayout(const FusedMoeSizes& sizes) {
+  constexpr int64_t ALIGNMENT = 1024;
+  const int64_t row_count = sizes.rows();
+  const int64_t entries = int64_t{sizes.tokens} * sizes.top_k;
+  int64_t end = 0;
+  const auto take = [&](int64_t bytes) {
+    const int64_t begin = end;
+    end = align_up(begin + bytes, ALIGNMENT);
+    return begin;
+  };
+  state = take(sizeof(FusedMoeState));
+  for (int64_t& each : counters) {
+    each = take(4 * FusedMoeCounters{row_count / kFusedMoeHalfRows}.words());
+  }
+  zeroed = end;
+  rows = take(row_count * sizes.hidden);
+  activations = take(row_count * sizes.intermediate);
+  slots = take(2 * row_count * sizes.hidden);
+  a_scales[0] = take(4 * row_count * (sizes.hidden / 128));
+  a_scales[1] = take(4 * row_count * (sizes.intermediate / 128));
+  row_weights = take(4 * row_count);
+  counts = take(4 * int64_t{sizes.ctas} * sizes.experts);
+  row_of = take(4 * entries);
+  copies = take(int64_t{sizeof(FusedMoeCopy)} * entries);
+  tables = take(4 * int64_t{sizes.ctas} * (2 * int64_t{sizes.experts} + 1));
+  bytes = end;
+}
+
+FusedMoe::FusedMoe(const FusedMoeSizes& sizes, uintptr_t memory, uintptr_t reports)
+    : sizes_(sizes) {
+  const FusedMoeLayout at(sizes);
+  const auto row_count = static_cast<uint64_t>(sizes.rows());
+  const auto hidden = static_cast<uint64_t>(sizes.hidden);
+  const auto intermediate = static_cast<uint64_t>(sizes.intermediate);
+  const uintptr_t rows[2] = {memory + at.rows, memory + at.activations};
+  const uint64_t depths[2] = {hidden, intermediate};
+  const char* names[2] = {"rows of tokens", "activations"};
+  for (int gemm = 0; gemm < 2; ++gemm) {
+    const uint64_t shape[3] = {depths[gemm], row_count, 1};
+    fixed_.a[gemm] = bytes_map(rows[gemm], shape, kFusedMoeHalfRows, names[gemm]);
+    fixed_.a_low[gemm] = bytes_map(rows[gemm], shape, kFusedMoeHalfRows / 2, names[gemm]);
+    fixed_.a_scales[gemm] = pointer<float>(memory + at.a_scales[gemm]);
+    fixed_.counters[gemm] = pointer<uint32_t>(memory + at.counters[gemm]);
+  }
+  fixed_.activations =
+      bytes_map(rows[1], {intermediate, row_count, 1}, kFusedMoeHalfRows, names[1]);
+  fixed_.results = tensor_map(pointer<const void>(memory + at.slots),
+                              {.type = TensorType::BFLOAT16,
+                               .sizes = {hidden, row_count, 1},
+                               .strides = {2 * hidden, 2 * hidden * row_count},
+                               .box = {BOX_BYTES / 2, kFusedMoeHalfRows},
+                               .swizzle = Swizzle::BYTES_128},
+                              "results of rows");
+  fixed_.rows = pointer<uint8_t>(rows[0]);
+  fixed_.row_weights = pointer<float>(memory + at.row_weights);
+  fixed_.slots = pointer<const uint16_t>(memory + at.slots);
+  fixed_.counts = pointer<int32_t>(memory + at.counts);
+  fixed_.row_of = pointer<int32_t>(memory + at.row_of);
+  fixed_.copies = pointer<FusedMoeCopy>(memory + at.copies);
+  fixed_.tables = pointer<uint32_t>(memory + at.tables);
+  fixed_.state = pointer<FusedMoeState>(memory + at.state);
+  fixed_.reports = pointer<Report>(reports);
+  fixed_.row_count = sizes.rows();
+}
+
+FusedMoeArgs FusedMoe::arguments(const FusedMoeCall& call) const {
+  const auto experts = static_cast<uint64_t>(sizes_.experts);
+  const auto hidden = static_cast<uint64_t>(sizes_.hidden);
+  const auto intermediate = static_cast<uint64_t>(sizes_.intermediate);
+  FusedMoeArgs args = fixed_;
+  args.l1 = bytes_map(call.l1, {hidden, 2 * intermediate, experts}, 128, "l1");
+  args.l2 = bytes_map(call.l2, {intermediate, hidden, experts}, 128, "l2");
+  args.x = pointer<const uint8_t>(call.x);
+  args.x_scales = pointer<const float>(call.x_scales);
+  args.scale_token_stride = call.scale_strides[0];
+  args.scale_block_stride = call.scale_strides[1];
+  args.topk_idx = pointer<const int64_t>(call.topk_idx);
+  args.topk_weights = pointer<const float>(call.topk_weights);
+  args.l1_scales = pointer<const float>(call.l1_scales);
+  args.l2_scales = pointer<const float>(call.l2_scales);
+  args.addend = pointer<const uint16_t>(call.addend);
+  args.y = pointer<uint16_t>(call.y);
+  args.statistics = pointer<int32_t>(call.statistics);
+  args.spans = pointer<FusedMoeSpan>(call.spans);
+  args.tokens = call.tokens;
+  return args;
+}
+
+}  // namespace fanfold::cuda

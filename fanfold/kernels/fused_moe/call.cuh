@@ -1,0 +1,161 @@
+// What the roles of the fused kernel share: the sizes of its two GEMMs, the shared memory, and
+// waits that end.
+//
+// Constants: kHidden, kIntermediate, kMostDepth (the larger of both), kExperts (of this rank),
+// kTopK, kClamps, kTileRows (128), kSharedBytes.
+#pragma once
+
+#include "constants.h"
+#include "device/warp.cuh"
+#include "fused_moe/schedule.h"
+#include "gemm/store.cuh"
+#include "gemm/sum.cuh"
+
+namespace fanfold::fused_moe {
+
+using namespace gemm;
+
+// A tile of the first GEMM has 128 columns of the gate, and the same 128 of the up projection.
+inline constexpr int kFirstColumnBlocks = kIntermediate / (kTileColumns / 2);
+inline constexpr int kSecondColumnBlocks = (kHidden + kTileColumns - 1) / kTileColumns;
+inline constexpr int kSumChunks =
+    (kSecondColumnBlocks + kFusedMoeSumBlocks - 1) / kFusedMoeSumBlocks;
+
+static_assert(kHidden % kBlockDepth == 0 && kIntermediate % kBlockDepth == 0);
+static_assert(kTileRows == kFusedMoeBlockRows && kTileColumns == kFusedMoeTileColumns);
+static_assert(kTopK <= kWarpLanes && kExperts <= kMostExperts);
+static_assert(kFirstColumnBlocks < kMostColumnBlocks && kSecondColumnBlocks < kMostColumnBlocks);
+
+__device__ __forceinline__ constexpr int depth_blocks(int gemm) {
+  return (gemm == 0 ? kHidden : kIntermediate) / kBlockDepth;
+}
+
+// ---- shared memory ------------------------------------------------------------------------------
+
+// Counters of tiles that are written, from the thread that has stored them to a spare warp: the
+// release for the whole GPU takes about a microsecond, which is not to be a warpgroup's.
+struct Mailbox {
+  static constexpr uint32_t kSlots = 4;
+  static constexpr uint32_t kLast = ~0u;
+  uint32_t posted, taken, ended;
+  uint32_t words[kSlots];  // indices of the counters
+};
+
+// A role of a CTA may be four tiles, which are as many stages, ahead of another.
+inline constexpr uint32_t kTasks = 8;
+// Of more experts the tables of the schedule lie in global memory.
+inline constexpr int kSharedExperts = kExperts <= 96 ? kExperts : 0;
+
+struct Tail {
+  uint64_t tasks[kTasks];
+  Mailbox mailboxes[kMathWarpgroups];
+  uint32_t next_sum;
+  uint32_t expired;  // not 0 once a wait has lasted too long
+  int own_copies;    // rows of this CTA's tokens
+  int group_blocks;  // see Schedule
+  uint32_t before[kSharedExperts + 1];
+  int32_t rows[kSharedExperts + 1];
+};
+
+struct SharedMemory {
+  Ring ring;
+  Tail tail;
+  alignas(1024) StoreSlot store[kMathWarpgroups][kSlots];
+};
+static_assert(sizeof(SharedMemory) == kSharedBytes);
+
+// ---- a call -------------------------------------------------------------------------------------
+
+struct Call {
+  const FusedMoeArgs& args;
+  Tail& tail;
+  const uint32_t number;     // of this call
+  uint32_t* const counters;  // of this call
+
+  __device__ Call(const FusedMoeArgs& a, Tail& t)
+      : args(a), tail(t), number(a.state->calls[blockIdx.x]), counters(a.counters[number % 2]) {}
+
+  __device__ FusedMoeCounters at() const { return {args.row_count / kFusedMoeHalfRows}; }
+  __device__ uint32_t* ticket() const { return counters; }
+  __device__ uint32_t* counted() const { return counters + 1; }
+  __device__ uint32_t* arrived(int half) const { return counters + at().arrived() + half; }
+  __device__ uint32_t* activated(int half) const { return counters + at().activated() + half; }
+  __device__ uint32_t* returned(int half, int group) const {
+    return counters + at().returned() + kFusedMoeMostGroups * half + group;
+  }
+
+  __device__ uint32_t* before() const {
+    return kSharedExperts ? tail.before : args.tables + int64_t{blockIdx.x} * (2 * kExperts + 1);
+  }
+  __device__ int32_t* rows() const {
+    return kSharedExperts ? tail.rows : reinterpret_cast<int32_t*>(before() + kExperts + 1);
+  }
+  __device__ Schedule schedule() const {
+    return {before(), rows(), kExperts, kFirstColumnBlocks, kSecondColumnBlocks, tail.group_blocks};
+  }
+
+  // When this CTA did something; by one thread.
+  __device__ void mark(uint64_t FusedMoeSpan::* when) const {
+    if (threadIdx.x == 0 && args.spans) args.spans[blockIdx.x].*when = global_nanoseconds();
+  }
+};
+
+// The tokens that this CTA sends to their experts, and sums.
+struct OwnTokens {
+  int first, last;
+  __device__ explicit OwnTokens(int tokens)
+      : first(static_cast<int>(int64_t{blockIdx.x} * tokens / gridDim.x)),
+        last(static_cast<int>((int64_t{blockIdx.x} + 1) * tokens / gridDim.x)) {}
+  __device__ int entries() const { return (last - first) * kTopK; }
+};
+
+// ---- waits --------------------------------------------------------------------------------------
+
+// The end of one wait. All CTAs must run at the same time; where something else holds their place,
+// waits end after the time that the caller gives. From then on none of the CTA lasts, and what it
+// computes is wrong, which the host is told at the end. (A trap would end the process's context; in
+// a wait it also makes ptxas take the accumulators' registers.)
+class Patience {
+ public:
+  __device__ explicit Patience(const Call& call) : call_(call) {}
+
+  __device__ bool expired() {
+    if (load_relaxed_cta(&call_.tail.expired) != 0) return true;
+    const auto now = static_cast<int64_t>(global_nanoseconds());
+    if (begin_ == 0) begin_ = now;
+    if (now - begin_ < call_.args.timeout_ns) return false;
+    store_relaxed_cta(&call_.tail.expired, 1);
+    return true;
+  }
+
+ private:
+  const Call& call_;
+  int64_t begin_ = 0;
+};
+
+// How roles wait for stages: true unless the wait has lasted too long.
+struct Waits {
+  const Call& call;
+  __device__ __forceinline__ bool operator()(ArrivalBarrier* barrier, uint32_t parity) const {
+    return await_phase(barrier, parity, Patience(call));
+  }
+};
+
+__device__ inline bool await_count(const Call& call, const uint32_t* counter, uint32_t wanted) {
+  Patience patience(call);
+  while (load_acquire_gpu(counter) < wanted)
+    if (patience.expired()) return false;
+  return true;
+}
+
+// The task number `n` of this CTA. No valid rows: there is none.
+__device__ inline Task await_task(const Call& call, uint32_t n) {
+  Patience patience(call);
+  for (;;) {
+    const PackedTask packed{load_relaxed_cluster(&call.tail.tasks[n % kTasks])};
+    if (packed.has_number(n)) return packed.task();
+    if (patience.expired()) return {};
+  }
+}
+
+}  // namespace fanfold::fused_moe

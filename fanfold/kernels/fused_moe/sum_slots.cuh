@@ -1,0 +1,120 @@
+// The results of a token's slots, summed in the order of the slots.
+#pragma once
+
+#include "fused_moe/call.cuh"
+
+namespace fanfold::fused_moe {
+
+inline constexpr int kUnitColumns = 8;                          // of bf16: 16 bytes
+inline constexpr int kWarpColumns = kUnitColumns * kWarpLanes;  // that a warp loads at a time
+inline constexpr int kChunkColumns = kFusedMoeSumBlocks * kTileColumns;
+static_assert(kWarpColumns == kTileColumns);
+
+// One warp's part of a token: kUnits x kBatch loads of a lane at a time.
+template <int kUnits, int kBatch>
+class ChunkSum {
+ public:
+  __device__ ChunkSum(const Call& call, int token, int chunk)
+      : call_(call), token_(token), first_(chunk * (kChunkColumns / kUnitColumns) +
+                                           static_cast<int>(threadIdx.x % kWarpLanes)) {
+    const int lane = threadIdx.x % kWarpLanes;
+    row_ = lane < kTopK ? call.args.row_of[token * kTopK + lane] : -1;
+  }
+
+  // Until all rows' columns are there; `between` is called after each look.
+  template <class Between>
+  __device__ void wait(int chunk, uint32_t nap_ns, const Between& between) const {
+    const int group_blocks = call_.tail.group_blocks;
+    const int group = chunk * kFusedMoeSumBlocks / group_blocks;
+    const uint32_t wanted = min(group_blocks, kSecondColumnBlocks - group * group_blocks);
+    const uint32_t* returned = call_.returned(max(row_, 0) / kFusedMoeHalfRows, group);
+    Patience patience(call_);
+    for (;;) {
+      const bool there = row_ < 0 || load_acquire_gpu(returned) >= wanted;
+      if (__all_sync(kFullWarp, there)) return;
+      if (__any_sync(kFullWarp, patience.expired())) return;
+      between();
+      if (nap_ns) __nanosleep(nap_ns);
+    }
+  }
+
+  // Columns of the units from `unit` on.
+  __device__ void run(int unit) const {
+    float total[kUnits][kUnitColumns] = {};
+#pragma unroll
+    for (int first = 0; first < kTopK; first += kBatch) add_slots(total, first, unit);
+    uint4* y = reinterpret_cast<uint4*>(call_.args.y) + int64_t{token_} * kRowUnits;
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      if (!is_there(unit + u)) continue;
+      if (call_.args.addend) {
+        const auto* addend = reinterpret_cast<const uint4*>(call_.args.addend);
+        add_unweighted(total[u], addend[int64_t{token_} * kRowUnits + place(unit + u)]);
+      }
+      y[place(unit + u)] = round_to_bf16(total[u]);
+    }
+  }
+
+ private:
+  static constexpr int kRowUnits = kHidden / kUnitColumns;
+
+  __device__ int place(int unit) const { return first_ + unit * kWarpLanes; }
+  __device__ bool is_there(int unit) const {
+    return kHidden % kChunkColumns == 0 || place(unit) < kRowUnits;
+  }
+
+  __device__ __forceinline__ void add_slots(float (&total)[kUnits][kUnitColumns], int first,
+                                            int unit) const {
+    uint4 v[kBatch][kUnits];
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      const int row = first + k < kTopK ? __shfl_sync(kFullWarp, row_, first + k) : -1;
+      const auto* slot =
+          reinterpret_cast<const uint4*>(call_.args.slots) + int64_t{row} * kRowUnits;
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+        v[k][u] = {};
+        if (row >= 0 && is_there(unit + u)) v[k][u] = __ldcg(slot + place(unit + u));
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k)
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) add_unweighted(total[u], v[k][u]);
+  }
+
+  const Call& call_;
+  const int token_;
+  const int first_;  // this lane's place in its token's row
+  int row_;          // of the slot of this lane; -1: none
+};
+
+inline constexpr int kSumBatch = kTopK < 8 ? kTopK : 8;
+
+// y of this CTA's tokens, by all warps that come here. The first wait is long and looks less often.
+template <int kUnits, class Between = Nothing>
+__device__ inline void sum_tokens(const Call& call, uint32_t first_nap_ns, uint32_t nap_ns,
+                                  const Between& between = {}) {
+  const OwnTokens own(call.args.tokens);
+  const int tokens = own.last - own.first;
+  uint32_t nap = first_nap_ns;
+  for (;;) {
+    uint32_t item = 0;
+    if (threadIdx.x % kWarpLanes == 0) item = atomicAdd(&call.tail.next_sum, 1u);
+    item = __shfl_sync(kFullWarp, item, 0);
+    if (item >= static_cast<uint32_t>(tokens * kSumChunks)) return;
+    const int chunk = static_cast<int>(item) / tokens;
+    const int token = own.first + static_cast<int>(item) - chunk * tokens;
+    const ChunkSum<kUnits, kSumBatch> sum(call, token, chunk);
+    sum.wait(chunk, nap, between);
+    const int units = min(kFusedMoeSumBlocks, kSecondColumnBlocks - chunk * kFusedMoeSumBlocks);
+#pragma unroll 1
+    for (int unit = 0; unit < units; unit += kUnits) {
+      sum.run(unit);
+      between();
+    }
+    nap = nap_ns;
+  }
+}
+
+}  // namespace fanfold::fused_moe

@@ -1,0 +1,91 @@
+// The fused MoE layer in the memory of a GPU: what a call is given, and what it keeps between its
+// roles and for the next call.
+//
+// Rows of an expert follow each other from a multiple of 128 on. A half block is 64 rows, what one
+// warpgroup computes; counters of half blocks say how far their rows are.
+#pragma once
+
+#include "layout/reports.h"
+#include "layout/tensor_map.h"
+#include "layout/types.h"
+
+namespace fanfold {
+
+inline constexpr int32_t kFusedMoeBlockRows = 128;
+inline constexpr int32_t kFusedMoeHalfRows = 64;
+inline constexpr int32_t kFusedMoeTileColumns = 256;
+// Of the second GEMM's columns that a warp sums at a time: so many blocks of 256.
+inline constexpr int32_t kFusedMoeSumBlocks = 4;
+inline constexpr int32_t kFusedMoeMostGroups = 2;
+inline constexpr int32_t kFusedMoeMostCtas = 512;
+
+// Zero before a call, which clears those of the next. `ticket` and `counted` stand first.
+struct FusedMoeCounters {
+  int64_t half_blocks;
+
+  FANFOLD_HD constexpr int64_t arrived() const { return 4; }  // rows of tokens
+  FANFOLD_HD constexpr int64_t activated() const { return arrived() + half_blocks; }  // tiles of L1
+  // Tiles of L2, by groups of columns.
+  FANFOLD_HD constexpr int64_t returned() const { return activated() + half_blocks; }
+  FANFOLD_HD constexpr int64_t words() const {
+    return returned() + kFusedMoeMostGroups * half_blocks;
+  }
+};
+
+// From call to call, in device memory; zero before the first.
+struct FusedMoeState {
+  uint32_t calls[kFusedMoeMostCtas];  // of each CTA, so that none waits for another
+};
+
+// A row of a token that is to be copied; an entry is a place in the top-k lists.
+struct FusedMoeCopy {
+  int32_t row, entry;
+};
+
+// When a CTA began, knew its rows, had stored its last tile of each GEMM, and ended; nanoseconds of
+// the GPU's clock.
+struct FusedMoeSpan {
+  uint64_t begin, routed, first_end, second_end, end;
+};
+
+struct FusedMoeArgs {
+  // Maps count elements, the innermost first.
+  TensorMap l1, l2;          // e4m3 {depth, columns, experts}, box {128, 128}
+  TensorMap a[2], a_low[2];  // e4m3 {depth, rows, 1}: of both GEMMs, boxes {128, 64}, {128, 32}
+  TensorMap activations, results;  // e4m3 {intermediate, rows}, bf16 {hidden, rows}, box {.., 64}
+
+  // ---- of the caller ----------------------------------------------------------------------------
+  const uint8_t* x;       // [tokens][hidden] e4m3
+  const float* x_scales;  // [tokens][hidden / 128], strides in elements:
+  int64_t scale_token_stride, scale_block_stride;
+  const int64_t* topk_idx;    // [tokens][top-k]
+  const float* topk_weights;  // [tokens][top-k]
+  const float* l1_scales;     // [experts][2 * intermediate / 128][hidden / 128], gate before up
+  const float* l2_scales;     // [experts][hidden / 128][intermediate / 128]
+  const uint16_t* addend;     // [tokens][hidden] bf16, or null
+  uint16_t* y;                // [tokens][hidden] bf16
+  int32_t* statistics;        // [experts], or null
+
+  // ---- of the layer -----------------------------------------------------------------------------
+  uint8_t* rows;          // [rows][hidden] e4m3
+  float* a_scales[2];     // [depth / 128][rows], of both GEMMs
+  float* row_weights;     // [rows]
+  const uint16_t* slots;  // [rows][hidden] bf16, the results
+  int32_t* counts;        // [CTAs][experts], rows of each CTA's tokens
+  int32_t* row_of;        // [tokens][top-k]
+  FusedMoeCopy* copies;   // [tokens][top-k], those of a CTA by expert
+  uint32_t* tables;       // [CTAs][2 * experts + 1], where shared memory has no room
+  uint32_t* counters[2];  // FusedMoeCounters, in turns
+  FusedMoeState* state;
+  Report* reports;      // in host memory
+  FusedMoeSpan* spans;  // [CTAs], or null
+  int64_t row_count;    // a multiple of 128
+  int64_t timeout_ns;
+  int32_t tokens;
+  int32_t blocks_for_groups;  // of rows, from which on the columns of L2 are computed in groups
+  float clamp;
+  int32_t reserved[3];
+};
+static_assert(sizeof(FusedMoeArgs) % alignof(TensorMap) == 0);
+
+}  // namespace fanfold

@@ -1,0 +1,316 @@
+"""FusedMoE on a GPU against its exact reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fanfold
+from fanfold.errors import ArgumentError, UsageError
+from fanfold.formats import quantize
+from fanfold.fused_moe import ExpertWeights, difference, reference
+from tests.distributed.fused_layers import FusedShape, FusedTokens, tokens_of, weights_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+LIMIT = 1e-3  # for each rank
+# What the kernel is at: activations that round the other way, approximate divisions.
+CLOSE = 5e-5
+FAST = 2e-4  # random terms; see test_sums_of_one_sign
+TOKENS = 1000  # seeds of tokens; with those of weights a row of both would be the same
+
+SHAPE = FusedShape(num_experts=8, top_k=3, hidden=512, intermediate=384, max_tokens=300)
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("FusedMoE has a kernel for compute capability 9.0 only")
+
+
+def there(call: FusedTokens) -> FusedTokens:
+    return FusedTokens(call.x.cuda(), call.topk_idx.cuda(), call.topk_weights.cuda())
+
+
+def weights_there(weights: ExpertWeights) -> ExpertWeights:
+    tensors = (weights.l1, weights.l1_scales, weights.l2, weights.l2_scales)
+    return ExpertWeights(*(tensor.cuda() for tensor in tensors))
+
+
+def exact(
+    shape: FusedShape, call: FusedTokens, weights: ExpertWeights, **options: Any
+) -> torch.Tensor:
+    clamp = shape.activation_clamp
+    rest = (call.topk_idx, call.topk_weights, weights)
+    return reference(call.x, *rest, activation_clamp=clamp, **options)
+
+
+@dataclasses.dataclass
+class Layer:
+    """A layer with its weights, and what it gives for a call into a poisoned result."""
+
+    shape: FusedShape
+    moe: fanfold.FusedMoE
+    weights: ExpertWeights
+
+    def run(self, call: FusedTokens, **options: Any) -> torch.Tensor:
+        out = torch.full_like(call.x, float("nan"))
+        rest = (call.topk_idx, call.topk_weights, self.weights)
+        y = self.moe.forward(call.x, *rest, out=out, **options)
+        assert y is out
+        return y
+
+    def check(self, call: FusedTokens) -> torch.Tensor:
+        close = FAST if self.shape.fast_accumulation else CLOSE
+        statistics = torch.full((self.shape.num_experts,), 5, dtype=torch.int32, device="cuda")
+        y = self.run(call, statistics=statistics)
+        assert difference(y, exact(self.shape, call, self.weights)) < close, (self.shape, len(y))
+        valid = call.topk_idx[call.topk_idx >= 0]
+        counts = torch.bincount(valid, minlength=self.shape.num_experts) + 5
+        assert torch.equal(statistics, counts.int())
+        return y
+
+
+def layer_of(shape: FusedShape, seed: int = 0, spread: int = 0) -> Layer:
+    moe = shape.open()
+    assert moe.backend == "cuda"
+    return Layer(shape, moe, weights_there(weights_of(shape, seed, spread)))
+
+
+@pytest.fixture
+def layer() -> Iterator[Layer]:
+    made = layer_of(SHAPE)
+    yield made
+    made.moe.check()
+    made.moe.close()
+
+
+def random_shape(draw: random.Random) -> FusedShape:
+    return FusedShape(
+        num_experts=draw.choice([1, 2, 3, 7, 16, 40, 97, 130]),
+        top_k=draw.choice([1, 2, 3, 6, 8, 11, 22, 32]),
+        hidden=128 * draw.choice([1, 2, 3, 4, 7, 8, 9, 16, 21, 33]),
+        intermediate=128 * draw.choice([1, 2, 3, 5, 8, 11]),
+        max_tokens=draw.choice([1, 20, 200, 700, 2500]),
+        activation_clamp=draw.choice([None, 0.25, 1.0]),
+        fast_accumulation=draw.random() < 0.3,
+    )
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_geometries(seed: int) -> None:
+    draw = random.Random(seed)
+    shape = random_shape(draw)
+    layer = layer_of(shape, seed)
+    for number, tokens in enumerate((shape.max_tokens, draw.randint(0, shape.max_tokens), 0, 1)):
+        masked = draw.choice([0.0, 0.3, 1.0])
+        skewed = draw.random() < 0.25
+        call = tokens_of(shape, tokens, TOKENS + number, masked=masked, skewed=skewed)
+        layer.check(there(call))
+    layer.moe.check()
+
+
+def test_repeated_calls_give_the_same_bits(layer: Layer) -> None:
+    calls = [there(tokens_of(SHAPE, n, TOKENS + n)) for n in (300, 0, 7, 128, 129)]
+    first = [layer.check(call) for call in calls]
+    for _ in range(50):
+        for call, y in zip(calls, first, strict=True):
+            assert torch.equal(layer.run(call), y)
+
+
+@pytest.mark.parametrize("blocks", [0, 1 << 30])
+def test_sums_by_groups_of_columns(blocks: int) -> None:
+    shape = dataclasses.replace(SHAPE, hidden=3200, max_tokens=600)
+    layer = layer_of(shape)
+    core = layer.moe._layer._main._core  # type: ignore[union-attr]
+    core.set_blocks_for_groups(blocks)
+    for tokens in (600, 3):
+        layer.check(there(tokens_of(shape, tokens, TOKENS + tokens)))
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_large(fast: bool) -> None:
+    shape = FusedShape(64, 8, 7168, 2048, 2200, fast_accumulation=fast)
+    layer = layer_of(shape)
+    for tokens in (8, 64, 512, 2200):
+        layer.check(there(tokens_of(shape, tokens, TOKENS + tokens, masked=0.0)))
+
+
+def test_sums_of_one_sign() -> None:
+    """Of terms that all add up the tensor cores lose percents, if they keep the sums."""
+    shape = FusedShape(2, 1, 4096, 512, 64)
+    call = tokens_of(shape, 64, 1, masked=0.0)
+    call.x.abs_()
+    weights = weights_of(shape, 2)
+    weights.l1.view(torch.uint8).bitwise_and_(0x7F)
+    found = {}
+    for fast in (False, True):
+        layer = layer_of(dataclasses.replace(shape, fast_accumulation=fast))
+        layer.weights = weights_there(weights)
+        wanted = exact(layer.shape, there(call), layer.weights)
+        found[fast] = difference(layer.run(there(call)), wanted)
+    assert found[False] < CLOSE
+    assert found[True] > 10 * found[False]
+
+
+def test_the_cpu_has_the_same_result(layer: Layer) -> None:
+    call = tokens_of(SHAPE, 30, TOKENS + 1)
+    y = layer.run(there(call))
+    with SHAPE.open(config=fanfold.Config.resolve(backend="host")) as host:
+        there_too = host.forward(call.x, call.topk_idx, call.topk_weights, weights_of(SHAPE))
+    assert difference(y.cpu(), there_too) < CLOSE
+
+
+def test_fp8_tokens_with_scales_of_any_strides(layer: Layer) -> None:
+    call = there(tokens_of(SHAPE, 77, TOKENS + 1))
+    y = layer.run(call)
+    values, scales = quantize(call.x)
+    rest = (call.topk_idx, call.topk_weights, layer.weights)
+    for given in (scales, scales.T.contiguous().T, scales.repeat_interleave(2, dim=1)[:, ::2]):
+        assert torch.equal(layer.moe.forward((values, given), *rest), y)
+
+
+@pytest.mark.parametrize("intermediate", [128, 384, 1024])
+def test_shared_expert(layer: Layer, intermediate: int) -> None:
+    one = dataclasses.replace(SHAPE, num_experts=1, intermediate=intermediate)
+    shared = weights_there(weights_of(one, 9))
+    call = there(tokens_of(SHAPE, 200, TOKENS + 4))
+    for _ in range(2):
+        y = layer.run(call, shared_expert=shared)
+        wanted = exact(SHAPE, call, layer.weights, shared_expert=shared)
+        assert difference(y, wanted) < CLOSE
+    assert difference(layer.run(call), wanted) > 0.01
+
+
+@pytest.mark.parametrize("spread", [20, 40])
+def test_extreme_scales(spread: int) -> None:
+    layer = layer_of(SHAPE, 3, spread)
+    call = there(tokens_of(SHAPE, 100, TOKENS + 2))
+    wanted = exact(SHAPE, call, layer.weights)
+    y = layer.run(call)
+    finite = wanted.isfinite()
+    assert bool(finite.any())
+    assert torch.equal(y.isnan() | y.isinf(), ~finite)
+    # A row's largest results only: the others are noise of sums of terms far larger.
+    assert difference(y[finite], wanted[finite]) < LIMIT
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_blocks_of_zeros(fast: bool) -> None:
+    layer = layer_of(dataclasses.replace(SHAPE, fast_accumulation=fast))
+    layer.weights.l1.view(torch.uint8)[:, :128] = 0
+    layer.weights.l1_scales[:, 0] = 0
+    layer.weights.l1_scales[1] = 0
+    layer.weights.l2_scales[2, :, 1] = 0
+    call = there(tokens_of(SHAPE, 100, TOKENS + 2))
+    call.x[:10] = 0
+    layer.check(call)
+
+
+def test_the_weight_of_no_expert_is_not_read(layer: Layer) -> None:
+    call = there(tokens_of(SHAPE, 50, TOKENS + 3, masked=0.5))
+    y = layer.run(call)
+    call.topk_weights[call.topk_idx < 0] = float("nan")
+    assert torch.equal(layer.run(call), y)
+
+
+def test_a_nan_stays_with_its_token(layer: Layer) -> None:
+    call = there(tokens_of(SHAPE, 50, TOKENS + 3, masked=0.0))
+    y = layer.run(call)
+    call.topk_weights[7, 1] = float("nan")
+    poisoned = layer.run(call)
+    assert bool(poisoned[7].isnan().any())
+    others = torch.arange(50, device="cuda") != 7
+    assert torch.equal(poisoned[others], y[others])
+
+
+def test_bad_entries_are_reported_and_count_for_none(layer: Layer) -> None:
+    call = there(tokens_of(SHAPE, 50, TOKENS + 3, masked=0.0))
+    call.topk_idx[7, 1] = SHAPE.num_experts
+    y = layer.run(call)
+    torch.cuda.synchronize()
+    with pytest.raises(ArgumentError, match=r"topk_idx\[7, 1\] of call 1 is 8, but must be from"):
+        layer.moe.check()
+    layer.moe.check()
+    call.topk_idx[7, 1] = -1
+    assert torch.equal(layer.check(call), y)
+
+
+def test_graphs_replay_with_what_is_there(layer: Layer) -> None:
+    calls = [there(tokens_of(SHAPE, 120, TOKENS + seed)) for seed in (1, 2, 3)]
+    ys = [layer.check(call) for call in calls]
+    fixed = FusedTokens(*(tensor.clone() for tensor in vars(calls[0]).values()))
+    out = torch.empty_like(fixed.x)
+    rest = (fixed.topk_idx, fixed.topk_weights, layer.weights)
+    layer.moe.forward(fixed.x, *rest, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            layer.moe.forward(fixed.x, *rest, out=out)
+    for _ in range(5):
+        for call, y in zip(calls, ys, strict=True):
+            for to, tensor in zip(vars(fixed).values(), vars(call).values(), strict=True):
+                to.copy_(tensor)
+            out.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(out, y)
+            assert torch.equal(layer.run(call), y)
+
+
+def test_calls_of_two_layers_on_streams_of_their_own() -> None:
+    layers = [layer_of(SHAPE, seed) for seed in (1, 2)]
+    call = there(tokens_of(SHAPE, 200, TOKENS + 5))
+    ys = [layer.check(call) for layer in layers]
+    streams = [torch.cuda.Stream() for _ in layers]
+    torch.cuda.synchronize()
+    for _ in range(100):
+        results = []
+        for layer, stream in zip(layers, streams, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(layer.run(call))
+        torch.cuda.synchronize()
+        for y, wanted in zip(results, ys, strict=True):
+            assert torch.equal(y, wanted)
+
+
+def test_a_call_whose_waits_last_too_long_is_given_up() -> None:
+    layer = layer_of(SHAPE)
+    call = there(tokens_of(SHAPE, 100, TOKENS + 2))
+    y = layer.check(call)
+    layer.moe._layer._main._core.timeout_ns = 1  # type: ignore[union-attr]
+    layer.run(call)
+    torch.cuda.synchronize()
+    for give_up in (layer.moe.check, lambda: layer.run(call)):
+        with pytest.raises(UsageError, match=r"call 2 of this FusedMoE was given up: CTA \d+ has"):
+            give_up()
+    # Other layers go on.
+    assert torch.equal(layer_of(SHAPE).check(call), y)
+
+
+def test_a_kernel_that_is_not_loaded_is_refused_in_a_capture() -> None:
+    layer = layer_of(SHAPE)
+    call = there(tokens_of(SHAPE, 20, TOKENS + 2))
+    layer.run(call)
+    other = dataclasses.replace(SHAPE, num_experts=1, intermediate=640)
+    shared = weights_there(weights_of(other, 9))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), pytest.raises(UsageError, match="before the capture"):
+        layer.run(call, shared_expert=shared)
+    layer.check(call)
+
+
+def test_no_call_waits_for_the_gpu(layer: Layer) -> None:
+    call = there(tokens_of(SHAPE, 100, TOKENS + 2))
+    layer.run(call)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(int(2e9))
+        busy = torch.cuda.Event()
+        busy.record()
+        layer.run(call)
+        assert not busy.query()
+    torch.cuda.synchronize()
