@@ -1,4 +1,7 @@
+#include <nanobind/stl/vector.h>
+
 #include <cstdint>
+#include <vector>
 
 #include "bindings/address.h"
 #include "bindings/bindings.h"
@@ -19,17 +22,17 @@ void bind_sizes(nb::module_& module) {
   nb::class_<FusedMoeSizes>(module, "CudaFusedMoeSizes")
       .def(
           "__init__",
-          [](FusedMoeSizes* self, int32_t experts, int32_t top_k, int32_t hidden,
-             int32_t intermediate, int32_t tokens, int32_t ctas) {
-            new (self) FusedMoeSizes{.experts = experts,
+          [](FusedMoeSizes* self, int32_t ranks, int32_t experts, int32_t top_k, int32_t hidden,
+             int32_t intermediate, int32_t tokens) {
+            new (self) FusedMoeSizes{.ranks = ranks,
+                                     .experts = experts,
                                      .top_k = top_k,
                                      .hidden = hidden,
                                      .intermediate = intermediate,
-                                     .tokens = tokens,
-                                     .ctas = ctas};
+                                     .tokens = tokens};
           },
-          nb::kw_only(), "experts"_a, "top_k"_a, "hidden"_a, "intermediate"_a, "tokens"_a, "ctas"_a)
-      .def_ro("ctas", &FusedMoeSizes::ctas)
+          nb::kw_only(), "ranks"_a, "experts"_a, "top_k"_a, "hidden"_a, "intermediate"_a,
+          "tokens"_a)
       .def_prop_ro("rows", &FusedMoeSizes::rows)
       .def_prop_ro("bytes", [](const FusedMoeSizes& self) { return FusedMoeLayout(self).bytes; })
       .def_prop_ro("zeroed", [](const FusedMoeSizes& self) { return FusedMoeLayout(self).zeroed; });
@@ -60,6 +63,11 @@ void bind_call(nb::module_& module) {
       .def_rw("spans", &FusedMoeCall::spans);
 }
 
+void launch(const FusedMoeArgs& args, const cuda::Kernel& kernel, cuda::LaunchShape shape) {
+  shape.cluster = 2;
+  kernel.launch(&args, sizeof args, shape);
+}
+
 }  // namespace
 
 void bind_cuda_fused_moe(nb::module_& module) {
@@ -69,8 +77,12 @@ void bind_cuda_fused_moe(nb::module_& module) {
   bind_sizes(module);
   bind_call(module);
   nb::class_<FusedMoe>(module, "CudaFusedMoe")
-      .def(nb::init<const FusedMoeSizes&, uintptr_t, uintptr_t>(), "sizes"_a, "memory"_a,
-           "reports"_a)
+      .def(
+          "__init__",
+          [](FusedMoe* self, const FusedMoeSizes& sizes, int32_t rank,
+             const std::vector<uintptr_t>& peers,
+             uintptr_t reports) { new (self) FusedMoe(sizes, rank, peers.data(), reports); },
+          "sizes"_a, "rank"_a, "peers"_a, "reports"_a)
       .def_prop_rw("timeout_ns", &FusedMoe::timeout_ns, &FusedMoe::set_timeout_ns)
       .def("set_clamp", &FusedMoe::set_clamp, "clamp"_a)
       .def("set_blocks_for_groups", &FusedMoe::set_blocks_for_groups, "blocks"_a)
@@ -78,15 +90,16 @@ void bind_cuda_fused_moe(nb::module_& module) {
           "launch",
           [](const FusedMoe& self, const FusedMoeCall& call, const cuda::Kernel& kernel, int ctas,
              int threads, int shared_bytes, uintptr_t stream) {
-            const FusedMoeArgs args = self.arguments(call);
-            kernel.launch(&args, sizeof args,
-                          {.ctas = ctas,
-                           .threads = threads,
-                           .shared_bytes = shared_bytes,
-                           .stream = stream,
-                           .cluster = 2});
+            launch(self.arguments(call), kernel, {ctas, threads, shared_bytes, stream});
           },
-          "call"_a, "kernel"_a, "ctas"_a, "threads"_a, "shared_bytes"_a, "stream"_a);
+          "call"_a, "kernel"_a, "ctas"_a, "threads"_a, "shared_bytes"_a, "stream"_a)
+      .def(
+          "refuse",
+          [](const FusedMoe& self, const cuda::Kernel& kernel, int ctas, int threads,
+             int shared_bytes, uintptr_t stream) {
+            launch(self.refusal(), kernel, {ctas, threads, shared_bytes, stream});
+          },
+          "kernel"_a, "ctas"_a, "threads"_a, "shared_bytes"_a, "stream"_a);
 }
 
 }  // namespace fanfold::bindings

@@ -29,8 +29,8 @@ T* pointer(uintptr_t address) {
 }  // namespace
 
 int64_t FusedMoeSizes::rows() const {
-  const int64_t entries = int64_t{tokens} * top_k;
-  const int64_t padding = std::min<int64_t>(entries, experts) * (kFusedMoeBlockRows - 1);
+  const int64_t entries = int64_t{ranks} * tokens * top_k;
+  const int64_t padding = std::min<int64_t>(entries, local_experts()) * (kFusedMoeBlockRows - 1);
   return std::max<int64_t>(align_up(entries + padding, kFusedMoeBlockRows), kFusedMoeBlockRows);
 }
 
@@ -39,68 +39,77 @@ FusedMoeLayout::FusedMoeLayout(const FusedMoeSizes& sizes) {
   const int64_t row_count = sizes.rows();
   const int64_t entries = int64_t{sizes.tokens} * sizes.top_k;
   int64_t end = 0;
-  const auto take = [&](int64_t bytes) {
+  const auto take = [&](int64_t part_bytes) {
     const int64_t begin = end;
-    end = align_up(begin + bytes, ALIGNMENT);
+    end = align_up(begin + part_bytes, ALIGNMENT);
     return begin;
   };
   state = take(sizeof(FusedMoeState));
-  for (int64_t& each : counters) {
+  for (int64_t& each : shared.counters) {
     each = take(4 * FusedMoeCounters{row_count / kFusedMoeHalfRows}.words());
   }
+  shared.counted = take(2 * int64_t{8} * sizes.ranks * sizes.experts);
   zeroed = end;
-  rows = take(row_count * sizes.hidden);
+  shared.rows = take(row_count * sizes.hidden);
+  shared.row_scales = take(4 * row_count * (sizes.hidden / 128));
+  shared.row_weights = take(4 * row_count);
+  shared.slots = take(2 * row_count * sizes.hidden);
   activations = take(row_count * sizes.intermediate);
-  slots = take(2 * row_count * sizes.hidden);
-  a_scales[0] = take(4 * row_count * (sizes.hidden / 128));
-  a_scales[1] = take(4 * row_count * (sizes.intermediate / 128));
-  row_weights = take(4 * row_count);
-  counts = take(4 * int64_t{sizes.ctas} * sizes.experts);
-  row_of = take(4 * entries);
+  activation_scales = take(4 * row_count * (sizes.intermediate / 128));
+  counts = take(4 * int64_t{kFusedMoeMostCtas} * sizes.experts);
+  places = take(int64_t{sizeof(FusedMoePlace)} * entries);
   copies = take(int64_t{sizeof(FusedMoeCopy)} * entries);
-  tables = take(4 * int64_t{sizes.ctas} * (2 * int64_t{sizes.experts} + 1));
+  tables = take(4 * int64_t{kFusedMoeMostCtas} * (2 * int64_t{sizes.local_experts()} + 1));
   bytes = end;
 }
 
-FusedMoe::FusedMoe(const FusedMoeSizes& sizes, uintptr_t memory, uintptr_t reports)
+FusedMoe::FusedMoe(const FusedMoeSizes& sizes, int32_t rank, const uintptr_t* peers,
+                   uintptr_t reports)
     : sizes_(sizes) {
   const FusedMoeLayout at(sizes);
+  const uintptr_t memory = peers[rank];
   const auto row_count = static_cast<uint64_t>(sizes.rows());
   const auto hidden = static_cast<uint64_t>(sizes.hidden);
   const auto intermediate = static_cast<uint64_t>(sizes.intermediate);
-  const uintptr_t rows[2] = {memory + at.rows, memory + at.activations};
+  const uintptr_t rows[2] = {memory + at.shared.rows, memory + at.activations};
   const uint64_t depths[2] = {hidden, intermediate};
   const char* names[2] = {"rows of tokens", "activations"};
   for (int gemm = 0; gemm < 2; ++gemm) {
     const uint64_t shape[3] = {depths[gemm], row_count, 1};
     fixed_.a[gemm] = bytes_map(rows[gemm], shape, kFusedMoeHalfRows, names[gemm]);
     fixed_.a_low[gemm] = bytes_map(rows[gemm], shape, kFusedMoeHalfRows / 2, names[gemm]);
-    fixed_.a_scales[gemm] = pointer<float>(memory + at.a_scales[gemm]);
-    fixed_.counters[gemm] = pointer<uint32_t>(memory + at.counters[gemm]);
   }
   fixed_.activations =
       bytes_map(rows[1], {intermediate, row_count, 1}, kFusedMoeHalfRows, names[1]);
-  fixed_.results = tensor_map(pointer<const void>(memory + at.slots),
+  fixed_.results = tensor_map(pointer<const void>(memory + at.shared.slots),
                               {.type = TensorType::BFLOAT16,
                                .sizes = {hidden, row_count, 1},
                                .strides = {2 * hidden, 2 * hidden * row_count},
                                .box = {BOX_BYTES / 2, kFusedMoeHalfRows},
                                .swizzle = Swizzle::BYTES_128},
                               "results of rows");
-  fixed_.rows = pointer<uint8_t>(rows[0]);
-  fixed_.row_weights = pointer<float>(memory + at.row_weights);
-  fixed_.slots = pointer<const uint16_t>(memory + at.slots);
+  fixed_.peers = peer_table(peers, sizes.ranks, 0);
+  fixed_.at = at.shared;
+  fixed_.a_scales[0] = pointer<float>(memory + at.shared.row_scales);
+  fixed_.a_scales[1] = pointer<float>(memory + at.activation_scales);
   fixed_.counts = pointer<int32_t>(memory + at.counts);
-  fixed_.row_of = pointer<int32_t>(memory + at.row_of);
+  fixed_.places = pointer<FusedMoePlace>(memory + at.places);
   fixed_.copies = pointer<FusedMoeCopy>(memory + at.copies);
   fixed_.tables = pointer<uint32_t>(memory + at.tables);
   fixed_.state = pointer<FusedMoeState>(memory + at.state);
   fixed_.reports = pointer<Report>(reports);
   fixed_.row_count = sizes.rows();
+  fixed_.rank = rank;
+}
+
+FusedMoeArgs FusedMoe::refusal() const {
+  FusedMoeArgs args = fixed_;
+  args.refused = 1;
+  return args;
 }
 
 FusedMoeArgs FusedMoe::arguments(const FusedMoeCall& call) const {
-  const auto experts = static_cast<uint64_t>(sizes_.experts);
+  const auto experts = static_cast<uint64_t>(sizes_.local_experts());
   const auto hidden = static_cast<uint64_t>(sizes_.hidden);
   const auto intermediate = static_cast<uint64_t>(sizes_.intermediate);
   FusedMoeArgs args = fixed_;

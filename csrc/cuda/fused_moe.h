@@ -8,27 +8,29 @@
 
 namespace fanfold::cuda {
 
-// Fixed for a layer.
+// Fixed for a layer, the same on all ranks.
 struct FusedMoeSizes {
-  int32_t experts;  // of this rank
+  int32_t ranks;
+  int32_t experts;  // of all ranks
   int32_t top_k;
   int32_t hidden, intermediate;  // multiples of 128
-  int32_t tokens;                // most of a call
-  int32_t ctas;
+  int32_t tokens;                // most of a rank in a call
 
-  // For which there is room: each expert's rows begin on a multiple of 128.
+  int32_t local_experts() const { return experts / ranks; }
+  // For which a rank has room: all tokens of all ranks may go to its experts, and each expert's
+  // rows begin on a multiple of 128.
   int64_t rows() const;
 };
 
-// Where the parts of a layer's memory begin, in bytes; `zeroed` of them must be zero at first.
+// Where the parts of every rank's memory begin, in bytes; `zeroed` of them must be zero at first.
 struct FusedMoeLayout {
   explicit FusedMoeLayout(const FusedMoeSizes& sizes);
 
-  int64_t state, counters[2];
+  FusedMoeOffsets shared;
+  int64_t state;
   int64_t zeroed;
-  int64_t rows, activations, slots;
-  int64_t a_scales[2], row_weights;
-  int64_t counts, row_of, copies, tables;
+  int64_t activations, activation_scales;
+  int64_t counts, places, copies, tables;
   int64_t bytes;
 };
 
@@ -44,8 +46,9 @@ struct FusedMoeCall {
 
 class FusedMoe {
  public:
-  // `memory` is layout().bytes on a boundary of 1024 bytes; `reports` has kReportKinds.
-  FusedMoe(const FusedMoeSizes& sizes, uintptr_t memory, uintptr_t reports);
+  // `peers`: of each rank the address of its memory, layout().bytes on a boundary of 128 bytes;
+  // `reports` has kReportKinds.
+  FusedMoe(const FusedMoeSizes& sizes, int32_t rank, const uintptr_t* peers, uintptr_t reports);
 
   int64_t timeout_ns() const { return fixed_.timeout_ns; }
   void set_timeout_ns(int64_t timeout_ns) { fixed_.timeout_ns = timeout_ns; }
@@ -55,6 +58,8 @@ class FusedMoe {
 
   // Throws DriverFailure if the driver refuses a map.
   FusedMoeArgs arguments(const FusedMoeCall& call) const;
+  // Of a call in which this rank takes no part.
+  FusedMoeArgs refusal() const;
 
  private:
   FusedMoeSizes sizes_;

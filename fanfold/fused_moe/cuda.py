@@ -1,65 +1,65 @@
-"""The fused MoE layer on a GPU: one kernel, compiled for the sizes at hand."""
+"""The fused MoE layer on GPUs: one kernel, compiled for the sizes at hand."""
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 
 import torch
 
 from fanfold import _core, jit
 from fanfold.config import Config
 from fanfold.deferred_free import free_when_idle
-from fanfold.errors import ArgumentError, FanfoldError, UsageError
+from fanfold.errors import ArgumentError, FanfoldError, PeerRefused, PeerTimeout, UsageError, logged
 from fanfold.fused_moe.call import FusedCall
 from fanfold.fused_moe.weights import ExpertWeights
 from fanfold.geometry import Geometry
+from fanfold.group import Group, agree
 from fanfold.jit import KernelSource
 from fanfold.kernel_reports import KernelReports
 from fanfold.lending import address_of
+from fanfold.memory.cuda import CudaSymmetricMemory, are_threads, wait_for_kernels
+from fanfold.refusal import Refusing
 from fanfold.stream_order import StreamOrder
 
-__all__ = ["MOST_COLUMNS", "MOST_EXPERTS", "CudaLayer", "kernel_source"]
+__all__ = ["MOST_COLUMNS", "MOST_EXPERTS", "MOST_RANKS", "CudaLayer", "kernel_source"]
 
 MOST_COLUMNS = 16384
 """Of ``hidden`` and ``intermediate``: a lane of a warp holds the scales of every 32nd block."""
 
-MOST_EXPERTS = 8192
-"""Of one rank: a CTA counts their rows in its shared memory."""
+MOST_EXPERTS = 6144
+"""Of all ranks: a CTA counts their rows in its shared memory."""
+
+MOST_RANKS = _core.CUDA_FEW_RANKS
+"""A kernel has the addresses of their memory in its arguments."""
 
 _THREADS = 384
 _SHARED_BYTES = 232448
 _CLUSTER = 2
 # On an H200, tokens are summed while columns are computed from about 2048 tokens of top-8 on.
 _BLOCKS_FOR_GROUPS = 144
-_ALIGNMENT = 1024
 
 
 def kernel_source(
-    *,
-    experts: int,
-    top_k: int,
-    hidden: int,
-    intermediate: int,
-    clamps: bool,
-    fast_accumulation: bool = False,
+    geometry: Geometry, intermediate: int, *, clamps: bool, fast_accumulation: bool = False
 ) -> KernelSource:
-    """The kernel for a rank of these sizes; the number of tokens is free.
+    """The kernel for a layer of these sizes; the number of tokens is free.
 
     Args:
-        experts: of the rank.
-        top_k, hidden, intermediate: of the layer.
+        geometry, intermediate: of the layer.
         clamps: whether the activation is limited; the limit is free.
         fast_accumulation: whether sums stay in the tensor cores (kernels/gemm/sum.cuh).
     """
     constants = {
-        "kExperts": experts,
-        "kTopK": top_k,
-        "kHidden": hidden,
+        "kRanks": geometry.ranks,
+        "kExperts": geometry.num_experts,
+        "kTopK": geometry.top_k,
+        "kHidden": geometry.hidden,
         "kIntermediate": intermediate,
-        "kMostDepth": max(hidden, intermediate),
-        "kTwoLevels": int(not fast_accumulation),
+        "kMostDepth": max(geometry.hidden, intermediate),
         "kClamps": int(clamps),
+        "kTwoLevels": int(not fast_accumulation),
         "kTileRows": 128,
         "kSharedBytes": _SHARED_BYTES,
     }
@@ -68,41 +68,59 @@ def kernel_source(
 
 
 class CudaLayer:
-    """Calls of a layer with one rank on its GPU.
+    """Calls of a layer on the ranks' GPUs. Construction is collective.
 
-    All CTAs of the kernel must run at the same time, so calls of all layers of the process on one
-    GPU follow each other, whatever streams they are made on.
+    All CTAs of the kernels of all ranks must run at the same time, so calls of all layers of the
+    process on one GPU follow each other, whatever streams they are made on. Ranks that are threads
+    have shares of the SMs.
 
     Args:
-        device: with an index.
+        group: of the ranks.
         geometry, intermediate: of the layer.
         clamp: of the activation, or None.
         config: the time bound, and how sums are kept.
     """
 
-    rank = 0
-
     def __init__(
         self,
-        device: torch.device,
+        group: Group,
         geometry: Geometry,
         intermediate: int,
         clamp: float | None,
         config: Config,
     ) -> None:
-        self._device, self._geometry, self._clamp = device, geometry, clamp
-        self._config = config
-        self._reports = _Reports()
-        experts, top_k = geometry.experts_per_rank, geometry.top_k
-        self._main: _Kernel | None = self._kernel(experts, top_k, intermediate)
+        self.rank = group.rank
+        self._group, self._geometry, self._clamp, self._config = group, geometry, clamp, config
+        self._threads = are_threads(group)
+        sizes = _sizes(geometry, intermediate)
+        self._memory = CudaSymmetricMemory(group, sizes.bytes)
+        self._device = self._memory.device
+        self._reports = _Reports(group.rank)
+        self._follow = (
+            StreamOrder(self._device) if self._threads else _order_of(self._device)
+        ).follow
         self._shared: dict[int, _SharedExpert] = {}
+        error: Exception | None = None
+        try:
+            bases = [self._memory.base(rank) for rank in range(group.size)]
+            self._main = self._kernel(geometry, intermediate, sizes, bases)
+            self._memory.tensor[: sizes.zeroed].zero_()
+            wait_for_kernels(self._memory)
+        except Exception as failure:  # for want of memory, too
+            error = failure
+        # When all have come here, everybody's counters are zero.
+        agree(group, {}, error)
 
-    def _kernel(self, experts: int, top_k: int, intermediate: int) -> _Kernel:
+    def _kernel(
+        self,
+        geometry: Geometry,
+        intermediate: int,
+        sizes: _core.CudaFusedMoeSizes,
+        bases: Sequence[int],
+    ) -> _Kernel:
         source = kernel_source(
-            experts=experts,
-            top_k=top_k,
-            hidden=self._geometry.hidden,
-            intermediate=intermediate,
+            geometry,
+            intermediate,
             clamps=self._clamp is not None,
             fast_accumulation=self._config.fast_accumulation,
         )
@@ -111,39 +129,39 @@ class CudaLayer:
         kernel.allow_shared_bytes(_SHARED_BYTES)
         with torch.cuda.device(self._device):
             clusters = kernel.most_clusters(_THREADS, _SHARED_BYTES, _CLUSTER)
-        sizes = _core.CudaFusedMoeSizes(
-            experts=experts,
-            top_k=top_k,
-            hidden=self._geometry.hidden,
-            intermediate=intermediate,
-            tokens=self._geometry.max_tokens,
-            ctas=min(_CLUSTER * clusters, _core.CUDA_FUSED_MOE_MOST_CTAS),
-        )
-        return _Kernel(kernel, sizes, self._device, self._reports, self._config, self._clamp)
+        clusters //= self._group.size if self._threads else 1
+        rank = self.rank if geometry.ranks > 1 else 0
+        core = _core.CudaFusedMoe(sizes, rank, bases, self._reports.address)
+        core.timeout_ns = int(self._config.timeout_s * 1e9)
+        core.set_blocks_for_groups(_BLOCKS_FOR_GROUPS)
+        core.set_clamp(0.0 if self._clamp is None else self._clamp)
+        return _Kernel(kernel, core, min(_CLUSTER * clusters, _core.CUDA_FUSED_MOE_MOST_CTAS))
 
     def refuse(self, error: BaseException) -> None:
-        """There is no other rank to tell."""
+        """Aborts this call on all ranks because of ``error``."""
+        del error  # the peers learn who refused, and look there
+        alone = self._group.size == 1
+        if alone or self._reports.fatal() or torch.cuda.is_current_stream_capturing():
+            return
+        self._main.refuse(self._follow())
 
     def run(self, call: FusedCall) -> torch.Tensor:
         """See :meth:`fanfold.FusedMoE.forward`; the call is checked."""
         self._check_usable()
-        assert self._main is not None
         device = self._device
         shape = (call.tokens, self._geometry.hidden)
-        out = call.out
-        if out is None:
-            out = torch.empty(shape, dtype=torch.bfloat16, device=device)
-        if call.tokens == 0:
-            return out
-        shared = None
-        if call.shared_expert is not None:
-            shared = self._shared_expert(call.shared_expert.intermediate)
-        stream = _order_of(device).follow()
-        tokens = call.quantized()
-        addend = None
-        if shared is not None and call.shared_expert is not None:
-            addend = torch.empty(shape, dtype=torch.bfloat16, device=device)
-            shared.run(tokens, call.shared_expert, addend, stream)
+        with Refusing(self.refuse):
+            out = call.out
+            if out is None:
+                out = torch.empty(shape, dtype=torch.bfloat16, device=device)
+            addend = shared = None
+            if call.shared_expert is not None and call.tokens > 0:
+                shared = self._shared_expert(call.shared_expert.intermediate)
+                addend = torch.empty(shape, dtype=torch.bfloat16, device=device)
+            stream = self._follow()
+            tokens = call.quantized()
+            if shared is not None and call.shared_expert is not None and addend is not None:
+                shared.run(tokens, call.shared_expert, addend, stream)
         self._main.run(
             tokens,
             (call.topk_idx, call.topk_weights),
@@ -165,59 +183,60 @@ class CudaLayer:
     def spans(self) -> torch.Tensor:
         """From here on every call writes when its CTAs began, knew their rows, had stored their
         last tile of each GEMM, and ended: ``[CTAs, 5]`` int64, nanoseconds of the GPU's clock."""
-        assert self._main is not None
-        return self._main.spans()
+        return self._main.spans(self._device)
 
     def close(self) -> None:
         """Releases the memory, when the calls so far have ended."""
-        self._main = None
+        self._memory.close()
         self._shared.clear()
 
     def _check_usable(self) -> None:
         if self._reports.fatal():
             raise self._reports.take(self._config.timeout_s)
+        self._memory.base(self.rank)  # raises if it is closed
 
     def _shared_expert(self, intermediate: int) -> _SharedExpert:
         known = self._shared.get(intermediate)
         if known is None:
-            kernel = self._kernel(1, 1, intermediate)
-            known = _SharedExpert(kernel, self._geometry.max_tokens, self._device)
+            most = self._geometry.max_tokens
+            geometry = Geometry(1, 1, 1, self._geometry.hidden, most)
+            sizes = _sizes(geometry, intermediate)
+            memory = torch.empty(sizes.bytes, dtype=torch.uint8, device=self._device)
+            memory[: sizes.zeroed].zero_()
+            kernel = self._kernel(geometry, intermediate, sizes, [memory.data_ptr()])
+            known = _SharedExpert(kernel, memory, self._reports, most)
             self._shared[intermediate] = known
         return known
 
 
+def _sizes(geometry: Geometry, intermediate: int) -> _core.CudaFusedMoeSizes:
+    return _core.CudaFusedMoeSizes(
+        ranks=geometry.ranks,
+        experts=geometry.num_experts,
+        top_k=geometry.top_k,
+        hidden=geometry.hidden,
+        intermediate=intermediate,
+        tokens=geometry.max_tokens,
+    )
+
+
 class _Kernel:
-    """A kernel with the memory that it works in."""
+    """A kernel with its arguments, and the CTAs that run it."""
 
-    def __init__(
-        self,
-        kernel: _core.CudaKernel,
-        sizes: _core.CudaFusedMoeSizes,
-        device: torch.device,
-        reports: _Reports,
-        config: Config,
-        clamp: float | None,
-    ) -> None:
-        self._kernel, self._ctas, self._device = kernel, sizes.ctas, device
-        room = sizes.bytes + _ALIGNMENT
-        self._memory = torch.empty(room, dtype=torch.uint8, device=device)
-        begin = -self._memory.data_ptr() % _ALIGNMENT
-        self._memory[begin : begin + sizes.zeroed].zero_()
-        torch.cuda.current_stream(device).synchronize()  # calls may come on other streams
-        at = self._memory.data_ptr() + begin
-        self._core = _core.CudaFusedMoe(sizes, at, reports.address)
-        self._core.timeout_ns = int(config.timeout_s * 1e9)
-        self._core.set_blocks_for_groups(_BLOCKS_FOR_GROUPS)
-        self._core.set_clamp(0.0 if clamp is None else clamp)
+    def __init__(self, kernel: _core.CudaKernel, core: _core.CudaFusedMoe, ctas: int) -> None:
+        self._kernel, self._core = kernel, core
+        self._shape = (ctas, _THREADS, _SHARED_BYTES)
         self._spans: torch.Tensor | None = None
-        # Kernels in flight may outlive this object, and write there.
-        weakref.finalize(self, free_when_idle, device, (self._memory, reports)).atexit = False
 
-    def spans(self) -> torch.Tensor:
+    def spans(self, device: torch.device) -> torch.Tensor:
         if self._spans is None:
-            shape = (self._ctas, _core.CUDA_FUSED_MOE_SPAN_WORDS)
-            self._spans = torch.zeros(shape, dtype=torch.int64, device=self._device)
+            shape = (self._shape[0], _core.CUDA_FUSED_MOE_SPAN_WORDS)
+            self._spans = torch.zeros(shape, dtype=torch.int64, device=device)
         return self._spans
+
+    def refuse(self, stream: int) -> None:
+        """Enqueues a call in which this rank takes no part."""
+        self._core.refuse(self._kernel, *self._shape, stream)
 
     def run(
         self,
@@ -241,17 +260,19 @@ class _Kernel:
         call.l2, call.l2_scales = weights.l2.data_ptr(), weights.l2_scales.data_ptr()
         call.addend, call.y = address_of(addend), out.data_ptr()
         call.statistics, call.spans = address_of(statistics), address_of(self._spans)
-        self._core.launch(call, self._kernel, self._ctas, _THREADS, _SHARED_BYTES, stream)
+        self._core.launch(call, self._kernel, *self._shape, stream)
 
 
 class _SharedExpert:
-    """A layer of one expert that gets every token with weight 1."""
+    """A layer of one rank and one expert, which gets every token with weight 1."""
 
-    def __init__(self, kernel: _Kernel, most: int, device: torch.device) -> None:
-        self._kernel = kernel
+    def __init__(self, kernel: _Kernel, memory: torch.Tensor, reports: _Reports, most: int) -> None:
+        self._kernel, device = kernel, memory.device
         self._idx = torch.zeros((most, 1), dtype=torch.int64, device=device)
         self._ones = torch.ones((most, 1), dtype=torch.float32, device=device)
-        torch.cuda.current_stream(device).synchronize()
+        torch.cuda.current_stream(device).synchronize()  # calls may come on other streams
+        # Kernels in flight may outlive this object, and write there.
+        weakref.finalize(self, free_when_idle, device, (memory, reports)).atexit = False
 
     def run(
         self,
@@ -276,10 +297,12 @@ def _order_of(device: torch.device) -> StreamOrder:
 class _Reports(KernelReports):
     """What the kernel reports."""
 
-    _TIMEOUT, _INDEX = range(2)
+    _TIMEOUT, _INDEX, _REFUSED = range(3)
+    _PASSING = (_REFUSED, _INDEX)
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
         super().__init__(_core.CUDA_FUSED_MOE_REPORT_BYTES)
+        self._rank = rank
 
     def fatal(self) -> bool:
         """Whether a call has not come to its end."""
@@ -287,23 +310,36 @@ class _Reports(KernelReports):
 
     def passing(self) -> bool:
         """Whether there is a new report of something that concerns one call only."""
-        return self._words[4 * self._INDEX] != 0 and self._is_new(self._INDEX)
+        return any(self._words[4 * kind] and self._is_new(kind) for kind in self._PASSING)
 
     def take(self, timeout_s: float) -> FanfoldError:
-        """The gravest report as an exception."""
+        """The gravest report as an exception; those of one call are new once only."""
         if self.fatal():
-            number, cta = self._words[1], self._words[2]
-            return UsageError(
-                f"call {number} of this FusedMoE was given up: CTA {cta} has waited for another "
-                f"for {timeout_s:.3g} s (timeout_s, FANFOLD_TIMEOUT_S). All its CTAs must "
-                "run at the same time: something else holds SMs of this GPU, such as another fused "
-                "layer's graph or another process. Its result is wrong; make a new FusedMoE"
-            )
-        call, number, first, second = self._words[4:8]
-        self._raised[self._INDEX] = (call & 0xFF, number)
+            return self._timeout(timeout_s)
+        kind = next(kind for kind in self._PASSING if self._is_new(kind))
+        call, number, first, second = self._words[4 * kind : 4 * kind + 4]
+        self._raised[kind] = (call & 0xFF, number)
+        if kind == self._REFUSED:
+            reason = f"call {number}; its own exception says why"
+            return PeerRefused(self._rank, call >> 8, "fused_moe", reason)
         place, value = self._choice(second)
         return ArgumentError(
             f"topk_idx[{first}, {place}] of call {number}",
             value,
             "from -1 (none) to num_experts - 1; it was taken for none",
+        )
+
+    def _timeout(self, timeout_s: float) -> FanfoldError:
+        call, number, cta = self._words[:3]
+        peer = call >> 8
+        if peer != self._rank:
+            phase = "fused_moe"
+            return logged(
+                PeerTimeout(self._rank, peer, phase, number, number - 1, timeout_s, False)
+            )
+        return UsageError(
+            f"call {number} of this FusedMoE was given up: CTA {cta} of rank {peer} has waited for "
+            f"another for {timeout_s:.3g} s (timeout_s, FANFOLD_TIMEOUT_S). All CTAs of all ranks "
+            "must run at the same time: something else holds SMs of a GPU, such as another fused "
+            "layer's graph or another process. Its result is wrong; make a new FusedMoE"
         )

@@ -15,7 +15,7 @@ from fanfold.copying import not_copied
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.forks import Owner
 from fanfold.fused_moe.call import CallChecks, FusedCall, Tokens
-from fanfold.fused_moe.cuda import MOST_COLUMNS, MOST_EXPERTS, CudaLayer
+from fanfold.fused_moe.cuda import MOST_COLUMNS, MOST_EXPERTS, MOST_RANKS, CudaLayer
 from fanfold.fused_moe.host import HostLayer
 from fanfold.fused_moe.weights import ExpertWeights, check_columns
 from fanfold.geometry import MAX_HIDDEN, MAX_TOKENS, Geometry, check_integer
@@ -35,10 +35,10 @@ _MOST_INTERMEDIATE = 1 << 20
 class FusedMoE(HasGeometry):
     """A whole FP8 MoE layer for inference: dispatch, both GEMMs with SwiGLU, and combine.
 
-    One rank with a GPU of compute capability 9.0 runs one kernel there, which the CPU never waits
-    for and CUDA graphs can hold. Several ranks run on the CPU and take CPU tensors: the kernel does
-    not reach other ranks yet. Construction is collective. Layers of one geometry can share one
-    object, as each call is given the weights.
+    If each rank has a GPU of its own as current CUDA device, of compute capability 9.0 and on one
+    host, a call is one kernel on each, which the CPU never waits for and CUDA graphs can hold.
+    Otherwise it runs on the CPU and takes CPU tensors. Construction is collective. Layers of one
+    geometry can share one object, as each call is given the weights.
 
         >>> import fanfold, torch
         >>> from fanfold.fused_moe import ExpertWeights
@@ -119,8 +119,9 @@ class FusedMoE(HasGeometry):
         clamp = self.activation_clamp
         self._layer: HostLayer | CudaLayer
         if self._choice.backend == "cuda":
-            device = self._choice.device
-            self._layer = CudaLayer(device, self.geometry, intermediate, clamp, self.config)
+            self._layer = CudaLayer(
+                as_group(group), self.geometry, intermediate, clamp, self.config
+            )
         else:
             self._layer = HostLayer(group, self.geometry, clamp, self.config)
         self._checks = CallChecks(
@@ -137,10 +138,8 @@ class FusedMoE(HasGeometry):
         geometry = self.geometry
         if choice.backend == "host":
             return choice
-        if geometry.ranks > 1:
-            obstacle = (
-                f"the kernel of FusedMoE serves one rank so far, and there are {geometry.ranks}"
-            )
+        if geometry.ranks > MOST_RANKS:
+            obstacle = f"the kernel of FusedMoE serves up to {MOST_RANKS} ranks"
         elif choice.capability[0] != 9:
             found = ".".join(map(str, choice.capability))
             obstacle = (

@@ -245,11 +245,11 @@ def _open_on_gpu(group: Group, shape: FusedShape, backend: Literal["auto", "cuda
 
 
 OBSTACLES = [
-    (2, SHAPE, (9, 0), "serves one rank so far, and there are 2"),
+    (33, FusedShape(num_experts=33), (9, 0), "serves up to 32 ranks"),
     (1, SHAPE, (10, 0), "needs compute capability 9.0, and this GPU has 10.0"),
     (1, FusedShape(hidden=16384 + 128), (9, 0), "takes hidden and intermediate up to 16384"),
     (1, FusedShape(intermediate=1 << 20), (9, 0), "takes hidden and intermediate up to 16384"),
-    (1, FusedShape(num_experts=8193), (9, 0), "takes up to 8192 experts"),
+    (1, FusedShape(num_experts=6145), (9, 0), "takes up to 6144 experts"),
 ]
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fanfold.launch import RankPool
+from tests.gpu.one_gpu import OneGpu
 
 MOST_RANKS = 4
 MOST_OF_EVERY = 8
@@ -103,3 +104,11 @@ def gpus() -> Iterator[GpuPools]:
     pools = GpuPools()
     yield pools
     pools.close_all()
+
+
+@pytest.fixture(scope="module")
+def one_gpu() -> Iterator[OneGpu]:
+    """Ranks that are threads."""
+    made = OneGpu()
+    yield made
+    made.close()

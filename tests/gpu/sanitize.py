@@ -28,6 +28,7 @@ from fanfold.formats import ScaleFormat, quantize
 from fanfold.group import as_group
 from tests.distributed import routings
 from tests.distributed.cuda_rounds import run_case
+from tests.gpu import fused_moe_rounds
 from tests.gpu.low_latency_rounds import like_the_host
 from tests.gpu.support import (
     FORMATS,
@@ -160,11 +161,26 @@ def grouped_products(group: dist.ProcessGroup) -> None:
         tell(group, f"{case}")
 
 
+def fused_layers(group: dist.ProcessGroup) -> None:
+    """Whole MoE layers: pairs and single blocks of rows, odd columns, groups of columns, masks."""
+    for number, changes in enumerate(
+        (
+            {},
+            {"top_k": 9, "hidden": 128, "intermediate": 128, "max_tokens": 1},
+            {"hidden": 1152, "intermediate": 384, "max_tokens": 160},
+            {"fast_accumulation": True, "activation_clamp": 1.0},
+        )
+    ):
+        fused_moe_rounds.few(group, number, **changes)
+        tell(group, f"{changes}")
+
+
 PARTS = {
     "low-latency": low_latency,
     "high-throughput": high_throughput,
     "formats": formats,
     "grouped-gemm": grouped_products,
+    "fused-moe": fused_layers,
 }
 
 

@@ -82,6 +82,10 @@ def layer_of(shape: FusedShape, seed: int = 0, spread: int = 0) -> Layer:
     return Layer(shape, moe, weights_there(weights_of(shape, seed, spread)))
 
 
+def core_of(layer: Layer) -> Any:
+    return layer.moe._layer._main._core  # type: ignore[union-attr]
+
+
 @pytest.fixture
 def layer() -> Iterator[Layer]:
     made = layer_of(SHAPE)
@@ -127,7 +131,7 @@ def test_repeated_calls_give_the_same_bits(layer: Layer) -> None:
 def test_sums_by_groups_of_columns(blocks: int) -> None:
     shape = dataclasses.replace(SHAPE, hidden=3200, max_tokens=600)
     layer = layer_of(shape)
-    core = layer.moe._layer._main._core  # type: ignore[union-attr]
+    core = core_of(layer)
     core.set_blocks_for_groups(blocks)
     for tokens in (600, 3):
         layer.check(there(tokens_of(shape, tokens, TOKENS + tokens)))
@@ -282,11 +286,13 @@ def test_a_call_whose_waits_last_too_long_is_given_up() -> None:
     layer = layer_of(SHAPE)
     call = there(tokens_of(SHAPE, 100, TOKENS + 2))
     y = layer.check(call)
-    layer.moe._layer._main._core.timeout_ns = 1  # type: ignore[union-attr]
+    core_of(layer).timeout_ns = 1
     layer.run(call)
     torch.cuda.synchronize()
     for give_up in (layer.moe.check, lambda: layer.run(call)):
-        with pytest.raises(UsageError, match=r"call 2 of this FusedMoE was given up: CTA \d+ has"):
+        with pytest.raises(
+            UsageError, match=r"call 2 of this FusedMoE was given up: CTA \d+ of rank 0 has"
+        ):
             give_up()
     # Other layers go on.
     assert torch.equal(layer_of(SHAPE).check(call), y)

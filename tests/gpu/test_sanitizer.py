@@ -18,7 +18,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("memcheck", "racecheck", "synccheck")
 # Nothing of formats and grouped products goes to peers.
-RANKS = {"low-latency": (1, 2), "high-throughput": (1, 2), "formats": (1,), "grouped-gemm": (1,)}
+RANKS = {
+    "low-latency": (1, 2),
+    "high-throughput": (1, 2),
+    "formats": (1,),
+    "grouped-gemm": (1,),
+    "fused-moe": (1, 2),
+}
 CASES = [(part, ranks, tool) for part in RANKS for ranks in RANKS[part] for tool in TOOLS]
 
 

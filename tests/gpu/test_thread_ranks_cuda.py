@@ -3,13 +3,12 @@ and refusals, and thousands of rounds. Kernels of ranks wait for each other, so 
 all has run those of all ranks at the same time.
 
 A thread waits for its own stream only, never for the GPU, and does that before it copies to or from
-the CPU. Where a graph is captured no kernel of any rank runs (``_meet``): the driver may wait for
+the CPU. Where a graph is captured no kernel of any rank runs (``meet``): the driver may wait for
 all of them there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,13 +18,12 @@ import fanfold
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.backends.high_throughput.plan import CudaDispatched
 from fanfold.group import Group
-from fanfold.launch import RankPool
-from fanfold.thread_ranks import ThreadRanks
 from tests.distributed import routings
 from tests.distributed.cuda_rounds import on_cpu, run_case, sent, settle
 from tests.distributed.layers import caught
 from tests.distributed.test_high_throughput import outputs_of
 from tests.gpu import sanitize
+from tests.gpu.one_gpu import OneGpu, capture, meet, wait
 from tests.gpu.support import (
     Case,
     answers,
@@ -50,64 +48,6 @@ AHEAD = 32
 
 BAD = 1
 """The rank that errs or never calls."""
-
-
-class OneGpu:
-    """A process on a GPU, in which ranks run as threads; a new one after a failure, as a process in
-    which a kernel has failed cannot use CUDA any more."""
-
-    def __init__(self) -> None:
-        self._process: RankPool | None = None
-
-    def run(self, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """``function(group, *args)`` on every rank."""
-        try:
-            if self._process is None:
-                self._process = self._start()
-            (results,) = self._process.run(_be_threads, ranks, function, args)
-        except BaseException:
-            self.close()
-            raise
-        return results  # type: ignore[no-any-return]
-
-    def close(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.close()
-
-    @staticmethod
-    def _start() -> RankPool:
-        with pytest.MonkeyPatch.context() as environment:
-            environment.delenv("FANFOLD_SHARE_GPUS", raising=False)
-            # PyTorch's own kernels are loaded at once, not while kernels of ranks wait.
-            environment.setenv("CUDA_MODULE_LOADING", "EAGER")
-            return RankPool(1, timeout_s=250.0)
-
-
-def _be_threads(
-    alone: object, ranks: int, function: Callable[..., Any], args: tuple[Any, ...]
-) -> list[Any]:
-    del alone
-    with ThreadRanks(ranks, timeout_s=200.0) as threads:
-        return threads.run(function, *args)
-
-
-@pytest.fixture(scope="module")
-def one_gpu() -> Iterator[OneGpu]:
-    made = OneGpu()
-    yield made
-    made.close()
-
-
-def _wait() -> None:
-    """Returns when no kernel of this rank runs."""
-    torch.cuda.current_stream().synchronize()
-
-
-def _meet(group: Group) -> None:
-    """Returns when no kernel of any rank runs."""
-    _wait()
-    group.all_gather(None)
 
 
 def _differ(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -188,7 +128,7 @@ def _many_low_latency(group: Group, case: Case, rounds: int) -> int:
         for number in range(rounds):
             wrong += inputs.round(ep, number % len(inputs.ys), hooks=number % 3 == 1)
             if number % AHEAD == 0:
-                _wait()
+                wait()
         ep.synchronize()
     return int(wrong)
 
@@ -215,7 +155,7 @@ def _captured_low_latency(group: Group, case: Case, rounds: int) -> int:
             received = ep.dispatch(x, topk_idx, topk_weights)
             return ep.combine(y, received)
 
-        graph, out = _capture(group, call)
+        graph, out = capture(group, call)
         for number in range(rounds):
             at = number % len(inputs.ys)
             mine = inputs.tokens[at]
@@ -229,30 +169,11 @@ def _captured_low_latency(group: Group, case: Case, rounds: int) -> int:
             if number % 4 == 3:
                 wrong += inputs.round(ep, at, hooks=number % 8 == 7)
             if number % AHEAD == 0:
-                _wait()
+                wait()
         ep.synchronize()
-        _meet(group)
+        meet(group)
         del graph
     return int(wrong)
-
-
-def _capture(
-    group: Group, call: Callable[[], torch.Tensor]
-) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """A graph of ``call``, and its result. One rank captures after the other, and without
-    ``torch.cuda.graph``, which waits for the GPU and gives back memory."""
-    graph, out = torch.cuda.CUDAGraph(), None
-    _meet(group)
-    for turn in range(group.size):
-        if turn == group.rank:
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                out = call()
-            finally:
-                graph.capture_end()
-        group.all_gather(None)
-    assert out is not None
-    return graph, out
 
 
 def test_graphs_of_low_latency(one_gpu: OneGpu, ranks: int) -> None:
@@ -268,7 +189,7 @@ def _masked(group: Group, case: Case) -> tuple[bool, bool]:
     with open_layer(group, case, timeout_s=1.0, late_peers="mask") as ep:
         received = ep.dispatch(mine.x, mine.topk_idx)
         ep.combine(received.tokens, received)
-        _meet(group)
+        meet(group)
         if rank != BAD:
             # Without the late rank's experts each value is a sum over the remaining ones.
             kept = (mine.topk_idx // case.experts_per_rank != BAD) & (mine.topk_idx >= 0)
@@ -280,7 +201,7 @@ def _masked(group: Group, case: Case) -> tuple[bool, bool]:
                 right &= bool(((out.float() - wanted).abs() <= 2.0**-6 * wanted.abs()).all())
                 right &= not bool((received.source_rank == BAD).any())
             live = ep.live_ranks() == tuple(r for r in range(ep.ranks) if r != BAD)
-        _meet(group)
+        meet(group)
     return right, live
 
 
@@ -295,11 +216,11 @@ def _never_calls(group: Group, case: Case) -> Exception | None:
     with open_layer(group, case, timeout_s=1.0) as ep:
         received = ep.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
         ep.combine(received.tokens, received)
-        _meet(group)
+        meet(group)
         if group.rank != BAD:
             ep.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
             told = caught(ep.synchronize)
-        _meet(group)
+        meet(group)
     return told
 
 
@@ -318,11 +239,11 @@ def _refused(group: Group, case: Case) -> tuple[str, bool]:
         first = ep.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
         y = answer.spread(first.tokens, own_device())
         ep.combine(y, first)
-        _meet(group)
+        meet(group)
         x = mine.x.float() if group.rank == BAD else mine.x
         error = caught(lambda: ep.dispatch(x, mine.topk_idx, mine.topk_weights))
         error = error or caught(ep.synchronize)
-        _meet(group)
+        meet(group)
         received = ep.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
         out = ep.combine(y, received)
         ep.synchronize()
@@ -397,7 +318,7 @@ def _many_high_throughput(group: Group, rounds: int) -> int:
         for number in range(rounds):
             wrong += layers[number // 2 % len(layers)].round(number)
             if number % AHEAD == 0:
-                _wait()
+                wait()
         mode.quiesce()
         group.all_gather(None)
     return int(wrong)
@@ -415,16 +336,16 @@ def _captured_high_throughput(group: Group, rounds: int) -> int:
         for layer in layers:
             layer.captured()  # loads what capture may not
         wrong = torch.zeros((), dtype=torch.int64, device=mode.device)
-        graph, now = _capture(group, lambda: layers[0].captured() | layers[1].captured())
+        graph, now = capture(group, lambda: layers[0].captured() | layers[1].captured())
         for number in range(rounds):
             graph.replay()
             wrong += now
             if number % 4 == 3:
                 wrong += layers[number % 2].round(number)
             if number % AHEAD == 0:
-                _wait()
+                wait()
         mode.quiesce()
-        _meet(group)
+        meet(group)
         del graph
     return int(wrong)
 

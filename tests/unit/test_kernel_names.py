@@ -47,7 +47,7 @@ SOURCES = [
     combine_kernel(CombineKind(SIZES, ROW_BYTES, False, False, True), 20).source,
     quantize_kernel(256, power_of_two=False, packed=False),
     GroupedGemmKind(256, 256, 2, masked=False).source,
-    fused_moe_kernel(experts=2, top_k=2, hidden=256, intermediate=128, clamps=False),
+    fused_moe_kernel(GEOMETRY, 128, clamps=False),
 ]
 
 _SYMBOL_TABLE = 2  # type of a section of an ELF file

@@ -33,6 +33,16 @@ __device__ __forceinline__ uint64_t load_acquire_system(const uint64_t* address)
   return v;
 }
 
+__device__ __forceinline__ uint32_t load_acquire_system(const uint32_t* address) {
+  uint32_t v;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void add_release_system(uint32_t* address, uint32_t v) {
+  asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
+}
+
 __device__ __forceinline__ void store_relaxed_system(uint4* address, uint4 v) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x),
                "r"(v.y), "r"(v.z), "r"(v.w)
@@ -183,6 +193,15 @@ __device__ __forceinline__ void await_copies() {
 __device__ __forceinline__ uint4 load_once(const uint4* address) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address));
+  return v;
+}
+
+// What others have published, which the SM's own cache need not have.
+__device__ __forceinline__ uint4 load_published(const uint4* address) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(address));
   return v;

@@ -1,8 +1,8 @@
 // What the roles of the fused kernel share: the sizes of its two GEMMs, the shared memory, and
 // waits that end.
 //
-// Constants: kHidden, kIntermediate, kMostDepth (the larger of both), kExperts (of this rank),
-// kTopK, kClamps, kTileRows (128), kSharedBytes.
+// Constants: kRanks, kExperts (of all ranks), kTopK, kHidden, kIntermediate, kMostDepth (the larger
+// of both), kClamps, kTwoLevels, kTileRows (128), kSharedBytes.
 #pragma once
 
 #include "constants.h"
@@ -10,10 +10,13 @@
 #include "fused_moe/schedule.h"
 #include "gemm/store.cuh"
 #include "gemm/sum.cuh"
+#include "protocol/peer.cuh"
 
 namespace fanfold::fused_moe {
 
 using namespace gemm;
+
+inline constexpr int kLocalExperts = kExperts / kRanks;
 
 // A tile of the first GEMM has 128 columns of the gate, and the same 128 of the up projection.
 inline constexpr int kFirstColumnBlocks = kIntermediate / (kTileColumns / 2);
@@ -23,7 +26,8 @@ inline constexpr int kSumChunks =
 
 static_assert(kHidden % kBlockDepth == 0 && kIntermediate % kBlockDepth == 0);
 static_assert(kTileRows == kFusedMoeBlockRows && kTileColumns == kFusedMoeTileColumns);
-static_assert(kTopK <= kWarpLanes && kExperts <= kMostExperts);
+static_assert(kRanks <= kFewRanks && kExperts % kRanks == 0);
+static_assert(kTopK <= kWarpLanes && kLocalExperts <= kMostExperts);
 static_assert(kFirstColumnBlocks < kMostColumnBlocks && kSecondColumnBlocks < kMostColumnBlocks);
 
 __device__ __forceinline__ constexpr int depth_blocks(int gemm) {
@@ -44,13 +48,14 @@ struct Mailbox {
 // A role of a CTA may be four tiles, which are as many stages, ahead of another.
 inline constexpr uint32_t kTasks = 8;
 // Of more experts the tables of the schedule lie in global memory.
-inline constexpr int kSharedExperts = kExperts <= 96 ? kExperts : 0;
+inline constexpr int kSharedExperts = kLocalExperts <= 94 ? kLocalExperts : 0;
 
 struct Tail {
   uint64_t tasks[kTasks];
   Mailbox mailboxes[kMathWarpgroups];
   uint32_t next_sum;
-  uint32_t expired;  // not 0 once a wait has lasted too long
+  uint32_t expired;  // 1 + the rank waited for once a wait has lasted too long, else 0
+  uint32_t aborted;  // a rank takes no part: nothing moves
   int own_copies;    // rows of this CTA's tokens
   int group_blocks;  // see Schedule
   uint32_t before[kSharedExperts + 1];
@@ -73,11 +78,12 @@ struct Call {
   uint32_t* const counters;  // of this call
 
   __device__ Call(const FusedMoeArgs& a, Tail& t)
-      : args(a), tail(t), number(a.state->calls[blockIdx.x]), counters(a.counters[number % 2]) {}
+      : args(a), tail(t), number(a.state->calls[blockIdx.x]),
+        counters(own_memory<uint32_t>(a, a.at.counters[number % 2])) {}
 
   __device__ FusedMoeCounters at() const { return {args.row_count / kFusedMoeHalfRows}; }
   __device__ uint32_t* ticket() const { return counters; }
-  __device__ uint32_t* counted() const { return counters + 1; }
+  __device__ uint32_t* shares_counted() const { return counters + 1; }
   __device__ uint32_t* arrived(int half) const { return counters + at().arrived() + half; }
   __device__ uint32_t* activated(int half) const { return counters + at().activated() + half; }
   __device__ uint32_t* returned(int half, int group) const {
@@ -85,13 +91,20 @@ struct Call {
   }
 
   __device__ uint32_t* before() const {
-    return kSharedExperts ? tail.before : args.tables + int64_t{blockIdx.x} * (2 * kExperts + 1);
+    return kSharedExperts ? tail.before
+                          : args.tables + int64_t{blockIdx.x} * (2 * kLocalExperts + 1);
   }
   __device__ int32_t* rows() const {
-    return kSharedExperts ? tail.rows : reinterpret_cast<int32_t*>(before() + kExperts + 1);
+    return kSharedExperts ? tail.rows : reinterpret_cast<int32_t*>(before() + kLocalExperts + 1);
   }
   __device__ Schedule schedule() const {
-    return {before(), rows(), kExperts, kFirstColumnBlocks, kSecondColumnBlocks, tail.group_blocks};
+    return {before(),         rows(), kLocalExperts, kFirstColumnBlocks, kSecondColumnBlocks,
+            tail.group_blocks};
+  }
+  __device__ Peer peer(int rank) const { return {args, rank}; }
+  // Of one of the counters, in every rank's memory.
+  __device__ int64_t offset(const uint32_t* counter) const {
+    return args.at.counters[number % 2] + (counter - counters) * int64_t{sizeof(uint32_t)};
   }
 
   // When this CTA did something; by one thread.
@@ -111,25 +124,27 @@ struct OwnTokens {
 
 // ---- waits --------------------------------------------------------------------------------------
 
-// The end of one wait. All CTAs must run at the same time; where something else holds their place,
-// waits end after the time that the caller gives. From then on none of the CTA lasts, and what it
-// computes is wrong, which the host is told at the end. (A trap would end the process's context; in
-// a wait it also makes ptxas take the accumulators' registers.)
+// The end of one wait, for what `rank` does or makes others do. All CTAs of all ranks must run at
+// the same time; where one does not, waits end after the time that the caller gives. From then on
+// none of the CTA lasts, and what it computes is wrong, which the host is told at the end. (A trap
+// would end the process's context; in a wait it also makes ptxas take the accumulators' registers.)
 class Patience {
  public:
-  __device__ explicit Patience(const Call& call) : call_(call) {}
+  __device__ Patience(const Call& call, int rank) : call_(call), rank_(rank) {}
+  __device__ explicit Patience(const Call& call) : Patience(call, call.args.rank) {}
 
   __device__ bool expired() {
     if (load_relaxed_cta(&call_.tail.expired) != 0) return true;
     const auto now = static_cast<int64_t>(global_nanoseconds());
     if (begin_ == 0) begin_ = now;
     if (now - begin_ < call_.args.timeout_ns) return false;
-    store_relaxed_cta(&call_.tail.expired, 1);
+    store_relaxed_cta(&call_.tail.expired, static_cast<uint32_t>(rank_) + 1);
     return true;
   }
 
  private:
   const Call& call_;
+  const int rank_;
   int64_t begin_ = 0;
 };
 
@@ -141,9 +156,15 @@ struct Waits {
   }
 };
 
+// A counter of this rank, into which other CTAs count, and other ranks.
+__device__ __forceinline__ bool has_counted(const uint32_t* counter, uint32_t wanted) {
+  if constexpr (kRanks == 1) return load_acquire_gpu(counter) >= wanted;
+  return load_acquire_system(counter) >= wanted;
+}
+
 __device__ inline bool await_count(const Call& call, const uint32_t* counter, uint32_t wanted) {
   Patience patience(call);
-  while (load_acquire_gpu(counter) < wanted)
+  while (!has_counted(counter, wanted))
     if (patience.expired()) return false;
   return true;
 }

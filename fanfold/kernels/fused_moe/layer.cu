@@ -1,4 +1,4 @@
-// A whole FP8 MoE layer on one GPU: rows of tokens to their experts, both GEMMs with SwiGLU and
+// A whole FP8 MoE layer: rows of tokens to their experts on all ranks, both GEMMs with SwiGLU and
 // quantisation between them, the sum of each token's results. One launch of persistent clusters of
 // two CTAs, which must all run at the same time.
 //
@@ -9,6 +9,7 @@
 //                  there; meanwhile they publish what the warpgroups 0 and 1 have stored
 //
 // Constants: fused_moe/call.cuh.
+#include "fused_moe/copy_rows.cuh"
 #include "fused_moe/load.cuh"
 #include "fused_moe/multiply.cuh"
 #include "fused_moe/route.cuh"
@@ -32,11 +33,8 @@ __device__ inline void spare_warp(const Call& call, int which) {
 // By one thread of the CTA.
 __device__ inline void finish(const Call& call) {
   const FusedMoeArgs& args = call.args;
-  if (call.tail.expired != 0) {
-    const uint4 words{reported_call(0, 0), call.number + 1, blockIdx.x, 0};
-    store_relaxed_system(
-        reinterpret_cast<uint4*>(args.reports + static_cast<int>(ReportKind::kTimeout)), words);
-  }
+  if (call.tail.expired != 0)
+    report(call, ReportKind::kTimeout, static_cast<int>(call.tail.expired) - 1, blockIdx.x, 0);
   args.state->calls[blockIdx.x] = call.number + 1;
 }
 
@@ -69,7 +67,8 @@ __global__ void __launch_bounds__(kThreads, 1) layer(const __grid_constant__ Fus
     sum_tokens<2>(call, 0, 0);
   }
   if (blockIdx.x == 0 && args.statistics)
-    for (int e = threadIdx.x; e < kExperts; e += kThreads) args.statistics[e] += call.rows()[e];
+    for (int e = threadIdx.x; e < kLocalExperts; e += kThreads)
+      args.statistics[e] += call.rows()[e];
   cluster_barrier();
   call.mark(&FusedMoeSpan::end);
   if (threadIdx.x == 0) finish(call);

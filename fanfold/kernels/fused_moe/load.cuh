@@ -89,7 +89,7 @@ struct RowsAwaited {
     counter = task.gemm == 0 ? call.arrived(at) : call.activated(at);
     wanted = valid == 0 ? 0 : task.gemm == 0 ? valid : kFirstColumnBlocks;
   }
-  __device__ bool are_there() const { return wanted == 0 || load_acquire_gpu(counter) >= wanted; }
+  __device__ bool are_there() const { return wanted == 0 || has_counted(counter, wanted); }
 };
 
 // By one thread. It looks for the next tile's rows while this one is copied, and waits only if they

@@ -30,7 +30,13 @@ __device__ inline void serve(const Call& call, Mailbox& box) {
     if (word == Mailbox::kLast) {
       box.ended = 1;
     } else {
-      add_release_gpu(call.counters + word, 1);
+      // What is returned is read by all ranks.
+      const bool is_returned = word >= call.at().returned();
+      if (kRanks > 1 && is_returned) {
+        add_release_system(call.counters + word, 1);
+      } else {
+        add_release_gpu(call.counters + word, 1);
+      }
     }
   }
 }
@@ -147,7 +153,7 @@ __device__ __forceinline__ Task await_task_together(const Call& call, uint32_t n
 
 __device__ __forceinline__ float row_weight(const Call& call, int row) {
   return __uint_as_float(
-      load_relaxed_gpu(reinterpret_cast<const uint32_t*>(call.args.row_weights) + row));
+      load_relaxed_gpu(own_memory<uint32_t>(call.args, call.args.at.row_weights) + row));
 }
 
 // Two warpgroups. Ends when no tickets are left.

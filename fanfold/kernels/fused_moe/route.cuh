@@ -1,15 +1,18 @@
-// The head of the fused kernel: every CTA learns how many rows each expert has, and finds the rows
-// of its own tokens.
+// The head of the fused kernel: every rank tells the others how many rows it has for each expert,
+// and every CTA finds the places of the rows of its own tokens.
 #pragma once
 
 #include "fused_moe/call.cuh"
 
 namespace fanfold::fused_moe {
 
-// In the memory of the stages, before they are used.
+// In the memory of the stages, before they are used. By expert of all ranks.
 struct RouteCounts {
-  int before[kExperts], own[kExperts], after[kExperts];  // rows of other CTAs' tokens, and of own
-  int own_first[kExperts], ranked[kExperts];
+  int before[kExperts], own[kExperts], after[kExperts];  // of the CTAs of this rank
+  int all[kExperts];                                     // of all ranks
+  int below[kExperts];                                   // of ranks below this one
+  int first_block[kExperts];                             // of rows, on the expert's rank
+  int first_copy[kExperts], ranked[kExperts];            // of this CTA
 };
 static_assert(sizeof(RouteCounts) <= sizeof(Ring));
 
@@ -17,6 +20,15 @@ static_assert(sizeof(RouteCounts) <= sizeof(Ring));
 inline constexpr int kSharedCountEntries = 1 << 15;
 
 __device__ __forceinline__ bool is_expert(int64_t index) { return 0 <= index && index < kExperts; }
+
+__device__ inline void report(const Call& call, ReportKind kind, int peer, int32_t first,
+                              int32_t second) {
+  const uint4 words{reported_call(0, peer), call.number + 1, static_cast<uint32_t>(first),
+                    static_cast<uint32_t>(second)};
+  store_relaxed_system(reinterpret_cast<uint4*>(call.args.reports + static_cast<int>(kind)), words);
+}
+
+// ---- rows of this rank --------------------------------------------------------------------------
 
 // Every CTA counts all tokens.
 __device__ inline void count_all(RouteCounts& counts, const FusedMoeArgs& args,
@@ -54,8 +66,8 @@ __device__ inline void count_shares(RouteCounts& counts, const Call& call, const
     args.counts[cta * kExperts + expert] = counts.own[expert];
   __syncthreads();
   if (threadIdx.x == 0) {
-    add_release_gpu(call.counted(), 1);
-    await_count(call, call.counted(), gridDim.x);
+    add_release_gpu(call.shares_counted(), 1);
+    await_count(call, call.shares_counted(), gridDim.x);
   }
   __syncthreads();
   for (int i = threadIdx.x; i < kExperts * kParts; i += kThreads) {
@@ -72,6 +84,60 @@ __device__ inline void count_shares(RouteCounts& counts, const Call& call, const
   }
 }
 
+// ---- rows of all ranks --------------------------------------------------------------------------
+
+__device__ __forceinline__ int64_t counted_at(const Call& call, int source, int expert) {
+  const int64_t parity = call.number % 2;
+  return call.args.at.counted + ((parity * kRanks + source) * kExperts + expert) * 8;
+}
+
+// A CTA for each peer.
+__device__ inline void push_counts(const RouteCounts& counts, const Call& call) {
+  for (int rank = blockIdx.x; rank < kRanks; rank += gridDim.x) {
+    const Peer peer = call.peer(rank);
+    for (int e = threadIdx.x; e < kExperts; e += kThreads) {
+      const int own = counts.before[e] + counts.own[e] + counts.after[e];
+      const uint32_t count = call.args.refused ? kFusedMoeRefused : static_cast<uint32_t>(own);
+      peer.put(counted_at(call, call.args.rank, e), CountedWord{call.number + 1, count}.encode());
+    }
+  }
+}
+
+// What `source` has counted; waits for it.
+__device__ inline CountedWord counted_by(const Call& call, int source, int expert) {
+  const auto* word = own_memory<uint64_t>(call.args, counted_at(call, source, expert));
+  Patience patience(call, source);
+  for (;;) {
+    const CountedWord counted = CountedWord::decode(load_relaxed_system(word));
+    if (counted.epoch == call.number + 1) return counted;
+    if (patience.expired()) return {0, kFusedMoeRefused};
+  }
+}
+
+// The counts of all ranks. When they are here, all ranks have ended the call before.
+__device__ inline void gather_counts(RouteCounts& counts, const Call& call) {
+  for (int i = threadIdx.x; i < kRanks * kExperts; i += kThreads) {
+    const int source = i / kExperts;
+    const int expert = i % kExperts;
+    const CountedWord counted = counted_by(call, source, expert);
+    if (counted.count == kFusedMoeRefused) {
+      call.tail.aborted = 1;
+      const bool says = blockIdx.x == 0 && expert == 0 && source != call.args.rank;
+      if (says && counted.epoch != 0) report(call, ReportKind::kRefused, source, 0, 0);
+      continue;
+    }
+    const auto rows = static_cast<int>(counted.count);
+    if (rows == 0) continue;
+    atomicAdd(counts.all + expert, rows);
+    if (source < call.args.rank) atomicAdd(counts.below + expert, rows);
+  }
+  __syncthreads();
+  if (call.tail.aborted == 0) return;
+  for (int e = threadIdx.x; e < kExperts; e += kThreads) counts.all[e] = counts.own[e] = 0;
+}
+
+// ---- places -------------------------------------------------------------------------------------
+
 // The sum of a value of all lanes below this one, and of all.
 __device__ inline int sum_below(int value, int& all) {
   const int lane = threadIdx.x % kWarpLanes;
@@ -85,140 +151,119 @@ __device__ inline int sum_below(int value, int& all) {
   return sum - value;
 }
 
-// By one warp: the tables of the schedule.
-__device__ inline void sum_counts(RouteCounts& counts, const Call& call) {
+// By one warp: where the rows of a rank's experts begin; of this rank also the schedule's tables.
+__device__ inline void place_blocks(RouteCounts& counts, const Call& call, int rank) {
+  const bool is_own = rank == call.args.rank;
   uint32_t* before = call.before();
   int32_t* rows = call.rows();
-  int blocks_before = 0, singles_before = 0, own_before = 0;
-  for (int first = 0; first < kExperts; first += kWarpLanes) {
-    const int e = first + static_cast<int>(threadIdx.x % kWarpLanes);
-    const bool is_there = e < kExperts;
-    const int own = is_there ? counts.own[e] : 0;
-    const int all = is_there ? counts.before[e] + own + counts.after[e] : 0;
+  int blocks_before = 0, singles_before = 0;
+  for (int first = 0; first < kLocalExperts; first += kWarpLanes) {
+    const int local = first + static_cast<int>(threadIdx.x % kWarpLanes);
+    const bool is_there = local < kLocalExperts;
+    const int all = is_there ? counts.all[rank * kLocalExperts + local] : 0;
     const int blocks = blocks_of(all);
-    int blocks_here, singles_here, own_here;
+    int blocks_here, singles_here = 0;
     const int blocks_below = sum_below(blocks, blocks_here);
-    const int singles_below = sum_below(blocks % 2, singles_here);
-    const int own_below = sum_below(own, own_here);
-    if (is_there) {
-      rows[e] = all;
-      before[e] =
-          BlocksBefore::of(blocks_before + blocks_below, singles_before + singles_below).word;
-      counts.own_first[e] = own_before + own_below;
+    if (is_there) counts.first_block[rank * kLocalExperts + local] = blocks_before + blocks_below;
+    if (is_own) {
+      const int singles_below = sum_below(blocks % 2, singles_here);
+      if (is_there) {
+        rows[local] = all;
+        before[local] =
+            BlocksBefore::of(blocks_before + blocks_below, singles_before + singles_below).word;
+      }
     }
     blocks_before += blocks_here;
     singles_before += singles_here;
-    own_before += own_here;
   }
-  if (threadIdx.x % kWarpLanes != 0) return;
-  before[kExperts] = BlocksBefore::of(blocks_before, singles_before).word;
-  call.tail.own_copies = own_before;
+  if (!is_own || threadIdx.x % kWarpLanes != 0) return;
+  before[kLocalExperts] = BlocksBefore::of(blocks_before, singles_before).word;
   const bool in_groups = blocks_before >= call.args.blocks_for_groups && kSumChunks > 1;
   call.tail.group_blocks =
       in_groups ? (kSumChunks + 1) / 2 * kFusedMoeSumBlocks : kSecondColumnBlocks;
 }
 
-__device__ inline void report_index(const FusedMoeArgs& args, uint32_t number, int entry,
-                                    int64_t value) {
-  const Report report{reported_call(0, 0), number + 1, entry / kTopK,
-                      bad_entry(entry % kTopK, value)};
-  const uint4 words{report.call, report.epoch, static_cast<uint32_t>(report.first),
-                    static_cast<uint32_t>(report.second)};
-  store_relaxed_system(
-      reinterpret_cast<uint4*>(args.reports + static_cast<int>(ReportKind::kIndex)), words);
+// By one warp: this CTA's copies in the order in which they are wanted, the first expert of each
+// rank before the second ones; each rank begins with itself.
+__device__ inline void place_copies(RouteCounts& counts, const Call& call) {
+  int copies_before = 0;
+  for (int first = 0; first < kExperts; first += kWarpLanes) {
+    const int n = first + static_cast<int>(threadIdx.x % kWarpLanes);
+    const int e = (call.args.rank + n) % kRanks * kLocalExperts + n / kRanks;
+    int copies_here;
+    const int copies_below = sum_below(n < kExperts ? counts.own[e] : 0, copies_here);
+    if (n < kExperts) counts.first_copy[e] = copies_before + copies_below;
+    copies_before += copies_here;
+  }
+  if (threadIdx.x % kWarpLanes == 0) call.tail.own_copies = copies_before;
 }
 
 // The rows of this CTA's tokens, in any order within an expert.
-__device__ inline void rank_own_entries(RouteCounts& counts, const Call& call,
-                                        const OwnTokens& own) {
+__device__ inline void place_entries(RouteCounts& counts, const Call& call, const OwnTokens& own) {
   const FusedMoeArgs& args = call.args;
   const int first = own.first * kTopK;
   for (int i = threadIdx.x; i < own.entries(); i += kThreads) {
     const int entry = first + i;
-    const int64_t e = args.topk_idx[entry];
-    if (!is_expert(e)) {
-      args.row_of[entry] = -1;
-      if (e != -1) report_index(args, call.number, entry, e);
+    const int64_t index = args.topk_idx[entry];
+    if (!is_expert(index)) {
+      args.places[entry] = {0, -1};
+      if (index != -1)
+        report(call, ReportKind::kIndex, 0, entry / kTopK, bad_entry(entry % kTopK, index));
       continue;
     }
+    const auto e = static_cast<int>(index);
     const int nth = atomicAdd(counts.ranked + e, 1);
     const int row =
-        BlocksBefore{call.before()[e]}.blocks() * kFusedMoeBlockRows + counts.before[e] + nth;
-    args.row_of[entry] = row;
-    args.copies[first + counts.own_first[e] + nth] = {row, entry};
+        counts.first_block[e] * kFusedMoeBlockRows + counts.below[e] + counts.before[e] + nth;
+    args.places[entry] = {e / kLocalExperts, row};
+    args.copies[first + counts.first_copy[e] + nth] = {e / kLocalExperts, row, entry};
   }
 }
 
-// All threads of the CTA; a barrier must follow before other memory of the stages is used.
-__device__ inline void route(RouteCounts& counts, const Call& call) {
-  const OwnTokens own(call.args.tokens);
+__device__ inline void clear(RouteCounts& counts, const Call& call) {
   auto* words = reinterpret_cast<int*>(&counts);
   for (int i = threadIdx.x; i < static_cast<int>(sizeof(RouteCounts) / 4); i += kThreads)
     words[i] = 0;
   auto* tail = reinterpret_cast<uint32_t*>(&call.tail);
   for (int i = threadIdx.x; i < static_cast<int>(sizeof(Tail) / 4); i += kThreads) tail[i] = 0;
-  uint32_t* next = call.args.counters[(call.number + 1) % 2];
+  __syncthreads();
+}
+
+// The counters of the next call, which are those of the call before this one: not before all ranks
+// have ended that.
+__device__ inline void clear_next_counters(const Call& call) {
+  auto* next = own_memory<uint32_t>(call.args, call.args.at.counters[(call.number + 1) % 2]);
   for (int64_t i = blockIdx.x * kThreads + threadIdx.x; i < call.at().words();
        i += gridDim.x * kThreads)
     next[i] = 0;
-  __syncthreads();
+}
+
+// All threads of the CTA; a barrier must follow before other memory of the stages is used.
+__device__ inline void route(RouteCounts& counts, const Call& call) {
+  const OwnTokens own(call.args.tokens);
+  clear(counts, call);
   if (call.args.tokens * kTopK < kSharedCountEntries) {
     count_all(counts, call.args, own);
   } else {
     count_shares(counts, call, own);
   }
   __syncthreads();
-  if (threadIdx.x < kWarpLanes) sum_counts(counts, call);
-  __syncthreads();
-  rank_own_entries(counts, call, own);
-  __syncthreads();
-}
-
-// ---- rows of tokens -----------------------------------------------------------------------------
-
-inline constexpr int kFirstCopies = kMathWarps;  // of a CTA; the first tiles wait for them
-
-// By one warp: a token's row, its scales and its weight to a row of an expert.
-template <int kInFlight>
-__device__ inline void copy_row(const Call& call, const FusedMoeCopy& copy) {
-  constexpr int kWords = kHidden / 16;
-  constexpr int kStep = kInFlight * kWarpLanes;
-  constexpr bool kWhole = kWords % kStep == 0;
-  const FusedMoeArgs& args = call.args;
-  const int lane = threadIdx.x % kWarpLanes;
-  const int token = copy.entry / kTopK;
-  const auto* from = reinterpret_cast<const uint4*>(args.x + int64_t{token} * kHidden);
-  auto* to = reinterpret_cast<uint4*>(args.rows + int64_t{copy.row} * kHidden);
-  const float* scales = args.x_scales + token * args.scale_token_stride;
-  for (int block = lane; block < kHidden / kBlockDepth; block += kWarpLanes)
-    args.a_scales[0][block * args.row_count + copy.row] = scales[block * args.scale_block_stride];
-  if (lane == 0) args.row_weights[copy.row] = args.topk_weights[copy.entry];
-#pragma unroll 1
-  for (int first = lane; first < kWords; first += kStep) {
-    uint4 v[kInFlight];
-#pragma unroll
-    for (int j = 0; j < kInFlight; ++j)
-      if (kWhole || first + j * kWarpLanes < kWords)
-        v[j] = load_once(from + first + j * kWarpLanes);
-#pragma unroll
-    for (int j = 0; j < kInFlight; ++j)
-      if (kWhole || first + j * kWarpLanes < kWords) store_weak(to + first + j * kWarpLanes, v[j]);
+  if constexpr (kRanks == 1) {
+    for (int e = threadIdx.x; e < kExperts; e += kThreads)
+      counts.all[e] = counts.before[e] + counts.own[e] + counts.after[e];
+  } else {
+    push_counts(counts, call);
+    gather_counts(counts, call);
   }
-  fence_global_and_bulk();
-  __syncwarp();
-  if (lane == 0) add_release_gpu(call.arrived(copy.row / kFusedMoeHalfRows), 1);
-}
-
-// By `warps` warps, of which this is number `warp`: this CTA's copies from `first` to `last`.
-// `between` is called after each.
-template <int kInFlight, class Between = Nothing>
-__device__ inline void copy_rows(const Call& call, int first, int last, int warp, int warps,
-                                 const Between& between = {}) {
-  const FusedMoeCopy* copies = call.args.copies + OwnTokens(call.args.tokens).first * kTopK;
-  for (int i = first + warp; i < min(last, call.tail.own_copies); i += warps) {
-    copy_row<kInFlight>(call, copies[i]);
-    between();
-  }
+  clear_next_counters(call);
+  __syncthreads();
+  constexpr int kWarps = kThreads / kWarpLanes;
+  const int warp = threadIdx.x / kWarpLanes;
+  for (int rank = warp; rank < kRanks; rank += kWarps) place_blocks(counts, call, rank);
+  if (warp == kWarps - 1) place_copies(counts, call);
+  __syncthreads();
+  if (call.tail.aborted == 0) place_entries(counts, call, own);
+  __syncthreads();
 }
 
 }  // namespace fanfold::fused_moe

@@ -18,7 +18,7 @@ class ChunkSum {
       : call_(call), token_(token), first_(chunk * (kChunkColumns / kUnitColumns) +
                                            static_cast<int>(threadIdx.x % kWarpLanes)) {
     const int lane = threadIdx.x % kWarpLanes;
-    row_ = lane < kTopK ? call.args.row_of[token * kTopK + lane] : -1;
+    place_ = lane < kTopK ? call.args.places[token * kTopK + lane] : FusedMoePlace{0, -1};
   }
 
   // Until all rows' columns are there; `between` is called after each look.
@@ -27,10 +27,12 @@ class ChunkSum {
     const int group_blocks = call_.tail.group_blocks;
     const int group = chunk * kFusedMoeSumBlocks / group_blocks;
     const uint32_t wanted = min(group_blocks, kSecondColumnBlocks - group * group_blocks);
-    const uint32_t* returned = call_.returned(max(row_, 0) / kFusedMoeHalfRows, group);
-    Patience patience(call_);
+    const int rank = kRanks == 1 ? 0 : place_.rank;
+    const uint32_t* returned = call_.returned(max(place_.row, 0) / kFusedMoeHalfRows, group);
+    const int64_t offset = call_.offset(returned);
+    Patience patience(call_, rank);
     for (;;) {
-      const bool there = row_ < 0 || load_acquire_gpu(returned) >= wanted;
+      const bool there = place_.row < 0 || has_returned(rank, offset, wanted);
       if (__all_sync(kFullWarp, there)) return;
       if (__any_sync(kFullWarp, patience.expired())) return;
       between();
@@ -58,6 +60,14 @@ class ChunkSum {
  private:
   static constexpr int kRowUnits = kHidden / kUnitColumns;
 
+  __device__ bool has_returned(int rank, int64_t offset, uint32_t wanted) const {
+    if constexpr (kRanks == 1) {
+      return load_acquire_gpu(own_memory<uint32_t>(call_.args, offset)) >= wanted;
+    } else {
+      return call_.peer(rank).counted(offset) >= wanted;
+    }
+  }
+
   __device__ int place(int unit) const { return first_ + unit * kWarpLanes; }
   __device__ bool is_there(int unit) const {
     return kHidden % kChunkColumns == 0 || place(unit) < kRowUnits;
@@ -68,13 +78,17 @@ class ChunkSum {
     uint4 v[kBatch][kUnits];
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {
-      const int row = first + k < kTopK ? __shfl_sync(kFullWarp, row_, first + k) : -1;
-      const auto* slot =
-          reinterpret_cast<const uint4*>(call_.args.slots) + int64_t{row} * kRowUnits;
+      const int from = min(first + k, kTopK - 1);
+      const int rank = kRanks == 1 ? 0 : __shfl_sync(kFullWarp, place_.rank, from);
+      const int row = __shfl_sync(kFullWarp, place_.row, from);
+      const bool is_slot = first + k < kTopK && row >= 0;
+      const Peer slot = call_.peer(rank).from(call_.args.at.slots +
+                                              int64_t{row} * kRowUnits * int64_t{sizeof(uint4)});
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
         v[k][u] = {};
-        if (row >= 0 && is_there(unit + u)) v[k][u] = __ldcg(slot + place(unit + u));
+        if (is_slot && is_there(unit + u))
+          v[k][u] = slot.read_unit(place(unit + u) * int64_t{sizeof(uint4)});
       }
     }
 #pragma unroll
@@ -85,8 +99,8 @@ class ChunkSum {
 
   const Call& call_;
   const int token_;
-  const int first_;  // this lane's place in its token's row
-  int row_;          // of the slot of this lane; -1: none
+  const int first_;      // this lane's place in its token's row
+  FusedMoePlace place_;  // of the slot of this lane
 };
 
 inline constexpr int kSumBatch = kTopK < 8 ? kTopK : 8;
@@ -95,6 +109,7 @@ inline constexpr int kSumBatch = kTopK < 8 ? kTopK : 8;
 template <int kUnits, class Between = Nothing>
 __device__ inline void sum_tokens(const Call& call, uint32_t first_nap_ns, uint32_t nap_ns,
                                   const Between& between = {}) {
+  if (call.tail.aborted) return;
   const OwnTokens own(call.args.tokens);
   const int tokens = own.last - own.first;
   uint32_t nap = first_nap_ns;

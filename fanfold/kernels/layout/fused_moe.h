@@ -1,10 +1,16 @@
-// The fused MoE layer in the memory of a GPU: what a call is given, and what it keeps between its
+// The fused MoE layer in the memory of GPUs: what a call is given, and what it keeps between its
 // roles and for the next call.
+//
+// Every rank sends rows to the experts of all ranks, and reads their results there. A rank begins a
+// call by telling all others how many rows it has for each expert (`counted`), from which each
+// finds the places of its rows. When a rank has these words of all others, all have ended the call
+// before, so its rows and results may be written anew.
 //
 // Rows of an expert follow each other from a multiple of 128 on. A half block is 64 rows, what one
 // warpgroup computes; counters of half blocks say how far their rows are.
 #pragma once
 
+#include "layout/protocol.h"
 #include "layout/reports.h"
 #include "layout/tensor_map.h"
 #include "layout/types.h"
@@ -39,7 +45,25 @@ struct FusedMoeState {
 
 // A row of a token that is to be copied; an entry is a place in the top-k lists.
 struct FusedMoeCopy {
-  int32_t row, entry;
+  int32_t rank, row, entry;
+};
+
+// Where the result of an entry is; the row is negative if there is none.
+struct FusedMoePlace {
+  int32_t rank, row;
+};
+
+// In place of a count: this rank takes no part in the call.
+inline constexpr uint32_t kFusedMoeRefused = 0xffffffffu;
+
+// Offsets in every rank's memory of what others write or read.
+struct FusedMoeOffsets {
+  int64_t counted;      // [2][source rank][experts of all ranks], CountedWord
+  int64_t counters[2];  // FusedMoeCounters, in turns
+  int64_t rows;         // [rows][hidden] e4m3
+  int64_t row_scales;   // [hidden / 128][rows] float32
+  int64_t row_weights;  // [rows] float32
+  int64_t slots;        // [rows][hidden] bf16, the results
 };
 
 // When a CTA began, knew its rows, had stored its last tile of each GEMM, and ended; nanoseconds of
@@ -67,15 +91,13 @@ struct FusedMoeArgs {
   int32_t* statistics;        // [experts], or null
 
   // ---- of the layer -----------------------------------------------------------------------------
-  uint8_t* rows;          // [rows][hidden] e4m3
-  float* a_scales[2];     // [depth / 128][rows], of both GEMMs
-  float* row_weights;     // [rows]
-  const uint16_t* slots;  // [rows][hidden] bf16, the results
-  int32_t* counts;        // [CTAs][experts], rows of each CTA's tokens
-  int32_t* row_of;        // [tokens][top-k]
+  PeerTable peers;
+  FusedMoeOffsets at;
+  float* a_scales[2];     // [depth / 128][rows], of both GEMMs; the first is at `row_scales`
+  int32_t* counts;        // [CTAs][experts of all ranks], rows of each CTA's tokens
+  FusedMoePlace* places;  // [tokens][top-k]
   FusedMoeCopy* copies;   // [tokens][top-k], those of a CTA by expert
   uint32_t* tables;       // [CTAs][2 * experts + 1], where shared memory has no room
-  uint32_t* counters[2];  // FusedMoeCounters, in turns
   FusedMoeState* state;
   Report* reports;      // in host memory
   FusedMoeSpan* spans;  // [CTAs], or null
@@ -84,7 +106,9 @@ struct FusedMoeArgs {
   int32_t tokens;
   int32_t blocks_for_groups;  // of rows, from which on the columns of L2 are computed in groups
   float clamp;
-  int32_t reserved[3];
+  int32_t rank;
+  int32_t refused;  // takes no part: nothing of the caller is read
+  int32_t reserved;
 };
 static_assert(sizeof(FusedMoeArgs) % alignof(TensorMap) == 0);
 

@@ -74,17 +74,6 @@ struct DispatchBatches {
   }
 };
 
-// How many rows a source has for an expert or a rank, in this call.
-struct CountedWord {
-  uint32_t epoch;
-  uint32_t count;
-
-  FANFOLD_HD constexpr uint64_t encode() const { return (uint64_t{epoch} << 32) | count; }
-  FANFOLD_HD static constexpr CountedWord decode(uint64_t word) {
-    return {static_cast<uint32_t>(word >> 32), static_cast<uint32_t>(word)};
-  }
-};
-
 // A batch that has arrived: which of its tokens brought a row, and how many rows this source has
 // sent to this rank before. In a combine both are known, and 0.
 struct BatchWord {

@@ -39,6 +39,17 @@ FANFOLD_HD constexpr uint32_t call_id(CallKind kind, uint32_t epoch) {
   return (epoch << 2) | (static_cast<uint32_t>(kind) << 1) | 1u;
 }
 
+// How many rows a source has for an expert or a rank, in this call.
+struct CountedWord {
+  uint32_t epoch;
+  uint32_t count;
+
+  FANFOLD_HD constexpr uint64_t encode() const { return (uint64_t{epoch} << 32) | count; }
+  FANFOLD_HD static constexpr CountedWord decode(uint64_t word) {
+    return {static_cast<uint32_t>(word >> 32), static_cast<uint32_t>(word)};
+  }
+};
+
 // ---- acknowledgements ---------------------------------------------------------------------------
 
 // Calls of each kind that a rank has received whole, as it reports them to its peers.

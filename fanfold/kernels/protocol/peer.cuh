@@ -25,6 +25,13 @@ __device__ __forceinline__ unsigned char* memory_of(const Args& args, int rank) 
 //   put_unit, put_word
 //            16 or 4 bytes of a row that a signal publishes later
 //   signal   a word that publishes all that this thread has done before
+//   count    one more in a counter of 32 bits, likewise
+//
+// And for reading, what the peer has published:
+//
+//   counted  what stands in a counter, with all that those who counted have done before
+//   read_unit
+//            16 bytes
 //
 // A word of 32 bits is never torn. Nothing else is assumed of one put, or of several.
 class Peer {
@@ -47,6 +54,15 @@ class Peer {
   }
   __device__ __forceinline__ void signal(int64_t offset, uint64_t word) const {
     store_release_system(at<uint64_t>(offset), word);
+  }
+  __device__ __forceinline__ void count(int64_t offset) const {
+    add_release_system(at<uint32_t>(offset), 1);
+  }
+  __device__ __forceinline__ uint32_t counted(int64_t offset) const {
+    return load_acquire_system(at<const uint32_t>(offset));
+  }
+  __device__ __forceinline__ uint4 read_unit(int64_t offset) const {
+    return load_published(at<const uint4>(offset));
   }
   // What stands there now. A round trip: for a rank that has waited long, to find out why.
   __device__ __forceinline__ uint64_t look_up(int64_t offset) const {

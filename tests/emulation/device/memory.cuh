@@ -29,6 +29,10 @@ inline uint4 load_relaxed_system(const uint4* address) {
 inline uint64_t load_relaxed_system(const uint64_t* address) { return emulated_load(address); }
 inline uint32_t load_relaxed_system(const uint32_t* address) { return emulated_load(address); }
 inline uint64_t load_acquire_system(const uint64_t* address) { return emulated_load(address); }
+inline uint32_t load_acquire_system(const uint32_t* address) { return emulated_load(address); }
+inline void add_release_system(uint32_t* address, uint32_t v) {
+  __atomic_fetch_add(address, v, __ATOMIC_ACQ_REL);
+}
 inline uint32_t load_acquire_gpu(const uint32_t* address) { return emulated_load(address); }
 inline uint32_t add_release_gpu(uint32_t* address, uint32_t v) {
   return __atomic_fetch_add(address, v, __ATOMIC_ACQ_REL);
@@ -99,5 +103,6 @@ void await_copies() {
 
 inline void store_weak(uint4* address, uint4 v) { store_relaxed_system(address, v); }
 inline uint4 load_once(const uint4* address) { return *address; }
+inline uint4 load_published(const uint4* address) { return *address; }
 
 }  // namespace fanfold

@@ -1,0 +1,286 @@
+"""What several ranks do with FusedMoE on GPUs, against its exact reference. Ranks are processes, or
+threads on one GPU (:mod:`tests.gpu.one_gpu`), whose rules all keep."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import fanfold
+from fanfold.errors import FanfoldError, PeerTimeout
+from fanfold.fused_moe import ExpertWeights, difference
+from fanfold.group import as_group
+from tests.distributed.fused_layers import FusedShape, FusedTokens, expected, tokens_of, weights_of
+from tests.gpu.one_gpu import capture, meet, wait
+
+__all__ = [
+    "BAD",
+    "absent",
+    "bad_entry",
+    "check_absence",
+    "check_refusals",
+    "geometries",
+    "graphs",
+    "large",
+    "refused",
+    "repeated",
+    "shared_expert",
+]  # fmt: skip
+
+CLOSE = 5e-5
+FAST = 2e-4
+TOKENS = 1000  # seeds of tokens; with those of weights a row of both would be the same
+BAD = 1
+"""The rank that errs or never calls."""
+
+
+def shape_of(ranks: int, **changes: Any) -> FusedShape:
+    made = FusedShape(ranks * 3, 4, 384, 256, max_tokens=160)
+    return dataclasses.replace(made, **changes)
+
+
+def there(call: FusedTokens) -> FusedTokens:
+    return FusedTokens(call.x.cuda(), call.topk_idx.cuda(), call.topk_weights.cuda())
+
+
+class Layer:
+    """A layer of one rank with the weights of its experts."""
+
+    def __init__(self, group: Any, shape: FusedShape, seed: int = 0, **changes: Any) -> None:
+        self.shape, self.group = shape, group
+        self.moe = shape.open(group, **changes)
+        assert self.moe.backend == "cuda"
+        self.weights = weights_of(shape, seed)
+        part = self.weights.shard(group.rank, group.size)
+        tensors = (part.l1, part.l1_scales, part.l2, part.l2_scales)
+        self.here = ExpertWeights(*(tensor.cuda() for tensor in tensors))
+        wait()
+
+    def run(self, call: FusedTokens, **options: Any) -> torch.Tensor:
+        out = torch.full_like(call.x, float("nan"))
+        rest = (call.topk_idx, call.topk_weights, self.here)
+        return self.moe.forward(call.x, *rest, out=out, **options)
+
+    def check(self, call: FusedTokens, *, on_gpu: bool = False) -> torch.Tensor:
+        """The result of a call of the CPU's tensors, which is right; by a reference on the GPU,
+        which threads may not wait for, if asked for."""
+        local = self.moe.experts_per_rank
+        statistics = torch.full((local,), 5, dtype=torch.int32, device="cuda")
+        y = self.run(there(call), statistics=statistics)
+        wait()
+        if on_gpu:
+            parts = (
+                self.weights.l1,
+                self.weights.l1_scales,
+                self.weights.l2,
+                self.weights.l2_scales,
+            )
+            weights = ExpertWeights(*(tensor.cuda() for tensor in parts))
+            wanted = expected(self.shape, there(call), weights).cpu()
+        else:
+            wanted = expected(self.shape, call, self.weights)
+        close = FAST if self.shape.fast_accumulation else CLOSE
+        assert difference(y.cpu(), wanted) < close, (self.shape, self.moe.rank, len(y))
+        every = self.group.all_gather(call.topk_idx)
+        chosen = torch.cat([idx.flatten() for idx in every])
+        counts = torch.bincount(chosen[chosen >= 0], minlength=self.shape.num_experts)
+        mine = counts[self.moe.rank * local :][:local] + 5
+        assert torch.equal(statistics.cpu(), mine.int())
+        return y
+
+    def close(self) -> None:
+        wait()
+        self.moe.check()
+        meet(self.group)
+        self.moe.close()
+
+
+def few(given: Any, seed: int, **changes: Any) -> None:
+    """Three calls of one small layer."""
+    group = as_group(given)
+    layer = Layer(group, shape_of(group.size, **{"max_tokens": 20, **changes}), seed)
+    for number in range(3):
+        tokens = 0 if number == group.rank else layer.shape.max_tokens
+        layer.check(tokens_of(layer.shape, tokens, TOKENS + number * 10 + group.rank))
+    layer.close()
+
+
+def geometries(given: Any, first: int) -> None:
+    group = as_group(given)
+    for seed in range(first, first + 6):
+        draw = random.Random(seed)
+        shape = FusedShape(
+            num_experts=group.size * draw.choice([1, 2, 5, 30]),
+            top_k=draw.choice([1, 2, 6, 8, 11, 32]),
+            hidden=128 * draw.choice([1, 2, 3, 4, 9]),
+            intermediate=128 * draw.choice([1, 2, 3]),
+            max_tokens=draw.choice([1, 20, 150]),
+            activation_clamp=draw.choice([None, 0.25, 1.0]),
+            fast_accumulation=draw.random() < 0.3,
+        )
+        layer = Layer(group, shape, seed)
+        for number in range(3):
+            masked, skewed = draw.choice([0.0, 0.3, 1.0]), draw.random() < 0.3
+            counts = [draw.choice([0, 1, shape.max_tokens]) for _ in range(group.size)]
+            call = tokens_of(
+                shape, counts[group.rank], TOKENS + number * 10 + group.rank, masked=masked,
+                skewed=skewed,
+            )  # fmt: skip
+            layer.check(call)
+        layer.close()
+
+
+def repeated(given: Any, rounds: int) -> None:
+    group = as_group(given)
+    layer = Layer(group, shape_of(group.size))
+    calls = [tokens_of(layer.shape, n, TOKENS + n + group.rank) for n in (160, 0, 7, 64, 129)]
+    first = [layer.check(call) for call in calls]
+    calls = [there(call) for call in calls]
+    wait()
+    differs = torch.zeros((), dtype=torch.int32, device="cuda")
+    for number in range(rounds):
+        place = number % len(calls)
+        y = layer.run(calls[place])
+        differs += (y.view(torch.int16) != first[place].view(torch.int16)).any().int()
+        if number % 32 == 0:
+            wait()
+    wait()
+    assert int(differs) == 0
+    layer.close()
+
+
+def graphs(given: Any) -> None:
+    group = as_group(given)
+    layer = Layer(group, shape_of(group.size))
+    calls = [tokens_of(layer.shape, 50, TOKENS + 10 * n + group.rank) for n in range(3)]
+    ys = [layer.check(call) for call in calls]
+    calls = [there(call) for call in calls]
+    fixed = FusedTokens(*(tensor.clone() for tensor in vars(calls[0]).values()))
+    out = torch.empty_like(fixed.x)
+    rest = (fixed.topk_idx, fixed.topk_weights, layer.here)
+    layer.moe.forward(fixed.x, *rest, out=out)
+
+    def three() -> torch.Tensor:
+        for _ in range(3):
+            layer.moe.forward(fixed.x, *rest, out=out)
+        return out
+
+    graph, _ = capture(group, three)
+    meet(group)
+    for _ in range(4):
+        for call, y in zip(calls, ys, strict=True):
+            for to, tensor in zip(vars(fixed).values(), vars(call).values(), strict=True):
+                to.copy_(tensor)
+            out.fill_(float("nan"))
+            graph.replay()
+            again = layer.run(call)
+            wait()
+            assert torch.equal(out.cpu(), y.cpu())
+            assert torch.equal(again.cpu(), y.cpu())
+    layer.close()
+    del graph
+
+
+def shared_expert(given: Any) -> None:
+    group = as_group(given)
+    layer = Layer(group, shape_of(group.size))
+    one = dataclasses.replace(layer.shape, num_experts=1, intermediate=384)
+    shared = weights_of(one, 9)
+    tensors = (shared.l1, shared.l1_scales, shared.l2, shared.l2_scales)
+    here = ExpertWeights(*(tensor.cuda() for tensor in tensors))
+    wait()
+    call = tokens_of(layer.shape, 20 + group.rank, TOKENS + group.rank)
+    # Ranks need not agree about it.
+    options: dict[str, Any] = {} if group.rank == BAD else {"shared_expert": here}
+    for _ in range(3):
+        y = layer.run(there(call), **options)
+    wait()
+    wanted_with = {"shared_expert": shared} if options else {}
+    assert difference(y.cpu(), expected(layer.shape, call, layer.weights, **wanted_with)) < CLOSE
+    layer.close()
+
+
+def refused(given: Any) -> list[str]:
+    group = as_group(given)
+    layer = Layer(group, shape_of(group.size))
+    call = tokens_of(layer.shape, 30, TOKENS + group.rank)
+    y = layer.check(call)
+    said = []
+    for _ in range(3):
+        bad = there(call)
+        if group.rank == BAD:
+            bad = dataclasses.replace(bad, topk_weights=bad.topk_weights.double())
+        try:
+            layer.run(bad)
+            wait()
+            layer.moe.check()
+        except FanfoldError as error:
+            said.append(f"{type(error).__name__}: {error}")
+        assert torch.equal(layer.check(call).cpu(), y.cpu())
+    layer.close()
+    return said
+
+
+def check_refusals(rank: int, said: list[str]) -> None:
+    """What :func:`refused` has to return on ``rank``."""
+    assert len(said) == 3
+    for number, message in enumerate(said):
+        if rank == BAD:
+            assert message.startswith("ArgumentError: topk_weights.dtype is torch.float64")
+        else:
+            assert message.startswith(f"PeerRefused: rank {BAD} refused its input to fused_moe")
+            assert message.endswith(f"call {2 + 2 * number}; its own exception says why")
+
+
+def absent(given: Any) -> str:
+    group = as_group(given)
+    config = fanfold.Config.resolve(timeout_s=1.0)
+    layer = Layer(group, shape_of(group.size), config=config)
+    layer.check(tokens_of(layer.shape, 30, TOKENS + group.rank))
+    if group.rank == BAD:
+        return ""
+    layer.run(there(tokens_of(layer.shape, 30, TOKENS + group.rank)))
+    wait()
+    for _ in range(2):
+        with pytest.raises(PeerTimeout) as raised:
+            layer.moe.check()
+    assert raised.value.peer == BAD
+    return str(raised.value)
+
+
+def check_absence(found: list[str]) -> None:
+    """What :func:`absent` has to return on all ranks."""
+    for rank, message in enumerate(found):
+        if rank != BAD:
+            start = f"rank {rank} waited 1 s for rank {BAD} in fused_moe: expected 2, have 1"
+            assert message.startswith(start)
+
+
+def large(given: Any) -> None:
+    """Rows enough for pairs of blocks, groups of columns and a shared count of the routing."""
+    group = as_group(given)
+    shape = FusedShape(group.size * 8, 8, 2048, 1024, max_tokens=4200)
+    layer = Layer(group, shape)
+    for tokens in (4200 - 100 * group.rank, 300, 0):
+        layer.check(tokens_of(shape, tokens, TOKENS + tokens, masked=0.0), on_gpu=True)
+    layer.close()
+
+
+def bad_entry(given: Any) -> None:
+    group = as_group(given)
+    layer = Layer(group, shape_of(group.size))
+    call = tokens_of(layer.shape, 30, TOKENS + group.rank, masked=0.0)
+    if group.rank == BAD:
+        call.topk_idx[3, 2] = layer.shape.num_experts
+    y = layer.run(there(call))
+    wait()
+    if group.rank == BAD:
+        with pytest.raises(fanfold.ArgumentError, match=r"topk_idx\[3, 2\] of call 1 is"):
+            layer.moe.check()
+        call.topk_idx[3, 2] = -1
+    assert difference(y.cpu(), expected(layer.shape, call, layer.weights)) < CLOSE
+    layer.close()
