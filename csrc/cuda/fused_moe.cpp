@@ -74,10 +74,20 @@ FusedMoe::FusedMoe(const FusedMoeSizes& sizes, int32_t rank, const uintptr_t* pe
   const uintptr_t rows[2] = {memory + at.shared.rows, memory + at.activations};
   const uint64_t depths[2] = {hidden, intermediate};
   const char* names[2] = {"rows of tokens", "activations"};
+  const int64_t scales[2] = {at.shared.row_scales, at.activation_scales};
+  const char* scale_names[2] = {"scales of tokens", "scales of activations"};
   for (int gemm = 0; gemm < 2; ++gemm) {
     const uint64_t shape[3] = {depths[gemm], row_count, 1};
     fixed_.a[gemm] = bytes_map(rows[gemm], shape, kFusedMoeHalfRows, names[gemm]);
     fixed_.a_low[gemm] = bytes_map(rows[gemm], shape, kFusedMoeHalfRows / 2, names[gemm]);
+    fixed_.scales[gemm] =
+        tensor_map(pointer<const void>(memory + scales[gemm]),
+                   {.type = TensorType::FLOAT32,
+                    .sizes = {row_count, depths[gemm] / 128, 1},
+                    .strides = {4 * row_count, 4 * row_count * (depths[gemm] / 128)},
+                    .box = {kFusedMoeBlockRows, 1},
+                    .swizzle = Swizzle::NONE},
+                   scale_names[gemm]);
   }
   fixed_.activations =
       bytes_map(rows[1], {intermediate, row_count, 1}, kFusedMoeHalfRows, names[1]);
@@ -90,8 +100,7 @@ FusedMoe::FusedMoe(const FusedMoeSizes& sizes, int32_t rank, const uintptr_t* pe
                               "results of rows");
   fixed_.peers = peer_table(peers, sizes.ranks, 0);
   fixed_.at = at.shared;
-  fixed_.a_scales[0] = pointer<float>(memory + at.shared.row_scales);
-  fixed_.a_scales[1] = pointer<float>(memory + at.activation_scales);
+  fixed_.activation_scales = pointer<float>(memory + at.activation_scales);
   fixed_.counts = pointer<int32_t>(memory + at.counts);
   fixed_.places = pointer<FusedMoePlace>(memory + at.places);
   fixed_.copies = pointer<FusedMoeCopy>(memory + at.copies);

@@ -156,7 +156,7 @@ class CudaLayer:
                 out = torch.empty(shape, dtype=torch.bfloat16, device=device)
             addend = shared = None
             if call.shared_expert is not None and call.tokens > 0:
-                shared = self._shared_expert(call.shared_expert.intermediate)
+                shared = self._known_shared_expert(call.shared_expert.intermediate)
                 addend = torch.empty(shape, dtype=torch.bfloat16, device=device)
             stream = self._follow()
             tokens = call.quantized()
@@ -173,6 +173,19 @@ class CudaLayer:
         )
         self.check()
         return out
+
+    def prepare_shared_expert(self, intermediate: int) -> None:
+        """See :meth:`fanfold.FusedMoE.prepare_shared_expert`."""
+        self._check_usable()
+        error: Exception | None = None
+        try:
+            if self._threads:
+                wait_for_kernels(self._memory)
+                self._group.all_gather(None)  # no kernel of any rank runs
+            self._shared_expert(intermediate)
+        except Exception as failure:
+            error = failure
+        agree(self._group, {"intermediate": intermediate}, error)
 
     def check(self) -> None:
         """Raises what earlier calls have found wrong since; does not wait for them."""
@@ -194,6 +207,16 @@ class CudaLayer:
         if self._reports.fatal():
             raise self._reports.take(self._config.timeout_s)
         self._memory.base(self.rank)  # raises if it is closed
+
+    def _known_shared_expert(self, intermediate: int) -> _SharedExpert:
+        if intermediate not in self._shared and self._threads:
+            # The driver may wait for all kernels of the GPU before it loads one.
+            raise UsageError(
+                f"the kernel for a shared expert of {intermediate} columns is not loaded yet, and "
+                "ranks are threads, whose kernels may wait for this one: call "
+                f"prepare_shared_expert({intermediate}) on all of them first"
+            )
+        return self._shared_expert(intermediate)
 
     def _shared_expert(self, intermediate: int) -> _SharedExpert:
         known = self._shared.get(intermediate)

@@ -12,6 +12,7 @@ from fanfold.fused_moe.call import FusedCall
 from fanfold.fused_moe.experts import grouped_experts
 from fanfold.fused_moe.weights import ExpertWeights
 from fanfold.geometry import Geometry
+from fanfold.group import agree, as_group
 from fanfold.high_throughput import HighThroughput
 from fanfold.refusal import Refusing
 
@@ -37,7 +38,7 @@ class HostLayer:
     def __init__(
         self, group: GroupLike, geometry: Geometry, clamp: float | None, config: Config
     ) -> None:
-        self._top_k, self._clamp = geometry.top_k, clamp
+        self._group, self._top_k, self._clamp = group, geometry.top_k, clamp
         self._dispatcher = HighThroughput(
             group,
             num_experts=geometry.num_experts,
@@ -86,6 +87,10 @@ class HostLayer:
         if call.statistics is not None:
             call.statistics.add_(received.tokens_per_expert)
         return total.bfloat16() if call.out is None else call.out.copy_(total)
+
+    def prepare_shared_expert(self, intermediate: int) -> None:
+        """Nothing has to be loaded."""
+        agree(as_group(self._group), {"intermediate": intermediate})
 
     def check(self) -> None:
         """Nothing is found later than in its call."""

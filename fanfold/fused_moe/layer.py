@@ -216,14 +216,30 @@ class FusedMoE(HasGeometry):
                 raise PeerRefused), and this object stays usable.
             PeerRefused: another rank refused its input; this object stays usable.
             PeerTimeout: a peer did not arrive in time; close this object.
-            UsageError: closed, or failed earlier; or the kernel of a shared expert of a new size is
-                not loaded yet, and a CUDA graph is being captured.
+            UsageError: closed, or failed earlier; or a shared expert has a new size, and a CUDA
+                graph is being captured, or ranks are threads: see :meth:`prepare_shared_expert`.
         """
         self._check_open()
         call = FusedCall(x, topk_idx, topk_weights, weights, shared_expert, statistics, out)
         with Refusing(self._layer.refuse):
             self._checks.check(call)
         return self._layer.run(call)
+
+    def prepare_shared_expert(self, intermediate: int) -> None:
+        """Loads what calls with a shared expert of a size need. Collective, as construction is.
+
+        The first such call does it otherwise, but not while a CUDA graph is captured, nor on ranks
+        that are threads.
+
+        Args:
+            intermediate: columns between the GEMMs of the shared expert, the same on all ranks.
+
+        Raises:
+            ArgumentError: no multiple of 128, or ranks that disagree about it.
+        """
+        self._check_open()
+        check_columns("intermediate", intermediate, _MOST_INTERMEDIATE)
+        self._layer.prepare_shared_expert(intermediate)
 
     def check(self) -> None:
         """Raises what earlier calls have found wrong since; does not wait for them."""

@@ -336,3 +336,18 @@ def test_public_names() -> None:
             "max_tokens=24, backend='host')"
         )
     assert repr(moe).endswith(", closed)")
+
+
+def _prepared(group: Group) -> None:
+    with SHAPE.open(group) as moe:
+        moe.prepare_shared_expert(256)
+        with pytest.raises(
+            fanfold.ArgumentError, match="intermediate is 100, but must be from 128"
+        ):
+            moe.prepare_shared_expert(100)
+        with pytest.raises(fanfold.ArgumentError, match="must be the same on all ranks"):
+            moe.prepare_shared_expert(128 * (1 + moe.rank))
+
+
+def test_a_shared_expert_can_be_prepared() -> None:
+    ThreadRanks(2).run(_prepared)

@@ -3,6 +3,7 @@ threads on one GPU (:mod:`tests.gpu.one_gpu`), whose rules all keep."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import fanfold
-from fanfold.errors import FanfoldError, PeerTimeout
+from fanfold.errors import FanfoldError, PeerRefused, PeerTimeout, UsageError
 from fanfold.fused_moe import ExpertWeights, difference
 from fanfold.group import as_group
 from tests.distributed.fused_layers import FusedShape, FusedTokens, expected, tokens_of, weights_of
@@ -194,6 +195,8 @@ def shared_expert(given: Any) -> None:
     here = ExpertWeights(*(tensor.cuda() for tensor in tensors))
     wait()
     call = tokens_of(layer.shape, 20 + group.rank, TOKENS + group.rank)
+    layer.moe.prepare_shared_expert(384)
+    meet(group)
     # Ranks need not agree about it.
     options: dict[str, Any] = {} if group.rank == BAD else {"shared_expert": here}
     for _ in range(3):
@@ -201,6 +204,25 @@ def shared_expert(given: Any) -> None:
     wait()
     wanted_with = {"shared_expert": shared} if options else {}
     assert difference(y.cpu(), expected(layer.shape, call, layer.weights, **wanted_with)) < CLOSE
+    layer.close()
+
+
+def unprepared(given: Any) -> None:
+    """A shared expert whose kernel would be loaded while others' kernels may run."""
+    group = as_group(given)
+    layer = Layer(group, shape_of(group.size))
+    one = dataclasses.replace(layer.shape, num_experts=1, intermediate=512)
+    shared = weights_of(one, 9)
+    tensors = (shared.l1, shared.l1_scales, shared.l2, shared.l2_scales)
+    here = ExpertWeights(*(tensor.cuda() for tensor in tensors))
+    wait()
+    call = tokens_of(layer.shape, 20, TOKENS + group.rank)
+    with pytest.raises(UsageError, match=r"call prepare_shared_expert\(512\) on all of them"):
+        layer.run(there(call), shared_expert=here)
+    wait()
+    with contextlib.suppress(PeerRefused):
+        layer.moe.check()
+    layer.check(call)
     layer.close()
 
 

@@ -39,6 +39,10 @@ def test_shared_expert(one_gpu: OneGpu, ranks: int) -> None:
     one_gpu.run(ranks, rounds.shared_expert)
 
 
+def test_a_shared_expert_has_to_be_prepared(one_gpu: OneGpu, ranks: int) -> None:
+    one_gpu.run(ranks, rounds.unprepared)
+
+
 def test_a_refusal_ends_the_call_on_all_ranks(one_gpu: OneGpu, ranks: int) -> None:
     for rank, said in enumerate(one_gpu.run(ranks, rounds.refused)):
         rounds.check_refusals(rank, said)

@@ -44,20 +44,22 @@ __device__ __forceinline__ uint32_t load_of_cta(const uint32_t* own, int cta) {
   return v;
 }
 
-// Stores a word that stands for itself where `own` is, in CTA `cta` of the cluster.
-__device__ __forceinline__ void store_relaxed_at_cta(uint64_t* own, int cta, uint64_t word) {
+// A word that stands for itself, stored where `own` is in CTA `cta` of the cluster.
+__device__ __forceinline__ void exchange_relaxed_at_cta(uint64_t* own, int cta, uint64_t word) {
   asm volatile(
-      "{\n .reg .b32 there;\n"
+      "{\n .reg .b32 there;\n .reg .b64 before;\n"
       " mapa.shared::cluster.u32 there, %0, %1;\n"
-      " st.relaxed.cluster.shared::cluster.u64 [there], %2;\n}" ::"r"(shared_address(own)),
+      " atom.relaxed.cluster.shared::cluster.exch.b64 before, [there], %2;\n}" ::"r"(
+          shared_address(own)),
       "r"(cta), "l"(word)
       : "memory");
 }
 
-// What stands in this CTA's shared memory, where another of the cluster may store.
-__device__ __forceinline__ uint64_t load_relaxed_cluster(const uint64_t* own) {
+// What stands in this CTA's shared memory, where another of the cluster may store. For few threads:
+// those of a warp come one after another.
+__device__ __forceinline__ uint64_t fetch_relaxed_cluster(uint64_t* own) {
   uint64_t word;
-  asm volatile("ld.relaxed.cluster.shared::cta.u64 %0, [%1];"
+  asm volatile("atom.relaxed.cluster.shared::cta.or.b64 %0, [%1], 0;"
                : "=l"(word)
                : "r"(shared_address(own))
                : "memory");

@@ -146,22 +146,28 @@ __device__ __forceinline__ uint32_t load_relaxed_cta(const uint32_t* shared) {
   return v;
 }
 
-__device__ __forceinline__ uint32_t load_acquire_cta(const uint32_t* shared) {
-  uint32_t v;
-  asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];"
-               : "=r"(v)
-               : "r"(shared_address(shared))
+// Returns what stood there before.
+__device__ __forceinline__ uint32_t exchange_acquire_cta(uint32_t* shared, uint32_t v) {
+  uint32_t before;
+  asm volatile("atom.acquire.cta.shared::cta.exch.b32 %0, [%1], %2;"
+               : "=r"(before)
+               : "r"(shared_address(shared)), "r"(v)
                : "memory");
-  return v;
+  return before;
+}
+
+// Stores `v` if 0 stands there, and returns whether it did.
+__device__ __forceinline__ bool fill_release_cta(uint32_t* shared, uint32_t v) {
+  uint32_t before;
+  asm volatile("atom.release.cta.shared::cta.cas.b32 %0, [%1], 0, %2;"
+               : "=r"(before)
+               : "r"(shared_address(shared)), "r"(v)
+               : "memory");
+  return before == 0;
 }
 
 __device__ __forceinline__ void store_relaxed_cta(uint32_t* shared, uint32_t v) {
   asm volatile("st.relaxed.cta.shared::cta.u32 [%0], %1;" ::"r"(shared_address(shared)), "r"(v)
-               : "memory");
-}
-
-__device__ __forceinline__ void store_release_cta(uint32_t* shared, uint32_t v) {
-  asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(shared_address(shared)), "r"(v)
                : "memory");
 }
 

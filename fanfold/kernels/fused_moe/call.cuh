@@ -37,12 +37,12 @@ __device__ __forceinline__ constexpr int depth_blocks(int gemm) {
 // ---- shared memory ------------------------------------------------------------------------------
 
 // Counters of tiles that are written, from the thread that has stored them to a spare warp: the
-// release for the whole GPU takes about a microsecond, which is not to be a warpgroup's.
+// release for the whole GPU takes about a microsecond, which is not to be a warpgroup's. A word is
+// 1 + the index of a counter, 0 where a slot is empty; slots are used in turn.
 struct Mailbox {
   static constexpr uint32_t kSlots = 4;
   static constexpr uint32_t kLast = ~0u;
-  uint32_t posted, taken, ended;
-  uint32_t words[kSlots];  // indices of the counters
+  uint32_t words[kSlots];
 };
 
 // A role of a CTA may be four tiles, which are as many stages, ahead of another.
@@ -169,14 +169,18 @@ __device__ inline bool await_count(const Call& call, const uint32_t* counter, ui
   return true;
 }
 
-// The task number `n` of this CTA. No valid rows: there is none.
-__device__ inline Task await_task(const Call& call, uint32_t n) {
+// The task number `n` of this CTA; by one thread. No valid rows: there is none.
+__device__ inline PackedTask await_packed_task(const Call& call, uint32_t n) {
   Patience patience(call);
   for (;;) {
-    const PackedTask packed{load_relaxed_cluster(&call.tail.tasks[n % kTasks])};
-    if (packed.has_number(n)) return packed.task();
+    const PackedTask packed{fetch_relaxed_cluster(&call.tail.tasks[n % kTasks])};
+    if (packed.has_number(n)) return packed;
     if (patience.expired()) return {};
   }
+}
+
+__device__ inline Task await_task(const Call& call, uint32_t n) {
+  return await_packed_task(call, n).task();
 }
 
 }  // namespace fanfold::fused_moe

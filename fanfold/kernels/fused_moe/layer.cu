@@ -19,15 +19,15 @@ namespace fanfold::fused_moe {
 
 // Warps 10 and 11.
 __device__ inline void spare_warp(const Call& call, int which) {
-  Mailbox& box = call.tail.mailboxes[which];
+  Publisher publisher(call, call.tail.mailboxes[which]);
   const bool serves = threadIdx.x % kWarpLanes == 0;
   const auto between = [&] {
-    if (serves) serve(call, box);
+    if (serves) publisher.serve();
     __syncwarp();
   };
   copy_rows<7>(call, kFirstCopies, 1 << 30, which, kMathWarpgroups, between);
   if (call.schedule().groups() > 1) sum_tokens<1>(call, 2000, 1000, between);
-  if (serves) serve_to_the_end(call, box);
+  if (serves) publisher.serve_to_the_end();
 }
 
 // By one thread of the CTA.

@@ -9,23 +9,19 @@ namespace fanfold::fused_moe {
 // Takes the cluster's tickets and tells both CTAs their tasks; by one thread of the first CTA.
 class Tickets {
  public:
-  __device__ explicit Tickets(const Call& call) : call_(call), schedule_(call.schedule()) {}
+  __device__ explicit Tickets(const Call& call) : call_(call) {}
 
   __device__ void take() { next_ = static_cast<int>(atomicAdd(call_.ticket(), 1u)); }
   __device__ void publish() {
-    for (int cta = 0; cta < kCluster; ++cta) {
-      Cursor cursor = cursor_;
-      const Task task = task_of(schedule_, next_, cta, cursor);
-      if (cta == kCluster - 1) cursor_ = cursor;
-      store_relaxed_at_cta(&call_.tail.tasks[number_ % kTasks], cta,
-                           PackedTask::of(task, number_).word);
-    }
+    const TicketPlace place = place_of(call_.schedule(), next_, cursor_);
+    for (int cta = 0; cta < kCluster; ++cta)
+      exchange_relaxed_at_cta(&call_.tail.tasks[number_ % kTasks], cta,
+                              PackedTask::of(task_at(place, cta), number_).word);
     ++number_;
   }
 
  private:
   const Call& call_;
-  const Schedule schedule_;
   Cursor cursor_;
   int next_ = 0;
   uint32_t number_ = 0;
@@ -112,12 +108,10 @@ __device__ inline void load_rows(Ring& ring, const Call& call) {
     const bool low = task.valid <= kFusedMoeHalfRows;
     const int box_rows = low ? kFusedMoeHalfRows / 2 : kFusedMoeHalfRows;
     const TensorMap* map = low ? &args.a_low[task.gemm] : &args.a[task.gemm];
-    const uint32_t scale_bytes = 2 * box_rows * 4;
-    const float* scales = args.a_scales[task.gemm] + task.row;
     const int blocks = depth_blocks(task.gemm);
     const int looks_at = max(blocks - 3, 0);
     Task next{};
-    for (int k = 0; k < blocks; ++k, at.advance(), scales += args.row_count) {
+    for (int k = 0; k < blocks; ++k, at.advance()) {
       if (k == looks_at) {
         next = await_task(call, n);
       } else if (k > looks_at) {
@@ -127,7 +121,7 @@ __device__ inline void load_rows(Ring& ring, const Call& call) {
       if (!waits(&ring.empty[at.stage], at.parity ^ 1)) return;
       ArrivalBarrier* full = &ring.full[at.stage];
       uint8_t* a = ring.a[at.stage];
-      arrive_expecting(full, 2 * box_rows * kBlockDepth + scale_bytes);
+      arrive_expecting(full, 2 * box_rows * kBlockDepth + kBytesScales);
       const int x = k * kBlockDepth;
       if (task.shares_weights) {
         load_box(a, map, {x, task.row, 0}, full);
@@ -136,7 +130,7 @@ __device__ inline void load_rows(Ring& ring, const Call& call) {
         load_box_multicast(a + cta * box_rows * kBlockDepth, map, {x, task.row + cta * box_rows, 0},
                            full, 0b11);
       }
-      bulk_load(ring.scales[at.stage], scales, scale_bytes, full);
+      load_box(ring.scales[at.stage], &args.scales[task.gemm], {task.row, k, 0}, full);
     }
     task = next;
   }

@@ -10,55 +10,80 @@ inline constexpr float kSmallestActivation = 1e-6f;  // of the largest of 128
 
 // ---- stored tiles -------------------------------------------------------------------------------
 
-// By one thread of a warpgroup.
-__device__ inline void post(const Call& call, Mailbox& box, uint32_t word) {
-  const uint32_t posted = box.posted;
-  Patience patience(call);
-  while (posted - load_acquire_cta(&box.taken) >= Mailbox::kSlots)
-    if (patience.expired()) return;
-  box.words[posted % Mailbox::kSlots] = word;
-  store_release_cta(&box.posted, posted + 1);
-}
+// The spare warp's side of a mailbox; by one thread.
+class Publisher {
+ public:
+  __device__ Publisher(const Call& call, Mailbox& box) : call_(call), box_(box) {}
 
-// By one thread of a spare warp: what was posted, for all of the GPU.
-__device__ inline void serve(const Call& call, Mailbox& box) {
-  const uint32_t posted = load_acquire_cta(&box.posted);
+  // What was posted, for all of the GPU.
+  __device__ void serve() {
 #pragma unroll 1
-  for (uint32_t taken = box.taken; taken != posted; ++taken) {
-    const uint32_t word = box.words[taken % Mailbox::kSlots];
-    store_release_cta(&box.taken, taken + 1);
-    if (word == Mailbox::kLast) {
-      box.ended = 1;
-    } else {
-      // What is returned is read by all ranks.
-      const bool is_returned = word >= call.at().returned();
-      if (kRanks > 1 && is_returned) {
-        add_release_system(call.counters + word, 1);
+    while (!ended_) {
+      const uint32_t word = exchange_acquire_cta(&box_.words[taken_ % Mailbox::kSlots], 0);
+      if (word == 0) return;
+      ++taken_;
+      if (word == Mailbox::kLast) {
+        ended_ = true;
       } else {
-        add_release_gpu(call.counters + word, 1);
+        publish(word - 1);
       }
     }
   }
-}
 
-__device__ inline void serve_to_the_end(const Call& call, Mailbox& box) {
-  Patience patience(call);
-  for (serve(call, box); !box.ended; serve(call, box)) {
-    if (patience.expired()) return;
-    __nanosleep(100);
+  __device__ void serve_to_the_end() {
+    Patience patience(call_);
+    for (serve(); !ended_; serve()) {
+      if (patience.expired()) return;
+      __nanosleep(100);
+    }
   }
-}
 
-// The last tile that one thread has stored, until others may read it.
-struct Unpublished {
-  uint32_t* counter = nullptr;
-  __device__ void publish(const Call& call, Mailbox& box) {
-    if (!counter) return;
+ private:
+  __device__ void publish(uint32_t counter) const {
+    // What is returned is read by all ranks.
+    if (kRanks > 1 && counter >= call_.at().returned()) {
+      add_release_system(call_.counters + counter, 1);
+    } else {
+      add_release_gpu(call_.counters + counter, 1);
+    }
+  }
+
+  const Call& call_;
+  Mailbox& box_;
+  uint32_t taken_ = 0;
+  bool ended_ = false;
+};
+
+// The warpgroup's side, by its first thread: the last tile that it has stored, until others may
+// read it.
+class Unpublished {
+ public:
+  __device__ Unpublished(const Call& call, Mailbox& box) : call_(call), box_(box) {}
+
+  __device__ void store(const uint32_t* counter) {
+    word_ = 1 + static_cast<uint32_t>(counter - call_.counters);
+  }
+  __device__ void publish() {
+    if (word_ == 0) return;
     bulk_await_written<0>();
     fence_global_and_bulk();
-    post(call, box, static_cast<uint32_t>(counter - call.counters));
-    counter = nullptr;
+    post(word_);
+    word_ = 0;
   }
+  __device__ void end() { post(Mailbox::kLast); }
+
+ private:
+  __device__ void post(uint32_t word) {
+    Patience patience(call_);
+    while (!fill_release_cta(&box_.words[posted_ % Mailbox::kSlots], word))
+      if (patience.expired()) return;
+    ++posted_;
+  }
+
+  const Call& call_;
+  Mailbox& box_;
+  uint32_t word_ = 0;
+  uint32_t posted_ = 0;
 };
 
 // Counts the tiles of a half block of rows.
@@ -108,7 +133,7 @@ __device__ __forceinline__ void store_activations(float (&d)[kSums], StoreSlot& 
     largest[h] = fmaxf(largest[h], __shfl_xor_sync(kFullWarp, largest[h], 2));
     factor[h] = __fdividef(kE4m3Max, largest[h]);
     if (thread % 4 == 0)
-      args.a_scales[1][task.column_block * args.row_count + row + slot_row + 8 * h] =
+      args.activation_scales[task.column_block * args.row_count + row + slot_row + 8 * h] =
           largest[h] * (1.0f / kE4m3Max);
   }
   if (thread == 0) bulk_await_read<0>();  // the slot's last store
@@ -147,7 +172,10 @@ __device__ __forceinline__ void load_scales(ColumnScales& scales, const Call& ca
 
 // By a warpgroup, for which the answer is one even where a wait has lasted too long.
 __device__ __forceinline__ Task await_task_together(const Call& call, uint32_t n, int warpgroup) {
-  const Task task = await_task(call, n);
+  PackedTask packed{};
+  if (threadIdx.x % kWarpLanes == 0) packed = await_packed_task(call, n);
+  packed.word = __shfl_sync(kFullWarp, packed.word, 0);
+  const Task task = packed.task();
   return named_barrier_all(1 + warpgroup, kWarpgroupThreads, task.valid > 0) ? task : Task{};
 }
 
@@ -159,11 +187,10 @@ __device__ __forceinline__ float row_weight(const Call& call, int row) {
 // Two warpgroups. Ends when no tickets are left.
 __device__ __forceinline__ void multiply_tasks(SharedMemory& shared, const Call& call,
                                                int warpgroup) {
-  Mailbox& box = call.tail.mailboxes[warpgroup];
   const bool first_thread = threadIdx.x % kWarpgroupThreads == 0;
   PartSum<Waits> sum(shared.ring, warpgroup, Waits{call});
   ColumnScales scales;
-  Unpublished stored;
+  Unpublished stored(call, call.tail.mailboxes[warpgroup]);
   Task task = await_task_together(call, 0, warpgroup);
   if (task.valid > 0) load_scales(scales, call, task);
   for (uint32_t n = 1; task.valid > 0; ++n) {
@@ -173,7 +200,7 @@ __device__ __forceinline__ void multiply_tasks(SharedMemory& shared, const Call&
     float d[kSums];
     registers_begin(d);
     sum.run(d, scales, depth_blocks(task.gemm), computes, [&] {
-      stored.publish(call, box);  // by one thread: products need whole warps
+      stored.publish();  // by one thread: products need whole warps
       __syncwarp();
       if (task.gemm == 1) return;
       weight[0] = row_weight(call, row + row_of_thread());
@@ -188,15 +215,15 @@ __device__ __forceinline__ void multiply_tasks(SharedMemory& shared, const Call&
         store_part(d, shared.store[warpgroup], &call.args.results,
                    {task.column_block * kTileColumns, row, 0}, warpgroup);
       }
-      if (first_thread) stored.counter = stored_counter(call, task, row / kFusedMoeHalfRows);
+      if (first_thread) stored.store(stored_counter(call, task, row / kFusedMoeHalfRows));
     }
     if (task.gemm == 0) call.mark(&FusedMoeSpan::first_end);
     // The next tile may wait for this one, unless both are of the same GEMM.
-    if (next.valid == 0 || next.gemm != task.gemm) stored.publish(call, box);
+    if (next.valid == 0 || next.gemm != task.gemm) stored.publish();
     __syncwarp();
     task = next;
   }
-  if (first_thread) post(call, box, Mailbox::kLast);
+  if (first_thread) stored.end();
   __syncwarp();
 }
 

@@ -103,37 +103,63 @@ inline constexpr int kMostColumnBlocks = (1 << 13) - 1;
 
 // Where the last ticket was found; tickets grow.
 struct Cursor {
-  int phase = 0;
-  int first_ticket = 0;  // of the phase
+  int phase = -1;
+  int begin = 0, end = 0;  // tickets of the phase
   int expert = 0;
 };
 
-FANFOLD_HD constexpr Task task_of(const Schedule& schedule, int ticket, int cta, Cursor& at) {
-  while (at.phase < schedule.phases() && ticket - at.first_ticket >= schedule.tickets(at.phase)) {
-    at = {at.phase + 1, at.first_ticket + schedule.tickets(at.phase), 0};
+// What both CTAs of a cluster have to know of their ticket.
+struct TicketPlace {
+  int gemm, expert;
+  int first_block;            // of the expert's rows
+  int rows;                   // of the expert; 0: no tickets are left
+  int columns, first_column;  // blocks of them in the phase
+  int pairs;                  // of blocks of rows
+  int local;                  // the ticket's number among those of the expert in the phase
+};
+
+FANFOLD_HD constexpr TicketPlace place_of(const Schedule& schedule, int ticket, Cursor& at) {
+  while (ticket >= at.end) {
+    if (at.phase + 1 == schedule.phases()) return {};
+    const int phase = at.phase + 1;
+    at = {phase, at.end, at.end + schedule.tickets(phase), 0};
   }
-  if (at.phase == schedule.phases()) return {};
+  const int in_phase = ticket - at.begin;
   const int columns = schedule.column_blocks(at.phase);
-  const int in_phase = ticket - at.first_ticket;
   while (BlocksBefore{schedule.before[at.expert + 1]}.tickets(columns) <= in_phase) ++at.expert;
   const BlocksBefore before{schedule.before[at.expert]};
   const int rows = schedule.rows[at.expert];
-  const int pairs = blocks_of(rows) / 2;
-  const int local = in_phase - before.tickets(columns);
-  Task task{at.phase == 0 ? 0 : 1, at.expert, 0, 0, 0, local < pairs * columns, true};
-  int block = 2 * pairs;
+  return {at.phase == 0 ? 0 : 1,
+          at.expert,
+          before.blocks(),
+          rows,
+          columns,
+          schedule.first_column(at.phase),
+          blocks_of(rows) / 2,
+          in_phase - before.tickets(columns)};
+}
+
+FANFOLD_HD constexpr Task task_at(const TicketPlace& place, int cta) {
+  if (place.rows == 0) return {};
+  const int paired = place.pairs * place.columns;
+  Task task{place.gemm, place.expert, 0, 0, 0, place.local < paired, true};
+  int block = 2 * place.pairs;
   if (task.shares_weights) {
-    task.column_block = local / pairs;
-    block = 2 * (local - task.column_block * pairs) + cta;
+    task.column_block = place.local / place.pairs;
+    block = 2 * (place.local - task.column_block * place.pairs) + cta;
   } else {
-    task.column_block = 2 * (local - pairs * columns) + cta;
-    task.computes = task.column_block < columns;
+    task.column_block = 2 * (place.local - paired) + cta;
+    task.computes = task.column_block < place.columns;
   }
-  task.column_block += schedule.first_column(at.phase);
-  task.row = (before.blocks() + block) * kFusedMoeBlockRows;
-  const int left = rows - block * kFusedMoeBlockRows;
+  task.column_block += place.first_column;
+  task.row = (place.first_block + block) * kFusedMoeBlockRows;
+  const int left = place.rows - block * kFusedMoeBlockRows;
   task.valid = left < kFusedMoeBlockRows ? left : kFusedMoeBlockRows;
   return task;
+}
+
+FANFOLD_HD constexpr Task task_of(const Schedule& schedule, int ticket, int cta, Cursor& at) {
+  return task_at(place_of(schedule, ticket, at), cta);
 }
 
 }  // namespace fanfold::fused_moe

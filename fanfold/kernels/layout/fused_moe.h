@@ -76,6 +76,7 @@ struct FusedMoeArgs {
   // Maps count elements, the innermost first.
   TensorMap l1, l2;          // e4m3 {depth, columns, experts}, box {128, 128}
   TensorMap a[2], a_low[2];  // e4m3 {depth, rows, 1}: of both GEMMs, boxes {128, 64}, {128, 32}
+  TensorMap scales[2];       // float32 {rows, depth / 128, 1}: of both GEMMs, box {128, 1}
   TensorMap activations, results;  // e4m3 {intermediate, rows}, bf16 {hidden, rows}, box {.., 64}
 
   // ---- of the caller ----------------------------------------------------------------------------
@@ -93,11 +94,11 @@ struct FusedMoeArgs {
   // ---- of the layer -----------------------------------------------------------------------------
   PeerTable peers;
   FusedMoeOffsets at;
-  float* a_scales[2];     // [depth / 128][rows], of both GEMMs; the first is at `row_scales`
-  int32_t* counts;        // [CTAs][experts of all ranks], rows of each CTA's tokens
-  FusedMoePlace* places;  // [tokens][top-k]
-  FusedMoeCopy* copies;   // [tokens][top-k], those of a CTA by expert
-  uint32_t* tables;       // [CTAs][2 * experts + 1], where shared memory has no room
+  float* activation_scales;  // [intermediate / 128][rows]
+  int32_t* counts;           // [CTAs][experts of all ranks], rows of each CTA's tokens
+  FusedMoePlace* places;     // [tokens][top-k]
+  FusedMoeCopy* copies;      // [tokens][top-k], those of a CTA by expert
+  uint32_t* tables;          // [CTAs][2 * experts + 1], where shared memory has no room
   FusedMoeState* state;
   Report* reports;      // in host memory
   FusedMoeSpan* spans;  // [CTAs], or null
