@@ -3,12 +3,15 @@
 
     python benchmarks/grouped_gemm.py RESULTS.jsonl
 
+With sums in FP32, and with those that the tensor cores keep (fast_accumulation).
+
 Median of 15 calls as CUDA graphs, each behind 10 ms of pause and a write of 512 MiB, which empties
 the L2 and lasts longer than a launch.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import sys
@@ -65,7 +68,7 @@ def median_us(call: Callable[[], None]) -> float:
     return statistics.median(taken[3:])
 
 
-def contiguous(weights: Pair, tokens: int) -> float:
+def contiguous(weights: Pair, tokens: int, fast: bool) -> float:
     _, columns, depth = weights[0].shape
     indices = []
     for group, rows in enumerate(rows_of(tokens).tolist()):
@@ -79,17 +82,19 @@ def contiguous(weights: Pair, tokens: int) -> float:
         deep_gemm.get_mn_major_tma_aligned_tensor(scales(rows, depth // 128)),
     )
     d = torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda")
-    return median_us(lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, weights, d, m_indices))
+    call = deep_gemm.m_grouped_fp8_gemm_nt_contiguous
+    return median_us(lambda: call(a, weights, d, m_indices, fast_accumulation=fast))
 
 
-def masked(weights: Pair, tokens: int) -> float:
+def masked(weights: Pair, tokens: int, fast: bool) -> float:
     groups, columns, depth = weights[0].shape
     rows = rows_of(tokens).int().cuda()
     shape = (groups, MOST_MASKED, depth // 128)
     a = e4m3(groups, MOST_MASKED, depth), deep_gemm.get_mn_major_tma_aligned_tensor(scales(*shape))
     d = torch.empty(groups, MOST_MASKED, columns, dtype=torch.bfloat16, device="cuda")
     expected = tokens * TOP_K // EXPERTS
-    return median_us(lambda: deep_gemm.m_grouped_fp8_gemm_nt_masked(a, weights, d, rows, expected))
+    call = deep_gemm.m_grouped_fp8_gemm_nt_masked
+    return median_us(lambda: call(a, weights, d, rows, expected, fast_accumulation=fast))
 
 
 def main() -> int:
@@ -106,15 +111,16 @@ def main() -> int:
         line(machine=properties.name, torch=torch.__version__, command=command)
         for name, (columns, depth) in GEMMS.items():
             weights = e4m3(EXPERTS, columns, depth), scales(EXPERTS, columns // 128, depth // 128)
-            for form, tokens in [
+            cases = [
                 *((contiguous, tokens) for tokens in (1024, 2048, 4096, 8192)),
                 *((masked, tokens) for tokens in (32, 256, 512, 1024)),
-            ]:
-                us = form(weights, tokens)
+            ]
+            for (form, tokens), fast in itertools.product(cases, (False, True)):
+                us = form(weights, tokens, fast)
                 flops = 2 * tokens * TOP_K * columns * depth
                 line(
                     bench="grouped_gemm", form=form.__name__, gemm=name, tokens=tokens,
-                    us=round(us, 1), tflops=round(flops / us * 1e-6, 1),
+                    fast_accumulation=fast, us=round(us, 1), tflops=round(flops / us * 1e-6, 1),
                 )  # fmt: skip
     return 0
 
