@@ -204,14 +204,9 @@ __device__ __forceinline__ uint4 load_once(const uint4* address) {
   return v;
 }
 
-// What others have published, which the SM's own cache need not have.
-__device__ __forceinline__ uint4 load_published(const uint4* address) {
-  uint4 v;
-  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(address));
-  return v;
-}
+// What others have published, which the SM's own cache need not have. The compiler may bring
+// several together.
+__device__ __forceinline__ uint4 load_published(const uint4* address) { return __ldcg(address); }
 
 __device__ __forceinline__ void store_weak(uint4* address, uint4 v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y),

@@ -82,13 +82,14 @@ class ChunkSum {
       const int rank = kRanks == 1 ? 0 : __shfl_sync(kFullWarp, place_.rank, from);
       const int row = __shfl_sync(kFullWarp, place_.row, from);
       const bool is_slot = first + k < kTopK && row >= 0;
-      const Peer slot = call_.peer(rank).from(call_.args.at.slots +
-                                              int64_t{row} * kRowUnits * int64_t{sizeof(uint4)});
+      // A row that is not one is loaded all the same: the loads come together without a branch.
+      const Peer slot = call_.peer(rank).from(
+          call_.args.at.slots + int64_t{max(row, 0)} * kRowUnits * int64_t{sizeof(uint4)});
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
-        v[k][u] = {};
-        if (is_slot && is_there(unit + u))
-          v[k][u] = slot.read_unit(place(unit + u) * int64_t{sizeof(uint4)});
+        const int at = is_there(unit + u) ? place(unit + u) : 0;
+        const uint4 loaded = slot.read_unit(at * int64_t{sizeof(uint4)});
+        v[k][u] = is_slot ? loaded : uint4{};
       }
     }
 #pragma unroll
