@@ -53,7 +53,7 @@ def test_large_cases(gpu: torch.device, case: Case, fast: bool) -> None:
 @pytest.mark.parametrize("masked", [False, True])
 def test_sums_of_one_sign(gpu: torch.device, masked: bool) -> None:
     """Of terms that all add up the tensor cores lose percents, if they keep the sums."""
-    case = Case((128,) * 2, 256, 7168, masked=masked, most=128)
+    case = Case((128,) * 2, 256, 7168, masked=masked, most=128, seed=1)
     call = call_of(case, gpu)
     for values, _ in (call.a, call.b):
         values.view(torch.uint8).bitwise_and_(0x7F)
