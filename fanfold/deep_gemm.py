@@ -1,8 +1,10 @@
-"""Grouped FP8 products under DeepGEMM's names, for its layouts of Hopper (SM90).
+"""Grouped FP8 products and fused MoE layers under DeepGEMM's names, for its layouts of Hopper
+(SM90).
 
-The arguments, layouts and results are those of DeepGEMM's functions of the same names. Nothing is
-compiled when the package is installed: a kernel is compiled at its first call, for the sizes at
-hand. On CPU tensors PyTorch computes the same, so that programs run anywhere.
+The arguments, layouts and results are those of DeepGEMM's functions of the same names, and of its
+pull requests that bring MegaMoE to SM90. Nothing is compiled when the package is installed: a
+kernel is compiled when it is first needed, for the sizes at hand. On CPU tensors PyTorch computes
+the same, so that programs run anywhere.
 """
 
 from __future__ import annotations
@@ -13,20 +15,36 @@ from torch.compiler import is_dynamo_compiling
 from fanfold.errors import ArgumentError
 from fanfold.formats import BLOCK
 from fanfold.geometry import check_aligned, check_tensor
-from fanfold.grouped_gemm import MOST_DEPTH, Operands, multiply, scales_for_kernel
+from fanfold.grouped_gemm import (
+    MOST_DEPTH,
+    Operands,
+    Pair,
+    multiply,
+    pair_of,
+    scales_for_kernel,
+)
+from fanfold.mega_moe import (
+    SymmBuffer,
+    fp8_mega_moe,
+    get_symm_buffer_for_mega_moe,
+    get_symm_buffer_for_sm90_mega_moe,
+    transform_weights_for_mega_moe_sm90,
+)
 from fanfold.operators.define import NAMESPACE
 from fanfold.representation import worded
 
 __all__ = [
+    "SymmBuffer",
+    "fp8_mega_moe",
     "get_m_alignment_for_contiguous_layout",
     "get_mn_major_tma_aligned_tensor",
+    "get_symm_buffer_for_mega_moe",
+    "get_symm_buffer_for_sm90_mega_moe",
     "get_tma_aligned_size",
     "m_grouped_fp8_gemm_nt_contiguous",
     "m_grouped_fp8_gemm_nt_masked",
+    "transform_weights_for_mega_moe_sm90",
 ]
-
-Pair = tuple[torch.Tensor, torch.Tensor]
-"""e4m3 values and their float32 scales."""
 
 _RECIPES = (None, (1, 128, 128))
 _TMA_BYTES = 16
@@ -80,7 +98,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     """
     _check_options(recipe, compiled_dims, disable_ue8m0_cast)
     if is_dynamo_compiling():
-        _operator(*_pair("a", a), *_pair("b", b), d, m_indices, None, fast_accumulation)
+        _operator(*pair_of("a", a), *pair_of("b", b), d, m_indices, None, fast_accumulation)
         return
     device, groups, columns, depth = _check_weights(b)
     rows, scales = _check_rows(a, ("M", depth), d, columns, device)
@@ -132,7 +150,7 @@ def m_grouped_fp8_gemm_nt_masked(
     """
     _check_options(recipe, compiled_dims, disable_ue8m0_cast)
     if is_dynamo_compiling():
-        _operator(*_pair("a", a), *_pair("b", b), d, masked_m, expected_m, fast_accumulation)
+        _operator(*pair_of("a", a), *pair_of("b", b), d, masked_m, expected_m, fast_accumulation)
         return
     device, groups, columns, depth = _check_weights(b)
     rows, scales = _check_rows(a, (groups, "M", depth), d, columns, device)
@@ -211,13 +229,6 @@ def get_mn_major_tma_aligned_tensor(x: torch.Tensor) -> torch.Tensor:
     return scales_for_kernel(x) if x.dim() == 3 else scales_for_kernel(x[None])[0]
 
 
-def _pair(name: str, given: object) -> Pair:
-    if isinstance(given, (tuple, list)) and len(given) == 2:
-        values, scales = given
-        return values, scales
-    raise ArgumentError(name, worded(given), "a pair of e4m3 values and float32 scales")
-
-
 def _check_options(recipe: object, compiled_dims: object, disable_ue8m0_cast: object) -> None:
     if recipe not in _RECIPES:
         raise ArgumentError("recipe", recipe, "None or (1, 128, 128)")
@@ -231,7 +242,7 @@ def _check_rows(
     a: object, shape: tuple[int | str, ...], d: object, columns: int, device: torch.device
 ) -> Pair:
     """The rows and their scales, of which ``d`` takes the results."""
-    values, scales = _pair("a", a)
+    values, scales = pair_of("a", a)
     check_tensor("a[0]", values, shape, (torch.float8_e4m3fn,), device=device)
     check_aligned("a[0]", values)
     *leading, depth = values.shape
@@ -243,7 +254,7 @@ def _check_rows(
 
 def _check_weights(b: object) -> tuple[torch.device, int, int, int]:
     """The device, groups, columns and depth of the weights."""
-    values, scales = _pair("b", b)
+    values, scales = pair_of("b", b)
     check_tensor("b[0]", values, ("G", "N", "K"), (torch.float8_e4m3fn,))
     groups, columns, depth = values.shape
     if groups == 0:

@@ -16,11 +16,15 @@ from dataclasses import dataclass
 import torch
 
 from fanfold import _core, jit
-from fanfold.errors import UnavailableError
+from fanfold.errors import ArgumentError, UnavailableError
 from fanfold.formats import BLOCK
 from fanfold.jit import KernelSource
+from fanfold.representation import worded
 
-__all__ = ["MOST_DEPTH", "Kind", "Operands", "multiply", "scales_for_kernel"]
+__all__ = ["MOST_DEPTH", "Kind", "Operands", "Pair", "multiply", "pair_of", "scales_for_kernel"]
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""e4m3 values and their float32 scales."""
 
 MOST_DEPTH = 64 * BLOCK
 """A warp holds the scales of so many columns."""
@@ -29,6 +33,18 @@ _THREADS = 384
 _SHARED_BYTES = {64: 198656, 128: 232448}  # by rows of a tile
 _FEW_ROWS = 64
 _CAPABILITY = 9
+
+
+def pair_of(name: str, given: object) -> Pair:
+    """``given``, if it is a pair.
+
+    Raises:
+        ArgumentError: it is something else.
+    """
+    if isinstance(given, (tuple, list)) and len(given) == 2:
+        values, scales = given
+        return values, scales
+    raise ArgumentError(name, worded(given), "a pair of e4m3 values and float32 scales")
 
 
 @dataclass(frozen=True)

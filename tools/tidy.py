@@ -56,10 +56,10 @@ PYTHON_LAYERS: tuple[tuple[str, ...], ...] = (
     ("results",),
     ("operators",),
     ("base_dispatcher",),
-    ("low_latency", "high_throughput", "deep_ep", "deep_gemm"),
+    ("low_latency", "high_throughput", "deep_ep"),
     ("functional", "fused_moe"),
-    ("nn", "bench"),
-    ("simulate",),
+    ("nn", "bench", "mega_moe"),
+    ("simulate", "deep_gemm"),
     ("__init__",),  # what a user imports; the library itself imports from the parts
     ("cli",),
 )
@@ -90,7 +90,7 @@ MAX_PARAMETERS = 8  # without self and cls; a dataclass's fields are no paramete
 MAX_CPP_COLUMNS = 100  # clang-format leaves comments alone
 
 # Signatures in here are DeepEP's or DeepGEMM's, not ours.
-FOREIGN_SIGNATURES = ("fanfold/deep_ep/", "fanfold/deep_gemm.py")
+FOREIGN_SIGNATURES = ("fanfold/deep_ep/", "fanfold/deep_gemm.py", "fanfold/mega_moe.py")
 
 # What is made here names its dtype and its device: a process may have set other defaults
 # (torch.set_default_dtype, torch.set_default_device).

@@ -6,6 +6,7 @@
 #include "bindings/address.h"
 #include "bindings/bindings.h"
 #include "cuda/fused_moe.h"
+#include "fused_moe/schedule.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -73,6 +74,7 @@ void launch(const FusedMoeArgs& args, const cuda::Kernel& kernel, cuda::LaunchSh
 void bind_cuda_fused_moe(nb::module_& module) {
   module.attr("CUDA_FUSED_MOE_REPORT_BYTES") = kReportKinds * sizeof(Report);
   module.attr("CUDA_FUSED_MOE_MOST_CTAS") = kFusedMoeMostCtas;
+  module.attr("CUDA_FUSED_MOE_MOST_ROWS") = int64_t{fused_moe::kMostBlocks} * kFusedMoeBlockRows;
   module.attr("CUDA_FUSED_MOE_SPAN_WORDS") = sizeof(FusedMoeSpan) / 8;
   bind_sizes(module);
   bind_call(module);

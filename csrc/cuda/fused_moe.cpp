@@ -26,6 +26,9 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
+// A part of a layer's memory.
+uintptr_t at(uintptr_t memory, int64_t offset) { return memory + static_cast<uintptr_t>(offset); }
+
 }  // namespace
 
 int64_t FusedMoeSizes::rows() const {
@@ -66,22 +69,22 @@ FusedMoeLayout::FusedMoeLayout(const FusedMoeSizes& sizes) {
 FusedMoe::FusedMoe(const FusedMoeSizes& sizes, int32_t rank, const uintptr_t* peers,
                    uintptr_t reports)
     : sizes_(sizes) {
-  const FusedMoeLayout at(sizes);
+  const FusedMoeLayout layout(sizes);
   const uintptr_t memory = peers[rank];
   const auto row_count = static_cast<uint64_t>(sizes.rows());
   const auto hidden = static_cast<uint64_t>(sizes.hidden);
   const auto intermediate = static_cast<uint64_t>(sizes.intermediate);
-  const uintptr_t rows[2] = {memory + at.shared.rows, memory + at.activations};
+  const uintptr_t rows[2] = {at(memory, layout.shared.rows), at(memory, layout.activations)};
   const uint64_t depths[2] = {hidden, intermediate};
   const char* names[2] = {"rows of tokens", "activations"};
-  const int64_t scales[2] = {at.shared.row_scales, at.activation_scales};
+  const int64_t scales[2] = {layout.shared.row_scales, layout.activation_scales};
   const char* scale_names[2] = {"scales of tokens", "scales of activations"};
   for (int gemm = 0; gemm < 2; ++gemm) {
     const uint64_t shape[3] = {depths[gemm], row_count, 1};
     fixed_.a[gemm] = bytes_map(rows[gemm], shape, kFusedMoeHalfRows, names[gemm]);
     fixed_.a_low[gemm] = bytes_map(rows[gemm], shape, kFusedMoeHalfRows / 2, names[gemm]);
     fixed_.scales[gemm] =
-        tensor_map(pointer<const void>(memory + scales[gemm]),
+        tensor_map(pointer<const void>(at(memory, scales[gemm])),
                    {.type = TensorType::FLOAT32,
                     .sizes = {row_count, depths[gemm] / 128, 1},
                     .strides = {4 * row_count, 4 * row_count * (depths[gemm] / 128)},
@@ -91,7 +94,7 @@ FusedMoe::FusedMoe(const FusedMoeSizes& sizes, int32_t rank, const uintptr_t* pe
   }
   fixed_.activations =
       bytes_map(rows[1], {intermediate, row_count, 1}, kFusedMoeHalfRows, names[1]);
-  fixed_.results = tensor_map(pointer<const void>(memory + at.shared.slots),
+  fixed_.results = tensor_map(pointer<const void>(at(memory, layout.shared.slots)),
                               {.type = TensorType::BFLOAT16,
                                .sizes = {hidden, row_count, 1},
                                .strides = {2 * hidden, 2 * hidden * row_count},
@@ -99,13 +102,13 @@ FusedMoe::FusedMoe(const FusedMoeSizes& sizes, int32_t rank, const uintptr_t* pe
                                .swizzle = Swizzle::BYTES_128},
                               "results of rows");
   fixed_.peers = peer_table(peers, sizes.ranks, 0);
-  fixed_.at = at.shared;
-  fixed_.activation_scales = pointer<float>(memory + at.activation_scales);
-  fixed_.counts = pointer<int32_t>(memory + at.counts);
-  fixed_.places = pointer<FusedMoePlace>(memory + at.places);
-  fixed_.copies = pointer<FusedMoeCopy>(memory + at.copies);
-  fixed_.tables = pointer<uint32_t>(memory + at.tables);
-  fixed_.state = pointer<FusedMoeState>(memory + at.state);
+  fixed_.at = layout.shared;
+  fixed_.activation_scales = pointer<float>(at(memory, layout.activation_scales));
+  fixed_.counts = pointer<int32_t>(at(memory, layout.counts));
+  fixed_.places = pointer<FusedMoePlace>(at(memory, layout.places));
+  fixed_.copies = pointer<FusedMoeCopy>(at(memory, layout.copies));
+  fixed_.tables = pointer<uint32_t>(at(memory, layout.tables));
+  fixed_.state = pointer<FusedMoeState>(at(memory, layout.state));
   fixed_.reports = pointer<Report>(reports);
   fixed_.row_count = sizes.rows();
   fixed_.rank = rank;

@@ -23,7 +23,15 @@ from fanfold.memory.cuda import CudaSymmetricMemory, are_threads, wait_for_kerne
 from fanfold.refusal import Refusing
 from fanfold.stream_order import StreamOrder
 
-__all__ = ["MOST_COLUMNS", "MOST_EXPERTS", "MOST_RANKS", "CudaLayer", "kernel_source"]
+__all__ = [
+    "MOST_COLUMNS",
+    "MOST_EXPERTS",
+    "MOST_RANKS",
+    "MOST_ROWS",
+    "CudaLayer",
+    "kernel_source",
+    "most_rows",
+]
 
 MOST_COLUMNS = 16384
 """Of ``hidden`` and ``intermediate``: a lane of a warp holds the scales of every 32nd block."""
@@ -33,6 +41,9 @@ MOST_EXPERTS = 6144
 
 MOST_RANKS = _core.CUDA_FEW_RANKS
 """A kernel has the addresses of their memory in its arguments."""
+
+MOST_ROWS = _core.CUDA_FUSED_MOE_MOST_ROWS
+"""That may come to one rank: a task has 18 bits for its block of rows."""
 
 _THREADS = 384
 _SHARED_BYTES = 232448
@@ -230,6 +241,11 @@ class CudaLayer:
             known = _SharedExpert(kernel, memory, self._reports, most)
             self._shared[intermediate] = known
         return known
+
+
+def most_rows(geometry: Geometry, intermediate: int) -> int:
+    """Rows for which each rank has room: all that may come, each expert's in blocks of 128."""
+    return _sizes(geometry, intermediate).rows
 
 
 def _sizes(geometry: Geometry, intermediate: int) -> _core.CudaFusedMoeSizes:

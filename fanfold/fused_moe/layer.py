@@ -15,7 +15,14 @@ from fanfold.copying import not_copied
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.forks import Owner
 from fanfold.fused_moe.call import CallChecks, FusedCall, Tokens
-from fanfold.fused_moe.cuda import MOST_COLUMNS, MOST_EXPERTS, MOST_RANKS, CudaLayer
+from fanfold.fused_moe.cuda import (
+    MOST_COLUMNS,
+    MOST_EXPERTS,
+    MOST_RANKS,
+    MOST_ROWS,
+    CudaLayer,
+    most_rows,
+)
 from fanfold.fused_moe.host import HostLayer
 from fanfold.fused_moe.weights import ExpertWeights, check_columns
 from fanfold.geometry import MAX_HIDDEN, MAX_TOKENS, Geometry, check_integer
@@ -149,6 +156,11 @@ class FusedMoE(HasGeometry):
             obstacle = f"the kernel of FusedMoE takes hidden and intermediate up to {MOST_COLUMNS}"
         elif geometry.num_experts > MOST_EXPERTS:
             obstacle = f"the kernel of FusedMoE takes up to {MOST_EXPERTS} experts"
+        elif (rows := most_rows(geometry, self.intermediate)) > MOST_ROWS:
+            obstacle = (
+                f"the kernel of FusedMoE takes up to {MOST_ROWS} rows, and {rows} may come (ranks "
+                "* max_tokens * top_k, and blocks of 128 for each expert)"
+            )
         return choice if obstacle is None else choice.on_host(obstacle, self.config)
 
     # ---- sizes ----------------------------------------------------------------------------------

@@ -250,6 +250,13 @@ OBSTACLES = [
     (1, FusedShape(hidden=16384 + 128), (9, 0), "takes hidden and intermediate up to 16384"),
     (1, FusedShape(intermediate=1 << 20), (9, 0), "takes hidden and intermediate up to 16384"),
     (1, FusedShape(num_experts=6145), (9, 0), "takes up to 6144 experts"),
+    (
+        2,
+        FusedShape(top_k=1, max_tokens=1 << 24),
+        (9, 0),
+        "takes up to 33554304 rows, and 33554944 may come (ranks * max_tokens * top_k, and blocks "
+        "of 128 for each expert)",
+    ),
 ]
 
 

@@ -36,16 +36,17 @@ char fails[64];          // the function that fails next
 int code;                // with this
 int loads, unloads, pushes, pops, function_loads, parameters = 1, parameter_bytes = 16;
 int shared_limit;
+int clusters = 66;            // that an idle GPU runs
 void* current = (void*)0x11;  // the context
-Config launched;
-Attribute launched_attributes[2];
+Config launched, asked;       // asked: about clusters
+Attribute launched_attributes[2], asked_attributes[2];
 struct {
   int type, rank;
   long long address, sizes[3], strides[2];
   int box[3], steps[3], modes[4];  // interleave, swizzle, promotion, out of bounds
-} maps[4];
+} maps[10];
 int map_count;
-char argument[16];
+char argument[4096];
 
 static int outcome(const char* name) {
   if (strcmp(fails, name) != 0) return 0;
@@ -99,8 +100,17 @@ int cuLaunchKernelEx(const Config* config, void* function, void** arguments, voi
   if (function != KERNEL || extra != NULL) return 400;
   launched = *config;
   memcpy(launched_attributes, config->attributes, config->count * sizeof(Attribute));
-  memcpy(argument, arguments[0], sizeof argument);
+  memcpy(argument, arguments[0], parameter_bytes);
   return outcome("cuLaunchKernelEx");
+}
+#endif
+#ifndef WITHOUT_CLUSTERS
+int cuOccupancyMaxActiveClusters(int* count, void* function, const Config* config) {
+  if (function != KERNEL) return 400;
+  asked = *config;
+  memcpy(asked_attributes, config->attributes, config->count * sizeof(Attribute));
+  *count = clusters;
+  return outcome("cuOccupancyMaxActiveClusters");
 }
 #endif
 int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, const void* sizes,
@@ -128,15 +138,16 @@ int cuFuncGetParamInfo(void* function, size_t index, size_t* offset, size_t* byt
 }
 #endif
 
-int launched_as(int what) {
+static int number_of(const Config* config, const Attribute* attribute, int what) {
   const unsigned values[] = {
-      launched.gridX, launched.gridY, launched.gridZ, launched.blockX, launched.blockY,
-      launched.blockZ, launched.shared, (unsigned)(size_t)launched.stream, launched.count,
-      (unsigned)launched_attributes[0].id, (unsigned)launched_attributes[0].value.numbers[0],
-      (unsigned)launched_attributes[0].value.numbers[1],
-      (unsigned)launched_attributes[0].value.numbers[2]};
+      config->gridX, config->gridY, config->gridZ, config->blockX, config->blockY, config->blockZ,
+      config->shared, (unsigned)(size_t)config->stream, config->count, (unsigned)attribute->id,
+      (unsigned)attribute->value.numbers[0], (unsigned)attribute->value.numbers[1],
+      (unsigned)attribute->value.numbers[2]};
   return (int)values[what];
 }
+int launched_as(int what) { return number_of(&launched, launched_attributes, what); }
+int asked_as(int what) { return number_of(&asked, asked_attributes, what); }
 """
 
 PRELUDE = """
@@ -254,6 +265,148 @@ assert "the map of a: 128 x 8 x 1 elements" in told, told
 """)
 
 
+def test_most_clusters_asks_for_the_launch(drive: Drive) -> None:
+    drive("""
+kernel = _core.CudaKernel(b"cubin", "add", "add")
+assert kernel.most_clusters(threads=384, shared_bytes=232448, cluster=2) == 66
+found = [cuda.asked_as(i) for i in range(13)]
+assert found == [2, 1, 1, 384, 1, 1, 232448, 0, 1, 4, 2, 1, 1], found
+ctypes.c_int.in_dll(cuda, "clusters").value = 132
+assert kernel.most_clusters(threads=32, shared_bytes=0, cluster=1) == 132
+found = [cuda.asked_as(i) for i in range(9)]
+assert found == [1, 1, 1, 32, 1, 1, 0, 0, 0], found
+fail("cuOccupancyMaxActiveClusters", 1)
+told = refused(errors.DriverFailure, kernel.most_clusters, 384, 232448, 2)
+for part in ("cuOccupancyMaxActiveClusters", "CUDA_ERROR_INVALID_VALUE", "kernel add",
+             "384 threads", "232448 bytes", "in clusters of 2"):
+    assert part in told, (part, told)
+""")
+
+
+FUSED_MOE = """
+names = "ranks experts top_k hidden intermediate tokens".split()
+sizes = _core.CudaFusedMoeSizes(**dict(zip(names, [2, 6, 4, 384, 256, 100])))
+rows = 1280  # 800 entries, and 127 rows more for each of 3 experts, in blocks
+assert sizes.rows == rows
+
+
+class Args(ctypes.Structure):
+    # The argument of the kernel, as fanfold/kernels/layout/fused_moe.h describes it.
+    _fields_ = [
+        ("maps", ctypes.c_char * 128 * 10),
+        *((name, ctypes.c_uint64) for name in (
+            "x", "x_scales", "token_stride", "block_stride", "topk_idx", "topk_weights",
+            "l1_scales", "l2_scales", "addend", "y", "statistics")),
+        ("peers", ctypes.c_uint64 * 33),
+        *((name, ctypes.c_uint64) for name in (
+            "counted", "counters", "next_counters", "rows", "row_scales", "row_weights", "slots",
+            "activation_scales", "counts", "places", "copies", "tables", "state", "reports",
+            "spans", "row_count", "timeout_ns")),
+        ("tokens", ctypes.c_int32), ("blocks_for_groups", ctypes.c_int32),
+        ("clamp", ctypes.c_float), ("rank", ctypes.c_int32), ("refused", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    ]
+
+
+def args():
+    return Args.from_buffer_copy((ctypes.c_char * ctypes.sizeof(Args)).in_dll(cuda, "argument"))
+
+
+def letters():
+    return b"".join(bytes(each)[:1] for each in args().maps)
+
+
+ctypes.c_int.in_dll(cuda, "parameter_bytes").value = ctypes.sizeof(Args)
+kernel = _core.CudaKernel(b"cubin", "add", "add")
+peers = [0x100000000, 0x200000000]
+core = _core.CudaFusedMoe(sizes, 1, peers, 0x7000)
+core.timeout_ns = 5
+core.set_clamp(2.5)
+core.set_blocks_for_groups(144)
+call = _core.CudaFusedMoeCall()
+call.tokens = 99
+for number, name in enumerate(("x", "x_scales", "topk_idx", "topk_weights", "l1", "l1_scales",
+                               "l2", "l2_scales", "addend", "y", "statistics", "spans")):
+    setattr(call, name, 0x1000 * (number + 1))
+call.set_scale_strides(1, 104)
+core.launch(call, kernel, 132, 384, 232448, 0x1234)
+"""
+
+
+def test_a_fused_layer_reaches_the_driver(drive: Drive) -> None:
+    drive(
+        FUSED_MOE
+        + """
+found = [cuda.launched_as(i) for i in range(13)]
+assert found == [132, 1, 1, 384, 1, 1, 232448, 0x1234, 1, 4, 2, 1, 1], found
+# Encoded when the layer was made: a, a_low and the scales of each GEMM, activations, results; and
+# for the call: l1 and l2, which stand first.
+assert letters() == b"ijadbecfgh", letters()
+found = args()
+memory = peers[1]
+rest = (found.x, found.x_scales, found.topk_idx, found.topk_weights, found.l1_scales,
+        found.l2_scales, found.addend, found.y, found.statistics, found.spans)
+assert rest == tuple(0x1000 * n for n in (1, 2, 3, 4, 6, 8, 9, 10, 11, 12)), rest
+assert (found.token_stride, found.block_stride) == (1, 104)
+assert list(found.peers) == peers + [0] * 31
+assert (found.tokens, found.rank, found.refused, found.clamp) == (99, 1, 0, 2.5)
+assert (found.row_count, found.timeout_ns, found.blocks_for_groups) == (rows, 5, 144)
+assert found.reports == 0x7000 and found.state >= memory
+
+fields = struct.iter_unpack("<2i6q10i", bytes((ctypes.c_char * 960).in_dll(cuda, "maps")))
+maps = dict(zip("abcdefghij", fields))
+e4m3, float32, bf16, swizzled, plain = 0, 7, 9, (0, 3, 3, 0), (0, 0, 3, 0)
+
+
+def bytes_map(address, depth, count, matrices, box_rows):
+    return (e4m3, 3, address, depth, count, matrices, depth, depth * count, 128, box_rows, 1,
+            1, 1, 1, *swizzled)
+
+
+for gemm, (tokens, low, scales) in enumerate(("abc", "def")):
+    depth = [384, 256][gemm]
+    address = maps[tokens][2]
+    assert maps[tokens] == bytes_map(address, depth, rows, 1, 64), maps[tokens]
+    assert maps[low] == bytes_map(address, depth, rows, 1, 32), maps[low]
+    assert maps[scales] == (
+        float32, 3, maps[scales][2], rows, depth // 128, 1, 4 * rows, 4 * rows * depth // 128,
+        128, 1, 1, 1, 1, 1, *plain), maps[scales]
+assert maps["a"][2] == memory + found.rows
+assert maps["c"][2] == memory + found.row_scales
+assert maps["f"][2] == found.activation_scales
+assert maps["g"] == maps["d"]
+assert maps["h"] == (bf16, 3, memory + found.slots, 384, rows, 1, 768, 768 * rows, 64, 64, 1,
+                     1, 1, 1, *swizzled), maps["h"]
+assert maps["i"] == bytes_map(0x5000, 384, 512, 3, 128), maps["i"]
+assert maps["j"] == bytes_map(0x7000, 256, 384, 3, 128), maps["j"]
+addresses = [maps[name][2] for name in "acdfh"]
+assert all(memory <= each < memory + sizes.bytes and each % 1024 == 0 for each in addresses)
+assert len(set(addresses)) == 5
+"""
+    )
+
+
+def test_a_fused_layer_refuses_a_call(drive: Drive) -> None:
+    drive(
+        FUSED_MOE
+        + """
+core.refuse(kernel, 132, 384, 232448, 0x1234)
+assert [cuda.launched_as(i) for i in (0, 7, 9, 10)] == [132, 0x1234, 4, 2]
+found = args()
+assert (found.refused, found.rank, found.row_count) == (1, 1, rows)
+assert list(found.peers) == peers + [0] * 31
+assert (found.x, found.y, found.tokens) == (0, 0, 0)  # nothing of the call before
+fail("cuLaunchKernelEx", 1)
+told = refused(errors.DriverFailure, core.launch, call, kernel, 132, 384, 99, 0)
+assert "132 CTAs of 384 threads" in told and "in clusters of 2" in told, told
+ctypes.c_int.in_dll(cuda, "map_count").value = 0
+fail("cuTensorMapEncodeTiled", 1)
+told = refused(errors.DriverFailure, core.launch, call, kernel, 132, 384, 99, 0)
+assert "the map of l1: 384 x 512 x 3 elements" in told, told
+"""
+    )
+
+
 def test_refusals_say_what_was_asked(drive: Drive) -> None:
     drive("""
 kernel = _core.CudaKernel(b"cubin", "add", "add")
@@ -329,13 +482,14 @@ kernel.launch(address, 24, 1, 32)
     )
 
 
-@pytest.mark.parametrize("define", ["VERSION=11080", "WITHOUT_LAUNCH"])
+@pytest.mark.parametrize("define", ["VERSION=11080", "WITHOUT_LAUNCH", "WITHOUT_CLUSTERS"])
 def test_a_driver_that_is_too_old(drive: Drive, define: str) -> None:
     drive(
         """
 told = refused(errors.UnavailableError, _core.CudaKernel, b"cubin", "add", "add")
 assert "12.0" in told and "install a newer" in told, told
-assert ("11.8" in told) != ("cuLaunchKernelEx" in told), told
+missing = ("cuLaunchKernelEx", "cuOccupancyMaxActiveClusters")
+assert ("11.8" in told) != any(name in told for name in missing), told
 """,
         define,
     )
