@@ -278,15 +278,14 @@ def _read(path: str) -> str:
         return ""
 
 
-def check_writable(path: Path) -> None:
-    """Raises ArgumentError unless lines can be appended to ``path``; makes the file."""
+def check_writable(path: Path, option: str = "--json") -> None:
+    """Raises ArgumentError, which names ``option``, unless lines can be appended to ``path``; makes
+    the file."""
     try:
         with path.open("ab"):
             pass
     except OSError as error:
-        raise ArgumentError(
-            "--json", f"{path} ({error.strerror})", "a file to append to"
-        ) from error
+        raise ArgumentError(option, f"{path} ({error.strerror})", "a file to append to") from error
 
 
 def append_json_line(path: Path, fields: dict[str, Any]) -> None:

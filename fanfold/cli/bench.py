@@ -17,7 +17,7 @@ from fanfold.bench import report
 from fanfold.bench.run import check_network, check_ranks, sweep
 from fanfold.bench.settings import BACKENDS, DTYPES, FACES, LAYOUTS, REUSES, BenchSettings
 from fanfold.bench.workload import ROUTINGS
-from fanfold.cli import bench_flow_control, bench_network, bench_ring
+from fanfold.cli import bench_flow_control, bench_fused_moe, bench_network, bench_ring
 from fanfold.config import Config
 from fanfold.errors import FanfoldError
 from fanfold.launch import join
@@ -36,8 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     modes = parser.add_subparsers(title="modes", metavar="MODE", required=True)
     for name, defaults in _DEFAULTS.items():
         mode = modes.add_parser(name, help=f"time the {name} mode", description=__doc__)
-        mode.set_defaults(defaults=defaults, run_mode=_run_ranks)
+        mode.set_defaults(defaults=defaults, run_mode=_run_joined, run_ranks=_run)
         _add_options(mode, defaults)
+    bench_fused_moe.add_mode(modes, _one_or_more).set_defaults(run_mode=_run_joined)
     bench_ring.add_mode(modes, _one_or_more)
     bench_network.add_mode(modes)
     bench_flow_control.add_mode(modes, _one_or_more)
@@ -174,11 +175,11 @@ def run(args: argparse.Namespace) -> int:
     return int(args.run_mode(args))
 
 
-def _run_ranks(args: argparse.Namespace) -> int:
-    """One of the modes of dispatch and combine."""
+def _run_joined(args: argparse.Namespace) -> int:
+    """A mode of ranks, on those of a launcher if there is one."""
     group = join()
     try:
-        return _run(args, group)
+        return int(args.run_ranks(args, group))
     finally:
         # PyTorch may abort a process that still holds a gloo group when the interpreter ends.
         del group

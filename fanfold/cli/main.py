@@ -21,7 +21,7 @@ __all__ = ["main"]
 
 COMMANDS = {
     "demo": "train a small MoE model over local ranks and check it against one process",
-    "bench": "check and time dispatch and combine, or the ring of commands",
+    "bench": "check and time dispatch and combine, a fused layer, or the ring of commands",
     "plot": "draw the results of benches",
     "simulate": "predict dispatch and combine across hosts",
     "jit": "list, clear or warm the cache of compiled kernels",

@@ -6,12 +6,13 @@ import argparse
 import json
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
+from fanfold.cli import plot_timeline
 from fanfold.errors import ArgumentError, UnavailableError
 
 if TYPE_CHECKING:
@@ -68,11 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``fanfold plot``."""
     parser.description = (
         "Draws latency and bandwidth against tokens, ranks, top-k and SMs, as far as the results "
-        "vary in them."
+        "vary in them. Of files with timelines of the fused MoE kernel it draws when each CTA did "
+        "what."
     )
     parser.add_argument(
         "files", nargs="+", type=Path, metavar="FILE",
-        help="JSON lines that `fanfold bench --json` appended",
+        help="JSON lines that `fanfold bench --json` appended, or that `fanfold bench fused-moe "
+        "--timeline` wrote",
     )  # fmt: skip
     parser.add_argument(
         "--out", type=Path, default=Path("bench.png"), metavar="FILE",
@@ -90,14 +93,35 @@ def run(args: argparse.Namespace) -> int:
     """
     others: Counter[str] = Counter()
     points = [point for path in args.files for point in load(path, others)]
-    for bench, lines in sorted(others.items()):
-        print(f"results of bench {bench} are not drawn: {lines}")
+    if not points and others[plot_timeline.BENCH]:
+        return _draw_timelines(args.files, args.out, others)
+    _say_left_out(others)
     if not points:
         raise ArgumentError(
             "FILE", ", ".join(map(str, args.files)), "a file with results of a mode in it"
         )
     draw(points, args.out)
     print(f"{args.out}: {len(points)} result{'s' if len(points) > 1 else ''}")
+    return 0
+
+
+def _say_left_out(others: Counter[str]) -> None:
+    for bench, lines in sorted(others.items()):
+        print(f"results of bench {bench} are not drawn: {lines}")
+
+
+def _draw_timelines(files: Sequence[Path], out: Path, others: Counter[str]) -> int:
+    drawn = others.pop(plot_timeline.BENCH)
+    _say_left_out(others)
+    check_picture(out)
+    lines = [
+        plot_timeline.checked(fields, where)
+        for path in files
+        for fields, where in _lines(path)
+        if fields.get("bench") == plot_timeline.BENCH
+    ]
+    save(plot_timeline.figure(lines), out)
+    print(f"{out}: {drawn} CTA{'s' if drawn > 1 else ''}")
     return 0
 
 
@@ -110,21 +134,25 @@ def load(path: Path, others: Counter[str] | None = None) -> list[Point]:
     Raises:
         ArgumentError: naming the file, and the line and what is wrong with it.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError("FILE", f"{path} ({error})", "a readable text file") from None
     points = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        fields = _object(line, where)
+    for fields, where in _lines(path):
         if "bench" not in fields:
             points.append(_point(fields, where))
         elif others is not None:
             others[str(fields["bench"])] += 1
     return points
+
+
+def _lines(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """The object of each line of a file, and where it stands."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError("FILE", f"{path} ({error})", "a readable text file") from None
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            yield _object(line, where), where
 
 
 def _object(line: str, where: str) -> dict[str, Any]:
