@@ -254,8 +254,10 @@ OBSTACLES = [
         2,
         FusedShape(top_k=1, max_tokens=1 << 24),
         (9, 0),
-        "takes up to 33554304 rows, and 33554944 may come (ranks * max_tokens * top_k, and blocks "
-        "of 128 for each expert)",
+        (
+            "takes up to 33554304 rows, and 33554944 may come (ranks * max_tokens * top_k, and "
+            "blocks of 128 for each expert)"
+        ),
     ),
 ]
 
