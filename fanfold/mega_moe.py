@@ -305,7 +305,7 @@ def fp8_mega_moe(
     _check_options(sym_buffer, recipe, activation, fast_math)
     layer = sym_buffer._layer(activation_clamp)
     with _CALL:
-        with Refusing(layer._layer.refuse):
+        with Refusing(layer.refuse):
             tokens = _check_output(y, layer, num_tokens_bound)
             weights = _weights(l1_weights, l2_weights)
         layer.forward(

@@ -46,7 +46,7 @@ struct FusedMoeCall {
 
 class FusedMoe {
  public:
-  // `peers`: of each rank the address of its memory, layout().bytes on a boundary of 128 bytes;
+  // `peers`: of each rank the address of its memory, FusedMoeLayout::bytes on 128 bytes;
   // `reports` has kReportKinds.
   FusedMoe(const FusedMoeSizes& sizes, int32_t rank, const uintptr_t* peers, uintptr_t reports);
 

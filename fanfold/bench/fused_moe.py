@@ -18,7 +18,7 @@ from fanfold.bench.cuda_timing import GpuBarrier, empty_kernel
 from fanfold.bench.fused_moe_rivals import NotTimed, TorchGemms, TorchWeights, Unfused
 from fanfold.bench.fused_moe_timing import Call, Clock, GpuClock, HostClock, Spans, in_turns
 from fanfold.bench.nvml import Load, open_nvml
-from fanfold.bench.settings import BACKENDS
+from fanfold.bench.settings import BACKENDS, check_bounds, check_choices
 from fanfold.bench.workload import ROUTINGS, Batch, Workload
 from fanfold.config import Backend, Config, Overrides
 from fanfold.errors import ArgumentError
@@ -49,7 +49,7 @@ MOST_TORCH_DIFFERENCE = 1e-2
 
 _ALIGNMENT = 128
 _MOST_INTERMEDIATE = 1 << 20
-_MOST_PAUSE_MS = 10_000.0
+_MOST_PAUSE_MS = 10_000
 _SAMPLED_TOKENS = 32
 _LOADS = 5  # calls during which clock and power are sampled
 _LONGEST_S = 7200.0
@@ -94,19 +94,17 @@ class FusedMoeSettings:
 
     def __post_init__(self) -> None:
         """Raises ArgumentError for the first argument that is out of its bound."""
-        for name, known in (("backend", BACKENDS), ("distribution", ROUTINGS)):
-            if getattr(self, name) not in known:
-                raise ArgumentError(name, repr(getattr(self, name)), f"one of {', '.join(known)}")
-        bounds: tuple[tuple[str, float, float], ...] = (
-            ("ranks", 1, MAX_RANKS),
-            ("iterations", 1, 1_000_000),
-            ("warmup", 0, 1_000_000),
-            ("seed", 0, 2**40),
-            ("pause_ms", 0.0, _MOST_PAUSE_MS),
+        check_choices(self, (("backend", BACKENDS), ("distribution", ROUTINGS)))
+        check_bounds(
+            self,
+            (
+                ("ranks", 1, MAX_RANKS),
+                ("iterations", 1, 1_000_000),
+                ("warmup", 0, 1_000_000),
+                ("seed", 0, 2**40),
+                ("pause_ms", 0, _MOST_PAUSE_MS),
+            ),
         )
-        for name, low, high in bounds:
-            if not low <= getattr(self, name) <= high:
-                raise ArgumentError(name, getattr(self, name), f"from {low:g} to {high:g}")
         if not self.tokens:
             raise ArgumentError("tokens", "empty", "at least one number")
         check_columns("hidden", self.hidden, MAX_HIDDEN)

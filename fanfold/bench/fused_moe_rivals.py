@@ -207,7 +207,7 @@ def _lacking(kind: str, device: torch.device) -> str | None:
     ends = torch.full((1,), _PROBED_ROWS, dtype=torch.int32, device=device)
     try:
         _product(kind, matrix, (matrix[0][None], matrix[1][None]), ends, fast=False)
-    except (AttributeError, RuntimeError, ValueError) as error:  # NotImplementedError too
+    except (AttributeError, RuntimeError, ValueError) as error:
         return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,8 @@ __all__ = [
     "ONE_HOST",
     "REUSES",
     "BenchSettings",
+    "check_bounds",
+    "check_choices",
     "check_transport",
 ]
 
@@ -62,6 +65,22 @@ def check_transport(name: str) -> None:
         return
     with contextlib.suppress(UnavailableError):  # nothing is offered, so that it cannot choose
         _core.choose_network([], name, True)
+
+
+def check_choices(settings: object, choices: Iterable[tuple[str, Sequence[str]]]) -> None:
+    """Raises ArgumentError for the first attribute that is none of those known."""
+    for name, known in choices:
+        value = getattr(settings, name)
+        if value not in known:
+            raise ArgumentError(name, repr(value), f"one of {', '.join(known)}")
+
+
+def check_bounds(settings: object, bounds: Iterable[tuple[str, int, int]]) -> None:
+    """Raises ArgumentError for the first attribute that is not within its bounds."""
+    for name, low, high in bounds:
+        value = getattr(settings, name)
+        if not low <= value <= high:
+            raise ArgumentError(name, value, f"from {low} to {high}")
 
 
 @dataclass(frozen=True)
@@ -132,14 +151,13 @@ class BenchSettings:
             ArgumentError: the first argument that is out of its bound.
             UnavailableError: something that the backend asked for does not have.
         """
-        for name, known in (
-            ("mode", MODES), ("dtype", DTYPES), ("backend", BACKENDS), ("face", FACES),
-        ):  # fmt: skip
-            if getattr(self, name) not in known:
-                raise ArgumentError(name, repr(getattr(self, name)), f"one of {', '.join(known)}")
-        if self.distribution not in ROUTINGS:
-            known_here = f"one of {', '.join(ROUTINGS)}"
-            raise ArgumentError("distribution", repr(self.distribution), known_here)
+        check_choices(
+            self,
+            (
+                ("mode", MODES), ("dtype", DTYPES), ("backend", BACKENDS), ("face", FACES),
+                ("distribution", ROUTINGS),
+            ),
+        )  # fmt: skip
         self._check_own_options()
         if self.overlap and self.backend == "host":
             raise UnavailableError("overlap is timed on GPUs: use --backend cuda, or leave it out")
@@ -148,15 +166,16 @@ class BenchSettings:
                 "overlap needs PyTorch 2.7 or newer, which can tell a product to leave SMs to "
                 f"others; this is {torch.__version__}: install a newer one, or leave out --overlap"
             )
-        for name, low, high in (
-            ("ranks", 1, MAX_RANKS),
-            ("iterations", 1, 10_000_000),
-            ("warmup", 0, 10_000_000),
-            ("seed", 0, 2**40),
-            ("calls", 1, 1000),
-        ):
-            if not low <= getattr(self, name) <= high:
-                raise ArgumentError(name, getattr(self, name), f"from {low} to {high}")
+        check_bounds(
+            self,
+            (
+                ("ranks", 1, MAX_RANKS),
+                ("iterations", 1, 10_000_000),
+                ("warmup", 0, 10_000_000),
+                ("seed", 0, 2**40),
+                ("calls", 1, 1000),
+            ),
+        )
         try:
             Geometry(self.ranks, self.experts, self.top_k, self.hidden, self.tokens)
             check_hidden(self.hidden, RowFormat.of(self.dtype).dtype.itemsize)

@@ -18,6 +18,7 @@ from fanfold.bench.run import check_network, check_ranks, sweep
 from fanfold.bench.settings import BACKENDS, DTYPES, FACES, LAYOUTS, REUSES, BenchSettings
 from fanfold.bench.workload import ROUTINGS
 from fanfold.cli import bench_flow_control, bench_fused_moe, bench_network, bench_ring
+from fanfold.cli.options import add_numbers
 from fanfold.config import Config
 from fanfold.errors import FanfoldError
 from fanfold.launch import join
@@ -50,21 +51,19 @@ def _add_options(parser: argparse.ArgumentParser, defaults: BenchSettings) -> No
         help=f"processes to start on this host (default {defaults.ranks}); started by torchrun, "
         "mpirun or srun, the ranks they started",
     )  # fmt: skip
-    for option, what in (
-        ("tokens", "tokens of each rank"),
-        ("hidden", "columns of a row"),
-        ("top-k", "experts per token"),
-        ("experts", "experts of all ranks"),
-        ("seed", "of tokens and routing"),
-        ("iterations", "timed rounds; on GPUs replays, or calls where there is no graph"),
-        ("warmup", "rounds before them"),
-        ("calls", "on GPUs: calls back to back in a CUDA graph"),
-    ):
-        default = getattr(defaults, option.replace("-", "_"))
-        parser.add_argument(
-            f"--{option}", type=int, default=default, metavar="N",
-            help=f"{what} (default %(default)s)",
-        )  # fmt: skip
+    add_numbers(
+        parser, defaults,
+        (
+            ("tokens", "tokens of each rank"),
+            ("hidden", "columns of a row"),
+            ("top-k", "experts per token"),
+            ("experts", "experts of all ranks"),
+            ("seed", "of tokens and routing"),
+            ("iterations", "timed rounds; on GPUs replays, or calls where there is no graph"),
+            ("warmup", "rounds before them"),
+            ("calls", "on GPUs: calls back to back in a CUDA graph"),
+        ),
+    )  # fmt: skip
     for option, choices, what in (
         ("dtype", DTYPES, "how rows travel to the experts"),
         ("distribution", ROUTINGS, "which experts tokens choose"),

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from fanfold.bench import flow_control, report
 from fanfold.bench.flow_control import FlowControlSettings, Point
+from fanfold.cli.options import add_numbers
 from fanfold.cli.plot import check_picture, save
 
 __all__ = ["add_mode", "run"]
@@ -29,16 +30,15 @@ def add_mode(modes: Any, one_or_more: Callable[[Callable[[str], Any]], Any]) -> 
         "--chunks", type=one_or_more(int), default=list(defaults.chunks), metavar="N[,N...]",
         help="bytes of a message (default 1 KiB to 1 MiB)",
     )  # fmt: skip
-    for option, what in (
-        ("senders", "ranks that all send to one"),
-        ("megabytes", "MiB of each sender"),
-        ("credit", "bytes that a sender may have in flight"),
-        ("buffer", "bytes that the queue before the receiver's link holds"),
-    ):
-        mode.add_argument(
-            f"--{option}", type=int, default=getattr(defaults, option), metavar="N",
-            help=f"{what} (default %(default)s)",
-        )  # fmt: skip
+    add_numbers(
+        mode, defaults,
+        (
+            ("senders", "ranks that all send to one"),
+            ("megabytes", "MiB of each sender"),
+            ("credit", "bytes that a sender may have in flight"),
+            ("buffer", "bytes that the queue before the receiver's link holds"),
+        ),
+    )  # fmt: skip
     mode.add_argument(
         "--link", type=float, default=defaults.link, metavar="X",
         help="GB/s of each rank's link (default %(default)s)",

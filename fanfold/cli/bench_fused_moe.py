@@ -18,6 +18,7 @@ from fanfold.bench.fused_moe import FusedMoeSettings
 from fanfold.bench.fused_moe_report import FusedMoePoint
 from fanfold.bench.settings import BACKENDS
 from fanfold.bench.workload import ROUTINGS
+from fanfold.cli.options import add_numbers
 from fanfold.config import Config
 from fanfold.errors import ArgumentError, FanfoldError, UnavailableError
 
@@ -52,20 +53,18 @@ def add_mode(
         help="processes to start on this host (default 1); started by torchrun, mpirun or srun, "
         "the ranks they started",
     )  # fmt: skip
-    for option, what in (
-        ("hidden", "columns of a token"),
-        ("intermediate", "columns between the GEMMs"),
-        ("top-k", "experts per token"),
-        ("experts", "experts of all ranks"),
-        ("seed", "of tokens, routing and weights"),
-        ("iterations", "timed calls of each contender"),
-        ("warmup", "calls before them"),
-    ):
-        default = getattr(_DEFAULTS, option.replace("-", "_"))
-        mode.add_argument(
-            f"--{option}", type=int, default=default, metavar="N",
-            help=f"{what} (default %(default)s)",
-        )  # fmt: skip
+    add_numbers(
+        mode, _DEFAULTS,
+        (
+            ("hidden", "columns of a token"),
+            ("intermediate", "columns between the GEMMs"),
+            ("top-k", "experts per token"),
+            ("experts", "experts of all ranks"),
+            ("seed", "of tokens, routing and weights"),
+            ("iterations", "timed calls of each contender"),
+            ("warmup", "calls before them"),
+        ),
+    )  # fmt: skip
     _add_more(mode)
     return mode
 

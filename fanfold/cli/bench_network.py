@@ -11,6 +11,7 @@ from rich.table import Table
 
 from fanfold.bench import network, report
 from fanfold.bench.network import NetworkPoint, NetworkSettings
+from fanfold.cli.options import add_numbers
 
 __all__ = ["add_mode", "run", "table"]
 
@@ -36,15 +37,14 @@ def add_mode(modes: Any) -> None:
         "--sizes", type=_numbers, default=defaults.sizes, metavar="N[,N...]",
         help="bytes of a write (default 8 to 4 MiB)",
     )  # fmt: skip
-    for option, what in (
-        ("window", "writes in flight, even"),
-        ("rounds", "round trips of one measurement"),
-        ("repeats", "measurements of each, in turns"),
-    ):
-        mode.add_argument(
-            f"--{option}", type=int, default=getattr(defaults, option), metavar="N",
-            help=f"{what} (default %(default)s)",
-        )  # fmt: skip
+    add_numbers(
+        mode, defaults,
+        (
+            ("window", "writes in flight, even"),
+            ("rounds", "round trips of one measurement"),
+            ("repeats", "measurements of each, in turns"),
+        ),
+    )  # fmt: skip
     mode.add_argument("--strict", action="store_true", help="exit with 1 if a bar is missed")
     mode.add_argument(
         "--json", type=Path, metavar="FILE", help="append one line for each size to FILE"

@@ -9,7 +9,7 @@ import torch
 
 from fanfold.errors import ArgumentError
 from fanfold.formats import BLOCK, quantize
-from fanfold.fused_moe.weights import ExpertWeights
+from fanfold.fused_moe.weights import ExpertWeights, check_columns
 from fanfold.geometry import Geometry, check_aligned, check_tensor, check_topk
 from fanfold.representation import worded
 
@@ -46,12 +46,14 @@ class CallChecks:
 
     Attributes:
         geometry, intermediate: of the layer.
+        most_shared: intermediate columns of a shared expert.
         device: where tensors must be.
         check_devices: raises for tensors (by name) that are elsewhere, and says why.
     """
 
     geometry: Geometry
     intermediate: int
+    most_shared: int
     device: torch.device
     check_devices: Callable[..., None]
 
@@ -64,6 +66,8 @@ class CallChecks:
         if call.shared_expert is not None:
             shared = (1, "2 * intermediate", self.geometry.hidden)
             self._check_weights("shared_expert", call.shared_expert, shared)
+            columns = call.shared_expert.intermediate
+            check_columns("shared_expert.intermediate", columns, self.most_shared)
         if call.statistics is not None:
             experts = (self.geometry.experts_per_rank,)
             self._check("statistics", call.statistics, experts, torch.int32)

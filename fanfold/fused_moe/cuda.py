@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -107,9 +108,8 @@ class CudaLayer:
         self._memory = CudaSymmetricMemory(group, sizes.bytes)
         self._device = self._memory.device
         self._reports = _Reports(group.rank)
-        self._follow = (
-            StreamOrder(self._device) if self._threads else _order_of(self._device)
-        ).follow
+        # Kernels of ranks that are threads wait for each other, so they have turns of their own.
+        self._turns = _Turns(self._device) if self._threads else _turns_of(self._device)
         self._shared: dict[int, _SharedExpert] = {}
         error: Exception | None = None
         try:
@@ -119,8 +119,14 @@ class CudaLayer:
             wait_for_kernels(self._memory)
         except Exception as failure:  # for want of memory, too
             error = failure
-        # When all have come here, everybody's counters are zero.
-        agree(group, {}, error)
+        # Kernels in flight may outlive this object, and write there.
+        weakref.finalize(self, free_when_idle, self._device, self._reports).atexit = False
+        try:
+            # When all have come here, everybody's counters are zero.
+            agree(group, {}, error)
+        except BaseException:
+            self._memory.close()
+            raise
 
     def _kernel(
         self,
@@ -154,7 +160,8 @@ class CudaLayer:
         alone = self._group.size == 1
         if alone or self._reports.fatal() or torch.cuda.is_current_stream_capturing():
             return
-        self._main.refuse(self._follow())
+        with self._turns.next() as stream:
+            self._main.refuse(stream)
 
     def run(self, call: FusedCall) -> torch.Tensor:
         """See :meth:`fanfold.FusedMoE.forward`; the call is checked."""
@@ -169,19 +176,20 @@ class CudaLayer:
             if call.shared_expert is not None and call.tokens > 0:
                 shared = self._known_shared_expert(call.shared_expert.intermediate)
                 addend = torch.empty(shape, dtype=torch.bfloat16, device=device)
-            stream = self._follow()
             tokens = call.quantized()
+        with self._turns.next() as stream:
             if shared is not None and call.shared_expert is not None and addend is not None:
-                shared.run(tokens, call.shared_expert, addend, stream)
-        self._main.run(
-            tokens,
-            (call.topk_idx, call.topk_weights),
-            call.weights,
-            out,
-            stream,
-            addend=addend,
-            statistics=call.statistics,
-        )
+                with Refusing(self.refuse):
+                    shared.run(tokens, call.shared_expert, addend, stream)
+            self._main.run(
+                tokens,
+                (call.topk_idx, call.topk_weights),
+                call.weights,
+                out,
+                stream,
+                addend=addend,
+                statistics=call.statistics,
+            )
         self.check()
         return out
 
@@ -271,6 +279,7 @@ class _Kernel:
         if self._spans is None:
             shape = (self._shape[0], _core.CUDA_FUSED_MOE_SPAN_WORDS)
             self._spans = torch.zeros(shape, dtype=torch.int64, device=device)
+            weakref.finalize(self, free_when_idle, device, self._spans).atexit = False
         return self._spans
 
     def refuse(self, stream: int) -> None:
@@ -310,8 +319,9 @@ class _SharedExpert:
         self._idx = torch.zeros((most, 1), dtype=torch.int64, device=device)
         self._ones = torch.ones((most, 1), dtype=torch.float32, device=device)
         torch.cuda.current_stream(device).synchronize()  # calls may come on other streams
-        # Kernels in flight may outlive this object, and write there.
-        weakref.finalize(self, free_when_idle, device, (memory, reports)).atexit = False
+        # Kernels in flight may outlive this object, and use all of it.
+        kept = (memory, self._idx, self._ones, reports)
+        weakref.finalize(self, free_when_idle, device, kept).atexit = False
 
     def run(
         self,
@@ -323,14 +333,35 @@ class _SharedExpert:
         self._kernel.run(tokens, (self._idx, self._ones), weights, out, stream)
 
 
-_orders: dict[int, StreamOrder] = {}
+class _Turns:
+    """Calls that follow each other on one GPU, whatever streams and threads they are made on.
+
+    Args:
+        device: with an index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._order = StreamOrder(device)
+        self._lock = threading.RLock()  # a call that fails refuses inside of its turn
+
+    @contextmanager
+    def next(self) -> Iterator[int]:
+        """The current stream, which comes after all earlier turns; until the block ends, what it
+        enqueues included, no other thread gets one."""
+        with self._lock:
+            yield self._order.follow()
+
+
+_turns: dict[int, _Turns] = {}
 _making = threading.Lock()
 
 
-def _order_of(device: torch.device) -> StreamOrder:
+def _turns_of(device: torch.device) -> _Turns:
     """Of all fused layers of the process on one GPU."""
     with _making:
-        return _orders.setdefault(device.index, StreamOrder(device))
+        if device.index not in _turns:
+            _turns[device.index] = _Turns(device)
+        return _turns[device.index]
 
 
 class _Reports(KernelReports):

@@ -132,7 +132,11 @@ class FusedMoE(HasGeometry):
         else:
             self._layer = HostLayer(group, self.geometry, clamp, self.config)
         self._checks = CallChecks(
-            self.geometry, intermediate, self.device, self._choice.check_devices
+            self.geometry,
+            intermediate,
+            MOST_COLUMNS if self.backend == "cuda" else _MOST_INTERMEDIATE,
+            self.device,
+            self._choice.check_devices,
         )
 
     def _chosen(self, choice: BackendChoice) -> BackendChoice:
@@ -210,7 +214,8 @@ class FusedMoE(HasGeometry):
             topk_weights: ``[n, top_k]`` float32; not read where topk_idx is -1.
             weights: of this rank's experts.
             shared_expert: weights of one expert that gets every token of this rank, with weight 1;
-                its intermediate size may be another. Ranks need not agree about it.
+                its intermediate size may be another, on GPUs up to 16384. Ranks need not agree
+                about it.
             statistics: ``[experts_per_rank]`` int32, to which the number of received slots of each
                 local expert is added when the call succeeds.
             out: ``[n, hidden]`` bfloat16 to write to; may be ``x``. Made if None.
@@ -237,6 +242,12 @@ class FusedMoE(HasGeometry):
             self._checks.check(call)
         return self._layer.run(call)
 
+    def refuse(self, error: BaseException) -> None:
+        """Aborts the next call on all ranks in place of this rank's :meth:`forward`, because of
+        ``error``, found by a layer above. The others raise PeerRefused."""
+        self._check_open()
+        self._layer.refuse(error)
+
     def prepare_shared_expert(self, intermediate: int) -> None:
         """Loads what calls with a shared expert of a size need. Collective, as construction is.
 
@@ -247,10 +258,10 @@ class FusedMoE(HasGeometry):
             intermediate: columns between the GEMMs of the shared expert, the same on all ranks.
 
         Raises:
-            ArgumentError: no multiple of 128, or ranks that disagree about it.
+            ArgumentError: no multiple of 128, more than 16384 on GPUs, or ranks that disagree.
         """
         self._check_open()
-        check_columns("intermediate", intermediate, _MOST_INTERMEDIATE)
+        check_columns("intermediate", intermediate, self._checks.most_shared)
         self._layer.prepare_shared_expert(intermediate)
 
     def check(self) -> None:

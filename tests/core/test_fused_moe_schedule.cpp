@@ -109,9 +109,13 @@ std::vector<Routing> many_routings() {
   return all;
 }
 
+Task task_at_ticket(const Schedule& schedule, int ticket, int cta, Cursor& at) {
+  return task_at(place_of(schedule, ticket, at), cta);
+}
+
 Task fresh_task(const Routing& routing, int ticket, int cta) {
   Cursor cursor;
-  return task_of(routing.schedule(), ticket, cta, cursor);
+  return task_at_ticket(routing.schedule(), ticket, cta, cursor);
 }
 
 auto fields(const Task& task) {
@@ -190,7 +194,7 @@ TEST(fused_moe_schedule_ends_with_its_last_ticket) {
       }
       Cursor cursor;  // clusters look for several tickets after the end
       for (int ticket = end; ticket < end + 10; ++ticket) {
-        CHECK_EQ(task_of(schedule, ticket, cta, cursor).valid, 0);
+        CHECK_EQ(task_at_ticket(schedule, ticket, cta, cursor).valid, 0);
       }
     }
   }
@@ -231,7 +235,7 @@ TEST(fused_moe_schedule_cursor_finds_growing_tickets) {
       for (int ticket = random.between(0, largest_step); ticket < routing.tickets() + 300;
            ticket += random.between(1, largest_step)) {
         for (int cta = 0; cta < CTAS; ++cta) {
-          const Task found = task_of(routing.schedule(), ticket, cta, cursors[cta]);
+          const Task found = task_at_ticket(routing.schedule(), ticket, cta, cursors[cta]);
           CHECK(fields(found) == fields(fresh_task(routing, ticket, cta)));
         }
       }

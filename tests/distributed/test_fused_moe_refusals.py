@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any, Literal
@@ -277,6 +278,18 @@ def test_what_the_kernel_does_not_serve_runs_on_the_cpu(
     refused = ThreadRanks(ranks).run(_open_on_gpu, shape, "cuda")
     setting = "the setting backend is 'cuda' (from argument), but"
     assert refused == [f"{setting} the kernel of FusedMoE {obstacle}"] * ranks
+
+
+def test_a_shared_expert_too_wide_for_the_kernel() -> None:
+    wide = weights_of(FusedShape(num_experts=1, intermediate=256))
+    with SHAPE.open() as moe:
+        moe.forward(**arguments(), shared_expert=wide)
+        moe._checks = dataclasses.replace(moe._checks, most_shared=128)
+        bound = "must be from 128 to 128"
+        with pytest.raises(ArgumentError, match=f"^shared_expert.intermediate is 256, but {bound}"):
+            moe.forward(**arguments(), shared_expert=wide)
+        with pytest.raises(ArgumentError, match=f"^intermediate is 256, but {bound}"):
+            moe.prepare_shared_expert(256)
 
 
 def test_after_close_and_copies() -> None:

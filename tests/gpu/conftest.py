@@ -54,6 +54,13 @@ def needs_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def hopper(needs_gpu: None) -> None:
+    """Skips without compute capability 9.0, which the kernels of FP8 products are for."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a GPU of compute capability 9.0")
+
+
+@pytest.fixture
 def ranks_at_most(request: pytest.FixtureRequest) -> int:
     """As many ranks as there can be, up to four."""
     return min(ranks_there(request.node), MOST_RANKS)

@@ -20,6 +20,9 @@ from tests.gpu.one_gpu import capture, meet, wait
 
 __all__ = [
     "BAD",
+    "CLOSE",
+    "FAST",
+    "TOKENS",
     "absent",
     "bad_entry",
     "check_absence",
@@ -30,10 +33,13 @@ __all__ = [
     "refused",
     "repeated",
     "shared_expert",
+    "there",
+    "weights_there",
 ]  # fmt: skip
 
+# What the kernel is at: activations that round the other way, approximate divisions.
 CLOSE = 5e-5
-FAST = 2e-4
+FAST = 2e-4  # random terms
 TOKENS = 1000  # seeds of tokens; with those of weights a row of both would be the same
 BAD = 1
 """The rank that errs or never calls."""
@@ -45,7 +51,14 @@ def shape_of(ranks: int, **changes: Any) -> FusedShape:
 
 
 def there(call: FusedTokens) -> FusedTokens:
+    """The same on the GPU."""
     return FusedTokens(call.x.cuda(), call.topk_idx.cuda(), call.topk_weights.cuda())
+
+
+def weights_there(weights: ExpertWeights) -> ExpertWeights:
+    """The same on the GPU."""
+    tensors = (weights.l1, weights.l1_scales, weights.l2, weights.l2_scales)
+    return ExpertWeights(*(tensor.cuda() for tensor in tensors))
 
 
 class Layer:
@@ -57,8 +70,7 @@ class Layer:
         assert self.moe.backend == "cuda"
         self.weights = weights_of(shape, seed)
         part = self.weights.shard(group.rank, group.size)
-        tensors = (part.l1, part.l1_scales, part.l2, part.l2_scales)
-        self.here = ExpertWeights(*(tensor.cuda() for tensor in tensors))
+        self.here = weights_there(part)
         wait()
 
     def run(
@@ -82,13 +94,7 @@ class Layer:
         y = self.run(there(call), statistics=statistics)
         wait()
         if on_gpu:
-            parts = (
-                self.weights.l1,
-                self.weights.l1_scales,
-                self.weights.l2,
-                self.weights.l2_scales,
-            )
-            weights = ExpertWeights(*(tensor.cuda() for tensor in parts))
+            weights = weights_there(self.weights)
             wanted = expected(self.shape, there(call), weights).cpu()
         else:
             wanted = expected(self.shape, call, self.weights)
@@ -199,8 +205,7 @@ def shared_expert(given: Any) -> None:
     layer = Layer(group, shape_of(group.size))
     one = dataclasses.replace(layer.shape, num_experts=1, intermediate=384)
     shared = weights_of(one, 9)
-    tensors = (shared.l1, shared.l1_scales, shared.l2, shared.l2_scales)
-    here = ExpertWeights(*(tensor.cuda() for tensor in tensors))
+    here = weights_there(shared)
     wait()
     call = tokens_of(layer.shape, 20 + group.rank, TOKENS + group.rank)
     layer.moe.prepare_shared_expert(384)
@@ -221,8 +226,7 @@ def unprepared(given: Any) -> None:
     layer = Layer(group, shape_of(group.size))
     one = dataclasses.replace(layer.shape, num_experts=1, intermediate=512)
     shared = weights_of(one, 9)
-    tensors = (shared.l1, shared.l1_scales, shared.l2, shared.l2_scales)
-    here = ExpertWeights(*(tensor.cuda() for tensor in tensors))
+    here = weights_there(shared)
     wait()
     call = tokens_of(layer.shape, 20, TOKENS + group.rank)
     with pytest.raises(UsageError, match=r"call prepare_shared_expert\(512\) on all of them"):

@@ -15,31 +15,13 @@ from fanfold.errors import ArgumentError, UsageError
 from fanfold.formats import quantize
 from fanfold.fused_moe import ExpertWeights, difference, reference
 from tests.distributed.fused_layers import FusedShape, FusedTokens, tokens_of, weights_of
+from tests.gpu.fused_moe_rounds import CLOSE, FAST, TOKENS, there, weights_there
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.usefixtures("hopper")]
 
 LIMIT = 1e-3  # for each rank
-# What the kernel is at: activations that round the other way, approximate divisions.
-CLOSE = 5e-5
-FAST = 2e-4  # random terms; see test_sums_of_one_sign
-TOKENS = 1000  # seeds of tokens; with those of weights a row of both would be the same
 
 SHAPE = FusedShape(num_experts=8, top_k=3, hidden=512, intermediate=384, max_tokens=300)
-
-
-@pytest.fixture(autouse=True)
-def hopper() -> None:
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("FusedMoE has a kernel for compute capability 9.0 only")
-
-
-def there(call: FusedTokens) -> FusedTokens:
-    return FusedTokens(call.x.cuda(), call.topk_idx.cuda(), call.topk_weights.cuda())
-
-
-def weights_there(weights: ExpertWeights) -> ExpertWeights:
-    tensors = (weights.l1, weights.l1_scales, weights.l2, weights.l2_scales)
-    return ExpertWeights(*(tensor.cuda() for tensor in tensors))
 
 
 def exact(

@@ -4,18 +4,11 @@ time-slice it."""
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.gpu import fused_moe_rounds as rounds
 from tests.gpu.conftest import GpuPools
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
-
-
-@pytest.fixture(autouse=True)
-def hopper() -> None:
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("FusedMoE has a kernel for compute capability 9.0 only")
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.usefixtures("hopper")]
 
 
 def test_random_geometries(gpus: GpuPools, most_ranks: int) -> None:

@@ -4,7 +4,6 @@ call that ends at all has run those of all ranks at once."""
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.gpu import fused_moe_rounds as rounds
 from tests.gpu.one_gpu import OneGpu
@@ -12,14 +11,9 @@ from tests.gpu.one_gpu import OneGpu
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
+    pytest.mark.usefixtures("hopper"),
     pytest.mark.parametrize("ranks", [2, 3, 4]),
 ]
-
-
-@pytest.fixture(autouse=True)
-def hopper() -> None:
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("FusedMoE has a kernel for compute capability 9.0 only")
 
 
 @pytest.mark.parametrize("first", [0, 6, 12, 18])

@@ -10,16 +10,10 @@ import torch
 from fanfold import UsageError, deep_gemm
 from tests.grouped_gemms import Case, call_of, check, difference, random_case, run
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.usefixtures("hopper")]
 
 # By whether the tensor cores keep sums; with the rounding to bfloat16. 1e-3 is the field's.
 LIMIT = {False: 5e-6, True: 5e-5}
-
-
-@pytest.fixture(autouse=True)
-def hopper() -> None:
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("the grouped GEMM has a kernel for compute capability 9.0 only")
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ __device__ __forceinline__ uint32_t load_of_cta(const uint32_t* own, int cta) {
   return v;
 }
 
-// A word that stands for itself, stored where `own` is in CTA `cta` of the cluster.
+// Stores `word` where `own` is in CTA `cta` of the cluster. It orders nothing.
 __device__ __forceinline__ void exchange_relaxed_at_cta(uint64_t* own, int cta, uint64_t word) {
   asm volatile(
       "{\n .reg .b32 there;\n .reg .b64 before;\n"

@@ -126,8 +126,9 @@ struct OwnTokens {
 
 // The end of one wait, for what `rank` does or makes others do. All CTAs of all ranks must run at
 // the same time; where one does not, waits end after the time that the caller gives. From then on
-// none of the CTA lasts, and what it computes is wrong, which the host is told at the end. (A trap
-// would end the process's context; in a wait it also makes ptxas take the accumulators' registers.)
+// every wait of the CTA ends at its first look, and what it computes is wrong, which the host is
+// told at the end. (A trap would end the process's context; in a wait it also makes ptxas take the
+// accumulators' registers.)
 class Patience {
  public:
   __device__ Patience(const Call& call, int rank) : call_(call), rank_(rank) {}
@@ -158,8 +159,11 @@ struct Waits {
 
 // A counter of this rank, into which other CTAs count, and other ranks.
 __device__ __forceinline__ bool has_counted(const uint32_t* counter, uint32_t wanted) {
-  if constexpr (kRanks == 1) return load_acquire_gpu(counter) >= wanted;
-  return load_acquire_system(counter) >= wanted;
+  if constexpr (kRanks == 1) {
+    return load_acquire_gpu(counter) >= wanted;
+  } else {
+    return load_acquire_system(counter) >= wanted;
+  }
 }
 
 __device__ inline bool await_count(const Call& call, const uint32_t* counter, uint32_t wanted) {

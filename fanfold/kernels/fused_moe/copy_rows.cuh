@@ -7,10 +7,11 @@ namespace fanfold::fused_moe {
 
 inline constexpr int kFirstCopies = kMathWarps;  // of a CTA; the first tiles wait for them
 
-// Tells the rank of a row that it is there.
+// Tells the rank of a row that it is there. Where several ranks count, all of them do so for the
+// whole system: additions for one GPU need not be atomic beside those of another.
 __device__ __forceinline__ void publish_row(const Call& call, const FusedMoeCopy& copy) {
   uint32_t* arrived = call.arrived(copy.row / kFusedMoeHalfRows);
-  if (kRanks == 1 || copy.rank == call.args.rank) {
+  if constexpr (kRanks == 1) {
     add_release_gpu(arrived, 1);
   } else {
     call.peer(copy.rank).count(call.offset(arrived));

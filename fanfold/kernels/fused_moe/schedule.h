@@ -158,8 +158,4 @@ FANFOLD_HD constexpr Task task_at(const TicketPlace& place, int cta) {
   return task;
 }
 
-FANFOLD_HD constexpr Task task_of(const Schedule& schedule, int ticket, int cta, Cursor& at) {
-  return task_at(place_of(schedule, ticket, at), cta);
-}
-
 }  // namespace fanfold::fused_moe

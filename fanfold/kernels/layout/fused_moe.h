@@ -25,7 +25,8 @@ inline constexpr int32_t kFusedMoeSumBlocks = 4;
 inline constexpr int32_t kFusedMoeMostGroups = 2;
 inline constexpr int32_t kFusedMoeMostCtas = 512;
 
-// Zero before a call, which clears those of the next. `ticket` and `counted` stand first.
+// Words of counters, zero before a call, which clears those of the next. The first is the next
+// ticket, the second the CTAs that have counted their share of the routing.
 struct FusedMoeCounters {
   int64_t half_blocks;
 
