@@ -108,8 +108,10 @@ class CudaLayer:
         self._memory = CudaSymmetricMemory(group, sizes.bytes)
         self._device = self._memory.device
         self._reports = _Reports(group.rank)
-        # Kernels of ranks that are threads wait for each other, so they have turns of their own.
-        self._turns = _Turns(self._device) if self._threads else _turns_of(self._device)
+        # Kernels of ranks that are threads wait for each other, so each has an order of its own.
+        self._launches = (
+            _LaunchOrder(self._device) if self._threads else _launch_order_of(self._device)
+        )
         self._shared: dict[int, _SharedExpert] = {}
         error: Exception | None = None
         try:
@@ -160,7 +162,7 @@ class CudaLayer:
         alone = self._group.size == 1
         if alone or self._reports.fatal() or torch.cuda.is_current_stream_capturing():
             return
-        with self._turns.next() as stream:
+        with self._launches.next() as stream:
             self._main.refuse(stream)
 
     def run(self, call: FusedCall) -> torch.Tensor:
@@ -177,7 +179,7 @@ class CudaLayer:
                 shared = self._known_shared_expert(call.shared_expert.intermediate)
                 addend = torch.empty(shape, dtype=torch.bfloat16, device=device)
             tokens = call.quantized()
-        with self._turns.next() as stream:
+        with self._launches.next() as stream:
             if shared is not None and call.shared_expert is not None and addend is not None:
                 with Refusing(self.refuse):
                     shared.run(tokens, call.shared_expert, addend, stream)
@@ -333,8 +335,8 @@ class _SharedExpert:
         self._kernel.run(tokens, (self._idx, self._ones), weights, out, stream)
 
 
-class _Turns:
-    """Calls that follow each other on one GPU, whatever streams and threads they are made on.
+class _LaunchOrder:
+    """Serializes launches on one GPU, whatever streams and threads they are made on.
 
     Args:
         device: with an index.
@@ -342,26 +344,26 @@ class _Turns:
 
     def __init__(self, device: torch.device) -> None:
         self._order = StreamOrder(device)
-        self._lock = threading.RLock()  # a call that fails refuses inside of its turn
+        self._lock = threading.RLock()  # a call that fails refuses inside of its block
 
     @contextmanager
     def next(self) -> Iterator[int]:
-        """The current stream, which comes after all earlier turns; until the block ends, what it
-        enqueues included, no other thread gets one."""
+        """The current stream, which waits for all earlier launches; until the block ends,
+        launches included, no other thread can launch."""
         with self._lock:
             yield self._order.follow()
 
 
-_turns: dict[int, _Turns] = {}
+_launch_orders: dict[int, _LaunchOrder] = {}
 _making = threading.Lock()
 
 
-def _turns_of(device: torch.device) -> _Turns:
+def _launch_order_of(device: torch.device) -> _LaunchOrder:
     """Of all fused layers of the process on one GPU."""
     with _making:
-        if device.index not in _turns:
-            _turns[device.index] = _Turns(device)
-        return _turns[device.index]
+        if device.index not in _launch_orders:
+            _launch_orders[device.index] = _LaunchOrder(device)
+        return _launch_orders[device.index]
 
 
 class _Reports(KernelReports):

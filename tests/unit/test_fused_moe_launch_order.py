@@ -1,4 +1,4 @@
-"""Calls of fused layers on one GPU take turns, also when threads make them; no GPU is needed."""
+"""Launches of fused layers on one GPU are serialized, also across threads; needs no GPU."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ DEVICE = torch.device("cuda:0")
 
 
 class Order:
-    """Stands for the order of streams; counts the turns."""
+    """In place of StreamOrder; counts launches."""
 
     def __init__(self, device: torch.device) -> None:
-        self.turns = 0
+        self.launches = 0
 
     def follow(self) -> int:
-        self.turns += 1
-        return self.turns
+        self.launches += 1
+        return self.launches
 
 
 @pytest.fixture(autouse=True)
 def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "StreamOrder", Order)
-    monkeypatch.setattr(cuda, "_turns", {})
+    monkeypatch.setattr(cuda, "_launch_orders", {})
 
 
-def test_a_thread_waits_until_the_turn_before_has_enqueued_all() -> None:
-    turns = cuda._turns_of(DEVICE)
+def test_a_thread_waits_until_the_launches_before_are_enqueued() -> None:
+    order = cuda._launch_order_of(DEVICE)
     seen: list[str] = []
 
     def other() -> None:
-        with turns.next():
+        with order.next():
             seen.append("other")
 
     thread = threading.Thread(target=other)
-    with turns.next():
+    with order.next():
         thread.start()
         thread.join(0.2)
         assert thread.is_alive()
@@ -47,17 +47,17 @@ def test_a_thread_waits_until_the_turn_before_has_enqueued_all() -> None:
     assert seen == ["first", "other"]
 
 
-def test_a_call_that_fails_refuses_inside_of_its_turn() -> None:
-    turns = cuda._turns_of(DEVICE)
-    with turns.next() as outer, turns.next() as inner:
+def test_a_call_that_fails_refuses_inside_of_its_block() -> None:
+    order = cuda._launch_order_of(DEVICE)
+    with order.next() as outer, order.next() as inner:
         assert (outer, inner) == (1, 2)
 
 
-def test_an_error_ends_a_turn() -> None:
-    turns = cuda._turns_of(DEVICE)
+def test_an_error_lets_others_launch() -> None:
+    order = cuda._launch_order_of(DEVICE)
 
     def fails() -> None:
-        with turns.next():
+        with order.next():
             raise MemoryError
 
     with pytest.raises(MemoryError):
@@ -65,7 +65,7 @@ def test_an_error_ends_a_turn() -> None:
     seen: list[int] = []
 
     def takes() -> None:
-        with turns.next() as stream:
+        with order.next() as stream:
             seen.append(stream)
 
     thread = threading.Thread(target=takes)
@@ -74,6 +74,6 @@ def test_an_error_ends_a_turn() -> None:
     assert seen == [2]
 
 
-def test_all_layers_of_a_gpu_share_their_turns() -> None:
-    assert cuda._turns_of(DEVICE) is cuda._turns_of(torch.device("cuda:0"))
-    assert cuda._turns_of(DEVICE) is not cuda._turns_of(torch.device("cuda:1"))
+def test_all_layers_of_a_gpu_share_one_order() -> None:
+    assert cuda._launch_order_of(DEVICE) is cuda._launch_order_of(torch.device("cuda:0"))
+    assert cuda._launch_order_of(DEVICE) is not cuda._launch_order_of(torch.device("cuda:1"))
