@@ -1,18 +1,18 @@
-"""``fanfold plot``: draws what ``fanfold bench --json`` wrote."""
+"""``fanfold plot``: draws what ``fanfold bench`` wrote."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from fanfold.cli import plot_timeline
+from fanfold.cli import plot_fused_moe, plot_timeline
+from fanfold.cli.plot_series import Point, grouped, machine
 from fanfold.errors import ArgumentError, UnavailableError
 
 if TYPE_CHECKING:
@@ -47,30 +47,17 @@ _NUMBERS = (
     "bytes_remote",
 )  # fmt: skip
 _TEXTS = ("mode", "backend", "dtype")
+_LINE = "one JSON object, as `fanfold bench --json` appends them: draw without that line"
 _LEGEND_CHARS = 64  # of a line, or the legend is wider than its column
-
-
-@dataclass(frozen=True)
-class Point:
-    """One line of results: its fields, checked to be there where :func:`draw` needs them."""
-
-    fields: dict[str, Any]
-
-    def __getitem__(self, name: str) -> Any:
-        return self.fields.get(name)
-
-    def rate(self, name: str) -> float:
-        """GB/s of ``name``, a field in bytes."""
-        time: float = self["total_us"]
-        return float(self[name] / time / 1e3) if time > 0 else 0.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``fanfold plot``."""
     parser.description = (
         "Draws latency and bandwidth against tokens, ranks, top-k and SMs, as far as the results "
-        "vary in them. Of files with timelines of the fused MoE kernel it draws when each CTA did "
-        "what."
+        "vary in them; of a fused MoE layer the time of each contender against tokens, a panel for "
+        "each geometry; of timelines of its kernel when each CTA did what. All lines must be of "
+        "one of these kinds."
     )
     parser.add_argument(
         "files", nargs="+", type=Path, metavar="FILE",
@@ -88,59 +75,72 @@ def run(args: argparse.Namespace) -> int:
     """Draws the picture and prints its name: exit code 0.
 
     Raises:
-        ArgumentError: a file cannot be read or written, or a line is malformed.
+        ArgumentError: a file cannot be read or written, a line is malformed, or the lines are of
+            several kinds.
         UnavailableError: matplotlib is not installed.
     """
-    others: Counter[str] = Counter()
-    points = [point for path in args.files for point in load(path, others)]
-    if not points and others[plot_timeline.BENCH]:
-        return _draw_timelines(args.files, args.out, others)
-    _say_left_out(others)
-    if not points:
-        raise ArgumentError(
-            "FILE", ", ".join(map(str, args.files)), "a file with results of a mode in it"
-        )
-    draw(points, args.out)
-    print(f"{args.out}: {len(points)} result{'s' if len(points) > 1 else ''}")
-    return 0
-
-
-def _say_left_out(others: Counter[str]) -> None:
+    kind, found, others = _read(args.files)
     for bench, lines in sorted(others.items()):
         print(f"results of bench {bench} are not drawn: {lines}")
-
-
-def _draw_timelines(files: Sequence[Path], out: Path, others: Counter[str]) -> int:
-    drawn = others.pop(plot_timeline.BENCH)
-    _say_left_out(others)
-    check_picture(out)
-    lines = [
-        plot_timeline.checked(fields, where)
-        for path in files
-        for fields, where in _lines(path)
-        if fields.get("bench") == plot_timeline.BENCH
-    ]
-    save(plot_timeline.figure(lines), out)
-    print(f"{out}: {drawn} CTA{'s' if drawn > 1 else ''}")
+    kind.draw(found, args.out)
+    print(f"{args.out}: {len(found)} {kind.unit}{'s' if len(found) > 1 else ''}")
     return 0
 
 
-def load(path: Path, others: Counter[str] | None = None) -> list[Point]:
-    """The results of the modes in one file.
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of line that has a picture of its own.
 
-    Lines of other benches (their field ``bench`` says of which) are left out, and counted by bench
-    in ``others``.
+    Attributes:
+        name: in messages.
+        unit: that a line describes.
+        checked: raises ArgumentError for a malformed line; gets its fields and its place.
+        draw: writes the picture of such lines.
+    """
+
+    name: str
+    unit: str
+    checked: Callable[[dict[str, Any], str], Any]
+    draw: Callable[[Sequence[Any], Path], None]
+
+
+def _read(files: Sequence[Path]) -> tuple[_Kind, list[Any], Counter[str]]:
+    """The lines that can be drawn, all of one kind, and how many lines other benches have."""
+    first: tuple[_Kind, str] | None = None
+    found: list[Any] = []
+    others: Counter[str] = Counter()
+    for path in files:
+        for fields, where in _lines(path):
+            bench = str(fields["bench"]) if "bench" in fields else _MODES
+            if bench not in _KINDS:
+                others[bench] += 1
+                continue
+            kind = _KINDS[bench]
+            found.append(kind.checked(fields, where))
+            first = first or (kind, where)
+            if kind is not first[0]:
+                raise ArgumentError(
+                    where, kind.name, f"{first[0].name} as {first[1]} is: a picture shows lines of "
+                    "one kind; draw each kind from a file of its own",
+                )  # fmt: skip
+    if first is None:
+        counts = [f"lines of bench {bench}: {lines}" for bench, lines in sorted(others.items())]
+        holds = ", ".join(counts) or "no lines"
+        raise ArgumentError(
+            "FILE", f"{', '.join(map(str, files))} ({holds})", "a file with results that `fanfold "
+            "bench low-latency`, `high-throughput` or `fused-moe` appended with --json, or a "
+            "timeline of `fused-moe --timeline`",
+        )  # fmt: skip
+    return first[0], found, others
+
+
+def load(path: Path) -> list[Point]:
+    """The results of the modes in one file. Lines of other benches are left out.
 
     Raises:
         ArgumentError: naming the file, and the line and what is wrong with it.
     """
-    points = []
-    for fields, where in _lines(path):
-        if "bench" not in fields:
-            points.append(_point(fields, where))
-        elif others is not None:
-            others[str(fields["bench"])] += 1
-    return points
+    return [_point(fields, where) for fields, where in _lines(path) if "bench" not in fields]
 
 
 def _lines(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
@@ -159,9 +159,9 @@ def _object(line: str, where: str) -> dict[str, Any]:
     try:
         fields = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ArgumentError(where, f"malformed ({error})", "one JSON object") from None
+        raise ArgumentError(where, f"malformed ({error})", _LINE) from None
     if not isinstance(fields, dict):
-        raise ArgumentError(where, f"a JSON {type(fields).__name__}", "a JSON object")
+        raise ArgumentError(where, f"a JSON {type(fields).__name__}", _LINE)
     return fields
 
 
@@ -210,18 +210,14 @@ def series_along(
     series with ``least_places`` are given.
     """
     fixed = [*_FIXED, *(other for other in AXES if other != axis)]
-    groups: dict[tuple[Any, ...], dict[float, list[Point]]] = defaultdict(lambda: defaultdict(list))
-    for point in points:
-        if point[axis] is None:
-            continue
-        groups[tuple(point[name] for name in fixed)][point[axis]].append(point)
+    groups = grouped(points, axis, fixed)
     varying = [place for place in range(len(fixed)) if len({str(key[place]) for key in groups}) > 1]
     series = {}
     for key, places in groups.items():
         if len(places) >= least_places:
             named = [place for place in varying if key[place] is not None]
             label = ", ".join(_label(fixed[place], key[place]) for place in named)
-            series[label or _label("mode", key[0])] = [_median(places[x]) for x in sorted(places)]
+            series[label or _label("mode", key[0])] = places
     return series
 
 
@@ -245,11 +241,6 @@ def _label(name: str, value: object) -> str:
     if name == "sms":
         return f"{value} SMs"
     return f"{name.replace('_', '-')} {value}"
-
-
-def _median(points: Sequence[Point]) -> Point:
-    middle = statistics.median_low([point["total_us"] for point in points])
-    return next(point for point in points if point["total_us"] == middle)
 
 
 def draw(points: Sequence[Point], out: Path) -> None:
@@ -336,14 +327,11 @@ def _format(out: Path) -> str:
 
 
 def _title(points: Iterable[Point]) -> str:
-    machines = {_machine(point) for point in points}
+    machines = {
+        f"{point['ranks']} × {machine(point)}" if point["device"] else machine(point)
+        for point in points
+    }
     return "Dispatch and combine on " + ", ".join(sorted(machines))
-
-
-def _machine(point: Point) -> str:
-    if point["device"]:
-        return f"{point['ranks']} × {point['device'].get('name', 'unknown GPU')}"
-    return str((point["machine"] or {}).get("cpu", "unknown machine"))
 
 
 def _draw_latency(axes: Axes, axis: str, series: dict[str, list[Point]], phase: str) -> None:
@@ -384,3 +372,25 @@ def _finish(axes: Axes, axis: str, series: dict[str, list[Point]]) -> None:
     axes.set_xticks(places, [str(place) for place in places])
     axes.set_xlabel(AXES[axis])
     axes.grid(visible=True, alpha=0.3)
+
+
+def _draw_fused_moe(lines: Sequence[dict[str, Any]], out: Path) -> None:
+    check_picture(out)
+    save(plot_fused_moe.figure(lines), out)
+
+
+def _draw_timeline(lines: Sequence[dict[str, Any]], out: Path) -> None:
+    check_picture(out)
+    save(plot_timeline.figure(lines), out)
+
+
+_MODES = "modes"
+_KINDS = {
+    _MODES: _Kind("a result of a mode (low latency, high throughput)", "result", _point, draw),
+    plot_fused_moe.BENCH: _Kind(
+        "a result of bench fused-moe", "result", plot_fused_moe.checked, _draw_fused_moe
+    ),
+    plot_timeline.BENCH: _Kind(
+        "a line of a timeline", "CTA", plot_timeline.checked, _draw_timeline
+    ),
+}

@@ -255,8 +255,13 @@ def test_plot_leaves_out_other_benches_and_says_so(tmp_path, capsys):
 
 def test_plot_without_results(tmp_path):
     args = argparse.Namespace(files=[write(tmp_path / "r.jsonl", [])], out=tmp_path / "p.png")
-    with pytest.raises(ArgumentError, match="results"):
+    with pytest.raises(ArgumentError, match=r"r\.jsonl \(no lines\), but must be a file with res"):
         plot.run(args)
+    write(tmp_path / "r.jsonl", [{"bench": "ring"}, {"bench": "network"}, {"bench": "ring"}])
+    named = r"r\.jsonl \(lines of bench network: 1, lines of bench ring: 2\), but must .*fused-moe"
+    with pytest.raises(ArgumentError, match=named):
+        plot.run(args)
+    assert not args.out.exists()
     with pytest.raises(ArgumentError, match="readable"):
         plot.load(tmp_path / "missing")
 

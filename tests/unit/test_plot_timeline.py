@@ -14,7 +14,7 @@ from fanfold.bench import fused_moe_report
 from fanfold.cli import plot, plot_timeline
 from fanfold.errors import ArgumentError
 from tests.unit.test_bench_fused_moe import point_on_gpu
-from tests.unit.test_plot import line, write
+from tests.unit.test_plot import write
 
 
 def ctas(tokens: int = 64) -> list[dict[str, Any]]:
@@ -56,13 +56,6 @@ def test_bars_end_where_the_phases_do() -> None:
     assert bars[1] == [(1.0, 3.0), (2.0, 0.0)]  # the second CTA has no tile of the first GEMM
     assert bars[2] == [(4.0, 3.0), (2.0, 4.0)]
     assert [x + width for x, width in bars[3]] == [8.0, 11.0]
-
-
-def test_results_of_modes_come_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    drawn = draw(tmp_path, [*ctas(), line()])
-    assert "results of bench fused_moe_timeline are not drawn: 2" in capsys.readouterr().out
-    assert "first GEMM" not in drawn
 
 
 @pytest.mark.parametrize(
