@@ -104,7 +104,8 @@ class FusedMoE(HasGeometry):
     ) -> None:
         self._closed = False
         self._owner = Owner("this FusedMoE")
-        with together(as_group(group)) as ranks:
+        self._group = as_group(group)
+        with together(self._group) as ranks:
             self.config = checked_config(config)
             self.geometry = Geometry(ranks.size, num_experts, top_k, hidden, max_tokens)
             check_columns("hidden", hidden, MAX_HIDDEN)
@@ -126,9 +127,7 @@ class FusedMoE(HasGeometry):
         clamp = self.activation_clamp
         self._layer: HostLayer | CudaLayer
         if self._choice.backend == "cuda":
-            self._layer = CudaLayer(
-                as_group(group), self.geometry, intermediate, clamp, self.config
-            )
+            self._layer = CudaLayer(self._group, self.geometry, intermediate, clamp, self.config)
         else:
             self._layer = HostLayer(group, self.geometry, clamp, self.config)
         self._checks = CallChecks(

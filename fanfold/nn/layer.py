@@ -1,4 +1,4 @@
-"""The layer: router, dispatch, this rank's experts, combine."""
+"""The layer: router, dispatch, this rank's experts, combine; or the latter three by a FusedMoE."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
 from fanfold import functional
-from fanfold.base_dispatcher import BaseDispatcher
 from fanfold.copying import not_copied
-from fanfold.errors import ArgumentError
+from fanfold.errors import ArgumentError, UsageError
+from fanfold.fused_moe import FusedMoE
 from fanfold.geometry import check_activations, check_integer
 from fanfold.nn.experts import swiglu_experts
+from fanfold.nn.fused import FusedExperts
 from fanfold.nn.meters import Meters
 from fanfold.nn.router import (
     MOST_COLUMNS,
@@ -27,6 +28,7 @@ from fanfold.nn.router import (
 )
 from fanfold.nn.seeding import seeded_normal
 from fanfold.nn.sharding import (
+    AnyDispatcher,
     ShardedExperts,
     agree_on_layer,
     copy_whole,
@@ -69,8 +71,9 @@ class MoE(ShardedExperts):
         top_k: experts per token.
         dispatcher: what moves the tokens; layers may share one. Its hidden is this layer's, or the
             layer's latent width if there is one. A :class:`fanfold.HighThroughput` trains and
-            infers, a :class:`fanfold.LowLatency` infers: assign another one to ``dispatcher`` to
-            change over. The layer does not close it.
+            infers, a :class:`fanfold.LowLatency` infers, and so does a :class:`fanfold.FusedMoE`
+            of this ``intermediate`` and without a clamp, which computes the routed experts in FP8,
+            too. Assign another one to ``dispatcher`` to change over. The layer does not close it.
         options: everything else.
         device: of the parameters; ``"meta"`` leaves them without values until ``to_empty`` and
             :meth:`reset_parameters`. If None, PyTorch's default device if one is set, else the
@@ -88,6 +91,18 @@ class MoE(ShardedExperts):
     experts, and without ``device_mesh``, their parameters are plain and replicated as well.
     :func:`fanfold.nn.average_gradients` averages them, or DDP or FSDP2 after
     :func:`fanfold.nn.prepare_data_parallel`.
+
+    Through a FusedMoE the layer multiplies with FP8 copies of ``w_in`` and ``w_out``, which are no
+    part of the ``state_dict``. A pass makes them if there are none, and again when PyTorch knows of
+    a change of the parameters; see :meth:`quantize_experts`.
+
+        >>> sizes = dict(num_experts=8, top_k=2, hidden=128, max_tokens=16)
+        >>> with fanfold.HighThroughput(**sizes) as ep:
+        ...     layer = fanfold.nn.MoE(128, 256, num_experts=8, top_k=2, dispatcher=ep)
+        >>> with fanfold.FusedMoE(**sizes, intermediate=256) as fused, torch.no_grad():
+        ...     layer.dispatcher = fused
+        ...     layer(torch.randn((2, 5, 128), device=fused.device)).shape
+        torch.Size([2, 5, 128])
 
     Attributes:
         balance_loss: of the latest forward pass; add it to the loss. A pass inside a backward pass
@@ -108,7 +123,7 @@ class MoE(ShardedExperts):
         num_experts: int,
         top_k: int,
         *,
-        dispatcher: BaseDispatcher,
+        dispatcher: AnyDispatcher,
         options: MoEOptions = DEFAULTS,
         device: torch.device | str | None = None,
         device_mesh: DeviceMesh | None = None,
@@ -126,12 +141,13 @@ class MoE(ShardedExperts):
             error = failure
         agree_on_layer(dispatcher, device_mesh, values, error)
 
-    def _make(self, ep: BaseDispatcher, mesh: DeviceMesh | None, device: torch.device) -> None:
+    def _make(self, ep: AnyDispatcher, mesh: DeviceMesh | None, device: torch.device) -> None:
         """All but what ranks must agree about."""
         for name in ("hidden", "intermediate"):
             check_integer(name, getattr(self, name), 1, MOST_COLUMNS)
         rows = torch.zeros(ep.experts_per_rank, dtype=torch.int64, device="cpu")
         self.statistics = MoEStatistics(expert_rows=rows)
+        self._fused = FusedExperts(self.statistics)
         self.dispatcher = ep
         self.mesh, self.expert_ranks = mesh, ep.ranks
         first = ep.rank * ep.experts_per_rank
@@ -148,13 +164,16 @@ class MoE(ShardedExperts):
         return self.hidden if self.options.latent is None else self.options.latent
 
     @property
-    def dispatcher(self) -> BaseDispatcher:
+    def dispatcher(self) -> AnyDispatcher:
         """What moves the tokens."""
         return self._dispatcher
 
     @dispatcher.setter
-    def dispatcher(self, ep: BaseDispatcher) -> None:
+    def dispatcher(self, ep: AnyDispatcher) -> None:
+        wanted: dict[str, int | None]
         wanted = {"hidden": self.width, "num_experts": self.num_experts, "top_k": self.top_k}
+        if isinstance(ep, FusedMoE):
+            wanted |= {"intermediate": self.intermediate, "activation_clamp": None}
         local = getattr(self, "local_experts", None)
         if local is not None:
             wanted |= {"rank": local.start // len(local), "experts_per_rank": len(local)}
@@ -163,8 +182,12 @@ class MoE(ShardedExperts):
                 raise ArgumentError(
                     f"dispatcher.{name}", getattr(ep, name), f"{value}, as the layer's is"
                 )
-        self._dispatcher = ep
-        self._meters = Meters(ep, self.statistics)
+        meters: Meters | None = None
+        if isinstance(ep, FusedMoE):
+            self._fused.attach(ep)
+        else:
+            meters = Meters(ep, self.statistics)
+        self._dispatcher, self._meters = ep, meters
 
     @property
     def balance_loss(self) -> torch.Tensor:
@@ -184,11 +207,13 @@ class MoE(ShardedExperts):
         Raises:
             ArgumentError: ``x`` has another last dimension or no floating dtype; the call is
                 aborted on all ranks.
-            PeerRefused, PeerTimeout, UsageError: as ``HighThroughput.dispatch``.
-            UsageError: DDP wraps the layer, but nobody prepared it.
+            PeerRefused, PeerTimeout, UsageError: as ``HighThroughput.dispatch``, or as
+                ``FusedMoE.forward``.
+            UsageError: DDP wraps the layer, but nobody prepared it; or a gradient is wanted, and
+                the dispatcher is a LowLatency or a FusedMoE.
         """
         ep = self.dispatcher
-        with Refusing(ep.refuse_dispatch):
+        with Refusing(ep.refuse if isinstance(ep, FusedMoE) else ep.refuse_dispatch):
             check_activations("x", x, self.hidden, ep.max_tokens, self.w_in.device)
         tokens = x.reshape(-1, self.hidden)
         indices, weights, balance_loss = self.router(tokens)
@@ -219,11 +244,54 @@ class MoE(ShardedExperts):
     def _routed(
         self, rows: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
+        ep = self.dispatcher
+        if isinstance(ep, FusedMoE):
+            if is_dynamo_compiling():
+                from fanfold.operators.traced import between_graphs
+
+                fused: torch.Tensor = between_graphs(
+                    self._fused.run, ep, self, rows, (indices, weights)
+                )
+                return fused
+            return self._fused.run(ep, self, rows, (indices, weights))
+        assert self._meters is not None
         w_in, w_out = self.local_weights()
         meter = self._meters.for_routing(indices)
         tokens, row_weights, received = functional.dispatch(meter, rows, indices, weights)
         y = swiglu_experts(tokens, w_in, w_out, received)
         return functional.combine(meter, y, received, row_weights)
+
+    def quantize_experts(self) -> None:
+        """Makes the FP8 copies of ``w_in`` and ``w_out`` that passes through a FusedMoE use. Not
+        collective; on a GPU the CPU waits.
+
+        Passes do it by themselves: the first one after a FusedMoE was assigned to ``dispatcher`` or
+        after ``train()`` or ``eval()`` changed the mode, and after changes that PyTorch counts:
+        parameters that are written in place, assigned, loaded or moved, and steps of optimizers.
+        Call it
+
+        - after changes that it does not count: through ``parameter.data``, by a collective, by
+          ``torch._foreach_*`` on DTensors, by the replay of a CUDA graph;
+        - before a CUDA graph that holds the layer is captured, and, as a graph only reads the
+          copies, after every change before it is replayed. They stay in their memory, so no new
+          capture is needed. Call it on the stream of the replays.
+
+        Raises:
+            ArgumentError: weights are not finite.
+            UsageError: the dispatcher is no FusedMoE, or a CUDA graph is being captured.
+        """
+        if not isinstance(self.dispatcher, FusedMoE):
+            raise UsageError(
+                f"layer.dispatcher is a {type(self.dispatcher).__name__}, and only passes through "
+                "a FusedMoE use FP8 copies of the experts; assign one first"
+            )
+        self._fused.copy(self)
+
+    def train(self, mode: bool = True) -> MoE:
+        """See ``torch.nn.Module``. A change of the mode has FP8 copies made again."""
+        if mode != self.training:
+            self._fused.forget()
+        return super().train(mode)
 
     def expert_names(self) -> tuple[str, ...]:
         """Names of the routed experts' parameters."""

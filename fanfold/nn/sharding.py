@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fanfold.base_dispatcher import BaseDispatcher
 from fanfold.errors import ArgumentError, UsageError
+from fanfold.fused_moe import FusedMoE
 from fanfold.group import Group, agree, as_group, process_group
 
 try:
@@ -25,6 +26,7 @@ except ImportError:  # before PyTorch 2.5
     )
 
 __all__ = [
+    "AnyDispatcher",
     "DTensor",
     "ShardedExperts",
     "agree_on_layer",
@@ -33,6 +35,9 @@ __all__ = [
     "open_mesh",
     "parameter_device",
 ]
+
+AnyDispatcher = BaseDispatcher | FusedMoE
+"""What a layer runs through."""
 
 MESH_NAMES = ("expert_parallel",)
 
@@ -44,7 +49,7 @@ _WRAPPERS = {
 
 
 def parameter_device(
-    ep: BaseDispatcher, device: torch.device | str | None, device_mesh: DeviceMesh | None
+    ep: AnyDispatcher, device: torch.device | str | None, device_mesh: DeviceMesh | None
 ) -> torch.device:
     """Where the parameters of a layer are made.
 
@@ -72,7 +77,7 @@ def parameter_device(
 
 
 def open_mesh(
-    ep: BaseDispatcher, device: torch.device, device_mesh: DeviceMesh | None
+    ep: AnyDispatcher, device: torch.device, device_mesh: DeviceMesh | None
 ) -> DeviceMesh | None:
     """The mesh over which the experts are spread: its last dimension is the group of ``ep``.
 
@@ -114,7 +119,7 @@ def open_mesh(
 
 
 def agree_on_layer(
-    ep: BaseDispatcher,
+    ep: AnyDispatcher,
     device_mesh: DeviceMesh | None,
     values: dict[str, object],
     error: Exception | None,

@@ -64,7 +64,7 @@ REVEALED = [
     "Literal['low_latency']",
     "Literal['raise'] | Literal['mask']",
     "torch._tensor.Tensor",
-    "fanfold.base_dispatcher.BaseDispatcher",
+    "fanfold.base_dispatcher.BaseDispatcher | fanfold.fused_moe.layer.FusedMoE",
     "torch._tensor.Tensor",
     "torch._tensor.Tensor",
     "fanfold.deep_ep.events.EventOverlap",
