@@ -25,7 +25,7 @@ __device__ inline void spare_warp(const Call& call, int which) {
     if (serves) publisher.serve();
     __syncwarp();
   };
-  copy_rows<7>(call, kFirstCopies, 1 << 30, which, kMathWarpgroups, between);
+  copy_rows<4>(call, kFirstCopies, 1 << 30, which, kMathWarpgroups, between);
   if (call.schedule().groups() > 1) sum_tokens<1>(call, 2000, 1000, between);
   if (serves) publisher.serve_to_the_end();
 }
@@ -53,9 +53,9 @@ __global__ void __launch_bounds__(kThreads, 1) layer(const __grid_constant__ Fus
   if (warpgroup == kMathWarpgroups) {
     lower_registers<40>();
     if (warp == kMathWarps) {
-      if (threadIdx.x % kWarpLanes == 0) load_weights(shared.ring, call);
+      if (threadIdx.x % kWarpLanes == 0) WeightLoader(shared.ring, call).run();
     } else if (warp == kMathWarps + 1) {
-      if (threadIdx.x % kWarpLanes == 0) load_rows(shared.ring, call);
+      if (threadIdx.x % kWarpLanes == 0) RowLoader(shared.ring, call).run();
     } else {
       spare_warp(call, warp - kMathWarps - 2);
     }

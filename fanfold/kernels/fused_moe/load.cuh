@@ -33,36 +33,47 @@ class Tickets {
 inline constexpr int kTakenAhead = 8;
 inline constexpr int kPublishedAhead = 6;
 
-// By one thread; the first CTA's takes the tickets.
-__device__ inline void load_weights(Ring& ring, const Call& call) {
-  const Waits waits{call};
-  const int cta = static_cast<int>(cta_of_cluster());
-  Tickets tickets(call);
-  if (cta == 0) {
-    tickets.take();
-    tickets.publish();
+// The thread that copies weights; the first CTA's takes the tickets, too.
+class WeightLoader {
+ public:
+  __device__ WeightLoader(Ring& ring, const Call& call)
+      : ring_(ring), call_(call), waits_{call}, tickets_(call) {}
+
+  __device__ void run() {
+    if (cta_of_cluster() == 0) {
+      tickets_.take();
+      tickets_.publish();
+    }
+    Task task = await_task(call_, 0);
+    for (uint32_t n = 1; task.valid > 0; ++n) {
+      if (!(task.shares_weights ? load_tile<true>(task) : load_tile<false>(task))) return;
+      task = await_task(call_, n);
+    }
   }
-  Position at;
-  Task task = await_task(call, 0);
-  for (uint32_t n = 1; task.valid > 0; ++n) {
-    const TensorMap* map = task.gemm == 0 ? &call.args.l1 : &call.args.l2;
+
+ private:
+  // Two loops, as in RowLoader.
+  template <bool kSharesWeights>
+  __device__ __forceinline__ bool load_tile(const Task& task) {
     // Gate columns stand in the lower half of a tile, the same columns of up in the upper.
     constexpr int kHalfColumns = kTileColumns / 2;
+    constexpr int kHalfBytes = kBytesB / 2;
+    const auto cta = static_cast<int>(cta_of_cluster());
+    const TensorMap* map = task.gemm == 0 ? &call_.args.l1 : &call_.args.l2;
     const int low = task.column_block * (task.gemm == 0 ? kHalfColumns : kTileColumns);
     const int high = low + (task.gemm == 0 ? kIntermediate : kHalfColumns);
-    constexpr int kHalfBytes = kBytesB / 2;
     const int blocks = depth_blocks(task.gemm);
-    for (int k = 0; k < blocks; ++k, at.advance()) {
+    for (int k = 0; k < blocks; ++k, at_.advance()) {
       if (cta == 0) {
-        if (k == max(blocks - kTakenAhead, 0)) tickets.take();
-        if (k == max(blocks - kPublishedAhead, 0)) tickets.publish();
+        if (k == max(blocks - kTakenAhead, 0)) tickets_.take();
+        if (k == max(blocks - kPublishedAhead, 0)) tickets_.publish();
       }
-      if (!waits(&ring.empty[at.stage], at.parity ^ 1)) return;
-      ArrivalBarrier* full = &ring.full[at.stage];
-      uint8_t* b = ring.b[at.stage];
+      if (!waits_(&ring_.empty[at_.stage], at_.parity ^ 1)) return false;
+      ArrivalBarrier* full = &ring_.full[at_.stage];
+      uint8_t* b = ring_.b[at_.stage];
       arrive_expecting(full, kBytesB);
       const int x = k * kBlockDepth;
-      if (task.shares_weights) {
+      if constexpr (kSharesWeights) {
         load_box_multicast(b + cta * kHalfBytes, map, {x, cta == 0 ? low : high, task.expert}, full,
                            0b11);
       } else {
@@ -70,9 +81,15 @@ __device__ inline void load_weights(Ring& ring, const Call& call) {
         load_box(b + kHalfBytes, map, {x, high, task.expert}, full);
       }
     }
-    task = await_task(call, n);
+    return true;
   }
-}
+
+  Ring& ring_;
+  const Call& call_;
+  const Waits waits_;
+  Tickets tickets_;
+  Position at_;
+};
 
 // Of a tile's half: what its rows wait for.
 struct RowsAwaited {
@@ -88,52 +105,69 @@ struct RowsAwaited {
   __device__ bool are_there() const { return wanted == 0 || has_counted(counter, wanted); }
 };
 
-// By one thread. It looks for the next tile's rows while this one is copied, and waits only if they
-// were not there: a wait before could be for this tile.
-__device__ inline void load_rows(Ring& ring, const Call& call) {
-  const Waits waits{call};
-  const FusedMoeArgs& args = call.args;
-  const int cta = static_cast<int>(cta_of_cluster());
-  Position at;
-  Task task = await_task(call, 0);
-  uint32_t there = 0;  // bits of halves
-  for (uint32_t n = 1; task.valid > 0; ++n) {
-    for (int h = 0; h < 2; ++h) {
-      const RowsAwaited rows(call, task, h);
-      if (!(there >> h & 1) && rows.wanted && !await_count(call, rows.counter, rows.wanted)) return;
+// The thread that copies rows. It looks for the next tile's rows while this one is copied, and waits
+// only if they were not there: a wait before could be for this tile.
+class RowLoader {
+ public:
+  __device__ RowLoader(Ring& ring, const Call& call) : ring_(ring), call_(call), waits_{call} {}
+
+  __device__ void run() {
+    for (Task task = await_task(call_, 0); task.valid > 0; task = await_task(call_, number_++)) {
+      for (int h = 0; h < 2; ++h) {
+        const RowsAwaited rows(call_, task, h);
+        if ((there_ >> h & 1) || rows.wanted == 0) continue;
+        if (!await_count(call_, rows.counter, rows.wanted)) return;
+      }
+      there_ = 0;
+      fence_global_and_bulk();
+      if (!(task.shares_weights ? load_tile<true>(task) : load_tile<false>(task))) return;
     }
-    there = 0;
-    fence_global_and_bulk();
-    // Two boxes of rows; with at most 64 valid rows only the lower half of the tile is copied.
+  }
+
+ private:
+  // Two boxes of rows; with at most 64 valid rows only the lower half of the tile is copied. Two
+  // loops, as in one the compiler makes a thread go through the copies of both cases.
+  template <bool kSharesWeights>
+  __device__ __forceinline__ bool load_tile(const Task& task) {
     const bool low = task.valid <= kFusedMoeHalfRows;
     const int box_rows = low ? kFusedMoeHalfRows / 2 : kFusedMoeHalfRows;
+    const FusedMoeArgs& args = call_.args;
     const TensorMap* map = low ? &args.a_low[task.gemm] : &args.a[task.gemm];
+    const TensorMap* scales = &args.scales[task.gemm];
+    const auto cta = static_cast<int>(cta_of_cluster());
     const int blocks = depth_blocks(task.gemm);
-    const int looks_at = max(blocks - 3, 0);
-    Task next{};
-    for (int k = 0; k < blocks; ++k, at.advance()) {
-      if (k == looks_at) {
-        next = await_task(call, n);
-      } else if (k > looks_at) {
-        const int h = k - looks_at - 1;
-        there |= uint32_t{RowsAwaited(call, next, h).are_there()} << h;
-      }
-      if (!waits(&ring.empty[at.stage], at.parity ^ 1)) return;
-      ArrivalBarrier* full = &ring.full[at.stage];
-      uint8_t* a = ring.a[at.stage];
+    for (int k = 0; k < blocks; ++k, at_.advance()) {
+      look_ahead(k - (blocks - 2));
+      if (!waits_(&ring_.empty[at_.stage], at_.parity ^ 1)) return false;
+      ArrivalBarrier* full = &ring_.full[at_.stage];
+      uint8_t* a = ring_.a[at_.stage];
       arrive_expecting(full, 2 * box_rows * kBlockDepth + kBytesScales);
       const int x = k * kBlockDepth;
-      if (task.shares_weights) {
+      if constexpr (kSharesWeights) {
         load_box(a, map, {x, task.row, 0}, full);
         load_box(a + box_rows * kBlockDepth, map, {x, task.row + box_rows, 0}, full);
       } else {
         load_box_multicast(a + cta * box_rows * kBlockDepth, map, {x, task.row + cta * box_rows, 0},
                            full, 0b11);
       }
-      load_box(ring.scales[at.stage], &args.scales[task.gemm], {task.row, k, 0}, full);
+      load_box(ring_.scales[at_.stage], scales, {task.row, k, 0}, full);
     }
-    task = next;
+    return true;
   }
-}
+
+  // In the last two blocks of a tile: whether the rows of a half of the next tile are there.
+  __device__ __forceinline__ void look_ahead(int half) {
+    if (half < 0) return;
+    const RowsAwaited rows(call_, await_task(call_, number_), half);
+    there_ |= uint32_t{rows.are_there()} << half;
+  }
+
+  Ring& ring_;
+  const Call& call_;
+  const Waits waits_;
+  Position at_;
+  uint32_t number_ = 1;  // of the next task
+  uint32_t there_ = 0;   // bits of halves
+};
 
 }  // namespace fanfold::fused_moe
