@@ -105,8 +105,8 @@ struct RowsAwaited {
   __device__ bool are_there() const { return wanted == 0 || has_counted(counter, wanted); }
 };
 
-// The thread that copies rows. It looks for the next tile's rows while this one is copied, and waits
-// only if they were not there: a wait before could be for this tile.
+// The thread that copies rows. It looks for the next tile's rows while this one is copied, and
+// waits only if they were not there: a wait before could be for this tile.
 class RowLoader {
  public:
   __device__ RowLoader(Ring& ring, const Call& call) : ring_(ring), call_(call), waits_{call} {}
