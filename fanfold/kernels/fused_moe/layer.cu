@@ -26,7 +26,7 @@ __device__ inline void spare_warp(const Call& call, int which) {
     __syncwarp();
   };
   copy_rows<4>(call, kFirstCopies, 1 << 30, which, kMathWarpgroups, between);
-  if (call.schedule().groups() > 1) sum_tokens<1>(call, 2000, 1000, between);
+  if (call.schedule().groups() > 1) sum_tokens<1, 4>(call, 2000, 1000, between);
   if (serves) publisher.serve_to_the_end();
 }
 
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kThreads, 1) layer(const __grid_constant__ Fus
     copy_rows<14>(call, 0, kFirstCopies, warp, kMathWarps);
     multiply_tasks(shared, call, warpgroup);
     call.mark(&FusedMoeSpan::second_end);
-    sum_tokens<2>(call, 0, 0);
+    sum_tokens<2, 8>(call, 0, 0);
   }
   if (blockIdx.x == 0 && args.statistics)
     for (int e = threadIdx.x; e < kLocalExperts; e += kThreads)

@@ -104,12 +104,12 @@ class ChunkSum {
   FusedMoePlace place_;  // of the slot of this lane
 };
 
-inline constexpr int kSumBatch = kTopK < 8 ? kTopK : 8;
-
 // y of this CTA's tokens, by all warps that come here. The first wait is long and looks less often.
-template <int kUnits, class Between = Nothing>
+// A lane has kUnits * kSlots loads in flight.
+template <int kUnits, int kSlots, class Between = Nothing>
 __device__ inline void sum_tokens(const Call& call, uint32_t first_nap_ns, uint32_t nap_ns,
                                   const Between& between = {}) {
+  constexpr int kBatch = kSlots < kTopK ? kSlots : kTopK;
   if (call.tail.aborted) return;
   const OwnTokens own(call.args.tokens);
   const int tokens = own.last - own.first;
@@ -121,7 +121,7 @@ __device__ inline void sum_tokens(const Call& call, uint32_t first_nap_ns, uint3
     if (item >= static_cast<uint32_t>(tokens * kSumChunks)) return;
     const int chunk = static_cast<int>(item) / tokens;
     const int token = own.first + static_cast<int>(item) - chunk * tokens;
-    const ChunkSum<kUnits, kSumBatch> sum(call, token, chunk);
+    const ChunkSum<kUnits, kBatch> sum(call, token, chunk);
     sum.wait(chunk, nap, between);
     const int units = min(kFusedMoeSumBlocks, kSecondColumnBlocks - chunk * kFusedMoeSumBlocks);
 #pragma unroll 1
