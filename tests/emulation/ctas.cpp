@@ -3,6 +3,8 @@
 #include <setjmp.h>
 #include <ucontext.h>
 
+#include <atomic>
+#include <chrono>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -24,6 +26,22 @@ struct Warp {
 struct Barrier {
   int arrived = 0;
   uint32_t generation = 0;
+};
+
+// Of some of a CTA's warps.
+struct NamedBarrier {
+  int arrived = 0;
+  uint32_t generation = 0;
+  bool all[2] = {true, true};  // of this generation and of the last one
+};
+constexpr int kNamedBarriers = 16;
+
+// CTAs that meet, and their anchors.
+struct Cluster {
+  explicit Cluster(int ctas) : anchors(static_cast<size_t>(ctas)) {}
+
+  std::vector<std::atomic<unsigned char*>> anchors;  // null behind the CTA's end
+  std::atomic<unsigned> arrived{0}, generation{0};
 };
 
 // A thread of a CTA. A context starts it; then jumps, which ask nothing of the operating system,
@@ -66,9 +84,9 @@ class Stacks {
 
 class Cta {
  public:
-  Cta(int threads, void (*kernel)(const void*), const void* arguments)
+  Cta(int threads, uint32_t seed, void (*kernel)(const void*), const void* arguments)
       : fibers_(static_cast<size_t>(threads)), warps_(static_cast<size_t>(threads / kLanes)),
-        kernel_(kernel), arguments_(arguments) {}
+        kernel_(kernel), arguments_(arguments), random_(seed) {}
 
   void run() {
     own = this;
@@ -131,8 +149,29 @@ class Cta {
     }
   }
 
+  bool named_barrier(int id, int threads, bool brought) {
+    together(0);
+    NamedBarrier& barrier = named_[id];
+    const uint32_t generation = barrier.generation;
+    bool& all = barrier.all[generation % 2];
+    all = all && brought;
+    arrive(barrier, threads);
+    while (barrier.generation == generation) yield();
+    return all;
+  }
+  void named_barrier_arrive(int id, int threads) {
+    together(0);
+    arrive(named_[id], threads);
+  }
+
  private:
   int threads() const { return static_cast<int>(fibers_.size()); }
+  static void arrive(NamedBarrier& barrier, int threads) {
+    if (++barrier.arrived < threads) return;
+    barrier.arrived = 0;
+    // The results of the generation before are read: those who read them have come here.
+    barrier.all[++barrier.generation % 2] = true;
+  }
   Fiber& at(int i) { return fibers_[static_cast<size_t>(i)]; }
 
   // Runs the next thread behind `last` of the `count` from `first`.
@@ -163,18 +202,22 @@ class Cta {
   std::vector<Fiber> fibers_;
   std::vector<Warp> warps_;
   Barrier barrier_;
+  NamedBarrier named_[kNamedBarriers];
   void (*kernel_)(const void*);
   const void* arguments_;
   ucontext_t caller_;
   int current_ = 0;
   int left_ = 0;
   uint64_t yields_ = 0;
-  uint32_t random_ = 1;
+  uint32_t random_;
 };
 
 thread_local Cta* Cta::own = nullptr;
 thread_local Index block_index{};
 thread_local Index grid_size{};
+thread_local Cluster* cluster = nullptr;
+
+unsigned cluster_size() { return static_cast<unsigned>(cluster->anchors.size()); }
 
 }  // namespace
 
@@ -185,14 +228,40 @@ int lane() { return Cta::own->lane(); }
 void yield() { Cta::own->yield(); }
 const uint64_t* together(uint64_t word) { return Cta::own->together(word); }
 void barrier() { Cta::own->barrier(); }
+bool named_barrier(int id, int threads, bool brought) {
+  return Cta::own->named_barrier(id, threads, brought);
+}
+void named_barrier_arrive(int id, int threads) { Cta::own->named_barrier_arrive(id, threads); }
 
-void run_grid(int ctas, int threads, void (*kernel)(const void*), const void* arguments) {
+unsigned cta_of_cluster() { return block_index.x % cluster_size(); }
+
+void meet_cluster(unsigned char* anchor) {
+  cluster->anchors[cta_of_cluster()] = anchor;
+  const unsigned before = cluster->generation;
+  if (++cluster->arrived == cluster_size()) {
+    cluster->arrived = 0;
+    ++cluster->generation;
+  }
+  while (cluster->generation == before) std::this_thread::yield();
+}
+
+unsigned char* anchor_of(unsigned cta) { return cluster->anchors[cta]; }
+
+void run_grid(const Grid& grid, void (*kernel)(const void*), const void* arguments) {
+  std::vector<std::unique_ptr<Cluster>> clusters;
+  for (int i = 0; i < grid.ctas; i += grid.cluster)
+    clusters.push_back(std::make_unique<Cluster>(grid.cluster));
   std::vector<std::thread> running;
-  for (int i = 0; i < ctas; ++i) {
-    running.emplace_back([=] {
+  for (int i = 0; i < grid.ctas; ++i) {
+    Cluster* own = clusters[static_cast<size_t>(i / grid.cluster)].get();
+    running.emplace_back([&grid, &clusters, own, kernel, arguments, i] {
       block_index = {static_cast<unsigned>(i)};
-      grid_size = {static_cast<unsigned>(ctas)};
-      Cta(threads, kernel, arguments).run();
+      grid_size = {static_cast<unsigned>(grid.ctas)};
+      cluster = own;
+      if (own == clusters.back().get())
+        std::this_thread::sleep_for(std::chrono::microseconds(grid.late_us));
+      Cta(grid.threads, grid.seed * (static_cast<uint32_t>(i) + 1), kernel, arguments).run();
+      cluster->anchors[cta_of_cluster()] = nullptr;
     });
   }
   for (std::thread& cta : running) cta.join();

@@ -33,9 +33,33 @@ const uint64_t* together(uint64_t word);
 // Returns when all threads of the CTA have come.
 void barrier();
 
+// Returns when `threads` threads of the CTA, whole warps, have come to barrier `id`, 1 to 15; whether
+// all of them have brought true. Without waiting: arrives for those that wait.
+bool named_barrier(int id, int threads, bool brought);
+void named_barrier_arrive(int id, int threads);
+
+// ---- of the running CTA's cluster ---------------------------------------------------------------
+
+unsigned cta_of_cluster();
+
+// Returns when all CTAs of the cluster have come, one thread of each. From then on the others find
+// `anchor`, an address of this CTA, until it ends.
+void meet_cluster(unsigned char* anchor);
+
+// The anchor of a CTA of the cluster; null once that has ended.
+unsigned char* anchor_of(unsigned cta);
+
 // ---- of a launch --------------------------------------------------------------------------------
 
-// Runs `kernel(arguments)` on `ctas` CTAs at once, and returns when all have ended.
-void run_grid(int ctas, int threads, void (*kernel)(const void*), const void* arguments);
+struct Grid {
+  int ctas;
+  int cluster;           // CTAs of a cluster; divides `ctas`
+  int threads;           // of a CTA
+  uint32_t seed = 1;     // of the order in which a CTA's threads run
+  uint32_t late_us = 0;  // the last cluster begins so much later
+};
+
+// Runs `kernel(arguments)` on all CTAs at once, and returns when all have ended.
+void run_grid(const Grid& grid, void (*kernel)(const void*), const void* arguments);
 
 }  // namespace emulation

@@ -7,6 +7,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 
 #include "ctas.hpp"
 
@@ -17,7 +18,8 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
-#define __shared__ static thread_local
+#define __align__(bytes) __attribute__((aligned(bytes)))
+#define __shared__ thread_local
 
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
@@ -64,15 +66,25 @@ inline uint32_t __reduce_max_sync(uint32_t, uint32_t value) {
 }
 template <class T>
 T __shfl_sync(uint32_t, T value, int lane) {
-  return std::bit_cast<T>(static_cast<uint32_t>(
-      emulation::together(std::bit_cast<uint32_t>(value))[lane % emulation::kLanes]));
+  static_assert(sizeof(T) <= sizeof(uint64_t));
+  uint64_t word = 0;
+  std::memcpy(&word, &value, sizeof(T));
+  word = emulation::together(word)[lane % emulation::kLanes];
+  std::memcpy(&value, &word, sizeof(T));
+  return value;
 }
 template <class T>
 T __shfl_xor_sync(uint32_t mask, T value, int other) {
   return __shfl_sync(mask, value, emulation::lane() ^ other);
 }
+template <class T>
+T __shfl_up_sync(uint32_t mask, T value, int distance) {
+  const int own = emulation::lane();
+  return __shfl_sync(mask, value, own < distance ? own : own - distance);
+}
 inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 inline void __syncthreads() { emulation::barrier(); }
+inline void __nanosleep(uint32_t) { emulation::yield(); }
 
 // ---- arithmetic -----------------------------------------------------------------------------------
 
@@ -84,15 +96,28 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __expf(float value) { return std::exp(value); }
 using std::isnan;
 namespace fanfold {
 // A signalling NaN gives way to a number, too; C's function returns NaN.
 inline float fmaxf(float a, float b) { return isnan(a) || a < b ? b : a; }
 }  // namespace fanfold
 
+template <class T>
+T __ldg(const T* address) {
+  return *address;
+}
+template <class T>
+T __ldcg(const T* address) {
+  return *address;
+}
 inline uint32_t atomicOr(uint32_t* word, uint32_t bits) {
   return __atomic_fetch_or(word, bits, __ATOMIC_RELAXED);
 }
 inline uint32_t atomicAdd(uint32_t* word, uint32_t value) {
+  return __atomic_fetch_add(word, value, __ATOMIC_RELAXED);
+}
+inline int atomicAdd(int* word, int value) {
   return __atomic_fetch_add(word, value, __ATOMIC_RELAXED);
 }

@@ -36,6 +36,7 @@ from tests.emulation.pinned import PAGEABLE
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parent.parent / "fanfold" / "kernels"
+CORE = HERE.parent.parent / "csrc"
 OF_TESTS = HERE.parent / "kernels"
 ARGUMENTS = {
     "fanfold::low_latency::dispatch": "DispatchArgs",
@@ -46,11 +47,14 @@ ARGUMENTS = {
     "fanfold::high_throughput::dispatch": "HighThroughputDispatchArgs",
     "fanfold::high_throughput::combine": "HighThroughputCombineArgs",
     "fanfold::push_commands": "RingPushArgs",
+    "fanfold::fused_moe::layer": "FusedMoeArgs",
 }
+# Kernels that declare their dynamic shared memory themselves, and the namespace where they do.
+_MEMORY_OF = {"fanfold::fused_moe::layer": "fanfold::fused_moe"}
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or "c++"
 _OPTIONS = (
     "-std=c++20", "-Og", "-w", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden",
-    "-fno-exceptions", "-pthread",
+    "-fno-exceptions", "-pthread", "-Wno-psabi",
 )  # fmt: skip
 _PRELUDE, _RUNTIME = "prelude.hpp", "ctas.cpp"
 
@@ -75,6 +79,16 @@ class Builder:
             known.emulate.restype = None
             self._loaded[source] = known
         return known
+
+    def load_host(self, name: str, *sources: Path) -> ctypes.CDLL:
+        """C++ sources of the host as a library, ``name``; the core's headers are found."""
+        with self._made_once(name) as folder:
+            if folder is not None:
+                _compile(
+                    "-shared", "-fexceptions", f"-I{HERE}", f"-I{CORE}", f"-I{KERNELS}",
+                    *map(str, sources), "-o", str(folder / "host.so"),
+                )  # fmt: skip
+        return ctypes.CDLL(str(self.folder / name / "host.so"))
 
     def _library(self, source: KernelSource) -> Path:
         name = hashlib.sha256(str(source).encode()).hexdigest()[:16]
@@ -112,7 +126,9 @@ class Builder:
     def _build(self, source: KernelSource, folder: Path) -> None:
         (folder / "constants.h").write_text(source.header)
         shared = self.folder / "shared"
+        memory = _MEMORY_OF.get(source.entry)
         _compile(
+            *([] if memory is None else [f"-DMEMORY_OF={memory}"]),
             "-shared", "-include", str(shared / _PRELUDE), f"-I{HERE}", f"-I{folder}",
             f"-I{KERNELS}", f"-I{OF_TESTS}", f'-DKERNEL="{source.file}"', f"-DENTRY={source.entry}",
             f"-DARGUMENTS={ARGUMENTS[source.entry]}", str(HERE / "kernel.cpp"),

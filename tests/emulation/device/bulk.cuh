@@ -1,7 +1,12 @@
-// device/bulk.cuh on a CPU. A copy is done when it is asked for.
+// device/bulk.cuh on a CPU. A copy is done when it is asked for, but for stores of boxes.
 #pragma once
 
 #include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <utility>
+#include <vector>
 
 #include "device/warp.cuh"
 #include "layout/types.h"
@@ -14,43 +19,73 @@ inline void fence_shared_before_bulk() {}
 inline void fence_global_and_bulk() {}
 inline void fence_barrier_init() {}
 
-// In shared memory, which one thread of the operating system has to itself; as large as on a GPU.
+// As large as on a GPU. The other CTAs of a cluster, which are other threads of the operating system,
+// change it too.
 struct alignas(8) ArrivalBarrier {
-  int32_t bytes;    // expected and not come
-  int8_t arrivals;  // of a phase
-  int8_t missing;   // of this one
-  uint16_t phase;
+  struct Counts {
+    int32_t bytes;    // expected and not come
+    int8_t arrivals;  // of a phase
+    int8_t missing;   // of this one
+    uint16_t phase;
+  };
+  uint64_t word;
 
-  void look() {
-    if (missing != 0 || bytes != 0) return;
-    missing = arrivals;
-    ++phase;
+  Counts look() const { return std::bit_cast<Counts>(__atomic_load_n(&word, __ATOMIC_ACQUIRE)); }
+
+  template <class Change>
+  void change(const Change& change) {
+    uint64_t before = __atomic_load_n(&word, __ATOMIC_RELAXED);
+    uint64_t after;
+    do {
+      auto counts = std::bit_cast<Counts>(before);
+      change(counts);
+      if (counts.missing == 0 && counts.bytes == 0) {
+        counts.missing = counts.arrivals;
+        ++counts.phase;
+      }
+      after = std::bit_cast<uint64_t>(counts);
+    } while (!__atomic_compare_exchange_n(&word, &before, after, false, __ATOMIC_ACQ_REL,
+                                          __ATOMIC_RELAXED));
   }
 };
 
 static_assert(sizeof(ArrivalBarrier) == 8);
 
 inline void init_barrier(ArrivalBarrier* barrier, uint32_t arrivals) {
-  *barrier = {0, static_cast<int8_t>(arrivals), static_cast<int8_t>(arrivals), 0};
+  const auto count = static_cast<int8_t>(arrivals);
+  barrier->word = std::bit_cast<uint64_t>(ArrivalBarrier::Counts{0, count, count, 0});
 }
 inline void arrive(ArrivalBarrier* barrier) {
-  --barrier->missing;
-  barrier->look();
+  barrier->change([](ArrivalBarrier::Counts& counts) { --counts.missing; });
 }
 inline void expect(ArrivalBarrier* barrier, uint32_t bytes) {
-  barrier->bytes += static_cast<int32_t>(bytes);
+  barrier->change(
+      [&](ArrivalBarrier::Counts& counts) { counts.bytes += static_cast<int32_t>(bytes); });
 }
 inline void arrive_expecting(ArrivalBarrier* barrier, uint32_t bytes) {
-  expect(barrier, bytes);
-  arrive(barrier);
+  barrier->change([&](ArrivalBarrier::Counts& counts) {
+    counts.bytes += static_cast<int32_t>(bytes);
+    --counts.missing;
+  });
+}
+// Bytes of a copy have come.
+inline void complete(ArrivalBarrier* barrier, uint32_t bytes) {
+  barrier->change(
+      [&](ArrivalBarrier::Counts& counts) { counts.bytes -= static_cast<int32_t>(bytes); });
 }
 inline bool phase_is_over(ArrivalBarrier* barrier, uint32_t parity) {
   emulation::yield();
-  return (barrier->phase & 1u) != parity;
+  return (barrier->look().phase & 1u) != parity;
 }
 
 inline bool phase_is_over_now(ArrivalBarrier* barrier, uint32_t parity) {
   return phase_is_over(barrier, parity);
+}
+template <class Deadline>
+bool await_phase(ArrivalBarrier* barrier, uint32_t parity, Deadline&& deadline) {
+  while (!phase_is_over(barrier, parity))
+    if (deadline.expired()) return false;
+  return true;
 }
 
 inline void check_bulk(const void* a, const void* b, uint32_t bytes) {
@@ -60,8 +95,7 @@ inline void check_bulk(const void* a, const void* b, uint32_t bytes) {
 inline void bulk_load(void* shared, const void* global, uint32_t bytes, ArrivalBarrier* barrier) {
   check_bulk(shared, global, bytes);
   std::memcpy(shared, global, bytes);
-  barrier->bytes -= static_cast<int32_t>(bytes);
-  barrier->look();
+  complete(barrier, bytes);
 }
 inline void bulk_store(void* global, const void* shared, uint32_t bytes) {
   check_bulk(global, shared, bytes);
@@ -69,10 +103,47 @@ inline void bulk_store(void* global, const void* shared, uint32_t bytes) {
 }
 inline void copy_word_async(void* shared, const void* global) { std::memcpy(shared, global, 4); }
 inline void arrive_when_copied(ArrivalBarrier* barrier) { arrive(barrier); }
-inline void bulk_commit() {}
+
+// Stores of boxes (device/tensor_copy.cuh), as late as they may be: shared memory is read, and global
+// memory written, when their thread waits for that. One that it never waits for is never done.
+struct LateStore {
+  std::function<void()> read, write;
+};
+struct LateStores {
+  std::vector<LateStore> open;
+  std::deque<std::vector<LateStore>> unread, unwritten;  // groups
+
+  static LateStores& own() {
+    static thread_local std::map<unsigned, LateStores> of_threads;
+    return of_threads[emulation::thread().x];
+  }
+
+  void read_all_but(size_t youngest) {
+    for (; unread.size() > youngest; unread.pop_front()) {
+      for (const LateStore& store : unread.front()) store.read();
+      unwritten.push_back(std::move(unread.front()));
+    }
+  }
+  void write_all_but(size_t youngest) {
+    read_all_but(youngest);
+    for (; unread.size() + unwritten.size() > youngest; unwritten.pop_front())
+      for (const LateStore& store : unwritten.front()) store.write();
+  }
+};
+
+inline void bulk_commit() {
+  LateStores& own = LateStores::own();
+  if (!own.open.empty()) own.unread.push_back(std::exchange(own.open, {}));
+}
 template <int Youngest>
-void bulk_await_read() {}
+void bulk_await_read() {
+  emulation::yield();
+  LateStores::own().read_all_but(Youngest);
+}
 template <int Youngest>
-void bulk_await_written() {}
+void bulk_await_written() {
+  emulation::yield();
+  LateStores::own().write_all_but(Youngest);
+}
 
 }  // namespace fanfold

@@ -66,6 +66,33 @@ inline bool compare_exchange_relaxed_system(uint64_t* address, uint64_t& expecte
 inline void store_relaxed_gpu(uint32_t* address, uint32_t v) { emulated_store(address, v); }
 inline void fence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
+// ---- of this CTA, in its shared memory ----------------------------------------------------------
+
+// The dynamic shared memory of a kernel that names places in it by their addresses (kernel.cpp).
+inline thread_local unsigned char* emulated_shared = nullptr;
+
+inline uint32_t shared_address(const void* shared) {
+  return static_cast<uint32_t>(static_cast<const unsigned char*>(shared) - emulated_shared);
+}
+inline float load_shared_float(uint32_t address) {
+  return *reinterpret_cast<const float*>(emulated_shared + address);
+}
+inline void store_shared_pair(uint32_t address, uint16_t v) {
+  *reinterpret_cast<uint16_t*>(emulated_shared + address) = v;
+}
+inline uint32_t load_relaxed_cta(const uint32_t* shared) { return *shared; }
+inline void store_relaxed_cta(uint32_t* shared, uint32_t v) { *shared = v; }
+inline uint32_t exchange_acquire_cta(uint32_t* shared, uint32_t v) {
+  emulation::yield();
+  return std::exchange(*shared, v);
+}
+inline bool fill_release_cta(uint32_t* shared, uint32_t v) {
+  emulation::yield();
+  if (*shared != 0) return false;
+  *shared = v;
+  return true;
+}
+
 // Copies to shared memory come as late as they may; until then noise stands there.
 struct LateCopy {
   uint4* to;

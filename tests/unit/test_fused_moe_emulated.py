@@ -1,0 +1,293 @@
+"""The kernel of FusedMoE, run on the CPU on several ranks, against its exact reference: routing,
+copies, schedule, stages, counters, sums and reports without a GPU. What only hardware shows is for
+``tests/gpu``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+
+from fanfold.errors import ArgumentError, PeerRefused, PeerTimeout, UsageError
+from fanfold.fused_moe import ExpertWeights, cuda, difference, reference
+from fanfold.fused_moe.cuda import CudaLayer
+from tests.distributed.fused_layers import (
+    FusedShape,
+    FusedTokens,
+    expected,
+    split,
+    tokens_of,
+    weights_of,
+)
+from tests.emulation.fused_moe import Received, Settings, World, emulated
+from tests.emulation.world import Builder
+
+# Activations that round the other way; the emulated products and divisions are exact.
+CLOSE = 5e-5
+SHAPE = FusedShape(num_experts=6, top_k=3, hidden=256, intermediate=128, max_tokens=100)
+# Five blocks of columns in the second GEMM, of which the last is half outside, and two in the first.
+WIDE = FusedShape(4, 2, hidden=1152, intermediate=256, max_tokens=40, activation_clamp=0.5)
+IN_PLACE = dataclasses.replace(SHAPE, fast_accumulation=True)
+BAD = 1
+"""The rank that errs or never calls."""
+
+pytestmark = pytest.mark.timeout(200)
+
+
+@pytest.fixture
+def gpu(builder: Builder) -> Iterator[Settings]:
+    with emulated(builder) as settings:
+        yield settings
+
+
+def check(world: World, calls: list[FusedTokens], found: list[Received]) -> None:
+    """Each rank's result is the reference's, and the statistics are exact."""
+    for rank, (call, received) in enumerate(zip(calls, found, strict=True)):
+        wanted = expected(world.shape, call, world.weights)
+        assert difference(received.y, wanted) < CLOSE, rank
+    chosen = torch.cat([call.topk_idx.flatten() for call in calls])
+    counts = torch.bincount(chosen[chosen >= 0], minlength=world.shape.num_experts)
+    assert torch.equal(torch.cat([received.statistics for received in found]), counts.int() + 5)
+
+
+def calls_of(
+    shape: FusedShape, counts: list[int], seed: int, masked: float = 0.2, skewed: bool = False
+) -> list[FusedTokens]:
+    """Tokens of each rank."""
+    return [
+        tokens_of(shape, n, 1000 * seed + rank, masked=masked, skewed=skewed)
+        for rank, n in enumerate(counts)
+    ]
+
+
+# ---- results ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shape"),
+    [
+        (1, SHAPE),
+        (2, WIDE),
+        (3, IN_PLACE),
+        (4, dataclasses.replace(SHAPE, num_experts=8, top_k=5)),
+    ],
+    ids=lambda value: f"{value} ranks" if isinstance(value, int) else "",
+)
+def test_calls_follow_each_other(gpu: Settings, ranks: int, shape: FusedShape) -> None:
+    world = World(ranks, shape, gpu, clusters=1 + ranks % 2)
+    for number in range(3):  # counters of both parities, and of the first again
+        counts = [0 if rank == number else 3 + 9 * rank for rank in range(ranks)]
+        calls = calls_of(shape, counts, number + 1, masked=(0.2, 0.0, 0.9)[number])
+        check(world, calls, world.call_all(calls, seed=number + 1))
+    world.close()
+
+
+def test_a_rank_begins_a_call_before_all_have_begun_the_last(gpu: Settings) -> None:
+    world = World(2, SHAPE, gpu, clusters=2)
+    gpu.late_us = {1: 400_000}
+    # No rank needs CTAs without tokens to end its call.
+    calls = [calls_of(SHAPE, [9 - number, 0], number) for number in range(3)]
+    found = world.run(lambda rank, _: [world.call(rank, each[rank]) for each in calls])
+    for number, call in enumerate(calls):
+        check(world, call, [received[number] for received in found])
+    world.close()
+
+
+def whole_numbers(shape: FusedShape) -> ExpertWeights:
+    """Weights with which all sums are exact, and the gate's sigmoid is 0 or 1."""
+    weights = weights_of(shape)
+    generator = torch.Generator("cpu").manual_seed(3)
+    for values in (weights.l1, weights.l2):
+        few = torch.randint(-2, 3, values.shape, generator=generator)
+        values.copy_(few.to(torch.float8_e4m3fn))
+    gates = shape.intermediate // 128
+    weights.l1_scales[:, :gates], weights.l1_scales[:, gates:] = 256.0, 0.25
+    weights.l2_scales.fill_(0.125)
+    return weights
+
+
+def test_whole_numbers_have_all_bits_of_the_reference(gpu: Settings) -> None:
+    world = World(2, SHAPE, gpu, clusters=2, weights=whole_numbers(SHAPE))
+    calls = []
+    for call in calls_of(SHAPE, [40, 23], 7):
+        x = call.x.mul(2).round().clamp(-4, 4)
+        powers = torch.randint(-2, 2, call.topk_weights.shape).float().exp2()
+        calls.append(FusedTokens(x, call.topk_idx, powers))
+    values = [(call.x.to(torch.float8_e4m3fn), torch.ones(len(call.x), 2)) for call in calls]
+    found = world.run(lambda rank, _: world.call(rank, calls[rank], x=values[rank]))
+    for call, pair, received in zip(calls, values, found, strict=True):
+        wanted = reference(pair, call.topk_idx, call.topk_weights, world.weights)
+        assert float(wanted.abs().max()) > 1000
+        assert torch.equal(received.y, wanted)
+    world.close()
+
+
+def test_the_same_bits_from_any_ranks_clusters_and_orders(gpu: Settings) -> None:
+    whole = tokens_of(SHAPE, 60, 5)
+    first: torch.Tensor | None = None
+    for ranks, clusters in ((1, 1), (1, 3), (2, 2)):
+        world = World(ranks, SHAPE, gpu, clusters=clusters)
+        calls = split(whole, [60] if ranks == 1 else [13, 47])
+        for seed in (1, 77):
+            y = torch.cat([received.y for received in world.call_all(calls, seed)])
+            first = y if first is None else first
+            assert torch.equal(y, first), (ranks, clusters, seed)
+        world.close()
+
+
+# ---- routing ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clusters", [1, 2])
+def test_one_expert_takes_all(gpu: Settings, clusters: int) -> None:
+    world = World(2, SHAPE, gpu, clusters=clusters)
+    # Five blocks of rows: two pairs that share weights, and one of which a half is padding.
+    calls = calls_of(SHAPE, [100, 80], 2, masked=0.0, skewed=True)
+    found = world.call_all(calls)
+    check(world, calls, found)
+    assert found[1].statistics.tolist() == [5, 5, 5 + 540]
+    world.close()
+
+
+def test_no_rank_has_tokens(gpu: Settings) -> None:
+    world = World(2, SHAPE, gpu)
+    for counts, masked in (([0, 0], 0.0), ([9, 4], 1.0), ([9, 4], 0.2)):
+        calls = calls_of(SHAPE, counts, 3, masked=masked)
+        found = world.call_all(calls)
+        check(world, calls, found)
+    world.close()
+
+
+def test_columns_in_one_group_and_in_two(gpu: Settings) -> None:
+    calls = calls_of(WIDE, [20, 7], 4)
+    found = []
+    for blocks in (1000, 1):  # of rows, from which on there are two groups
+        with mock.patch.object(cuda, "_BLOCKS_FOR_GROUPS", blocks):
+            world = World(2, WIDE, gpu, clusters=2)
+        for seed in (1, 2) if blocks == 1 else (1,):
+            found.append(world.call_all(calls, seed))
+            check(world, calls, found[-1])
+        world.close()
+    for again in found[1:]:
+        assert all(torch.equal(a.y, b.y) for a, b in zip(again, found[0], strict=True))
+
+
+def test_ctas_share_the_count_of_many_entries(gpu: Settings) -> None:
+    shape = FusedShape(num_experts=3, top_k=32, hidden=128, intermediate=128, max_tokens=1024)
+    world = World(1, shape, gpu, clusters=2)
+    for number in range(2):
+        calls = calls_of(shape, [1024], number + 1, masked=0.995)
+        check(world, calls, world.call_all(calls))
+    world.close()
+
+
+def test_a_shared_expert_is_added(gpu: Settings) -> None:
+    world = World(2, SHAPE, gpu)
+    shared = weights_of(dataclasses.replace(SHAPE, num_experts=1, intermediate=256), 9)
+    world.run(lambda _, layer: layer.prepare_shared_expert(256))
+    calls = calls_of(SHAPE, [12, 5], 8)
+    found = world.run(lambda rank, _: world.call(rank, calls[rank], shared_expert=shared))
+    for call, received in zip(calls, found, strict=True):
+        wanted = expected(SHAPE, call, world.weights, shared_expert=shared)
+        assert difference(received.y, wanted) < CLOSE
+    world.close()
+
+
+def test_spans_are_in_order(gpu: Settings) -> None:
+    world = World(2, SHAPE, gpu, clusters=2)
+    spans = [layer.spans() for layer in world.layers]
+    world.call_all(calls_of(SHAPE, [70, 20], 2))
+    assert [each.shape for each in spans] == [(4, 5), (4, 5)]
+    for each in spans:
+        for begin, routed, first_end, second_end, end in each.tolist():
+            assert 0 < begin < routed < second_end < end
+            assert first_end == 0 or routed < first_end <= second_end  # 0: it had no such tile
+        assert int(each[:, 2].max()) > 0
+    world.close()
+
+
+# ---- what goes wrong ----------------------------------------------------------------------------
+
+
+def test_a_refusal_aborts_the_call_on_all_ranks(gpu: Settings) -> None:
+    world = World(3, IN_PLACE, gpu)
+    calls = calls_of(IN_PLACE, [10, 8, 6], 5)
+
+    def refused(rank: int, layer: CudaLayer) -> str:
+        if rank == BAD:
+            layer.refuse(ValueError("x"))
+            return ""
+        out = torch.full(calls[rank].x.shape, float("nan"), dtype=torch.bfloat16)
+        statistics = torch.zeros(2, dtype=torch.int32)
+        with pytest.raises(PeerRefused) as raised:
+            world.call(rank, calls[rank], out=out, statistics=statistics)
+        assert bool(out.isnan().all())
+        assert statistics.tolist() == [0, 0]
+        return str(raised.value)
+
+    check(world, calls, world.call_all(calls))
+    for number in range(2):
+        said = world.run(refused)
+        for rank in (0, 2):
+            assert said[rank].startswith(f"rank {BAD} refused its input to fused_moe")
+            assert said[rank].endswith(f"call {2 + 2 * number}; its own exception says why")
+        check(world, calls, world.call_all(calls))
+    world.close()
+
+
+def test_a_rank_that_does_not_come(gpu: Settings) -> None:
+    world = World(3, IN_PLACE, gpu)
+    calls = calls_of(IN_PLACE, [10, 8, 6], 6)
+    check(world, calls, world.call_all(calls))
+
+    def lonely(rank: int, layer: CudaLayer) -> None:
+        if rank == BAD:
+            return
+        world.set_timeout(rank, 0.3)
+        with pytest.raises(PeerTimeout, match="in fused_moe: expected 2, have 1") as raised:
+            world.call(rank, calls[rank])
+        assert raised.value.peer == BAD
+        with pytest.raises(PeerTimeout):
+            layer.check()
+
+    world.run(lonely)
+
+
+def test_rows_that_do_not_come(gpu: Settings) -> None:
+    """A rank that waits for nothing has sent its counts, but sends no rows."""
+    world = World(2, SHAPE, gpu)
+    calls = calls_of(SHAPE, [10, 8], 6, masked=0.0)
+    world.set_timeout(BAD, 0.0)
+    world.set_timeout(0, 0.3)
+
+    def given_up(rank: int, layer: CudaLayer) -> None:
+        del layer
+        with pytest.raises((PeerTimeout, UsageError)):
+            world.call(rank, calls[rank])
+
+    world.run(given_up)
+
+
+def test_a_bad_entry_is_its_own_rank_s(gpu: Settings) -> None:
+    world = World(2, SHAPE, gpu)
+    calls = calls_of(SHAPE, [10, 8], 7, masked=0.0)
+    calls[BAD].topk_idx[3, 2] = SHAPE.num_experts
+    y = torch.full(calls[BAD].x.shape, float("nan"), dtype=torch.bfloat16)
+
+    def run(rank: int, layer: CudaLayer) -> torch.Tensor:
+        del layer
+        if rank != BAD:
+            return world.call(rank, calls[rank]).y
+        with pytest.raises(ArgumentError, match=r"topk_idx\[3, 2\] of call 1 is 6"):
+            world.call(rank, calls[rank], out=y)
+        return y
+
+    found = world.run(run)
+    calls[BAD].topk_idx[3, 2] = -1
+    for call, got in zip(calls, found, strict=True):
+        assert difference(got, expected(SHAPE, call, world.weights)) < CLOSE
+    world.close()
