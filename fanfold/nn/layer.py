@@ -274,7 +274,9 @@ class MoE(ShardedExperts):
           ``torch._foreach_*`` on DTensors, by the replay of a CUDA graph;
         - before a CUDA graph that holds the layer is captured, and, as a graph only reads the
           copies, after every change before it is replayed. They stay in their memory, so no new
-          capture is needed. Call it on the stream of the replays.
+          capture is needed. Call it on the stream of the replays;
+        - on all ranks before the first pass, if ranks are threads that share a GPU: loading its
+          kernels may have to wait for another rank's.
 
         Raises:
             ArgumentError: weights are not finite.

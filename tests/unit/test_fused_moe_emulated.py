@@ -29,7 +29,7 @@ from tests.emulation.world import Builder
 # Activations that round the other way; the emulated products and divisions are exact.
 CLOSE = 5e-5
 SHAPE = FusedShape(num_experts=6, top_k=3, hidden=256, intermediate=128, max_tokens=100)
-# Five blocks of columns in the second GEMM, of which the last is half outside, and two in the first.
+# Two blocks of columns in the first GEMM; five in the second, of which the last is half outside.
 WIDE = FusedShape(4, 2, hidden=1152, intermediate=256, max_tokens=40, activation_clamp=0.5)
 IN_PLACE = dataclasses.replace(SHAPE, fast_accumulation=True)
 BAD = 1
@@ -112,11 +112,11 @@ def whole_numbers(shape: FusedShape) -> ExpertWeights:
 
 def test_whole_numbers_have_all_bits_of_the_reference(gpu: Settings) -> None:
     world = World(2, SHAPE, gpu, clusters=2, weights=whole_numbers(SHAPE))
-    calls = []
+    calls, generator = [], torch.Generator("cpu").manual_seed(4)
     for call in calls_of(SHAPE, [40, 23], 7):
         x = call.x.mul(2).round().clamp(-4, 4)
-        powers = torch.randint(-2, 2, call.topk_weights.shape).float().exp2()
-        calls.append(FusedTokens(x, call.topk_idx, powers))
+        exponents = torch.randint(-2, 2, call.topk_weights.shape, generator=generator)
+        calls.append(FusedTokens(x, call.topk_idx, exponents.float().exp2()))
     values = [(call.x.to(torch.float8_e4m3fn), torch.ones(len(call.x), 2)) for call in calls]
     found = world.run(lambda rank, _: world.call(rank, calls[rank], x=values[rank]))
     for call, pair, received in zip(calls, values, found, strict=True):
