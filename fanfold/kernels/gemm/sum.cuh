@@ -127,11 +127,10 @@ class PartSum {
   }
 
   __device__ void read_scales(Scales& scale, const ColumnScales& columns, int k) const {
-    // The loads from shared memory first: their latency is that of the shuffles then.
-    const uint32_t from = row_scales_ + at_.stage * kBytesScales;
-    const float rows[2] = {load_shared_float(from), load_shared_float(from + 8 * sizeof(float))};
     float column_scale[kScaleGroups];
     columns.read(column_scale, k);
+    const uint32_t from = row_scales_ + at_.stage * kBytesScales;
+    const float rows[2] = {load_shared_float(from), load_shared_float(from + 8 * sizeof(float))};
 #pragma unroll
     for (int g = 0; g < kScaleGroups; ++g) {
       scale[0][g] = rows[0] * column_scale[g];
