@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
@@ -374,23 +375,26 @@ def _finish(axes: Axes, axis: str, series: dict[str, list[Point]]) -> None:
     axes.grid(visible=True, alpha=0.3)
 
 
-def _draw_fused_moe(lines: Sequence[dict[str, Any]], out: Path) -> None:
+def _draw_figure(
+    figure: Callable[[Sequence[dict[str, Any]]], Figure], lines: Sequence[dict[str, Any]], out: Path
+) -> None:
     check_picture(out)
-    save(plot_fused_moe.figure(lines), out)
-
-
-def _draw_timeline(lines: Sequence[dict[str, Any]], out: Path) -> None:
-    check_picture(out)
-    save(plot_timeline.figure(lines), out)
+    save(figure(lines), out)
 
 
 _MODES = "modes"
 _KINDS = {
     _MODES: _Kind("a result of a mode (low latency, high throughput)", "result", _point, draw),
     plot_fused_moe.BENCH: _Kind(
-        "a result of bench fused-moe", "result", plot_fused_moe.checked, _draw_fused_moe
+        "a result of bench fused-moe",
+        "result",
+        plot_fused_moe.checked,
+        partial(_draw_figure, plot_fused_moe.figure),
     ),
     plot_timeline.BENCH: _Kind(
-        "a line of a timeline", "CTA", plot_timeline.checked, _draw_timeline
+        "a line of a timeline",
+        "CTA",
+        plot_timeline.checked,
+        partial(_draw_figure, plot_timeline.figure),
     ),
 }
