@@ -23,7 +23,7 @@ from fanfold.bench.workload import ROUTINGS, Batch, Workload
 from fanfold.config import Backend, Config, Overrides
 from fanfold.errors import ArgumentError
 from fanfold.formats import quantize
-from fanfold.fused_moe import ExpertWeights, FusedMoE, difference, reference
+from fanfold.fused_moe import ExpertWeights, FusedMoE, FusedMoeTuning, difference, reference
 from fanfold.fused_moe.cuda import CudaLayer
 from fanfold.fused_moe.weights import check_columns
 from fanfold.geometry import MAX_HIDDEN, MAX_TOKENS, Geometry
@@ -48,6 +48,7 @@ MOST_TORCH_DIFFERENCE = 1e-2
 """Of PyTorch's products, whose scales are coarser."""
 
 _ALIGNMENT = 128
+_BLOCK_ROWS = 128
 _MOST_INTERMEDIATE = 1 << 20
 _MOST_PAUSE_MS = 10_000
 _SAMPLED_TOKENS = 32
@@ -75,6 +76,7 @@ class FusedMoeSettings:
         pause_ms: milliseconds before each call.
         fast_accumulation: whether the tensor cores keep sums; None for the setting.
         baseline: time the unfused layer and PyTorch's grouped products, too.
+        tuning: of the layer; by what was measured if None.
     """
 
     tokens: Sequence[int] = (8, 64, 512)
@@ -91,6 +93,7 @@ class FusedMoeSettings:
     pause_ms: float = 10.0
     fast_accumulation: bool | None = None
     baseline: bool = True
+    tuning: FusedMoeTuning | None = None
 
     def __post_init__(self) -> None:
         """Raises ArgumentError for the first argument that is out of its bound."""
@@ -152,6 +155,7 @@ class RankPoint:
         tokens: of each rank.
         slots: that this rank's experts multiply.
         experts_hit: of this rank's experts those that get a slot.
+        blocks: of 128 rows, each of one expert.
         differences: from the reference of ``"fused"`` and ``"unfused"``, and of PyTorch's products
             from Fanfold's, ``"torch_gemms"``.
         microseconds: for each contender ``[iterations]``: between the events around a call, on the
@@ -169,6 +173,7 @@ class RankPoint:
     tokens: int
     slots: int
     experts_hit: int
+    blocks: int
     differences: dict[str, float]
     microseconds: dict[str, torch.Tensor]
     backend: str
@@ -245,7 +250,8 @@ def bench_ranks(group: Any, settings: FusedMoeSettings) -> list[RankPoint]:
         "hidden": settings.hidden,
         "max_tokens": max(settings.tokens),
     }
-    with FusedMoE(group, **sizes, intermediate=settings.intermediate, config=config) as moe:
+    sizes_of_moe = {**sizes, "intermediate": settings.intermediate}
+    with FusedMoE(group, **sizes_of_moe, config=config, tuning=settings.tuning) as moe:
         share = moe.experts_per_rank
         first = ranks.rank * share
         weights = expert_weights(settings, range(first, first + share), moe.device)
@@ -341,6 +347,7 @@ def _measure(layer: _Layer, clock: Clock, ranks: Any, tokens: int) -> RankPoint:
         tokens=tokens,
         slots=int(received.sum()),
         experts_hit=int((received > 0).sum()),
+        blocks=int(received.add(_BLOCK_ROWS - 1).floor_divide(_BLOCK_ROWS).sum()),
         differences=differences,
         microseconds=times,
         backend=moe.backend,

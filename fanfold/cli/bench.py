@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from fanfold.bench.run import check_network, check_ranks, sweep
 from fanfold.bench.settings import BACKENDS, DTYPES, FACES, LAYOUTS, REUSES, BenchSettings
 from fanfold.bench.workload import ROUTINGS
 from fanfold.cli import bench_flow_control, bench_fused_moe, bench_network, bench_ring
-from fanfold.cli.options import add_numbers
+from fanfold.cli.options import add_numbers, one_or_more
 from fanfold.config import Config
 from fanfold.errors import FanfoldError
 from fanfold.launch import join
@@ -39,10 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         mode = modes.add_parser(name, help=f"time the {name} mode", description=__doc__)
         mode.set_defaults(defaults=defaults, run_mode=_run_joined, run_ranks=_run)
         _add_options(mode, defaults)
-    bench_fused_moe.add_mode(modes, _one_or_more).set_defaults(run_mode=_run_joined)
-    bench_ring.add_mode(modes, _one_or_more)
+    bench_fused_moe.add_mode(modes, one_or_more).set_defaults(run_mode=_run_joined)
+    bench_ring.add_mode(modes, one_or_more)
     bench_network.add_mode(modes)
-    bench_flow_control.add_mode(modes, _one_or_more)
+    bench_flow_control.add_mode(modes, one_or_more)
 
 
 def _add_options(parser: argparse.ArgumentParser, defaults: BenchSettings) -> None:
@@ -127,11 +126,11 @@ def _add_own_options(parser: argparse.ArgumentParser) -> None:
     ):
         shown = ",".join(_spelt(choice) for choice in choices)
         own.add_argument(
-            f"--{option}", type=_one_or_more(_word), default=[None], metavar=f"{{{shown}}}",
+            f"--{option}", type=one_or_more(_word), default=[None], metavar=f"{{{shown}}}",
             help=f"{what} (default {_spelt(choices[0])})",
         )  # fmt: skip
     own.add_argument(
-        "--sms", type=_one_or_more(int), default=[None], metavar="N[,N...]",
+        "--sms", type=one_or_more(int), default=[None], metavar="N[,N...]",
         help="on GPUs: SMs that each kernel takes (default: the library's choice)",
     )  # fmt: skip
     own.add_argument(
@@ -151,18 +150,6 @@ def _spelt(choice: str) -> str:
 
 def _word(text: str) -> str:
     return text.strip().replace("-", "_")
-
-
-def _one_or_more(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    def read(text: str) -> list[Any]:
-        try:
-            return [kind(part) for part in text.split(",")]
-        except ValueError:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is no list of numbers with commas between them"
-            ) from None
-
-    return read
 
 
 def run(args: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ __all__ = ["main"]
 COMMANDS = {
     "demo": "train a small MoE model over local ranks and check it against one process",
     "bench": "check and time dispatch and combine, a fused layer, or the ring of commands",
+    "tune": "find the best forms of a kernel for a layer, and keep them",
     "plot": "draw the results of benches",
     "simulate": "predict dispatch and combine across hosts",
     "jit": "list, clear or warm the cache of compiled kernels",

@@ -1,11 +1,12 @@
-"""Options that modes of ``fanfold bench`` share."""
+"""Options that commands share."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
-__all__ = ["add_numbers"]
+__all__ = ["add_numbers", "one_or_more"]
 
 
 def add_numbers(
@@ -18,3 +19,17 @@ def add_numbers(
             f"--{option}", type=int, default=default, metavar="N",
             help=f"{what} (default %(default)s)",
         )  # fmt: skip
+
+
+def one_or_more(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Reads values with commas between them."""
+
+    def read(text: str) -> list[Any]:
+        try:
+            return [kind(part) for part in text.split(",")]
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is no list of numbers with commas between them"
+            ) from None
+
+    return read

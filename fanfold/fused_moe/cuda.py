@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,6 +14,7 @@ from fanfold.config import Config
 from fanfold.deferred_free import free_when_idle
 from fanfold.errors import ArgumentError, FanfoldError, PeerRefused, PeerTimeout, UsageError, logged
 from fanfold.fused_moe.call import FusedCall
+from fanfold.fused_moe.tuning import FusedMoeTuning, TunedLayer, tuning_for
 from fanfold.fused_moe.weights import ExpertWeights
 from fanfold.geometry import Geometry
 from fanfold.group import Group, agree
@@ -49,12 +50,15 @@ MOST_ROWS = _core.CUDA_FUSED_MOE_MOST_ROWS
 _THREADS = 384
 _SHARED_BYTES = 232448
 _CLUSTER = 2
-# On an H200, tokens are summed while columns are computed from about 2048 tokens of top-8 on.
-_BLOCKS_FOR_GROUPS = 144
 
 
 def kernel_source(
-    geometry: Geometry, intermediate: int, *, clamps: bool, fast_accumulation: bool = False
+    geometry: Geometry,
+    intermediate: int,
+    *,
+    clamps: bool,
+    fast_accumulation: bool = False,
+    swap_ab: bool = False,
 ) -> KernelSource:
     """The kernel for a layer of these sizes; the number of tokens is free.
 
@@ -62,6 +66,8 @@ def kernel_source(
         geometry, intermediate: of the layer.
         clamps: whether the activation is limited; the limit is free.
         fast_accumulation: whether sums stay in the tensor cores (kernels/gemm/sum.cuh).
+        swap_ab: whether tokens are columns of the products (kernels/gemm/swapped_sum.cuh), whose
+            sums do not stay there.
     """
     constants = {
         "kRanks": geometry.ranks,
@@ -71,12 +77,13 @@ def kernel_source(
         "kIntermediate": intermediate,
         "kMostDepth": max(geometry.hidden, intermediate),
         "kClamps": int(clamps),
-        "kTwoLevels": int(not fast_accumulation),
+        "kSwapsAb": int(swap_ab),
+        "kTwoLevels": int(swap_ab or not fast_accumulation),
         "kTileRows": 128,
         "kSharedBytes": _SHARED_BYTES,
     }
     entry = "fanfold::fused_moe::layer"
-    return KernelSource("fused_moe/layer.cu", entry, constants, _THREADS, yields=True)
+    return KernelSource("fused_moe/layer.cu", entry, constants, _THREADS, yields=not swap_ab)
 
 
 class CudaLayer:
@@ -91,6 +98,8 @@ class CudaLayer:
         geometry, intermediate: of the layer.
         clamp: of the activation, or None.
         config: the time bound, and how sums are kept.
+        tuning: when the kernel changes its form; None for what was found to be best. Rank 0's is
+            everybody's.
     """
 
     def __init__(
@@ -100,6 +109,7 @@ class CudaLayer:
         intermediate: int,
         clamp: float | None,
         config: Config,
+        tuning: FusedMoeTuning | None = None,
     ) -> None:
         self.rank = group.rank
         self._group, self._geometry, self._clamp, self._config = group, geometry, clamp, config
@@ -107,6 +117,9 @@ class CudaLayer:
         sizes = _sizes(geometry, intermediate)
         self._memory = CudaSymmetricMemory(group, sizes.bytes)
         self._device = self._memory.device
+        if tuning is None:
+            tuning = tuning_for(self._layer_of(intermediate), config)
+        self.tuning: FusedMoeTuning = group.all_gather(tuning)[0]
         self._reports = _Reports(group.rank)
         # Kernels of ranks that are threads wait for each other, so each has an order of its own.
         self._launches = (
@@ -130,6 +143,18 @@ class CudaLayer:
             self._memory.close()
             raise
 
+    def _layer_of(self, intermediate: int) -> TunedLayer:
+        geometry = self._geometry
+        return TunedLayer(
+            gpu=torch.cuda.get_device_name(self._device),
+            ranks=geometry.ranks,
+            experts=geometry.num_experts,
+            top_k=geometry.top_k,
+            hidden=geometry.hidden,
+            intermediate=intermediate,
+            fast_accumulation=self._config.fast_accumulation,
+        )
+
     def _kernel(
         self,
         geometry: Geometry,
@@ -137,24 +162,40 @@ class CudaLayer:
         sizes: _core.CudaFusedMoeSizes,
         bases: Sequence[int],
     ) -> _Kernel:
-        source = kernel_source(
-            geometry,
-            intermediate,
-            clamps=self._clamp is not None,
-            fast_accumulation=self._config.fast_accumulation,
-        )
-        jit.refuse_in_capture(source)
-        kernel = jit.load(source, self._device.index, self._config)
-        kernel.allow_shared_bytes(_SHARED_BYTES)
+        swapped_tokens = self.tuning.swapped_tokens(geometry)
+        forms = [
+            swap_ab
+            for swap_ab in (False, True)
+            if (swapped_tokens > 0 if swap_ab else swapped_tokens < max(geometry.max_tokens, 1))
+        ]
+        sources = [
+            kernel_source(
+                geometry,
+                intermediate,
+                clamps=self._clamp is not None,
+                fast_accumulation=self._config.fast_accumulation,
+                swap_ab=swap_ab,
+            )
+            for swap_ab in forms
+        ]
+        for source in sources:
+            jit.refuse_in_capture(source)
+        kernels = jit.load_all(sources, self._device.index, self._config)
+        for kernel in kernels:
+            kernel.allow_shared_bytes(_SHARED_BYTES)
         with torch.cuda.device(self._device):
-            clusters = kernel.most_clusters(_THREADS, _SHARED_BYTES, _CLUSTER)
+            # A CTA counts calls, so it must take part in each.
+            clusters = min(
+                kernel.most_clusters(_THREADS, _SHARED_BYTES, _CLUSTER) for kernel in kernels
+            )
         clusters //= self._group.size if self._threads else 1
         rank = self.rank if geometry.ranks > 1 else 0
         core = _core.CudaFusedMoe(sizes, rank, bases, self._reports.address)
         core.timeout_ns = int(self._config.timeout_s * 1e9)
-        core.set_blocks_for_groups(_BLOCKS_FOR_GROUPS)
+        core.set_blocks_for_groups(self.tuning.group_blocks)
         core.set_clamp(0.0 if self._clamp is None else self._clamp)
-        return _Kernel(kernel, core, min(_CLUSTER * clusters, _core.CUDA_FUSED_MOE_MOST_CTAS))
+        ctas = min(_CLUSTER * clusters, _core.CUDA_FUSED_MOE_MOST_CTAS)
+        return _Kernel(dict(zip(forms, kernels, strict=True)), swapped_tokens, core, ctas)
 
     def refuse(self, error: BaseException) -> None:
         """Aborts this call on all ranks because of ``error``."""
@@ -270,10 +311,23 @@ def _sizes(geometry: Geometry, intermediate: int) -> _core.CudaFusedMoeSizes:
 
 
 class _Kernel:
-    """A kernel with its arguments, and the CTAs that run it."""
+    """A kernel in its forms with its arguments, and the CTAs that run it.
 
-    def __init__(self, kernel: _core.CudaKernel, core: _core.CudaFusedMoe, ctas: int) -> None:
-        self._kernel, self._core = kernel, core
+    Args:
+        forms: the kernel by whether a and b are swapped, one or both.
+        swapped_tokens: up to how many tokens they are, where there is a choice.
+        core: makes arguments.
+        ctas: of a launch.
+    """
+
+    def __init__(
+        self,
+        forms: Mapping[bool, _core.CudaKernel],
+        swapped_tokens: int,
+        core: _core.CudaFusedMoe,
+        ctas: int,
+    ) -> None:
+        self._forms, self._swapped_tokens, self._core = forms, swapped_tokens, core
         self._shape = (ctas, _THREADS, _SHARED_BYTES)
         self._spans: torch.Tensor | None = None
 
@@ -286,7 +340,7 @@ class _Kernel:
 
     def refuse(self, stream: int) -> None:
         """Enqueues a call in which this rank takes no part."""
-        self._core.refuse(self._kernel, *self._shape, stream)
+        self._core.refuse(self._form(0), *self._shape, stream)
 
     def run(
         self,
@@ -310,7 +364,12 @@ class _Kernel:
         call.l2, call.l2_scales = weights.l2.data_ptr(), weights.l2_scales.data_ptr()
         call.addend, call.y = address_of(addend), out.data_ptr()
         call.statistics, call.spans = address_of(statistics), address_of(self._spans)
-        self._core.launch(call, self._kernel, *self._shape, stream)
+        self._core.launch(call, self._form(call.tokens), *self._shape, stream)
+
+    def _form(self, tokens: int) -> _core.CudaKernel:
+        if len(self._forms) == 1:
+            return next(iter(self._forms.values()))
+        return self._forms[tokens <= self._swapped_tokens]
 
 
 class _SharedExpert:

@@ -24,6 +24,7 @@ from fanfold.fused_moe.cuda import (
     most_rows,
 )
 from fanfold.fused_moe.host import HostLayer
+from fanfold.fused_moe.tuning import FusedMoeTuning
 from fanfold.fused_moe.weights import ExpertWeights, check_columns
 from fanfold.geometry import MAX_HIDDEN, MAX_TOKENS, Geometry, check_integer
 from fanfold.group import agree, as_group, together
@@ -75,6 +76,8 @@ class FusedMoE(HasGeometry):
             calls run: ``"auto"`` takes the GPU where the kernel serves the layer. With
             ``fast_accumulation`` the GPU takes up to 8% less time, and sums of many terms of one
             sign come out too small.
+        tuning: when the kernel changes its form, the same on all ranks; by what was measured if
+            None (``fanfold tune fused-moe``).
 
     Attributes:
         config: the settings.
@@ -101,6 +104,7 @@ class FusedMoE(HasGeometry):
         max_tokens: int,
         activation_clamp: float | None = None,
         config: Config | None = None,
+        tuning: FusedMoeTuning | None = None,
     ) -> None:
         self._closed = False
         self._owner = Owner("this FusedMoE")
@@ -121,13 +125,16 @@ class FusedMoE(HasGeometry):
                 "max_tokens": max_tokens,
                 "activation_clamp": self.activation_clamp,
                 "fast_accumulation": self.config.fast_accumulation,
+                "tuning": tuning,
             }
             agree(ranks, signature)
             self._choice = self._chosen(choose(ranks, self.config, "high_throughput"))
         clamp = self.activation_clamp
         self._layer: HostLayer | CudaLayer
         if self._choice.backend == "cuda":
-            self._layer = CudaLayer(self._group, self.geometry, intermediate, clamp, self.config)
+            self._layer = CudaLayer(
+                self._group, self.geometry, intermediate, clamp, self.config, tuning
+            )
         else:
             self._layer = HostLayer(group, self.geometry, clamp, self.config)
         self._checks = CallChecks(
@@ -177,6 +184,11 @@ class FusedMoE(HasGeometry):
     def backend(self) -> Literal["host", "cuda"]:
         """Where calls run: ``"host"``, the CPU, or ``"cuda"``."""
         return self._choice.backend
+
+    @property
+    def tuning(self) -> FusedMoeTuning | None:
+        """When the kernel changes its form; None on the CPU, which has one form."""
+        return self._layer.tuning if isinstance(self._layer, CudaLayer) else None
 
     @property
     def rank(self) -> int:

@@ -24,8 +24,10 @@ from fanfold.config import Config
 from fanfold.fused_moe import cuda
 from fanfold.fused_moe.call import FusedCall
 from fanfold.fused_moe.cuda import CudaLayer
+from fanfold.fused_moe.tuning import FusedMoeTuning
 from fanfold.fused_moe.weights import ExpertWeights
 from fanfold.geometry import Geometry
+from fanfold.jit import KernelSource
 from tests.distributed.fused_layers import FusedShape, FusedTokens, weights_of
 from tests.emulation.deep_ep import Memory
 from tests.emulation.pinned import PAGEABLE
@@ -123,18 +125,22 @@ class Settings:
         clusters: of every rank's kernel, taken when a layer is made.
         seed: of the order in which the threads of a CTA run, another one in each launch.
         late_us: by ranks, how much later the last cluster begins.
+        launched: the kernel of each launch so far, by what it is made from.
     """
 
     def __init__(self) -> None:
         self.clusters, self.seed = 1, 1
         self.late_us: dict[int, int] = {}
+        self.launched: list[KernelSource] = []
 
 
 class _Kernel:
     """A kernel as the layer takes it."""
 
-    def __init__(self, host: ctypes.CDLL, library: ctypes.CDLL, settings: Settings) -> None:
-        self._run, self._settings = host.run_fused_moe, settings
+    def __init__(
+        self, host: ctypes.CDLL, library: ctypes.CDLL, source: KernelSource, settings: Settings
+    ) -> None:
+        self._run, self._source, self._settings = host.run_fused_moe, source, settings
         self._emulate, self._launches = library.emulate_grid, 0
 
     def allow_shared_bytes(self, nbytes: int) -> None:
@@ -147,6 +153,7 @@ class _Kernel:
 
     def run(self, layer: _Layer, call: Any, ctas: int) -> None:
         settings = self._settings
+        settings.launched.append(self._source)
         self._launches += 1
         seed = 1000 * settings.seed + 37 * self._launches + layer.rank
         grid = _Grid(ctas, cluster=2, seed=seed, late_us=settings.late_us.get(layer.rank, 0))
@@ -173,7 +180,11 @@ def emulated(builder: Builder) -> Iterator[Settings]:
     with (
         mock.patch.multiple(cuda, **replaced),
         mock.patch.object(
-            jit, "load", lambda source, *_: _Kernel(host, builder.load(source), settings)
+            jit,
+            "load_all",
+            lambda sources, *_: [
+                _Kernel(host, builder.load(each), each, settings) for each in sources
+            ],
         ),
         mock.patch.multiple(
             torch.cuda,
@@ -219,6 +230,7 @@ class World:
         settings: as :func:`emulated` gives them.
         clusters: of each rank.
         weights: of all experts; random if None.
+        tuning: of every rank.
     """
 
     def __init__(
@@ -229,6 +241,7 @@ class World:
         *,
         clusters: int = 1,
         weights: ExpertWeights | None = None,
+        tuning: FusedMoeTuning | None = None,
     ) -> None:
         self.shape, self._settings = shape, settings
         self.weights = weights_of(shape) if weights is None else weights
@@ -241,7 +254,8 @@ class World:
         def open_layer(rank: int) -> CudaLayer:
             group = ThreadGroup(rank, values, barrier)
             geometry = Geometry(ranks, *sizes)
-            return CudaLayer(group, geometry, shape.intermediate, shape.activation_clamp, config)
+            clamp, chosen = shape.activation_clamp, tuning or FusedMoeTuning()
+            return CudaLayer(group, geometry, shape.intermediate, clamp, config, chosen)
 
         with ThreadPoolExecutor(ranks) as pool:
             self.layers = list(pool.map(open_layer, range(ranks)))

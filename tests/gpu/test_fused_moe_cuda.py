@@ -13,7 +13,8 @@ import torch
 import fanfold
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.formats import quantize
-from fanfold.fused_moe import ExpertWeights, difference, reference
+from fanfold.fused_moe import ExpertWeights, FusedMoeTuning, difference, reference
+from fanfold.fused_moe.tuning import FORMS
 from tests.distributed.fused_layers import FusedShape, FusedTokens, tokens_of, weights_of
 from tests.gpu.fused_moe_rounds import CLOSE, FAST, TOKENS, there, weights_there
 
@@ -66,8 +67,10 @@ class Layer:
         return y
 
 
-def layer_of(shape: FusedShape, seed: int = 0, spread: int = 0) -> Layer:
-    moe = shape.open()
+def layer_of(
+    shape: FusedShape, seed: int = 0, spread: int = 0, tuning: FusedMoeTuning | None = None
+) -> Layer:
+    moe = shape.open(tuning=tuning)
     assert moe.backend == "cuda"
     return Layer(shape, moe, weights_there(weights_of(shape, seed, spread)))
 
@@ -100,7 +103,7 @@ def random_shape(draw: random.Random) -> FusedShape:
 def test_random_geometries(seed: int) -> None:
     draw = random.Random(seed)
     shape = random_shape(draw)
-    layer = layer_of(shape, seed)
+    layer = layer_of(shape, seed, tuning=FORMS[("rows", "swap_ab")[seed % 2]])
     for number, tokens in enumerate((shape.max_tokens, draw.randint(0, shape.max_tokens), 0, 1)):
         masked = draw.choice([0.0, 0.3, 1.0])
         skewed = draw.random() < 0.25
@@ -127,6 +130,20 @@ def test_sums_by_groups_of_columns(blocks: int) -> None:
         layer.check(there(tokens_of(shape, tokens, TOKENS + tokens)))
 
 
+@pytest.mark.parametrize("seed", range(100, 108))
+def test_the_same_bits_with_a_and_b_swapped(seed: int) -> None:
+    """Also with several blocks of rows for each expert."""
+    draw = random.Random(seed)
+    shape = dataclasses.replace(random_shape(draw), fast_accumulation=False)
+    layers = [layer_of(shape, seed, tuning=FORMS[form]) for form in ("rows", "swap_ab")]
+    for number, tokens in enumerate((shape.max_tokens, draw.randint(0, shape.max_tokens), 1)):
+        skewed = draw.random() < 0.25
+        call = there(tokens_of(shape, tokens, TOKENS + number, skewed=skewed))
+        assert torch.equal(*(layer.check(call) for layer in layers))
+    for layer in layers:
+        layer.moe.check()
+
+
 @pytest.mark.parametrize("fast", [False, True])
 def test_large(fast: bool) -> None:
     shape = FusedShape(64, 8, 7168, 2048, 2200, fast_accumulation=fast)
@@ -144,7 +161,8 @@ def test_sums_of_one_sign() -> None:
     weights.l1.view(torch.uint8).bitwise_and_(0x7F)
     found = {}
     for fast in (False, True):
-        layer = layer_of(dataclasses.replace(shape, fast_accumulation=fast))
+        # The other form adds FP32 sums.
+        layer = layer_of(dataclasses.replace(shape, fast_accumulation=fast), tuning=FORMS["rows"])
         layer.weights = weights_there(weights)
         wanted = exact(layer.shape, there(call), layer.weights)
         found[fast] = difference(layer.run(there(call)), wanted)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from unittest import mock
 
 import pytest
 import torch
 
 from fanfold.errors import ArgumentError, PeerRefused, PeerTimeout, UsageError
-from fanfold.fused_moe import ExpertWeights, cuda, difference, reference
+from fanfold.fused_moe import ExpertWeights, FusedMoeTuning, difference, reference
 from fanfold.fused_moe.cuda import CudaLayer
+from fanfold.fused_moe.tuning import FORMS
 from tests.distributed.fused_layers import (
     FusedShape,
     FusedTokens,
@@ -68,17 +68,18 @@ def calls_of(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "shape"),
+    ("ranks", "form", "shape"),
     [
-        (1, SHAPE),
-        (2, WIDE),
-        (3, IN_PLACE),
-        (4, dataclasses.replace(SHAPE, num_experts=8, top_k=5)),
+        (1, "rows", SHAPE),
+        (1, "swap_ab", SHAPE),
+        (2, "swap_ab", WIDE),
+        (3, "rows", IN_PLACE),
+        (4, "swap_ab", dataclasses.replace(SHAPE, num_experts=8, top_k=5)),
     ],
-    ids=lambda value: f"{value} ranks" if isinstance(value, int) else "",
+    ids=lambda value: f"{value}" if not isinstance(value, FusedShape) else "",
 )
-def test_calls_follow_each_other(gpu: Settings, ranks: int, shape: FusedShape) -> None:
-    world = World(ranks, shape, gpu, clusters=1 + ranks % 2)
+def test_calls_follow_each_other(gpu: Settings, ranks: int, form: str, shape: FusedShape) -> None:
+    world = World(ranks, shape, gpu, clusters=1 + ranks % 2, tuning=FORMS[form])
     for number in range(3):  # counters of both parities, and of the first again
         counts = [0 if rank == number else 3 + 9 * rank for rank in range(ranks)]
         calls = calls_of(shape, counts, number + 1, masked=(0.2, 0.0, 0.9)[number])
@@ -110,8 +111,10 @@ def whole_numbers(shape: FusedShape) -> ExpertWeights:
     return weights
 
 
-def test_whole_numbers_have_all_bits_of_the_reference(gpu: Settings) -> None:
-    world = World(2, SHAPE, gpu, clusters=2, weights=whole_numbers(SHAPE))
+@pytest.mark.parametrize("form", ["rows", "swap_ab"])
+def test_whole_numbers_have_all_bits_of_the_reference(gpu: Settings, form: str) -> None:
+    weights = whole_numbers(SHAPE)
+    world = World(2, SHAPE, gpu, clusters=2, weights=weights, tuning=FORMS[form])
     calls, generator = [], torch.Generator("cpu").manual_seed(4)
     for call in calls_of(SHAPE, [40, 23], 7):
         x = call.x.mul(2).round().clamp(-4, 4)
@@ -129,8 +132,8 @@ def test_whole_numbers_have_all_bits_of_the_reference(gpu: Settings) -> None:
 def test_the_same_bits_from_any_ranks_clusters_and_orders(gpu: Settings) -> None:
     whole = tokens_of(SHAPE, 60, 5)
     first: torch.Tensor | None = None
-    for ranks, clusters in ((1, 1), (1, 3), (2, 2)):
-        world = World(ranks, SHAPE, gpu, clusters=clusters)
+    for ranks, clusters, form in ((1, 1, "rows"), (1, 3, "swap_ab"), (2, 2, "swap_ab")):
+        world = World(ranks, SHAPE, gpu, clusters=clusters, tuning=FORMS[form])
         calls = split(whole, [60] if ranks == 1 else [13, 47])
         for seed in (1, 77):
             y = torch.cat([received.y for received in world.call_all(calls, seed)])
@@ -139,12 +142,42 @@ def test_the_same_bits_from_any_ranks_clusters_and_orders(gpu: Settings) -> None
         world.close()
 
 
+@pytest.mark.parametrize(
+    ("rows", "swapped"), [(0, [0, 0, 0]), (10, [1, 1, 0]), (50, [1, 1, 1])], ids=str
+)
+def test_each_call_chooses_by_its_tokens(gpu: Settings, rows: int, swapped: list[int]) -> None:
+    """With top-3 of 6 experts an expert gets a row for every second token."""
+    world = World(1, SHAPE, gpu, tuning=FusedMoeTuning(swap_ab_rows=rows))
+    for tokens in (0, 20, 22):
+        calls = calls_of(SHAPE, [tokens], tokens)
+        check(world, calls, world.call_all(calls))
+    world.close()
+    assert [dict(source.pairs)["kSwapsAb"] for source in gpu.launched] == swapped
+
+
+@pytest.mark.parametrize("tokens", [1, 32, 33, 70, 97, 128, 150])
+def test_the_same_bits_with_a_and_b_swapped(gpu: Settings, tokens: int) -> None:
+    """In every loop of its own, which wraps around the stages, and in two blocks of rows."""
+    shape = FusedShape(2, 1, hidden=1152, intermediate=256, max_tokens=150, activation_clamp=0.5)
+    calls = [tokens_of(shape, tokens, 7, masked=0.0)]
+    calls[0].topk_idx.fill_(1)
+    calls[0].topk_idx[: tokens // 9] = 0
+    found = []
+    for form in ("rows", "swap_ab"):
+        world = World(1, shape, gpu, clusters=2, tuning=FORMS[form])
+        found.append(world.call_all(calls))
+        check(world, calls, found[-1])
+        world.close()
+    assert torch.equal(found[0][0].y, found[1][0].y)
+
+
 # ---- routing ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("form", ["rows", "swap_ab"])
 @pytest.mark.parametrize("clusters", [1, 2])
-def test_one_expert_takes_all(gpu: Settings, clusters: int) -> None:
-    world = World(2, SHAPE, gpu, clusters=clusters)
+def test_one_expert_takes_all(gpu: Settings, clusters: int, form: str) -> None:
+    world = World(2, SHAPE, gpu, clusters=clusters, tuning=FORMS[form])
     # Five blocks of rows: two pairs that share weights, and one of which a half is padding.
     calls = calls_of(SHAPE, [100, 80], 2, masked=0.0, skewed=True)
     found = world.call_all(calls)
@@ -166,14 +199,27 @@ def test_columns_in_one_group_and_in_two(gpu: Settings) -> None:
     calls = calls_of(WIDE, [20, 7], 4)
     found = []
     for blocks in (1000, 1):  # of rows, from which on there are two groups
-        with mock.patch.object(cuda, "_BLOCKS_FOR_GROUPS", blocks):
-            world = World(2, WIDE, gpu, clusters=2)
+        world = World(2, WIDE, gpu, clusters=2, tuning=FusedMoeTuning(group_blocks=blocks))
         for seed in (1, 2) if blocks == 1 else (1,):
             found.append(world.call_all(calls, seed))
             check(world, calls, found[-1])
         world.close()
     for again in found[1:]:
         assert all(torch.equal(a.y, b.y) for a, b in zip(again, found[0], strict=True))
+
+
+@pytest.mark.parametrize("swapped", [0, 1000], ids=["rows", "swapped"])
+def test_a_rank_in_two_groups_and_one_in_one(gpu: Settings, swapped: int) -> None:
+    """Each rank reads results where the expert's rank has put them."""
+    calls = calls_of(WIDE, [40, 35], 6, masked=0.0)
+    for call in calls:
+        call.topk_idx.copy_(torch.tensor([0, 2]))  # a block of rows on each rank
+        call.topk_idx[:30, 0] = 3  # one more on rank 1
+    world = World(2, WIDE, gpu, clusters=2, tuning=FusedMoeTuning(swapped, group_blocks=2))
+    for rank in range(2):
+        world.set_timeout(rank, 10.0)
+    check(world, calls, world.call_all(calls))
+    world.close()
 
 
 def test_ctas_share_the_count_of_many_entries(gpu: Settings) -> None:
@@ -213,9 +259,12 @@ def test_spans_are_in_order(gpu: Settings) -> None:
 # ---- what goes wrong ----------------------------------------------------------------------------
 
 
-def test_a_refusal_aborts_the_call_on_all_ranks(gpu: Settings) -> None:
-    world = World(3, IN_PLACE, gpu)
-    calls = calls_of(IN_PLACE, [10, 8, 6], 5)
+@pytest.mark.parametrize("rows", [0, 12], ids=["rows", "swapped up to 8 tokens"])
+def test_a_refusal_aborts_the_call_on_all_ranks(gpu: Settings, rows: int) -> None:
+    """Ranks of one call may take different forms."""
+    shape = dataclasses.replace(IN_PLACE, max_tokens=10)
+    world = World(3, shape, gpu, tuning=FusedMoeTuning(swap_ab_rows=rows))
+    calls = calls_of(shape, [10, 8, 6], 5)
 
     def refused(rank: int, layer: CudaLayer) -> str:
         if rank == BAD:
@@ -257,9 +306,10 @@ def test_a_rank_that_does_not_come(gpu: Settings) -> None:
     world.run(lonely)
 
 
-def test_rows_that_do_not_come(gpu: Settings) -> None:
+@pytest.mark.parametrize("form", ["rows", "swap_ab"])
+def test_rows_that_do_not_come(gpu: Settings, form: str) -> None:
     """A rank that waits for nothing has sent its counts, but sends no rows."""
-    world = World(2, SHAPE, gpu)
+    world = World(2, SHAPE, gpu, tuning=FORMS[form])
     calls = calls_of(SHAPE, [10, 8], 6, masked=0.0)
     world.set_timeout(BAD, 0.0)
     world.set_timeout(0, 0.3)

@@ -136,6 +136,13 @@ __device__ __forceinline__ float load_shared_float(uint32_t address) {
   return v;
 }
 
+__device__ __forceinline__ void load_shared_floats(float (&v)[2], uint32_t address) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(v[0]), "=f"(v[1])
+               : "r"(address)
+               : "memory");
+}
+
 __device__ __forceinline__ void store_shared_pair(uint32_t address, uint16_t v) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(v) : "memory");
 }

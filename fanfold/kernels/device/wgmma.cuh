@@ -108,108 +108,102 @@ __device__ __forceinline__ void wgmma_await() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kYoungest) : "memory");
 }
 
+// The names of eight accumulators among the operands of a product, and the accumulators.
+#define FANFOLD_D0 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define FANFOLD_D8 "%8, %9, %10, %11, %12, %13, %14, %15"
+#define FANFOLD_D16 "%16, %17, %18, %19, %20, %21, %22, %23"
+#define FANFOLD_D24 "%24, %25, %26, %27, %28, %29, %30, %31"
+#define FANFOLD_D32 "%32, %33, %34, %35, %36, %37, %38, %39"
+#define FANFOLD_D40 "%40, %41, %42, %43, %44, %45, %46, %47"
+#define FANFOLD_D48 "%48, %49, %50, %51, %52, %53, %54, %55"
+#define FANFOLD_D56 "%56, %57, %58, %59, %60, %61, %62, %63"
+#define FANFOLD_D64 "%64, %65, %66, %67, %68, %69, %70, %71"
+#define FANFOLD_D72 "%72, %73, %74, %75, %76, %77, %78, %79"
+#define FANFOLD_D80 "%80, %81, %82, %83, %84, %85, %86, %87"
+#define FANFOLD_D88 "%88, %89, %90, %91, %92, %93, %94, %95"
+#define FANFOLD_D96 "%96, %97, %98, %99, %100, %101, %102, %103"
+#define FANFOLD_D104 "%104, %105, %106, %107, %108, %109, %110, %111"
+#define FANFOLD_D112 "%112, %113, %114, %115, %116, %117, %118, %119"
+#define FANFOLD_D120 "%120, %121, %122, %123, %124, %125, %126, %127"
+#define FANFOLD_EIGHT(i)                                                                      \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
+
 // d = a b^T, plus d if `adds`: 64 rows of a, as many rows of b as d has columns (twice its
 // registers), 32 elements of K.
-__device__ __forceinline__ void wgmma_e4m3(float (&d)[32], uint64_t a, uint64_t b, bool adds) {
-  asm volatile(
-      "{\n .reg .pred adds;\n setp.ne.b32 adds, %34, 0;\n"
-      " wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      " %32, %33, adds, 1, 1;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
-        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
-        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
-        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "l"(a), "l"(b), "r"(static_cast<int>(adds)));
-}
-
-__device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint64_t a, uint64_t b, bool adds) {
-  asm volatile(
-      "{\n .reg .pred adds;\n setp.ne.b32 adds, %66, 0;\n"
-      " wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-      " %64, %65, adds, 1, 1;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
-        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
-        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
-        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
-        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
-        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
-        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
-        "+f"(d[63])
-      : "l"(a), "l"(b), "r"(static_cast<int>(adds)));
-}
-
-__device__ __forceinline__ void wgmma_e4m3(float (&d)[96], uint64_t a, uint64_t b, bool adds) {
-  asm volatile(
-      "{\n .reg .pred adds;\n setp.ne.b32 adds, %98, 0;\n"
-      " wgmma.mma_async.sync.aligned.m64n192k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}, "
-      " %96, %97, adds, 1, 1;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
-        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
-        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
-        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
-        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
-        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
-        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
-        "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]),
-        "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]),
-        "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]),
-        "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]),
-        "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
-      : "l"(a), "l"(b), "r"(static_cast<int>(adds)));
-}
-
-__device__ __forceinline__ void wgmma_e4m3(float (&d)[128], uint64_t a, uint64_t b, bool adds) {
-  asm volatile(
-      "{\n .reg .pred adds;\n setp.ne.b32 adds, %130, 0;\n"
-      " wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, "
-      "%127}, "
-      " %128, %129, adds, 1, 1;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
-        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
-        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
-        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
-        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
-        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
-        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
-        "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]),
-        "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]),
-        "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]),
-        "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]),
-        "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]), "+f"(d[97]),
-        "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
-        "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]),
-        "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]),
-        "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]),
-        "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-      : "l"(a), "l"(b), "r"(static_cast<int>(adds)));
-}
+#define FANFOLD_WGMMA(count, columns, names, a_name, b_name, adds_name, ...)              \
+  __device__ __forceinline__ void wgmma_e4m3(float (&d)[count], uint64_t a, uint64_t b,   \
+                                             bool adds) {                                 \
+    asm volatile("{\n .reg .pred adds;\n setp.ne.b32 adds, " adds_name                    \
+                 ", 0;\n"                                                                 \
+                 " wgmma.mma_async.sync.aligned.m64n" columns "k32.f32.e4m3.e4m3 {" names \
+                 "}, " a_name ", " b_name ", adds, 1, 1;\n}"                              \
+                 : __VA_ARGS__                                                            \
+                 : "l"(a), "l"(b), "r"(static_cast<int>(adds)));                          \
+  }
+FANFOLD_WGMMA(8, "16", FANFOLD_D0, "%8", "%9", "%10", FANFOLD_EIGHT(0))
+FANFOLD_WGMMA(16, "32", FANFOLD_D0 ", " FANFOLD_D8, "%16", "%17", "%18", FANFOLD_EIGHT(0),
+              FANFOLD_EIGHT(8))
+FANFOLD_WGMMA(24, "48", FANFOLD_D0 ", " FANFOLD_D8 ", " FANFOLD_D16, "%24", "%25", "%26",
+              FANFOLD_EIGHT(0), FANFOLD_EIGHT(8), FANFOLD_EIGHT(16))
+FANFOLD_WGMMA(32, "64", FANFOLD_D0 ", " FANFOLD_D8 ", " FANFOLD_D16 ", " FANFOLD_D24, "%32", "%33",
+              "%34", FANFOLD_EIGHT(0), FANFOLD_EIGHT(8), FANFOLD_EIGHT(16), FANFOLD_EIGHT(24))
+FANFOLD_WGMMA(40, "80",
+              FANFOLD_D0 ", " FANFOLD_D8 ", " FANFOLD_D16 ", " FANFOLD_D24 ", " FANFOLD_D32, "%40",
+              "%41", "%42", FANFOLD_EIGHT(0), FANFOLD_EIGHT(8), FANFOLD_EIGHT(16),
+              FANFOLD_EIGHT(24), FANFOLD_EIGHT(32))
+FANFOLD_WGMMA(48, "96",
+              FANFOLD_D0 ", " FANFOLD_D8 ", " FANFOLD_D16 ", " FANFOLD_D24 ", " FANFOLD_D32
+                         ", " FANFOLD_D40,
+              "%48", "%49", "%50", FANFOLD_EIGHT(0), FANFOLD_EIGHT(8), FANFOLD_EIGHT(16),
+              FANFOLD_EIGHT(24), FANFOLD_EIGHT(32), FANFOLD_EIGHT(40))
+FANFOLD_WGMMA(56, "112",
+              FANFOLD_D0 ", " FANFOLD_D8 ", " FANFOLD_D16 ", " FANFOLD_D24 ", " FANFOLD_D32
+                         ", " FANFOLD_D40 ", " FANFOLD_D48,
+              "%56", "%57", "%58", FANFOLD_EIGHT(0), FANFOLD_EIGHT(8), FANFOLD_EIGHT(16),
+              FANFOLD_EIGHT(24), FANFOLD_EIGHT(32), FANFOLD_EIGHT(40), FANFOLD_EIGHT(48))
+FANFOLD_WGMMA(64, "128",
+              FANFOLD_D0 ", " FANFOLD_D8 ", " FANFOLD_D16 ", " FANFOLD_D24 ", " FANFOLD_D32
+                         ", " FANFOLD_D40 ", " FANFOLD_D48 ", " FANFOLD_D56,
+              "%64", "%65", "%66", FANFOLD_EIGHT(0), FANFOLD_EIGHT(8), FANFOLD_EIGHT(16),
+              FANFOLD_EIGHT(24), FANFOLD_EIGHT(32), FANFOLD_EIGHT(40), FANFOLD_EIGHT(48),
+              FANFOLD_EIGHT(56))
+FANFOLD_WGMMA(96, "192",
+              FANFOLD_D0 ", " FANFOLD_D8 ", " FANFOLD_D16 ", " FANFOLD_D24 ", " FANFOLD_D32
+                         ", " FANFOLD_D40 ", " FANFOLD_D48 ", " FANFOLD_D56 ", " FANFOLD_D64
+                         ", " FANFOLD_D72 ", " FANFOLD_D80 ", " FANFOLD_D88,
+              "%96", "%97", "%98", FANFOLD_EIGHT(0), FANFOLD_EIGHT(8), FANFOLD_EIGHT(16),
+              FANFOLD_EIGHT(24), FANFOLD_EIGHT(32), FANFOLD_EIGHT(40), FANFOLD_EIGHT(48),
+              FANFOLD_EIGHT(56), FANFOLD_EIGHT(64), FANFOLD_EIGHT(72), FANFOLD_EIGHT(80),
+              FANFOLD_EIGHT(88))
+FANFOLD_WGMMA(128, "256",
+              FANFOLD_D0 ", " FANFOLD_D8 ", " FANFOLD_D16 ", " FANFOLD_D24 ", " FANFOLD_D32
+                         ", " FANFOLD_D40 ", " FANFOLD_D48 ", " FANFOLD_D56 ", " FANFOLD_D64
+                         ", " FANFOLD_D72 ", " FANFOLD_D80 ", " FANFOLD_D88 ", " FANFOLD_D96
+                         ", " FANFOLD_D104 ", " FANFOLD_D112 ", " FANFOLD_D120,
+              "%128", "%129", "%130", FANFOLD_EIGHT(0), FANFOLD_EIGHT(8), FANFOLD_EIGHT(16),
+              FANFOLD_EIGHT(24), FANFOLD_EIGHT(32), FANFOLD_EIGHT(40), FANFOLD_EIGHT(48),
+              FANFOLD_EIGHT(56), FANFOLD_EIGHT(64), FANFOLD_EIGHT(72), FANFOLD_EIGHT(80),
+              FANFOLD_EIGHT(88), FANFOLD_EIGHT(96), FANFOLD_EIGHT(104), FANFOLD_EIGHT(112),
+              FANFOLD_EIGHT(120))
+#undef FANFOLD_WGMMA
+#undef FANFOLD_EIGHT
+#undef FANFOLD_D0
+#undef FANFOLD_D8
+#undef FANFOLD_D16
+#undef FANFOLD_D24
+#undef FANFOLD_D32
+#undef FANFOLD_D40
+#undef FANFOLD_D48
+#undef FANFOLD_D56
+#undef FANFOLD_D64
+#undef FANFOLD_D72
+#undef FANFOLD_D80
+#undef FANFOLD_D88
+#undef FANFOLD_D96
+#undef FANFOLD_D104
+#undef FANFOLD_D112
+#undef FANFOLD_D120
 
 // ---- results ------------------------------------------------------------------------------------
 
@@ -219,6 +213,14 @@ __device__ __forceinline__ void store_matrices(void* row, const uint32_t (&v)[4]
       "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
       "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
       : "memory");
+}
+
+// The same of the matrices transposed: lane l names column l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrices_transposed(void* column, const uint32_t (&v)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   shared_address(column)),
+               "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+               : "memory");
 }
 
 }  // namespace fanfold

@@ -2,7 +2,7 @@
 // waits that end.
 //
 // Constants: kRanks, kExperts (of all ranks), kTopK, kHidden, kIntermediate, kMostDepth (the larger
-// of both), kClamps, kTwoLevels, kTileRows (128), kSharedBytes.
+// of both), kClamps, kSwapsAb, kTwoLevels, kTileRows (128), kSharedBytes.
 #pragma once
 
 #include "constants.h"
@@ -57,7 +57,7 @@ struct Tail {
   uint32_t expired;  // 1 + the rank waited for once a wait has lasted too long, else 0
   uint32_t aborted;  // a rank takes no part: nothing moves
   int own_copies;    // rows of this CTA's tokens
-  int group_blocks;  // see Schedule
+  uint32_t grouped;  // a bit for each rank that computes the second GEMM's columns in groups
   uint32_t before[kSharedExperts + 1];
   int32_t rows[kSharedExperts + 1];
 };
@@ -97,9 +97,18 @@ struct Call {
   __device__ int32_t* rows() const {
     return kSharedExperts ? tail.rows : reinterpret_cast<int32_t*>(before() + kLocalExperts + 1);
   }
+  // Of the second GEMM's columns on a rank, see Schedule.
+  __device__ int group_blocks(int rank) const {
+    constexpr int kOfTwo = (kSumChunks + 1) / 2 * kFusedMoeSumBlocks;
+    return (tail.grouped >> rank & 1) != 0 ? kOfTwo : kSecondColumnBlocks;
+  }
   __device__ Schedule schedule() const {
-    return {before(),         rows(), kLocalExperts, kFirstColumnBlocks, kSecondColumnBlocks,
-            tail.group_blocks};
+    return {before(),
+            rows(),
+            kLocalExperts,
+            kFirstColumnBlocks,
+            kSecondColumnBlocks,
+            group_blocks(args.rank)};
   }
   __device__ Peer peer(int rank) const { return {args, rank}; }
   // Of one of the counters, in every rank's memory.

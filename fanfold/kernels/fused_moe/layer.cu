@@ -12,6 +12,7 @@
 #include "fused_moe/copy_rows.cuh"
 #include "fused_moe/load.cuh"
 #include "fused_moe/multiply.cuh"
+#include "fused_moe/publish.cuh"
 #include "fused_moe/route.cuh"
 #include "fused_moe/sum_slots.cuh"
 

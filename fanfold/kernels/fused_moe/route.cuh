@@ -151,7 +151,8 @@ __device__ inline int sum_below(int value, int& all) {
   return sum - value;
 }
 
-// By one warp: where the rows of a rank's experts begin; of this rank also the schedule's tables.
+// By one warp: where the rows of a rank's experts begin, and whether it has groups of columns; of
+// this rank also the schedule's tables.
 __device__ inline void place_blocks(RouteCounts& counts, const Call& call, int rank) {
   const bool is_own = rank == call.args.rank;
   uint32_t* before = call.before();
@@ -176,11 +177,11 @@ __device__ inline void place_blocks(RouteCounts& counts, const Call& call, int r
     blocks_before += blocks_here;
     singles_before += singles_here;
   }
-  if (!is_own || threadIdx.x % kWarpLanes != 0) return;
+  if (threadIdx.x % kWarpLanes != 0) return;
+  if (blocks_before >= call.args.blocks_for_groups && kSumChunks > 1)
+    atomicOr(&call.tail.grouped, 1u << rank);
+  if (!is_own) return;
   before[kLocalExperts] = BlocksBefore::of(blocks_before, singles_before).word;
-  const bool in_groups = blocks_before >= call.args.blocks_for_groups && kSumChunks > 1;
-  call.tail.group_blocks =
-      in_groups ? (kSumChunks + 1) / 2 * kFusedMoeSumBlocks : kSecondColumnBlocks;
 }
 
 // By one warp: this CTA's copies in the order in which they are wanted, the first expert of each

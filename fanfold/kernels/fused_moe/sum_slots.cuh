@@ -24,10 +24,10 @@ class ChunkSum {
   // Until all rows' columns are there; `between` is called after each look.
   template <class Between>
   __device__ void wait(int chunk, uint32_t nap_ns, const Between& between) const {
-    const int group_blocks = call_.tail.group_blocks;
+    const int rank = kRanks == 1 ? 0 : place_.rank;
+    const int group_blocks = call_.group_blocks(rank);
     const int group = chunk * kFusedMoeSumBlocks / group_blocks;
     const uint32_t wanted = min(group_blocks, kSecondColumnBlocks - group * group_blocks);
-    const int rank = kRanks == 1 ? 0 : place_.rank;
     const uint32_t* returned = call_.returned(max(place_.row, 0) / kFusedMoeHalfRows, group);
     const int64_t offset = call_.offset(returned);
     Patience patience(call_, rank);

@@ -99,4 +99,36 @@ __device__ __forceinline__ void release_stage(Ring& ring, int stage) {
   if (lane < kCluster) arrive_relaxed_at_cta(&ring.empty[stage], lane);
 }
 
+// A warpgroup's way through the ring. `Waits` waits for a phase of a barrier.
+template <class Waits>
+class Stages {
+ public:
+  __device__ Stages(Ring& ring, const Waits& waits) : ring_(ring), waits_(waits) {}
+
+  __device__ Ring& ring() const { return ring_; }
+  __device__ int stage() const { return at_.stage; }
+  __device__ void advance() { at_.advance(); }
+  __device__ void release(int stage) const { release_stage(ring_, stage); }
+
+  // Mostly there is nothing to wait for, and then the loop of the wait is not entered.
+  __device__ void await() const {
+    ArrivalBarrier* full = &ring_.full[at_.stage];
+    if (!phase_is_over(full, at_.parity)) waits_(full, at_.parity);
+  }
+
+  // Blocks of the depth of which this warpgroup computes nothing.
+  __device__ void skip(int depth_blocks) {
+    for (int k = 0; k < depth_blocks; ++k, at_.advance()) {
+      await();
+      __syncwarp();  // else a lane that looks late could miss the phase
+      release(at_.stage);
+    }
+  }
+
+ private:
+  Ring& ring_;
+  const Waits waits_;
+  Position at_;
+};
+
 }  // namespace fanfold::gemm

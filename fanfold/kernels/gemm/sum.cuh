@@ -8,6 +8,8 @@
 // depth of 7168 by up to 7%; of random signs both are within 5e-6
 // (docs/decisions/fused-moe-experiments.md).
 //
+// Sums where a has few rows are in gemm/swapped_sum.cuh.
+//
 // Constants: kMostDepth, of any sum; kTwoLevels.
 #pragma once
 
@@ -62,15 +64,52 @@ struct Nothing {
   __device__ void operator()() const {}
 };
 
-// `Waits` waits for a phase of a barrier.
+// ---- what all sums share --------------------------------------------------------------------------
+
+// All blocks of the depth, and `early` behind the second. It may have loops that wait, so it is no
+// part of the loop over the depth.
+template <class Early, class Block>
+__device__ __forceinline__ void for_blocks(int depth_blocks, const Early& early,
+                                           const Block& block) {
+  constexpr int kEarlyBlock = 2;
+  int k = 0;
+  for (int end = min(kEarlyBlock, depth_blocks); k < depth_blocks; end = depth_blocks) {
+    for (; k < end; ++k) block(k);
+    if (end <= kEarlyBlock) early();
+  }
+}
+
+// The products of a stage, enqueued; `a` and `b` are the low words of the descriptors.
+template <int kCount>
+__device__ __forceinline__ void enqueue(float (&d)[kCount], uint32_t a, uint32_t b, bool adds) {
+  const uint64_t high = swizzled_descriptor(nullptr) >> 32 << 32;
+  registers_settle(d);
+  wgmma_begin();
+#pragma unroll
+  for (int i = 0; i < kBlockDepth / kWgmmaDepth; ++i) {
+    const uint32_t step = i * static_cast<uint32_t>(kDescriptorStep);
+    wgmma_e4m3(d, high | (a + step), high | (b + step), adds || i > 0);
+  }
+  wgmma_commit();
+}
+
+template <int kCount>
+__device__ __forceinline__ void await_products(float (&d)[kCount]) {
+  wgmma_await<0>();
+  registers_settle(d);
+}
+
+// ---- sums of a warpgroup's rows of a -------------------------------------------------------------
+
 template <class Waits>
 class PartSum {
  public:
-  __device__ PartSum(Ring& ring, int warpgroup, const Waits& waits)
+  __device__ PartSum(Stages<Waits>& stages, int warpgroup)
       : row(kSplitsRows ? warpgroup * kWgmmaRows : 0),
-        column(kSplitsRows ? 0 : warpgroup * kPartColumns), ring_(ring), waits_(waits) {
+        column(kSplitsRows ? 0 : warpgroup * kPartColumns), stages_(stages) {
     const int thread = threadIdx.x % kWarpgroupThreads;
     const int own = row + thread / kWarpLanes * 16 + thread % kWarpLanes / 4;
+    Ring& ring = stages.ring();
     row_scales_ = shared_address(&ring.scales[0][own]);
     a_ = static_cast<uint32_t>(swizzled_descriptor(&ring.a[0][row * kBlockDepth]));
     b_ = static_cast<uint32_t>(swizzled_descriptor(&ring.b[0][column * kBlockDepth]));
@@ -80,56 +119,27 @@ class PartSum {
     register_settle(b_);
   }
 
-  // Of all blocks of the depth. `computes` is false where all rows are padding. `early` is called
-  // once, by all threads, while the first blocks' products run.
+  // Of all blocks of the depth. `early` is called once, by all threads, while the first blocks'
+  // products run.
   template <class Early = Nothing>
   __device__ __forceinline__ void run(float (&d)[kSums], const ColumnScales& columns,
-                                      int depth_blocks, bool computes, const Early& early = {}) {
-    if (!computes) {
-      skip(depth_blocks, early);
-    } else if constexpr (kTwoLevels != 0) {
+                                      int depth_blocks, const Early& early = {}) {
+    if constexpr (kTwoLevels != 0) {
       add_blocks(d, columns, depth_blocks, early);
     } else {
       scale_in_place(d, columns, depth_blocks, early);
     }
   }
 
+  __device__ void skip(int depth_blocks) { stages_.skip(depth_blocks); }
+
   const int row, column;  // of the part in its tile
 
  private:
-  // Mostly there is nothing to wait for, and then the loop of the wait is not entered.
-  __device__ void await_stage() {
-    ArrivalBarrier* full = &ring_.full[at_.stage];
-    if (!phase_is_over(full, at_.parity)) waits_(full, at_.parity);
-  }
-
-  static constexpr int kEarlyBlock = 2;
-
-  // `early` may have loops that wait, so it is no part of the loop over the depth.
-  template <class Early, class Block>
-  __device__ __forceinline__ static void in_turn(int depth_blocks, const Early& early,
-                                                 const Block& block) {
-    int k = 0;
-    for (int end = min(kEarlyBlock, depth_blocks); k < depth_blocks; end = depth_blocks) {
-      for (; k < end; ++k) block(k);
-      if (end <= kEarlyBlock) early();
-    }
-  }
-
-  template <class Early>
-  __device__ void skip(int depth_blocks, const Early& early) {
-    early();
-    for (int k = 0; k < depth_blocks; ++k, at_.advance()) {
-      await_stage();
-      __syncwarp();  // else a lane that looks late could miss the phase
-      release_stage(ring_, at_.stage);
-    }
-  }
-
   __device__ void read_scales(Scales& scale, const ColumnScales& columns, int k) const {
     float column_scale[kScaleGroups];
     columns.read(column_scale, k);
-    const uint32_t from = row_scales_ + at_.stage * kBytesScales;
+    const uint32_t from = row_scales_ + stages_.stage() * kBytesScales;
     const float rows[2] = {load_shared_float(from), load_shared_float(from + 8 * sizeof(float))};
 #pragma unroll
     for (int g = 0; g < kScaleGroups; ++g) {
@@ -138,34 +148,13 @@ class PartSum {
     }
   }
 
-  // The products of this stage, enqueued; `a` and `b` are the low words of the descriptors.
-  template <int kCount>
-  __device__ __forceinline__ static void enqueue(float (&d)[kCount], uint32_t a, uint32_t b,
-                                                 bool adds) {
-    const uint64_t high = swizzled_descriptor(nullptr) >> 32 << 32;
-    registers_settle(d);
-    wgmma_begin();
-#pragma unroll
-    for (int i = 0; i < kBlockDepth / kWgmmaDepth; ++i) {
-      const uint32_t step = i * static_cast<uint32_t>(kDescriptorStep);
-      wgmma_e4m3(d, high | (a + step), high | (b + step), adds || i > 0);
-    }
-    wgmma_commit();
-  }
-
-  template <int kCount>
-  __device__ __forceinline__ static void await_products(float (&d)[kCount]) {
-    wgmma_await<0>();
-    registers_settle(d);
-  }
-
   template <class Early>
   __device__ __forceinline__ void scale_in_place(float (&d)[kSums], const ColumnScales& columns,
                                                  int depth_blocks, const Early& early) {
     Scales before;
-    in_turn(depth_blocks, early, [&](int k) { multiply_block(d, before, columns, k); });
+    for_blocks(depth_blocks, early, [&](int k) { multiply_block(d, before, columns, k); });
     await_products(d);
-    release_stage(ring_, previous_);
+    stages_.release(previous_);
     multiply(d, before);
   }
 
@@ -173,14 +162,14 @@ class PartSum {
   // warpgroup does between two blocks' products is what bounds it.
   __device__ __forceinline__ void multiply_block(float (&d)[kSums], Scales& before,
                                                  const ColumnScales& columns, int k) {
-    await_stage();
+    stages_.await();
     Scales scale;
     read_scales(scale, columns, k);
 #pragma unroll
     for (int i = 0; i < 2 * kScaleGroups; ++i)
       scale[i % 2][i / 2] = fmaxf(scale[i % 2][i / 2], kLeastScale);
-    uint32_t a = a_ + at_.stage * (kBytesA / 16);
-    uint32_t b = b_ + at_.stage * (kBytesB / 16);
+    uint32_t a = a_ + stages_.stage() * (kBytesA / 16);
+    uint32_t b = b_ + stages_.stage() * (kBytesB / 16);
     if (k > 0) {
       Scales factor;
 #pragma unroll
@@ -192,12 +181,12 @@ class PartSum {
 #pragma unroll
       for (int i = 0; i < 2 * kScaleGroups; ++i) register_settle(factor[i % 2][i / 2]);
       await_products(d);
-      release_stage(ring_, previous_);
+      stages_.release(previous_);
       multiply(d, factor);
     }
     enqueue(d, a, b, k > 0);
-    previous_ = at_.stage;
-    at_.advance();
+    previous_ = stages_.stage();
+    stages_.advance();
 #pragma unroll
     for (int i = 0; i < 2 * kScaleGroups; ++i) before[i % 2][i / 2] = scale[i % 2][i / 2];
   }
@@ -212,32 +201,30 @@ class PartSum {
                                              int depth_blocks, const Early& early) {
 #pragma unroll
     for (int i = 0; i < kSums; ++i) d[i] = 0;
-    in_turn(depth_blocks, early, [&](int k) { add_block(d, columns, k); });
+    for_blocks(depth_blocks, early, [&](int k) { add_block(d, columns, k); });
   }
 
   // 128 columns at a time: registers for more products there are none.
   __device__ __forceinline__ void add_block(float (&d)[kSums], const ColumnScales& columns, int k) {
-    await_stage();
+    stages_.await();
     Scales scale;
     read_scales(scale, columns, k);
-    const uint32_t a = a_ + at_.stage * (kBytesA / 16);
-    const uint32_t b = b_ + at_.stage * (kBytesB / 16);
+    const uint32_t a = a_ + stages_.stage() * (kBytesA / 16);
+    const uint32_t b = b_ + stages_.stage() * (kBytesB / 16);
 #pragma unroll
     for (int g = 0; g < kScaleGroups; ++g) {
       float product[kGroupSums];
       enqueue(product, a, b + g * (kScaleColumns * kBlockDepth / 16), false);
       await_products(product);
-      if (g == kScaleGroups - 1) release_stage(ring_, at_.stage);
+      if (g == kScaleGroups - 1) stages_.release(stages_.stage());
 #pragma unroll
       for (int i = 0; i < kGroupSums; ++i)
         d[g * kGroupSums + i] = fmaf(scale[i / 2 % 2][g], product[i], d[g * kGroupSums + i]);
     }
-    at_.advance();
+    stages_.advance();
   }
 
-  Ring& ring_;
-  const Waits waits_;
-  Position at_;
+  Stages<Waits>& stages_;
   uint32_t row_scales_;  // address of the first stage's, of this thread's first row
   uint32_t a_, b_;       // low words of the first stage's descriptors
   int previous_ = 0;

@@ -55,7 +55,8 @@ __device__ __forceinline__ void load_scales(ColumnScales& scales, const GroupedG
 __device__ __forceinline__ void multiply_tiles(SharedMemory& shared, const GroupedGemmArgs& args,
                                                int warpgroup) {
   Tiles tiles(args);
-  PartSum<EndlessWaits> sum(shared.ring, warpgroup, {});
+  Stages<EndlessWaits> stages(shared.ring, {});
+  PartSum sum(stages, warpgroup);
   ColumnScales scales;
   Tile next;
   bool there = tiles.next(next);
@@ -65,7 +66,11 @@ __device__ __forceinline__ void multiply_tiles(SharedMemory& shared, const Group
     there = tiles.next(next);
     const bool computes = tile.valid > sum.row;
     float d[kSums];
-    sum.run(d, scales, kDepthBlocks, computes);
+    if (computes) {
+      sum.run(d, scales, kDepthBlocks);
+    } else {
+      stages.skip(kDepthBlocks);
+    }
     if (there) load_scales(scales, args, next, sum.column);
     if (computes)
       store_part(d, shared.store[warpgroup], &args.d,

@@ -77,6 +77,9 @@ inline uint32_t shared_address(const void* shared) {
 inline float load_shared_float(uint32_t address) {
   return *reinterpret_cast<const float*>(emulated_shared + address);
 }
+inline void load_shared_floats(float (&v)[2], uint32_t address) {
+  for (int i = 0; i < 2; ++i) v[i] = load_shared_float(address + i * sizeof(float));
+}
 inline void store_shared_pair(uint32_t address, uint16_t v) {
   *reinterpret_cast<uint16_t*>(emulated_shared + address) = v;
 }

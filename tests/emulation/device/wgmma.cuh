@@ -158,4 +158,15 @@ inline void store_matrices(void* row, const uint32_t (&v)[4]) {
   }
 }
 
+inline void store_matrices_transposed(void* column, const uint32_t (&v)[4]) {
+  const int lane = emulation::lane();
+  const uint64_t* columns = emulation::together(reinterpret_cast<uintptr_t>(column));
+  for (int matrix = 0; matrix < 4; ++matrix)
+    for (int c = 0; c < 2; ++c) {
+      auto* to = reinterpret_cast<unsigned char*>(columns[8 * matrix + lane % 4 * 2 + c]);
+      const auto half = static_cast<uint16_t>(v[matrix] >> 16 * c);
+      std::memcpy(to + lane / 4 * 2, &half, 2);
+    }
+}
+
 }  // namespace fanfold

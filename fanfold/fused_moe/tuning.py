@@ -1,0 +1,237 @@
+"""In which of its forms the kernel of :class:`fanfold.FusedMoE` computes a call.
+
+Where experts get few rows, weights are the rows and tokens the columns of the products
+(:attr:`FusedMoeTuning.swap_ab_rows`). Where a rank has many blocks of rows, the second GEMM's
+columns are computed in two groups, and tokens are summed over the first meanwhile
+(:attr:`FusedMoeTuning.group_blocks`). The first is chosen by the number of tokens of a call, which
+the CPU knows, the second by the kernel.
+``fanfold tune fused-moe`` measures each form and keeps what it finds; :func:`tuning_for` chooses
+from that, and from the results that come with Fanfold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from fanfold.config import Config
+from fanfold.errors import ArgumentError
+from fanfold.geometry import Geometry, check_integer
+
+__all__ = [
+    "FORMS",
+    "FusedMoeTuning",
+    "TunedLayer",
+    "TunedPoint",
+    "best_tuning",
+    "read_points",
+    "tuned_file",
+    "tuning_for",
+]
+
+_log = logging.getLogger(__name__)
+
+_NEVER = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class FusedMoeTuning:
+    """When the kernel changes its form.
+
+        >>> from fanfold.fused_moe import FusedMoeTuning
+        >>> FusedMoeTuning(swap_ab_rows=96)
+        FusedMoeTuning(swap_ab_rows=96, group_blocks=144)
+
+    Attributes:
+        swap_ab_rows: weights and tokens are swapped where an expert gets up to so many rows, a mean
+            if all ranks have as many tokens as this one, 0 to 2**31 - 1. The swapped form adds
+            FP32 sums, also with ``fast_accumulation``. By default it is never taken, as it has
+            been measured only as a part of a larger kernel.
+        group_blocks: with at least so many blocks of 128 rows on a rank its columns are computed in
+            two groups, 0 to 2**31 - 1.
+
+    Raises:
+        ArgumentError: a number out of its bounds.
+    """
+
+    swap_ab_rows: int = 0
+    group_blocks: int = 144
+
+    def __post_init__(self) -> None:
+        """Raises ArgumentError for a number out of its bounds."""
+        for field in dataclasses.fields(self):
+            check_integer(field.name, getattr(self, field.name), 0, _NEVER)
+
+    def swapped_tokens(self, geometry: Geometry) -> int:
+        """Up to how many tokens of a rank weights and tokens are swapped; 0 for never."""
+        return self.swap_ab_rows * geometry.num_experts // (geometry.ranks * geometry.top_k)
+
+
+FORMS = {
+    "rows": FusedMoeTuning(0, _NEVER),
+    "swap_ab": FusedMoeTuning(_NEVER, _NEVER),
+    "groups": FusedMoeTuning(0, 0),
+}
+"""Tunings that make all calls take one form."""
+
+
+@dataclass(frozen=True)
+class TunedLayer:
+    """What the best form depends on, besides the tokens.
+
+    Attributes:
+        gpu: its name, as PyTorch and ``nvidia-smi`` say it.
+        ranks: of the group.
+        experts: of all ranks.
+        top_k, hidden, intermediate: of the layer.
+        fast_accumulation: whether the tensor cores keep sums.
+    """
+
+    gpu: str
+    ranks: int
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    fast_accumulation: bool
+
+
+@dataclass(frozen=True)
+class TunedPoint:
+    """What was measured with one number of tokens.
+
+    Attributes:
+        layer: that was measured.
+        tokens: of each rank.
+        blocks: of 128 rows, of the rank that has most.
+        microseconds: of a call in each of :data:`FORMS`, a median.
+    """
+
+    layer: TunedLayer
+    tokens: int
+    blocks: int
+    microseconds: dict[str, float]
+
+    @property
+    def expert_rows(self) -> int:
+        """Of an expert, a mean."""
+        return self.tokens * self.layer.ranks * self.layer.top_k // self.layer.experts
+
+    def record(self) -> dict[str, object]:
+        """One JSON line."""
+        own = dataclasses.asdict(self)
+        return {**own.pop("layer"), **own}
+
+    @classmethod
+    def of(cls, record: dict[str, object]) -> TunedPoint:
+        """From such a line.
+
+        Raises:
+            ArgumentError: it is none.
+        """
+        own = dict(record)
+        names = [field.name for field in dataclasses.fields(TunedLayer)]
+        try:
+            layer = TunedLayer(**{name: own.pop(name) for name in names})  # type: ignore[arg-type]
+            point = cls(layer, **own)  # type: ignore[arg-type]
+            if not all(float(point.microseconds[form]) > 0 for form in FORMS):
+                raise ValueError("a time is not positive")
+            for number in (point.tokens, point.blocks):
+                if not isinstance(number, int):
+                    raise TypeError(f"{number!r} is no whole number")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            what = f"a point of `fanfold tune fused-moe` ({type(error).__name__}: {error})"
+            raise ArgumentError("line", f"{record!r:.200}", what) from error
+        return point
+
+
+# ---- the model ----------------------------------------------------------------------------------
+
+
+def best_tuning(points: Sequence[TunedPoint]) -> FusedMoeTuning:
+    """The tuning with which the times of ``points``, each relative to its best, add up to least.
+
+    Between two numbers that were measured the change is half way. Beyond all that were measured
+    nothing is swapped, and columns are in groups from the default on.
+    """
+    if not points:
+        return FusedMoeTuning()
+    swapped = _change(points, lambda point: point.expert_rows, ("swap_ab", "rows"))
+    whole = _change(points, lambda point: point.blocks, ("rows", "groups"))
+    if whole >= max(point.blocks for point in points):  # groups were nowhere better
+        whole = max(whole, FusedMoeTuning().group_blocks - 1)
+    return FusedMoeTuning(swapped, whole + 1)
+
+
+def _change(
+    points: Sequence[TunedPoint], measure: Callable[[TunedPoint], int], forms: tuple[str, str]
+) -> int:
+    """Up to which ``measure`` the first form is best on the whole."""
+    below, above = forms
+
+    def cost(most: int) -> float:
+        return sum(
+            point.microseconds[below if measure(point) <= most else above]
+            / min(point.microseconds[form] for form in forms)
+            for point in points
+        )
+
+    measured = sorted({measure(point) for point in points})
+    chosen = min([0, *measured], key=cost)
+    beyond = [each for each in measured if each > chosen]
+    return chosen if chosen == 0 or not beyond else (chosen + beyond[0]) // 2
+
+
+# ---- where points are kept ----------------------------------------------------------------------
+
+
+def tuned_file(config: Config) -> Path | None:
+    """Where ``fanfold tune fused-moe`` keeps this user's points; None if there is no home."""
+    folder = config.cache_folder()
+    return None if folder is None else folder / "tuned" / "fused_moe.jsonl"
+
+
+def read_points(lines: Iterable[str], source: str) -> list[TunedPoint]:
+    """The points of ``lines``; of several of one layer and number of tokens the last. Lines that
+    are none are logged and left out, as a layer works without them."""
+    found: dict[tuple[TunedLayer, int], TunedPoint] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            point = TunedPoint.of(json.loads(line))
+        except (ValueError, ArgumentError) as error:
+            _log.warning("%s, line %d is left out: %s", source, number, error)
+            continue
+        found[point.layer, point.tokens] = point
+    return list(found.values())
+
+
+def _kept(config: Config) -> list[TunedPoint]:
+    """This user's points before those that come with Fanfold."""
+    path = tuned_file(config)
+    own: list[TunedPoint] = []
+    try:
+        if path is not None and path.exists():
+            own = read_points(path.read_text(encoding="utf-8").splitlines(), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        _log.warning("%s is left out: %s", path, error)
+    shipped = resources.files("fanfold.fused_moe").joinpath("tuned.jsonl")
+    text = shipped.read_text(encoding="utf-8")
+    layers = {point.layer for point in own}
+    rest = read_points(text.splitlines(), "tuned.jsonl of Fanfold")
+    return own + [point for point in rest if point.layer not in layers]
+
+
+def tuning_for(layer: TunedLayer, config: Config) -> FusedMoeTuning:
+    """The best tuning from what was measured: of this layer, else of all layers of its GPU with the
+    same accumulation, else the defaults."""
+    points = _kept(config)
+    same = [point for point in points if point.layer == layer]
+    if not same:
+        kind = (layer.gpu, layer.fast_accumulation)
+        same = [p for p in points if (p.layer.gpu, p.layer.fast_accumulation) == kind]
+    return best_tuning(same)
