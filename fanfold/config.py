@@ -62,6 +62,8 @@ class Overrides(TypedDict, total=False):
     cache_dir: str | None
     nvtx: bool
     fast_accumulation: bool
+    swap_ab_rows: int | None
+    group_blocks: int | None
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,10 @@ def _parse_flag(text: str) -> bool:
 
 def _is_real(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return value is None or (_is_integer(value) and 0 <= value < 2**31)
 
 
 def _is_integer(value: object) -> bool:
@@ -274,6 +280,25 @@ _SETTINGS = (
         check=lambda v: isinstance(v, bool),
         bound="True or False, in the environment 1 or 0",
     ),
+    Setting(
+        name="swap_ab_rows",
+        variable="FANFOLD_SWAP_AB_ROWS",
+        help="Up to how many rows of an expert, a mean, FusedMoE on GPUs swaps weights and tokens; "
+        "0 never. 'auto' goes by what `fanfold tune fused-moe` measured.",
+        parse=_parse_count,
+        check=_is_count,
+        bound="'auto' or an integer from 0 to 2147483647",
+    ),
+    Setting(
+        name="group_blocks",
+        variable="FANFOLD_GROUP_BLOCKS",
+        help="From how many blocks of 128 rows on FusedMoE on GPUs computes columns in two groups, "
+        "and sums tokens over the first meanwhile. 'auto' goes by what `fanfold tune fused-moe` "
+        "measured.",
+        parse=_parse_count,
+        check=_is_count,
+        bound="'auto' or an integer from 0 to 2147483647",
+    ),
 )
 
 
@@ -389,6 +414,8 @@ class Config:
         cache_dir: folder of compiled kernels; None for the user's own (:meth:`cache_folder`).
         nvtx: whether calls are NVTX ranges, where PyTorch has NVTX.
         fast_accumulation: whether FusedMoE may lose bits of sums on GPUs, for a few percent.
+        swap_ab_rows, group_blocks: when the kernel of FusedMoE changes its form
+            (:class:`fanfold.fused_moe.FusedMoeTuning`); None for what was measured.
         sources: for each name above ``"argument"``, ``"environment"`` or ``"default"``.
     """
 
@@ -407,6 +434,8 @@ class Config:
     cache_dir: str | None = None
     nvtx: bool = False
     fast_accumulation: bool = False
+    swap_ab_rows: int | None = None
+    group_blocks: int | None = None
     sources: Mapping[str, Source] = dataclasses.field(
         default_factory=lambda: types.MappingProxyType({}), repr=False, compare=False
     )

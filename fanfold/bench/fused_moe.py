@@ -76,7 +76,7 @@ class FusedMoeSettings:
         pause_ms: milliseconds before each call.
         fast_accumulation: whether the tensor cores keep sums; None for the setting.
         baseline: time the unfused layer and PyTorch's grouped products, too.
-        tuning: of the layer; by what was measured if None.
+        tuning: of the layer; None for the settings.
     """
 
     tokens: Sequence[int] = (8, 64, 512)
@@ -144,6 +144,9 @@ class FusedMoeSettings:
         asked: Overrides = {"backend": self.backend}
         if self.fast_accumulation is not None:
             asked["fast_accumulation"] = self.fast_accumulation
+        if self.tuning is not None:
+            asked["swap_ab_rows"] = self.tuning.swap_ab_rows
+            asked["group_blocks"] = self.tuning.group_blocks
         return Config.resolve(**asked)
 
 
@@ -250,8 +253,7 @@ def bench_ranks(group: Any, settings: FusedMoeSettings) -> list[RankPoint]:
         "hidden": settings.hidden,
         "max_tokens": max(settings.tokens),
     }
-    sizes_of_moe = {**sizes, "intermediate": settings.intermediate}
-    with FusedMoE(group, **sizes_of_moe, config=config, tuning=settings.tuning) as moe:
+    with FusedMoE(group, **sizes, intermediate=settings.intermediate, config=config) as moe:
         share = moe.experts_per_rank
         first = ranks.rank * share
         weights = expert_weights(settings, range(first, first + share), moe.device)

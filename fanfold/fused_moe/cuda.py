@@ -97,9 +97,11 @@ class CudaLayer:
         group: of the ranks.
         geometry, intermediate: of the layer.
         clamp: of the activation, or None.
-        config: the time bound, and how sums are kept.
-        tuning: when the kernel changes its form; None for what was found to be best. Rank 0's is
-            everybody's.
+        config: the time bound, how sums are kept, and when the kernel changes its form.
+
+    Attributes:
+        rank: of the group.
+        tuning: when the kernel changes its form, on all ranks.
     """
 
     def __init__(
@@ -109,7 +111,6 @@ class CudaLayer:
         intermediate: int,
         clamp: float | None,
         config: Config,
-        tuning: FusedMoeTuning | None = None,
     ) -> None:
         self.rank = group.rank
         self._group, self._geometry, self._clamp, self._config = group, geometry, clamp, config
@@ -117,9 +118,8 @@ class CudaLayer:
         sizes = _sizes(geometry, intermediate)
         self._memory = CudaSymmetricMemory(group, sizes.bytes)
         self._device = self._memory.device
-        if tuning is None:
-            tuning = tuning_for(self._layer_of(intermediate), config)
-        self.tuning: FusedMoeTuning = group.all_gather(tuning)[0]
+        own = tuning_for(self._layer_of(intermediate), config)
+        self.tuning: FusedMoeTuning = group.all_gather(own)[0]
         self._reports = _Reports(group.rank)
         # Kernels of ranks that are threads wait for each other, so each has an order of its own.
         self._launches = (

@@ -76,8 +76,6 @@ class FusedMoE(HasGeometry):
             calls run: ``"auto"`` takes the GPU where the kernel serves the layer. With
             ``fast_accumulation`` the GPU takes up to 8% less time, and sums of many terms of one
             sign come out too small.
-        tuning: when the kernel changes its form, the same on all ranks; by what was measured if
-            None (``fanfold tune fused-moe``).
 
     Attributes:
         config: the settings.
@@ -104,7 +102,6 @@ class FusedMoE(HasGeometry):
         max_tokens: int,
         activation_clamp: float | None = None,
         config: Config | None = None,
-        tuning: FusedMoeTuning | None = None,
     ) -> None:
         self._closed = False
         self._owner = Owner("this FusedMoE")
@@ -125,16 +122,13 @@ class FusedMoE(HasGeometry):
                 "max_tokens": max_tokens,
                 "activation_clamp": self.activation_clamp,
                 "fast_accumulation": self.config.fast_accumulation,
-                "tuning": tuning,
             }
             agree(ranks, signature)
             self._choice = self._chosen(choose(ranks, self.config, "high_throughput"))
         clamp = self.activation_clamp
         self._layer: HostLayer | CudaLayer
         if self._choice.backend == "cuda":
-            self._layer = CudaLayer(
-                self._group, self.geometry, intermediate, clamp, self.config, tuning
-            )
+            self._layer = CudaLayer(self._group, self.geometry, intermediate, clamp, self.config)
         else:
             self._layer = HostLayer(group, self.geometry, clamp, self.config)
         self._checks = CallChecks(
@@ -187,7 +181,8 @@ class FusedMoE(HasGeometry):
 
     @property
     def tuning(self) -> FusedMoeTuning | None:
-        """When the kernel changes its form; None on the CPU, which has one form."""
+        """When the kernel changes its form: what ``config.swap_ab_rows`` and ``group_blocks`` ask
+        for, else what was measured. Rank 0's. None on the CPU, which has one form."""
         return self._layer.tuning if isinstance(self._layer, CudaLayer) else None
 
     @property

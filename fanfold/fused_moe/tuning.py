@@ -47,6 +47,8 @@ class FusedMoeTuning:
         >>> FusedMoeTuning(swap_ab_rows=96)
         FusedMoeTuning(swap_ab_rows=96, group_blocks=144)
 
+    The settings ``swap_ab_rows`` and ``group_blocks`` of :class:`fanfold.Config` set it.
+
     Attributes:
         swap_ab_rows: weights and tokens are swapped where an expert gets up to so many rows, a mean
             if all ranks have as many tokens as this one, 0 to 2**31 - 1. The swapped form adds
@@ -227,8 +229,16 @@ def _kept(config: Config) -> list[TunedPoint]:
 
 
 def tuning_for(layer: TunedLayer, config: Config) -> FusedMoeTuning:
-    """The best tuning from what was measured: of this layer, else of all layers of its GPU with the
-    same accumulation, else the defaults."""
+    """What ``config`` asks for, and for the rest the best from what was measured: of this layer,
+    else of all layers of its GPU with the same accumulation, else the defaults."""
+    asked = {"swap_ab_rows": config.swap_ab_rows, "group_blocks": config.group_blocks}
+    given = {name: value for name, value in asked.items() if value is not None}
+    if len(given) == len(asked):
+        return FusedMoeTuning(**given)
+    return dataclasses.replace(_measured(layer, config), **given)
+
+
+def _measured(layer: TunedLayer, config: Config) -> FusedMoeTuning:
     points = _kept(config)
     same = [point for point in points if point.layer == layer]
     if not same:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import fanfold
-from fanfold.fused_moe import ExpertWeights, reference
+from fanfold.fused_moe import ExpertWeights, FusedMoeTuning, reference
 from fanfold.group import Group
 
 __all__ = ["FusedShape", "FusedTokens", "expected", "results", "split", "tokens_of", "weights_of"]
@@ -28,11 +28,15 @@ class FusedShape:
     activation_clamp: float | None = None
     fast_accumulation: bool = False
 
-    def open(self, group: Group | None = None, **changes: Any) -> fanfold.FusedMoE:
+    def open(
+        self, group: Group | None = None, tuning: FusedMoeTuning | None = None, **changes: Any
+    ) -> fanfold.FusedMoE:
         """A FusedMoE of this shape, with ``changes``. Collective."""
         sizes = dataclasses.asdict(self)
         fast = sizes.pop("fast_accumulation")
         config = fanfold.Config.resolve(timeout_s=60.0, fast_accumulation=fast)
+        if tuning is not None:
+            config = dataclasses.replace(config, **dataclasses.asdict(tuning))
         return fanfold.FusedMoE(group, **{**sizes, "config": config, **changes})
 
 

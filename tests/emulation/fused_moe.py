@@ -190,6 +190,7 @@ def emulated(builder: Builder) -> Iterator[Settings]:
             torch.cuda,
             device=lambda device: contextlib.nullcontext(),
             is_current_stream_capturing=lambda: False,
+            get_device_name=lambda device: "the emulation",
             current_stream=lambda device: types.SimpleNamespace(synchronize=lambda: None),
         ),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", create=True, return_value=0),
@@ -246,7 +247,13 @@ class World:
         self.shape, self._settings = shape, settings
         self.weights = weights_of(shape) if weights is None else weights
         settings.clusters = clusters * ranks
-        config = Config.resolve(timeout_s=60.0, fast_accumulation=shape.fast_accumulation)
+        chosen = FusedMoeTuning() if tuning is None else tuning
+        config = Config.resolve(
+            timeout_s=60.0,
+            fast_accumulation=shape.fast_accumulation,
+            swap_ab_rows=chosen.swap_ab_rows,
+            group_blocks=chosen.group_blocks,
+        )
         sizes = (shape.num_experts, shape.top_k, shape.hidden, shape.max_tokens)
         values: list[Any] = [None] * ranks
         barrier = threading.Barrier(ranks, timeout=120.0)
@@ -254,8 +261,7 @@ class World:
         def open_layer(rank: int) -> CudaLayer:
             group = ThreadGroup(rank, values, barrier)
             geometry = Geometry(ranks, *sizes)
-            clamp, chosen = shape.activation_clamp, tuning or FusedMoeTuning()
-            return CudaLayer(group, geometry, shape.intermediate, clamp, config, chosen)
+            return CudaLayer(group, geometry, shape.intermediate, shape.activation_clamp, config)
 
         with ThreadPoolExecutor(ranks) as pool:
             self.layers = list(pool.map(open_layer, range(ranks)))

@@ -36,5 +36,6 @@ def test_layers_choose_by_what_was_found(
     moe = {**SIZES, "num_experts": 4, "top_k": 2, "max_tokens": 8}
     with fanfold.FusedMoE(**moe) as layer:
         assert layer.tuning == best_tuning(points)
-    with fanfold.FusedMoE(**moe, tuning=FusedMoeTuning(3, 4)) as layer:
+    asked = fanfold.Config.resolve(swap_ab_rows=3, group_blocks=4)
+    with fanfold.FusedMoE(**moe, config=asked) as layer:
         assert layer.tuning == FusedMoeTuning(3, 4)

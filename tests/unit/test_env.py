@@ -63,6 +63,8 @@ def test_malformed_ones_do_not_hide_the_rest() -> None:
         "senders": ["auto", "default"],
         "nvtx": ["False", "default"],
         "fast_accumulation": ["False", "default"],
+        "swap_ab_rows": ["auto", "default"],
+        "group_blocks": ["auto", "default"],
     }
     errors = [line for line in lines if line.startswith("    error: ")]
     assert len(errors) == 2

@@ -12,7 +12,7 @@ import pytest
 import fanfold
 from fanfold.cli.main import main
 from fanfold.config import Config
-from fanfold.errors import ArgumentError
+from fanfold.errors import ArgumentError, ConfigError
 from fanfold.fused_moe import FusedMoeTuning, tuning
 from fanfold.fused_moe.tuning import FORMS, TunedLayer, TunedPoint, best_tuning, tuning_for
 from fanfold.geometry import Geometry
@@ -133,6 +133,24 @@ def test_another_layer_of_the_gpu_chooses_by_all_of_it(tmp_path: Path) -> None:
     assert tuning_for(dataclasses.replace(asked, gpu="another"), config) == DEFAULT
 
 
+def test_what_the_settings_ask_for_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(tmp_path, POINTS)
+    monkeypatch.setenv("FANFOLD_SWAP_AB_ROWS", "7")
+    config = Config.resolve(cache_dir=str(tmp_path))
+    assert tuning_for(LAYER, config) == FusedMoeTuning(7, best_tuning(POINTS).group_blocks)
+    config = Config.resolve(cache_dir=str(tmp_path), swap_ab_rows=0, group_blocks=5)
+    assert tuning_for(LAYER, config) == FusedMoeTuning(0, 5)
+
+
+@pytest.mark.parametrize("name", ["swap_ab_rows", "group_blocks"])
+@pytest.mark.parametrize("value", [-1, 2**31, 1.0, True, "3"])
+def test_settings_out_of_bounds(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=name):
+        Config.resolve(**{name: value})
+
+
 def test_the_last_line_of_a_number_of_tokens_holds(tmp_path: Path) -> None:
     config = keep(tmp_path, [point(64, 64, (2, 1, 3)), point(64, 64, (1, 2, 3))])
     assert tuning_for(LAYER, config).swap_ab_rows == 0
@@ -194,7 +212,7 @@ def test_numbers_out_of_bounds(number: object) -> None:
 
 def test_the_cpu_has_one_form() -> None:
     sizes = {"num_experts": 2, "top_k": 1, "hidden": 128, "intermediate": 128, "max_tokens": 4}
-    with fanfold.FusedMoE(**sizes, tuning=DEFAULT, config=Config.resolve(backend="host")) as moe:
+    with fanfold.FusedMoE(**sizes, config=Config.resolve(backend="host", swap_ab_rows=3)) as moe:
         assert moe.tuning is None
 
 

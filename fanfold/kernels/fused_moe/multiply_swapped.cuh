@@ -32,62 +32,66 @@ __device__ __forceinline__ bool stores_half(const Task& task, int warpgroup) {
   return threadIdx.x % kWarpgroupThreads == 0 && task.valid > warpgroup * kFusedMoeHalfRows;
 }
 
-// A token's routing weight, and what makes its activations e4m3.
+// What makes a token's activations e4m3.
 struct TokenFactors {
   float weight, factor;
 };
 
-// SwiGLU of a tile times the weights of its tokens, quantised. `weight` is of the token that has
-// this thread's number.
+// In slots that hold no results meanwhile.
+struct ActivationScratch {
+  float (&largest)[kFusedMoeBlockRows][kMathWarps];
+  TokenFactors (&factors)[kFusedMoeBlockRows];
+
+  __device__ explicit ActivationScratch(StoreSlots& slots)
+      : largest(*reinterpret_cast<float (*)[kFusedMoeBlockRows][kMathWarps]>(slots[0][1])),
+        factors(*reinterpret_cast<TokenFactors (*)[kFusedMoeBlockRows]>(slots[1][1])) {
+    static_assert(sizeof largest <= sizeof(StoreSlot) && sizeof factors <= sizeof(StoreSlot));
+  }
+};
+
+// For each token the largest of all columns makes its scale, which is stored. `weight` is of the
+// token that has this thread's number; `v` are activations without the tokens' weights.
 template <int kTokens>
-__device__ __forceinline__ void store_swapped_activations(SwappedSums<kTokens>& d,
-                                                          StoreSlots& slots, const Call& call,
-                                                          const Task& task, float weight) {
+__device__ __forceinline__ void find_factors(const float (&v)[kTokens / 2],
+                                             const ActivationScratch& scratch, const Call& call,
+                                             const Task& task, float weight) {
   const FusedMoeArgs& args = call.args;
   const int thread = settled_thread();
   const int lane = thread % kWarpLanes;
   const int warp = thread / kWarpLanes;
-  const int warpgroup = thread / kWarpgroupThreads;
-  auto& largest = *reinterpret_cast<float (*)[kFusedMoeBlockRows][kMathWarps]>(slots[0][1]);
-  auto& factors = *reinterpret_cast<TokenFactors(*)[kFusedMoeBlockRows]>(slots[1][1]);
-  static_assert(sizeof largest <= sizeof(StoreSlot) && sizeof factors <= sizeof(StoreSlot));
-  float (&v)[kTokens / 2] = d[0];
-  float most[kTokens / 4];
-#pragma unroll
-  for (int i = 0; i < kTokens / 2; ++i) v[i] = swiglu(v[i], d[1][i], args.clamp);
 #pragma unroll
   for (int i = 0; i < kTokens / 4; ++i) {
     const int at = i / 2 * 4 + i % 2;
-    most[i] = fmaxf(fabsf(v[at]), fabsf(v[at + 2]));
+    float most = fmaxf(fabsf(v[at]), fabsf(v[at + 2]));
 #pragma unroll
     for (int lanes = 4; lanes < kWarpLanes; lanes *= 2)
-      most[i] = fmaxf(most[i], __shfl_xor_sync(kFullWarp, most[i], lanes));
+      most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, lanes));
+    if (lane < 4) scratch.largest[i / 2 * 8 + 2 * lane + i % 2][warp] = most;
   }
-  if (thread % kWarpgroupThreads == 0) bulk_await_read<0>();  // the slots' last stores
   Team::both_warpgroups().wait();
-  if (lane < 4) {
+  if (thread >= kTokens) return;
+  float most = 0;
 #pragma unroll
-    for (int i = 0; i < kTokens / 4; ++i) largest[i / 2 * 8 + 2 * lane + i % 2][warp] = most[i];
-  }
-  Team::both_warpgroups().wait();
-  if (thread < kTokens) {
-    float all = 0;
-#pragma unroll
-    for (int i = 0; i < kMathWarps; ++i) all = fmaxf(all, largest[thread][i]);
-    all = fmaxf(kSmallestActivation, fabsf(all * weight));
-    factors[thread] = {weight, __fdividef(kE4m3Max, all)};
-    args.activation_scales[task.column_block * args.row_count + task.row + thread] =
-        all * (1.0f / kE4m3Max);
-  }
-  fence_global_and_bulk();
-  Team::both_warpgroups().wait();
-  // Of two lanes with neighbouring columns, one stores the bytes of each of two tokens.
+  for (int i = 0; i < kMathWarps; ++i) most = fmaxf(most, scratch.largest[thread][i]);
+  most = fmaxf(kSmallestActivation, fabsf(most * weight));
+  scratch.factors[thread] = {weight, __fdividef(kE4m3Max, most)};
+  args.activation_scales[task.column_block * args.row_count + task.row + thread] =
+      most * (1.0f / kE4m3Max);
+}
+
+// To the first slot of each half of the block. Of two lanes with neighbouring columns, one stores
+// the bytes of each of two tokens.
+template <int kTokens>
+__device__ __forceinline__ void store_quantised(const float (&v)[kTokens / 2], StoreSlots& slots,
+                                                const ActivationScratch& scratch) {
+  const int thread = settled_thread();
+  const int lane = thread % kWarpLanes;
   const bool odd = lane / 4 % 2 != 0;
-  const int column = warpgroup * kWgmmaRows + warp % 4 * 16 + lane / 4 - odd;
+  const int column = thread / kWarpLanes * 16 + lane / 4 - odd;
 #pragma unroll
   for (int j = 0; j < kTokens / 8; ++j) {
     const int token = 8 * j + 2 * (lane % 4);
-    const TokenFactors of[2] = {factors[token], factors[token + 1]};
+    const TokenFactors of[2] = {scratch.factors[token], scratch.factors[token + 1]};
     const float* from = &v[4 * j];
     const uint32_t quad =
         pack_e4m3(from[0] * of[0].weight * of[0].factor, from[2] * of[0].weight * of[0].factor,
@@ -104,10 +108,28 @@ __device__ __forceinline__ void store_swapped_activations(SwappedSums<kTokens>& 
     store_shared_pair(slot + swizzled_at(at, column + 8),
                       static_cast<uint16_t>(low >> 8 | (high & 0xff00)));
   }
+}
+
+// SwiGLU of a tile times the weights of its tokens, quantised.
+template <int kTokens>
+__device__ __forceinline__ void store_swapped_activations(SwappedSums<kTokens>& d,
+                                                          StoreSlots& slots, const Call& call,
+                                                          const Task& task, float weight) {
+  const int warpgroup = threadIdx.x / kWarpgroupThreads;
+  const ActivationScratch scratch(slots);
+  float (&v)[kTokens / 2] = d[0];
+#pragma unroll
+  for (int i = 0; i < kTokens / 2; ++i) v[i] = swiglu(v[i], d[1][i], call.args.clamp);
+  if (threadIdx.x % kWarpgroupThreads == 0) bulk_await_read<0>();  // the slots' last stores
+  Team::both_warpgroups().wait();
+  find_factors<kTokens>(v, scratch, call, task, weight);
+  fence_global_and_bulk();
+  Team::both_warpgroups().wait();
+  store_quantised<kTokens>(v, slots, scratch);
   fence_shared_before_bulk();
   Team::both_warpgroups().wait();
   if (stores_half(task, warpgroup)) {
-    store_box(&args.activations,
+    store_box(&call.args.activations,
               {task.column_block * 128, task.row + warpgroup * kFusedMoeHalfRows, 0},
               slots[warpgroup][0]);
     bulk_commit();

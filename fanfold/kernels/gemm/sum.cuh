@@ -64,7 +64,7 @@ struct Nothing {
   __device__ void operator()() const {}
 };
 
-// ---- what all sums share --------------------------------------------------------------------------
+// ---- what all sums share ------------------------------------------------------------------------
 
 // All blocks of the depth, and `early` behind the second. It may have loops that wait, so it is no
 // part of the loop over the depth.
@@ -99,7 +99,7 @@ __device__ __forceinline__ void await_products(float (&d)[kCount]) {
   registers_settle(d);
 }
 
-// ---- sums of a warpgroup's rows of a -------------------------------------------------------------
+// ---- sums of a warpgroup's rows of a ------------------------------------------------------------
 
 template <class Waits>
 class PartSum {
