@@ -63,7 +63,7 @@ class Overrides(TypedDict, total=False):
     nvtx: bool
     fast_accumulation: bool
     swap_ab_rows: int | None
-    group_blocks: int | None
+    group_rows: int | None
 
 
 @dataclass(frozen=True)
@@ -290,10 +290,10 @@ _SETTINGS = (
         bound="'auto' or an integer from 0 to 2147483647",
     ),
     Setting(
-        name="group_blocks",
-        variable="FANFOLD_GROUP_BLOCKS",
-        help="From how many blocks of 128 rows on FusedMoE on GPUs computes columns in two groups, "
-        "and sums tokens over the first meanwhile. 'auto' goes by what `fanfold tune fused-moe` "
+        name="group_rows",
+        variable="FANFOLD_GROUP_ROWS",
+        help="From how many rows of a rank on FusedMoE on GPUs computes columns in two groups, and "
+        "sums tokens over the first meanwhile. 'auto' goes by what `fanfold tune fused-moe` "
         "measured.",
         parse=_parse_count,
         check=_is_count,
@@ -414,7 +414,7 @@ class Config:
         cache_dir: folder of compiled kernels; None for the user's own (:meth:`cache_folder`).
         nvtx: whether calls are NVTX ranges, where PyTorch has NVTX.
         fast_accumulation: whether FusedMoE may lose bits of sums on GPUs, for a few percent.
-        swap_ab_rows, group_blocks: when the kernel of FusedMoE changes its form
+        swap_ab_rows, group_rows: when the kernel of FusedMoE changes its form
             (:class:`fanfold.fused_moe.FusedMoeTuning`); None for what was measured.
         sources: for each name above ``"argument"``, ``"environment"`` or ``"default"``.
     """
@@ -435,7 +435,7 @@ class Config:
     nvtx: bool = False
     fast_accumulation: bool = False
     swap_ab_rows: int | None = None
-    group_blocks: int | None = None
+    group_rows: int | None = None
     sources: Mapping[str, Source] = dataclasses.field(
         default_factory=lambda: types.MappingProxyType({}), repr=False, compare=False
     )

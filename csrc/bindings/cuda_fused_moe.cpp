@@ -87,7 +87,7 @@ void bind_cuda_fused_moe(nb::module_& module) {
           "sizes"_a, "rank"_a, "peers"_a, "reports"_a)
       .def_prop_rw("timeout_ns", &FusedMoe::timeout_ns, &FusedMoe::set_timeout_ns)
       .def("set_clamp", &FusedMoe::set_clamp, "clamp"_a)
-      .def("set_blocks_for_groups", &FusedMoe::set_blocks_for_groups, "blocks"_a)
+      .def("set_rows_for_groups", &FusedMoe::set_rows_for_groups, "rows"_a)
       .def(
           "launch",
           [](const FusedMoe& self, const FusedMoeCall& call, const cuda::Kernel& kernel, int ctas,

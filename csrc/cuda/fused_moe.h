@@ -53,8 +53,8 @@ class FusedMoe {
   int64_t timeout_ns() const { return fixed_.timeout_ns; }
   void set_timeout_ns(int64_t timeout_ns) { fixed_.timeout_ns = timeout_ns; }
   void set_clamp(float clamp) { fixed_.clamp = clamp; }
-  // From so many blocks of 128 rows on, tokens are summed while columns are computed.
-  void set_blocks_for_groups(int32_t blocks) { fixed_.blocks_for_groups = blocks; }
+  // From so many rows of a rank on, tokens are summed while columns are computed.
+  void set_rows_for_groups(int32_t rows) { fixed_.rows_for_groups = rows; }
 
   // Throws DriverFailure if the driver refuses a map.
   FusedMoeArgs arguments(const FusedMoeCall& call) const;

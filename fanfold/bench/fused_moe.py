@@ -48,7 +48,6 @@ MOST_TORCH_DIFFERENCE = 1e-2
 """Of PyTorch's products, whose scales are coarser."""
 
 _ALIGNMENT = 128
-_BLOCK_ROWS = 128
 _MOST_INTERMEDIATE = 1 << 20
 _MOST_PAUSE_MS = 10_000
 _SAMPLED_TOKENS = 32
@@ -146,7 +145,7 @@ class FusedMoeSettings:
             asked["fast_accumulation"] = self.fast_accumulation
         if self.tuning is not None:
             asked["swap_ab_rows"] = self.tuning.swap_ab_rows
-            asked["group_blocks"] = self.tuning.group_blocks
+            asked["group_rows"] = self.tuning.group_rows
         return Config.resolve(**asked)
 
 
@@ -158,13 +157,13 @@ class RankPoint:
         tokens: of each rank.
         slots: that this rank's experts multiply.
         experts_hit: of this rank's experts those that get a slot.
-        blocks: of 128 rows, each of one expert.
         differences: from the reference of ``"fused"`` and ``"unfused"``, and of PyTorch's products
             from Fanfold's, ``"torch_gemms"``.
         microseconds: for each contender ``[iterations]``: between the events around a call, on the
             CPU wall time.
         backend: where the layer ran.
         fast_accumulation: whether the tensor cores kept sums.
+        tuning: when the kernel changed its form; on GPUs only.
         torch_gemms: of ``fused_moe_rivals.KINDS`` what PyTorch multiplied, or why it did not; None
             without the baseline.
         spans: of the fused kernel in the timed calls; on GPUs only.
@@ -176,11 +175,11 @@ class RankPoint:
     tokens: int
     slots: int
     experts_hit: int
-    blocks: int
     differences: dict[str, float]
     microseconds: dict[str, torch.Tensor]
     backend: str
     fast_accumulation: bool
+    tuning: FusedMoeTuning | None = None
     torch_gemms: str | NotTimed | None = None
     spans: Spans | None = None
     loads: list[Load] = field(default_factory=list)
@@ -349,11 +348,11 @@ def _measure(layer: _Layer, clock: Clock, ranks: Any, tokens: int) -> RankPoint:
         tokens=tokens,
         slots=int(received.sum()),
         experts_hit=int((received > 0).sum()),
-        blocks=int(received.add(_BLOCK_ROWS - 1).floor_divide(_BLOCK_ROWS).sum()),
         differences=differences,
         microseconds=times,
         backend=moe.backend,
         fast_accumulation=moe.config.fast_accumulation,
+        tuning=moe.tuning,
         torch_gemms=kind.kind if isinstance(kind, TorchWeights) else kind,
         spans=work.spans(),
         loads=loads,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import statistics
 from collections.abc import Sequence
@@ -172,6 +173,7 @@ def record(point: FusedMoePoint) -> dict[str, Any]:
     fields: dict[str, Any] = {"schema": SCHEMA, "bench": BENCH, **_sizes(point)}
     fields |= {
         "backend": own.backend, "fast_accumulation": own.fast_accumulation,
+        "tuning": None if own.tuning is None else dataclasses.asdict(own.tuning),
         "distribution": s.distribution, "seed": s.seed, "iterations": s.iterations,
         "warmup": s.warmup, "pause_ms": s.pause_ms,
         "slots": sum(rank.slots for rank in point.ranks),

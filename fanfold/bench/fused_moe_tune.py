@@ -20,11 +20,14 @@ def tune(settings: FusedMoeSettings) -> list[TunedPoint]:
         LaunchError: a started rank failed.
         UnavailableError: the layer does not run on GPUs.
     """
-    found: dict[str, list[FusedMoePoint]] = {}
-    for form, tuning in FORMS.items():
-        asked = dataclasses.replace(settings, baseline=False, backend="cuda", tuning=tuning)
-        results = sweep(asked) or []
-        found[form] = [FusedMoePoint(asked, ranks) for ranks in results]
+    # A number of tokens in all forms before the next: clocks drift.
+    found: dict[str, list[FusedMoePoint]] = {form: [] for form in FORMS}
+    for tokens in settings.tokens:
+        for form, tuning in FORMS.items():
+            asked = dataclasses.replace(
+                settings, tokens=(tokens,), baseline=False, backend="cuda", tuning=tuning
+            )
+            found[form] += [FusedMoePoint(asked, ranks) for ranks in sweep(asked) or []]
     first = found["rows"][0].ranks[0]
     if first.device is None:
         raise UnavailableError("only the kernel for GPUs has forms, and this layer ran on the CPU")
@@ -41,7 +44,7 @@ def tune(settings: FusedMoeSettings) -> list[TunedPoint]:
         TunedPoint(
             layer,
             tokens=tokens,
-            blocks=max(rank.blocks for rank in found["rows"][place].ranks),
+            rows=max(rank.slots for rank in found["rows"][place].ranks),
             microseconds={form: round(found[form][place].total_us.median, 2) for form in FORMS},
         )
         for place, tokens in enumerate(settings.tokens)

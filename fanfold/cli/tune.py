@@ -15,7 +15,7 @@ from fanfold.bench.fused_moe_tune import tune
 from fanfold.cli.options import add_numbers, one_or_more
 from fanfold.config import Config
 from fanfold.errors import UnavailableError
-from fanfold.fused_moe.tuning import FORMS, TunedPoint, best_tuning, tuned_file
+from fanfold.fused_moe.tuning import FORMS, TunedPoint, best_tuning, tuned_file, tuning_for
 
 __all__ = ["add_arguments", "run"]
 
@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         FanfoldError: bad arguments, a failed check, no GPU, or no file to write to.
     """
-    file = args.file or tuned_file(Config.resolve())
+    config = Config.resolve()
+    file = args.file or tuned_file(config)
     if file is None:
         raise UnavailableError("this user has no home to keep times in: name a file with --file")
     settings = FusedMoeSettings(
@@ -87,7 +88,9 @@ def run(args: argparse.Namespace) -> int:
     _print(points)
     for point in points:
         report.append_json_line(file, point.record())
-    print(f"Kept in {file}; of {len(points)} numbers of tokens.")
+    print(f"Kept in {file}.")
+    if args.file is None:
+        print(f"Layers of this kind are made with {tuning_for(points[0].layer, config)}.")
     return 0
 
 
@@ -97,7 +100,7 @@ def _print(points: Sequence[TunedPoint]) -> None:
         title=f"fused-moe on {layer.gpu}: {layer.ranks} ranks, {layer.hidden} x "
         f"{layer.intermediate}, top-{layer.top_k} of {layer.experts} experts"
     )
-    for column in ("tokens", "rows per expert", "blocks", *(f"{form} µs" for form in FORMS)):
+    for column in ("tokens", "rows", "rows per expert", *(f"{form} µs" for form in FORMS)):
         table.add_column(column, justify="right")
     for point in points:
         least = min(point.microseconds.values())
@@ -105,6 +108,6 @@ def _print(points: Sequence[TunedPoint]) -> None:
             f"[bold]{us:,.1f}[/]" if us == least else f"{us:,.1f}"
             for us in (point.microseconds[form] for form in FORMS)
         )
-        table.add_row(f"{point.tokens}", f"{point.expert_rows}", f"{point.blocks}", *times)
+        table.add_row(f"{point.tokens}", f"{point.rows}", f"{point.expert_rows}", *times)
     Console(width=None if Console().is_terminal else 120).print(table)
     print(f"Best for these: {best_tuning(points)}")

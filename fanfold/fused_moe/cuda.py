@@ -118,7 +118,7 @@ class CudaLayer:
         sizes = _sizes(geometry, intermediate)
         self._memory = CudaSymmetricMemory(group, sizes.bytes)
         self._device = self._memory.device
-        own = tuning_for(self._layer_of(intermediate), config)
+        own = tuning_for(self._layer_of(intermediate), config) if group.rank == 0 else None
         self.tuning: FusedMoeTuning = group.all_gather(own)[0]
         self._reports = _Reports(group.rank)
         # Kernels of ranks that are threads wait for each other, so each has an order of its own.
@@ -192,7 +192,7 @@ class CudaLayer:
         rank = self.rank if geometry.ranks > 1 else 0
         core = _core.CudaFusedMoe(sizes, rank, bases, self._reports.address)
         core.timeout_ns = int(self._config.timeout_s * 1e9)
-        core.set_blocks_for_groups(self.tuning.group_blocks)
+        core.set_rows_for_groups(self.tuning.group_rows)
         core.set_clamp(0.0 if self._clamp is None else self._clamp)
         ctas = min(_CLUSTER * clusters, _core.CUDA_FUSED_MOE_MOST_CTAS)
         return _Kernel(dict(zip(forms, kernels, strict=True)), swapped_tokens, core, ctas)

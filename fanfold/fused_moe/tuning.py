@@ -1,9 +1,9 @@
 """In which of its forms the kernel of :class:`fanfold.FusedMoE` computes a call.
 
 Where experts get few rows, weights are the rows and tokens the columns of the products
-(:attr:`FusedMoeTuning.swap_ab_rows`). Where a rank has many blocks of rows, the second GEMM's
+(:attr:`FusedMoeTuning.swap_ab_rows`). Where a rank's experts get many rows, the second GEMM's
 columns are computed in two groups, and tokens are summed over the first meanwhile
-(:attr:`FusedMoeTuning.group_blocks`). The first is chosen by the number of tokens of a call, which
+(:attr:`FusedMoeTuning.group_rows`). The first is chosen by the number of tokens of a call, which
 the CPU knows, the second by the kernel.
 ``fanfold tune fused-moe`` measures each form and keeps what it finds; :func:`tuning_for` chooses
 from that, and from the results that come with Fanfold.
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from fanfold.config import Config
 from fanfold.errors import ArgumentError
@@ -37,6 +38,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 _NEVER = 2**31 - 1
+_LONGEST_US = 1e9
 
 
 @dataclass(frozen=True)
@@ -45,24 +47,24 @@ class FusedMoeTuning:
 
         >>> from fanfold.fused_moe import FusedMoeTuning
         >>> FusedMoeTuning(swap_ab_rows=96)
-        FusedMoeTuning(swap_ab_rows=96, group_blocks=144)
+        FusedMoeTuning(swap_ab_rows=96, group_rows=12288)
 
-    The settings ``swap_ab_rows`` and ``group_blocks`` of :class:`fanfold.Config` set it.
+    The settings ``swap_ab_rows`` and ``group_rows`` of :class:`fanfold.Config` set it.
 
     Attributes:
         swap_ab_rows: weights and tokens are swapped where an expert gets up to so many rows, a mean
             if all ranks have as many tokens as this one, 0 to 2**31 - 1. The swapped form adds
             FP32 sums, also with ``fast_accumulation``. By default it is never taken, as it has
             been measured only as a part of a larger kernel.
-        group_blocks: with at least so many blocks of 128 rows on a rank its columns are computed in
-            two groups, 0 to 2**31 - 1.
+        group_rows: with at least so many rows for a rank's experts its columns are computed in two
+            groups, 0 to 2**31 - 1.
 
     Raises:
         ArgumentError: a number out of its bounds.
     """
 
     swap_ab_rows: int = 0
-    group_blocks: int = 144
+    group_rows: int = 12288
 
     def __post_init__(self) -> None:
         """Raises ArgumentError for a number out of its bounds."""
@@ -110,19 +112,19 @@ class TunedPoint:
     Attributes:
         layer: that was measured.
         tokens: of each rank.
-        blocks: of 128 rows, of the rank that has most.
+        rows: of all experts of the rank that gets most.
         microseconds: of a call in each of :data:`FORMS`, a median.
     """
 
     layer: TunedLayer
     tokens: int
-    blocks: int
+    rows: int
     microseconds: dict[str, float]
 
     @property
     def expert_rows(self) -> int:
-        """Of an expert, a mean."""
-        return self.tokens * self.layer.ranks * self.layer.top_k // self.layer.experts
+        """Of an expert, a mean, rounded up: as many are swapped as these tokens give."""
+        return -(-self.tokens * self.layer.ranks * self.layer.top_k // self.layer.experts)
 
     def record(self) -> dict[str, object]:
         """One JSON line."""
@@ -130,26 +132,35 @@ class TunedPoint:
         return {**own.pop("layer"), **own}
 
     @classmethod
-    def of(cls, record: dict[str, object]) -> TunedPoint:
+    def of(cls, record: Any) -> TunedPoint:
         """From such a line.
 
         Raises:
             ArgumentError: it is none.
         """
-        own = dict(record)
-        names = [field.name for field in dataclasses.fields(TunedLayer)]
         try:
-            layer = TunedLayer(**{name: own.pop(name) for name in names})  # type: ignore[arg-type]
-            point = cls(layer, **own)  # type: ignore[arg-type]
-            if not all(float(point.microseconds[form]) > 0 for form in FORMS):
-                raise ValueError("a time is not positive")
-            for number in (point.tokens, point.blocks):
-                if not isinstance(number, int):
-                    raise TypeError(f"{number!r} is no whole number")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            own = dict(record)
+            names = [field.name for field in dataclasses.fields(TunedLayer)]
+            point = cls(TunedLayer(**{name: own.pop(name) for name in names}), **own)
+            point.check()
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             what = f"a point of `fanfold tune fused-moe` ({type(error).__name__}: {error})"
             raise ArgumentError("line", f"{record!r:.200}", what) from error
         return point
+
+    def check(self) -> None:
+        """Raises TypeError or ValueError unless every number is one, and in its bounds."""
+        layer = self.layer
+        if type(layer.gpu) is not str or type(layer.fast_accumulation) is not bool:
+            raise TypeError("gpu is no text, or fast_accumulation neither true nor false")
+        sizes = (layer.ranks, layer.experts, layer.top_k, layer.hidden, layer.intermediate)
+        for number in (*sizes, self.tokens, self.rows):
+            if type(number) is not int or not 0 < number < 2**31:
+                raise ValueError(f"{number!r} is no positive whole number")
+        for form in FORMS:
+            time = self.microseconds[form]
+            if type(time) not in (int, float) or not 0 < time < _LONGEST_US:
+                raise ValueError(f"{time!r} is no time")
 
 
 # ---- the model ----------------------------------------------------------------------------------
@@ -164,9 +175,13 @@ def best_tuning(points: Sequence[TunedPoint]) -> FusedMoeTuning:
     if not points:
         return FusedMoeTuning()
     swapped = _change(points, lambda point: point.expert_rows, ("swap_ab", "rows"))
-    whole = _change(points, lambda point: point.blocks, ("rows", "groups"))
-    if whole >= max(point.blocks for point in points):  # groups were nowhere better
-        whole = max(whole, FusedMoeTuning().group_blocks - 1)
+    default = FusedMoeTuning().group_rows
+    rest = [point for point in points if point.expert_rows > swapped]
+    if not rest:
+        return FusedMoeTuning(swapped, default)
+    whole = _change(rest, lambda point: point.rows, ("rows", "groups"))
+    if whole >= max(point.rows for point in rest):  # groups were nowhere better
+        whole = max(whole, default - 1)
     return FusedMoeTuning(swapped, whole + 1)
 
 
@@ -205,7 +220,7 @@ def read_points(lines: Iterable[str], source: str) -> list[TunedPoint]:
     for number, line in enumerate(lines, 1):
         try:
             point = TunedPoint.of(json.loads(line))
-        except (ValueError, ArgumentError) as error:
+        except (ValueError, RecursionError, ArgumentError) as error:
             _log.warning("%s, line %d is left out: %s", source, number, error)
             continue
         found[point.layer, point.tokens] = point
@@ -231,7 +246,7 @@ def _kept(config: Config) -> list[TunedPoint]:
 def tuning_for(layer: TunedLayer, config: Config) -> FusedMoeTuning:
     """What ``config`` asks for, and for the rest the best from what was measured: of this layer,
     else of all layers of its GPU with the same accumulation, else the defaults."""
-    asked = {"swap_ab_rows": config.swap_ab_rows, "group_blocks": config.group_blocks}
+    asked = {"swap_ab_rows": config.swap_ab_rows, "group_rows": config.group_rows}
     given = {name: value for name, value in asked.items() if value is not None}
     if len(given) == len(asked):
         return FusedMoeTuning(**given)

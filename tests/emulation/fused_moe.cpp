@@ -61,7 +61,7 @@ struct FusedMoeLayer {
   uintptr_t reports;
   int64_t timeout_ns;
   float clamp;
-  int32_t blocks_for_groups;
+  int32_t rows_for_groups;
 };
 
 using Emulate = void(const void* arguments, emulation::Grid* grid);
@@ -74,7 +74,7 @@ extern "C" __attribute__((visibility("default"))) void run_fused_moe(const Fused
   FusedMoe core(layer->sizes, layer->rank, layer->peers, layer->reports);
   core.set_timeout_ns(layer->timeout_ns);
   core.set_clamp(layer->clamp);
-  core.set_blocks_for_groups(layer->blocks_for_groups);
+  core.set_rows_for_groups(layer->rows_for_groups);
   const fanfold::FusedMoeArgs args = call != nullptr ? core.arguments(*call) : core.refusal();
   emulate(&args, grid);
 }

@@ -86,7 +86,7 @@ class _Layer(ctypes.Structure):
         ("reports", ctypes.c_size_t),
         ("timeout_ns", ctypes.c_int64),
         ("clamp", ctypes.c_float),
-        ("blocks_for_groups", ctypes.c_int32),
+        ("rows_for_groups", ctypes.c_int32),
     ]
 
     def __init__(self, sizes: _Sizes, rank: int, peers: list[int], reports: int) -> None:
@@ -95,8 +95,8 @@ class _Layer(ctypes.Structure):
     def set_clamp(self, clamp: float) -> None:
         self.clamp = clamp
 
-    def set_blocks_for_groups(self, blocks: int) -> None:
-        self.blocks_for_groups = blocks
+    def set_rows_for_groups(self, rows: int) -> None:
+        self.rows_for_groups = rows
 
     def launch(
         self, call: _Call, kernel: _Kernel, ctas: int, threads: int, shared: int, stream: int
@@ -252,7 +252,7 @@ class World:
             timeout_s=60.0,
             fast_accumulation=shape.fast_accumulation,
             swap_ab_rows=chosen.swap_ab_rows,
-            group_blocks=chosen.group_blocks,
+            group_rows=chosen.group_rows,
         )
         sizes = (shape.num_experts, shape.top_k, shape.hidden, shape.max_tokens)
         values: list[Any] = [None] * ranks

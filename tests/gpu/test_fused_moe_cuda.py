@@ -120,12 +120,12 @@ def test_repeated_calls_give_the_same_bits(layer: Layer) -> None:
             assert torch.equal(layer.run(call), y)
 
 
-@pytest.mark.parametrize("blocks", [0, 1 << 30])
-def test_sums_by_groups_of_columns(blocks: int) -> None:
+@pytest.mark.parametrize("rows", [0, 1 << 30])
+def test_sums_by_groups_of_columns(rows: int) -> None:
     shape = dataclasses.replace(SHAPE, hidden=3200, max_tokens=600)
     layer = layer_of(shape)
     core = core_of(layer)
-    core.set_blocks_for_groups(blocks)
+    core.set_rows_for_groups(rows)
     for tokens in (600, 3):
         layer.check(there(tokens_of(shape, tokens, TOKENS + tokens)))
 

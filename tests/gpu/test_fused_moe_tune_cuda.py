@@ -30,12 +30,12 @@ def test_layers_choose_by_what_was_found(
     points = [TunedPoint.of(json.loads(line)) for line in lines]
     assert [point.tokens for point in points] == [8, 600]
     assert points[0].layer.gpu == torch.cuda.get_device_name()
-    assert points[1].blocks >= 10
+    assert points[1].rows == 1200
     assert points[1].expert_rows == 300
     assert all(point.microseconds.keys() == FORMS.keys() for point in points)
     moe = {**SIZES, "num_experts": 4, "top_k": 2, "max_tokens": 8}
     with fanfold.FusedMoE(**moe) as layer:
         assert layer.tuning == best_tuning(points)
-    asked = fanfold.Config.resolve(swap_ab_rows=3, group_blocks=4)
+    asked = fanfold.Config.resolve(swap_ab_rows=3, group_rows=4)
     with fanfold.FusedMoE(**moe, config=asked) as layer:
         assert layer.tuning == FusedMoeTuning(3, 4)

@@ -61,7 +61,6 @@ def point_on_gpu(tokens: int = 64, name: str = "NVIDIA H200", **changes: Any) ->
         tokens=tokens,
         slots=8 * tokens,
         experts_hit=64,
-        blocks=64,
         differences={"fused": 2e-5, "unfused": 3e-5, "torch_gemms": 1e-3},
         microseconds={
             name: times * factor

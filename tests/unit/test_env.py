@@ -64,7 +64,7 @@ def test_malformed_ones_do_not_hide_the_rest() -> None:
         "nvtx": ["False", "default"],
         "fast_accumulation": ["False", "default"],
         "swap_ab_rows": ["auto", "default"],
-        "group_blocks": ["auto", "default"],
+        "group_rows": ["auto", "default"],
     }
     errors = [line for line in lines if line.startswith("    error: ")]
     assert len(errors) == 2

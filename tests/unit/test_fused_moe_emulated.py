@@ -198,9 +198,9 @@ def test_no_rank_has_tokens(gpu: Settings) -> None:
 def test_columns_in_one_group_and_in_two(gpu: Settings) -> None:
     calls = calls_of(WIDE, [20, 7], 4)
     found = []
-    for blocks in (1000, 1):  # of rows, from which on there are two groups
-        world = World(2, WIDE, gpu, clusters=2, tuning=FusedMoeTuning(group_blocks=blocks))
-        for seed in (1, 2) if blocks == 1 else (1,):
+    for rows in (1000, 1):  # from which on there are two groups
+        world = World(2, WIDE, gpu, clusters=2, tuning=FusedMoeTuning(group_rows=rows))
+        for seed in (1, 2) if rows == 1 else (1,):
             found.append(world.call_all(calls, seed))
             check(world, calls, found[-1])
         world.close()
@@ -213,9 +213,9 @@ def test_a_rank_in_two_groups_and_one_in_one(gpu: Settings, swapped: int) -> Non
     """Each rank reads results where the expert's rank has put them."""
     calls = calls_of(WIDE, [40, 35], 6, masked=0.0)
     for call in calls:
-        call.topk_idx.copy_(torch.tensor([0, 2]))  # a block of rows on each rank
-        call.topk_idx[:30, 0] = 3  # one more on rank 1
-    world = World(2, WIDE, gpu, clusters=2, tuning=FusedMoeTuning(swapped, group_blocks=2))
+        call.topk_idx.copy_(torch.tensor([0, 2]))  # 75 rows for each rank
+        call.topk_idx[:30, 0] = 3  # 60 of rank 0 are for rank 1
+    world = World(2, WIDE, gpu, clusters=2, tuning=FusedMoeTuning(swapped, group_rows=135))
     for rank in range(2):
         world.set_timeout(rank, 10.0)
     check(world, calls, world.call_all(calls))

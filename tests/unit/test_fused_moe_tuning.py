@@ -29,19 +29,17 @@ LAYER = TunedLayer(
 DEFAULT = FusedMoeTuning()
 
 
-def point(
-    tokens: int, blocks: int, times: tuple[float, float, float], **layer: object
-) -> TunedPoint:
+def point(tokens: int, rows: int, times: tuple[float, float, float], **layer: object) -> TunedPoint:
     """``times``: of rows, swap_ab and groups."""
     of = dataclasses.replace(LAYER, **layer)
-    return TunedPoint(of, tokens, blocks, dict(zip(FORMS, times, strict=True)))
+    return TunedPoint(of, tokens, rows, dict(zip(FORMS, times, strict=True)))
 
 
 POINTS = [
-    point(64, 64, (700, 690, 720)),
-    point(512, 64, (750, 745, 760)),
-    point(1024, 100, (950, 980, 955)),
-    point(2048, 160, (1520, 1700, 1500)),
+    point(64, 512, (700, 690, 720)),
+    point(512, 4096, (750, 745, 760)),
+    point(1024, 8192, (950, 980, 955)),
+    point(2048, 16384, (1520, 1700, 1500)),
 ]
 
 
@@ -58,12 +56,12 @@ def keep(folder: Path, points: list[TunedPoint], *more: str) -> Config:
 
 
 def test_changes_are_half_way_between_what_was_measured() -> None:
-    assert best_tuning(POINTS) == FusedMoeTuning(swap_ab_rows=96, group_blocks=131)
+    assert best_tuning(POINTS) == FusedMoeTuning(swap_ab_rows=96, group_rows=12289)
 
 
 def test_without_points_the_defaults_hold() -> None:
     assert best_tuning([]) == DEFAULT
-    assert FusedMoeTuning(0, 144) == DEFAULT
+    assert FusedMoeTuning(0, 12288) == DEFAULT
 
 
 def test_a_form_that_is_never_best_is_never_taken() -> None:
@@ -71,14 +69,32 @@ def test_a_form_that_is_never_best_is_never_taken() -> None:
         dataclasses.replace(each, microseconds={"rows": 1.0, "swap_ab": 2.0, "groups": 2.0})
         for each in POINTS
     ]
-    assert best_tuning(never) == FusedMoeTuning(swap_ab_rows=0, group_blocks=161)
+    assert best_tuning(never) == FusedMoeTuning(swap_ab_rows=0, group_rows=16385)
 
 
 def test_a_form_that_is_always_best_is_taken_to_the_end() -> None:
-    swapped = [point(8, 64, (2, 1, 3)), point(64, 64, (2, 1, 3))]
-    assert best_tuning(swapped) == FusedMoeTuning(swap_ab_rows=8, group_blocks=144)
-    grouped = [point(8, 64, (2, 3, 1)), point(64, 90, (2, 3, 1))]
-    assert best_tuning(grouped) == FusedMoeTuning(swap_ab_rows=0, group_blocks=1)
+    swapped = [point(8, 64, (2, 1, 3)), point(64, 512, (2, 1, 3))]
+    assert best_tuning(swapped) == FusedMoeTuning(swap_ab_rows=8, group_rows=12288)
+    grouped = [point(8, 64, (2, 3, 1)), point(64, 512, (2, 3, 1))]
+    assert best_tuning(grouped) == FusedMoeTuning(swap_ab_rows=0, group_rows=1)
+
+
+def test_points_that_are_swapped_say_nothing_of_groups() -> None:
+    """Which are timed with tokens as rows."""
+    swapped = [point(64, 512, (7, 1, 3)), point(4096, 32768, (5, 9, 6))]
+    assert best_tuning(swapped).group_rows == 32769
+
+
+@pytest.mark.parametrize("tokens", [1, 31, 33, 48])
+def test_all_tokens_that_were_best_swapped_are_swapped(tokens: int) -> None:
+    """Also where an expert gets less than a row, a mean, or a part of one more."""
+    few = [
+        point(tokens, 8 * tokens, (10, 5, 11), experts=256),
+        point(tokens + 100, 8 * tokens + 800, (10, 15, 11), experts=256),
+    ]
+    geometry = Geometry(1, 256, 8, 7168, 1000)
+    chosen = best_tuning(few).swapped_tokens(geometry)
+    assert tokens <= chosen < tokens + 100
 
 
 def test_tokens_of_a_geometry() -> None:
@@ -92,7 +108,7 @@ def test_tokens_of_a_geometry() -> None:
 
 def test_one_slow_call_does_not_turn_the_choice() -> None:
     """Times that are worse here and better there: what is least on the whole."""
-    noisy = [*POINTS, point(256, 64, (700, 701, 710))]
+    noisy = [*POINTS, point(256, 2048, (700, 701, 710))]
     assert best_tuning(noisy).swap_ab_rows == 96
 
 
@@ -107,26 +123,44 @@ def test_a_line_is_read_as_it_was_written() -> None:
     "change",
     [
         {"tokens": "8"},
-        {"gpu": None, "extra": 1},
+        {"tokens": -1},
+        {"tokens": True},
+        {"rows": 1.5},
+        {"gpu": None},
+        {"gpu": ["a"]},
+        {"extra": 1},
+        {"experts": 0},
+        {"experts": "64"},
+        {"fast_accumulation": 0},
         {"microseconds": {"rows": 1.0}},
         {"microseconds": {"rows": 1.0, "swap_ab": 0.0, "groups": 1.0}},
+        {"microseconds": {"rows": "10", "swap_ab": 1.0, "groups": 1.0}},
+        {"microseconds": {"rows": float("inf"), "swap_ab": 1.0, "groups": 1.0}},
+        {"microseconds": {"rows": float("nan"), "swap_ab": 1.0, "groups": 1.0}},
+        {"microseconds": {"rows": 10**400, "swap_ab": 1.0, "groups": 1.0}},
         {"microseconds": 3},
     ],
+    ids=str,
 )
 def test_a_line_that_is_no_point(change: dict[str, object]) -> None:
     with pytest.raises(ArgumentError, match="a point of `fanfold tune fused-moe`"):
         TunedPoint.of({**POINTS[0].record(), **change})
 
 
+@pytest.mark.parametrize("line", ["null", "5", "[1]", '"gpu"', "[" * 100_000, "{}", "\x00"])
+def test_any_other_line_is_left_out(tmp_path: Path, line: str) -> None:
+    assert tuning_for(LAYER, keep(tmp_path, POINTS, line)) == best_tuning(POINTS)
+
+
 def test_layers_choose_by_their_own_points(tmp_path: Path) -> None:
-    other = point(64, 64, (1, 2, 3), hidden=4096)
+    other = point(64, 512, (1, 2, 3), hidden=4096)
     config = keep(tmp_path, [*POINTS, other])
     assert tuning_for(LAYER, config) == best_tuning(POINTS)
     assert tuning_for(other.layer, config) == best_tuning([other])
 
 
 def test_another_layer_of_the_gpu_chooses_by_all_of_it(tmp_path: Path) -> None:
-    fast = point(64, 64, (1, 2, 3), fast_accumulation=True)
+    fast = point(64, 512, (1, 2, 3), fast_accumulation=True)
     config = keep(tmp_path, [*POINTS, fast])
     asked = dataclasses.replace(LAYER, hidden=1024)
     assert tuning_for(asked, config) == best_tuning(POINTS)
@@ -139,12 +173,12 @@ def test_what_the_settings_ask_for_comes_first(
     keep(tmp_path, POINTS)
     monkeypatch.setenv("FANFOLD_SWAP_AB_ROWS", "7")
     config = Config.resolve(cache_dir=str(tmp_path))
-    assert tuning_for(LAYER, config) == FusedMoeTuning(7, best_tuning(POINTS).group_blocks)
-    config = Config.resolve(cache_dir=str(tmp_path), swap_ab_rows=0, group_blocks=5)
+    assert tuning_for(LAYER, config) == FusedMoeTuning(7, best_tuning(POINTS).group_rows)
+    config = Config.resolve(cache_dir=str(tmp_path), swap_ab_rows=0, group_rows=5)
     assert tuning_for(LAYER, config) == FusedMoeTuning(0, 5)
 
 
-@pytest.mark.parametrize("name", ["swap_ab_rows", "group_blocks"])
+@pytest.mark.parametrize("name", ["swap_ab_rows", "group_rows"])
 @pytest.mark.parametrize("value", [-1, 2**31, 1.0, True, "3"])
 def test_settings_out_of_bounds(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=name):
@@ -152,7 +186,7 @@ def test_settings_out_of_bounds(name: str, value: object) -> None:
 
 
 def test_the_last_line_of_a_number_of_tokens_holds(tmp_path: Path) -> None:
-    config = keep(tmp_path, [point(64, 64, (2, 1, 3)), point(64, 64, (1, 2, 3))])
+    config = keep(tmp_path, [point(64, 512, (2, 1, 3)), point(64, 512, (1, 2, 3))])
     assert tuning_for(LAYER, config).swap_ab_rows == 0
 
 
@@ -187,7 +221,7 @@ def test_own_points_come_before_those_of_fanfold(
     ]
     (shipped / "tuned.jsonl").write_text("".join(lines))
     monkeypatch.setattr(tuning.resources, "files", lambda package: shipped)
-    own = point(64, 64, (1, 2, 3))
+    own = point(64, 512, (1, 2, 3))
     nothing = Config.resolve(cache_dir=str(tmp_path / "none"))
     assert tuning_for(LAYER, nothing) == best_tuning(POINTS)
     (tmp_path / "own").mkdir()
@@ -205,7 +239,7 @@ def test_all_lines_that_come_with_fanfold_are_points() -> None:
 
 @pytest.mark.parametrize("number", [-1, 2**31, 1.5, True])
 def test_numbers_out_of_bounds(number: object) -> None:
-    for name in ("swap_ab_rows", "group_blocks"):
+    for name in ("swap_ab_rows", "group_rows"):
         with pytest.raises(ArgumentError, match=name):
             FusedMoeTuning(**{name: number})
 

@@ -141,27 +141,15 @@ __device__ __forceinline__ void wgmma_await() {
                  : __VA_ARGS__                                                            \
                  : "l"(a), "l"(b), "r"(static_cast<int>(adds)));                          \
   }
-FANFOLD_WGMMA(8, "16", FANFOLD_D0, "%8", "%9", "%10", FANFOLD_EIGHT(0));
 FANFOLD_WGMMA(16, "32", FANFOLD_D0 ", " FANFOLD_D8, "%16", "%17", "%18", FANFOLD_EIGHT(0),
               FANFOLD_EIGHT(8));
-FANFOLD_WGMMA(24, "48", FANFOLD_D0 ", " FANFOLD_D8 ", " FANFOLD_D16, "%24", "%25", "%26",
-              FANFOLD_EIGHT(0), FANFOLD_EIGHT(8), FANFOLD_EIGHT(16));
 FANFOLD_WGMMA(32, "64", FANFOLD_D0 ", " FANFOLD_D8 ", " FANFOLD_D16 ", " FANFOLD_D24, "%32", "%33",
               "%34", FANFOLD_EIGHT(0), FANFOLD_EIGHT(8), FANFOLD_EIGHT(16), FANFOLD_EIGHT(24));
-FANFOLD_WGMMA(40, "80",
-              FANFOLD_D0 ", " FANFOLD_D8 ", " FANFOLD_D16 ", " FANFOLD_D24 ", " FANFOLD_D32, "%40",
-              "%41", "%42", FANFOLD_EIGHT(0), FANFOLD_EIGHT(8), FANFOLD_EIGHT(16),
-              FANFOLD_EIGHT(24), FANFOLD_EIGHT(32));
 FANFOLD_WGMMA(48, "96",
               FANFOLD_D0 ", " FANFOLD_D8 ", " FANFOLD_D16 ", " FANFOLD_D24 ", " FANFOLD_D32
                          ", " FANFOLD_D40,
               "%48", "%49", "%50", FANFOLD_EIGHT(0), FANFOLD_EIGHT(8), FANFOLD_EIGHT(16),
               FANFOLD_EIGHT(24), FANFOLD_EIGHT(32), FANFOLD_EIGHT(40));
-FANFOLD_WGMMA(56, "112",
-              FANFOLD_D0 ", " FANFOLD_D8 ", " FANFOLD_D16 ", " FANFOLD_D24 ", " FANFOLD_D32
-                         ", " FANFOLD_D40 ", " FANFOLD_D48,
-              "%56", "%57", "%58", FANFOLD_EIGHT(0), FANFOLD_EIGHT(8), FANFOLD_EIGHT(16),
-              FANFOLD_EIGHT(24), FANFOLD_EIGHT(32), FANFOLD_EIGHT(40), FANFOLD_EIGHT(48));
 FANFOLD_WGMMA(64, "128",
               FANFOLD_D0 ", " FANFOLD_D8 ", " FANFOLD_D16 ", " FANFOLD_D24 ", " FANFOLD_D32
                          ", " FANFOLD_D40 ", " FANFOLD_D48 ", " FANFOLD_D56,

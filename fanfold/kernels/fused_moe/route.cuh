@@ -157,13 +157,14 @@ __device__ inline void place_blocks(RouteCounts& counts, const Call& call, int r
   const bool is_own = rank == call.args.rank;
   uint32_t* before = call.before();
   int32_t* rows = call.rows();
-  int blocks_before = 0, singles_before = 0;
+  int blocks_before = 0, singles_before = 0, rows_before = 0;
   for (int first = 0; first < kLocalExperts; first += kWarpLanes) {
     const int local = first + static_cast<int>(threadIdx.x % kWarpLanes);
     const bool is_there = local < kLocalExperts;
     const int all = is_there ? counts.all[rank * kLocalExperts + local] : 0;
     const int blocks = blocks_of(all);
-    int blocks_here, singles_here = 0;
+    int blocks_here, rows_here, singles_here = 0;
+    sum_below(all, rows_here);
     const int blocks_below = sum_below(blocks, blocks_here);
     if (is_there) counts.first_block[rank * kLocalExperts + local] = blocks_before + blocks_below;
     if (is_own) {
@@ -175,10 +176,11 @@ __device__ inline void place_blocks(RouteCounts& counts, const Call& call, int r
       }
     }
     blocks_before += blocks_here;
+    rows_before += rows_here;
     singles_before += singles_here;
   }
   if (threadIdx.x % kWarpLanes != 0) return;
-  if (blocks_before >= call.args.blocks_for_groups && kSumChunks > 1)
+  if (rows_before >= call.args.rows_for_groups && kSumChunks > 1)
     atomicOr(&call.tail.grouped, 1u << rank);
   if (!is_own) return;
   before[kLocalExperts] = BlocksBefore::of(blocks_before, singles_before).word;

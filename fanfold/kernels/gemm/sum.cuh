@@ -131,8 +131,6 @@ class PartSum {
     }
   }
 
-  __device__ void skip(int depth_blocks) { stages_.skip(depth_blocks); }
-
   const int row, column;  // of the part in its tile
 
  private:

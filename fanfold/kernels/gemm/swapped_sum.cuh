@@ -1,7 +1,7 @@
 // Sums over the depth with a and b swapped: rows of b, the weights, are the 64 rows of a product of
-// the tensor cores, and rows of a, the tokens, its columns. A product has as many of these as there
-// are tokens, in steps of 8, where PartSum has 64 rows of tokens or none: for few tokens of each
-// expert. The sums and their order are those of PartSum in two levels.
+// the tensor cores, and rows of a, the tokens, its columns. A product may have as few of these as
+// there are tokens, where PartSum has 64 rows of tokens or none: for few tokens of each expert. The
+// sums and their order are those of PartSum in two levels.
 //
 // A warpgroup has 64 of the 128 rows of each half of b. Its registers hold, for each half, 64 rows
 // of b x the tokens as accumulators do: d[half][4 j + 2 h + c] is of row 16 warp + lane / 4 + 8 h

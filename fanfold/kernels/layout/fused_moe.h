@@ -106,7 +106,7 @@ struct FusedMoeArgs {
   int64_t row_count;    // a multiple of 128
   int64_t timeout_ns;
   int32_t tokens;
-  int32_t blocks_for_groups;  // of rows, from which on the columns of L2 are computed in groups
+  int32_t rows_for_groups;  // of a rank, from which on its columns of L2 are computed in groups
   float clamp;
   int32_t rank;
   int32_t refused;  // takes no part: nothing of the caller is read
