@@ -302,7 +302,7 @@ class Args(ctypes.Structure):
             "counted", "counters", "next_counters", "rows", "row_scales", "row_weights", "slots",
             "activation_scales", "counts", "places", "copies", "tables", "state", "reports",
             "spans", "row_count", "timeout_ns")),
-        ("tokens", ctypes.c_int32), ("blocks_for_groups", ctypes.c_int32),
+        ("tokens", ctypes.c_int32), ("rows_for_groups", ctypes.c_int32),
         ("clamp", ctypes.c_float), ("rank", ctypes.c_int32), ("refused", ctypes.c_int32),
         ("reserved", ctypes.c_int32),
     ]
@@ -322,7 +322,7 @@ peers = [0x100000000, 0x200000000]
 core = _core.CudaFusedMoe(sizes, 1, peers, 0x7000)
 core.timeout_ns = 5
 core.set_clamp(2.5)
-core.set_blocks_for_groups(144)
+core.set_rows_for_groups(144)
 call = _core.CudaFusedMoeCall()
 call.tokens = 99
 for number, name in enumerate(("x", "x_scales", "topk_idx", "topk_weights", "l1", "l1_scales",
@@ -350,7 +350,7 @@ assert rest == tuple(0x1000 * n for n in (1, 2, 3, 4, 6, 8, 9, 10, 11, 12)), res
 assert (found.token_stride, found.block_stride) == (1, 104)
 assert list(found.peers) == peers + [0] * 31
 assert (found.tokens, found.rank, found.refused, found.clamp) == (99, 1, 0, 2.5)
-assert (found.row_count, found.timeout_ns, found.blocks_for_groups) == (rows, 5, 144)
+assert (found.row_count, found.timeout_ns, found.rows_for_groups) == (rows, 5, 144)
 assert found.reports == 0x7000 and found.state >= memory
 
 fields = struct.iter_unpack("<2i6q10i", bytes((ctypes.c_char * 960).in_dll(cuda, "maps")))
