@@ -36,10 +36,11 @@ __device__ inline void count_all(RouteCounts& counts, const FusedMoeArgs& args,
   constexpr int kBatch = 8;
   const int entries = args.tokens * kTopK;
   for (int base = threadIdx.x; base < entries; base += kBatch * kThreads) {
+    const int64_t* from = args.topk_idx + base;
     int64_t expert[kBatch];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j)
-      expert[j] = base + j * kThreads < entries ? args.topk_idx[base + j * kThreads] : -1;
+      expert[j] = base + j * kThreads < entries ? from[j * kThreads] : -1;
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       if (!is_expert(expert[j])) continue;
