@@ -288,8 +288,12 @@ def check_writable(path: Path, option: str = "--json") -> None:
         raise ArgumentError(option, f"{path} ({error.strerror})", "a file to append to") from error
 
 
-def append_json_line(path: Path, fields: dict[str, Any]) -> None:
-    """Appends one line in one write, so that lines of several programs do not mix."""
+def append_json_line(path: Path, fields: dict[str, Any], option: str = "--json") -> None:
+    """Appends one line in one write, so that lines of several programs do not mix.
+
+    Raises:
+        ArgumentError: it was not written whole; names ``option``.
+    """
     line = (json.dumps(fields) + "\n").encode()
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     try:
@@ -297,9 +301,7 @@ def append_json_line(path: Path, fields: dict[str, Any]) -> None:
     finally:
         os.close(descriptor)
     if written != len(line):
-        raise ArgumentError(
-            "--json", f"{path} ({written} of {len(line)} bytes written)", "writable"
-        )
+        raise ArgumentError(option, f"{path} ({written} of {len(line)} bytes written)", "writable")
 
 
 def table(result: Result) -> Table:

@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     points = tune(settings)
     _print(points)
     for point in points:
-        report.append_json_line(file, point.record())
+        report.append_json_line(file, point.record(), "--file")
     print(f"Kept in {file}.")
     if args.file is None:
         print(f"Layers of this kind are made with {tuning_for(points[0].layer, config)}.")

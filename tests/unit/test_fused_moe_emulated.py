@@ -6,6 +6,7 @@ copies, schedule, stages, counters, sums and reports without a GPU. What only ha
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -85,6 +86,47 @@ def test_calls_follow_each_other(gpu: Settings, ranks: int, form: str, shape: Fu
         calls = calls_of(shape, counts, number + 1, masked=(0.2, 0.0, 0.9)[number])
         check(world, calls, world.call_all(calls, seed=number + 1))
     world.close()
+
+
+def random_tuning(draw: random.Random, rows: int) -> FusedMoeTuning:
+    """``rows``: that all ranks may send to one. Often some ranks have groups and some have none."""
+    return FusedMoeTuning(
+        swap_ab_rows=draw.choice([0, 0, 5, FORMS["swap_ab"].swap_ab_rows]),
+        group_rows=draw.choice([1, rows // 8 + 1, rows // 4 + 1, FORMS["rows"].group_rows]),
+    )
+
+
+def check_random_layer(gpu: Settings, seed: int) -> None:
+    draw = random.Random(seed)
+    ranks = draw.choice([1, 2, 2, 3, 4])
+    shape = FusedShape(
+        num_experts=ranks * draw.choice([1, 2, 3, 5]),
+        top_k=draw.choice([1, 2, 3, 6, 9]),
+        hidden=128 * draw.choice([1, 2, 3, 5, 9, 12]),
+        intermediate=128 * draw.choice([1, 2, 3]),
+        max_tokens=draw.choice([1, 20, 60, 140]),
+        activation_clamp=draw.choice([None, 0.5]),
+        fast_accumulation=draw.random() < 0.3,
+    )
+    tuning = random_tuning(draw, shape.max_tokens * shape.top_k * ranks)
+    world = World(ranks, shape, gpu, clusters=draw.choice([1, 2, 3]), tuning=tuning)
+    for number in range(3):
+        counts = [draw.randint(0, shape.max_tokens) for _ in range(ranks)]
+        masked, skewed = draw.choice([0.0, 0.3, 1.0]), draw.random() < 0.3
+        calls = calls_of(shape, counts, 10 * seed + number, masked, skewed)
+        check(world, calls, world.call_all(calls, seed=number + 1))
+    world.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_layers(gpu: Settings, seed: int) -> None:
+    check_random_layer(gpu, seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(8, 150))
+def test_more_random_layers(gpu: Settings, seed: int) -> None:
+    check_random_layer(gpu, seed)
 
 
 def test_a_rank_begins_a_call_before_all_have_begun_the_last(gpu: Settings) -> None:
@@ -213,7 +255,7 @@ def test_a_rank_in_two_groups_and_one_in_one(gpu: Settings, swapped: int) -> Non
     """Each rank reads results where the expert's rank has put them."""
     calls = calls_of(WIDE, [40, 35], 6, masked=0.0)
     for call in calls:
-        call.topk_idx.copy_(torch.tensor([0, 2]))  # 75 rows for each rank
+        call.topk_idx.copy_(torch.tensor([0, 2], device="cpu"))  # 75 rows for each rank
         call.topk_idx[:30, 0] = 3  # 60 of rank 0 are for rank 1
     world = World(2, WIDE, gpu, clusters=2, tuning=FusedMoeTuning(swapped, group_rows=135))
     for rank in range(2):
