@@ -38,10 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         mode = modes.add_parser(name, help=f"time the {name} mode", description=__doc__)
         mode.set_defaults(defaults=defaults, run_mode=_run_joined, run_ranks=_run)
         _add_options(mode, defaults)
-    bench_fused_moe.add_mode(modes, one_or_more).set_defaults(run_mode=_run_joined)
-    bench_ring.add_mode(modes, one_or_more)
+    bench_fused_moe.add_mode(modes).set_defaults(run_mode=_run_joined)
+    bench_ring.add_mode(modes)
     bench_network.add_mode(modes)
-    bench_flow_control.add_mode(modes, one_or_more)
+    bench_flow_control.add_mode(modes)
 
 
 def _add_options(parser: argparse.ArgumentParser, defaults: BenchSettings) -> None:

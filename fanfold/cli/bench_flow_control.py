@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,13 @@ from rich.console import Console
 
 from fanfold.bench import flow_control, report
 from fanfold.bench.flow_control import FlowControlSettings, Point
-from fanfold.cli.options import add_numbers
+from fanfold.cli.options import add_numbers, one_or_more
 from fanfold.cli.plot import check_picture, save
 
 __all__ = ["add_mode", "run"]
 
 
-def add_mode(modes: Any, one_or_more: Callable[[Callable[[str], Any]], Any]) -> None:
+def add_mode(modes: Any) -> None:
     """Adds the mode ``flow-control`` to the modes of ``fanfold bench``."""
     defaults = FlowControlSettings()
     mode = modes.add_parser(

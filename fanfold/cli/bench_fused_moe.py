@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from fanfold.bench.fused_moe import FusedMoeSettings
 from fanfold.bench.fused_moe_report import FusedMoePoint
 from fanfold.bench.settings import BACKENDS
 from fanfold.bench.workload import ROUTINGS
-from fanfold.cli.options import add_numbers
+from fanfold.cli.options import add_numbers, one_or_more
 from fanfold.config import Config
 from fanfold.errors import ArgumentError, FanfoldError, UnavailableError
 
@@ -31,9 +31,7 @@ _NO_TIMELINE = (
 )
 
 
-def add_mode(
-    modes: Any, one_or_more: Callable[[Callable[[str], Any]], Any]
-) -> argparse.ArgumentParser:
+def add_mode(modes: Any) -> argparse.ArgumentParser:
     """Adds the mode ``fused-moe`` to the modes of ``fanfold bench``; :func:`run` is its
     ``run_ranks``."""
     mode: argparse.ArgumentParser = modes.add_parser(

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from fanfold.bench import report, ring
+from fanfold.cli.options import one_or_more
 
 __all__ = ["add_mode", "run"]
 
 
-def add_mode(modes: Any, one_or_more: Callable[[Callable[[str], Any]], Any]) -> None:
+def add_mode(modes: Any) -> None:
     """Adds the mode ``ring`` to the modes of ``fanfold bench``."""
     defaults = ring.RingSettings()
     mode = modes.add_parser(

@@ -11,6 +11,7 @@ from typing import Any
 
 from fanfold.bench.workload import ROUTINGS
 from fanfold.cli import simulate_report as report
+from fanfold.cli.options import one_or_more
 from fanfold.cli.plot import check_picture
 from fanfold.errors import ArgumentError
 from fanfold.simulate import NETWORKS, SYSTEMS, Network, Scenario, System, compare, load, simulate
@@ -57,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="(default %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--ranks", type=_numbers, default=[16], metavar="N[,N...]",
+        "--ranks", type=one_or_more(int), default=[16], metavar="N[,N...]",
         help="of all hosts; several with commas give a prediction each (default 16)",
     )  # fmt: skip
     _add_sizes(parser)
@@ -106,15 +107,6 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
         "--distribution", choices=ROUTINGS, default="uniform",
         help="which experts tokens choose (default %(default)s)",
     )  # fmt: skip
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no list of numbers with commas between them"
-        ) from None
 
 
 def run(args: argparse.Namespace) -> int:

@@ -163,11 +163,8 @@ class CudaLayer:
         bases: Sequence[int],
     ) -> _Kernel:
         swapped_tokens = self.tuning.swapped_tokens(geometry)
-        forms = [
-            swap_ab
-            for swap_ab in (False, True)
-            if (swapped_tokens > 0 if swap_ab else swapped_tokens < max(geometry.max_tokens, 1))
-        ]
+        fewest_and_most = (1, max(geometry.max_tokens, 1))
+        forms = sorted({tokens <= swapped_tokens for tokens in fewest_and_most})
         sources = [
             kernel_source(
                 geometry,

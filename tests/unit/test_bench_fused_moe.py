@@ -15,7 +15,13 @@ import pytest
 import torch
 
 import fanfold
-from fanfold.bench import fused_moe, fused_moe_report, fused_moe_rivals, fused_moe_timing
+from fanfold.bench import (
+    fused_moe,
+    fused_moe_report,
+    fused_moe_rivals,
+    fused_moe_timing,
+    fused_moe_tune,
+)
 from fanfold.bench.check import CheckFailed
 from fanfold.bench.fused_moe import FusedMoeSettings, RankPoint
 from fanfold.bench.fused_moe_report import FusedMoePoint
@@ -26,6 +32,7 @@ from fanfold.cli import bench, main
 from fanfold.errors import ArgumentError
 from fanfold.formats import quantize
 from fanfold.fused_moe import ExpertWeights
+from fanfold.fused_moe.tuning import FORMS, TunedLayer, TunedPoint
 
 CPU = torch.device("cpu")
 SMALL = FusedMoeSettings(
@@ -466,3 +473,32 @@ def test_one_line_for_a_wrong_argument(
     assert said.out == ""
     assert len(said.err.splitlines()) == 1
     assert message in said.err
+
+
+# ---- fanfold tune -------------------------------------------------------------------------------
+
+
+def test_tune_times_every_form_of_a_number_of_tokens_before_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[FusedMoeSettings] = []
+
+    def timed(settings: FusedMoeSettings) -> list[list[RankPoint]]:
+        """Two ranks, of which one gets more slots; each call takes as many µs as calls before."""
+        asked.append(settings)
+        (tokens,) = settings.tokens
+        spans = Spans(torch.tensor([[[0, 0, 0, 0, 1000 * len(asked)]]]))
+        rank = point_on_gpu(tokens, spans=spans).ranks[0]
+        return [[rank, dataclasses.replace(rank, slots=rank.slots + 5)]]
+
+    monkeypatch.setattr(fused_moe_tune, "sweep", timed)
+    settings = FusedMoeSettings(tokens=(8, 512), ranks=2, hidden=7168, intermediate=2048)
+    points = fused_moe_tune.tune(settings)
+    assert [each.tokens for each in asked] == [(8,)] * 3 + [(512,)] * 3
+    assert [each.tuning for each in asked] == 2 * list(FORMS.values())
+    assert all(each.backend == "cuda" and not each.baseline for each in asked)
+    layer = TunedLayer("NVIDIA H200", 2, 64, 8, 7168, 2048, fast_accumulation=True)
+    assert points == [
+        TunedPoint(layer, 8, 69, {"rows": 1.0, "swap_ab": 2.0, "groups": 3.0}),
+        TunedPoint(layer, 512, 4101, {"rows": 4.0, "swap_ab": 5.0, "groups": 6.0}),
+    ]

@@ -18,8 +18,8 @@ REGISTERS = 168
 # warps have 40 registers and spill. The bounds are about 1.2 times what NVRTC 13.5 needs.
 SIZES: list[tuple[tuple[int, int, int, int, int], int]] = [
     ((1, 1, 1, 128, 128), 100),
-    ((3, 9, 3, 1664, 128), 500),
-    ((1, 8, 2, 384, 896), 450),
+    ((3, 9, 3, 1664, 128), 300),
+    ((1, 8, 2, 384, 896), 350),
     ((1, 64, 6, 4096, 2048), 900),
     ((4, 256, 8, 7168, 2048), 900),
     ((1, 64, 8, 7168, 2048), 1100),
@@ -27,6 +27,8 @@ SIZES: list[tuple[tuple[int, int, int, int, int], int]] = [
     ((1, 512, 32, 16384, 16384), 3000),
     ((MOST_RANKS, MOST_EXPERTS, 32, MOST_COLUMNS, MOST_COLUMNS), 3500),
 ]
+# The loops of swapped tiles for 96 and 128 tokens spill a few registers, too.
+SWAPPED_MORE = 150
 # A kernel that swaps a and b adds FP32 sums in any case.
 OPTIONS = [
     {"clamps": clamps, **sums}
@@ -40,9 +42,9 @@ def source_of(sizes: tuple[int, int, int, int, int], options: dict[str, bool]) -
     return kernel_source(Geometry(*layer, max_tokens=8192), intermediate, **options)
 
 
-def check(binary: Binary, most_spilt: int) -> None:
+def check(binary: Binary, most_spilt: int, *, swap_ab: bool = False) -> None:
     assert binary.registers == REGISTERS
-    assert binary.spill_bytes <= most_spilt
+    assert binary.spill_bytes <= most_spilt + (SWAPPED_MORE if swap_ab else 0)
     # ptxas says so where it has to wait for each product.
     log = binary.log.lower()
     assert "wgmma" not in log
@@ -52,8 +54,9 @@ def check(binary: Binary, most_spilt: int) -> None:
 @pytest.mark.parametrize("number", range(len(SIZES)), ids=lambda number: str(SIZES[number][0]))
 def test_for_hopper(compiled: Compiled, number: int) -> None:
     sizes, most_spilt = SIZES[number]
-    source = source_of(sizes, OPTIONS[number % len(OPTIONS)])
-    check(compiled(source, "sm_90a"), most_spilt)
+    options = OPTIONS[number % len(OPTIONS)]
+    source = source_of(sizes, options)
+    check(compiled(source, "sm_90a"), most_spilt, swap_ab="swap_ab" in options)
 
 
 @pytest.mark.long
@@ -65,7 +68,7 @@ def test_all_options_for_hopper(
     most_spilt: int,
     options: dict[str, bool],
 ) -> None:
-    check(compiled(source_of(sizes, options), "sm_90a"), most_spilt)
+    check(compiled(source_of(sizes, options), "sm_90a"), most_spilt, swap_ab="swap_ab" in options)
 
 
 def test_options_are_constants_of_the_kernel() -> None:

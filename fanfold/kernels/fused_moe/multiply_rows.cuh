@@ -19,7 +19,7 @@ __device__ __forceinline__ void store_activations(float (&d)[kSums], StoreSlot& 
                                                   const float (&weight)[2]) {
   const FusedMoeArgs& args = call.args;
   const int thread = threadIdx.x % kWarpgroupThreads;
-  const int warpgroup = threadIdx.x / kWarpgroupThreads;
+  const Team team = Team::warpgroup(threadIdx.x / kWarpgroupThreads);
   const int slot_row = row_of_thread();
   float largest[2] = {kSmallestActivation, kSmallestActivation};
 #pragma unroll
@@ -39,7 +39,7 @@ __device__ __forceinline__ void store_activations(float (&d)[kSums], StoreSlot& 
           largest[h] * (1.0f / kE4m3Max);
   }
   if (thread == 0) bulk_await_read<0>();  // the slot's last store
-  named_barrier_wait(1 + warpgroup, kWarpgroupThreads);
+  team.wait();
   // Units of 16 bytes are swizzled: exclusive or with the row's place among eight.
   const uint32_t at = shared_address(slot) + slot_row * 128 + slot_row % 8 * 16 + 2 * (thread % 4);
 #pragma unroll
@@ -52,7 +52,7 @@ __device__ __forceinline__ void store_activations(float (&d)[kSums], StoreSlot& 
     }
   fence_shared_before_bulk();
   fence_global_and_bulk();
-  named_barrier_wait(1 + warpgroup, kWarpgroupThreads);
+  team.wait();
   if (thread == 0) {
     store_box(&args.activations, {task.column_block * 128, row, 0}, slot);
     bulk_commit();
