@@ -79,6 +79,11 @@ def test_a_form_that_is_always_best_is_taken_to_the_end() -> None:
     assert best_tuning(grouped) == FusedMoeTuning(swap_ab_rows=0, group_rows=1)
 
 
+def test_few_rows_without_groups_say_nothing_of_many() -> None:
+    few = [point(8, 64, (1, 2, 2)), point(64, 512, (1, 2, 2))]
+    assert best_tuning(few) == DEFAULT
+
+
 def test_points_that_are_swapped_say_nothing_of_groups() -> None:
     """Which are timed with tokens as rows."""
     swapped = [point(64, 512, (7, 1, 3)), point(4096, 32768, (5, 9, 6))]
