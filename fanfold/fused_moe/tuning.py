@@ -54,8 +54,7 @@ class FusedMoeTuning:
     Attributes:
         swap_ab_rows: weights and tokens are swapped where an expert gets up to so many rows, a mean
             if all ranks have as many tokens as this one, 0 to 2**31 - 1. The swapped form adds
-            FP32 sums, also with ``fast_accumulation``. By default it is never taken, as it has
-            been measured only as a part of a larger kernel.
+            FP32 sums, also with ``fast_accumulation``.
         group_rows: with at least so many rows for a rank's experts its columns are computed in two
             groups, 0 to 2**31 - 1.
 
@@ -63,7 +62,7 @@ class FusedMoeTuning:
         ArgumentError: a number out of its bounds.
     """
 
-    swap_ab_rows: int = 0
+    swap_ab_rows: int = 32
     group_rows: int = 12288
 
     def __post_init__(self) -> None:
@@ -170,19 +169,21 @@ def best_tuning(points: Sequence[TunedPoint]) -> FusedMoeTuning:
     """The tuning with which the times of ``points``, each relative to its best, add up to least.
 
     Between two numbers that were measured the change is half way. Beyond all that were measured
-    nothing is swapped, and columns are in groups from the default on.
+    nothing is swapped, and columns are in groups from the default on. What is swapped was measured
+    without groups, and stays without.
     """
     if not points:
         return FusedMoeTuning()
     swapped = _change(points, lambda point: point.expert_rows, ("swap_ab", "rows"))
     default = FusedMoeTuning().group_rows
+    least = max((point.rows for point in points if point.expert_rows <= swapped), default=0)
     rest = [point for point in points if point.expert_rows > swapped]
     if not rest:
-        return FusedMoeTuning(swapped, default)
+        return FusedMoeTuning(swapped, max(least + 1, default))
     whole = _change(rest, lambda point: point.rows, ("rows", "groups"))
     if whole >= max(point.rows for point in rest):  # groups were nowhere better
         whole = max(whole, default - 1)
-    return FusedMoeTuning(swapped, whole + 1)
+    return FusedMoeTuning(swapped, max(least, whole) + 1)
 
 
 def _change(
@@ -245,7 +246,8 @@ def _kept(config: Config) -> list[TunedPoint]:
 
 def tuning_for(layer: TunedLayer, config: Config) -> FusedMoeTuning:
     """What ``config`` asks for, and for the rest the best from what was measured: of this layer,
-    else of all layers of its GPU with the same accumulation, else the defaults."""
+    else of the layers of its GPU with the same accumulation, those of several ranks for one of
+    several if there are any, else the defaults."""
     asked = {"swap_ab_rows": config.swap_ab_rows, "group_rows": config.group_rows}
     given = {name: value for name, value in asked.items() if value is not None}
     if len(given) == len(asked):
@@ -254,9 +256,12 @@ def tuning_for(layer: TunedLayer, config: Config) -> FusedMoeTuning:
 
 
 def _measured(layer: TunedLayer, config: Config) -> FusedMoeTuning:
-    points = _kept(config)
+    kind = (layer.gpu, layer.fast_accumulation)
+    points = [
+        point
+        for point in _kept(config)
+        if (point.layer.gpu, point.layer.fast_accumulation) == kind
+    ]
     same = [point for point in points if point.layer == layer]
-    if not same:
-        kind = (layer.gpu, layer.fast_accumulation)
-        same = [p for p in points if (p.layer.gpu, p.layer.fast_accumulation) == kind]
-    return best_tuning(same)
+    alike = [point for point in points if (point.layer.ranks == 1) == (layer.ranks == 1)]
+    return best_tuning(same or alike or points)

@@ -61,7 +61,7 @@ def test_changes_are_half_way_between_what_was_measured() -> None:
 
 def test_without_points_the_defaults_hold() -> None:
     assert best_tuning([]) == DEFAULT
-    assert FusedMoeTuning(0, 12288) == DEFAULT
+    assert FusedMoeTuning(32, 12288) == DEFAULT
 
 
 def test_a_form_that_is_never_best_is_never_taken() -> None:
@@ -81,13 +81,21 @@ def test_a_form_that_is_always_best_is_taken_to_the_end() -> None:
 
 def test_few_rows_without_groups_say_nothing_of_many() -> None:
     few = [point(8, 64, (1, 2, 2)), point(64, 512, (1, 2, 2))]
-    assert best_tuning(few) == DEFAULT
+    assert best_tuning(few) == FusedMoeTuning(0, DEFAULT.group_rows)
 
 
 def test_points_that_are_swapped_say_nothing_of_groups() -> None:
     """Which are timed with tokens as rows."""
     swapped = [point(64, 512, (7, 1, 3)), point(4096, 32768, (5, 9, 6))]
     assert best_tuning(swapped).group_rows == 32769
+
+
+def test_what_is_swapped_is_not_in_groups() -> None:
+    """Where groups are best for all else: the swapped form was not measured with them."""
+    swapped = [point(64, 512, (7, 1, 3)), point(256, 2048, (7, 4, 6))]
+    assert best_tuning([*swapped, point(4096, 32768, (5, 9, 4))]) == FusedMoeTuning(272, 2049)
+    many = point(2048, 45056, (7, 1, 3), experts=512, top_k=22)
+    assert best_tuning([many]).group_rows == 45057
 
 
 @pytest.mark.parametrize("tokens", [1, 31, 33, 48])
@@ -172,6 +180,21 @@ def test_another_layer_of_the_gpu_chooses_by_all_of_it(tmp_path: Path) -> None:
     assert tuning_for(dataclasses.replace(asked, gpu="another"), config) == DEFAULT
 
 
+def test_a_layer_of_several_ranks_chooses_by_such(tmp_path: Path) -> None:
+    two = [point(64, 512, (2, 3, 1), ranks=2), point(2048, 16384, (2, 3, 1), ranks=2)]
+    config = keep(tmp_path, [*POINTS, *two])
+    four, one = (dataclasses.replace(LAYER, ranks=ranks, hidden=1024) for ranks in (4, 1))
+    assert tuning_for(four, config) == best_tuning(two)
+    assert tuning_for(one, config) == best_tuning(POINTS)
+
+
+def test_a_layer_of_several_ranks_chooses_by_one_where_there_is_nothing_else(
+    tmp_path: Path,
+) -> None:
+    asked = dataclasses.replace(LAYER, ranks=4)
+    assert tuning_for(asked, keep(tmp_path, POINTS)) == best_tuning(POINTS)
+
+
 def test_what_the_settings_ask_for_comes_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,8 +258,8 @@ def test_own_points_come_before_those_of_fanfold(
 
 def test_all_lines_that_come_with_fanfold_are_points() -> None:
     text = tuning.resources.files("fanfold.fused_moe").joinpath("tuned.jsonl").read_text()
-    for line in text.splitlines():
-        TunedPoint.of(json.loads(line))
+    points = [TunedPoint.of(json.loads(line)) for line in text.splitlines()]
+    assert len({(point.layer, point.tokens) for point in points}) == len(points) > 0
 
 
 # ---- where it is asked for ----------------------------------------------------------------------
