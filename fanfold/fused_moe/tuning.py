@@ -258,9 +258,7 @@ def tuning_for(layer: TunedLayer, config: Config) -> FusedMoeTuning:
 def _measured(layer: TunedLayer, config: Config) -> FusedMoeTuning:
     kind = (layer.gpu, layer.fast_accumulation)
     points = [
-        point
-        for point in _kept(config)
-        if (point.layer.gpu, point.layer.fast_accumulation) == kind
+        point for point in _kept(config) if (point.layer.gpu, point.layer.fast_accumulation) == kind
     ]
     same = [point for point in points if point.layer == layer]
     alike = [point for point in points if (point.layer.ranks == 1) == (layer.ranks == 1)]
