@@ -209,8 +209,9 @@ class FusedMoE(HasGeometry):
         Each slot, a top-k entry that is not -1, gets the result of one expert in bfloat16.
         A token's slots are summed in FP32 in their order, then the shared expert's result is added,
         and the sum is rounded to bfloat16. ``docs/fused_moe.md`` has the arithmetic. The same input
-        gives the same bits, on any number of ranks, but with ``fast_accumulation`` where
-        ``swap_ab_rows`` is not 0. No gradients are recorded.
+        gives the same bits, on any number of ranks, but with ``fast_accumulation``: there the bits
+        depend on whether the call has so few tokens that it is swapped (:attr:`tuning`). No
+        gradients are recorded.
 
         Args:
             x: ``[n, hidden]`` bfloat16, contiguous, 0 <= n <= max_tokens; n may differ between
