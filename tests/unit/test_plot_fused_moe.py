@@ -57,8 +57,9 @@ def test_committed_results_have_a_panel_for_each_geometry() -> None:
         "7168 x 3072, top-6 of 96 experts, 1 rank",
         "6144 x 2048, top-8 of 96 experts, 1 rank",
         "1024 x 2688, top-22 of 512 experts, 1 rank",
+        "7168 x 2048, top-8 of 128 experts, 2 ranks",
     ]
-    first, *others = panels.values()
+    first, *others, two_ranks = panels.values()
     fields = {
         "fused, kernel": "total_us",
         "fused, between events": "event_us",
@@ -68,13 +69,15 @@ def test_committed_results_have_a_panel_for_each_geometry() -> None:
     }
     sums = {"fast_accumulation": True, "FP32 sums": False}
     assert set(first) == {"roof", *(f"{each}, {kind}" for each in fields for kind in sums)}
-    own = [each for each in lines if (each["hidden"], each["intermediate"]) == (7168, 2048)]
-    for name, field in fields.items():
-        for kind, fast in sums.items():
-            expected = [(e["tokens"], e[field]) for e in own if e["fast_accumulation"] is fast]
-            assert len(expected) == 11
-            assert first[f"{name}, {kind}"] == expected
-    assert first["roof"] == [(each["tokens"], each["roof_us"]) for each in own[:11]]
+    for panel, ranks in ((first, 1), (two_ranks, 2)):
+        sizes = (7168, 2048, ranks)
+        own = [e for e in lines if (e["hidden"], e["intermediate"], e["ranks"]) == sizes]
+        for name, field in fields.items():
+            for kind, fast in sums.items():
+                expected = [(e["tokens"], e[field]) for e in own if e["fast_accumulation"] is fast]
+                assert len(expected) == 11
+                assert panel[f"{name}, {kind}"] == expected
+        assert panel["roof"] == [(each["tokens"], each["roof_us"]) for each in own[:11]]
     for panel in others:
         assert set(panel) == {"roof", *(f"{name}, fast_accumulation" for name in fields)}
         assert all([tokens for tokens, _ in s] == [2**n for n in range(3, 14)] for s in
