@@ -487,7 +487,8 @@ def test_tune_times_every_form_of_a_number_of_tokens_before_the_next(
         """Two ranks, of which one gets more slots; each call takes as many µs as calls before."""
         asked.append(settings)
         (tokens,) = settings.tokens
-        spans = Spans(torch.tensor([[[0, 0, 0, 0, 1000 * len(asked)]]]))
+        ends = torch.tensor([[[0, 0, 0, 0, 1000 * len(asked)]]], dtype=torch.int64, device=CPU)
+        spans = Spans(ends)
         rank = point_on_gpu(tokens, spans=spans).ranks[0]
         return [[rank, dataclasses.replace(rank, slots=rank.slots + 5)]]
 
