@@ -21,6 +21,8 @@ TensorMap bytes_map(uintptr_t address, const uint64_t (&sizes)[3], uint32_t box_
                     name);
 }
 
+uint32_t box_rows(int box) { return static_cast<uint32_t>(fused_moe_box_rows(box)); }
+
 template <class T>
 T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
@@ -81,8 +83,9 @@ FusedMoe::FusedMoe(const FusedMoeSizes& sizes, int32_t rank, const uintptr_t* pe
   const char* scale_names[2] = {"scales of tokens", "scales of activations"};
   for (int gemm = 0; gemm < 2; ++gemm) {
     const uint64_t shape[3] = {depths[gemm], row_count, 1};
-    fixed_.a[gemm] = bytes_map(rows[gemm], shape, kFusedMoeHalfRows, names[gemm]);
-    fixed_.a_low[gemm] = bytes_map(rows[gemm], shape, kFusedMoeHalfRows / 2, names[gemm]);
+    for (int box = 0; box < kFusedMoeRowBoxes; ++box) {
+      fixed_.a[gemm][box] = bytes_map(rows[gemm], shape, box_rows(box), names[gemm]);
+    }
     fixed_.scales[gemm] =
         tensor_map(pointer<const void>(at(memory, scales[gemm])),
                    {.type = TensorType::FLOAT32,
@@ -92,15 +95,15 @@ FusedMoe::FusedMoe(const FusedMoeSizes& sizes, int32_t rank, const uintptr_t* pe
                     .swizzle = Swizzle::NONE},
                    scale_names[gemm]);
   }
-  fixed_.activations =
-      bytes_map(rows[1], {intermediate, row_count, 1}, kFusedMoeHalfRows, names[1]);
-  fixed_.results = tensor_map(pointer<const void>(at(memory, layout.shared.slots)),
-                              {.type = TensorType::BFLOAT16,
-                               .sizes = {hidden, row_count, 1},
-                               .strides = {2 * hidden, 2 * hidden * row_count},
-                               .box = {BOX_BYTES / 2, kFusedMoeHalfRows},
-                               .swizzle = Swizzle::BYTES_128},
-                              "results of rows");
+  for (int box = 0; box < kFusedMoeRowBoxes; ++box) {
+    fixed_.results[box] = tensor_map(pointer<const void>(at(memory, layout.shared.slots)),
+                                     {.type = TensorType::BFLOAT16,
+                                      .sizes = {hidden, row_count, 1},
+                                      .strides = {2 * hidden, 2 * hidden * row_count},
+                                      .box = {BOX_BYTES / 2, box_rows(box)},
+                                      .swizzle = Swizzle::BYTES_128},
+                                     "results of rows");
+  }
   fixed_.peers = peer_table(peers, sizes.ranks, 0);
   fixed_.at = layout.shared;
   fixed_.activation_scales = pointer<float>(at(memory, layout.activation_scales));

@@ -90,6 +90,7 @@ inline void __nanosleep(uint32_t) { emulation::yield(); }
 
 inline int __popc(uint32_t bits) { return std::popcount(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
+inline int __clz(int bits) { return std::countl_zero(static_cast<uint32_t>(bits)); }
 inline uint32_t __float_as_uint(float value) { return std::bit_cast<uint32_t>(value); }
 inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
 inline float __fadd_rn(float a, float b) { return a + b; }

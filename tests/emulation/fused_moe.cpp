@@ -64,6 +64,12 @@ struct FusedMoeLayer {
   int32_t rows_for_groups;
 };
 
+// Where the results of rows are in a layer's memory.
+extern "C" __attribute__((visibility("default"))) int64_t fused_moe_results(
+    const FusedMoeSizes* sizes) {
+  return FusedMoeLayout(*sizes).shared.slots;
+}
+
 using Emulate = void(const void* arguments, emulation::Grid* grid);
 
 // Runs one call on one rank, to its end; without `call` the rank refuses.

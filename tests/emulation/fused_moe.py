@@ -54,6 +54,7 @@ class _Sizes(ctypes.Structure):
 
     bytes = property(lambda self: self._core().bytes)
     zeroed = property(lambda self: self._core().zeroed)
+    rows = property(lambda self: self._core().rows)
 
 
 class _Call(ctypes.Structure):
@@ -126,9 +127,11 @@ class Settings:
         seed: of the order in which the threads of a CTA run, another one in each launch.
         late_us: by ranks, how much later the last cluster begins.
         launched: the kernel of each launch so far, by what it is made from.
+        host: fused_moe.cpp.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host: ctypes.CDLL) -> None:
+        self.host = host
         self.clusters, self.seed = 1, 1
         self.late_us: dict[int, int] = {}
         self.launched: list[KernelSource] = []
@@ -163,7 +166,9 @@ class _Kernel:
 @contextlib.contextmanager
 def emulated(builder: Builder) -> Iterator[Settings]:
     """Within it a CudaLayer takes the CPU for a GPU."""
-    host, settings = builder.load_host("fused_moe", *_SOURCES), Settings()
+    host = builder.load_host("fused_moe", *_SOURCES)
+    host.fused_moe_results.restype = ctypes.c_int64
+    settings = Settings(host)
     core = types.SimpleNamespace(
         **{name: value for name, value in vars(_core).items() if name.startswith("CUDA_FUSED_MOE")},
         CudaFusedMoeSizes=_Sizes,
@@ -293,6 +298,21 @@ class World:
         """One call of all ranks, whose CTAs run their threads in the order of ``seed``."""
         self._settings.seed = seed
         return self.run(lambda rank, _: self.call(rank, calls[rank]))
+
+    def stored_rows(self, rank: int) -> torch.Tensor:
+        """The results of rows in a rank's memory, ``[rows, hidden]`` bfloat16."""
+        shape = self.shape
+        sizes = _Sizes(
+            len(self.layers), shape.num_experts, shape.top_k, shape.hidden, shape.intermediate,
+            shape.max_tokens,
+        )  # fmt: skip
+        begin = self._settings.host.fused_moe_results(ctypes.byref(sizes))
+        memory: torch.Tensor = self.layers[rank]._memory.tensor
+        return (
+            memory[begin:][: 2 * sizes.rows * shape.hidden]
+            .view(torch.bfloat16)
+            .view(sizes.rows, shape.hidden)
+        )
 
     def set_timeout(self, rank: int, timeout_s: float) -> None:
         """Of waits in the kernels of one rank."""

@@ -44,7 +44,7 @@ struct {
   int type, rank;
   long long address, sizes[3], strides[2];
   int box[3], steps[3], modes[4];  // interleave, swizzle, promotion, out of bounds
-} maps[10];
+} maps[16];
 int map_count;
 char argument[4096];
 
@@ -293,7 +293,7 @@ assert sizes.rows == rows
 class Args(ctypes.Structure):
     # The argument of the kernel, as fanfold/kernels/layout/fused_moe.h describes it.
     _fields_ = [
-        ("maps", ctypes.c_char * 128 * 10),
+        ("maps", ctypes.c_char * 128 * 16),
         *((name, ctypes.c_uint64) for name in (
             "x", "x_scales", "token_stride", "block_stride", "topk_idx", "topk_weights",
             "l1_scales", "l2_scales", "addend", "y", "statistics")),
@@ -339,9 +339,9 @@ def test_a_fused_layer_reaches_the_driver(drive: Drive) -> None:
         + """
 found = [cuda.launched_as(i) for i in range(13)]
 assert found == [132, 1, 1, 384, 1, 1, 232448, 0x1234, 1, 4, 2, 1, 1], found
-# Encoded when the layer was made: a, a_low and the scales of each GEMM, activations, results; and
-# for the call: l1 and l2, which stand first.
-assert letters() == b"ijadbecfgh", letters()
+# Encoded when the layer was made: four maps of a and one of the scales for each GEMM, four of the
+# results; and for the call: l1 and l2, which stand first.
+assert letters() == b"opabcdfghiklmnej", letters()
 found = args()
 memory = peers[1]
 rest = (found.x, found.x_scales, found.topk_idx, found.topk_weights, found.l1_scales,
@@ -353,8 +353,8 @@ assert (found.tokens, found.rank, found.refused, found.clamp) == (99, 1, 0, 2.5)
 assert (found.row_count, found.timeout_ns, found.rows_for_groups) == (rows, 5, 144)
 assert found.reports == 0x7000 and found.state >= memory
 
-fields = struct.iter_unpack("<2i6q10i", bytes((ctypes.c_char * 960).in_dll(cuda, "maps")))
-maps = dict(zip("abcdefghij", fields))
+fields = struct.iter_unpack("<2i6q10i", bytes((ctypes.c_char * 96 * 16).in_dll(cuda, "maps")))
+maps = dict(zip("abcdefghijklmnop", fields))
 e4m3, float32, bf16, swizzled, plain = 0, 7, 9, (0, 3, 3, 0), (0, 0, 3, 0)
 
 
@@ -363,23 +363,23 @@ def bytes_map(address, depth, count, matrices, box_rows):
             1, 1, 1, *swizzled)
 
 
-for gemm, (tokens, low, scales) in enumerate(("abc", "def")):
+for gemm, (boxes, scales) in enumerate((("abcd", "e"), ("fghi", "j"))):
     depth = [384, 256][gemm]
-    address = maps[tokens][2]
-    assert maps[tokens] == bytes_map(address, depth, rows, 1, 64), maps[tokens]
-    assert maps[low] == bytes_map(address, depth, rows, 1, 32), maps[low]
+    for box, name in enumerate(boxes):
+        address = maps[boxes[0]][2]
+        assert maps[name] == bytes_map(address, depth, rows, 1, 64 >> box), maps[name]
     assert maps[scales] == (
         float32, 3, maps[scales][2], rows, depth // 128, 1, 4 * rows, 4 * rows * depth // 128,
         128, 1, 1, 1, 1, 1, *plain), maps[scales]
 assert maps["a"][2] == memory + found.rows
-assert maps["c"][2] == memory + found.row_scales
-assert maps["f"][2] == found.activation_scales
-assert maps["g"] == maps["d"]
-assert maps["h"] == (bf16, 3, memory + found.slots, 384, rows, 1, 768, 768 * rows, 64, 64, 1,
-                     1, 1, 1, *swizzled), maps["h"]
-assert maps["i"] == bytes_map(0x5000, 384, 512, 3, 128), maps["i"]
-assert maps["j"] == bytes_map(0x7000, 256, 384, 3, 128), maps["j"]
-addresses = [maps[name][2] for name in "acdfh"]
+assert maps["e"][2] == memory + found.row_scales
+assert maps["j"][2] == found.activation_scales
+for box, name in enumerate("klmn"):
+    assert maps[name] == (bf16, 3, memory + found.slots, 384, rows, 1, 768, 768 * rows, 64,
+                          64 >> box, 1, 1, 1, 1, *swizzled), maps[name]
+assert maps["o"] == bytes_map(0x5000, 384, 512, 3, 128), maps["o"]
+assert maps["p"] == bytes_map(0x7000, 256, 384, 3, 128), maps["p"]
+addresses = [maps[name][2] for name in "aefjk"]
 assert all(memory <= each < memory + sizes.bytes and each % 1024 == 0 for each in addresses)
 assert len(set(addresses)) == 5
 """

@@ -69,6 +69,15 @@ struct SharedMemory {
 };
 static_assert(sizeof(SharedMemory) == kSharedBytes);
 
+// ---- boxes of rows ------------------------------------------------------------------------------
+
+// The least box (kFusedMoeRowBoxes) that has so many rows, at least 1.
+__device__ __forceinline__ int row_box(int rows) {
+  constexpr int kLeast = kFusedMoeHalfRows >> (kFusedMoeRowBoxes - 1);
+  static_assert(kFusedMoeHalfRows == 64);
+  return rows > kFusedMoeHalfRows / 2 ? 0 : __clz(max(rows, kLeast) - 1) - 26;
+}
+
 // ---- a call -------------------------------------------------------------------------------------
 
 struct Call {

@@ -125,14 +125,14 @@ class RowLoader {
   }
 
  private:
-  // Two boxes of rows; with at most 64 valid rows only the lower half of the tile is copied. Two
-  // loops, as in one the compiler makes a thread go through the copies of both cases.
+  // Two boxes of rows, as small as the valid rows allow. Two loops, as in one the compiler makes a
+  // thread go through the copies of both cases.
   template <bool kSharesWeights>
   __device__ __forceinline__ bool load_tile(const Task& task) {
-    const bool low = task.valid <= kFusedMoeHalfRows;
-    const int box_rows = low ? kFusedMoeHalfRows / 2 : kFusedMoeHalfRows;
+    const int box = row_box((task.valid + 1) / 2);
+    const int box_rows = fused_moe_box_rows(box);
     const FusedMoeArgs& args = call_.args;
-    const TensorMap* map = low ? &args.a_low[task.gemm] : &args.a[task.gemm];
+    const TensorMap* map = &args.a[task.gemm][box];
     const TensorMap* scales = &args.scales[task.gemm];
     const auto cta = static_cast<int>(cta_of_cluster());
     const int blocks = depth_blocks(task.gemm);

@@ -27,10 +27,16 @@ __device__ __forceinline__ uint32_t swizzled_at(int token, int byte) {
   return row * 128 + ((byte / 16 ^ row % 8) * 16 + byte % 16);
 }
 
-// What has been written to the slots is a half of a block for each warpgroup; by its first thread.
-__device__ __forceinline__ bool stores_half(const Task& task, int warpgroup) {
-  return threadIdx.x % kWarpgroupThreads == 0 && task.valid > warpgroup * kFusedMoeHalfRows;
-}
+// What has been written to the slots is a half of a block for each warpgroup, whose first thread
+// stores it.
+struct StoredHalf {
+  int row, valid;  // its first row, and how many are valid of it and what follows
+
+  __device__ StoredHalf(const Task& task, int warpgroup)
+      : row(task.row + warpgroup * kFusedMoeHalfRows),
+        valid(task.valid - warpgroup * kFusedMoeHalfRows) {}
+  __device__ bool is_own() const { return threadIdx.x % kWarpgroupThreads == 0 && valid > 0; }
+};
 
 // What makes a token's activations e4m3.
 struct TokenFactors {
@@ -128,9 +134,9 @@ __device__ __forceinline__ void store_swapped_activations(SwappedSums<kTokens>& 
   store_quantised<kTokens>(v, slots, scratch);
   fence_shared_before_bulk();
   Team::both_warpgroups().wait();
-  if (stores_half(task, warpgroup)) {
-    store_box(&call.args.activations,
-              {task.column_block * 128, task.row + warpgroup * kFusedMoeHalfRows, 0},
+  const StoredHalf rows(task, warpgroup);
+  if (rows.is_own()) {
+    store_box(&call.args.a[1][row_box(rows.valid)], {task.column_block * 128, rows.row, 0},
               slots[warpgroup][0]);
     bulk_commit();
   }
@@ -161,11 +167,11 @@ __device__ __forceinline__ void store_swapped(const SwappedSums<kTokens>& d, Sto
     }
     fence_shared_before_bulk();
     Team::both_warpgroups().wait();
-    if (!stores_half(task, warpgroup)) continue;
+    const StoredHalf rows(task, warpgroup);
+    if (!rows.is_own()) continue;
     for (int part = 0; part < kMathWarpgroups; ++part)
-      store_box(&call.args.results,
-                {column + half * kScaleColumns + part * kStoreColumns,
-                 task.row + warpgroup * kFusedMoeHalfRows, 0},
+      store_box(&call.args.results[row_box(rows.valid)],
+                {column + half * kScaleColumns + part * kStoreColumns, rows.row, 0},
                 slots[warpgroup][part]);
     bulk_commit();
   }

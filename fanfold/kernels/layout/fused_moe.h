@@ -20,6 +20,10 @@ namespace fanfold {
 inline constexpr int32_t kFusedMoeBlockRows = 128;
 inline constexpr int32_t kFusedMoeHalfRows = 64;
 inline constexpr int32_t kFusedMoeTileColumns = 256;
+// Rows are copied by boxes of 64, 32, 16 or 8 of them: an expert may have few, and bytes of rows
+// that are none would take as much of the memory's bandwidth.
+inline constexpr int32_t kFusedMoeRowBoxes = 4;
+FANFOLD_HD constexpr int32_t fused_moe_box_rows(int32_t box) { return kFusedMoeHalfRows >> box; }
 // Of the second GEMM's columns that a warp sums at a time: so many blocks of 256.
 inline constexpr int32_t kFusedMoeSumBlocks = 4;
 inline constexpr int32_t kFusedMoeMostGroups = 2;
@@ -75,10 +79,10 @@ struct FusedMoeSpan {
 
 struct FusedMoeArgs {
   // Maps count elements, the innermost first.
-  TensorMap l1, l2;          // e4m3 {depth, columns, experts}, box {128, 128}
-  TensorMap a[2], a_low[2];  // e4m3 {depth, rows, 1}: of both GEMMs, boxes {128, 64}, {128, 32}
-  TensorMap scales[2];       // float32 {rows, depth / 128, 1}: of both GEMMs, box {128, 1}
-  TensorMap activations, results;  // e4m3 {intermediate, rows}, bf16 {hidden, rows}, box {.., 64}
+  TensorMap l1, l2;                      // e4m3 {depth, columns, experts}, box {128, 128}
+  TensorMap a[2][kFusedMoeRowBoxes];     // e4m3 {depth, rows, 1}: tokens and activations
+  TensorMap results[kFusedMoeRowBoxes];  // bf16 {hidden, rows, 1}
+  TensorMap scales[2];                   // float32 {rows, depth / 128, 1}, of a; box {128, 1}
 
   // ---- of the caller ----------------------------------------------------------------------------
   const uint8_t* x;       // [tokens][hidden] e4m3
