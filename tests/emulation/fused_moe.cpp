@@ -65,8 +65,8 @@ struct FusedMoeLayer {
 };
 
 // Where the results of rows are in a layer's memory.
-extern "C" __attribute__((visibility("default"))) int64_t fused_moe_results(
-    const FusedMoeSizes* sizes) {
+extern "C" __attribute__((visibility("default"))) int64_t
+fused_moe_results(const FusedMoeSizes* sizes) {
   return FusedMoeLayout(*sizes).shared.slots;
 }
 
