@@ -127,7 +127,7 @@ class Settings:
         seed: of the order in which the threads of a CTA run, another one in each launch.
         late_us: by ranks, how much later the last cluster begins.
         launched: the kernel of each launch so far, by what it is made from.
-        host: fused_moe.cpp.
+        host: the library made from fused_moe.cpp.
     """
 
     def __init__(self, host: ctypes.CDLL) -> None:

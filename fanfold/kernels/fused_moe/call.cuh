@@ -71,10 +71,11 @@ static_assert(sizeof(SharedMemory) == kSharedBytes);
 
 // ---- boxes of rows ------------------------------------------------------------------------------
 
-// The least box (kFusedMoeRowBoxes) that has so many rows, at least 1.
-__device__ __forceinline__ int row_box(int rows) {
-  constexpr int kLeast = kFusedMoeHalfRows >> (kFusedMoeRowBoxes - 1);
-  static_assert(kFusedMoeHalfRows == 64);
+// The index of the smallest box that holds so many rows, 1 or more; of the largest where they are
+// more than it has.
+__device__ __forceinline__ int smallest_box(int rows) {
+  constexpr int kLeast = fused_moe_box_rows(kFusedMoeRowBoxes - 1);
+  static_assert(kFusedMoeHalfRows == 64 && kLeast % 8 == 0);  // 8: rows of a swizzle
   return rows > kFusedMoeHalfRows / 2 ? 0 : __clz(max(rows, kLeast) - 1) - 26;
 }
 

@@ -129,7 +129,7 @@ class RowLoader {
   // thread go through the copies of both cases.
   template <bool kSharesWeights>
   __device__ __forceinline__ bool load_tile(const Task& task) {
-    const int box = row_box((task.valid + 1) / 2);
+    const int box = smallest_box((task.valid + 1) / 2);
     const int box_rows = fused_moe_box_rows(box);
     const FusedMoeArgs& args = call_.args;
     const TensorMap* map = &args.a[task.gemm][box];

@@ -54,8 +54,8 @@ __device__ __forceinline__ void store_activations(float (&d)[kSums], StoreSlot& 
   fence_global_and_bulk();
   team.wait();
   if (thread == 0) {
-    store_box(&args.a[1][row_box(task.row + task.valid - row)], {task.column_block * 128, row, 0},
-              slot);
+    store_box(&args.a[1][smallest_box(task.row + task.valid - row)],
+              {task.column_block * 128, row, 0}, slot);
     bulk_commit();
   }
 }
@@ -86,7 +86,7 @@ __device__ __forceinline__ void multiply_rows(Progress& at, PartSum<Waits>& sum,
     if (task.gemm == 0) {
       store_activations(d, slots[0], call, task, row, weight);
     } else {
-      store_part(d, slots, &call.args.results[row_box(task.valid - sum.row)],
+      store_part(d, slots, &call.args.results[smallest_box(task.valid - sum.row)],
                  {task.column_block * kTileColumns, row, 0}, at.warpgroup);
     }
   }

@@ -27,15 +27,16 @@ __device__ __forceinline__ uint32_t swizzled_at(int token, int byte) {
   return row * 128 + ((byte / 16 ^ row % 8) * 16 + byte % 16);
 }
 
-// What has been written to the slots is a half of a block for each warpgroup, whose first thread
-// stores it.
+// The half of a block that a warpgroup's slots hold; its first thread stores it.
 struct StoredHalf {
-  int row, valid;  // its first row, and how many are valid of it and what follows
+  int row, valid;  // its first row, and the tile's valid rows from there on
 
   __device__ StoredHalf(const Task& task, int warpgroup)
       : row(task.row + warpgroup * kFusedMoeHalfRows),
         valid(task.valid - warpgroup * kFusedMoeHalfRows) {}
-  __device__ bool is_own() const { return threadIdx.x % kWarpgroupThreads == 0 && valid > 0; }
+  __device__ bool is_stored_here() const {
+    return threadIdx.x % kWarpgroupThreads == 0 && valid > 0;
+  }
 };
 
 // What makes a token's activations e4m3.
@@ -134,9 +135,9 @@ __device__ __forceinline__ void store_swapped_activations(SwappedSums<kTokens>& 
   store_quantised<kTokens>(v, slots, scratch);
   fence_shared_before_bulk();
   Team::both_warpgroups().wait();
-  const StoredHalf rows(task, warpgroup);
-  if (rows.is_own()) {
-    store_box(&call.args.a[1][row_box(rows.valid)], {task.column_block * 128, rows.row, 0},
+  const StoredHalf stored(task, warpgroup);
+  if (stored.is_stored_here()) {
+    store_box(&call.args.a[1][smallest_box(stored.valid)], {task.column_block * 128, stored.row, 0},
               slots[warpgroup][0]);
     bulk_commit();
   }
@@ -167,11 +168,11 @@ __device__ __forceinline__ void store_swapped(const SwappedSums<kTokens>& d, Sto
     }
     fence_shared_before_bulk();
     Team::both_warpgroups().wait();
-    const StoredHalf rows(task, warpgroup);
-    if (!rows.is_own()) continue;
+    const StoredHalf stored(task, warpgroup);
+    if (!stored.is_stored_here()) continue;
     for (int part = 0; part < kMathWarpgroups; ++part)
-      store_box(&call.args.results[row_box(rows.valid)],
-                {column + half * kScaleColumns + part * kStoreColumns, rows.row, 0},
+      store_box(&call.args.results[smallest_box(stored.valid)],
+                {column + half * kScaleColumns + part * kStoreColumns, stored.row, 0},
                 slots[warpgroup][part]);
     bulk_commit();
   }

@@ -20,8 +20,8 @@ namespace fanfold {
 inline constexpr int32_t kFusedMoeBlockRows = 128;
 inline constexpr int32_t kFusedMoeHalfRows = 64;
 inline constexpr int32_t kFusedMoeTileColumns = 256;
-// Rows are copied by boxes of 64, 32, 16 or 8 of them: an expert may have few, and bytes of rows
-// that are none would take as much of the memory's bandwidth.
+// Rows are copied by boxes of 64, 32, 16 or 8 of them: an expert may have few, and padding costs as
+// much of the memory's bandwidth as valid rows.
 inline constexpr int32_t kFusedMoeRowBoxes = 4;
 FANFOLD_HD constexpr int32_t fused_moe_box_rows(int32_t box) { return kFusedMoeHalfRows >> box; }
 // Of the second GEMM's columns that a warp sums at a time: so many blocks of 256.
