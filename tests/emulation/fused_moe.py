@@ -31,13 +31,15 @@ from fanfold.jit import KernelSource
 from tests.distributed.fused_layers import FusedShape, FusedTokens, weights_of
 from tests.emulation.deep_ep import Memory
 from tests.emulation.pinned import PAGEABLE
-from tests.emulation.world import CORE, HERE, Builder, ThreadGroup
+from tests.emulation.world import CORE, HERE, Builder, Grid, ThreadGroup
 
 __all__ = ["Received", "Settings", "World", "emulated"]
 
 _Result = TypeVar("_Result")
-_SOURCES = (HERE / "fused_moe.cpp", *(CORE / "cuda" / f"{name}.cpp" for name in (
-    "fused_moe", "kernel", "driver")))  # fmt: skip
+_SOURCES = (
+    *(HERE / f"{name}.cpp" for name in ("fused_moe", "tensor_map")),
+    *(CORE / "cuda" / f"{name}.cpp" for name in ("fused_moe", "kernel", "driver")),
+)
 
 
 # ---- what the bindings do, where no driver makes maps of tensors ---------------------------------
@@ -110,15 +112,6 @@ class _Layer(ctypes.Structure):
         kernel.run(self, None, ctas)
 
 
-class _Grid(ctypes.Structure):
-    """``Grid`` of ctas.hpp."""
-
-    _fields_ = [
-        *((name, ctypes.c_int) for name in ("ctas", "cluster", "threads")),
-        *((name, ctypes.c_uint32) for name in ("seed", "late_us")),
-    ]
-
-
 class Settings:
     """Of calls to come.
 
@@ -159,7 +152,7 @@ class _Kernel:
         settings.launched.append(self._source)
         self._launches += 1
         seed = 1000 * settings.seed + 37 * self._launches + layer.rank
-        grid = _Grid(ctas, cluster=2, seed=seed, late_us=settings.late_us.get(layer.rank, 0))
+        grid = Grid(ctas, cluster=2, seed=seed, late_us=settings.late_us.get(layer.rank, 0))
         self._run(ctypes.byref(layer), call, self._emulate, ctypes.byref(grid))
 
 

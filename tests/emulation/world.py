@@ -48,9 +48,13 @@ ARGUMENTS = {
     "fanfold::high_throughput::combine": "HighThroughputCombineArgs",
     "fanfold::push_commands": "RingPushArgs",
     "fanfold::fused_moe::layer": "FusedMoeArgs",
+    "fanfold::grouped_gemm::multiply": "GroupedGemmArgs",
 }
 # Kernels that declare their dynamic shared memory themselves, and the namespace where they do.
-_MEMORY_OF = {"fanfold::fused_moe::layer": "fanfold::fused_moe"}
+_MEMORY_OF = {
+    "fanfold::fused_moe::layer": "fanfold::fused_moe",
+    "fanfold::grouped_gemm::multiply": "fanfold::grouped_gemm",
+}
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or "c++"
 _OPTIONS = (
     "-std=c++20", "-Og", "-w", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden",
@@ -138,6 +142,15 @@ class Builder:
 
 def _compile(*arguments: str) -> None:
     subprocess.run([COMPILER, *_OPTIONS, *arguments], check=True)
+
+
+class Grid(ctypes.Structure):
+    """``Grid`` of ctas.hpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_int) for name in ("ctas", "cluster", "threads")),
+        *((name, ctypes.c_uint32) for name in ("seed", "late_us")),
+    ]
 
 
 class ThreadGroup:
