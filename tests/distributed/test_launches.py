@@ -36,8 +36,13 @@ def launched(hosts: Hosts, ranks_per_host: int, folder: Path, steps: list[str]) 
 
 
 def await_all(programs: list[Program], text: str, count: int) -> None:
-    for program in programs:
-        program.wait_for(text, count)
+    try:
+        for program in programs:
+            program.wait_for(text, count)
+    except AssertionError as error:
+        # A rank mostly fails because of one on another host, which says why.
+        logs = (f"host {host}:\n{program.output}" for host, program in enumerate(programs))
+        raise AssertionError("\n".join([str(error).split("\n")[0], *logs])) from None
 
 
 def nothing_is_left(hosts: Hosts, host: int) -> bool:
