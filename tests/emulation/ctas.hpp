@@ -62,4 +62,7 @@ struct Grid {
 // Runs `kernel(arguments)` on all CTAs at once, and returns when all have ended.
 void run_grid(const Grid& grid, void (*kernel)(const void*), const void* arguments);
 
+// `emulate_grid` of a kernel's library (kernel.cpp).
+using Emulate = void(const void* arguments, Grid* grid);
+
 }  // namespace emulation

@@ -17,18 +17,17 @@ struct FusedMoeLayer {
   int32_t rows_for_groups;
 };
 
-// Where the results of rows are in a layer's memory.
+// Where a GEMM stores its rows in a layer's memory: activations, results.
 extern "C" __attribute__((visibility("default"))) int64_t
-fused_moe_results(const FusedMoeSizes* sizes) {
-  return FusedMoeLayout(*sizes).shared.slots;
+fused_moe_stored(const FusedMoeSizes* sizes, int32_t gemm) {
+  const FusedMoeLayout layout(*sizes);
+  return gemm == 0 ? layout.activations : layout.shared.slots;
 }
-
-using Emulate = void(const void* arguments, emulation::Grid* grid);
 
 // Runs one call on one rank, to its end; without `call` the rank refuses.
 extern "C" __attribute__((visibility("default"))) void run_fused_moe(const FusedMoeLayer* layer,
                                                                      const FusedMoeCall* call,
-                                                                     Emulate* emulate,
+                                                                     emulation::Emulate* emulate,
                                                                      emulation::Grid* grid) {
   FusedMoe core(layer->sizes, layer->rank, layer->peers, layer->reports);
   core.set_timeout_ns(layer->timeout_ns);

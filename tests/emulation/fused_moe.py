@@ -160,7 +160,7 @@ class _Kernel:
 def emulated(builder: Builder) -> Iterator[Settings]:
     """Within it a CudaLayer takes the CPU for a GPU."""
     host = builder.load_host("fused_moe", *_SOURCES)
-    host.fused_moe_results.restype = ctypes.c_int64
+    host.fused_moe_stored.restype = ctypes.c_int64
     settings = Settings(host)
     core = types.SimpleNamespace(
         **{name: value for name, value in vars(_core).items() if name.startswith("CUDA_FUSED_MOE")},
@@ -292,20 +292,17 @@ class World:
         self._settings.seed = seed
         return self.run(lambda rank, _: self.call(rank, calls[rank]))
 
-    def stored_rows(self, rank: int) -> torch.Tensor:
-        """The results of rows in a rank's memory, ``[rows, hidden]`` bfloat16."""
+    def stored_rows(self, rank: int, gemm: int) -> torch.Tensor:
+        """What a GEMM stores in a rank's memory, ``[rows, bytes]``: activations, results."""
         shape = self.shape
         sizes = _Sizes(
             len(self.layers), shape.num_experts, shape.top_k, shape.hidden, shape.intermediate,
             shape.max_tokens,
         )  # fmt: skip
-        begin = self._settings.host.fused_moe_results(ctypes.byref(sizes))
+        begin = self._settings.host.fused_moe_stored(ctypes.byref(sizes), gemm)
+        row_bytes = shape.intermediate if gemm == 0 else 2 * shape.hidden
         memory: torch.Tensor = self.layers[rank]._memory.tensor
-        return (
-            memory[begin:][: 2 * sizes.rows * shape.hidden]
-            .view(torch.bfloat16)
-            .view(sizes.rows, shape.hidden)
-        )
+        return memory[begin:][: sizes.rows * row_bytes].view(sizes.rows, row_bytes)
 
     def set_timeout(self, rank: int, timeout_s: float) -> None:
         """Of waits in the kernels of one rank."""

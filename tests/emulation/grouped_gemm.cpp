@@ -3,12 +3,11 @@
 
 #include "ctas.hpp"
 
-using Emulate = void(const void* arguments, emulation::Grid* grid);
-
 // Runs one call to its end.
 extern "C" __attribute__((visibility("default"))) void run_grouped_gemm(
     const fanfold::cuda::GroupedGemmOperands* operands,
-    const fanfold::cuda::GroupedGemmSizes* sizes, Emulate* emulate, emulation::Grid* grid) {
+    const fanfold::cuda::GroupedGemmSizes* sizes, emulation::Emulate* emulate,
+    emulation::Grid* grid) {
   const fanfold::GroupedGemmArgs args = fanfold::cuda::grouped_gemm_args(*operands, *sizes);
   emulate(&args, grid);
 }
