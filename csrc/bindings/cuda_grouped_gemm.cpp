@@ -11,6 +11,7 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace fanfold::bindings {
+
 void bind_cuda_grouped_gemm(nb::module_& module) {
   nb::class_<GroupedGemmArgs>(module, "CudaGroupedGemmArgs")
       .def(
