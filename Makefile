@@ -120,8 +120,9 @@ define core_build
 	@PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build $(1) -j $(JOBS) -- --quiet
 endef
 
-# Many tests wait more than they work, so processes share them.
-run_core = seq $(JOBS) | xargs -P $(JOBS) -I{} $(1)/core_tests --part={}/$(JOBS)
+# Many tests wait more than they work, so more processes share them than there are cores.
+CORE_PARTS = $$((3 * $(JOBS)))
+run_core = seq $(CORE_PARTS) | xargs -P $(CORE_PARTS) -I{} $(1)/core_tests --part={}/$(CORE_PARTS)
 
 $(CORE)/.stamp $(CORE)-asan/.stamp $(CORE)-tsan/.stamp: CMakeLists.txt $(NATIVE) $(CORE_TESTS)
 
@@ -143,8 +144,9 @@ test-core: build
 	$(LOCKED_MAKE) $(CORE)/.stamp
 	$(call run_core,$(CORE))
 
-# Each of the processes starts ranks of its own; more than a few would only compete.
-SPREAD := -n $(JOBS) --maxprocesses 8 --dist worksteal
+# Tests wait for ranks and programs that they start, so half as many processes more than cores share
+# them; more than a few would only compete.
+SPREAD := -n $(shell echo $$((3 * $(JOBS) / 2))) --maxprocesses 8 --dist worksteal
 
 test-python: build
 	$(BIN)/python -m pytest $(SPREAD) --durations 10 $(PYTEST_ARGS)
