@@ -54,6 +54,7 @@ FusedMoeLayout::FusedMoeLayout(const FusedMoeSizes& sizes) {
     each = take(4 * FusedMoeCounters{row_count / kFusedMoeHalfRows}.words());
   }
   shared.counted = take(2 * int64_t{8} * sizes.ranks * sizes.experts);
+  shared.row_calls = take(4 * row_count);
   zeroed = end;
   shared.rows = take(row_count * sizes.hidden);
   shared.row_scales = take(4 * row_count * (sizes.hidden / 128));

@@ -314,6 +314,7 @@ std::vector<Part> parts_of(const cuda::FusedMoeSizes& sizes) {
           {at.shared.counters[0], counters},
           {at.shared.counters[1], counters},
           {at.shared.counted, int64_t{2} * sizes.ranks * sizes.experts * 8},
+          {at.shared.row_calls, rows * 4},
           {at.shared.rows, rows * hidden},
           {at.shared.row_scales, hidden / 128 * rows * 4},
           {at.shared.row_weights, rows * 4},
@@ -382,7 +383,7 @@ TEST(fused_moe_memory_begins_with_what_must_be_zero) {
     const cuda::FusedMoeLayout layout(sizes);
     const std::vector<Part> parts = parts_of(sizes);
     for (size_t i = 0; i < parts.size(); ++i) {
-      if (i < 4) {  // the state, both sets of counters, the counts of rows
+      if (i < 5) {  // the state, both sets of counters, the counts of rows, the calls of rows
         CHECK(parts[i].begin + parts[i].bytes <= layout.zeroed);
       } else {
         CHECK(parts[i].begin >= layout.zeroed);

@@ -24,6 +24,12 @@ fused_moe_stored(const FusedMoeSizes* sizes, int32_t gemm) {
   return gemm == 0 ? layout.activations : layout.shared.slots;
 }
 
+// Where ranks tell how many rows they have.
+extern "C" __attribute__((visibility("default"))) int64_t
+fused_moe_counted(const FusedMoeSizes* sizes) {
+  return FusedMoeLayout(*sizes).shared.counted;
+}
+
 // Runs one call on one rank, to its end; without `call` the rank refuses.
 extern "C" __attribute__((visibility("default"))) void run_fused_moe(const FusedMoeLayer* layer,
                                                                      const FusedMoeCall* call,

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import dataclasses
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -160,7 +161,7 @@ class _Kernel:
 def emulated(builder: Builder) -> Iterator[Settings]:
     """Within it a CudaLayer takes the CPU for a GPU."""
     host = builder.load_host("fused_moe", *_SOURCES)
-    host.fused_moe_stored.restype = ctypes.c_int64
+    host.fused_moe_stored.restype = host.fused_moe_counted.restype = ctypes.c_int64
     settings = Settings(host)
     core = types.SimpleNamespace(
         **{name: value for name, value in vars(_core).items() if name.startswith("CUDA_FUSED_MOE")},
@@ -294,15 +295,29 @@ class World:
 
     def stored_rows(self, rank: int, gemm: int) -> torch.Tensor:
         """What a GEMM stores in a rank's memory, ``[rows, bytes]``: activations, results."""
-        shape = self.shape
-        sizes = _Sizes(
-            len(self.layers), shape.num_experts, shape.top_k, shape.hidden, shape.intermediate,
-            shape.max_tokens,
-        )  # fmt: skip
+        shape, sizes = self.shape, self._sizes()
         begin = self._settings.host.fused_moe_stored(ctypes.byref(sizes), gemm)
         row_bytes = shape.intermediate if gemm == 0 else 2 * shape.hidden
         memory: torch.Tensor = self.layers[rank]._memory.tensor
         return memory[begin:][: sizes.rows * row_bytes].view(sizes.rows, row_bytes)
+
+    def await_counts(self, rank: int) -> None:
+        """Until all others have told ``rank`` how many rows they have in the first call."""
+        sizes = self._sizes()
+        begin = self._settings.host.fused_moe_counted(ctypes.byref(sizes))
+        words = self.layers[rank]._memory.tensor[begin:].view(torch.int32)
+        epochs = words[1 : 2 * sizes.ranks * sizes.experts : 2].view(sizes.ranks, -1)
+        others = [other for other in range(sizes.ranks) if other != rank]
+        deadline = time.monotonic() + 60.0
+        while not bool((epochs[others] == 1).all()):
+            assert time.monotonic() < deadline
+
+    def _sizes(self) -> _Sizes:
+        shape = self.shape
+        return _Sizes(
+            len(self.layers), shape.num_experts, shape.top_k, shape.hidden, shape.intermediate,
+            shape.max_tokens,
+        )  # fmt: skip
 
     def set_timeout(self, rank: int, timeout_s: float) -> None:
         """Of waits in the kernels of one rank."""

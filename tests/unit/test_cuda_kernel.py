@@ -299,12 +299,13 @@ class Args(ctypes.Structure):
             "l1_scales", "l2_scales", "addend", "y", "statistics")),
         ("peers", ctypes.c_uint64 * 33),
         *((name, ctypes.c_uint64) for name in (
-            "counted", "counters", "next_counters", "rows", "row_scales", "row_weights", "slots",
-            "activation_scales", "counts", "places", "copies", "tables", "state", "reports",
-            "spans", "row_count", "timeout_ns")),
+            "counted", "counters", "next_counters", "rows", "row_scales", "row_weights",
+            "row_calls", "slots", "activation_scales", "counts", "places", "copies", "tables",
+            "state", "reports", "spans", "row_count", "timeout_ns")),
         ("tokens", ctypes.c_int32), ("rows_for_groups", ctypes.c_int32),
         ("clamp", ctypes.c_float), ("rank", ctypes.c_int32), ("refused", ctypes.c_int32),
         ("reserved", ctypes.c_int32),
+        ("padding", ctypes.c_char * 56),  # to a multiple of a map's alignment
     ]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -364,17 +365,33 @@ def test_a_rank_that_does_not_come(gpu: Settings) -> None:
 
 
 @pytest.mark.parametrize("form", ["rows", "swap_ab"])
-def test_rows_that_do_not_come(gpu: Settings, form: str) -> None:
-    """A rank that waits for nothing has sent its counts, but sends no rows."""
-    world = World(2, SHAPE, gpu, tuning=FORMS[form])
-    calls = calls_of(SHAPE, [10, 8], 6, masked=0.0)
-    world.set_timeout(BAD, 0.0)
-    world.set_timeout(0, 0.3)
+@pytest.mark.parametrize("missing", ["rows", "results"])
+def test_a_rank_that_stops_within_a_call(gpu: Settings, form: str, missing: str) -> None:
+    """A rank whose waits end at once tells its counts. It sends its rows only if it finds the
+    counts of the others, and in no case computes anything."""
+    # So small that nothing but the rank makes others wait for seconds.
+    shape = FusedShape(num_experts=3, top_k=3, hidden=128, intermediate=128, max_tokens=6)
+    world = World(3, shape, gpu, tuning=FORMS[form])
+    calls = calls_of(shape, [5, 1, 6], 6)
+    for rank, call in enumerate(calls):
+        call.topk_idx[:] = torch.arange(3)
+        world.set_timeout(rank, 0.0 if rank == BAD else 3.0)
+    has_ended = threading.Event()
 
     def given_up(rank: int, layer: CudaLayer) -> None:
         del layer
-        with pytest.raises((PeerTimeout, UsageError)):
+        if rank == BAD:
+            if missing == "results":
+                world.await_counts(rank)
+            with pytest.raises((PeerTimeout, UsageError)):
+                world.call(rank, calls[rank])
+            has_ended.set()
+            return
+        if missing == "rows":
+            assert has_ended.wait(100.0)
+        with pytest.raises(PeerTimeout) as raised:
             world.call(rank, calls[rank])
+        assert raised.value.peer == BAD
 
     world.run(given_up)
 

@@ -34,9 +34,11 @@ __device__ inline void copy_row(const Call& call, const FusedMoeCopy& copy) {
   for (int block = lane; block < kHidden / kBlockDepth; block += kWarpLanes)
     peer.put_word(args.at.row_scales + (block * args.row_count + copy.row) * 4,
                   __float_as_uint(scales[block * args.scale_block_stride]));
-  if (lane == 0)
-    peer.put_word(args.at.row_weights + copy.row * int64_t{4},
-                  __float_as_uint(args.topk_weights[copy.entry]));
+  if (lane == 0) {
+    const int64_t word = copy.row * int64_t{4};
+    peer.put_word(args.at.row_weights + word, __float_as_uint(args.topk_weights[copy.entry]));
+    if constexpr (kRanks > 1) peer.put_word(args.at.row_calls + word, call.number + 1);
+  }
 #pragma unroll 1
   for (int first = lane; first < kUnits; first += kStep) {
     uint4 v[kInFlight];

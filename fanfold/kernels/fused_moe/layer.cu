@@ -10,6 +10,7 @@
 //
 // Constants: fused_moe/call.cuh.
 #include "fused_moe/copy_rows.cuh"
+#include "fused_moe/late_rank.cuh"
 #include "fused_moe/load.cuh"
 #include "fused_moe/multiply.cuh"
 #include "fused_moe/publish.cuh"
@@ -34,8 +35,13 @@ __device__ inline void spare_warp(const Call& call, int which) {
 // By one thread of the CTA.
 __device__ inline void finish(const Call& call) {
   const FusedMoeArgs& args = call.args;
-  if (call.tail.expired != 0)
-    report(call, ReportKind::kTimeout, static_cast<int>(call.tail.expired) - 1, blockIdx.x, 0);
+  if (call.tail.expired != 0) {
+    int late = static_cast<int>(call.tail.expired) - 1;
+    // Who waits for results may wait for a rank that waits for rows itself.
+    if constexpr (kRanks > 1)
+      if (call.tail.aborted == 0) late = late_rank(call, late);
+    report(call, ReportKind::kTimeout, late, blockIdx.x, 0);
+  }
   args.state->calls[blockIdx.x] = call.number + 1;
 }
 

@@ -34,7 +34,7 @@ class ChunkSum {
     for (;;) {
       const bool there = place_.row < 0 || has_returned(rank, offset, wanted);
       if (__all_sync(kFullWarp, there)) return;
-      if (__any_sync(kFullWarp, patience.expired())) return;
+      if (__any_sync(kFullWarp, !there && patience.expired())) return;
       between();
       if (nap_ns) __nanosleep(nap_ns);
     }

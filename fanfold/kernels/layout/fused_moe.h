@@ -68,6 +68,7 @@ struct FusedMoeOffsets {
   int64_t rows;         // [rows][hidden] e4m3
   int64_t row_scales;   // [hidden / 128][rows] float32
   int64_t row_weights;  // [rows] float32
+  int64_t row_calls;    // [rows] uint32, the call that a row is of, from 1 on; with several ranks
   int64_t slots;        // [rows][hidden] bf16, the results
 };
 
