@@ -144,9 +144,8 @@ test-core: build
 	$(LOCKED_MAKE) $(CORE)/.stamp
 	$(call run_core,$(CORE))
 
-# Tests wait for ranks and programs that they start, so half as many processes more than cores share
-# them; more than a few would only compete.
-SPREAD := -n $(shell echo $$((3 * $(JOBS) / 2))) --maxprocesses 8 --dist worksteal
+# Each of the processes starts ranks of its own; more than a few would only compete.
+SPREAD := -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 test-python: build
 	$(BIN)/python -m pytest $(SPREAD) --durations 10 $(PYTEST_ARGS)

@@ -15,6 +15,7 @@ Other fences (console, text, ...) are shown, not run.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import signal
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,9 +135,9 @@ class Tally:
         print("\n".join(filter(None, [f"FAILED {snippet}: {reason}", output.rstrip()])), flush=True)
 
 
-def run_page(page: str, root: Path, timeout: float, tally: Tally) -> None:
+def run_page(page: str, root: Path, timeout: float) -> Tally:
     """Runs one page's snippets in a folder of its own and prints a line for each."""
-    before = ""
+    before, tally = "", Tally()
     with tempfile.TemporaryDirectory(prefix="fanfold-snippets-") as name:
         for snippet in snippets_of(page, (root / page).read_text(encoding="utf-8")):
             if snippet.word == "skip" and snippet.reason:
@@ -158,6 +160,7 @@ def run_page(page: str, root: Path, timeout: float, tally: Tally) -> None:
             else:
                 stopped = f"no end within {timeout:.0f} s"
                 tally.fail(snippet, stopped if code is None else f"exit code {code}", output)
+    return tally
 
 
 def main() -> int:
@@ -166,12 +169,17 @@ def main() -> int:
     parser.add_argument("pages", nargs="*", help="pages relative to the root; all without")
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parent.parent)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for each block")
+    parser.add_argument("--jobs", type=int, default=1, help="pages that run at the same time")
     options = parser.parse_args()
-    tally = Tally()
-    for page in options.pages or pages_of(options.root):
-        run_page(page, options.root, options.timeout, tally)
-    print(f"{tally.passed} passed, {tally.failed} failed, {tally.skipped} skipped")
-    return 1 if tally.failed else 0
+    pages = list(options.pages or pages_of(options.root))
+    with ThreadPoolExecutor(options.jobs) as pool:
+        run = functools.partial(run_page, root=options.root, timeout=options.timeout)
+        tallies = list(pool.map(run, pages))
+    passed, failed, skipped = (
+        sum(getattr(tally, what) for tally in tallies) for what in ("passed", "failed", "skipped")
+    )
+    print(f"{passed} passed, {failed} failed, {skipped} skipped")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

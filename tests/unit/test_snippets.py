@@ -56,6 +56,19 @@ def test_pages_under_docs_run_too(tmp_path: Path) -> None:
     ]
 
 
+def test_pages_run_at_the_same_time_and_each_failure_counts(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+
+    def page(own: str, other: str) -> str:
+        wait = f"while [ ! -e {tmp_path}/{other} ]; do sleep 0.01; done"
+        return f"```bash\ntouch {tmp_path}/{own}\n{wait}\n```\n```bash\nfalse\n```\n"
+
+    (tmp_path / "docs" / "1.md").write_text(page("a", "b"), encoding="utf-8")
+    code, lines = run(tmp_path, page("b", "a"), "--jobs", "2", "--timeout", "30")
+    assert code == 1
+    assert lines[-1] == "2 passed, 2 failed, 0 skipped"
+
+
 def test_a_failing_line_in_bash_fails_the_block_and_shows_its_output(tmp_path: Path) -> None:
     code, lines = run(tmp_path, "```bash\necho before\nfalse\necho after\n```\n")
     assert code == 1
