@@ -121,7 +121,8 @@ define core_build
 endef
 
 # Many tests wait more than they work, so more processes share them than there are cores.
-CORE_PARTS = $$((3 * $(JOBS)))
+# Each part needs tests, so there are not too many.
+CORE_PARTS = $$((3 * $(JOBS) < 24 ? 3 * $(JOBS) : 24))
 run_core = seq $(CORE_PARTS) | xargs -P $(CORE_PARTS) -I{} $(1)/core_tests --part={}/$(CORE_PARTS)
 
 $(CORE)/.stamp $(CORE)-asan/.stamp $(CORE)-tsan/.stamp: CMakeLists.txt $(NATIVE) $(CORE_TESTS)

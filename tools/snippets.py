@@ -121,6 +121,12 @@ def command_for(snippet: Snippet, before: str, folder: Path) -> list[str]:
     return [sys.executable, str(script)]
 
 
+def say(text: str) -> None:
+    """Prints it in one piece, as pages may run at the same time."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
 @dataclass
 class Tally:
     """What happened so far."""
@@ -132,7 +138,7 @@ class Tally:
     def fail(self, snippet: Snippet, reason: str, output: str = "") -> None:
         """Counts and prints a failure."""
         self.failed += 1
-        print("\n".join(filter(None, [f"FAILED {snippet}: {reason}", output.rstrip()])), flush=True)
+        say("\n".join(filter(None, [f"FAILED {snippet}: {reason}", output.rstrip()])))
 
 
 def run_page(page: str, root: Path, timeout: float) -> Tally:
@@ -141,7 +147,7 @@ def run_page(page: str, root: Path, timeout: float) -> Tally:
     with tempfile.TemporaryDirectory(prefix="fanfold-snippets-") as name:
         for snippet in snippets_of(page, (root / page).read_text(encoding="utf-8")):
             if snippet.word == "skip" and snippet.reason:
-                print(f"skipped {snippet}: {snippet.reason}", flush=True)
+                say(f"skipped {snippet}: {snippet.reason}")
                 tally.skipped += 1
                 continue
             if snippet.word == "saved" and Path(snippet.reason).name == snippet.reason != "":
@@ -155,7 +161,7 @@ def run_page(page: str, root: Path, timeout: float) -> Tally:
             if snippet.language == "python":
                 before = f"{first}{snippet.text}\n"
             if code == 0:
-                print(f"passed {snippet} ({time.monotonic() - start:.1f} s)", flush=True)
+                say(f"passed {snippet} ({time.monotonic() - start:.1f} s)")
                 tally.passed += 1
             else:
                 stopped = f"no end within {timeout:.0f} s"

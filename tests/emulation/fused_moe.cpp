@@ -24,10 +24,14 @@ fused_moe_stored(const FusedMoeSizes* sizes, int32_t gemm) {
   return gemm == 0 ? layout.activations : layout.shared.slots;
 }
 
-// Where ranks tell how many rows they have.
+// Where ranks tell how many rows they have, and which call a row is of.
 extern "C" __attribute__((visibility("default"))) int64_t
 fused_moe_counted(const FusedMoeSizes* sizes) {
   return FusedMoeLayout(*sizes).shared.counted;
+}
+extern "C" __attribute__((visibility("default"))) int64_t
+fused_moe_row_calls(const FusedMoeSizes* sizes) {
+  return FusedMoeLayout(*sizes).shared.row_calls;
 }
 
 // Runs one call on one rank, to its end; without `call` the rank refuses.

@@ -161,7 +161,8 @@ class _Kernel:
 def emulated(builder: Builder) -> Iterator[Settings]:
     """Within it a CudaLayer takes the CPU for a GPU."""
     host = builder.load_host("fused_moe", *_SOURCES)
-    host.fused_moe_stored.restype = host.fused_moe_counted.restype = ctypes.c_int64
+    for name in ("stored", "counted", "row_calls"):
+        getattr(host, f"fused_moe_{name}").restype = ctypes.c_int64
     settings = Settings(host)
     core = types.SimpleNamespace(
         **{name: value for name, value in vars(_core).items() if name.startswith("CUDA_FUSED_MOE")},
@@ -311,6 +312,14 @@ class World:
         deadline = time.monotonic() + 60.0
         while not bool((epochs[others] == 1).all()):
             assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def arrived(self, rank: int, number: int) -> int:
+        """How many rows of the call of this number, from 1 on, have come to a rank."""
+        sizes = self._sizes()
+        begin = self._settings.host.fused_moe_row_calls(ctypes.byref(sizes))
+        words = self.layers[rank]._memory.tensor[begin:].view(torch.int32)[: sizes.rows]
+        return int((words == number).sum())
 
     def _sizes(self) -> _Sizes:
         shape = self.shape

@@ -392,6 +392,29 @@ def test_a_rank_that_stops_within_a_call(gpu: Settings, form: str, missing: str)
         with pytest.raises(PeerTimeout) as raised:
             world.call(rank, calls[rank])
         assert raised.value.peer == BAD
+        assert world.arrived(rank, 1) == (11 if missing == "rows" else 12)
+
+    world.run(given_up)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctas_that_do_not_share_their_counts(gpu: Settings, ranks: int) -> None:
+    """With so many tokens each CTA counts its own. One that does not run is its own rank's fault,
+    and that rank takes no part in the call."""
+    shape = FusedShape(num_experts=32, top_k=32, hidden=128, intermediate=128, max_tokens=1024)
+    world = World(ranks, shape, gpu, clusters=2)
+    calls = calls_of(shape, [1024, 3][:ranks], 8)
+    gpu.late_us = {0: 2_000_000}
+    world.set_timeout(0, 0.2)
+
+    def given_up(rank: int, layer: CudaLayer) -> None:
+        del layer
+        if rank == 0:
+            with pytest.raises(UsageError, match=r"CTA \d of rank 0 has waited for another"):
+                world.call(rank, calls[rank])
+            return
+        with pytest.raises(PeerRefused, match="rank 0 refused its input"):
+            world.call(rank, calls[rank])
 
     world.run(given_up)
 

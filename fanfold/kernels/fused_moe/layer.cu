@@ -37,7 +37,7 @@ __device__ inline void finish(const Call& call) {
   const FusedMoeArgs& args = call.args;
   if (call.tail.expired != 0) {
     int late = static_cast<int>(call.tail.expired) - 1;
-    // Who waits for results may wait for a rank that waits for rows itself.
+    // A rank that waits for results may wait for one that waits for rows.
     if constexpr (kRanks > 1)
       if (call.tail.aborted == 0) late = late_rank(call, late);
     report(call, ReportKind::kTimeout, late, blockIdx.x, 0);

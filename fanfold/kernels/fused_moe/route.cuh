@@ -68,7 +68,7 @@ __device__ inline void count_shares(RouteCounts& counts, const Call& call, const
   __syncthreads();
   if (threadIdx.x == 0) {
     add_release_gpu(call.shares_counted(), 1);
-    await_count(call, call.shares_counted(), gridDim.x);
+    if (!await_count(call, call.shares_counted(), gridDim.x)) call.tail.aborted = 1;
   }
   __syncthreads();
   for (int i = threadIdx.x; i < kExperts * kParts; i += kThreads) {
@@ -92,13 +92,14 @@ __device__ __forceinline__ int64_t counted_at(const Call& call, int source, int 
   return call.args.at.counted + ((parity * kRanks + source) * kExperts + expert) * 8;
 }
 
-// A CTA for each peer.
+// A CTA for each peer. A rank whose CTAs have not counted takes no part.
 __device__ inline void push_counts(const RouteCounts& counts, const Call& call) {
+  const bool takes_part = call.args.refused == 0 && call.tail.aborted == 0;
   for (int rank = blockIdx.x; rank < kRanks; rank += gridDim.x) {
     const Peer peer = call.peer(rank);
     for (int e = threadIdx.x; e < kExperts; e += kThreads) {
       const int own = counts.before[e] + counts.own[e] + counts.after[e];
-      const uint32_t count = call.args.refused ? kFusedMoeRefused : static_cast<uint32_t>(own);
+      const uint32_t count = takes_part ? static_cast<uint32_t>(own) : kFusedMoeRefused;
       peer.put(counted_at(call, call.args.rank, e), CountedWord{call.number + 1, count}.encode());
     }
   }
@@ -132,9 +133,6 @@ __device__ inline void gather_counts(RouteCounts& counts, const Call& call) {
     atomicAdd(counts.all + expert, rows);
     if (source < call.args.rank) atomicAdd(counts.below + expert, rows);
   }
-  __syncthreads();
-  if (call.tail.aborted == 0) return;
-  for (int e = threadIdx.x; e < kExperts; e += kThreads) counts.all[e] = counts.own[e] = 0;
 }
 
 // ---- places -------------------------------------------------------------------------------------
@@ -261,6 +259,10 @@ __device__ inline void route(RouteCounts& counts, const Call& call) {
   }
   clear_next_counters(call);
   __syncthreads();
+  if (call.tail.aborted != 0) {
+    for (int e = threadIdx.x; e < kExperts; e += kThreads) counts.all[e] = counts.own[e] = 0;
+    __syncthreads();
+  }
   constexpr int kWarps = kThreads / kWarpLanes;
   const int warp = threadIdx.x / kWarpLanes;
   for (int rank = warp; rank < kRanks; rank += kWarps) place_blocks(counts, call, rank);
