@@ -15,7 +15,6 @@ Other fences (console, text, ...) are shown, not run.
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import re
 import signal
@@ -179,8 +178,7 @@ def main() -> int:
     options = parser.parse_args()
     pages = list(options.pages or pages_of(options.root))
     with ThreadPoolExecutor(options.jobs) as pool:
-        run = functools.partial(run_page, root=options.root, timeout=options.timeout)
-        tallies = list(pool.map(run, pages))
+        tallies = list(pool.map(lambda page: run_page(page, options.root, options.timeout), pages))
     passed, failed, skipped = (
         sum(getattr(tally, what) for tally in tallies) for what in ("passed", "failed", "skipped")
     )

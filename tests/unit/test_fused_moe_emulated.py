@@ -374,7 +374,7 @@ def test_a_rank_that_stops_within_a_call(gpu: Settings, form: str, missing: str)
     world = World(3, shape, gpu, tuning=FORMS[form])
     calls = calls_of(shape, [5, 1, 6], 6)
     for rank, call in enumerate(calls):
-        call.topk_idx[:] = torch.arange(3)
+        call.topk_idx[:] = torch.arange(3, dtype=torch.int64, device="cpu")
         world.set_timeout(rank, 0.0 if rank == BAD else 3.0)
     has_ended = threading.Event()
 
