@@ -34,6 +34,12 @@ fused_moe_row_calls(const FusedMoeSizes* sizes) {
   return FusedMoeLayout(*sizes).shared.row_calls;
 }
 
+// Where the CTAs of a rank count in calls of one parity.
+extern "C" __attribute__((visibility("default"))) int64_t
+fused_moe_counters(const FusedMoeSizes* sizes, int32_t parity) {
+  return FusedMoeLayout(*sizes).shared.counters[parity];
+}
+
 // Runs one call on one rank, to its end; without `call` the rank refuses.
 extern "C" __attribute__((visibility("default"))) void run_fused_moe(const FusedMoeLayer* layer,
                                                                      const FusedMoeCall* call,

@@ -161,7 +161,7 @@ class _Kernel:
 def emulated(builder: Builder) -> Iterator[Settings]:
     """Within it a CudaLayer takes the CPU for a GPU."""
     host = builder.load_host("fused_moe", *_SOURCES)
-    for name in ("stored", "counted", "row_calls"):
+    for name in ("stored", "counted", "row_calls", "counters"):
         getattr(host, f"fused_moe_{name}").restype = ctypes.c_int64
     settings = Settings(host)
     core = types.SimpleNamespace(
@@ -302,17 +302,26 @@ class World:
         memory: torch.Tensor = self.layers[rank]._memory.tensor
         return memory[begin:][: sizes.rows * row_bytes].view(sizes.rows, row_bytes)
 
-    def await_counts(self, rank: int) -> None:
-        """Until all others have told ``rank`` how many rows they have in the first call."""
+    def await_counts(self, rank: int, number: int = 1) -> None:
+        """Until all others have told ``rank`` how many rows they have in a call, from 1 on."""
         sizes = self._sizes()
         begin = self._settings.host.fused_moe_counted(ctypes.byref(sizes))
         words = self.layers[rank]._memory.tensor[begin:].view(torch.int32)
-        epochs = words[1 : 2 * sizes.ranks * sizes.experts : 2].view(sizes.ranks, -1)
+        epochs = words[1 : 4 * sizes.ranks * sizes.experts : 2].view(2, sizes.ranks, -1)
         others = [other for other in range(sizes.ranks) if other != rank]
         deadline = time.monotonic() + 60.0
-        while not bool((epochs[others] == 1).all()):
+        while not bool((epochs[(number - 1) % 2, others] == number).all()):
             assert time.monotonic() < deadline
             time.sleep(0.001)
+
+    def counters(self, rank: int, number: int) -> torch.Tensor:
+        """Into which a rank's CTAs have counted in the call of this number, from 1 on."""
+        sizes = self._sizes()
+        begin, end = (
+            self._settings.host.fused_moe_counters(ctypes.byref(sizes), parity) for parity in (0, 1)
+        )
+        nbytes, first = end - begin, begin if number % 2 != 0 else end
+        return self.layers[rank]._memory.tensor[first:][:nbytes].view(torch.int32)
 
     def arrived(self, rank: int, number: int) -> int:
         """How many rows of the call of this number, from 1 on, have come to a rank."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -138,6 +140,25 @@ def test_a_rank_begins_a_call_before_all_have_begun_the_last(gpu: Settings) -> N
     found = world.run(lambda rank, _: [world.call(rank, each[rank]) for each in calls])
     for number, call in enumerate(calls):
         check(world, call, [received[number] for received in found])
+    world.close()
+
+
+def test_results_are_told_until_all_have_read_them(gpu: Settings) -> None:
+    """A peer may still wait for results of the last call, which it has not ended before it begins
+    this one."""
+    world = World(2, SHAPE, gpu)
+    calls = calls_of(SHAPE, [9, 8], 4)
+    check(world, calls, world.call_all(calls))
+    last = world.counters(0, 1).clone()
+    assert int(last.count_nonzero()) > 2
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(world.call, 0, calls[0])
+        world.await_counts(1, 2)
+        time.sleep(0.3)  # in which the kernel does all that it can without the other rank
+        assert torch.equal(world.counters(0, 1), last)
+        found = [world.call(1, calls[1])]
+        check(world, calls, [early.result(), *found])
+    assert int(world.counters(0, 1).count_nonzero()) == 0
     world.close()
 
 

@@ -256,6 +256,7 @@ __device__ inline void route(RouteCounts& counts, const Call& call) {
   } else {
     push_counts(counts, call);
     gather_counts(counts, call);
+    __syncthreads();  // all ranks have ended the call before
   }
   clear_next_counters(call);
   __syncthreads();
