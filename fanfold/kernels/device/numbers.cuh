@@ -14,6 +14,12 @@ __device__ __forceinline__ float reciprocal(float v) {
   return v;
 }
 
+// 2 to the power of v, likewise; within 2 units of the last place.
+__device__ __forceinline__ float exp2_approximately(float v) {
+  asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(v));
+  return v;
+}
+
 __device__ __forceinline__ float bf16_low(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float bf16_high(uint32_t pair) {
   return __uint_as_float(pair & 0xffff0000u);

@@ -48,7 +48,14 @@ struct Mailbox {
 // A role of a CTA may be four tiles, which are as many stages, ahead of another.
 inline constexpr uint32_t kTasks = 8;
 // Of more experts the tables of the schedule lie in global memory.
-inline constexpr int kSharedExperts = kLocalExperts <= 94 ? kLocalExperts : 0;
+inline constexpr int kSharedExperts = kTailRows == 0 && kLocalExperts <= 66 ? kLocalExperts : 0;
+
+// In shared memory, as the thread has no registers for it.
+struct TicketState {
+  Cursor cursor;
+  int next;  // ticket
+  uint32_t number;  // of the next task
+};
 
 struct Tail {
   uint64_t tasks[kTasks];
@@ -57,8 +64,9 @@ struct Tail {
   uint32_t expired;  // 1 + the rank waited for once a wait has lasted too long, else 0
   uint32_t aborted;  // a rank takes no part: nothing moves
   int own_copies;    // rows of this CTA's tokens
+  TicketState tickets;
   uint32_t grouped;  // a bit for each rank that computes the second GEMM's columns in groups
-  uint32_t before[kSharedExperts + 1];
+  uint64_t before[kSharedExperts + 1];
   int32_t rows[kSharedExperts + 1];
 };
 
@@ -67,7 +75,7 @@ struct SharedMemory {
   Tail tail;
   alignas(1024) StoreSlot store[kMathWarpgroups][kSlots];
 };
-static_assert(sizeof(SharedMemory) == kSharedBytes);
+static_assert(sizeof(SharedMemory) <= kSharedBytes);
 
 // ---- boxes of rows ------------------------------------------------------------------------------
 
@@ -100,9 +108,8 @@ struct Call {
     return counters + at().returned() + kFusedMoeMostGroups * half + group;
   }
 
-  __device__ uint32_t* before() const {
-    return kSharedExperts ? tail.before
-                          : args.tables + int64_t{blockIdx.x} * (2 * kLocalExperts + 1);
+  __device__ uint64_t* before() const {
+    return kSharedExperts ? tail.before : args.tables + int64_t{blockIdx.x} * (2 * kLocalExperts + 2);
   }
   __device__ int32_t* rows() const {
     return kSharedExperts ? tail.rows : reinterpret_cast<int32_t*>(before() + kLocalExperts + 1);
@@ -118,7 +125,8 @@ struct Call {
             kLocalExperts,
             kFirstColumnBlocks,
             kSecondColumnBlocks,
-            group_blocks(args.rank)};
+            group_blocks(args.rank),
+            kTailRows};
   }
   __device__ Peer peer(int rank) const { return {args, rank}; }
   // Of one of the counters, in every rank's memory.

@@ -3,29 +3,38 @@
 
 #include "fused_moe/activation.cuh"
 #include "fused_moe/progress.cuh"
+#include "fused_moe/multiply_tail.cuh"
 #include "gemm/store.cuh"
 
 namespace fanfold::fused_moe {
 
 // Of a warpgroup's tile: the first of a thread's two rows; the other is 8 further.
 __device__ __forceinline__ int row_of_thread() {
-  const int thread = threadIdx.x % kWarpgroupThreads;
+  const int thread = settled_thread() % kWarpgroupThreads;
   return thread / kWarpLanes * 16 + thread % kWarpLanes / 4;
 }
 
+inline constexpr int kGroup = 8;
 // SwiGLU of a warpgroup's tile times the weights of its rows, quantised; `row` is its first.
-__device__ __forceinline__ void store_activations(float (&d)[kSums], StoreSlot& slot,
+template <class Next>
+__device__ __forceinline__ void store_activations(float (&d)[kSums], uint8_t* slot,
                                                   const Call& call, const Task& task, int row,
-                                                  const float (&weight)[2]) {
+                                                  const float (&weight)[2], const Next& next) {
   const FusedMoeArgs& args = call.args;
-  const int thread = threadIdx.x % kWarpgroupThreads;
-  const Team team = Team::warpgroup(threadIdx.x / kWarpgroupThreads);
+  const int thread = settled_thread() % kWarpgroupThreads;
+  const Team team = Team::warpgroup(settled_thread() / kWarpgroupThreads);
   const int slot_row = row_of_thread();
   float largest[2] = {kSmallestActivation, kSmallestActivation};
+  float minus_log2e = -kLog2E;
 #pragma unroll
   for (int i = 0; i < kSums / 2; ++i) {
     const int h = i / 2 % 2;
-    d[i] = swiglu(d[i], d[kSums / 2 + i], args.clamp) * weight[h];
+    if (i % kGroup == 0 && i > 0) {
+      float so_far = largest[0];
+      register_settle(so_far);
+      minus_log2e = so_far < __uint_as_float(args.refused) ? 0 : -kLog2E;
+    }
+    d[i] = swiglu(d[i], d[kSums / 2 + i], args.clamp, minus_log2e) * weight[h];
     largest[h] = fmaxf(largest[h], fabsf(d[i]));
   }
   float factor[2];
@@ -38,6 +47,7 @@ __device__ __forceinline__ void store_activations(float (&d)[kSums], StoreSlot& 
       args.activation_scales[task.column_block * args.row_count + row + slot_row + 8 * h] =
           largest[h] * (1.0f / kE4m3Max);
   }
+  next();
   if (thread == 0) bulk_await_read<0>();  // the slot's last store
   team.wait();
   // Units of 16 bytes are swizzled: exclusive or with the row's place among eight.
@@ -54,15 +64,17 @@ __device__ __forceinline__ void store_activations(float (&d)[kSums], StoreSlot& 
   fence_global_and_bulk();
   team.wait();
   if (thread == 0) {
-    store_box(&args.a[1][smallest_box(task.row + task.valid - row)],
+    store_box(&args.a[1][smallest_box(min(task.valid, kTileRows) + task.row - row)],
               {task.column_block * 128, row, 0}, slot);
     bulk_commit();
   }
 }
 
-// A tile whose rows are rows of the products: 64 for each warpgroup.
-__device__ __forceinline__ void multiply_rows(Progress& at, PartSum<Waits>& sum,
-                                              StoreSlot (&slots)[kSlots]) {
+// A tile whose rows are rows of the products, 64 for each warpgroup, and those of a tail columns.
+template <int kTokens>
+__device__ __forceinline__ void multiply_tile(Progress& at, PartSum<Waits>& sum,
+                                              StoreSlot (&all_slots)[kMathWarpgroups][kSlots]) {
+  StoreSlot(&slots)[kSlots] = all_slots[at.warpgroup];
   const Call& call = at.call;
   const Task& task = at.task;
   const bool computes = task.computes && task.valid > sum.row;
@@ -70,27 +82,47 @@ __device__ __forceinline__ void multiply_rows(Progress& at, PartSum<Waits>& sum,
   float weight[2] = {};
   float d[kSums];
   registers_begin(d);
+  TailSums<kTokens> tail;
+  begin(tail);
+  float tail_weight = 0;
   if (computes) {
-    sum.run(d, at.scales, depth_blocks(task.gemm), [&] {
+    sum.template run<kTokens>(d, tail, at.scales, depth_blocks(task.gemm), [&] {
       at.publish_last();
       if (task.gemm == 1) return;
       weight[0] = row_weight(call, row + row_of_thread());
       weight[1] = row_weight(call, row + row_of_thread() + 8);
+      if constexpr (kTokens > 0) if (sum.has_tail)
+        if (static_cast<int>(threadIdx.x) < kTokens)
+          tail_weight = row_weight(call, task.row + kTileRows + static_cast<int>(threadIdx.x));
     });
   } else {
     at.publish_last();
     at.stages.skip(depth_blocks(task.gemm));
+    at.take();
   }
-  at.take();
   if (computes) {
+    if constexpr (kTokens > 0) {
+      if (sum.has_tail) {
+        if (task.gemm == 0) {
+          store_tail_activations<kTokens>(tail, all_slots[0][0], all_slots[0][2], call, task,
+                                          tail_weight);
+        } else {
+          store_tail<kTokens>(tail, all_slots[0][0], call, task);
+        }
+      }
+      registers_settle(d);
+    }
     if (task.gemm == 0) {
-      store_activations(d, slots[0], call, task, row, weight);
+      store_activations(d, slots[0], call, task, row, weight, [&] { at.take(); });
     } else {
-      store_part(d, slots, &call.args.results[smallest_box(task.valid - sum.row)],
+      at.take();
+      store_part(d, slots,
+                 &(kTailRows > 0 ? call.args.narrow_results
+                                 : call.args.results)[smallest_box(min(task.valid, kTileRows) - sum.row)],
                  {task.column_block * kTileColumns, row, 0}, at.warpgroup);
     }
   }
-  at.end_tile(computes);
+  at.end_tile(computes, sum.has_tail);
 }
 
 // Until no tickets are left.
@@ -98,7 +130,14 @@ __device__ __forceinline__ void multiply_rows(SharedMemory& shared, const Call& 
                                               int warpgroup) {
   Progress at(shared, call, warpgroup, Team::warpgroup(warpgroup));
   PartSum sum(at.stages, warpgroup);
-  while (at.task.valid > 0) multiply_rows(at, sum, shared.store[warpgroup]);
+  while (at.task.valid > 0) {
+    if (kTailRows > 0) {
+      sum.has_tail = at.task.valid > kTileRows;
+      multiply_tile<kTailRows>(at, sum, shared.store);
+    } else {
+      multiply_tile<0>(at, sum, shared.store);
+    }
+  }
   at.end();
 }
 

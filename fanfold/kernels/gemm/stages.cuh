@@ -33,16 +33,30 @@ inline constexpr int kScaleGroups = kPartColumns / kScaleColumns;
 
 inline constexpr int kBytesA = kTileRows * kBlockDepth;
 inline constexpr int kBytesB = kTileColumns * kBlockDepth;
-inline constexpr int kBytesScales = kTileRows * 4;
+inline constexpr int kBytesTail = kTailRows * kBlockDepth;
+inline constexpr int kScaleRows = kTileRows + (kTailRows + 31) / 32 * 32;
+inline constexpr int kBytesScales = kScaleRows * 4;
 static_assert(kBytesA % 1024 == 0 && kBytesB % 1024 == 0 && kBytesScales % 128 == 0);
 
 static_assert(kTileRows == kWgmmaRows || kSplitsRows);
+
+// Of rows beyond the tile's, which are columns of products.
+template <int kRows>
+struct TailStages {
+  uint8_t rows[kStages][kRows * kBlockDepth];
+  __device__ uint8_t* of(int stage) { return rows[stage]; }
+};
+template <>
+struct TailStages<0> {
+  __device__ uint8_t* of(int) { return nullptr; }
+};
 
 // It begins on 1024 bytes, which it does not ask for: its size would be a multiple of them too.
 struct Ring {
   uint8_t a[kStages][kBytesA];
   uint8_t b[kStages][kBytesB];
-  float scales[kStages][kTileRows];
+  [[no_unique_address]] TailStages<kTailRows> tail;
+  float scales[kStages][kScaleRows];
   ArrivalBarrier full[kStages];
   ArrivalBarrier empty[kStages];
 };
@@ -91,6 +105,14 @@ __device__ __forceinline__ void load_block(uint8_t* shared, const TensorMap* map
     load_box(shared, map, at, full);
     load_box(shared + kHalfBytes, map, {at.x, at.y + kHalfRows, at.z}, full);
   }
+}
+
+// This thread's number, from which the compiler computes no addresses ahead of a tile: there are no
+// registers for them.
+__device__ __forceinline__ int settled_thread() {
+  uint32_t thread = threadIdx.x;
+  register_settle(thread);
+  return static_cast<int>(thread);
 }
 
 // A warp needs the stage no longer.
