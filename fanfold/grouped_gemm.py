@@ -155,7 +155,6 @@ class Kind:
             "kGroups": self.groups,
             "kMasked": int(self.masked),
             "kTileRows": self.tile_rows,
-            "kTailRows": 0,
             "kTwoLevels": int(not self.fast_accumulation),
             "kSharedBytes": _SHARED_BYTES[self.tile_rows],
         }

@@ -60,7 +60,7 @@ static_assert(sizeof(LaunchConfig) == 56 && offsetof(LaunchConfig, stream) == 32
 enum class TensorType : int { UINT8 = 0, FLOAT32 = 7, BFLOAT16 = 9 };
 
 // CUtensorMapSwizzle
-enum class Swizzle : int { NONE = 0, BYTES_64 = 2, BYTES_128 = 3 };
+enum class Swizzle : int { NONE = 0, BYTES_128 = 3 };
 
 // The driver functions that the library calls, by their names without the prefix `cu`.
 struct Driver {

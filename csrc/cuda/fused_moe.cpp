@@ -65,7 +65,7 @@ FusedMoeLayout::FusedMoeLayout(const FusedMoeSizes& sizes) {
   counts = take(4 * int64_t{kFusedMoeMostCtas} * sizes.experts);
   places = take(int64_t{sizeof(FusedMoePlace)} * entries);
   copies = take(int64_t{sizeof(FusedMoeCopy)} * entries);
-  tables = take(8 * int64_t{kFusedMoeMostCtas} * (2 * int64_t{sizes.local_experts()} + 2));
+  tables = take(4 * int64_t{kFusedMoeMostCtas} * (2 * int64_t{sizes.local_experts()} + 1));
   bytes = end;
 }
 
@@ -87,30 +87,23 @@ FusedMoe::FusedMoe(const FusedMoeSizes& sizes, int32_t rank, const uintptr_t* pe
     for (int box = 0; box < kFusedMoeRowBoxes; ++box) {
       fixed_.a[gemm][box] = bytes_map(rows[gemm], shape, box_rows(box), names[gemm]);
     }
-    const auto scale_map = [&](uint32_t box_rows) {
-      return tensor_map(pointer<const void>(at(memory, scales[gemm])),
-                        {.type = TensorType::FLOAT32,
-                         .sizes = {row_count, depths[gemm] / 128, 1},
-                         .strides = {4 * row_count, 4 * row_count * (depths[gemm] / 128)},
-                         .box = {box_rows, 1},
-                         .swizzle = Swizzle::NONE},
-                        scale_names[gemm]);
-    };
-    fixed_.scales[gemm] = scale_map(kFusedMoeBlockRows);
-    fixed_.tail_scales[gemm] = scale_map(32);
+    fixed_.scales[gemm] =
+        tensor_map(pointer<const void>(at(memory, scales[gemm])),
+                   {.type = TensorType::FLOAT32,
+                    .sizes = {row_count, depths[gemm] / 128, 1},
+                    .strides = {4 * row_count, 4 * row_count * (depths[gemm] / 128)},
+                    .box = {kFusedMoeBlockRows, 1},
+                    .swizzle = Swizzle::NONE},
+                   scale_names[gemm]);
   }
   for (int box = 0; box < kFusedMoeRowBoxes; ++box) {
-    const auto map = [&](uint32_t row_bytes, Swizzle swizzle) {
-      return tensor_map(pointer<const void>(at(memory, layout.shared.slots)),
-                        {.type = TensorType::BFLOAT16,
-                         .sizes = {hidden, row_count, 1},
-                         .strides = {2 * hidden, 2 * hidden * row_count},
-                         .box = {row_bytes / 2, box_rows(box)},
-                         .swizzle = swizzle},
-                        "results of rows");
-    };
-    fixed_.results[box] = map(BOX_BYTES, Swizzle::BYTES_128);
-    fixed_.narrow_results[box] = map(BOX_BYTES / 2, Swizzle::BYTES_64);
+    fixed_.results[box] = tensor_map(pointer<const void>(at(memory, layout.shared.slots)),
+                                     {.type = TensorType::BFLOAT16,
+                                      .sizes = {hidden, row_count, 1},
+                                      .strides = {2 * hidden, 2 * hidden * row_count},
+                                      .box = {BOX_BYTES / 2, box_rows(box)},
+                                      .swizzle = Swizzle::BYTES_128},
+                                     "results of rows");
   }
   fixed_.peers = peer_table(peers, sizes.ranks, 0);
   fixed_.at = layout.shared;
@@ -118,7 +111,7 @@ FusedMoe::FusedMoe(const FusedMoeSizes& sizes, int32_t rank, const uintptr_t* pe
   fixed_.counts = pointer<int32_t>(at(memory, layout.counts));
   fixed_.places = pointer<FusedMoePlace>(at(memory, layout.places));
   fixed_.copies = pointer<FusedMoeCopy>(at(memory, layout.copies));
-  fixed_.tables = pointer<uint64_t>(at(memory, layout.tables));
+  fixed_.tables = pointer<uint32_t>(at(memory, layout.tables));
   fixed_.state = pointer<FusedMoeState>(at(memory, layout.state));
   fixed_.reports = pointer<Report>(reports);
   fixed_.row_count = sizes.rows();

@@ -50,7 +50,6 @@ MOST_ROWS = _core.CUDA_FUSED_MOE_MOST_ROWS
 _THREADS = 384
 _SHARED_BYTES = 232448
 _CLUSTER = 2
-_TAIL_ROWS = 16
 
 
 def kernel_source(
@@ -81,7 +80,6 @@ def kernel_source(
         "kSwapsAb": int(swap_ab),
         "kTwoLevels": int(swap_ab or not fast_accumulation),
         "kTileRows": 128,
-        "kTailRows": 0 if swap_ab or not fast_accumulation else _TAIL_ROWS,
         "kSharedBytes": _SHARED_BYTES,
     }
     entry = "fanfold::fused_moe::layer"

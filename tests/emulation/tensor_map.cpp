@@ -29,9 +29,7 @@ TensorMap tensor_map(const void* address, const TensorShape& shape, const char* 
   emulation::TensorMap tensor{};
   tensor.address = static_cast<unsigned char*>(const_cast<void*>(address));
   tensor.element_bytes = bytes_of(shape.type);
-  tensor.swizzled_bytes = shape.swizzle == Swizzle::BYTES_128  ? 128
-                          : shape.swizzle == Swizzle::BYTES_64 ? 64
-                                                               : 0;
+  tensor.swizzles = shape.swizzle == Swizzle::BYTES_128;
   auto misaligned = reinterpret_cast<uintptr_t>(address);
   for (int i = 0; i < 3; ++i) tensor.sizes[i] = static_cast<int64_t>(shape.sizes[i]);
   for (int i = 0; i < 2; ++i) {
@@ -42,7 +40,7 @@ TensorMap tensor_map(const void* address, const TensorShape& shape, const char* 
   }
   const int64_t row_bytes = tensor.box[0] * tensor.element_bytes;
   if (misaligned % 16 != 0 || row_bytes % 16 != 0) std::abort();
-  if (tensor.swizzled_bytes != 0 && row_bytes != tensor.swizzled_bytes) std::abort();
+  if (tensor.swizzles && row_bytes != 128) std::abort();
   TensorMap map{};
   std::memcpy(&map, &tensor, sizeof tensor);
   return map;

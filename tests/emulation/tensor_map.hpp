@@ -15,7 +15,7 @@ struct TensorMap {
   int64_t strides[2];
   int64_t box[2];
   int64_t element_bytes;
-  int64_t swizzled_bytes;  // 128 or 64: units of 16 bytes within so many; 0: none
+  int64_t swizzles;  // 16-byte units of 128 bytes, by the place of these among eight
 
   static TensorMap of(const fanfold::TensorMap* map) {
     TensorMap tensor;

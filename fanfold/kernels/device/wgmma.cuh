@@ -141,7 +141,6 @@ __device__ __forceinline__ void wgmma_await() {
                  : __VA_ARGS__                                                            \
                  : "l"(a), "l"(b), "r"(static_cast<int>(adds)));                          \
   }
-FANFOLD_WGMMA(8, "16", FANFOLD_D0, "%8", "%9", "%10", FANFOLD_EIGHT(0));
 FANFOLD_WGMMA(16, "32", FANFOLD_D0 ", " FANFOLD_D8, "%16", "%17", "%18", FANFOLD_EIGHT(0),
               FANFOLD_EIGHT(8));
 FANFOLD_WGMMA(32, "64", FANFOLD_D0 ", " FANFOLD_D8 ", " FANFOLD_D16 ", " FANFOLD_D24, "%32", "%33",

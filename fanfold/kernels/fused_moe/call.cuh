@@ -48,13 +48,12 @@ struct Mailbox {
 // A role of a CTA may be four tiles, which are as many stages, ahead of another.
 inline constexpr uint32_t kTasks = 8;
 // Of more experts the tables of the schedule lie in global memory.
-inline constexpr int kSharedExperts = kTailRows == 0 && kLocalExperts <= 66 ? kLocalExperts : 0;
+inline constexpr int kSharedExperts = kLocalExperts <= 94 ? kLocalExperts : 0;
 
-// In shared memory, as the thread has no registers for it.
 struct TicketState {
   Cursor cursor;
-  int next;  // ticket
-  uint32_t number;  // of the next task
+  int next;            // the last ticket that was taken
+  uint32_t published;  // tasks
 };
 
 struct Tail {
@@ -66,7 +65,7 @@ struct Tail {
   int own_copies;    // rows of this CTA's tokens
   TicketState tickets;
   uint32_t grouped;  // a bit for each rank that computes the second GEMM's columns in groups
-  uint64_t before[kSharedExperts + 1];
+  uint32_t before[kSharedExperts + 1];
   int32_t rows[kSharedExperts + 1];
 };
 
@@ -75,7 +74,7 @@ struct SharedMemory {
   Tail tail;
   alignas(1024) StoreSlot store[kMathWarpgroups][kSlots];
 };
-static_assert(sizeof(SharedMemory) <= kSharedBytes);
+static_assert(sizeof(SharedMemory) == kSharedBytes);
 
 // ---- boxes of rows ------------------------------------------------------------------------------
 
@@ -108,8 +107,9 @@ struct Call {
     return counters + at().returned() + kFusedMoeMostGroups * half + group;
   }
 
-  __device__ uint64_t* before() const {
-    return kSharedExperts ? tail.before : args.tables + int64_t{blockIdx.x} * (2 * kLocalExperts + 2);
+  __device__ uint32_t* before() const {
+    return kSharedExperts ? tail.before
+                          : args.tables + int64_t{blockIdx.x} * (2 * kLocalExperts + 1);
   }
   __device__ int32_t* rows() const {
     return kSharedExperts ? tail.rows : reinterpret_cast<int32_t*>(before() + kLocalExperts + 1);
@@ -125,8 +125,7 @@ struct Call {
             kLocalExperts,
             kFirstColumnBlocks,
             kSecondColumnBlocks,
-            group_blocks(args.rank),
-            kTailRows};
+            group_blocks(args.rank)};
   }
   __device__ Peer peer(int rank) const { return {args, rank}; }
   // Of one of the counters, in every rank's memory.

@@ -6,21 +6,24 @@
 
 namespace fanfold::fused_moe {
 
-// Takes the cluster's tickets and tells both CTAs their tasks; by one thread of the first CTA.
+// Takes the cluster's tickets and tells both CTAs their tasks; by one thread of the first CTA. What
+// it keeps is in shared memory: for that of the thread that copies weights there are no registers.
 class Tickets {
  public:
   __device__ explicit Tickets(const Call& call) : call_(call) {}
 
+  __device__ void begin() {
+    call_.tail.tickets = {};
+    take();
+    publish();
+  }
   __device__ void take() {
     call_.tail.tickets.next = static_cast<int>(atomicAdd(call_.ticket(), 1u));
   }
   __device__ void publish() {
     TicketState& state = call_.tail.tickets;
-    const uint32_t number = state.number;
-    Cursor cursor = state.cursor;
-    const TicketPlace place = place_of(call_.schedule(), state.next, cursor);
-    state.cursor = cursor;
-    state.number = number + 1;
+    const uint32_t number = state.published++;
+    const TicketPlace place = place_of(call_.schedule(), state.next, state.cursor);
     for (int cta = 0; cta < kCluster; ++cta)
       exchange_relaxed_at_cta(&call_.tail.tasks[number % kTasks], cta,
                               PackedTask::of(task_at(place, cta), number).word);
@@ -43,11 +46,7 @@ class WeightLoader {
       : ring_(ring), call_(call), waits_{call}, tickets_(call) {}
 
   __device__ void run() {
-    if (cta_of_cluster() == 0) {
-      call_.tail.tickets = {};
-      tickets_.take();
-      tickets_.publish();
-    }
+    if (cta_of_cluster() == 0) tickets_.begin();
     Task task = await_task(call_, 0);
     for (uint32_t n = 1; task.valid > 0; ++n) {
       if (!(task.shares_weights ? load_tile<true>(task) : load_tile<false>(task))) return;
@@ -56,7 +55,8 @@ class WeightLoader {
   }
 
  private:
-  // Two loops, as in RowLoader.
+  // Two loops, as in RowLoader, each in parts between which tickets are taken: within a loop ptxas
+  // would spill what its copies need.
   template <bool kSharesWeights>
   __device__ __forceinline__ bool load_tile(const Task& task) {
     // Gate columns stand in the lower half of a tile, the same columns of up in the upper.
@@ -68,27 +68,30 @@ class WeightLoader {
     const int high = low + (task.gemm == 0 ? kIntermediate : kHalfColumns);
     const int blocks = depth_blocks(task.gemm);
     int k = 0;
+    const auto load_until = [&](int end) {
+      for (; k < end; ++k, at_.advance()) {
+        if (!waits_(&ring_.empty[at_.stage], at_.parity ^ 1)) return false;
+        ArrivalBarrier* full = &ring_.full[at_.stage];
+        uint8_t* b = ring_.b[at_.stage];
+        arrive_expecting(full, kBytesB);
+        const int x = k * kBlockDepth;
+        if constexpr (kSharesWeights) {
+          load_box_multicast(b + cta * kHalfBytes, map, {x, cta == 0 ? low : high, task.expert},
+                             full, 0b11);
+        } else {
+          load_box(b, map, {x, low, task.expert}, full);
+          load_box(b + kHalfBytes, map, {x, high, task.expert}, full);
+        }
+      }
+      return true;
+    };
 #pragma unroll 1
     for (int part = 0; part < 3; ++part) {
-      const int ahead = part == 0 ? kTakenAhead : part == 1 ? kPublishedAhead : 0;
-    for (const int end = max(blocks - ahead, 0); k < end; ++k, at_.advance()) {
-      if (!waits_(&ring_.empty[at_.stage], at_.parity ^ 1)) return false;
-      ArrivalBarrier* full = &ring_.full[at_.stage];
-      uint8_t* b = ring_.b[at_.stage];
-      arrive_expecting(full, kBytesB);
-      const int x = k * kBlockDepth;
-      if constexpr (kSharesWeights) {
-        load_box_multicast(b + cta * kHalfBytes, map, {x, cta == 0 ? low : high, task.expert}, full,
-                           0b11);
-      } else {
-        load_box(b, map, {x, low, task.expert}, full);
-        load_box(b + kHalfBytes, map, {x, high, task.expert}, full);
-      }
-    }
-      if (cta == 0) {
-        if (part == 0) tickets_.take();
-        if (part == 1) tickets_.publish();
-      }
+      if (!load_until(blocks - (part == 0 ? kTakenAhead : part == 1 ? kPublishedAhead : 0)))
+        return false;
+      if (cta != 0) continue;
+      if (part == 0) tickets_.take();
+      if (part == 1) tickets_.publish();
     }
     return true;
   }
@@ -107,16 +110,12 @@ struct RowsAwaited {
 
   __device__ RowsAwaited(const Call& call, const Task& task, int half) {
     const int at = task.row / kFusedMoeHalfRows + half;
-    // Of three: a tail follows a full block.
     const int valid = max(0, min(task.valid - half * kFusedMoeHalfRows, kFusedMoeHalfRows));
     counter = task.gemm == 0 ? call.arrived(at) : call.activated(at);
     wanted = valid == 0 ? 0 : task.gemm == 0 ? valid : kFirstColumnBlocks;
   }
   __device__ bool are_there() const { return wanted == 0 || has_counted(counter, wanted); }
 };
-
-// Of a block's rows; a tail is in the third.
-inline constexpr int kAwaitedHalves = kTailRows > 0 ? 3 : 2;
 
 // The thread that copies rows. It looks for the next tile's rows while this one is copied, and
 // waits only if they were not there: a wait before could be for this tile.
@@ -126,32 +125,23 @@ class RowLoader {
 
   __device__ void run() {
     for (Task task = await_task(call_, 0); task.valid > 0; task = await_task(call_, number_++)) {
-      for (int h = 0; h < kAwaitedHalves; ++h) {
+      for (int h = 0; h < 2; ++h) {
         const RowsAwaited rows(call_, task, h);
         if ((there_ >> h & 1) || rows.wanted == 0) continue;
         if (!await_count(call_, rows.counter, rows.wanted)) return;
       }
       there_ = 0;
       fence_global_and_bulk();
-      const bool has_tail = kTailRows > 0 && task.valid > kTileRows;
-      const bool there = !task.shares_weights ? has_tail ? load_tile<false, true>(task)
-                                                         : load_tile<false, false>(task)
-                         : has_tail           ? load_tile<true, true>(task)
-                                              : load_tile<true, false>(task);
-      if (!there) return;
+      if (!(task.shares_weights ? load_tile<true>(task) : load_tile<false>(task))) return;
     }
   }
 
  private:
   // Two boxes of rows, as small as the valid rows allow. Two loops, as in one the compiler makes a
-  // thread go through the copies of both cases.
-  template <bool kSharesWeights, bool kHasTail>
+  // thread go through the copies of both cases; each in parts, as in WeightLoader.
+  template <bool kSharesWeights>
   __device__ __forceinline__ bool load_tile(const Task& task) {
-    const int box = smallest_box((min(task.valid, kTileRows) + 1) / 2);
-    const int tail = task.valid - kTileRows;
-    const int tail_box = smallest_box(tail);
-    const int tail_bytes = kHasTail ? fused_moe_box_rows(tail_box) * kBlockDepth + 32 * 4 : 0;
-    const TensorMap* tail_map = &call_.args.a[task.gemm][tail_box];
+    const int box = smallest_box((task.valid + 1) / 2);
     const int box_rows = fused_moe_box_rows(box);
     const FusedMoeArgs& args = call_.args;
     const TensorMap* map = &args.a[task.gemm][box];
@@ -160,33 +150,28 @@ class RowLoader {
     const int blocks = depth_blocks(task.gemm);
     int k = 0;
 #pragma unroll 1
-    for (int half = 0; half <= kAwaitedHalves; ++half) {
-    for (const int end = max(blocks - kAwaitedHalves + half, 0); k < end; ++k, at_.advance()) {
-      if (!waits_(&ring_.empty[at_.stage], at_.parity ^ 1)) return false;
-      ArrivalBarrier* full = &ring_.full[at_.stage];
-      uint8_t* a = ring_.a[at_.stage];
-      arrive_expecting(full, 2 * box_rows * kBlockDepth + kTileRows * 4 + tail_bytes);
-      const int x = k * kBlockDepth;
-      if constexpr (kSharesWeights) {
-        load_box(a, map, {x, task.row, 0}, full);
-        load_box(a + box_rows * kBlockDepth, map, {x, task.row + box_rows, 0}, full);
-      } else {
-        load_box_multicast(a + cta * box_rows * kBlockDepth, map, {x, task.row + cta * box_rows, 0},
-                           full, 0b11);
+    for (int half = 0; half <= 2; ++half) {
+      for (; k < blocks - 2 + half; ++k, at_.advance()) {
+        if (!waits_(&ring_.empty[at_.stage], at_.parity ^ 1)) return false;
+        ArrivalBarrier* full = &ring_.full[at_.stage];
+        uint8_t* a = ring_.a[at_.stage];
+        arrive_expecting(full, 2 * box_rows * kBlockDepth + kBytesScales);
+        const int x = k * kBlockDepth;
+        if constexpr (kSharesWeights) {
+          load_box(a, map, {x, task.row, 0}, full);
+          load_box(a + box_rows * kBlockDepth, map, {x, task.row + box_rows, 0}, full);
+        } else {
+          load_box_multicast(a + cta * box_rows * kBlockDepth, map,
+                             {x, task.row + cta * box_rows, 0}, full, 0b11);
+        }
+        load_box(ring_.scales[at_.stage], scales, {task.row, k, 0}, full);
       }
-      if constexpr (kHasTail) {
-        load_box(ring_.tail.of(at_.stage), tail_map, {x, task.row + kTileRows, 0}, full);
-        load_box(ring_.scales[at_.stage] + kTileRows, &args.tail_scales[task.gemm],
-                 {task.row + kTileRows, k, 0}, full);
-      }
-      load_box(ring_.scales[at_.stage], scales, {task.row, k, 0}, full);
-    }
-      if (half < kAwaitedHalves) look_ahead(half);
+      if (half < 2) look_ahead(half);
     }
     return true;
   }
 
-  // In the last two blocks of a tile: whether the rows of a half of the next tile are there.
+  // Before the last two blocks of a tile: whether the rows of a half of the next tile are there.
   __device__ __forceinline__ void look_ahead(int half) {
     const RowsAwaited rows(call_, await_task(call_, number_), half);
     there_ |= uint32_t{rows.are_there()} << half;

@@ -3,7 +3,6 @@
 
 #include "fused_moe/activation.cuh"
 #include "fused_moe/progress.cuh"
-#include "fused_moe/multiply_tail.cuh"
 #include "gemm/store.cuh"
 
 namespace fanfold::fused_moe {
@@ -14,10 +13,14 @@ __device__ __forceinline__ int row_of_thread() {
   return thread / kWarpLanes * 16 + thread % kWarpLanes / 4;
 }
 
-inline constexpr int kGroup = 8;
-// SwiGLU of a warpgroup's tile times the weights of its rows, quantised; `row` is its first.
+// SwiGLU of so many elements begins at once: ptxas would begin that of all, for which there are no
+// registers.
+inline constexpr int kElementsAtOnce = 8;
+
+// SwiGLU of a warpgroup's tile times the weights of its rows, quantised; `row` is its first. `next`
+// is called once fewer registers are in use, and before a wait.
 template <class Next>
-__device__ __forceinline__ void store_activations(float (&d)[kSums], uint8_t* slot,
+__device__ __forceinline__ void store_activations(float (&d)[kSums], StoreSlot& slot,
                                                   const Call& call, const Task& task, int row,
                                                   const float (&weight)[2], const Next& next) {
   const FusedMoeArgs& args = call.args;
@@ -29,9 +32,10 @@ __device__ __forceinline__ void store_activations(float (&d)[kSums], uint8_t* sl
 #pragma unroll
   for (int i = 0; i < kSums / 2; ++i) {
     const int h = i / 2 % 2;
-    if (i % kGroup == 0 && i > 0) {
+    if (i > 0 && i % kElementsAtOnce == 0) {
       float so_far = largest[0];
       register_settle(so_far);
+      // Never, since `refused` is zero here; but ptxas does not know.
       minus_log2e = so_far < __uint_as_float(args.refused) ? 0 : -kLog2E;
     }
     d[i] = swiglu(d[i], d[kSums / 2 + i], args.clamp, minus_log2e) * weight[h];
@@ -64,17 +68,15 @@ __device__ __forceinline__ void store_activations(float (&d)[kSums], uint8_t* sl
   fence_global_and_bulk();
   team.wait();
   if (thread == 0) {
-    store_box(&args.a[1][smallest_box(min(task.valid, kTileRows) + task.row - row)],
+    store_box(&args.a[1][smallest_box(task.row + task.valid - row)],
               {task.column_block * 128, row, 0}, slot);
     bulk_commit();
   }
 }
 
-// A tile whose rows are rows of the products, 64 for each warpgroup, and those of a tail columns.
-template <int kTokens>
-__device__ __forceinline__ void multiply_tile(Progress& at, PartSum<Waits>& sum,
-                                              StoreSlot (&all_slots)[kMathWarpgroups][kSlots]) {
-  StoreSlot(&slots)[kSlots] = all_slots[at.warpgroup];
+// A tile whose rows are rows of the products: 64 for each warpgroup.
+__device__ __forceinline__ void multiply_rows(Progress& at, PartSum<Waits>& sum,
+                                              StoreSlot (&slots)[kSlots]) {
   const Call& call = at.call;
   const Task& task = at.task;
   const bool computes = task.computes && task.valid > sum.row;
@@ -82,18 +84,12 @@ __device__ __forceinline__ void multiply_tile(Progress& at, PartSum<Waits>& sum,
   float weight[2] = {};
   float d[kSums];
   registers_begin(d);
-  TailSums<kTokens> tail;
-  begin(tail);
-  float tail_weight = 0;
   if (computes) {
-    sum.template run<kTokens>(d, tail, at.scales, depth_blocks(task.gemm), [&] {
+    sum.run(d, at.scales, depth_blocks(task.gemm), [&] {
       at.publish_last();
       if (task.gemm == 1) return;
       weight[0] = row_weight(call, row + row_of_thread());
       weight[1] = row_weight(call, row + row_of_thread() + 8);
-      if constexpr (kTokens > 0) if (sum.has_tail)
-        if (static_cast<int>(threadIdx.x) < kTokens)
-          tail_weight = row_weight(call, task.row + kTileRows + static_cast<int>(threadIdx.x));
     });
   } else {
     at.publish_last();
@@ -101,28 +97,15 @@ __device__ __forceinline__ void multiply_tile(Progress& at, PartSum<Waits>& sum,
     at.take();
   }
   if (computes) {
-    if constexpr (kTokens > 0) {
-      if (sum.has_tail) {
-        if (task.gemm == 0) {
-          store_tail_activations<kTokens>(tail, all_slots[0][0], all_slots[0][2], call, task,
-                                          tail_weight);
-        } else {
-          store_tail<kTokens>(tail, all_slots[0][0], call, task);
-        }
-      }
-      registers_settle(d);
-    }
     if (task.gemm == 0) {
       store_activations(d, slots[0], call, task, row, weight, [&] { at.take(); });
     } else {
       at.take();
-      store_part(d, slots,
-                 &(kTailRows > 0 ? call.args.narrow_results
-                                 : call.args.results)[smallest_box(min(task.valid, kTileRows) - sum.row)],
+      store_part(d, slots, &call.args.results[smallest_box(task.valid - sum.row)],
                  {task.column_block * kTileColumns, row, 0}, at.warpgroup);
     }
   }
-  at.end_tile(computes, sum.has_tail);
+  at.end_tile(computes);
 }
 
 // Until no tickets are left.
@@ -130,14 +113,7 @@ __device__ __forceinline__ void multiply_rows(SharedMemory& shared, const Call& 
                                               int warpgroup) {
   Progress at(shared, call, warpgroup, Team::warpgroup(warpgroup));
   PartSum sum(at.stages, warpgroup);
-  while (at.task.valid > 0) {
-    if (kTailRows > 0) {
-      sum.has_tail = at.task.valid > kTileRows;
-      multiply_tile<kTailRows>(at, sum, shared.store);
-    } else {
-      multiply_tile<0>(at, sum, shared.store);
-    }
-  }
+  while (at.task.valid > 0) multiply_rows(at, sum, shared.store[warpgroup]);
   at.end();
 }
 

@@ -81,11 +81,9 @@ struct Progress {
     __syncwarp();
   }
   // `stores`: this warpgroup has stored a half of the block, that of its own number.
-  __device__ __forceinline__ void end_tile(bool stores, bool has_tail = false) {
+  __device__ __forceinline__ void end_tile(bool stores) {
     if (stores && first_thread())
       stored.store(stored_counter(call, task, task.row / kFusedMoeHalfRows + warpgroup));
-    if (kTailRows > 0 && has_tail && threadIdx.x == 0)
-      stored.store_tail(stored_counter(call, task, task.row / kFusedMoeHalfRows + 2));
     if (task.gemm == 0) call.mark(&FusedMoeSpan::first_end);
     // The next tile may wait for this one, unless both are of the same GEMM.
     if (next.valid == 0 || next.gemm != task.gemm) stored.publish();

@@ -58,19 +58,12 @@ class Unpublished {
   __device__ void store(const uint32_t* counter) {
     word_ = 1 + static_cast<uint32_t>(counter - call_.counters);
   }
-  __device__ void store_tail(const uint32_t* counter) {
-    tail_word_ = 1 + static_cast<uint32_t>(counter - call_.counters);
-  }
   __device__ void publish() {
     if (word_ == 0) return;
     bulk_await_written<0>();
     fence_global_and_bulk();
     post(word_);
     word_ = 0;
-    if constexpr (kTailRows > 0) {
-      if (tail_word_ != 0) post(tail_word_);
-      tail_word_ = 0;
-    }
   }
   __device__ void end() { post(Mailbox::kLast); }
 
@@ -85,7 +78,6 @@ class Unpublished {
   const Call& call_;
   Mailbox& box_;
   uint32_t word_ = 0;
-  uint32_t tail_word_ = 0;
   uint32_t posted_ = 0;
 };
 

@@ -154,40 +154,35 @@ __device__ inline int sum_below(int value, int& all) {
 // this rank also the schedule's tables.
 __device__ inline void place_blocks(RouteCounts& counts, const Call& call, int rank) {
   const bool is_own = rank == call.args.rank;
-  uint64_t* before = call.before();
+  uint32_t* before = call.before();
   int32_t* rows = call.rows();
-  int blocks_before = 0, tails_before = 0, singles_before = 0, rows_before = 0;
+  int blocks_before = 0, singles_before = 0, rows_before = 0;
   for (int first = 0; first < kLocalExperts; first += kWarpLanes) {
     const int local = first + static_cast<int>(threadIdx.x % kWarpLanes);
     const bool is_there = local < kLocalExperts;
     const int all = is_there ? counts.all[rank * kLocalExperts + local] : 0;
     const int blocks = blocks_of(all);
-    int blocks_here, rows_here, tails_here = 0, singles_here = 0;
+    int blocks_here, rows_here, singles_here = 0;
     sum_below(all, rows_here);
     const int blocks_below = sum_below(blocks, blocks_here);
     if (is_there) counts.first_block[rank * kLocalExperts + local] = blocks_before + blocks_below;
     if (is_own) {
-      const int tail = has_tail(all, kTailRows) ? 1 : 0;
-      const int tails_below = sum_below(tail, tails_here);
-      const int singles_below = sum_below(singles_of(all, kTailRows), singles_here);
+      const int singles_below = sum_below(blocks % 2, singles_here);
       if (is_there) {
         rows[local] = all;
         before[local] =
-            BlocksBefore::of(blocks_before + blocks_below, tails_before + tails_below,
-                             singles_before + singles_below)
-                .word;
+            BlocksBefore::of(blocks_before + blocks_below, singles_before + singles_below).word;
       }
     }
     blocks_before += blocks_here;
     rows_before += rows_here;
-    tails_before += tails_here;
     singles_before += singles_here;
   }
   if (threadIdx.x % kWarpLanes != 0) return;
   if (rows_before >= call.args.rows_for_groups && kSumChunks > 1)
     atomicOr(&call.tail.grouped, 1u << rank);
   if (!is_own) return;
-  before[kLocalExperts] = BlocksBefore::of(blocks_before, tails_before, singles_before).word;
+  before[kLocalExperts] = BlocksBefore::of(blocks_before, singles_before).word;
 }
 
 // By one warp: this CTA's copies in the order in which they are wanted, the first expert of each

@@ -13,54 +13,36 @@
 
 namespace fanfold::fused_moe {
 
-// Of all experts before one: their blocks of rows, those of them that are a tail, and how many of
-// the experts have an odd number of blocks without a tail.
+// Blocks of rows of all experts before one, and how many of those experts have an odd number.
 struct BlocksBefore {
-  uint64_t word;
+  uint32_t word;
 
-  static constexpr int kBlockBits = 18, kExpertBits = 14;
-  FANFOLD_HD static constexpr BlocksBefore of(int blocks, int tails, int singles) {
-    return {static_cast<uint64_t>(blocks) | static_cast<uint64_t>(tails) << kBlockBits |
-            static_cast<uint64_t>(singles) << (kBlockBits + kExpertBits)};
+  static constexpr int kBlockBits = 18;
+  FANFOLD_HD static constexpr BlocksBefore of(int blocks, int singles) {
+    return {static_cast<uint32_t>(blocks) | static_cast<uint32_t>(singles) << kBlockBits};
   }
-  FANFOLD_HD constexpr int blocks() const { return field(0, kBlockBits); }
-  FANFOLD_HD constexpr int tails() const { return field(kBlockBits, kExpertBits); }
-  FANFOLD_HD constexpr int singles() const { return field(kBlockBits + kExpertBits, kExpertBits); }
+  FANFOLD_HD constexpr int blocks() const {
+    return static_cast<int>(word & ((1u << kBlockBits) - 1));
+  }
+  FANFOLD_HD constexpr int singles() const { return static_cast<int>(word >> kBlockBits); }
   // Tickets of those experts for so many blocks of columns.
   FANFOLD_HD constexpr int tickets(int column_blocks) const {
-    return ((blocks() - tails()) * column_blocks + (column_blocks % 2 != 0 ? singles() : 0)) / 2;
-  }
-
- private:
-  FANFOLD_HD constexpr int field(int first, int bits) const {
-    return static_cast<int>(word >> first & ((1u << bits) - 1));
+    return (blocks() * column_blocks + (column_blocks % 2 != 0 ? singles() : 0)) / 2;
   }
 };
 inline constexpr int kMostBlocks = (1 << BlocksBefore::kBlockBits) - 1;
-inline constexpr int kMostExperts = (1 << BlocksBefore::kExpertBits) - 1;
+inline constexpr int kMostExperts = (1 << (32 - BlocksBefore::kBlockBits)) - 1;
 
 FANFOLD_HD constexpr int blocks_of(int rows) {
   return (rows + kFusedMoeBlockRows - 1) / kFusedMoeBlockRows;
 }
-// Whether an expert's last block has so few rows that the block before takes them, too.
-FANFOLD_HD constexpr bool has_tail(int rows, int tail_rows) {
-  const int last = rows % kFusedMoeBlockRows;
-  return rows > kFusedMoeBlockRows && last != 0 && last <= tail_rows;
-}
-// Blocks of an expert that are single: the last of an odd number, and the last two where the last
-// has a tail, for which the other CTA of a pair would wait.
-FANFOLD_HD constexpr int singles_of(int rows, int tail_rows) {
-  const int tail = has_tail(rows, tail_rows) ? 1 : 0;
-  return (blocks_of(rows) - tail) % 2 != 0 ? 1 : 2 * tail;
-}
 
 struct Schedule {
-  const uint64_t* before;  // [experts + 1], BlocksBefore
+  const uint32_t* before;  // [experts + 1], BlocksBefore
   const int32_t* rows;     // [experts]
   int experts;
   int first_column_blocks, second_column_blocks;  // of 256 columns in each GEMM
   int group_blocks;                               // of the second; the last group may have fewer
-  int tail_rows;                                  // that a block takes beyond its own, at most
 
   FANFOLD_HD constexpr int groups() const {
     return (second_column_blocks + group_blocks - 1) / group_blocks;
@@ -85,7 +67,7 @@ struct Task {
   int gemm;  // 0 or 1
   int expert;
   int row;    // of the padded rows of all experts
-  int valid;  // rows of the expert from `row` on, up to 128 and a tail; 0: no tickets are left
+  int valid;  // rows that belong to the expert, from `row` on, up to 128; 0: no tickets are left
   int column_block;
   bool shares_weights;  // with the other CTA; else they share the rows
   bool computes;        // false: there is no such block of columns, but the other CTA has one
@@ -132,8 +114,7 @@ struct TicketPlace {
   int first_block;            // of the expert's rows
   int rows;                   // of the expert; 0: no tickets are left
   int columns, first_column;  // blocks of them in the phase
-  int pairs, singles;         // of blocks of rows
-  int tail_rows;
+  int pairs;                  // of blocks of rows
   int local;                  // the ticket's number among those of the expert in the phase
 };
 
@@ -154,11 +135,7 @@ FANFOLD_HD constexpr TicketPlace place_of(const Schedule& schedule, int ticket, 
           rows,
           columns,
           schedule.first_column(at.phase),
-          (blocks_of(rows) - has_tail(rows, schedule.tail_rows) -
-           singles_of(rows, schedule.tail_rows)) /
-              2,
-          singles_of(rows, schedule.tail_rows),
-          schedule.tail_rows,
+          blocks_of(rows) / 2,
           in_phase - before.tickets(columns)};
 }
 
@@ -171,15 +148,13 @@ FANFOLD_HD constexpr Task task_at(const TicketPlace& place, int cta) {
     task.column_block = place.local / place.pairs;
     block = 2 * (place.local - task.column_block * place.pairs) + cta;
   } else {
-    const int single = place.local - paired;
-    block += single % place.singles;
-    task.column_block = single / place.singles * 2 + cta;
+    task.column_block = 2 * (place.local - paired) + cta;
     task.computes = task.column_block < place.columns;
   }
   task.column_block += place.first_column;
   task.row = (place.first_block + block) * kFusedMoeBlockRows;
   const int left = place.rows - block * kFusedMoeBlockRows;
-  task.valid = left <= kFusedMoeBlockRows + place.tail_rows ? left : kFusedMoeBlockRows;
+  task.valid = left < kFusedMoeBlockRows ? left : kFusedMoeBlockRows;
   return task;
 }
 

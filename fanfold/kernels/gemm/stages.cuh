@@ -33,30 +33,16 @@ inline constexpr int kScaleGroups = kPartColumns / kScaleColumns;
 
 inline constexpr int kBytesA = kTileRows * kBlockDepth;
 inline constexpr int kBytesB = kTileColumns * kBlockDepth;
-inline constexpr int kBytesTail = kTailRows * kBlockDepth;
-inline constexpr int kScaleRows = kTileRows + (kTailRows + 31) / 32 * 32;
-inline constexpr int kBytesScales = kScaleRows * 4;
+inline constexpr int kBytesScales = kTileRows * 4;
 static_assert(kBytesA % 1024 == 0 && kBytesB % 1024 == 0 && kBytesScales % 128 == 0);
 
 static_assert(kTileRows == kWgmmaRows || kSplitsRows);
-
-// Of rows beyond the tile's, which are columns of products.
-template <int kRows>
-struct TailStages {
-  uint8_t rows[kStages][kRows * kBlockDepth];
-  __device__ uint8_t* of(int stage) { return rows[stage]; }
-};
-template <>
-struct TailStages<0> {
-  __device__ uint8_t* of(int) { return nullptr; }
-};
 
 // It begins on 1024 bytes, which it does not ask for: its size would be a multiple of them too.
 struct Ring {
   uint8_t a[kStages][kBytesA];
   uint8_t b[kStages][kBytesB];
-  [[no_unique_address]] TailStages<kTailRows> tail;
-  float scales[kStages][kScaleRows];
+  float scales[kStages][kTileRows];
   ArrivalBarrier full[kStages];
   ArrivalBarrier empty[kStages];
 };

@@ -6,9 +6,9 @@
 
 namespace fanfold::gemm {
 
-inline constexpr int kStoreColumns = kTailRows > 0 ? 32 : 64;  // of bf16, what a swizzle covers
+inline constexpr int kStoreColumns = 64;  // of bf16: 128 bytes, what a swizzle covers
 inline constexpr int kChunks = kPartColumns / kStoreColumns;
-inline constexpr int kSlots = kTailRows > 0 ? 3 : 2;
+inline constexpr int kSlots = 2;
 
 using StoreSlot = uint8_t[kWgmmaRows * kStoreColumns * 2];
 
@@ -29,9 +29,8 @@ __device__ __forceinline__ void store_part(const float (&d)[kSums], StoreSlot (&
       const float* v = &d[(c * kStoreColumns / 8 + 2 * j) * 4];
       const uint32_t words[4] = {pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]),
                                  pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7])};
-      constexpr int kRowBytes = kStoreColumns * 2;
-      const int unit = (2 * j + matrix / 2) ^ (slot_row / (128 / kRowBytes) % (kRowBytes / 16));
-      store_matrices(slot + slot_row * kRowBytes + unit * 16, words);
+      const int unit = (2 * j + matrix / 2) ^ (slot_row % 8);
+      store_matrices(slot + slot_row * 128 + unit * 16, words);
     }
     fence_shared_before_bulk();
     named_barrier_wait(1 + warpgroup, kWarpgroupThreads);

@@ -81,7 +81,7 @@ __device__ __forceinline__ void for_blocks(int depth_blocks, const Early& early,
 
 // The products of a stage, enqueued; `a` and `b` are the low words of the descriptors.
 template <int kCount>
-__device__ __forceinline__ void enqueue(float (&d)[kCount], uint32_t a, uint32_t b, bool adds, bool there = false) {
+__device__ __forceinline__ void enqueue(float (&d)[kCount], uint32_t a, uint32_t b, bool adds) {
   const uint64_t high = swizzled_descriptor(nullptr) >> 32 << 32;
   registers_settle(d);
   wgmma_begin();
@@ -101,43 +101,30 @@ __device__ __forceinline__ void await_products(float (&d)[kCount]) {
 
 // ---- sums of a warpgroup's rows of a ------------------------------------------------------------
 
-// Further rows of a as columns of products whose rows are 64 of each half of b.
-template <int kTokens>
-struct TailSums {
-  float d[kScaleGroups][kTokens / 2];
-};
-template <>
-struct TailSums<0> {};
-
-template <int kTokens>
-using TailScales = float[kScaleGroups][kTokens > 0 ? kTokens / 4 : 1];
-
 template <class Waits>
 class PartSum {
  public:
   __device__ PartSum(Stages<Waits>& stages, int warpgroup)
       : row(kSplitsRows ? warpgroup * kWgmmaRows : 0),
-        column(kSplitsRows ? 0 : warpgroup * kPartColumns), stages_(stages) {
-  }
+        column(kSplitsRows ? 0 : warpgroup * kPartColumns), stages_(stages) {}
 
   // Of all blocks of the depth. `early` is called once, by all threads, while the first blocks'
   // products run.
-  template <int kTokens = 0, class Early = Nothing>
-  __device__ __forceinline__ void run(float (&d)[kSums], TailSums<kTokens>& tail,
-                                      const ColumnScales& columns, int depth_blocks,
-                                      const Early& early = {}) {
+  template <class Early = Nothing>
+  __device__ __forceinline__ void run(float (&d)[kSums], const ColumnScales& columns,
+                                      int depth_blocks, const Early& early = {}) {
     find_addresses();
     if constexpr (kTwoLevels != 0) {
       add_blocks(d, columns, depth_blocks, early);
     } else {
-      scale_in_place<kTokens>(d, tail, columns, depth_blocks, early);
+      scale_in_place(d, columns, depth_blocks, early);
     }
   }
 
   const int row, column;  // of the part in its tile
 
  private:
-  // For each tile anew, so that they take no registers while one is stored.
+  // For each sum anew, so that they take no registers while one is stored.
   __device__ __forceinline__ void find_addresses() {
     const int thread = settled_thread() % kWarpgroupThreads;
     const int own = row + thread / kWarpLanes * 16 + thread % kWarpLanes / 4;
@@ -149,20 +136,10 @@ class PartSum {
     register_settle(row_scales_);
     register_settle(a_);
     register_settle(b_);
-    if constexpr (kTailRows > 0) {
-      tail_scales_ = shared_address(&ring.scales[0][kTileRows + 2 * (settled_thread() % 4)]);
-      tail_ = static_cast<uint32_t>(swizzled_descriptor(ring.tail.of(0)));
-      register_settle(tail_scales_);
-      register_settle(tail_);
-    }
   }
 
   __device__ void read_scales(Scales& scale, const ColumnScales& columns, int k) const {
     float column_scale[kScaleGroups];
-    read_scales(scale, column_scale, columns, k);
-  }
-  __device__ void read_scales(Scales& scale, float (&column_scale)[kScaleGroups],
-                              const ColumnScales& columns, int k) const {
     columns.read(column_scale, k);
     const uint32_t from = row_scales_ + stages_.stage() * kBytesScales;
     const float rows[2] = {load_shared_float(from), load_shared_float(from + 8 * sizeof(float))};
@@ -173,79 +150,30 @@ class PartSum {
     }
   }
 
-  template <int kTokens>
-  __device__ __forceinline__ void read_tail_scales(TailScales<kTokens>& scale,
-                                                   const ColumnScales& columns, int k,
-                                                   int stage) const {
-    float column_scale[kScaleGroups];
-    columns.read(column_scale, k);
-    const uint32_t from = tail_scales_ + stage * kBytesScales;
-#pragma unroll
-    for (int j = 0; j < kTokens / 8; ++j) {
-      float two[2];
-      load_shared_floats(two, from + j * 8 * sizeof(float));
-#pragma unroll
-      for (int g = 0; g < kScaleGroups; ++g)
-#pragma unroll
-        for (int c = 0; c < 2; ++c)
-          scale[g][2 * j + c] = fmaxf(two[c] * column_scale[g], kLeastScale);
-    }
-  }
-
-  template <int kTokens, class Early>
-  __device__ __forceinline__ void scale_in_place(float (&d)[kSums], TailSums<kTokens>& tail,
-                                                 const ColumnScales& columns, int depth_blocks,
-                                                 const Early& early) {
+  template <class Early>
+  __device__ __forceinline__ void scale_in_place(float (&d)[kSums], const ColumnScales& columns,
+                                                 int depth_blocks, const Early& early) {
     Scales before;
-    for_blocks(depth_blocks, early,
-               [&](int k) { multiply_block<kTokens>(d, tail, before, columns, k); });
+    for_blocks(depth_blocks, early, [&](int k) { multiply_block(d, before, columns, k); });
     await_products(d);
-    settle(tail);
-    if constexpr (kTokens > 0) {
-      if (has_tail) {
-        TailScales<kTokens> tail_before;
-        read_tail_scales<kTokens>(tail_before, columns, depth_blocks - 1, previous_);
-        multiply_tail<kTokens>(tail, tail_before);
-      }
-    }
     stages_.release(previous_);
     multiply(d, before);
   }
 
-  static __device__ __forceinline__ void settle(TailSums<0>&) {}
-  template <int kTokens>
-  static __device__ __forceinline__ void settle(TailSums<kTokens>& tail) {
-#pragma unroll
-    for (int g = 0; g < kScaleGroups; ++g) registers_settle(tail.d[g]);
-  }
-  template <int kTokens>
-  static __device__ __forceinline__ void multiply_tail(TailSums<kTokens>& tail,
-                                                       const TailScales<kTokens>& factor) {
-#pragma unroll
-    for (int g = 0; g < kScaleGroups; ++g)
-#pragma unroll
-      for (int i = 0; i < kTokens / 2; ++i) tail.d[g][i] *= factor[g][i / 4 * 2 + i % 2];
-  }
-
   // All that needs no products comes before the wait for those of the block before: what a
   // warpgroup does between two blocks' products is what bounds it.
-  template <int kTokens>
-  __device__ __forceinline__ void multiply_block(float (&d)[kSums], TailSums<kTokens>& tail,
-                                                 Scales& before, const ColumnScales& columns,
-                                                 int k) {
+  __device__ __forceinline__ void multiply_block(float (&d)[kSums], Scales& before,
+                                                 const ColumnScales& columns, int k) {
     stages_.await();
     Scales scale;
-    float column_scale[kScaleGroups];
-    read_scales(scale, column_scale, columns, k);
+    read_scales(scale, columns, k);
 #pragma unroll
     for (int i = 0; i < 2 * kScaleGroups; ++i)
       scale[i % 2][i / 2] = fmaxf(scale[i % 2][i / 2], kLeastScale);
-    const bool there = kTokens > 0 && __any_sync(kFullWarp, has_tail);
     uint32_t a = a_ + stages_.stage() * (kBytesA / 16);
     uint32_t b = b_ + stages_.stage() * (kBytesB / 16);
     if (k > 0) {
       Scales factor;
-      TailScales<kTokens> tail_factor;
 #pragma unroll
       for (int i = 0; i < 2 * kScaleGroups; ++i)
         factor[i % 2][i / 2] = before[i % 2][i / 2] * reciprocal(scale[i % 2][i / 2]);
@@ -254,63 +182,15 @@ class PartSum {
       register_settle(b);
 #pragma unroll
       for (int i = 0; i < 2 * kScaleGroups; ++i) register_settle(factor[i % 2][i / 2]);
-      if constexpr (kTokens > 0) {
-        if (there) {
-          TailScales<kTokens> tail_before;
-          read_tail_scales<kTokens>(tail_before, columns, k - 1, previous_);
-          read_tail_scales<kTokens>(tail_factor, columns, k, stages_.stage());
-#pragma unroll
-          for (int g = 0; g < kScaleGroups; ++g)
-#pragma unroll
-            for (int i = 0; i < kTokens / 4; ++i) {
-              tail_factor[g][i] = tail_before[g][i] * reciprocal(tail_factor[g][i]);
-              register_settle(tail_factor[g][i]);
-            }
-        }
-      }
       await_products(d);
-      settle(tail);
       stages_.release(previous_);
       multiply(d, factor);
-      if constexpr (kTokens > 0) { if (there) multiply_tail<kTokens>(tail, tail_factor); }
     }
-    enqueue_all<kTokens>(d, tail, a, b, k > 0, there);
+    enqueue(d, a, b, k > 0);
     previous_ = stages_.stage();
     stages_.advance();
 #pragma unroll
     for (int i = 0; i < 2 * kScaleGroups; ++i) before[i % 2][i / 2] = scale[i % 2][i / 2];
-  }
-
-  template <int kTokens>
-  __device__ __forceinline__ void enqueue_all(float (&d)[kSums], TailSums<kTokens>& tail,
-                                              uint32_t a, uint32_t b, bool adds, bool there = false) {
-    if constexpr (kTokens == 0) {
-      enqueue(d, a, b, adds);
-    } else {
-      const uint64_t high = swizzled_descriptor(nullptr) >> 32 << 32;
-      registers_settle(d);
-      settle(tail);
-      wgmma_begin();
-#pragma unroll
-      for (int i = 0; i < kBlockDepth / kWgmmaDepth; ++i) {
-        const uint32_t step = i * static_cast<uint32_t>(kDescriptorStep);
-        wgmma_e4m3(d, high | (a + step), high | (b + step), adds || i > 0);
-      }
-      wgmma_commit();
-      if (there) {
-      const uint32_t weights = b + row * (kBlockDepth / 16);
-      const uint32_t tokens = tail_ + stages_.stage() * (kBytesTail / 16);
-#pragma unroll
-      for (int g = 0; g < kScaleGroups; ++g)
-#pragma unroll
-        for (int i = 0; i < kBlockDepth / kWgmmaDepth; ++i) {
-          const uint32_t step = i * static_cast<uint32_t>(kDescriptorStep);
-          wgmma_e4m3(tail.d[g], high | (weights + g * (kScaleColumns * kBlockDepth / 16) + step),
-                     high | (tokens + step), adds || i > 0);
-        }
-      wgmma_commit();
-      }
-    }
   }
 
   __device__ __forceinline__ static void multiply(float (&d)[kSums], const Scales& factor) {
@@ -347,10 +227,8 @@ class PartSum {
   }
 
   Stages<Waits>& stages_;
-  uint32_t row_scales_;  // address of the first stage's, of this thread's first row
-  uint32_t tail_scales_, tail_;
-public: bool has_tail = false;
-  uint32_t a_, b_;       // low words of the first stage's descriptors
+  uint32_t row_scales_ = 0;  // address of the first stage's, of this thread's first row
+  uint32_t a_ = 0, b_ = 0;   // low words of the first stage's descriptors
   int previous_ = 0;
 };
 

@@ -83,9 +83,7 @@ struct FusedMoeArgs {
   TensorMap l1, l2;                      // e4m3 {depth, columns, experts}, box {128, 128}
   TensorMap a[2][kFusedMoeRowBoxes];     // e4m3 {depth, rows, 1}: tokens and activations
   TensorMap results[kFusedMoeRowBoxes];  // bf16 {hidden, rows, 1}
-  TensorMap narrow_results[kFusedMoeRowBoxes];
   TensorMap scales[2];                   // float32 {rows, depth / 128, 1}, of a; box {128, 1}
-  TensorMap tail_scales[2];              // the same, box {32, 1}
 
   // ---- of the caller ----------------------------------------------------------------------------
   const uint8_t* x;       // [tokens][hidden] e4m3
@@ -106,7 +104,7 @@ struct FusedMoeArgs {
   int32_t* counts;           // [CTAs][experts of all ranks], rows of each CTA's tokens
   FusedMoePlace* places;     // [tokens][top-k]
   FusedMoeCopy* copies;      // [tokens][top-k], those of a CTA by expert
-  uint64_t* tables;          // [CTAs][2 * experts + 2], where shared memory has no room
+  uint32_t* tables;          // [CTAs][2 * experts + 1], where shared memory has no room
   FusedMoeState* state;
   Report* reports;      // in host memory
   FusedMoeSpan* spans;  // [CTAs], or null

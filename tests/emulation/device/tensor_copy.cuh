@@ -22,7 +22,7 @@ class EmulatedBox {
  public:
   EmulatedBox(const TensorMap* map, Box at, const void* shared)
       : map_(emulation::TensorMap::of(map)), at_(at), shared_(shared_address(shared)) {
-    if (shared_ % (map_.swizzled_bytes != 0 ? 8 * map_.swizzled_bytes : 128) != 0) std::abort();
+    if (shared_ % (map_.swizzles ? 1024 : 128) != 0) std::abort();
   }
 
   int64_t bytes() const { return map_.box[1] * row_bytes(); }
@@ -40,10 +40,7 @@ class EmulatedBox {
 
   uint32_t place(int64_t byte) const {
     const uint32_t linear = shared_ + static_cast<uint32_t>(byte);
-    if (map_.swizzled_bytes == 0) return linear;
-    // By the place of 128 bytes among eight, of which fewer bits count where fewer bytes are swizzled.
-    const uint32_t units = static_cast<uint32_t>(map_.swizzled_bytes) / 16;
-    return linear ^ (linear >> 7 & (units - 1)) << 4;
+    return map_.swizzles ? linear ^ (linear >> 7 & 7u) << 4 : linear;
   }
   unsigned char* global(int64_t x, int64_t y) const {
     const int64_t column = at_.x * map_.element_bytes + x;
