@@ -13,8 +13,10 @@ import torch
 
 import fanfold
 from fanfold.errors import FanfoldError, PeerRefused, PeerTimeout, UsageError
-from fanfold.fused_moe import ExpertWeights, difference
-from fanfold.group import as_group
+from fanfold.formats import quantize
+from fanfold.fused_moe import ExpertWeights, FusedMoeTuning, difference
+from fanfold.fused_moe.tuning import FORMS
+from fanfold.group import Group, as_group
 from tests.distributed.fused_layers import FusedShape, FusedTokens, expected, tokens_of, weights_of
 from tests.gpu.one_gpu import capture, meet, wait
 
@@ -25,15 +27,20 @@ __all__ = [
     "TOKENS",
     "absent",
     "bad_entry",
+    "bursts",
     "check_absence",
     "check_refusals",
+    "few",
     "geometries",
     "graphs",
     "large",
     "refused",
     "repeated",
+    "shared_count",
     "shared_expert",
+    "slots_here",
     "there",
+    "tuning_of",
     "weights_there",
 ]  # fmt: skip
 
@@ -59,6 +66,20 @@ def weights_there(weights: ExpertWeights) -> ExpertWeights:
     """The same on the GPU."""
     tensors = (weights.l1, weights.l1_scales, weights.l2, weights.l2_scales)
     return ExpertWeights(*(tensor.cuda() for tensor in tensors))
+
+
+def tuning_of(fast: bool) -> FusedMoeTuning | None:
+    """With ``fast`` the form whose sums stay in the tensor cores for any number of tokens; the
+    swapped form adds FP32 sums. Otherwise the layer chooses."""
+    return FORMS["rows"] if fast else None
+
+
+def slots_here(group: Group, call: FusedTokens, num_experts: int) -> torch.Tensor:
+    """How many slots each expert of this rank receives from all ranks' calls. Collective."""
+    chosen = torch.cat([idx.flatten() for idx in group.all_gather(call.topk_idx)])
+    counts = torch.bincount(chosen[chosen >= 0], minlength=num_experts)
+    local = num_experts // group.size
+    return counts[group.rank * local :][:local].int()
 
 
 class Layer:
@@ -100,12 +121,12 @@ class Layer:
             wanted = expected(self.shape, call, self.weights)
         close = FAST if self.shape.fast_accumulation else CLOSE
         assert difference(y.cpu(), wanted) < close, (self.shape, self.moe.rank, len(y))
-        every = self.group.all_gather(call.topk_idx)
-        chosen = torch.cat([idx.flatten() for idx in every])
-        counts = torch.bincount(chosen[chosen >= 0], minlength=self.shape.num_experts)
-        mine = counts[self.moe.rank * local :][:local] + 5
-        assert torch.equal(statistics.cpu(), mine.int())
+        assert torch.equal(statistics.cpu(), self.slots(call) + 5)
         return y
+
+    def slots(self, call: FusedTokens) -> torch.Tensor:
+        """What the statistics of this rank count in a call of the CPU's tensors. Collective."""
+        return slots_here(self.group, call, self.shape.num_experts)
 
     def close(self) -> None:
         wait()
@@ -114,30 +135,47 @@ class Layer:
         self.moe.close()
 
 
-def few(given: Any, seed: int, **changes: Any) -> None:
+def few(
+    given: Any,
+    seed: int,
+    *,
+    tuning: FusedMoeTuning | None = None,
+    masked: float = 0.2,
+    **changes: Any,
+) -> None:
     """Three calls of one small layer."""
     group = as_group(given)
-    layer = Layer(group, shape_of(group.size, **{"max_tokens": 20, **changes}), seed)
+    shape = shape_of(group.size, **{"max_tokens": 20, **changes})
+    layer = Layer(group, shape, seed, tuning=tuning)
     for number in range(3):
-        tokens = 0 if number == group.rank else layer.shape.max_tokens
-        layer.check(tokens_of(layer.shape, tokens, TOKENS + number * 10 + group.rank))
+        tokens = 0 if number == group.rank else shape.max_tokens
+        layer.check(tokens_of(shape, tokens, TOKENS + number * 10 + group.rank, masked=masked))
     layer.close()
 
 
+def shared_count(given: Any) -> None:
+    """Calls with so many entries that CTAs share their count (kSharedCountEntries in
+    fused_moe/route.cuh), few of them slots. In some calls a rank has no tokens and shares none."""
+    few(given, 0, masked=0.97, top_k=32, hidden=128, intermediate=128, max_tokens=1100)
+
+
 def geometries(given: Any, first: int) -> None:
+    """In each form, and in those that every rank chooses by its tokens."""
     group = as_group(given)
     for seed in range(first, first + 6):
         draw = random.Random(seed)
+        form = [*FORMS, None][seed % 4]
         shape = FusedShape(
             num_experts=group.size * draw.choice([1, 2, 5, 30]),
             top_k=draw.choice([1, 2, 6, 8, 11, 32]),
-            hidden=128 * draw.choice([1, 2, 3, 4, 9]),
+            # Up to 1024 columns are one group.
+            hidden=128 * (9 if form == "groups" else draw.choice([1, 2, 3, 4, 9])),
             intermediate=128 * draw.choice([1, 2, 3]),
             max_tokens=draw.choice([1, 20, 150]),
             activation_clamp=draw.choice([None, 0.25, 1.0]),
             fast_accumulation=draw.random() < 0.3,
         )
-        layer = Layer(group, shape, seed)
+        layer = Layer(group, shape, seed, tuning=None if form is None else FORMS[form])
         for number in range(3):
             masked, skewed = draw.choice([0.0, 0.3, 1.0]), draw.random() < 0.3
             counts = [draw.choice([0, 1, shape.max_tokens]) for _ in range(group.size)]
@@ -149,9 +187,10 @@ def geometries(given: Any, first: int) -> None:
         layer.close()
 
 
-def repeated(given: Any, rounds: int) -> None:
+def repeated(given: Any, rounds: int, fast: bool = False) -> None:
     group = as_group(given)
-    layer = Layer(group, shape_of(group.size))
+    shape = shape_of(group.size, fast_accumulation=fast)
+    layer = Layer(group, shape, tuning=tuning_of(fast))
     calls = [tokens_of(layer.shape, n, TOKENS + n + group.rank) for n in (160, 0, 7, 64, 129)]
     first = [layer.check(call) for call in calls]
     calls = [there(call) for call in calls]
@@ -168,20 +207,58 @@ def repeated(given: Any, rounds: int) -> None:
     layer.close()
 
 
-def graphs(given: Any) -> None:
+def bursts(given: Any, replays: int) -> None:
+    """Graphs of 64 calls, between which a rank does nothing. Each rank has an order of its own, so
+    in most calls the ranks have different numbers of tokens."""
     group = as_group(given)
     layer = Layer(group, shape_of(group.size))
+    calls = [tokens_of(layer.shape, n, TOKENS + n + group.rank) for n in (0, 1, 7, 30)]
+    ys = [layer.check(call).cpu() for call in calls]
+    slots = torch.stack([layer.slots(call) for call in calls]).sum(0, dtype=torch.int32)
+    calls = [there(call) for call in calls]
+    tokens = [quantize(call.x) for call in calls]
+    outs = [torch.empty_like(call.x) for call in calls]
+    statistics = torch.zeros(slots.shape, dtype=torch.int32, device="cuda")
+    order = [*range(len(calls))] * 16
+    random.Random(group.rank).shuffle(order)
+
+    def burst() -> torch.Tensor:
+        for n in order:
+            rest = (calls[n].topk_idx, calls[n].topk_weights, layer.here)
+            layer.moe.forward(tokens[n], *rest, statistics=statistics, out=outs[n])
+        return outs[0]
+
+    graph, _ = capture(group, burst)
+    meet(group)
+    for _ in range(replays):
+        for out in outs:
+            out.fill_(float("nan"))
+        graph.replay()
+        wait()
+        for out, y in zip(outs, ys, strict=True):
+            assert torch.equal(out.cpu(), y)
+    assert torch.equal(statistics.cpu(), 16 * replays * slots)
+    layer.close()
+    del graph
+
+
+def graphs(given: Any, fast: bool = False) -> None:
+    group = as_group(given)
+    shape = shape_of(group.size, fast_accumulation=fast)
+    layer = Layer(group, shape, tuning=tuning_of(fast))
     calls = [tokens_of(layer.shape, 50, TOKENS + 10 * n + group.rank) for n in range(3)]
     ys = [layer.check(call) for call in calls]
+    slots = torch.stack([layer.slots(call) for call in calls]).sum(0, dtype=torch.int32)
     calls = [there(call) for call in calls]
     fixed = FusedTokens(*(tensor.clone() for tensor in vars(calls[0]).values()))
     out = torch.empty_like(fixed.x)
     rest = (fixed.topk_idx, fixed.topk_weights, layer.here)
+    statistics = torch.zeros(slots.shape, dtype=torch.int32, device="cuda")
     layer.moe.forward(fixed.x, *rest, out=out)
 
     def three() -> torch.Tensor:
         for _ in range(3):
-            layer.moe.forward(fixed.x, *rest, out=out)
+            layer.moe.forward(fixed.x, *rest, statistics=statistics, out=out)
         return out
 
     graph, _ = capture(group, three)
@@ -196,6 +273,7 @@ def graphs(given: Any) -> None:
             wait()
             assert torch.equal(out.cpu(), y.cpu())
             assert torch.equal(again.cpu(), y.cpu())
+    assert torch.equal(statistics.cpu(), 4 * 3 * slots)
     layer.close()
     del graph
 
@@ -294,10 +372,11 @@ def check_absence(found: list[str]) -> None:
             assert message.startswith(start)
 
 
-def large(given: Any) -> None:
+def large(given: Any, fast: bool = False) -> None:
     """Rows enough for pairs of blocks, groups of columns and a shared count of the routing."""
     group = as_group(given)
-    shape = FusedShape(group.size * 8, 8, 2048, 1024, max_tokens=4200)
+    sizes = (group.size * 8, 8, 2048, 1024)
+    shape = FusedShape(*sizes, max_tokens=4200, fast_accumulation=fast)
     layer = Layer(group, shape)
     for tokens in (4200 - 100 * group.rank, 300, 0):
         layer.check(tokens_of(shape, tokens, TOKENS + tokens, masked=0.0), on_gpu=True)

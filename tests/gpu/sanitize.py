@@ -1,7 +1,7 @@
 """Small rounds for compute-sanitizer (tools/sanitize_gpu.sh).
 
 Use: python tests/gpu/sanitize.py [--ranks N] [PART]...
-     PART is low-latency, high-throughput, formats or grouped-gemm; all by default.
+     PART is low-latency, high-throughput, formats, grouped-gemm or fused-moe; all by default.
      One rank, in this process, or several with a process each, which time-slice the GPUs where
      there are fewer: what goes to peers and comes from them does not run in one alone. Exits
      with 1 if a result is wrong, with 2 if there is no GPU.
@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fanfold.backends.high_throughput.layout import dispatch_layout
 from fanfold.formats import ScaleFormat, quantize
+from fanfold.fused_moe.tuning import FORMS
 from fanfold.group import as_group
 from tests.distributed import routings
 from tests.distributed.cuda_rounds import run_case
@@ -162,7 +163,8 @@ def grouped_products(group: dist.ProcessGroup) -> None:
 
 
 def fused_layers(group: dist.ProcessGroup) -> None:
-    """Whole MoE layers: pairs and single blocks of rows, odd columns, groups of columns, masks."""
+    """Whole MoE layers: pairs and single blocks of rows, odd columns, masks; every form with its
+    kinds of sums, and a count of the routing that CTAs share."""
     for number, changes in enumerate(
         (
             {},
@@ -173,6 +175,14 @@ def fused_layers(group: dist.ProcessGroup) -> None:
     ):
         fused_moe_rounds.few(group, number, **changes)
         tell(group, f"{changes}")
+    for form, fast in itertools.product(FORMS, (False, True)):
+        if fast and form == "swap_ab":  # adds FP32 sums, too
+            continue
+        sizes = {"hidden": 1152, "max_tokens": 128, "fast_accumulation": fast}
+        fused_moe_rounds.few(group, 4, tuning=FORMS[form], **sizes)
+        tell(group, f"{form} {sizes}")
+    fused_moe_rounds.shared_count(group)
+    tell(group, "a shared count of the routing")
 
 
 PARTS = {

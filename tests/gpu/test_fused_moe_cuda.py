@@ -16,7 +16,7 @@ from fanfold.formats import quantize
 from fanfold.fused_moe import ExpertWeights, FusedMoeTuning, difference, reference
 from fanfold.fused_moe.tuning import FORMS
 from tests.distributed.fused_layers import FusedShape, FusedTokens, tokens_of, weights_of
-from tests.gpu.fused_moe_rounds import CLOSE, FAST, TOKENS, there, weights_there
+from tests.gpu.fused_moe_rounds import CLOSE, FAST, TOKENS, there, tuning_of, weights_there
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.usefixtures("hopper")]
 
@@ -61,10 +61,13 @@ class Layer:
         statistics = torch.full((self.shape.num_experts,), 5, dtype=torch.int32, device="cuda")
         y = self.run(call, statistics=statistics)
         assert difference(y, exact(self.shape, call, self.weights)) < close, (self.shape, len(y))
-        valid = call.topk_idx[call.topk_idx >= 0]
-        counts = torch.bincount(valid, minlength=self.shape.num_experts) + 5
-        assert torch.equal(statistics, counts.int())
+        assert torch.equal(statistics, self.slots(call) + 5)
         return y
+
+    def slots(self, call: FusedTokens) -> torch.Tensor:
+        """What statistics count in a call."""
+        valid = call.topk_idx[call.topk_idx >= 0]
+        return torch.bincount(valid, minlength=self.shape.num_experts).int()
 
 
 def layer_of(
@@ -79,9 +82,19 @@ def core_of(layer: Layer) -> Any:
     return layer.moe._layer._main._core  # type: ignore[union-attr]
 
 
+def layer_with(fast: bool, seed: int = 0, spread: int = 0) -> Layer:
+    """Of SHAPE; with ``fast`` all calls have fast sums."""
+    shape = dataclasses.replace(SHAPE, fast_accumulation=fast)
+    return layer_of(shape, seed, spread, tuning_of(fast))
+
+
+BOTH_SUMS = pytest.mark.parametrize("layer", [False, True], ids=["fp32", "fast"], indirect=True)
+
+
 @pytest.fixture
-def layer() -> Iterator[Layer]:
-    made = layer_of(SHAPE)
+def layer(request: pytest.FixtureRequest) -> Iterator[Layer]:
+    """Of SHAPE, with FP32 sums where the test is not marked with BOTH_SUMS."""
+    made = layer_with(getattr(request, "param", False))
     yield made
     made.moe.check()
     made.moe.close()
@@ -103,7 +116,10 @@ def random_shape(draw: random.Random) -> FusedShape:
 def test_random_geometries(seed: int) -> None:
     draw = random.Random(seed)
     shape = random_shape(draw)
-    layer = layer_of(shape, seed, tuning=FORMS[("rows", "swap_ab")[seed % 2]])
+    form = list(FORMS)[seed % 3]
+    if form == "groups":  # up to 1024 columns are one group
+        shape = dataclasses.replace(shape, hidden=max(shape.hidden, 1152))
+    layer = layer_of(shape, seed, tuning=FORMS[form])
     for number, tokens in enumerate((shape.max_tokens, draw.randint(0, shape.max_tokens), 0, 1)):
         masked = draw.choice([0.0, 0.3, 1.0])
         skewed = draw.random() < 0.25
@@ -112,18 +128,20 @@ def test_random_geometries(seed: int) -> None:
     layer.moe.check()
 
 
-def test_repeated_calls_give_the_same_bits(layer: Layer) -> None:
+@BOTH_SUMS
+def test_thousands_of_calls_give_the_same_bits(layer: Layer) -> None:
     calls = [there(tokens_of(SHAPE, n, TOKENS + n)) for n in (300, 0, 7, 128, 129)]
     first = [layer.check(call) for call in calls]
-    for _ in range(50):
+    for _ in range(400):
         for call, y in zip(calls, first, strict=True):
             assert torch.equal(layer.run(call), y)
 
 
+@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("rows", [0, 1 << 30])
-def test_sums_by_groups_of_columns(rows: int) -> None:
-    shape = dataclasses.replace(SHAPE, hidden=3200, max_tokens=600)
-    layer = layer_of(shape)
+def test_sums_by_groups_of_columns(rows: int, fast: bool) -> None:
+    shape = dataclasses.replace(SHAPE, hidden=3200, max_tokens=600, fast_accumulation=fast)
+    layer = layer_of(shape, tuning=tuning_of(fast))
     core = core_of(layer)
     core.set_rows_for_groups(rows)
     for tokens in (600, 3):
@@ -199,9 +217,10 @@ def test_shared_expert(layer: Layer, intermediate: int) -> None:
     assert difference(layer.run(call), wanted) > 0.01
 
 
-@pytest.mark.parametrize("spread", [20, 40])
-def test_extreme_scales(spread: int) -> None:
-    layer = layer_of(SHAPE, 3, spread)
+# With a spread of 40 fast sums may overflow.
+@pytest.mark.parametrize(("spread", "fast"), [(20, False), (20, True), (40, False)])
+def test_extreme_scales(spread: int, fast: bool) -> None:
+    layer = layer_with(fast, 3, spread)
     call = there(tokens_of(SHAPE, 100, TOKENS + 2))
     wanted = exact(SHAPE, call, layer.weights)
     y = layer.run(call)
@@ -213,8 +232,47 @@ def test_extreme_scales(spread: int) -> None:
 
 
 @pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_scales_times_powers_of_two_change_exponents_only(form: str, fast: bool) -> None:
+    shape = dataclasses.replace(SHAPE, fast_accumulation=fast)
+    layer = layer_of(shape, 3, tuning=FORMS[form])
+    call = there(tokens_of(SHAPE, 100, TOKENS + 2))
+    # So that no product of scales is below 2**-60, where fast sums do not tell them apart.
+    call.topk_weights.clamp_(min=0.25)
+    y = layer.check(call)
+    values, scales = quantize(call.x)
+    rest, weights = (call.topk_idx, call.topk_weights), layer.weights
+    for first, second in ((80, 0), (-80, 0), (0, 90), (0, -32)):
+        scaled = dataclasses.replace(
+            weights,
+            l1_scales=weights.l1_scales * 2.0**first,
+            l2_scales=weights.l2_scales * 2.0**second,
+        )
+        found = layer.moe.forward((values, scales * 2.0**-first), *rest, scaled)
+        assert torch.equal(found.double(), y.double() * 2.0**second), (first, second)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_scales_that_change_from_block_to_block(fast: bool) -> None:
+    """Between the least and the largest for which no fast sum overflows (gemm/sum.cuh)."""
+    layer = layer_with(fast)
+    layer.weights.l1_scales.fill_(2.0**-60)
+    for expert in range(SHAPE.num_experts):
+        layer.weights.l1_scales[expert, :, expert % 2 :: 2] = 2.0**36
+    layer.weights.l2_scales.fill_(2.0**-100)  # activations are about 2**108
+    call = there(tokens_of(SHAPE, 100, TOKENS + 2))
+    values, scales = quantize(call.x)
+    tokens = (values, torch.ones_like(scales))
+    rest = (call.topk_idx, call.topk_weights, layer.weights)
+    wanted = reference(tokens, *rest)
+    assert bool(wanted.isfinite().all())
+    y = layer.moe.forward(tokens, *rest)
+    assert difference(y, wanted) < (FAST if fast else CLOSE)
+
+
+@pytest.mark.parametrize("fast", [False, True])
 def test_blocks_of_zeros(fast: bool) -> None:
-    layer = layer_of(dataclasses.replace(SHAPE, fast_accumulation=fast))
+    layer = layer_with(fast)
     layer.weights.l1.view(torch.uint8)[:, :128] = 0
     layer.weights.l1_scales[:, 0] = 0
     layer.weights.l1_scales[1] = 0
@@ -252,17 +310,19 @@ def test_bad_entries_are_reported_and_count_for_none(layer: Layer) -> None:
     assert torch.equal(layer.check(call), y)
 
 
+@BOTH_SUMS
 def test_graphs_replay_with_what_is_there(layer: Layer) -> None:
     calls = [there(tokens_of(SHAPE, 120, TOKENS + seed)) for seed in (1, 2, 3)]
     ys = [layer.check(call) for call in calls]
     fixed = FusedTokens(*(tensor.clone() for tensor in vars(calls[0]).values()))
     out = torch.empty_like(fixed.x)
     rest = (fixed.topk_idx, fixed.topk_weights, layer.weights)
+    statistics = torch.zeros(SHAPE.num_experts, dtype=torch.int32, device="cuda")
     layer.moe.forward(fixed.x, *rest, out=out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(3):
-            layer.moe.forward(fixed.x, *rest, out=out)
+            layer.moe.forward(fixed.x, *rest, statistics=statistics, out=out)
     for _ in range(5):
         for call, y in zip(calls, ys, strict=True):
             for to, tensor in zip(vars(fixed).values(), vars(call).values(), strict=True):
@@ -271,6 +331,8 @@ def test_graphs_replay_with_what_is_there(layer: Layer) -> None:
             graph.replay()
             assert torch.equal(out, y)
             assert torch.equal(layer.run(call), y)
+    slots = torch.stack([layer.slots(call) for call in calls]).sum(0, dtype=torch.int32)
+    assert torch.equal(statistics, 5 * 3 * slots)
 
 
 def test_calls_of_two_layers_on_streams_of_their_own() -> None:

@@ -25,13 +25,20 @@ def test_a_refusal_ends_the_call_on_all_ranks(gpus: GpuPools, most_ranks: int) -
 
 
 @pytest.mark.gpu_each
-def test_graphs(gpus: GpuPools, most_ranks: int) -> None:
-    gpus.run(most_ranks, rounds.graphs)
+@pytest.mark.parametrize("fast", [False, True])
+def test_graphs(gpus: GpuPools, most_ranks: int, fast: bool) -> None:
+    gpus.run(most_ranks, rounds.graphs, fast)
 
 
 @pytest.mark.gpu_each
-def test_large_calls(gpus: GpuPools, most_ranks: int) -> None:
-    gpus.run(most_ranks, rounds.large)
+def test_thousands_of_calls_without_a_pause(gpus: GpuPools, most_ranks: int) -> None:
+    gpus.run(most_ranks, rounds.bursts, 150)
+
+
+@pytest.mark.gpu_each
+@pytest.mark.parametrize("fast", [False, True])
+def test_large_calls(gpus: GpuPools, most_ranks: int, fast: bool) -> None:
+    gpus.run(most_ranks, rounds.large, fast)
 
 
 def test_a_rank_that_does_not_come(gpus: GpuPools, most_ranks: int) -> None:

@@ -21,12 +21,22 @@ def test_random_geometries(one_gpu: OneGpu, ranks: int, first: int) -> None:
     one_gpu.run(ranks, rounds.geometries, first)
 
 
-def test_thousands_of_calls_give_the_same_bits(one_gpu: OneGpu, ranks: int) -> None:
-    one_gpu.run(ranks, rounds.repeated, 10_000)
+@pytest.mark.parametrize("fast", [False, True])
+def test_thousands_of_calls_give_the_same_bits(one_gpu: OneGpu, ranks: int, fast: bool) -> None:
+    one_gpu.run(ranks, rounds.repeated, 2_000 if fast else 10_000, fast)
 
 
-def test_graphs(one_gpu: OneGpu, ranks: int) -> None:
-    one_gpu.run(ranks, rounds.graphs)
+def test_thousands_of_calls_without_a_pause(one_gpu: OneGpu, ranks: int) -> None:
+    one_gpu.run(ranks, rounds.bursts, 150)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_graphs(one_gpu: OneGpu, ranks: int, fast: bool) -> None:
+    one_gpu.run(ranks, rounds.graphs, fast)
+
+
+def test_a_shared_count_of_the_routing(one_gpu: OneGpu, ranks: int) -> None:
+    one_gpu.run(ranks, rounds.shared_count)
 
 
 def test_shared_expert(one_gpu: OneGpu, ranks: int) -> None:
