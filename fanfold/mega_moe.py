@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from fanfold.base_dispatcher import GroupLike
@@ -10,6 +12,7 @@ from fanfold.copying import not_copied
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.formats import BLOCK
 from fanfold.fused_moe import ExpertWeights, FusedMoE
+from fanfold.fused_moe.call import checked_clamp
 from fanfold.geometry import check_aligned, check_tensor
 from fanfold.grouped_gemm import Pair, pair_of
 from fanfold.refusal import Refusing
@@ -97,9 +100,10 @@ class SymmBuffer:
         self.num_experts, self.num_topk = num_experts, num_topk
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
         self.hidden, self.intermediate_hidden = hidden, intermediate_hidden
-        self._layers: dict[float | None, FusedMoE] = {None: self._make_layer(None)}
+        # By whether it limits the activation. Which is wanted is not known before the first call.
+        self._layers: dict[bool, FusedMoE] = {False: self._make_layer(None)}
         self._called = self._destroyed = False
-        self._device = device = self._layers[None].device
+        self._device = device = self._layers[False].device
         most = num_max_tokens_per_rank
         shape, blocks, entries = (most, hidden), (most, hidden // BLOCK), (most, num_topk)
         self.x = torch.zeros(shape, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
@@ -120,24 +124,21 @@ class SymmBuffer:
         state = "destroyed" if getattr(self, "_destroyed", False) else ""
         return described(self, state, **{name: name for name in names})
 
-    def _layer(self, clamp: object) -> FusedMoE:
-        """The layer that limits the activation to ``clamp``. Collective if there is none yet."""
+    def _layer(self, clamp: float | None) -> FusedMoE:
+        """A layer for calls with ``activation_clamp``. Collective if there is none yet."""
         if self._destroyed:
             raise UsageError("this SymmBuffer is destroyed; make a new one")
-        if clamp is not None and not isinstance(clamp, (int, float)):
-            bound = "a finite number above 0, or None"
-            raise ArgumentError("activation_clamp", worded(clamp), bound)
-        found = self._layers.get(clamp)
-        if found is None:
+        found = self._layers.get(True) or self._layers.get(False)
+        if found is None or (clamp is not None and found.activation_clamp is None):
             if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise UsageError(
-                    f"no call with activation_clamp {clamp} has been made with this SymmBuffer, "
-                    "and a CUDA graph cannot hold the first one; make the same call once before "
-                    "the capture"
+                    "no call with an activation_clamp has been made with this SymmBuffer, and a "
+                    "CUDA graph cannot hold the first one; make the same call once before the "
+                    "capture"
                 )
-            while self._layers and not self._called:  # what was made before is of no use
-                self._layers.popitem()[1].close()
-            found = self._layers[clamp] = self._make_layer(clamp)
+            if not self._called and False in self._layers:  # it is of no use
+                self._layers.pop(False).close()
+            found = self._layers[clamp is not None] = self._make_layer(clamp)
         self._called = True
         return found
 
@@ -283,10 +284,9 @@ def fp8_mega_moe(
             received slots of each local expert is added; or None.
         recipe: ``(128, 128, 128)``.
         activation: ``"swiglu"``.
-        activation_clamp: a positive number, or None for no limit. The first call with a new value
-            makes a :class:`fanfold.FusedMoE`, on all ranks, whose memory stays until the buffer is
-            destroyed: calls in flight may need the others'. A buffer whose calls all have one value
-            has one.
+        activation_clamp: a positive number, or None for no limit. The first call that has one makes
+            a :class:`fanfold.FusedMoE`, on all ranks, which serves all later calls. A buffer whose
+            first call has none keeps the memory of another until it is destroyed.
         fast_math: changes nothing here.
         num_tokens_bound: an argument of a later pull request, at least num_tokens if given (0 and
             None: not given); changes nothing here.
@@ -300,10 +300,13 @@ def fp8_mega_moe(
         PeerRefused: another rank refused its input; the buffer stays usable.
         PeerTimeout: a peer did not arrive in time; destroy the buffer.
         UsageError: the buffer is destroyed, or it failed earlier; or a CUDA graph is being
-            captured, and no call with this ``activation_clamp`` has been made before.
+            captured, and no call with an ``activation_clamp`` has been made before.
     """
     _check_options(sym_buffer, recipe, activation, fast_math)
-    layer = sym_buffer._layer(activation_clamp)
+    clamp = checked_clamp(activation_clamp)
+    layer = sym_buffer._layer(clamp)
+    if clamp is None and layer.activation_clamp is not None:
+        clamp = math.inf
     with _CALL:
         with Refusing(layer.refuse):
             tokens = _check_output(y, layer, num_tokens_bound)
@@ -315,6 +318,7 @@ def fp8_mega_moe(
             weights,
             statistics=cumulative_local_expert_recv_stats,
             out=y,
+            activation_clamp=clamp,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,14 +14,14 @@ from fanfold.fused_moe.weights import ExpertWeights, check_columns
 from fanfold.geometry import Geometry, check_aligned, check_tensor, check_topk
 from fanfold.representation import worded
 
-__all__ = ["CallChecks", "FusedCall", "Tokens"]
+__all__ = ["CallChecks", "FusedCall", "Tokens", "checked_clamp"]
 
 Tokens = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class FusedCall:
-    """Tensors of one call; :meth:`fanfold.FusedMoE.forward` says what they are."""
+    """One call, as :meth:`fanfold.FusedMoE.forward` describes it."""
 
     x: Tokens
     topk_idx: torch.Tensor
@@ -29,6 +30,8 @@ class FusedCall:
     shared_expert: ExpertWeights | None
     statistics: torch.Tensor | None
     out: torch.Tensor | None
+    clamp: float | None = None
+    """Of the activation; None for no limit."""
 
     def quantized(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Values and scales of the tokens."""
@@ -125,3 +128,15 @@ class CallChecks:
         self._check(f"{name}.l1", weights.l1, shape, torch.float8_e4m3fn, aligned=True)
         if self.device.type == "cuda":
             check_aligned(f"{name}.l2", weights.l2)
+
+
+def checked_clamp(clamp: object) -> float | None:
+    """``activation_clamp``, if it is a positive number or None."""
+    if clamp is None:
+        return None
+    bound = "a finite number above 0, or None"
+    if not isinstance(clamp, (int, float)) or isinstance(clamp, bool):
+        raise ArgumentError("activation_clamp", worded(clamp), bound)
+    if not (math.isfinite(clamp) and clamp > 0):
+        raise ArgumentError("activation_clamp", clamp, bound)
+    return float(clamp)

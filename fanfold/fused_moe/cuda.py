@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -96,7 +97,7 @@ class CudaLayer:
     Args:
         group: of the ranks.
         geometry, intermediate: of the layer.
-        clamp: of the activation, or None.
+        clamps: whether calls may limit the activation.
         config: the time bound, how sums are kept, and when the kernel changes its form.
 
     Attributes:
@@ -109,11 +110,11 @@ class CudaLayer:
         group: Group,
         geometry: Geometry,
         intermediate: int,
-        clamp: float | None,
+        clamps: bool,
         config: Config,
     ) -> None:
         self.rank = group.rank
-        self._group, self._geometry, self._clamp, self._config = group, geometry, clamp, config
+        self._group, self._geometry, self._clamps, self._config = group, geometry, clamps, config
         self._threads = are_threads(group)
         sizes = _sizes(geometry, intermediate)
         self._memory = CudaSymmetricMemory(group, sizes.bytes)
@@ -169,7 +170,7 @@ class CudaLayer:
             kernel_source(
                 geometry,
                 intermediate,
-                clamps=self._clamp is not None,
+                clamps=self._clamps,
                 fast_accumulation=self._config.fast_accumulation,
                 swap_ab=swap_ab,
             )
@@ -190,7 +191,6 @@ class CudaLayer:
         core = _core.CudaFusedMoe(sizes, rank, bases, self._reports.address)
         core.timeout_ns = int(self._config.timeout_s * 1e9)
         core.set_rows_for_groups(self.tuning.group_rows)
-        core.set_clamp(0.0 if self._clamp is None else self._clamp)
         ctas = min(_CLUSTER * clusters, _core.CUDA_FUSED_MOE_MOST_CTAS)
         return _Kernel(dict(zip(forms, kernels, strict=True)), swapped_tokens, core, ctas)
 
@@ -220,7 +220,7 @@ class CudaLayer:
         with self._launches.next() as stream:
             if shared is not None and call.shared_expert is not None and addend is not None:
                 with Refusing(self.refuse):
-                    shared.run(tokens, call.shared_expert, addend, stream)
+                    shared.run(tokens, call.shared_expert, addend, stream, call.clamp)
             self._main.run(
                 tokens,
                 (call.topk_idx, call.topk_weights),
@@ -229,6 +229,7 @@ class CudaLayer:
                 stream,
                 addend=addend,
                 statistics=call.statistics,
+                clamp=call.clamp,
             )
         self.check()
         return out
@@ -349,9 +350,11 @@ class _Kernel:
         *,
         addend: torch.Tensor | None = None,
         statistics: torch.Tensor | None = None,
+        clamp: float | None = None,
     ) -> None:
         """Enqueues the kernel. ``routing``: experts of the entries, and their weights."""
         values, scales = tokens
+        self._core.set_clamp(math.inf if clamp is None else clamp)
         call = _core.CudaFusedMoeCall()
         call.tokens = values.shape[0]
         call.x, call.x_scales = values.data_ptr(), scales.data_ptr()
@@ -387,8 +390,9 @@ class _SharedExpert:
         weights: ExpertWeights,
         out: torch.Tensor,
         stream: int,
+        clamp: float | None,
     ) -> None:
-        self._kernel.run(tokens, (self._idx, self._ones), weights, out, stream)
+        self._kernel.run(tokens, (self._idx, self._ones), weights, out, stream, clamp=clamp)
 
 
 class _LaunchOrder:

@@ -10,7 +10,6 @@ from fanfold.base_dispatcher import GroupLike
 from fanfold.config import Config
 from fanfold.fused_moe.call import FusedCall
 from fanfold.fused_moe.experts import grouped_experts
-from fanfold.fused_moe.weights import ExpertWeights
 from fanfold.geometry import Geometry
 from fanfold.group import agree, as_group
 from fanfold.high_throughput import HighThroughput
@@ -31,14 +30,11 @@ class HostLayer:
     Args:
         group: of the ranks.
         geometry: of the layer.
-        clamp: of the activation, or None.
         config: the settings.
     """
 
-    def __init__(
-        self, group: GroupLike, geometry: Geometry, clamp: float | None, config: Config
-    ) -> None:
-        self._group, self._top_k, self._clamp = group, geometry.top_k, clamp
+    def __init__(self, group: GroupLike, geometry: Geometry, config: Config) -> None:
+        self._group, self._top_k = group, geometry.top_k
         self._dispatcher = HighThroughput(
             group,
             num_experts=geometry.num_experts,
@@ -75,9 +71,9 @@ class HostLayer:
                 received.weights,
                 received.expert_ranges(),
                 call.weights,
-                self._clamp,
+                call.clamp,
             )
-            shared = self._shared_result((values, scales), call.shared_expert)
+            shared = _shared_result((values, scales), call)
         slots = ep.combine(y, received, weighted=False).view(len(values), each, values.shape[1])
         total = torch.zeros(values.shape, dtype=torch.float32, device=_CPU)
         for slot in range(each):
@@ -99,12 +95,13 @@ class HostLayer:
         """Releases the memory."""
         self._dispatcher.close()
 
-    def _shared_result(
-        self, tokens: tuple[torch.Tensor, torch.Tensor], shared_expert: ExpertWeights | None
-    ) -> torch.Tensor | None:
-        """``[n, hidden]`` bfloat16, or None without a shared expert."""
-        if shared_expert is None:
-            return None
-        count = tokens[0].shape[0]
-        ones = torch.ones(count, dtype=torch.float32, device=_CPU)
-        return grouped_experts(tokens, ones, [(0, count)], shared_expert, self._clamp)
+
+def _shared_result(
+    tokens: tuple[torch.Tensor, torch.Tensor], call: FusedCall
+) -> torch.Tensor | None:
+    """``[n, hidden]`` bfloat16, or None without a shared expert."""
+    if call.shared_expert is None:
+        return None
+    count = tokens[0].shape[0]
+    ones = torch.ones(count, dtype=torch.float32, device=_CPU)
+    return grouped_experts(tokens, ones, [(0, count)], call.shared_expert, call.clamp)

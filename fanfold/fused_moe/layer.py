@@ -14,7 +14,7 @@ from fanfold.config import Config
 from fanfold.copying import not_copied
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.forks import Owner
-from fanfold.fused_moe.call import CallChecks, FusedCall, Tokens
+from fanfold.fused_moe.call import CallChecks, FusedCall, Tokens, checked_clamp
 from fanfold.fused_moe.cuda import (
     MOST_COLUMNS,
     MOST_EXPERTS,
@@ -71,7 +71,7 @@ class FusedMoE(HasGeometry):
         intermediate: columns between the GEMMs, a multiple of 128.
         max_tokens: most tokens one rank passes to one call, up to ``2**24 / top_k``.
         activation_clamp: SwiGLU limits the gate to at most this, and the up projection to this on
-            both sides; None for no limit.
+            both sides; None for no limit. Calls of a layer that has one may have another.
         config: the settings; resolved from the environment if None. ``backend`` decides where
             calls run: ``"auto"`` takes the GPU where the kernel serves the layer. With
             ``fast_accumulation`` the GPU takes 3 to 8% less time with thousands of tokens, and
@@ -112,7 +112,7 @@ class FusedMoE(HasGeometry):
             check_columns("hidden", hidden, MAX_HIDDEN)
             check_columns("intermediate", intermediate, _MOST_INTERMEDIATE)
             check_integer("max_tokens", max_tokens, 0, MAX_TOKENS // top_k)
-            self.intermediate, self.activation_clamp = intermediate, _checked(activation_clamp)
+            self.intermediate, self.activation_clamp = intermediate, checked_clamp(activation_clamp)
             signature: dict[str, object] = {
                 "mode": "fused_moe",
                 "num_experts": num_experts,
@@ -125,12 +125,12 @@ class FusedMoE(HasGeometry):
             }
             agree(ranks, signature)
             self._choice = self._chosen(choose(ranks, self.config, "high_throughput"))
-        clamp = self.activation_clamp
+        clamps = self.activation_clamp is not None
         self._layer: HostLayer | CudaLayer
         if self._choice.backend == "cuda":
-            self._layer = CudaLayer(self._group, self.geometry, intermediate, clamp, self.config)
+            self._layer = CudaLayer(self._group, self.geometry, intermediate, clamps, self.config)
         else:
-            self._layer = HostLayer(group, self.geometry, clamp, self.config)
+            self._layer = HostLayer(group, self.geometry, self.config)
         self._checks = CallChecks(
             self.geometry,
             intermediate,
@@ -203,6 +203,7 @@ class FusedMoE(HasGeometry):
         shared_expert: ExpertWeights | None = None,
         statistics: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        activation_clamp: float | None = None,
     ) -> torch.Tensor:
         """Sends tokens to their experts and returns the sums of the results. Collective.
 
@@ -227,6 +228,8 @@ class FusedMoE(HasGeometry):
             statistics: ``[experts_per_rank]`` int32, to which the number of received slots of each
                 local expert is added when the call succeeds.
             out: ``[n, hidden]`` bfloat16 to write to; may be ``x``. Made if None.
+            activation_clamp: in place of the layer's, for this rank's experts: a positive number,
+                ``math.inf`` for no limit. None for the layer's; a layer without one takes no other.
 
         Returns:
             ``[n, hidden]`` bfloat16; 0 for a token without experts.
@@ -245,8 +248,11 @@ class FusedMoE(HasGeometry):
                 graph is being captured, or ranks are threads: see :meth:`prepare_shared_expert`.
         """
         self._check_open()
-        call = FusedCall(x, topk_idx, topk_weights, weights, shared_expert, statistics, out)
         with Refusing(self._layer.refuse):
+            call = FusedCall(
+                x, topk_idx, topk_weights, weights, shared_expert, statistics, out,
+                self._clamp(activation_clamp),
+            )  # fmt: skip
             self._checks.check(call)
         return self._layer.run(call)
 
@@ -300,19 +306,16 @@ class FusedMoE(HasGeometry):
 
     # ---- checks ---------------------------------------------------------------------------------
 
+    def _clamp(self, asked: float | None) -> float | None:
+        """Of one call; None for no limit."""
+        if asked is None:
+            return self.activation_clamp
+        if self.activation_clamp is None:
+            bound = "None: this layer was made without a limit, which no call can set"
+            raise ArgumentError("activation_clamp", worded(asked), bound)
+        return None if asked == math.inf else checked_clamp(asked)
+
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("this FusedMoE is closed; make a new one")
         self._owner.check()
-
-
-def _checked(clamp: object) -> float | None:
-    """``activation_clamp``, if it is a positive number or None."""
-    if clamp is None:
-        return None
-    bound = "a finite number above 0, or None"
-    if not isinstance(clamp, (int, float)) or isinstance(clamp, bool):
-        raise ArgumentError("activation_clamp", worded(clamp), bound)
-    if not (math.isfinite(clamp) and clamp > 0):
-        raise ArgumentError("activation_clamp", clamp, bound)
-    return float(clamp)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -123,6 +124,17 @@ def test_clamp_changes_gate_above_and_up_on_both_sides() -> None:
         with shape.open() as moe:
             y = moe.forward(x, zero, one, ExpertWeights.quantize(signs, down))
         assert y.float().numpy() == pytest.approx(wanted, rel=0.005)
+
+
+def test_a_call_may_have_a_clamp_of_its_own() -> None:
+    call, weights = tokens_of(SHAPE, 7, 2), weights_of(SHAPE)
+    shared = weights_of(dataclasses.replace(SHAPE, num_experts=1), 9)
+    given = (call.x, call.topk_idx, call.topk_weights, weights)
+    with dataclasses.replace(SHAPE, activation_clamp=0.5).open() as moe:
+        for asked, clamp in ((None, 0.5), (0.25, 0.25), (math.inf, None), (2, 2.0), (None, 0.5)):
+            y = moe.forward(*given, shared_expert=shared, activation_clamp=asked)
+            shape = dataclasses.replace(SHAPE, activation_clamp=clamp)
+            assert torch.equal(y, expected(shape, call, weights, shared_expert=shared)), asked
 
 
 def test_an_expert_named_twice_counts_twice() -> None:

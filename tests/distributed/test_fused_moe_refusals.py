@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import re
 from collections.abc import Callable
 from typing import Any, Literal
@@ -214,6 +215,24 @@ SIZES = [
 def test_a_bad_size(name: str, value: object, message: str) -> None:
     with pytest.raises(ArgumentError, match=f"^{re.escape(message)}"):
         SHAPE.open(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "message"),
+    [
+        (None, 1.0, "activation_clamp is 1.0 (type float), but must be None: this layer was made"),
+        (0.5, 0, "activation_clamp is 0, but must be a finite number above 0, or None"),
+        (0.5, "1", "activation_clamp is '1' (type str), but must be a finite number"),
+        (0.5, -math.inf, "activation_clamp is -inf, but must be a finite number above 0"),
+    ],
+)
+def test_a_bad_clamp_of_a_call(own: float | None, asked: Any, message: str) -> None:
+    call, weights = tokens_of(SHAPE, 3, 1), weights_of(SHAPE)
+    with dataclasses.replace(SHAPE, activation_clamp=own).open() as moe:
+        given = (call.x, call.topk_idx, call.topk_weights, weights)
+        with pytest.raises(ArgumentError, match=f"^{re.escape(message)}"):
+            moe.forward(*given, activation_clamp=asked)
+        moe.forward(*given)
 
 
 def _disagree(group: Group) -> str:

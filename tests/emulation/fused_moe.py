@@ -261,7 +261,8 @@ class World:
         def open_layer(rank: int) -> CudaLayer:
             group = ThreadGroup(rank, values, barrier)
             geometry = Geometry(ranks, *sizes)
-            return CudaLayer(group, geometry, shape.intermediate, shape.activation_clamp, config)
+            clamps = shape.activation_clamp is not None
+            return CudaLayer(group, geometry, shape.intermediate, clamps, config)
 
         with ThreadPoolExecutor(ranks) as pool:
             self.layers = list(pool.map(open_layer, range(ranks)))
@@ -284,6 +285,7 @@ class World:
             "shared_expert": None,
             "statistics": received.statistics,
             "out": received.y,
+            "clamp": self.shape.activation_clamp,
         }
         call = FusedCall(**{**given, **rest})
         self.layers[rank].run(call)

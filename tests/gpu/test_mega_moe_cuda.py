@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from fanfold import deep_gemm
-from fanfold.errors import UsageError
 from fanfold.fused_moe import difference
 from fanfold.group import as_group
 from tests.distributed.fused_layers import (
@@ -150,10 +149,8 @@ def test_calls_into_one_buffer_give_the_same_bits(one_gpu: OneGpu, ranks: int) -
 def _clamped(given: Any) -> None:
     layer = Layer(given)
     call = tokens_of(SHAPE, 50, TOKENS + layer.group.rank)
-    ys = []
-    for clamp, layers in ((0.5, 1), (0.25, 2), (0.5, 2), (None, 3), (0.25, 3)):
-        ys.append(layer.check(call, clamp))
-        assert len(layer.buffer._layers) == layers
+    ys = [layer.check(call, clamp) for clamp in (0.5, 0.25, 0.5, None, 0.25)]
+    assert len(layer.buffer._layers) == 1
     wide, narrow, wide_again, _, narrow_again = (y.cpu() for y in ys)
     assert torch.equal(wide, wide_again)
     assert torch.equal(narrow, narrow_again)
@@ -179,8 +176,6 @@ def _captured(given: Any) -> None:
     out = torch.empty_like(calls[0].x)
 
     def twice() -> torch.Tensor:
-        with pytest.raises(UsageError, match=r"no call with activation_clamp 2\.0 has been made"):
-            layer.call(out, 2.0)
         for _ in range(2):
             layer.call(out, 0.5)
         return out

@@ -322,6 +322,23 @@ def test_a_shared_expert_is_added(gpu: Settings) -> None:
     world.close()
 
 
+@pytest.mark.parametrize("form", ["rows", "swap_ab"])
+def test_a_call_may_have_a_clamp_of_its_own(gpu: Settings, form: str) -> None:
+    world = World(2, dataclasses.replace(SHAPE, activation_clamp=0.5), gpu, tuning=FORMS[form])
+    shared = weights_of(dataclasses.replace(SHAPE, num_experts=1), 9)
+    world.run(lambda _, layer: layer.prepare_shared_expert(SHAPE.intermediate))
+    calls = calls_of(SHAPE, [12, 5], 8)
+    for clamp in (0.25, None, 0.5):
+        found = world.run(
+            lambda rank, _, c=clamp: world.call(rank, calls[rank], shared_expert=shared, clamp=c)
+        )
+        shape = dataclasses.replace(SHAPE, activation_clamp=clamp)
+        for call, received in zip(calls, found, strict=True):
+            wanted = expected(shape, call, world.weights, shared_expert=shared)
+            assert difference(received.y, wanted) < CLOSE, clamp
+    world.close()
+
+
 def test_spans_are_in_order(gpu: Settings) -> None:
     world = World(2, SHAPE, gpu, clusters=2)
     spans = [layer.spans() for layer in world.layers]
