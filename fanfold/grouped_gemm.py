@@ -26,7 +26,7 @@ __all__ = ["MOST_DEPTH", "Kind", "Operands", "Pair", "multiply", "pair_of", "sca
 Pair = tuple[torch.Tensor, torch.Tensor]
 """e4m3 values and their float32 scales."""
 
-MOST_DEPTH = 64 * BLOCK
+MOST_DEPTH = 128 * BLOCK
 """A warp holds the scales of so many columns."""
 
 _THREADS = 384

@@ -434,8 +434,8 @@ def test_documents_every_field() -> None:
         (("--tokens", "8,16777216"), "tokens"),
         (("--hidden", "100"), "hidden"),
         (("--intermediate", "64"), "intermediate"),
-        (("--hidden", "8320"), "hidden"),
-        (("--intermediate", "8320"), "intermediate"),
+        (("--hidden", "16512"), "hidden"),
+        (("--intermediate", "16512"), "intermediate"),
         (("--top-k", "5"), "top_k"),
         (("--experts", "0"), "experts"),
         (("--ranks", "3"), "experts"),
@@ -454,8 +454,8 @@ def test_refuses(arguments: tuple[str, ...], name: str) -> None:
 
 def test_deep_products_need_no_baseline() -> None:
     with pytest.raises(ArgumentError, match="--no-baseline"):
-        dataclasses.replace(SMALL, hidden=8320)
-    assert dataclasses.replace(SMALL, hidden=8320, baseline=False).hidden == 8320
+        dataclasses.replace(SMALL, hidden=16512)
+    assert dataclasses.replace(SMALL, hidden=16512, baseline=False).hidden == 16512
 
 
 @pytest.mark.parametrize(

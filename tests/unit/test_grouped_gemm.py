@@ -10,7 +10,7 @@ import torch
 
 from fanfold import ArgumentError, deep_gemm, jit
 from fanfold.formats import dequantize, quantize
-from fanfold.grouped_gemm import Kind
+from fanfold.grouped_gemm import MOST_DEPTH, Kind
 from fanfold.jit.yields import with_yields
 from tests.grouped_gemms import Case, call_of, check, difference, random_case, run
 
@@ -89,7 +89,7 @@ def _contiguous(**changes: Any) -> None:
         ({"scales": torch.zeros(128, 3)}, r"a\[1\].shape is \(128, 3\), but must be \(128, 2\)"),
         ({"weights": torch.zeros(2, 60, 256).to(torch.float8_e4m3fn)}, "60, but must be a mult"),
         ({"weights": torch.zeros(2, 64, 200).to(torch.float8_e4m3fn)}, "200, but must be a mult"),
-        ({"weights": torch.zeros(2, 64, 8320).to(torch.float8_e4m3fn)}, "up to 8192"),
+        ({"weights": torch.zeros(2, 64, 16512).to(torch.float8_e4m3fn)}, "up to 16384"),
         ({"weights": torch.zeros(0, 64, 256).to(torch.float8_e4m3fn)}, "at least 1 group"),
         ({"weight_scales": torch.zeros(2, 2, 2)}, r"b\[1\].shape is \(2, 2, 2\)"),
         ({"d": torch.zeros(128, 64)}, "d.dtype is torch.float32"),
@@ -165,6 +165,14 @@ def test_kernels_compile_without_spills(
     patched, changed = with_yields(plain.image)
     assert patched == binary.image
     assert changed > 60 if fast else changed == 0  # sums in two levels have no FMULs
+
+
+@pytest.mark.parametrize(("few", "fast"), [(False, False), (False, True), (True, False)])
+def test_the_deepest_kernels_wait_for_no_single_product(few: bool, fast: bool) -> None:
+    """One of them spills 20 bytes, none of them accumulators."""
+    binary = jit.compile(Kind(4096, MOST_DEPTH, 8, True, few, fast).source)
+    assert binary.spill_bytes < 64
+    assert "wgmma" not in binary.log.lower()
 
 
 def test_multiplications_that_yield() -> None:

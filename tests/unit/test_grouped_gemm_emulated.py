@@ -9,6 +9,7 @@ import dataclasses
 import pytest
 import torch
 
+from fanfold.grouped_gemm import MOST_DEPTH
 from tests.emulation.grouped_gemm import emulated
 from tests.emulation.world import Builder
 from tests.grouped_gemms import Case, check
@@ -45,3 +46,11 @@ def test_masked(builder: Builder, ctas: int, most: int) -> None:
             fitting = tuple(min(each, most) for each in rows)
             case = dataclasses.replace(SHAPE, rows=fitting, masked=True, most=most, seed=seed)
             assert check(case, CPU) < ROUNDING, case
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["two levels", "fast"])
+def test_the_largest_depth(builder: Builder, fast: bool) -> None:
+    """A lane holds four of the scales of each 128 columns."""
+    with emulated(builder, 2):
+        case = Case((70,), columns=128, depth=MOST_DEPTH, fast=fast)
+        assert check(case, CPU) < ROUNDING
