@@ -100,7 +100,7 @@ class SymmBuffer:
         self.num_experts, self.num_topk = num_experts, num_topk
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
         self.hidden, self.intermediate_hidden = hidden, intermediate_hidden
-        # By whether it limits the activation. Which is wanted is not known before the first call.
+        # By whether they limit the activation. The first call says whether this one is wanted.
         self._layers: dict[bool, FusedMoE] = {False: self._make_layer(None)}
         self._called = self._destroyed = False
         self._device = device = self._layers[False].device

@@ -228,8 +228,9 @@ class FusedMoE(HasGeometry):
             statistics: ``[experts_per_rank]`` int32, to which the number of received slots of each
                 local expert is added when the call succeeds.
             out: ``[n, hidden]`` bfloat16 to write to; may be ``x``. Made if None.
-            activation_clamp: in place of the layer's, for this rank's experts: a positive number,
-                ``math.inf`` for no limit. None for the layer's; a layer without one takes no other.
+            activation_clamp: in place of the layer's, for this rank's experts and the shared one: a
+                positive number, or ``math.inf`` for no limit. None for the layer's; a layer without
+                one takes no other.
 
         Returns:
             ``[n, hidden]`` bfloat16; 0 for a token without experts.
@@ -306,14 +307,16 @@ class FusedMoE(HasGeometry):
 
     # ---- checks ---------------------------------------------------------------------------------
 
-    def _clamp(self, asked: float | None) -> float | None:
+    def _clamp(self, asked: object) -> float | None:
         """Of one call; None for no limit."""
         if asked is None:
             return self.activation_clamp
         if self.activation_clamp is None:
             bound = "None: this layer was made without a limit, which no call can set"
             raise ArgumentError("activation_clamp", worded(asked), bound)
-        return None if asked == math.inf else checked_clamp(asked)
+        if isinstance(asked, float) and asked == math.inf:
+            return None
+        return checked_clamp(asked, "a number above 0, or None for the layer's")
 
     def _check_open(self) -> None:
         if self._closed:

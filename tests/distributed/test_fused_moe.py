@@ -137,6 +137,33 @@ def test_a_call_may_have_a_clamp_of_its_own() -> None:
             assert torch.equal(y, expected(shape, call, weights, shared_expert=shared)), asked
 
 
+def _own_clamp(
+    group: Group, calls: list[FusedTokens], weights: ExpertWeights, clamps: list[float]
+) -> torch.Tensor:
+    call = calls[group.rank]
+    given = (call.x, call.topk_idx, call.topk_weights, weights.shard(group.rank, group.size))
+    with dataclasses.replace(SHAPE, activation_clamp=0.5).open(group) as moe:
+        return moe.forward(*given, activation_clamp=clamps[group.rank])
+
+
+def test_a_call_s_clamp_is_of_a_rank_s_experts() -> None:
+    """Whoever has sent the tokens."""
+    calls, weights, clamps = split(tokens_of(SHAPE, 16, 2), (9, 7)), weights_of(SHAPE), [0.25, 2.0]
+    for call in calls:  # every second token to the experts of each rank
+        local = SHAPE.num_experts // 2
+        call.topk_idx.copy_(call.topk_idx.clamp(min=0) % local)
+        call.topk_idx[::2] += local
+    found = ThreadRanks(2).run(_own_clamp, calls, weights, clamps)
+    for call, y in zip(calls, found, strict=True):
+        low, high = (
+            expected(dataclasses.replace(SHAPE, activation_clamp=clamp), call, weights)
+            for clamp in clamps
+        )
+        assert torch.equal(y[1::2], low[1::2])
+        assert torch.equal(y[::2], high[::2])
+        assert not torch.equal(low, high)
+
+
 def test_an_expert_named_twice_counts_twice() -> None:
     shape = dataclasses.replace(SHAPE, top_k=2)
     call, weights = tokens_of(shape, 5, 1), weights_of(shape)

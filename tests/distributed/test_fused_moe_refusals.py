@@ -221,18 +221,39 @@ def test_a_bad_size(name: str, value: object, message: str) -> None:
     ("own", "asked", "message"),
     [
         (None, 1.0, "activation_clamp is 1.0 (type float), but must be None: this layer was made"),
-        (0.5, 0, "activation_clamp is 0, but must be a finite number above 0, or None"),
-        (0.5, "1", "activation_clamp is '1' (type str), but must be a finite number"),
-        (0.5, -math.inf, "activation_clamp is -inf, but must be a finite number above 0"),
+        (0.5, 0, "activation_clamp is 0, but must be a number above 0, or None for the layer's"),
+        (0.5, "1", "activation_clamp is '1' (type str), but must be a number above 0, or None"),
+        (0.5, True, "activation_clamp is True (type bool), but must be a number above 0, or None"),
+        (0.5, -math.inf, "activation_clamp is -inf, but must be a number above 0, or None"),
+        (0.5, math.nan, "activation_clamp is nan, but must be a number above 0, or None"),
+        (0.5, torch.tensor([1.0, 2.0], device="cpu"), "activation_clamp is a "),
     ],
 )
 def test_a_bad_clamp_of_a_call(own: float | None, asked: Any, message: str) -> None:
-    call, weights = tokens_of(SHAPE, 3, 1), weights_of(SHAPE)
-    with dataclasses.replace(SHAPE, activation_clamp=own).open() as moe:
-        given = (call.x, call.topk_idx, call.topk_weights, weights)
-        with pytest.raises(ArgumentError, match=f"^{re.escape(message)}"):
-            moe.forward(*given, activation_clamp=asked)
-        moe.forward(*given)
+    shape, weights = dataclasses.replace(SHAPE, activation_clamp=own), weights_of(SHAPE)
+    calls = [tokens_of(SHAPE, 3, rank) for rank in range(2)]
+    assert ThreadRanks(2).run(_bad_clamp, shape, calls, weights, asked, message) == [True, True]
+
+
+def _bad_clamp(
+    group: Group,
+    shape: FusedShape,
+    calls: list[FusedTokens],
+    weights: ExpertWeights,
+    asked: Any,
+    message: str,
+) -> bool:
+    """Rank 1 asks for it; both can go on."""
+    call = calls[group.rank]
+    given = (call.x, call.topk_idx, call.topk_weights, weights.shard(group.rank, group.size))
+    with shape.open(group) as moe:
+        if group.rank == 1:
+            with pytest.raises(ArgumentError, match=f"^{re.escape(message)}"):
+                moe.forward(*given, activation_clamp=asked)
+        else:
+            with pytest.raises(PeerRefused, match=r"^rank 1 refused its input"):
+                moe.forward(*given)
+        return torch.equal(moe.forward(*given), expected(shape, call, weights))
 
 
 def _disagree(group: Group) -> str:

@@ -217,15 +217,15 @@ def bursts(given: Any, replays: int) -> None:
     slots = torch.stack([layer.slots(call) for call in calls]).sum(0, dtype=torch.int32)
     calls = [there(call) for call in calls]
     tokens = [quantize(call.x) for call in calls]
-    outs = [torch.empty_like(call.x) for call in calls]
     statistics = torch.zeros(slots.shape, dtype=torch.int32, device="cuda")
     order = [*range(len(calls))] * 16
     random.Random(group.rank).shuffle(order)
+    outs = [torch.empty_like(calls[n].x) for n in order]
 
     def burst() -> torch.Tensor:
-        for n in order:
+        for n, out in zip(order, outs, strict=True):
             rest = (calls[n].topk_idx, calls[n].topk_weights, layer.here)
-            layer.moe.forward(tokens[n], *rest, statistics=statistics, out=outs[n])
+            layer.moe.forward(tokens[n], *rest, statistics=statistics, out=out)
         return outs[0]
 
     graph, _ = capture(group, burst)
@@ -235,8 +235,8 @@ def bursts(given: Any, replays: int) -> None:
             out.fill_(float("nan"))
         graph.replay()
         wait()
-        for out, y in zip(outs, ys, strict=True):
-            assert torch.equal(out.cpu(), y)
+        for n, out in zip(order, outs, strict=True):
+            assert torch.equal(out.cpu(), ys[n])
     assert torch.equal(statistics.cpu(), 16 * replays * slots)
     layer.close()
     del graph

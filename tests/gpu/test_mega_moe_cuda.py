@@ -146,20 +146,24 @@ def test_calls_into_one_buffer_give_the_same_bits(one_gpu: OneGpu, ranks: int) -
     on_ranks(one_gpu, ranks, _repeated)
 
 
-def _clamped(given: Any) -> None:
+def _clamped(given: Any, clamps: list[float | None], layers: int) -> None:
     layer = Layer(given)
     call = tokens_of(SHAPE, 50, TOKENS + layer.group.rank)
-    ys = [layer.check(call, clamp) for clamp in (0.5, 0.25, 0.5, None, 0.25)]
-    assert len(layer.buffer._layers) == 1
-    wide, narrow, wide_again, _, narrow_again = (y.cpu() for y in ys)
-    assert torch.equal(wide, wide_again)
-    assert torch.equal(narrow, narrow_again)
-    assert difference(wide, narrow) > 0.01
+    ys = [layer.check(call, clamp).cpu() for clamp in clamps]
+    assert len(layer.buffer._layers) == layers
+    for clamp, y in zip(clamps, ys, strict=True):
+        assert torch.equal(y, ys[clamps.index(clamp)])
+    assert difference(ys[0], ys[1]) > 0.01
     layer.destroy()
 
 
-def test_clamps_may_differ_between_calls(one_gpu: OneGpu, ranks: int) -> None:
-    on_ranks(one_gpu, ranks, _clamped)
+@pytest.mark.parametrize(
+    ("clamps", "layers"), [([0.5, 0.25, 0.5, None, 0.25], 1), ([None, 0.5, None, 0.25], 2)], ids=str
+)
+def test_clamps_may_differ_between_calls(
+    one_gpu: OneGpu, ranks: int, clamps: list[float | None], layers: int
+) -> None:
+    on_ranks(one_gpu, ranks, _clamped, clamps, layers)
 
 
 # ---- graphs -------------------------------------------------------------------------------------

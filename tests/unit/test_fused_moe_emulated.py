@@ -143,7 +143,7 @@ def test_a_rank_begins_a_call_before_all_have_begun_the_last(gpu: Settings) -> N
     world.close()
 
 
-def test_results_are_told_until_all_have_read_them(gpu: Settings) -> None:
+def test_counters_stay_until_all_ranks_have_ended_the_call(gpu: Settings) -> None:
     """A peer may still wait for results of the last call, which it has not ended before it begins
     this one."""
     world = World(2, SHAPE, gpu)

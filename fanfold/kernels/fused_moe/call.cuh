@@ -52,7 +52,7 @@ inline constexpr int kSharedExperts = kLocalExperts <= 94 ? kLocalExperts : 0;
 
 struct TicketState {
   Cursor cursor;
-  int next;            // the last ticket that was taken
+  int ticket;          // the last that was taken
   uint32_t published;  // tasks
 };
 

@@ -7,7 +7,7 @@
 namespace fanfold::fused_moe {
 
 // Takes the cluster's tickets and tells both CTAs their tasks; by one thread of the first CTA. What
-// it keeps is in shared memory: for that of the thread that copies weights there are no registers.
+// it keeps is in shared memory: the thread, which copies weights, has no registers for it.
 class Tickets {
  public:
   __device__ explicit Tickets(const Call& call) : call_(call) {}
@@ -18,12 +18,12 @@ class Tickets {
     publish();
   }
   __device__ void take() {
-    call_.tail.tickets.next = static_cast<int>(atomicAdd(call_.ticket(), 1u));
+    call_.tail.tickets.ticket = static_cast<int>(atomicAdd(call_.ticket(), 1u));
   }
   __device__ void publish() {
     TicketState& state = call_.tail.tickets;
     const uint32_t number = state.published++;
-    const TicketPlace place = place_of(call_.schedule(), state.next, state.cursor);
+    const TicketPlace place = place_of(call_.schedule(), state.ticket, state.cursor);
     for (int cta = 0; cta < kCluster; ++cta)
       exchange_relaxed_at_cta(&call_.tail.tasks[number % kTasks], cta,
                               PackedTask::of(task_at(place, cta), number).word);
@@ -150,8 +150,8 @@ class RowLoader {
     const int blocks = depth_blocks(task.gemm);
     int k = 0;
 #pragma unroll 1
-    for (int half = 0; half <= 2; ++half) {
-      for (; k < blocks - 2 + half; ++k, at_.advance()) {
+    for (int part = 0; part < 3; ++part) {
+      for (; k < blocks - 2 + part; ++k, at_.advance()) {
         if (!waits_(&ring_.empty[at_.stage], at_.parity ^ 1)) return false;
         ArrivalBarrier* full = &ring_.full[at_.stage];
         uint8_t* a = ring_.a[at_.stage];
@@ -166,7 +166,7 @@ class RowLoader {
         }
         load_box(ring_.scales[at_.stage], scales, {task.row, k, 0}, full);
       }
-      if (half < 2) look_ahead(half);
+      if (part < 2) look_ahead(part);
     }
     return true;
   }
