@@ -100,10 +100,18 @@ class SymmBuffer:
         self.num_experts, self.num_topk = num_experts, num_topk
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
         self.hidden, self.intermediate_hidden = hidden, intermediate_hidden
-        # By whether they limit the activation. The first call says whether this one is wanted.
-        self._layers: dict[bool, FusedMoE] = {False: self._make_layer(None)}
-        self._called = self._destroyed = False
-        self._device = device = self._layers[False].device
+        self._destroyed = False
+        with _SIZES:
+            self._layer = FusedMoE(
+                group,
+                num_experts=num_experts,
+                top_k=num_topk,
+                hidden=hidden,
+                intermediate=intermediate_hidden,
+                max_tokens=num_max_tokens_per_rank,
+                activation_clamp=math.inf,
+            )
+        device = self._layer.device
         most = num_max_tokens_per_rank
         shape, blocks, entries = (most, hidden), (most, hidden // BLOCK), (most, num_topk)
         self.x = torch.zeros(shape, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
@@ -114,8 +122,7 @@ class SymmBuffer:
     def destroy(self) -> None:
         """Releases the memory that the ranks share. Not collective; harmless when repeated."""
         self._destroyed = True
-        for layer in self._layers.values():
-            layer.close()
+        self._layer.close()
 
     def __repr__(self) -> str:
         names = (
@@ -123,36 +130,6 @@ class SymmBuffer:
         )  # fmt: skip
         state = "destroyed" if getattr(self, "_destroyed", False) else ""
         return described(self, state, **{name: name for name in names})
-
-    def _layer(self, clamp: float | None) -> FusedMoE:
-        """A layer for calls with ``activation_clamp``. Collective if there is none yet."""
-        if self._destroyed:
-            raise UsageError("this SymmBuffer is destroyed; make a new one")
-        found = self._layers.get(True) or self._layers.get(False)
-        if found is None or (clamp is not None and found.activation_clamp is None):
-            if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise UsageError(
-                    "no call with an activation_clamp has been made with this SymmBuffer, and a "
-                    "CUDA graph cannot hold the first one; make the same call once before the "
-                    "capture"
-                )
-            if not self._called and False in self._layers:  # it is of no use
-                self._layers.pop(False).close()
-            found = self._layers[clamp is not None] = self._make_layer(clamp)
-        self._called = True
-        return found
-
-    def _make_layer(self, clamp: float | None) -> FusedMoE:
-        with _SIZES:
-            return FusedMoE(
-                self.group,
-                num_experts=self.num_experts,
-                top_k=self.num_topk,
-                hidden=self.hidden,
-                intermediate=self.intermediate_hidden,
-                max_tokens=self.num_max_tokens_per_rank,
-                activation_clamp=clamp,
-            )
 
 
 def get_symm_buffer_for_mega_moe(
@@ -284,9 +261,7 @@ def fp8_mega_moe(
             received slots of each local expert is added; or None.
         recipe: ``(128, 128, 128)``.
         activation: ``"swiglu"``.
-        activation_clamp: a positive number, or None for no limit. The first call that has one makes
-            a :class:`fanfold.FusedMoE`, on all ranks, which serves all later calls. A buffer whose
-            first call has none keeps the memory of another until it is destroyed.
+        activation_clamp: a positive number, or None for no limit.
         fast_math: changes nothing here.
         num_tokens_bound: an argument of a later pull request, at least num_tokens if given (0 and
             None: not given); changes nothing here.
@@ -299,14 +274,13 @@ def fp8_mega_moe(
             PeerRefused), and the buffer stays usable.
         PeerRefused: another rank refused its input; the buffer stays usable.
         PeerTimeout: a peer did not arrive in time; destroy the buffer.
-        UsageError: the buffer is destroyed, or it failed earlier; or a CUDA graph is being
-            captured, and no call with an ``activation_clamp`` has been made before.
+        UsageError: the buffer is destroyed, or it failed earlier.
     """
     _check_options(sym_buffer, recipe, activation, fast_math)
     clamp = checked_clamp(activation_clamp)
-    layer = sym_buffer._layer(clamp)
-    if clamp is None and layer.activation_clamp is not None:
-        clamp = math.inf
+    if sym_buffer._destroyed:
+        raise UsageError("this SymmBuffer is destroyed; make a new one")
+    layer = sym_buffer._layer
     with _CALL:
         with Refusing(layer.refuse):
             tokens = _check_output(y, layer, num_tokens_bound)
@@ -318,7 +292,7 @@ def fp8_mega_moe(
             weights,
             statistics=cumulative_local_expert_recv_stats,
             out=y,
-            activation_clamp=clamp,
+            activation_clamp=math.inf if clamp is None else clamp,
         )
 
 

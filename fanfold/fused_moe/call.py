@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -130,12 +129,13 @@ class CallChecks:
             check_aligned(f"{name}.l2", weights.l2)
 
 
-def checked_clamp(clamp: object, bound: str = "a finite number above 0, or None") -> float | None:
-    """``activation_clamp``, if it is a positive number or None; ``bound`` says what it may be."""
+def checked_clamp(clamp: object) -> float | None:
+    """``activation_clamp``, if it is a positive number or None."""
     if clamp is None:
         return None
+    bound = "a number above 0, or None"
     if not isinstance(clamp, (int, float)) or isinstance(clamp, bool):
         raise ArgumentError("activation_clamp", worded(clamp), bound)
-    if not (math.isfinite(clamp) and clamp > 0):
+    if not clamp > 0:
         raise ArgumentError("activation_clamp", clamp, bound)
     return float(clamp)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -354,7 +353,8 @@ class _Kernel:
     ) -> None:
         """Enqueues the kernel. ``routing``: experts of the entries, and their weights."""
         values, scales = tokens
-        self._core.set_clamp(math.inf if clamp is None else clamp)
+        if clamp is not None:
+            self._core.set_clamp(clamp)
         call = _core.CudaFusedMoeCall()
         call.tokens = values.shape[0]
         call.x, call.x_scales = values.data_ptr(), scales.data_ptr()

@@ -73,7 +73,7 @@ class HostLayer:
                 call.weights,
                 call.clamp,
             )
-            shared = _shared_result((values, scales), call)
+            shared = self._shared_result((values, scales), call)
         slots = ep.combine(y, received, weighted=False).view(len(values), each, values.shape[1])
         total = torch.zeros(values.shape, dtype=torch.float32, device=_CPU)
         for slot in range(each):
@@ -95,13 +95,13 @@ class HostLayer:
         """Releases the memory."""
         self._dispatcher.close()
 
-
-def _shared_result(
-    tokens: tuple[torch.Tensor, torch.Tensor], call: FusedCall
-) -> torch.Tensor | None:
-    """``[n, hidden]`` bfloat16, or None without a shared expert."""
-    if call.shared_expert is None:
-        return None
-    count = tokens[0].shape[0]
-    ones = torch.ones(count, dtype=torch.float32, device=_CPU)
-    return grouped_experts(tokens, ones, [(0, count)], call.shared_expert, call.clamp)
+    @staticmethod
+    def _shared_result(
+        tokens: tuple[torch.Tensor, torch.Tensor], call: FusedCall
+    ) -> torch.Tensor | None:
+        """``[n, hidden]`` bfloat16, or None without a shared expert."""
+        if call.shared_expert is None:
+            return None
+        count = tokens[0].shape[0]
+        ones = torch.ones(count, dtype=torch.float32, device=_CPU)
+        return grouped_experts(tokens, ones, [(0, count)], call.shared_expert, call.clamp)

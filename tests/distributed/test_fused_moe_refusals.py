@@ -204,9 +204,9 @@ SIZES = [
     ("top_k", 33, "top_k is 33, but must be from 1 to 32"),
     ("num_experts", 0, "num_experts is 0, but must be from 1 to 32767"),
     ("max_tokens", 1 << 23, "max_tokens is 8388608, but must be from 0 to 5592405"),
-    ("activation_clamp", 0, "activation_clamp is 0, but must be a finite number above 0, or None"),
-    ("activation_clamp", float("nan"), "activation_clamp is nan, but must be a finite number"),
-    ("activation_clamp", "10", "activation_clamp is '10' (type str), but must be a finite number"),
+    ("activation_clamp", 0, "activation_clamp is 0, but must be a number above 0, or None"),
+    ("activation_clamp", float("nan"), "activation_clamp is nan, but must be a number"),
+    ("activation_clamp", "10", "activation_clamp is '10' (type str), but must be a number"),
     ("config", "host", "config is 'host' (type str), but must be a fanfold.Config or None"),
 ]
 
@@ -221,7 +221,7 @@ def test_a_bad_size(name: str, value: object, message: str) -> None:
     ("own", "asked", "message"),
     [
         (None, 1.0, "activation_clamp is 1.0 (type float), but must be None: this layer was made"),
-        (0.5, 0, "activation_clamp is 0, but must be a number above 0, or None for the layer's"),
+        (0.5, 0, "activation_clamp is 0, but must be a number above 0, or None"),
         (0.5, "1", "activation_clamp is '1' (type str), but must be a number above 0, or None"),
         (0.5, True, "activation_clamp is True (type bool), but must be a number above 0, or None"),
         (0.5, -math.inf, "activation_clamp is -inf, but must be a number above 0, or None"),

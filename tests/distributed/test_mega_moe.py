@@ -130,7 +130,6 @@ def _clamped(
     calls: list[FusedTokens],
     weights: ExpertWeights,
     clamps: list[float | None],
-    layers: int,
 ) -> list[bool]:
     mine, call = weights.shard(group.rank, group.size), calls[group.rank]
     buffer = open_buffer(SHAPE, group)
@@ -139,18 +138,15 @@ def _clamped(
         shape = dataclasses.replace(SHAPE, activation_clamp=clamp)
         y = run(buffer, call, mine, activation_clamp=clamp)
         right.append(torch.equal(y, expected(shape, call, weights)))
-    right.append(len(buffer._layers) == layers)
     buffer.destroy()
     return right
 
 
-@pytest.mark.parametrize(
-    ("clamps", "layers"), [((0.5, 0.25, 0.5, None, 0.25), 1), ((None, 0.5, None, 0.25), 2)], ids=str
-)
-def test_clamps_may_differ_between_calls(clamps: list[float | None], layers: int) -> None:
+def test_clamps_may_differ_between_calls() -> None:
+    clamps = [0.5, 0.25, None, 0.5]
     calls = split(tokens_of(SHAPE, 20, 4), (9, 11))
-    right = ThreadRanks(2).run(_clamped, calls, weights_of(SHAPE), clamps, layers)
-    assert right == [[True] * (len(clamps) + 1)] * 2
+    right = ThreadRanks(2).run(_clamped, calls, weights_of(SHAPE), clamps)
+    assert right == [[True] * len(clamps)] * 2
     wide, narrow = (
         expected(dataclasses.replace(SHAPE, activation_clamp=c), calls[0], weights_of(SHAPE))
         for c in (0.5, 0.25)
@@ -265,8 +261,8 @@ WRONG = [
     ("sym_buffer", None, "sym_buffer is None, but must be what get_symm_buffer_for_mega_moe"),
     ("recipe", (1, 1, 32), "recipe is (1, 1, 32), but must be (128, 128, 128)"),
     ("activation", "gelu", "activation is 'gelu' (type str), but must be 'swiglu'"),
-    ("activation_clamp", 0, "activation_clamp is 0, but must be a finite number above 0"),
-    ("activation_clamp", [1], "activation_clamp is a list of 1, but must be a finite number"),
+    ("activation_clamp", 0, "activation_clamp is 0, but must be a number above 0"),
+    ("activation_clamp", [1], "activation_clamp is a list of 1, but must be a number"),
     ("fast_math", None, "fast_math is None, but must be a bool"),
     (
         "num_tokens_bound",
@@ -398,12 +394,3 @@ def test_a_destroyed_buffer() -> None:
 def test_a_buffer_is_not_copied() -> None:
     with pytest.raises(CopyError, match="SymmBuffer cannot be copied or pickled"):
         copy.copy(open_buffer(SHAPE))
-
-
-def test_a_graph_cannot_hold_the_first_call_with_a_clamp(monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer = open_buffer(SHAPE)
-    monkeypatch.setattr(buffer, "_device", torch.device("cuda:0"))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(UsageError, match="no call with an activation_clamp has been made"):
-        buffer._layer(2.0)
-    assert buffer._layer(None) is buffer._layers[False]

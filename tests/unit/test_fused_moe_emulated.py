@@ -6,6 +6,7 @@ copies, schedule, stages, counters, sums and reports without a GPU. What only ha
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import threading
 import time
@@ -328,7 +329,7 @@ def test_a_call_may_have_a_clamp_of_its_own(gpu: Settings, form: str) -> None:
     shared = weights_of(dataclasses.replace(SHAPE, num_experts=1), 9)
     world.run(lambda _, layer: layer.prepare_shared_expert(SHAPE.intermediate))
     calls = calls_of(SHAPE, [12, 5], 8)
-    for clamp in (0.25, None, 0.5):
+    for clamp in (0.25, math.inf, 0.5):
         found = world.run(
             lambda rank, _, c=clamp: world.call(rank, calls[rank], shared_expert=shared, clamp=c)
         )
