@@ -61,7 +61,8 @@ void bind_call(nb::module_& module) {
       .def_rw("addend", &FusedMoeCall::addend)
       .def_rw("y", &FusedMoeCall::y)
       .def_rw("statistics", &FusedMoeCall::statistics)
-      .def_rw("spans", &FusedMoeCall::spans);
+      .def_rw("spans", &FusedMoeCall::spans)
+      .def_rw("clamp", &FusedMoeCall::clamp);
 }
 
 void launch(const FusedMoeArgs& args, const cuda::Kernel& kernel, cuda::LaunchShape shape) {
@@ -86,7 +87,6 @@ void bind_cuda_fused_moe(nb::module_& module) {
              uintptr_t reports) { new (self) FusedMoe(sizes, rank, peers.data(), reports); },
           "sizes"_a, "rank"_a, "peers"_a, "reports"_a)
       .def_prop_rw("timeout_ns", &FusedMoe::timeout_ns, &FusedMoe::set_timeout_ns)
-      .def("set_clamp", &FusedMoe::set_clamp, "clamp"_a)
       .def("set_rows_for_groups", &FusedMoe::set_rows_for_groups, "rows"_a)
       .def(
           "launch",

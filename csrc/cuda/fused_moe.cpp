@@ -144,6 +144,7 @@ FusedMoeArgs FusedMoe::arguments(const FusedMoeCall& call) const {
   args.statistics = pointer<int32_t>(call.statistics);
   args.spans = pointer<FusedMoeSpan>(call.spans);
   args.tokens = call.tokens;
+  args.clamp = call.clamp;
   return args;
 }
 

@@ -42,6 +42,7 @@ struct FusedMoeCall {
   uintptr_t topk_idx, topk_weights;
   uintptr_t l1, l1_scales, l2, l2_scales;
   uintptr_t addend, y, statistics, spans;  // or 0, but for y
+  float clamp;                             // read by kernels that limit the activation
 };
 
 class FusedMoe {
@@ -52,7 +53,6 @@ class FusedMoe {
 
   int64_t timeout_ns() const { return fixed_.timeout_ns; }
   void set_timeout_ns(int64_t timeout_ns) { fixed_.timeout_ns = timeout_ns; }
-  void set_clamp(float clamp) { fixed_.clamp = clamp; }
   // From so many rows of a rank on, tokens are summed while columns are computed.
   void set_rows_for_groups(int32_t rows) { fixed_.rows_for_groups = rows; }
 

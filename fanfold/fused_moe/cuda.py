@@ -353,8 +353,6 @@ class _Kernel:
     ) -> None:
         """Enqueues the kernel. ``routing``: experts of the entries, and their weights."""
         values, scales = tokens
-        if clamp is not None:
-            self._core.set_clamp(clamp)
         call = _core.CudaFusedMoeCall()
         call.tokens = values.shape[0]
         call.x, call.x_scales = values.data_ptr(), scales.data_ptr()
@@ -364,6 +362,8 @@ class _Kernel:
         call.l2, call.l2_scales = weights.l2.data_ptr(), weights.l2_scales.data_ptr()
         call.addend, call.y = address_of(addend), out.data_ptr()
         call.statistics, call.spans = address_of(statistics), address_of(self._spans)
+        if clamp is not None:
+            call.clamp = clamp
         self._core.launch(call, self._form(call.tokens), *self._shape, stream)
 
     def _form(self, tokens: int) -> _core.CudaKernel:

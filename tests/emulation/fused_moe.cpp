@@ -13,7 +13,6 @@ struct FusedMoeLayer {
   const uintptr_t* peers;
   uintptr_t reports;
   int64_t timeout_ns;
-  float clamp;
   int32_t rows_for_groups;
 };
 
@@ -47,7 +46,6 @@ extern "C" __attribute__((visibility("default"))) void run_fused_moe(const Fused
                                                                      emulation::Grid* grid) {
   FusedMoe core(layer->sizes, layer->rank, layer->peers, layer->reports);
   core.set_timeout_ns(layer->timeout_ns);
-  core.set_clamp(layer->clamp);
   core.set_rows_for_groups(layer->rows_for_groups);
   const fanfold::FusedMoeArgs args = call != nullptr ? core.arguments(*call) : core.refusal();
   emulate(&args, grid);

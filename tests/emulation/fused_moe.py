@@ -74,6 +74,7 @@ class _Call(ctypes.Structure):
                 "statistics", "spans",
             )
         ),
+        ("clamp", ctypes.c_float),
     ]  # fmt: skip
 
     def set_scale_strides(self, token: int, block: int) -> None:
@@ -89,15 +90,11 @@ class _Layer(ctypes.Structure):
         ("peers", ctypes.POINTER(ctypes.c_size_t)),
         ("reports", ctypes.c_size_t),
         ("timeout_ns", ctypes.c_int64),
-        ("clamp", ctypes.c_float),
         ("rows_for_groups", ctypes.c_int32),
     ]
 
     def __init__(self, sizes: _Sizes, rank: int, peers: list[int], reports: int) -> None:
         super().__init__(sizes, rank, (ctypes.c_size_t * len(peers))(*peers), reports)
-
-    def set_clamp(self, clamp: float) -> None:
-        self.clamp = clamp
 
     def set_rows_for_groups(self, rows: int) -> None:
         self.rows_for_groups = rows

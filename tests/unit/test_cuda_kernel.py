@@ -322,10 +322,9 @@ kernel = _core.CudaKernel(b"cubin", "add", "add")
 peers = [0x100000000, 0x200000000]
 core = _core.CudaFusedMoe(sizes, 1, peers, 0x7000)
 core.timeout_ns = 5
-core.set_clamp(2.5)
 core.set_rows_for_groups(144)
 call = _core.CudaFusedMoeCall()
-call.tokens = 99
+call.tokens, call.clamp = 99, 2.5
 for number, name in enumerate(("x", "x_scales", "topk_idx", "topk_weights", "l1", "l1_scales",
                                "l2", "l2_scales", "addend", "y", "statistics", "spans")):
     setattr(call, name, 0x1000 * (number + 1))
