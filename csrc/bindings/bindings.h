@@ -16,6 +16,7 @@ void bind_low_latency(nanobind::module_& module);
 void bind_high_throughput(nanobind::module_& module);
 void bind_cuda(nanobind::module_& module);
 void bind_cuda_formats(nanobind::module_& module);
+void bind_cuda_ring(nanobind::module_& module);
 void bind_cuda_fused_moe(nanobind::module_& module);
 void bind_cuda_grouped_gemm(nanobind::module_& module);
 void bind_cuda_low_latency(nanobind::module_& module);

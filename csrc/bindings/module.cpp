@@ -18,6 +18,7 @@ NB_MODULE(_core, module) {
   fanfold::bindings::bind_high_throughput(module);
   fanfold::bindings::bind_cuda(module);
   fanfold::bindings::bind_cuda_formats(module);
+  fanfold::bindings::bind_cuda_ring(module);
   fanfold::bindings::bind_cuda_fused_moe(module);
   fanfold::bindings::bind_cuda_grouped_gemm(module);
   fanfold::bindings::bind_cuda_low_latency(module);

@@ -1,33 +1,20 @@
+#include "bindings/ring.h"
+
 #include "bindings/bindings.h"
-#include "ring/measure.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace fanfold::bindings {
-namespace {
-
-using Fields = nb::typed<nb::dict, nb::str, nb::any>;
-
-Fields ring_throughput(int64_t slots, int32_t producers, int64_t commands) {
-  RingThroughput found{};
-  {
-    const nb::gil_scoped_release unlocked;
-    found = measure_ring_throughput(slots, producers, commands);
-  }
-  Fields out;
+RingFields fields_of(const RingThroughput& found) {
+  RingFields out;
   out["commands"] = found.commands;
   out["seconds"] = found.seconds;
   return out;
 }
 
-Fields ring_latency(int64_t slots, double rate, int64_t commands) {
-  RingLatency found{};
-  {
-    const nb::gil_scoped_release unlocked;
-    found = measure_ring_latency(slots, rate, commands);
-  }
-  Fields out;
+RingFields fields_of(const RingLatency& found) {
+  RingFields out;
   out["commands"] = found.commands;
   out["rate"] = found.rate;
   out["clock_ns"] = found.clock_ns;
@@ -36,6 +23,26 @@ Fields ring_latency(int64_t slots, double rate, int64_t commands) {
   out["p99_ns"] = found.p99_ns;
   out["most_ns"] = found.most_ns;
   return out;
+}
+
+namespace {
+
+// What `measure` has found, without the lock of the interpreter.
+template <class Measure>
+RingFields unlocked(const Measure& measure) {
+  const auto found = [&] {
+    const nb::gil_scoped_release released;
+    return measure();
+  }();
+  return fields_of(found);
+}
+
+RingFields ring_throughput(int64_t slots, int32_t producers, int64_t commands) {
+  return unlocked([&] { return measure_ring_throughput(slots, producers, commands); });
+}
+
+RingFields ring_latency(int64_t slots, double rate, int64_t commands) {
+  return unlocked([&] { return measure_ring_latency(slots, rate, commands); });
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 
 #include "base/error.h"
 #include "base/wait.h"
+#include "layout/ring_bench.h"
 #include "ring/ring.h"
 
 namespace fanfold {
@@ -46,12 +47,12 @@ void check_range(const char* name, int64_t value, int64_t most) {
   throw BadArgument(name, std::to_string(value), "1 to " + std::to_string(most));
 }
 
-// A command with a sender and a number of 62 bits instead of fields; no proxy sees it.
 Command numbered(int32_t producer, int64_t number) {
-  return {{static_cast<uint64_t>(producer) << 4, static_cast<uint64_t>(number) << 1}};
+  return NumberedCommand{static_cast<uint64_t>(producer), static_cast<uint64_t>(number)}.command();
 }
-size_t producer_of(const Command& command) { return command.words[0] >> 4 & 0xfffu; }
-int64_t number_of(const Command& command) { return static_cast<int64_t>(command.words[1] >> 1); }
+int64_t number_of(const Command& command) {
+  return static_cast<int64_t>(NumberedCommand::of(command).number);
+}
 
 // Threads that push. The first failure of one of them is thrown to the consumer.
 class Producers {
@@ -143,7 +144,9 @@ double clock_cost() {
   return static_cast<double>(last - start) / kReads;
 }
 
-RingLatency summary(std::vector<int64_t>& latencies) {
+}  // namespace
+
+RingLatency summarize_latencies(std::vector<int64_t>& latencies) {
   std::sort(latencies.begin(), latencies.end());
   const auto count = static_cast<int64_t>(latencies.size());
   const auto at = [&](int64_t percent) {
@@ -152,14 +155,12 @@ RingLatency summary(std::vector<int64_t>& latencies) {
   const double sum = std::accumulate(latencies.begin(), latencies.end(), 0.0);
   return {.commands = count,
           .rate = 0.0,
-          .clock_ns = clock_cost(),
+          .clock_ns = 0.0,
           .average_ns = sum / static_cast<double>(count),
           .p50_ns = at(50),
           .p99_ns = at(99),
           .most_ns = latencies.back()};
 }
-
-}  // namespace
 
 RingThroughput measure_ring_throughput(int64_t slots, int32_t producers, int64_t commands) {
   check_range("producers", producers, kMaxProducers);
@@ -175,7 +176,8 @@ RingThroughput measure_ring_throughput(int64_t slots, int32_t producers, int64_t
   int64_t wrong = 0;
   const auto start = Clock::now();
   consume(consumer, each * producers, threads, [&](const Command& command) {
-    wrong += number_of(command) == next[producer_of(command) % next.size()]++ ? 0 : 1;
+    wrong +=
+        number_of(command) == next[NumberedCommand::of(command).producer % next.size()]++ ? 0 : 1;
   });
   const std::chrono::duration<double> took = Clock::now() - start;
   threads.finish();
@@ -208,7 +210,8 @@ RingLatency measure_ring_latency(int64_t slots, double rate, int64_t commands) {
     latencies[static_cast<size_t>(popped++)] = nanoseconds() - number_of(command);
   });
   thread.finish();
-  RingLatency result = summary(latencies);
+  RingLatency result = summarize_latencies(latencies);
+  result.clock_ns = clock_cost();
   const auto took = static_cast<double>(std::max<int64_t>(last_push - start, 1));
   result.rate = static_cast<double>(commands - 1) / took * 1e9;
   return result;

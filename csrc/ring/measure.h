@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace fanfold {
 
@@ -18,13 +19,18 @@ RingThroughput measure_ring_throughput(int64_t slots, int32_t producers, int64_t
 
 struct RingLatency {
   int64_t commands;
-  double rate;      // commands per second that the producer has reached
-  double clock_ns;  // what one look at the clock takes; each latency has one in it
+  double rate;  // commands per second that the producer has reached
+  // Between threads what one look at the clock takes, of which each latency contains one. From a
+  // GPU by how much its clock may be off on either side.
+  double clock_ns;
   double average_ns;
   int64_t p50_ns;
   int64_t p99_ns;
   int64_t most_ns;
 };
+
+// Of one latency or more, which it sorts; leaves the rate and the clock 0.
+RingLatency summarize_latencies(std::vector<int64_t>& latencies);
 
 // Measures how long commands take one way. One thread pushes `commands` at `rate` per second, each
 // with the time before the push in it; this thread pops and subtracts that time from its own, on

@@ -15,6 +15,15 @@ from fanfold.cli.options import one_or_more
 __all__ = ["add_mode", "run"]
 
 
+# What depends on who pushes.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "cpu": {"producers": (1, 2, 4), "rates": (100_000, 1_000_000, 5_000_000), "rings": 1,
+            "threads": 1, "lanes": 1},
+    "gpu": {"producers": (1, 32, 128), "rates": (100_000, 1_000_000, 4_000_000), "rings": 32,
+            "threads": 4, "lanes": 1},
+}  # fmt: skip
+
+
 def add_mode(modes: Any) -> None:
     """Adds the mode ``ring`` to the modes of ``fanfold bench``."""
     defaults = ring.RingSettings()
@@ -22,16 +31,30 @@ def add_mode(modes: Any) -> None:
         "ring", help="measure the ring that hands commands to proxies", description=__doc__
     )
     mode.set_defaults(run_mode=run)
-    for option, values, what in (
-        ("producers", defaults.producers, "threads that push"),
-        ("rates", defaults.rates, "commands per second at which latency is measured"),
+    mode.add_argument(
+        "--from", dest="source", choices=("cpu", "gpu"), default=defaults.source,
+        help="who pushes: threads of the CPU, or warps of a GPU (default %(default)s)",
+    )  # fmt: skip
+    for option, what in (
+        ("producers", "threads or, from gpu, warps that push"),
+        ("rates", "commands per second at which latency is measured"),
+    ):
+        values = [",".join(map(str, each[option])) for each in _DEFAULTS.values()]
+        mode.add_argument(
+            f"--{option}", type=one_or_more(int), metavar="N[,N...]",
+            help=f"{what} (default {values[0]}; from gpu {values[1]})",
+        )  # fmt: skip
+    for option, what in (
+        ("rings", "rings in turn for warps"),
+        ("threads", "CPU threads that pop them"),
+        ("lanes", "commands in each push of a warp, 1 to 32"),
     ):
         mode.add_argument(
-            f"--{option}", type=one_or_more(int), default=list(values), metavar="N[,N...]",
-            help=f"{what} (default {','.join(map(str, values))})",
+            f"--{option}", type=int, metavar="N",
+            help=f"from gpu: {what} (default {_DEFAULTS['gpu'][option]})",
         )  # fmt: skip
     for option, value, what in (
-        ("slots", defaults.slots, "commands that the ring holds, a power of two"),
+        ("slots", defaults.slots, "commands that a ring holds, a power of two"),
         ("commands", defaults.commands, "commands of one iteration"),
         ("iterations", defaults.iterations, "how often commands per second are measured"),
     ):
@@ -52,12 +75,16 @@ def run(args: argparse.Namespace) -> int:
     """Measures, and prints the tables: exit code 0.
 
     Raises:
-        FanfoldError: bad arguments, or threads that got no time to run.
+        FanfoldError: bad arguments, no GPU, or threads that got no time to run.
     """
+    own = {
+        name: default if getattr(args, name) is None else getattr(args, name)
+        for name, default in _DEFAULTS[args.source].items()
+    }
     settings = ring.RingSettings(
+        source=args.source,
         slots=args.slots,
-        producers=args.producers,
-        rates=args.rates,
+        **own,
         commands=args.commands,
         iterations=args.iterations,
         seconds=args.seconds,

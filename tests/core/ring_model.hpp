@@ -276,7 +276,7 @@ inline void Model::step_producer(const State& state, size_t which) {
     const RingPush push = ring_try_push(view(), memory, command);
     own.pushed += push.outcome == RingOutcome::kPushed ? 1 : 0;
   } else if (producer.has_ticket == 0) {
-    own.ticket = ring_take_ticket(view(), memory);
+    own.ticket = ring_take_tickets(view(), memory, 1);
     own.has_ticket = 1;
   } else if (ring_try_store(view(), memory, producer.ticket, command)) {
     own.pushed += 1;

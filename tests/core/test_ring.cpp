@@ -351,7 +351,7 @@ TEST(ring_orders_the_rows_beside_its_slots) {
         CHECK_EQ(rows[i % kSlots], i);
         consumer.publish();
       } else {
-        const uint64_t ticket = ring_take_ticket(view, memory);
+        const uint64_t ticket = ring_take_tickets(view, memory, 1);
         await([&] { return ring_has_room(view, memory, ticket); });
         rows[ticket % kSlots] = ticket;
         ring_store(view, memory, ticket, command_of(0, ticket));

@@ -46,7 +46,9 @@ ARGUMENTS = {
     "fanfold::high_throughput::plan": "PlanArgs",
     "fanfold::high_throughput::dispatch": "HighThroughputDispatchArgs",
     "fanfold::high_throughput::combine": "HighThroughputCombineArgs",
-    "fanfold::push_commands": "RingPushArgs",
+    "fanfold::push_commands": "PushCommandsArgs",
+    "fanfold::ring::push": "RingPushArgs",
+    "fanfold::ring::clock": "RingClockArgs",
     "fanfold::fused_moe::layer": "FusedMoeArgs",
     "fanfold::grouped_gemm::multiply": "GroupedGemmArgs",
 }

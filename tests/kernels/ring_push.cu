@@ -1,28 +1,32 @@
-// Every thread pushes commands into one ring, in one of the two ways of protocol/ring.h. kThreads
-// and kTries are constants of the kernel: with kTries a thread takes no ticket before there is
-// room.
+// Every thread pushes commands into one ring. kThreads and kWay are constants of the kernel. kWay
+// is how: 0, a thread takes its ticket first; 1, not before there is room; 2, a warp takes the
+// tickets of its lanes together.
 #include "constants.h"
 #include "protocol/ring.cuh"
 
 namespace fanfold {
 
-struct RingPushArgs {
+struct PushCommandsArgs {
   RingView ring;
   int64_t timeout_ns;
   uint32_t* ends;     // [threads of all CTAs], how each thread has ended
   uint32_t commands;  // of each thread
 };
 
-enum RingPushEnd : uint32_t { kPushedAll = 1, kStayedFull = 2, kDoesNotFit = 3 };
+enum PushCommandsEnd : uint32_t { kPushedAll = 1, kStayedFull = 2, kDoesNotFit = 3 };
 
 namespace {
 
-__device__ __forceinline__ bool push_or_expire(const RingPushArgs& args, const Command& command) {
+__device__ __forceinline__ bool push_or_expire(const PushCommandsArgs& args,
+                                               const Command& command) {
   DeviceMemory memory;
   RingDeadline deadline(args.timeout_ns);
-  if constexpr (kTries == 0) {
+  if constexpr (kWay == 0) {
     uint64_t ticket = 0;
     return ring_push(args.ring, memory, command, deadline, ticket);
+  } else if constexpr (kWay == 2) {
+    const bool done = ring_push_together(args.ring, true, command, deadline);
+    return __all_sync(kFullWarp, done);
   } else {
     while (ring_try_push(args.ring, memory, command).outcome != RingOutcome::kPushed) {
       if (deadline.expired()) return false;
@@ -31,7 +35,7 @@ __device__ __forceinline__ bool push_or_expire(const RingPushArgs& args, const C
   }
 }
 
-__device__ __forceinline__ RingPushEnd push_all(const RingPushArgs& args, uint32_t thread) {
+__device__ __forceinline__ PushCommandsEnd push_all(const PushCommandsArgs& args, uint32_t thread) {
   for (uint32_t i = 0; i < args.commands; ++i) {
     const CommandFields fields = {.kind = CommandKind::kWrite,
                                   .peer = thread,
@@ -50,7 +54,7 @@ __device__ __forceinline__ RingPushEnd push_all(const RingPushArgs& args, uint32
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    push_commands(const __grid_constant__ RingPushArgs args) {
+    push_commands(const __grid_constant__ PushCommandsArgs args) {
   const auto thread = static_cast<uint32_t>(blockIdx.x * kThreads + threadIdx.x);
   args.ends[thread] = push_all(args, thread);
 }

@@ -21,11 +21,12 @@ BOXES = KernelSource("tensor_copy.cu", "boxes", threads=128)
 QUANTISE = KernelSource("numbers.cu", "quantise", {"kThreads": 256}, threads=256)
 PUSH = [
     KernelSource(
-        "ring_push.cu", "fanfold::push_commands", {"kThreads": 64, "kTries": tries}, threads=64
+        "ring_push.cu", "fanfold::push_commands", {"kThreads": 64, "kWay": way}, threads=64
     )
-    for tries in (0, 1)
+    for way in range(3)
 ]
-"""Threads that push into a ring: each takes its ticket first, or only when the ring has room."""
+"""Threads that push into a ring: each takes its ticket first, or only when the ring has room, or
+warps take theirs together."""
 
 
 def kernel_root(folder: Path) -> Path:

@@ -27,6 +27,7 @@ from fanfold.backends.high_throughput.kernels import (
     plan_kernel,
 )
 from fanfold.backends.low_latency.kernels import kernel_sources
+from fanfold.bench.ring_gpu import CLOCK, PUSH
 from fanfold.formats import RowFormat, ScaleFormat
 from fanfold.fused_moe.cuda import kernel_source as fused_moe_kernel
 from fanfold.geometry import Geometry
@@ -48,6 +49,8 @@ SOURCES = [
     quantize_kernel(256, power_of_two=False, packed=False),
     GroupedGemmKind(256, 256, 2, masked=False).source,
     fused_moe_kernel(GEOMETRY, 128, clamps=False),
+    PUSH,
+    CLOCK,
 ]
 
 _SYMBOL_TABLE = 2  # type of a section of an ELF file

@@ -65,9 +65,10 @@ FANFOLD_HD RingPush ring_try_push(const RingView& ring, Memory& memory, const Co
   return {RingOutcome::kPushed, ticket};
 }
 
+// The first of so many tickets that follow each other.
 template <class Memory>
-FANFOLD_HD uint64_t ring_take_ticket(const RingView& ring, Memory& memory) {
-  return memory.fetch_add_relaxed_system(&ring.head->next, uint64_t{1});
+FANFOLD_HD uint64_t ring_take_tickets(const RingView& ring, Memory& memory, uint64_t count) {
+  return memory.fetch_add_relaxed_system(&ring.head->next, count);
 }
 
 // Stores the command of a ticket that has been taken, if the slot is free. Returns whether it was.
@@ -79,18 +80,26 @@ FANFOLD_HD bool ring_try_store(const RingView& ring, Memory& memory, uint64_t ti
   return true;
 }
 
-// Pushes the command and sets its ticket. Returns false if `deadline.expired()` returned true,
-// which is asked after each look at a full ring.
+// Stores the command of a ticket that has been taken once the slot is free. Returns false, and
+// abandons the ticket, if `deadline.expired()` returned true, which is asked after each look at a
+// full ring.
 template <class Memory, class Deadline>
-FANFOLD_HD bool ring_push(const RingView& ring, Memory& memory, const Command& command,
-                          Deadline& deadline, uint64_t& ticket) {
-  ticket = ring_take_ticket(ring, memory);
+FANFOLD_HD bool ring_store_or_abandon(const RingView& ring, Memory& memory, uint64_t ticket,
+                                      const Command& command, Deadline& deadline) {
   while (!ring_try_store(ring, memory, ticket, command)) {
     if (!deadline.expired()) continue;
     memory.fetch_add_relaxed_system(&ring.faults->abandoned, uint64_t{1});
     return false;
   }
   return true;
+}
+
+// Pushes the command and sets its ticket. Returns false as `ring_store_or_abandon` does.
+template <class Memory, class Deadline>
+FANFOLD_HD bool ring_push(const RingView& ring, Memory& memory, const Command& command,
+                          Deadline& deadline, uint64_t& ticket) {
+  ticket = ring_take_tickets(ring, memory, 1);
+  return ring_store_or_abandon(ring, memory, ticket, command, deadline);
 }
 
 // Sets `command` to that of the ticket, with lap bits of 0, if both of its words are in the slot.
