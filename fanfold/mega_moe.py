@@ -8,12 +8,14 @@ import math
 import torch
 
 from fanfold.base_dispatcher import GroupLike
+from fanfold.config import Config, Overrides
 from fanfold.copying import not_copied
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.formats import BLOCK
 from fanfold.fused_moe import ExpertWeights, FusedMoE
 from fanfold.fused_moe.call import checked_clamp
 from fanfold.geometry import check_aligned, check_tensor
+from fanfold.group import as_group, together
 from fanfold.grouped_gemm import Pair, pair_of
 from fanfold.refusal import Refusing
 from fanfold.renaming import Renaming
@@ -95,12 +97,19 @@ class SymmBuffer:
         num_topk: int,
         hidden: int,
         intermediate_hidden: int,
+        *,
+        fast_accumulation: bool | None = None,
     ) -> None:
         self.group = group
         self.num_experts, self.num_topk = num_experts, num_topk
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
         self.hidden, self.intermediate_hidden = hidden, intermediate_hidden
         self._destroyed = False
+        settings: Overrides = {}
+        if fast_accumulation is not None:
+            settings["fast_accumulation"] = fast_accumulation
+        with together(as_group(group)):
+            config = Config.resolve(**settings)
         with _SIZES:
             self._layer = FusedMoE(
                 group,
@@ -110,6 +119,7 @@ class SymmBuffer:
                 intermediate=intermediate_hidden,
                 max_tokens=num_max_tokens_per_rank,
                 activation_clamp=math.inf,
+                config=config,
             )
         device = self._layer.device
         most = num_max_tokens_per_rank
@@ -144,6 +154,7 @@ def get_symm_buffer_for_mega_moe(
     *,
     num_experts_per_wave: int | None = None,
     l2_act_sf_gran_k: int | None = None,
+    fast_accumulation: bool | None = None,
 ) -> SymmBuffer:
     """Makes the buffer that :func:`fp8_mega_moe` takes. Collective.
 
@@ -162,6 +173,9 @@ def get_symm_buffer_for_mega_moe(
         activation: ``"swiglu"``.
         num_experts_per_wave: an argument of a later pull request; changes nothing here.
         l2_act_sf_gran_k: of the same; None or 128, the columns between the GEMMs that have a scale.
+        fast_accumulation: not DeepGEMM's: whether the tensor cores may keep the sums of calls over
+            this buffer, as in :func:`m_grouped_fp8_gemm_nt_contiguous`; on GPUs alone. None for the
+            setting ``FANFOLD_FAST_ACCUMULATION``.
 
     Sizes and backends are those of :class:`fanfold.FusedMoE`, with the settings of the environment.
 
@@ -177,8 +191,16 @@ def get_symm_buffer_for_mega_moe(
         raise ArgumentError("num_experts_per_wave", worded(num_experts_per_wave), "an int or None")
     if l2_act_sf_gran_k not in (None, BLOCK):
         raise ArgumentError("l2_act_sf_gran_k", worded(l2_act_sf_gran_k), f"{BLOCK} or None")
+    if fast_accumulation is not None and type(fast_accumulation) is not bool:
+        raise ArgumentError("fast_accumulation", worded(fast_accumulation), "a bool or None")
     return SymmBuffer(
-        group, num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden
+        group,
+        num_experts,
+        num_max_tokens_per_rank,
+        num_topk,
+        hidden,
+        intermediate_hidden,
+        fast_accumulation=fast_accumulation,
     )
 
 

@@ -169,8 +169,34 @@ def test_options_that_change_nothing() -> None:
     for changes in (
         {"use_fp8_dispatch": True, "activation": "swiglu"},
         {"num_experts_per_wave": -1, "l2_act_sf_gran_k": 128},
+        {"fast_accumulation": True},  # on the CPU
     ):
         assert torch.equal(run(open_buffer(SHAPE, **changes), call, weights), plain)
+
+
+def _opened(group: Group, given: list[bool | None]) -> str:
+    """The setting of a buffer's layer, or why there is none."""
+    try:
+        buffer = open_buffer(SHAPE, group, fast_accumulation=given[group.rank])
+    except FanfoldError as error:
+        return str(error)
+    return str(buffer._layer.config.fast_accumulation)
+
+
+@pytest.mark.parametrize("variable", ["0", "1"])
+def test_sums_may_be_fast_whatever_the_setting(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv("FANFOLD_FAST_ACCUMULATION", variable)
+    of_setting = str(variable == "1")
+    for given, found in ((None, of_setting), (True, "True"), (False, "False")):
+        assert ThreadRanks(2).run(_opened, [given, given]) == [found] * 2
+
+
+def test_ranks_agree_about_fast_sums() -> None:
+    for rank, said in enumerate(ThreadRanks(2).run(_opened, [True, False])):
+        own = f"{rank == 0} on rank {rank} and {rank == 1} on rank {1 - rank}"
+        assert f"fast_accumulation is {own}" in said
 
 
 def test_transformed_weights_are_no_copies() -> None:
@@ -342,6 +368,7 @@ SIZES = [
     ("activation", "gelu", "activation is 'gelu' (type str), but must be 'swiglu'"),
     ("num_experts_per_wave", 1.5, "num_experts_per_wave is 1.5 (type float), but must be an int"),
     ("l2_act_sf_gran_k", 64, "l2_act_sf_gran_k is 64 (type int), but must be 128 or None"),
+    ("fast_accumulation", 1, "fast_accumulation is 1 (type int), but must be a bool or None"),
     ("num_topk", 33, "num_topk is 33, but must be from 1 to 32"),
     ("num_experts", 0, "num_experts is 0, but must be from 1 to 32767"),
     ("num_max_tokens_per_rank", -1, "num_max_tokens_per_rank is -1, but must be from 0 to"),
