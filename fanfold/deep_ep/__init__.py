@@ -1,8 +1,8 @@
 """DeepEP's interface on Fanfold: the same names, arguments, return values and layouts.
 
 ``packages/deep_ep`` installs this under the name ``deep_ep``, so that a program written for DeepEP
-runs unchanged. It is DeepEP's first interface (``Buffer``), on GPUs or the CPU; what each call does
-here and where it differs stands in ``docs/deep_ep.md``.
+runs unchanged. It is DeepEP's first interface (``Buffer``) and its second one (``ElasticBuffer``),
+on GPUs or the CPU; what each call does here and where it differs stands in ``docs/deep_ep.md``.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ import torch
 
 from fanfold.deep_ep import utils
 from fanfold.deep_ep.buffer import Buffer, get_logical_domain_size, get_physical_domain_size
+from fanfold.deep_ep.elastic import ElasticBuffer
+from fanfold.deep_ep.ep_handle import EPHandle
 from fanfold.deep_ep.events import EventHandle, EventOverlap
 from fanfold.deep_ep.sizes import Config
 
 __all__ = [
     "Buffer",
     "Config",
+    "EPHandle",
+    "ElasticBuffer",
     "EventHandle",
     "EventOverlap",
     "__version__",

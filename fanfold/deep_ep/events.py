@@ -16,7 +16,7 @@ import torch
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.representation import described, worded
 
-__all__ = ["EventHandle", "EventOverlap", "check_ordering"]
+__all__ = ["EventHandle", "EventOverlap", "check_ordering", "event_of"]
 
 
 class EventHandle:
@@ -148,9 +148,7 @@ def check_ordering(
         ArgumentError: ``previous_event`` is no event, or ``allocate_on_comm_stream`` is set without
             a previous event and ``async_finish``.
     """
-    if previous_event is not None and not isinstance(previous_event, EventOverlap | EventHandle):
-        raise ArgumentError("previous_event", worded(previous_event), "an EventOverlap or None")
-    event = previous_event.event if isinstance(previous_event, EventOverlap) else previous_event
+    event = event_of("previous_event", previous_event)
     if allocate_on_comm_stream and (event is None or not async_finish):
         raise ArgumentError(
             "allocate_on_comm_stream",
@@ -159,3 +157,16 @@ def check_ordering(
             "used only together with a previous_event and async_finish=True",
         )
     return event
+
+
+def event_of(name: str, given: object) -> EventHandle | None:
+    """The event in an argument.
+
+    Raises:
+        ArgumentError: it is no event.
+    """
+    if isinstance(given, EventOverlap):
+        return given.event
+    if given is not None and not isinstance(given, EventHandle):
+        raise ArgumentError(name, worded(given), "an EventOverlap or None")
+    return given

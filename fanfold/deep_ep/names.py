@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from fanfold.renaming import Renaming
 
-__all__ = ["GEOMETRY", "HANDLE", "HIGH_THROUGHPUT", "LOW_LATENCY_COMBINE", "LOW_LATENCY_DISPATCH"]
+__all__ = [
+    "ELASTIC",
+    "GEOMETRY",
+    "HANDLE",
+    "HIGH_THROUGHPUT",
+    "LOW_LATENCY_COMBINE",
+    "LOW_LATENCY_DISPATCH",
+]
 
 _TOKENS = "num_max_dispatch_tokens_per_rank"
 # If ranks disagree, the core names both in its error.
@@ -53,5 +60,15 @@ HIGH_THROUGHPUT = Renaming(
         "capacity": "num_worst_tokens",
         "max_tokens =": "a Buffer's limit of",
         "ring_bytes": "num_nvl_bytes / num_ranks",
+    }
+)
+
+ELASTIC = Renaming(
+    {
+        "y": "x",
+        "plan": "handle",
+        "the plan": "the handle",
+        "capacity": "the rows that num_max_tokens_per_rank makes room for, which are",
+        "max_tokens =": "an ElasticBuffer's limit of",
     }
 )

@@ -120,6 +120,87 @@ SIGNATURES = {
     "low_latency_clean_mask_buffer": {},
     "get_next_low_latency_combine_buffer": {"handle": REQUIRED},
 }
+_STREAMS = {
+    "previous_event": None,
+    "previous_event_before_epilogue": None,
+    "async_with_compute_stream": False,
+    "allocate_on_comm_stream": False,
+}
+_OF_SIZE = {
+    "group": REQUIRED,
+    "num_max_tokens_per_rank": REQUIRED,
+    "hidden": REQUIRED,
+    "num_topk": 0,
+    "use_fp8_dispatch": False,
+    "allow_hybrid_mode": True,
+    "allow_multiple_reduction": True,
+}
+ELASTIC_SIGNATURES = {
+    "__init__": {
+        "group": REQUIRED,
+        "num_bytes": None,
+        "num_cpu_bytes": 0,
+        "num_max_tokens_per_rank": 0,
+        "hidden": 0,
+        "num_topk": 0,
+        "use_fp8_dispatch": False,
+        "deterministic": False,
+        "allow_hybrid_mode": True,
+        "allow_multiple_reduction": True,
+        "prefer_overlap_with_compute": True,
+        "sl_idx": 3,
+        "num_allocated_qps": 0,
+        "num_cpu_timeout_secs": 300,
+        "num_gpu_timeout_secs": 100,
+        "explicitly_destroy": False,
+    },
+    "dispatch": {
+        "x": REQUIRED,
+        "topk_idx": None,
+        "topk_weights": None,
+        "cumulative_local_expert_recv_stats": None,
+        "num_experts": None,
+        "num_max_tokens_per_rank": None,
+        "expert_alignment": None,
+        "num_sms": 0,
+        "num_qps": 0,
+        **_STREAMS,
+        "handle": None,
+        "do_handle_copy": True,
+        "do_cpu_sync": None,
+        "do_expand": False,
+        "do_zero_padding": False,
+        "use_tma_aligned_col_major_sf": False,
+    },
+    "combine": {
+        "x": REQUIRED,
+        "handle": REQUIRED,
+        "topk_weights": None,
+        "bias": None,
+        "num_sms": 0,
+        "num_qps": 0,
+        **_STREAMS,
+    },
+    "barrier": {"use_comm_stream": True, "with_cpu_sync": False, "sequential": True},
+    "capture": {},
+    "destroy": {},
+    "get_comm_stream": {},
+    "get_physical_domain_size": {},
+    "get_logical_domain_size": {},
+    "get_buffer_size_hint": _OF_SIZE,
+    "get_theoretical_num_sms": {
+        "num_experts": REQUIRED,
+        "num_topk": REQUIRED,
+        "num_scaleout_topk": 0,
+        "rdma_gbs": 0,
+        "nvlink_gbs": 0,
+        "sm_read_gbs": 200,
+        "sm_write_gbs": 50,
+    },
+    "get_theoretical_num_qps": {"num_sms": REQUIRED},
+}
+ELASTIC_STATIC = ("capture", "get_buffer_size_hint")
+
 STATIC = (
     "is_sm90_compiled",
     "set_num_sms",
@@ -145,6 +226,23 @@ def test_signature(method: str) -> None:
         assert keyword_only == (name == "use_fabric")
 
 
+@pytest.mark.parametrize("method", ELASTIC_SIGNATURES)
+def test_signature_of_the_second_interface(method: str) -> None:
+    parameters = dict(inspect.signature(getattr(deep_ep.ElasticBuffer, method)).parameters)
+    parameters.pop("self", None)
+    found = {name: parameter.default for name, parameter in parameters.items()}
+    assert list(found.items()) == list(ELASTIC_SIGNATURES[method].items())
+    is_static = isinstance(inspect.getattr_static(deep_ep.ElasticBuffer, method), staticmethod)
+    assert is_static == (method in ELASTIC_STATIC)
+    for parameter in parameters.values():
+        assert parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+def test_nothing_public_goes_beyond_the_second_interface() -> None:
+    public = {name for name in vars(deep_ep.ElasticBuffer) if not name.startswith("_")}
+    assert public <= set(ELASTIC_SIGNATURES) | {"runtime"}
+
+
 def test_nothing_public_goes_beyond_deep_ep() -> None:
     public = {name for name in vars(deep_ep.Buffer) if not name.startswith("_")}
     for base in deep_ep.Buffer.__mro__[1:-1]:
@@ -159,9 +257,8 @@ def test_names_of_the_package() -> None:
     from fanfold.deep_ep.utils import EventHandle, EventOverlap  # as Megatron-LM imports them
 
     assert (EventHandle, EventOverlap) == (deep_ep.EventHandle, deep_ep.EventOverlap)
-    # The second interface is not here, and pretends nothing.
-    for name in ("ElasticBuffer", "EPHandle", "HybridEPBuffer"):
-        assert not hasattr(deep_ep, name)
+    # This one is not here, and pretends nothing.
+    assert not hasattr(deep_ep, "HybridEPBuffer")
 
 
 # ---- configurations and sizes -------------------------------------------------------------------
@@ -307,6 +404,10 @@ from deep_ep.utils import EventHandle as FromUtils, EventOverlap as OverlapFromU
 from deep_ep.utils.event import EventOverlap as OverlapFromEvent
 from deep_ep.buffer import Buffer as FromBuffer
 from deep_ep.buffers.legacy import Buffer as FromLegacy
+from deep_ep.buffers.elastic import ElasticBuffer as FromElastic, EPHandle as HandleFromElastic
+assert deep_ep.ElasticBuffer is FromElastic is deep_ep.buffers.ElasticBuffer
+assert FromElastic is fanfold.deep_ep.ElasticBuffer
+assert deep_ep.EPHandle is HandleFromElastic is fanfold.deep_ep.EPHandle
 assert Buffer is FromBuffer is FromLegacy is fanfold.deep_ep.Buffer
 assert EventHandle is FromUtils and EventOverlap is OverlapFromUtils is OverlapFromEvent
 assert deep_ep.utils.EventHandle is EventHandle and topk_idx_t is torch.int64

@@ -12,8 +12,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from fanfold.backends import opening
 from fanfold.backends.choose import BackendChoice
-from fanfold.deep_ep import Buffer, runtime
+from fanfold.deep_ep import Buffer, elastic, runtime
 from fanfold.deep_ep.streams import HostStreams
 from tests.emulation.high_throughput import emulated
 from tests.emulation.world import Builder, ThreadGroup
@@ -41,7 +42,7 @@ class Memory:
 
 @contextmanager
 def emulated_buffers(builder: Builder, ctas: int) -> Iterator[None]:
-    """Within it Buffers take the CPU for a GPU of compute capability 9.0."""
+    """Within it Buffers and ElasticBuffers take the CPU for a GPU of compute capability 9.0."""
     with (
         emulated(builder, ctas),
         mock.patch.multiple(
@@ -50,6 +51,12 @@ def emulated_buffers(builder: Builder, ctas: int) -> Iterator[None]:
             CudaSymmetricMemory=Memory,
             Streams=lambda device: HostStreams(),
         ),
+        mock.patch.multiple(
+            elastic,
+            choose=lambda group, settings, mode: PLACED,
+            Streams=lambda device: HostStreams(),
+        ),
+        mock.patch.object(opening, "CudaSymmetricMemory", Memory),
         mock.patch.object(dist, "get_rank", lambda group: group.rank),
     ):
         yield

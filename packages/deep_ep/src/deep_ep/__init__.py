@@ -1,9 +1,11 @@
 """DeepEP's interface, by Fanfold: everything here is defined in ``fanfold.deep_ep``."""
 
-from deep_ep import utils
+from deep_ep import buffers, utils
 from fanfold.deep_ep import (
     Buffer,
     Config,
+    ElasticBuffer,
+    EPHandle,
     EventHandle,
     EventOverlap,
     __version__,
@@ -15,9 +17,12 @@ from fanfold.deep_ep import (
 __all__ = [
     "Buffer",
     "Config",
+    "EPHandle",
+    "ElasticBuffer",
     "EventHandle",
     "EventOverlap",
     "__version__",
+    "buffers",
     "get_logical_domain_size",
     "get_physical_domain_size",
     "topk_idx_t",

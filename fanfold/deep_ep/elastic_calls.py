@@ -1,0 +1,385 @@
+"""Dispatch and combine of DeepEP's second interface in terms of a high-throughput backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fanfold.backends.high_throughput import Rows
+from fanfold.backends.high_throughput.plan import CudaPlan
+from fanfold.backends.high_throughput.protocol import (
+    MOST_ALIGNMENT,
+    MOST_ROWS,
+    HighThroughputBackend,
+    RowOrder,
+)
+from fanfold.deep_ep.ep_handle import (
+    AnyPlan,
+    EPHandle,
+    RoutingSizes,
+    first_rows,
+    worst_expanded_rows,
+    worst_rows,
+)
+from fanfold.deep_ep.events import EventHandle, EventOverlap, event_of
+from fanfold.deep_ep.names import ELASTIC
+from fanfold.deep_ep.routes import Bias, tokens_of
+from fanfold.deep_ep.streams import HostStreams, Streams
+from fanfold.errors import ArgumentError, UsageError
+from fanfold.geometry import MAX_EXPERTS, MAX_TOKENS, check_tensor
+from fanfold.refusal import Refusing
+from fanfold.representation import show_fields, worded
+
+__all__ = ["Asked", "Call", "Event", "Received", "check_whole", "combine", "dispatch"]
+
+Event = EventOverlap | EventHandle | None
+
+_LEAST_COLUMNS = 16  # of a row
+
+
+@dataclass(frozen=True)
+class Call:
+    """What dispatch and combine have in common.
+
+    Attributes:
+        backend, streams, ranks: of the ElasticBuffer.
+        most_tokens: its num_max_tokens_per_rank.
+        num_sms, num_qps: as asked for.
+        most_sms: that the mode takes by itself.
+        automatic_sms: what it is told then.
+        previous: the events to wait for.
+        asynchronous: whether the call runs on the communication stream.
+    """
+
+    backend: HighThroughputBackend
+    streams: Streams | HostStreams
+    ranks: int
+    most_tokens: int
+    num_sms: int
+    num_qps: int
+    most_sms: int
+    automatic_sms: int | None
+    previous: tuple[Event, Event]
+    asynchronous: bool
+
+    def check(self) -> tuple[EventHandle | None, EventHandle | None]:
+        """The events, after checks of what both calls take."""
+        check_whole("num_sms", self.num_sms, 0)
+        check_whole("num_qps", self.num_qps, 0)
+        first, second = self.previous
+        return event_of("previous_event", first), event_of("previous_event_before_epilogue", second)
+
+    def sms(self, handle: EPHandle | None) -> int | None:
+        """What was asked for, now or for the handle; None for what the mode chooses."""
+        if self.num_sms != 0:
+            return self.num_sms
+        return None if handle is None else handle._sizes.sms
+
+    def use_sms(self, sms: int | None) -> None:
+        """Has the backend take them."""
+        self.backend.use_sms(self.automatic_sms if sms is None else sms)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The sizes of a dispatch, as the caller gave them."""
+
+    num_experts: int | None
+    num_max_tokens_per_rank: int | None
+    expert_alignment: int | None
+    do_cpu_sync: bool | None
+    do_expand: bool
+    do_handle_copy: bool
+
+
+@dataclass(frozen=True)
+class Received:
+    """What a dispatch returns. ``kept`` are the tensors of the handle, used on both streams."""
+
+    rows: torch.Tensor
+    scales: torch.Tensor | None
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    handle: EPHandle
+    kept: tuple[torch.Tensor, ...] = ()
+
+    __repr__ = show_fields
+
+
+Tensors = tuple[Rows, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""x, topk_idx, topk_weights and the statistics."""
+
+
+def dispatch(
+    call: Call, tensors: Tensors, handle: EPHandle | None, asked: Asked
+) -> tuple[Received, EventOverlap]:
+    """See :meth:`fanfold.deep_ep.ElasticBuffer.dispatch`."""
+    plan = _plan_of(handle)
+    refusing = Refusing(lambda error: call.backend.refuse_dispatch(error, plan))
+    with refusing:
+        previous, before_epilogue = call.check()
+
+    def body() -> tuple[Received, None]:
+        if before_epilogue is not None:
+            before_epilogue.current_stream_wait()
+        if handle is None:
+            with refusing:
+                sizes = _new_sizes(call, tensors, asked)
+            return _route(call, tensors, sizes, asked.do_handle_copy), None
+        with refusing:
+            _check_reuse(call, tensors, handle, asked)
+        return _route_again(call, tensors, handle), None
+
+    received, _, event = call.streams.run(
+        body, async_finish=call.asynchronous, inputs=tensors, previous=previous
+    )
+    return received, event
+
+
+def combine(
+    call: Call,
+    x: torch.Tensor,
+    handle: EPHandle,
+    topk_weights: torch.Tensor | None,
+    bias: Bias,
+) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+    """See :meth:`fanfold.deep_ep.ElasticBuffer.combine`."""
+    plan = _plan_of(handle)
+    refusing = Refusing(lambda error: call.backend.refuse_combine(error, plan))
+    with refusing:
+        previous, before_epilogue = call.check()
+        _check_handle(call, handle)
+        call.backend.check_devices(x=x, topk_weights=topk_weights)
+
+    def body() -> tuple[tuple[torch.Tensor, torch.Tensor | None], None]:
+        if before_epilogue is not None:
+            before_epilogue.current_stream_wait()
+        call.use_sms(call.sms(handle))
+        with ELASTIC:
+            combined = call.backend.combine(
+                x, handle._plan, layout=_layout(handle), topk_weights=topk_weights, bias=bias
+            )
+        return combined, None
+
+    (out, summed), _, event = call.streams.run(
+        body, async_finish=call.asynchronous, inputs=(x, topk_weights, bias), previous=previous
+    )
+    return out, summed, event
+
+
+# ---- a new routing ------------------------------------------------------------------------------
+
+
+def _new_sizes(call: Call, tensors: Tensors, asked: Asked) -> RoutingSizes:
+    """The sizes of a dispatch without a handle, checked."""
+    x, topk_idx, topk_weights, stats = tensors
+    experts = asked.num_experts
+    if experts is None:
+        raise ArgumentError("num_experts", None, "the number of experts, unless a handle is given")
+    check_whole("num_experts", experts, 1, MAX_EXPERTS)
+    if experts % call.ranks:
+        bound = f"a multiple of the {call.ranks} ranks"
+        raise ArgumentError("num_experts", experts, bound)
+    most = call.most_tokens
+    if asked.num_max_tokens_per_rank is not None:
+        most = asked.num_max_tokens_per_rank
+    check_whole("num_max_tokens_per_rank", most, 1, MAX_TOKENS)
+    alignment = 1 if asked.expert_alignment is None else asked.expert_alignment
+    check_whole("expert_alignment", alignment, 1, MOST_ALIGNMENT)
+    tokens = tokens_of(x)
+    if tokens > most:
+        bound = f"at most num_max_tokens_per_rank = {most}"
+        raise ArgumentError("x.shape[0]", tokens, bound)
+    call.backend.check_devices(
+        x=x, topk_idx=topk_idx, topk_weights=topk_weights, cumulative_local_expert_recv_stats=stats
+    )
+    if topk_idx is None:
+        raise ArgumentError("topk_idx", None, "given, unless a handle is")
+    check_tensor("topk_idx", topk_idx, (tokens, "top_k"), (torch.int64,))
+    _check_stats(stats, experts // call.ranks)
+    sms = call.sms(None)
+    sizes = RoutingSizes(
+        num_experts=experts,
+        expert_alignment=alignment,
+        num_max_tokens_per_rank=most,
+        do_expand=_flag("do_expand", asked.do_expand),
+        sms=sms,
+        num_sms=call.most_sms if sms is None else sms,
+        knows_counts=asked.do_cpu_sync is None or _flag("do_cpu_sync", asked.do_cpu_sync),
+    )
+    if not sizes.knows_counts:
+        rows = _worst(call.ranks, topk_idx.shape[1], sizes)
+        if rows > MOST_ROWS:
+            bound = f"such that at most {MOST_ROWS} rows can come, or do_cpu_sync"
+            raise ArgumentError("num_max_tokens_per_rank", most, bound)
+    return sizes
+
+
+def _worst(ranks: int, top_k: int, sizes: RoutingSizes) -> int:
+    """Rows of a result that has room for all that could come."""
+    if sizes.do_expand:
+        return worst_expanded_rows(ranks, top_k, sizes)
+    return worst_rows(ranks, sizes)
+
+
+def _route(call: Call, tensors: Tensors, sizes: RoutingSizes, copies: bool) -> Received:
+    x, topk_idx, topk_weights, stats = tensors
+    assert topk_idx is not None
+    if sizes.knows_counts and topk_idx.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise UsageError("a dispatch in a CUDA graph needs do_cpu_sync=False")
+    top_k = topk_idx.shape[1]
+    call.use_sms(sizes.sms)
+    with ELASTIC:
+        dispatched = call.backend.dispatch(
+            x,
+            topk_idx,
+            topk_weights,
+            num_experts=sizes.num_experts,
+            layout="expert_major" if sizes.do_expand else "token_major",
+            expert_alignment=sizes.expert_alignment,
+            capacity=None if sizes.knows_counts else _worst(call.ranks, top_k, sizes),
+        )
+    plan: AnyPlan = dispatched.plan
+    handle = EPHandle(
+        plan, sizes, topk_idx.clone() if copies else topk_idx, _expanded_rows(plan, sizes)
+    )
+    _add_stats(stats, plan)
+    rows, idx, weights = dispatched.tokens.shape[0], None, dispatched.row_weights
+    if not sizes.do_expand:
+        assert plan.topk_idx is not None
+        idx = first_rows(plan.topk_idx, rows, -1).to(topk_idx.device, copy=True)
+        weights = plan.topk_weights
+        if weights is not None:
+            weights = first_rows(weights, rows, 0).to(topk_idx.device)
+    kept = handle._tensors()
+    return Received(dispatched.tokens, dispatched.scales, idx, weights, handle, kept)
+
+
+def _expanded_rows(plan: AnyPlan, sizes: RoutingSizes) -> int:
+    if not sizes.knows_counts:
+        return worst_expanded_rows(plan.ranks, plan.top_k, sizes)
+    if isinstance(plan, CudaPlan):
+        return plan.row_count("expert_major")
+    return int(plan.offsets[-1])
+
+
+# ---- an earlier routing -------------------------------------------------------------------------
+
+
+def _check_reuse(call: Call, tensors: Tensors, handle: EPHandle, asked: Asked) -> None:
+    _check_handle(call, handle)
+    x, topk_idx, topk_weights, stats = tensors
+    if topk_idx is not None:
+        raise ArgumentError("topk_idx", "given", "None with a handle, which has the routing")
+    for name in ("num_experts", "num_max_tokens_per_rank", "expert_alignment"):
+        given, of_handle = getattr(asked, name), getattr(handle, name)
+        if given not in (None, of_handle):
+            raise ArgumentError(name, given, f"None or {of_handle}, as for the handle")
+    if asked.do_cpu_sync:
+        raise ArgumentError("do_cpu_sync", True, "False or None with a handle, which has the sizes")
+    if asked.do_expand != handle.do_expand:
+        raise ArgumentError("do_expand", asked.do_expand, f"{handle.do_expand}, as for the handle")
+    call.backend.check_devices(
+        x=x, topk_weights=topk_weights, cumulative_local_expert_recv_stats=stats
+    )
+    tokens = tokens_of(x)
+    if tokens != handle._plan.tokens:
+        bound = f"{handle._plan.tokens}, as for the handle"
+        raise ArgumentError("x.shape[0]", tokens, bound)
+    if topk_weights is not None:
+        shape = (tokens, handle._plan.top_k)
+        check_tensor("topk_weights", topk_weights, shape, (torch.float32,))
+    _check_stats(stats, handle.num_experts // call.ranks)
+
+
+def _route_again(call: Call, tensors: Tensors, handle: EPHandle) -> Received:
+    x, _, topk_weights, stats = tensors
+    plan = handle._plan
+    call.use_sms(call.sms(handle))
+    with ELASTIC:
+        dispatched = call.backend.dispatch_cached(x, plan, layout=_layout(handle))
+    _add_stats(stats, plan)
+    rows, device = dispatched.tokens.shape[0], dispatched.tokens.device
+    idx = weights = None
+    if not handle.do_expand:
+        assert plan.topk_idx is not None
+        idx = first_rows(plan.topk_idx, rows, -1).to(device, copy=True)
+    if topk_weights is not None:
+        entries = _send_entries(call, topk_weights, handle)
+        weights = _of_rows(entries, plan, rows) if idx is None else entries.where(idx >= 0, 0)
+    return Received(dispatched.tokens, dispatched.scales, idx, weights, handle)
+
+
+def _send_entries(call: Call, topk_weights: torch.Tensor, handle: EPHandle) -> torch.Tensor:
+    """``[rows, K]`` float32: the numbers of each received token, as rows of their own."""
+    plan = handle._plan
+    columns = max(_LEAST_COLUMNS, -(-plan.top_k // 4) * 4)
+    sent = topk_weights.new_zeros((plan.tokens, columns))
+    sent[:, : plan.top_k] = topk_weights
+    with ELASTIC:
+        dispatched = call.backend.dispatch_cached(sent, plan, layout="token_major")
+    received: torch.Tensor = dispatched.tokens[:, : plan.top_k]
+    return received
+
+
+def _of_rows(entries: torch.Tensor, plan: AnyPlan, rows: int) -> torch.Tensor:
+    """``[rows]`` float32: of each expanded row the sum, in top-k order, of its entries' numbers."""
+    assert plan.rows_of is not None
+    device = entries.device
+    count = entries.shape[0]
+    places = first_rows(plan.rows_of.to(device), count, -1)
+    numbers = torch.arange(count, dtype=torch.int32, device=device)
+    is_row = (numbers < plan.source_prefix.to(device)[-1]).unsqueeze(1) & (places >= 0)
+    # No two tokens share a row; the last one stands for none.
+    made = torch.zeros(rows + 1, dtype=torch.float32, device=device)
+    places = places.where(is_row, rows).long()
+    values = entries.where(is_row, 0)
+    for k in range(plan.top_k):
+        made.index_add_(0, places[:, k], values[:, k])
+    return made[:rows]
+
+
+# ---- checks -------------------------------------------------------------------------------------
+
+
+def check_whole(name: str, value: object, low: int, high: int | None = None) -> None:
+    """Raises ArgumentError unless ``value`` is an integer from ``low`` to ``high``."""
+    bound = f"an integer from {low}" + ("" if high is None else f" to {high}")
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ArgumentError(name, worded(value), bound)
+    if value < low or (high is not None and value > high):
+        raise ArgumentError(name, value, bound)
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ArgumentError(name, worded(value), "a bool")
+    return value
+
+
+def _check_handle(call: Call, handle: object) -> None:
+    if not isinstance(handle, EPHandle):
+        raise ArgumentError("handle", worded(handle), "the EPHandle that dispatch returned")
+    if handle._plan.ranks != call.ranks:
+        bound = f"one of {call.ranks} ranks, as this group"
+        raise ArgumentError("handle", f"one of {handle._plan.ranks} ranks", bound)
+
+
+def _check_stats(stats: object, experts: int) -> None:
+    if stats is not None:
+        check_tensor("cumulative_local_expert_recv_stats", stats, (experts,), (torch.int32,))
+
+
+def _add_stats(stats: torch.Tensor | None, plan: AnyPlan) -> None:
+    if stats is not None:
+        stats += plan.tokens_per_expert.to(stats.device)
+
+
+def _plan_of(handle: object) -> AnyPlan | None:
+    """Of what a caller passes for a handle, which need not be one."""
+    return handle._plan if isinstance(handle, EPHandle) else None
+
+
+def _layout(handle: EPHandle) -> RowOrder:
+    return "expert_major" if handle.do_expand else "token_major"

@@ -1,0 +1,178 @@
+"""The handle of DeepEP's second interface: what one routing means on this rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from fanfold.backends.high_throughput import Plan
+from fanfold.backends.high_throughput.plan import CudaPlan
+from fanfold.copying import not_copied
+from fanfold.deep_ep.events import EventHandle
+from fanfold.deep_ep.streams import record
+from fanfold.representation import described
+
+__all__ = [
+    "AnyPlan",
+    "EPHandle",
+    "RoutingSizes",
+    "first_rows",
+    "worst_expanded_rows",
+    "worst_rows",
+]
+
+AnyPlan = Plan | CudaPlan
+
+
+@dataclass(frozen=True)
+class RoutingSizes:
+    """What a dispatch was asked for.
+
+    Attributes:
+        num_experts, expert_alignment, num_max_tokens_per_rank, do_expand: as in
+            :meth:`fanfold.deep_ep.ElasticBuffer.dispatch`.
+        sms: SMs asked for; None for those that the mode chooses.
+        num_sms: the same, with the number that is chosen at most.
+        knows_counts: whether the CPU knows how many rows have come.
+    """
+
+    num_experts: int
+    expert_alignment: int
+    num_max_tokens_per_rank: int
+    do_expand: bool
+    sms: int | None
+    num_sms: int
+    knows_counts: bool
+
+
+@not_copied(why="GPUs work by the plan that it carries", instead="Pass the same object on.")
+class EPHandle:
+    """What :meth:`fanfold.deep_ep.ElasticBuffer.dispatch` returns for combine and for further
+    dispatches by the same routing.
+
+    R ranks, E_l experts of this rank, K top-k, N received rows: one for each (token, rank), ordered
+    by source rank, then source token. Without ``do_cpu_sync`` N is R * num_max_tokens_per_rank, and
+    what stands behind the rows that came means nothing. All tensors are where the routing was, and
+    the caller's to keep: no later call reads them.
+
+        >>> buffer = fanfold.deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=8)
+        >>> x = torch.ones((2, 64), dtype=torch.bfloat16, device=buffer.device)
+        >>> topk_idx = torch.tensor([[0, 3], [3, -1]], device=buffer.device)
+        >>> handle = buffer.dispatch(x, topk_idx, num_experts=4, do_expand=True)[3]
+        >>> handle.num_recv_tokens, handle.psum_num_recv_tokens_per_expert.tolist()
+        (2, [1, 1, 1, 3])
+        >>> handle.recv_src_metadata.tolist()
+        [[0, 0, 0, 1], [1, 1, 2, -1]]
+
+    Attributes:
+        do_expand, num_experts, expert_alignment, num_max_tokens_per_rank: of the dispatch.
+        num_sms: SMs of the dispatch, which combine takes, too, if it is given no number.
+        topk_idx: ``[T, K]`` int64, of this rank's tokens; a copy unless ``do_handle_copy`` was
+            False.
+        num_recv_tokens: N.
+        num_expanded_tokens: rows, with their padding, of an expanded result.
+        num_recv_tokens_per_expert_list: rows for each expert, rounded up to ``expert_alignment``;
+            [] without ``do_cpu_sync``.
+        psum_num_recv_tokens_per_scaleup_rank: ``[R]`` int32: rows from ranks 0 to r.
+        psum_num_recv_tokens_per_expert: ``[E_l]`` int32: aligned rows of the experts before e, and
+            those of e: without padding if expanded, else with it.
+        num_unaligned_recv_tokens_per_expert: ``[E_l]`` int32: rows of each expert.
+        recv_src_metadata: ``[N, 2 + K]`` int32: source rank * num_max_tokens_per_rank + source
+            token; the row's own number; and, if expanded, the row of each top-k entry in the
+            expanded result, -1 for none, else -1.
+        dst_buffer_slot_idx, token_metadata_at_forward, channel_linked_list: None; DeepEP's kernels
+            alone need them.
+    """
+
+    dst_buffer_slot_idx = None
+    token_metadata_at_forward = None
+    channel_linked_list = None
+
+    def __init__(
+        self, plan: AnyPlan, sizes: RoutingSizes, topk_idx: torch.Tensor, expanded_rows: int
+    ) -> None:
+        self._plan, self._sizes, self.topk_idx = plan, sizes, topk_idx
+        self.do_expand, self.num_experts = sizes.do_expand, sizes.num_experts
+        self.expert_alignment = sizes.expert_alignment
+        self.num_max_tokens_per_rank = sizes.num_max_tokens_per_rank
+        self.num_sms = sizes.num_sms
+        self._received = worst_rows(plan.ranks, sizes)
+        self.num_expanded_tokens = expanded_rows
+        if sizes.knows_counts:
+            assert plan.received is not None
+            self._received = plan.received
+        self.num_recv_tokens = self._received
+        device = topk_idx.device
+        self.psum_num_recv_tokens_per_scaleup_rank = plan.source_prefix.to(device, copy=True)
+        counts, offsets = (
+            each.to(device, torch.int32, copy=True)
+            for each in (plan.tokens_per_expert, plan.offsets)
+        )
+        self.num_unaligned_recv_tokens_per_expert = counts
+        self.psum_num_recv_tokens_per_expert = (
+            offsets[:-1] + counts if sizes.do_expand else offsets[1:].clone()
+        )
+        self.num_recv_tokens_per_expert_list: list[int] = []
+        if sizes.knows_counts:
+            self.num_recv_tokens_per_expert_list = torch.diff(offsets).tolist()
+        self._done = EventHandle()
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            _ = self.recv_src_metadata  # each replay writes it anew
+
+    def __repr__(self) -> str:
+        names = ("do_expand", "num_experts", "expert_alignment", "num_max_tokens_per_rank")
+        paths = {name: name for name in (*names, "num_sms", "num_recv_tokens")}
+        return described(self, **paths)
+
+    def _tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that it holds, and its plan."""
+        own = (value for value in vars(self).values() if isinstance(value, torch.Tensor))
+        of_plan = (value for value in vars(self._plan).values() if isinstance(value, torch.Tensor))
+        return *own, *of_plan
+
+    @cached_property
+    def recv_src_metadata(self) -> torch.Tensor:
+        """See :class:`EPHandle`. Made when it is first read, which hardly anybody does."""
+        plan, rows, device = self._plan, self._received, self.topk_idx.device
+        if isinstance(plan, CudaPlan):
+            self._done.current_stream_wait()
+            if plan.rows.is_cuda:
+                record(tuple(plan.tensors()), torch.cuda.current_stream(plan.rows.device))
+        made = torch.full((rows, 2 + plan.top_k), -1, dtype=torch.int32, device=device)
+        numbers = torch.arange(rows, dtype=torch.int32, device=device)
+        prefix = plan.source_prefix.to(device)
+        source = torch.searchsorted(prefix, numbers, right=True)
+        tokens = first_rows(plan.source_token.to(device), rows, -1)
+        known = numbers < prefix[-1]
+        place = source * self.num_max_tokens_per_rank + tokens
+        made[:, 0] = torch.where(known, place, -1).to(torch.int32)
+        made[:, 1] = torch.where(known, numbers, -1)
+        if self.do_expand:
+            assert plan.rows_of is not None
+            slots = first_rows(plan.rows_of.to(device), rows, -1)
+            made[:, 2:] = torch.where(known.unsqueeze(1), slots, -1)
+        return made
+
+
+def first_rows(tensor: torch.Tensor, rows: int, absent: int) -> torch.Tensor:
+    """The first ``rows`` rows of ``tensor``, with ``absent`` behind them if it has fewer."""
+    if tensor.shape[0] == rows:
+        return tensor
+    filled = tensor.new_full((rows, *tensor.shape[1:]), absent)
+    least = min(rows, tensor.shape[0])
+    filled[:least] = tensor[:least]
+    return filled
+
+
+def worst_rows(ranks: int, sizes: RoutingSizes) -> int:
+    """Rows, one for each (token, rank), if all tokens of all ranks come here."""
+    return ranks * sizes.num_max_tokens_per_rank
+
+
+def worst_expanded_rows(ranks: int, top_k: int, sizes: RoutingSizes) -> int:
+    """Rows of an expanded result, with padding, if all that can come here do."""
+    local, alignment = sizes.num_experts // ranks, sizes.expert_alignment
+    rows = worst_rows(ranks, sizes) * min(top_k, local) + (alignment - 1) * local
+    return -(-rows // alignment) * alignment
