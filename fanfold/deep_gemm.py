@@ -78,7 +78,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
             percent too small. Scales must be positive then, or 0. DeepGEMM, which has no such
             argument, adds each 128 terms in FP32, as is done here without it.
 
-    ``K`` is a multiple of 128, at most 8192; ``N`` a multiple of 64.
+    ``K`` is a multiple of 128, at most 16384; ``N`` a multiple of 64.
 
     Raises:
         ArgumentError: for the first argument that is not so.

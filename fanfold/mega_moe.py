@@ -97,19 +97,13 @@ class SymmBuffer:
         num_topk: int,
         hidden: int,
         intermediate_hidden: int,
-        *,
-        fast_accumulation: bool | None = None,
+        config: Config,
     ) -> None:
         self.group = group
         self.num_experts, self.num_topk = num_experts, num_topk
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
         self.hidden, self.intermediate_hidden = hidden, intermediate_hidden
         self._destroyed = False
-        settings: Overrides = {}
-        if fast_accumulation is not None:
-            settings["fast_accumulation"] = fast_accumulation
-        with together(as_group(group)):
-            config = Config.resolve(**settings)
         with _SIZES:
             self._layer = FusedMoE(
                 group,
@@ -180,27 +174,25 @@ def get_symm_buffer_for_mega_moe(
     Sizes and backends are those of :class:`fanfold.FusedMoE`, with the settings of the environment.
 
     Raises:
-        ArgumentError: an argument that is not so, or ranks that disagree about a size.
+        ArgumentError: an argument that is not so, or ranks that disagree about a size; on all ranks
+            alike.
         UnavailableError: the ranks cannot share memory, or ``FANFOLD_BACKEND`` is ``cuda`` and the
             kernel does not serve this layer.
     """
-    if use_fp8_dispatch is not True:
-        raise ArgumentError("use_fp8_dispatch", worded(use_fp8_dispatch), "True")
-    _check_activation(activation)
-    if num_experts_per_wave is not None and type(num_experts_per_wave) is not int:
-        raise ArgumentError("num_experts_per_wave", worded(num_experts_per_wave), "an int or None")
-    if l2_act_sf_gran_k not in (None, BLOCK):
-        raise ArgumentError("l2_act_sf_gran_k", worded(l2_act_sf_gran_k), f"{BLOCK} or None")
-    if fast_accumulation is not None and type(fast_accumulation) is not bool:
-        raise ArgumentError("fast_accumulation", worded(fast_accumulation), "a bool or None")
+    with together(as_group(group)):
+        if use_fp8_dispatch is not True:
+            raise ArgumentError("use_fp8_dispatch", worded(use_fp8_dispatch), "True")
+        _check_activation(activation)
+        _check_or_none("num_experts_per_wave", num_experts_per_wave, int)
+        if l2_act_sf_gran_k not in (None, BLOCK):
+            raise ArgumentError("l2_act_sf_gran_k", worded(l2_act_sf_gran_k), f"{BLOCK} or None")
+        _check_or_none("fast_accumulation", fast_accumulation, bool)
+        settings: Overrides = {}
+        if fast_accumulation is not None:
+            settings["fast_accumulation"] = fast_accumulation
+        config = Config.resolve(**settings)
     return SymmBuffer(
-        group,
-        num_experts,
-        num_max_tokens_per_rank,
-        num_topk,
-        hidden,
-        intermediate_hidden,
-        fast_accumulation=fast_accumulation,
+        group, num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden, config
     )
 
 
@@ -316,6 +308,12 @@ def fp8_mega_moe(
             out=y,
             activation_clamp=math.inf if clamp is None else clamp,
         )
+
+
+def _check_or_none(name: str, value: object, kind: type) -> None:
+    if value is not None and type(value) is not kind:
+        article = "an" if kind is int else "a"
+        raise ArgumentError(name, worded(value), f"{article} {kind.__name__} or None")
 
 
 def _check_activation(activation: object) -> None:

@@ -138,4 +138,7 @@ def checked_clamp(clamp: object) -> float | None:
         raise ArgumentError("activation_clamp", worded(clamp), bound)
     if not clamp > 0:
         raise ArgumentError("activation_clamp", clamp, bound)
-    return float(clamp)
+    try:
+        return float(clamp)
+    except OverflowError:
+        raise ArgumentError("activation_clamp", worded(clamp), f"{bound}, of a float") from None

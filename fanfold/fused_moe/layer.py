@@ -226,7 +226,8 @@ class FusedMoE(HasGeometry):
                 its intermediate size may be another, on GPUs up to 16384. Ranks need not agree
                 about it.
             statistics: ``[experts_per_rank]`` int32, to which the number of received slots of each
-                local expert is added when the call succeeds.
+                local expert is added when the call succeeds (and, on GPUs, when it is given up for
+                a rank that is late).
             out: ``[n, hidden]`` bfloat16 to write to; may be ``x``. Made if None.
             activation_clamp: in place of the layer's, for this rank's experts and the shared one: a
                 positive number, or ``math.inf`` for no limit. None for the layer's; a layer without
@@ -273,10 +274,12 @@ class FusedMoE(HasGeometry):
             intermediate: columns between the GEMMs of the shared expert, the same on all ranks.
 
         Raises:
-            ArgumentError: no multiple of 128, more than 16384 on GPUs, or ranks that disagree.
+            ArgumentError: no multiple of 128, more than 16384 on GPUs, or ranks that disagree; on
+                all ranks alike.
         """
         self._check_open()
-        check_columns("intermediate", intermediate, self._checks.most_shared)
+        with together(self._group):
+            check_columns("intermediate", intermediate, self._checks.most_shared)
         self._layer.prepare_shared_expert(intermediate)
 
     def check(self) -> None:

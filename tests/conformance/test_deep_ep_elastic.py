@@ -442,7 +442,10 @@ def test_a_bad_reuse_is_refused_on_all_ranks(pools: Pools, bad: str) -> None:
         ({"x": inputs(CASE, 0).x[:0]}, "x.shape[0] is 0"),
         ({"bias": inputs(CASE, 0).x[:1]}, "bias.shape is (1, 256)"),
         ({"num_sms": -3}, "num_sms is -3"),
-        ({"topk_weights": torch.zeros((1, 2), device="cpu")}, "topk_weights.shape is (1, 2)"),
+        (
+            {"topk_weights": torch.zeros((1, 2), dtype=torch.float32, device="cpu")},
+            "topk_weights.shape is (1, 2)",
+        ),
     ],
 )
 def test_a_bad_combine_is_refused_on_all_ranks(

@@ -386,6 +386,9 @@ def _prepared(group: Group) -> None:
             moe.prepare_shared_expert(100)
         with pytest.raises(fanfold.ArgumentError, match="must be the same on all ranks"):
             moe.prepare_shared_expert(128 * (1 + moe.rank))
+        with pytest.raises(fanfold.FanfoldError, match="intermediate is 100, but must be from 128"):
+            moe.prepare_shared_expert((100, 128)[moe.rank])  # ends it on the other rank, too
+        moe.prepare_shared_expert(128)
 
 
 def test_a_shared_expert_can_be_prepared() -> None:

@@ -207,6 +207,7 @@ SIZES = [
     ("activation_clamp", 0, "activation_clamp is 0, but must be a number above 0, or None"),
     ("activation_clamp", float("nan"), "activation_clamp is nan, but must be a number"),
     ("activation_clamp", "10", "activation_clamp is '10' (type str), but must be a number"),
+    ("activation_clamp", 10**400, "activation_clamp is 1000"),
     ("config", "host", "config is 'host' (type str), but must be a fanfold.Config or None"),
 ]
 

@@ -383,6 +383,28 @@ def test_a_bad_size(name: str, value: object, message: str) -> None:
         open_buffer(SHAPE, **{name: value})
 
 
+def _alone(group: Group, changes: dict[str, Any]) -> str:
+    """What a buffer says that is made with ``changes`` on rank 0 alone."""
+    try:
+        open_buffer(SHAPE, group, **(changes if group.rank == 0 else {}))
+    except FanfoldError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"activation": "gelu"}, {"use_fp8_dispatch": False}, {"l2_act_sf_gran_k": 64},
+     {"num_experts_per_wave": "1"}, {"fast_accumulation": 1}],
+)  # fmt: skip
+def test_a_bad_option_of_one_rank_ends_it_on_all(changes: dict[str, Any]) -> None:
+    (name,) = changes
+    first, second = ThreadRanks(2, timeout_s=30).run(_alone, changes)
+    assert first.startswith(f"ArgumentError: {name} is ")
+    assert "rank 0" in second
+    assert f"{name} is " in second
+
+
 def _disagree(group: Group) -> str:
     with pytest.raises(FanfoldError) as raised:
         open_buffer(SHAPE, group, num_max_tokens_per_rank=24 + group.rank)
