@@ -175,9 +175,9 @@ class ElasticBuffer:
     def _find_domains(self, ranks: Any, config: Settings) -> None:
         hosts = find_hosts(ranks, config)
         per_host = {hosts.host.count(host) for host in hosts.host}
-        if len(per_host) != 1:
-            raise ArgumentError("group", f"of hosts with {sorted(per_host)} ranks", "spread evenly")
-        self.num_rdma_ranks, self.num_nvlink_ranks = hosts.count, per_host.pop()
+        self.num_rdma_ranks, self.num_nvlink_ranks = 1, self.num_ranks
+        if len(per_host) == 1:
+            self.num_rdma_ranks, self.num_nvlink_ranks = hosts.count, per_host.pop()
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
         self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(
             self.rank_idx, self.num_scaleup_ranks
@@ -378,7 +378,7 @@ class ElasticBuffer:
         return self._streams.comm
 
     def get_physical_domain_size(self) -> tuple[int, int]:
-        """Hosts, and ranks of each."""
+        """Hosts, and ranks of each; 1 and all ranks where hosts have different numbers."""
         return self.num_rdma_ranks, self.num_nvlink_ranks
 
     def get_logical_domain_size(self) -> tuple[int, int]:

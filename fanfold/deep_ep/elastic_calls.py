@@ -283,12 +283,8 @@ def _check_reuse(call: Call, tensors: Tensors, handle: EPHandle, asked: Asked) -
     call.backend.check_devices(
         x=x, topk_weights=topk_weights, cumulative_local_expert_recv_stats=stats
     )
-    tokens = tokens_of(x)
-    if tokens != handle._plan.tokens:
-        bound = f"{handle._plan.tokens}, as for the handle"
-        raise ArgumentError("x.shape[0]", tokens, bound)
     if topk_weights is not None:
-        shape = (tokens, handle._plan.top_k)
+        shape = (handle._plan.tokens, handle._plan.top_k)
         check_tensor("topk_weights", topk_weights, shape, (torch.float32,))
     _check_stats(stats, handle.num_experts // call.ranks)
 

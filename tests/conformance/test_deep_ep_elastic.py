@@ -19,6 +19,7 @@ from fanfold.launch import RankPool
 from tests.conformance import deep_ep_reference as reference
 from tests.conformance.deep_ep_reference import Case, arrivals, inputs
 from tests.conformance.test_deep_ep_high_throughput import cases, check_received, lanes, outputs
+from tests.distributed.routings import host_of_ranks
 from tests.environment import environment
 
 pytestmark = pytest.mark.placements("threads")
@@ -513,6 +514,7 @@ def _attributes(group: dist.ProcessGroup) -> None:
     )  # fmt: skip
     assert buffer.get_physical_domain_size() == (buffer.num_rdma_ranks, buffer.num_nvlink_ranks)
     assert buffer.num_rdma_ranks * buffer.num_nvlink_ranks == ranks.size
+    assert buffer.num_rdma_ranks == len(set(host_of_ranks(ranks.size)))
     assert (
         buffer.scaleout_rank_idx * buffer.num_scaleup_ranks + buffer.scaleup_rank_idx == ranks.rank
     )
@@ -527,8 +529,11 @@ def _attributes(group: dist.ProcessGroup) -> None:
     for copies in (copy.copy, copy.deepcopy):
         with pytest.raises(CopyError):
             copies(buffer)
-    handle = buffer.dispatch(**arguments(CASE, ranks.rank), num_sms=6)[3]
+    good = arguments(CASE, ranks.rank)
+    handle = buffer.dispatch(**good, num_sms=6)[3]
     assert handle.num_sms == 6
+    assert handle.topk_idx is not good["topk_idx"]
+    assert buffer.dispatch(**good, do_handle_copy=False)[3].topk_idx is good["topk_idx"]
     assert handle.dst_buffer_slot_idx is handle.token_metadata_at_forward is None
     assert handle.channel_linked_list is None
     assert "num_recv_tokens" in repr(handle)
@@ -549,6 +554,20 @@ def _attributes(group: dist.ProcessGroup) -> None:
     assert alone.num_bytes == hint
     with pytest.raises(UsageError, match="needs an ElasticBuffer made with explicitly_destroy"):
         alone.destroy()
+
+
+def _of_uneven_hosts(group: dist.ProcessGroup) -> tuple[int, int]:
+    buffer = open_buffer(group)
+    buffer.destroy()
+    return buffer.get_physical_domain_size()
+
+
+def test_hosts_of_different_sizes_are_one_domain(
+    pools: Pools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FANFOLD_HOSTS", "2")
+    monkeypatch.setenv("FANFOLD_NETWORK", "libfabric:tcp")
+    assert pools(3).run(_of_uneven_hosts) == [(1, 3)] * 3
 
 
 def test_attributes(pools: Pools) -> None:

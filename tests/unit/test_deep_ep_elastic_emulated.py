@@ -3,6 +3,7 @@ conformance tests."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -28,10 +29,19 @@ def open_buffer(group: Any, **changes: Any) -> ElasticBuffer:
     return buffer
 
 
+def _poisoned(mode: CudaHighThroughput, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    nbytes = math.prod(shape) * dtype.itemsize
+    return (
+        torch.full((nbytes,), 0x33, dtype=torch.uint8, device=mode.device).view(dtype).view(shape)
+    )
+
+
 @pytest.fixture(autouse=True)
 def gpu(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("FANFOLD_TIMEOUT_S", "10")
     monkeypatch.setattr(conformance, "open_buffer", open_buffer)
+    # What kernels do not write holds anything.
+    monkeypatch.setattr(CudaHighThroughput, "_empty", _poisoned)
     with emulated_buffers(builder, CTAS):
         yield
 
