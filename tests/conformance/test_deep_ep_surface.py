@@ -402,6 +402,9 @@ import deep_ep, fanfold.deep_ep, torch
 from deep_ep import Buffer, Config, EventHandle, EventOverlap, topk_idx_t, __version__
 from deep_ep.utils import EventHandle as FromUtils, EventOverlap as OverlapFromUtils
 from deep_ep.utils.event import EventOverlap as OverlapFromEvent
+from deep_ep.utils.math import align, calc_diff, per_token_cast_to_fp8
+from deep_ep.utils.semantic import value_or
+assert align(5, 4) == value_or(None, 8) == 8
 from deep_ep.buffer import Buffer as FromBuffer
 from deep_ep.buffers.legacy import Buffer as FromLegacy
 from deep_ep.buffers.elastic import ElasticBuffer as FromElastic, EPHandle as HandleFromElastic
