@@ -11,6 +11,7 @@ from fanfold.backends.high_throughput.plan import CudaPlan
 from fanfold.backends.high_throughput.protocol import (
     MOST_ALIGNMENT,
     MOST_ROWS,
+    MOST_SMS,
     HighThroughputBackend,
     RowOrder,
 )
@@ -65,7 +66,7 @@ class Call:
 
     def check(self) -> tuple[EventHandle | None, EventHandle | None]:
         """The events, after checks of what both calls take."""
-        check_whole("num_sms", self.num_sms, 0)
+        check_whole("num_sms", self.num_sms, 0, MOST_SMS)
         check_whole("num_qps", self.num_qps, 0)
         first, second = self.previous
         return event_of("previous_event", first), event_of("previous_event_before_epilogue", second)
@@ -308,14 +309,18 @@ def _route_again(call: Call, tensors: Tensors, handle: EPHandle) -> Received:
 
 
 def _send_entries(call: Call, topk_weights: torch.Tensor, handle: EPHandle) -> torch.Tensor:
-    """``[rows, K]`` float32: the numbers of each received token, as rows of their own."""
+    """``[rows, K]`` float32: the numbers of each received token.
+
+    They travel as the scales of short rows: no rows of a caller have as many for their size, so
+    ranks of which only some send numbers find that they disagree.
+    """
     plan = handle._plan
-    columns = max(_LEAST_COLUMNS, -(-plan.top_k // 4) * 4)
-    sent = topk_weights.new_zeros((plan.tokens, columns))
-    sent[:, : plan.top_k] = topk_weights
+    columns = -(-plan.top_k // _LEAST_COLUMNS) * _LEAST_COLUMNS
+    values = torch.zeros((plan.tokens, columns), dtype=torch.uint8, device=topk_weights.device)
+    sent = (values, topk_weights.detach())
     with ELASTIC:
         dispatched = call.backend.dispatch_cached(sent, plan, layout="token_major")
-    received: torch.Tensor = dispatched.tokens[:, : plan.top_k]
+    received: torch.Tensor = dispatched.scales
     return received
 
 

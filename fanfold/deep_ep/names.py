@@ -68,7 +68,7 @@ ELASTIC = Renaming(
         "y": "x",
         "plan": "handle",
         "the plan": "the handle",
-        "capacity": "the rows that num_max_tokens_per_rank makes room for, which are",
+        "capacity": "the room for rows, by num_max_tokens_per_rank,",
         "max_tokens =": "an ElasticBuffer's limit of",
     }
 )

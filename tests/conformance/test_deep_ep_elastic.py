@@ -368,6 +368,7 @@ BAD_DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "no tokens": ({"num_max_tokens_per_rank": 0}, "num_max_tokens_per_rank is 0"),
     "expert_alignment": ({"expert_alignment": 0}, "expert_alignment is 0"),
     "num_sms": ({"num_sms": -1}, "num_sms is -1"),
+    "many sms": ({"num_sms": 1 << 31}, "num_sms is 2147483648, but must be an integer from 0 to"),
     "num_qps": ({"num_qps": 1.0}, "num_qps is 1.0 (type float)"),
     "do_cpu_sync": ({"do_cpu_sync": 1}, "do_cpu_sync is 1 (type int)"),
     "do_expand": ({"do_expand": "yes"}, "do_expand is 'yes' (type str)"),
@@ -453,6 +454,55 @@ def test_a_bad_combine_is_refused_on_all_ranks(
     pools: Pools, changes: dict[str, Any], wanted: str
 ) -> None:
     check_refusals(pools(4).run(_refused, changes, False, True), wanted)
+
+
+def _weights_on_some(group: dist.ProcessGroup) -> str:
+    """What ranks find of which the first alone gives weights with a handle; their rows are as long
+    as those of the weights might be."""
+    rank = as_group(group).rank
+    case = Case(experts=8, top_k=3, hidden=32, tokens=(7, 4, 20, 9))
+    good = arguments(case, rank)
+    buffer = open_buffer(group)
+    handle = buffer.dispatch(**good)[3]
+    weights = good["topk_weights"] if rank == 0 else None
+    try:
+        for _ in range(2):
+            buffer.dispatch(good["x"], handle=handle, topk_weights=weights)
+    except FanfoldError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        buffer.destroy()
+    return ""
+
+
+def test_weights_with_a_handle_come_from_all_ranks_or_none(pools: Pools) -> None:
+    said = pools(4).run(_weights_on_some)
+    assert all(said)
+    assert any("must be the same on all ranks" in each for each in said), said
+
+
+def _more_than_room(group: dist.ProcessGroup) -> str:
+    """Ranks that do not agree about the most tokens; the first has room for too few."""
+    rank = as_group(group).rank
+    buffer = open_buffer(group)
+    good = {**arguments(CASE, 0), "x": inputs(CASE, 0).x * (1 + rank)}
+    tokens = 2 if rank == 0 else 7
+    for name in ("x", "topk_idx", "topk_weights"):
+        good[name] = good[name][:tokens]
+    try:
+        buffer.dispatch(**good, do_cpu_sync=False, num_max_tokens_per_rank=tokens)
+    except FanfoldError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        buffer.destroy()
+    return ""
+
+
+def test_more_rows_than_room_for_them(pools: Pools) -> None:
+    check_refusals(
+        pools(4).run(_more_than_room),
+        "the room for rows, by num_max_tokens_per_rank, is 8, but must be at least the",
+    )
 
 
 # ---- making one ---------------------------------------------------------------------------------
