@@ -18,7 +18,7 @@ from fanfold.config import Config as Settings
 from fanfold.config import Overrides
 from fanfold.copying import not_copied
 from fanfold.deep_ep import elastic_calls
-from fanfold.deep_ep.elastic_calls import Asked, Call, Event, Received, check_whole
+from fanfold.deep_ep.elastic_calls import Asked, Call, Event, check_whole
 from fanfold.deep_ep.ep_handle import EPHandle
 from fanfold.deep_ep.events import EventHandle, EventOverlap
 from fanfold.deep_ep.routes import Bias
@@ -223,7 +223,8 @@ class ElasticBuffer:
             cumulative_local_expert_recv_stats: ``[E / R]`` int32, to which the rows of each local
                 expert are added; not with a handle.
             num_experts: of all ranks; that of the handle if None.
-            num_max_tokens_per_rank: most tokens of a rank; the Buffer's, or the handle's, if None.
+            num_max_tokens_per_rank: most tokens of a rank, the same on all ranks; the Buffer's, or
+                the handle's, if None. GPUs take more than the Buffer's up to 65536.
             expert_alignment: what each expert's rows are padded to; 1, or the handle's, if None.
             num_sms: SMs that the kernels take on GPUs; 0 for as many as the mode chooses.
             num_qps: from 0; changes nothing.
@@ -238,8 +239,9 @@ class ElasticBuffer:
             do_cpu_sync: whether results have as many rows as arrive, for which the CPU waits; else
                 they have room for all that could arrive, and only the GPU knows the counts (on the
                 host the CPU does). None: True, but False with a handle, whose rows the CPU may
-                know. On all ranks alike.
-            do_expand: expanded instead of plain; with a handle as it was there.
+                know.
+            do_expand: expanded instead of plain, on all ranks or on none; with a handle as it was
+                there.
             do_zero_padding: either: padding between experts is always zero.
             use_tma_aligned_col_major_sf: scales have strides ``(1, rows rounded up to 4)``.
 
@@ -257,7 +259,8 @@ class ElasticBuffer:
 
         Raises:
             ArgumentError: bad input, or ranks that disagree: the call is aborted on all ranks.
-            PeerRefused: another rank refused its input.
+            PeerRefused: another rank refused its input. On GPUs without do_cpu_sync a later combine
+                raises it, and what else the kernels find.
             PeerTimeout: a rank did not arrive in time.
             UsageError: destroyed, or failed earlier; or a CUDA graph is being captured, and the CPU
                 would have to wait.
@@ -272,10 +275,14 @@ class ElasticBuffer:
             do_cpu_sync,
             do_expand,
             do_handle_copy,
+            use_tma_aligned_col_major_sf,
         )
         tensors = (x, topk_idx, topk_weights, cumulative_local_expert_recv_stats)
         received, event = elastic_calls.dispatch(call, tensors, handle, asked)
-        return *_returned(received, use_tma_aligned_col_major_sf), received.handle, event
+        rows: Rows = received.rows
+        if received.scales is not None:
+            rows = received.rows, received.scales
+        return rows, received.topk_idx, received.topk_weights, received.handle, event
 
     def combine(
         self,
@@ -338,11 +345,11 @@ class ElasticBuffer:
     def barrier(
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
     ) -> None:
-        """Returns, on GPUs as seen from the stream, when all ranks have come here. Collective.
+        """Waits until all ranks have come here: on GPUs the current stream does. Collective.
 
         Args:
-            use_comm_stream: on GPUs, on the communication stream, after what the current stream was
-                given; else on the current one.
+            use_comm_stream: on GPUs, the communication stream waits, after what the current stream
+                was given so far, and the current stream waits for it.
             with_cpu_sync: the CPU waits for the device before and after it.
             sequential: either.
         """
@@ -362,7 +369,9 @@ class ElasticBuffer:
             )
             return None, None
 
-        self._streams.run(call, async_finish=use_comm_stream, inputs=None)
+        _, _, event = self._streams.run(call, async_finish=use_comm_stream, inputs=None)
+        if use_comm_stream:
+            event.current_stream_wait()
         if waits:
             torch.cuda.synchronize(device)
 
@@ -436,17 +445,20 @@ class ElasticBuffer:
         return min(wanted, self.num_allocated_qps)
 
     def destroy(self) -> None:
-        """Releases the memory; afterwards every call raises UsageError. Not collective.
+        """Releases the memory; afterwards every call raises UsageError. Not collective; harmless
+        when repeated.
 
         Raises:
-            UsageError: without ``explicitly_destroy``, or destroyed already.
+            UsageError: without ``explicitly_destroy``.
         """
         if not self.explicitly_destroy:
             raise UsageError(
                 "destroy() needs an ElasticBuffer made with explicitly_destroy=True; without it "
                 "the memory goes with the object"
             )
-        self._open()
+        if self.runtime is None:
+            return
+        self._owner.check()
         self.runtime.close()
         self.runtime = None
 
@@ -485,22 +497,3 @@ def _buffer_bytes(ranks: int) -> int:
         CudaHighThroughput.required_bytes(ranks, settings),
     )
     return -(-nbytes // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
-
-
-def _returned(
-    received: Received, col_major: bool
-) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None]:
-    rows: Rows = received.rows
-    if received.scales is not None:
-        rows = received.rows, _col_major(received.scales) if col_major else received.scales
-    return rows, received.topk_idx, received.topk_weights
-
-
-def _col_major(scales: torch.Tensor) -> torch.Tensor:
-    """The same by columns, each on 16 bytes, as copies by TMA take them."""
-    rows, columns = scales.shape
-    stride = -(-rows // 4) * 4
-    made = torch.empty_strided(
-        (rows, columns), (1, max(stride, 1)), dtype=scales.dtype, device=scales.device
-    )
-    return made.copy_(scales)

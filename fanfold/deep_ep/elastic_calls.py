@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from fanfold.backends.high_throughput import Rows
+from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.backends.high_throughput.plan import CudaPlan
 from fanfold.backends.high_throughput.protocol import (
     MOST_ALIGNMENT,
@@ -92,6 +95,7 @@ class Asked:
     do_cpu_sync: bool | None
     do_expand: bool
     do_handle_copy: bool
+    scales_by_columns: bool
 
 
 @dataclass(frozen=True)
@@ -127,10 +131,14 @@ def dispatch(
         if handle is None:
             with refusing:
                 sizes = _new_sizes(call, tensors, asked)
-            return _route(call, tensors, sizes, asked.do_handle_copy), None
-        with refusing:
-            _check_reuse(call, tensors, handle, asked)
-        return _route_again(call, tensors, handle), None
+            received = _route(call, tensors, sizes, asked.do_handle_copy)
+        else:
+            with refusing:
+                _check_reuse(call, tensors, handle, asked)
+            received = _route_again(call, tensors, handle)
+        if asked.scales_by_columns and received.scales is not None:
+            received = dataclasses.replace(received, scales=_by_columns(received.scales))
+        return received, None
 
     received, _, event = call.streams.run(
         body, async_finish=call.asynchronous, inputs=tensors, previous=previous
@@ -199,6 +207,7 @@ def _new_sizes(call: Call, tensors: Tensors, asked: Asked) -> RoutingSizes:
         raise ArgumentError("topk_idx", None, "given, unless a handle is")
     check_tensor("topk_idx", topk_idx, (tokens, "top_k"), (torch.int64,))
     _check_stats(stats, experts // call.ranks)
+    _flag("do_handle_copy", asked.do_handle_copy)
     sms = call.sms(None)
     sizes = RoutingSizes(
         num_experts=experts,
@@ -230,6 +239,11 @@ def _route(call: Call, tensors: Tensors, sizes: RoutingSizes, copies: bool) -> R
     if sizes.knows_counts and topk_idx.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UsageError("a dispatch in a CUDA graph needs do_cpu_sync=False")
     top_k = topk_idx.shape[1]
+    listed: list[int] = []
+    options: dict[str, Any] = {}
+    if sizes.knows_counts and isinstance(call.backend, CudaHighThroughput):
+        # The CPU knows the plan then, and no rows are on their way that a copy would wait for.
+        options["planned"] = lambda plan: listed.extend(_rows_of_experts(plan))
     call.use_sms(sizes.sms)
     with ELASTIC:
         dispatched = call.backend.dispatch(
@@ -240,11 +254,13 @@ def _route(call: Call, tensors: Tensors, sizes: RoutingSizes, copies: bool) -> R
             layout="expert_major" if sizes.do_expand else "token_major",
             expert_alignment=sizes.expert_alignment,
             capacity=None if sizes.knows_counts else _worst(call.ranks, top_k, sizes),
+            **options,
         )
     plan: AnyPlan = dispatched.plan
-    handle = EPHandle(
-        plan, sizes, topk_idx.clone() if copies else topk_idx, _expanded_rows(plan, sizes)
-    )
+    if sizes.knows_counts and not options:
+        listed = _rows_of_experts(plan)
+    kept_idx = topk_idx.clone() if copies else topk_idx
+    handle = EPHandle(plan, sizes, kept_idx, _expanded_rows(plan, sizes), listed)
     _add_stats(stats, plan)
     rows, idx, weights = dispatched.tokens.shape[0], None, dispatched.row_weights
     if not sizes.do_expand:
@@ -255,6 +271,20 @@ def _route(call: Call, tensors: Tensors, sizes: RoutingSizes, copies: bool) -> R
             weights = first_rows(weights, rows, 0).to(topk_idx.device)
     kept = handle._tensors()
     return Received(dispatched.tokens, dispatched.scales, idx, weights, handle, kept)
+
+
+def _rows_of_experts(plan: AnyPlan) -> list[int]:
+    """Of each local expert, with padding."""
+    listed: list[int] = torch.diff(plan.offsets).tolist()
+    return listed
+
+
+def _by_columns(scales: torch.Tensor) -> torch.Tensor:
+    """The same by columns, each on 16 bytes, as copies by TMA take them."""
+    rows, columns = scales.shape
+    strides = (1, max(-(-rows // 4) * 4, 1))
+    made = torch.empty_strided((rows, columns), strides, dtype=scales.dtype, device=scales.device)
+    return made.copy_(scales)
 
 
 def _expanded_rows(plan: AnyPlan, sizes: RoutingSizes) -> int:
@@ -311,8 +341,8 @@ def _route_again(call: Call, tensors: Tensors, handle: EPHandle) -> Received:
 def _send_entries(call: Call, topk_weights: torch.Tensor, handle: EPHandle) -> torch.Tensor:
     """``[rows, K]`` float32: the numbers of each received token.
 
-    They travel as the scales of short rows: no rows of a caller have as many for their size, so
-    ranks of which only some send numbers find that they disagree.
+    They travel as the scales of short rows, which hardly any rows of a caller look like: ranks of
+    which only some send numbers find that they disagree, at the latest in the next call.
     """
     plan = handle._plan
     columns = -(-plan.top_k // _LEAST_COLUMNS) * _LEAST_COLUMNS

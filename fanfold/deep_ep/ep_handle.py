@@ -12,6 +12,7 @@ from fanfold.backends.high_throughput.plan import CudaPlan
 from fanfold.copying import not_copied
 from fanfold.deep_ep.events import EventHandle
 from fanfold.deep_ep.streams import record
+from fanfold.errors import UsageError
 from fanfold.representation import described
 
 __all__ = [
@@ -75,7 +76,8 @@ class EPHandle:
         num_expanded_tokens: rows, with their padding, of an expanded result.
         num_recv_tokens_per_expert_list: rows for each expert, rounded up to ``expert_alignment``;
             [] without ``do_cpu_sync``.
-        psum_num_recv_tokens_per_scaleup_rank: ``[R]`` int32: rows from ranks 0 to r.
+        psum_num_recv_tokens_per_scaleup_rank: ``[R]`` int32: rows from ranks 0 to r, also where
+            hosts are told apart.
         psum_num_recv_tokens_per_expert: ``[E_l]`` int32: aligned rows of the experts before e, and
             those of e: without padding if expanded, else with it.
         num_unaligned_recv_tokens_per_expert: ``[E_l]`` int32: rows of each expert.
@@ -91,7 +93,12 @@ class EPHandle:
     channel_linked_list = None
 
     def __init__(
-        self, plan: AnyPlan, sizes: RoutingSizes, topk_idx: torch.Tensor, expanded_rows: int
+        self,
+        plan: AnyPlan,
+        sizes: RoutingSizes,
+        topk_idx: torch.Tensor,
+        expanded_rows: int,
+        counts_of_experts: list[int],
     ) -> None:
         self._plan, self._sizes, self.topk_idx = plan, sizes, topk_idx
         self.do_expand, self.num_experts = sizes.do_expand, sizes.num_experts
@@ -105,7 +112,7 @@ class EPHandle:
             self._received = plan.received
         self.num_recv_tokens = self._received
         device = topk_idx.device
-        self.psum_num_recv_tokens_per_scaleup_rank = plan.source_prefix.to(device, copy=True)
+        self.psum_num_recv_tokens_per_scaleup_rank = _prefix(plan).to(device)
         counts, offsets = (
             each.to(device, torch.int32, copy=True)
             for each in (plan.tokens_per_expert, plan.offsets)
@@ -114,11 +121,12 @@ class EPHandle:
         self.psum_num_recv_tokens_per_expert = (
             offsets[:-1] + counts if sizes.do_expand else offsets[1:].clone()
         )
-        self.num_recv_tokens_per_expert_list: list[int] = []
-        if sizes.knows_counts:
-            self.num_recv_tokens_per_expert_list = torch.diff(offsets).tolist()
-        self._done = EventHandle()
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        self.num_recv_tokens_per_expert_list = counts_of_experts
+        self._done = EventHandle(
+            torch.cuda.current_stream(device) if device.type == "cuda" else None
+        )
+        self._made_in_capture = _is_capturing(device)
+        if self._made_in_capture:
             _ = self.recv_src_metadata  # each replay writes it anew
 
     def __repr__(self) -> str:
@@ -136,13 +144,18 @@ class EPHandle:
     def recv_src_metadata(self) -> torch.Tensor:
         """See :class:`EPHandle`. Made when it is first read, which hardly anybody does."""
         plan, rows, device = self._plan, self._received, self.topk_idx.device
+        if _is_capturing(device) and not self._made_in_capture:
+            raise UsageError(
+                "recv_src_metadata is made when it is first read, which a CUDA graph cannot hold "
+                "for a handle from outside: read it once before the capture"
+            )
         if isinstance(plan, CudaPlan):
             self._done.current_stream_wait()
             if plan.rows.is_cuda:
                 record(tuple(plan.tensors()), torch.cuda.current_stream(plan.rows.device))
         made = torch.full((rows, 2 + plan.top_k), -1, dtype=torch.int32, device=device)
         numbers = torch.arange(rows, dtype=torch.int32, device=device)
-        prefix = plan.source_prefix.to(device)
+        prefix = _prefix(plan).to(device)
         source = torch.searchsorted(prefix, numbers, right=True)
         tokens = first_rows(plan.source_token.to(device), rows, -1)
         known = numbers < prefix[-1]
@@ -154,6 +167,16 @@ class EPHandle:
             slots = first_rows(plan.rows_of.to(device), rows, -1)
             made[:, 2:] = torch.where(known.unsqueeze(1), slots, -1)
         return made
+
+
+def _prefix(plan: AnyPlan) -> torch.Tensor:
+    """A copy of the plan's ``source_prefix``: zeros if a rank has refused the call, where only its
+    first number is written, -1."""
+    return torch.where(plan.source_prefix[:1] < 0, 0, plan.source_prefix)
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def first_rows(tensor: torch.Tensor, rows: int, absent: int) -> torch.Tensor:

@@ -12,10 +12,13 @@ import pytest
 import torch
 
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
-from fanfold.deep_ep import ElasticBuffer
+from fanfold.deep_ep import ElasticBuffer, EventOverlap
+from fanfold.deep_ep.streams import HostStreams
 from fanfold.errors import ArgumentError, PeerRefused, UsageError
+from tests.conformance import deep_ep_reference as reference
 from tests.conformance import test_deep_ep_elastic as conformance
 from tests.conformance.test_deep_ep_elastic import CASE, DUPLICATES, MOST, arguments
+from tests.conformance.test_deep_ep_elastic_refusals import BAD_DISPATCHES
 from tests.emulation.deep_ep import emulated_buffers, run
 from tests.emulation.world import Builder
 
@@ -73,7 +76,7 @@ def test_what_a_caller_overwrites_changes_nothing(expands: bool) -> None:
 
 
 def test_a_refusal_is_told() -> None:
-    changes, wanted = conformance.BAD_DISPATCHES["expert_alignment"]
+    changes, wanted = BAD_DISPATCHES["expert_alignment"]
     said = run(CASE.ranks, _refused, changes)
     assert said[0].startswith(f"ArgumentError: {wanted}")
     assert all(PeerRefused.__name__ in other for other in said[1:])
@@ -94,6 +97,67 @@ def _refused(group: Any, changes: dict[str, Any]) -> str:
     assert torch.equal(rows, buffer.dispatch(good["x"], handle=handle)[0])
     buffer.destroy()
     return said
+
+
+def _counts_of_a_refusal(group: Any, expands: bool) -> list[int]:
+    """What a rank finds in the handle of a call that another has refused, which the CPU learns only
+    by the combine."""
+    buffer = open_buffer(group)
+    good = arguments(CASE, group.rank)
+    changes = {"expert_alignment": 0} if group.rank == 0 else {}
+    try:
+        handle = buffer.dispatch(**{**good, **changes}, do_expand=expands, do_cpu_sync=False)[3]
+    except ArgumentError:
+        return []
+    finally:
+        buffer.destroy()
+    assert bool((handle.recv_src_metadata == -1).all())
+    per_expert = handle.psum_num_recv_tokens_per_expert
+    return [*handle.psum_num_recv_tokens_per_scaleup_rank.tolist(), *per_expert.tolist()]
+
+
+@pytest.mark.parametrize("expands", [False, True])
+def test_a_refused_call_has_brought_no_rows(expands: bool) -> None:
+    first, *others = run(CASE.ranks, _counts_of_a_refusal, expands)
+    assert first == []
+    for counts in others:
+        assert counts == [0] * (CASE.ranks + CASE.local)
+
+
+class _Watched(HostStreams):
+    """Keeps what calls have returned, and which events were waited for."""
+
+    def __init__(self) -> None:
+        self.results: list[Any] = []
+        self.waited: list[EventOverlap] = []
+
+    def run(self, call: Any, **options: Any) -> Any:
+        result, hook, event = super().run(call, **options)
+        self.results.append(result)
+        wait = event.current_stream_wait
+        event.current_stream_wait = lambda: (self.waited.append(event), wait())[1]
+        return result, hook, event
+
+
+def _on_streams(group: Any) -> None:
+    buffer = open_buffer(group)
+    buffer._streams = watched = _Watched()
+    good = arguments(CASE, group.rank)
+    pair = reference.fp8(good["x"], True)
+    found, *_ = buffer.dispatch(
+        **{**good, "x": pair}, use_tma_aligned_col_major_sf=True, async_with_compute_stream=True
+    )
+    # What is returned is what the stream of the call has made: nothing is copied behind its event.
+    assert found[1] is watched.results[-1].scales
+    assert found[1].stride(0) == 1
+    assert watched.waited == []
+    buffer.barrier()
+    assert len(watched.waited) == 1
+    buffer.destroy()
+
+
+def test_what_other_streams_wait_for() -> None:
+    run(CASE.ranks, _on_streams)
 
 
 def _index_out_of_range(group: Any, sync: bool) -> str:
