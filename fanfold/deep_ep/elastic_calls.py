@@ -51,7 +51,7 @@ class Call:
         most_tokens: its num_max_tokens_per_rank.
         num_sms, num_qps: as asked for.
         most_sms: that the mode takes by itself.
-        automatic_sms: what it is told then.
+        automatic_sms: what it gets then.
         previous: the events to wait for.
         asynchronous: whether the call runs on the communication stream.
     """

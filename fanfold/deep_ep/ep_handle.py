@@ -77,7 +77,7 @@ class EPHandle:
         num_recv_tokens_per_expert_list: rows for each expert, rounded up to ``expert_alignment``;
             [] without ``do_cpu_sync``.
         psum_num_recv_tokens_per_scaleup_rank: ``[R]`` int32: rows from ranks 0 to r, also where
-            hosts are told apart.
+            hosts are distinguished.
         psum_num_recv_tokens_per_expert: ``[E_l]`` int32: aligned rows of the experts before e, and
             those of e: without padding if expanded, else with it.
         num_unaligned_recv_tokens_per_expert: ``[E_l]`` int32: rows of each expert.
