@@ -84,17 +84,19 @@ void bind_cuda_ring(nb::module_& module) {
           "views",
           [](const PinnedRings& self) { return reinterpret_cast<uintptr_t>(self.views()); })
       .def(
-          "pop",
+          "prepare",
           [](PinnedRings& self, int64_t producers, int64_t lanes, int64_t commands, int32_t threads,
-             bool timed) {
-            RingThroughput found{};
-            {
-              const nb::gil_scoped_release unlocked;
-              found = self.pop(producers, lanes, commands, threads, timed);
-            }
-            return fields_of(found);
-          },
+             bool timed) { self.prepare({producers, lanes, commands, timed}, threads); },
           "producers"_a, "lanes"_a, "commands"_a, "threads"_a, "timed"_a)
+      .def("pop",
+           [](PinnedRings& self) {
+             RingThroughput found{};
+             {
+               const nb::gil_scoped_release unlocked;
+               found = self.pop();
+             }
+             return fields_of(found);
+           })
       .def(
           "latency",
           [](const PinnedRings& self, const ClockPair& before, const ClockPair& after) {

@@ -27,6 +27,7 @@ _MOST_PRODUCERS = 64
 _MOST_WARPS = 4096
 _MOST_THREADS = 64
 _MOST_RINGS = 1024
+_MOST_INTERVAL_S = 5.0  # between two commands of a GPU's producer
 _MOST_COMMANDS = 1_000_000_000
 _MOST_SAMPLES = 20_000_000
 _MOST_RATE = 100_000_000
@@ -86,6 +87,12 @@ class RingSettings:
             if not 1 <= rate * self.seconds <= _MOST_SAMPLES:
                 bound = f"such that a rate of {rate} gives 1 to {_MOST_SAMPLES} commands"
                 raise ArgumentError("seconds", self.seconds, bound)
+            if on_gpu and rate * min(self.seconds, _MOST_INTERVAL_S) < self.rings * self.lanes:
+                bound = (
+                    f"such that each of {self.rings} rings x {self.lanes} lanes has a command in "
+                    f"{min(self.seconds, _MOST_INTERVAL_S):g} s"
+                )
+                raise ArgumentError("rates", rate, bound)
 
 
 @dataclass(frozen=True)
@@ -111,7 +118,7 @@ class Latency:
         rate_asked: commands per second.
         rate: commands per second that the producer has reached.
         commands: how many were measured.
-        clock_ns: what one look at the clock takes; each latency has one in it. From a GPU: by how
+        clock_ns: what one read of the clock takes; each latency has one in it. From a GPU: by how
             much its clock may be off on either side.
         average_ns: nanoseconds from before the push until the consumer has the command.
         p50_ns: their median.
@@ -180,6 +187,7 @@ def measure(settings: RingSettings) -> RingResult:
 def record(result: RingResult) -> dict[str, Any]:
     """The result as one JSON object; docs/bench.md says what each field means."""
     settings = result.settings
+    clock = "clock_error_ns" if settings.source == "gpu" else "clock_ns"
     of_gpu = {name: getattr(settings, name) for name in ("rings", "threads", "lanes")} | {
         "gpu": result.gpu
     }
@@ -210,7 +218,7 @@ def record(result: RingResult) -> dict[str, Any]:
                 "p50_ns": each.p50_ns,
                 "p99_ns": each.p99_ns,
                 "most_ns": each.most_ns,
-                "clock_ns": round(each.clock_ns, 1),
+                clock: round(each.clock_ns, 1),
             }
             for each in result.latency
         ],
@@ -243,18 +251,16 @@ def tables(result: RingResult) -> list[Table]:
 
 def notes(result: RingResult) -> list[str]:
     """Lines to print below the tables."""
-    lines = [
-        *_scene(result),
-        "Every command was checked to have come once and in its producer's order.",
-    ]
+    checked = "every command was checked to have come once and in its producer's order"
+    lines = [*_scene(result), f"Commands per second: {checked}."]
     if result.latency:
         lines.append(_clock_note(result))
     late = [each.rate_asked for each in result.latency if each.rate < _REACHED * each.rate_asked]
     if late:
         named = ", ".join(f"{rate:,}" for rate in late)
         lines.append(
-            f"Producers did not reach {named} commands/s: they were kept from running, or a ring "
-            "was full. Those latencies contain the wait behind earlier commands."
+            f"Producers did not reach {named} commands/s: they cannot push as fast, were kept from "
+            "running, or a ring was full. Those latencies contain the wait behind earlier commands."
         )
     cores = len(os.sched_getaffinity(0))
     threads = result.settings.threads
@@ -285,9 +291,9 @@ def _clock_note(result: RingResult) -> str:
     if result.settings.source == "gpu":
         clock = max(each.clock_ns for each in result.latency)
         return (
-            "Latency: from a look at the GPU's clock before the push to one at the host's after "
+            "Latency: from a read of the GPU's clock before the push to one of the host's after "
             "the pop, not half a round trip. The clocks were compared before and after; what that "
-            f"finds is off by at most {clock:.0f} ns on either side."
+            f"finds is off by at most {clock:.0f} ns on either side, and so is each latency."
         )
     clock = statistics.median(each.clock_ns for each in result.latency)
     return (

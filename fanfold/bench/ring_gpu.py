@@ -25,7 +25,7 @@ CLOCK = KernelSource("ring/clock.cu", "fanfold::ring::clock", _CONSTANTS, _THREA
 
 _CLOCK_ROUNDS = 1000
 _WORD_BYTES = 8
-_TIMEOUT_NS = 10_000_000_000  # of a producer's wait for room, as long as the consumers'
+_TIMEOUT_NS = 5_000_000_000  # of a producer's wait for room, less than the consumers'
 
 
 class GpuRings:
@@ -85,11 +85,12 @@ class GpuRings:
         args = _core.CudaRingPushArgs()
         args.rings, args.ring_count, args.lanes = self._rings.views, self._count, self._lanes
         args.commands, args.interval_ns, args.timeout_ns = each, interval_ns, _TIMEOUT_NS
+        self._rings.prepare(warps * self._lanes, self._lanes, each, self._threads, interval_ns > 0)
         self._launch(0, args, warps)
-        producers = warps * self._lanes
-        found = self._rings.pop(producers, self._lanes, each, self._threads, interval_ns > 0)
-        self._wait()
-        return found
+        try:
+            return self._rings.pop()
+        finally:
+            self._wait()  # the memory is the kernel's until then
 
     def _compare_clocks(self) -> _core.ClockPair:
         self._words.zero_()
@@ -98,9 +99,10 @@ class GpuRings:
         args.asked, args.answered = asked, asked + 16 * _WORD_BYTES
         args.rounds, args.timeout_ns = _CLOCK_ROUNDS, _TIMEOUT_NS
         self._launch(1, args, 1)
-        pair = _core.compare_clocks(args.asked, args.answered, _CLOCK_ROUNDS)
-        self._wait()
-        return pair
+        try:
+            return _core.compare_clocks(args.asked, args.answered, _CLOCK_ROUNDS)
+        finally:
+            self._wait()
 
     # ---- what needs CUDA ------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ def add_mode(modes: Any) -> None:
             help=f"{what} (default {values[0]}; from gpu {values[1]})",
         )  # fmt: skip
     for option, what in (
-        ("rings", "rings in turn for warps"),
+        ("rings", "rings, to which warps are dealt in turn"),
         ("threads", "CPU threads that pop them"),
         ("lanes", "commands in each push of a warp, 1 to 32"),
     ):

@@ -1,6 +1,6 @@
 // Every thread pushes commands into one ring. kThreads and kWay are constants of the kernel. kWay
 // is how: 0, a thread takes its ticket first; 1, not before there is room; 2, a warp takes the
-// tickets of its lanes together.
+// tickets of its lanes together; 3, likewise, but only odd lanes of the first warps have commands.
 #include "constants.h"
 #include "protocol/ring.cuh"
 
@@ -24,8 +24,9 @@ __device__ __forceinline__ bool push_or_expire(const PushCommandsArgs& args,
   if constexpr (kWay == 0) {
     uint64_t ticket = 0;
     return ring_push(args.ring, memory, command, deadline, ticket);
-  } else if constexpr (kWay == 2) {
-    const bool done = ring_push_together(args.ring, true, command, deadline);
+  } else if constexpr (kWay >= 2) {
+    const bool has_command = kWay == 2 || (threadIdx.x < kWarpLanes && threadIdx.x % 2 == 1);
+    const bool done = ring_push_together(args.ring, has_command, command, deadline);
     return __all_sync(kFullWarp, done);
   } else {
     while (ring_try_push(args.ring, memory, command).outcome != RingOutcome::kPushed) {

@@ -23,10 +23,10 @@ PUSH = [
     KernelSource(
         "ring_push.cu", "fanfold::push_commands", {"kThreads": 64, "kWay": way}, threads=64
     )
-    for way in range(3)
+    for way in range(4)
 ]
-"""Threads that push into a ring: each takes its ticket first, or only when the ring has room, or
-warps take theirs together."""
+"""Threads that push into a ring: each takes its ticket first, or only when the ring has room; or
+warps take theirs together, of all lanes or of some."""
 
 
 def kernel_root(folder: Path) -> Path:

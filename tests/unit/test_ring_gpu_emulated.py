@@ -52,7 +52,7 @@ class EmulatedRings(GpuRings):
         self, kernel: int, args: _core.CudaRingPushArgs | _core.CudaRingClockArgs, warps: int
     ) -> None:
         run = self._libraries[kernel].emulate
-        self._running = threading.Thread(target=lambda: run(args.address, warps))
+        self._running = threading.Thread(target=lambda: run(args.address, warps), daemon=True)
         self._running.start()
 
     def _wait(self) -> None:
@@ -93,6 +93,30 @@ def test_a_latency_is_of_both_clocks(rings: type[EmulatedRings]) -> None:
     assert found["rate"] < 2000.0 * 1.2
 
 
+def test_clocks_are_compared_within_half_a_round_trip(rings: type[EmulatedRings]) -> None:
+    """The emulated GPU's clock is the host's."""
+    made = rings(1, 64, 1, 1)
+    for _ in range(3):
+        pair = made._compare_clocks()
+        assert abs(pair.host_ns - pair.gpu_ns) <= pair.round_trip_ns / 2 + 1
+
+
+def test_a_kernel_that_finds_no_room_ends(
+    rings: type[EmulatedRings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody pops; the producers give up, and their tickets are counted."""
+    monkeypatch.setattr(ring_gpu, "_TIMEOUT_NS", 50_000_000)
+    made = rings(1, 4, 1, 2)
+    args = _core.CudaRingPushArgs()
+    args.rings, args.ring_count, args.lanes = made._rings.views, 1, 2
+    args.commands, args.interval_ns, args.timeout_ns = 10, 0, 50_000_000
+    made._launch(0, args, 1)
+    made._running.join(20.0)
+    assert not made._running.is_alive()
+    view = (ctypes.c_uint64 * 5).from_address(made._rings.views)
+    assert ctypes.c_uint64.from_address(view[2]).value == 2  # both lanes of the third push
+
+
 def test_latency_is_measured_on_the_hosts_clock() -> None:
     """Numbers of a GPU clock that runs twice as fast and began elsewhere."""
     memory = torch.zeros(_core.PinnedRings.bytes(1, 64) + 128, dtype=torch.uint8, device="cpu")
@@ -105,11 +129,14 @@ def test_latency_is_measured_on_the_hosts_clock() -> None:
     for ticket, number in enumerate(numbers):
         slot = (ctypes.c_uint64 * 2).from_address(view[3] + 16 * ticket)
         slot[0], slot[1] = 1, number << 1 | 1
-    found = made.pop(producers=1, lanes=1, commands=3, threads=1, timed=True)
+    made.prepare(producers=1, lanes=1, commands=3, threads=1, timed=True)
+    found = made.pop()
     assert found["commands"] == 3
     arrived = made.latency(clock(0, 0, 2), clock(10, 10, 4))  # one clock
     assert arrived["clock_ns"] == 2
     assert arrived["rate"] == pytest.approx(2 / 3000 * 1e9)
+    with pytest.raises(UsageError, match="not behind the first one"):
+        made.latency(clock(10, 10, 2), clock(20, 10, 2))
     shifted = made.latency(clock(5_000, 1000, 2), clock(5_500, 2000, 2))
     assert shifted["rate"] == pytest.approx(2 / 1500 * 1e9)  # 3000 of its ticks are 1500 ns
     # Pushed at 5000, 5250 and 6500 by the host's clock, at 1000, 1500 and 4000 without a change.
@@ -131,8 +158,9 @@ def test_a_command_out_of_order_is_found() -> None:
     for ticket, (producer, number) in enumerate([(0, 0), (1, 0), (0, 2)]):
         slot = (ctypes.c_uint64 * 2).from_address(view[3] + 16 * ticket)
         slot[0], slot[1] = producer << 4 | 1, number << 1 | 1
+    made.prepare(producers=1, lanes=1, commands=3, threads=1, timed=False)
     with pytest.raises(UsageError, match="2 commands were lost or out of order"):
-        made.pop(producers=1, lanes=1, commands=3, threads=1, timed=False)
+        made.pop()
 
 
 def run(*arguments: str) -> int:
@@ -161,15 +189,24 @@ def test_the_bench_writes_what_it_documents(
     assert [each["commands"] for each in fields["latency"]] == [40]
     page = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
     text = page.partition("\n## Ring\n")[2].partition("\n## ")[0]
-    for name in ("rings", "threads", "lanes", "gpu"):
+    assert "clock_error_ns" in fields["latency"][0]
+    for name in ("rings", "threads", "lanes", "gpu", "clock_error_ns"):
         assert f"`{name}`" in text, name
 
 
 @pytest.mark.parametrize(
     ("arguments", "name"),
-    [(("--rings", "0"), "rings"), (("--threads", "65"), "threads"), (("--lanes", "33"), "lanes"),
-     (("--slots", "3"), "slots"), (("--producers", "5000"), "producers")],
-)  # fmt: skip
+    [
+        (("--rates", "1"), "seconds"),
+        (("--rates", "50"), "rates"),
+        (("--rings", "0"), "rings"),
+        (("--threads", "65"), "threads"),
+        (("--lanes", "33"), "lanes"),
+        (("--slots", "3"), "slots"),
+        (("--slots", str(-(1 << 40))), "slots"),
+        (("--producers", "5000"), "producers"),
+    ],
+)
 def test_refuses(rings: type[EmulatedRings], arguments: tuple[str, ...], name: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         run(*TINY, *arguments)

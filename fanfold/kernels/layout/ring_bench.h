@@ -28,10 +28,11 @@ struct RingPushArgs {
   int32_t lanes;  // that push at the same time, 1 to 32
 };
 
-// A round ends when the host reads its number in the second of two words; the first has the time.
+// A round ends when the host reads its number in the second of two words; the first has the time of
+// this GPU then.
 struct RingClockArgs {
   const uint64_t* asked;  // the number of the round that the host has begun, from 1
-  uint64_t* answered;     // [2], on 16 bytes
+  uint64_t* answered;     // [2]
   uint64_t rounds;
   int64_t timeout_ns;
 };

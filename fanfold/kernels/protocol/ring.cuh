@@ -58,11 +58,10 @@ __device__ __forceinline__ bool ring_push_together(const RingView& ring, bool ha
   DeviceMemory memory;
   const uint32_t lanes = __ballot_sync(kFullWarp, has_command);
   if (lanes == 0) return true;
-  const int first_lane = __ffs(static_cast<int>(lanes)) - 1;
   uint64_t first = 0;
-  if (static_cast<int>(threadIdx.x % kWarpLanes) == first_lane)
+  if (threadIdx.x % kWarpLanes == 0)
     first = ring_take_tickets(ring, memory, static_cast<uint64_t>(__popc(lanes)));
-  first = __shfl_sync(kFullWarp, first, first_lane);
+  first = __shfl_sync(kFullWarp, first, 0);
   if (!has_command) return true;
   const uint64_t ticket = first + static_cast<uint64_t>(__popc(lanes & lanes_below()));
   return ring_store_or_abandon(ring, memory, ticket, command, deadline);

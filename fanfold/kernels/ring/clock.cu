@@ -11,7 +11,9 @@ __global__ void __launch_bounds__(kThreads) clock(const __grid_constant__ RingCl
     RingDeadline deadline(args.timeout_ns);
     while (load_acquire_system(args.asked) != round)
       if (deadline.expired()) return;
-    store_pair_release_system(args.answered, global_nanoseconds(), round);
+    // Two stores, in this order: of one store of both words a reader may see either word first.
+    store_relaxed_system(args.answered, global_nanoseconds());
+    store_release_system(args.answered + 1, round);
   }
 }
 

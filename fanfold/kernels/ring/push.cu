@@ -5,12 +5,13 @@
 
 namespace fanfold::ring {
 
-// When a producer pushes: at once, or in even steps that begin at another time in each CTA.
+// When a producer pushes: at once, or in even steps that begin at another time in each CTA, once
+// the threads that pop run.
 class Pace {
  public:
   __device__ explicit Pace(int64_t interval_ns)
-      : interval_ns_(interval_ns),
-        due_(static_cast<int64_t>(global_nanoseconds()) + interval_ns * blockIdx.x / gridDim.x) {}
+      : interval_ns_(interval_ns), due_(static_cast<int64_t>(global_nanoseconds()) + kLeadNs +
+                                        interval_ns * blockIdx.x / gridDim.x) {}
 
   // The number of the command `i`, once it is due.
   __device__ uint64_t await(int64_t i) {
@@ -22,6 +23,8 @@ class Pace {
   }
 
  private:
+  static constexpr int64_t kLeadNs = 1'000'000;
+
   int64_t interval_ns_;
   int64_t due_;
 };
