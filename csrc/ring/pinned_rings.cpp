@@ -172,6 +172,7 @@ void PinnedRings::pop_rings(PopThread& thread) {
 RingThroughput PinnedRings::pop() {
   {
     std::vector<std::jthread> running;
+    running.reserve(threads_.size());
     for (PopThread& thread : threads_) {
       running.emplace_back([this, &thread] {
         try {
