@@ -94,8 +94,9 @@ class ElasticBuffer:
             object.
 
     Attributes:
-        group, num_bytes, num_max_tokens_per_rank, deterministic, allow_hybrid_mode,
-            allow_multiple_reduction, prefer_overlap_with_compute, explicitly_destroy: as given.
+        group, num_bytes, num_max_tokens_per_rank: as given.
+        deterministic, allow_hybrid_mode, allow_multiple_reduction: as given.
+        prefer_overlap_with_compute, explicitly_destroy: as given.
         rank_idx, num_ranks: of the group.
         num_scaleout_ranks, num_scaleup_ranks: :meth:`get_logical_domain_size`.
         scaleout_rank_idx, scaleup_rank_idx: this rank's place in them.
@@ -306,8 +307,9 @@ class ElasticBuffer:
                 float32, or ``[N]`` of an expanded dispatch.
             bias: one or two ``[T, hidden]`` bfloat16 that each sum starts from.
             num_sms: as in :meth:`dispatch`; 0 for those of the dispatch.
-            num_qps, previous_event, previous_event_before_epilogue, async_with_compute_stream,
-                allocate_on_comm_stream: as in :meth:`dispatch`.
+            num_qps: as in :meth:`dispatch`.
+            previous_event, previous_event_before_epilogue: as in :meth:`dispatch`.
+            async_with_compute_stream, allocate_on_comm_stream: as in :meth:`dispatch`.
 
         Returns:
             ``[T, hidden]`` bfloat16: the sum, in fp32, over ranks in order, rounded once, of the
@@ -411,8 +413,9 @@ class ElasticBuffer:
 
         Args:
             group: the ranks.
-            num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch, allow_hybrid_mode,
-                allow_multiple_reduction: as given to the Buffer; nothing depends on them.
+            num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch: as given to the Buffer;
+                nothing depends on them.
+            allow_hybrid_mode, allow_multiple_reduction: likewise.
         """
         del num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch
         del allow_hybrid_mode, allow_multiple_reduction
@@ -431,8 +434,9 @@ class ElasticBuffer:
         """SMs that calls with ``num_sms=0`` take at most.
 
         Args:
-            num_experts, num_topk, num_scaleout_topk, rdma_gbs, nvlink_gbs, sm_read_gbs,
-                sm_write_gbs: of DeepEP's model; the number here does not depend on them.
+            num_experts: of DeepEP's model, as all arguments; the number here does not depend on it.
+            num_topk, num_scaleout_topk: likewise.
+            rdma_gbs, nvlink_gbs, sm_read_gbs, sm_write_gbs: likewise.
         """
         del num_experts, num_topk, num_scaleout_topk, rdma_gbs, nvlink_gbs, sm_read_gbs
         del sm_write_gbs

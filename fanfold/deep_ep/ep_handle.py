@@ -68,7 +68,10 @@ class EPHandle:
         [[0, 0, 0, 1], [1, 1, 2, -1]]
 
     Attributes:
-        do_expand, num_experts, expert_alignment, num_max_tokens_per_rank: of the dispatch.
+        do_expand: whether the result is expanded.
+        num_experts: of all ranks.
+        expert_alignment: what each expert's rows are padded to.
+        num_max_tokens_per_rank: most tokens of a rank.
         num_sms: SMs of the dispatch, which combine takes, too, if it is given no number.
         topk_idx: ``[T, K]`` int64, of this rank's tokens; a copy unless ``do_handle_copy`` was
             False.
