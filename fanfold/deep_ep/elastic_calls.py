@@ -10,7 +10,7 @@ import torch
 
 from fanfold.backends.high_throughput import Rows
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
-from fanfold.backends.high_throughput.plan import CudaPlan
+from fanfold.backends.high_throughput.plan import CudaPlan, sums_of_rows
 from fanfold.backends.high_throughput.protocol import (
     MOST_ALIGNMENT,
     MOST_ROWS,
@@ -361,14 +361,8 @@ def _of_rows(entries: torch.Tensor, plan: AnyPlan, rows: int) -> torch.Tensor:
     count = entries.shape[0]
     places = first_rows(plan.rows_of.to(device), count, -1)
     numbers = torch.arange(count, dtype=torch.int32, device=device)
-    is_row = (numbers < plan.source_prefix.to(device)[-1]).unsqueeze(1) & (places >= 0)
-    # No two tokens share a row; the last one stands for none.
-    made = torch.zeros(rows + 1, dtype=torch.float32, device=device)
-    places = places.where(is_row, rows).long()
-    values = entries.where(is_row, 0)
-    for k in range(plan.top_k):
-        made.index_add_(0, places[:, k], values[:, k])
-    return made[:rows]
+    known = (numbers < plan.source_prefix.to(device)[-1]).unsqueeze(1)
+    return sums_of_rows(places.where(known, -1), entries.where(known, 0), rows)
 
 
 # ---- checks -------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from fanfold.backends.high_throughput import Dispatched, HostHighThroughput
+from fanfold.backends.high_throughput import HostHighThroughput
 from fanfold.backends.staging import Staging
 from fanfold.deep_ep.calls_backend import (
     CallsBackend,
@@ -13,6 +13,7 @@ from fanfold.deep_ep.calls_backend import (
     gather_counts,
     received_rows,
 )
+from fanfold.deep_ep.ep_handle import first_rows
 from fanfold.deep_ep.handles import Received, Routing, check_channels, make_handle, read_handle
 from fanfold.deep_ep.names import HIGH_THROUGHPUT
 from fanfold.deep_ep.routes import Bias, Route, Rows
@@ -70,7 +71,7 @@ class StagedBackend(CallsBackend[Routing]):
                 capacity=num_worst_tokens or None,
             )
         self._runtime.check_complete("high_throughput dispatch")
-        plan = dispatched.plan
+        plan, rows = dispatched.plan, dispatched.tokens.shape[0]
         numbers = torch.cat([route.tokens_per_rank, route.tokens_per_expert])
         counts = gather_counts(self._runtime, plan.tokens, numbers, channels)
         received = Received(
@@ -78,18 +79,16 @@ class StagedBackend(CallsBackend[Routing]):
             rank_prefix=counts.rank_prefix,
             num_tokens=counts.num_tokens,
             is_token_in_rank=plan.is_token_in_rank,
-            source_token=_padded(plan.source_token, dispatched, -1),
+            source_token=first_rows(plan.source_token, rows, -1),
         )
-        known = route.topk_weights is not None
+        known, weights = route.topk_weights is not None, plan.topk_weights
         return ReceivedTensors(
             rows=received_rows(dispatched),
-            topk_idx=_padded(plan.topk_idx, dispatched, -1) if known else None,
-            topk_weights=None if plan.topk_weights is None else _padded(
-                plan.topk_weights, dispatched, 0
-            ),
+            topk_idx=first_rows(plan.topk_idx, rows, -1) if known else None,
+            topk_weights=None if weights is None else first_rows(weights, rows, 0),
             named=[] if num_worst_tokens else counts.named,
             handle=make_handle(received, channels),
-        )  # fmt: skip
+        )
 
     def send_again(self, x: Rows, handle: Routing) -> Rows:
         """See :meth:`CallsBackend.send_again`."""
@@ -109,13 +108,3 @@ class StagedBackend(CallsBackend[Routing]):
             )
         self._runtime.check_complete("high_throughput combine")
         return combined
-
-
-def _padded(tensor: torch.Tensor, dispatched: Dispatched, absent: int) -> torch.Tensor:
-    """With ``absent`` in rows that no token fills."""
-    rows, received = dispatched.tokens.shape[0], tensor.shape[0]
-    if rows == received:
-        return tensor
-    padded = tensor.new_full((rows, *tensor.shape[1:]), absent)
-    padded[:received] = tensor
-    return padded

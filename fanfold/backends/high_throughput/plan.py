@@ -10,7 +10,7 @@ from fanfold import _core
 from fanfold.backends.high_throughput.protocol import RowOrder
 from fanfold.representation import show_fields
 
-__all__ = ["CudaDispatched", "CudaPlan"]
+__all__ = ["CudaDispatched", "CudaPlan", "sums_of_rows"]
 
 
 @dataclass
@@ -97,13 +97,23 @@ class CudaPlan:
         another one has found ``rows_of``."""
         assert self.rows_of is not None
         assert self.topk_weights is not None
-        weights = torch.zeros(rows + 1, dtype=torch.float32, device=self.rows_of.device)
-        # In top-k order. No two rows share a place, but for the last one, which stands for none.
-        for k in range(self.top_k):
-            places = self.rows_of[:, k]
-            places = torch.where(places < 0, rows, places)
-            weights.index_add_(0, places, self.topk_weights[:, k])
-        return weights[:rows]
+        return sums_of_rows(self.rows_of, self.topk_weights, rows)
+
+
+def sums_of_rows(places: torch.Tensor, entries: torch.Tensor, rows: int) -> torch.Tensor:
+    """``[rows]`` float32: of each expert-major row the sum, in top-k order, of its entries.
+
+    Args:
+        places: ``[N, K]`` int32: the row of each top-k entry, -1 for none.
+        entries: ``[N, K]`` float32.
+        rows: how many there are.
+    """
+    sums = torch.zeros(rows + 1, dtype=torch.float32, device=places.device)
+    # Tokens never share a row, except the extra last one, which collects entries without a row.
+    for k in range(places.shape[1]):
+        row = places[:, k]
+        sums.index_add_(0, torch.where(row < 0, rows, row), entries[:, k])
+    return sums[:rows]
 
 
 @dataclass
