@@ -23,6 +23,7 @@ from tests.conformance import test_deep_ep_high_throughput as conformance
 from tests.conformance.deep_ep_reference import Case, Inputs, arrivals, inputs
 from tests.conformance.test_deep_ep_high_throughput import check_received, lanes, outputs
 from tests.gpu.conftest import GpuPools
+from tests.gpu.from_host import FromHost, moved
 from tests.gpu.support import assert_same, own_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_each, pytest.mark.timeout(300)]
@@ -88,53 +89,15 @@ def check_combined(
 # ---- the programs of the conformance tests ------------------------------------------------------
 
 
-class Copied(tuple):  # type: ignore[type-arg]
-    """Copies of a handle's tensors on the CPU, with the handle."""
-
-    handle: GpuHandle
-
-
-def moved(value: Any, device: torch.device) -> Any:
-    """``value`` with all its tensors on ``device``; strides stay as they are."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, GpuHandle):
-        copied = Copied(tensor.to(device) for tensor in value)
-        copied.handle = value
-        return copied
-    if isinstance(value, Copied):
-        return value.handle
-    if type(value) is tuple:
-        return tuple(moved(part, device) for part in value)
-    return value
-
-
-class FromHost:
-    """A Buffer on GPUs as programs on the CPU see it: tensors are carried there and back."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self._buffer = open_buffer(*args, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        attribute = getattr(self._buffer, name)
-        if name in ("destroy", "group_size") or not callable(attribute):
-            return attribute
-
-        def call(*args: Any, **options: Any) -> Any:
-            there = own_device()
-            options = {name: moved(value, there) for name, value in options.items()}
-            result = attribute(*moved(args, there), **options)
-            torch.cuda.synchronize(there)
-            return moved(result, torch.device("cpu"))
-
-        return call
+def open_from_host(*args: Any, **options: Any) -> FromHost:
+    return FromHost(open_buffer(*args, **options))
 
 
 def _conformance(group: dist.ProcessGroup, program: str, *args: Any) -> None:
     ranks = dist.get_world_size(group)
     tokens = conformance.CASE.tokens[:ranks]
     case = dataclasses.replace(conformance.CASE, experts=4 * ranks, tokens=tokens)
-    patches = {"open_buffer": FromHost, "CASE": case}
+    patches = {"open_buffer": open_from_host, "CASE": case}
     with mock.patch.multiple(conformance, **patches):  # type: ignore[arg-type]
         getattr(conformance, program)(group, *args)
 
