@@ -15,7 +15,8 @@ The kernels of one rank wait for those of the others, so a thread must never wai
 Two things are such a wait where the driver decides so, and hold up the launches of other threads:
 
 * a copy between the GPU and pageable memory (``tensor.cpu()``, ``tensor.to("cuda")``) while kernels
-  of the rank run: wait for the stream first;
+  of the rank run: wait for the stream first. Where processes share the GPU, such a copy was seen to
+  wait for a kernel of another rank, too: meet the other ranks behind the copy;
 * loading a kernel. Fanfold loads one when the rank's own calls have ended, which is enough where
   all ranks make the same calls; PyTorch loads its own at the start where
   ``CUDA_MODULE_LOADING=EAGER`` is set.

@@ -32,7 +32,8 @@ class HandleFromHost:
 def moved(value: Any, device: torch.device) -> Any:
     """``value`` with all its tensors on ``device``; strides stay as they are."""
     if isinstance(value, torch.Tensor):
-        return value.to(device)
+        there = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+        return there.copy_(value)
     if isinstance(value, GpuHandle):
         copied = Copied(tensor.to(device) for tensor in value)
         copied.handle = value
@@ -58,11 +59,14 @@ class FromHost:
 
         def call(*args: Any, **options: Any) -> Any:
             there = own_device()
-            options = {name: moved(value, there) for name, value in options.items()}
-            result = attribute(*moved(args, there), **options)
+            on_gpu = {name: moved(value, there) for name, value in options.items()}
+            result = attribute(*moved(args, there), **on_gpu)
             # Only what this rank's kernels do is waited for: other ranks may be threads.
             self._buffer.get_comm_stream().synchronize()
             torch.cuda.current_stream(there).synchronize()
+            for name, value in options.items():
+                if isinstance(value, torch.Tensor):  # statistics, to which a call adds
+                    value.copy_(on_gpu[name])
             return self._brought(result)
 
         return call

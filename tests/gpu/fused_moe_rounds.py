@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ __all__ = [
     "FAST",
     "TOKENS",
     "absent",
+    "all_there",
     "bad_entry",
     "bursts",
     "check_absence",
@@ -60,6 +62,14 @@ def shape_of(ranks: int, **changes: Any) -> FusedShape:
 def there(call: FusedTokens) -> FusedTokens:
     """The same on the GPU."""
     return FusedTokens(call.x.cuda(), call.topk_idx.cuda(), call.topk_weights.cuda())
+
+
+def all_there(group: Group, calls: Sequence[FusedTokens]) -> list[FusedTokens]:
+    """The same on the GPU, once all ranks have theirs there: a copy may wait until the kernel of
+    another thread's rank ends, which may wait for this one. Collective."""
+    moved = [there(call) for call in calls]
+    meet(group)
+    return moved
 
 
 def weights_there(weights: ExpertWeights) -> ExpertWeights:
@@ -112,12 +122,13 @@ class Layer:
         which threads may not wait for, if asked for."""
         local = self.moe.experts_per_rank
         statistics = torch.full((local,), 5, dtype=torch.int32, device="cuda")
-        y = self.run(there(call), statistics=statistics)
+        (mine,) = all_there(self.group, [call])
+        y = self.run(mine, statistics=statistics)
         wait()
         self.moe.check()  # a call that was given up says so, before its result is found wrong
         if on_gpu:
             weights = weights_there(self.weights)
-            wanted = expected(self.shape, there(call), weights).cpu()
+            wanted = expected(self.shape, mine, weights).cpu()
         else:
             wanted = expected(self.shape, call, self.weights)
         close = FAST if self.shape.fast_accumulation else CLOSE
@@ -194,8 +205,7 @@ def repeated(given: Any, rounds: int, fast: bool = False) -> None:
     layer = Layer(group, shape, tuning=tuning_of(fast))
     calls = [tokens_of(layer.shape, n, TOKENS + n + group.rank) for n in (160, 0, 7, 64, 129)]
     first = [layer.check(call) for call in calls]
-    calls = [there(call) for call in calls]
-    wait()
+    calls = all_there(group, calls)
     differs = torch.zeros((), dtype=torch.int32, device="cuda")
     for number in range(rounds):
         place = number % len(calls)
@@ -250,7 +260,7 @@ def graphs(given: Any, fast: bool = False) -> None:
     calls = [tokens_of(layer.shape, 50, TOKENS + 10 * n + group.rank) for n in range(3)]
     ys = [layer.check(call) for call in calls]
     slots = torch.stack([layer.slots(call) for call in calls]).sum(0, dtype=torch.int32)
-    calls = [there(call) for call in calls]
+    calls = all_there(group, calls)
     fixed = FusedTokens(*(tensor.clone() for tensor in vars(calls[0]).values()))
     out = torch.empty_like(fixed.x)
     rest = (fixed.topk_idx, fixed.topk_weights, layer.here)
@@ -288,11 +298,11 @@ def shared_expert(given: Any) -> None:
     wait()
     call = tokens_of(layer.shape, 20 + group.rank, TOKENS + group.rank)
     layer.moe.prepare_shared_expert(384)
-    meet(group)
+    (mine,) = all_there(group, [call])
     # Ranks need not agree about it.
     options: dict[str, Any] = {} if group.rank == BAD else {"shared_expert": here}
     for _ in range(3):
-        y = layer.run(there(call), **options)
+        y = layer.run(mine, **options)
     wait()
     wanted_with = {"shared_expert": shared} if options else {}
     assert difference(y.cpu(), expected(layer.shape, call, layer.weights, **wanted_with)) < CLOSE
@@ -324,7 +334,7 @@ def refused(given: Any) -> list[str]:
     y = layer.check(call)
     said = []
     for _ in range(3):
-        bad = there(call)
+        (bad,) = all_there(group, [call])
         if group.rank == BAD:
             bad = dataclasses.replace(bad, topk_weights=bad.topk_weights.double())
         try:
@@ -356,10 +366,12 @@ def absent(given: Any) -> str:
     group = as_group(given)
     config = fanfold.Config.resolve(timeout_s=1.0)
     layer = Layer(group, shape_of(group.size), config=config)
-    layer.check(tokens_of(layer.shape, 30, TOKENS + group.rank))
+    call = tokens_of(layer.shape, 30, TOKENS + group.rank)
+    layer.check(call)
+    (mine,) = all_there(group, [call])
     if group.rank == BAD:
         return ""
-    layer.run(there(tokens_of(layer.shape, 30, TOKENS + group.rank)))
+    layer.run(mine)
     wait()
     for _ in range(2):
         with pytest.raises(PeerTimeout) as raised:
@@ -393,7 +405,7 @@ def bad_entry(given: Any) -> None:
     call = tokens_of(layer.shape, 30, TOKENS + group.rank, masked=0.0)
     if group.rank == BAD:
         call.topk_idx[3, 2] = layer.shape.num_experts
-    there_too = there(call)
+    (there_too,) = all_there(group, [call])
     y = torch.empty_like(there_too.x)
     if group.rank == BAD:
         with pytest.raises(fanfold.ArgumentError, match=r"topk_idx\[3, 2\] of call 1 is"):

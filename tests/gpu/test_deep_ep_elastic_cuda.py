@@ -13,11 +13,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.deep_ep import ElasticBuffer, EPHandle
 from fanfold.errors import ArgumentError, PeerRefused
-from fanfold.group import Group, as_group
+from fanfold.group import as_group
 from tests.conformance import deep_ep_reference as reference
 from tests.conformance import test_deep_ep_elastic as conformance
 from tests.conformance.deep_ep_reference import Case, Inputs, arrivals, inputs
@@ -77,7 +78,7 @@ def _conformance(group: Any, program: str, case: Case, *args: Any) -> Any:
     if program == "_overwrites":  # that has to be on the tensors of the GPU
         patches["open_buffer"] = open_buffer
     with contextlib.ExitStack() as stack:
-        if ranks.rank == 0 or not isinstance(group, Group):
+        if ranks.rank == 0 or isinstance(group, dist.ProcessGroup):
             stack.enter_context(mock.patch.multiple(conformance, **patches))
         ranks.all_gather(None)
         result = getattr(conformance, program)(group, *args)
@@ -442,8 +443,7 @@ def _barrier(group: Any) -> None:
     ranks = as_group(group)
     buffer = open_buffer(group)
     for use_comm_stream in (True, False):
-        for with_cpu_sync in (True, False):
-            buffer.barrier(use_comm_stream, with_cpu_sync)
+        buffer.barrier(use_comm_stream)
     wait()
     late, passed = torch.cuda.Event(), torch.cuda.Event()
     ranks.all_gather(None)
@@ -460,6 +460,22 @@ def _barrier(group: Any) -> None:
     wait()
     ranks.all_gather(None)
     buffer.destroy()
+
+
+def _barrier_of_cpus(group: Any) -> None:
+    """The CPU waits for all streams, which ranks that are threads of one GPU must not."""
+    buffer, late = open_buffer(group), torch.cuda.Event()
+    for use_comm_stream in (True, False):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(LATE_CYCLES)
+            late.record()
+        buffer.barrier(use_comm_stream, with_cpu_sync=True)
+        assert late.query()
+    buffer.destroy()
+
+
+def test_barrier_of_cpus(gpus: GpuPools, ranks: int) -> None:
+    gpus.run(ranks, _barrier_of_cpus)
 
 
 @pytest.mark.parametrize("ranks", THREADS)
@@ -496,6 +512,9 @@ def _refused(group: Any, case: Case, kinds: list[tuple[dict[str, Any], str]]) ->
     ranks = as_group(group)
     buffer, mine = open_buffer(group), on_gpu(inputs(case, ranks.rank))
     good = {**vars(mine), "num_experts": case.experts}
+    # Kernels are loaded while none waits for another thread's rank.
+    buffer.dispatch(**good)
+    wait()
     said = []
     for changes, _ in kinds:
         mine_now = {**good, **(_there(changes) if ranks.rank == 0 else {})}
@@ -523,10 +542,13 @@ def _bad_reuses(group: Any, case: Case, changes: dict[str, Any], combines: bool)
     buffer, mine = open_buffer(group), on_gpu(inputs(case, ranks.rank))
     rows, _, _, handle, _ = buffer.dispatch(**vars(mine), num_experts=case.experts)
     given = {"x": rows if combines else mine.x, "handle": handle}
+    method = buffer.combine if combines else buffer.dispatch
+    method(**given)  # kernels are loaded while none waits for another thread's rank
+    wait()
     given |= _there(changes) if ranks.rank == 0 else {}
 
     def call() -> None:
-        (buffer.combine if combines else buffer.dispatch)(**given)
+        method(**given)
         wait()
         buffer._backend.check()  # what kernels have found
 
@@ -576,4 +598,5 @@ def _bad_index(group: Any, case: Case, expands: bool) -> str:
 def test_an_index_out_of_range(gpus: GpuPools, one_gpu: OneGpu, ranks: int, expands: bool) -> None:
     for pool, count in ((gpus, ranks), (one_gpu, 3)):
         said = pool.run(count, _bad_index, case_of(count), expands)
-        assert said[0].startswith(f"ArgumentError: topk_idx[5, 1] is {4 * count}"), said
+        assert said[0].startswith("ArgumentError: topk_idx[5, 1] of call 1"), said
+        assert f"is {4 * count}, but must be" in said[0]

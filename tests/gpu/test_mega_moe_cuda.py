@@ -22,7 +22,14 @@ from tests.distributed.fused_layers import (
     weights_of,
 )
 from tests.distributed.test_mega_moe import open_buffer, pairs_of, write
-from tests.gpu.fused_moe_rounds import CLOSE, TOKENS, slots_here, there, weights_there
+from tests.gpu.fused_moe_rounds import (
+    CLOSE,
+    TOKENS,
+    all_there,
+    slots_here,
+    there,
+    weights_there,
+)
 from tests.gpu.one_gpu import OneGpu, capture, meet, wait
 
 pytestmark = [
@@ -73,7 +80,8 @@ class Layer:
 
     def check(self, call: FusedTokens, clamp: float | None = None) -> torch.Tensor:
         """The result of a call of the CPU's tensors, which is right. Collective."""
-        y = self.run(there(call), clamp)
+        (mine,) = all_there(self.group, [call])
+        y = self.run(mine, clamp)
         wait()
         shape = dataclasses.replace(self.shape, activation_clamp=clamp)
         assert difference(y.cpu(), expected(shape, call, self.weights)) < CLOSE
@@ -127,8 +135,7 @@ def _repeated(given: Any) -> None:
     ys = [layer.check(call) for call in calls]
     for call in calls:
         layer.count(call, 500)
-    calls = [there(call) for call in calls]
-    wait()
+    calls = all_there(layer.group, calls)
     differs = torch.zeros((), dtype=torch.int32, device="cuda")
     for number in range(500):
         for call, y in zip(calls, ys, strict=True):
