@@ -1,8 +1,9 @@
 """DeepEP's interface on Fanfold: the same names, arguments, return values and layouts.
 
 ``packages/deep_ep`` installs this under the name ``deep_ep``, so that a program written for DeepEP
-runs unchanged. It is DeepEP's first interface (``Buffer``) and its second one (``ElasticBuffer``),
-on GPUs or the CPU; what each call does here and where it differs stands in ``docs/deep_ep.md``.
+runs unchanged. It is DeepEP's first interface (``Buffer``), its second one (``ElasticBuffer``) and
+that of its branch ``hybrid-ep`` (``HybridEPBuffer``), on GPUs or the CPU; what each call does here
+and where it differs stands in ``docs/deep_ep.md``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from fanfold.deep_ep.buffer import Buffer, get_logical_domain_size, get_physical
 from fanfold.deep_ep.elastic import ElasticBuffer
 from fanfold.deep_ep.ep_handle import EPHandle
 from fanfold.deep_ep.events import EventHandle, EventOverlap
+from fanfold.deep_ep.hybrid import HybridEPBuffer, HybridEPConfig, HybridEPHandle
 from fanfold.deep_ep.sizes import Config
 
 __all__ = [
@@ -25,6 +27,9 @@ __all__ = [
     "ElasticBuffer",
     "EventHandle",
     "EventOverlap",
+    "HybridEPBuffer",
+    "HybridEPConfig",
+    "HybridEPHandle",
     "__version__",
     "get_logical_domain_size",
     "get_physical_domain_size",

@@ -35,7 +35,16 @@ from fanfold.geometry import MAX_EXPERTS, MAX_TOKENS, check_tensor
 from fanfold.refusal import Refusing
 from fanfold.representation import show_fields, worded
 
-__all__ = ["Asked", "Call", "Event", "Received", "check_whole", "combine", "dispatch"]
+__all__ = [
+    "Asked",
+    "Call",
+    "Event",
+    "Received",
+    "check_whole",
+    "combine",
+    "dispatch",
+    "rows_of_experts",
+]
 
 Event = EventOverlap | EventHandle | None
 
@@ -243,7 +252,7 @@ def _route(call: Call, tensors: Tensors, sizes: RoutingSizes, copies: bool) -> R
     options: dict[str, Any] = {}
     if sizes.knows_counts and isinstance(call.backend, CudaHighThroughput):
         # The CPU knows the plan then, and no rows are on their way that a copy would wait for.
-        options["planned"] = lambda plan: listed.extend(_rows_of_experts(plan))
+        options["planned"] = lambda plan: listed.extend(rows_of_experts(plan))
     call.use_sms(sizes.sms)
     with ELASTIC:
         dispatched = call.backend.dispatch(
@@ -258,7 +267,7 @@ def _route(call: Call, tensors: Tensors, sizes: RoutingSizes, copies: bool) -> R
         )
     plan: AnyPlan = dispatched.plan
     if sizes.knows_counts and not options:
-        listed = _rows_of_experts(plan)
+        listed = rows_of_experts(plan)
     kept_idx = topk_idx.clone() if copies else topk_idx
     handle = EPHandle(plan, sizes, kept_idx, _expanded_rows(plan, sizes), listed)
     _add_stats(stats, plan)
@@ -273,7 +282,7 @@ def _route(call: Call, tensors: Tensors, sizes: RoutingSizes, copies: bool) -> R
     return Received(dispatched.tokens, dispatched.scales, idx, weights, handle, kept)
 
 
-def _rows_of_experts(plan: AnyPlan) -> list[int]:
+def rows_of_experts(plan: AnyPlan) -> list[int]:
     """Of each local expert, with padding."""
     listed: list[int] = torch.diff(plan.offsets).tolist()
     return listed

@@ -9,6 +9,7 @@ __all__ = [
     "GEOMETRY",
     "HANDLE",
     "HIGH_THROUGHPUT",
+    "HYBRID",
     "LOW_LATENCY_COMBINE",
     "LOW_LATENCY_DISPATCH",
 ]
@@ -70,5 +71,20 @@ ELASTIC = Renaming(
         "the plan": "the handle",
         "capacity": "the room for rows, by num_max_tokens_per_rank,",
         "max_tokens =": "an ElasticBuffer's limit of",
+    }
+)
+
+HYBRID = Renaming(
+    {
+        "x": "hidden",
+        "x[0]": "hidden",
+        "x[1]": "scaling_factor",
+        "y": "hidden",
+        "topk_weights": "probs",
+        "plan": "handle",
+        "the plan": "the handle",
+        "capacity": "num_permuted_tokens",
+        "expert_alignment": "pad_multiple",
+        "max_tokens =": "a HybridEPBuffer's limit of",
     }
 )

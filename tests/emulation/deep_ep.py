@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fanfold.backends import opening
 from fanfold.backends.choose import BackendChoice
-from fanfold.deep_ep import Buffer, elastic, runtime
+from fanfold.deep_ep import Buffer, elastic, hybrid, runtime
 from fanfold.deep_ep.streams import HostStreams
 from tests.emulation.high_throughput import emulated
 from tests.emulation.world import Builder, ThreadGroup
@@ -42,7 +42,7 @@ class Memory:
 
 @contextmanager
 def emulated_buffers(builder: Builder, ctas: int) -> Iterator[None]:
-    """Within it Buffers and ElasticBuffers take the CPU for a GPU of compute capability 9.0."""
+    """Within it all kinds of Buffers take the CPU for a GPU of compute capability 9.0."""
     with (
         emulated(builder, ctas),
         mock.patch.multiple(
@@ -56,6 +56,7 @@ def emulated_buffers(builder: Builder, ctas: int) -> Iterator[None]:
             choose=lambda group, settings, mode: PLACED,
             Streams=lambda device: HostStreams(),
         ),
+        mock.patch.object(hybrid, "choose", return_value=PLACED),
         mock.patch.object(opening, "CudaSymmetricMemory", Memory),
         mock.patch.object(dist, "get_rank", lambda group: group.rank),
     ):
