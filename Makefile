@@ -26,8 +26,8 @@ PY_DIRS := $(wildcard fanfold tools tests benchmarks packages)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv build demo test test-core test-python test-hosts test-long test-kernels test-gpu lint \
-	format sanitize docs wheel clean
+.PHONY: help venv build demo test test-core test-python test-hosts test-long test-kernels \
+	test-frameworks test-gpu lint format sanitize docs wheel clean
 
 help:
 	@echo 'Fanfold: set-up happens by itself; start with make demo.'
@@ -37,6 +37,7 @@ help:
 	@echo '  make test-long  the same, with the tests marked long'
 	@echo '  make test-hosts the tests of ranks again, on HOSTS=$(HOSTS) hosts over NETWORK=$(NETWORK)'
 	@echo '  make test-kernels   compiles the kernels of many sizes, without a GPU'
+	@echo '  make test-frameworks  Megatron-LM'"'"'s dispatchers over deep_ep (installs megatron-core)'
 	@echo '  make test-gpu   the tests marked gpu (PYTEST_ARGS="-m gpu": the long ones, too)'
 	@echo '  make lint       ruff, mypy, clang-format, clang-tidy, tools/tidy.py'
 	@echo '  make format     let ruff and clang-format rewrite the sources'
@@ -160,11 +161,25 @@ test-hosts: build
 	  -m 'not long and not gpu and not one_host' tests/conformance tests/distributed $(PYTEST_ARGS)
 
 test-long: test-core
-	$(BIN)/python -m pytest $(SPREAD) -m 'not gpu' --hypothesis-profile=long --timeout=3600 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(SPREAD) -m 'not gpu and not frameworks' --hypothesis-profile=long --timeout=3600 $(PYTEST_ARGS)
 
 test-kernels: build
 	$(BIN)/python -m pytest $(SPREAD) -m long -k 'not more_for_hopper' \
 	  tests/unit/test_kernels_compile.py tests/unit/test_high_throughput_compile.py $(PYTEST_ARGS)
+
+# Megatron-LM's own dispatchers over deep_ep, in a folder of their own: the environment stays without.
+MEGATRON := megatron-core==0.16.1
+FRAMEWORKS := build/frameworks
+
+$(FRAMEWORKS)/.stamp: packages/deep_ep/pyproject.toml $(shell find packages/deep_ep/src -name '*.py')
+	rm -rf $(FRAMEWORKS)
+	$(BIN)/python -m pip install -q --no-deps --target $(FRAMEWORKS) $(MEGATRON)
+	$(BIN)/python -m pip install -q --no-deps --no-build-isolation --target $(FRAMEWORKS) packages/deep_ep
+	@touch $@
+
+test-frameworks: build
+	$(LOCKED_MAKE) $(FRAMEWORKS)/.stamp
+	PYTHONPATH=$(FRAMEWORKS) $(BIN)/python -m pytest -m frameworks tests/frameworks $(PYTEST_ARGS)
 
 test-gpu: build
 	@$(BIN)/python -c 'import sys, torch; torch.cuda.device_count() or \

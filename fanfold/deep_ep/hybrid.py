@@ -104,7 +104,8 @@ class HybridEPBuffer:
     Args:
         group: a torch.distributed group of any backend and size.
         hidden_dim, use_fp8: of the rows; calls take any.
-        max_num_of_tokens_per_rank: of a call; the same on all ranks. Calls take up to 65536.
+        max_num_of_tokens_per_rank: most tokens of a call; calls take at least 65536. Ranks need not
+            agree.
         num_local_experts: experts of a rank, for calls that do not say; the same on all ranks.
         num_sms_dispatch_api: SMs that a dispatch takes on GPUs; None for as many as the mode
             chooses.
@@ -173,14 +174,11 @@ class HybridEPBuffer:
                 if sms is not None:
                     check_whole(name, sms, 1, MOST_SMS)
             settings = Settings.resolve()
-            sizes: dict[str, object] = {
-                "max_num_of_tokens_per_rank": max_num_of_tokens_per_rank,
-                "num_local_experts": num_local_experts,
-            }
-            agree(ranks, sizes)
+            agree(ranks, {"num_local_experts": num_local_experts})
             hosts = find_hosts(ranks, settings)
             choice = choose(ranks, settings, "high_throughput")
-            most = max(_MOST_TOKENS, max_num_of_tokens_per_rank)
+            # Megatron-LM passes what a rank happens to have at first.
+            most = max(_MOST_TOKENS, *ranks.all_gather(max_num_of_tokens_per_rank))
             self.runtime, self._backend = open_high_throughput(ranks, choice, most, settings)
         per_host = {hosts.host.count(host) for host in hosts.host}
         nodes, of_node = (
@@ -342,9 +340,11 @@ class HybridEPBuffer:
             fuse_unpermute_combine, num_dispatched_tokens: either; change nothing.
 
         Returns:
-            ``[T, H]`` bfloat16: each rank sums a token's rows, by ascending expert, in fp32, and
-            rounds; the token's rank sums those, in rank order, and rounds once more. ``[T, E]``
-            float32: the probs of each token's experts, 0 for other experts; None without.
+            ``[T, H]`` bfloat16: each rank sums a token's rows in fp32, by ascending expert (by
+            topk_idx if that was given), and rounds; the token's rank sums those, in rank order, and
+            rounds once more. Of the ranks of another host it takes the rounded sum that is made
+            there. ``[T, E]`` float32: the probs of each token's experts, 0 for other experts; None
+            without.
 
         Raises:
             ArgumentError, PeerRefused, PeerTimeout, UsageError: as :meth:`dispatch_with_permute`.
