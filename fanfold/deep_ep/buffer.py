@@ -76,6 +76,7 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
             PeerTimeout, and allow the mask calls.
         comm: an mpi4py communicator, in case there is no group.
         use_fabric: either; there is no fabric memory.
+        is_intranode: either: UCCL-EP's, whether all ranks are on one host, which is found out.
 
     Attributes:
         num_sms: of the class: SMs that high throughput takes on GPUs, and twice the channels in its
@@ -108,10 +109,11 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
         comm: Any = None,
         *,
         use_fabric: bool = False,
+        is_intranode: bool = False,
     ) -> None:
         self.runtime: Runtime | None = None
         self.explicitly_destroy = explicitly_destroy
-        del allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric
+        del allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric, is_intranode
         if group is None and comm is None:
             raise ArgumentError("group", None, "a torch.distributed group, or None with comm=")
         ranks = as_group(group, None if group is not None else comm)
@@ -156,6 +158,23 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
             )
         self._open().close()
         self.runtime = None
+
+    def reset_rdma_buffer(self) -> None:
+        """Fills what ``get_local_buffer_tensor(use_rdma_buffer=True)`` returns with zeros, if that
+        was asked for before. UCCL-EP's; no other call of this Buffer needs it. Local.
+
+        Raises:
+            UsageError: destroyed.
+        """
+        self._open().clear_scratch()
+
+    def connect_atomic_buffer(self, proxy: object) -> None:
+        """Does nothing: UCCL-EP's, whose signals have a buffer of their own.
+
+        Args:
+            proxy: either.
+        """
+        del proxy
 
     def __repr__(self) -> str:
         state = "destroyed" if getattr(self, "runtime", self) is None else ""

@@ -211,6 +211,12 @@ class Runtime:
             self._scratch[use_rdma_buffer] = scratch
         return scratch[: elements * dtype.itemsize].view(dtype)[offset:]
 
+    def clear_scratch(self) -> None:
+        """Zeros in the scratch of low latency, if there is any."""
+        scratch = self._scratch.get(True)
+        if scratch is not None:
+            scratch.zero_()
+
     def close(self) -> None:
         """Releases the memory. Not collective; peers keep what they have mapped."""
         for memory in (self._gpu_memory, self._gpu_streams, self.memory):

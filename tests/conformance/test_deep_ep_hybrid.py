@@ -433,9 +433,45 @@ CONSTRUCTOR = {
 }
 
 
-def test_the_constructor_is_that_of_deep_ep() -> None:
-    parameters = inspect.signature(HybridEPBuffer).parameters
-    assert {name: each.default for name, each in parameters.items()} == CONSTRUCTOR
+DISPATCH = {
+    "hidden": REQUIRED,
+    "topk_idx": None,
+    "topk_weights": None,
+    "num_of_experts_per_rank": None,
+    "num_of_experts": None,
+    "use_fp8": None,
+    "routing_map": None,
+    "probs": None,
+    "scaling_factor": None,
+    "num_permuted_tokens": None,
+    "pad_multiple": None,
+    "handle": None,
+    "non_blocking": False,
+    "fuse_permute_dispatch": False,
+    "num_dispatched_tokens": None,
+    "use_host_meta": None,
+}
+COMBINE = {
+    "hidden": REQUIRED,
+    "probs": None,
+    "handle": None,
+    "pad_multiple": None,
+    "fuse_unpermute_combine": False,
+    "num_dispatched_tokens": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "wanted"),
+    [
+        (HybridEPBuffer, CONSTRUCTOR),
+        (HybridEPBuffer.dispatch_with_permute, {"self": REQUIRED, **DISPATCH}),
+        (HybridEPBuffer.combine_with_unpermute, {"self": REQUIRED, **COMBINE}),
+    ],
+)
+def test_signatures_are_those_of_deep_ep(call: Any, wanted: dict[str, Any]) -> None:
+    parameters = inspect.signature(call).parameters
+    assert {name: each.default for name, each in parameters.items()} == wanted
 
 
 def _made(group: dist.ProcessGroup, changes: list[dict[str, Any]]) -> str:

@@ -60,6 +60,7 @@ SIGNATURES = {
         "enable_shrink": False,
         "comm": None,
         "use_fabric": False,
+        "is_intranode": False,
     },
     "destroy": {},
     "is_sm90_compiled": {},
@@ -119,6 +120,9 @@ SIGNATURES = {
     "low_latency_query_mask_buffer": {"mask_status": REQUIRED},
     "low_latency_clean_mask_buffer": {},
     "get_next_low_latency_combine_buffer": {"handle": REQUIRED},
+    # UCCL-EP's.
+    "reset_rdma_buffer": {},
+    "connect_atomic_buffer": {"proxy": REQUIRED},
 }
 _STREAMS = {
     "previous_event": None,
@@ -223,7 +227,7 @@ def test_signature(method: str) -> None:
     # v1.2.1 and later releases have this one at different places, so it goes by keyword.
     for name, parameter in parameters.items():
         keyword_only = parameter.kind is inspect.Parameter.KEYWORD_ONLY
-        assert keyword_only == (name == "use_fabric")
+        assert keyword_only == (name in ("use_fabric", "is_intranode"))
 
 
 @pytest.mark.parametrize("method", ELASTIC_SIGNATURES)
@@ -257,8 +261,6 @@ def test_names_of_the_package() -> None:
     from fanfold.deep_ep.utils import EventHandle, EventOverlap  # as Megatron-LM imports them
 
     assert (EventHandle, EventOverlap) == (deep_ep.EventHandle, deep_ep.EventOverlap)
-    # This one is not here, and pretends nothing.
-    assert not hasattr(deep_ep, "HybridEPBuffer")
 
 
 # ---- configurations and sizes -------------------------------------------------------------------
