@@ -118,7 +118,7 @@ class HybridEPBuffer:
     Attributes:
         group, use_fp8: as given.
         num_sms_dispatch_api, num_sms_combine_api: as given; calls read them.
-        rank, group_size: of the group.
+        group_size: ranks of the group; ``rank`` is this one of them.
         num_of_nodes, node_rank: hosts, and this rank's; 1 and 0 where hosts have different numbers
             of ranks.
         num_of_hybrid_ep_ranks_per_nvlink_domain, local_rank: ranks of a host, and this rank's place
