@@ -415,7 +415,10 @@ def _opened_often(group: dist.ProcessGroup, case: Case, times: int) -> int:
         torch.cuda.synchronize(device)
         dist.barrier(group)
         torch.cuda.empty_cache()
+        # Ranks may share the GPU: all have freed theirs, and none makes more.
+        dist.barrier(group)
         free.append(torch.cuda.mem_get_info(device)[0])
+        dist.barrier(group)
     return free[1] - free[-1]
 
 
