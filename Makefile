@@ -171,14 +171,14 @@ test-kernels: build
 MEGATRON := megatron-core==0.16.1
 FRAMEWORKS := build/frameworks
 
-$(FRAMEWORKS)/.stamp: packages/deep_ep/pyproject.toml $(shell find packages/deep_ep/src -name '*.py')
+$(FRAMEWORKS)/.stamp-$(MEGATRON): packages/deep_ep/pyproject.toml $(shell find packages/deep_ep/src -name '*.py')
 	rm -rf $(FRAMEWORKS)
 	$(BIN)/python -m pip install -q --no-deps --target $(FRAMEWORKS) $(MEGATRON)
 	$(BIN)/python -m pip install -q --no-deps --no-build-isolation --target $(FRAMEWORKS) packages/deep_ep
 	@touch $@
 
 test-frameworks: build
-	$(LOCKED_MAKE) $(FRAMEWORKS)/.stamp
+	$(LOCKED_MAKE) $(FRAMEWORKS)/.stamp-$(MEGATRON)
 	PYTHONPATH=$(FRAMEWORKS) $(BIN)/python -m pytest -m frameworks tests/frameworks $(PYTEST_ARGS)
 
 test-gpu: build

@@ -18,9 +18,10 @@ from fanfold.config import Config as Settings
 from fanfold.copying import not_copied
 from fanfold.deep_ep.elastic_calls import check_whole, rows_of_experts
 from fanfold.deep_ep.ep_handle import AnyPlan
-from fanfold.deep_ep.names import HYBRID
+from fanfold.deep_ep.names import HYBRID, HYBRID_WEIGHTS
 from fanfold.deep_ep.routes import tokens_of
 from fanfold.deep_ep.routing_maps import Entries, dense, entries_of_indices, entries_of_map
+from fanfold.deep_ep.streams import record
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.forks import Owner
 from fanfold.geometry import MAX_EXPERTS, MAX_TOKENS
@@ -110,10 +111,9 @@ class HybridEPBuffer:
         num_sms_dispatch_api: SMs that a dispatch takes on GPUs; None for as many as the mode
             chooses.
         num_sms_combine_api: likewise a combine.
-        num_sms_preprocessing_api: from 1; changes nothing.
-        load_cached_kernels, use_shared_buffer, enable_custom_allgather: either; change nothing.
-        num_of_hybrid_ep_ranks_per_nvlink_domain: from 1, changes nothing; hosts are found.
-        use_mnnvl: either; changes nothing.
+        num_sms_preprocessing_api: from 1, then ignored.
+        load_cached_kernels, use_shared_buffer, enable_custom_allgather, use_mnnvl: ignored.
+        num_of_hybrid_ep_ranks_per_nvlink_domain: from 1, then ignored: hosts are found out.
 
     Attributes:
         group, use_fp8: as given.
@@ -166,13 +166,11 @@ class HybridEPBuffer:
                 ("num_sms_dispatch_api", num_sms_dispatch_api),
                 ("num_sms_combine_api", num_sms_combine_api),
                 ("num_sms_preprocessing_api", num_sms_preprocessing_api),
-                (
-                    "num_of_hybrid_ep_ranks_per_nvlink_domain",
-                    num_of_hybrid_ep_ranks_per_nvlink_domain,
-                ),
             ):
-                if sms is not None:
-                    check_whole(name, sms, 1, MOST_SMS)
+                _check_sms(name, sms)
+            if num_of_hybrid_ep_ranks_per_nvlink_domain is not None:
+                domain = num_of_hybrid_ep_ranks_per_nvlink_domain
+                check_whole("num_of_hybrid_ep_ranks_per_nvlink_domain", domain, 1)
             settings = Settings.resolve()
             agree(ranks, {"num_local_experts": num_local_experts})
             hosts = find_hosts(ranks, settings)
@@ -180,12 +178,13 @@ class HybridEPBuffer:
             # Megatron-LM passes what a rank happens to have at first.
             most = max(_MOST_TOKENS, *ranks.all_gather(max_num_of_tokens_per_rank))
             self.runtime, self._backend = open_high_throughput(ranks, choice, most, settings)
-        per_host = {hosts.host.count(host) for host in hosts.host}
-        nodes, of_node = (
-            (hosts.count, per_host.pop()) if len(per_host) == 1 else (1, self.group_size)
-        )
+        node = hosts.host
+        if len({node.count(each) for each in node}) > 1:  # hosts of different sizes are one
+            node = (0,) * self.group_size
+        nodes, of_node = len(set(node)), node.count(node[0])
         self.num_of_nodes, self.num_of_hybrid_ep_ranks_per_nvlink_domain = nodes, of_node
-        self.node_rank, self.local_rank = divmod(self.rank, of_node)
+        self.node_rank = node[self.rank]
+        self.local_rank = node[: self.rank].count(self.node_rank)
         self.config = HybridEPConfig(
             hidden_dim, max_num_of_tokens_per_rank, num_local_experts, of_node, nodes
         )
@@ -217,15 +216,15 @@ class HybridEPBuffer:
 
         Args:
             hidden: ``[T, H]`` bfloat16, or another dtype whose rows are multiples of 16 bytes; with
-                scaling_factor values of a 1-byte dtype.
+                scaling_factor values of a 1-byte dtype. Of any strides.
             routing_map: ``[T, E]`` bool: which experts each token goes to, 32 at most.
             topk_idx: ``[T, K]``, -1 for none, in the place of the map; then num_of_experts is
-                required.
+                required. With probs it names an expert of a token once.
             topk_weights: ``[T, K]`` float32, with topk_idx.
-            probs: ``[T, E]`` float32, with either.
+            probs: ``[T, E]`` float32, with either, in the place of topk_weights.
             num_of_experts_per_rank: of a rank; those of the Buffer if None.
             num_of_experts: E.
-            use_fp8, fuse_permute_dispatch, num_dispatched_tokens: either; change nothing.
+            use_fp8, fuse_permute_dispatch, num_dispatched_tokens: ignored.
             scaling_factor: ``[T, S]`` float32 or int32, sent as it is.
             num_permuted_tokens: rows of the result, instead of as many as arrive. With a handle,
                 None, the handle's number, or a tensor, which nobody reads.
@@ -245,13 +244,14 @@ class HybridEPBuffer:
               non_blocking where the rows are;
             - the handle (the same one, if it was given).
 
-            Rows behind those that came mean nothing.
+            With num_permuted_tokens the rows behind those that came hold anything.
 
         Raises:
             ArgumentError: bad input, or ranks that disagree: the call is aborted on all ranks. On
                 GPUs a later call raises what the kernels find: a token of more than 32 experts, or
                 more rows than num_permuted_tokens, of which those in excess are dropped.
-            PeerRefused: another rank refused its input; on GPUs with non_blocking likewise.
+            PeerRefused: another rank refused its input; on GPUs, with non_blocking, a later call
+                raises it.
             PeerTimeout: a rank did not arrive in time.
             UsageError: it failed earlier; or a CUDA graph is being captured without non_blocking.
         """
@@ -259,50 +259,56 @@ class HybridEPBuffer:
         self._owner.check()
         if use_host_meta is not None:
             non_blocking = not use_host_meta
-        x: Rows = hidden if scaling_factor is None else (hidden, scaling_factor)
+        values = _contiguous(hidden)
+        x: Rows = values if scaling_factor is None else (values, scaling_factor)
         routing = (routing_map, topk_idx, topk_weights, probs)
         plan = None if handle is None else _plan_of(handle)
         refusing = Refusing(lambda error: self._backend.refuse_dispatch(error, plan))
         if handle is not None:
             with refusing:
                 _check_reuse(handle, self.group_size, routing, num_permuted_tokens, pad_multiple)
-            self._backend.use_sms(self.num_sms_dispatch_api)
+                self._use_sms("num_sms_dispatch_api")
             with HYBRID:
                 again = self._backend.dispatch_cached(x, handle._plan, layout="expert_major")
-            return again.tokens, None, again.scales, handle._tokens_per_expert.clone(), handle
+            counts = _here(handle._tokens_per_expert).clone()
+            return again.tokens, None, again.scales, counts, handle
         with refusing:
             padding = 1 if pad_multiple is None else pad_multiple
             check_whole("pad_multiple", padding, 1, MOST_ALIGNMENT)
             room = _room(num_permuted_tokens, non_blocking)
+            self._backend.check_devices(
+                hidden=hidden, scaling_factor=scaling_factor, routing_map=routing_map,
+                topk_idx=topk_idx, topk_weights=topk_weights, probs=probs,
+            )  # fmt: skip
             with HYBRID:
                 tokens = tokens_of(x)
             entries = _entries(routing, num_of_experts, tokens)
             self._check_experts(entries.num_experts, num_of_experts_per_rank)
-        return self._route(x, entries, padding, room, non_blocking)
+            waits = not non_blocking and entries.topk_idx.is_cuda
+            if waits and torch.cuda.is_current_stream_capturing():
+                raise UsageError("a dispatch in a CUDA graph needs non_blocking=True")
+            self._use_sms("num_sms_dispatch_api")
+        with HYBRID if topk_weights is None else HYBRID_WEIGHTS:
+            return self._route(x, entries, padding, room, non_blocking)
 
     def _route(
         self, x: Rows, entries: Entries, padding: int, room: int | None, non_blocking: bool
     ) -> tuple[Any, Any, Any, torch.Tensor, HybridEPHandle]:
-        waits = not non_blocking and entries.topk_idx.is_cuda
-        if waits and torch.cuda.is_current_stream_capturing():
-            raise UsageError("a dispatch in a CUDA graph needs non_blocking=True")
         counts: list[int] = []
         options: dict[str, Any] = {}
         if room is None and isinstance(self._backend, CudaHighThroughput):
             # The CPU knows the plan then, and no rows are on their way that a copy would wait for.
             options["planned"] = lambda plan: counts.extend(rows_of_experts(plan))
-        self._backend.use_sms(self.num_sms_dispatch_api)
-        with HYBRID:
-            dispatched = self._backend.dispatch(
-                x,
-                entries.topk_idx,
-                entries.topk_weights,
-                num_experts=entries.num_experts,
-                layout="expert_major",
-                expert_alignment=padding,
-                capacity=room,
-                **options,
-            )
+        dispatched = self._backend.dispatch(
+            x,
+            entries.topk_idx,
+            entries.topk_weights,
+            num_experts=entries.num_experts,
+            layout="expert_major",
+            expert_alignment=padding,
+            capacity=room,
+            **options,
+        )
         plan: AnyPlan = dispatched.plan
         where = entries.topk_idx.device
         if non_blocking:
@@ -310,8 +316,11 @@ class HybridEPBuffer:
             received = plan.source_prefix[-1:].to(where, copy=True)
         else:
             listed = counts or rows_of_experts(plan)
+            if room is not None:  # then nobody has looked yet at what the kernels found
+                self._backend.check()
             per_expert = torch.tensor(listed, dtype=torch.int64, device="cpu")
-            received = plan.source_prefix[-1:].to("cpu", copy=True)
+            known = int(plan.source_prefix[-1]) if plan.received is None else plan.received
+            received = torch.tensor([known], dtype=torch.int32, device="cpu")
         overflow = torch.zeros(1, dtype=torch.int32, device=where)
         items = (None, None, None, received, None, None, plan.tokens, None, overflow)
         handle = HybridEPHandle(items)
@@ -337,7 +346,7 @@ class HybridEPBuffer:
             probs: ``[N]`` float32 that travel back to the token and expert of their rows.
             handle: of the dispatch.
             pad_multiple: None or that of the dispatch.
-            fuse_unpermute_combine, num_dispatched_tokens: either; change nothing.
+            fuse_unpermute_combine, num_dispatched_tokens: ignored.
 
         Returns:
             ``[T, H]`` bfloat16: each rank sums a token's rows in fp32, by ascending expert (by
@@ -356,12 +365,15 @@ class HybridEPBuffer:
             known = _check_handle(handle, self.group_size)
             _check_padding(known, pad_multiple)
             rows, numbers = _contiguous(hidden), _contiguous(probs)
-        self._backend.use_sms(self.num_sms_combine_api)
+            self._use_sms("num_sms_combine_api")
         with HYBRID:
             out, entries = self._backend.combine(
                 rows, known._plan, layout="expert_major", topk_weights=numbers
             )
-        return out, None if entries is None else dense(entries, known._entries)
+        if entries is None:
+            return out, None
+        _here(known._entries.topk_idx)
+        return out, dense(entries, known._entries)
 
     def update_template_config(
         self,
@@ -375,7 +387,7 @@ class HybridEPBuffer:
         Args:
             hidden_dim, num_local_experts: in the place of the Buffer's.
             num_of_tokens_per_rank: likewise of its max_num_of_tokens_per_rank, if it is more.
-            use_fp8: either; changes nothing.
+            use_fp8: ignored.
         """
         del use_fp8
         own = self.config
@@ -389,6 +401,12 @@ class HybridEPBuffer:
 
     def empty_jit_cache(self) -> None:
         """Does nothing: kernels are kept by their sources (the setting ``cache_dir``)."""
+
+    def _use_sms(self, name: str) -> None:
+        """Has the next call take as many SMs as the attribute ``name`` says by now."""
+        sms = getattr(self, name)
+        _check_sms(name, sms)
+        self._backend.use_sms(sms)
 
     def _check_experts(self, experts: int, per_rank: object) -> None:
         local = self.config.num_of_experts_per_rank if per_rank is None else per_rank
@@ -473,6 +491,18 @@ def _check_padding(handle: HybridEPHandle, pad_multiple: object) -> None:
 def _plan_of(handle: object) -> AnyPlan | None:
     """Of what a caller passes for a handle, which need not be one."""
     return handle._plan if isinstance(handle, HybridEPHandle) else None
+
+
+def _check_sms(name: str, sms: object) -> None:
+    if sms is not None:
+        check_whole(name, sms, 1, MOST_SMS)
+
+
+def _here(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` of a handle, which may have been made on another stream than this call's."""
+    if tensor.is_cuda:
+        record((tensor,), torch.cuda.current_stream(tensor.device))
+    return tensor
 
 
 def _contiguous(tensor: Any) -> Any:

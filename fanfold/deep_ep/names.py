@@ -10,6 +10,7 @@ __all__ = [
     "HANDLE",
     "HIGH_THROUGHPUT",
     "HYBRID",
+    "HYBRID_WEIGHTS",
     "LOW_LATENCY_COMBINE",
     "LOW_LATENCY_DISPATCH",
 ]
@@ -74,17 +75,19 @@ ELASTIC = Renaming(
     }
 )
 
-HYBRID = Renaming(
-    {
-        "x": "hidden",
-        "x[0]": "hidden",
-        "x[1]": "scaling_factor",
-        "y": "hidden",
-        "topk_weights": "probs",
-        "plan": "handle",
-        "the plan": "the handle",
-        "capacity": "num_permuted_tokens",
-        "expert_alignment": "pad_multiple",
-        "max_tokens =": "a HybridEPBuffer's limit of",
-    }
-)
+_HYBRID = {
+    "x": "hidden",
+    "x[0]": "hidden",
+    "x[1]": "scaling_factor",
+    "y": "hidden",
+    "plan": "handle",
+    "the plan": "the handle",
+    "capacity": "num_permuted_tokens",
+    "expert_alignment": "pad_multiple",
+    "max_tokens =": "a HybridEPBuffer's limit of",
+}
+
+HYBRID = Renaming({**_HYBRID, "topk_weights": "probs"})
+
+HYBRID_WEIGHTS = Renaming(_HYBRID)
+"""Where ``topk_weights`` were given instead of ``probs``."""

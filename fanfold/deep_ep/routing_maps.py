@@ -77,7 +77,7 @@ def entries_of_indices(
     """The routing of indices.
 
     Args:
-        topk_idx: ``[T, K]`` of integers, -1 for none.
+        topk_idx: ``[T, K]`` of integers, -1 for none; copied.
         topk_weights: ``[T, K]`` float32.
         probs: ``[T, E]`` float32, in the place of topk_weights.
         tokens, num_experts: T and E.
@@ -88,7 +88,8 @@ def entries_of_indices(
     _check_experts("num_of_experts", num_experts)
     dtypes = (torch.int64, torch.int32, torch.int16)
     check_tensor("topk_idx", topk_idx, (tokens, "top_k"), dtypes, contiguous=False)
-    idx = topk_idx.to(torch.int64).contiguous()
+    # A handle keeps it, and the caller may write over its own.
+    idx = topk_idx.to(torch.int64, copy=True).contiguous()
     if topk_weights is not None:
         if probs is not None:
             raise ArgumentError("probs", "given", "None where topk_weights are given")

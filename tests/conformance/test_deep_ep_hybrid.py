@@ -82,10 +82,11 @@ def routing_of(layer: Layer, rank: int) -> dict[str, Any]:
         experts = chosen.nonzero().flatten()
         idx[token, : len(experts)] = experts
         weights[token, : len(experts)] = own.probs[token, experts]
-    # Of any integers and strides.
-    shape = (len(idx), top_k)
-    given = torch.empty_strided(shape, (1, len(idx) or 1), dtype=torch.int32, device="cpu")
-    routing = {"topk_idx": given.copy_(idx), "num_of_experts": layer.experts}
+    routing: dict[str, Any] = {"topk_idx": idx, "num_of_experts": layer.experts}
+    if layer.by == "indices":  # of any integers and strides
+        strides = (1, len(idx) or 1)
+        narrow = torch.empty_strided(idx.shape, strides, dtype=torch.int32, device="cpu")
+        routing["topk_idx"] = narrow.copy_(idx)
     return {
         **routing,
         **({"topk_weights": weights} if layer.by == "indices" else {"probs": own.probs}),
@@ -281,7 +282,10 @@ def _without_probs(group: dist.ProcessGroup) -> None:
         hidden=own.x, routing_map=own.routing_map, use_host_meta=True
     )
     assert probs is None
-    # Gradients need not be contiguous.
+    # Gradients need not be contiguous, nor of memory of their own.
+    ones = own.x.new_ones(()).expand(own.x.shape)
+    again = buffer.dispatch_with_permute(hidden=ones, handle=handle)[0]
+    assert int(again.sum()) == len(Sorted(LAYER, rank).row_of) * LAYER.hidden
     y = outputs_of(LAYER, rank).T.contiguous().T
     out, _ = buffer.combine_with_unpermute(hidden=y, handle=handle)
     assert torch.equal(out, combined(LAYER, rank))
@@ -292,15 +296,16 @@ def test_without_probs(pools: Pools) -> None:
     pools(4).run(_without_probs)
 
 
-def _overwrites(group: dist.ProcessGroup) -> None:
-    """What a caller writes over what it was given changes nothing."""
+def _overwrites(group: dist.ProcessGroup, by: str) -> None:
+    """What a caller writes over what it was given, or has given, changes nothing."""
     rank = as_group(group).rank
     buffer, own = open_buffer(group, LAYER), own_of(LAYER, rank)
-    routing = routing_of(LAYER, rank)
+    routing = routing_of(replace(LAYER, by=by), rank)
     rows, probs, _, counts, handle = buffer.dispatch_with_permute(hidden=own.x, **routing)
     kept = rows.clone()
     for tensor in (rows, probs, counts, handle[3], handle[-1], *routing.values()):
-        tensor.fill_(1)
+        if isinstance(tensor, torch.Tensor):
+            tensor.fill_(1)
     again = buffer.dispatch_with_permute(hidden=own.x, handle=handle)
     out, back = buffer.combine_with_unpermute(
         hidden=outputs_of(LAYER, rank), probs=numbers_of(len(kept), rank), handle=handle
@@ -313,8 +318,9 @@ def _overwrites(group: dist.ProcessGroup) -> None:
     assert torch.equal(back, returned(LAYER, rank))
 
 
-def test_what_a_caller_overwrites_changes_nothing(pools: Pools) -> None:
-    pools(4).run(_overwrites)
+@pytest.mark.parametrize("by", ["map", "indices and map of probs"])
+def test_what_a_caller_overwrites_changes_nothing(pools: Pools, by: str) -> None:
+    pools(4).run(_overwrites, by)
 
 
 # ---- where a rank's input is bad ----------------------------------------------------------------
@@ -338,6 +344,12 @@ BAD_DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
          "num_of_experts": 12},
         "topk_idx[0, ",
     ),
+    "weights": (
+        {"routing_map": None, "probs": None, "topk_idx": own_of(LAYER, 0).routing_map.long(),
+         "num_of_experts": 12, "topk_weights": own_of(LAYER, 0).probs.double()},
+        "topk_weights.dtype is torch.float64",
+    ),
+    "a place": ({"probs": own_of(LAYER, 0).probs.to("meta")}, "probs.device is meta"),
     "no experts": (
         {"routing_map": None, "topk_idx": own_of(LAYER, 0).routing_map.long()},
         "num_of_experts is None, but must be the number of experts",
@@ -360,7 +372,9 @@ BAD_COMBINES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def _refused(group: dist.ProcessGroup, kind: str, changes: dict[str, Any]) -> str:
+def _refused(
+    group: dist.ProcessGroup, kind: str, changes: dict[str, Any], sms: int | None = None
+) -> str:
     """What rank 0's bad call says there, or that another rank refused; then that calls go on."""
     rank = as_group(group).rank
     buffer, own, said = open_buffer(group, LAYER), own_of(LAYER, rank), ""
@@ -369,10 +383,13 @@ def _refused(group: dist.ProcessGroup, kind: str, changes: dict[str, Any]) -> st
     if kind != "dispatch":
         good = {"hidden": own.x if kind == "reuse" else rows, "handle": handle}
     call = buffer.combine_with_unpermute if kind == "combine" else buffer.dispatch_with_permute
+    if rank == 0:
+        buffer.num_sms_dispatch_api = buffer.num_sms_combine_api = sms
     try:
         call(**{**good, **(changes if rank == 0 else {})})
     except FanfoldError as error:
         said = f"{type(error).__name__}: {error}"
+    buffer.num_sms_dispatch_api = None
     assert torch.equal(buffer.dispatch_with_permute(hidden=own.x, handle=handle)[0], rows)
     return said
 
@@ -395,6 +412,12 @@ def test_a_bad_combine_is_refused_on_all_ranks(pools: Pools, bad: str) -> None:
     check_refusals(pools(4).run(_refused, "combine", changes), wanted)
 
 
+@pytest.mark.parametrize("kind", ["dispatch", "reuse", "combine"])
+def test_a_bad_number_of_sms_is_refused_on_all_ranks(pools: Pools, kind: str) -> None:
+    name = "num_sms_combine_api" if kind == "combine" else "num_sms_dispatch_api"
+    check_refusals(pools(4).run(_refused, kind, {}, 0), f"{name} is 0, but must be")
+
+
 def _too_many(group: dist.ProcessGroup) -> str:
     rank = as_group(group).rank
     buffer, own = open_buffer(group, WIDE), own_of(WIDE, rank)
@@ -414,7 +437,8 @@ def test_a_token_of_too_many_experts(pools: Pools) -> None:
 
 # ---- making one ---------------------------------------------------------------------------------
 
-# DeepEP's parameters, in order, with their defaults.
+# The parameters on DeepEP's branch hybrid-ep, those that it calls deprecated too, in order and with
+# their defaults, and the two that newer versions have for fused permutation.
 REQUIRED = inspect.Parameter.empty
 CONSTRUCTOR = {
     "group": REQUIRED,
@@ -509,7 +533,9 @@ def _attributes(group: dist.ProcessGroup) -> None:
     hosts, of_host = buffer.num_of_nodes, buffer.num_of_hybrid_ep_ranks_per_nvlink_domain
     assert hosts == len(set(host_of_ranks(ranks.size)))
     assert hosts * of_host == ranks.size
-    assert buffer.node_rank * of_host + buffer.local_rank == ranks.rank
+    host = host_of_ranks(ranks.size)
+    assert buffer.node_rank == list(dict.fromkeys(host)).index(host[ranks.rank])
+    assert buffer.local_rank == host[: ranks.rank].count(host[ranks.rank])
     assert (buffer.num_sms_dispatch_api, buffer.num_sms_combine_api) == (20, None)
     config = buffer.config
     assert (config.hidden_dim, config.max_num_of_tokens_per_rank) == (64, 20)

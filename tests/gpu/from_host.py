@@ -62,7 +62,8 @@ class FromHost:
             on_gpu = {name: moved(value, there) for name, value in options.items()}
             result = attribute(*moved(args, there), **on_gpu)
             # Only what this rank's kernels do is waited for: other ranks may be threads.
-            self._buffer.get_comm_stream().synchronize()
+            if hasattr(self._buffer, "get_comm_stream"):
+                self._buffer.get_comm_stream().synchronize()
             torch.cuda.current_stream(there).synchronize()
             for name, value in options.items():
                 if isinstance(value, torch.Tensor):  # statistics, to which a call adds

@@ -66,7 +66,7 @@ def test_fp8() -> None:
 
 
 def test_what_a_caller_overwrites_changes_nothing() -> None:
-    run(LAYER.ranks, conformance._overwrites)
+    run(LAYER.ranks, conformance._overwrites, "indices and map of probs")
 
 
 def _too_many(group: Any) -> str:
