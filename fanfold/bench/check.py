@@ -79,24 +79,26 @@ class TokenMajorRows:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """What a low-latency dispatch of the DeepEP face brought, in host memory. Without the weights,
-    which come with combine, else as in :class:`fanfold.LowLatencyResult`.
+    """What a dispatch of DeepEP's interfaces brought of which rows are sorted by expert, in host
+    memory.
 
     Attributes:
-        tokens: ``[E_l, C, hidden]`` bfloat16 or float8_e4m3fn.
-        scales: ``[E_l, C, S]`` float32; None if rows came without.
+        tokens: ``[E_l, C, hidden]`` or ``[rows, hidden]``, bfloat16 or float8_e4m3fn.
+        scales: as many ``S`` float32; None if rows came without.
         tokens_per_expert: ``[E_l]`` int32.
         offsets: ``[E_l + 1]`` int64: where each expert begins in the flattened tokens.
-        source_rank, source_token: ``[E_l, C]`` int32.
+        source_rank, source_token: ``[E_l, C]`` or ``[rows]`` int32; None where an interface has
+            none.
+        weights: ``[rows]`` float32; None in low latency, where they come with combine.
     """
 
     tokens: torch.Tensor
     scales: torch.Tensor | None
     tokens_per_expert: torch.Tensor
     offsets: torch.Tensor
-    source_rank: torch.Tensor
-    source_token: torch.Tensor
-    weights: None = None
+    source_rank: torch.Tensor | None
+    source_token: torch.Tensor | None
+    weights: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,11 @@ class Expectation:
     def own(self) -> Batch:
         """This rank's batch."""
         return self.batches[self.rank]
+
+    @property
+    def tokens_per_expert(self) -> torch.Tensor:
+        """``[E_l]`` int64: rows that each local expert gets."""
+        return self._arrived.tokens_per_expert
 
     # Worked out once, for however many calls are checked.
 
@@ -173,10 +180,11 @@ class Expectation:
             is_row[places] = True
             padding = _bits(received.tokens[:rows])[~is_row]
             same_bits("rows of padding", padding, torch.zeros_like(padding))
-        flat = received.source_rank.flatten(), received.source_token.flatten()
-        source_rank = arrived.source_rank[layout.arrival]
-        same_bits("source_rank", flat[0][places].long(), source_rank)
-        same_bits("source_token", flat[1][places].long(), arrived.source_token[layout.arrival])
+        for name in ("source_rank", "source_token"):
+            found: torch.Tensor | None = getattr(received, name)
+            if found is not None:
+                wanted = getattr(arrived, name)[layout.arrival]
+                same_bits(name, found.flatten()[places].long(), wanted)
         if received.weights is not None:
             same_bits("weights", received.weights.flatten()[places], layout.weight)
         self._rows(received, places, arrived.row[layout.arrival])

@@ -22,6 +22,7 @@ from fanfold.bench.calls import Calls, Given
 from fanfold.bench.check import Expectation, TokenMajorRows
 from fanfold.bench.deep_ep_calls import DeepEpHighThroughput, DeepEpLowLatency
 from fanfold.bench.dispatchers import AnyDispatcher, open_dispatcher
+from fanfold.bench.elastic_calls import ElasticCalls, HybridCalls
 from fanfold.bench.oracle import rows_arriving
 from fanfold.bench.settings import BenchSettings
 from fanfold.bench.workload import Batch
@@ -53,6 +54,10 @@ def open_calls(group: Any, settings: BenchSettings) -> Calls:
         if settings.mode == "low_latency":
             return DeepEpLowLatency(group, settings)
         return DeepEpHighThroughput(group, settings)
+    if settings.face == "elastic":
+        return ElasticCalls(group, settings)
+    if settings.face == "hybridep":
+        return HybridCalls(group, settings)
     kind = TokenMajor if settings.layout == "token_major" else ExpertMajor
     return kind(group, settings, settings.config())
 

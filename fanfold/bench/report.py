@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from fanfold.bench.settings import BenchSettings
+from fanfold.bench.settings import THROUGH, BenchSettings
 from fanfold.bench.timing import PHASES, Timings
 from fanfold.bench.traffic import RowsMoved
 from fanfold.errors import ArgumentError
@@ -313,8 +313,8 @@ def table(result: Result) -> Table:
     )
     if s.mode == "high_throughput":
         title += f", {_variant(s)}"
-    if s.face == "deep_ep":
-        title += ", through deep_ep"
+    if s.face != "native":
+        title += f", through {THROUGH[s.face]}"
     if result.placement.hosts > 1:
         title += f", {result.placement.hosts} hosts"
     out = Table(title=title)

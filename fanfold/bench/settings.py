@@ -21,11 +21,13 @@ __all__ = [
     "BACKENDS",
     "DTYPES",
     "FACES",
+    "FACES_OF_BOTH_MODES",
     "LAYOUTS",
     "LEAVE_SMS",
     "MODES",
     "ONE_HOST",
     "REUSES",
+    "THROUGH",
     "BenchSettings",
     "check_bounds",
     "check_choices",
@@ -35,7 +37,8 @@ __all__ = [
 MODES = ("low_latency", "high_throughput")
 DTYPES = ("bf16", "fp8")
 BACKENDS = ("auto", "host", "cuda")
-FACES = ("native", "deep_ep")
+FACES = ("native", "deep_ep", "elastic", "hybridep")
+FACES_OF_BOTH_MODES = FACES[:2]
 LAYOUTS = ("expert_major", "token_major")
 REUSES = ("new", "cached")
 LEAVE_SMS = "_set_sm_carveout_experimental"
@@ -44,6 +47,21 @@ LEAVE_SMS = "_set_sm_carveout_experimental"
 # Of high throughput only.
 _OWN_OPTIONS = ("layout", "routing", "sms", "alignment", "in_place")
 _OF_GPUS = ("sms", "in_place")  # of these, what the host backend does not have
+THROUGH = {
+    "deep_ep": "deep_ep",
+    "elastic": "deep_ep.ElasticBuffer",
+    "hybridep": "deep_ep.HybridEPBuffer",
+}
+"""What reports and pictures call the faces but the native one."""
+
+_LAYOUTS_OF = {
+    "native": LAYOUTS,
+    "deep_ep": ("token_major",),
+    "elastic": ("token_major", "expert_major"),
+    "hybridep": ("expert_major",),
+}
+"""The orders of rows of each face, the usual one first."""
+
 _GPU_ALIGNMENT = 128  # what grouped matrix products on GPUs want
 
 # The library's argument names, as the command line calls them.
@@ -111,8 +129,9 @@ class BenchSettings:
         alignment: high throughput, expert-major: rows of an expert are padded to a multiple of
             this; None for 128 on GPUs and 1 on the host.
         in_place: high throughput on GPUs: rows stay where peers write them; None for False there.
-        face: whose calls are timed, one of :data:`FACES`. Those of DeepEP bring the weights with
-            combine in low latency, and rows token-major in high throughput.
+        face: whose calls are timed, one of :data:`FACES`. Those of DeepEP's ``Buffer`` bring the
+            weights with combine in low latency, and rows token-major in high throughput, which is
+            the only mode of the last two.
         hosts: that the ranks are on, as many on each, of which one machine acts as several; None
             for the setting ``hosts``.
         transport: what carries between hosts, as the setting ``network``; None for that setting.
@@ -207,6 +226,9 @@ class BenchSettings:
     def _check_own_options(self) -> None:
         """Raises ArgumentError for an option of one mode that is wrong or out of place."""
         if self.mode != "high_throughput":
+            if self.face not in FACES_OF_BOTH_MODES:
+                bound = f"{' or '.join(FACES_OF_BOTH_MODES)} in low latency, which it does not have"
+                raise ArgumentError("face", self.face, bound)
             for name in _OWN_OPTIONS:
                 if getattr(self, name) is not None:
                     bound = "left out in low latency; it is an option of high throughput"
@@ -214,7 +236,7 @@ class BenchSettings:
                         bound += " (which experts tokens choose is --distribution)"
                     raise ArgumentError(name, getattr(self, name), bound)
             return
-        if self.face == "deep_ep":
+        if self.face != "native":
             self._check_as_deep_ep()
         for name, known in (("layout", LAYOUTS), ("routing", REUSES)):
             value = getattr(self, name)
@@ -235,13 +257,15 @@ class BenchSettings:
 
     def _check_as_deep_ep(self) -> None:
         """Raises ArgumentError for what DeepEP's calls of high throughput do not have."""
-        if self.layout not in (None, "token_major"):
-            bound = "token_major, or left out, with --face deep_ep"
+        known = _LAYOUTS_OF[self.face]
+        if self.layout is not None and self.layout in LAYOUTS and self.layout not in known:
+            bound = f"{' or '.join(known)}, or left out, with --face {self.face}"
             raise ArgumentError("layout", self.layout, bound)
-        for name in ("alignment", "in_place"):
+        for name in ("in_place", *(("alignment",) if self.face == "deep_ep" else ())):
             if getattr(self, name):
-                raise ArgumentError(name, getattr(self, name), "left out with --face deep_ep")
-        if self.sms is not None and self.sms % 2:
+                bound = f"left out with --face {self.face}"
+                raise ArgumentError(name, getattr(self, name), bound)
+        if self.face == "deep_ep" and self.sms is not None and self.sms % 2:
             raise ArgumentError("sms", self.sms, "even with --face deep_ep, as Buffer.set_num_sms")
 
     def on(self, backend: Backend) -> BenchSettings:
@@ -249,8 +273,7 @@ class BenchSettings:
         chosen = dataclasses.replace(self, backend=backend)
         if self.mode != "high_throughput":
             return chosen
-        usual = "token_major" if self.face == "deep_ep" else LAYOUTS[0]
-        layout, alignment = self.layout or usual, self.alignment
+        layout, alignment = self.layout or _LAYOUTS_OF[self.face][0], self.alignment
         if alignment is None and layout == "expert_major":
             alignment = _GPU_ALIGNMENT if backend == "cuda" else 1
         return dataclasses.replace(

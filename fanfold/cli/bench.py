@@ -79,7 +79,8 @@ def _add_options(parser: argparse.ArgumentParser, defaults: BenchSettings) -> No
     parser.add_argument(
         "--face", choices=FACES, default="native",
         help="whose calls: fanfold.LowLatency's and HighThroughput's, or those of fanfold.deep_ep: "
-        "weights come with combine, rows token-major (default %(default)s)",
+        "Buffer's (weights come with combine, rows token-major), or in high throughput alone "
+        "ElasticBuffer's and HybridEPBuffer's (default %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--check", action=argparse.BooleanOptionalAction, default=True,

@@ -12,6 +12,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
+from fanfold.bench.settings import THROUGH
 from fanfold.cli import plot_fused_moe, plot_timeline
 from fanfold.cli.plot_series import Point, grouped, machine
 from fanfold.errors import ArgumentError, UnavailableError
@@ -179,10 +180,10 @@ def _point(fields: dict[str, Any], where: str) -> Point:
 
 def _modern(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields as they are named today: ``routing`` was the distribution of tokens once, when
-    high throughput had one kind of routing and one layout; and there was no dispatch in place. Of
-    faces only DeepEP's is named, whose weights come with combine: None for the other."""
-    deep_ep = fields.get("face") == "deep_ep" or bool(fields.get("late_weights"))
-    fields = {**fields, "face": "deep_ep" if deep_ep else None, **_hosts(fields)}
+    high throughput had one kind of routing and one layout; and there was no dispatch in place. The
+    native face has no name here, and that of lines without any is told by when weights came."""
+    face = fields.get("face") or ("deep_ep" if fields.get("late_weights") else "native")
+    fields = {**fields, "face": face if face in THROUGH else None, **_hosts(fields)}
     if fields["backend"] == "cuda" and fields.get("layout") is not None:
         fields = {**fields, "in_place": bool(fields.get("in_place"))}
     if "distribution" in fields:
@@ -228,7 +229,7 @@ def _label(name: str, value: object) -> str:
             str(value), str(value).replace("_", "-")
         )
     if name == "face":
-        return "through deep_ep"
+        return f"through {THROUGH[str(value)]}"
     if name == "transport":
         return f"over {value}"
     if name == "hosts":

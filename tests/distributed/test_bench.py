@@ -18,7 +18,7 @@ from fanfold.bench.check import CheckFailed, Expectation, packed_fp8
 from fanfold.bench.dispatchers import open_dispatcher
 from fanfold.bench.layouts import open_calls
 from fanfold.bench.run import bench_rank
-from fanfold.bench.settings import FACES, MODES, BenchSettings
+from fanfold.bench.settings import FACES_OF_BOTH_MODES, MODES, BenchSettings
 from fanfold.bench.workload import Workload
 from fanfold.cli.main import main
 from fanfold.results import DispatchResult
@@ -147,7 +147,7 @@ def findings_of_weights(group, settings):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("face", FACES_OF_BOTH_MODES)
 def test_weights_come_with_combine_through_deep_ep(pools, face, dtype):
     settings = dataclasses.replace(SMALL, face=face, dtype=dtype)
     for right, changed in pools(3).run(findings_of_weights, settings):
@@ -214,7 +214,7 @@ def as_on_gpus(group, settings):
         return cuda_run.time_on_gpu(calls, group, expectation, settings)
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("face", FACES_OF_BOTH_MODES)
 def test_the_program_of_the_gpus(pools, face):
     settings = dataclasses.replace(SMALL, face=face, dtype="fp8")
     reports = pools(3).run(as_on_gpus, settings)

@@ -18,7 +18,7 @@ from fanfold.bench.calls import Given, spoil
 from fanfold.bench.check import CheckFailed, Expectation
 from fanfold.bench.layouts import open_calls
 from fanfold.bench.run import bench_rank, bench_ranks
-from fanfold.bench.settings import FACES, LAYOUTS, REUSES, BenchSettings
+from fanfold.bench.settings import FACES_OF_BOTH_MODES, LAYOUTS, REUSES, BenchSettings
 from fanfold.cli import bench
 from fanfold.deep_ep import Buffer
 from tests.distributed.blind_clock import standing_in
@@ -39,7 +39,14 @@ def expectation_of(group, settings):
     return Expectation(batches, rank, settings.experts, settings.dtype == "fp8")
 
 
-KINDS = [("expert_major", "native"), ("token_major", "native"), ("token_major", "deep_ep")]
+KINDS = [
+    ("expert_major", "native"),
+    ("token_major", "native"),
+    ("token_major", "deep_ep"),
+    ("token_major", "elastic"),
+    ("expert_major", "elastic"),
+    ("expert_major", "hybridep"),
+]
 """Orders of rows, and whose calls."""
 
 
@@ -143,12 +150,82 @@ def _said(check, *arguments):
     return "nothing"
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("face", FACES_OF_BOTH_MODES)
 def test_token_major_checks_see_damage(pools, face):
     settings = of("token_major", dtype="fp8", face=face)
     for said in pools(2).run(findings, settings, face == "deep_ep"):
         assert said.pop("poison").startswith("tokens")
         assert set(said) == {*SPOILED, "combined"}
+        for name, message in said.items():
+            assert message.startswith(name), (name, message)
+
+
+def next_tokens(places):
+    """Other tokens of the same ranks."""
+    places.copy_(places // 13 * 13 + (places % 13 + 1) % 13)
+
+
+# What to spoil of what ElasticBuffer and HybridEPBuffer bring, and which check must see it.
+OF_HANDLES = {
+    "rows": lambda brought: brought.handle.psum_num_recv_tokens_per_scaleup_rank.sub_(1),
+    "source_rank": lambda brought: brought.handle.recv_src_metadata[:, 0].add_(13),
+    "source_token": lambda brought: next_tokens(brought.handle.recv_src_metadata[:, 0]),
+    "tokens_per_expert": lambda brought: brought.handle.num_unaligned_recv_tokens_per_expert.sub_(
+        1
+    ),
+}
+SPOILED_ELSEWHERE = {
+    ("elastic", "token_major"): {
+        **OF_HANDLES,
+        "tokens": SPOILED["tokens"],
+        "scales": SPOILED["scales"],
+        "topk_idx": lambda brought: brought.topk_idx[1].add_(1),
+        "topk_weights": lambda brought: brought.weights.add_(1),
+    },
+    ("elastic", "expert_major"): {
+        **{name: OF_HANDLES[name] for name in ("source_rank", "source_token")},
+        "tokens_per_expert": OF_HANDLES["tokens_per_expert"],
+        "offsets": lambda brought: brought.handle.psum_num_recv_tokens_per_expert.add_(8),
+        "tokens": SPOILED["tokens"],
+        "scales": SPOILED["scales"],
+        "weights": lambda brought: brought.weights.add_(1),
+    },
+    ("hybridep", "expert_major"): {
+        "offsets": lambda brought: brought.counts[1].add_(8),
+        "tokens": SPOILED["tokens"],
+        "scales": SPOILED["scales"],
+        "weights": lambda brought: brought.weights.add_(1),
+    },
+}
+
+
+def findings_elsewhere(group, settings):
+    expectation, said = expectation_of(group, settings), {}
+    spoilers = SPOILED_ELSEWHERE[settings.face, settings.layout]
+    with closing(open_calls(group, settings)) as calls:
+        given = Given.of(expectation, calls.device, quantized=True)
+        for name, spoiler in spoilers.items():
+            brought = calls.dispatch(given)
+            calls.check(brought, expectation)
+            spoiler(brought)
+            said[name] = _said(calls.check, brought, expectation)
+        brought = calls.dispatch(given)
+        out = calls.combine(calls.outputs(brought, expectation), brought)
+        calls.check_combined(out, expectation)
+        out.view(torch.int16)[5, 7] += 1
+        said["combined"] = _said(calls.check_combined, out, expectation)
+        spoil(brought)
+        calls.check(calls.dispatch_again(given, brought), expectation)
+        said["poison"] = _said(calls.check, brought, expectation)
+    return said
+
+
+@pytest.mark.parametrize(("face", "layout"), SPOILED_ELSEWHERE)
+def test_checks_see_damage_through_other_faces(pools, face, layout):
+    alignment = 8 if layout == "expert_major" else None
+    settings = of(layout, dtype="fp8", face=face, alignment=alignment)
+    for said in pools(2).run(findings_elsewhere, settings):
+        assert said.pop("poison").startswith(("tokens", "rows of padding"))
         for name, message in said.items():
             assert message.startswith(name), (name, message)
 
@@ -166,15 +243,25 @@ def with_room(group, settings):
         out = torch.empty(expectation.own.x.shape, dtype=torch.bfloat16)
         out = calls.combine(calls.outputs(brought, expectation), brought, out)
         calls.check_combined(out, expectation)
-        return capacity, _said(calls.check, brought, expectation)
+        # As if exactly the rows that came had been asked for.
+        said = _said(calls.check, brought, expectation)
+        return capacity, len(brought.tokens), len(expectation._arrived.row), said
 
 
 @pytest.mark.parametrize(("layout", "face"), KINDS)
 def test_dispatches_with_capacity(pools, layout, face):
     alignment = 8 if layout == "expert_major" else None
-    for capacity, said in pools(2).run(with_room, of(layout, face=face, alignment=alignment)):
+    for found in pools(2).run(with_room, of(layout, face=face, alignment=alignment)):
+        capacity, room, tokens, said = found
         assert capacity % 128 == 0
-        assert said.startswith(f"tokens has {capacity} rows instead of")
+        if face == "elastic":  # which has room for all that could come, whatever is asked for
+            assert room == {"token_major": 2 * 13, "expert_major": 104}[layout]
+        else:
+            assert room == capacity
+        if (layout, room) == ("token_major", tokens):
+            assert said == "nothing"
+        else:
+            assert said.startswith(f"tokens has {room} rows instead of")
 
 
 def layouts_counted(group, settings):

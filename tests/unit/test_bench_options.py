@@ -19,7 +19,7 @@ from fanfold.bench.calls import Given
 from fanfold.bench.check import Expectation
 from fanfold.bench.cuda_high_throughput import capacity_for
 from fanfold.bench.report import Placement, Result, Traffic
-from fanfold.bench.settings import FACES, MODES, BenchSettings
+from fanfold.bench.settings import FACES, FACES_OF_BOTH_MODES, MODES, THROUGH, BenchSettings
 from fanfold.bench.timing import Timings
 from fanfold.bench.workload import Workload
 from fanfold.cli import bench
@@ -101,6 +101,13 @@ def test_what_is_left_out_the_backend_decides():
         ),
         ("high-throughput --face deep_ep --alignment 8", "alignment is 8, .*with --face deep_ep"),
         ("high-throughput --face deep_ep --in-place", "in_place is True, .*with --face deep_ep"),
+        (
+            "high-throughput --face hybridep --layout token-major",
+            "layout is token_major, .*expert_m",
+        ),
+        ("high-throughput --face elastic --in-place", "in_place is True, .*with --face elastic"),
+        ("low-latency --face elastic", "face is elastic, .*native or deep_ep in low latency"),
+        ("low-latency --face hybridep", "face is hybridep, .*native or deep_ep in low latency"),
         ("high-throughput --face deep_ep --sms 13", "sms is 13, .*even with --face deep_ep"),
     ],
 )
@@ -248,7 +255,7 @@ def said_of(result):
 def test_reports_say_whose_calls_they_are_of(backend, mode):
     times = Timings(torch.ones((2, 3, 3), dtype=torch.float64, device="cpu"))
     traffic = Traffic(1.0, 2.0, 0.0, 1.0)
-    for face in FACES:
+    for face in FACES if mode == "high_throughput" else FACES_OF_BOTH_MODES:
         result = Result(
             settings=BenchSettings(mode, ranks=2, face=face).on(backend),
             ranks=2, placement=Placement(1, 2), fanfold=times, baseline=None, dispatch=traffic,
@@ -257,7 +264,8 @@ def test_reports_say_whose_calls_they_are_of(backend, mode):
         )  # fmt: skip
         assert report.record(result)["face"] == face
         said = said_of(result)
-        assert (", through deep_ep" in said) == (face == "deep_ep")
+        assert (", through" in said) == (face != "native")
+        assert f", through {THROUGH.get(face, '')}" in said or face == "native"
         late = face == "deep_ep" and mode == "low_latency"
         assert ("Weights come with combine" in said) is late
 
