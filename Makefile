@@ -168,12 +168,12 @@ test-kernels: build
 	  tests/unit/test_kernels_compile.py tests/unit/test_high_throughput_compile.py $(PYTEST_ARGS)
 
 # Megatron-LM's own dispatchers over deep_ep, in a folder of their own: the environment stays without.
-MEGATRON := megatron-core==0.16.1
+MEGATRON := 0.16.1
 FRAMEWORKS := build/frameworks
 
 $(FRAMEWORKS)/.stamp-$(MEGATRON): packages/deep_ep/pyproject.toml $(shell find packages/deep_ep/src -name '*.py')
 	rm -rf $(FRAMEWORKS)
-	$(BIN)/python -m pip install -q --no-deps --target $(FRAMEWORKS) $(MEGATRON)
+	$(BIN)/python -m pip install -q --no-deps --target $(FRAMEWORKS) megatron-core==$(MEGATRON)
 	$(BIN)/python -m pip install -q --no-deps --no-build-isolation --target $(FRAMEWORKS) packages/deep_ep
 	@touch $@
 
