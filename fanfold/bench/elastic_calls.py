@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fanfold.bench.calls import Given
+from fanfold.bench.calls import Calls, Given
 from fanfold.bench.check import Expectation, PackedRows, TokenMajorRows
 from fanfold.bench.settings import BenchSettings
 from fanfold.config import in_environment
@@ -40,11 +40,19 @@ class _Brought:
     handle: Any
 
 
-def _check_place(device: torch.device, settings: BenchSettings) -> None:
-    if settings.backend == "cuda" and device.type != "cuda":
+def _check_place(calls: Calls, settings: BenchSettings) -> None:
+    """Raises UnavailableError if GPUs were asked for and the calls, which end so, run elsewhere."""
+    if settings.backend == "cuda" and calls.device.type != "cuda":
+        calls.close()
         raise UnavailableError(
-            f"backend is cuda, but high throughput runs on {device} here: use --backend host"
+            f"backend is cuda, but high throughput runs on {calls.device} here: use --backend host"
         )
+
+
+def _network_of(memory: Any) -> str:
+    """What carries between hosts; GPUs' memory has none."""
+    network: str = getattr(memory, "network", "")
+    return network
 
 
 def _unweighted(expectation: Expectation) -> Expectation:
@@ -81,14 +89,9 @@ class ElasticCalls:
             self._buffer = ElasticBuffer(
                 group, num_max_tokens_per_rank=settings.tokens, explicitly_destroy=True
             )
-        self.device = self._buffer.device
-        self.memory_bytes = self._buffer.runtime.bytes_per_rank
-        self.network: str = getattr(self._buffer.runtime, "network", "")
-        try:
-            _check_place(self.device, settings)
-        except UnavailableError:
-            self.close()
-            raise
+        self.device, runtime = self._buffer.device, self._buffer.runtime
+        self.memory_bytes, self.network = runtime.bytes_per_rank, _network_of(runtime)
+        _check_place(self, settings)
 
     def dispatch(self, given: Given, capacity: int | None = None) -> _Brought:
         """Sends ``given``, by a new routing. With a capacity the CPU waits for nothing, and there
@@ -213,14 +216,9 @@ class HybridCalls:
                 num_sms_dispatch_api=settings.sms,
                 num_sms_combine_api=settings.sms,
             )
-        self.device = self._buffer.device
-        self.memory_bytes = self._buffer.runtime.bytes_per_rank
-        self.network: str = getattr(self._buffer.runtime, "network", "")
-        try:
-            _check_place(self.device, settings)
-        except UnavailableError:
-            self.close()
-            raise
+        self.device, runtime = self._buffer.device, self._buffer.runtime
+        self.memory_bytes, self.network = runtime.bytes_per_rank, _network_of(runtime)
+        _check_place(self, settings)
 
     def dispatch(self, given: Given, capacity: int | None = None) -> _Brought:
         """Sends ``given``, by a new routing."""

@@ -181,7 +181,7 @@ def _point(fields: dict[str, Any], where: str) -> Point:
 def _modern(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields as they are named today: ``routing`` was the distribution of tokens once, when
     high throughput had one kind of routing and one layout; and there was no dispatch in place. The
-    native face has no name here, and that of lines without any is told by when weights came."""
+    native face has no name here; in lines without any, late weights are DeepEP's."""
     face = fields.get("face") or ("deep_ep" if fields.get("late_weights") else "native")
     fields = {**fields, "face": face if face in THROUGH else None, **_hosts(fields)}
     if fields["backend"] == "cuda" and fields.get("layout") is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from fanfold.backends import opening
 from fanfold.backends.choose import BackendChoice
+from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.deep_ep import Buffer, elastic, hybrid, runtime
 from fanfold.deep_ep.streams import HostStreams
 from tests.emulation.high_throughput import emulated
@@ -61,6 +63,14 @@ def emulated_buffers(builder: Builder, ctas: int) -> Iterator[None]:
         mock.patch.object(dist, "get_rank", lambda group: group.rank),
     ):
         yield
+
+
+def poisoned(mode: CudaHighThroughput, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """In the place of ``CudaHighThroughput._empty``: what kernels do not write holds anything."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    return (
+        torch.full((nbytes,), 0x33, dtype=torch.uint8, device=mode.device).view(dtype).view(shape)
+    )
 
 
 def open_buffer(group: Any, nvl_bytes: int = 1 << 20, **changes: Any) -> Buffer:

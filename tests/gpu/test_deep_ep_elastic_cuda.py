@@ -30,6 +30,7 @@ from tests.gpu.conftest import GpuPools
 from tests.gpu.from_host import FromHost
 from tests.gpu.one_gpu import OneGpu, capture, meet, wait
 from tests.gpu.support import assert_same, own_device
+from tests.gpu.test_deep_ep_high_throughput_cuda import case_of, on_gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_each, pytest.mark.timeout(300)]
 
@@ -53,18 +54,6 @@ def open_buffer(group: Any, **changes: Any) -> ElasticBuffer:
 def open_from_host(group: Any, **changes: Any) -> FromHost:
     # The programs count on the room that they ask for.
     return FromHost(open_buffer(group, num_max_tokens_per_rank=conformance.MOST, **changes))
-
-
-def case_of(ranks: int, **changes: Any) -> Case:
-    """Other numbers of tokens on each rank, none on one of several."""
-    tokens = tuple((60, 33, 0, 47)[rank % 4] for rank in range(ranks))
-    sizes = {"experts": 4 * ranks, "top_k": 3, "hidden": 256, "seed": 3}
-    return Case(tokens=tokens, **{**sizes, **changes})
-
-
-def on_gpu(mine: Inputs) -> Inputs:
-    device = own_device()
-    return Inputs(mine.x.to(device), mine.topk_idx.to(device), mine.topk_weights.to(device))
 
 
 # ---- the programs of the conformance tests ------------------------------------------------------
@@ -175,8 +164,10 @@ def _against_the_host(group: Any, case: Case, expands: bool, fp8: bool) -> None:
     assert_same("metadata", made[3].recv_src_metadata, wanted[3].recv_src_metadata)
     generator = torch.Generator().manual_seed(rank)
     shape = (made[3].num_expanded_tokens if expands else made[3].num_recv_tokens, case.hidden)
-    y = torch.randn(shape, generator=generator).bfloat16()
-    bias = torch.randn((case.tokens[rank], case.hidden), generator=generator).bfloat16()
+    y = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").bfloat16()
+    bias = torch.randn(
+        mine.x.shape, generator=generator, dtype=torch.float32, device="cpu"
+    ).bfloat16()
     sums, wanted_sums = (
         each.combine(y, result[3], result[2], (bias, bias))
         for each, result in ((buffer, made), (host, wanted))
@@ -424,7 +415,7 @@ def reference_idx(case: Case, rank: int, rows: int) -> torch.Tensor:
     """Local expert numbers of the received rows, -1 for the rest."""
     gathered = arrivals(case, rank).gather([each.topk_idx for each in reference.everybody(case)])
     local = gathered - rank * case.local
-    idx = torch.full((rows, case.top_k), -1)
+    idx = torch.full((rows, case.top_k), -1, dtype=torch.int64, device="cpu")
     idx[: len(local)] = torch.where((local >= 0) & (local < case.local), local, -1)
     return idx
 

@@ -3,7 +3,6 @@ conformance tests."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -19,7 +18,7 @@ from tests.conformance import deep_ep_reference as reference
 from tests.conformance import test_deep_ep_elastic as conformance
 from tests.conformance.test_deep_ep_elastic import CASE, DUPLICATES, MOST, arguments
 from tests.conformance.test_deep_ep_elastic_refusals import BAD_DISPATCHES
-from tests.emulation.deep_ep import emulated_buffers, run
+from tests.emulation.deep_ep import emulated_buffers, poisoned, run
 from tests.emulation.world import Builder
 
 CTAS = 3
@@ -32,19 +31,12 @@ def open_buffer(group: Any, **changes: Any) -> ElasticBuffer:
     return buffer
 
 
-def _poisoned(mode: CudaHighThroughput, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    nbytes = math.prod(shape) * dtype.itemsize
-    return (
-        torch.full((nbytes,), 0x33, dtype=torch.uint8, device=mode.device).view(dtype).view(shape)
-    )
-
-
 @pytest.fixture(autouse=True)
 def gpu(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("FANFOLD_TIMEOUT_S", "10")
     monkeypatch.setattr(conformance, "open_buffer", open_buffer)
     # What kernels do not write holds anything.
-    monkeypatch.setattr(CudaHighThroughput, "_empty", _poisoned)
+    monkeypatch.setattr(CudaHighThroughput, "_empty", poisoned)
     with emulated_buffers(builder, CTAS):
         yield
 

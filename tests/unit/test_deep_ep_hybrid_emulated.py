@@ -3,7 +3,6 @@ conformance tests."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,7 @@ from fanfold.deep_ep import HybridEPBuffer
 from fanfold.errors import ArgumentError, PeerRefused, UsageError
 from tests.conformance import test_deep_ep_hybrid as conformance
 from tests.conformance.test_deep_ep_hybrid import LAYER, WIDE, Layer, own_of, routing_of
-from tests.emulation.deep_ep import emulated_buffers, run
+from tests.emulation.deep_ep import emulated_buffers, poisoned, run
 from tests.emulation.world import Builder
 
 CTAS = 3
@@ -29,19 +28,12 @@ def open_buffer(group: Any, layer: Layer, **options: Any) -> HybridEPBuffer:
     return buffer
 
 
-def _poisoned(mode: CudaHighThroughput, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    nbytes = math.prod(shape) * dtype.itemsize
-    return (
-        torch.full((nbytes,), 0x33, dtype=torch.uint8, device=mode.device).view(dtype).view(shape)
-    )
-
-
 @pytest.fixture(autouse=True)
 def gpu(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("FANFOLD_TIMEOUT_S", "10")
     monkeypatch.setattr(conformance, "open_buffer", open_buffer)
     # What kernels do not write holds anything.
-    monkeypatch.setattr(CudaHighThroughput, "_empty", _poisoned)
+    monkeypatch.setattr(CudaHighThroughput, "_empty", poisoned)
     with emulated_buffers(builder, CTAS):
         yield
 
