@@ -11,7 +11,7 @@ import torch
 from fanfold.bench.check import Expectation
 from fanfold.bench.oracle import quantize_fp8
 
-__all__ = ["Calls", "Given", "HighThroughputCalls", "LowLatencyCalls", "spoil"]
+__all__ = ["Calls", "Given", "HighThroughputCalls", "LowLatencyCalls", "spoil", "wait_for"]
 
 _EVERY_BIT = 0xFF  # NaN in bfloat16, in e4m3 and in float32
 
@@ -97,6 +97,12 @@ class LowLatencyCalls(Calls, Protocol):
         self, y: torch.Tensor, brought: Any, out: torch.Tensor | None = None
     ) -> Callable[[], None]:
         """The send half of a combine; the hook receives."""
+
+
+def wait_for(device: torch.device) -> None:
+    """Waits for what the current stream of a GPU was given."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def spoil(brought: Any) -> None:

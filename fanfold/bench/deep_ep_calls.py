@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fanfold.bench.calls import Given
+from fanfold.bench.calls import Given, wait_for
 from fanfold.bench.check import Expectation, PackedRows, TokenMajorRows
 from fanfold.bench.settings import BenchSettings
 from fanfold.config import in_environment
@@ -115,7 +115,7 @@ class DeepEpLowLatency:
 
     def synchronize(self) -> None:
         """Waits for what is enqueued; what it found wrong a later call raises, as in DeepEP."""
-        _wait(self.device)
+        wait_for(self.device)
 
     def close(self) -> None:
         """Lets the memory go."""
@@ -262,14 +262,9 @@ class DeepEpHighThroughput:
 
     def synchronize(self) -> None:
         """Waits for what is enqueued; what it found wrong a later call raises, as in DeepEP."""
-        _wait(self.device)
+        wait_for(self.device)
 
     def close(self) -> None:
         """Lets the memory go."""
         Buffer.set_num_sms(self._sms)
         self._buffer.destroy()
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fanfold.bench.calls import Calls, Given
+from fanfold.bench.calls import Calls, Given, wait_for
 from fanfold.bench.check import Expectation, PackedRows, TokenMajorRows
 from fanfold.bench.settings import BenchSettings
 from fanfold.config import in_environment
@@ -188,7 +188,7 @@ class ElasticCalls:
 
     def synchronize(self) -> None:
         """Waits for what is enqueued; what it found wrong a later call raises, as in DeepEP."""
-        _wait(self.device)
+        wait_for(self.device)
 
     def close(self) -> None:
         """Lets the memory go."""
@@ -282,13 +282,8 @@ class HybridCalls:
 
     def synchronize(self) -> None:
         """Waits for what is enqueued; what it found wrong a later call raises, as in DeepEP."""
-        _wait(self.device)
+        wait_for(self.device)
 
     def close(self) -> None:
         """Lets the memory go."""
         self._buffer.runtime.close()
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()

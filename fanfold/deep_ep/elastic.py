@@ -175,14 +175,11 @@ class ElasticBuffer:
 
     def _find_domains(self, ranks: Any, config: Settings) -> None:
         hosts = find_hosts(ranks, config)
-        per_host = {hosts.host.count(host) for host in hosts.host}
-        self.num_rdma_ranks, self.num_nvlink_ranks = 1, self.num_ranks
-        if len(per_host) == 1:
-            self.num_rdma_ranks, self.num_nvlink_ranks = hosts.count, per_host.pop()
+        self.num_rdma_ranks, self.num_nvlink_ranks = len(set(hosts.even)), hosts.even.count(0)
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
-        self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(
-            self.rank_idx, self.num_scaleup_ranks
-        )
+        domain = hosts.even if self.allow_hybrid_mode else (0,) * self.num_ranks
+        self.scaleout_rank_idx = domain[self.rank_idx]
+        self.scaleup_rank_idx = domain[: self.rank_idx].count(self.scaleout_rank_idx)
 
     # ---- the calls ------------------------------------------------------------------------------
 

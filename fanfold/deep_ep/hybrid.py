@@ -178,10 +178,8 @@ class HybridEPBuffer:
             # Megatron-LM passes what a rank happens to have at first.
             most = max(_MOST_TOKENS, *ranks.all_gather(max_num_of_tokens_per_rank))
             self.runtime, self._backend = open_high_throughput(ranks, choice, most, settings)
-        node = hosts.host
-        if len({node.count(each) for each in node}) > 1:  # hosts of different sizes are one
-            node = (0,) * self.group_size
-        nodes, of_node = len(set(node)), node.count(node[0])
+        node = hosts.even
+        nodes, of_node = len(set(node)), node.count(0)
         self.num_of_nodes, self.num_of_hybrid_ep_ranks_per_nvlink_domain = nodes, of_node
         self.node_rank = node[self.rank]
         self.local_rank = node[: self.rank].count(self.node_rank)

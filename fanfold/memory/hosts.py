@@ -62,6 +62,12 @@ class Hosts:
         return max(self.host) + 1
 
     @property
+    def even(self) -> tuple[int, ...]:
+        """``host`` if each has as many ranks; else one host for all of them."""
+        sizes = {self.host.count(host) for host in self.host}
+        return self.host if len(sizes) == 1 else (0,) * len(self.host)
+
+    @property
     def several(self) -> bool:
         """Whether there is more than one."""
         return self.count > 1

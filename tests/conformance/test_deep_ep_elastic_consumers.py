@@ -56,6 +56,8 @@ def _vllm_prefill(group: dist.ProcessGroup) -> None:
         assert sum(padded) == len(rows) == handle.num_expanded_tokens
         begins = [sum(padded[:expert]) for expert in range(case.local)]
         ends = handle.psum_num_recv_tokens_per_expert.tolist()
+        counts = handle.num_unaligned_recv_tokens_per_expert.tolist()
+        assert ends == [begin + count for begin, count in zip(begins, counts, strict=True)]
         y = grouped(case, rank, rows, ends, begins) * weights.unsqueeze(1)
         out, nothing, event = buffer.combine(
             y.to(torch.bfloat16), handle, async_with_compute_stream=asynchronous

@@ -157,7 +157,7 @@ def numbers_of(rows: int, rank: int) -> torch.Tensor:
 
 
 def returned(layer: Layer, rank: int) -> torch.Tensor:
-    """What comes back of the numbers of all ranks' rows."""
+    """The numbers of all ranks' rows, at the tokens and experts of the rows."""
     back = torch.zeros((layer.tokens[rank], layer.experts), dtype=torch.float32, device="cpu")
     for peer in range(layer.ranks):
         there = Sorted(layer, peer)
