@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from fanfold.cli.main import main
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.one_host  # the tests say themselves on how many hosts they run
 
@@ -22,6 +23,7 @@ FANFOLD = [sys.executable, "-m", "fanfold.cli.main"]
 TINY = ["--ranks", "2", "--tokens", "16", "--hidden", "64", "--top-k", "2", "--experts", "4",
         "--iterations", "3", "--warmup", "1"]  # fmt: skip
 BOUND_S = 90.0
+PAUSE_S = 0.1  # to look through /proc takes about 10 ms
 
 CLEARED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -63,13 +65,6 @@ def ranks_of(marker):
         return False
 
     return [path for path in Path("/proc").glob("[0-9]*/environ") if marked(path)]
-
-
-def wait_until(condition, what):
-    deadline = time.monotonic() + BOUND_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {BOUND_S} s: {what}"
-        time.sleep(0.1)  # to look through /proc takes about 10 ms
 
 
 @pytest.mark.parametrize(
@@ -154,25 +149,25 @@ def test_bench_refuses_in_one_line(arguments, message):
 
 
 def test_interrupt_ends_everything():
-    mark = f"interrupted-{os.getpid()}"
+    variable = f"FANFOLD_TEST_MARK=interrupted-{os.getpid()}"
     options = [*TINY, "--iterations", "1000000"]
     with subprocess.Popen(
         [*FANFOLD, "bench", "low-latency", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment(FANFOLD_TEST_MARK=mark),
+        env=environment(FANFOLD_TEST_MARK=variable.partition("=")[2]),
         # A shell that starts the tests in the background has them ignore it, and children inherit.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as bench:
         # The command, the server, and its two ranks.
-        wait_until(lambda: len(ranks_of(f"FANFOLD_TEST_MARK={mark}")) >= 4, "ranks started")
+        wait_until(lambda: len(ranks_of(variable)) >= 4, "ranks started", pause_s=PAUSE_S)
         time.sleep(0.5)
         bench.send_signal(signal.SIGINT)
         _, errors = bench.communicate(timeout=BOUND_S)
     assert bench.returncode == 130
     assert "Traceback" not in errors
-    wait_until(lambda: not ranks_of(f"FANFOLD_TEST_MARK={mark}"), "everything ended")
+    wait_until(lambda: not ranks_of(variable), "everything ended", pause_s=PAUSE_S)
 
 
 @pytest.mark.long

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from fanfold.errors import ArgumentError, ConfigError, PeerRefused, PeerTimeout, UsageError
 from fanfold.launch import LaunchError, RankFailure, RankPool, join, launch
+from tests.waiting import wait_until
 
 BOUND_S = 30.0
 
@@ -91,13 +92,6 @@ def raise_local(group):
         pass
 
     raise LocalError("cannot travel as itself")
-
-
-def wait_until(condition, what):
-    deadline = time.monotonic() + BOUND_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {BOUND_S} s: {what}"
-        time.sleep(0.01)
 
 
 def exists(pid):
