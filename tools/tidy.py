@@ -108,7 +108,7 @@ DEFAULT_TENSORS = (
     "IntTensor", "ShortTensor", "CharTensor", "ByteTensor", "BoolTensor",
 )  # fmt: skip
 
-ENVIRONMENT_HOMES = ("fanfold/config.py", "fanfold/launch/")
+ENVIRONMENT_HOMES = ("fanfold/config.py", "fanfold/deep_ep/utils/", "fanfold/launch/")
 WAIT_HOMES = ("csrc/base/wait.h", "csrc/base/wait.cpp")
 DEVICE_CODE = "fanfold/kernels/"
 PTX_HOME = "fanfold/kernels/device/"
@@ -331,7 +331,7 @@ def check_environment(path: str, tree: ast.Module) -> Iterator[Finding]:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             of_os = node.value.id in aliases
             lines += [node.lineno] if of_os and node.attr in banned else []
-    homes = " and ".join(ENVIRONMENT_HOMES)
+    homes = ", ".join(ENVIRONMENT_HOMES)
     yield from counted("environment", path, sorted(lines), f"the environment belongs to {homes}")
 
 

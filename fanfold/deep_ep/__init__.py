@@ -44,9 +44,9 @@ topk_idx_t = torch.int64
 def _version() -> str:
     # The release of DeepEP whose interface this is; what follows the plus says whose it really is.
     try:
-        return f"1.2.1+fanfold.{version('fanfold')}"
+        return f"2.1.0+fanfold.{version('fanfold')}"
     except PackageNotFoundError:
-        return "1.2.1+fanfold"
+        return "2.1.0+fanfold"
 
 
 __version__ = _version()

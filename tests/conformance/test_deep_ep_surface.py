@@ -257,7 +257,7 @@ def test_nothing_public_goes_beyond_deep_ep() -> None:
 
 def test_names_of_the_package() -> None:
     assert deep_ep.topk_idx_t is torch.int64
-    assert deep_ep.__version__.startswith("1.2.1+fanfold")
+    assert deep_ep.__version__.startswith("2.1.0+fanfold")
     from fanfold.deep_ep.utils import EventHandle, EventOverlap  # as Megatron-LM imports them
 
     assert (EventHandle, EventOverlap) == (deep_ep.EventHandle, deep_ep.EventOverlap)
@@ -406,6 +406,12 @@ from deep_ep.utils import EventHandle as FromUtils, EventOverlap as OverlapFromU
 from deep_ep.utils.event import EventOverlap as OverlapFromEvent
 from deep_ep.utils.math import align, calc_diff, per_token_cast_to_fp8
 from deep_ep.utils.semantic import value_or
+from deep_ep.utils.envs import dist_print, get_nvlink_gbs, init_dist, init_seed
+from deep_ep.utils.testing import bench, bench_kineto
+assert init_dist is fanfold.deep_ep.utils.envs.init_dist
+assert bench is fanfold.deep_ep.utils.testing.bench
+import importlib.metadata
+assert importlib.metadata.version("deep_ep") == __version__
 assert align(5, 4) == value_or(None, 8) == 8
 from deep_ep.buffer import Buffer as FromBuffer
 from deep_ep.buffers.legacy import Buffer as FromLegacy
