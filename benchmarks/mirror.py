@@ -38,7 +38,7 @@ from fanfold.backends.low_latency import cuda_required_bytes, kernels
 from fanfold.backends.low_latency.cuda import CudaLowLatency
 from fanfold.bench.cuda_run import device_properties
 from fanfold.bench.cuda_timing import Clock, GpuBarrier, empty_kernel
-from fanfold.bench.report import append_json_line, command_line, commit, versions
+from fanfold.bench.report import append_json_line, command_line, origin
 from fanfold.cli.plot import save
 from fanfold.config import Config
 from fanfold.formats import RowFormat, quantize
@@ -407,7 +407,7 @@ def main() -> None:
             args.results,
             {
                 "mirror": True, "gpus": GPUS, "ranks": args.ranks, **what, "times_us": times,
-                "device": facts, "versions": versions(), "commit": commit(),
+                "device": facts, **origin(),
                 "command": command_line(args.results),
             },
         )  # fmt: skip

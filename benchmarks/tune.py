@@ -40,7 +40,7 @@ from fanfold.backends.high_throughput.layout import Layout, dispatch_layout, lay
 from fanfold.backends.high_throughput.protocol import RowOrder
 from fanfold.bench.cuda_run import device_properties
 from fanfold.bench.cuda_timing import Clock, GpuBarrier
-from fanfold.bench.report import append_json_line, command_line, commit, versions
+from fanfold.bench.report import append_json_line, command_line, origin
 from fanfold.bench.workload import Workload
 from fanfold.config import Config
 from fanfold.formats import quantize
@@ -195,7 +195,7 @@ def main() -> None:
         fields = {
             "ranks": ranks, "changes": changes, "tokens": tokens, "hidden": hidden, "top_k": top_k,
             "experts": experts, "times_us": {name: round(us, 1) for name, us in slowest.items()},
-            "device": device, "versions": versions(), "commit": commit(),
+            "device": device, **origin(),
             "command": command_line(args.results),
         }  # fmt: skip
         append_json_line(args.results, fields)

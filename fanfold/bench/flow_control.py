@@ -3,7 +3,6 @@ flight, on a modelled network. docs/bench.md explains each figure."""
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from fanfold import _core
-from fanfold.bench.report import SCHEMA, commit, machine, versions
+from fanfold.bench.report import SCHEMA, origin
 from fanfold.errors import ArgumentError
 
 __all__ = ["FlowControlSettings", "Incast", "Point", "measure", "notes", "record", "table"]
@@ -150,10 +149,7 @@ def record(settings: FlowControlSettings, points: Sequence[Point]) -> dict[str, 
             }
             for point in points
         ],
-        "machine": machine(),
-        "versions": versions(),
-        "commit": commit(),
-        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **origin(),
     }
 
 

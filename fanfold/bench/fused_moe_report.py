@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from rich.table import Table
 from fanfold.bench.fused_moe import FusedMoeSettings, RankPoint
 from fanfold.bench.fused_moe_rivals import KINDS, NotTimed
 from fanfold.bench.fused_moe_timing import PHASES, Spread
-from fanfold.bench.report import commit, machine, versions
+from fanfold.bench.report import origin
 
 __all__ = [
     "BENCH",
@@ -199,10 +198,7 @@ def record(point: FusedMoePoint) -> dict[str, Any]:
     return fields | {
         "late_share": round(max(rank.late_share for rank in point.ranks), 4),
         "device": own.device,
-        "machine": machine(),
-        "versions": versions(),
-        "commit": commit(),
-        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **origin(),
     }
 
 

@@ -210,9 +210,7 @@ def record(point: NetworkPoint, settings: NetworkSettings) -> dict[str, Any]:
     fields["extra_latency_us"] = round(point.extra_latency_us, 3)
     fields["misses"] = point.misses
     return fields | {
-        "machine": report.machine(),
-        "versions": report.versions(),
-        "commit": report.commit(),
+        **report.origin(),
         "settings": asdict(settings),
     }
 

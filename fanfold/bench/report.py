@@ -21,6 +21,8 @@ from rich.table import Table
 from fanfold.bench.settings import THROUGH, BenchSettings
 from fanfold.bench.timing import PHASES, Timings
 from fanfold.bench.traffic import RowsMoved
+from fanfold.config import Config
+from fanfold.config import settings as config_settings
 from fanfold.errors import ArgumentError
 from fanfold.memory.hosts import Hosts
 
@@ -31,15 +33,13 @@ __all__ = [
     "append_json_line",
     "check_writable",
     "command_line",
-    "commit",
     "gpu_table",
     "hosts_table",
-    "machine",
     "notes",
+    "origin",
     "record",
     "sweep_table",
     "table",
-    "versions",
 ]
 
 SCHEMA = 2  # 1 had in `routing` what is `distribution` now
@@ -208,11 +208,23 @@ def record(result: Result) -> dict[str, Any]:
         fields |= {"device": result.device, "timing": result.timing}
     if result.capacity is not None:
         fields["capacity"] = result.capacity
-    fields["machine"] = machine()
-    fields["versions"] = versions()
-    fields["commit"] = commit()
-    fields["time"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return fields
+    return fields | origin()
+
+
+def origin() -> dict[str, Any]:
+    """Where and how a figure was measured: machine, versions, commit, time, and ``config``, the
+    settings of the environment that were not the defaults, but for where kernels are kept."""
+    config = Config.resolve()
+    names = [setting.name for setting in config_settings() if setting.name != "cache_dir"]
+    return {
+        "machine": machine(),
+        "versions": versions(),
+        "commit": commit(),
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "config": {
+            name: getattr(config, name) for name in names if config.source_of(name) != "default"
+        },
+    }
 
 
 def machine() -> dict[str, Any]:

@@ -6,7 +6,6 @@ means.
 
 from __future__ import annotations
 
-import datetime
 import os
 import statistics
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from typing import Any, Literal
 from rich.table import Table
 
 from fanfold import _core
-from fanfold.bench.report import SCHEMA, commit, machine, versions
+from fanfold.bench.report import SCHEMA, origin
 from fanfold.bench.ring_gpu import GpuRings
 from fanfold.errors import ArgumentError
 
@@ -223,10 +222,7 @@ def record(result: RingResult) -> dict[str, Any]:
             for each in result.latency
         ],
         "checked": True,
-        "machine": machine(),
-        "versions": versions(),
-        "commit": commit(),
-        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **origin(),
     }
 
 

@@ -54,7 +54,7 @@ def test_writes_a_line_with_the_documented_keys(
         assert 0 < each["average_ns"] <= each["most_ns"]
         assert each["rate"] > 0
         assert each["clock_ns"] > 0
-    assert {"machine", "versions", "commit", "time", "schema"} < set(fields)
+    assert {"machine", "versions", "commit", "time", "config", "schema"} < set(fields)
 
 
 def test_documents_every_field(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_documents_every_field(tmp_path: Path) -> None:
     fields = json.loads(path.read_text())
     page = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
     text = page.partition("\n## Ring\n")[2].partition("\n## ")[0]
-    own = set(fields) - {"schema", "machine", "versions", "commit", "time", "checked"}
+    own = set(fields) - {"schema", "machine", "versions", "commit", "time", "config", "checked"}
     for name in own | set(fields["throughput"][0]) | set(fields["latency"][0]):
         assert f"`{name}`" in text, name
 

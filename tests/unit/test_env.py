@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -111,3 +112,17 @@ def test_explain_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     for setting in settings():
         monkeypatch.setenv(setting.variable, "\udcff")
     assert all(row.error for row in explain())
+
+
+def test_the_guide_explains_every_setting() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text()
+    rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| `")]
+    explained = {row[0].strip(" `"): row[1:] for row in rows}
+    for setting in settings():
+        default, *sentences = explained.pop(setting.name)
+        assert all(sentence.strip() for sentence in sentences)
+        shown = {None: "auto", False: "0"}.get(setting.default, str(setting.default))
+        if setting.name.endswith("_bytes"):
+            shown = f"{int(str(setting.default)) >> 20} MiB"
+        assert default.strip(" `") == shown.removesuffix(".0")
+    assert not explained, "what is no setting"

@@ -70,13 +70,23 @@ FIELDS = {
     "mode", "backend", "transport", "hosts", "ranks", "tokens", "hidden", "top_k", "experts",
     "dtype", "bytes_remote", "bytes_total", "checked", "baseline_total_us", "ratio", "seed",
     "iterations", "warmup", "distribution", "layout", "in_place", "routing", "sms", "alignment",
-    "face", "check", "baseline", "machine", "versions", "commit", "ranks_per_host",
+    "face", "check", "baseline", "machine", "versions", "commit", "config", "ranks_per_host",
     "proxy_threads", "emulated_hosts", "bytes_between_hosts", "bytes_inside_hosts",
 } | {
     f"{phase}_us{suffix}"
     for phase in ("dispatch", "combine", "total")
     for suffix in ("", "_p90", "_p99")
 } | {f"{phase}_gbps" for phase in ("dispatch", "combine", "total")}  # fmt: skip
+
+
+def test_record_has_the_settings_of_the_environment(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("FANFOLD_")]:
+        monkeypatch.delenv(name)
+    assert report.record(result())["config"] == {}
+    monkeypatch.setenv("FANFOLD_STAGING_BYTES", "1048576")
+    monkeypatch.setenv("FANFOLD_CTAS", "auto")
+    monkeypatch.setenv("FANFOLD_CACHE_DIR", "/a/folder/of/mine")
+    assert report.record(result())["config"] == {"staging_bytes": 1048576, "ctas": None}
 
 
 def test_record_has_every_field():
