@@ -60,7 +60,7 @@ class Overrides(TypedDict, total=False):
     ctas: int | None
     senders: int | None
     cache_dir: str | None
-    nvtx: bool
+    ranges: bool
     fast_accumulation: bool
     swap_ab_rows: int | None
     group_rows: int | None
@@ -262,10 +262,10 @@ _SETTINGS = (
         bound="'auto' or the path of a folder in printable characters",
     ),
     Setting(
-        name="nvtx",
-        variable="FANFOLD_NVTX",
-        help="Whether each dispatch, combine and hook is an NVTX range, which profilers such as "
-        "Nsight Systems show. Without NVTX in PyTorch, as in its builds for CPUs, there are none.",
+        name="ranges",
+        variable="FANFOLD_RANGES",
+        help="Whether each dispatch, combine, hook and call of a FusedMoE is a range in profiles: "
+        "of NVTX, for Nsight Systems, where PyTorch has it, and of torch.profiler.",
         parse=_parse_flag,
         check=lambda v: isinstance(v, bool),
         bound="True or False, in the environment 1 or 0",
@@ -412,7 +412,7 @@ class Config:
         ctas: of each kernel; None for a choice by the mode.
         senders: CTAs of them that send rows in a dispatch; None for a choice by the machine.
         cache_dir: folder of compiled kernels; None for the user's own (:meth:`cache_folder`).
-        nvtx: whether calls are NVTX ranges, where PyTorch has NVTX.
+        ranges: whether calls are ranges of NVTX and of ``torch.profiler``.
         fast_accumulation: whether FusedMoE may lose bits of sums on GPUs, for a few percent.
         swap_ab_rows, group_rows: when the kernel of FusedMoE changes its form
             (:class:`fanfold.fused_moe.FusedMoeTuning`); None for what was measured.
@@ -432,7 +432,7 @@ class Config:
     ctas: int | None = None
     senders: int | None = None
     cache_dir: str | None = None
-    nvtx: bool = False
+    ranges: bool = False
     fast_accumulation: bool = False
     swap_ab_rows: int | None = None
     group_rows: int | None = None

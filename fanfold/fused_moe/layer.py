@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from fanfold.backends.choose import BackendChoice, choose
+from fanfold.backends.ranges import ranged_call
 from fanfold.base_dispatcher import GroupLike, HasGeometry, checked_config
 from fanfold.config import Config
 from fanfold.copying import not_copied
@@ -131,6 +132,7 @@ class FusedMoE(HasGeometry):
             self._layer = CudaLayer(self._group, self.geometry, intermediate, clamps, self.config)
         else:
             self._layer = HostLayer(group, self.geometry, self.config)
+        self._run = ranged_call(self._layer.run, "fanfold::fused_moe::layer", self.config)
         self._checks = CallChecks(
             self.geometry,
             intermediate,
@@ -256,7 +258,7 @@ class FusedMoE(HasGeometry):
                 self._clamp(activation_clamp),
             )  # fmt: skip
             self._checks.check(call)
-        return self._layer.run(call)
+        return self._run(call)
 
     def refuse(self, error: BaseException) -> None:
         """Aborts the next call on all ranks in place of this rank's :meth:`forward`, because of

@@ -1,9 +1,8 @@
-"""NVTX ranges around calls and hooks: where PyTorch has NVTX, and the setting asks for them."""
+"""Ranges around calls and hooks, where the setting asks for them."""
 
 from __future__ import annotations
 
 import copy
-import logging
 
 import pytest
 import torch
@@ -51,10 +50,10 @@ def low_latency_calls(**settings: bool) -> None:
 
 
 def test_calls_and_hooks_are_ranges(ranges: Ranges) -> None:
-    low_latency_calls(nvtx=True)
+    low_latency_calls(ranges=True)
     assert ranges.closed == [f"{LOW}::dispatch", f"{LOW}::dispatch hook", f"{LOW}::combine"]
     ranges.closed.clear()
-    with fanfold.HighThroughput(**SIZES, config=fanfold.Config.resolve(nvtx=True)) as ep:
+    with fanfold.HighThroughput(**SIZES, config=fanfold.Config.resolve(ranges=True)) as ep:
         received = ep.dispatch(*tokens())
         again = ep.dispatch(tokens()[0], previous=received)
         ep.combine(again.tokens, again)
@@ -72,7 +71,7 @@ def test_without_the_setting_there_are_none(ranges: Ranges) -> None:
 
 
 def test_a_call_that_raises_ends_its_range(ranges: Ranges) -> None:
-    with fanfold.LowLatency(**SIZES, config=fanfold.Config.resolve(nvtx=True)) as ep:
+    with fanfold.LowLatency(**SIZES, config=fanfold.Config.resolve(ranges=True)) as ep:
         x, topk_idx, topk_weights = tokens()
         with pytest.raises(ArgumentError):
             ep.dispatch(x, topk_idx + 99, topk_weights)
@@ -82,7 +81,7 @@ def test_a_call_that_raises_ends_its_range(ranges: Ranges) -> None:
 
 def buffer_calls(group: dist.ProcessGroup) -> None:
     nbytes = Buffer.get_low_latency_rdma_size_hint(8, 64, 1, 8)
-    with environment(FANFOLD_NVTX="1"):
+    with environment(FANFOLD_RANGES="1"):
         buffer = Buffer(group, 1 << 20, num_rdma_bytes=nbytes, low_latency_mode=True)
     x, topk_idx, topk_weights = tokens()
     rows, _, handle, _, hook = buffer.low_latency_dispatch(
@@ -117,7 +116,7 @@ def test_in_all_else_it_is_the_backend() -> None:
 
 
 def test_compiled_calls_have_ranges_too(ranges: Ranges) -> None:
-    with fanfold.HighThroughput(**SIZES, config=fanfold.Config.resolve(nvtx=True)) as ep:
+    with fanfold.HighThroughput(**SIZES, config=fanfold.Config.resolve(ranges=True)) as ep:
 
         @torch.compile(fullgraph=True, backend="aot_eager")
         def layer(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -130,7 +129,7 @@ def test_compiled_calls_have_ranges_too(ranges: Ranges) -> None:
 
 
 def test_a_hook_in_compiled_code_has_a_range(ranges: Ranges) -> None:
-    with fanfold.LowLatency(**SIZES, config=fanfold.Config.resolve(nvtx=True)) as ep:
+    with fanfold.LowLatency(**SIZES, config=fanfold.Config.resolve(ranges=True)) as ep:
 
         @torch.compile(backend="aot_eager")
         def layer(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -144,20 +143,46 @@ def test_a_hook_in_compiled_code_has_a_range(ranges: Ranges) -> None:
     assert ranges.open == []
 
 
-def test_a_pytorch_without_nvtx_is_logged_and_has_none(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def profiled(**settings: bool) -> list[str]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        low_latency_calls(**settings)
+    names = [event.name for event in profiler.events()]
+    return [name for name in names if name.startswith("fanfold::")]
+
+
+def test_a_profiler_has_record_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(_: str) -> None:
         raise RuntimeError("NVTX functions not installed. Are you sure you have a CUDA build?")
 
     monkeypatch.setattr(torch.cuda.nvtx, "mark", missing)
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", missing)
     assert not available()
-    with caplog.at_level(logging.WARNING, "fanfold"):
-        low_latency_calls(nvtx=True)
-    [record] = caplog.records
-    assert record.name == "fanfold.backends.ranges"
-    assert "the setting nvtx is True (from argument)" in record.getMessage()
+    assert profiled(ranges=True) == [f"{LOW}::dispatch", f"{LOW}::dispatch hook", f"{LOW}::combine"]
+    assert profiled(ranges=False) == []
+
+
+def test_without_a_profiler_nothing_is_recorded(
+    ranges: Ranges, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.profiler, "record_function", lambda _: pytest.fail("recorded"))
+    low_latency_calls(ranges=True)
+    assert len(ranges.closed) == 3
+
+
+def test_a_fused_layer_is_a_range(ranges: Ranges) -> None:
+    config = fanfold.Config.resolve(ranges=True)
+    layer = fanfold.FusedMoE(
+        num_experts=2, top_k=1, hidden=128, intermediate=128, max_tokens=4, config=config
+    )
+    with layer:
+        weights = fanfold.fused_moe.ExpertWeights.quantize(
+            torch.ones((2, 256, 128), dtype=torch.bfloat16, device="cpu"),
+            torch.ones((2, 128, 128), dtype=torch.bfloat16, device="cpu"),
+        )
+        x = torch.ones((4, 128), dtype=torch.bfloat16, device="cpu")
+        idx = torch.zeros((4, 1), dtype=torch.int64, device="cpu")
+        layer.forward(x, idx, torch.ones((4, 1), dtype=torch.float32, device="cpu"), weights)
+    assert ranges.closed == ["fanfold::fused_moe::layer"]
 
 
 def test_a_copy_of_a_backend_with_ranges_does_not_recurse() -> None:
