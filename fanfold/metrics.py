@@ -74,6 +74,16 @@ METRICS: tuple[Metric, ...] = (
         "Waits of them that ended without it: the peer was late or gone, the network failed, the "
         "ranks were in different calls, or a signal interrupted the wait",
     ),
+    Metric(
+        "rows_total",
+        ("phase", "peer"),
+        "Rows that this rank has sent to each rank, itself included: a token crosses once to each "
+        "rank that holds one of its experts",
+    ),
+    Metric("row_bytes_total", ("phase", "peer"), "Bytes of those rows and of their scales"),
+    Metric(
+        "expert_rows_total", ("expert",), "Rows that dispatches have brought this rank's experts"
+    ),
     Metric("masked_ranks", (), "Ranks that this rank goes on without", "gauge"),
     _of_thread("commands_total", "commands", "Commands taken from the ring"),
     _of_thread("fences_total", "fences", "Fences completed"),
@@ -154,6 +164,11 @@ def collect(calls: Mapping[str, int], core: _core.SymmetricMemory | None) -> dic
         waits.setdefault(phase, {})[other] = count
         seconds.setdefault(phase, {})[other] = duration
         failures.setdefault(phase, {})[other] = failed
+    rows, row_bytes = (collected.setdefault(name, {}) for name in ("rows_total", "row_bytes_total"))
+    for phase, peer, count, nbytes in core.rows():
+        rows.setdefault(phase, {})[peer] = count
+        row_bytes.setdefault(phase, {})[peer] = nbytes
+    collected["expert_rows_total"] = dict(core.expert_rows())
     collected["masked_ranks"] = core.masked_ranks
     for name, thread, peer, value in core.carrier_counts():
         metric = _BY_COUNT[name]

@@ -68,6 +68,26 @@ void bind_counts(nb::class_<SymmetricMemory>& memory) {
           },
           "Phase, peer (-1: any one of several), waits, their seconds, and how many have failed.")
       .def(
+          "rows",
+          [](const SymmetricMemory& self) {
+            std::vector<std::tuple<std::string, int32_t, uint64_t, uint64_t>> rows;
+            for (const RowCount& count : self.rows().all()) {
+              rows.emplace_back(name_of(count.phase), count.peer, count.rows, count.bytes);
+            }
+            return rows;
+          },
+          "Phase, peer, rows sent to it and their bytes.")
+      .def(
+          "expert_rows",
+          [](const SymmetricMemory& self) {
+            std::vector<std::tuple<int32_t, uint64_t>> rows;
+            for (const ExpertRows& count : self.rows().of_experts()) {
+              rows.emplace_back(count.expert, count.rows);
+            }
+            return rows;
+          },
+          "Expert of this rank and rows that it has received.")
+      .def(
           "carrier_counts",
           [](const SymmetricMemory& self) {
             std::vector<std::tuple<std::string, int32_t, int32_t, uint64_t>> counts;

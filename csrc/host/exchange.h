@@ -97,6 +97,7 @@ class Exchange {
   // The chunks that have been stored in this call; -1 if there are none, or a refusal.
   int32_t chunks(const StreamPlace& word) const;
   const Peer& peer(int32_t rank) const { return memory_.peer(rank); }
+  RowCounts& counted_rows() const { return memory_.rows(); }
   // Whether `peer` has refused the call after sending its header.
   bool refused(int32_t peer) const;
   // Throws PeerRefused if it has.

@@ -123,6 +123,7 @@ void HighThroughput::exchange_counts(const HighThroughputTokens& tokens, HighThr
   });
   exchange_.await_headers();
   adopt_counts(plan, alignment);
+  sent_rows_.assign(per_rank.begin(), per_rank.end());
   counted_ = true;
 }
 
@@ -172,6 +173,7 @@ void HighThroughput::dispatch_rows(const HighThroughputTokens& tokens,
   });
   const StreamLayout layout = dispatch_stream(tokens, true, dispatch_ring_bytes(exchange_));
   Dispatch(exchange_, layout, tokens, plan, received, &first_rows_).run(nullptr);
+  count_dispatched(tokens, plan, sent_rows_);
 }
 
 void HighThroughput::dispatch_cached(const HighThroughputTokens& tokens,
@@ -188,14 +190,29 @@ void HighThroughput::dispatch_cached(const HighThroughputTokens& tokens,
   const StreamLayout layout = dispatch_stream(tokens, false, dispatch_ring_bytes(exchange_));
   require_room(exchange_, layout);
   const TokenRanks token_ranks{plan.is_token_in_rank, tokens.tokens, ranks};
+  const std::vector<int64_t> rows = token_ranks.count();
   exchange_.send_headers(Exchange::Headers{
       .signature = signature_of(HighThroughputCall::kCachedDispatch, tokens),
       .records = dispatch_records(exchange_, token_ranks, layout.pieces),
-      .rows = token_ranks.count(),
+      .rows = rows,
       .counts = nullptr,
   });
   const std::vector<int64_t> expected = planned_rows(plan, ranks);
   Dispatch(exchange_, layout, tokens, plan, received, nullptr).run(&expected);
+  count_dispatched(tokens, plan, rows);
+}
+
+void HighThroughput::count_dispatched(const HighThroughputTokens& tokens,
+                                      const HighThroughputPlan& plan,
+                                      const std::vector<int64_t>& rows) {
+  const int64_t row_bytes = tokens.row_bytes + int64_t{4} * tokens.scale_words;
+  RowCounts& counted = exchange_.counted_rows();
+  for (int32_t peer = 0; peer < exchange_.ranks(); ++peer) {
+    const int64_t count = rows[size_of(peer)];
+    counted.sent(Phase::kHighThroughputDispatch, peer, count, count * row_bytes);
+  }
+  const int32_t locals = plan.experts / exchange_.ranks();
+  counted.received(exchange_.rank() * locals, {plan.tokens_per_expert.data(), size_of(locals)});
 }
 
 void HighThroughput::combine(const HighThroughputOutputs& outputs, const HighThroughputPlan& plan,
@@ -225,6 +242,12 @@ void HighThroughput::combine(const HighThroughputOutputs& outputs, const HighThr
       .counts = nullptr,
   });
   Combine(exchange_, layout, outputs, plan, result).run(token_ranks.count());
+  if (outputs.hidden == 0) return;  // only weights went back
+  for (int32_t peer = 0; peer < ranks; ++peer) {
+    const int64_t count = rows[size_of(peer)];
+    exchange_.counted_rows().sent(Phase::kHighThroughputCombine, peer, count,
+                                  count * 2 * outputs.hidden);
+  }
 }
 
 // --- Refusals -------------------------------------------------------------------------------

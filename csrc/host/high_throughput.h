@@ -115,10 +115,13 @@ class HighThroughput {
 
  private:
   void adopt_counts(HighThroughputPlan& plan, int32_t alignment);
+  void count_dispatched(const HighThroughputTokens& tokens, const HighThroughputPlan& plan,
+                        const std::vector<int64_t>& rows);
 
   Exchange exchange_;
   // Between the halves of a dispatch: [R, E_l] the first row of each source and expert.
   std::vector<int64_t> first_rows_;
+  std::vector<int64_t> sent_rows_;  // likewise: [R] this rank's rows for each
   bool counted_ = false;
 };
 

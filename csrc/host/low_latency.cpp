@@ -154,6 +154,7 @@ void LowLatency::push_rows(const LowLatencyTokens& tokens, uint32_t epoch) {
                                      ? ScaleRounding::kPowerOfTwo
                                      : ScaleRounding::kNone;
   std::vector<uint8_t> reached_rank(static_cast<size_t>(g.ranks));
+  std::vector<int64_t> sent(static_cast<size_t>(g.ranks), 0);
   std::vector<RowRun> runs;
   runs.reserve(static_cast<size_t>(g.ranks));
   for (int32_t rank = 0; rank < g.ranks; ++rank) runs.emplace_back(memory_.peer(rank));
@@ -177,9 +178,14 @@ void LowLatency::push_rows(const LowLatencyTokens& tokens, uint32_t epoch) {
       const int64_t place = offset_ + layout_.rows_offset() + slot * layout_.row_stride();
       std::memcpy(memory_.peer(peer).place(place), row, static_cast<size_t>(row_bytes));
       runs[static_cast<size_t>(peer)].put(place, row_bytes);
+      ++sent[static_cast<size_t>(peer)];
     }
   }
   for (RowRun& run : runs) run.finish();
+  for (int32_t peer = 0; peer < g.ranks; ++peer) {
+    const int64_t rows = sent[static_cast<size_t>(peer)];
+    memory_.rows().sent(Phase::kLowLatencyDispatch, peer, rows, rows * row_bytes);
+  }
 }
 
 void LowLatency::dispatch_receive(uint32_t epoch, const LowLatencyReceived& received) {
@@ -197,6 +203,8 @@ void LowLatency::dispatch_receive(uint32_t epoch, const LowLatencyReceived& rece
       received.expert_totals[e] += rows;
     }
   }
+  memory_.rows().received(memory_.rank() * geometry.experts_per_rank(),
+                          {received.counts.data(), cursors_.size()});
   dispatch_.finish(epoch);
 }
 
@@ -294,10 +302,13 @@ uint32_t LowLatency::combine_send(const LowLatencyGeometry& geometry,
                                            : outputs.source_counts[source];
     gather(source, tokens, table_of(source, epoch, outputs), outputs);
     RowRun run(memory_.peer(source));
+    int64_t bytes = 0;
     for (size_t sum = 0; sum < sums_.size(); ++sum) {
-      write_result(source, sum, epoch, outputs.logfmt, run);
+      bytes += write_result(source, sum, epoch, outputs.logfmt, run);
     }
     run.finish();
+    memory_.rows().sent(Phase::kLowLatencyCombine, source, static_cast<int64_t>(sums_.size()),
+                        bytes);
     memory_.peer(source).put(offset_ + encoding_offset(memory_.rank(), 0, epoch), tokens);
     combine_.publish(epoch, source, static_cast<int32_t>(sums_.size()));
   }
@@ -359,9 +370,9 @@ std::span<const ReduceTerm> LowLatency::terms_of(size_t sum) const {
   return std::span(terms_).subspan(begin_of(sum), begin_of(sum + 1) - begin_of(sum));
 }
 
-// Computes a sum and writes it to the token's rank.
-void LowLatency::write_result(int32_t source, size_t sum, uint32_t epoch, bool logfmt,
-                              RowRun& run) {
+// Computes a sum and writes it to the token's rank. Returns its bytes.
+int64_t LowLatency::write_result(int32_t source, size_t sum, uint32_t epoch, bool logfmt,
+                                 RowRun& run) {
   const int32_t hidden = layout_.geometry.hidden;
   const int64_t slot = layout_.slot(parity_of(epoch), memory_.rank(), sums_[sum].token);
   const int64_t result = offset_ + layout_.results_offset() + slot * layout_.row_stride();
@@ -378,11 +389,13 @@ void LowLatency::write_result(int32_t source, size_t sum, uint32_t epoch, bool l
     }
     if (encode_logfmt_row(sum_.data(), hidden, row)) {
       *encoding = kResultLogFmt;
-      return run.put(result, logfmt_row_bytes(hidden));
+      run.put(result, logfmt_row_bytes(hidden));
+      return logfmt_row_bytes(hidden);
     }
   }
   reduce_bf16(terms, {}, hidden, reinterpret_cast<uint16_t*>(row), terms_of(sum + 1));
   run.put(result, bf16_row_bytes(hidden));
+  return bf16_row_bytes(hidden);
 }
 
 void LowLatency::combine_receive(uint32_t epoch, const LowLatencyResult& result) {

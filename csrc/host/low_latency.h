@@ -162,7 +162,7 @@ class LowLatency {
   Table table_of(int32_t source, uint32_t epoch, const LowLatencyOutputs& outputs) const;
   void gather(int32_t source, int32_t tokens, const Table& table, const LowLatencyOutputs& outputs);
   std::span<const ReduceTerm> terms_of(size_t sum) const;
-  void write_result(int32_t source, size_t sum, uint32_t epoch, bool logfmt, RowRun& run);
+  int64_t write_result(int32_t source, size_t sum, uint32_t epoch, bool logfmt, RowRun& run);
   void add_results(const int64_t* ids, int64_t token, uint32_t epoch, uint16_t* out);
   const std::byte* result_row(int32_t peer, int64_t token, uint32_t epoch) const {
     const int64_t slot = layout_.slot(parity_of(epoch), peer, token);

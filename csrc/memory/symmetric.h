@@ -27,6 +27,7 @@
 #include "memory/peer.h"
 #include "memory/pending_wait.h"
 #include "memory/region.h"
+#include "memory/row_counts.h"
 #include "memory/wait_counts.h"
 
 namespace fanfold {
@@ -149,6 +150,9 @@ class SymmetricMemory {
   // For any thread, also after `close`: how the waits of this rank went, and what the carrier has
   // counted.
   std::vector<WaitCount> waits() const { return waits_.all(); }
+  // The rows of the modes' calls, which they count.
+  RowCounts& rows() { return rows_; }
+  const RowCounts& rows() const { return rows_; }
   std::vector<CarrierCount> carrier_counts() const;
   // Why the carrier has lost `peer`, in words for a user; empty if it has not, or if there is none.
   std::string why_lost(int32_t peer) const;
@@ -190,6 +194,7 @@ class SymmetricMemory {
   std::vector<RankHandle> handles_;
   std::vector<uint8_t> masked_;
   WaitCounts waits_;
+  RowCounts rows_;
   std::unique_ptr<Carrier> carrier_;  // writes to the regions, so that it ends before them
   // Held while `carrier_` changes and while another thread reads its numbers.
   mutable std::mutex carrier_mutex_;

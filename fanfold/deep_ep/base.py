@@ -10,13 +10,32 @@ from fanfold.deep_ep.runtime import Runtime
 from fanfold.deep_ep.sizes import Config
 from fanfold.errors import UsageError
 from fanfold.forks import Owner
+from fanfold.memory import PeerMemory
 from fanfold.memory.host import SymmetricMemory
 from fanfold.metrics import collect
 
-__all__ = ["BufferBase"]
+__all__ = ["BufferBase", "Counted"]
 
 
-class BufferBase:
+class Counted:
+    """Has ``metrics()``. Whoever makes it sets the two attributes, and counts its calls."""
+
+    _calls: dict[str, int]
+    _measured: tuple[Owner, PeerMemory]  # stays after the end of the runtime
+
+    def metrics(self) -> dict[str, Any]:
+        """What this rank has done so far, as :meth:`fanfold.LowLatency.metrics`; DeepEP has no such
+        call. After ``destroy`` the last values are returned.
+
+        Raises:
+            UsageError: in a forked child.
+        """
+        owner, memory = self._measured
+        owner.check()
+        return collect(self._calls, memory.core if isinstance(memory, SymmetricMemory) else None)
+
+
+class BufferBase(Counted):
     """State of a Buffer; see :class:`fanfold.deep_ep.buffer.Buffer`."""
 
     rank: int
@@ -29,19 +48,6 @@ class BufferBase:
     enable_shrink: bool
     device: torch.device
     runtime: Runtime | None
-    _calls: dict[str, int]
-    _measured: tuple[Owner, SymmetricMemory]  # stays after the end of the runtime
-
-    def metrics(self) -> dict[str, Any]:
-        """What this rank has done so far, as :meth:`fanfold.LowLatency.metrics`; DeepEP has no such
-        call. After ``destroy`` the last values are returned.
-
-        Raises:
-            UsageError: in a forked child.
-        """
-        owner, memory = self._measured
-        owner.check()
-        return collect(self._calls, memory.core)
 
     def _open(self) -> Runtime:
         """The runtime, unless it has been destroyed."""

@@ -18,6 +18,7 @@ from fanfold.config import Config as Settings
 from fanfold.config import Overrides
 from fanfold.copying import not_copied
 from fanfold.deep_ep import elastic_calls
+from fanfold.deep_ep.base import Counted
 from fanfold.deep_ep.elastic_calls import Asked, Call, Event, check_whole
 from fanfold.deep_ep.ep_handle import EPHandle
 from fanfold.deep_ep.events import EventHandle, EventOverlap
@@ -47,7 +48,7 @@ _ELSEWHERE = "DeepEP's experimental calls beside expert parallelism (engram_*, p
     why="it holds memory that the ranks of its group share",
     instead="Make one in each process with the same arguments.",
 )
-class ElasticBuffer:
+class ElasticBuffer(Counted):
     """Dispatch and combine with the arguments and results of DeepEP's ``ElasticBuffer``. Making one
     is collective.
 
@@ -142,6 +143,7 @@ class ElasticBuffer:
         self.allow_multiple_reduction = allow_multiple_reduction
         self.prefer_overlap_with_compute = prefer_overlap_with_compute
         self.num_allocated_qps = num_allocated_qps or _QPS
+        self.num_max_tokens_per_rank = num_max_tokens_per_rank
         with together(as_group(group)) as ranks:
             self.rank_idx, self.num_ranks = ranks.rank, ranks.size
             check_whole("num_max_tokens_per_rank", num_max_tokens_per_rank, 0, MAX_TOKENS)
@@ -149,13 +151,7 @@ class ElasticBuffer:
             check_whole("num_allocated_qps", num_allocated_qps, 0)
             check_whole("num_cpu_timeout_secs", num_cpu_timeout_secs, 1)
             check_whole("num_gpu_timeout_secs", num_gpu_timeout_secs, 1)
-            if num_cpu_bytes != 0:
-                raise ArgumentError("num_cpu_bytes", num_cpu_bytes, "0: Engram is not here")
-            if num_bytes is not None:
-                check_whole("num_bytes", num_bytes, 0)
-                if num_bytes % BUFFER_ALIGNMENT:
-                    bound = f"a multiple of {BUFFER_ALIGNMENT}, as get_buffer_size_hint gives"
-                    raise ArgumentError("num_bytes", num_bytes, bound)
+            _check_bytes(num_bytes, num_cpu_bytes)
             settings: Overrides = {}
             if num_gpu_timeout_secs != _DEFAULT_TIMEOUT_S:
                 settings["timeout_s"] = float(num_gpu_timeout_secs)
@@ -166,7 +162,8 @@ class ElasticBuffer:
             most = max(_MOST_TOKENS, num_max_tokens_per_rank)
             self.runtime, self._backend = open_high_throughput(ranks, choice, most, config)
         del hidden, num_topk, use_fp8_dispatch
-        self.num_max_tokens_per_rank = num_max_tokens_per_rank
+        self._calls = {"dispatch": 0, "combine": 0}
+        self._measured = self._owner, self.runtime
         self.num_bytes = _buffer_bytes(self.num_ranks) if num_bytes is None else num_bytes
         self.device = choice.device
         on_gpu = choice.backend == "cuda"
@@ -264,7 +261,7 @@ class ElasticBuffer:
                 would have to wait.
         """
         previous = previous_event, previous_event_before_epilogue
-        call = self._call(num_sms, num_qps, previous, async_with_compute_stream)
+        call = self._call("dispatch", num_sms, num_qps, previous, async_with_compute_stream)
         del allocate_on_comm_stream, do_zero_padding
         asked = Asked(
             num_experts,
@@ -318,14 +315,20 @@ class ElasticBuffer:
             ArgumentError, PeerRefused, PeerTimeout, UsageError: as :meth:`dispatch`.
         """
         previous = previous_event, previous_event_before_epilogue
-        call = self._call(num_sms, num_qps, previous, async_with_compute_stream)
+        call = self._call("combine", num_sms, num_qps, previous, async_with_compute_stream)
         del allocate_on_comm_stream
         return elastic_calls.combine(call, x, handle, topk_weights, bias)
 
     def _call(
-        self, num_sms: int, num_qps: int, previous: tuple[Event, Event], asynchronous: bool
+        self,
+        name: str,
+        num_sms: int,
+        num_qps: int,
+        previous: tuple[Event, Event],
+        asynchronous: bool,
     ) -> Call:
         self._open()
+        self._calls[name] += 1
         return Call(
             backend=self._backend,
             streams=self._streams,
@@ -489,6 +492,17 @@ class ElasticBuffer:
                 ResourceWarning,
                 stacklevel=2,
             )
+
+
+def _check_bytes(num_bytes: int | None, num_cpu_bytes: int) -> None:
+    if num_cpu_bytes != 0:
+        raise ArgumentError("num_cpu_bytes", num_cpu_bytes, "0: Engram is not here")
+    if num_bytes is None:
+        return
+    check_whole("num_bytes", num_bytes, 0)
+    if num_bytes % BUFFER_ALIGNMENT:
+        bound = f"a multiple of {BUFFER_ALIGNMENT}, as get_buffer_size_hint gives"
+        raise ArgumentError("num_bytes", num_bytes, bound)
 
 
 def _buffer_bytes(ranks: int) -> int:

@@ -16,6 +16,7 @@ from fanfold.backends.high_throughput.protocol import MOST_ALIGNMENT, MOST_ROWS,
 from fanfold.backends.opening import open_high_throughput
 from fanfold.config import Config as Settings
 from fanfold.copying import not_copied
+from fanfold.deep_ep.base import Counted
 from fanfold.deep_ep.elastic_calls import check_whole, rows_of_experts
 from fanfold.deep_ep.ep_handle import AnyPlan
 from fanfold.deep_ep.names import HYBRID, HYBRID_WEIGHTS
@@ -83,7 +84,7 @@ class HybridEPHandle(tuple):  # type: ignore[type-arg]
     why="it holds memory that the ranks of its group share",
     instead="Make one in each process with the same arguments.",
 )
-class HybridEPBuffer:
+class HybridEPBuffer(Counted):
     """Dispatch and combine of rows sorted by expert, with the arguments and results of DeepEP's
     ``HybridEPBuffer`` as Megatron-LM uses it. Making one is collective.
 
@@ -178,6 +179,8 @@ class HybridEPBuffer:
             # Megatron-LM passes what a rank happens to have at first.
             most = max(_MOST_TOKENS, *ranks.all_gather(max_num_of_tokens_per_rank))
             self.runtime, self._backend = open_high_throughput(ranks, choice, most, settings)
+        self._calls = {"dispatch_with_permute": 0, "combine_with_unpermute": 0}
+        self._measured = self._owner, self.runtime
         node = hosts.even
         nodes, of_node = len(set(node)), node.count(0)
         self.num_of_nodes, self.num_of_hybrid_ep_ranks_per_nvlink_domain = nodes, of_node
@@ -255,6 +258,7 @@ class HybridEPBuffer:
         """
         del use_fp8, fuse_permute_dispatch, num_dispatched_tokens
         self._owner.check()
+        self._calls["dispatch_with_permute"] += 1
         if use_host_meta is not None:
             non_blocking = not use_host_meta
         values = _contiguous(hidden)
@@ -358,6 +362,7 @@ class HybridEPBuffer:
         """
         del fuse_unpermute_combine, num_dispatched_tokens
         self._owner.check()
+        self._calls["combine_with_unpermute"] += 1
         plan = _plan_of(handle)
         with Refusing(lambda error: self._backend.refuse_combine(error, plan)):
             known = _check_handle(handle, self.group_size)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from prometheus_client.parser import text_string_to_metric_families
 
 import fanfold
-from fanfold.deep_ep import Buffer
+from fanfold.deep_ep import Buffer, ElasticBuffer, HybridEPBuffer
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.group import as_group
 from fanfold.metrics import METRICS, collect, collector
@@ -63,6 +63,13 @@ def test_calls_of_low_latency_are_counted_until_after_close() -> None:
         "waits_total": {},
         "wait_seconds_total": {},
         "wait_failures_total": {},
+        # Each token goes once to the only rank, and to two of its experts; one call was refused.
+        "rows_total": {"low_latency dispatch": {0: 24}, "low_latency combine": {0: 8}},
+        "row_bytes_total": {
+            "low_latency dispatch": {0: 24 * 128},
+            "low_latency combine": {0: 8 * 128},
+        },
+        "expert_rows_total": dict.fromkeys(range(8), 6),
         "masked_ranks": 0,
     }
 
@@ -106,6 +113,89 @@ def test_calls_of_a_buffer_are_counted_until_after_destroy() -> None:
         "low_latency_combine": 1,
     }
     assert measured["masked_ranks"] == 0
+
+
+ROUTING = torch.Generator().manual_seed(5)
+RANKS, EXPERTS, HIDDEN = 3, 6, 256
+# Of each rank, with entries that go nowhere and experts that are named twice.
+TOPK_IDX = [
+    torch.randint(-1, EXPERTS, (n, 3), generator=ROUTING, dtype=torch.int64, device="cpu")
+    for n in (7, 0, 12)
+]
+
+
+def rows_to(source: int, rank: int) -> int:
+    """Tokens of ``source`` that name an expert of ``rank``."""
+    local = EXPERTS // RANKS
+    return sum(any(e // local == rank for e in ids if e >= 0) for ids in TOPK_IDX[source].tolist())
+
+
+def rows_of(expert: int) -> int:
+    return sum(expert in ids for routing in TOPK_IDX for ids in routing.tolist())
+
+
+def counted_rows(group: dist.ProcessGroup, mode: str, dtype: Any) -> dict[str, Any]:
+    sizes = {"num_experts": EXPERTS, "top_k": 3, "hidden": HIDDEN, "max_tokens": 12}
+    made = fanfold.LowLatency if mode == "low_latency" else fanfold.HighThroughput
+    with made(**sizes, group=group, dispatch_dtype=dtype) as ep:
+        topk_idx = TOPK_IDX[ep.rank]
+        x = torch.ones((len(topk_idx), HIDDEN), dtype=torch.bfloat16, device="cpu")
+        weights = torch.ones(topk_idx.shape, dtype=torch.float32, device="cpu")
+        received = ep.dispatch(x, topk_idx, weights)
+        if mode == "high_throughput":
+            ep.dispatch(x, previous=received)
+            ep.combine_weights(
+                torch.ones(len(received.tokens), dtype=torch.float32, device="cpu"), received
+            )
+        y = torch.ones(received.tokens.shape, dtype=torch.bfloat16, device="cpu")
+        ep.combine(y, received)
+        return ep.metrics()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize(("mode", "dispatches"), [("low_latency", 1), ("high_throughput", 2)])
+def test_rows_are_counted_by_peer_and_by_expert(mode: str, dispatches: int, dtype: str) -> None:
+    row_bytes = 2 * HIDDEN if dtype == "bf16" else HIDDEN + 4 * HIDDEN // 128
+    for rank, measured in enumerate(
+        ThreadRanks(RANKS, timeout_s=60.0).run(counted_rows, mode, dtype)
+    ):
+        sent = {peer: dispatches * rows_to(rank, peer) for peer in range(RANKS)}
+        returned = {peer: rows_to(peer, rank) for peer in range(RANKS)}
+        some = {f"{mode} dispatch": sent, f"{mode} combine": returned}
+        rows = {phase: {peer: n for peer, n in of.items() if n} for phase, of in some.items()}
+        assert measured["rows_total"] == {phase: of for phase, of in rows.items() if of}
+        of_phase = {f"{mode} dispatch": row_bytes, f"{mode} combine": 2 * HIDDEN}
+        assert measured["row_bytes_total"] == {
+            phase: {peer: n * of_phase[phase] for peer, n in of.items()}
+            for phase, of in measured["rows_total"].items()
+        }
+        local = range(rank * EXPERTS // RANKS, (rank + 1) * EXPERTS // RANKS)
+        assert measured["expert_rows_total"] == {e: dispatches * rows_of(e) for e in local}
+
+
+def newer_buffers(group: dist.ProcessGroup) -> list[dict[str, Any]]:
+    x, topk_idx, topk_weights = tokens()
+    elastic = ElasticBuffer(group, num_max_tokens_per_rank=8, explicitly_destroy=True)
+    rows, _, _, handle, _ = elastic.dispatch(x, topk_idx, topk_weights, num_experts=8)
+    elastic.dispatch(x, handle=handle)
+    elastic.combine(rows, handle)
+    before = elastic.metrics()
+    elastic.destroy()
+    assert elastic.metrics() == before
+    hybrid = HybridEPBuffer(group, 64, 8, 8)
+    rows, _, _, _, permuted = hybrid.dispatch_with_permute(
+        hidden=x, topk_idx=topk_idx, topk_weights=topk_weights, num_of_experts=8
+    )
+    hybrid.combine_with_unpermute(hidden=rows, handle=permuted)
+    return [before, hybrid.metrics()]
+
+
+def test_calls_and_rows_of_newer_buffers_are_counted() -> None:
+    [[elastic, hybrid]] = ThreadRanks(1, timeout_s=60.0).run(newer_buffers)
+    assert elastic["calls_total"] == {"dispatch": 2, "combine": 1}
+    assert elastic["rows_total"]["high_throughput dispatch"] == {0: 16}
+    assert hybrid["calls_total"] == {"dispatch_with_permute": 1, "combine_with_unpermute": 1}
+    assert hybrid["expert_rows_total"] == dict.fromkeys(range(8), 2)
 
 
 def one_is_absent(
@@ -169,6 +259,12 @@ class Core:
     def waits(self) -> list[tuple[str, int, int, float, int]]:
         return [("low_latency dispatch", 3, 4, 0.5, 1), ("high_throughput combine", -1, 2, 0.25, 0)]
 
+    def rows(self) -> list[tuple[str, int, int, int]]:
+        return [("low_latency dispatch", 3, 11, 1100)]
+
+    def expert_rows(self) -> list[tuple[int, int]]:
+        return [(8, 21), (9, 0)]
+
     def carrier_counts(self) -> list[tuple[str, int, int, int]]:
         named = [(metric.count, metric.labels[0]) for metric in METRICS if metric.count]
         return [(name, 1, -1 if label == "thread" else 5, 7) for name, label in named]
@@ -183,6 +279,9 @@ def test_what_the_core_counts_is_nested_by_its_labels() -> None:
     }
     assert measured["wait_seconds_total"]["low_latency dispatch"] == {3: 0.5}
     assert measured["wait_failures_total"]["low_latency dispatch"] == {3: 1}
+    assert measured["rows_total"] == {"low_latency dispatch": {3: 11}}
+    assert measured["row_bytes_total"] == {"low_latency dispatch": {3: 1100}}
+    assert measured["expert_rows_total"] == {8: 21, 9: 0}
     assert measured["masked_ranks"] == 2
     for metric in METRICS:
         if metric.count:
@@ -229,6 +328,7 @@ def test_the_text_form_reads_back_as_the_mapping() -> None:
         "layer=decode peer=3 phase=low_latency dispatch rank=6": 0.5,
         "layer=decode peer=any phase=high_throughput combine rank=6": 0.25,
     }
+    assert read["fanfold_expert_rows_total"]["expert=8 layer=decode rank=6"] == 21.0
     assert read["fanfold_masked_ranks"] == {"layer=decode rank=6": 2.0}
     assert read["fanfold_proxy_commands_total"] == {"layer=decode rank=6 thread=1": 7.0}
     assert read["fanfold_channel_sent_bytes_total"] == {"layer=decode peer=5 rank=6": 7.0}
