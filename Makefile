@@ -22,7 +22,7 @@ NATIVE := $(shell find csrc fanfold/kernels -not -name '*.pyc' -not -name __pyca
 CORE_TESTS := $(shell find tests/core 2>/dev/null)
 CXX_FILES = $(shell find csrc tests/core tests/kernels tests/emulation fanfold/kernels -name '*.cpp' -o -name '*.hpp' \
 	-o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
-PY_DIRS := $(wildcard fanfold tools tests benchmarks packages)
+PY_DIRS := $(wildcard fanfold tools tests benchmarks packages examples)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -128,7 +128,7 @@ STEM_FILES = (
     "docs/{}.md",
 )
 
-PYTHON_FOLDERS = ("fanfold", "tests", "tools", "benchmarks", "packages")
+PYTHON_FOLDERS = ("fanfold", "tests", "tools", "benchmarks", "packages", "examples")
 DOCUMENTED_FOLDERS = ("fanfold", "tools")
 CPP_FOLDERS = ("csrc", "fanfold/kernels", "tests/core", "tests/kernels")
 CPP_SUFFIXES = (".cpp", ".hpp", ".h", ".cu", ".cuh")

@@ -304,6 +304,12 @@ def test_the_page_has_every_metric_as_the_code_does() -> None:
     ]
 
 
+def test_the_page_asks_prometheus_for_metrics_that_exist() -> None:
+    asked = re.findall(r"\bfanfold_(\w+)(?=\[|\))", PAGE.read_text())
+    assert len(asked) == 5
+    assert set(asked) <= {metric.name for metric in METRICS}
+
+
 # ---- Prometheus ---------------------------------------------------------------------------------
 
 
