@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -284,8 +285,8 @@ def _route(call: Call, tensors: Tensors, sizes: RoutingSizes, copies: bool) -> R
 
 def rows_of_experts(plan: AnyPlan) -> list[int]:
     """Of each local expert, with padding."""
-    listed: list[int] = torch.diff(plan.offsets).tolist()
-    return listed
+    offsets: list[int] = plan.offsets.tolist()
+    return [end - begin for begin, end in itertools.pairwise(offsets)]
 
 
 def _by_columns(scales: torch.Tensor) -> torch.Tensor:

@@ -115,16 +115,10 @@ class EPHandle:
             self._received = plan.received
         self.num_recv_tokens = self._received
         device = topk_idx.device
-        self.psum_num_recv_tokens_per_scaleup_rank = _prefix(plan).to(device)
-        counts, offsets = (
-            each.to(device, torch.int32, copy=True)
-            for each in (plan.tokens_per_expert, plan.offsets)
-        )
-        self.num_unaligned_recv_tokens_per_expert = counts
-        self.psum_num_recv_tokens_per_expert = (
-            offsets[:-1] + counts if sizes.do_expand else offsets[1:].clone()
-        )
         self.num_recv_tokens_per_expert_list = counts_of_experts
+        if device.type == "cuda":  # where the stream's order counts, and a capture holds them
+            _ = self.psum_num_recv_tokens_per_scaleup_rank
+            _ = self.psum_num_recv_tokens_per_expert, self.num_unaligned_recv_tokens_per_expert
         self._done = EventHandle(
             torch.cuda.current_stream(device) if device.type == "cuda" else None
         )
@@ -142,6 +136,24 @@ class EPHandle:
         own = (value for value in vars(self).values() if isinstance(value, torch.Tensor))
         of_plan = (value for value in vars(self._plan).values() if isinstance(value, torch.Tensor))
         return *own, *of_plan
+
+    @cached_property
+    def psum_num_recv_tokens_per_scaleup_rank(self) -> torch.Tensor:
+        """See :class:`EPHandle`. Made when it is first read, unless on a GPU."""
+        return _prefix(self._plan).to(self.topk_idx.device)
+
+    @cached_property
+    def num_unaligned_recv_tokens_per_expert(self) -> torch.Tensor:
+        """See :class:`EPHandle`. Made when it is first read, unless on a GPU."""
+        return self._plan.tokens_per_expert.to(self.topk_idx.device, torch.int32, copy=True)
+
+    @cached_property
+    def psum_num_recv_tokens_per_expert(self) -> torch.Tensor:
+        """See :class:`EPHandle`. Made when it is first read, unless on a GPU."""
+        device, offsets = self.topk_idx.device, self._plan.offsets
+        if not self.do_expand:
+            return offsets[1:].to(device, torch.int32, copy=True)
+        return (offsets[:-1] + self._plan.tokens_per_expert).to(device, torch.int32)
 
     @cached_property
     def recv_src_metadata(self) -> torch.Tensor:
