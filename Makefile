@@ -27,7 +27,7 @@ PY_DIRS := $(wildcard fanfold tools tests benchmarks packages examples)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help venv build demo test test-core test-python test-hosts test-long test-kernels \
-	test-frameworks test-gpu lint format sanitize docs wheel clean
+	test-frameworks test-frameworks-gpu test-gpu lint format sanitize docs wheel clean
 
 help:
 	@echo 'Fanfold: set-up happens by itself; start with make demo.'
@@ -38,6 +38,7 @@ help:
 	@echo '  make test-hosts the tests of ranks again, on HOSTS=$(HOSTS) hosts over NETWORK=$(NETWORK)'
 	@echo '  make test-kernels   compiles the kernels of many sizes, without a GPU'
 	@echo '  make test-frameworks  Megatron-LM'"'"'s dispatchers over deep_ep (installs megatron-core)'
+	@echo '  make test-frameworks-gpu  the same on GPUs'
 	@echo '  make test-gpu   the tests marked gpu (PYTEST_ARGS="-m gpu": the long ones, too)'
 	@echo '  make lint       ruff, mypy, clang-format, clang-tidy, tools/tidy.py'
 	@echo '  make format     let ruff and clang-format rewrite the sources'
@@ -179,12 +180,21 @@ $(FRAMEWORKS)/.stamp-$(MEGATRON): packages/deep_ep/pyproject.toml $(shell find p
 
 test-frameworks: build
 	$(LOCKED_MAKE) $(FRAMEWORKS)/.stamp-$(MEGATRON)
-	PYTHONPATH=$(FRAMEWORKS) $(BIN)/python -m pytest -m frameworks tests/frameworks $(PYTEST_ARGS)
+	PYTHONPATH=$(FRAMEWORKS) $(BIN)/python -m pytest -m 'frameworks and not gpu' tests/frameworks \
+	  $(PYTEST_ARGS)
+
+NEEDS_GPU = @$(BIN)/python -c 'import sys, torch; torch.cuda.device_count() or \
+	sys.exit(f"PyTorch {torch.__version__} sees no GPU, so nothing would be tested")'
 
 test-gpu: build
-	@$(BIN)/python -c 'import sys, torch; torch.cuda.device_count() or \
-	  sys.exit(f"PyTorch {torch.__version__} sees no GPU, so nothing would be tested")'
-	$(BIN)/python -m pytest -m 'gpu and not long' $(PYTEST_ARGS)
+	$(NEEDS_GPU)
+	$(BIN)/python -m pytest -m 'gpu and not long and not frameworks' $(PYTEST_ARGS)
+
+test-frameworks-gpu: build
+	$(NEEDS_GPU)
+	$(LOCKED_MAKE) $(FRAMEWORKS)/.stamp-$(MEGATRON)
+	PYTHONPATH=$(FRAMEWORKS) $(BIN)/python -m pytest -m 'frameworks and gpu' tests/frameworks \
+	  $(PYTEST_ARGS)
 
 sanitize: build
 	$(LOCKED_MAKE) $(CORE)-asan/.stamp

@@ -119,13 +119,13 @@ def decode(group: Any, seconds: float, every: float) -> Watched:
 
 def decode_until(ep: fanfold.LowLatency, seconds: float, rank: int) -> None:
     generator = torch.Generator().manual_seed(rank)
-    preferred = torch.linspace(2.0, 0.5, EXPERTS)
+    preferred = torch.linspace(2.0, 0.5, EXPERTS, dtype=torch.float32, device="cpu")
     begin = time.monotonic()
-    done = torch.zeros(1, dtype=torch.int64)
+    done = torch.zeros(1, dtype=torch.int64, device="cpu")
     while not done:
-        x = torch.randn(TOKENS, HIDDEN, generator=generator).bfloat16().to(ep.device)
+        x = torch.randn((TOKENS, HIDDEN), generator=generator, dtype=torch.float32, device="cpu")
         topk_idx = torch.multinomial(preferred.expand(TOKENS, -1), TOP_K, generator=generator)
-        received = ep.dispatch(x, topk_idx.to(ep.device))
+        received = ep.dispatch(x.to(ep.device, torch.bfloat16), topk_idx.to(ep.device))
         passed = time.monotonic() - begin
         if rank == SLOW_RANK and seconds / 3 < passed < 2 * seconds / 3:
             time.sleep(PAUSE_S)

@@ -131,14 +131,14 @@ def dispatcher_of(group: dist.ProcessGroup, layer: Layer, kind: str) -> Any:
     return made(layer.local, list(local), config, groups)
 
 
-def inputs_of(layer: Layer, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states ``[T, 1, hidden]`` and router logits ``[T, E]``."""
+def inputs_of(layer: Layer, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states ``[T, 1, hidden]`` and router logits ``[T, E]``, the same on any device."""
     generator = torch.Generator().manual_seed(100 * layer.seed + rank)
     tokens = layer.tokens[rank]
     x = torch.randn((tokens, 1, layer.hidden), generator=generator, dtype=torch.float32, device=CPU)
     logits = torch.randn((tokens, layer.experts), generator=generator, dtype=torch.float32,
                          device=CPU)  # fmt: skip
-    return x.to(torch.bfloat16).requires_grad_(), logits.requires_grad_()
+    return x.to(device, torch.bfloat16).requires_grad_(), logits.to(device).requires_grad_()
 
 
 def routing_of(layer: Layer, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,7 +160,7 @@ def _loss(out: torch.Tensor, number: int) -> torch.Tensor:
     """The sum, whose gradient has no memory of its own, or one of other weights."""
     if number % 2:
         return out.sum()
-    weights = torch.linspace(-1, 1, out.shape[-1], dtype=torch.float32, device=CPU)
+    weights = torch.linspace(-1, 1, out.shape[-1], dtype=torch.float32, device=out.device)
     return (out.float() * weights).sum()
 
 
@@ -168,37 +168,41 @@ def factor_of(expert: int) -> float:
     return 0.5 + expert / 8
 
 
-def _layer(group: dist.ProcessGroup, layer: Layer, kind: str, rounds: int = 2) -> list[Results]:
+def layer_results(
+    group: dist.ProcessGroup, layer: Layer, kind: str, device: torch.device = CPU, rounds: int = 2
+) -> list[Results]:
     """The output and the gradients of the layer's input and logits, of each round."""
     rank = dist.get_rank(group)
     results = []
-    with on_the_cpu() if kind == "alltoall" else contextlib.nullcontext():
+    patched = kind == "alltoall" and device.type == "cpu"
+    with on_the_cpu() if patched else contextlib.nullcontext():
         dispatcher = dispatcher_of(group, layer, kind)
         for number in range(rounds):
-            x, logits = inputs_of(layer, rank)
+            x, logits = inputs_of(layer, rank, device)
             chosen, probs = routing_of(layer, logits * (1 + number))
             hidden, sent = dispatcher.dispatch_preprocess(x, chosen, probs)
             hidden, sent = dispatcher.token_dispatch(hidden, sent)
             rows, counts, row_probs = dispatcher.dispatch_postprocess(hidden, sent)
             factors = torch.tensor(
                 [factor_of(rank * layer.local + each) for each in range(layer.local)],
-                dtype=torch.float32, device=CPU,
-            ).repeat_interleave(counts.long())  # fmt: skip
+                dtype=torch.float32, device=device,
+            ).repeat_interleave(counts.long().to(device))  # fmt: skip
             y = (rows.float() * (factors * row_probs).unsqueeze(1)).to(torch.bfloat16)
             y = dispatcher.token_combine(dispatcher.combine_preprocess(y))
             out = dispatcher.combine_postprocess(y)
             _loss(out, number).backward()
             assert x.grad is not None
             assert logits.grad is not None
-            results.append((out.detach().float(), x.grad.float(), logits.grad))
+            found = (out.detach().float(), x.grad.float(), logits.grad)
+            results.append(tuple(tensor.cpu() for tensor in found))
     return results
 
 
-def _without_communication(layer: Layer, rank: int, rounds: int = 2) -> list[Results]:
+def without_communication(layer: Layer, rank: int, rounds: int = 2) -> list[Results]:
     """The same from plain products, in fp32."""
     results = []
     for number in range(rounds):
-        given, logits = inputs_of(layer, rank)
+        given, logits = inputs_of(layer, rank, CPU)
         x = given.detach().float().requires_grad_()
         chosen, probs = routing_of(layer, logits * (1 + number))
         probs = torch.where(chosen, probs, 0.0)
@@ -213,7 +217,7 @@ def _without_communication(layer: Layer, rank: int, rounds: int = 2) -> list[Res
     return results
 
 
-def _assert_near(found: list[list[Results]], wanted: list[list[Results]]) -> None:
+def assert_near(found: list[list[Results]], wanted: list[list[Results]]) -> None:
     """Rows and their sums are rounded to bfloat16 on the way, at most three times (2^-9 each)."""
     for rounds, others in zip(found, wanted, strict=True):
         for tensors, expected in zip(rounds, others, strict=True):
@@ -225,14 +229,14 @@ def _assert_near(found: list[list[Results]], wanted: list[list[Results]]) -> Non
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: f"{layer.tokens}-{layer.seed}")
 @pytest.mark.parametrize("kind", ["deepep", "hybridep"])
 def test_like_its_all_to_all(pools: Pools, layer: Layer, kind: str) -> None:
-    wanted = pools(layer.ranks).run(_layer, layer, "alltoall")
-    plain = [_without_communication(layer, rank) for rank in range(layer.ranks)]
-    _assert_near(wanted, plain)
-    _assert_near(pools(layer.ranks).run(_layer, layer, kind), wanted)
+    wanted = pools(layer.ranks).run(layer_results, layer, "alltoall")
+    plain = [without_communication(layer, rank) for rank in range(layer.ranks)]
+    assert_near(wanted, plain)
+    assert_near(pools(layer.ranks).run(layer_results, layer, kind), wanted)
 
 
 def test_experts_of_a_fixed_number_of_rows(pools: Pools) -> None:
     """Where Megatron knows how many rows come, the CPU waits for nothing."""
-    wanted = pools(PADDED.ranks).run(_layer, PADDED, "alltoall")
-    _assert_near(wanted, [_without_communication(PADDED, rank) for rank in range(PADDED.ranks)])
-    _assert_near(pools(PADDED.ranks).run(_layer, PADDED, "hybridep"), wanted)
+    wanted = pools(PADDED.ranks).run(layer_results, PADDED, "alltoall")
+    assert_near(wanted, [without_communication(PADDED, rank) for rank in range(PADDED.ranks)])
+    assert_near(pools(PADDED.ranks).run(layer_results, PADDED, "hybridep"), wanted)
