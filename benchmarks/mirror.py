@@ -41,7 +41,7 @@ from fanfold.bench.cuda_timing import Clock, GpuBarrier, empty_kernel
 from fanfold.bench.report import append_json_line, command_line, origin
 from fanfold.cli.plot import save
 from fanfold.config import Config
-from fanfold.formats import RowFormat, quantize
+from fanfold.formats import RowFormat, ScaleFormat, quantize
 from fanfold.geometry import Geometry
 from fanfold.group import Group, as_group
 from fanfold.launch import launch
@@ -103,12 +103,13 @@ def _measure(
     device = memory.device
     batches = [_batch(geometry, tokens, seed) for seed in range(GPUS)]
     x, topk_idx, weights = (tensor.to(device) for tensor in batches[rank])
+    fp8 = (RowFormat.FP8, ScaleFormat.FLOAT32)
     with_dispatch = {} if late else {"topk_weights": weights}
     with_combine = {"late_weights": weights} if late else {}
     out = torch.full_like(x, torch.nan)
 
     def dispatch() -> Any:
-        return mode.dispatch(geometry, x, topk_idx, row_format=RowFormat.FP8, **with_dispatch)[0]
+        return mode.dispatch(geometry, x, topk_idx, formats=fp8, **with_dispatch)[0]
 
     received = dispatch()
 

@@ -13,8 +13,8 @@ from fanfold.backends.choose import BackendChoice
 from fanfold.config import Config
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.forks import Owner
-from fanfold.formats import RowFormat, RowFormatName, ScaleFormat, ScaleFormatName
-from fanfold.geometry import Geometry, Mode, check_hidden, check_tensor
+from fanfold.formats import Formats, RowFormat, RowFormatName, ScaleFormat, ScaleFormatName
+from fanfold.geometry import Geometry, Mode, check_tensor
 from fanfold.group import Group, agree
 from fanfold.memory import PeerMemory
 from fanfold.memory.host import SymmetricMemory
@@ -23,11 +23,10 @@ from fanfold.operators import Registration
 from fanfold.representation import described, worded
 from fanfold.results import DispatchResult
 
-__all__ = ["BaseDispatcher", "Formats", "GroupLike", "RowDtype", "check_formats", "checked_config"]
+__all__ = ["BaseDispatcher", "GroupLike", "RowDtype", "check_formats", "checked_config"]
 
 GroupLike = dist.ProcessGroup | Group | None
 RowDtype = RowFormatName | torch.dtype | RowFormat
-Formats = tuple[RowFormat, ScaleFormat]
 
 _Result = TypeVar("_Result", bound=DispatchResult)
 
@@ -50,13 +49,18 @@ def check_formats(hidden: int, dispatch_dtype: RowDtype, scale_format: ScaleForm
     """How rows of ``hidden`` columns travel.
 
     Raises:
-        ArgumentError: an unknown format, or a row that is no multiple of 16 bytes.
+        ArgumentError: an unknown format, a scale format of other rows, or a row that is no
+            multiple of 16 bytes.
     """
     row_format = RowFormat.of(dispatch_dtype)
     if scale_format not in [member.value for member in ScaleFormat]:
         allowed = " or ".join(repr(member.value) for member in ScaleFormat)
         raise ArgumentError("scale_format", repr(scale_format), allowed)
-    check_hidden(hidden, row_format.dtype.itemsize)
+    row_format.check_hidden(hidden)
+    if row_format is RowFormat.NVFP4 and scale_format != "float32":
+        raise ArgumentError(
+            "scale_format", repr(scale_format), "left out with nvfp4 rows, whose scales are e4m3"
+        )
     return row_format, ScaleFormat(scale_format)
 
 

@@ -3,9 +3,12 @@
 ``RowFormat.BF16``   hidden x bfloat16.
 ``RowFormat.FP8``    hidden x float8_e4m3fn with one scale per 128 columns (the last block may be
                      ragged): value = e4m3 * scale, scale = max(amax(|x|), 1e-4) / 448.
+``RowFormat.NVFP4``  hidden x e2m1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives) with one
+                     float8_e4m3fn scale per 16 columns: value = e2m1 * scale / global_scale, where
+                     scale = e4m3(global_scale * amax(|x|) / 6). Low latency only.
 
-Scales can be rounded up to a power of two, and then packed as UE8M0: four exponent bytes to an
-int32, value 2**(byte - 127), the block of the lowest index in the lowest byte.
+Scales of fp8 rows can be rounded up to a power of two, and then packed as UE8M0: four exponent
+bytes to an int32, value 2**(byte - 127), the block of the lowest index in the lowest byte.
 """
 
 from __future__ import annotations
@@ -17,26 +20,36 @@ import torch
 
 from fanfold import _core, quantizing
 from fanfold.errors import ArgumentError
+from fanfold.geometry import check_hidden
 from fanfold.lending import lend
 
 __all__ = [
+    "BF16_ROWS",
     "BLOCK",
     "E4M3_MAX",
+    "NVFP4_BLOCK",
+    "Formats",
     "RowFormat",
     "RowFormatName",
     "ScaleFormat",
     "ScaleFormatName",
     "blocks",
     "dequantize",
+    "dequantize_nvfp4",
+    "nvfp4_scale_shape",
+    "nvfp4_scales_by_row",
     "quantize",
     "scale_columns",
 ]
 
-RowFormatName = Literal["bf16", "fp8"]
+RowFormatName = Literal["bf16", "fp8", "nvfp4"]
 ScaleFormatName = Literal["float32", "power_of_two", "ue8m0"]
 
 BLOCK = 128
 """Columns that share one scale."""
+
+NVFP4_BLOCK = 16
+"""Columns of an nvfp4 row that share one scale."""
 
 E4M3_MAX = 448.0
 """The largest float8_e4m3fn."""
@@ -49,19 +62,38 @@ class RowFormat(enum.Enum):
 
     BF16 = "bf16"
     FP8 = "fp8"
+    NVFP4 = "nvfp4"
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of a received row."""
-        return torch.bfloat16 if self is RowFormat.BF16 else torch.float8_e4m3fn
+        return _DTYPES[self.value]
+
+    def columns(self, hidden: int) -> int:
+        """Elements of a received row: two columns are in one of nvfp4."""
+        return hidden // 2 if self is RowFormat.NVFP4 else hidden
+
+    def check_hidden(self, hidden: int) -> None:
+        """Raises ArgumentError unless a row of ``hidden`` columns is a multiple of 16 bytes."""
+        if self is RowFormat.NVFP4 and hidden % 32:
+            raise ArgumentError(
+                "hidden", hidden, "a multiple of 32 for nvfp4: a row must be a multiple of 16 bytes"
+            )
+        check_hidden(hidden, self.dtype.itemsize)
 
     @classmethod
     def of(cls, value: RowFormat | str | torch.dtype) -> RowFormat:
-        """The format that ``value`` names: a RowFormat, ``"bf16"``, ``"fp8"`` or a dtype."""
+        """The format that ``value`` names: a RowFormat, ``"bf16"``, ``"fp8"``, ``"nvfp4"``, or the
+        dtype of the first two."""
         for member in cls:
-            if value in (member, member.value, member.dtype):
+            # Bytes may be anything.
+            if value in (member, member.value) or value is member.dtype is not torch.uint8:
                 return member
-        raise ArgumentError("dispatch_dtype", repr(value), "'bf16' or 'fp8'")
+        raise ArgumentError("dispatch_dtype", repr(value), _NAMES)
+
+
+_NAMES = "'bf16' or 'fp8', or in low latency 'nvfp4'"
+_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "nvfp4": torch.uint8}
 
 
 class ScaleFormat(enum.Enum):
@@ -75,6 +107,12 @@ class ScaleFormat(enum.Enum):
     def dtype(self) -> torch.dtype:
         """The dtype of a scale tensor."""
         return torch.int32 if self is ScaleFormat.UE8M0 else torch.float32
+
+
+Formats = tuple[RowFormat, ScaleFormat]
+"""How the rows of a call travel."""
+
+BF16_ROWS: Formats = (RowFormat.BF16, ScaleFormat.FLOAT32)
 
 
 def blocks(hidden: int) -> int:
@@ -172,3 +210,52 @@ def dequantize(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         exponents = (scales.unsqueeze(-1) >> shifts) & 0xFF
         scales = torch.exp2(exponents.flatten(-2)[..., : blocks(hidden)].float() - 127.0)
     return values.float() * scales.repeat_interleave(BLOCK, dim=-1)[..., :hidden]
+
+
+# ---- nvfp4 --------------------------------------------------------------------------------------
+
+_TILE_ROWS, _TILE_COLUMNS = 128, 64
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def nvfp4_scale_shape(experts: int, rows: int, hidden: int) -> tuple[int, ...]:
+    """The shape of the scales of received nvfp4 rows, which lie in tiles of 128 rows by 64 columns
+    as block-scaled matrix products read them: ``[experts, ceil(rows / 128), ceil(hidden / 64), 32,
+    4, 4]``. The scale of row r and block b (16 columns) of expert e is at ``[e, r // 128, b // 4,
+    r % 32, r // 32 % 4, b % 4]``."""
+    return (experts, -(-rows // _TILE_ROWS), -(-hidden // _TILE_COLUMNS), 32, 4, 4)
+
+
+def nvfp4_scales_by_row(scales: torch.Tensor, rows: int, hidden: int) -> torch.Tensor:
+    """The scales of received nvfp4 rows, a row after the other.
+
+    Args:
+        scales: of :func:`nvfp4_scale_shape`, float8_e4m3fn, as dispatch returns them.
+        rows: that each expert has room for.
+        hidden: columns of a row.
+
+    Returns:
+        ``[experts, rows, hidden / 16]`` float8_e4m3fn, a copy.
+    """
+    by_row = scales.view(torch.uint8).permute(0, 1, 4, 3, 2, 5).flatten(4).flatten(1, 3)
+    return by_row[:, :rows, : hidden // NVFP4_BLOCK].contiguous().view(torch.float8_e4m3fn)
+
+
+def dequantize_nvfp4(
+    values: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor
+) -> torch.Tensor:
+    """float32 values of nvfp4 rows.
+
+    Args:
+        values: ``[..., hidden / 2]`` uint8, the first of two columns in the low half.
+        scales: ``[..., hidden / 16]`` float8_e4m3fn, as :func:`nvfp4_scales_by_row` returns them.
+        global_scale: float32, of one element.
+
+    Returns:
+        ``[..., hidden]`` float32: e2m1 * (scale / global_scale).
+    """
+    positive = torch.tensor(_E2M1, dtype=torch.float32, device=values.device)
+    table = torch.cat([positive, -positive])
+    codes = torch.stack([values & 0xF, values >> 4], dim=-1).flatten(-2)
+    factors = scales.float() / global_scale.reshape(())
+    return table[codes.long()] * factors.repeat_interleave(NVFP4_BLOCK, dim=-1)

@@ -121,6 +121,9 @@ class HighThroughput(BaseDispatcher):
             self.config = checked_config(config)
             self.geometry = Geometry(self._group.size, num_experts, top_k, hidden, max_tokens)
             self._formats = check_formats(hidden, dispatch_dtype, scale_format)
+            if self._formats[0] is RowFormat.NVFP4:
+                bound = "'bf16' or 'fp8' in high throughput; nvfp4 rows need LowLatency"
+                raise ArgumentError("dispatch_dtype", repr("nvfp4"), bound)
             check_integer("expert_alignment", expert_alignment, 1, MOST_ALIGNMENT)
             check_integer("in_place_rows", in_place_rows, 0, MOST_ROWS)
             self._agree(

@@ -59,10 +59,11 @@ class LowLatency(BaseDispatcher):
         num_experts: experts of all ranks; a multiple of the ranks, up to 32767. Rank r holds
             experts ``r * num_experts / ranks`` onwards.
         top_k: experts per token, 1 to 32.
-        hidden: columns of a row, from 16; a row must be a multiple of 16 bytes.
+        hidden: columns of a row, from 16; a row must be a multiple of 16 bytes: of 8 columns of
+            bf16, 16 of fp8, 32 of nvfp4.
         max_tokens: most tokens one rank passes to one call; sizes the memory.
-        dispatch_dtype: ``"bf16"`` or ``"fp8"`` (or their torch dtypes): how rows travel to the
-            experts. They always return as bfloat16.
+        dispatch_dtype: ``"bf16"``, ``"fp8"`` (or their torch dtypes) or ``"nvfp4"``: how rows
+            travel to the experts. They always return as bfloat16.
         scale_format: of fp8 rows: ``"float32"``, ``"power_of_two"`` or ``"ue8m0"``.
         config: the settings; resolved from the environment if None.
 
@@ -123,6 +124,7 @@ class LowLatency(BaseDispatcher):
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None = None,
         *,
+        global_scale: torch.Tensor | None = None,
         return_hook: Literal[False] = False,
     ) -> LowLatencyResult: ...
 
@@ -133,6 +135,7 @@ class LowLatency(BaseDispatcher):
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None = None,
         *,
+        global_scale: torch.Tensor | None = None,
         return_hook: Literal[True],
     ) -> tuple[LowLatencyResult, Hook]: ...
 
@@ -143,6 +146,7 @@ class LowLatency(BaseDispatcher):
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None = None,
         *,
+        global_scale: torch.Tensor | None = None,
         return_hook: bool,
     ) -> LowLatencyResult | tuple[LowLatencyResult, Hook]: ...
 
@@ -152,16 +156,22 @@ class LowLatency(BaseDispatcher):
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None = None,
         *,
+        global_scale: torch.Tensor | None = None,
         return_hook: bool = False,
     ) -> LowLatencyResult | tuple[LowLatencyResult, Hook]:
         """Sends each token to the ranks that hold its experts. Collective.
 
         Args:
             x: ``[T, hidden]`` bfloat16, contiguous, 0 <= T <= max_tokens; T may differ between
-                ranks. Quantised here if rows travel as fp8.
+                ranks. Quantised here if rows travel as fp8 or nvfp4.
             topk_idx: ``[T, top_k]`` int64, -1 for none. A token goes to an expert once, however
                 often its row names the expert, with the sum of those weights.
             topk_weights: ``[T, top_k]`` float32. They travel along for a weighted combine.
+            global_scale: float32, of one element, on :attr:`device`: what nvfp4 rows are multiplied
+                by before their blocks are scaled, for example ``448 * 6 / amax(|x|)``; None with
+                other rows. Each rank quantises its own tokens with its own, and the experts' ranks
+                do not receive it, so all ranks need the same. No kernel waits for it: a value that
+                is not positive gives NaN scales.
             return_hook: return before anything has arrived, with a function that receives it; at
                 most two such dispatches may be in flight.
 
@@ -184,15 +194,16 @@ class LowLatency(BaseDispatcher):
             from fanfold.operators import native
 
             return native.dispatch(  # type: ignore[no-any-return]
-                self, x, topk_idx, topk_weights, return_hook=return_hook
+                self, x, topk_idx, topk_weights, global_scale=global_scale, return_hook=return_hook
             )
         self._check_open()
         self._calls["dispatch"] += 1
-        row_format, scale_format = self._formats
         kept_idx = None
         if self._on_host:
             with Refusing(self._backend.refuse_dispatch):
-                self._choice.check_devices(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
+                self._choice.check_devices(
+                    x=x, topk_idx=topk_idx, topk_weights=topk_weights, global_scale=global_scale
+                )
                 # Combine needs the routing as it was sent, whatever the caller does to the tensor.
                 # On a GPU the kernels keep it.
                 if isinstance(topk_idx, torch.Tensor):
@@ -202,8 +213,8 @@ class LowLatency(BaseDispatcher):
             x,
             topk_idx,
             topk_weights,
-            row_format=row_format,
-            scale_format=scale_format,
+            formats=self._formats,
+            global_scale=global_scale,
             return_hook=return_hook,
         )
         received = LowLatencyResult.of(dispatched, kept_idx, self._offsets, self, receive is None)

@@ -67,8 +67,10 @@ class DispatchResult:
     E_l local experts. The rows of one expert are sorted by source rank, then by source token.
 
     Attributes:
-        tokens: the rows; bfloat16 or float8_e4m3fn, hidden innermost.
-        scales: scales of fp8 rows, same leading dimensions as ``tokens``; else None.
+        tokens: the rows; bfloat16 or float8_e4m3fn, hidden innermost; or of nvfp4 rows uint8, two
+            columns in each, the first in the low half.
+        scales: scales of fp8 rows, same leading dimensions as ``tokens``; of nvfp4 rows in tiles,
+            see :func:`fanfold.formats.nvfp4_scale_shape`; else None.
         weights: float32, leading dimensions of ``tokens``: the routing weight of each row; None if
             dispatch had none.
         tokens_per_expert: ``[E_l]`` int32: valid rows of each local expert.

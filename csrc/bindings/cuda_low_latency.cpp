@@ -53,6 +53,7 @@ void bind_arguments(nb::module_& module) {
   def_address(dispatch, "x", &DispatchArgs::x);
   def_address(dispatch, "topk_idx", &DispatchArgs::topk_idx);
   def_address(dispatch, "topk_weights", &DispatchArgs::topk_weights);
+  def_address(dispatch, "global_scale", &DispatchArgs::global_scale);
   def_address(dispatch, "rows", &DispatchArgs::rows);
   def_address(dispatch, "scales", &DispatchArgs::scales);
   def_address(dispatch, "counts", &DispatchArgs::counts);

@@ -26,7 +26,8 @@ void bind_arguments(nb::module_& module) {
   nb::enum_<RowEncoding>(module, "RowEncoding")
       .value("BF16", RowEncoding::kBf16)
       .value("FP8", RowEncoding::kFp8)
-      .value("FP8_POWER_OF_TWO", RowEncoding::kFp8PowerOfTwo);
+      .value("FP8_POWER_OF_TWO", RowEncoding::kFp8PowerOfTwo)
+      .value("NVFP4", RowEncoding::kNvfp4);
   nb::enum_<ScaleFormat>(module, "ScaleFormat")
       .value("FLOAT32", ScaleFormat::kFloat32)
       .value("UE8M0", ScaleFormat::kUe8m0);
@@ -40,6 +41,7 @@ void bind_arguments(nb::module_& module) {
   def_array(tokens, "x", &Tokens::x);
   def_array(tokens, "topk_idx", &Tokens::topk_idx);
   def_array(tokens, "topk_weights", &Tokens::topk_weights);
+  def_array(tokens, "global_scale", &Tokens::global_scale);
 
   using Received = LowLatencyReceived;
   nb::class_<Received> received(module, "LowLatencyReceived");

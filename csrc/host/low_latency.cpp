@@ -146,13 +146,29 @@ void LowLatency::push_routing(const LowLatencyTokens& tokens, uint32_t epoch,
   }
 }
 
+// The row of `token` as it travels: the caller's, or made in `slot_`.
+const std::byte* LowLatency::encode(const LowLatencyTokens& tokens, int64_t token) {
+  const int64_t hidden = layout_.geometry.hidden;
+  const uint16_t* x = tokens.x + token * hidden;
+  if (tokens.encoding == RowEncoding::kBf16) return reinterpret_cast<const std::byte*>(x);
+  // The values end on a 16-byte boundary, so the scales behind them are aligned.
+  auto* values = reinterpret_cast<uint8_t*>(slot_.data());
+  std::byte* scales = slot_.data() + value_bytes(tokens.encoding, hidden);
+  if (tokens.encoding == RowEncoding::kNvfp4) {
+    quantize_nvfp4_row(x, hidden, tokens.global_scale[0], values,
+                       reinterpret_cast<uint8_t*>(scales));
+  } else {
+    const ScaleRounding rounding = tokens.encoding == RowEncoding::kFp8PowerOfTwo
+                                       ? ScaleRounding::kPowerOfTwo
+                                       : ScaleRounding::kNone;
+    quantize_fp8_row(x, hidden, rounding, values, reinterpret_cast<float*>(scales));
+  }
+  return slot_.data();
+}
+
 void LowLatency::push_rows(const LowLatencyTokens& tokens, uint32_t epoch) {
   const LowLatencyGeometry& g = layout_.geometry;
-  const bool bf16 = tokens.encoding == RowEncoding::kBf16;
-  const int64_t row_bytes = bf16 ? bf16_row_bytes(g.hidden) : fp8_row_bytes(g.hidden);
-  const ScaleRounding rounding = tokens.encoding == RowEncoding::kFp8PowerOfTwo
-                                     ? ScaleRounding::kPowerOfTwo
-                                     : ScaleRounding::kNone;
+  const int64_t bytes = row_bytes(tokens.encoding, g.hidden);
   std::vector<uint8_t> reached_rank(static_cast<size_t>(g.ranks));
   std::vector<int64_t> sent(static_cast<size_t>(g.ranks), 0);
   std::vector<RowRun> runs;
@@ -160,14 +176,7 @@ void LowLatency::push_rows(const LowLatencyTokens& tokens, uint32_t epoch) {
   for (int32_t rank = 0; rank < g.ranks; ++rank) runs.emplace_back(memory_.peer(rank));
   for (int32_t token = 0; token < tokens.tokens; ++token) {
     const int64_t* experts = tokens.topk_idx + int64_t{token} * g.top_k;
-    const uint16_t* x = tokens.x + int64_t{token} * g.hidden;
-    const auto* row = reinterpret_cast<const std::byte*>(x);
-    if (!bf16) {
-      // The values of an fp8 row end on a 16-byte boundary, so the scales behind them are aligned.
-      quantize_fp8_row(x, g.hidden, rounding, reinterpret_cast<uint8_t*>(slot_.data()),
-                       reinterpret_cast<float*>(slot_.data() + g.hidden));
-      row = slot_.data();
-    }
+    const std::byte* row = encode(tokens, token);
     std::fill(reached_rank.begin(), reached_rank.end(), uint8_t{0});
     for (int32_t k = 0; k < g.top_k; ++k) {
       if (experts[k] < 0) continue;
@@ -176,15 +185,15 @@ void LowLatency::push_rows(const LowLatencyTokens& tokens, uint32_t epoch) {
       if (memory_.masked(peer)) continue;
       const int64_t slot = layout_.slot(parity_of(epoch), memory_.rank(), token);
       const int64_t place = offset_ + layout_.rows_offset() + slot * layout_.row_stride();
-      std::memcpy(memory_.peer(peer).place(place), row, static_cast<size_t>(row_bytes));
-      runs[static_cast<size_t>(peer)].put(place, row_bytes);
+      std::memcpy(memory_.peer(peer).place(place), row, static_cast<size_t>(bytes));
+      runs[static_cast<size_t>(peer)].put(place, bytes);
       ++sent[static_cast<size_t>(peer)];
     }
   }
   for (RowRun& run : runs) run.finish();
   for (int32_t peer = 0; peer < g.ranks; ++peer) {
     const int64_t rows = sent[static_cast<size_t>(peer)];
-    memory_.rows().sent(Phase::kLowLatencyDispatch, peer, rows, rows * row_bytes);
+    memory_.rows().sent(Phase::kLowLatencyDispatch, peer, rows, rows * bytes);
   }
 }
 
@@ -221,16 +230,19 @@ void LowLatency::unpack(int32_t source, int32_t tokens, uint32_t epoch,
     const int64_t count = cursors_[static_cast<size_t>(e)] - begin;
     received.ranges[int64_t{e} * g.ranks + source] = count | (begin << 32);
   }
-  const bool bf16 = received.encoding == RowEncoding::kBf16;
-  const int64_t row_bytes = bf16 ? bf16_row_bytes(g.hidden) : g.hidden;
+  const int64_t bytes = value_bytes(received.encoding, g.hidden);
   const auto placed = static_cast<int64_t>(placements_.size());
-  const RowCopy copy(placed * row_bytes * g.ranks,
+  const RowCopy copy(placed * bytes * g.ranks,
                      g.ranks);  // assumes as many bytes from every source
   for (const Placement& to : placements_) {
     const int64_t offset = layout_.rows_offset() + (first + to.token) * layout_.row_stride();
     const std::byte* slot = own(offset);
-    copy(received.rows + (to.local * g.expert_capacity() + to.row) * row_bytes, slot, row_bytes);
-    if (!bf16) unpack_scales(slot, to, received);
+    copy(received.rows + (to.local * g.expert_capacity() + to.row) * bytes, slot, bytes);
+    if (received.encoding == RowEncoding::kNvfp4) {
+      unpack_nvfp4_scales(slot, to, received);
+    } else if (received.encoding != RowEncoding::kBf16) {
+      unpack_scales(slot, to, received);
+    }
   }
   const int64_t kept = int64_t{source} * g.max_tokens * g.top_k;
   const int64_t entries = int64_t{tokens} * g.top_k;
@@ -275,6 +287,20 @@ void LowLatency::unpack_scales(const std::byte* slot, const Placement& to,
     } else {
       std::memcpy(&column[block * capacity], &scale, sizeof scale);
     }
+  }
+}
+
+void LowLatency::unpack_nvfp4_scales(const std::byte* slot, const Placement& to,
+                                     const LowLatencyReceived& received) const {
+  const LowLatencyGeometry& g = layout_.geometry;
+  const Nvfp4ScaleLayout layout{g.expert_capacity(), g.hidden};
+  const std::byte* scales = slot + nvfp4_value_bytes(g.hidden);
+  std::byte* tiles = received.scales + to.local * layout.words() * 4;
+  const int64_t count = g.hidden / kNvfp4BlockColumns;
+  for (int64_t column = 0; column < layout.columns(); ++column) {
+    std::byte word[4] = {};  // zeros behind the last column: nothing times a NaN
+    std::copy_n(scales + column * 4, std::min<int64_t>(4, count - column * 4), word);
+    std::memcpy(tiles + layout.word(to.row, column) * 4, word, sizeof word);
   }
 }
 

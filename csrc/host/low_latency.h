@@ -25,17 +25,29 @@
 #include "host/reduce.h"
 #include "host/routes.h"
 #include "layout/low_latency.h"
+#include "layout/row.h"
 #include "memory/symmetric.h"
 
 namespace fanfold {
 
-enum class RowEncoding : int32_t { kBf16, kFp8, kFp8PowerOfTwo };
+enum class RowEncoding : int32_t { kBf16, kFp8, kFp8PowerOfTwo, kNvfp4 };
 enum class ScaleFormat : int32_t { kFloat32, kUe8m0 };
+
+// Bytes of a row's values, and of the row on its way, with its scales.
+constexpr int64_t value_bytes(RowEncoding encoding, int64_t hidden) {
+  if (encoding == RowEncoding::kBf16) return bf16_row_bytes(hidden);
+  return encoding == RowEncoding::kNvfp4 ? nvfp4_value_bytes(hidden) : hidden;
+}
+constexpr int64_t row_bytes(RowEncoding encoding, int64_t hidden) {
+  if (encoding == RowEncoding::kBf16) return bf16_row_bytes(hidden);
+  return encoding == RowEncoding::kNvfp4 ? nvfp4_row_bytes(hidden) : fp8_row_bytes(hidden);
+}
 
 struct LowLatencyTokens {
   Array<const uint16_t> x;          // [tokens, hidden] bf16, contiguous
   Array<const int64_t> topk_idx;    // [tokens, top_k], -1 for no expert
   Array<const float> topk_weights;  // [tokens, top_k]
+  Array<const float> global_scale;  // one, with nvfp4 rows
   bool weighted;                    // whether topk_weights are given; the same on all ranks
   int32_t tokens;
   RowEncoding encoding;
@@ -44,8 +56,9 @@ struct LowLatencyTokens {
 // The output of dispatch_receive, which skips arrays that are null. E = local experts, C =
 // expert_capacity, R = ranks, M = max_tokens, K = top_k.
 struct LowLatencyReceived {
-  Array<std::byte> rows;    // [E, C, hidden] bf16 or e4m3
-  Array<std::byte> scales;  // [E, blocks, C] float32, or [E, ceil(blocks / 4), C] int32 of UE8M0
+  Array<std::byte> rows;    // [E, C, hidden] bf16 or e4m3, or [E, C, hidden / 2] e2m1 pairs
+  Array<std::byte> scales;  // [E, blocks, C] float32, or [E, ceil(blocks / 4), C] int32 of UE8M0,
+                            // or of nvfp4 rows e4m3 in Nvfp4ScaleLayout for each expert
   Array<int32_t> counts;    // [E] rows of each expert
   Array<int32_t> source_tokens;  // [E, C] the row's token index at its source
   Array<int64_t> ranges;         // [E, R] rows from each source: count | first row << 32
@@ -154,11 +167,14 @@ class LowLatency {
   Table own_table(int64_t table, int32_t source, uint32_t epoch, bool weighted) const;
 
   void push_rows(const LowLatencyTokens& tokens, uint32_t epoch);
+  const std::byte* encode(const LowLatencyTokens& tokens, int64_t token);
   void push_routing(const LowLatencyTokens& tokens, uint32_t epoch, int64_t experts_table) const;
   void unpack(int32_t source, int32_t tokens, uint32_t epoch, const LowLatencyReceived& received);
   void place(int32_t tokens, const Table& table, const LowLatencyReceived& received);
   void unpack_scales(const std::byte* slot, const Placement& to,
                      const LowLatencyReceived& received) const;
+  void unpack_nvfp4_scales(const std::byte* slot, const Placement& to,
+                           const LowLatencyReceived& received) const;
   Table table_of(int32_t source, uint32_t epoch, const LowLatencyOutputs& outputs) const;
   void gather(int32_t source, int32_t tokens, const Table& table, const LowLatencyOutputs& outputs);
   std::span<const ReduceTerm> terms_of(size_t sum) const;

@@ -43,16 +43,18 @@ void check_handle(const LowLatencyGeometry& geometry, const LowLatencyOutputs& o
 void check_lent(const LowLatencyGeometry& geometry, const LowLatencyTokens& tokens) {
   check_routing(geometry, tokens);
   tokens.x.require("x", int64_t{tokens.tokens} * geometry.hidden);
+  if (tokens.encoding == RowEncoding::kNvfp4) tokens.global_scale.require("global_scale", 1);
 }
 
 void check_lent(const LowLatencyGeometry& geometry, const LowLatencyReceived& received) {
   const int64_t experts = geometry.experts_per_rank();
   const int64_t places = experts * geometry.expert_capacity();
   const int64_t entries = int64_t{geometry.ranks} * geometry.max_tokens * geometry.top_k;
-  const bool bf16 = received.encoding == RowEncoding::kBf16;
-  received.rows.require("rows",
-                        places * (bf16 ? bf16_row_bytes(geometry.hidden) : geometry.hidden));
-  if (!bf16) {
+  received.rows.require("rows", places * value_bytes(received.encoding, geometry.hidden));
+  if (received.encoding == RowEncoding::kNvfp4) {
+    const Nvfp4ScaleLayout scales{geometry.expert_capacity(), geometry.hidden};
+    received.scales.require("scales", experts * scales.words() * 4);
+  } else if (received.encoding != RowEncoding::kBf16) {
     const int64_t blocks = blocks_of(geometry.hidden);
     const bool packed = received.scale_format == ScaleFormat::kUe8m0;
     received.scales.require("scales", places * (packed ? ceil_div(blocks, 4) : blocks) * 4);

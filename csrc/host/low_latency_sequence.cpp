@@ -207,7 +207,7 @@ void LowLatencySequence::compare(uint32_t epoch, int32_t peer) {
   same("top_k", ours.top_k, theirs.top_k);
   same("hidden", ours.hidden, theirs.hidden);
   same("max_tokens (num_max_dispatch_tokens_per_rank)", ours.max_tokens, theirs.max_tokens);
-  same("encoding of rows (0 bf16, 1 fp8, 2 fp8 with power-of-two scales)", ours.encoding,
+  same("encoding of rows (0 bf16, 1 fp8, 2 fp8 with power-of-two scales, 3 nvfp4)", ours.encoding,
        theirs.encoding);
   same("weights (0 none, 1 with dispatch, 2 with combine)", ours.weights, theirs.weights);
 }

@@ -12,6 +12,7 @@ namespace fanfold {
 namespace {
 
 constexpr float kE4m3Max = 448.0f;
+constexpr float kE2m1Max = 6.0f;
 constexpr float kSmallestAmax = 1e-4f;
 constexpr uint32_t kSignBit = 0x80000000u;
 
@@ -44,6 +45,30 @@ inline uint8_t round_one_to_e4m3(float value) {
   return static_cast<uint8_t>(nan ? 0x7fu : sign | code);
 }
 
+float e4m3_to_float(uint8_t code) {
+  if ((code & 0x7fu) == 0x7fu) return std::numeric_limits<float>::quiet_NaN();
+  const uint32_t magnitude = code & 0x7fu;
+  const float value = magnitude < 8 ? static_cast<float>(magnitude) * 0x1p-9f
+                                    : std::bit_cast<float>((magnitude << 20) + (120u << 23));
+  return (code & 0x80u) != 0 ? -value : value;
+}
+
+inline uint8_t round_one_to_e2m1(float value) {
+  const auto bits = std::bit_cast<uint32_t>(value);
+  const uint32_t sign = (bits & kSignBit) >> 28;
+  const float magnitude = std::min(std::bit_cast<float>(bits & ~kSignBit), kE2m1Max);
+  // As in round_one_to_e4m3: below 1 the step is 2^-1, the unit of the last place of 2^22.
+  constexpr float kStepAligner = 0x1p22f;
+  const uint32_t subnormal =
+      std::bit_cast<uint32_t>(magnitude + kStepAligner) - std::bit_cast<uint32_t>(kStepAligner);
+  // Otherwise round the 23-bit fraction to 1 bit and move the exponent bias from 127 to 1.
+  const auto word = std::bit_cast<uint32_t>(magnitude);
+  const uint32_t normal = (word + 0x1fffffu + ((word >> 22) & 1u) - (126u << 23)) >> 22;
+  const uint32_t code = magnitude < 1.0f ? subnormal : normal;
+  const bool nan = (bits & ~kSignBit) > 0x7f800000u;
+  return static_cast<uint8_t>(nan ? 0x7u : sign | code);
+}
+
 // 2^ceil(log2(value)) for a positive normal value, exactly.
 float next_power_of_two(float value) {
   const auto bits = std::bit_cast<uint32_t>(value);
@@ -51,8 +76,8 @@ float next_power_of_two(float value) {
 }
 
 FANFOLD_VECTORIZED
-float largest_magnitude(const uint16_t* x, int64_t columns) {
-  float amax = kSmallestAmax;
+float largest_magnitude(const uint16_t* x, int64_t columns, float least) {
+  float amax = least;
   for (int64_t i = 0; i < columns; ++i) amax = std::max(amax, std::fabs(bf16_to_float(x[i])));
   return amax;
 }
@@ -60,6 +85,17 @@ float largest_magnitude(const uint16_t* x, int64_t columns) {
 FANFOLD_VECTORIZED
 void scale_to_e4m3(const uint16_t* x, float factor, int64_t columns, uint8_t* values) {
   for (int64_t i = 0; i < columns; ++i) values[i] = round_one_to_e4m3(bf16_to_float(x[i]) * factor);
+}
+
+FANFOLD_VECTORIZED
+void scale_to_e2m1(const uint16_t* x, float factor, uint8_t* values) {
+  uint8_t codes[kNvfp4BlockColumns];
+  for (int i = 0; i < kNvfp4BlockColumns; ++i) {
+    codes[i] = round_one_to_e2m1(bf16_to_float(x[i]) * factor);
+  }
+  for (int i = 0; i < kNvfp4BlockColumns / 2; ++i) {
+    values[i] = static_cast<uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
+  }
 }
 
 struct LogRange {
@@ -146,7 +182,7 @@ void quantize_fp8_row(const uint16_t* x, int64_t hidden, ScaleRounding rounding,
                       float* scales) {
   for (int64_t begin = 0; begin < hidden; begin += kBlockColumns) {
     const int64_t columns = std::min<int64_t>(kBlockColumns, hidden - begin);
-    const float amax = largest_magnitude(x + begin, columns);
+    const float amax = largest_magnitude(x + begin, columns, kSmallestAmax);
     float scale = amax / kE4m3Max;
     float factor = kE4m3Max / amax;
     if (rounding == ScaleRounding::kPowerOfTwo) {
@@ -160,6 +196,21 @@ void quantize_fp8_row(const uint16_t* x, int64_t hidden, ScaleRounding rounding,
 
 uint8_t ue8m0_of(float power_of_two) {
   return static_cast<uint8_t>(std::bit_cast<uint32_t>(power_of_two) >> 23);
+}
+
+uint8_t float_to_e2m1(float value) { return round_one_to_e2m1(value); }
+
+void quantize_nvfp4_row(const uint16_t* x, int64_t hidden, float global_scale, uint8_t* values,
+                        uint8_t* scales) {
+  const float global = global_scale > 0.0f ? global_scale : std::numeric_limits<float>::quiet_NaN();
+  const float back = 1.0f / global;
+  for (int64_t begin = 0; begin < hidden; begin += kNvfp4BlockColumns) {
+    const float amax = largest_magnitude(x + begin, kNvfp4BlockColumns, 0.0f);
+    const uint8_t code = round_one_to_e4m3(global * (amax * (1.0f / kE2m1Max)));
+    const float scale = e4m3_to_float(code);
+    scales[begin / kNvfp4BlockColumns] = code;
+    scale_to_e2m1(x + begin, scale == 0.0f ? 0.0f : 1.0f / (scale * back), values + begin / 2);
+  }
 }
 
 FANFOLD_VECTORIZED

@@ -1,4 +1,4 @@
-// Arithmetic on rows in bf16, e4m3 and LogFMT. Every backend must give the same bits.
+// Arithmetic on rows in bf16, e4m3, e2m1 and LogFMT. Every backend must give the same bits.
 //
 // The functions round each product and each sum (the build forbids contraction to fused
 // multiply-add), so that an independent implementation can reproduce every bit.
@@ -34,6 +34,16 @@ void quantize_fp8_row(const uint16_t* x, int64_t hidden, ScaleRounding rounding,
 
 // The exponent byte of a power-of-two scale (UE8M0: value = 2^(byte - 127)).
 uint8_t ue8m0_of(float power_of_two);
+
+// Round to nearest even, saturating at 6; every NaN becomes +6, as e2m1 has none.
+uint8_t float_to_e2m1(float value);
+
+// For each block of 16 columns: amax = max(|x|), which ignores NaNs,
+// scale = e4m3(global_scale * (amax * (1 / 6))), factor = 1 / (scale * (1 / global_scale)), or 0 if
+// scale is 0, and values = e2m1(x * factor), two to a byte. 1 / 6 is the nearest float. A global
+// scale that is not positive gives scales that are NaN. `hidden` is a multiple of 16.
+void quantize_nvfp4_row(const uint16_t* x, int64_t hidden, float global_scale, uint8_t* values,
+                        uint8_t* scales);
 
 // sum[i] += weight * row[i]; rounds the product before the addition.
 void add_weighted_bf16(const uint16_t* row, float weight, int64_t columns, float* sum);

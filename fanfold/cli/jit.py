@@ -61,7 +61,7 @@ def _add_geometry(parser: argparse.ArgumentParser) -> None:
             help=f"{what} (default %(default)s)",
         )  # fmt: skip
     parser.add_argument(
-        "--dtype", choices=("bf16", "fp8"), default="fp8",
+        "--dtype", choices=("bf16", "fp8", "nvfp4"), default="fp8",
         help="how rows travel to the experts (default %(default)s)",
     )  # fmt: skip
     parser.add_argument(

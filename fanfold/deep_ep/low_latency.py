@@ -28,7 +28,7 @@ from fanfold.deep_ep.low_latency_handle import (
     routing_of,
 )
 from fanfold.deep_ep.names import GEOMETRY, HANDLE, LOW_LATENCY_COMBINE, LOW_LATENCY_DISPATCH
-from fanfold.deep_ep.row_formats import formats_of, quick_formats
+from fanfold.deep_ep.row_formats import as_deep_ep, formats_of, one_scale, quick_formats
 from fanfold.deep_ep.runtime import Runtime
 from fanfold.deep_ep.sizes import (
     check_count,
@@ -190,6 +190,8 @@ class LowLatencyCalls(BufferBase):
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
+        use_nvfp4: bool = False,
+        x_global_scale: torch.Tensor | None = None,
     ) -> DispatchReturn:
         """Sends each token to its experts; rows arrive packed by local expert. Collective.
 
@@ -197,7 +199,7 @@ class LowLatencyCalls(BufferBase):
 
         Args:
             x: ``[T, hidden]`` bfloat16, contiguous, T up to M; any hidden that is a multiple of 8
-                (of 16 with fp8). All tensors are on :attr:`Buffer.device`.
+                (of 16 with fp8, of 32 with nvfp4). All tensors are on :attr:`Buffer.device`.
             topk_idx: ``[T, K]`` int64, -1 for none, K from 1 to 32.
             num_max_dispatch_tokens_per_rank: M, the same on all ranks.
             num_experts: of all ranks, the same on all.
@@ -212,12 +214,22 @@ class LowLatencyCalls(BufferBase):
             return_recv_hook: send now, receive when the returned hook is called, on the stream
                 that is current then; excludes async_finish. At most two such calls may be open,
                 and their hooks are called in the order of the calls.
+            use_nvfp4: quantise rows to e2m1 with an e4m3 scale per 16 columns:
+                scale = e4m3(x_global_scale * amax(|x|) / 6); needs use_fp8=False. As in DeepEP's
+                hybrid-ep branch, but by keyword, as DeepEP's main branch has no such argument.
+            x_global_scale: with nvfp4 float32, on all ranks the same value; of several elements the
+                first counts. Other formats ignore it.
 
         Returns:
             - rows ``[E_l, C, hidden]`` bfloat16; with fp8 a pair of ``[E_l, C, hidden]``
               float8_e4m3fn and scales ``[E_l, C, ceil(hidden / 128)]`` float32, or
               ``[E_l, C, ceil(hidden / 512)]`` int32, both stored with C innermost. Of expert e the
-              first ``counts[e]`` rows are valid, by source rank, then source token;
+              first ``counts[e]`` rows are valid, by source rank, then source token. With nvfp4 a
+              pair of ``[C, hidden / 2, E_l]`` uint8, two columns in each, the first in the low
+              half, stored as ``[E_l, C, hidden / 2]``; and scales ``[32, 4, ceil(C / 128), 4,
+              ceil(hidden / 64), E_l]`` float8_e4m3fn, stored as ``[E_l, ceil(C / 128),
+              ceil(hidden / 64), 32, 4, 4]``: that of row r and block b of 16 columns is at
+              ``[r % 32, r // 32 % 4, r // 128, b % 4, b // 4, e]``;
             - counts ``[E_l]`` int32;
             - the handle ``(src_info [E_l, C] int32, layout_range [E_l, R] int64 of
               count | begin << 32, M, hidden, num_experts)``;
@@ -236,7 +248,8 @@ class LowLatencyCalls(BufferBase):
         """
         mode, runtime = self._low_latency("low_latency_dispatch"), self._open()
         totals, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
-        validated, formats = self._validated, quick_formats(use_fp8, round_scale, use_ue8m0)
+        flags = (use_fp8, round_scale, use_ue8m0, use_nvfp4)
+        validated, formats = self._validated, quick_formats(*flags)
         if not (
             validated is not None
             and self._on_gpu  # where the mode says why tensors must be there
@@ -248,7 +261,7 @@ class LowLatencyCalls(BufferBase):
             sizes = (num_max_dispatch_tokens_per_rank, num_experts, topk_idx)
             with self._refusing(mode.refuse_dispatch, partial(_given_sizes, *sizes, x)):
                 _check_exclusive(async_finish, return_recv_hook)
-                formats = formats_of(use_fp8, round_scale, use_ue8m0)
+                formats = formats_of(*flags)
                 runtime.choice.check_devices(x=x, topk_idx=topk_idx)
                 check_tensor("x", x, ("tokens", "hidden"), (torch.bfloat16,), device=self.device)
                 validated = self._validate_geometry(*sizes, x.shape[1], LOW_LATENCY_DISPATCH)
@@ -258,28 +271,25 @@ class LowLatencyCalls(BufferBase):
                     cumulative_local_expert_recv_stats=totals,
                 )
         geometry = validated.geometry
+        global_scale = one_scale(x_global_scale) if use_nvfp4 else None
         no_sums = totals is None and waits is None
         statistics = NO_STATISTICS if no_sums else Statistics(totals, waits)
 
         def call() -> tuple[Dispatched, Hook | None]:
             try:
                 return mode.dispatch(
-                    geometry,
-                    x,
-                    topk_idx,
-                    row_format=formats[0],
-                    scale_format=formats[1],
-                    statistics=statistics,
-                    return_hook=return_recv_hook,
-                )
+                    geometry, x, topk_idx, formats=formats, global_scale=global_scale,
+                    statistics=statistics, return_hook=return_recv_hook,
+                )  # fmt: skip
             except FanfoldError as error:
                 LOW_LATENCY_DISPATCH.rename(error)
                 raise
 
         dispatched, hook, event = runtime.streams.run(
-            call, async_finish=async_finish, inputs=(x, topk_idx, totals, waits)
+            call, async_finish=async_finish, inputs=(x, topk_idx, totals, waits, global_scale)
         )
-        return _rows(dispatched), dispatched.counts, handle_of(dispatched, geometry), event, hook
+        rows, handle = as_deep_ep(dispatched), handle_of(dispatched, geometry)
+        return rows, dispatched.counts, handle, event, hook
 
     def low_latency_combine(
         self,
@@ -542,9 +552,3 @@ def _check_exclusive(async_finish: bool, return_recv_hook: bool) -> None:
         raise ArgumentError(
             "async_finish", "True with return_recv_hook=True", "used without return_recv_hook"
         )
-
-
-def _rows(dispatched: Dispatched) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    if dispatched.scales is None:
-        return dispatched.tokens
-    return dispatched.tokens, dispatched.scales

@@ -29,7 +29,8 @@ LOW_LATENCY_DISPATCH = Renaming(
         "top_k": "topk_idx.shape[1]",
         "expert_totals": "cumulative_local_expert_recv_stats",
         "wait_ns": "dispatch_wait_recv_cost_stats",
-        "encoding of rows": "encoding of rows by use_fp8 and round_scale",
+        "encoding of rows": "encoding of rows by use_fp8, round_scale and use_nvfp4",
+        "global_scale": "x_global_scale",
     }
 )
 

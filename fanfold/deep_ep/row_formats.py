@@ -1,25 +1,35 @@
-"""How low-latency rows are encoded, by DeepEP's three flags."""
+"""How low-latency rows are encoded, by DeepEP's flags."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
+from fanfold.backends.low_latency import Dispatched
 from fanfold.errors import ArgumentError
-from fanfold.formats import RowFormat, ScaleFormat
+from fanfold.formats import BF16_ROWS, Formats, RowFormat, ScaleFormat
 
-__all__ = ["Formats", "formats_of", "quick_formats"]
+__all__ = ["as_deep_ep", "formats_of", "one_scale", "quick_formats"]
 
-Formats = tuple[RowFormat, ScaleFormat]
-
-# By use_fp8, round_scale, use_ue8m0.
-_FORMATS: dict[tuple[bool, bool, bool], Formats] = {
-    (False, False, False): (RowFormat.BF16, ScaleFormat.FLOAT32),
-    (True, False, False): (RowFormat.FP8, ScaleFormat.FLOAT32),
-    (True, True, False): (RowFormat.FP8, ScaleFormat.POWER_OF_TWO),
-    (True, True, True): (RowFormat.FP8, ScaleFormat.UE8M0),
+# By use_fp8, round_scale, use_ue8m0, use_nvfp4.
+_FORMATS: dict[tuple[bool, bool, bool, bool], Formats] = {
+    (False, False, False, False): BF16_ROWS,
+    (True, False, False, False): (RowFormat.FP8, ScaleFormat.FLOAT32),
+    (True, True, False, False): (RowFormat.FP8, ScaleFormat.POWER_OF_TWO),
+    (True, True, True, False): (RowFormat.FP8, ScaleFormat.UE8M0),
+    (False, False, False, True): (RowFormat.NVFP4, ScaleFormat.FLOAT32),
 }
 
 
-def formats_of(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Formats:
+def formats_of(use_fp8: bool, round_scale: bool, use_ue8m0: bool, use_nvfp4: bool) -> Formats:
     """How a dispatch encodes its rows."""
+    if use_nvfp4 and use_fp8:
+        raise ArgumentError(
+            "use_nvfp4",
+            f"True with use_fp8={use_fp8}",
+            "used only with use_fp8=False: a row travels in one format",
+        )
     if use_ue8m0 and not (round_scale and use_fp8):
         raise ArgumentError(
             "use_ue8m0",
@@ -28,7 +38,7 @@ def formats_of(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Formats:
         )
     if round_scale and not use_fp8:
         raise ArgumentError("round_scale", "True with use_fp8=False", "used only with fp8 rows")
-    return _FORMATS[bool(use_fp8), bool(round_scale), bool(use_ue8m0)]
+    return _FORMATS[bool(use_fp8), bool(round_scale), bool(use_ue8m0), bool(use_nvfp4)]
 
 
 def quick_formats(*flags: object) -> Formats | None:
@@ -37,3 +47,22 @@ def quick_formats(*flags: object) -> Formats | None:
         return _FORMATS.get(flags)  # type: ignore[arg-type]
     except TypeError:  # what cannot be looked up is none
         return None
+
+
+def one_scale(x_global_scale: Any) -> Any:
+    """A tensor's first element where it has several: frameworks keep the same scale once for each
+    expert."""
+    if not isinstance(x_global_scale, torch.Tensor) or x_global_scale.numel() < 2:
+        return x_global_scale
+    return x_global_scale[(0,) * x_global_scale.dim()]
+
+
+def as_deep_ep(dispatched: Dispatched) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The rows, with their scales if they have any, in DeepEP's order of dimensions. With nvfp4 the
+    experts are the last one, as in views of CuTe's grouped matrix products."""
+    tokens, scales = dispatched.tokens, dispatched.scales
+    if scales is None:
+        return tokens
+    if tokens.dtype is torch.uint8:
+        return tokens.permute(1, 2, 0), scales.permute(3, 4, 1, 5, 2, 0)
+    return tokens, scales

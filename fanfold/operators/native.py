@@ -30,13 +30,17 @@ def dispatch(
     *,
     previous: HighThroughputResult | None = None,
     capacity: int | None = None,
+    global_scale: torch.Tensor | None = None,
     **options: bool,
 ) -> Any:
-    """See the classes' ``dispatch``; ``options`` are what no operator takes."""
-    special = any(options.values()) or not isinstance(x, torch.Tensor)
+    """See the classes' ``dispatch``; ``global_scale`` and ``options`` are what no operator
+    takes."""
+    special = any(options.values()) or global_scale is not None or not isinstance(x, torch.Tensor)
     misused = previous is not None and (topk_idx is not None or capacity is not None)
     if special or misused or not traceable(ep, previous):
         given: dict[str, Any] = dict(options)
+        if global_scale is not None:
+            given["global_scale"] = global_scale
         if previous is not None:
             given["previous"] = previous
         if capacity is not None:

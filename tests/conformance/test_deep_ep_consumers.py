@@ -25,10 +25,16 @@ from fanfold.deep_ep import (
 from fanfold.errors import ArgumentError, FanfoldError, UsageError
 from fanfold.group import as_group
 from fanfold.launch import RankPool
+from tests import nvfp4
 from tests.conformance import deep_ep_reference as reference
 from tests.conformance.deep_ep_reference import Case, inputs
 from tests.conformance.test_deep_ep_high_throughput import check_received, good_dispatch
-from tests.conformance.test_deep_ep_low_latency import FORMATS, check_dispatched, outputs
+from tests.conformance.test_deep_ep_low_latency import (
+    FORMATS,
+    GLOBAL_SCALE,
+    check_dispatched,
+    outputs,
+)
 from tests.environment import environment
 from tests.waiting import wait_until
 
@@ -136,19 +142,27 @@ def _vllm_decode(group: dist.ProcessGroup) -> None:
         num_qps_per_rank=case.local, allow_nvlink_for_low_latency_mode=True, allow_mnnvl=False,
         explicitly_destroy=True, enable_shrink=False,
     )  # fmt: skip
-    for options in FORMATS.values():
+    for form, options in FORMATS.items():
+        four_bits = {name: options[name] for name in options if name.startswith(("use_nv", "x_"))}
         received, counts, handle, _, hook = buffer.low_latency_dispatch(
             mine.x, mine.topk_idx, max_tokens, case.experts,
             use_fp8=options.get("use_fp8", True), round_scale=options.get("round_scale", False),
-            use_ue8m0=options.get("use_ue8m0", False), async_finish=False, return_recv_hook=True,
+            use_ue8m0=options.get("use_ue8m0", False), **four_bits,
+            async_finish=False, return_recv_hook=True,
         )  # fmt: skip
         hook()
+        if form == "nvfp4":
+            # vLLM passes both on as they are; FlashInfer reads them by these orders of dimensions.
+            received = received[0].permute(2, 0, 1), received[1].permute(5, 2, 4, 0, 1, 3)
         y = torch.empty(
             (case.local, case.ranks * max_tokens, case.hidden), dtype=torch.bfloat16, device="cpu"
         )
         for e in range(case.local):
             count = int(counts[e])
-            if isinstance(received, tuple):
+            if form == "nvfp4":
+                scales = nvfp4.by_row(received[1], e, count, case.hidden // 16)
+                x = nvfp4.dequantized(received[0][e, :count], scales, GLOBAL_SCALE)
+            elif isinstance(received, tuple):
                 scales = received[1][e, :count]
                 if scales.dtype == torch.int32:  # one block, so one exponent
                     scales = torch.exp2(scales.float() - 127)
@@ -162,7 +176,7 @@ def _vllm_decode(group: dist.ProcessGroup) -> None:
             return_recv_hook=True, out=out,
         )  # fmt: skip
         hook()
-        part = 0.01 if options.get("use_fp8") is False else 0.06
+        part = {"bf16": 0.01, "nvfp4": 0.25}.get(form, 0.06)
         assert close(out, dense(case, mine.x, mine.topk_idx, mine.topk_weights), part)
     buffer.destroy()
 

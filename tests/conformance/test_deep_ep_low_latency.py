@@ -15,6 +15,7 @@ from fanfold.deep_ep import Buffer
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.group import as_group
 from fanfold.launch import RankPool
+from tests import nvfp4
 from tests.conformance import deep_ep_reference as reference
 from tests.conformance.deep_ep_reference import Case, inputs, packed
 from tests.environment import environment
@@ -23,12 +24,19 @@ pytestmark = pytest.mark.placements("threads")
 
 Pools = Callable[[int], RankPool]
 
+GLOBAL_SCALE = 448 * 6 / 5.0
+
 # Arguments of dispatch by the name of the format.
-FORMATS: dict[str, dict[str, bool]] = {
+FORMATS: dict[str, dict[str, Any]] = {
     "bf16": {"use_fp8": False},
     "fp8": {},
     "rounded": {"round_scale": True},
     "ue8m0": {"round_scale": True, "use_ue8m0": True},
+    "nvfp4": {
+        "use_fp8": False,
+        "use_nvfp4": True,
+        "x_global_scale": torch.tensor(GLOBAL_SCALE, dtype=torch.float32, device="cpu"),
+    },
 }
 
 
@@ -73,8 +81,10 @@ def expected_rows(case: Case, peer: int, form: str) -> list[tuple[torch.Tensor, 
         if form == "bf16":
             found.append((x, torch.empty((len(places), 0), dtype=torch.float32, device="cpu")))
             continue
-        values, scales = reference.fp8(x, power_of_two=form != "fp8")
-        found.append((values, scales))
+        if form == "nvfp4":
+            found.append(nvfp4.quantized(x, GLOBAL_SCALE))
+        else:
+            found.append(reference.fp8(x, power_of_two=form != "fp8"))
     return found
 
 
@@ -87,9 +97,23 @@ def outputs(case: Case, peer: int, form: str) -> torch.Tensor:
         device="cpu",
     )
     for e, (values, scales) in enumerate(expected_rows(case, peer, form)):
-        rows = values.float() if form == "bf16" else reference.dequantized(values, scales)
+        if form == "nvfp4":
+            rows = nvfp4.dequantized(values, scales, GLOBAL_SCALE)
+        else:
+            rows = values.float() if form == "bf16" else reference.dequantized(values, scales)
         y[e, : len(rows)] = rows * (0.5 + 0.25 * (peer * case.local + e))
     return y.to(torch.bfloat16)
+
+
+def _by_expert(case: Case, rows: torch.Tensor, scales: torch.Tensor) -> list[torch.Tensor]:
+    """nvfp4 rows and scales, experts first, as they are stored; after a look at their shapes."""
+    capacity = case.ranks * case.max_tokens
+    assert rows.shape == (capacity, case.hidden // 2, case.local)
+    assert scales.shape == (32, 4, -(-capacity // 128), 4, -(-case.hidden // 64), case.local)
+    assert (rows.dtype, scales.dtype) == (torch.uint8, torch.float8_e4m3fn)
+    stored = [rows.permute(2, 0, 1), scales.permute(5, 2, 4, 0, 1, 3)]
+    assert all(tensor.is_contiguous() for tensor in stored)
+    return stored
 
 
 def check_dispatched(case: Case, rank: int, form: str, result: tuple[Any, ...]) -> None:
@@ -100,17 +124,20 @@ def check_dispatched(case: Case, rank: int, form: str, result: tuple[Any, ...]) 
     assert ranges.dtype == torch.int64
     capacity = case.ranks * case.max_tokens
     rows, scales = received if isinstance(received, tuple) else (received, None)
-    assert rows.shape == (case.local, capacity, case.hidden)
+    if form == "nvfp4":
+        rows, scales = _by_expert(case, rows, scales)
+    else:
+        assert rows.shape == (case.local, capacity, case.hidden)
     blocks = -(-case.hidden // 128)
     if form == "bf16":
         assert scales is None
     elif form == "ue8m0":
         assert scales.shape == (case.local, capacity, -(-blocks // 4))
         assert scales.dtype == torch.int32
-    else:
+    elif form != "nvfp4":
         assert scales.shape == (case.local, capacity, blocks)
         assert scales.dtype == torch.float32
-    if scales is not None:
+    if scales is not None and form != "nvfp4":
         assert scales.stride(1) == 1  # as grouped matrix products read them
     wanted = expected_rows(case, rank, form)
     for e, pack in enumerate(packed(case, rank)):
@@ -121,6 +148,11 @@ def check_dispatched(case: Case, rank: int, form: str, result: tuple[Any, ...]) 
         values, scale = wanted[e]
         assert torch.equal(rows[e, :count].view(torch.uint8), values.view(torch.uint8))
         if scales is None:
+            continue
+        if form == "nvfp4":
+            tiles = nvfp4.by_row(scales, e, count, 4 * scales.shape[2]).float()
+            assert torch.equal(tiles[:, : case.hidden // 16], scale.float())
+            assert not tiles[:, case.hidden // 16 :].any()
             continue
         packed_scale = reference.ue8m0(scale) if form == "ue8m0" else scale
         assert torch.equal(scales[e, :count], packed_scale)
@@ -170,12 +202,44 @@ def cases(draw: st.DrawFn) -> Case:
     case=cases(), form=st.sampled_from(list(FORMATS)), mode=st.sampled_from(["", "async", "hook"])
 )
 def test_against_torch(pools: Pools, case: Case, form: str, mode: str) -> None:
+    if form == "nvfp4":  # an nvfp4 row is half as long
+        case = Case(**{**vars(case), "hidden": 2 * case.hidden})
     pools(case.ranks).run(_round_trip, case, form, mode)
 
 
 def test_top_k_of_32_in_the_memory_of_the_hint(pools: Pools) -> None:
     case = Case(experts=64, top_k=32, hidden=256, tokens=(5, 8), seed=1)
     pools(2).run(_round_trip, case, "fp8", "hook")
+
+
+def test_tiles_of_nvfp4_scales(pools: Pools) -> None:
+    """More rows than a tile has, and a tile that is not full in either direction."""
+    case = Case(experts=2, top_k=1, hidden=160, tokens=(150, 90), seed=1, unrouted=0.0)
+    pools(2).run(_round_trip, case, "nvfp4", "")
+
+
+def _one_scale_for_each_expert(group: dist.ProcessGroup) -> None:
+    """vLLM and SGLang pass a scale for each expert, which are all the same, and read the rows as
+    ``[E_l, C, hidden / 2]``; the branch's own test passes the scale with bf16 rows, too."""
+    rank, case = as_group(group).rank, CASE
+    mine = inputs(case, rank)
+    scale = FORMATS["nvfp4"]["x_global_scale"].expand(case.local)
+    buffer = open_buffer(group, case)
+    call = (mine.x, mine.topk_idx, case.max_tokens, case.experts)
+    plain = buffer.low_latency_dispatch(*call, use_fp8=False, x_global_scale=scale)
+    check_dispatched(case, rank, "bf16", plain)
+    result = buffer.low_latency_dispatch(
+        *call, use_fp8=False, use_nvfp4=True, x_global_scale=scale, return_recv_hook=True
+    )
+    result[4]()
+    check_dispatched(case, rank, "nvfp4", result)
+    rows = result[0][0].permute(2, 0, 1)
+    assert rows.shape == (case.local, case.ranks * case.max_tokens, case.hidden // 2)
+    buffer.destroy()
+
+
+def test_one_scale_for_each_expert(pools: Pools) -> None:
+    pools(4).run(_one_scale_for_each_expert)
 
 
 # ---- every argument -----------------------------------------------------------------------------

@@ -85,6 +85,10 @@ def _low_latency_dispatch(case: Case, rank: int) -> Arguments:
     }
 
 
+def _nvfp4(x_global_scale: Any) -> Spoil:
+    return _set(use_fp8=False, use_nvfp4=True, x_global_scale=x_global_scale)
+
+
 # What is spoilt, and what the message must name. x stays [T, hidden] and the geometry the same,
 # because ranks that disagree about it are another matter.
 LOW_LATENCY_DISPATCHES: dict[str, tuple[Spoil, str]] = {
@@ -102,6 +106,12 @@ LOW_LATENCY_DISPATCHES: dict[str, tuple[Spoil, str]] = {
     "expert too low": (_put("topk_idx", (0, 0), lambda _: -2), "topk_idx[0, 0]"),
     "async and hook": (_set(async_finish=True, return_recv_hook=True), "async_finish"),
     "ue8m0 without rounding": (_set(use_ue8m0=True), "use_ue8m0"),
+    "nvfp4 and fp8": (_set(use_nvfp4=True, x_global_scale=_zeros(1)), "use_nvfp4"),
+    "nvfp4 without scale": (_set(use_fp8=False, use_nvfp4=True), "x_global_scale"),
+    "double scale": (_nvfp4(_zeros(1, torch.float64)), "x_global_scale.dtype"),
+    "empty scale": (_nvfp4(_zeros(0)), "x_global_scale.shape"),
+    "scale elsewhere": (_nvfp4(_zeros(1).to("meta")), "x_global_scale.device"),
+    "scale that is a number": (_nvfp4(2.5), "x_global_scale"),
     "statistics": (
         _set(cumulative_local_expert_recv_stats=_zeros(3)),
         "cumulative_local_expert_recv_stats",
@@ -222,6 +232,7 @@ def _low_latency_disagreement(
         ({"num_experts": 12}, "num_experts", "8 12"),
         ({"hidden": 512}, "x.shape[1]", "256 512"),
         ({"use_fp8": False}, "encoding of rows", "0 1"),
+        (low_latency.FORMATS["nvfp4"], "encoding of rows", "1 3"),
     ],
 )
 @pytest.mark.parametrize("fresh", [False, True])

@@ -103,6 +103,9 @@ SIGNATURES = {
         "use_ue8m0": False,
         "async_finish": False,
         "return_recv_hook": False,
+        # Of the branch hybrid-ep, which has them before async_finish.
+        "use_nvfp4": False,
+        "x_global_scale": None,
     },
     "low_latency_combine": {
         "x": REQUIRED,

@@ -63,6 +63,7 @@ inline uint32_t send(LowLatency& mode, const Call& call, int32_t rank) {
       LowLatencyTokens{.x = own->x,
                        .topk_idx = own->topk_idx,
                        .topk_weights = weighted ? Array<const float>(own->topk_weights) : nullptr,
+                       .global_scale = nullptr,
                        .weighted = weighted,
                        .tokens = own->tokens,
                        .encoding = call.options().encoding});
@@ -81,6 +82,7 @@ inline uint32_t answer(LowLatency& mode, const Call& call, int32_t rank, const A
   const LowLatencyTokens late{.x = nullptr,
                               .topk_idx = own->topk_idx,
                               .topk_weights = own->topk_weights,
+                              .global_scale = nullptr,
                               .weighted = true,
                               .tokens = own->tokens,
                               .encoding = RowEncoding::kBf16};

@@ -61,6 +61,24 @@ inline uint8_t e4m3_of(float value) {
   return static_cast<uint8_t>(sign | best);
 }
 
+// By the definition of e2m1: sign, 2 exponent bits of bias 1, 1 fraction bit, no NaN.
+inline double e2m1_value(uint8_t code) {
+  const double magnitudes[] = {0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0};
+  return (code & 8) != 0 ? -magnitudes[code & 7] : magnitudes[code & 7];
+}
+
+inline uint8_t e2m1_of(float value) {
+  if (std::isnan(value)) return 7;
+  const double magnitude = std::fmin(std::fabs(static_cast<double>(value)), 6.0);
+  int best = 0;
+  for (int code = 1; code < 8; ++code) {
+    const double distance = std::fabs(magnitude - e2m1_value(static_cast<uint8_t>(code)));
+    const double best_distance = std::fabs(magnitude - e2m1_value(static_cast<uint8_t>(best)));
+    if (distance < best_distance || (distance == best_distance && code % 2 == 0)) best = code;
+  }
+  return static_cast<uint8_t>(std::signbit(value) ? 8 | best : best);
+}
+
 inline float times(float a, float b) {
   const volatile float product = a * b;
   return product;

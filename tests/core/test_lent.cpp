@@ -40,6 +40,7 @@ LowLatencyTokens tokens_of(const fanfold::Call& call, int32_t rank) {
   return {.x = own.x,
           .topk_idx = own.topk_idx,
           .topk_weights = own.topk_weights,
+          .global_scale = nullptr,
           .weighted = true,
           .tokens = own.tokens,
           .encoding = call.options().encoding};
@@ -91,6 +92,7 @@ TEST(lent_low_latency_sends_check_what_they_read) {
   CHECK_EQ(refused([](LowLatencyTokens& t) { t.topk_idx = shorter(t.topk_idx); }), "topk_idx");
   CHECK_EQ(refused([](LowLatencyTokens& t) { t.topk_weights = nullptr; }), "topk_weights");
   CHECK_EQ(refused([](LowLatencyTokens& t) { t.tokens = 4; }), "tokens");
+  CHECK_EQ(refused([](LowLatencyTokens& t) { t.encoding = RowEncoding::kNvfp4; }), "global_scale");
   Random jitter(0);
   run_call(mode, call, 0, {false}, jitter);
 }
@@ -113,6 +115,7 @@ TEST(lent_low_latency_receives_check_what_they_write) {
   using R = LowLatencyReceived;
   CHECK_EQ(refused([](R& r) { r.rows = shorter(r.rows); }), "rows");
   CHECK_EQ(refused([](R& r) { r.scales = shorter(r.scales); }), "scales");
+  CHECK_EQ(refused([](R& r) { r.encoding = RowEncoding::kNvfp4; }), "scales");  // in tiles
   CHECK_EQ(refused([](R& r) { r.counts = shorter(r.counts); }), "counts");
   CHECK_EQ(refused([](R& r) { r.source_tokens = shorter(r.source_tokens); }), "source_tokens");
   CHECK_EQ(refused([](R& r) { r.ranges = shorter(r.ranges); }), "ranges");

@@ -148,16 +148,16 @@ TEST(device_sizes_do_not_overflow) {
 
 TEST(call_words_survive) {
   for (const uint32_t tokens : {0U, 1U, 128U, 0x800000U, uint32_t{kMostDeviceTokens}}) {
-    for (const int flags : {0, 1, 2, 3}) {
+    for (const uint32_t flags : {0U, 1U, 2U, 3U, 4U, 5U}) {
       const bool refused = flags % 2 != 0;
-      const bool fp8 = flags / 2 != 0;
+      const auto rows = static_cast<RowKind>(flags / 2);
       for (const uint32_t signature : {0U, 1U, 0x8000U, 0xffffU}) {
         for (const uint32_t epoch : {0U, kFirstEpoch, 0xffffU, 0x10000U, 0xffffffffU}) {
-          const CallWord sent{tokens, refused, fp8, signature, epoch};
+          const CallWord sent{tokens, refused, rows, signature, epoch};
           const CallWord word = CallWord::decode(sent.encode());
           CHECK_EQ(word.tokens, tokens);
           CHECK_EQ(word.refused, refused);
-          CHECK_EQ(word.fp8, fp8);
+          CHECK(word.rows == rows);
           CHECK_EQ(word.signature, signature);
           CHECK_EQ(word.epoch, epoch & 0xffffU);
         }
@@ -171,7 +171,7 @@ TEST(call_words_name_their_call) {
   CHECK(CallWord::decode(0).epoch != kFirstEpoch);
   CHECK(CallWord::decode(0).epoch != kFirstEpoch + 1);
   for (const uint32_t epoch : {kFirstEpoch, 0xffffU, 0x10000U, 0xffffffffU}) {
-    const uint64_t before = CallWord{7, false, false, 5, epoch - kParities}.encode();
+    const uint64_t before = CallWord{7, false, RowKind::kBf16, 5, epoch - kParities}.encode();
     CHECK(CallWord::decode(before).epoch != (epoch & 0xffffU));
   }
 }

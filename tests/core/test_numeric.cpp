@@ -147,6 +147,91 @@ TEST(e4m3_is_the_nearest_code) {
   }
 }
 
+TEST(e2m1_is_the_nearest_code) {
+  for (uint8_t code = 0; code < 16; ++code) {
+    const auto value = static_cast<float>(reference::e2m1_value(code));
+    if (code != 8) CHECK_EQ(float_to_e2m1(value), code);
+  }
+  CHECK_EQ(float_to_e2m1(-0.0f), 8);
+  CHECK_EQ(float_to_e2m1(kNan), 7);
+  CHECK_EQ(float_to_e2m1(-kNan), 7);
+  // The ties, and the floats beside them.
+  for (const float tie : {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f, 6.0f, kInf, FLT_MIN}) {
+    for (const float value : {std::nextafter(tie, 0.0f), tie, std::nextafter(tie, kInf)}) {
+      CHECK_EQ(float_to_e2m1(value), reference::e2m1_of(value));
+      CHECK_EQ(float_to_e2m1(-value), reference::e2m1_of(-value));
+    }
+  }
+  Random random(5);
+  for (int i = 0; i < 100000 / kRoundsShare; ++i) {
+    const float value = any_float(random);
+    CHECK_EQ(float_to_e2m1(value), reference::e2m1_of(value));
+  }
+}
+
+TEST(nvfp4_rows_follow_the_formula) {
+  Random random(6);
+  for (const size_t hidden : {16u, 96u, 7168u}) {
+    for (const float global : {1.0f, 537.6f, 1e-6f, 1e6f}) {
+      const std::vector<uint16_t> x = random_row(random, hidden);
+      std::vector<uint8_t> values(hidden / 2 + 1, 0xa5);
+      std::vector<uint8_t> scales(hidden / 16 + 1, 0xa5);
+      quantize_nvfp4_row(x.data(), static_cast<int64_t>(hidden), global, values.data(),
+                         scales.data());
+      for (size_t block = 0; block < hidden / 16; ++block) {
+        float amax = 0.0f;
+        for (size_t i = 0; i < 16; ++i) {
+          amax = std::fmax(amax, std::fabs(bf16_to_float(x[block * 16 + i])));
+        }
+        const float wide =
+            reference::times(global, reference::times(amax, reference::over(1.0f, 6.0f)));
+        const uint8_t code = reference::e4m3_of(wide);
+        CHECK_EQ(scales[block], code);
+        const auto scale = static_cast<float>(reference::e4m3_value(code));
+        const float factor =
+            scale == 0.0f
+                ? 0.0f
+                : reference::over(1.0f, reference::times(scale, reference::over(1.0f, global)));
+        for (size_t i = 0; i < 16; ++i) {
+          const size_t column = block * 16 + i;
+          const uint8_t pair = values[column / 2];
+          CHECK_EQ(column % 2 == 0 ? pair & 15 : pair >> 4,
+                   reference::e2m1_of(reference::times(bf16_to_float(x[column]), factor)));
+        }
+      }
+      CHECK_EQ(values.back(), 0xa5);
+      CHECK_EQ(scales.back(), 0xa5);
+    }
+  }
+}
+
+TEST(nvfp4_of_zeros_and_of_no_numbers) {
+  std::vector<uint16_t> x(32, 0);
+  x[1] = 0x8000;
+  std::vector<uint8_t> values(16);
+  std::vector<uint8_t> scales(2);
+  const auto quantize = [&](float global) {
+    quantize_nvfp4_row(x.data(), 32, global, values.data(), scales.data());
+  };
+  quantize(3.0f);
+  CHECK_EQ(values[0], 0x80);
+  CHECK_EQ(values[1], 0);
+  CHECK_EQ(scales[0], 0);
+  x[2] = float_to_bf16(kInf);
+  x[18] = float_to_bf16(kNan);
+  x[19] = float_to_bf16(-6.0f);
+  quantize(1.0f);
+  CHECK_EQ(scales[0], 0x7e);
+  CHECK_EQ(values[1], 0x07);
+  CHECK_EQ(scales[1], float_to_e4m3(1.0f));
+  CHECK_EQ(values[9], 0xf7);
+  for (const float global : {0.0f, -1.0f, kNan}) {
+    quantize(global);
+    CHECK_EQ(scales[0], 0x7f);
+    CHECK_EQ(scales[1], 0x7f);
+  }
+}
+
 TEST(fp8_rows_follow_the_formula) {
   Random random(4);
   for (const size_t hidden : {16u, 112u, 128u, 144u, 1024u, 7168u}) {

@@ -389,3 +389,30 @@ def refused(group: object) -> list[str]:
 
 def test_refusals_travel(pools):
     assert pools(2).run(refused) == [["ArgumentError"], ["PeerRefused"]]
+
+
+def infer_nvfp4(group: object) -> None:
+    """No operator takes the global scale, so the dispatch runs between two graphs."""
+    torch._dynamo.reset()
+    with open_ep(group, "low_latency", dispatch_dtype="nvfp4") as ep:
+
+        def layer(x: torch.Tensor, idx: torch.Tensor, scale: torch.Tensor) -> list[torch.Tensor]:
+            received = ep.dispatch(x * 2, idx, global_scale=scale + 1)
+            assert received.scales is not None
+            return [received.tokens, received.scales.float(), received.tokens_per_expert]
+
+        scale = torch.full((), 299.0, device=ep.device)
+        for step in range(len(TOKENS)):
+            x, idx, _ = inputs_of(step, ep)
+            idx[:] = EXPERTS // ep.ranks * ep.rank  # some rows of one expert of each rank
+            want = layer(x, idx, scale)
+            got = torch.compile(layer, backend="aot_eager")(x, idx, scale)
+            count = int(want[2][0])
+            assert count == len(x)
+            assert torch.equal(got[2], want[2])
+            assert torch.equal(got[0][0, :count], want[0][0, :count])
+            assert torch.equal(got[1][0, 0, 0, :count, 0], want[1][0, 0, 0, :count, 0])
+
+
+def test_nvfp4_rows(pools):
+    pools(2).run(infer_nvfp4)

@@ -14,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fanfold
+from fanfold.errors import ArgumentError
 from fanfold.formats import dequantize, quantize
 from fanfold.group import as_group
 from fanfold.launch import RankPool
+from tests import nvfp4
 from tests.distributed.layers import caught
 
 pytestmark = pytest.mark.placements("threads")
@@ -47,8 +49,9 @@ ROUTINGS = ("spread", "one_expert", "one_rank", "none", "holes", "duplicates")
 def cases(draw: st.DrawFn) -> Case:
     """Any geometry of small size; the extremes of each size have tests of their own."""
     ranks = draw(st.sampled_from([1, 2, 3, 4, 5]))
-    dispatch_dtype = draw(st.sampled_from(["bf16", "fp8"]))
-    step = 8 if dispatch_dtype == "bf16" else 16
+    dispatch_dtype = draw(st.sampled_from(["bf16", "fp8", "nvfp4"]))
+    step = {"bf16": 8, "fp8": 16, "nvfp4": 32}[dispatch_dtype]
+    scale_formats = ["float32", "power_of_two", "ue8m0"]
     hidden = draw(st.integers(2, 40)) * step
     max_tokens = draw(st.integers(0, 24))
     tokens = st.one_of(st.integers(0, max_tokens), st.sampled_from([0, max_tokens]))
@@ -60,7 +63,7 @@ def cases(draw: st.DrawFn) -> Case:
         tokens=tuple(draw(st.lists(tokens, min_size=ranks, max_size=ranks))),
         max_tokens=max_tokens,
         dispatch_dtype=dispatch_dtype,
-        scale_format=draw(st.sampled_from(["float32", "power_of_two", "ue8m0"])),
+        scale_format=draw(st.sampled_from(scale_formats if step != 32 else ["float32"])),
         routing=draw(st.sampled_from(ROUTINGS)),
         weighted=draw(st.booleans()),
         logfmt=draw(st.booleans()),
@@ -122,6 +125,40 @@ def _experts_output(rows: torch.Tensor, expert: int) -> torch.Tensor:
     return (rows.float() * (1.0 + expert % 7) - 0.5).bfloat16()
 
 
+GLOBAL_SCALE = 448 * 6 / 5.0
+
+
+def _global_scale(case: Case) -> torch.Tensor | None:
+    return torch.tensor(GLOBAL_SCALE) if case.dispatch_dtype == "nvfp4" else None
+
+
+def _quantized(case: Case, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows as they must arrive, and their scales."""
+    if case.dispatch_dtype == "nvfp4":
+        return nvfp4.quantized(x, GLOBAL_SCALE)
+    if case.dispatch_dtype == "fp8":
+        return quantize(x, fanfold.formats.ScaleFormat(case.scale_format))
+    return x, None
+
+
+def _values(case: Case, rows: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    """What experts read from rows as they arrive."""
+    if case.dispatch_dtype == "nvfp4":
+        assert scales is not None
+        return nvfp4.dequantized(rows, scales, GLOBAL_SCALE).bfloat16()
+    return rows if scales is None else dequantize(rows, scales).bfloat16()
+
+
+def _scales(case: Case, received: fanfold.LowLatencyResult, expert: int) -> torch.Tensor | None:
+    """The scales of an expert's valid rows."""
+    if received.scales is None:
+        return None
+    if case.dispatch_dtype == "nvfp4":
+        count = int(received.tokens_per_expert[expert])
+        return nvfp4.by_row(received.scales, expert, count, case.hidden // 16)
+    return received.expert(expert, of=received.scales)
+
+
 def _run(group: dist.ProcessGroup, case: Case) -> dict[str, Any]:
     """Dispatch and combine on one rank; everything a check needs."""
     rank = as_group(group).rank
@@ -137,19 +174,24 @@ def _run(group: dist.ProcessGroup, case: Case) -> dict[str, Any]:
     ) as ep:
         mine = _tokens(case, rank)
         weights = mine.topk_weights if case.weighted else None
-        received, hook = ep.dispatch(mine.x, mine.topk_idx, weights, return_hook=True)
+        scale = _global_scale(case)
+        received, hook = ep.dispatch(
+            mine.x, mine.topk_idx, weights, global_scale=scale, return_hook=True
+        )
+        if scale is not None:
+            scale.fill_(float("nan"))
         mine.x.fill_(float("nan"))  # the caller may reuse its tensors when send has returned
         mine.topk_idx.fill_(-7)
         hook()
-        y = torch.full(received.tokens.shape, float("nan"), dtype=torch.bfloat16)
+        shape = (*received.tokens.shape[:2], case.hidden)
+        y = torch.full(shape, float("nan"), dtype=torch.bfloat16)
         found: dict[str, Any] = {"experts": [], "offsets": received.offsets}
         source_rank, source_token = received.source_rank, received.source_token
         for e in range(ep.experts_per_rank):
             rows = received.expert(e)
-            scales = None if received.scales is None else received.expert(e, of=received.scales)
-            values = rows if scales is None else dequantize(rows, scales).bfloat16()
+            scales = _scales(case, received, e)
             received.expert(e, of=y).copy_(
-                _experts_output(values, ep.rank * ep.experts_per_rank + e)
+                _experts_output(_values(case, rows, scales), ep.rank * ep.experts_per_rank + e)
             )
             found["experts"].append(
                 {
@@ -172,10 +214,12 @@ def _check_dispatch(case: Case, sources: list[Tokens], found: dict[str, Any], ra
         expert = rank * case.experts_per_rank + e
         hits = [_pair_weights(tokens, expert) for tokens in sources]
         x = torch.cat([t.x[hit] for t, (hit, _) in zip(sources, hits, strict=True)])
-        values, scales = x, None
-        if case.dispatch_dtype == "fp8":
-            values, scales = quantize(x, fanfold.formats.ScaleFormat(case.scale_format))
-            assert torch.equal(seen["scales"], scales)
+        values, scales = _quantized(case, x)
+        if scales is not None:
+            both = seen["scales"], scales
+            if case.dispatch_dtype == "nvfp4":  # e4m3, which PyTorch does not compare
+                both = both[0].float(), both[1].float()
+            assert torch.equal(*both)
         assert torch.equal(seen["rows"].view(torch.uint8), values.view(torch.uint8))
         count = len(x)
         ranks = torch.cat([torch.full((int(h.sum()),), r) for r, (h, _) in enumerate(hits)])
@@ -194,9 +238,8 @@ def _check_dispatch(case: Case, sources: list[Tokens], found: dict[str, Any], ra
 def _expected_out(case: Case, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
     """The result of combine, and how far LogFMT may take it from that."""
     x = tokens.x
-    if case.dispatch_dtype == "fp8" and len(x):
-        values = quantize(x, fanfold.formats.ScaleFormat(case.scale_format))
-        x = dequantize(*values).bfloat16()
+    if len(x):
+        x = _values(case, *_quantized(case, x))
     total, slack = torch.zeros(x.shape), torch.zeros(x.shape)
     for rank in range(case.ranks):
         part, any_hit = torch.zeros(x.shape), torch.zeros(len(x), dtype=torch.bool)
@@ -264,6 +307,9 @@ PLAIN = Case(
         {"hidden": 16384},
         {"hidden": 2880, "dispatch_dtype": "fp8"},
         {"hidden": 7168, "dispatch_dtype": "fp8", "scale_format": "ue8m0", "top_k": 8},
+        {"hidden": 32, "dispatch_dtype": "nvfp4"},
+        {"hidden": 7168, "dispatch_dtype": "nvfp4", "top_k": 8},
+        {"hidden": 96, "dispatch_dtype": "nvfp4", "max_tokens": 130, "tokens": (130, 0, 9, 120)},
         {"hidden": 1024, "experts_per_rank": 128, "top_k": 22},
         {"hidden": 32, "experts_per_rank": 1024, "top_k": 32},
         {"ranks": 8, "tokens": (1, 2, 3, 4, 5, 6, 7, 8), "top_k": 8},
@@ -278,9 +324,43 @@ def test_extremes(pools: Callable[[int], RankPool], changes: dict[str, Any]) -> 
 
 
 @pytest.mark.placements("processes", "threads")
-@pytest.mark.parametrize("dispatch_dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("dispatch_dtype", ["bf16", "fp8", "nvfp4"])
 def test_both_placements(pools: Callable[[int], RankPool], dispatch_dtype: str) -> None:
     _check(dataclasses.replace(PLAIN, dispatch_dtype=dispatch_dtype), pools)
+
+
+def _nvfp4_of_any_values(group: dist.ProcessGroup) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Values and scales of unusual rows and global scales, as they arrive here."""
+    found = []
+    with fanfold.LowLatency(
+        group, num_experts=2, top_k=2, hidden=96, max_tokens=22, dispatch_dtype="nvfp4"
+    ) as ep:
+        topk_idx = torch.arange(2).expand(22, 2).contiguous()
+        for scale in GLOBAL_SCALES:
+            x = nvfp4.awkward_rows(22, 96, ep.rank)
+            # A global scale for each expert, as frameworks keep it, is too much here.
+            with pytest.raises(ArgumentError, match="global_scale"):
+                fanfold.LowLatency.dispatch(ep, x, topk_idx, global_scale=torch.ones(2))
+            received = ep.dispatch(x, topk_idx, global_scale=torch.full((1,), scale))
+            count = int(received.tokens_per_expert[0])
+            scales = fanfold.formats.nvfp4_scales_by_row(received.scales, 44, 96)
+            tiles = nvfp4.by_row(received.scales, 0, count, 6)
+            assert torch.equal(scales[0, :count].view(torch.uint8), tiles.view(torch.uint8))
+            found.append((received.expert(0).clone(), scales[0, :count]))
+    return found
+
+
+GLOBAL_SCALES = (0.75, 300.0, 2.0**-20, 1e38, torch.inf, 0.0, -1.0, torch.nan)
+
+
+def test_nvfp4_of_any_values(pools: Callable[[int], RankPool]) -> None:
+    for found in pools(2).run(_nvfp4_of_any_values):
+        for scale, (values, scales) in zip(GLOBAL_SCALES, found, strict=True):
+            rows = [nvfp4.quantized(nvfp4.awkward_rows(22, 96, rank), scale) for rank in range(2)]
+            assert torch.equal(values, torch.cat([row[0] for row in rows]))
+            wanted = torch.cat([row[1].view(torch.uint8) for row in rows])
+            assert torch.equal(scales.view(torch.uint8), wanted)
+            assert bool(scales.float().isnan().any()) == (not scale > 0 or scale == torch.inf)
 
 
 WAITED_NS = 10**15  # before the first dispatch

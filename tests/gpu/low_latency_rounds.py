@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fanfold.backends.low_latency import HostLowLatency, cuda_required_bytes
 from fanfold.backends.low_latency.cuda import CudaLowLatency
 from fanfold.config import Config
-from fanfold.formats import RowFormat, ScaleFormat
+from fanfold.formats import BF16_ROWS
 from fanfold.geometry import Geometry
 from fanfold.group import as_group
 from fanfold.memory.cuda import CudaSymmetricMemory
@@ -51,8 +51,7 @@ def round_of(
         tokens.x,
         tokens.topk_idx,
         None if late else weights,
-        row_format=RowFormat.BF16,
-        scale_format=ScaleFormat.FLOAT32,
+        formats=BF16_ROWS,
     )
     out, _ = mode.combine(
         geometry,

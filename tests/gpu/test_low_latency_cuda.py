@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import fanfold
 from fanfold.formats import dequantize
+from tests import nvfp4
 from tests.distributed.layers import caught
 from tests.gpu.conftest import GpuPools
 from tests.gpu.support import (
@@ -109,6 +110,40 @@ def test_every_number_of_ranks(gpus: GpuPools, every_ranks: int, dtype: str, rou
 )
 def test_extremes(gpus: GpuPools, ranks: int, changes: dict[str, Any]) -> None:
     gpus.run(ranks, _round, case_of(ranks, **changes))
+
+
+def _nvfp4(group: dist.ProcessGroup, hidden: int) -> None:
+    """Rows of any values from every rank to expert 0 of each, against the formula."""
+    device, rank, ranks = own_device(), dist.get_rank(group), dist.get_world_size(group)
+    topk_idx = torch.arange(ranks, device=device).expand(44, ranks).contiguous()
+    scale = torch.full((1,), 300.0, device=device)
+    with fanfold.LowLatency(
+        group,
+        num_experts=ranks,
+        top_k=ranks,
+        hidden=hidden,
+        max_tokens=150,
+        dispatch_dtype="nvfp4",
+        config=fanfold.Config.resolve(backend="cuda", timeout_s=20.0),
+    ) as ep:
+        x = nvfp4.awkward_rows(44, hidden, rank).to(device)
+        for _ in range(3):  # the words of the rows are absent again
+            received, hook = ep.dispatch(x, topk_idx, global_scale=scale, return_hook=True)
+            hook()
+        ep.synchronize()
+        rows = [nvfp4.quantized(nvfp4.awkward_rows(44, hidden, each), 300.0)
+                for each in range(ranks)]  # fmt: skip
+        count = 44 * ranks
+        assert received.tokens_per_expert.tolist() == [count]
+        assert_same("rows", received.tokens[0, :count], torch.cat([row[0] for row in rows]))
+        assert received.scales is not None
+        tiles = nvfp4.by_row(received.scales.cpu(), 0, count, hidden // 16)
+        assert_same("scales", tiles.float(), torch.cat([row[1].float() for row in rows]))
+
+
+@pytest.mark.parametrize("hidden", [32, 96, 1312, 7168])
+def test_nvfp4(gpus: GpuPools, ranks: int, hidden: int) -> None:
+    gpus.run(ranks, _nvfp4, hidden)
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 1024])

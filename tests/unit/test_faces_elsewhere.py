@@ -24,7 +24,7 @@ from fanfold.backends.low_latency import (
 from fanfold.deep_ep import Buffer, runtime
 from fanfold.deep_ep.sizes import cuda_memory_bytes
 from fanfold.errors import ArgumentError, UsageError
-from fanfold.formats import RowFormat
+from fanfold.formats import BF16_ROWS, Formats, RowFormat
 from fanfold.geometry import Geometry
 
 META = torch.device("meta")
@@ -52,7 +52,7 @@ class Mode:
         self.calls: list[tuple[str, Any]] = []
         self.error: Exception | None = None
         self.late = False
-        self.row_format: RowFormat | None = None
+        self.formats: Formats = BF16_ROWS
         self.check_devices: Any = None
 
     def __getattr__(self, name: str) -> Any:
@@ -63,7 +63,7 @@ class Mode:
     ) -> Any:
         self._check("dispatch", x=x, topk_idx=topk_idx, topk_weights=topk_weights)
         self.calls.append(("dispatch", (x, topk_idx, topk_weights)))
-        self.row_format = rest.get("row_format")
+        self.formats = rest.get("formats", BF16_ROWS)
         local, capacity = geometry.experts_per_rank, geometry.expert_capacity
 
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -361,7 +361,7 @@ def test_what_is_no_bool_is_taken_for_one(mode: Mode) -> None:
     x, idx, _ = tokens()
     for use_fp8, row_format in ((1, RowFormat.FP8), ([0], RowFormat.FP8), ([], RowFormat.BF16)):
         buffer.low_latency_dispatch(x, idx, 8, 4, use_fp8=use_fp8)  # type: ignore[arg-type]
-        assert mode.row_format is row_format
+        assert mode.formats[0] is row_format
     wrong: Any = torch.zeros(2)
     with pytest.raises(RuntimeError, match="ambiguous"):
         buffer.low_latency_dispatch(x, idx, 8, 4, use_fp8=wrong)

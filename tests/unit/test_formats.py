@@ -1,4 +1,4 @@
-"""fp8 rows: against PyTorch's own conversion, and back."""
+"""fp8 and nvfp4 rows: against PyTorch's own conversion, and back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,18 @@ import torch
 
 from fanfold import formats
 from fanfold.errors import ArgumentError
-from fanfold.formats import RowFormat, ScaleFormat, blocks, dequantize, quantize, scale_columns
+from fanfold.formats import (
+    RowFormat,
+    ScaleFormat,
+    blocks,
+    dequantize,
+    dequantize_nvfp4,
+    nvfp4_scale_shape,
+    nvfp4_scales_by_row,
+    quantize,
+    scale_columns,
+)
+from tests import nvfp4
 from tests.kernels.rows import unusual_rows
 
 
@@ -86,6 +97,38 @@ def test_dequantize_is_close(scale_format: ScaleFormat) -> None:
     assert bool(((back - x.float()).abs() <= x.float().abs() / 16.0 + floor * 2.0).all())
 
 
+@pytest.mark.parametrize(("rows", "hidden"), [(0, 32), (5, 96), (150, 320)])
+def test_nvfp4_scales_by_row(rows: int, hidden: int) -> None:
+    numbers = torch.Generator().manual_seed(rows)
+    shape = nvfp4_scale_shape(2, rows, hidden)
+    assert shape == (2, -(-rows // 128), -(-hidden // 64), 32, 4, 4)
+    tiles = torch.randint(0, 127, shape, generator=numbers, dtype=torch.uint8)
+    tiles = tiles.view(torch.float8_e4m3fn)
+    found = nvfp4_scales_by_row(tiles, rows, hidden)
+    assert found.shape == (2, rows, hidden // 16)
+    for expert in range(2):
+        expected = nvfp4.by_row(tiles, expert, rows, hidden // 16)
+        assert torch.equal(found[expert].float(), expected.float())
+
+
+def test_dequantize_nvfp4() -> None:
+    values = torch.arange(256, dtype=torch.uint8).view(4, 64)
+    scales = torch.arange(1, 33).view(4, 8).to(torch.float8_e4m3fn)
+    expected = nvfp4.dequantized(values, scales, 3.0)
+    for global_scale in (torch.tensor(3.0), torch.tensor([3.0])):
+        assert torch.equal(dequantize_nvfp4(values, scales, global_scale), expected)
+
+
+def test_dequantized_nvfp4_is_close() -> None:
+    x = _rows(480)
+    x[4:] = 0.0  # magnitudes that are in the range of e4m3 together
+    global_scale = 448.0 * 6.0 / float(x.float().abs().max())
+    back = dequantize_nvfp4(*nvfp4.quantized(x, global_scale), torch.tensor(global_scale))
+    # Half of e2m1's largest step is a sixth of the block's largest value; and e4m3's half step.
+    amax = x.float().view(9, -1, 16).abs().amax(-1).repeat_interleave(16, dim=-1)
+    assert bool(((back - x.float()).abs() <= amax * (1 / 6 + 1 / 8) + 2.0**-9 / global_scale).all())
+
+
 @pytest.mark.parametrize("name", ["bf16", torch.bfloat16, RowFormat.BF16])
 def test_names(name: object) -> None:
     assert RowFormat.of(name) is RowFormat.BF16  # type: ignore[arg-type]
@@ -94,3 +137,14 @@ def test_names(name: object) -> None:
 def test_unknown_name() -> None:
     with pytest.raises(ArgumentError, match="'int8'"):
         RowFormat.of("int8")
+    with pytest.raises(ArgumentError, match="uint8"):
+        RowFormat.of(torch.uint8)
+
+
+def test_columns_of_a_row() -> None:
+    for row_format, step in ((RowFormat.BF16, 8), (RowFormat.FP8, 16), (RowFormat.NVFP4, 32)):
+        row_format.check_hidden(3 * step)
+        with pytest.raises(ArgumentError, match=f"a multiple of {step}"):
+            row_format.check_hidden(3 * step + step // 2)
+    assert RowFormat.NVFP4.columns(96) == 48
+    assert RowFormat.FP8.columns(96) == 96

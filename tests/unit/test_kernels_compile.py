@@ -22,6 +22,7 @@ ROWS = [
     (RowFormat.FP8, ScaleFormat.FLOAT32),
     (RowFormat.FP8, ScaleFormat.POWER_OF_TWO),
     (RowFormat.FP8, ScaleFormat.UE8M0),
+    (RowFormat.NVFP4, ScaleFormat.FLOAT32),
 ]
 HIDDEN = [128, 136, 512, 1024, 2048, 2880, 4096, 4944, 5120, 7136, 7168, 8192, 12288, 16384]
 TOP_K = [1, 2, 4, 6, 8, 9, 22, 24, 32]
@@ -78,7 +79,9 @@ class Point:
 def point(sizes: tuple[int, int, int, int], rows: int, combine: int) -> Point:
     ranks, experts, top_k, hidden = sizes
     geometry = Geometry(ranks, experts, top_k, hidden, 128)
-    formats = ROWS[rows % len(ROWS) if hidden % 16 == 0 else 0]  # 16 bytes of fp8
+    formats = ROWS[rows % len(ROWS)]
+    if hidden % {"bf16": 8, "fp8": 16, "nvfp4": 32}[formats[0].value]:  # 16 bytes
+        formats = ROWS[0]
     return Point(geometry, *formats, bool(combine & 1), bool(combine & 2))
 
 

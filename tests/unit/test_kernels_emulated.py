@@ -18,8 +18,9 @@ import torch
 from fanfold.backends.low_latency.cuda import CudaLowLatency
 from fanfold.backends.low_latency.protocol import Statistics
 from fanfold.errors import ArgumentError, PeerRefused, PeerTimeout
-from fanfold.formats import RowFormat, ScaleFormat, quantize
+from fanfold.formats import BF16_ROWS, RowFormat, ScaleFormat, quantize
 from fanfold.geometry import Geometry
+from tests import nvfp4
 from tests.emulation.world import Builder, World, emulated
 
 CTAS = 7
@@ -102,16 +103,26 @@ def sums_of(geometry: Geometry, batches: list[Batch], source: int) -> torch.Tens
 def check_received(
     geometry: Geometry, batches: list[Batch], rank: int, received: Any, scale_format: Any
 ) -> None:
+    """``scale_format`` is that of fp8 rows, a number for nvfp4 rows, or None."""
     rows = rows_of(geometry, batches)
     for local in range(geometry.experts_per_rank):
         expected = rows[rank * geometry.experts_per_rank + local]
         count = int(received.counts[local])
         assert count == len(expected)
         assert received.source_tokens[local, :count].tolist() == [row[1] for row in expected]
+        if isinstance(scale_format, float):
+            blocks = geometry.hidden // 16
+            columns = 4 * received.scales.shape[2]
+            tiles = nvfp4.by_row(received.scales, local, count, columns).view(torch.uint8)
+            assert not tiles[:, blocks:].any()
         for place, (source, token, weight) in enumerate(expected):
             x = batches[source].x[token : token + 1]
             if scale_format is None:
                 assert torch.equal(received.tokens[local, place], x[0])
+            elif isinstance(scale_format, float):
+                values, scales = nvfp4.quantized(x, scale_format)
+                assert torch.equal(received.tokens[local, place], values[0])
+                assert torch.equal(tiles[place, :blocks], scales[0].view(torch.uint8))
             else:
                 values, scales = quantize(x, scale_format)
                 found = received.tokens[local, place].view(torch.uint8)
@@ -124,7 +135,7 @@ def check_received(
 @dataclasses.dataclass(frozen=True)
 class Shape:
     geometry: Geometry
-    scale_format: ScaleFormat | None = None
+    scale_format: ScaleFormat | float | None = None  # as in check_received
     late: bool = False
     grid: tuple[int, int] = (CTAS, 2)
 
@@ -139,6 +150,9 @@ SHAPES = [
     Shape(Geometry(2, 6, 3, 16, 150), late=True, grid=(3, 1)),
     Shape(Geometry(1, 1030, 2, 16, 40), grid=(3, 1)),
     Shape(Geometry(1, 3, 2, 16, 40), grid=(2, 1)),
+    # Less than a segment of 1024 columns, several, ragged tiles of scales.
+    Shape(Geometry(3, 6, 4, 96, 12), 300.0, grid=(7, 3)),
+    Shape(Geometry(2, 2, 6, 1312, 100), 0.75, late=True),
 ]
 
 
@@ -154,13 +168,18 @@ class Caller:
 
     def dispatch(self, batch: Batch, **rest: Any) -> Any:
         form = self.shape.scale_format
+        formats, scale = BF16_ROWS, None
+        if isinstance(form, float):
+            formats, scale = (RowFormat.NVFP4, ScaleFormat.FLOAT32), torch.tensor(form)
+        elif form is not None:
+            formats = (RowFormat.FP8, form)
         return self.mode.dispatch(
             self.shape.geometry,
             batch.x,
             batch.topk_idx,
             None if self.shape.late else batch.topk_weights,
-            row_format=RowFormat.BF16 if form is None else RowFormat.FP8,
-            scale_format=form or ScaleFormat.FLOAT32,
+            formats=formats,
+            global_scale=scale,
             **rest,
         )
 
@@ -175,10 +194,14 @@ class Caller:
 def batches_of(shape: Shape, turn: int) -> list[Batch]:
     geometry = shape.geometry
     counts = (geometry.max_tokens, 0, 3, geometry.max_tokens // 2)
-    return [
+    batches = [
         Batch.of(geometry, counts[(rank + turn) % 4], 10 * turn + rank)
         for rank in range(geometry.ranks)
     ]
+    if isinstance(shape.scale_format, float):
+        for rank, batch in enumerate(batches):
+            batch.x = nvfp4.awkward_rows(len(batch.x), geometry.hidden, 5 * turn + rank)
+    return batches
 
 
 def world_of(shape: Shape, **settings: Any) -> World:
@@ -248,7 +271,7 @@ def test_logfmt() -> None:
     world.check_absent()
 
 
-@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[2]], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[2], SHAPES[8]], ids=str)
 @pytest.mark.parametrize("in_flight", [False, True])
 def test_a_refused_dispatch_leaves_nothing_behind(shape: Shape, in_flight: bool) -> None:
     world = world_of(shape)

@@ -48,7 +48,7 @@ def test_outputs(
     gpu: Gpu, row_format: RowFormat, scale_format: ScaleFormat, dtype: torch.dtype, columns: int
 ) -> None:
     mode = open_mode()
-    got, hook = mode.dispatch(GEOMETRY, *tokens(), row_format=row_format, scale_format=scale_format)
+    got, hook = mode.dispatch(GEOMETRY, *tokens(), formats=(row_format, scale_format))
     assert hook is None
     assert (got.tokens.shape, got.tokens.dtype) == ((LOCAL, CAPACITY, 256), dtype)
     assert got.tokens.is_contiguous()
@@ -66,6 +66,51 @@ def test_outputs(
     assert (gpu.last.rows, gpu.last.tokens) == (got.tokens.data_ptr(), 5)
     assert gpu.last.counts == got.counts.data_ptr()
     assert gpu.last.row_weights == got.row_weights.data_ptr()
+
+
+def test_nvfp4_outputs(gpu: Gpu) -> None:
+    mode = open_mode()
+    formats = (RowFormat.NVFP4, ScaleFormat.FLOAT32)
+    for shape in ((), (1,)):
+        scale = torch.full(shape, 3.0)
+        got, _ = mode.dispatch(GEOMETRY, *tokens(), formats=formats, global_scale=scale)
+        assert (got.tokens.shape, got.tokens.dtype) == ((LOCAL, CAPACITY, 128), torch.uint8)
+        assert got.scales is not None
+        assert got.scales.shape == (LOCAL, -(-CAPACITY // 128), 4, 32, 4, 4)
+        assert got.scales.is_contiguous()
+        assert got.scales.dtype == torch.float8_e4m3fn
+        assert gpu.last.rows == got.tokens.data_ptr()
+        assert gpu.last.scales == got.scales.data_ptr()
+        assert gpu.last.global_scale == scale.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("scale", "name"),
+    [
+        (None, "global_scale"),
+        (torch.ones(2), "global_scale.shape"),
+        (torch.ones(0), "global_scale.shape"),
+        (torch.ones((), dtype=torch.float64), "global_scale.dtype"),
+        (torch.ones((), device="meta"), "global_scale.device"),
+        (3.0, "global_scale"),
+    ],
+    ids=str,
+)
+def test_bad_global_scales(gpu: Gpu, scale: Any, name: str) -> None:
+    mode = open_mode()
+    with pytest.raises(ArgumentError) as raised:
+        mode.dispatch(
+            GEOMETRY, *tokens(), formats=(RowFormat.NVFP4, ScaleFormat.FLOAT32), global_scale=scale
+        )
+    assert raised.value.argument == name
+    assert gpu.last.refused
+
+
+def test_a_global_scale_of_other_rows(gpu: Gpu) -> None:
+    mode = open_mode()
+    with pytest.raises(ArgumentError, match="only nvfp4 rows"):
+        mode.dispatch(GEOMETRY, *tokens(), global_scale=torch.ones(1))
+    assert gpu.last.refused
 
 
 def test_views_of_the_routing_are_where_the_kernel_writes(gpu: Gpu) -> None:
@@ -384,7 +429,9 @@ def test_each_kind_of_call_has_its_own_arguments(gpu: Gpu) -> None:
     x, idx, weights = tokens()
     for row_format in (RowFormat.BF16, RowFormat.FP8, RowFormat.BF16):
         for given in (weights, None):
-            got, _ = mode.dispatch(GEOMETRY, x, idx, given, row_format=row_format)
+            got, _ = mode.dispatch(
+                GEOMETRY, x, idx, given, formats=(row_format, ScaleFormat.FLOAT32)
+            )
             assert (gpu.last.scales != 0) == (row_format is RowFormat.FP8)
             assert gpu.last.topk_weights == (0 if given is None else given.data_ptr())
             assert (gpu.last.row_weights != 0) == (given is not None)

@@ -232,6 +232,26 @@ def test_construction(name: str, value: object, found: str, wanted: str) -> None
         check(fanfold.LowLatency, SIZES, name, wrong)
 
 
+def test_nvfp4_rows() -> None:
+    nvfp4 = {**SIZES, "dispatch_dtype": "nvfp4"}
+    elsewhere = Wrong("nvfp4", "dispatch_dtype", "'nvfp4'", "nvfp4 rows need LowLatency")
+    check(fanfold.HighThroughput, SIZES, "dispatch_dtype", elsewhere)
+    wrong = Wrong("ue8m0", "scale_format", "'ue8m0'", "whose scales are e4m3")
+    check(fanfold.LowLatency, nvfp4, "scale_format", wrong)
+    check(fanfold.LowLatency, nvfp4, "hidden", Wrong(48, "hidden", "48", "a multiple of 32"))
+    with fanfold.LowLatency(Alone(), **nvfp4) as ep:
+        good = {**tokens(), "global_scale": torch.ones(1)}
+        for given in wrongs("global_scale", good["global_scale"], "(1,)"):
+            if not given.argument.endswith("stride()"):  # of one element any stride will do
+                check(ep.dispatch, good, "global_scale", given)
+        absent = Wrong(None, "global_scale", "None", "given with nvfp4 rows")
+        check(ep.dispatch, good, "global_scale", absent)
+        ep.dispatch(**good)
+    with fanfold.LowLatency(Alone(), **SIZES) as ep:
+        given = Wrong(torch.ones(1), "global_scale", "a Tensor", "only nvfp4 rows have one")
+        check(ep.dispatch, tokens(), "global_scale", given)
+
+
 # ---- layers and gradients -----------------------------------------------------------------------
 
 

@@ -48,6 +48,7 @@ from fanfold.backends.low_latency.protocol import (
     RoutingLayout,
     Statistics,
     anywhere,
+    check_global_scale,
     once,
 )
 from fanfold.backends.low_latency.reports import Reports
@@ -56,7 +57,7 @@ from fanfold.backends.low_latency.validation import Validation, fast_path_of
 from fanfold.config import Config
 from fanfold.deferred_free import free_when_idle
 from fanfold.errors import ArgumentError, FanfoldError, UsageError
-from fanfold.formats import RowFormat, ScaleFormat
+from fanfold.formats import BF16_ROWS, Formats, RowFormat
 from fanfold.geometry import Geometry, is_plain
 from fanfold.group import agree
 from fanfold.kernel_state import new_state
@@ -141,8 +142,8 @@ class CudaLowLatency:
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None = None,
         *,
-        row_format: RowFormat = RowFormat.BF16,
-        scale_format: ScaleFormat = ScaleFormat.FLOAT32,
+        formats: Formats = BF16_ROWS,
+        global_scale: torch.Tensor | None = None,
         statistics: Statistics = NO_STATISTICS,
         return_hook: bool = False,
     ) -> tuple[Dispatched, Hook | None]:
@@ -151,20 +152,15 @@ class CudaLowLatency:
             self._check_before()
         plan = self._plan
         if plan is None or plan.geometry is not geometry or self._stale is not None:
-            needed = partial(kernels.kernel_sources, geometry, row_format, scale_format)
+            needed = partial(kernels.kernel_sources, geometry, *formats)
             plan = self._plan_of(geometry, partial(needed, late_weights=self._late))
         flight, weighted = self._flights[0], topk_weights is not None
         if flight.sent != flight.received:
             flight.check("dispatch", return_hook)
         try:
             call = plan.dispatch
-            if (
-                call is None
-                or call.row_format is not row_format
-                or call.scale_format is not scale_format
-                or call.weighted is not weighted
-            ):
-                call = self._dispatch_call(plan, row_format, scale_format, weighted)
+            if call is None or call.formats != formats or call.weighted is not weighted:
+                call = self._dispatch_call(plan, formats, weighted)
             args, fast_path = call.args, plan.fast_path
             tokens = fast_path.dispatch(args, x, topk_idx, topk_weights)
             if tokens < 0:
@@ -174,6 +170,9 @@ class CudaLowLatency:
                 call.adds = statistics is not NO_STATISTICS
                 args.expert_totals = address_of(statistics.expert_totals)
                 args.wait_ns = address_of(statistics.wait_ns)
+            if global_scale is not None or formats[0] is RowFormat.NVFP4:
+                check_global_scale(formats[0], global_scale, self.device)
+                args.global_scale = address_of(global_scale)
             stream = self._follow()
             empty = self._allocator.empty()
             dispatched = call.outputs.allocate(empty, fast_path, args, tokens, stream)
@@ -328,9 +327,7 @@ class CudaLowLatency:
         if plan is None:
             return
         # Any dispatch's kernel takes away what comes, whatever its encoding.
-        call = plan.dispatch or self._dispatch_call(
-            plan, RowFormat.BF16, ScaleFormat.FLOAT32, False
-        )
+        call = plan.dispatch or self._dispatch_call(plan, BF16_ROWS, False)
         args = call.args.copy()
         args.tokens, args.refused = 0, True
         # Of an earlier call, whose tensors may be gone.
@@ -542,25 +539,18 @@ class CudaLowLatency:
 
     # ---- kernels --------------------------------------------------------------------------------
 
-    def _dispatch_call(
-        self, plan: Plan, row_format: RowFormat, scale_format: ScaleFormat, weighted: bool
-    ) -> DispatchCall:
-        key = (row_format, scale_format, weighted)
+    def _dispatch_call(self, plan: Plan, formats: Formats, weighted: bool) -> DispatchCall:
+        key = (formats, weighted)
         known = plan.dispatches.get(key)
         if known is None:
-            launch = self._load(kernels.dispatch_kernel(plan.geometry, row_format, scale_format))
+            launch = self._load(kernels.dispatch_kernel(plan.geometry, *formats))
             args = plan.core.dispatch_arguments(
-                kernels.encoding(row_format, scale_format), _WITH_DISPATCH if weighted else _NONE
+                kernels.encoding(*formats), _WITH_DISPATCH if weighted else _NONE
             )
             outputs = Outputs.of(
-                plan.geometry,
-                row_format,
-                scale_format,
-                weighted=weighted,
-                layout=plan.layout,
-                late=self._late,
+                plan.geometry, *formats, weighted=weighted, layout=plan.layout, late=self._late
             )
-            known = DispatchCall(row_format, scale_format, weighted, launch, args, outputs)
+            known = DispatchCall(formats, weighted, launch, args, outputs)
             plan.dispatches[key] = known
         plan.dispatch = known
         return known

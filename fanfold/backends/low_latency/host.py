@@ -13,6 +13,7 @@ from fanfold.backends.low_latency.protocol import (
     LateRouting,
     Routing,
     Statistics,
+    check_global_scale,
     check_outputs,
     check_own,
     check_result,
@@ -21,8 +22,15 @@ from fanfold.backends.low_latency.protocol import (
 )
 from fanfold.backends.low_latency.sizes import core_geometry
 from fanfold.errors import ArgumentError
-from fanfold.formats import RowFormat, ScaleFormat, scale_columns
-from fanfold.geometry import Geometry, check_hidden
+from fanfold.formats import (
+    BF16_ROWS,
+    Formats,
+    RowFormat,
+    ScaleFormat,
+    nvfp4_scale_shape,
+    scale_columns,
+)
+from fanfold.geometry import Geometry
 from fanfold.lending import lend, lend_if_given
 from fanfold.memory.host import SymmetricMemory
 from fanfold.pool import OutputPool
@@ -37,6 +45,8 @@ _CPU = torch.device("cpu")
 def _encoding(row_format: RowFormat, scale_format: ScaleFormat) -> _core.RowEncoding:
     if row_format is RowFormat.BF16:
         return _core.RowEncoding.BF16
+    if row_format is RowFormat.NVFP4:
+        return _core.RowEncoding.NVFP4
     if scale_format is ScaleFormat.FLOAT32:
         return _core.RowEncoding.FP8
     return _core.RowEncoding.FP8_POWER_OF_TWO
@@ -73,17 +83,19 @@ class HostLowLatency:
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None = None,
         *,
-        row_format: RowFormat = RowFormat.BF16,
-        scale_format: ScaleFormat = ScaleFormat.FLOAT32,
+        formats: Formats = BF16_ROWS,
+        global_scale: torch.Tensor | None = None,
         statistics: Statistics = NO_STATISTICS,
         return_hook: bool = False,
     ) -> tuple[Dispatched, Hook | None]:
         """See :meth:`LowLatencyBackend.dispatch`."""
         self._memory.check()
+        row_format, scale_format = formats
         with Refusing(self.refuse_dispatch):
             self._check_fit(geometry)
             check_tokens(geometry, x, topk_idx, topk_weights, _CPU)
-            check_hidden(geometry.hidden, row_format.dtype.itemsize)
+            row_format.check_hidden(geometry.hidden)
+            check_global_scale(row_format, global_scale, _CPU)
             statistics.check(geometry, _CPU)
             dispatched = self._allocate(
                 geometry, topk_weights is not None, row_format, scale_format
@@ -91,6 +103,7 @@ class HostLowLatency:
         sent = _core.LowLatencyTokens()
         sent.x, sent.topk_idx = lend(x), lend(topk_idx)
         sent.topk_weights, sent.weighted = lend_if_given(topk_weights), topk_weights is not None
+        sent.global_scale = lend_if_given(global_scale)
         sent.tokens = x.shape[0]
         sent.encoding = _encoding(row_format, scale_format)
         epoch = self._core.dispatch_send(core_geometry(geometry), sent)
@@ -228,9 +241,14 @@ class HostLowLatency:
         if row_format is RowFormat.FP8:
             columns = scale_columns(geometry.hidden, scale_format)
             scales = empty((locals_, columns, capacity), dtype=scale_format.dtype).mT
+        elif row_format is RowFormat.NVFP4:
+            shape = nvfp4_scale_shape(locals_, capacity, geometry.hidden)
+            scales = empty(shape, dtype=torch.float8_e4m3fn)
         table = (geometry.ranks, geometry.max_tokens, geometry.top_k)
         return Dispatched(
-            tokens=empty((locals_, capacity, geometry.hidden), dtype=row_format.dtype),
+            tokens=empty(
+                (locals_, capacity, row_format.columns(geometry.hidden)), dtype=row_format.dtype
+            ),
             scales=scales,
             counts=empty((locals_,), dtype=torch.int32),
             own_weights=empty((locals_, capacity), dtype=torch.float32) if weighted else None,

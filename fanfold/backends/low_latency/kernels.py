@@ -13,7 +13,7 @@ from fanfold import _core
 from fanfold.backends.low_latency.sizes import check_cuda_geometry
 from fanfold.errors import ArgumentError
 from fanfold.formats import RowFormat, ScaleFormat
-from fanfold.geometry import Geometry, check_hidden
+from fanfold.geometry import Geometry
 from fanfold.jit import KernelSource
 
 __all__ = ["Grid", "combine_kernel", "dispatch_kernel", "kernel_sources"]
@@ -85,6 +85,8 @@ def encoding(row_format: RowFormat, scale_format: ScaleFormat) -> int:
     """The core's number of a row's encoding."""
     if row_format is RowFormat.BF16:
         return 0
+    if row_format is RowFormat.NVFP4:
+        return 3
     return 1 if scale_format is ScaleFormat.FLOAT32 else 2
 
 
@@ -93,6 +95,8 @@ def _dispatch_tasks(row_format: RowFormat, geometry: Geometry) -> int:
     CTA places together are asked for together."""
     if row_format is RowFormat.BF16:  # eight spill on some sizes of long rows; seven hold 4 of 7168
         return 7 if geometry.hidden * 2 > _LONG_ROW_SEGMENTS * _SEGMENT_BYTES else 8
+    if row_format is RowFormat.NVFP4:
+        return 4
     hidden = geometry.hidden
     long = hidden > _LONG_ROW_SEGMENTS * _SEGMENT_BYTES and hidden % _SEGMENT_BYTES == 0
     return 5 if long and geometry.ranks <= _FEW_RANKS else 4
@@ -106,7 +110,7 @@ def dispatch_kernel(
     Raises:
         ArgumentError: such rows are no multiple of 16 bytes.
     """
-    check_hidden(geometry.hidden, row_format.dtype.itemsize)
+    row_format.check_hidden(geometry.hidden)
     fp8 = row_format is RowFormat.FP8
     constants = {
         **_sizes(geometry),

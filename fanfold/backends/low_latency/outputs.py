@@ -16,7 +16,7 @@ from fanfold.backends.low_latency.protocol import (
     LateRouting,
     RoutingLayout,
 )
-from fanfold.formats import RowFormat, ScaleFormat, scale_columns
+from fanfold.formats import RowFormat, ScaleFormat, nvfp4_scale_shape, scale_columns
 from fanfold.geometry import Geometry
 
 __all__ = ["Allocator", "Blank", "Outputs", "aborted_of", "read_of", "table_of", "written_of"]
@@ -102,14 +102,17 @@ class Outputs:
         """The outputs for a geometry, these formats, and weights that come along or not, or with
         combine."""
         local, capacity = geometry.experts_per_rank, geometry.expert_capacity
-        scales = None
+        scales: Blank | None = None
         if row_format is RowFormat.FP8:
             columns = scale_columns(geometry.hidden, scale_format)
             strides = (columns * capacity, 1, capacity)
             scales = ((local, capacity, columns), strides, scale_format.dtype)
+        elif row_format is RowFormat.NVFP4:
+            shape = nvfp4_scale_shape(local, capacity, geometry.hidden)
+            scales = _blank(torch.float8_e4m3fn, *shape)
         words = layout.words if weighted else layout.row_weights_at
         return cls(
-            tokens=_blank(row_format.dtype, local, capacity, geometry.hidden),
+            tokens=_blank(row_format.dtype, local, capacity, row_format.columns(geometry.hidden)),
             scales=scales,
             counts=_blank(torch.int32, local),
             block=None if late else _blank(torch.int32, words),

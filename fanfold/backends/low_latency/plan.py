@@ -9,7 +9,7 @@ from fanfold import _core
 from fanfold.backends.low_latency.outputs import Outputs
 from fanfold.backends.low_latency.protocol import RoutingLayout
 from fanfold.errors import UsageError
-from fanfold.formats import RowFormat, ScaleFormat
+from fanfold.formats import Formats
 from fanfold.geometry import Geometry
 
 __all__ = ["Arguments", "CombineCall", "DispatchCall", "Flight", "Launch", "Plan"]
@@ -25,8 +25,7 @@ class DispatchCall:
     """What all dispatches of one kind share; every call fills in the rest of ``args``, which say
     where to add statistics if ``adds``."""
 
-    row_format: RowFormat
-    scale_format: ScaleFormat
+    formats: Formats
     weighted: bool
     launch: Launch
     args: _core.CudaDispatchArgs

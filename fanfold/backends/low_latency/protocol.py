@@ -11,9 +11,9 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from fanfold.errors import ArgumentError, UsageError
-from fanfold.formats import RowFormat, ScaleFormat
+from fanfold.formats import BF16_ROWS, Formats, RowFormat
 from fanfold.geometry import Geometry, check_tensor, check_topk, is_plain
-from fanfold.representation import show_fields
+from fanfold.representation import show_fields, worded
 
 __all__ = [
     "NO_STATISTICS",
@@ -28,6 +28,7 @@ __all__ = [
     "RoutingLayout",
     "Statistics",
     "anywhere",
+    "check_global_scale",
     "check_outputs",
     "check_own",
     "check_result",
@@ -193,10 +194,12 @@ class Dispatched:
     """What one dispatch brings to this rank. C = R * M rows of room for each local expert.
 
     Attributes:
-        tokens: ``[E_l, C, hidden]`` bfloat16 or float8_e4m3fn. Of expert e the first ``counts[e]``
-            rows are valid, by source rank, then source token; the rest is not written.
+        tokens: ``[E_l, C, hidden]`` bfloat16 or float8_e4m3fn, or of nvfp4 rows ``[E_l, C,
+            hidden / 2]`` uint8. Of expert e the first ``counts[e]`` rows are valid, by source rank,
+            then source token; the rest is not written.
         scales: None, or ``[E_l, C, blocks]`` float32, or ``[E_l, C, ceil(blocks / 4)]`` int32
-            (UE8M0), stored with C innermost as grouped matrix products read them.
+            (UE8M0), stored with C innermost as grouped matrix products read them; of nvfp4 rows
+            float8_e4m3fn of the shape :func:`fanfold.formats.nvfp4_scale_shape`.
         counts: ``[E_l]`` int32.
         routing: where the rows came from, and what combine needs.
         own_weights: the :attr:`row_weights`, unless they are in the routing's block and nobody has
@@ -274,8 +277,8 @@ class LowLatencyBackend(Protocol):
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None = None,
         *,
-        row_format: RowFormat = RowFormat.BF16,
-        scale_format: ScaleFormat = ScaleFormat.FLOAT32,
+        formats: Formats = BF16_ROWS,
+        global_scale: torch.Tensor | None = None,
         statistics: Statistics = NO_STATISTICS,
         return_hook: bool = False,
     ) -> tuple[Dispatched, Hook | None]:
@@ -286,8 +289,9 @@ class LowLatencyBackend(Protocol):
                 when this returns (on a GPU: for work that follows on the stream).
             topk_idx: ``[T, K]`` int64, -1 for none.
             topk_weights: ``[T, K]`` float32, or None if they come only with combine.
-            row_format: fp8 quantises each token once, here.
-            scale_format: how fp8 scales are rounded and stored.
+            formats: of the rows (fp8 and nvfp4 quantise each token once, here), and how fp8 scales
+                are rounded and stored.
+            global_scale: of nvfp4 rows, float32 of one element; None with other rows.
             statistics: tensors to add to.
             return_hook: send only, and return a function that receives. Hooks must be called in the
                 order of their sends, each once.
@@ -297,7 +301,7 @@ class LowLatencyBackend(Protocol):
 
         Raises:
             ArgumentError: bad input; nothing was sent, and peers raise PeerRefused. From here or
-                from the hook, and on all ranks: they disagree about geometry, row_format or
+                from the hook, and on all ranks: they disagree about geometry, formats or
                 whether weights come along.
             PeerRefused: another rank refused its input; from here or from the hook.
             PeerTimeout: a peer is late; from here or from the hook.
@@ -405,6 +409,21 @@ def check_tokens(
     if topk_weights is not None:
         check_tensor("topk_weights", topk_weights, tuple(topk_idx.shape), (torch.float32,),
                      device=device)  # fmt: skip
+
+
+def check_global_scale(row_format: RowFormat, global_scale: object, device: torch.device) -> None:
+    """Raises ArgumentError unless ``global_scale`` is what rows of this format need: one float32
+    on ``device`` with nvfp4, None otherwise."""
+    if row_format is not RowFormat.NVFP4:
+        if global_scale is not None:
+            bound = "left out: only nvfp4 rows have one"
+            raise ArgumentError("global_scale", worded(global_scale), bound)
+        return
+    if global_scale is None:
+        bound = "given with nvfp4 rows: float32, of one element, for example 448 * 6 / amax(|x|)"
+        raise ArgumentError("global_scale", None, bound)
+    shape = () if isinstance(global_scale, torch.Tensor) and global_scale.dim() == 0 else (1,)
+    check_tensor("global_scale", global_scale, shape, (torch.float32,), device=device)
 
 
 def check_outputs(

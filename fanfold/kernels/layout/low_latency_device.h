@@ -51,22 +51,24 @@ FANFOLD_HD constexpr int32_t least_receivers(int32_t ranks) {
   return ranks <= kFewRanks ? ranks : 1;
 }
 
+enum class RowKind : uint32_t { kBf16, kFp8, kNvfp4 };
+
 // What a rank sends each peer about its call: how many tokens it has, whether it refused the call,
 // and the call's signature, by which ranks that make different calls notice.
 struct CallWord {
   uint32_t tokens;
   bool refused;
-  bool fp8;            // how the rows are laid out, so that a rank that refused can take them away
+  RowKind rows;        // how they are laid out, so that a rank that refused can take them away
   uint32_t signature;  // 16 bits: see `signature_of`
   uint32_t epoch;      // the low 16 bits
 
   FANFOLD_HD constexpr uint64_t encode() const {
     return (uint64_t{epoch & 0xffffu} << 48) | (uint64_t{signature & 0xffffu} << 32) |
-           (uint64_t{fp8} << 25) | (uint64_t{refused} << 24) | tokens;
+           (static_cast<uint64_t>(rows) << 25) | (uint64_t{refused} << 24) | tokens;
   }
   FANFOLD_HD static constexpr CallWord decode(uint64_t word) {
     return {static_cast<uint32_t>(word) & 0xffffffu, ((word >> 24) & 1u) != 0,
-            ((word >> 25) & 1u) != 0, static_cast<uint32_t>(word >> 32) & 0xffffu,
+            static_cast<RowKind>((word >> 25) & 3u), static_cast<uint32_t>(word >> 32) & 0xffffu,
             static_cast<uint32_t>(word >> 48)};
   }
   // Sixteen bits of everything that ranks must agree about.
@@ -80,10 +82,12 @@ struct CallWord {
   }
 };
 
-static_assert(CallWord::decode(CallWord{0xabcdef, true, false, 0x1234, 0x10005}.encode()).epoch ==
-              5);
-static_assert(CallWord::decode(CallWord{0xabcdef, true, true, 0x1234, 5}.encode()).tokens ==
-              0xabcdef);
+static_assert(CallWord::decode(CallWord{0xabcdef, true, RowKind::kBf16, 0x1234, 0x10005}.encode())
+                  .epoch == 5);
+static_assert(CallWord::decode(CallWord{0xabcdef, true, RowKind::kNvfp4, 0x1234, 5}.encode())
+                  .tokens == 0xabcdef);
+static_assert(CallWord::decode(CallWord{0xabcdef, true, RowKind::kNvfp4, 0x1234, 5}.encode())
+                  .rows == RowKind::kNvfp4);
 
 // Rows that one source sends to one expert. Every word is written in every call, so that the tag
 // only has to tell this use of the word from the one before.
@@ -230,8 +234,9 @@ struct DispatchArgs {
   const unsigned char* x;     // [tokens][hidden] bf16
   const int64_t* topk_idx;    // [tokens][top_k], -1 is no expert
   const float* topk_weights;  // [tokens][top_k], or null
+  const float* global_scale;  // of nvfp4 rows
   unsigned char* rows;        // [local experts][capacity][hidden]
-  uint32_t* scales;           // [local experts][blocks][capacity], or packed
+  uint32_t* scales;           // [local experts][blocks][capacity], or packed, or Nvfp4ScaleLayout
   int32_t* counts;            // [local experts]
   int32_t* source_tokens;     // [local experts][capacity]
   int64_t* ranges;            // [local experts][ranks]: count | first row << 32

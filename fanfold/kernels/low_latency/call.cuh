@@ -136,9 +136,9 @@ class Call {
   __device__ void await_acks() const;
 
   // Sends every live peer what this call is.
-  __device__ void push_call_word(bool is_fp8) const {
-    const CallWord word{static_cast<uint32_t>(args.tokens), args.refused != 0, is_fp8,
-                        args.signature, epoch};
+  __device__ void push_call_word(RowKind rows) const {
+    const CallWord word{static_cast<uint32_t>(args.tokens), args.refused != 0, rows, args.signature,
+                        epoch};
     for_ranks_of(lane, kWarpLanes, [&](int rank) {
       if (is_live(rank)) Peer(args, rank).put(call_word(rank_at(args, rank)), word.encode());
     });
@@ -202,7 +202,8 @@ __device__ CallWord Call<Kind>::await_call(int source) const {
   do {
     word = CallWord::decode(load_relaxed_system(place));
   } while (word.epoch != (epoch & 0xffffu) && !deadline.expired(source));
-  if (word.epoch != (epoch & 0xffffu)) return CallWord{0, false, false, 0, ~0u};  // of no call
+  constexpr CallWord kOfNoCall{0, false, RowKind::kBf16, 0, ~0u};
+  if (word.epoch != (epoch & 0xffffu)) return kOfNoCall;
   if (word.refused || (word.signature != args.signature && args.refused == 0)) word.tokens = 0;
   return word;
 }

@@ -44,7 +44,7 @@ class CombineSend {
 
   __device__ void push_call_word() const {
     call_.await_acks<true>();
-    call_.push_call_word(false);
+    call_.push_call_word(RowKind::kBf16);
   }
 
   // One warp, with a barrier behind it: the half of the memory that rows go to is free, and the

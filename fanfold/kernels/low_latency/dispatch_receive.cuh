@@ -115,7 +115,7 @@ class DispatchReceive {
     CallWord word{};
     if (is_live) word = call_.await_call(source);
     shared_.tokens[source] = static_cast<int>(word.tokens);
-    shared_.fp8[source] = word.fp8;
+    shared_.rows[source] = static_cast<uint8_t>(word.rows);
     shared_.refused[source] = word.refused;
     if (blockIdx.x == gridDim.x - 1 && is_live) call_.report_call(source, word);
     clock.stop();
@@ -269,8 +269,7 @@ class DispatchReceive {
       const SourceToken pair = pair_at(first_row + i, ctas);
       if (!exists(pair) || shared_.fan[i] == 0) continue;
       uint4* row = call_.received_row(pair.source, pair.token);
-      const int units = shared_.fp8[pair.source] ? kHidden / kUnitBytes + (kBlocks + 3) / 4
-                                                 : kHidden * 2 / kUnitBytes;
+      const int units = units_of(static_cast<RowKind>(shared_.rows[pair.source]));
       for (int unit = call_.lane; unit < units; unit += kWarpLanes) {
         Deadline deadline(call_);
         while (!arrived(load_relaxed_system(row + unit)) && !deadline.expired(pair.source))
@@ -280,20 +279,38 @@ class DispatchReceive {
     }
   }
 
+  // Of a row and its scales, however the kernel that sent it was made.
+  __device__ static int units_of(RowKind kind) {
+    if (kind == RowKind::kBf16) return kHidden * 2 / kUnitBytes;
+    if (kind == RowKind::kFp8) return kHidden / kUnitBytes + (kBlocks + 3) / 4;
+    const int scales = kHidden / kNvfp4BlockColumns;
+    return kHidden / 2 / kUnitBytes + (scales + kUnitBytes - 1) / kUnitBytes;
+  }
+
   __device__ Segment look(const uint4* row, int part) const {
     Segment segment{};
     if (has_unit(part, call_.lane))
       segment.data = load_relaxed_system(row + part * kSegmentUnits + call_.lane);
-    if constexpr (kFp8) segment.scales = load_relaxed_system(row + kUnits + part);
+    if constexpr (kFp8) {
+      segment.scales = load_relaxed_system(row + kUnits + part);
+    } else if constexpr (kNvfp4) {
+      if (has_scales(part, call_.lane))
+        segment.scales = load_relaxed_system(row + scale_unit(part, call_.lane));
+    }
     return segment;
   }
 
   __device__ static bool is_here(const Segment& segment) {
-    return arrived(segment.data) && (!kFp8 || arrived(segment.scales));
+    return arrived(segment.data) && (!(kFp8 || kNvfp4) || arrived(segment.scales));
   }
 
-  __device__ void fan_out(Task task, const Segment& segment) {
+  __device__ void fan_out(Task task, Segment& segment) {
     const int fan = shared_.fan[task.row];
+    if constexpr (kNvfp4) {
+      const uint32_t words = scatter_scales(segment.scales, call_.lane);
+      segment.data = restore_unit(segment.data, words, call_.lane);
+      store_tiled_scales(task, fan, words & ~(kEscaped * 0x01010101u));
+    }
     auto* rows = reinterpret_cast<uint4*>(args_.rows);
     if (has_unit(task.part, call_.lane)) {
 #pragma unroll 1
@@ -340,12 +357,24 @@ class DispatchReceive {
     }
   }
 
+  // Sixteen lanes a copy, each with the scales of 64 columns.
+  __device__ void store_tiled_scales(Task task, int fan, uint32_t scales) {
+    const Nvfp4ScaleLayout layout{capacity(), kHidden};
+    const int column = task.part * 16 + call_.lane % 16;
+    if (column >= layout.columns()) return;
+#pragma unroll 1
+    for (int i = call_.lane / 16; i < fan; i += 2) {
+      const Place to = shared_.places[task.row][i];
+      args_.scales[to.local * layout.words() + layout.word(to.row, column)] = scales;
+    }
+  }
+
   // The half is written again when peers have the acknowledgement of this call, which the next
   // kernel sends.
   __device__ void clear(uint4* row, int part) const {
     if (has_unit(part, call_.lane))
       store_weak(row + part * kSegmentUnits + call_.lane, sentinels());
-    if (kFp8 && call_.lane == 0) store_weak(row + kUnits + part, sentinels());
+    if (has_scales(part, call_.lane)) store_weak(row + scale_unit(part, call_.lane), sentinels());
   }
 
   const DispatchArgs& args_;

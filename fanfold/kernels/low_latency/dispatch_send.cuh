@@ -5,6 +5,7 @@
 #pragma once
 
 #include "device/fp8.cuh"
+#include "device/nvfp4.cuh"
 #include "low_latency/dispatch_shape.cuh"
 
 namespace fanfold {
@@ -24,6 +25,11 @@ class DispatchSend {
  private:
   static constexpr int kAtOnce = 2;  // segments that a warp has in flight
 
+  // What a lane's unit is made of.
+  struct Columns {
+    uint4 units[kUnitInputs];
+  };
+
   // ---- rows -------------------------------------------------------------------------------------
 
   __device__ void send_rows(int senders) {
@@ -31,34 +37,34 @@ class DispatchSend {
     const int segments = args_.call.tokens * kSegments;
     int first = call_.warp * senders + static_cast<int>(blockIdx.x);
     if (first >= segments) return;
-    uint4 low[kAtOnce], high[kAtOnce];
+    Columns columns[kAtOnce];
     int expert[kAtOnce];
-    load_segments(first, step, low, high, expert);
+    load_segments(first, step, columns, expert);
+    if constexpr (kNvfp4) global_ = GlobalScale::of(*args_.global_scale);
     call_.await_acks();  // each warp, as no barrier follows; the rows are on their way
     const RankSet live = call_.live_ranks();
     while (true) {
-      push_segments(first, step, live, low, high, expert);
+      push_segments(first, step, live, columns, expert);
       first += step * kAtOnce;
       if (first >= segments) return;
-      load_segments(first, step, low, high, expert);
+      load_segments(first, step, columns, expert);
     }
   }
 
-  __device__ void load_segments(int first, int step, uint4 (&low)[kAtOnce], uint4 (&high)[kAtOnce],
+  __device__ void load_segments(int first, int step, Columns (&columns)[kAtOnce],
                                 int (&expert)[kAtOnce]) {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int token = (first + i * step) / kSegments;
       expert[i] = entries_.of(token, call_.lane);
       if (token < args_.call.tokens)
-        load_segment(token, (first + i * step) % kSegments, low[i], high[i]);
+        columns[i] = load_segment(token, (first + i * step) % kSegments);
     }
   }
 
   // The first segment leaves before the second is worked on: the link is the scarce thing.
   __device__ void push_segments(int first, int step, const RankSet& live,
-                                const uint4 (&low)[kAtOnce], const uint4 (&high)[kAtOnce],
-                                const int (&expert)[kAtOnce]) {
+                                const Columns (&columns)[kAtOnce], const int (&expert)[kAtOnce]) {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int token = (first + i * step) / kSegments;
@@ -66,7 +72,7 @@ class DispatchSend {
       if (token >= args_.call.tokens) continue;
       const TokenRanks ranks = TokenRanks::of(expert[i]).among(live);
       if (part == 0 && args_.table != nullptr) keep_ranks(token, ranks);
-      push_segment(token, part, ranks, encode(low[i], high[i]));
+      push_segment(token, part, ranks, encode(columns[i]));
     }
   }
 
@@ -78,21 +84,28 @@ class DispatchSend {
     if (call_.lane < kWords) words[int64_t{token} * kWords + call_.lane] = ranks.word();
   }
 
-  __device__ void load_segment(int token, int part, uint4& low, uint4& high) const {
-    low = high = uint4{};
-    if (!has_unit(part, call_.lane)) return;
+  __device__ Columns load_segment(int token, int part) const {
+    Columns columns{};
+    if (!has_unit(part, call_.lane)) return columns;
     const auto* x = reinterpret_cast<const uint4*>(args_.x) + int64_t{token} * kInputUnits;
     const int unit = part * kSegmentUnits + call_.lane;
-    low = load_once(x + (kFp8 ? unit * 2 : unit));
-    if constexpr (kFp8) high = load_once(x + unit * 2 + 1);
+#pragma unroll
+    for (int i = 0; i < kUnitInputs; ++i) columns.units[i] = load_once(x + unit * kUnitInputs + i);
+    return columns;
   }
 
-  __device__ Segment encode(uint4 low, uint4 high) const {
-    if constexpr (kFp8) {
-      return quantised(low, high);
+  __device__ Segment encode(const Columns& columns) const {
+    const uint4* v = columns.units;
+    if constexpr (kNvfp4) {
+      auto [values, scales] = quantise_nvfp4(v, global_);
+      scales |= escape_block(values.x, values.y);
+      scales |= escape_block(values.z, values.w) << 8;
+      return {values, gather_scales(scales, call_.lane)};
+    } else if constexpr (kFp8) {
+      return quantised(v[0], v[1]);
     } else {
-      return {{escape_sentinel(low.x), escape_sentinel(low.y), escape_sentinel(low.z),
-               escape_sentinel(low.w)},
+      return {{escape_sentinel(v[0].x), escape_sentinel(v[0].y), escape_sentinel(v[0].z),
+               escape_sentinel(v[0].w)},
               {}};
     }
   }
@@ -118,7 +131,8 @@ class DispatchSend {
       const Peer row = call_.row_at(rank, token);
       if (has_unit(part, call_.lane))
         row.put(call_.units(part * kSegmentUnits + call_.lane), segment.data);
-      if (kFp8 && call_.lane == 0) row.put(call_.units(kUnits + part), segment.scales);
+      if (has_scales(part, call_.lane))
+        row.put(call_.units(scale_unit(part, call_.lane)), segment.scales);
     };
     if constexpr (!kHasFewRanks) return ranks.for_each_from(args_.call.rank, push);
 #pragma unroll 8
@@ -156,7 +170,7 @@ class DispatchSend {
     for_each_window(entries_, args_.call.tokens, shared_.tokens_of, count, [&] {
       if (call_.warp != 0) return;
       call_.await_acks<true>();
-      call_.push_call_word(kFp8);
+      call_.push_call_word(kRowKind);
     });
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
@@ -174,6 +188,7 @@ class DispatchSend {
   DispatchShared& shared_;
   const DispatchCall call_;
   const TopKEntries entries_;
+  GlobalScale global_{};  // of nvfp4 rows
 };
 
 }  // namespace fanfold

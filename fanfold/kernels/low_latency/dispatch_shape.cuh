@@ -1,22 +1,35 @@
 // What the two halves of dispatch share: how a row lies in its slot and how a warp holds a part.
 //
 // A slot holds the row's units of 16 bytes and, with fp8, behind them one unit for each segment:
-// the scales of its four blocks. Constants of the kernel: kEncoding (RowEncoding), kPackScales
-// (scales come out as UE8M0), kTasks (segments that a warp of a receiver has in flight).
+// the scales of its four blocks. With nvfp4 the 64 scales of a segment are four units. Constants
+// of the kernel: kEncoding (RowEncoding), kPackScales (scales come out as UE8M0), kTasks (segments
+// that a warp of a receiver has in flight).
 #pragma once
 
 #include "device/numbers.cuh"
 #include "low_latency/headers.cuh"
+#include "low_latency/nvfp4_rows.cuh"
 
 namespace fanfold {
 
-inline constexpr bool kFp8 = kEncoding != 0;
+inline constexpr bool kFp8 = kEncoding == 1 || kEncoding == 2;
 inline constexpr bool kPowerOfTwoScales = kEncoding == 2;
-inline constexpr int kUnits = kHidden * (kFp8 ? 1 : 2) / kUnitBytes;
+inline constexpr bool kNvfp4 = kEncoding == 3;
+inline constexpr RowKind kRowKind = kNvfp4 ? RowKind::kNvfp4
+                                    : kFp8 ? RowKind::kFp8
+                                           : RowKind::kBf16;
+// Units of the caller's row that become one.
+inline constexpr int kUnitInputs = kNvfp4 ? 4 : kFp8 ? 2 : 1;
+inline constexpr int kUnits = kHidden * 2 / kUnitInputs / kUnitBytes;
 inline constexpr int kSegments = (kUnits + kSegmentUnits - 1) / kSegmentUnits;
 inline constexpr int kInputUnits = kHidden * 2 / kUnitBytes;
 inline constexpr int kBlocks = (kHidden + kBlockColumns - 1) / kBlockColumns;
-static_assert(kHidden * (kFp8 ? 1 : 2) % kUnitBytes == 0);
+// Of a segment, and of a row.
+inline constexpr int kSegmentScaleUnits = kNvfp4 ? 4 : kFp8 ? 1 : 0;
+inline constexpr int kScaleUnits =
+    kNvfp4 ? (kHidden / kNvfp4BlockColumns + kUnitBytes - 1) / kUnitBytes
+           : kSegments * kSegmentScaleUnits;
+static_assert(kHidden * 2 % (kUnitInputs * kUnitBytes) == 0);
 static_assert(!kFp8 || kSegments == (kBlocks + 3) / 4, "a segment has four scales");
 
 using DispatchCall = Call<CallKind::kDispatch>;
@@ -27,7 +40,8 @@ __device__ __forceinline__ int64_t count_at(const DispatchCall& call, int writer
   return call.args.at.counts + int64_t{at} * 4;
 }
 
-// A warp's part of a row: a unit of each lane, and in every lane the scales of the segment.
+// A warp's part of a row: a unit of each lane, and the scales of the segment: with fp8 in every
+// lane, with nvfp4 in lanes that `has_scales`.
 struct Segment {
   uint4 data;
   uint4 scales;
@@ -35,6 +49,18 @@ struct Segment {
 
 __device__ __forceinline__ bool has_unit(int part, int lane) {
   return kUnits % kSegmentUnits == 0 || part * kSegmentUnits + lane < kUnits;
+}
+
+// Whether a lane stores a unit of the segment's scales.
+__device__ __forceinline__ bool has_scales(int part, int lane) {
+  if constexpr (kNvfp4) {
+    return lane < kSegmentScaleUnits && part * kSegmentScaleUnits + lane < kScaleUnits;
+  } else {
+    return kFp8 && lane == 0;
+  }
+}
+__device__ __forceinline__ int scale_unit(int part, int lane) {
+  return kUnits + part * kSegmentScaleUnits + (kNvfp4 ? lane : 0);
 }
 
 struct Place {
@@ -48,7 +74,7 @@ struct DispatchTables {
   int32_t before[kRanks][kLocalExperts];  // rows of earlier sources
   int32_t total[kLocalExperts];
   int32_t tokens[kRanks];
-  bool fp8[kRanks];  // of each source; what a refusing rank must know
+  uint8_t rows[kRanks];  // RowKind of each source; what a refusing rank must know
   bool refused[kRanks];
 };
 
