@@ -141,21 +141,34 @@ def counted_rows(group: dist.ProcessGroup, mode: str, dtype: Any) -> dict[str, A
         topk_idx = TOPK_IDX[ep.rank]
         x = torch.ones((len(topk_idx), HIDDEN), dtype=torch.bfloat16, device="cpu")
         weights = torch.ones(topk_idx.shape, dtype=torch.float32, device="cpu")
-        received = ep.dispatch(x, topk_idx, weights)
+        given = {}
+        if dtype == "nvfp4":
+            given["global_scale"] = torch.ones(1, dtype=torch.float32, device="cpu")
+        received = ep.dispatch(x, topk_idx, weights, **given)
         if mode == "high_throughput":
             ep.dispatch(x, previous=received)
             ep.combine_weights(
                 torch.ones(len(received.tokens), dtype=torch.float32, device="cpu"), received
             )
-        y = torch.ones(received.tokens.shape, dtype=torch.bfloat16, device="cpu")
+        y = torch.ones((*received.tokens.shape[:-1], HIDDEN), dtype=torch.bfloat16, device="cpu")
         ep.combine(y, received)
         return ep.metrics()
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-@pytest.mark.parametrize(("mode", "dispatches"), [("low_latency", 1), ("high_throughput", 2)])
-def test_rows_are_counted_by_peer_and_by_expert(mode: str, dispatches: int, dtype: str) -> None:
-    row_bytes = 2 * HIDDEN if dtype == "bf16" else HIDDEN + 4 * HIDDEN // 128
+# Of one row, with its scales.
+ROW_BYTES = {
+    "bf16": 2 * HIDDEN,
+    "fp8": HIDDEN + 4 * HIDDEN // 128,
+    "nvfp4": HIDDEN // 2 + HIDDEN // 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype", "dispatches"),
+    [*(("low_latency", dtype, 1) for dtype in ROW_BYTES),
+     ("high_throughput", "bf16", 2), ("high_throughput", "fp8", 2)],
+)  # fmt: skip
+def test_rows_are_counted_by_peer_and_by_expert(mode: str, dtype: str, dispatches: int) -> None:
     for rank, measured in enumerate(
         ThreadRanks(RANKS, timeout_s=60.0).run(counted_rows, mode, dtype)
     ):
@@ -164,7 +177,7 @@ def test_rows_are_counted_by_peer_and_by_expert(mode: str, dispatches: int, dtyp
         some = {f"{mode} dispatch": sent, f"{mode} combine": returned}
         rows = {phase: {peer: n for peer, n in of.items() if n} for phase, of in some.items()}
         assert measured["rows_total"] == {phase: of for phase, of in rows.items() if of}
-        of_phase = {f"{mode} dispatch": row_bytes, f"{mode} combine": 2 * HIDDEN}
+        of_phase = {f"{mode} dispatch": ROW_BYTES[dtype], f"{mode} combine": 2 * HIDDEN}
         assert measured["row_bytes_total"] == {
             phase: {peer: n * of_phase[phase] for peer, n in of.items()}
             for phase, of in measured["rows_total"].items()
