@@ -62,7 +62,7 @@ def _add_geometry(parser: argparse.ArgumentParser) -> None:
         )  # fmt: skip
     parser.add_argument(
         "--dtype", choices=("bf16", "fp8", "nvfp4"), default="fp8",
-        help="how rows travel to the experts (default %(default)s)",
+        help="how rows travel to the experts, nvfp4 in low latency (default %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--scales", choices=("float32", "power_of_two", "ue8m0"), default="float32",
@@ -223,6 +223,8 @@ def _high_throughput(args: argparse.Namespace) -> dict[str, kernel.KernelSource]
     from fanfold.backends.high_throughput.layer_kernels import Layer, shared_bytes_of
     from fanfold.formats import RowFormat, ScaleFormat
 
+    if args.dtype == "nvfp4":
+        raise ArgumentError("dtype", repr(args.dtype), "'bf16' or 'fp8' for high throughput")
     _check_arch(args)
     layer = Layer(
         Sizes(args.ranks, args.experts, args.top_k),

@@ -66,6 +66,11 @@ def test_warm_of_high_throughput(tmp_path: Path, inside: Command) -> None:
             ("--mode", "high-throughput", "--hidden", "65536"),
             "hidden is 65536, so bytes of a row is 131072, but must be at most",
         ),
+        (("--dtype", "nvfp4", "--hidden", "48"), "hidden is 48, but must be a multiple of 32"),
+        (
+            ("--mode", "high-throughput", "--dtype", "nvfp4"),
+            "dtype is 'nvfp4', but must be 'bf16' or 'fp8' for high throughput",
+        ),
         (("--top-k", "33"), "top_k is 33, but must be from 1 to 32"),
         (("--tokens", "16777216"), "tokens is 16777216, but must be at most"),
         (("--arch", "sm_999", "--jobs", "2"), "does not compile for sm_999"),
