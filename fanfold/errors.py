@@ -21,6 +21,7 @@ __all__ = [
     "PeerRefused",
     "PeerTimeout",
     "RingFull",
+    "SignalTimeout",
     "SystemFailure",
     "TransportError",
     "UnavailableError",
@@ -292,6 +293,53 @@ class PeerTimeout(FanfoldError, TimeoutError):
         return type(self), (*fields, self.peer_gone, self.path)
 
 
+class SignalTimeout(FanfoldError, TimeoutError):
+    """A combine waited in vain for the signal that an expert's outputs are written: what computes
+    them on this rank is late, has failed, or cannot run beside the combine.
+
+    The object makes no further calls, and its peers raise PeerTimeout.
+
+    Attributes:
+        rank: this rank.
+        phase: the call, such as ``"low_latency combine"``.
+        expert: which of this rank's experts, from 0 on.
+        block: which block of the expert's rows.
+        value: the signal's value, seen last.
+        expected: the value that it was to reach.
+        seconds: how long no row could be sent.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        phase: str,
+        expert: int,
+        block: int,
+        value: int,
+        expected: int,
+        seconds: float,
+    ) -> None:
+        super().__init__(
+            f"rank {rank} waited {seconds:.3g} s in {phase} for the signal of block {block} of its "
+            f"local expert {expert}: expected {expected} or more, have {value}; what computes the "
+            "rows of that expert is late, has failed, adds to other signals, or has no SM beside "
+            "the combine: check that it runs on another stream or thread and leaves num_sms SMs, "
+            "and that the signals are zeros when it begins"
+        )
+        self.rank = rank
+        self.phase = phase
+        self.expert = expert
+        self.block = block
+        self.value = value
+        self.expected = expected
+        self.seconds = seconds
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Made again from its fields, so that it can travel between processes."""
+        where = (self.rank, self.phase, self.expert, self.block)
+        return type(self), (*where, self.value, self.expected, self.seconds)
+
+
 class TransportError(FanfoldError, ConnectionError):
     """The network between hosts has failed, or has lost a peer.
 
@@ -352,7 +400,7 @@ class TransportError(FanfoldError, ConnectionError):
         return type(self), (*where, *outstanding, self.seconds, self.path)
 
 
-_Failure = TypeVar("_Failure", PeerTimeout, TransportError)
+_Failure = TypeVar("_Failure", PeerTimeout, SignalTimeout, TransportError)
 
 
 def logged(error: _Failure) -> _Failure:

@@ -22,6 +22,9 @@ class StreamOrder:
 
     Args:
         device: of the mode, with an index.
+
+    Attributes:
+        marks: whether the mode has each call marked, for :meth:`follow_calls`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,6 +33,9 @@ class StreamOrder:
         self._stream: int | None = 0  # of the last call; None: it was captured
         self._outside = 0  # of the last call that was not
         self._captured: int | None = None  # of the last call, if it was
+        self.marks = False
+        # Behind the last call, on which stream, and whether it was captured.
+        self._mark: tuple[torch.cuda.Event, int, bool] | None = None
 
     def follow(self) -> int:
         """The current stream, which from here on comes after all earlier calls."""
@@ -38,12 +44,31 @@ class StreamOrder:
             self._change_to(stream)
         return stream
 
-    def _change_to(self, stream: int) -> None:
+    def mark(self, stream: int) -> None:
+        """Marks the end of a call that ``stream``, the current one, has just been given."""
+        event = torch.cuda.Event()
+        event.record(stream_at(stream, self._device))
+        self._mark = (event, stream, torch.cuda.is_current_stream_capturing())
+
+    def follow_calls(self) -> int:
+        """The current stream, which from here on comes after the last call, but not after what else
+        that call's stream was given since, if the call was marked."""
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        if stream != self._stream:
+            self._change_to(stream, self._mark)
+        return stream
+
+    def _change_to(
+        self, stream: int, mark: tuple[torch.cuda.Event, int, bool] | None = None
+    ) -> None:
         captures = torch.cuda.is_current_stream_capturing()
         # The first call of a capture on the stream of the last call came by without a word.
         before = self._outside if self._captured is None or not captures else self._captured
         if before != stream and self._captures(before) == captures:
-            stream_at(stream, self._device).wait_stream(stream_at(before, self._device))
+            if mark is not None and mark[1:] == (before, captures):
+                stream_at(stream, self._device).wait_event(mark[0])
+            else:
+                stream_at(stream, self._device).wait_stream(stream_at(before, self._device))
         if captures:
             self._stream, self._captured = None, stream
             return

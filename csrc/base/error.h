@@ -84,6 +84,25 @@ struct PeerRefused : std::runtime_error {
   RefusalReport report;
 };
 
+struct SignalReport {
+  int32_t rank;
+  std::string phase;
+  int32_t expert;  // of this rank's
+  int32_t block;   // of the expert's rows
+  int64_t value;
+  int64_t expected;
+  double seconds;
+};
+
+// The signal of outputs that combine waits for did not come within the timeout: whatever computes
+// them on this rank is late or has failed.
+struct SignalTimeout : std::runtime_error {
+  explicit SignalTimeout(SignalReport report_)
+      : std::runtime_error("signal timeout in " + report_.phase), report(std::move(report_)) {}
+
+  SignalReport report;
+};
+
 struct RingFullReport {
   int64_t slots;
   uint64_t pushed;    // the next ticket: the commands that producers have pushed

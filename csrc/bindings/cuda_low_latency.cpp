@@ -80,6 +80,14 @@ void bind_arguments(nb::module_& module) {
   def_address(combine, "topk_weights", &CombineArgs::topk_weights);
   def_address(combine, "out", &CombineArgs::out);
   def_address(combine, "wait_ns", &CombineArgs::wait_ns);
+  // For a kernel that waits for outputs; the fields of ReadySignals.
+  combine.def(
+      "wait_for",
+      [](CombineArgs& self, uintptr_t signals, int32_t block_rows, int32_t blocks,
+         int32_t ready_at) {
+        self.ready = {reinterpret_cast<const uint32_t*>(signals), block_rows, blocks, ready_at};
+      },
+      "signals"_a, "block_rows"_a, "blocks"_a, "ready_at"_a);
   combine.def("launch", &launch<CombineArgs>, "kernel"_a, "ctas"_a, "threads"_a, "stream"_a,
               "early"_a);
 }
@@ -119,6 +127,8 @@ void bind_cuda_low_latency(nb::module_& module) {
   module.attr("CUDA_STATE_EPOCHS_BYTES") = sizeof(LowLatencyState::epochs);
   module.attr("CUDA_REPORT_BYTES") = sizeof(LowLatencyReports);
   module.attr("CUDA_REPORT_KINDS") = kReportKinds;
+  // The place of `signal` among reports; `signal_bound` follows.
+  module.attr("CUDA_SIGNAL_REPORT") = offsetof(LowLatencyReports, signal) / sizeof(Report);
   module.attr("CUDA_FIRST_EPOCH") = kFirstEpoch;
   module.attr("CUDA_MOST_CTAS") = kMostCtas;
   // Returns the offset from which on every word must hold the sentinel at first, and the number of

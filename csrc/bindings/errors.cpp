@@ -41,6 +41,10 @@ void translate(const std::exception_ptr& failure, void*) {
     const TransportReport& f = e.report;
     raise_logged("TransportError", f.rank, f.peer, f.transport, f.what, f.messages, f.bytes,
                  f.seconds, f.path);
+  } catch (const SignalTimeout& e) {
+    const SignalReport& f = e.report;
+    raise_logged("SignalTimeout", f.rank, f.phase, f.expert, f.block, f.value, f.expected,
+                 f.seconds);
   } catch (const PeerRefused& e) {
     raise("PeerRefused", e.report.rank, e.report.peer, e.report.phase, e.report.reason);
   } catch (const RingFull& e) {

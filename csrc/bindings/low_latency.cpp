@@ -22,6 +22,11 @@ void bind_geometry(nb::module_& module) {
       .def_prop_ro("bytes", [](const G& self) { return LowLatencyLayout{self}.bytes(); });
 }
 
+void wait_for(LowLatencyOutputs& outputs, const Lent& signals, int32_t block_rows, int32_t blocks,
+              int32_t ready_at) {
+  outputs.ready = {array_of<const int32_t>(signals, "signals"), block_rows, blocks, ready_at};
+}
+
 void bind_arguments(nb::module_& module) {
   nb::enum_<RowEncoding>(module, "RowEncoding")
       .value("BF16", RowEncoding::kBf16)
@@ -71,6 +76,8 @@ void bind_arguments(nb::module_& module) {
   def_array(outputs, "source_counts", &Outputs::source_counts);
   def_array(outputs, "experts", &Outputs::experts);
   def_array(outputs, "weights", &Outputs::weights);
+
+  outputs.def("wait_for", &wait_for, "signals"_a, "block_rows"_a, "blocks"_a, "ready_at"_a);
 
   using Result = LowLatencyResult;
   nb::class_<Result> result(module, "LowLatencyResult");

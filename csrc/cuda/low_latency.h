@@ -20,7 +20,7 @@ struct LowLatencyPlace {
 };
 
 // The grid of a geometry's kernels. It must be the same for every launch of a kind, because each
-// CTA counts its own calls.
+// CTA counts its own calls; a kernel with kAwaitsSignals counts for all and takes any grid.
 struct LowLatencyGrid {
   int32_t ctas;
   int32_t senders;  // CTAs that push rows in a dispatch

@@ -1,6 +1,7 @@
 #include "host/low_latency.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <utility>
 
@@ -330,6 +331,7 @@ uint32_t LowLatency::combine_send(const LowLatencyGeometry& geometry,
     RowRun run(memory_.peer(source));
     int64_t bytes = 0;
     for (size_t sum = 0; sum < sums_.size(); ++sum) {
+      if (outputs.ready.signals != nullptr) await_outputs(sum, outputs.ready);
       bytes += write_result(source, sum, epoch, outputs.logfmt, run);
     }
     run.finish();
@@ -372,6 +374,8 @@ void LowLatency::gather(int32_t source, int32_t tokens, const Table& table,
   }
   terms_.clear();
   sums_.clear();
+  signal_of_term_.clear();
+  const LowLatencyReady& ready = outputs.ready;
   for (int32_t token = 0; token < tokens; ++token) {
     const int64_t first_entry = int64_t{token} * g.top_k;
     const float* weights = table.weights == nullptr ? nullptr : table.weights + first_entry;
@@ -384,7 +388,30 @@ void LowLatency::gather(int32_t source, int32_t tokens, const Table& table,
           std::min(cursors_[static_cast<size_t>(entry.local)]++, g.expert_capacity() - 1);
       const int64_t place = entry.local * outputs.expert_stride + row * outputs.row_stride;
       terms_.push_back(ReduceTerm{outputs.y + place, entry.weight});
+      if (ready.signals == nullptr) continue;
+      signal_of_term_.push_back(entry.local * int64_t{ready.blocks} + row / ready.block_rows);
     }
+  }
+}
+
+void LowLatency::await_outputs(size_t sum, const LowLatencyReady& ready) const {
+  const auto first = static_cast<size_t>(terms_of(sum).data() - terms_.data());
+  for (size_t term = first; term < first + terms_of(sum).size(); ++term) {
+    const int64_t signal = signal_of_term_[term];
+    const auto value = [&] { return load_acquire_system(ready.signals + signal); };
+    const auto start = std::chrono::steady_clock::now();
+    const bool came =
+        memory_.poll(Phase::kLowLatencyCombine, [&] { return value() >= ready.ready_at; });
+    if (came) continue;
+    throw SignalTimeout(
+        {.rank = memory_.rank(),
+         .phase = name_of(Phase::kLowLatencyCombine),
+         .expert = static_cast<int32_t>(signal / ready.blocks),
+         .block = static_cast<int32_t>(signal % ready.blocks),
+         .value = value(),
+         .expected = ready.ready_at,
+         .seconds =
+             std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count()});
   }
 }
 

@@ -72,6 +72,16 @@ struct LowLatencyReceived {
   ScaleFormat scale_format;
 };
 
+// By which another thread says which outputs it has written, while combine_send runs: rows from
+// `b * block_rows` on, `block_rows` of them, of an expert are all there once the signal
+// `expert * blocks + b` has reached `ready_at`. Whoever stores a signal releases.
+struct LowLatencyReady {
+  Array<const int32_t> signals;  // [E, blocks]; null: all outputs are there
+  int32_t block_rows;
+  int32_t blocks;
+  int32_t ready_at;
+};
+
 // The input of combine_send, on the expert side. The routing of the sources is the output of
 // dispatch_receive or, if `late_tokens` is given, the one that every source pushes in this call.
 struct LowLatencyOutputs {
@@ -84,6 +94,8 @@ struct LowLatencyOutputs {
   Array<const float> weights;  // null: unweighted
   const LowLatencyTokens* late_tokens;
   bool logfmt;
+  // NOLINTNEXTLINE(readability-redundant-member-init): designated initialisers may leave it out
+  LowLatencyReady ready{};
 };
 
 struct LowLatencyResult {
@@ -178,6 +190,8 @@ class LowLatency {
   Table table_of(int32_t source, uint32_t epoch, const LowLatencyOutputs& outputs) const;
   void gather(int32_t source, int32_t tokens, const Table& table, const LowLatencyOutputs& outputs);
   std::span<const ReduceTerm> terms_of(size_t sum) const;
+  // Waits until the outputs that make up sum `sum` are there.
+  void await_outputs(size_t sum, const LowLatencyReady& ready) const;
   int64_t write_result(int32_t source, size_t sum, uint32_t epoch, bool logfmt, RowRun& run);
   void add_results(const int64_t* ids, int64_t token, uint32_t epoch, uint16_t* out);
   const std::byte* result_row(int32_t peer, int64_t token, uint32_t epoch) const {
@@ -202,6 +216,7 @@ class LowLatency {
   std::vector<float> sum_;
   std::vector<Placement> placements_;
   std::vector<ReduceTerm> terms_;
+  std::vector<int64_t> signal_of_term_;  // where the combine waits for signals
   std::vector<Sum> sums_;
   std::vector<uint8_t> contributes_;
   std::vector<int64_t> cursors_;

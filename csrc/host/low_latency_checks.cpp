@@ -38,6 +38,19 @@ void check_handle(const LowLatencyGeometry& geometry, const LowLatencyOutputs& o
   }
 }
 
+void check_ready(const LowLatencyGeometry& geometry, const LowLatencyReady& ready) {
+  if (ready.block_rows < 1) {
+    throw BadArgument("block_rows", std::to_string(ready.block_rows), "at least 1");
+  }
+  const int64_t blocks = ceil_div(geometry.expert_capacity(), ready.block_rows);
+  if (ready.blocks < blocks) {
+    throw BadArgument("blocks", std::to_string(ready.blocks),
+                      "at least " + std::to_string(blocks) + ", as each has " +
+                          std::to_string(ready.block_rows) + " of an expert's rows");
+  }
+  ready.signals.require("signals", geometry.experts_per_rank() * int64_t{ready.blocks});
+}
+
 }  // namespace
 
 void check_lent(const LowLatencyGeometry& geometry, const LowLatencyTokens& tokens) {
@@ -86,6 +99,7 @@ void check_lent(const LowLatencyGeometry& geometry, const LowLatencyOutputs& out
     outputs.weights.require_if_lent("weights", entries);
   }
   check_handle(geometry, outputs);
+  if (outputs.ready.signals != nullptr) check_ready(geometry, outputs.ready);
 }
 
 void check_lent(const LowLatencyGeometry& geometry, const LowLatencyResult& result) {

@@ -300,6 +300,23 @@ bool SymmetricMemory::wait_for(Phase phase, const std::function<bool()>& ready,
   end_late(std::move(late));
 }
 
+bool SymmetricMemory::poll(Phase phase, const std::function<bool()>& ready) {
+  if (ready()) return true;
+  const WaitPolicy policy{.timeout = nanoseconds_of(options_.timeout_seconds),
+                          .spin = nanoseconds_of(options_.spin_seconds),
+                          .idle = std::chrono::milliseconds(1)};
+  try {
+    const bool came = poll_until(ready, policy);
+    // The interrupt check may have run a signal handler of the user that closed this memory.
+    if (closed_) throw Misuse("it was closed while it waited");
+    if (!came) failure_ = std::string(name_of(phase)) + ", waiting for a signal of this rank's own";
+    return came;
+  } catch (...) {
+    if (!closed_) failure_ = std::string("interrupted in ") + name_of(phase);
+    throw;
+  }
+}
+
 void SymmetricMemory::end_late(TimeoutReport late) {
   if (carrier_ != nullptr && !hosts_.together(late.peer, rank())) {
     late.path = carrier_->path(late.peer);

@@ -127,6 +127,11 @@ class SymmetricMemory {
     return wait_for(phase, ready, report, nullptr);
   }
 
+  // Waits, in `phase`, until `ready()` returns true, for what no peer sends: another thread of this
+  // process stores it. Returns false if the time is over. Then, and if the wait is interrupted in
+  // the middle of its call, no further call is possible.
+  bool poll(Phase phase, const std::function<bool()>& ready);
+
   // Stores the reason of a refusal. Call it before pushing signals of value kRefusedValue.
   void set_reason(Phase phase, uint32_t epoch, const std::string& reason) const;
   RefusalReport refusal(int32_t peer, Phase phase, uint32_t epoch) const;

@@ -13,6 +13,7 @@ from fanfold.backends.low_latency import (
     Dispatched,
     Hook,
     LowLatencyBackend,
+    ReadyRows,
     RoutingLayout,
     Statistics,
     check_cuda_geometry,
@@ -28,6 +29,7 @@ from fanfold.deep_ep.low_latency_handle import (
     routing_of,
 )
 from fanfold.deep_ep.names import GEOMETRY, HANDLE, LOW_LATENCY_COMBINE, LOW_LATENCY_DISPATCH
+from fanfold.deep_ep.overlap import Overlap
 from fanfold.deep_ep.row_formats import as_deep_ep, formats_of, one_scale, quick_formats
 from fanfold.deep_ep.runtime import Runtime
 from fanfold.deep_ep.sizes import (
@@ -303,10 +305,25 @@ class LowLatencyCalls(BufferBase):
         return_recv_hook: bool = False,
         out: torch.Tensor | None = None,
         combine_wait_recv_cost_stats: torch.Tensor | None = None,
+        *,
+        overlap: bool = False,
+        packed_recv_count: torch.Tensor | None = None,
+        comp_signal: torch.Tensor | None = None,
+        block_m: int = 64,
+        threshold: int = 0,
+        num_sms: int = 3,
+        src_signals: torch.Tensor | None = None,
+        src_signal_expect_value: int = 0,
     ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
         """Brings the experts' outputs back and sums them with their weights. Collective.
 
         Works from the handle alone; the hidden size is the handle's.
+
+        With ``overlap`` the outputs may still be being written when the call begins, by a kernel
+        (on the host a thread) that then adds to signals, with release. Each row is read only once
+        its signal has come. The signals begin as 0 and are ``comp_signal`` or ``src_signals``; one
+        of both is given. On a GPU the sending part takes ``num_sms`` SMs, and the receiving part
+        begins when it has ended.
 
         Args:
             x: ``[E_l, C, hidden]`` bfloat16: the outputs of the dispatched rows, in their places.
@@ -319,6 +336,15 @@ class LowLatencyCalls(BufferBase):
             async_finish, return_recv_hook: as in low_latency_dispatch.
             out: ``[T, hidden]`` bfloat16, contiguous, to write to; made if not given.
             combine_wait_recv_cost_stats: ``[R]`` int64, nanoseconds waited for each rank, added to.
+            overlap: wait for signals; without it all arguments below are ignored.
+            packed_recv_count: ``[E_l]`` int32, rows of each local expert, or None. Not used: only
+                signals of blocks that have rows are waited for.
+            comp_signal: int32, ``E_l * ceil(C / block_m)`` at least: of each expert one for each
+                ``block_m`` rows, which are written when it is ``threshold`` or more.
+            block_m, threshold: from 1 on.
+            num_sms: SMs that the sending part takes at most.
+            src_signals: ``[E_l]`` uint32 or int32: the rows of an expert are written when its
+                signal is ``src_signal_expect_value`` or more, from 1 to 2^31 - 1.
 
         Returns:
             ``[T, hidden]`` bfloat16, the event (None inside without async_finish), and the hook or
@@ -327,54 +353,76 @@ class LowLatencyCalls(BufferBase):
 
         Raises:
             ArgumentError, PeerRefused, PeerTimeout, UsageError: as low_latency_dispatch.
+            SignalTimeout: a signal did not come in time; names expert and block. It ends the mode.
         """
-        mode, device = self._low_latency("low_latency_combine"), self.device
+        mode = self._low_latency("low_latency_combine")
         runtime = self._open()
-        validated, y = self._validated, x
+        validated, waits = self._validated, combine_wait_recv_cost_stats
+        y: torch.Tensor | ReadyRows = x
         if not (
             validated is not None
             and self._on_gpu  # on the host handles are looked into
             and validated.takes(x, handle, topk_idx)
-            and validated.sums(None, combine_wait_recv_cost_stats)
-            and not (zero_copy or (async_finish and return_recv_hook))
+            and validated.sums(None, waits)
+            and not (overlap or zero_copy or (async_finish and return_recv_hook))
         ):
-            sizes = partial(_sizes_of_combine, validated, handle, topk_idx)
-            with self._refusing(partial(mode.refuse_combine, routing=routing_of(handle)), sizes):
-                parts = ReadHandle.of(handle)
-                validated = self._validate_geometry(*parts.sizes(topk_idx), HANDLE)
-                runtime.choice.check_devices(x=x, topk_weights=topk_weights, out=out)
-                parts.check(validated.geometry, device)
-                _check_exclusive(async_finish, return_recv_hook)
-                y = self._outputs(x, validated.outputs, use_logfmt, zero_copy)
-                shape = tuple(topk_idx.shape)
-                check_tensor("topk_weights", topk_weights, shape, (torch.float32,), device=device)
-                sums = {"combine_wait_recv_cost_stats": combine_wait_recv_cost_stats}
-                self._check_sums(validated.geometry, **sums)
+            given = Overlap(
+                packed_recv_count, comp_signal, block_m, threshold, num_sms, src_signals,
+                src_signal_expect_value,
+            )  # fmt: skip
+            validated, y = self._validate_combine(
+                x, topk_idx, topk_weights, handle, out, waits,
+                (use_logfmt, zero_copy, async_finish, return_recv_hook),
+                given if overlap else None,
+            )  # fmt: skip
         geometry = validated.geometry
         routing = late_routing(handle)
 
         def call() -> tuple[torch.Tensor, Hook | None]:
             try:
                 return mode.combine(
-                    geometry,
-                    y,
-                    routing,
-                    topk_idx,
-                    late_weights=topk_weights,
-                    logfmt=use_logfmt,
-                    out=out,
-                    wait_ns=combine_wait_recv_cost_stats,
-                    return_hook=return_recv_hook,
-                )
+                    geometry, y, routing, topk_idx, late_weights=topk_weights, logfmt=use_logfmt,
+                    out=out, wait_ns=waits, return_hook=return_recv_hook,
+                )  # fmt: skip
             except FanfoldError as error:
                 LOW_LATENCY_COMBINE.rename(error)
                 raise
 
-        inputs = (y, topk_idx, topk_weights, routing, combine_wait_recv_cost_stats)
+        inputs = (y, topk_idx, topk_weights, routing, waits)
         combined, hook, event = runtime.streams.run(call, async_finish=async_finish, inputs=inputs)
         if zero_copy:
             self._zero_copy.was_given(event)
         return combined, event, hook
+
+    def _validate_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: LowLatencyHandle,
+        out: torch.Tensor | None,
+        waits: torch.Tensor | None,
+        flags: tuple[bool, bool, bool, bool],
+        overlap: Overlap | None,
+    ) -> tuple[_ValidatedGeometry, torch.Tensor | ReadyRows]:
+        """The geometry and the outputs of a combine, after a look at all of its arguments.
+        ``flags`` are use_logfmt, zero_copy, async_finish and return_recv_hook."""
+        use_logfmt, zero_copy, async_finish, return_recv_hook = flags
+        mode, runtime, device = self._low_latency(), self._open(), self.device
+        sizes = partial(_sizes_of_combine, self._validated, handle, topk_idx)
+        with self._refusing(partial(mode.refuse_combine, routing=routing_of(handle)), sizes):
+            parts = ReadHandle.of(handle)
+            validated = self._validate_geometry(*parts.sizes(topk_idx), HANDLE)
+            runtime.choice.check_devices(x=x, topk_weights=topk_weights, out=out)
+            parts.check(validated.geometry, device)
+            _check_exclusive(async_finish, return_recv_hook)
+            y = self._zero_copy.outputs(x, validated.outputs, use_logfmt, zero_copy)
+            shape = tuple(topk_idx.shape)
+            check_tensor("topk_weights", topk_weights, shape, (torch.float32,), device=device)
+            self._check_sums(validated.geometry, combine_wait_recv_cost_stats=waits)
+            if overlap is None:
+                return validated, y
+            return validated, overlap.ready_rows(y, validated.geometry)
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """Where to put the experts' outputs for a combine with ``zero_copy=True``. Ask before the
@@ -517,24 +565,6 @@ class LowLatencyCalls(BufferBase):
             f"hidden={geometry.hidden}, num_ranks={geometry.ranks}, "
             f"num_experts={geometry.num_experts}, top-k {geometry.top_k}; {advice}",
         )
-
-    def _outputs(
-        self, x: torch.Tensor, shape: tuple[int, ...], use_logfmt: bool, zero_copy: bool
-    ) -> torch.Tensor:
-        """The experts' outputs: ``x``, or what was written to the zero-copy buffer."""
-        check_tensor("x", x, shape, (torch.bfloat16,), device=self.device, contiguous=False)
-        if not zero_copy:
-            return x
-        if use_logfmt:
-            raise ArgumentError("zero_copy", "True with use_logfmt=True", "used without LogFMT")
-        written = self._zero_copy.tensor
-        if written is None or written.shape != shape:
-            raise ArgumentError(
-                "zero_copy",
-                "True, but the zero-copy buffer was not asked for",
-                "preceded by get_next_low_latency_combine_buffer(handle)",
-            )
-        return written
 
     def _check_sums(self, geometry: Geometry, **tensors: torch.Tensor | None) -> None:
         """Raises ArgumentError for a tensor to add to that is not as DeepEP has it."""

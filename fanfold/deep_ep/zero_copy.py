@@ -6,6 +6,8 @@ import torch
 
 from fanfold.deep_ep.events import EventHandle, EventOverlap
 from fanfold.deep_ep.streams import HostStreams, Streams
+from fanfold.errors import ArgumentError
+from fanfold.geometry import check_tensor
 
 __all__ = ["ZeroCopy"]
 
@@ -52,6 +54,33 @@ class ZeroCopy:
         """Says that a combine, which has this event, reads the tensor."""
         if self._has_streams and not torch.cuda.is_current_stream_capturing():
             self._read = event.event or EventHandle()
+
+    def outputs(
+        self, x: torch.Tensor, shape: tuple[int, ...], use_logfmt: bool, zero_copy: bool
+    ) -> torch.Tensor:
+        """The experts' outputs of a combine: ``x``, or with ``zero_copy`` the tensor.
+
+        Args:
+            x: ``shape``, bfloat16.
+            shape: of the outputs.
+            use_logfmt, zero_copy: as in ``low_latency_combine``.
+
+        Raises:
+            ArgumentError: ``x`` is not as it must be, or there is no tensor of this shape.
+        """
+        check_tensor("x", x, shape, (torch.bfloat16,), device=self._device, contiguous=False)
+        if not zero_copy:
+            return x
+        if use_logfmt:
+            raise ArgumentError("zero_copy", "True with use_logfmt=True", "used without LogFMT")
+        written = self.tensor
+        if written is None or written.shape != shape:
+            raise ArgumentError(
+                "zero_copy",
+                "True, but the zero-copy buffer was not asked for",
+                "preceded by get_next_low_latency_combine_buffer(handle)",
+            )
+        return written
 
     def _await_reader(self, streams: HostStreams | Streams) -> None:
         if not torch.cuda.is_current_stream_capturing():

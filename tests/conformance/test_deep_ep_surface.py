@@ -46,6 +46,18 @@ _COMBINE = {
     "config": None,
     **_ORDERING,
 }
+# Those of the branches that SGLang's single-batch overlap uses. There they follow the handle, where
+# DeepEP has others.
+_OVERLAP = {
+    "overlap": False,
+    "packed_recv_count": None,
+    "comp_signal": None,
+    "block_m": 64,
+    "threshold": 0,
+    "num_sms": 3,
+    "src_signals": None,
+    "src_signal_expect_value": 0,
+}
 # DeepEP's parameters, in order, with their defaults.
 SIGNATURES = {
     "__init__": {
@@ -118,6 +130,7 @@ SIGNATURES = {
         "return_recv_hook": False,
         "out": None,
         "combine_wait_recv_cost_stats": None,
+        **_OVERLAP,
     },
     "low_latency_update_mask_buffer": {"rank_to_mask": REQUIRED, "mask": False},
     "low_latency_query_mask_buffer": {"mask_status": REQUIRED},
@@ -227,10 +240,13 @@ def test_signature(method: str) -> None:
     assert isinstance(inspect.getattr_static(deep_ep.Buffer, method), staticmethod) == (
         method in STATIC
     )
-    # v1.2.1 and later releases have this one at different places, so it goes by keyword.
+    # v1.2.1 and later releases have the first at different places, so it goes by keyword.
+    by_keyword = {"use_fabric", "is_intranode"}
+    if method == "low_latency_combine":
+        by_keyword = set(_OVERLAP)
     for name, parameter in parameters.items():
         keyword_only = parameter.kind is inspect.Parameter.KEYWORD_ONLY
-        assert keyword_only == (name in ("use_fabric", "is_intranode"))
+        assert keyword_only == (name in by_keyword)
 
 
 @pytest.mark.parametrize("method", ELASTIC_SIGNATURES)

@@ -158,6 +158,13 @@ TEST(lent_low_latency_combines_check_arrays_and_handles) {
   CHECK_EQ(refused([](O& o) { o.source_counts = shorter(o.source_counts); }), "source_counts");
   CHECK_EQ(refused([](O& o) { o.experts = shorter(o.experts); }), "experts");
   CHECK_EQ(refused([](O& o) { o.weights = shorter(o.weights); }), "weights");
+  const auto blocks = static_cast<int32_t>((call.geometry().expert_capacity() + 1) / 2);
+  const std::vector<int32_t> signals(
+      static_cast<size_t>(call.geometry().experts_per_rank() * blocks), 1);
+  const Array<const int32_t> all(signals);
+  CHECK_EQ(refused([&](O& o) { o.ready = {shorter(all), 2, blocks, 1}; }), "signals");
+  CHECK_EQ(refused([&](O& o) { o.ready = {all, 2, blocks - 1, 1}; }), "blocks");
+  CHECK_EQ(refused([&](O& o) { o.ready = {all, 0, blocks, 1}; }), "block_rows");
   const int64_t range = std::exchange(arrived.ranges[1], int64_t{1} << 40);
   CHECK_EQ(refused([](O&) {}), "ranges[1] of the handle");
   arrived.ranges[1] = range;

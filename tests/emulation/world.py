@@ -32,6 +32,7 @@ from fanfold.backends.low_latency.sizes import core_geometry
 from fanfold.config import Config
 from fanfold.geometry import Geometry
 from fanfold.jit import KernelSource
+from fanfold.stream_order import StreamOrder
 from tests.emulation.pinned import PAGEABLE
 
 HERE = Path(__file__).parent
@@ -193,6 +194,7 @@ def emulated(builder: Builder, ctas: int) -> Iterator[None]:
         mock.patch.object(cuda.jit, "load", lambda source, *_: builder.load(source)),
         mock.patch.object(cuda.jit, "load_all", lambda every, *_: [*map(builder.load, every)]),
         mock.patch.object(kernel_reports, "torch", PAGEABLE),
+        mock.patch.object(StreamOrder, "mark"),
     ):
         yield
 

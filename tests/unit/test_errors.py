@@ -14,6 +14,7 @@ from fanfold.errors import (
     PeerRefused,
     PeerTimeout,
     RingFull,
+    SignalTimeout,
     TransportError,
 )
 
@@ -29,6 +30,7 @@ ERRORS = [
     TransportError(1, -1, "libfabric:tcp", "no device", 0, 0, 0.0),
     PeerTimeout(1, 3, "low_latency combine", 8, 7, 0.5, False, "eth0, from 10.0.0.1 to 10.0.0.2"),
     TransportError(1, 3, "libfabric:tcp", "gone", 5, 8, 0.25, "eth0, from 10.0.0.1 to 10.0.0.2"),
+    SignalTimeout(1, "low_latency combine", 4, 2, 6, 7, 0.5),
 ]
 
 

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from fanfold.backends.low_latency import CudaRouting, cuda
+from fanfold import _core
+from fanfold.backends.low_latency import CudaRouting, ReadyRows, cuda
 from fanfold.errors import ArgumentError, PeerTimeout, UsageError
 from tests.emulation.launches import (
+    CAPACITY,
     GEOMETRY,
+    LOCAL,
     RECEIVE,
     SEND,
     WHOLE,
@@ -199,3 +202,47 @@ def test_a_refusal_has_the_format_of_its_call(gpu: Gpu, monkeypatch: pytest.Monk
     with pytest.raises(ArgumentError):
         mode.combine(GEOMETRY, outputs().float(), got.routing, None, logfmt=True)
     assert [dict(source.constants)["kLogFmt"] for source in loaded] == [1]
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+def test_a_combine_that_waits_for_outputs_sends_by_a_kernel_of_its_own(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, hooks: bool
+) -> None:
+    mode, grids, marked = open_mode(late=True), list[int](), list[int]()
+    launch = _core.CudaCombineArgs.launch
+
+    def on_grid(args: Any, kernel: object, ctas: int, *rest: Any) -> None:
+        grids.append(ctas)
+        launch(args, kernel, ctas, *rest)
+
+    monkeypatch.setattr(_core.CudaCombineArgs, "launch", on_grid)
+    monkeypatch.setattr(mode._order, "mark", marked.append)
+    x, topk_idx, weights = tokens()
+    signals = torch.zeros(LOCAL * 3, dtype=torch.int32)
+    for sms in (2, 99):
+        got, _ = mode.dispatch(GEOMETRY, x, topk_idx)
+        ready = ReadyRows(outputs(), signals, 8, 1, sms)
+        _, hook = mode.combine(
+            GEOMETRY, ready, got.routing, topk_idx, late_weights=weights, return_hook=hooks
+        )
+        assert (hook is not None) == hooks
+        if hook is not None:
+            assert gpu.last.phases == SEND
+            hook()
+        assert [args.phases for args, _ in gpu.launches[-2:]] == [SEND, RECEIVE]
+    mode.combine(GEOMETRY, outputs(), got.routing, topk_idx, late_weights=weights)
+    assert gpu.last.phases == WHOLE
+    assert grids == [2, 8, 8, 8, 8]  # of the eight SMs
+    # From the first such call on, so that the next one follows the call before it alone.
+    assert marked == [0] * 6
+
+
+def test_only_a_combine_with_weights_of_its_own_waits_for_outputs(gpu: Gpu) -> None:
+    mode = open_mode()
+    got, _ = mode.dispatch(GEOMETRY, *tokens())
+    ready = ReadyRows(outputs(), torch.zeros(LOCAL, dtype=torch.int32), CAPACITY, 1, 2)
+    with pytest.raises(UsageError, match="weights of its own"):
+        mode.combine(GEOMETRY, ready, got.routing, None)
+    assert gpu.last.refused
+    mode.combine(GEOMETRY, outputs(), got.routing, None)
+    assert (gpu.last.phases, gpu.last.refused) == (WHOLE, False)

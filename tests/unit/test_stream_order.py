@@ -21,6 +21,17 @@ class FakeStream:
     def wait_stream(self, other: FakeStream) -> None:
         self._log.append((self.address, other.address))
 
+    def wait_event(self, event: FakeEvent) -> None:
+        assert event.on is not None
+        self._log.append((self.address, -event.on))  # not after all of that stream
+
+
+class FakeEvent:
+    on: int | None = None
+
+    def record(self, stream: FakeStream) -> None:
+        self.on = stream.address
+
 
 class FakeCuda:
     """Stands for ``torch.cuda``; ``log`` has who waits for whom, by address."""
@@ -28,6 +39,8 @@ class FakeCuda:
     def __init__(self) -> None:
         self.current, self.capturing = 0, set[int]()
         self.log: list[tuple[int, int]] = []
+
+    Event = FakeEvent
 
     def ExternalStream(self, address: int, device: torch.device) -> FakeStream:  # noqa: N802
         assert device == DEVICE
@@ -146,3 +159,42 @@ def test_captures_do_not_wait_for_each_other(cuda: FakeCuda) -> None:
     cuda.current = 128
     order.follow()
     assert cuda.log == [(192, 0), (128, 192)]
+
+
+def test_a_call_may_follow_a_marked_call_alone(cuda: FakeCuda) -> None:
+    order = StreamOrder(DEVICE)
+    cuda.current = 64
+    order.mark(order.follow())
+    cuda.current = 128
+    assert order.follow_calls() == 128
+    assert order.follow_calls() == 128
+    assert cuda.log == [(64, 0), (128, -64)]
+    # That one was not marked.
+    cuda.current = 192
+    order.follow_calls()
+    assert cuda.log[2:] == [(192, 128)]
+    # Marks are only for those who ask for them.
+    order.mark(192)
+    cuda.current = 64
+    order.follow()
+    assert cuda.log[3:] == [(64, 192)]
+
+
+def test_a_mark_is_of_its_capture(cuda: FakeCuda) -> None:
+    order = StreamOrder(DEVICE)
+    cuda.current = 64
+    order.mark(order.follow())
+    cuda.capturing = {64, 128}
+    order.follow()  # a call that was not marked
+    cuda.current = 128
+    order.follow_calls()
+    assert cuda.log == [(64, 0), (128, 64)]
+    cuda.current = 64
+    order.mark(order.follow())
+    cuda.current = 128
+    order.follow_calls()
+    assert cuda.log[2:] == [(64, 128), (128, -64)]
+    # Outside of it nothing waits for what was captured.
+    cuda.current, cuda.capturing = 192, set()
+    order.follow_calls()
+    assert cuda.log[4:] == [(192, 64)]

@@ -20,6 +20,7 @@ import torch
 
 from fanfold import _core, jit
 from fanfold.backends.low_latency import kernels
+from fanfold.backends.low_latency.loader import Loader
 from fanfold.backends.low_latency.outputs import (
     Allocator,
     Outputs,
@@ -45,10 +46,12 @@ from fanfold.backends.low_latency.protocol import (
     Dispatched,
     Hook,
     LateRouting,
+    ReadyRows,
     RoutingLayout,
     Statistics,
     anywhere,
     check_global_scale,
+    hook_if_asked,
     once,
 )
 from fanfold.backends.low_latency.reports import Reports
@@ -128,7 +131,11 @@ class CudaLowLatency:
         self._stale: str | None = None  # why the memory must be readied anew
         self._flights = (Flight(), Flight())
         self._last_routing: AnyRouting | None = None
-        self._follow = StreamOrder(self.device).follow
+        self._order = StreamOrder(self.device)
+        self._follow = self._order.follow
+        options = {"late_weights": late_weights, "early": self._early}
+        loader = Loader(self.device, config, self._grid, self._order, **options)
+        self._load, self._ready_send = loader.load, loader.ready_send
         # Kernels in flight may outlive this object, and write there.
         end = weakref.finalize(self, free_when_idle, self.device, (self._state, self._reports))
         end.atexit = False
@@ -190,7 +197,7 @@ class CudaLowLatency:
     def combine(
         self,
         geometry: Geometry,
-        y: torch.Tensor,
+        y: torch.Tensor | ReadyRows,
         routing: AnyRouting,
         topk_idx: torch.Tensor | None,
         *,
@@ -201,6 +208,7 @@ class CudaLowLatency:
         return_hook: bool = False,
     ) -> tuple[torch.Tensor, Hook | None]:
         """See :meth:`LowLatencyBackend.combine`."""
+        ready, y = (y, y.y) if isinstance(y, ReadyRows) else (None, y)
         if self._masks or self._reports.fatal():
             self._check_before()
         plan = self._plan
@@ -221,8 +229,7 @@ class CudaLowLatency:
             else:
                 ranges = routing.ranges if type(routing) is LateRouting else None
                 tokens, block = fast_path.late(args, ranges, topk_idx, late_weights), None
-            result = out
-            if out is None and tokens >= 0:
+            if (result := out) is None and tokens >= 0:
                 shape, strides = (tokens, geometry.hidden), (geometry.hidden, 1)
                 result = self._allocator.empty()(shape, strides, torch.bfloat16)
             if tokens < 0 or not fast_path.combine(args, tokens, y, result, block):
@@ -230,24 +237,32 @@ class CudaLowLatency:
                 result = self._validation.combine(geometry, args, y, routing, own_tokens, result)
             args.aborted = aborted_of(routing)
             if call.adds or wait_ns is not None:
-                Statistics(wait_ns=wait_ns).check(geometry, self.device)
-                call.adds = wait_ns is not None
-                args.wait_ns = address_of(wait_ns)
+                self._add_waits(call, wait_ns, geometry)
+            sends = None if ready is None else self._ready_send(plan, args, ready, logfmt)
         except BaseException as error:
             self._tell(partial(self._refuse_combine, error, routing, None, logfmt=logfmt), error)
             raise
         assert result is not None
-        stream = self._follow()
+        stream = self._follow() if sends is None else self._order.follow_calls()
         if own is not None:
             self._keep((own.block,), own.stream, stream)
-        if return_hook:
+        if return_hook or sends is not None:
             # The receive half reads the routing too.
             kept = (result, wait_ns, topk_idx, *read_of(routing))
-            return result, self._send(flight, args, call.launch, kept, stream, raises=True)
+            receive = self._send(flight, args, call.launch, kept, stream, raises=True, sends=sends)
+            return result, hook_if_asked(receive, return_hook)
         call.launch(args, stream)
         if self._reports.passing():
             self.check()
         return result, None
+
+    def _add_waits(
+        self, call: CombineCall, wait_ns: torch.Tensor | None, geometry: Geometry
+    ) -> None:
+        """Sets in the call's arguments where to add nanoseconds."""
+        Statistics(wait_ns=wait_ns).check(geometry, self.device)
+        call.adds = wait_ns is not None
+        call.args.wait_ns = address_of(wait_ns)
 
     def _own_routing(
         self, plan: Plan, routing: AnyRouting, late_weights: torch.Tensor | None
@@ -268,12 +283,14 @@ class CudaLowLatency:
         stream: int,
         *,
         raises: bool = False,
+        sends: Launch | None = None,
     ) -> Hook:
-        """Launches the send half of a call on ``stream``, the current one; the hook launches the
-        other, for which ``kept`` must stay, and ``raises`` what was reported."""
+        """Launches the send half of a call on ``stream``, the current one, by ``sends`` if that is
+        another kernel; the hook launches the other, for which ``kept`` must stay, and ``raises``
+        what was reported."""
         sending, receiving = args.copy(), args.copy()
         sending.phases, receiving.phases = _SEND, _RECEIVE
-        launch(sending, stream)
+        (sends or launch)(sending, stream)
         flight.sent += 1
         ticket = flight.sent
 
@@ -570,13 +587,3 @@ class CudaLowLatency:
 
     def _combine_sources(self, geometry: Geometry, logfmt: bool) -> list[jit.KernelSource]:
         return [kernels.combine_kernel(geometry, late=self._late, logfmt=bool(logfmt))]
-
-    def _load(self, source: jit.KernelSource) -> Launch:
-        jit.refuse_in_capture(source)
-        kernel = jit.load(source, self.device.index, self._config)
-        ctas, threads, early = self._grid.ctas, source.threads, self._early
-
-        def launch(args: Arguments, stream: int) -> None:
-            args.launch(kernel, ctas, threads, stream, early)
-
-        return launch

@@ -11,6 +11,7 @@ from fanfold.backends.low_latency.protocol import (
     Dispatched,
     Hook,
     LateRouting,
+    ReadyRows,
     Routing,
     Statistics,
     check_global_scale,
@@ -145,7 +146,7 @@ class HostLowLatency:
     def combine(
         self,
         geometry: Geometry,
-        y: torch.Tensor,
+        y: torch.Tensor | ReadyRows,
         routing: AnyRouting,
         topk_idx: torch.Tensor | None,
         *,
@@ -157,6 +158,7 @@ class HostLowLatency:
     ) -> tuple[torch.Tensor, Hook | None]:
         """See :meth:`LowLatencyBackend.combine`."""
         self._memory.check()
+        ready, y = (y, y.y) if isinstance(y, ReadyRows) else (None, y)
         with Refusing(self.refuse_combine):
             self._check_fit(geometry)
             own = _check_own_routing(routing, topk_idx, late_weights is not None)
@@ -169,6 +171,9 @@ class HostLowLatency:
         sent.y, sent.expert_stride, sent.row_stride = lend(y), y.stride(0), y.stride(1)
         sent.ranges = lend(routing.ranges)
         sent.logfmt = logfmt
+        if ready is not None:
+            signals, blocks = lend(ready.signals), ready.blocks(geometry.expert_capacity)
+            sent.wait_for(signals, ready.block_rows, blocks, ready.ready_at)
         late = None
         if late_weights is None:
             assert isinstance(routing, Routing)

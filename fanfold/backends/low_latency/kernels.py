@@ -124,14 +124,19 @@ def dispatch_kernel(
     )
 
 
-def combine_kernel(geometry: Geometry, *, late: bool, logfmt: bool) -> KernelSource:
-    """The kernel that combines, with weights that come late or not, as LogFMT or not."""
+def combine_kernel(
+    geometry: Geometry, *, late: bool, logfmt: bool, awaits_signals: bool = False
+) -> KernelSource:
+    """The kernel that combines, with weights that come late or not, as LogFMT or not. With
+    ``awaits_signals`` it is a send half that waits for outputs (:class:`ReadyRows`), with weights
+    that come late."""
     short = geometry.hidden * 2 <= _SHORT_ROW_BYTES
     warps = _COMBINE_WARPS_OF_SHORT_ROWS if short else _COMBINE_WARPS
     constants = {
         **_sizes(geometry),
         "kLate": int(late),
         "kLogFmt": int(logfmt),
+        "kAwaitsSignals": int(awaits_signals),
         "kWarps": warps,
     }
     return KernelSource(

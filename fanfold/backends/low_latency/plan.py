@@ -51,6 +51,8 @@ class Plan:
     Attributes:
         dispatch, combine: of the last call, as the next is most often alike; of all: ``dispatches``
             and ``combines``.
+        ready_sends: launches of kernels that wait for outputs, by whether they send LogFMT and
+            their CTAs.
         layout: of :attr:`CudaRouting.block`.
         fast_path: validates each of them.
     """
@@ -70,6 +72,7 @@ class Plan:
         self.combine: CombineCall | None = None
         self.dispatches: dict[object, DispatchCall] = {}
         self.combines: dict[object, CombineCall] = {}
+        self.ready_sends: dict[tuple[bool, int], Launch] = {}
 
 
 @dataclass(eq=False)

@@ -24,6 +24,7 @@ __all__ = [
     "Hook",
     "LateRouting",
     "LowLatencyBackend",
+    "ReadyRows",
     "Routing",
     "RoutingLayout",
     "Statistics",
@@ -33,6 +34,7 @@ __all__ = [
     "check_own",
     "check_result",
     "check_tokens",
+    "hook_if_asked",
     "once",
 ]
 
@@ -257,6 +259,34 @@ NO_STATISTICS = Statistics()
 """Nothing to add to."""
 
 
+@dataclass(frozen=True)
+class ReadyRows:
+    """Outputs of a combine that begins before all of them are written, and which are. Of each
+    expert, rows from ``b * block_rows`` on, ``block_rows`` of them, are written once the signal
+    ``e * blocks + b``, as an int32, has reached ``ready_at``. E_l local experts, C = R * M.
+
+    Attributes:
+        y: the outputs, as ``LowLatencyBackend.combine`` takes them.
+        signals: int32 or uint32, contiguous, ``E_l * blocks(C)`` at least. On a GPU another kernel
+            adds to them, with release; on the host another thread.
+        block_rows: from 1 to C.
+        ready_at: what a signal reaches.
+        sms: how many SMs the send half takes at most, on a GPU.
+    """
+
+    y: torch.Tensor
+    signals: torch.Tensor
+    block_rows: int
+    ready_at: int
+    sms: int
+
+    __repr__ = show_fields
+
+    def blocks(self, capacity: int) -> int:
+        """Signals of each expert, whose rows are ``capacity``."""
+        return -(-capacity // self.block_rows)
+
+
 class LowLatencyBackend(Protocol):
     """The low-latency mode, whatever it runs on.
 
@@ -312,7 +342,7 @@ class LowLatencyBackend(Protocol):
     def combine(
         self,
         geometry: Geometry,
-        y: torch.Tensor,
+        y: torch.Tensor | ReadyRows,
         routing: AnyRouting,
         topk_idx: torch.Tensor | None,
         *,
@@ -326,7 +356,9 @@ class LowLatencyBackend(Protocol):
 
         Args:
             y: ``[E_l, C, hidden]`` bfloat16, last dimension contiguous: outputs of the rows that
-                dispatch brought, in their places.
+                dispatch brought, in their places. Or :class:`ReadyRows`, of which each row is read
+                once it is written, whatever the other ranks bring; on a GPU only with
+                ``late_weights``.
             routing: what dispatch brought; without its weights the sum is unweighted; with
                 ``late_weights`` only its ``ranges`` are used, so a :class:`LateRouting` will do.
             topk_idx: ``[T, K]`` int64 of this rank's own tokens, as dispatched; None where the
@@ -347,6 +379,8 @@ class LowLatencyBackend(Protocol):
 
         Raises:
             ArgumentError, PeerTimeout, UsageError: as :meth:`dispatch`.
+            SignalTimeout: a signal of :class:`ReadyRows` did not come; it ends the mode, as a
+                PeerTimeout does.
         """
 
     def check(self) -> None:
@@ -478,6 +512,14 @@ def _check_choices(
     else:
         shape = (tokens, geometry.top_k)
         check_tensor("topk_idx", topk_idx, shape, (torch.int64,), device=device)
+
+
+def hook_if_asked(hook: Hook, return_hook: bool) -> Hook | None:
+    """``hook``, or None after it has been called."""
+    if return_hook:
+        return hook
+    hook()
+    return None
 
 
 def once(receive: Hook, ready: Hook | None = None) -> Hook:

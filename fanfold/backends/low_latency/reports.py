@@ -8,6 +8,7 @@ from fanfold.errors import (
     FanfoldError,
     PeerRefused,
     PeerTimeout,
+    SignalTimeout,
     different_calls,
     logged,
 )
@@ -17,21 +18,23 @@ from fanfold.kernel_reports import KernelReports
 __all__ = ["Reports"]
 
 _PHASES = ("low_latency dispatch", "low_latency combine")
+_SIGNAL_WORD = 4 * _core.CUDA_SIGNAL_REPORT
 
 
 class Reports(KernelReports):
     """What the low-latency kernels report."""
 
     _TIMEOUT, _INDEX, _REFUSED, _DISAGREEMENT, _OTHER_CALL = range(5)
+    _SIGNAL = _core.CUDA_SIGNAL_REPORT  # the next one has the value that it was to reach
 
     def __init__(self) -> None:
         super().__init__(_core.CUDA_REPORT_BYTES)
         self._known_late: list[int] = []  # the words of all ranks, as last seen
 
     def fatal(self) -> bool:
-        """Whether a report ends the mode: a peer was late, or ranks disagree."""
+        """Whether a report ends the mode: a peer or a signal was late, or ranks disagree."""
         words = self._words
-        return words[0] != 0 or words[12] != 0 or words[16] != 0
+        return words[0] != 0 or words[12] != 0 or words[16] != 0 or words[_SIGNAL_WORD] != 0
 
     def new_late(self, ranks: int) -> list[tuple[int, str]]:
         """The ranks that kernels have masked because they were late, each once, and in which calls:
@@ -68,14 +71,18 @@ class Reports(KernelReports):
     def take(self, rank: int, geometry: Geometry | None, timeout_s: float) -> FanfoldError:
         """The gravest report as an exception; those of one call are new once only."""
         words = self._words
-        # Other calls and a disagreement are the cause of timeouts that follow them.
+        # Other calls, a disagreement and a late signal are the cause of timeouts that follow them.
         kinds = (
-            self._OTHER_CALL, self._DISAGREEMENT, self._TIMEOUT, self._REFUSED, self._INDEX
+            self._OTHER_CALL, self._DISAGREEMENT, self._SIGNAL, self._TIMEOUT, self._REFUSED,
+            self._INDEX,
         )  # fmt: skip
         kind = next(kind for kind in kinds if self._is_new(kind))
         call, epoch, first, second = words[4 * kind : 4 * kind + 4]
         peer, phase = call >> 8, _PHASES[(call & 0xFF) - 1]
         number = (epoch & 0xFFFFFFFF) - _core.CUDA_FIRST_EPOCH + 1
+        if kind == self._SIGNAL:
+            bound = words[_SIGNAL_WORD + 6]
+            return logged(SignalTimeout(rank, phase, peer, first, second, bound, timeout_s))
         if kind == self._TIMEOUT:
             if second != 0:  # before it sends, a call awaits acknowledgements of all but the last
                 phase = f"{phase} (acknowledgements of earlier calls)"

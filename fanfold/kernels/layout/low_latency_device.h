@@ -201,6 +201,10 @@ struct TableLayout {
 struct LowLatencyReports {
   Report kinds[kReportKinds];
   uint32_t late[kMostRanks];  // `call_id` of the call that masked the rank, which was late
+  // A signal of ReadySignals that has not come: the peer is its expert, first its block, second its
+  // value. Then the value that it was to reach (first).
+  Report signal;
+  Report signal_bound;
 };
 
 // Memory of one rank that only its own kernels use.
@@ -247,6 +251,16 @@ struct DispatchArgs {
   int64_t* wait_ns;           // [ranks], added to, or null
 };
 
+// By which a kernel beside combine says which outputs it has written: rows from `b * block_rows`
+// on, `block_rows` of them, of an expert are all there once the signal `expert * blocks + b` has
+// reached `ready_at`. Whoever adds to a signal releases at GPU scope.
+struct ReadySignals {
+  const uint32_t* signals;  // [local experts][blocks], compared as int32; null: all are there
+  int32_t block_rows;
+  int32_t blocks;
+  int32_t ready_at;
+};
+
 struct CombineArgs {
   CallArgs call;
   const unsigned char* y;  // outputs, bf16
@@ -260,6 +274,7 @@ struct CombineArgs {
   const float* topk_weights;   // [tokens][top_k]; late routing
   unsigned char* out;          // [tokens][hidden] bf16; null: nothing is kept
   int64_t* wait_ns;            // [ranks], added to, or null
+  ReadySignals ready;          // in kernels with kAwaitsSignals
 };
 
 }  // namespace fanfold

@@ -229,10 +229,14 @@ __device__ __forceinline__ bool failed_before(const Prologue& seen, CallKind kin
 // Runs `body` and counts the call, unless an earlier one has failed or `is_aborted(...)`. Every CTA
 // counts for itself, so the grid needs no barrier. The last warp of CTA `ack_cta` pushes
 // acknowledgements first: as the release takes its time, a warp that nobody waits for meanwhile.
-template <CallKind Kind, class IsAborted, class Body>
+//
+// With `kFewCtas` the grid is smaller than those of other calls, and leaves the other SMs to a
+// kernel that it waits for: its CTAs count for those that are missing, and the next kernel, which
+// would take these SMs, begins only when this one has ended.
+template <CallKind Kind, bool kFewCtas = false, class IsAborted, class Body>
 __device__ __forceinline__ void run_call(const CallArgs& args, int ack_cta, IsAborted is_aborted,
                                          Body body) {
-  allow_next_kernel();
+  if constexpr (!kFewCtas) allow_next_kernel();
   wait_for_previous_kernel();
   const bool nothing = is_aborted();  // asked for together with the following
   const Prologue seen = Prologue::load(args, Kind);
@@ -251,7 +255,15 @@ __device__ __forceinline__ void run_call(const CallArgs& args, int ack_cta, IsAb
   }
   body(seen);
   __syncthreads();
-  if (threadIdx.x == 0) args.state->epochs[static_cast<int>(Kind)][blockIdx.x] = next;
+  if constexpr (kFewCtas) {
+    // No CTA of this kernel reads what another one writes here.
+    const int ctas = static_cast<int>(gridDim.x);
+    int cta = static_cast<int>(blockIdx.x + threadIdx.x * gridDim.x);
+    for (; cta < kMostCtas; cta += kThreads * ctas)
+      args.state->epochs[static_cast<int>(Kind)][cta] = next;
+  } else {
+    if (threadIdx.x == 0) args.state->epochs[static_cast<int>(Kind)][blockIdx.x] = next;
+  }
 }
 
 }  // namespace fanfold

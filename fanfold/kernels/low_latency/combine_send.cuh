@@ -4,6 +4,7 @@
 
 #include "low_latency/combine_shape.cuh"
 #include "low_latency/logfmt.cuh"
+#include "low_latency/ready.cuh"
 
 namespace fanfold {
 
@@ -33,13 +34,48 @@ class CombineSend {
     }
   }
 
+  // With kAwaitsSignals: looks at this CTA's rows again and again, and sends those whose outputs
+  // are all there, so that no row waits for the signal of another. The header of a row stays until
+  // the row is sent; then the sentinel in its place says so.
+  __device__ void run_as_ready() {
+    if (blockIdx.x == 0 && call_.warp == 0) push_call_word();
+    send_headers();
+    if (call_.warp == kWarps - 1) look_up_tokens(call_.live_ranks());
+    if (call_.warp == kIdleWarp) await_half();
+    __syncthreads();
+    SweepClock clock(call_);
+    __shared__ SweepEnd end;
+    for (Sweep sweep = Sweep::kFirst;;) {
+      const Rows rows = sweep_rows(sweep);
+      if (!rows.open) return;
+      if (threadIdx.x == 0) end = clock.end_of(rows.sent, sweep == Sweep::kLast);
+      __syncthreads();
+      if (end == SweepEnd::kNone) return;
+      sweep = end == SweepEnd::kLast ? Sweep::kLast : Sweep::kLater;
+    }
+  }
+
  private:
+  // The first sweep waits for headers, the last one reports the signals that have not come.
+  enum class Sweep { kFirst, kLater, kLast };
+  // Whether a sweep has sent a row, and has left one.
+  struct Rows {
+    bool sent;
+    bool open;
+  };
+  static constexpr int kOpen = -1;  // the fan of a row that is left
+
   static constexpr int kBatch = 4;  // outputs that a lane asks for at once
   // Looks up no row where there are more warps than rows of a pass.
   static constexpr int kIdleWarp = kWarps > kPassRows ? kPassRows : 0;
 
   __device__ static SourceToken pair_at(int turn) {
-    return pair_of(static_cast<int>(blockIdx.x), turn, static_cast<int>(gridDim.x), kRanks);
+    if constexpr (kAwaitsSignals) {  // of a token there may be more sources than CTAs
+      const int q = static_cast<int>(blockIdx.x) + turn * static_cast<int>(gridDim.x);
+      return {q % kRanks, q / kRanks};
+    } else {
+      return pair_of(static_cast<int>(blockIdx.x), turn, static_cast<int>(gridDim.x), kRanks);
+    }
   }
 
   __device__ void push_call_word() const {
@@ -69,14 +105,7 @@ class CombineSend {
 
   // A warp a row, and one for the tokens of each source.
   __device__ void look_up(int first, const RankSet& live) {
-    if (first == 0 && call_.warp == kWarps - 1) {
-      for (int round = 0; round < kRankRounds; ++round) {
-        const int source = round * kWarpLanes + call_.lane;
-        const bool is_live = live.has(source);
-        if (source < kRanks) shared_.tokens[source] = tokens_of(source, is_live);
-        __syncwarp();
-      }
-    }
+    if (first == 0 && call_.warp == kWarps - 1) look_up_tokens(live);
     if constexpr (kLate) __syncthreads();
     for (int i = call_.warp; i < kPassRows; i += kWarps) {
       const SourceToken pair = pair_at(first + i);
@@ -86,6 +115,15 @@ class CombineSend {
         fan = kLate ? look_up_late(i, pair) : look_up_table(i, pair);
       const bool is_live = live.has(pair.source);
       if (call_.lane == 0) shared_.fan[i] = is_live ? fan : 0;
+    }
+  }
+
+  __device__ void look_up_tokens(const RankSet& live) {
+    for (int round = 0; round < kRankRounds; ++round) {
+      const int source = round * kWarpLanes + call_.lane;
+      const bool is_live = live.has(source);
+      if (source < kRanks) shared_.tokens[source] = tokens_of(source, is_live);
+      __syncwarp();
     }
   }
 
@@ -125,15 +163,21 @@ class CombineSend {
     if (pair.token >= shared_.tokens[pair.source]) return 0;
     const Resolved header = take_header(call_, pair.source, pair.token);
     if (args_.call.refused != 0) return 0;
-    if (header.here) {
-      const int64_t begin = args_.ranges[int64_t{header.local} * kRanks + pair.source] >> 32;
-      // A handle that is not what dispatch left must not lead outside of the outputs.
-      const int64_t last = int64_t{kRanks} * args_.call.max_tokens - 1;
-      const int64_t row = min(max(begin + header.place, int64_t{0}), last);
-      shared_.terms[i][__popc(header.all & lanes_below())] = {output(header.local, row),
-                                                              header.weight};
-    }
+    if (header.here) keep_term(i, header, row_of(header, pair.source));
     return __popc(header.all);
+  }
+
+  // The row of this lane's entry among those of its expert.
+  __device__ int64_t row_of(const Resolved& header, int source) const {
+    const int64_t begin = args_.ranges[int64_t{header.local} * kRanks + source] >> 32;
+    // A handle that is not what dispatch left must not lead outside of the outputs.
+    const int64_t last = int64_t{kRanks} * args_.call.max_tokens - 1;
+    return min(max(begin + header.place, int64_t{0}), last);
+  }
+
+  __device__ void keep_term(int i, const Resolved& header, int64_t row) {
+    shared_.terms[i][__popc(header.all & lanes_below())] = {output(header.local, row),
+                                                            header.weight};
   }
 
   __device__ const uint4* output(int64_t local, int64_t row) const {
@@ -141,10 +185,64 @@ class CombineSend {
                                           row * args_.row_stride);
   }
 
+  // ---- rows as they are ready -------------------------------------------------------------------
+
+  __device__ Rows sweep_rows(Sweep sweep) {
+    Rows rows{};
+    const int pairs = most_of(shared_.tokens) * kRanks;
+    for (int first = 0;; first += kPassRows) {
+      const RankSet live = call_.live_ranks();
+      for (int i = call_.warp; i < kPassRows; i += kWarps) look_up_ready(i, first, live, sweep);
+      __syncthreads();
+      bool sends = false;
+      for (int i = 0; i < kPassRows; ++i) {
+        sends |= shared_.fan[i] > 0;
+        rows.open |= shared_.fan[i] == kOpen;
+      }
+      if (sends) send_rows(first);
+      rows.sent |= sends;
+      __syncthreads();
+      const int next =
+          static_cast<int>(blockIdx.x) + (first + kPassRows) * static_cast<int>(gridDim.x);
+      if (next >= pairs) return rows;
+    }
+  }
+
+  __device__ void look_up_ready(int i, int first, const RankSet& live, Sweep sweep) {
+    const SourceToken pair = pair_at(first + i);
+    const bool has_row =
+        pair.token < args_.call.max_tokens && pair.token < shared_.tokens[pair.source];
+    const int fan = has_row ? fan_if_ready(i, pair, sweep) : 0;
+    if (call_.lane == 0) shared_.fan[i] = live.has(pair.source) ? fan : 0;
+  }
+
+  // How many outputs make up the row, whose terms are kept then; 0 if it has been sent.
+  __device__ int fan_if_ready(int i, SourceToken pair, Sweep sweep) {
+    uint64_t entry = kHeader.elsewhere();
+    uint64_t* const place = header_at(call_, pair.source, pair.token);
+    if (call_.lane < kTopK) {
+      entry = sweep == Sweep::kFirst ? await_entry(call_, pair.source, place)
+                                     : load_relaxed_system(place);
+    }
+    if (__any_sync(kFullWarp, entry == ~uint64_t{0}) != 0) return 0;
+    const Resolved header = resolve(entry);
+    const int64_t row = header.here ? row_of(header, pair.source) : 0;
+    const ReadySignal signal = ReadySignal::of(args_.ready, header.here ? header.local : 0, row);
+    const bool waits = header.here && !signal.is_ready(args_.ready);
+    if (__any_sync(kFullWarp, waits) != 0) {
+      if (waits && sweep == Sweep::kLast) signal.time_out(call_, args_.ready);
+      return kOpen;
+    }
+    if (header.here) keep_term(i, header, row);
+    if (call_.lane < kTopK) *place = ~uint64_t{0};
+    return __popc(header.all);
+  }
+
   // ---- rows -------------------------------------------------------------------------------------
 
   // This rank's own row first: it is needed no later than the others and leaves no link waiting.
   __device__ int own_row(int first) const {
+    if constexpr (kAwaitsSignals) return 0;
     int own = 0;
 #pragma unroll
     for (int i = 0; i < kPassRows; ++i)
@@ -157,7 +255,7 @@ class CombineSend {
     for (int task = call_.warp; task < kPassRows * kSegments; task += kWarps) {
       const int i = (task / kSegments + own) % kPassRows;
       const int part = task % kSegments;
-      if (shared_.fan[i] == 0) continue;
+      if (shared_.fan[i] == 0 || (kAwaitsSignals && shared_.fan[i] == kOpen)) continue;
       const SourceToken pair = pair_at(first + i);
       const Peer segment =
           call_.row_at(pair.source, pair.token).from(call_.units(part * kSegmentUnits));

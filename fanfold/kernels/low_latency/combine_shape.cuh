@@ -1,5 +1,6 @@
 // What the two halves of combine share. Constants of the kernel: kLate (routing comes with
-// combine), kLogFmt (rows travel as LogFMT-10 where they can).
+// combine), kLogFmt (rows travel as LogFMT-10 where they can), kAwaitsSignals (it is a send half,
+// on few SMs, of which each output is read once its signal says that it is there).
 #pragma once
 
 #include "device/numbers.cuh"
@@ -30,8 +31,10 @@ __device__ __forceinline__ bool of_aborted_dispatch(const CombineArgs& args) {
   }
 }
 
+static_assert(kLate || !kAwaitsSignals);
+
 // Rows that a CTA looks up, then sends, together.
-inline constexpr int kPassRows = 8;
+inline constexpr int kPassRows = kAwaitsSignals ? kWarps : 8;
 
 // One output that goes into a sum.
 struct Term {

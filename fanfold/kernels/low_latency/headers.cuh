@@ -107,28 +107,44 @@ struct Resolved {
   float weight;
 };
 
+// Where this lane's entry of a header is; lane < kTopK.
+template <CallKind Kind>
+__device__ __forceinline__ uint64_t* header_at(const Call<Kind>& call, int source, int token) {
+  return call.template own_at<uint64_t>(call.header(source, token, call.lane));
+}
+
+// Waits for an entry; one that does not come is none of this rank's.
+template <CallKind Kind>
+__device__ __forceinline__ uint64_t await_entry(const Call<Kind>& call, int source,
+                                                const uint64_t* place) {
+  Deadline deadline(call);
+  uint64_t header = load_relaxed_system(place);
+  while (header == ~uint64_t{0}) {
+    if (deadline.expired(source)) return kHeader.elsewhere();
+    header = load_relaxed_system(place);
+  }
+  return header;
+}
+
+// All lanes of a warp take part, each with its entry.
+__device__ __forceinline__ Resolved resolve(uint64_t header) {
+  const uint32_t local = kHeader.local(header);
+  const bool here = local != kHeader.elsewhere();
+  return {here, __ballot_sync(kFullWarp, here), static_cast<int>(local),
+          static_cast<int>(kHeader.place(header)), __uint_as_float(HeaderLayout::weight(header))};
+}
+
 // Waits for a header, and fills its place with the sentinel again. All lanes of a warp take part.
 template <CallKind Kind>
 __device__ Resolved take_header(const Call<Kind>& call, int source, int token) {
   uint64_t header = kHeader.elsewhere();
   if (call.lane < kTopK) {
-    auto* place = call.template own_at<uint64_t>(call.header(source, token, call.lane));
-    Deadline deadline(call);
-    header = load_relaxed_system(place);
-    while (header == ~uint64_t{0}) {
-      if (deadline.expired(source)) {
-        header = kHeader.elsewhere();
-        break;
-      }
-      header = load_relaxed_system(place);
-    }
+    auto* place = header_at(call, source, token);
+    header = await_entry(call, source, place);
     *place = ~uint64_t{0};
   }
   __syncwarp();
-  const uint32_t local = kHeader.local(header);
-  const bool here = local != kHeader.elsewhere();
-  return {here, __ballot_sync(kFullWarp, here), static_cast<int>(local),
-          static_cast<int>(kHeader.place(header)), __uint_as_float(HeaderLayout::weight(header))};
+  return resolve(header);
 }
 
 }  // namespace fanfold

@@ -1,0 +1,81 @@
+"""Loads the low-latency kernels and launches them, each on its grid."""
+
+from __future__ import annotations
+
+import torch
+
+from fanfold import _core, jit
+from fanfold.backends.low_latency import kernels
+from fanfold.backends.low_latency.plan import Arguments, Launch, Plan
+from fanfold.backends.low_latency.protocol import ReadyRows
+from fanfold.config import Config
+from fanfold.errors import UsageError
+from fanfold.stream_order import StreamOrder
+
+__all__ = ["Loader"]
+
+
+class Loader:
+    """Loads kernels for one mode.
+
+    Args:
+        device: of the mode, with an index.
+        config: says where compiled kernels are kept.
+        grid: of all kernels but those that wait for outputs.
+        order: of the mode's calls.
+        late_weights: whether the routing weights come with combine.
+        early: whether kernels are launched before the one in front of them has ended.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        config: Config,
+        grid: kernels.Grid,
+        order: StreamOrder,
+        *,
+        late_weights: bool,
+        early: bool,
+    ) -> None:
+        self._index = device.index
+        self._config = config
+        self._grid = grid
+        self._order = order
+        self._late = late_weights
+        self._early = early
+
+    def load(self, source: jit.KernelSource, ctas: int | None = None) -> Launch:
+        """The launch of a kernel on ``ctas`` CTAs; None: on the mode's grid."""
+        jit.refuse_in_capture(source)
+        kernel = jit.load(source, self._index, self._config)
+        on = ctas or self._grid.ctas
+        threads, early, order = source.threads, self._early, self._order
+
+        def launch(args: Arguments, stream: int) -> None:
+            args.launch(kernel, on, threads, stream, early)
+            if order.marks:
+                order.mark(stream)
+
+        return launch
+
+    def ready_send(
+        self, plan: Plan, args: _core.CudaCombineArgs, ready: ReadyRows, logfmt: bool
+    ) -> Launch:
+        """The launch of a combine's send half that waits for outputs, on few SMs: the others are
+        left to the kernels that write them. Sets in ``args`` what it waits for.
+
+        Raises:
+            UsageError: the routing weights come with dispatch.
+        """
+        if not self._late:
+            raise UsageError("only a combine with weights of its own can wait for outputs")
+        blocks = ready.blocks(plan.geometry.expert_capacity)
+        args.wait_for(ready.signals.data_ptr(), ready.block_rows, blocks, ready.ready_at)
+        self._order.marks = True  # the next such call then follows the call before it alone
+        key = (bool(logfmt), min(ready.sms, self._grid.ctas))
+        if key not in plan.ready_sends:
+            source = kernels.combine_kernel(
+                plan.geometry, late=True, logfmt=key[0], awaits_signals=True
+            )
+            plan.ready_sends[key] = self.load(source, key[1])
+        return plan.ready_sends[key]
