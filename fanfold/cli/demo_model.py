@@ -37,6 +37,7 @@ __all__ = [
     "Training",
     "corpus",
     "decode",
+    "train_parallel",
     "train_plain",
     "train_rank",
 ]
@@ -308,7 +309,7 @@ def train_rank(group: dist.ProcessGroup, settings: DemoSettings, progress: Progr
     choice = choose(as_group(group), Config.resolve())
     with _open(settings, group) as ep:
         model = _parallel_model(settings, ep).to(choice.device)
-        run = _train_parallel(model, settings, ep, group, progress)
+        run = train_parallel(model, settings, ep, group, progress)
         backend = "cuda" if ep.device.type == "cuda" else "host"
         run = replace(run, device=str(choice.device), reason=choice.reason, backend=backend)
         if choice.backend == "host":
@@ -316,13 +317,23 @@ def train_rank(group: dist.ProcessGroup, settings: DemoSettings, progress: Progr
         return replace(run, decoding=decode(model, settings, group, choice))
 
 
-def _train_parallel(
+def train_parallel(
     model: ByteModel,
     settings: DemoSettings,
     ep: AnyDispatcher,
     group: dist.ProcessGroup,
     progress: Progress,
 ) -> RankRun:
+    """Trains ``model``, whose layers are MoE layers over ``ep``, on this rank's part of each batch.
+    Collective.
+
+    Args:
+        model: on the device where it is to be trained.
+        settings: its sizes; ``ranks`` are those of ``group``.
+        ep: takes ``settings.tokens_per_step / ranks`` tokens.
+        group: the ranks.
+        progress: called after each step.
+    """
     layers = [moe.statistics for moe in model.layers if isinstance(moe, MoE)]
     rows = [torch.zeros((len(layers), ep.experts_per_rank), dtype=torch.int64, device="cpu")]
 

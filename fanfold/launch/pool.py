@@ -34,6 +34,7 @@ __all__ = ["MAX_RANKS", "LaunchError", "RankFailure", "RankPool", "launch"]
 
 MAX_RANKS = 1024
 GRACE_S = 2.0  # that launch() leaves the other ranks to end by themselves after one failed
+LONGEST_WAIT_S = 1e6  # poll() takes at most 2^31 ms
 POOL_GRACE_S = 30.0  # the same for the ranks of a RankPool, which are to be used again
 
 # A program has one server for all uses of the context. It imports what is named before it starts.
@@ -278,8 +279,9 @@ class RankPool:
         while len(outcomes) < len(self._ranks):
             pending = [member for member in self._ranks if member.rank not in outcomes]
             sources = [c for member in pending for c in (member.calls, member.process.sentinel)]
-            ready = wait(sources, max(0.0, deadline - time.monotonic()))
-            if not ready:
+            left = deadline - time.monotonic()
+            ready = wait(sources, min(max(0.0, left), LONGEST_WAIT_S))
+            if not ready and left <= LONGEST_WAIT_S:
                 self.close()
                 late = f"did not finish in {self.timeout_s:g} s; killed"
                 failures = _failures(outcomes.values())

@@ -202,6 +202,11 @@ def test_launch_is_bounded():
         launch(sleep, 2, (3600,), timeout_s=1.5)
 
 
+def test_a_pool_may_last_for_years():
+    with RankPool(1, timeout_s=1e8) as pool:
+        assert pool.run(whoami)
+
+
 def test_a_pool_whose_ranks_were_late_is_closed():
     with RankPool(2, timeout_s=1.5) as pool:
         with pytest.raises(LaunchError, match="did not finish"):
