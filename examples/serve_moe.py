@@ -509,7 +509,7 @@ def parser() -> argparse.ArgumentParser:
     add("--drain-s", type=float, default=30.0,
         help="seconds for requests to end after SIGTERM (default %(default)s)")  # fmt: skip
     add("--slow-rank", type=int, default=-1, help="a rank that sleeps before every step")
-    add("--slow-ms", type=float, default=5.0, help="how long it does (default %(default)s)")
+    add("--slow-ms", type=float, default=5.0, help="how long it sleeps (default %(default)s)")
     add("--load", type=int, metavar="REQUESTS", help="test: start a server, send it requests")
     add("--concurrency", type=int, default=0, help="of the test (default: all slots of all ranks)")
     add("--prompt-bytes", type=int, default=16, help="of the test, a mean (default %(default)s)")

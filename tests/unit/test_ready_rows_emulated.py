@@ -43,7 +43,7 @@ def gpu(builder: Builder) -> Iterator[None]:
 
 
 class Producer(threading.Thread):
-    """Stands for the kernel that writes the outputs of one rank: in any order, each block's rows,
+    """Acts as the kernel that writes the outputs of one rank: in any order, each block's rows,
     then its signal, which reaches ``bound`` in two steps.
 
     Attributes:
