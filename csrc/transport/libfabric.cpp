@@ -6,6 +6,7 @@
 #include <cstring>
 #include <iterator>
 #include <map>
+#include <random>
 #include <utility>
 
 #include "base/cores.h"
@@ -52,6 +53,19 @@ struct Peer {
   bool ended = false;             // the peer listens no more
   bool reported = false;          // the failure has been reported
 };
+
+// The first of the keys that this transport asks for, where the provider leaves them to it. They are
+// drawn, because a port that a transport has left may become another job's: whoever still writes to
+// it as to the one before must not find its keys there.
+uint64_t drawn_key(size_t key_bytes, bool many) {
+  constexpr int kOwnBits = 10;  // those of one transport's regions and rails
+  static_assert((kMostRegions + 2) * kMostRails <= 1 << kOwnBits);
+  const size_t bits = std::min(key_bytes * 8, many ? size_t{32} : size_t{63});
+  if (bits <= kOwnBits) return 0;
+  std::random_device device;
+  const uint64_t drawn = (uint64_t{device()} << 32) | device();
+  return drawn >> (64 - bits) >> kOwnBits << kOwnBits;
+}
 
 bool has_pending(const Rail& rail, int32_t peer) {
   return std::any_of(rail.pending.begin(), rail.pending.end(),
@@ -130,6 +144,7 @@ class Libfabric final : public Transport {
   std::string unexplained_;   // an error of an unknown peer, until the probes are answered
   bool of_endpoint_ = false;  // registrations belong to an endpoint
   bool many_keys_ = false;    // one region has several keys
+  uint64_t first_key_ = 0;
   bool failures_to_report_ = false;
   std::string lost_;  // why the whole transport failed
   int32_t next_rail_ = 0;
@@ -170,14 +185,15 @@ Libfabric::Libfabric(const Library& library, const LibfabricOptions& options) : 
   }
   of_endpoint_ = nics_[0]->needs(libfabric::kMrEndpoint);
   sockets_ = libfabric::over_sockets(first.fabric_attr->prov_name);
+  const bool several = (of_endpoint_ ? rails_.size() : nics_.size()) > 1;
+  many_keys_ = several && (of_endpoint_ || nics_[0]->needs(libfabric::kMrProvKey));
+  first_key_ = drawn_key(first.domain_attr->mr_key_size, many_keys_);
   landing_ = register_region(library_, nics_, rails_,
                              {.data = landing_bytes_.data(),
                               .bytes = static_cast<int64_t>(landing_bytes_.size()),
-                              .key = 0},
+                              .key = first_key_},
                              error_);
   if (landing_.registrations.empty()) throw Unavailable(name_ + ": " + error_);
-  many_keys_ =
-      landing_.registrations.size() > 1 && (of_endpoint_ || nics_[0]->needs(libfabric::kMrProvKey));
   if (many_keys_ && landing_.registrations.size() > kMostKeys) {
     throw Unavailable(name_ + " has " + std::to_string(landing_.registrations.size()) +
                       " keys for each range of memory, but at most 2 are served: use one or two "
@@ -280,7 +296,7 @@ LocalMemory Libfabric::register_memory(std::byte* data, int64_t bytes) {
     fail("at most " + std::to_string(kMostRegions) + " ranges can be registered");
     return {};
   }
-  const uint64_t key = (regions_.size() + 1) * uint64_t{kMostRails};
+  const uint64_t key = first_key_ + (regions_.size() + 1) * uint64_t{kMostRails};
   std::string why;
   Region region =
       register_region(library_, nics_, rails_, {.data = data, .bytes = bytes, .key = key}, why);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <csignal>
+#include <cstddef>
 #include <cstring>
 #include <functional>
 #include <set>
@@ -11,6 +12,7 @@
 
 #include "libfabric_pair.hpp"
 #include "processes.hpp"
+#include "transport/libfabric_address.h"
 
 using namespace fanfold;
 using namespace fanfold::transport;
@@ -305,6 +307,49 @@ TEST(libfabric_writes_between_processes) {
     Side side(provider, kBytes);
     const RemoteMemory other = meet(side, pipes, {.rank = 0, .peer = 1});
     for (const uint32_t bytes : {8u, 4096u, 100'000u, 8u}) expect_echo(side, 1, other, bytes);
+  }
+}
+
+// What a peer of another job writes, which takes the transport for one that has left this port. The
+// peers of this one go on.
+TEST(libfabric_takes_nothing_from_strangers) {
+  if (left_out_without_libfabric("libfabric_takes_nothing_from_strangers")) return;
+  Pair pair("tcp", kBytes);
+  Pair gone("tcp", kBytes);
+  Side stranger("tcp", kBytes);
+  // The keys of the one that has left, at the place of the one that is there now.
+  Address stale = pair.at(0).transport->address();
+  const Address before = gone.at(0).transport->address();
+  const size_t keys =
+      sizeof(libfabric::AddressHead) + offsetof(libfabric::AddressRail, landing_key);
+  std::memcpy(stale.data() + keys, before.data() + keys, sizeof(uint64_t));
+  CHECK_EQ(stranger.transport->connect(1, stale), Code::kOk);
+  Side& left = gone.at(0);
+  for (const int64_t bytes : {int64_t{0}, int64_t{64}, int64_t{100'000}}) {
+    const Write write{.peer = 1,
+                      .rail = 0,
+                      .source = stranger.local,
+                      .source_offset = 0,
+                      .target = left.transport->remote(left.local),
+                      .target_offset = 0,
+                      .bytes = bytes,
+                      .immediate = 65777,
+                      .context = 1};
+    for (int i = 0; i < 20'000; ++i) {
+      if (i % 1000 == 0) stranger.transport->write(write);
+      stranger.poll();
+      pair.poll();
+    }
+  }
+  CHECK(pair.at(0).arrivals.empty());
+  CHECK(pair.at(0).failures.empty());
+  CHECK(std::ranges::all_of(pair.at(0).memory, [](std::byte each) { return each == std::byte{}; }));
+  for (const uint32_t immediate : {7u, 8u}) {
+    pair.send(1, pair.write_of(1, 0, 64, immediate));
+    for (int64_t i = 0; i < kMostPolls && pair.at(0).arrivals.empty(); ++i) pair.poll();
+    CHECK_EQ(pair.at(0).arrivals.size(), size_t{1});
+    CHECK_EQ(pair.at(0).arrivals[0].immediate, immediate);
+    pair.at(0).arrivals.clear();
   }
 }
 
