@@ -6,7 +6,6 @@
 #include <cstring>
 #include <iterator>
 #include <map>
-#include <random>
 #include <utility>
 
 #include "base/cores.h"
@@ -22,6 +21,7 @@ using libfabric::AddressHead;
 using libfabric::AddressRail;
 using libfabric::CqEntry;
 using libfabric::CqError;
+using libfabric::drawn_key;
 using libfabric::FiAddr;
 using libfabric::Info;
 using libfabric::kAddressMagic;
@@ -53,19 +53,6 @@ struct Peer {
   bool ended = false;             // the peer listens no more
   bool reported = false;          // the failure has been reported
 };
-
-// The first of the keys that this transport asks for, where the provider leaves them to it. They are
-// drawn, because a port that a transport has left may become another job's: whoever still writes to
-// it as to the one before must not find its keys there.
-uint64_t drawn_key(size_t key_bytes, bool many) {
-  constexpr int kOwnBits = 10;  // those of one transport's regions and rails
-  static_assert((kMostRegions + 2) * kMostRails <= 1 << kOwnBits);
-  const size_t bits = std::min(key_bytes * 8, many ? size_t{32} : size_t{63});
-  if (bits <= kOwnBits) return 0;
-  std::random_device device;
-  const uint64_t drawn = (uint64_t{device()} << 32) | device();
-  return drawn >> (64 - bits) >> kOwnBits << kOwnBits;
-}
 
 bool has_pending(const Rail& rail, int32_t peer) {
   return std::any_of(rail.pending.begin(), rail.pending.end(),

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <functional>
+#include <random>
 
 #include "base/error.h"
+#include "transport/libfabric.h"
 
 namespace fanfold::transport::libfabric {
 namespace {
@@ -100,6 +102,16 @@ std::vector<std::byte> Rail::name(const Library& library) const {
   if (result != 0) throw Unavailable(library.failure("fi_getname", result));
   name.resize(bytes);
   return name;
+}
+
+uint64_t drawn_key(size_t key_bytes, bool many) {
+  constexpr int kOwnBits = 10;  // those of one transport's regions and rails
+  static_assert((kMostRegions + 2) * kMostRails <= 1 << kOwnBits);
+  const size_t bits = std::min(key_bytes * 8, many ? size_t{32} : size_t{63});
+  if (bits <= kOwnBits) return 0;
+  std::random_device device;
+  const uint64_t drawn = (uint64_t{device()} << 32) | device();
+  return drawn >> (64 - bits) >> kOwnBits << kOwnBits;
 }
 
 Region register_region(const Library& library, std::vector<std::unique_ptr<OpenNic>>& nics,
