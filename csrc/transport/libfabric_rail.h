@@ -83,7 +83,7 @@ inline uint64_t key_of(uint64_t packed_keys, size_t unit) {
   return unit == 0 ? packed_keys & 0xffffffff : packed_keys >> 32;
 }
 
-// The first of the keys that a transport asks for, which fit into `key_bytes`, or into 32 bits if one
+// The first of the keys that a transport asks for. They fit into `key_bytes`, and into 32 bits if a
 // region has `many`. Drawn, because a port that a transport has left may become another job's: who
 // still writes to it as to the one before must not find its keys there.
 uint64_t drawn_key(size_t key_bytes, bool many);
