@@ -129,7 +129,9 @@ GLOBAL_SCALE = 448 * 6 / 5.0
 
 
 def _global_scale(case: Case) -> torch.Tensor | None:
-    return torch.tensor(GLOBAL_SCALE) if case.dispatch_dtype == "nvfp4" else None
+    if case.dispatch_dtype != "nvfp4":
+        return None
+    return torch.tensor(GLOBAL_SCALE, dtype=torch.float32, device="cpu")
 
 
 def _quantized(case: Case, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -184,7 +186,7 @@ def _run(group: dist.ProcessGroup, case: Case) -> dict[str, Any]:
         mine.topk_idx.fill_(-7)
         hook()
         shape = (*received.tokens.shape[:2], case.hidden)
-        y = torch.full(shape, float("nan"), dtype=torch.bfloat16)
+        y = torch.full(shape, float("nan"), dtype=torch.bfloat16, device="cpu")
         found: dict[str, Any] = {"experts": [], "offsets": received.offsets}
         source_rank, source_token = received.source_rank, received.source_token
         for e in range(ep.experts_per_rank):
@@ -329,19 +331,23 @@ def test_both_placements(pools: Callable[[int], RankPool], dispatch_dtype: str) 
     _check(dataclasses.replace(PLAIN, dispatch_dtype=dispatch_dtype), pools)
 
 
+def _global_scales(count: int, scale: float) -> torch.Tensor:
+    return torch.full((count,), scale, dtype=torch.float32, device="cpu")
+
+
 def _nvfp4_of_any_values(group: dist.ProcessGroup) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Values and scales of unusual rows and global scales, as they arrive here."""
     found = []
     with fanfold.LowLatency(
         group, num_experts=2, top_k=2, hidden=96, max_tokens=22, dispatch_dtype="nvfp4"
     ) as ep:
-        topk_idx = torch.arange(2).expand(22, 2).contiguous()
+        topk_idx = torch.arange(2, dtype=torch.int64, device="cpu").expand(22, 2).contiguous()
         for scale in GLOBAL_SCALES:
             x = nvfp4.awkward_rows(22, 96, ep.rank)
             # A global scale for each expert, as frameworks keep it, is too much here.
             with pytest.raises(ArgumentError, match="global_scale"):
-                fanfold.LowLatency.dispatch(ep, x, topk_idx, global_scale=torch.ones(2))
-            received = ep.dispatch(x, topk_idx, global_scale=torch.full((1,), scale))
+                fanfold.LowLatency.dispatch(ep, x, topk_idx, global_scale=_global_scales(2, scale))
+            received = ep.dispatch(x, topk_idx, global_scale=_global_scales(1, scale))
             count = int(received.tokens_per_expert[0])
             scales = fanfold.formats.nvfp4_scales_by_row(received.scales, 44, 96)
             tiles = nvfp4.by_row(received.scales, 0, count, 6)
