@@ -26,7 +26,8 @@ class RowSums {
   }
 
   // Adds and stores them. `rows.to(place)` says where a sum goes; without `Rows::kAdds` there is
-  // only one row in each, and it goes as it is; `Rows::kNothing` is the sum of no rows.
+  // only one row in each, and it goes as it is; `Rows::kNothing` is the sum of no rows;
+  // `Rows::kFolds`: the rounded sum is added to zero, as a fold of one rank adds it.
   // `between(i)` is called behind each.
   template <class Rows, class Between>
   __device__ void run(const Rows& rows, const Between& between) {
@@ -98,7 +99,10 @@ class RowSums {
     if (!entry.is_last()) return;
     uint4 rounded[kLaneUnits];
 #pragma unroll
-    for (int u = 0; u < kLaneUnits; ++u) rounded[u] = round_to_bf16(sums_[u]);
+    for (int u = 0; u < kLaneUnits; ++u) {
+      rounded[u] = round_to_bf16(sums_[u]);
+      if constexpr (Rows::kFolds) rounded[u] = bf16_plus_zero(rounded[u]);
+    }
     store(entry.place(), rounded, rows);
     clear<Rows>();
   }
