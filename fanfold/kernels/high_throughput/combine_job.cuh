@@ -264,8 +264,8 @@ class Preparation {
     }
     // A token without experts has a result all the same.
     const bool exists = kSumsAreResults ? is_folded(at) : is_sent(at);
-    append<kSendWidth, false>(at, exists, comes, Entry::Kind::kRow,
-                              static_cast<uint32_t>(rows_[p]), kWeighted != 0 ? weights_[p] : 1.0f);
+    append<kSendWidth, false>(at, exists, comes, Entry::Kind::kRow, static_cast<uint32_t>(rows_[p]),
+                              kWeighted != 0 ? weights_[p] : 1.0f);
   }
 
   __device__ void write_folded(int p) {
