@@ -261,6 +261,45 @@ def test_a_sum_of_one_rank_that_rounds_to_negative_zero_is_positive() -> None:
     world.run(program)
 
 
+@pytest.mark.parametrize("case", [CASES[1], SMALL], ids=str)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_padding_without_zeros(case: Case, in_place: bool) -> None:
+    """Padding rows hold what they held; everything else, and what describes them, is the same."""
+    world = World(case.ranks, ROOMY_RING, result_bytes=1 << 17)
+    begin = CudaHighThroughput._begin_dispatch
+
+    def without_zeros(self: CudaHighThroughput, args: Any, *others: Any) -> None:
+        begin(self, args, *others)
+        args.zeroes_padding = False
+
+    def program(rank: int, mode: CudaHighThroughput) -> dict[str, torch.Tensor | None]:
+        expect = Round(case, rank)
+        mode._results.memory.fill_(7)
+        got = dispatch(mode, expect, "expert_major", expect.capacity("expert_major"), in_place)
+        mode.quiesce()
+        names = ("tokens", "scales", "row_weights", "row_source_rank", "row_source_token")
+        kept = {name: getattr(got, name) for name in names}
+        kept["padding"] = got.row_source_rank[: int(got.offsets[-1])] < 0
+        return {name: each if each is None else each.clone() for name, each in kept.items()}
+
+    with_zeros = world.run(program)
+    with mock.patch.object(CudaHighThroughput, "_begin_dispatch", without_zeros):
+        without = world.run(program)
+    for wanted, got in zip(with_zeros, without, strict=True):
+        padding = wanted["padding"]
+        assert padding.any()
+        for name in ("row_weights", "row_source_rank", "row_source_token"):
+            assert wanted[name] is got[name] is None or torch.equal(wanted[name], got[name])
+        for name in ("tokens", "scales"):
+            if wanted[name] is None:
+                continue
+            held = torch.full_like(got[name], 7.0).view(torch.uint8)[0]
+            zeroed, kept = (each[name].view(torch.uint8)[: len(padding)] for each in (wanted, got))
+            assert not zeroed[padding].any()
+            assert (kept[padding] == (7 if in_place else held)).all(), "written to"
+            assert torch.equal(zeroed[~padding], kept[~padding])
+
+
 def test_turns_without_a_wait() -> None:
     cases = [
         dataclasses.replace(SMALL, style=style, seed=n)
