@@ -166,8 +166,8 @@ class EPHandle:
             )
         if isinstance(plan, CudaPlan):
             self._done.current_stream_wait()
-            if plan.rows.is_cuda:
-                record(tuple(plan.tensors()), torch.cuda.current_stream(plan.rows.device))
+            if plan.block.is_cuda:
+                record(tuple(plan.tensors()), torch.cuda.current_stream(plan.block.device))
         made = torch.full((rows, 2 + plan.top_k), -1, dtype=torch.int32, device=device)
         numbers = torch.arange(rows, dtype=torch.int32, device=device)
         prefix = _prefix(plan).to(device)

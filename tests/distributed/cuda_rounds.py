@@ -126,8 +126,7 @@ def check_brought(expect: Round, got: CudaDispatched, layout: str) -> None:
         scales=None if got.scales is None else on_cpu(got.scales).clone(),
         plan=got.plan,
         row_weights=None if got.row_weights is None else on_cpu(got.row_weights),
-        row_source_rank=on_cpu(got.row_source_rank),
-        row_source_token=on_cpu(got.row_source_token),
+        sources=on_cpu(got.sources),
     )
     on_host.tokens.view(torch.uint8)[needed:] = 0
     if on_host.scales is not None:
