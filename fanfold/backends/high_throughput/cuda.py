@@ -309,7 +309,7 @@ class CudaHighThroughput:
     ) -> CudaDispatched:
         """See :meth:`HighThroughputBackend.dispatch_cached`, and :meth:`dispatch`."""
         self._check_usable()
-        if not in_place and type(plan) is CudaPlan and type(layout) is str:
+        if not in_place and isinstance(plan, CudaPlan) and isinstance(layout, str):
             again = plan.repeated_dispatches.get(layout)
             if again is not None and again.finds(self._launches, x):
                 return self._dispatch_again(again, plan)
@@ -378,7 +378,7 @@ class CudaHighThroughput:
         ``out`` shares no memory with ``y``."""
         self._check_usable()
         plain = topk_weights is None and bias is None and out is None
-        if plain and type(plan) is CudaPlan and type(layout) is str:
+        if plain and isinstance(plan, CudaPlan) and isinstance(layout, str):
             again = plan.repeated_combines.get(layout)
             if again is not None and again.finds(self._launches, y, row_weights):
                 return self._combine_again(again, plan), None

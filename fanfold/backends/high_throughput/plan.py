@@ -56,7 +56,7 @@ class PlanParts:
         # The kernel writes one number behind the offsets.
         words = [ranks * batch_stride, local + 2, *(_words(each, torch.int32) for each in numbers)]
         lines = [-(-each // _LINE_WORDS) * _LINE_WORDS for each in words]
-        return PlanParts(*itertools.accumulate(lines, initial=0), batch_stride=batch_stride)
+        return PlanParts(*itertools.accumulate(lines, initial=0), batch_stride)
 
 
 @dataclass

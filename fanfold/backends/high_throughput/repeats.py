@@ -75,7 +75,7 @@ class RepeatedDispatch:
         if self.scales is None:
             args.x = at = self.values.address(x)
             return at != 0
-        if type(x) is not tuple or len(x) != 2:
+        if not isinstance(x, tuple) or len(x) != 2:
             return False
         args.x, args.scales = self.values.address(x[0]), self.scales.address(x[1])
         return args.x != 0 and args.scales != 0
@@ -174,7 +174,7 @@ class RepeatedRouting:
         """Whether such a dispatch is a repetition."""
         if launches is not self.launches or asked != self.asked or self.kind.in_place:
             return False
-        parts = x if type(x) is tuple else (x, None)
+        parts: tuple[object, ...] = x if isinstance(x, tuple) else (x, None)
         if len(parts) != 2:
             return False
         for pattern, tensor in zip(self.patterns, (*parts, topk_idx, topk_weights), strict=True):
