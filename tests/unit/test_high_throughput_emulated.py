@@ -360,7 +360,7 @@ def test_a_plan_is_kept_for_all_streams_that_use_it(monkeypatch: pytest.MonkeyPa
         assert kept == used | {(plan.rows_of.data_ptr(), 5)}
         current[0] = 9
         mode.refuse_dispatch(ValueError("of a layer above"), plan)
-        assert (plan.source_prefix.data_ptr(), 9) in kept
+        assert (plan.block.data_ptr(), 9) in kept
         # Within a capture, too: what it gives back it gives to its other streams.
         current[0] = 11
         with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
