@@ -34,6 +34,7 @@ NAMED = [
     (4, 512, 22, 1024),
     (8, 128, 4, 2880),
     (1, 1, 1, 16),
+    (1, 256, 8, 7168),
     (32, 2048, 32, 16384),
     (32, 256, 8, 7168),
     (8, 512, 22, 2880),
@@ -106,7 +107,7 @@ def sources(every: list[Kernel]) -> list[KernelSource]:
 FEW = sources(
     [
         kernel
-        for layer in (NAMED[0], NAMED[3], NAMED[4], MANY_RANKS[2])
+        for layer in (NAMED[0], NAMED[3], NAMED[4], NAMED[5], MANY_RANKS[2])
         for kernel in some_kernels(*layer)
     ]
 )
@@ -182,6 +183,12 @@ def test_a_combine_lags_less_than_its_ring_is_long(
     lag, last_lag = lags(kind, ctas, slots)
     assert 1 <= last_lag <= lag
     assert 2 * lag - last_lag <= slots
+
+
+def test_one_rank_ends_with_parts_for_all_warps() -> None:
+    kind = CombineKind(Sizes(1, 256, 8), 14336, True, False, False)
+    assert kind.sums_are_results
+    assert lags(kind, 24, 4) == (99, 99)  # of 4 slices and 2 parts, for 264 warps
 
 
 def test_lags_are_those_that_were_measured() -> None:

@@ -224,6 +224,43 @@ def test_sums_of_negative_zeros_are_positive(layout: str) -> None:
     world.run(program)
 
 
+# One rank: tokens without experts, entries that name one expert, one batch, and none.
+ALONE = [
+    Case(tokens=(230,), experts_per_rank=6, top_k=4, hidden=80, style="holes", slack=0),
+    Case(tokens=(61,), experts_per_rank=3, top_k=4, hidden=32, style="duplicates", alignment=4),
+    Case(tokens=(5,), experts_per_rank=3, top_k=2, hidden=16, weighted=False),
+    Case(tokens=(0,), experts_per_rank=3, top_k=2, hidden=16),
+]
+
+
+@pytest.mark.parametrize("case", ALONE, ids=str)
+@pytest.mark.parametrize("last", [0, 1, 3, 1000])
+def test_one_rank_sums_without_folds(case: Case, last: int) -> None:
+    """Of the batches the last are done in parts, or all of them, or none."""
+    world = World(1, tiny_ring(case))
+    with mock.patch.object(kernels, "lags", return_value=(last, last)):
+        world.run(lambda rank, mode: run_case(mode, case, rank, "expert_major"))
+
+
+def test_a_sum_of_one_rank_that_rounds_to_negative_zero_is_positive() -> None:
+    """As if it came from one of several ranks: that is added to zero."""
+    case = dataclasses.replace(SMALL, tokens=(30,))
+    world = World(1, ROOMY_RING)
+
+    def program(rank: int, mode: CudaHighThroughput) -> None:
+        got = dispatch(mode, Round(case, rank), "expert_major", None)
+        weights = torch.full_like(got.row_weights, 2.0**-10)
+        sums, _ = mode.combine(
+            torch.full_like(got.tokens, -(2.0**-130)),
+            got.plan,
+            layout="expert_major",
+            row_weights=weights,
+        )
+        assert not sums.view(torch.int16).any()
+
+    world.run(program)
+
+
 def test_turns_without_a_wait() -> None:
     cases = [
         dataclasses.replace(SMALL, style=style, seed=n)

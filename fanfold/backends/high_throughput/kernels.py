@@ -81,6 +81,8 @@ _MOST_PIECES, _MANY_PIECES, _FEW_PIECES, _LEAST_PIECES = 5, 4, 3, 2
 # waiting.
 _LAG_OF_CTA, _LAG_WAVES, _LAST_LAG_WAVES = 2, 4, 2
 _PART_TOKENS = 4
+# Of such parts for each warp at the end, where sums are results: a warp draws two jobs ahead.
+_LAST_PARTS = 3
 
 _LINE = 128
 
@@ -220,6 +222,11 @@ class CombineKind:
         return _align(self.row_bytes + (4 * self.sizes.top_k if self.returns_weights else 0), _LINE)
 
     @property
+    def sums_are_results(self) -> bool:
+        """Whether a token's sum over its experts is its result: nothing is folded."""
+        return self.expert_major and self.sizes.ranks == 1 and not self.biased
+
+    @property
     def slices(self) -> int:
         """Of columns, in which a row travels."""
         return self.cut()[0]
@@ -271,7 +278,8 @@ class _RingShape:
         ring = _align(rows * (kind.held_bytes + 8), _LINE)
         # Of many ranks a row's descriptor says where the plan has what belongs to each.
         notes = rows * (16 + 8 * (ranks if ranks <= _core.CUDA_FEW_RANKS else 1))
-        shared = warps * (ring + notes) + 4 * ranks + 4 + 4 * ranks + 4 * (local + 2)
+        counts = local + 2 + (local if kind.expert_major else 1)
+        shared = warps * (ring + notes) + 4 * ranks + 4 + 4 * ranks + 4 * counts
         return cls(warps, rows, _align(shared, _LINE))
 
 
@@ -354,8 +362,12 @@ def _has_many_workers(kind: CombineKind, ctas: int) -> bool:
 def lags(kind: CombineKind, ctas: int, slots: int) -> tuple[int, int]:
     """Batches between sending and folding, and where sending ends, in a combine of ``ctas`` CTAs
     with rings of ``slots``. The first is no more than half a ring: behind its last use of a slot a
-    combine gives none back."""
+    combine gives none back. Where sums are results, both are the last batches, done in parts."""
     workers = _MANY_WORKERS if _has_many_workers(kind, ctas) else _FEW_WORKERS
+    if kind.sums_are_results:
+        parts = kind.slices * (_core.CUDA_BATCH_TOKENS // _PART_TOKENS)
+        last = -(-_LAST_PARTS * workers * ctas // parts)
+        return last, last
     jobs = (kind.sizes.ranks + int(kind.expert_major)) * kind.slices  # for a batch of each source
     at_once = -(-workers * ctas // jobs)
     lag = min(max(_LAG_OF_CTA * ctas, _LAG_WAVES * at_once), slots // 2)

@@ -104,4 +104,20 @@ __device__ __forceinline__ uint4 round_to_bf16(const float (&v)[8]) {
           pack_bf16(v[6], v[7])};
 }
 
+// 0.0 plus each of two bf16: -0.0 becomes 0.0, all others stay as they are.
+__device__ __forceinline__ uint32_t bf16_plus_zero(uint32_t pair) {
+#if __CUDA_ARCH__ >= 800
+  constexpr uint32_t kOnes = 0x3f803f80u, kZeros = 0;
+  uint32_t sum;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(pair), "r"(kOnes), "r"(kZeros));
+  return sum;
+#else
+  return pack_bf16(__fadd_rn(0.0f, bf16_low(pair)), __fadd_rn(0.0f, bf16_high(pair)));
+#endif
+}
+// Of eight.
+__device__ __forceinline__ uint4 bf16_plus_zero(uint4 v) {
+  return {bf16_plus_zero(v.x), bf16_plus_zero(v.y), bf16_plus_zero(v.z), bf16_plus_zero(v.w)};
+}
+
 }  // namespace fanfold

@@ -14,7 +14,7 @@ namespace fanfold {
 
 // What a send adds up, and where to.
 struct SentRows {
-  static constexpr bool kAdds = kExpertMajor != 0, kWeights = kWeighted != 0;
+  static constexpr bool kAdds = kExpertMajor != 0, kWeights = kWeighted != 0, kFolds = false;
   static constexpr float kNothing = 0.0f;
 
   const unsigned char* y;  // the slice of row 0
@@ -36,9 +36,23 @@ struct Result {
   }
 };
 
+// What a send adds up whose sums are results.
+struct SummedRows {
+  static constexpr bool kAdds = true, kWeights = kWeighted != 0, kFolds = true;
+  static constexpr float kNothing = 0.0f;
+
+  const unsigned char* y;  // the slice of row 0
+  unsigned char* out;      // the slice of the batch's first token
+
+  __device__ const unsigned char* from(const Entry& entry) const {
+    return y + entry.row() * kRowBytes;
+  }
+  __device__ Result to(int place) const { return {out + place * kRowBytes}; }
+};
+
 // What a fold adds up.
 struct FoldedRows {
-  static constexpr bool kAdds = true, kWeights = false;
+  static constexpr bool kAdds = true, kWeights = false, kFolds = false;
   // A sum begins with its bias, which may be -0.0 and stays that only if it is added to that.
   static constexpr float kNothing = kBiased != 0 ? -0.0f : 0.0f;
 
@@ -91,7 +105,13 @@ class Worker {
       if (i < Preparation::kSteps) next_.step(i);
     };
     const int64_t columns = int64_t{job.slice} * kSliceBytes;
-    if (job.kind == Job::Kind::kSend) {
+    const int64_t first = int64_t{job.batch} * kBatchTokens * kRowBytes + columns;
+    if constexpr (kSumsAreResults) {
+      const SummedRows rows{args_.y + columns, args_.out + first};
+      sums_.begin(entries, count, units, rows);
+      sums_.run(rows, prepare);
+      if (kTopKWeights != 0 && job.slice == 0) fold_topk_weights(job);
+    } else if (job.kind == Job::Kind::kSend) {
       const int64_t row = ring_row(call_, call_.rank_at(job.source), job.slot, 0);
       const SentRows rows{args_.y + columns,
                           call_.peer(job.source).from(ring_offset(call_, row) + columns)};
@@ -101,7 +121,6 @@ class Worker {
       sums_.run(rows, prepare);
     } else {
       if (!await_ready(job)) return false;
-      const int64_t first = int64_t{job.batch} * kBatchTokens * kRowBytes + columns;
       const FoldedRows rows{args_.y + columns,
                             call_.own_at<unsigned char>(ring_offset(call_, 0)) + columns,
                             args_.out + first,

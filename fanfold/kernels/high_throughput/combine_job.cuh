@@ -11,6 +11,9 @@ namespace fanfold {
 // come two folds each, in parts, so that little is left when nothing is sent any more, and sends
 // drawn by a warp that folds do not wait for long. All ranks' lists are equally long, and send the
 // same batches at the same places.
+//
+// Where sums are results there are no folds, and the last `last_lag` batches are sent in parts, so
+// that the warps end at much the same time.
 class JobList {
  public:
   __device__ JobList(const HighThroughputCombineArgs& args, const CombineShared& shared,
@@ -23,11 +26,14 @@ class JobList {
   }
 
   __device__ uint32_t tickets() const {
+    if constexpr (kSumsAreResults)
+      return static_cast<uint32_t>(most_ + last_lag_ * (kParts - 1)) * kSlices;
     return static_cast<uint32_t>(pairs_end() + last_lag_ * kParts) * kSlices;
   }
 
   __device__ Job job(uint32_t ticket) const {
     const int place = static_cast<int>(ticket / kSlices);
+    if constexpr (kSumsAreResults) return sum(place, ticket);
     const int begin = pairs_begin_ * kJobs, end = pairs_end();
     if (place < begin) {
       const int group = place / kJobs, turn = place % kJobs;
@@ -68,6 +74,16 @@ class JobList {
     return job;
   }
 
+  // Where sums are results: the batch, or part of one, at a place of the list.
+  __device__ Job sum(int place, uint32_t ticket) const {
+    const int part = place - (most_ - last_lag_);
+    if (part < 0) return send(0, place, ticket);
+    Job job = send(0, most_ - last_lag_ + part / kParts, ticket);
+    job.begin = part % kParts * kPartTokens;
+    job.end = job.begin + kPartTokens;
+    return job;
+  }
+
   __device__ Job made(Job::Kind kind, int source, int batch, uint32_t ticket) const {
     Job job{};
     job.source = source;
@@ -75,7 +91,7 @@ class JobList {
     if (batch < 0 || batch >= shared_.batches(source)) return job;
     job.kind = kind;
     job.end = kBatchTokens;
-    job.is_signalled = true;
+    job.is_signalled = !kSumsAreResults;
     job.slice = static_cast<int>(ticket % kSlices);
     job.slot = batch % call_.args.slots;
     job.turn = static_cast<uint32_t>(batch / call_.args.slots);
@@ -157,7 +173,9 @@ class Preparation {
   template <int kTerms>
   static constexpr int kPassesOf = kBatchTokens * kTerms / kWarpLanes;
 
-  __device__ bool is_sent(int place) const { return (batch_.tokens >> place & 1u) != 0; }
+  __device__ bool is_sent(int place) const {
+    return (batch_.tokens >> place & 1u) != 0 && (!kSumsAreResults || is_folded(place));
+  }
   // Which of the rows that came here.
   __device__ int arrival(int place) const {
     const int earlier = __popc(batch_.tokens & ((1u << place) - 1u));
@@ -244,8 +262,10 @@ class Preparation {
       const uint32_t same = __match_any_sync(kFullWarp, rows_[p]);
       comes = comes && (same & lanes_below()) == 0;
     }
-    append<kSendWidth, false>(at, is_sent(at), comes, Entry::Kind::kRow,
-                              static_cast<uint32_t>(rows_[p]), kWeighted != 0 ? weights_[p] : 1.0f);
+    // A token without experts has a result all the same.
+    const bool exists = kSumsAreResults ? is_folded(at) : is_sent(at);
+    append<kSendWidth, false>(at, exists, comes, Entry::Kind::kRow, static_cast<uint32_t>(rows_[p]),
+                              kWeighted != 0 ? weights_[p] : 1.0f);
   }
 
   __device__ void write_folded(int p) {

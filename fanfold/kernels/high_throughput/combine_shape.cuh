@@ -24,6 +24,9 @@ static_assert(kSlotBytes ==
               align_up(kRowBytes + (kTopKWeights != 0 ? kTopK * 4 : 0), kAreaAlignment));
 static_assert(kWeighted == 0 || kExpertMajor != 0);
 
+// With one rank and without biases, the sum over a token's experts is its result: nothing goes
+// through a ring, and nothing is folded.
+inline constexpr bool kSumsAreResults = kExpertMajor != 0 && kRanks == 1 && kBiased == 0;
 // A rank's own token-major rows are folded where they lie.
 inline constexpr int kSources = kExpertMajor != 0 ? kRanks : kRanks - 1;
 inline constexpr int kParts = kBatchTokens / kPartTokens;
@@ -119,6 +122,7 @@ __device__ __forceinline__ int word_of(const Job& job) { return job.slot * kSlic
 
 // Whether a rank's rows come through a ring.
 __device__ __forceinline__ bool uses_ring(const Call& call, int rank) {
+  if constexpr (kSumsAreResults) return false;
   return kExpertMajor != 0 ? rank < kRanks : call.is_peer(rank);
 }
 
