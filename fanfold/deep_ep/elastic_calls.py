@@ -106,6 +106,7 @@ class Asked:
     do_cpu_sync: bool | None
     do_expand: bool
     do_handle_copy: bool
+    do_zero_padding: bool
     scales_by_columns: bool
 
 
@@ -133,6 +134,7 @@ def dispatch(
     """See :meth:`fanfold.deep_ep.ElasticBuffer.dispatch`."""
     with Refusing(lambda error: call.backend.refuse_dispatch(error, _plan_of(handle))):
         previous, before_epilogue = call.check()
+        _flag("do_zero_padding", asked.do_zero_padding)
         if handle is None:
             sizes = _new_sizes(call, tensors, asked)
         else:
@@ -142,9 +144,9 @@ def dispatch(
         if before_epilogue is not None:
             before_epilogue.current_stream_wait()
         if handle is None:
-            received = _route(call, tensors, sizes, asked.do_handle_copy)
+            received = _route(call, tensors, sizes, asked)
         else:
-            received = _route_again(call, tensors, handle)
+            received = _route_again(call, tensors, handle, asked.do_zero_padding)
         if asked.scales_by_columns and received.scales is not None:
             received = dataclasses.replace(received, scales=_by_columns(received.scales))
         return received, None
@@ -239,7 +241,7 @@ def _worst(ranks: int, top_k: int, sizes: RoutingSizes) -> int:
     return worst_rows(ranks, sizes)
 
 
-def _route(call: Call, tensors: Tensors, sizes: RoutingSizes, copies: bool) -> Received:
+def _route(call: Call, tensors: Tensors, sizes: RoutingSizes, asked: Asked) -> Received:
     x, topk_idx, topk_weights, stats = tensors
     assert topk_idx is not None
     if sizes.knows_counts and topk_idx.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -260,12 +262,13 @@ def _route(call: Call, tensors: Tensors, sizes: RoutingSizes, copies: bool) -> R
             layout="expert_major" if sizes.do_expand else "token_major",
             expert_alignment=sizes.expert_alignment,
             capacity=None if sizes.knows_counts else _worst(call.ranks, top_k, sizes),
+            zero_padding=asked.do_zero_padding,
             **options,
         )
     plan: AnyPlan = dispatched.plan
     if sizes.knows_counts and not options:
         listed = rows_of_experts(plan)
-    kept_idx = topk_idx.clone() if copies else topk_idx
+    kept_idx = topk_idx.clone() if asked.do_handle_copy else topk_idx
     handle = EPHandle(plan, sizes, kept_idx, _expanded_rows(plan, sizes), listed)
     _add_stats(stats, plan)
     rows, idx, weights = dispatched.tokens.shape[0], None, dispatched.row_weights
@@ -328,12 +331,14 @@ def _check_reuse(call: Call, tensors: Tensors, handle: EPHandle, asked: Asked) -
         _check_stats(stats, handle.num_experts // call.ranks)
 
 
-def _route_again(call: Call, tensors: Tensors, handle: EPHandle) -> Received:
+def _route_again(call: Call, tensors: Tensors, handle: EPHandle, pads: bool) -> Received:
     x, _, topk_weights, stats = tensors
     plan = handle._plan
     call.use_sms(call.sms(handle))
     with ELASTIC:
-        dispatched = call.backend.dispatch_cached(x, plan, layout=_layout(handle))
+        dispatched = call.backend.dispatch_cached(
+            x, plan, layout=_layout(handle), zero_padding=pads
+        )
     _add_stats(stats, plan)
     rows, device = dispatched.tokens.shape[0], dispatched.tokens.device
     idx = weights = None

@@ -381,7 +381,7 @@ def test_a_plan_is_kept_for_all_streams_that_use_it(monkeypatch: pytest.MonkeyPa
     current, kept = [5], set[tuple[int, int]]()
     monkeypatch.setattr(mode, "_follow", lambda: current[0])
     monkeypatch.setattr(
-        "fanfold.backends.high_throughput.cuda.stream_at", lambda address, device: address
+        "fanfold.backends.high_throughput.plan.stream_at", lambda address, device: address
     )
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda tensor, stream: kept.add((tensor.data_ptr(), stream))

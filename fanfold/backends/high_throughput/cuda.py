@@ -30,7 +30,13 @@ from fanfold.backends.high_throughput.kernels import (
     most_batches,
 )
 from fanfold.backends.high_throughput.launches import Call, Launches, ctas_bounds, grid_of
-from fanfold.backends.high_throughput.plan import CudaDispatched, CudaPlan
+from fanfold.backends.high_throughput.plan import (
+    CudaDispatched,
+    CudaPlan,
+    check_plan,
+    repeated_combine,
+    repeated_dispatch,
+)
 from fanfold.backends.high_throughput.protocol import (
     MOST_ALIGNMENT,
     MOST_ROWS,
@@ -67,7 +73,7 @@ from fanfold.lending import address_of
 from fanfold.memory import GpuPeerMemory
 from fanfold.memory.cuda import are_threads, wait_for_kernels
 from fanfold.refusal import Refusing
-from fanfold.stream_order import StreamOrder, stream_at
+from fanfold.stream_order import StreamOrder
 
 __all__ = ["CudaHighThroughput"]
 
@@ -226,6 +232,7 @@ class CudaHighThroughput:
         expert_alignment: int = 1,
         capacity: int | None = None,
         in_place: bool = False,
+        zero_padding: bool = True,
         planned: Callable[[CudaPlan], None] | None = None,
     ) -> CudaDispatched:
         """See :meth:`HighThroughputBackend.dispatch`. With a capacity the CPU waits for nothing;
@@ -264,6 +271,7 @@ class CudaHighThroughput:
         args = sending.args
         self._begin_dispatch(args, dispatched, values, scales, choices)
         args.result_rows = self._results.most_rows(kind)
+        args.zeroes_padding = zero_padding
         args.weights, args.row_weights = address_of(topk_weights), address_of(plan.row_weights)
         args.rows_of, args.topk_idx = address_of(plan.rows_of), address_of(plan.topk_idx)
         args.topk_weights = address_of(plan.topk_weights)
@@ -306,16 +314,18 @@ class CudaHighThroughput:
         *,
         layout: RowOrder,
         in_place: bool = False,
+        zero_padding: bool = True,
     ) -> CudaDispatched:
         """See :meth:`HighThroughputBackend.dispatch_cached`, and :meth:`dispatch`."""
         self._check_usable()
-        if not in_place and isinstance(plan, CudaPlan) and isinstance(layout, str):
-            again = plan.repeated_dispatches.get(layout)
+        if not in_place:
+            again = repeated_dispatch(plan, layout)
             if again is not None and again.finds(self._launches, x):
+                again.call.args.zeroes_padding = zero_padding
                 return self._dispatch_again(again, plan)
         with Refusing(lambda error: self.refuse_dispatch(error, plan)):
             check_layout(layout)
-            self._check_plan(plan)
+            check_plan(plan, self._ranks)
             x = quantized(x, self._quantize_to)
             values, scales = self._check_rows(x)
             if in_place:
@@ -332,15 +342,17 @@ class CudaHighThroughput:
             if layout == "expert_major" and plan.rows_of is None:
                 shape = (len(plan.source_token), plan.top_k)
                 # An aborted call leaves them as they are.
+                plan.used_on.clear()
                 plan.rows_of = torch.full(shape, -1, dtype=torch.int32, device=self.device)
         args = sending.args
         self._begin_dispatch(args, dispatched, values, scales, None)
         args.result_rows = self._results.most_rows(kind)
+        args.zeroes_padding = zero_padding
         # Every such call writes the same, as nobody can tell which was the first that took place.
         late = layout == "expert_major" and plan.topk_idx is not None
         args.rows_of = address_of(plan.rows_of) if late else 0
         stream = self._follow()
-        self._keep(plan, stream)
+        plan.keep_for(stream)
         sending.launch(args, stream)
         if layout == "expert_major" and plan.row_weights is None and plan.topk_weights is not None:
             dispatched.row_weights = plan.weights_of_rows(len(dispatched.tokens))
@@ -359,7 +371,7 @@ class CudaHighThroughput:
             raise
         dispatched.place(args)
         stream = self._follow()
-        self._keep(plan, stream)
+        plan.keep_for(stream)
         again.call.launch(args, stream)
         return dispatched
 
@@ -378,13 +390,13 @@ class CudaHighThroughput:
         ``out`` shares no memory with ``y``."""
         self._check_usable()
         plain = topk_weights is None and bias is None and out is None
-        if plain and isinstance(plan, CudaPlan) and isinstance(layout, str):
-            again = plan.repeated_combines.get(layout)
+        if plain:
+            again = repeated_combine(plan, layout)
             if again is not None and again.finds(self._launches, y, row_weights):
                 return self._combine_again(again, plan), None
         with Refusing(lambda error: self.refuse_combine(error, plan)):
             check_layout(layout)
-            self._check_plan(plan, layout)
+            check_plan(plan, self._ranks, layout)
             self.check_devices(y=y, row_weights=row_weights, topk_weights=topk_weights, out=out)
             check_outputs(y, [plan.row_count(layout)], layout, row_weights, self.device)
             check_aligned("y", y)
@@ -428,7 +440,7 @@ class CudaHighThroughput:
         self._check_usable()
         with Refusing(lambda error: self.refuse_combine(error, plan)):
             check_layout(layout)
-            self._check_plan(plan, layout)
+            check_plan(plan, self._ranks, layout)
             self.check_devices(topk_weights=topk_weights)
             sums = self._returned_weights(topk_weights, plan, layout, None)
             if sums is None:
@@ -470,7 +482,7 @@ class CudaHighThroughput:
         args.source_prefix = 0
         if isinstance(plan, CudaPlan) and plan.ranks == self._ranks:
             args.source_prefix = plan.source_prefix_address
-            self._keep(plan, stream)
+            plan.keep_for(stream)
         self._refusal.launch(args, stream)
 
     def refuse_combine(self, error: BaseException, plan: object = None) -> None:
@@ -488,17 +500,6 @@ class CudaHighThroughput:
 
     # ---- parts of calls -------------------------------------------------------------------------
 
-    def _keep(self, plan: CudaPlan, stream: int) -> None:
-        """Tells the allocator that a plan is used on another stream than it was made on, which the
-        caller, who sees little of it, cannot."""
-        if stream == plan.stream:
-            return
-        current = torch.cuda.current_stream(self.device)
-        for tensor in plan.tensors():
-            tensor.record_stream(current)
-        if plan.rows_of is not None:  # by whose first call it was made, wherever that was
-            plan.rows_of.record_stream(stream_at(plan.stream, self.device))
-
     def _check_rows(self, x: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
         parts = x if isinstance(x, tuple) else (x,)
         self.check_devices(**{f"x[{n}]" if len(parts) > 1 else "x": t for n, t in enumerate(parts)})
@@ -508,17 +509,6 @@ class CudaHighThroughput:
             raise ArgumentError("x.shape[0]", tokens, f"at most max_tokens = {self._max_tokens}")
         check_aligned("x", values)
         return values, scales
-
-    def _check_plan(self, plan: CudaPlan, layout: RowOrder | None = None) -> None:
-        if not isinstance(plan, CudaPlan):
-            raise ArgumentError("plan", f"a {type(plan).__name__}", "the plan of a dispatch here")
-        if plan.ranks != self._ranks:
-            raise ArgumentError("plan.ranks", plan.ranks, f"{self._ranks}, as in this group")
-        if layout == "expert_major" and plan.rows_of is None:
-            raise UsageError(
-                "a combine in expert-major order needs a plan by which a dispatch, new or cached, "
-                "was expert-major"
-            )
 
     def _begin_plan(
         self, args: _core.CudaPlanArgs, plan: CudaPlan, topk_idx: torch.Tensor, layout: RowOrder
@@ -600,7 +590,7 @@ class CudaHighThroughput:
     ) -> None:
         """Launches, and raises what earlier calls have found."""
         stream = self._follow()
-        self._keep(plan, stream)
+        plan.keep_for(stream)
         call.launch(call.args, stream)
         if self._reports.passing():
             self.check()

@@ -12,10 +12,21 @@ import torch
 from fanfold import _core
 from fanfold.backends.high_throughput.protocol import RowOrder
 from fanfold.backends.high_throughput.repeats import RepeatedCombine, RepeatedDispatch
+from fanfold.errors import ArgumentError, UsageError
 from fanfold.lending import address_of
 from fanfold.representation import show_fields
+from fanfold.stream_order import stream_at
 
-__all__ = ["CudaDispatched", "CudaPlan", "PlanParts", "copied_words", "sums_of_rows"]
+__all__ = [
+    "CudaDispatched",
+    "CudaPlan",
+    "PlanParts",
+    "check_plan",
+    "copied_words",
+    "repeated_combine",
+    "repeated_dispatch",
+    "sums_of_rows",
+]
 
 _LINE_WORDS = 16  # a line of memory
 
@@ -56,7 +67,12 @@ class PlanParts:
         # The kernel writes one number behind the offsets.
         words = [ranks * batch_stride, local + 2, *(_words(each, torch.int32) for each in numbers)]
         lines = [-(-each // _LINE_WORDS) * _LINE_WORDS for each in words]
-        return PlanParts(*itertools.accumulate(lines, initial=0), batch_stride)
+        batches, offsets, rows, places, prefix, first_rows, per_expert, end = itertools.accumulate(
+            lines, initial=0
+        )
+        return PlanParts(
+            batches, offsets, rows, places, prefix, first_rows, per_expert, end, batch_stride
+        )
 
 
 @dataclass
@@ -87,6 +103,7 @@ class CudaPlan:
         row_weights: of the dispatch that made the plan, if it was expert-major and weighted; a
             cached one brings the same tensor.
         stream: on which it was made.
+        used_on: other streams for which the allocator keeps what it has.
         repeated_dispatches, repeated_combines: the last calls by it, by the order of rows.
     """
 
@@ -105,10 +122,11 @@ class CudaPlan:
     topk_weights: torch.Tensor | None = None
     row_weights: torch.Tensor | None = None
     stream: int = 0
-    repeated_dispatches: dict[RowOrder, RepeatedDispatch] = field(
+    used_on: set[int] = field(default_factory=set, repr=False, compare=False)
+    repeated_dispatches: dict[str, RepeatedDispatch] = field(
         default_factory=dict, repr=False, compare=False
     )
-    repeated_combines: dict[RowOrder, RepeatedCombine] = field(
+    repeated_combines: dict[str, RepeatedCombine] = field(
         default_factory=dict, repr=False, compare=False
     )
 
@@ -118,6 +136,19 @@ class CudaPlan:
         """All that is on the GPU."""
         late = (self.rows_of, self.topk_idx, self.topk_weights, self.row_weights)
         return [self.block, self.source_token, *(each for each in late if each is not None)]
+
+    def keep_for(self, stream: int) -> None:
+        """Tells the allocator that the current stream, at this address, uses the plan, unless it
+        was made on it. The caller, who sees little of the plan, cannot."""
+        if stream == self.stream or stream in self.used_on:
+            return
+        self.used_on.add(stream)  # what is said once of a tensor holds until it is freed
+        device = self.block.device
+        current = torch.cuda.current_stream(device)
+        for tensor in self.tensors():
+            tensor.record_stream(current)
+        if self.rows_of is not None:  # by whose first call it was made, wherever that was
+            self.rows_of.record_stream(stream_at(self.stream, device))
 
     @cached_property
     def rows(self) -> torch.Tensor:
@@ -213,6 +244,33 @@ class CudaPlan:
         assert self.rows_of is not None
         assert self.topk_weights is not None
         return sums_of_rows(self.rows_of, self.topk_weights, rows)
+
+
+def repeated_dispatch(plan: object, layout: object) -> RepeatedDispatch | None:
+    """The last cached dispatch by what a caller passes for a plan, in what it says is an order."""
+    if isinstance(plan, CudaPlan) and isinstance(layout, str):
+        return plan.repeated_dispatches.get(layout)
+    return None
+
+
+def repeated_combine(plan: object, layout: object) -> RepeatedCombine | None:
+    """The last combine by it."""
+    if isinstance(plan, CudaPlan) and isinstance(layout, str):
+        return plan.repeated_combines.get(layout)
+    return None
+
+
+def check_plan(plan: CudaPlan, ranks: int, layout: RowOrder | None = None) -> None:
+    """Raises unless a group of so many ranks can make calls by ``plan``; combines in ``layout``."""
+    if not isinstance(plan, CudaPlan):
+        raise ArgumentError("plan", f"a {type(plan).__name__}", "the plan of a dispatch here")
+    if plan.ranks != ranks:
+        raise ArgumentError("plan.ranks", plan.ranks, f"{ranks}, as in this group")
+    if layout == "expert_major" and plan.rows_of is None:
+        raise UsageError(
+            "a combine in expert-major order needs a plan by which a dispatch, new or cached, "
+            "was expert-major"
+        )
 
 
 def copied_words(local: int) -> int:
