@@ -1,10 +1,11 @@
-// device/bulk.cuh on a CPU. A copy is done when it is asked for, but for stores of boxes.
+// device/bulk.cuh on a CPU. Loads are done when they are asked for, stores as late as they may be.
 #pragma once
 
 #include <cstring>
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -97,15 +98,12 @@ inline void bulk_load(void* shared, const void* global, uint32_t bytes, ArrivalB
   std::memcpy(shared, global, bytes);
   complete(barrier, bytes);
 }
-inline void bulk_store(void* global, const void* shared, uint32_t bytes) {
-  check_bulk(global, shared, bytes);
-  std::memcpy(global, shared, bytes);
-}
 inline void copy_word_async(void* shared, const void* global) { std::memcpy(shared, global, 4); }
 inline void arrive_when_copied(ArrivalBarrier* barrier) { arrive(barrier); }
 
-// Stores of boxes (device/tensor_copy.cuh), as late as they may be: shared memory is read, and global
-// memory written, when their thread waits for that. One that it never waits for is never done.
+// Bulk stores, also of boxes (device/tensor_copy.cuh), as late as they may be: shared memory is read,
+// and global memory written, when their thread waits for that. One that it never waits for is never
+// done.
 struct LateStore {
   std::function<void()> read, write;
 };
@@ -131,9 +129,16 @@ struct LateStores {
   }
 };
 
+inline void bulk_store(void* global, const void* shared, uint32_t bytes) {
+  check_bulk(global, shared, bytes);
+  const auto read = std::make_shared<std::vector<unsigned char>>(bytes);
+  LateStores::own().open.push_back({[=] { std::memcpy(read->data(), shared, bytes); },
+                                    [=] { std::memcpy(global, read->data(), bytes); }});
+}
+// A group may be empty.
 inline void bulk_commit() {
   LateStores& own = LateStores::own();
-  if (!own.open.empty()) own.unread.push_back(std::exchange(own.open, {}));
+  own.unread.push_back(std::exchange(own.open, {}));
 }
 template <int Youngest>
 void bulk_await_read() {
