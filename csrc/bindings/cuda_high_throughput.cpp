@@ -91,6 +91,9 @@ void bind_dispatch(nb::module_& module) {
       .def_prop_rw(
           "marks_absent", [](const Dispatch& self) { return self.marks_absent != 0; },
           [](Dispatch& self, bool marks) { self.marks_absent = marks ? 1 : 0; })
+      .def_prop_rw(
+          "zeroes_padding", [](const Dispatch& self) { return self.zeroes_padding != 0; },
+          [](Dispatch& self, bool zeroes) { self.zeroes_padding = zeroes ? 1 : 0; })
       .def_rw("batch_stride", &Dispatch::batch_stride);
   def_address(cls, "x", &Dispatch::x);
   def_address(cls, "scales", &Dispatch::scales);

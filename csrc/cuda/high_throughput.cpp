@@ -129,6 +129,7 @@ HighThroughputDispatchArgs HighThroughput::dispatch_arguments(
     const HighThroughputShape& shape, const HighThroughputGrid& grid) const {
   HighThroughputDispatchArgs args{};
   args.call = call_arguments(shape, grid);
+  args.zeroes_padding = 1;
   return args;
 }
 

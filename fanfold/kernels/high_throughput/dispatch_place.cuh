@@ -94,7 +94,8 @@ class Placer {
   }
 
   // All lanes of some warps, before anything is in their rings: the rows between the experts, each
-  // by one lane, so that all warps have as many. `zeros` is the last slot of the warp's ring: a row
+  // by one lane, so that all warps have as many. They get zeros, or only what describes them, if
+  // the call does not ask for zeros. `zeros` is the last slot of the warp's ring: a row
   // comes there when all copies but the last `kBehind` have been read, so nobody waits here.
   __device__ void pad(unsigned char* zeros, int warp, int warps) const {
     if constexpr (kExpertMajor == 0) return;
@@ -108,7 +109,9 @@ class Placer {
       const int64_t end = min(int64_t{cta_.offsets[e + 1]}, args_.capacity);
       const int begin = cta_.offsets[e] + cta_.tokens_per_expert[e];
       for (int64_t place = begin + (warp + e) % warps; place < end; place += warps) {
-        store_copy(zeros, static_cast<int>(place), {-1, -1, 0, -1});
+        const ReceivedRow none{-1, -1, 0, -1};
+        if (args_.zeroes_padding != 0) store_values(zeros, static_cast<int>(place), none);
+        describe(static_cast<int>(place), none);
         if (args_.row_weights != nullptr) args_.row_weights[place] = 0.0f;
       }
     }
@@ -196,6 +199,12 @@ class Placer {
 
   // By one lane.
   __device__ void store_copy(const unsigned char* bytes, int place, const ReceivedRow& row) const {
+    store_values(bytes, place, row);
+    describe(place, row);
+  }
+
+  __device__ void store_values(const unsigned char* bytes, int place,
+                               const ReceivedRow& row) const {
     if (kInPlace == 0 || place != row.lies)
       bulk_store(args_.out + int64_t{place} * kRowBytes, bytes, kRowBytes);
     uint32_t* scales = args_.out_scales + int64_t{place} * kScaleWords;
@@ -205,6 +214,9 @@ class Placer {
       const auto* from = reinterpret_cast<const uint32_t*>(bytes + kScalesAt);
       for (int i = 0; i < kScaleWords; ++i) scales[i] = from[i];
     }
+  }
+
+  __device__ void describe(int place, const ReceivedRow& row) const {
     if (args_.row_source_rank == nullptr) return;
     args_.row_source_rank[place] = row.source;
     args_.row_source_token[place] = row.token;

@@ -248,9 +248,10 @@ struct HighThroughputDispatchArgs {
   int32_t* source_prefix;      // marked as aborted with a new routing, if the call is
   const int64_t* offsets;      // of the plan, as the following
   const int32_t* tokens_per_expert;
-  int64_t capacity;      // rows of the results
-  int64_t result_rows;   // in place: rows that fit the ranks' memory, no fewer than any capacity
-  int32_t marks_absent;  // there may be more room than rows: what is kept of the others says so
+  int64_t capacity;        // rows of the results
+  int64_t result_rows;     // in place: rows that fit the ranks' memory, no fewer than any capacity
+  int32_t marks_absent;    // there may be more room than rows: what is kept of the others says so
+  int32_t zeroes_padding;  // expert-major; else padding rows hold anything, and are marked as such
   // Results; each row token-major or expert-major.
   unsigned char* out;         // [capacity][row bytes]
   uint32_t* out_scales;       // [capacity][scale words]
