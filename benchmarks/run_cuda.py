@@ -18,6 +18,11 @@ Without NVLink multicast, which Fanfold does not use, and the committed results 
         sms            on 8 to 48 SMs
         geometries     five others at 4096 tokens
         deep_ep_rows   hidden 7168 at 4096 tokens through the DeepEP face
+    cuda_faces.jsonl, .png
+        faces          FP8, hidden 7168 at 4096 tokens, through every face: what the host takes
+    cuda_expert_major.jsonl, .png
+        expert_major   hidden 7168 at 4096 tokens on 24 and 12 SMs, with experts' rows padded to a
+                       multiple of 128, and not padded
 
 Each step starts its ranks once and writes its lines at its end, on a machine that does nothing
 else. A step compiles its kernels first, if they are not in the cache.
@@ -133,6 +138,23 @@ def deep_ep_rows(ranks: int) -> Points:
         yield dataclasses.replace(high_throughput(ranks, dtype), routing=routing, face="deep_ep")
 
 
+def faces(ranks: int) -> Points:
+    """Cached and new routings, each order of rows in which a face has them."""
+    point = high_throughput(ranks, "fp8")
+    both = ("native", "elastic")
+    orders = {"token_major": (*both, "deep_ep"), "expert_major": (*both, "hybridep")}
+    for layout, of_layout in orders.items():
+        for face, routing in itertools.product(of_layout, ("cached", "new")):
+            yield dataclasses.replace(point, layout=layout, face=face, routing=routing)
+
+
+def expert_major(ranks: int) -> Points:
+    """Cached, with and without padding."""
+    for dtype, count, alignment in itertools.product(DTYPES, (24, 12), (128, 1)):
+        point = high_throughput(ranks, dtype)
+        yield dataclasses.replace(point, layout="expert_major", sms=count, alignment=alignment)
+
+
 STEPS: dict[str, Callable[[int], Points]] = {
     "baseline": baseline,
     "tokens": tokens_of_low_latency,
@@ -143,13 +165,17 @@ STEPS: dict[str, Callable[[int], Points]] = {
     "sms": sms,
     "geometries": geometries,
     "deep_ep_rows": deep_ep_rows,
+    "faces": faces,
+    "expert_major": expert_major,
 }
+OWN_FILES = ("faces", "expert_major")
+"""Steps whose results stand apart, as they may be of another number of GPUs."""
 
 
 def run(name: str, ranks: int, folder: Path) -> Path:
     """Appends the results of one step to its file, which it returns."""
     points = list(STEPS[name](ranks))
-    file = folder / f"cuda_{points[0].mode}.jsonl"
+    file = folder / f"cuda_{name if name in OWN_FILES else points[0].mode}.jsonl"
     begin = time.monotonic()
     for result in sweep(points) or ():
         settings = result.settings

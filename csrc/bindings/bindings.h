@@ -11,6 +11,7 @@ void bind_numeric(nanobind::module_& module);
 void bind_proxy_carrier(nanobind::module_& module);
 void bind_ring(nanobind::module_& module);
 void bind_symmetric(nanobind::module_& module);
+void bind_tensor_pattern(nanobind::module_& module);
 void bind_transport(nanobind::module_& module);
 void bind_low_latency(nanobind::module_& module);
 void bind_high_throughput(nanobind::module_& module);

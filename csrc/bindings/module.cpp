@@ -13,6 +13,7 @@ NB_MODULE(_core, module) {
   fanfold::bindings::bind_proxy_carrier(module);
   fanfold::bindings::bind_ring(module);
   fanfold::bindings::bind_symmetric(module);
+  fanfold::bindings::bind_tensor_pattern(module);
   fanfold::bindings::bind_transport(module);
   fanfold::bindings::bind_low_latency(module);
   fanfold::bindings::bind_high_throughput(module);

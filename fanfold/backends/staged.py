@@ -60,12 +60,14 @@ class StagedHighThroughput:
         *,
         layout: RowOrder,
         in_place: bool = False,
+        zero_padding: bool = True,
     ) -> Dispatched:
         """See :meth:`HighThroughputBackend.dispatch_cached`."""
         with Refusing(self._host.refuse_dispatch):
             staging = Staging(x=x)
             x = staging.host(x)
-        dispatched = self._host.dispatch_cached(x, plan, layout=layout, in_place=in_place)
+        options = {"in_place": in_place, "zero_padding": zero_padding}
+        dispatched = self._host.dispatch_cached(x, plan, layout=layout, **options)
         return _back(dispatched, staging)
 
     def combine(

@@ -90,6 +90,7 @@ class PackedRows:
         source_rank, source_token: ``[E_l, C]`` or ``[rows]`` int32; None where an interface has
             none.
         weights: ``[rows]`` float32; None in low latency, where they come with combine.
+        zero_padding: whether rows between experts must be zero.
     """
 
     tokens: torch.Tensor
@@ -99,6 +100,7 @@ class PackedRows:
     source_rank: torch.Tensor | None
     source_token: torch.Tensor | None
     weights: torch.Tensor | None = None
+    zero_padding: bool = True
 
 
 @dataclass(frozen=True)
@@ -176,10 +178,11 @@ class Expectation:
             same_bits("offsets", received.offsets, padded.offsets)
             rows = int(padded.offsets[-1])
             _check_room(received.tokens, rows, capacity)
-            is_row = torch.zeros(rows, dtype=torch.bool, device="cpu")
-            is_row[places] = True
-            padding = _bits(received.tokens[:rows])[~is_row]
-            same_bits("rows of padding", padding, torch.zeros_like(padding))
+            if not isinstance(received, PackedRows) or received.zero_padding:
+                is_row = torch.zeros(rows, dtype=torch.bool, device="cpu")
+                is_row[places] = True
+                padding = _bits(received.tokens[:rows])[~is_row]
+                same_bits("rows of padding", padding, torch.zeros_like(padding))
         for name in ("source_rank", "source_token"):
             found: torch.Tensor | None = getattr(received, name)
             if found is not None:

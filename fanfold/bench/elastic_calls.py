@@ -177,6 +177,7 @@ class ElasticCalls:
             source_rank=place.div(self._most, rounding_mode="floor"),
             source_token=place.remainder(self._most),
             weights=_in_host_memory(brought.weights),
+            zero_padding=False,
         )
 
     def check_combined(self, out: torch.Tensor, expectation: Expectation) -> None:

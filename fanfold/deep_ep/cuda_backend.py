@@ -169,7 +169,7 @@ def _tensors_of(
     plan: CudaPlan, channels: int, counts: Counts | None, rank: int, done: EventHandle
 ) -> Handle:
     """The tensors of a handle, on the current stream, after ``done``."""
-    device = plan.rows.device
+    device = plan.block.device
     done.current_stream_wait()
     record(tuple(plan.tensors()), torch.cuda.current_stream(device))
     if counts is not None:

@@ -237,7 +237,8 @@ class ElasticBuffer(Counted):
                 know.
             do_expand: expanded instead of plain, on all ranks or on none; with a handle as it was
                 there.
-            do_zero_padding: either: padding between experts is always zero.
+            do_zero_padding: whether padding between experts is zero; else it may hold anything, and
+                GPUs need not write it. Ranks need not agree.
             use_tma_aligned_col_major_sf: scales have strides ``(1, rows rounded up to 4)``.
 
         Returns:
@@ -262,7 +263,7 @@ class ElasticBuffer(Counted):
         """
         previous = previous_event, previous_event_before_epilogue
         call = self._call("dispatch", num_sms, num_qps, previous, async_with_compute_stream)
-        del allocate_on_comm_stream, do_zero_padding
+        del allocate_on_comm_stream
         asked = Asked(
             num_experts,
             num_max_tokens_per_rank,
@@ -270,6 +271,7 @@ class ElasticBuffer(Counted):
             do_cpu_sync,
             do_expand,
             do_handle_copy,
+            do_zero_padding,
             use_tma_aligned_col_major_sf,
         )
         tensors = (x, topk_idx, topk_weights, cumulative_local_expert_recv_stats)

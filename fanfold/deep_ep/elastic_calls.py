@@ -50,9 +50,10 @@ __all__ = [
 Event = EventOverlap | EventHandle | None
 
 _LEAST_COLUMNS = 16  # of a row
+_SIZES = ("num_experts", "num_max_tokens_per_rank", "expert_alignment")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Call:
     """What dispatch and combine have in common.
 
@@ -95,7 +96,7 @@ class Call:
         self.backend.use_sms(self.automatic_sms if sms is None else sms)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Asked:
     """The sizes of a dispatch, as the caller gave them."""
 
@@ -105,10 +106,11 @@ class Asked:
     do_cpu_sync: bool | None
     do_expand: bool
     do_handle_copy: bool
+    do_zero_padding: bool
     scales_by_columns: bool
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Received:
     """What a dispatch returns. ``kept`` are the tensors of the handle, used on both streams."""
 
@@ -130,22 +132,21 @@ def dispatch(
     call: Call, tensors: Tensors, handle: EPHandle | None, asked: Asked
 ) -> tuple[Received, EventOverlap]:
     """See :meth:`fanfold.deep_ep.ElasticBuffer.dispatch`."""
-    plan = _plan_of(handle)
-    refusing = Refusing(lambda error: call.backend.refuse_dispatch(error, plan))
-    with refusing:
+    with Refusing(lambda error: call.backend.refuse_dispatch(error, _plan_of(handle))):
         previous, before_epilogue = call.check()
+        _flag("do_zero_padding", asked.do_zero_padding)
+        if handle is None:
+            sizes = _new_sizes(call, tensors, asked)
+        else:
+            _check_reuse(call, tensors, handle, asked)
 
     def body() -> tuple[Received, None]:
         if before_epilogue is not None:
             before_epilogue.current_stream_wait()
         if handle is None:
-            with refusing:
-                sizes = _new_sizes(call, tensors, asked)
-            received = _route(call, tensors, sizes, asked.do_handle_copy)
+            received = _route(call, tensors, sizes, asked)
         else:
-            with refusing:
-                _check_reuse(call, tensors, handle, asked)
-            received = _route_again(call, tensors, handle)
+            received = _route_again(call, tensors, handle, asked.do_zero_padding)
         if asked.scales_by_columns and received.scales is not None:
             received = dataclasses.replace(received, scales=_by_columns(received.scales))
         return received, None
@@ -164,12 +165,9 @@ def combine(
     bias: Bias,
 ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
     """See :meth:`fanfold.deep_ep.ElasticBuffer.combine`."""
-    plan = _plan_of(handle)
-    refusing = Refusing(lambda error: call.backend.refuse_combine(error, plan))
-    with refusing:
+    with Refusing(lambda error: call.backend.refuse_combine(error, _plan_of(handle))):
         previous, before_epilogue = call.check()
         _check_handle(call, handle)
-        call.backend.check_devices(x=x, topk_weights=topk_weights)
 
     def body() -> tuple[tuple[torch.Tensor, torch.Tensor | None], None]:
         if before_epilogue is not None:
@@ -243,7 +241,7 @@ def _worst(ranks: int, top_k: int, sizes: RoutingSizes) -> int:
     return worst_rows(ranks, sizes)
 
 
-def _route(call: Call, tensors: Tensors, sizes: RoutingSizes, copies: bool) -> Received:
+def _route(call: Call, tensors: Tensors, sizes: RoutingSizes, asked: Asked) -> Received:
     x, topk_idx, topk_weights, stats = tensors
     assert topk_idx is not None
     if sizes.knows_counts and topk_idx.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -264,12 +262,13 @@ def _route(call: Call, tensors: Tensors, sizes: RoutingSizes, copies: bool) -> R
             layout="expert_major" if sizes.do_expand else "token_major",
             expert_alignment=sizes.expert_alignment,
             capacity=None if sizes.knows_counts else _worst(call.ranks, top_k, sizes),
+            zero_padding=asked.do_zero_padding,
             **options,
         )
     plan: AnyPlan = dispatched.plan
     if sizes.knows_counts and not options:
         listed = rows_of_experts(plan)
-    kept_idx = topk_idx.clone() if copies else topk_idx
+    kept_idx = topk_idx.clone() if asked.do_handle_copy else topk_idx
     handle = EPHandle(plan, sizes, kept_idx, _expanded_rows(plan, sizes), listed)
     _add_stats(stats, plan)
     rows, idx, weights = dispatched.tokens.shape[0], None, dispatched.row_weights
@@ -279,7 +278,7 @@ def _route(call: Call, tensors: Tensors, sizes: RoutingSizes, copies: bool) -> R
         weights = plan.topk_weights
         if weights is not None:
             weights = first_rows(weights, rows, 0).to(topk_idx.device)
-    kept = handle._tensors()
+    kept = handle._tensors() if call.asynchronous else ()
     return Received(dispatched.tokens, dispatched.scales, idx, weights, handle, kept)
 
 
@@ -310,32 +309,36 @@ def _expanded_rows(plan: AnyPlan, sizes: RoutingSizes) -> int:
 
 def _check_reuse(call: Call, tensors: Tensors, handle: EPHandle, asked: Asked) -> None:
     _check_handle(call, handle)
-    x, topk_idx, topk_weights, stats = tensors
+    _, topk_idx, topk_weights, stats = tensors
     if topk_idx is not None:
         raise ArgumentError("topk_idx", "given", "None with a handle, which has the routing")
-    for name in ("num_experts", "num_max_tokens_per_rank", "expert_alignment"):
-        given, of_handle = getattr(asked, name), getattr(handle, name)
-        if given not in (None, of_handle):
-            raise ArgumentError(name, given, f"None or {of_handle}, as for the handle")
+    sizes = (asked.num_experts, asked.num_max_tokens_per_rank, asked.expert_alignment)
+    if sizes != (None, None, None):
+        for name, given in zip(_SIZES, sizes, strict=True):
+            of_handle = getattr(handle, name)
+            if given not in (None, of_handle):
+                raise ArgumentError(name, given, f"None or {of_handle}, as for the handle")
     if asked.do_cpu_sync:
         raise ArgumentError("do_cpu_sync", True, "False or None with a handle, which has the sizes")
     if asked.do_expand != handle.do_expand:
         raise ArgumentError("do_expand", asked.do_expand, f"{handle.do_expand}, as for the handle")
-    call.backend.check_devices(
-        x=x, topk_weights=topk_weights, cumulative_local_expert_recv_stats=stats
-    )
     if topk_weights is not None:
+        call.backend.check_devices(topk_weights=topk_weights)
         shape = (handle._plan.tokens, handle._plan.top_k)
         check_tensor("topk_weights", topk_weights, shape, (torch.float32,))
-    _check_stats(stats, handle.num_experts // call.ranks)
+    if stats is not None:
+        call.backend.check_devices(cumulative_local_expert_recv_stats=stats)
+        _check_stats(stats, handle.num_experts // call.ranks)
 
 
-def _route_again(call: Call, tensors: Tensors, handle: EPHandle) -> Received:
+def _route_again(call: Call, tensors: Tensors, handle: EPHandle, pads: bool) -> Received:
     x, _, topk_weights, stats = tensors
     plan = handle._plan
     call.use_sms(call.sms(handle))
     with ELASTIC:
-        dispatched = call.backend.dispatch_cached(x, plan, layout=_layout(handle))
+        dispatched = call.backend.dispatch_cached(
+            x, plan, layout=_layout(handle), zero_padding=pads
+        )
     _add_stats(stats, plan)
     rows, device = dispatched.tokens.shape[0], dispatched.tokens.device
     idx = weights = None
@@ -380,6 +383,8 @@ def _of_rows(entries: torch.Tensor, plan: AnyPlan, rows: int) -> torch.Tensor:
 
 def check_whole(name: str, value: object, low: int, high: int | None = None) -> None:
     """Raises ArgumentError unless ``value`` is an integer from ``low`` to ``high``."""
+    if type(value) is int and low <= value and (high is None or value <= high):
+        return
     bound = f"an integer from {low}" + ("" if high is None else f" to {high}")
     if not isinstance(value, int) or isinstance(value, bool):
         raise ArgumentError(name, worded(value), bound)

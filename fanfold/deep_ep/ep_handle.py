@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -12,7 +12,6 @@ from fanfold.backends.high_throughput.plan import CudaPlan
 from fanfold.copying import not_copied
 from fanfold.deep_ep.events import EventHandle
 from fanfold.deep_ep.streams import record
-from fanfold.errors import UsageError
 from fanfold.representation import described
 
 __all__ = [
@@ -116,15 +115,15 @@ class EPHandle:
         self.num_recv_tokens = self._received
         device = topk_idx.device
         self.num_recv_tokens_per_expert_list = counts_of_experts
-        if device.type == "cuda":  # where the stream's order counts, and a capture holds them
-            _ = self.psum_num_recv_tokens_per_scaleup_rank
-            _ = self.psum_num_recv_tokens_per_expert, self.num_unaligned_recv_tokens_per_expert
+        self._known: dict[str, torch.Tensor] = {}
         self._done = EventHandle(
             torch.cuda.current_stream(device) if device.type == "cuda" else None
         )
         self._made_in_capture = _is_capturing(device)
         if self._made_in_capture:
-            _ = self.recv_src_metadata  # each replay writes it anew
+            # Each replay writes them anew.
+            _ = self.psum_num_recv_tokens_per_scaleup_rank, self.recv_src_metadata
+            _ = self.psum_num_recv_tokens_per_expert, self.num_unaligned_recv_tokens_per_expert
 
     def __repr__(self) -> str:
         names = ("do_expand", "num_experts", "expert_alignment", "num_max_tokens_per_rank")
@@ -137,37 +136,58 @@ class EPHandle:
         of_plan = (value for value in vars(self._plan).values() if isinstance(value, torch.Tensor))
         return *own, *of_plan
 
-    @cached_property
+    # Made when they are first read, as most programs read few of them.
+
+    @property
     def psum_num_recv_tokens_per_scaleup_rank(self) -> torch.Tensor:
-        """See :class:`EPHandle`. Made when it is first read, unless on a GPU."""
-        return _prefix(self._plan).to(self.topk_idx.device)
+        """See :class:`EPHandle`."""
+        return self._read("ranks", lambda: _prefix(self._plan).to(self.topk_idx.device))
 
-    @cached_property
+    @property
     def num_unaligned_recv_tokens_per_expert(self) -> torch.Tensor:
-        """See :class:`EPHandle`. Made when it is first read, unless on a GPU."""
-        return self._plan.tokens_per_expert.to(self.topk_idx.device, torch.int32, copy=True)
+        """See :class:`EPHandle`."""
 
-    @cached_property
+        def make() -> torch.Tensor:
+            return self._plan.tokens_per_expert.to(self.topk_idx.device, torch.int32, copy=True)
+
+        return self._read("unaligned", make)
+
+    @property
     def psum_num_recv_tokens_per_expert(self) -> torch.Tensor:
-        """See :class:`EPHandle`. Made when it is first read, unless on a GPU."""
-        device, offsets = self.topk_idx.device, self._plan.offsets
-        if not self.do_expand:
-            return offsets[1:].to(device, torch.int32, copy=True)
-        return (offsets[:-1] + self._plan.tokens_per_expert).to(device, torch.int32)
+        """See :class:`EPHandle`."""
 
-    @cached_property
+        def make() -> torch.Tensor:
+            device, offsets = self.topk_idx.device, self._plan.offsets
+            if not self.do_expand:
+                return offsets[1:].to(device, torch.int32, copy=True)
+            return (offsets[:-1] + self._plan.tokens_per_expert).to(device, torch.int32)
+
+        return self._read("experts", make)
+
+    @property
     def recv_src_metadata(self) -> torch.Tensor:
-        """See :class:`EPHandle`. Made when it is first read, which hardly anybody does."""
-        plan, rows, device = self._plan, self._received, self.topk_idx.device
-        if _is_capturing(device) and not self._made_in_capture:
-            raise UsageError(
-                "recv_src_metadata is made when it is first read, which a CUDA graph cannot hold "
-                "for a handle from outside: read it once before the capture"
-            )
-        if isinstance(plan, CudaPlan):
+        """See :class:`EPHandle`."""
+        return self._read("sources", self._sources)
+
+    def _read(self, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        known = self._known.get(name)
+        if known is not None:
+            return known
+        plan = self._plan
+        # What comes before a capture is the caller's to order, and what is made in it belongs to
+        # its graph.
+        passing = _is_capturing(self.topk_idx.device) and not self._made_in_capture
+        if isinstance(plan, CudaPlan) and not passing:
             self._done.current_stream_wait()
-            if plan.rows.is_cuda:
-                record(tuple(plan.tensors()), torch.cuda.current_stream(plan.rows.device))
+            if plan.block.is_cuda:
+                record(tuple(plan.tensors()), torch.cuda.current_stream(plan.block.device))
+        made = make()
+        if not passing:
+            self._known[name] = made
+        return made
+
+    def _sources(self) -> torch.Tensor:
+        plan, rows, device = self._plan, self._received, self.topk_idx.device
         made = torch.full((rows, 2 + plan.top_k), -1, dtype=torch.int32, device=device)
         numbers = torch.arange(rows, dtype=torch.int32, device=device)
         prefix = _prefix(plan).to(device)

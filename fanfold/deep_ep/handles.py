@@ -157,7 +157,7 @@ class GpuHandle(tuple[torch.Tensor, ...]):
 
     def __repr__(self) -> str:
         paths = {"ranks": "plan.ranks", "tokens": "plan.tokens", "rows": "rows", "top_k": "top_k"}
-        return described(self, **paths, channels="channels", device="plan.rows.device")
+        return described(self, **paths, channels="channels", device="plan.block.device")
 
     def __reduce__(self) -> Any:
         return tuple, (self.tensors(),)

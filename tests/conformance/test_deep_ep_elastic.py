@@ -44,6 +44,7 @@ def arguments(case: Case, rank: int) -> dict[str, Any]:
         "topk_idx": mine.topk_idx,
         "topk_weights": mine.topk_weights,
         "num_experts": case.experts,
+        "do_zero_padding": True,
     }
 
 
@@ -210,6 +211,7 @@ def _expanded(group: dist.ProcessGroup, case: Case, sync: bool | None, alignment
         handle=handle,
         topk_weights=other_weights(case, rank),
         do_expand=True,
+        do_zero_padding=True,
     )
     y = result[0].new_zeros(result[0].shape)
     y[: wanted.rows] = expanded_outputs(case, rank, alignment)
@@ -270,7 +272,11 @@ def _fp8(group: dist.ProcessGroup, expands: bool, sync: bool) -> None:
     options = {"do_expand": expands, "do_cpu_sync": sync}
     rows = buffer.dispatch(**given_here, **options)
     by_columns = buffer.dispatch(
-        pairs[rank], handle=rows[3], do_expand=expands, use_tma_aligned_col_major_sf=True
+        pairs[rank],
+        handle=rows[3],
+        do_expand=expands,
+        do_zero_padding=True,
+        use_tma_aligned_col_major_sf=True,
     )
     buffer.destroy()
     of = Expanded(case, rank, 1) if expands else arrivals(case, rank)
@@ -344,7 +350,11 @@ def _overwrites(group: dist.ProcessGroup, expands: bool) -> list[bool]:
         if tensor is not None:
             tensor.fill_(77)
     again = buffer.dispatch(
-        given_here["x"], handle=handle, topk_weights=given_here["topk_weights"], do_expand=expands
+        given_here["x"],
+        handle=handle,
+        topk_weights=given_here["topk_weights"],
+        do_expand=expands,
+        do_zero_padding=True,
     )
     same = [torch.equal(again[0], rows), torch.equal(again[2], weights)]
     same.append(torch.equal(buffer.combine(rows, handle)[0], out))

@@ -57,6 +57,8 @@ def dispatch(
     layout: str,
     capacity: int | None,
     in_place: bool = False,
+    *,
+    zero_padding: bool = True,
 ) -> CudaDispatched:
     """The dispatch of a round."""
     own, device = expect.own, mode.device
@@ -70,6 +72,7 @@ def dispatch(
         expert_alignment=expect.case.alignment,
         capacity=capacity,
         in_place=in_place,
+        zero_padding=zero_padding,
     )
 
 
@@ -126,8 +129,7 @@ def check_brought(expect: Round, got: CudaDispatched, layout: str) -> None:
         scales=None if got.scales is None else on_cpu(got.scales).clone(),
         plan=got.plan,
         row_weights=None if got.row_weights is None else on_cpu(got.row_weights),
-        row_source_rank=on_cpu(got.row_source_rank),
-        row_source_token=on_cpu(got.row_source_token),
+        sources=on_cpu(got.sources),
     )
     on_host.tokens.view(torch.uint8)[needed:] = 0
     if on_host.scales is not None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fanfold.backends import opening
 from fanfold.backends.choose import BackendChoice
-from fanfold.backends.high_throughput.cuda import CudaHighThroughput
+from fanfold.backends.high_throughput.room import Room
 from fanfold.deep_ep import Buffer, elastic, hybrid, runtime
 from fanfold.deep_ep.streams import HostStreams
 from tests.emulation.high_throughput import emulated
@@ -65,11 +65,11 @@ def emulated_buffers(builder: Builder, ctas: int) -> Iterator[None]:
         yield
 
 
-def poisoned(mode: CudaHighThroughput, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """In the place of ``CudaHighThroughput._empty``: what kernels do not write holds anything."""
+def poisoned(room: Room, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """In the place of ``Room.empty``: what kernels do not write holds anything."""
     nbytes = math.prod(shape) * dtype.itemsize
     return (
-        torch.full((nbytes,), 0x33, dtype=torch.uint8, device=mode.device).view(dtype).view(shape)
+        torch.full((nbytes,), 0x33, dtype=torch.uint8, device=room.device).view(dtype).view(shape)
     )
 
 

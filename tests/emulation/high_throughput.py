@@ -16,6 +16,7 @@ from fanfold import _core, kernel_reports
 from fanfold.backends.high_throughput import kernels, launches
 from fanfold.backends.high_throughput import reports as reports_module
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
+from fanfold.backends.high_throughput.room import Room
 from fanfold.config import Config
 from tests.distributed.routings import Case
 from tests.emulation.pinned import PAGEABLE
@@ -50,9 +51,9 @@ class _Event:
         return True
 
 
-def _poisoned(mode: CudaHighThroughput, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _poisoned(room: Room, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Memory for results as it may come: nothing in it may be taken for what a call has written."""
-    return torch.full(shape, 7, dtype=torch.float32, device=mode.device).to(dtype)
+    return torch.full(shape, 7, dtype=torch.float32, device=room.device).to(dtype)
 
 
 def _launch(args: Any, kernel: _Loaded, shape: _core.CudaLaunch, stream: int) -> None:
@@ -83,7 +84,7 @@ def emulated(builder: Builder, ctas: int) -> Iterator[None]:
         mock.patch.object(launches.jit, "load_all", return_value=[]),
         *(mock.patch.object(each, "torch", PAGEABLE) for each in (kernel_reports, reports_module)),
         mock.patch.multiple(kernels, **few_warps),
-        mock.patch.object(CudaHighThroughput, "_empty", _poisoned),
+        mock.patch.object(Room, "empty", _poisoned),
     ]
     with ExitStack() as stack:
         for patch in patches:

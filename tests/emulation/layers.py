@@ -10,18 +10,16 @@ import torch
 
 from fanfold import high_throughput
 from fanfold.backends import opening
-from fanfold.backends.high_throughput.cuda import CudaHighThroughput
+from fanfold.backends.high_throughput.room import Room
 from tests.emulation.deep_ep import PLACED, Memory
 from tests.emulation.high_throughput import emulated
 from tests.emulation.world import Builder
 
 
-def _unwritten(
-    mode: CudaHighThroughput, shape: tuple[int, ...], dtype: torch.dtype
-) -> torch.Tensor:
+def _unwritten(room: Room, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Memory for results in which whatever reads before it was written finds no number."""
     filling = float("nan") if dtype.is_floating_point else -77
-    return torch.full(shape, filling, dtype=dtype, device=mode.device)
+    return torch.full(shape, filling, dtype=dtype, device=room.device)
 
 
 @contextmanager
@@ -31,6 +29,6 @@ def emulated_layers(builder: Builder, ctas: int) -> Iterator[None]:
         emulated(builder, ctas),
         mock.patch.object(high_throughput, "choose", return_value=PLACED),
         mock.patch.object(opening, "CudaSymmetricMemory", Memory),
-        mock.patch.object(CudaHighThroughput, "_empty", _unwritten),
+        mock.patch.object(Room, "empty", _unwritten),
     ):
         yield

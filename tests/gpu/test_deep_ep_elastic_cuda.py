@@ -146,14 +146,15 @@ def _against_the_host(group: Any, case: Case, expands: bool, fp8: bool) -> None:
     rank, most = as_group(group).rank, max(*case.tokens, 1)
     mine = inputs(case, rank)
     x: Any = reference.fp8(mine.x, power_of_two=False) if fp8 else mine.x
-    options = {"num_experts": case.experts, "do_expand": expands, "expert_alignment": 128}
+    options = {"num_experts": case.experts, "do_expand": expands, "expert_alignment": 128,
+               "do_zero_padding": True}  # fmt: skip
     with environment(FANFOLD_TIMEOUT_S="60", FANFOLD_BACKEND="host"):
         host = ElasticBuffer(group, num_max_tokens_per_rank=most, explicitly_destroy=True)
     buffer = FromHost(open_buffer(group, num_max_tokens_per_rank=most))
     made, wanted = (
         each.dispatch(x, mine.topk_idx, mine.topk_weights, **options) for each in (buffer, host)
     )
-    again = buffer.dispatch(x, handle=made[3], do_expand=expands)
+    again = buffer.dispatch(x, handle=made[3], do_expand=expands, do_zero_padding=True)
     for rows in (made[0], again[0]):
         _assert_rows(rows, wanted[0])
     for name, found, want in zip(("idx", "weights"), made[1:3], wanted[1:3], strict=True):
@@ -210,13 +211,18 @@ def _round(
     routed = waited(
         buffer.dispatch(
             mine.x, mine.topk_idx, mine.topk_weights, num_experts=case.experts, do_expand=expands,
-            do_cpu_sync=False, expert_alignment=ALIGNMENT, **options,
+            do_cpu_sync=False, expert_alignment=ALIGNMENT, do_zero_padding=True, **options,
         )
     )  # fmt: skip
     rows, idx, weights, handle, _ = routed
     again = waited(
         buffer.dispatch(
-            mine.x, handle=handle, topk_weights=mine.topk_weights, do_expand=expands, **options
+            mine.x,
+            handle=handle,
+            topk_weights=mine.topk_weights,
+            do_expand=expands,
+            do_zero_padding=True,
+            **options,
         )
     )
     combined = waited(buffer.combine(_outputs(again[0], rank), handle, again[2] * 2, **options))
@@ -386,7 +392,7 @@ def _delayed_streams(group: Any, case: Case, expands: bool, sync: bool) -> None:
         }  # fmt: skip
         rows, _, weights, handle, event = buffer.dispatch(
             mine.x, mine.topk_idx, mine.topk_weights, num_experts=case.experts, do_expand=expands,
-            do_cpu_sync=sync, expert_alignment=ALIGNMENT, **options,
+            do_cpu_sync=sync, expert_alignment=ALIGNMENT, do_zero_padding=True, **options,
         )  # fmt: skip
         del mine
         torch.full_like(source.x, torch.nan)  # takes the memory if it is free

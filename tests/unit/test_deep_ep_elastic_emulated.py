@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
+from fanfold.backends.high_throughput.room import Room
 from fanfold.deep_ep import ElasticBuffer, EventOverlap
 from fanfold.deep_ep.streams import HostStreams
 from fanfold.errors import ArgumentError, PeerRefused, UsageError
@@ -36,7 +37,7 @@ def gpu(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("FANFOLD_TIMEOUT_S", "10")
     monkeypatch.setattr(conformance, "open_buffer", open_buffer)
     # What kernels do not write holds anything.
-    monkeypatch.setattr(CudaHighThroughput, "_empty", poisoned)
+    monkeypatch.setattr(Room, "empty", poisoned)
     with emulated_buffers(builder, CTAS):
         yield
 

@@ -277,7 +277,9 @@ def _without_memory(group: Any) -> None:
     rank, buffer = group.rank, open_buffer(group)
     arguments = good_dispatch(buffer, CASE, rank)
     if rank == 1:
-        broken = mock.patch.object(mode_of(buffer), "_allocate", side_effect=MemoryError("no room"))
+        broken = mock.patch.object(
+            mode_of(buffer)._room, "dispatched", side_effect=MemoryError("no room")
+        )
         with broken, pytest.raises(MemoryError):
             buffer.dispatch(**arguments)
     else:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
+from fanfold.backends.high_throughput.room import Room
 from fanfold.deep_ep import HybridEPBuffer
 from fanfold.errors import ArgumentError, PeerRefused, UsageError
 from tests.conformance import test_deep_ep_hybrid as conformance
@@ -33,7 +34,7 @@ def gpu(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("FANFOLD_TIMEOUT_S", "10")
     monkeypatch.setattr(conformance, "open_buffer", open_buffer)
     # What kernels do not write holds anything.
-    monkeypatch.setattr(CudaHighThroughput, "_empty", poisoned)
+    monkeypatch.setattr(Room, "empty", poisoned)
     with emulated_buffers(builder, CTAS):
         yield
 

@@ -19,6 +19,7 @@ from fanfold import Config, HighThroughput, _core
 from fanfold.backends.high_throughput import grid, kernels, launches
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.backends.high_throughput.kernels import CombineKind, DispatchKind
+from fanfold.backends.high_throughput.plan import CudaDispatched
 from fanfold.errors import ArgumentError, PeerRefused, UsageError
 from tests.distributed.cuda_rounds import (
     check_brought,
@@ -266,38 +267,52 @@ def test_a_sum_of_one_rank_that_rounds_to_negative_zero_is_positive() -> None:
 def test_padding_without_zeros(case: Case, in_place: bool) -> None:
     """Padding rows hold what they held; everything else, and what describes them, is the same."""
     world = World(case.ranks, ROOMY_RING, result_bytes=1 << 17)
-    begin = CudaHighThroughput._begin_dispatch
 
-    def without_zeros(self: CudaHighThroughput, args: Any, *others: Any) -> None:
-        begin(self, args, *others)
-        args.zeroes_padding = False
-
-    def program(rank: int, mode: CudaHighThroughput) -> dict[str, torch.Tensor | None]:
+    def program(rank: int, mode: CudaHighThroughput) -> list[dict[str, Any]]:
         expect = Round(case, rank)
-        mode._results.memory.fill_(7)
-        got = dispatch(mode, expect, "expert_major", expect.capacity("expert_major"), in_place)
+        room, found = expect.capacity("expert_major"), []
+        for zero_padding in (True, False):
+            options: dict[str, Any] = {"in_place": in_place, "zero_padding": zero_padding}
+            mode._results.memory.fill_(7)
+            got = dispatch(mode, expect, "expert_major", room, **options)
+            found.append(_kept(got))
+            for _ in range(2):  # the first and a repeated one
+                mode.quiesce()
+                mode._results.memory.fill_(7)
+                x = sent(expect, mode.device)
+                got = mode.dispatch_cached(x, got.plan, layout="expert_major", **options)
+                found.append(_kept(got))
         mode.quiesce()
-        names = ("tokens", "scales", "row_weights", "row_source_rank", "row_source_token")
-        kept = {name: getattr(got, name) for name in names}
-        kept["padding"] = got.row_source_rank[: int(got.offsets[-1])] < 0
-        return {name: each if each is None else each.clone() for name, each in kept.items()}
+        return found
 
-    with_zeros = world.run(program)
-    with mock.patch.object(CudaHighThroughput, "_begin_dispatch", without_zeros):
-        without = world.run(program)
-    for wanted, got in zip(with_zeros, without, strict=True):
-        padding = wanted["padding"]
-        assert padding.any()
-        for name in ("row_weights", "row_source_rank", "row_source_token"):
-            assert wanted[name] is got[name] is None or torch.equal(wanted[name], got[name])
-        for name in ("tokens", "scales"):
-            if wanted[name] is None:
-                continue
-            held = torch.full_like(got[name], 7.0).view(torch.uint8)[0]
-            zeroed, kept = (each[name].view(torch.uint8)[: len(padding)] for each in (wanted, got))
-            assert not zeroed[padding].any()
-            assert (kept[padding] == (7 if in_place else held)).all(), "written to"
-            assert torch.equal(zeroed[~padding], kept[~padding])
+    for found in world.run(program):
+        for wanted, got in zip(found[:3], found[3:], strict=True):
+            _assert_only_padding_differs(wanted, got, 7 if in_place else None)
+
+
+def _kept(got: CudaDispatched) -> dict[str, Any]:
+    names = ("tokens", "scales", "row_weights", "row_source_rank", "row_source_token")
+    kept = {name: getattr(got, name) for name in names}
+    assert got.offsets is not None
+    kept["padding"] = got.row_source_rank[: int(got.offsets[-1])] < 0
+    return {name: each if each is None else each.clone() for name, each in kept.items()}
+
+
+def _assert_only_padding_differs(
+    wanted: dict[str, Any], got: dict[str, Any], in_place: int | None
+) -> None:
+    padding = wanted["padding"]
+    assert padding.any()
+    for name in ("row_weights", "row_source_rank", "row_source_token"):
+        assert wanted[name] is got[name] is None or torch.equal(wanted[name], got[name])
+    for name in ("tokens", "scales"):
+        if wanted[name] is None:
+            continue
+        held = torch.full_like(got[name], 7.0).view(torch.uint8)[0]
+        zeroed, kept = (each[name].view(torch.uint8)[: len(padding)] for each in (wanted, got))
+        assert not zeroed[padding].any()
+        assert (kept[padding] == (held if in_place is None else in_place)).all(), "written to"
+        assert torch.equal(zeroed[~padding], kept[~padding])
 
 
 def test_turns_without_a_wait() -> None:
@@ -420,7 +435,7 @@ def test_a_plan_is_kept_for_all_streams_that_use_it(monkeypatch: pytest.MonkeyPa
     current, kept = [5], set[tuple[int, int]]()
     monkeypatch.setattr(mode, "_follow", lambda: current[0])
     monkeypatch.setattr(
-        "fanfold.backends.high_throughput.cuda.stream_at", lambda address, device: address
+        "fanfold.backends.high_throughput.plan.stream_at", lambda address, device: address
     )
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda tensor, stream: kept.add((tensor.data_ptr(), stream))
@@ -436,7 +451,7 @@ def test_a_plan_is_kept_for_all_streams_that_use_it(monkeypatch: pytest.MonkeyPa
         assert kept == used | {(plan.rows_of.data_ptr(), 5)}
         current[0] = 9
         mode.refuse_dispatch(ValueError("of a layer above"), plan)
-        assert (plan.source_prefix.data_ptr(), 9) in kept
+        assert (plan.block.data_ptr(), 9) in kept
         # Within a capture, too: what it gives back it gives to its other streams.
         current[0] = 11
         with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):

@@ -152,7 +152,7 @@ def test_a_dispatch_refused_after_its_plan() -> None:
         expect = Round(SMALL, rank)
         room = 500 if rank == 0 else None
         if rank == 1:
-            broken = mock.patch.object(mode, "_allocate", side_effect=MemoryError)
+            broken = mock.patch.object(mode._room, "dispatched", side_effect=MemoryError)
             with broken, pytest.raises(MemoryError):
                 dispatch(mode, expect, "expert_major", None)
         else:

@@ -30,7 +30,13 @@ from fanfold.backends.high_throughput.kernels import (
     most_batches,
 )
 from fanfold.backends.high_throughput.launches import Call, Launches, ctas_bounds, grid_of
-from fanfold.backends.high_throughput.plan import CudaDispatched, CudaPlan
+from fanfold.backends.high_throughput.plan import (
+    CudaDispatched,
+    CudaPlan,
+    check_plan,
+    repeated_combine,
+    repeated_dispatch,
+)
 from fanfold.backends.high_throughput.protocol import (
     MOST_ALIGNMENT,
     MOST_ROWS,
@@ -48,7 +54,14 @@ from fanfold.backends.high_throughput.protocol import (
     check_rows,
     quantized,
 )
+from fanfold.backends.high_throughput.repeats import (
+    Asked,
+    RepeatedCombine,
+    RepeatedDispatch,
+    RepeatedRouting,
+)
 from fanfold.backends.high_throughput.reports import Reports, Totals
+from fanfold.backends.high_throughput.room import Room
 from fanfold.config import Config
 from fanfold.deferred_free import free_when_idle
 from fanfold.errors import ArgumentError, UnavailableError, UsageError
@@ -60,7 +73,7 @@ from fanfold.lending import address_of
 from fanfold.memory import GpuPeerMemory
 from fanfold.memory.cuda import are_threads, wait_for_kernels
 from fanfold.refusal import Refusing
-from fanfold.stream_order import StreamOrder, stream_at
+from fanfold.stream_order import StreamOrder
 
 __all__ = ["CudaHighThroughput"]
 
@@ -139,12 +152,17 @@ class CudaHighThroughput:
         Args:
             sms: from 1; at least 2 are taken with other ranks, and at most 64 or those there are.
         """
-        grid = self._grid
-        if sms is not None:
-            check_integer("sms", sms, 1, MOST_SMS)
-            least, most = ctas_bounds(self._memory)
-            grid = Grid(self._ranks, most, min(max(sms, least), most))
-        self._launches = self._launches_with(grid)
+        known = self._launches_by_sms.get(sms) if type(sms) is int else None
+        if known is None:
+            grid = self._grid
+            if sms is not None:
+                check_integer("sms", sms, 1, MOST_SMS)
+                least, most = ctas_bounds(self._memory)
+                grid = Grid(self._ranks, most, min(max(sms, least), most))
+            known = self._launches_with(grid)
+            if sms is not None:
+                self._launches_by_sms[sms] = known
+        self._launches = known
 
     def _launches_with(self, grid: Grid) -> Launches:
         known = self._launches_of.get(grid)
@@ -185,6 +203,8 @@ class CudaHighThroughput:
             )
         )
         self._launches_of: dict[Grid, Launches] = {}
+        self._launches_by_sms: dict[int, Launches] = {}
+        self._last_routing: RepeatedRouting | None = None
         self._launches = self._launches_with(self._grid)
         # Loaded now, so that a rank can always say that it refuses.
         refusal = self._launches.plan(Sizes(memory.ranks, memory.ranks, 1), 1)
@@ -192,6 +212,7 @@ class CudaHighThroughput:
         self._refusal.args.refused = True
         begin = _core.cuda_high_throughput_bytes(memory.ranks, ring_bytes)[1]
         self._results = Results(memory, begin, result_bytes)
+        self._room = Room(device, most_batches(self._max_tokens), self._results)
         memory.tensor[:zeroed].zero_()
         wait_for_kernels(memory)
         # Kernels in flight may outlive this object, and write there.
@@ -211,6 +232,7 @@ class CudaHighThroughput:
         expert_alignment: int = 1,
         capacity: int | None = None,
         in_place: bool = False,
+        zero_padding: bool = True,
         planned: Callable[[CudaPlan], None] | None = None,
     ) -> CudaDispatched:
         """See :meth:`HighThroughputBackend.dispatch`. With a capacity the CPU waits for nothing;
@@ -218,30 +240,25 @@ class CudaHighThroughput:
         the CPU knows the plan: what fails later fails after the peers went on."""
         self._check_usable()
         with Refusing(self.refuse_dispatch):
-            check_layout(layout)
-            check_integer("expert_alignment", expert_alignment, 1, MOST_ALIGNMENT)
-            if capacity is not None:
-                check_integer("capacity", capacity, 0, MOST_ROWS)
-            elif torch.cuda.is_current_stream_capturing():
+            if capacity is None and torch.cuda.is_current_stream_capturing():
                 raise UsageError("a dispatch in a CUDA graph needs a capacity")
             x = quantized(x, self._quantize_to)
-            values, scales = self._check_rows(x)
-            if in_place:
-                self._results.check(x)
-            self.check_devices(topk_idx=topk_idx, topk_weights=topk_weights)
-            tokens = values.shape[0]
-            check_routing(topk_idx, topk_weights, tokens, num_experts, self._ranks, self.device)
-            sizes = Sizes(self._ranks, num_experts, topk_idx.shape[1])
-            weighted = topk_weights is not None
-            kind = DispatchKind.of(
-                sizes, values, scales, layout, weighted=weighted, in_place=in_place
-            )
-            planning, sending = self._launches.new_routing(sizes, expert_alignment, kind)
-            plan = self._draft(sizes, tokens, capacity)
+            asked = (num_experts, layout, expert_alignment, capacity)
+            again = self._last_routing
+            if (
+                again is None
+                or in_place
+                or not again.finds(self._launches, asked, x, topk_idx, topk_weights)
+            ):
+                again = self._check_new(asked, x, topk_idx, topk_weights, in_place)
+                self._last_routing = again
+            planning, sending, kind = again.planning, again.sending, again.kind
+            values, scales = x if isinstance(x, tuple) else (x, None)
+            plan = self._room.plan(kind.sizes, values.shape[0], capacity)
             choices = self._begin_plan(planning.args, plan, topk_idx, layout)
             dispatched = None
             if capacity is not None:
-                dispatched = self._allocate(plan, x, kind)
+                dispatched = self._room.dispatched(plan, x, kind)
         stream = plan.stream = self._follow()
         planning.launch(planning.args, stream)
         if dispatched is None:
@@ -250,17 +267,45 @@ class CudaHighThroughput:
                 self._await_totals(plan)
                 if planned is not None:
                     planned(plan)
-                dispatched = self._allocate(plan, x, kind)
+                dispatched = self._room.dispatched(plan, x, kind)
         args = sending.args
         self._begin_dispatch(args, dispatched, values, scales, choices)
         args.result_rows = self._results.most_rows(kind)
+        args.zeroes_padding = zero_padding
         args.weights, args.row_weights = address_of(topk_weights), address_of(plan.row_weights)
         args.rows_of, args.topk_idx = address_of(plan.rows_of), address_of(plan.topk_idx)
         args.topk_weights = address_of(plan.topk_weights)
         args.source_token = plan.source_token.data_ptr()
-        args.batches, args.batch_stride = plan.batches.data_ptr(), plan.batches.shape[1]
         sending.launch(args, stream)
         return dispatched
+
+    def _check_new(
+        self,
+        asked: Asked,
+        x: Rows,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        in_place: bool,
+    ) -> RepeatedRouting:
+        """Checks a dispatch of a new routing, and finds its kernels."""
+        num_experts, layout, expert_alignment, capacity = asked
+        check_layout(layout)
+        check_integer("expert_alignment", expert_alignment, 1, MOST_ALIGNMENT)
+        if capacity is not None:
+            check_integer("capacity", capacity, 0, MOST_ROWS)
+        values, scales = self._check_rows(x)
+        if in_place:
+            self._results.check(x)
+        self.check_devices(topk_idx=topk_idx, topk_weights=topk_weights)
+        tokens = values.shape[0]
+        check_routing(topk_idx, topk_weights, tokens, num_experts, self._ranks, self.device)
+        sizes = Sizes(self._ranks, num_experts, topk_idx.shape[1])
+        weighted = topk_weights is not None
+        kind = DispatchKind.of(sizes, values, scales, layout, weighted=weighted, in_place=in_place)
+        planning, sending = self._launches.new_routing(sizes, expert_alignment, kind)
+        return RepeatedRouting.of(
+            self._launches, asked, planning, sending, kind, (values, scales, topk_idx, topk_weights)
+        )
 
     def dispatch_cached(
         self,
@@ -269,12 +314,18 @@ class CudaHighThroughput:
         *,
         layout: RowOrder,
         in_place: bool = False,
+        zero_padding: bool = True,
     ) -> CudaDispatched:
         """See :meth:`HighThroughputBackend.dispatch_cached`, and :meth:`dispatch`."""
         self._check_usable()
+        if not in_place:
+            again = repeated_dispatch(plan, layout)
+            if again is not None and again.finds(self._launches, x):
+                again.call.args.zeroes_padding = zero_padding
+                return self._dispatch_again(again, plan)
         with Refusing(lambda error: self.refuse_dispatch(error, plan)):
             check_layout(layout)
-            self._check_plan(plan)
+            check_plan(plan, self._ranks)
             x = quantized(x, self._quantize_to)
             values, scales = self._check_rows(x)
             if in_place:
@@ -287,22 +338,41 @@ class CudaHighThroughput:
                 sizes, values, scales, layout, new_routing=False, in_place=in_place
             )
             sending = self._launches.dispatch(kind)
-            dispatched = self._allocate(plan, x, kind)
+            dispatched = self._room.dispatched(plan, x, kind)
             if layout == "expert_major" and plan.rows_of is None:
                 shape = (len(plan.source_token), plan.top_k)
                 # An aborted call leaves them as they are.
+                plan.used_on.clear()
                 plan.rows_of = torch.full(shape, -1, dtype=torch.int32, device=self.device)
         args = sending.args
         self._begin_dispatch(args, dispatched, values, scales, None)
         args.result_rows = self._results.most_rows(kind)
+        args.zeroes_padding = zero_padding
         # Every such call writes the same, as nobody can tell which was the first that took place.
         late = layout == "expert_major" and plan.topk_idx is not None
         args.rows_of = address_of(plan.rows_of) if late else 0
         stream = self._follow()
-        self._keep(plan, stream)
+        plan.keep_for(stream)
         sending.launch(args, stream)
         if layout == "expert_major" and plan.row_weights is None and plan.topk_weights is not None:
             dispatched.row_weights = plan.weights_of_rows(len(dispatched.tokens))
+        elif not in_place and self._quantize_to is None:
+            results = dispatched.tokens, dispatched.scales
+            repeated = RepeatedDispatch.of(self._launches, sending, (values, scales), results)
+            plan.repeated_dispatches[layout] = repeated
+        return dispatched
+
+    def _dispatch_again(self, again: RepeatedDispatch, plan: CudaPlan) -> CudaDispatched:
+        args = again.call.args
+        try:
+            dispatched = self._room.again(again, plan)
+        except BaseException as error:  # for want of memory
+            self.refuse_dispatch(error, plan)
+            raise
+        dispatched.place(args)
+        stream = self._follow()
+        plan.keep_for(stream)
+        again.call.launch(args, stream)
         return dispatched
 
     def combine(
@@ -319,9 +389,14 @@ class CudaHighThroughput:
         """See :meth:`HighThroughputBackend.combine`. With a capacity ``y`` has as many rows;
         ``out`` shares no memory with ``y``."""
         self._check_usable()
+        plain = topk_weights is None and bias is None and out is None
+        if plain:
+            again = repeated_combine(plan, layout)
+            if again is not None and again.finds(self._launches, y, row_weights):
+                return self._combine_again(again, plan), None
         with Refusing(lambda error: self.refuse_combine(error, plan)):
             check_layout(layout)
-            self._check_plan(plan, layout)
+            check_plan(plan, self._ranks, layout)
             self.check_devices(y=y, row_weights=row_weights, topk_weights=topk_weights, out=out)
             check_outputs(y, [plan.row_count(layout)], layout, row_weights, self.device)
             check_aligned("y", y)
@@ -329,7 +404,7 @@ class CudaHighThroughput:
             shape = (plan.tokens, y.shape[1])
             biases = check_biases(bias, shape, self.device)
             if out is None:
-                out = self._empty(shape, torch.bfloat16)
+                out = self._room.empty(shape, torch.bfloat16)
             check_tensor("out", out, shape, (torch.bfloat16,), device=self.device)
             for name, tensor in (("out", out), *((f"bias[{n}]", b) for n, b in enumerate(biases))):
                 check_aligned(name, tensor)
@@ -343,7 +418,20 @@ class CudaHighThroughput:
         for place, rows in enumerate(biases):
             args.set_bias(place, rows.data_ptr())
         self._finish_combine(call, plan, y, out)
+        if plain:
+            repeated = RepeatedCombine.of(self._launches, call, y, row_weights, plan.tokens)
+            plan.repeated_combines[layout] = repeated
         return out, sums
+
+    def _combine_again(self, again: RepeatedCombine, plan: CudaPlan) -> torch.Tensor:
+        try:
+            out = self._room.empty(again.shape, torch.bfloat16)
+        except BaseException as error:  # for want of memory
+            self.refuse_combine(error, plan)
+            raise
+        again.call.args.out = out.data_ptr()
+        self._launch_combine(again.call, plan)
+        return out
 
     def combine_weights(
         self, topk_weights: torch.Tensor, plan: CudaPlan, *, layout: RowOrder
@@ -352,13 +440,13 @@ class CudaHighThroughput:
         self._check_usable()
         with Refusing(lambda error: self.refuse_combine(error, plan)):
             check_layout(layout)
-            self._check_plan(plan, layout)
+            check_plan(plan, self._ranks, layout)
             self.check_devices(topk_weights=topk_weights)
             sums = self._returned_weights(topk_weights, plan, layout, None)
             if sums is None:
                 raise ArgumentError("topk_weights", None, "a torch.Tensor")
-            y = self._empty((plan.row_count(layout), _WEIGHTS_ALONE_HIDDEN), torch.bfloat16)
-            out = self._empty((plan.tokens, _WEIGHTS_ALONE_HIDDEN), torch.bfloat16)
+            y = self._room.empty((plan.row_count(layout), _WEIGHTS_ALONE_HIDDEN), torch.bfloat16)
+            out = self._room.empty((plan.tokens, _WEIGHTS_ALONE_HIDDEN), torch.bfloat16)
             call = self._combining(plan, layout, y, False, True)
         args = call.args
         args.row_weights = 0
@@ -393,8 +481,8 @@ class CudaHighThroughput:
         args, stream = self._refusal.args, self._follow()
         args.source_prefix = 0
         if isinstance(plan, CudaPlan) and plan.ranks == self._ranks:
-            args.source_prefix = plan.source_prefix.data_ptr()
-            self._keep(plan, stream)
+            args.source_prefix = plan.source_prefix_address
+            plan.keep_for(stream)
         self._refusal.launch(args, stream)
 
     def refuse_combine(self, error: BaseException, plan: object = None) -> None:
@@ -412,20 +500,6 @@ class CudaHighThroughput:
 
     # ---- parts of calls -------------------------------------------------------------------------
 
-    def _keep(self, plan: CudaPlan, stream: int) -> None:
-        """Tells the allocator that a plan is used on another stream than it was made on, which the
-        caller, who sees little of it, cannot."""
-        if stream == plan.stream:
-            return
-        current = torch.cuda.current_stream(self.device)
-        for tensor in plan.tensors():
-            tensor.record_stream(current)
-        if plan.rows_of is not None:  # by whose first call it was made, wherever that was
-            plan.rows_of.record_stream(stream_at(plan.stream, self.device))
-
-    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
-
     def _check_rows(self, x: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
         parts = x if isinstance(x, tuple) else (x,)
         self.check_devices(**{f"x[{n}]" if len(parts) > 1 else "x": t for n, t in enumerate(parts)})
@@ -436,54 +510,18 @@ class CudaHighThroughput:
         check_aligned("x", values)
         return values, scales
 
-    def _check_plan(self, plan: CudaPlan, layout: RowOrder | None = None) -> None:
-        if not isinstance(plan, CudaPlan):
-            raise ArgumentError("plan", f"a {type(plan).__name__}", "the plan of a dispatch here")
-        if plan.ranks != self._ranks:
-            raise ArgumentError("plan.ranks", plan.ranks, f"{self._ranks}, as in this group")
-        if layout == "expert_major" and plan.rows_of is None:
-            raise UsageError(
-                "a combine in expert-major order needs a plan by which a dispatch, new or cached, "
-                "was expert-major"
-            )
-
-    def _draft(self, sizes: Sizes, tokens: int, capacity: int | None) -> CudaPlan:
-        """A plan of which nothing is known yet."""
-        local = sizes.experts // sizes.ranks
-        return CudaPlan(
-            ranks=sizes.ranks,
-            num_experts=sizes.experts,
-            top_k=sizes.top_k,
-            tokens=tokens,
-            capacity=capacity,
-            received=None,
-            expert_rows=None,
-            rows=self._empty((tokens, sizes.ranks), torch.int32),
-            places=self._empty((tokens, sizes.top_k), torch.int32),
-            source_prefix=self._empty((sizes.ranks,), torch.int32),
-            first_rows=self._empty((sizes.ranks,), torch.int32),
-            source_token=self._empty((0,), torch.int32),
-            tokens_per_expert=self._empty((local,), torch.int32),
-            offsets=self._empty((local + 2,), torch.int64)[:-1],
-            batches=self._empty((sizes.ranks, most_batches(self._max_tokens)), torch.int64),
-        )
-
     def _begin_plan(
         self, args: _core.CudaPlanArgs, plan: CudaPlan, topk_idx: torch.Tensor, layout: RowOrder
     ) -> torch.Tensor | None:
         """Fills in what a plan has; its choices where a dispatch in that order sends them."""
         choices, args.capacity = None, _UNBOUNDED
         if layout == "token_major":
-            choices = self._empty(topk_idx.shape, torch.int32)
+            choices = self._room.empty(topk_idx.shape, torch.int32)
         elif plan.capacity is not None:
             args.capacity = plan.capacity
-        args.tokens, args.choices = plan.tokens, address_of(choices)
+        plan.tell_plan(args)
+        args.choices = address_of(choices)
         args.topk_idx, args.counted = topk_idx.data_ptr(), self._counted.data_ptr()
-        args.rows, args.places = plan.rows.data_ptr(), plan.places.data_ptr()
-        args.tokens_per_expert = plan.tokens_per_expert.data_ptr()
-        args.offsets = plan.offsets.data_ptr()
-        args.source_prefix = plan.source_prefix.data_ptr()
-        args.first_rows = plan.first_rows.data_ptr()
         args.totals = self._totals.address if plan.capacity is None else 0
         return choices
 
@@ -497,44 +535,6 @@ class CudaHighThroughput:
             raise UsageError("a plan was aborted; an earlier call has raised the reason")
         plan.received, plan.expert_rows = totals
 
-    def _allocate(self, plan: CudaPlan, x: Rows, kind: DispatchKind) -> CudaDispatched:
-        """Room for what a dispatch brings, also in the plan if that is new."""
-        expert_major, new, weighted = kind.expert_major, kind.new_routing, kind.weighted
-        count = plan.row_count(kind.layout)
-        tokens, row_scales = self._room_for_rows(count, x, kind)
-        sources = self._empty((3, count), torch.int32)
-        if new:
-            arriving = plan.row_count("token_major")
-            entries = (arriving, plan.top_k)
-            plan.source_token = sources[2, :arriving]
-            if expert_major:
-                plan.rows_of = self._empty(entries, torch.int32)
-            else:
-                plan.topk_idx = self._empty(entries, torch.int64)
-            if weighted and not expert_major:
-                plan.topk_weights = self._empty(entries, torch.float32)
-        if new and weighted and expert_major:
-            plan.row_weights = self._empty((count,), torch.float32)
-        return CudaDispatched(
-            tokens=tokens,
-            scales=row_scales,
-            plan=plan,
-            row_weights=plan.row_weights if expert_major else None,
-            row_source_rank=sources[0],
-            row_source_token=sources[1],
-            offsets=torch.empty_like(plan.offsets) if expert_major else None,
-            tokens_per_expert=torch.empty_like(plan.tokens_per_expert) if expert_major else None,
-        )
-
-    def _room_for_rows(
-        self, count: int, x: Rows, kind: DispatchKind
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if kind.in_place:
-            return self._results.room(count, x, kind)
-        parts = x if isinstance(x, tuple) else (x,)
-        made = [self._empty((count, part.shape[1]), part.dtype) for part in parts]
-        return made[0], made[1] if len(made) > 1 else None
-
     def _begin_dispatch(
         self,
         args: _core.CudaHighThroughputDispatchArgs,
@@ -544,17 +544,12 @@ class CudaHighThroughput:
         choices: torch.Tensor | None,
     ) -> None:
         """Fills in what all dispatches have; ``choices`` only of a new routing, token-major."""
-        plan = dispatched.plan
-        args.tokens, args.x = plan.tokens, values.data_ptr()
-        args.scales = address_of(scales)
+        dispatched.plan.tell_dispatch(args)
+        args.x, args.scales = values.data_ptr(), address_of(scales)
         if scales is not None:
             args.scale_token_stride, args.scale_word_stride = scales.stride()
-        args.topk_words = (plan.places if choices is None else choices).data_ptr()
-        args.rows, args.first_rows = plan.rows.data_ptr(), plan.first_rows.data_ptr()
-        args.source_prefix = plan.source_prefix.data_ptr()
-        args.offsets = plan.offsets.data_ptr()
-        args.tokens_per_expert = plan.tokens_per_expert.data_ptr()
-        args.marks_absent = plan.capacity is not None
+        if choices is not None:
+            args.topk_words = choices.data_ptr()
         dispatched.place(args)
 
     def _returned_weights(
@@ -565,7 +560,7 @@ class CudaHighThroughput:
             return None
         allowed = [plan.row_count(layout)]
         check_returned_weights(topk_weights, allowed, layout, rows, plan.top_k, self.device)
-        return self._empty((plan.tokens, plan.top_k), torch.float32)
+        return self._room.empty((plan.tokens, plan.top_k), torch.float32)
 
     def _combining(
         self, plan: CudaPlan, layout: RowOrder, y: torch.Tensor, weighted: bool, returns: bool,
@@ -586,13 +581,16 @@ class CudaHighThroughput:
     ) -> None:
         """Fills in what all combines have, launches, and raises what earlier calls have found."""
         args = call.args
-        args.tokens, args.y, args.out = plan.tokens, y.data_ptr(), out.data_ptr()
-        args.batches, args.batch_stride = plan.batches.data_ptr(), plan.batches.shape[1]
-        args.kept = len(plan.source_token)
-        args.source_prefix, args.rows = plan.source_prefix.data_ptr(), plan.rows.data_ptr()
-        args.rows_of = address_of(plan.rows_of)
+        plan.tell_combine(args)
+        args.y, args.out = y.data_ptr(), out.data_ptr()
+        self._launch_combine(call, plan)
+
+    def _launch_combine(
+        self, call: Call[_core.CudaHighThroughputCombineArgs], plan: CudaPlan
+    ) -> None:
+        """Launches, and raises what earlier calls have found."""
         stream = self._follow()
-        self._keep(plan, stream)
-        call.launch(args, stream)
+        plan.keep_for(stream)
+        call.launch(call.args, stream)
         if self._reports.passing():
             self.check()

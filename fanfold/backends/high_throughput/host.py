@@ -185,9 +185,10 @@ class HostHighThroughput:
         expert_alignment: int = 1,
         capacity: int | None = None,
         in_place: bool = False,
+        zero_padding: bool = True,
     ) -> Dispatched:
         """See :meth:`HighThroughputBackend.dispatch`."""
-        del in_place  # rows arrive in tensors of their own
+        del in_place, zero_padding  # rows arrive in tensors of their own, which are zero before
         self._memory.check()
         with Refusing(self.refuse_dispatch):
             check_layout(layout)
@@ -219,9 +220,10 @@ class HostHighThroughput:
         *,
         layout: RowOrder,
         in_place: bool = False,
+        zero_padding: bool = True,
     ) -> Dispatched:
         """See :meth:`HighThroughputBackend.dispatch_cached`."""
-        del in_place  # rows arrive in tensors of their own
+        del in_place, zero_padding  # rows arrive in tensors of their own, which are zero before
         self._memory.check()
         with Refusing(self.refuse_dispatch):
             check_layout(layout)

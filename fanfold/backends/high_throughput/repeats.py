@@ -1,0 +1,186 @@
+"""Calls that look like an earlier one. What was checked then holds for them; those by a plan also
+tell the kernel the same, so they fill in where their own tensors are, and launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fanfold import _core
+from fanfold.backends.high_throughput.kernels import DispatchKind
+from fanfold.backends.high_throughput.launches import Call, Launches
+from fanfold.backends.high_throughput.protocol import RowOrder, Rows
+
+__all__ = ["Asked", "RepeatedCombine", "RepeatedDispatch", "RepeatedRouting"]
+
+Asked = tuple[int, RowOrder, int, int | None]
+"""num_experts, layout, expert_alignment and capacity of a dispatch."""
+
+_ALIGNMENT = 16  # bytes; of rows, whatever the tensor that was checked happens to have
+_ANY_ADDRESS = 1  # a multiple of it
+
+
+def _pattern(tensor: torch.Tensor | None, alignment: int) -> _core.TensorPattern | None:
+    return None if tensor is None else _core.TensorPattern(tensor, alignment)
+
+
+@dataclass(eq=False, slots=True)
+class RepeatedDispatch:
+    """Cached dispatches by one plan in one order, not in place.
+
+    Attributes:
+        launches: of the mode and the grid that the first one had.
+        call: its kernel, and arguments of their own, of which a repetition changes the addresses of
+            rows and results.
+        values, scales: what those of a repetition look like.
+        shapes: of the results: rows, and scales if any come.
+        dtypes: likewise.
+        expert_major: their order; else token-major.
+    """
+
+    launches: Launches
+    call: Call[_core.CudaHighThroughputDispatchArgs]
+    values: _core.TensorPattern
+    scales: _core.TensorPattern | None
+    shapes: tuple[tuple[int, int], ...]
+    dtypes: tuple[torch.dtype, ...]
+    expert_major: bool
+
+    @classmethod
+    def of(
+        cls,
+        launches: Launches,
+        call: Call[_core.CudaHighThroughputDispatchArgs],
+        sent: tuple[torch.Tensor, torch.Tensor | None],
+        results: tuple[torch.Tensor, torch.Tensor | None],
+    ) -> RepeatedDispatch:
+        """That of a call which has just been launched."""
+        made = [tensor for tensor in results if tensor is not None]
+        return cls(
+            launches,
+            Call(call.args.copy(), call.launch),
+            _core.TensorPattern(sent[0], _ALIGNMENT),
+            _pattern(sent[1], _ANY_ADDRESS),
+            tuple((tensor.shape[0], tensor.shape[1]) for tensor in made),
+            tuple(tensor.dtype for tensor in made),
+            call.args.offsets_copy != 0,
+        )
+
+    def finds(self, launches: Launches, x: Rows) -> bool:
+        """Whether a dispatch of ``x`` is a repetition; then the arguments tell where ``x`` is."""
+        if launches is not self.launches:
+            return False
+        args = self.call.args
+        if self.scales is None:
+            args.x = at = self.values.address(x)
+            return at != 0
+        if not isinstance(x, tuple) or len(x) != 2:
+            return False
+        args.x, args.scales = self.values.address(x[0]), self.scales.address(x[1])
+        return args.x != 0 and args.scales != 0
+
+
+@dataclass(eq=False, slots=True)
+class RepeatedCombine:
+    """Combines by one plan in one order, with or without row weights, without all else.
+
+    Attributes:
+        launches, call: as of :class:`RepeatedDispatch`.
+        y, row_weights: what those of a repetition look like.
+        shape: of the result.
+    """
+
+    launches: Launches
+    call: Call[_core.CudaHighThroughputCombineArgs]
+    y: _core.TensorPattern
+    row_weights: _core.TensorPattern | None
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(
+        cls,
+        launches: Launches,
+        call: Call[_core.CudaHighThroughputCombineArgs],
+        y: torch.Tensor,
+        row_weights: torch.Tensor | None,
+        tokens: int,
+    ) -> RepeatedCombine:
+        """That of a call which has just been launched."""
+        return cls(
+            launches,
+            Call(call.args.copy(), call.launch),
+            _core.TensorPattern(y, _ALIGNMENT),
+            _pattern(row_weights, _ANY_ADDRESS),
+            (tokens, y.shape[1]),
+        )
+
+    def finds(self, launches: Launches, y: torch.Tensor, row_weights: torch.Tensor | None) -> bool:
+        """Whether a combine of these is a repetition; then the arguments tell where they are."""
+        if launches is not self.launches or (row_weights is None) != (self.row_weights is None):
+            return False
+        args = self.call.args
+        args.y = at = self.y.address(y)
+        if at == 0 or self.row_weights is None:
+            return at != 0
+        args.row_weights = at = self.row_weights.address(row_weights)
+        return at != 0
+
+
+@dataclass(eq=False, slots=True)
+class RepeatedRouting:
+    """Dispatches of new routings, not in place.
+
+    Attributes:
+        launches: as of :class:`RepeatedDispatch`.
+        asked: of each.
+        planning, sending, kind: the kernels, which the mode's other calls use, too.
+        patterns: what values, scales, topk_idx and topk_weights look like; None for what is absent.
+    """
+
+    launches: Launches
+    asked: Asked
+    planning: Call[_core.CudaPlanArgs]
+    sending: Call[_core.CudaHighThroughputDispatchArgs]
+    kind: DispatchKind
+    patterns: tuple[_core.TensorPattern | None, ...]
+
+    @classmethod
+    def of(
+        cls,
+        launches: Launches,
+        asked: Asked,
+        planning: Call[_core.CudaPlanArgs],
+        sending: Call[_core.CudaHighThroughputDispatchArgs],
+        kind: DispatchKind,
+        tensors: tuple[torch.Tensor | None, ...],
+    ) -> RepeatedRouting:
+        """That of a call whose tensors, as ``patterns``, have been checked."""
+        values, *others = tensors
+        patterns = (
+            _pattern(values, _ALIGNMENT),
+            *(_pattern(each, _ANY_ADDRESS) for each in others),
+        )
+        return cls(launches, asked, planning, sending, kind, patterns)
+
+    def finds(
+        self,
+        launches: Launches,
+        asked: Asked,
+        x: Rows,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+    ) -> bool:
+        """Whether such a dispatch is a repetition."""
+        if launches is not self.launches or asked != self.asked or self.kind.in_place:
+            return False
+        parts: tuple[object, ...] = x if isinstance(x, tuple) else (x, None)
+        if len(parts) != 2:
+            return False
+        for pattern, tensor in zip(self.patterns, (*parts, topk_idx, topk_weights), strict=True):
+            if pattern is None:
+                if tensor is not None:
+                    return False
+            elif pattern.address(tensor) == 0:
+                return False
+        return True

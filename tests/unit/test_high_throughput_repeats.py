@@ -1,0 +1,246 @@
+"""High-throughput calls that look like an earlier one bring what a first call brings; those that do
+not are checked as a first call is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fanfold import _core
+from fanfold.backends.high_throughput.cuda import CudaHighThroughput
+from fanfold.backends.high_throughput.plan import CudaDispatched, CudaPlan
+from fanfold.errors import ArgumentError
+from tests.emulation.high_throughput import CTAS, ROOMY_RING, World, emulated
+from tests.emulation.world import Builder
+
+TOKENS, HIDDEN, TOP_K, EXPERTS = 21, 32, 3, 6
+LAYOUTS = ("expert_major", "token_major")
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.fixture(autouse=True)
+def gpu(builder: Builder) -> Iterator[None]:
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip(f"PyTorch {torch.__version__} does not let tensors be read from C++")
+    with emulated(builder, CTAS):
+        yield
+
+
+@pytest.fixture
+def mode(gpu: None) -> CudaHighThroughput:
+    return World(1, ROOMY_RING).modes[0]
+
+
+def rows(seed: int, *, tokens: int = TOKENS, hidden: int = HIDDEN) -> torch.Tensor:
+    generator = torch.Generator("cpu").manual_seed(seed)
+    made = torch.randn((tokens, hidden), generator=generator, dtype=torch.float32, device="cpu")
+    return made.to(torch.bfloat16)
+
+
+def fp8_rows(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = torch.full((TOKENS, 2), float(seed), dtype=torch.float32, device="cpu")
+    return rows(seed).to(FP8), scales
+
+
+def routing(seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator("cpu").manual_seed(seed)
+    scores = torch.rand((TOKENS, EXPERTS), generator=generator, dtype=torch.float32, device="cpu")
+    return scores.topk(TOP_K, dim=1).indices
+
+
+def weights(seed: int) -> torch.Tensor:
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.rand((TOKENS, TOP_K), generator=generator, dtype=torch.float32, device="cpu")
+
+
+def begin(mode: CudaHighThroughput, layout: Any, **options: Any) -> CudaDispatched:
+    return mode.dispatch(rows(0), routing(), num_experts=EXPERTS, layout=layout, **options)
+
+
+def assert_brought(got: CudaDispatched, x: torch.Tensor) -> None:
+    """Each row is that of the token which it is said to be."""
+    there = got.row_source_token >= 0
+    assert int(there.sum()) >= TOKENS
+    assert torch.equal(got.tokens[there], x[got.row_source_token[there].long()])
+    assert bool((got.row_source_rank[there] == 0).all())
+
+
+def assert_same(got: CudaDispatched, want: CudaDispatched) -> None:
+    for name in ("tokens", "scales", "row_weights", "row_source_rank", "row_source_token",
+                 "offsets", "tokens_per_expert"):  # fmt: skip
+        one, other = getattr(got, name), getattr(want, name)
+        assert (one is None) == (other is None), name
+        assert one is None or torch.equal(one, other), name
+
+
+def memory_of(got: CudaDispatched) -> set[int]:
+    tensors = (got.tokens, got.scales, got.sources, got.counts)
+    return {tensor.data_ptr() for tensor in tensors if tensor is not None}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("make", [rows, fp8_rows])
+def test_cached_dispatches(
+    mode: CudaHighThroughput, layout: Any, make: Callable[[int], Any]
+) -> None:
+    plan = begin(mode, layout).plan
+    first = mode.dispatch_cached(make(1), plan, layout=layout)
+    assert plan.repeated_dispatches
+    seen = memory_of(first)
+    for seed in (2, 3):
+        x = make(seed)
+        got = mode.dispatch_cached(x, plan, layout=layout)
+        assert_brought(got, x[0] if isinstance(x, tuple) else x)
+        assert not seen & memory_of(got)  # a result is the caller's to keep
+        plan.repeated_dispatches.clear()
+        assert_same(got, mode.dispatch_cached(x, plan, layout=layout))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_combines(mode: CudaHighThroughput, layout: Any) -> None:
+    got = begin(mode, layout)
+    plan, count = got.plan, got.tokens.shape[0]
+    factors = [None]
+    if layout == "expert_major":
+        factors += [rows(seed, tokens=count, hidden=1)[:, 0].float() for seed in (5, 6)]
+    for seed, factor in enumerate(factors * 3):
+        y = rows(seed, tokens=count)
+        out, _ = mode.combine(y, plan, layout=layout, row_weights=factor)
+        plan.repeated_combines.clear()
+        again, _ = mode.combine(y, plan, layout=layout, row_weights=factor)
+        assert torch.equal(out, again)
+        repeated, _ = mode.combine(y, plan, layout=layout, row_weights=factor)
+        assert torch.equal(out, repeated)
+        assert repeated.data_ptr() != again.data_ptr()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("capacity", [None, 80])
+def test_new_routings(mode: CudaHighThroughput, layout: Any, capacity: int | None) -> None:
+    for seed, weighted in enumerate((True, True, False, True, False, False)):
+        x, topk_idx = rows(seed), routing(seed)
+        options: dict[str, Any] = {"num_experts": EXPERTS, "layout": layout, "capacity": capacity}
+        topk_weights = weights(seed) if weighted else None
+        got = mode.dispatch(x, topk_idx, topk_weights, **options)
+        assert_brought(got, x)
+        mode._last_routing = None
+        want = mode.dispatch(x, topk_idx, topk_weights, **options)
+        assert_same(got, want)
+        assert torch.equal(got.plan.places, want.plan.places)
+
+
+BAD: dict[str, Callable[[], Any]] = {
+    "a row more": lambda: rows(1, tokens=TOKENS + 1),
+    "columns first": lambda: rows(1, tokens=HIDDEN, hidden=TOKENS).t(),
+    "between units": lambda: rows(1, tokens=TOKENS + 1).view(-1)[4:][: TOKENS * HIDDEN].view(
+        TOKENS, HIDDEN
+    ),
+    "elsewhere": lambda: rows(1).to("meta"),
+    "no tensor": lambda: rows(1).tolist(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("bad", BAD)
+def test_what_differs_is_checked(mode: CudaHighThroughput, layout: Any, bad: str) -> None:
+    got = begin(mode, layout)
+    plan, options = got.plan, {"num_experts": EXPERTS, "layout": layout}
+    calls: list[Callable[[Any], Any]] = [
+        lambda x: mode.dispatch_cached(x, plan, layout=layout),
+        lambda x: mode.dispatch(x, routing(), **options),
+    ]
+    if layout == "token_major":  # where a call's outputs have as many rows
+        calls.append(lambda x: mode.combine(x, plan, layout=layout))
+    for call in calls:
+        call(rows(1))
+        call(rows(2))
+        with pytest.raises(ArgumentError):
+            call(BAD[bad]())
+        call(rows(3))
+
+
+def test_another_number_of_sms(mode: CudaHighThroughput) -> None:
+    plan = begin(mode, "expert_major").plan
+    for turn, sms in enumerate((None, 1, 2, 1, None)):
+        mode.use_sms(sms)
+        x = rows(turn)
+        assert_brought(mode.dispatch_cached(x, plan, layout="expert_major"), x)
+        assert plan.repeated_dispatches["expert_major"].launches is mode._launches
+
+
+def test_the_plan_of_another_mode(mode: CudaHighThroughput) -> None:
+    """A group may have several, whose kernels use other memory."""
+    plan = begin(mode, "token_major").plan
+    mode.dispatch_cached(rows(1), plan, layout="token_major")
+    other = World(1, ROOMY_RING).modes[0]
+    for turn, each in enumerate((other, mode, other)):
+        x = rows(turn)
+        assert_brought(each.dispatch_cached(x, plan, layout="token_major"), x)
+        assert plan.repeated_dispatches["token_major"].launches is each._launches
+
+
+def test_want_of_memory_is_refused(
+    mode: CudaHighThroughput, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got = begin(mode, "token_major")
+    calls: list[Callable[[CudaPlan], Any]] = [
+        lambda plan: mode.dispatch_cached(rows(1), plan, layout="token_major"),
+        lambda plan: mode.combine(rows(1), plan, layout="token_major"),
+    ]
+    refused: list[BaseException] = []
+    for call in calls:
+        call(got.plan)
+        with monkeypatch.context() as patch:
+            patch.setattr(mode, "refuse_dispatch", lambda error, plan=None: refused.append(error))
+            patch.setattr(mode._room, "empty", _no_memory)
+            with pytest.raises(torch.cuda.OutOfMemoryError):
+                call(got.plan)
+    assert len(refused) == len(calls)
+
+
+def _no_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    raise torch.cuda.OutOfMemoryError(f"{shape} {dtype}")
+
+
+PLAIN = torch.zeros((4, 6), dtype=torch.int32, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        PLAIN[:3],
+        PLAIN[:, :5],
+        PLAIN.view(2, 2, 6),
+        PLAIN.t().contiguous().t(),
+        PLAIN.float(),
+        PLAIN.view(torch.int32).to("meta"),
+        torch.nn.Parameter(PLAIN, requires_grad=False),
+        PLAIN.view(-1)[1:],
+        PLAIN.tolist(),
+        None,
+    ],
+    ids=range(10),
+)
+def test_a_pattern_is_of_one_kind(other: Any) -> None:
+    pattern = _core.TensorPattern(PLAIN, 4)
+    assert pattern.address(PLAIN) == PLAIN.data_ptr()
+    same = torch.ones_like(PLAIN)
+    assert pattern.address(same) == same.data_ptr()
+    assert pattern.address(other) == 0
+
+
+def test_a_pattern_asks_for_alignment() -> None:
+    long = torch.zeros(64, dtype=torch.int32, device="cpu")
+    begins = -long.data_ptr() // 4 % 4
+    aligned, between = long[begins:][:24].view(4, 6), long[begins + 1 :][:24].view(4, 6)
+    assert _core.TensorPattern(between, 16).address(aligned) == aligned.data_ptr()
+    assert _core.TensorPattern(between, 16).address(between) == 0
+    assert _core.TensorPattern(between, 4).address(between) == between.data_ptr()
+
+
+def test_what_cannot_be_read_has_no_pattern() -> None:
+    for like in (None, PLAIN.tolist(), PLAIN.view(2, 2, 2, 3, 1)):
+        assert _core.TensorPattern(like, 4).address(like) == 0
