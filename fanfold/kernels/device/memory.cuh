@@ -180,14 +180,11 @@ __device__ __forceinline__ void store_relaxed_cta(uint32_t* shared, uint32_t v) 
 
 // ---- copies to shared memory, which the thread that asked for them waits for -------------------
 
-// 16 bytes, or zeros without a look at `global`; both are `units` of 16 bytes further on. (The
-// address in shared memory is made of one that several copies share: for each of its own the
-// compiler computes it anew.)
-__device__ __forceinline__ void copy_async_or_zeros(uint4* shared, const uint4* global, int units,
+// 16 bytes, or zeros without a look at `global`.
+__device__ __forceinline__ void copy_async_or_zeros(uint4* shared, const uint4* global,
                                                     bool copies) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
-                   shared_address(shared) + static_cast<uint32_t>(units * sizeof(uint4))),
-               "l"(global + units), "r"(copies ? 16 : 0)
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
+               "l"(global), "r"(copies ? 16 : 0)
                : "memory");
 }
 

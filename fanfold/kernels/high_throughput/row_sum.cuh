@@ -20,7 +20,7 @@ class RowSums {
     entries_ = entries;
     count_ = count;
     units_ = units;
-    asked_ = first();
+    asked_ = 0;
     await_copies<0>();  // zeros behind the last list's end, which nothing orders before what comes
     for (int i = 0; i < kPieces - 1; ++i) ask(i, entries[i], rows);
   }
@@ -32,7 +32,7 @@ class RowSums {
   template <class Rows, class Between>
   __device__ void run(const Rows& rows, const Between& between) {
     clear<Rows>();
-    const uint4* taken = first();
+    int taken = 0;
     Entry next_entry = entries_[0], next_asked = entries_[kPieces - 1];
     for (int i = 0; i < count_; ++i) {
       const Entry entry = next_entry, asked = next_asked;
@@ -40,7 +40,7 @@ class RowSums {
       await_copies<kPieces - 2>();
       uint4 units[kLaneUnits];
 #pragma unroll
-      for (int u = 0; u < kLaneUnits; ++u) units[u] = taken[u * kWarpLanes];
+      for (int u = 0; u < kLaneUnits; ++u) units[u] = own_.pieces[taken][unit_of(u)];
       taken = next(taken);
       ask(i + kPieces - 1, asked, rows);  // while these come to the registers
       if constexpr (Rows::kAdds) {
@@ -59,21 +59,16 @@ class RowSums {
   template <class Rows>
   __device__ void ask(int i, const Entry& entry, const Rows& rows) {
     const bool copies = i < count_ && entry.kind() != Entry::Kind::kZeros;
+    uint4* to = own_.pieces[asked_] + lane_;
     const auto* from = reinterpret_cast<const uint4*>(rows.from(entry)) + lane_;
 #pragma unroll
     for (int u = 0; u < kLaneUnits; ++u)
-      copy_async_or_zeros(asked_, from, u * kWarpLanes, copies && has_unit(u));
+      copy_async_or_zeros(to + u * kWarpLanes, from + u * kWarpLanes, copies && has_unit(u));
     commit_copies();  // also of nothing, as they are counted
     asked_ = next(asked_);
   }
 
-  // What this lane has of the first piece of the ring, and of the one behind that of `unit`.
-  __device__ uint4* first() const { return own_.pieces[0] + lane_; }
-  template <class Unit>
-  __device__ Unit* next(Unit* unit) const {
-    constexpr int kStep = kLaneUnits * kWarpLanes;
-    return unit == first() + (kPieces - 1) * kStep ? first() : unit + kStep;
-  }
+  __device__ static int next(int piece) { return piece + 1 == kPieces ? 0 : piece + 1; }
 
   __device__ int unit_of(int u) const { return u * kWarpLanes + lane_; }
   __device__ bool has_unit(int u) const {
@@ -124,7 +119,7 @@ class RowSums {
   const int lane_;
   const Entry* entries_ = nullptr;
   int count_ = 0, units_ = 0;
-  uint4* asked_ = nullptr;  // the piece of the ring that is asked for next
+  int asked_ = 0;  // place in the ring
   float sums_[kLaneUnits][8];
 };
 
