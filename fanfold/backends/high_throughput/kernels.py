@@ -278,8 +278,7 @@ class _RingShape:
         ring = _align(rows * (kind.held_bytes + 8), _LINE)
         # Of many ranks a row's descriptor says where the plan has what belongs to each.
         notes = rows * (16 + 8 * (ranks if ranks <= _core.CUDA_FEW_RANKS else 1))
-        counts = local + 2 + (local if kind.expert_major else 1)
-        shared = warps * (ring + notes) + 4 * ranks + 4 + 4 * ranks + 4 * counts
+        shared = warps * (ring + notes) + 4 * ranks + 4 + 4 * ranks + 4 * (local + 2)
         return cls(warps, rows, _align(shared, _LINE))
 
 

@@ -32,9 +32,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   });
   for (int e = thread; e < kLocalExperts + 2; e += kThreads)
     shared.offsets[e] = static_cast<int32_t>(args.offsets[e]);
-  // Read by all threads at once: a warp that walks the experts would wait for each of its loads.
-  for (int e = thread; kExpertMajor != 0 && e < kLocalExperts; e += kThreads)
-    shared.tokens_per_expert[e] = args.tokens_per_expert[e];
   __syncthreads();
   RowRing ring(shared.rings[call.warp], call);
   const DispatchWarp warp{args, shared, call, ring.shared, shared.descriptors[call.warp]};
@@ -43,7 +40,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const bool pads = __any_sync(kFullWarp, call.failed()) == 0;
   if (pads && (!sends || args.call.senders == static_cast<int>(gridDim.x))) {
     const int first = sends ? 0 : args.call.senders * kWarps;
-    Placer(warp).pad(ring.shared.slots[kSlots - 1], index - first, warps - first);
+    Placer(warp).pad(ring.shared.slots[0], index - first, warps - first);
     const int row = args.source_prefix[kRanks - 1];
     const int place = kExpertMajor != 0 ? shared.offsets[kLocalExperts] : row;
     mark_absent(args, row, place, index - first, warps - first);

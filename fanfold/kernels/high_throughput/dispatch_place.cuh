@@ -95,8 +95,7 @@ class Placer {
 
   // All lanes of some warps, before anything is in their rings: the rows between the experts, each
   // by one lane, so that all warps have as many. They get zeros, or only what describes them, if
-  // the call does not ask for zeros. `zeros` is the last slot of the warp's ring: a row
-  // comes there when all copies but the last `kBehind` have been read, so nobody waits here.
+  // the call does not ask for zeros. `zeros` is a slot of the warp's ring.
   __device__ void pad(unsigned char* zeros, int warp, int warps) const {
     if constexpr (kExpertMajor == 0) return;
     const int last = cta_.offsets[kLocalExperts + 1] - 1;  // also where it is padding
@@ -107,7 +106,7 @@ class Placer {
     __syncwarp();
     for (int e = call_.lane; e < kLocalExperts; e += kWarpLanes) {
       const int64_t end = min(int64_t{cta_.offsets[e + 1]}, args_.capacity);
-      const int begin = cta_.offsets[e] + cta_.tokens_per_expert[e];
+      const int begin = cta_.offsets[e] + args_.tokens_per_expert[e];
       for (int64_t place = begin + (warp + e) % warps; place < end; place += warps) {
         const ReceivedRow none{-1, -1, 0, -1};
         if (args_.zeroes_padding != 0) store_values(zeros, static_cast<int>(place), none);
@@ -116,6 +115,7 @@ class Placer {
       }
     }
     bulk_commit();
+    bulk_await_read<0>();
     __syncwarp();
   }
 

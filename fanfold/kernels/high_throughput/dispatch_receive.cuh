@@ -6,15 +6,12 @@
 
 namespace fanfold {
 
-// The batches that one counter hands out, if there are `any`; the next one has been asked for.
+// The batches that one counter hands out; the next one has been asked for.
 class BatchTickets {
  public:
-  __device__ BatchTickets(const Call& call, uint32_t* counter, bool any)
-      : call_(call), counter_(counter) {
-    if (!any) return;
-    ticket_ = of_lane_0(draw(call, counter));
-    drawn_ = draw(call, counter);
-  }
+  __device__ BatchTickets(const Call& call, uint32_t* counter)
+      : call_(call), counter_(counter), ticket_(of_lane_0(draw(call, counter))),
+        drawn_(draw(call, counter)) {}
 
   __device__ int current() const { return static_cast<int>(ticket_); }
   __device__ void advance() {
@@ -25,7 +22,7 @@ class BatchTickets {
  private:
   const Call& call_;
   uint32_t* counter_;
-  uint32_t ticket_ = 0, drawn_ = 0;  // in lane 0 the one after
+  uint32_t ticket_, drawn_;  // in lane 0 the one after
 };
 
 class Receiver {
@@ -33,8 +30,8 @@ class Receiver {
 
  public:
   __device__ explicit Receiver(const DispatchWarp& warp)
-      : w_(warp), call_(warp.call), arriving_(call_, &call_.args.state->received, kPeers > 0),
-        own_(call_, &call_.args.state->kept, true) {
+      : w_(warp), call_(warp.call), arriving_(call_, &call_.args.state->received),
+        own_(call_, &call_.args.state->kept) {
     for (int source = 0; source < kRanks; ++source)
       if (call_.is_peer(source)) most_batches_ = max(most_batches_, w_.batches(source).count());
   }

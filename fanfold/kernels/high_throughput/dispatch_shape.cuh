@@ -74,7 +74,6 @@ struct DispatchShared {
   Participants participants;
   int32_t prefix[kRanks];  // rows of earlier sources
   int32_t offsets[kLocalExperts + 2];
-  int32_t tokens_per_expert[kExpertMajor != 0 ? kLocalExperts : 1];
 };
 
 // Both roles of a warp.
