@@ -60,14 +60,12 @@ class StagedHighThroughput:
         *,
         layout: RowOrder,
         in_place: bool = False,
-        zero_padding: bool = True,
     ) -> Dispatched:
         """See :meth:`HighThroughputBackend.dispatch_cached`."""
         with Refusing(self._host.refuse_dispatch):
             staging = Staging(x=x)
             x = staging.host(x)
-        options = {"in_place": in_place, "zero_padding": zero_padding}
-        dispatched = self._host.dispatch_cached(x, plan, layout=layout, **options)
+        dispatched = self._host.dispatch_cached(x, plan, layout=layout, in_place=in_place)
         return _back(dispatched, staging)
 
     def combine(
@@ -112,6 +110,10 @@ class StagedHighThroughput:
     def use_sms(self, sms: int | None) -> None:
         """See :meth:`HighThroughputBackend.use_sms`."""
         self._host.use_sms(sms)
+
+    def use_zero_padding(self, zeros: bool) -> None:
+        """See :meth:`HighThroughputBackend.use_zero_padding`."""
+        self._host.use_zero_padding(zeros)
 
     def check(self) -> None:
         """See :meth:`HighThroughputBackend.check`."""

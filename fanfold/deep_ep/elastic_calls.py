@@ -143,10 +143,11 @@ def dispatch(
     def body() -> tuple[Received, None]:
         if before_epilogue is not None:
             before_epilogue.current_stream_wait()
+        call.backend.use_zero_padding(asked.do_zero_padding)
         if handle is None:
             received = _route(call, tensors, sizes, asked)
         else:
-            received = _route_again(call, tensors, handle, asked.do_zero_padding)
+            received = _route_again(call, tensors, handle)
         if asked.scales_by_columns and received.scales is not None:
             received = dataclasses.replace(received, scales=_by_columns(received.scales))
         return received, None
@@ -262,7 +263,6 @@ def _route(call: Call, tensors: Tensors, sizes: RoutingSizes, asked: Asked) -> R
             layout="expert_major" if sizes.do_expand else "token_major",
             expert_alignment=sizes.expert_alignment,
             capacity=None if sizes.knows_counts else _worst(call.ranks, top_k, sizes),
-            zero_padding=asked.do_zero_padding,
             **options,
         )
     plan: AnyPlan = dispatched.plan
@@ -331,14 +331,12 @@ def _check_reuse(call: Call, tensors: Tensors, handle: EPHandle, asked: Asked) -
         _check_stats(stats, handle.num_experts // call.ranks)
 
 
-def _route_again(call: Call, tensors: Tensors, handle: EPHandle, pads: bool) -> Received:
+def _route_again(call: Call, tensors: Tensors, handle: EPHandle) -> Received:
     x, _, topk_weights, stats = tensors
     plan = handle._plan
     call.use_sms(call.sms(handle))
     with ELASTIC:
-        dispatched = call.backend.dispatch_cached(
-            x, plan, layout=_layout(handle), zero_padding=pads
-        )
+        dispatched = call.backend.dispatch_cached(x, plan, layout=_layout(handle))
     _add_stats(stats, plan)
     rows, device = dispatched.tokens.shape[0], dispatched.tokens.device
     idx = weights = None

@@ -57,8 +57,6 @@ def dispatch(
     layout: str,
     capacity: int | None,
     in_place: bool = False,
-    *,
-    zero_padding: bool = True,
 ) -> CudaDispatched:
     """The dispatch of a round."""
     own, device = expect.own, mode.device
@@ -72,7 +70,6 @@ def dispatch(
         expert_alignment=expect.case.alignment,
         capacity=capacity,
         in_place=in_place,
-        zero_padding=zero_padding,
     )
 
 

@@ -272,15 +272,15 @@ def test_padding_without_zeros(case: Case, in_place: bool) -> None:
         expect = Round(case, rank)
         room, found = expect.capacity("expert_major"), []
         for zero_padding in (True, False):
-            options: dict[str, Any] = {"in_place": in_place, "zero_padding": zero_padding}
+            mode.use_zero_padding(zero_padding)
             mode._results.memory.fill_(7)
-            got = dispatch(mode, expect, "expert_major", room, **options)
+            got = dispatch(mode, expect, "expert_major", room, in_place)
             found.append(_kept(got))
             for _ in range(2):  # the first and a repeated one
                 mode.quiesce()
                 mode._results.memory.fill_(7)
                 x = sent(expect, mode.device)
-                got = mode.dispatch_cached(x, got.plan, layout="expert_major", **options)
+                got = mode.dispatch_cached(x, got.plan, layout="expert_major", in_place=in_place)
                 found.append(_kept(got))
         mode.quiesce()
         return found

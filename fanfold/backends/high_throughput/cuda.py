@@ -123,7 +123,7 @@ class CudaHighThroughput:
     ) -> None:
         self.device = memory.device
         self._memory, self._config, self.check_devices = memory, config, check_devices
-        self._quantize_to = quantize_to
+        self._quantize_to, self._zero_padding = quantize_to, True
         self._ranks, self._max_tokens = memory.ranks, max_tokens
         self._follow = StreamOrder(self.device).follow
         error: Exception | None = None
@@ -163,6 +163,10 @@ class CudaHighThroughput:
             if sms is not None:
                 self._launches_by_sms[sms] = known
         self._launches = known
+
+    def use_zero_padding(self, zeros: bool) -> None:
+        """See :meth:`HighThroughputBackend.use_zero_padding`."""
+        self._zero_padding = zeros
 
     def _launches_with(self, grid: Grid) -> Launches:
         known = self._launches_of.get(grid)
@@ -232,7 +236,6 @@ class CudaHighThroughput:
         expert_alignment: int = 1,
         capacity: int | None = None,
         in_place: bool = False,
-        zero_padding: bool = True,
         planned: Callable[[CudaPlan], None] | None = None,
     ) -> CudaDispatched:
         """See :meth:`HighThroughputBackend.dispatch`. With a capacity the CPU waits for nothing;
@@ -271,7 +274,7 @@ class CudaHighThroughput:
         args = sending.args
         self._begin_dispatch(args, dispatched, values, scales, choices)
         args.result_rows = self._results.most_rows(kind)
-        args.zeroes_padding = zero_padding
+        args.zeroes_padding = self._zero_padding
         args.weights, args.row_weights = address_of(topk_weights), address_of(plan.row_weights)
         args.rows_of, args.topk_idx = address_of(plan.rows_of), address_of(plan.topk_idx)
         args.topk_weights = address_of(plan.topk_weights)
@@ -314,14 +317,13 @@ class CudaHighThroughput:
         *,
         layout: RowOrder,
         in_place: bool = False,
-        zero_padding: bool = True,
     ) -> CudaDispatched:
         """See :meth:`HighThroughputBackend.dispatch_cached`, and :meth:`dispatch`."""
         self._check_usable()
         if not in_place:
             again = repeated_dispatch(plan, layout)
             if again is not None and again.finds(self._launches, x):
-                again.call.args.zeroes_padding = zero_padding
+                again.call.args.zeroes_padding = self._zero_padding
                 return self._dispatch_again(again, plan)
         with Refusing(lambda error: self.refuse_dispatch(error, plan)):
             check_layout(layout)
@@ -347,7 +349,7 @@ class CudaHighThroughput:
         args = sending.args
         self._begin_dispatch(args, dispatched, values, scales, None)
         args.result_rows = self._results.most_rows(kind)
-        args.zeroes_padding = zero_padding
+        args.zeroes_padding = self._zero_padding
         # Every such call writes the same, as nobody can tell which was the first that took place.
         late = layout == "expert_major" and plan.topk_idx is not None
         args.rows_of = address_of(plan.rows_of) if late else 0

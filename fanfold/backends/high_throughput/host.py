@@ -185,10 +185,9 @@ class HostHighThroughput:
         expert_alignment: int = 1,
         capacity: int | None = None,
         in_place: bool = False,
-        zero_padding: bool = True,
     ) -> Dispatched:
         """See :meth:`HighThroughputBackend.dispatch`."""
-        del in_place, zero_padding  # rows arrive in tensors of their own, which are zero before
+        del in_place  # rows arrive in tensors of their own
         self._memory.check()
         with Refusing(self.refuse_dispatch):
             check_layout(layout)
@@ -220,10 +219,9 @@ class HostHighThroughput:
         *,
         layout: RowOrder,
         in_place: bool = False,
-        zero_padding: bool = True,
     ) -> Dispatched:
         """See :meth:`HighThroughputBackend.dispatch_cached`."""
-        del in_place, zero_padding  # rows arrive in tensors of their own, which are zero before
+        del in_place  # rows arrive in tensors of their own
         self._memory.check()
         with Refusing(self.refuse_dispatch):
             check_layout(layout)
@@ -294,6 +292,9 @@ class HostHighThroughput:
         """See :meth:`HighThroughputBackend.use_sms`."""
         if sms is not None:
             check_integer("sms", sms, 1, MOST_SMS)
+
+    def use_zero_padding(self, zeros: bool) -> None:
+        """See :meth:`HighThroughputBackend.use_zero_padding`."""
 
     def check_devices(self, **tensors: object) -> None:
         """See :meth:`HighThroughputBackend.check_devices`; each call checks its own."""

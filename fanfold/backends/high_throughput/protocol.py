@@ -92,7 +92,6 @@ class HighThroughputBackend(Protocol):
         expert_alignment: int = 1,
         capacity: int | None = None,
         in_place: bool = False,
-        zero_padding: bool = True,
     ) -> Any:
         """Sends each token once to every rank that holds one of its experts.
 
@@ -111,9 +110,6 @@ class HighThroughputBackend(Protocol):
                 bad input of this rank.
             in_place: on GPUs, peers write into memory of the backend where the rows stay until the
                 next dispatch in place begins. On all ranks or none. On the host the same as False.
-            zero_padding: expert-major: rows between experts are zero. If False, GPUs do not write
-                them, which takes as long as other rows. Ranks need not agree. On the host the same
-                as True.
 
         Returns:
             :class:`Dispatched`, or on GPUs :class:`CudaDispatched`.
@@ -126,7 +122,6 @@ class HighThroughputBackend(Protocol):
         *,
         layout: RowOrder,
         in_place: bool = False,
-        zero_padding: bool = True,
     ) -> Any:
         """Sends other rows by the routing of an earlier dispatch: no counts, no routing travel.
 
@@ -134,7 +129,7 @@ class HighThroughputBackend(Protocol):
             x: as in :meth:`dispatch`, of ``plan.tokens`` rows of any width.
             plan: of the same earlier dispatch on every rank.
             layout: as in :meth:`dispatch`; need not be the earlier one.
-            in_place, zero_padding: as in :meth:`dispatch`.
+            in_place: as in :meth:`dispatch`.
         """
 
     def combine(
@@ -186,6 +181,12 @@ class HighThroughputBackend(Protocol):
 
         Args:
             sms: from 1.
+        """
+
+    def use_zero_padding(self, zeros: bool) -> None:
+        """Has dispatches from here on, as in the beginning, store zeros in the rows between
+        experts; or nothing, which on GPUs saves the time of as many rows. Local. On the host there
+        are always zeros.
         """
 
     def check(self) -> None:
