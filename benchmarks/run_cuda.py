@@ -18,6 +18,8 @@ Without NVLink multicast, which Fanfold does not use, and the committed results 
         sms            on 8 to 48 SMs
         geometries     five others at 4096 tokens
         deep_ep_rows   hidden 7168 at 4096 tokens through the DeepEP face
+    cuda_few_tokens.jsonl, .png
+        few_tokens     8 to 512 tokens of hidden 7168 in both modes, without the oracle
     cuda_faces.jsonl, .png
         faces          FP8, hidden 7168 at 4096 tokens, through every face: what the host takes
     cuda_expert_major.jsonl, .png
@@ -138,6 +140,17 @@ def deep_ep_rows(ranks: int) -> Points:
         yield dataclasses.replace(high_throughput(ranks, dtype), routing=routing, face="deep_ep")
 
 
+def few_tokens(ranks: int) -> Points:
+    """Low latency, then high throughput with new and cached routings in both orders."""
+    counts = (8, 32, 64, 128, 256, 512)
+    for tokens in counts:
+        point = low_latency(ranks, tokens, MAIN)
+        yield dataclasses.replace(point, iterations=50, warmup=5, check=False)
+    for tokens, routing, layout in itertools.product(counts, ("new", "cached"), LAYOUTS):
+        point = dataclasses.replace(high_throughput(ranks, "fp8", tokens), check=False)
+        yield dataclasses.replace(point, routing=routing, layout=layout)
+
+
 def faces(ranks: int) -> Points:
     """Cached and new routings, each order of rows in which a face has them."""
     point = high_throughput(ranks, "fp8")
@@ -165,10 +178,11 @@ STEPS: dict[str, Callable[[int], Points]] = {
     "sms": sms,
     "geometries": geometries,
     "deep_ep_rows": deep_ep_rows,
+    "few_tokens": few_tokens,
     "faces": faces,
     "expert_major": expert_major,
 }
-OWN_FILES = ("faces", "expert_major")
+OWN_FILES = ("few_tokens", "faces", "expert_major")
 """Steps whose results stand apart, as they may be of another number of GPUs."""
 
 
