@@ -5,6 +5,7 @@ The oracle is that of one host. What only a GPU shows, its memory order and its 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -72,12 +73,9 @@ NETWORKS = {
 HOSTILE = pytest.mark.parametrize(("shape", "network"), NETWORKS.values(), ids=NETWORKS)
 
 
-@HOSTILE
-@pytest.mark.parametrize("hooks", [False, True])
-def test_rounds(opens: Open, shape: Shape, network: Network, hooks: bool) -> None:
-    world = opens(shape, network)
-    for turn in range(6):
-        batches = batches_of(shape, turn)
+def run_rounds(world: HostsWorld, shape: Shape, turns: list[list[Batch]], hooks: bool) -> None:
+    """A dispatch and a combine of each turn's batches, of which every bit is checked."""
+    for batches in turns:
 
         def round_(rank: int, mode: CudaLowLatency, batches: list[Batch] = batches) -> None:
             call = Caller(shape, mode, rank)
@@ -95,12 +93,64 @@ def test_rounds(opens: Open, shape: Shape, network: Network, hooks: bool) -> Non
 
         world.run(round_)
         world.check_absent()
+    assert all(world.failure(rank) is None for rank in range(shape.geometry.ranks))
+
+
+@HOSTILE
+@pytest.mark.parametrize("hooks", [False, True])
+def test_rounds(opens: Open, shape: Shape, network: Network, hooks: bool) -> None:
+    world = opens(shape, network)
+    run_rounds(world, shape, [batches_of(shape, turn) for turn in range(6)], hooks)
     ranks = range(shape.geometry.ranks)
-    assert all(world.failure(rank) is None for rank in ranks)
     assert all(world.count("commands", rank) > 0 for rank in ranks)
     if network.seed:
         assert sum(world.count("reordered", rank) for rank in ranks) > 0
         assert sum(world.count("duplicates", rank) for rank in ranks) > 0
+
+
+def test_runs_of_every_length(opens: Open) -> None:
+    """Tokens of which the first ``length`` of every ``period`` go to the other host."""
+    shape = LONG
+    turns = []
+    for turn, (length, period) in enumerate([(75, 75), (31, 32), (33, 34), (1, 2), (32, 64)]):
+        batches = [Batch.of(shape.geometry, 75, 10 * turn + rank) for rank in range(2)]
+        for rank, batch in enumerate(batches):
+            away = torch.arange(75) % period < length
+            batch.topk_idx[:, 0] = torch.where(away, 3 * (1 - rank) + turn % 3, -1)
+        turns.append(batches)
+    run_rounds(opens(shape, Network((0, 1), seed=31)), shape, turns, False)
+
+
+def test_rows_stay_until_they_are_read(opens: Open) -> None:
+    """The ranks of one host are two calls ahead of those of the other, which read late."""
+    world = opens(BF16, Network(TWO_AND_TWO, seed=32))
+    turns = [batches_of(BF16, turn) for turn in range(3)]
+
+    def program(rank: int, mode: CudaLowLatency) -> None:
+        call = Caller(BF16, mode, rank)
+
+        def send(turn: int) -> tuple[Any, Any]:
+            return call.dispatch(turns[turn][rank], return_hook=True)
+
+        def take(sent: tuple[Any, Any], turn: int) -> None:
+            sent[1]()
+            mode.check()
+            check_received(BF16.geometry, turns[turn], rank, sent[0], None)
+
+        first = send(0)
+        if TWO_AND_TWO[rank] == 1:
+            time.sleep(0.5)
+            take(first, 0)
+            for turn in (1, 2):
+                take(send(turn), turn)
+            return
+        second = send(1)
+        take(first, 0)
+        third = send(2)  # waits until the others have read the first one
+        take(second, 1)
+        take(third, 2)
+
+    world.run(program)
 
 
 # ---- the tests of one host, on several -----------------------------------------------------------
