@@ -19,6 +19,7 @@ import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -223,7 +224,7 @@ class World:
                     device=torch.device("cpu"),
                     rank=rank,
                     ranks=geometry.ranks,
-                    base=lambda peer: regions[peer].data_ptr(),
+                    base=partial(self._base, [region.data_ptr() for region in regions], rank),
                     bytes_per_rank=nbytes,
                     tensor=regions[rank],
                     group=ThreadGroup(rank, values, barrier),
@@ -233,6 +234,11 @@ class World:
             )
             for rank in range(geometry.ranks)
         ]
+
+    def _base(self, regions: list[int], rank: int, peer: int) -> int:
+        """Where ``rank`` stores what ``peer`` is to have."""
+        del rank
+        return regions[peer]
 
     def check_absent(self) -> None:
         """Asserts that every word which must begin as the sentinel is the sentinel again."""

@@ -77,6 +77,7 @@ def _sizes(geometry: Geometry) -> dict[str, int]:
         "kTopK": geometry.top_k,
         "kHidden": geometry.hidden,
         "kMirror": 0,
+        "kAcrossHosts": 0,
         "kAcquireAcks": _ACQUIRE_ACKS,
     }
 

@@ -207,11 +207,14 @@ struct LowLatencyReports {
   Report signal_bound;
 };
 
+struct LowLatencyHosts;
+
 // Memory of one rank that only its own kernels use.
 struct LowLatencyState {
   CtaEpochs epochs[2][kMostCtas];  // by kind of call
   int32_t masked[kMostRanks];
   uint64_t peers[kMostRanks];  // PeerTable::all
+  LowLatencyHosts* hosts;      // of kernels with kAcrossHosts
   uint32_t reserved;
   uint32_t failed;  // the call after which none can be trusted any more (`call_id`); 0: none
 };

@@ -2,7 +2,7 @@
 // peer, and the acknowledgements that let peers use a half of the memory again.
 #pragma once
 
-#include "layout/low_latency_device.h"
+#include "low_latency/host_commands.cuh"
 #include "protocol/acks.cuh"
 #include "protocol/deadline.cuh"
 #include "protocol/other_calls.cuh"
@@ -31,6 +31,8 @@ struct Prologue {
   CtaEpochs epochs;
   uint32_t failed;  // of LowLatencyState
   int32_t masked;   // lane r: whether rank r is, of few ranks
+  // Of few ranks with kAcrossHosts: bit r: rank r is on another host.
+  uint32_t elsewhere;
 
   __device__ static Prologue load(const CallArgs& args, CallKind kind) {
     Prologue seen{};
@@ -38,9 +40,22 @@ struct Prologue {
     seen.failed = args.state->failed;
     const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
     if (kHasFewRanks && lane < kRanks) seen.masked = args.state->masked[lane];
+    if constexpr (kAcrossHosts != 0 && kHasFewRanks)
+      seen.elsewhere = args.state->hosts->elsewhere[0];
     return seen;
   }
 };
+
+// Who writes to whom: its number to the reader, and whether that is on another host. Then what it
+// writes has a place in LowLatencyHostsLayout.
+struct Writer {
+  int rank;
+  bool elsewhere;
+};
+
+// Of rows in LowLatencyHostsLayout: the bytes of each (kBytes), and the word behind them (kWord).
+template <CallKind Kind>
+struct RowsOf;
 
 // One kernel's view of its call. Cheap to make in every thread.
 template <CallKind Kind>
@@ -62,35 +77,69 @@ class Call {
   __device__ int64_t slot(int writer, int token) const {
     return int64_t{half() * kRanks + writer} * args.max_tokens + token;
   }
-  __device__ int64_t call_word(int writer) const {
-    constexpr int kFirst = static_cast<int>(Kind) * kParities * kRanks;
-    return args.at.calls + int64_t{kFirst + half() * kRanks + writer} * 8;
+  __device__ int64_t ack(Writer writer) const {
+    if (writer.elsewhere) return LowLatencyHostsLayout::ack(writer.rank);
+    return args.at.acks + int64_t{writer.rank} * 8;
   }
-  __device__ int64_t header(int writer, int token, int k) const {
+  __device__ int64_t call_word(Writer writer) const {
+    constexpr auto kWord = static_cast<HostWord>(Kind);
+    if (writer.elsewhere) return host_layout().word(kWord, half(), writer.rank);
+    constexpr int kFirst = static_cast<int>(Kind) * kParities * kRanks;
+    return args.at.calls + int64_t{kFirst + half() * kRanks + writer.rank} * 8;
+  }
+  // Of a writer on another host: what it stores behind its rows.
+  __device__ int64_t rows_word(Writer writer) const {
+    return host_layout().word(RowsOf<Kind>::kWord, half(), writer.rank);
+  }
+  __device__ int64_t count(Writer writer, int local) const {
+    if (writer.elsewhere)
+      return host_layout().block(Kind, half(), writer.rank) + int64_t{local} * 4;
+    const int at = (half() * kRanks + writer.rank) * kLocalExperts + local;
+    return args.at.counts + int64_t{at} * 4;
+  }
+  __device__ int64_t header(Writer writer, int token, int k) const {
+    if (writer.elsewhere)
+      return host_layout().headers(Kind, half(), writer.rank) + (int64_t{token} * kTopK + k) * 8;
     constexpr bool kLateHeaders = Kind == CallKind::kCombine;
     const int64_t headers = kLateHeaders ? args.at.late_headers : args.at.headers;
-    return headers + (slot(writer, token) * kTopK + k) * 8;
+    return headers + (slot(writer.rank, token) * kTopK + k) * 8;
   }
-  __device__ int64_t row(int writer, int token) const {
+  __device__ int64_t row(Writer writer, int token) const {
+    if (writer.elsewhere)
+      return host_layout().rows(Kind, half(), writer.rank) + int64_t{token} * RowsOf<Kind>::kBytes;
     const int64_t rows = Kind == CallKind::kDispatch ? args.at.rows : args.at.results;
-    return rows + slot(writer, token) * args.at.row_stride;
+    return rows + slot(writer.rank, token) * args.at.row_stride;
   }
   __device__ static int64_t units(int count) { return int64_t{count} * kUnitBytes; }
+  __device__ LowLatencyHostsLayout host_layout() const {
+    return {{kRanks, kExperts, kTopK, kHidden, args.max_tokens}};
+  }
 
-  // What stands at an offset of this rank's own memory.
+  // What stands at an offset of the memory in which this rank receives from `writer`.
   template <class T>
-  __device__ T* own_at(int64_t offset) const {
+  __device__ T* own_at(Writer writer, int64_t offset) const {
+    if (writer.elsewhere) return reinterpret_cast<T*>(args.state->hosts->received + offset);
     return own_memory<T>(args, offset);
   }
   // Where this rank's row of a token goes in the memory of `rank`.
   __device__ Peer row_at(int rank, int token) const {
-    return Peer(args, rank).from(row(rank_at(args, rank), token));
+    return Peer(args, rank).from(row(writer_to(rank), token));
   }
-  __device__ uint4* received_row(int writer, int token) const {
-    return own_at<uint4>(row(writer, token));
+  __device__ uint4* received_row(int source, int token) const {
+    const Writer writer = writer_of(source);
+    return own_at<uint4>(writer, row(writer, token));
   }
 
   // ---- peers ------------------------------------------------------------------------------------
+
+  __device__ bool is_elsewhere(int rank) const {
+    if constexpr (kAcrossHosts == 0) return false;
+    const uint32_t word = kHasFewRanks ? seen.elsewhere : args.state->hosts->elsewhere[rank / 32];
+    return (word >> (rank % 32) & 1u) != 0;
+  }
+  // As this rank is to `peer`, and as `source` is to this rank.
+  __device__ Writer writer_to(int peer) const { return {rank_at(args, peer), is_elsewhere(peer)}; }
+  __device__ Writer writer_of(int source) const { return {source, is_elsewhere(source)}; }
 
   // The ranks that are not masked. All lanes of the warp ask together.
   __device__ RankSet live_ranks() const {
@@ -122,6 +171,7 @@ class Call {
   // those that wait for every rank. The CTA that sends counts (in combine, the first) waits for all
   // acknowledgements, the last one for all calls.
   __device__ bool looks_around() const {
+    if constexpr (kAcrossHosts != 0) return false;  // no rank can read what one elsewhere is in
     const int sender = Kind == CallKind::kDispatch ? args.senders : 0;
     const int cta = static_cast<int>(blockIdx.x);
     return cta == sender || cta == static_cast<int>(gridDim.x) - 1;
@@ -134,13 +184,23 @@ class Call {
   // does what other warps put there behind a barrier of the CTA.
   template <bool LooksAround = false>
   __device__ void await_acks() const;
+  // Whether `peer`, on another host, has received the last call but one.
+  __device__ bool has_free_half(int peer) const {
+    const Writer writer = writer_of(peer);
+    return frees_half(load_ack(own_at<const uint64_t>(writer, ack(writer))), Kind, epoch);
+  }
 
-  // Sends every live peer what this call is.
+  __device__ CallWord own_word(RowKind rows) const {
+    return {static_cast<uint32_t>(args.tokens), args.refused != 0, rows, args.signature, epoch};
+  }
+  // Sends every live peer of this host what this call is; to others it goes behind what it is about
+  // (HostSender).
   __device__ void push_call_word(RowKind rows) const {
-    const CallWord word{static_cast<uint32_t>(args.tokens), args.refused != 0, rows, args.signature,
-                        epoch};
+    const CallWord word = own_word(rows);
     for_ranks_of(lane, kWarpLanes, [&](int rank) {
-      if (is_live(rank)) Peer(args, rank).put(call_word(rank_at(args, rank)), word.encode());
+      const Writer writer = writer_to(rank);
+      if (is_live(rank) && !writer.elsewhere)
+        Peer(args, rank).put(call_word(writer), word.encode());
     });
   }
 
@@ -181,11 +241,14 @@ class WaitClock {
 template <CallKind Kind>
 template <bool LooksAround>
 __device__ void Call<Kind>::await_acks() const {
-  const auto* acks = own_at<const uint64_t>(args.at.acks);
+  const auto* acks = own_memory<const uint64_t>(args, args.at.acks);
   for_ranks_of(lane, kWarpLanes, [&](int rank) {
     Deadline<Call, LooksAround> deadline(*this);
     while (is_live(rank)) {
-      const Acknowledgement ack = load_ack(acks + rank);
+      const uint64_t* place = acks + rank;
+      if (const Writer writer = writer_of(rank); writer.elsewhere)
+        place = own_at<const uint64_t>(writer, this->ack(writer));
+      const Acknowledgement ack = load_ack(place);
       if (frees_half(ack, Kind, epoch)) break;
       if (deadline.expired(rank, ack.of(Kind))) break;
     }
@@ -196,11 +259,14 @@ __device__ void Call<Kind>::await_acks() const {
 template <CallKind Kind>
 template <bool LooksAround>
 __device__ CallWord Call<Kind>::await_call(int source) const {
-  const auto* place = own_at<const uint64_t>(call_word(source));
+  const Writer writer = writer_of(source);
+  const auto* place = own_at<const uint64_t>(writer, call_word(writer));
   Deadline<Call, LooksAround> deadline(*this);
   CallWord word{};
   do {
-    word = CallWord::decode(load_relaxed_system(place));
+    // Of a rank elsewhere the word says that what it sent before is there.
+    word = CallWord::decode(writer.elsewhere ? load_acquire_system(place)
+                                             : load_relaxed_system(place));
   } while (word.epoch != (epoch & 0xffffu) && !deadline.expired(source));
   constexpr CallWord kOfNoCall{0, false, RowKind::kBf16, 0, ~0u};
   if (word.epoch != (epoch & 0xffffu)) return kOfNoCall;
@@ -208,14 +274,33 @@ __device__ CallWord Call<Kind>::await_call(int source) const {
   return word;
 }
 
+// A rank that has read the rows of another host says so through the ring; the store of the command
+// is the release.
+template <CallKind Kind>
+__device__ __forceinline__ void push_acks_to_hosts(const Call<Kind>& call) {
+  __syncwarp();
+  const uint64_t ack = received_calls(call.args).encode();
+  for (int round = 0; round < kRankRounds; ++round) {
+    const int rank = round * kWarpLanes + call.lane;
+    const int peer = rank < kRanks ? rank : 0;
+    const Writer writer = call.writer_to(peer);
+    const bool acknowledges = rank < kRanks && writer.elsewhere && call.is_live(peer);
+    push_commands(call, acknowledges, peer, store_command(peer, call.ack(writer), ack));
+  }
+}
+
 // Tells every peer which calls this rank has received whole. A peer that sees it writes into the
 // memory that those calls have read and filled with sentinels, so it is a release.
+template <CallKind Kind>
 __device__ __forceinline__ void push_acks(const CallArgs& args, const Prologue& seen) {
-  for_ranks_of(static_cast<int>(threadIdx.x) % kWarpLanes, kWarpLanes, [&](int rank) {
+  const Call<Kind> call(args, seen, seen.epochs.send);
+  for_ranks_of(call.lane, kWarpLanes, [&](int rank) {
     if (kHasFewRanks ? seen.masked != 0 : is_masked(args, rank)) return;
-    Peer(args, rank)
-        .signal(args.at.acks + int64_t{rank_at(args, rank)} * 8, received_calls(args).encode());
+    const Writer writer = call.writer_to(rank);
+    if (writer.elsewhere) return;
+    Peer(args, rank).signal(call.ack(writer), received_calls(args).encode());
   });
+  if constexpr (kAcrossHosts != 0) push_acks_to_hosts(call);
 }
 
 // Whether an earlier call has failed. That this one has must not count: the threads of a CTA look
@@ -242,7 +327,7 @@ __device__ __forceinline__ void run_call(const CallArgs& args, int ack_cta, IsAb
   const Prologue seen = Prologue::load(args, Kind);
   const bool acknowledges = static_cast<int>(blockIdx.x) == ack_cta &&
                             static_cast<int>(threadIdx.x) / kWarpLanes == kWarps - 1;
-  if (acknowledges) push_acks(args, seen);
+  if (acknowledges) push_acks<Kind>(args, seen);
   if (nothing || failed_before(seen, Kind)) return;
   // Where routing is late it has room for headers of its own.
   const bool needs_headers = Kind == CallKind::kCombine && args.at.rows != args.at.late_headers;

@@ -15,9 +15,11 @@ class CombineReceive {
                                             : TokenRanks::none()) {}
 
   __device__ void run() {
-    const RankSet live = call_.live_ranks();
+    RankSet live = call_.live_ranks();
     TokenRanks ranks = first_ranks_;
     await_all(live);
+    if constexpr (kAcrossHosts != 0)
+      live = live.where([this](int rank) { return await_rows_from(rank); });
     for (int task = first_task(); task < tasks(); task += kWarps * static_cast<int>(gridDim.x)) {
       const int token = task / kSegments;
       if (task != first_task()) ranks = ranks_of_token(token);
@@ -113,7 +115,8 @@ class CombineReceive {
       if (!some.has(j)) continue;
       if ((came >> j & 1u) != 0) add_unweighted(sum, v[j]);
       // The half is written again when peers have the acknowledgement of this call.
-      store_weak(received(some.rank(j), token) + unit, sentinels());
+      if (!call_.is_elsewhere(some.rank(j)))
+        store_weak(received(some.rank(j), token) + unit, sentinels());
     }
   }
 
@@ -157,7 +160,8 @@ class CombineReceive {
   // like these. Looked at only where one is awaited in vain for a while.
   __device__ bool sends_nothing(int rank) {
     if ((++looks_ & 0xffu) != 0) return false;
-    const auto* place = call_.own_at<const uint64_t>(call_.call_word(rank));
+    const Writer writer = call_.writer_of(rank);
+    const auto* place = call_.own_at<const uint64_t>(writer, call_.call_word(writer));
     const CallWord word = CallWord::decode(load_relaxed_system(place));
     if (word.epoch != (call_.epoch & 0xffffu)) return false;
     return word.refused || (word.signature != args_.call.signature && args_.call.refused == 0);
@@ -182,6 +186,22 @@ class CombineReceive {
     clock.stop();
   }
 
+  // Returns whether the rows of `rank` may be read: of a rank elsewhere once its word is here, if
+  // it has sent any.
+  __device__ bool await_rows_from(int rank) const {
+    const Writer writer = call_.writer_of(rank);
+    if (!writer.elsewhere) return true;
+    const auto* place = call_.own_at<const uint64_t>(writer, call_.rows_word(writer));
+    CombineDeadline deadline(call_);
+    CallWord word{};
+    do {
+      word = CallWord::decode(load_acquire_system(place));
+      if (word.epoch == (call_.epoch & 0xffffu))
+        return !word.refused && word.signature == args_.call.signature && args_.call.refused == 0;
+    } while (!deadline.expired(rank));
+    return false;
+  }
+
   // ---- rows as LogFMT ---------------------------------------------------------------------------
 
   // The first word of a segment says how it is coded.
@@ -202,7 +222,7 @@ class CombineReceive {
       uint4 v = load_relaxed_system(units + call_.lane);
       while (!arrived(v) && !deadline.expired(rank)) v = load_relaxed_system(units + call_.lane);
       if (arrived(v)) add_unweighted(sum, v);
-      store_weak(units + call_.lane, sentinels());
+      if (!call_.is_elsewhere(rank)) store_weak(units + call_.lane, sentinels());
     }
   }
 
@@ -228,6 +248,7 @@ class CombineReceive {
     }
     __syncwarp();
     if (here && block < blocks) add_codes(sum, range, mine, call_.lane);
+    if (call_.is_elsewhere(rank)) return;
     for (int w = call_.lane; w < range_place(blocks); w += kWarpLanes)
       store_relaxed_gpu(words + w, kSentinel);
   }

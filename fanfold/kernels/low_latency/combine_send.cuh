@@ -3,6 +3,7 @@
 #pragma once
 
 #include "low_latency/combine_shape.cuh"
+#include "low_latency/host_sender.cuh"
 #include "low_latency/logfmt.cuh"
 #include "low_latency/ready.cuh"
 
@@ -14,24 +15,8 @@ class CombineSend {
       : args_(args), shared_(shared), call_(args.call, seen, seen.epochs.send) {}
 
   __device__ void run() {
-    if constexpr (kLate) {
-      if (blockIdx.x == 0 && call_.warp == 0) push_call_word();
-      send_headers();
-    }
-    // A rank that refused sends no rows, but takes the headers that arrive.
-    const bool has_rows = kLate || args_.call.refused == 0;
-    for (int first = 0;; first += kPassRows) {
-      if (first > 0) __syncthreads();
-      const RankSet live = call_.live_ranks();
-      if (has_rows) look_up(first, live);
-      if (first == 0 && call_.warp == kIdleWarp) await_half();
-      if (!has_rows) return;
-      __syncthreads();
-      send_rows(first);
-      const int next =
-          static_cast<int>(blockIdx.x) + (first + kPassRows) * static_cast<int>(gridDim.x);
-      if (next >= most_of(shared_.tokens) * kRanks) return;
-    }
+    send();
+    if constexpr (kAcrossHosts != 0) push_rows_to_hosts();
   }
 
   // With kAwaitsSignals: looks at this CTA's rows again and again, and sends those whose outputs
@@ -78,6 +63,28 @@ class CombineSend {
     }
   }
 
+  __device__ void send() {
+    if constexpr (kLate) {
+      if (blockIdx.x == 0 && call_.warp == 0) push_call_word();
+      send_headers();
+      if constexpr (kAcrossHosts != 0) push_headers_to_hosts();
+    }
+    // A rank that refused sends no rows, but takes the headers that arrive.
+    const bool has_rows = kLate || args_.call.refused == 0;
+    for (int first = 0;; first += kPassRows) {
+      if (first > 0) __syncthreads();
+      const RankSet live = call_.live_ranks();
+      if (has_rows) look_up(first, live);
+      if (first == 0 && call_.warp == kIdleWarp) await_half();
+      if (!has_rows) return;
+      __syncthreads();
+      send_rows(first);
+      const int next =
+          static_cast<int>(blockIdx.x) + (first + kPassRows) * static_cast<int>(gridDim.x);
+      if (next >= most_of(shared_.tokens) * kRanks) return;
+    }
+  }
+
   __device__ void push_call_word() const {
     call_.await_acks<true>();
     call_.push_call_word(RowKind::kBf16);
@@ -88,6 +95,40 @@ class CombineSend {
   __device__ void await_half() const {
     if (!kLate && blockIdx.x == 0) return push_call_word();
     call_.await_acks();
+  }
+
+  // ---- to other hosts ---------------------------------------------------------------------------
+
+  __device__ void push_headers_to_hosts() const {
+    if (!is_last_cta(&args_.call.state->hosts->finished_headers)) return;
+    push_to_each_host_rank(call_, [this](int, HostSender<CallKind::kCombine>& sender) {
+      sender.push_tables();
+      sender.push_word(call_.call_word(sender.writer()), call_.own_word(RowKind::kBf16));
+    });
+  }
+
+  __device__ void push_rows_to_hosts() const {
+    if (!is_last_cta(&args_.call.state->hosts->finished_rows)) return;
+    push_to_each_host_rank(call_, [this](int peer, HostSender<CallKind::kCombine>& sender) {
+      const int tokens = args_.call.refused == 0 ? shared_.tokens[peer] : 0;
+      sender.push_rows(tokens, [&](int token) { return has_row_of(peer, token); });
+      sender.push_word(call_.rows_word(sender.writer()), call_.own_word(RowKind::kBf16));
+    });
+  }
+
+  // Whether an expert of this rank has an output for the token of a rank elsewhere, whose headers
+  // stay where they are.
+  __device__ bool has_row_of(int source, int token) const {
+    if constexpr (!kLate) {
+      const int64_t q = int64_t{source} * args_.call.max_tokens + token;
+      return reinterpret_cast<const int32_t*>(args_.table + table().fans_offset())[q] > 0;
+    }
+    const Writer writer = call_.writer_of(source);
+    const auto* header = call_.own_at<const uint64_t>(writer, call_.header(writer, token, 0));
+    bool has = false;
+    for (int k = 0; k < kTopK; ++k)
+      has = has || kHeader.local(load_relaxed_system(header + k)) != kHeader.elsewhere();
+    return has;
   }
 
   // ---- which outputs make up a row --------------------------------------------------------------

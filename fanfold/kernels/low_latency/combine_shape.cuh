@@ -15,6 +15,12 @@ inline constexpr int kColumnsOfUnit = kUnitBytes / 2;
 using CombineCall = Call<CallKind::kCombine>;
 using CombineDeadline = Deadline<CombineCall>;
 
+template <>
+struct RowsOf<CallKind::kCombine> {
+  static constexpr int kBytes = kUnits * kUnitBytes;
+  static constexpr HostWord kWord = kLate ? HostWord::kCombineRows : HostWord::kCombine;
+};
+
 __device__ __forceinline__ bool has_unit(int part, int lane) {
   return kUnits % kSegmentUnits == 0 || part * kSegmentUnits + lane < kUnits;
 }
@@ -32,6 +38,7 @@ __device__ __forceinline__ bool of_aborted_dispatch(const CombineArgs& args) {
 }
 
 static_assert(kLate || !kAwaitsSignals);
+static_assert(!kAwaitsSignals || !kAcrossHosts);
 
 // Rows that a CTA looks up, then sends, together.
 inline constexpr int kPassRows = kAwaitsSignals ? kWarps : 8;

@@ -114,6 +114,8 @@ class DispatchReceive {
     const WaitClock clock(args_.wait_ns, source);
     CallWord word{};
     if (is_live) word = call_.await_call(source);
+    // What a rank elsewhere sends stays where it is: nobody has to take it away.
+    if (!is_kept() && call_.is_elsewhere(source)) word.tokens = 0;
     shared_.tokens[source] = static_cast<int>(word.tokens);
     shared_.rows[source] = static_cast<uint8_t>(word.rows);
     shared_.refused[source] = word.refused;
@@ -122,7 +124,8 @@ class DispatchReceive {
   }
 
   __device__ const uint32_t* count(int source, int local) const {
-    return call_.own_at<const uint32_t>(count_at(call_, source, local));
+    const Writer writer = call_.writer_of(source);
+    return call_.own_at<const uint32_t>(writer, call_.count(writer, local));
   }
 
   __device__ int await_count(int source, int local, uint32_t word) {
@@ -246,7 +249,8 @@ class DispatchReceive {
         uint4* row = received(first_row, task, ctas);
         if (__all_sync(kFullWarp, is_here(segments[i]))) {
           fan_out(task, segments[i]);
-          clear(row, task.part);
+          const int source = pair_at(first_row + task.row, ctas).source;
+          if (!call_.is_elsewhere(source)) clear(row, task.part);
           open &= ~(1u << i);
         } else {
           late = pair_at(first_row + task.row, ctas).source;

@@ -7,6 +7,7 @@
 #include "device/fp8.cuh"
 #include "device/nvfp4.cuh"
 #include "low_latency/dispatch_shape.cuh"
+#include "low_latency/host_sender.cuh"
 
 namespace fanfold {
 
@@ -18,8 +19,12 @@ class DispatchSend {
 
   __device__ void run() {
     const int senders = args_.call.senders;
-    if (static_cast<int>(blockIdx.x) < senders) return send_rows(senders);
-    send_headers(static_cast<int>(blockIdx.x) - senders, static_cast<int>(gridDim.x) - senders);
+    if (static_cast<int>(blockIdx.x) < senders) {
+      send_rows(senders);
+    } else {
+      send_headers(static_cast<int>(blockIdx.x) - senders, static_cast<int>(gridDim.x) - senders);
+    }
+    if constexpr (kAcrossHosts != 0) push_to_hosts();
   }
 
  private:
@@ -142,6 +147,26 @@ class DispatchSend {
     }
   }
 
+  // ---- to other hosts ---------------------------------------------------------------------------
+
+  __device__ void push_to_hosts() const {
+    if (!is_last_cta(&args_.call.state->hosts->finished_rows)) return;
+    push_to_each_host_rank(call_, [this](int peer, HostSender<CallKind::kDispatch>& sender) {
+      sender.push_tables();
+      sender.push_rows(args_.call.tokens, [&](int token) { return has_row(peer, token); });
+      sender.push_word(call_.rows_word(sender.writer()), call_.own_word(kRowKind));
+    });
+  }
+
+  __device__ bool has_row(int peer, int token) const {
+    bool has = false;
+    for (int k = 0; k < kTopK; ++k) {
+      const int expert = entries_.of(token, k);
+      has = has || (expert >= 0 && expert / kLocalExperts == peer);
+    }
+    return has;
+  }
+
   // ---- headers and counts -----------------------------------------------------------------------
 
   // The first CTA has counts alone to send, if there is another for the headers.
@@ -180,7 +205,7 @@ class DispatchSend {
       if (e >= kExperts || !is_live) continue;
       const CountWord word{static_cast<uint32_t>(counts[i]), CountWord::tag_of(call_.epoch)};
       Peer(args_.call, rank)
-          .put(count_at(call_, rank_at(args_.call, rank), e % kLocalExperts), word.encode());
+          .put(call_.count(call_.writer_to(rank), e % kLocalExperts), word.encode());
     }
   }
 

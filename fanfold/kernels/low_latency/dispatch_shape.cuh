@@ -34,11 +34,11 @@ static_assert(!kFp8 || kSegments == (kBlocks + 3) / 4, "a segment has four scale
 
 using DispatchCall = Call<CallKind::kDispatch>;
 
-// Where `writer` says how many rows it has for a local expert.
-__device__ __forceinline__ int64_t count_at(const DispatchCall& call, int writer, int local) {
-  const int at = (call.half() * kRanks + writer) * kLocalExperts + local;
-  return call.args.at.counts + int64_t{at} * 4;
-}
+template <>
+struct RowsOf<CallKind::kDispatch> {
+  static constexpr int kBytes = (kUnits + kScaleUnits) * kUnitBytes;
+  static constexpr HostWord kWord = HostWord::kDispatch;
+};
 
 // A warp's part of a row: a unit of each lane, and the scales of the segment: with fp8 in every
 // lane, with nvfp4 in lanes that `has_scales`.

@@ -84,7 +84,7 @@ class HeaderSender {
       const bool here = expert >= 0 && local >= 0 && local < kLocalExperts;
       const uint32_t where = here ? static_cast<uint32_t>(local) : kHeader.elsewhere();
       Peer(call_.args, rank)
-          .put(call_.header(rank_at(call_.args, rank), token, call_.lane),
+          .put(call_.header(call_.writer_to(rank), token, call_.lane),
                kHeader.encode(where, static_cast<uint32_t>(place), bits));
     }
   }
@@ -110,7 +110,8 @@ struct Resolved {
 // Where this lane's entry of a header is; lane < kTopK.
 template <CallKind Kind>
 __device__ __forceinline__ uint64_t* header_at(const Call<Kind>& call, int source, int token) {
-  return call.template own_at<uint64_t>(call.header(source, token, call.lane));
+  const Writer writer = call.writer_of(source);
+  return call.template own_at<uint64_t>(writer, call.header(writer, token, call.lane));
 }
 
 // Waits for an entry; one that does not come is none of this rank's.
@@ -134,14 +135,19 @@ __device__ __forceinline__ Resolved resolve(uint64_t header) {
           static_cast<int>(kHeader.place(header)), __uint_as_float(HeaderLayout::weight(header))};
 }
 
-// Waits for a header, and fills its place with the sentinel again. All lanes of a warp take part.
+// Waits for a header, and fills its place with the sentinel again. The header of a rank elsewhere
+// is there already, and stays. All lanes of a warp take part.
 template <CallKind Kind>
 __device__ Resolved take_header(const Call<Kind>& call, int source, int token) {
   uint64_t header = kHeader.elsewhere();
   if (call.lane < kTopK) {
     auto* place = header_at(call, source, token);
-    header = await_entry(call, source, place);
-    *place = ~uint64_t{0};
+    if (call.is_elsewhere(source)) {
+      header = load_relaxed_system(place);
+    } else {
+      header = await_entry(call, source, place);
+      *place = ~uint64_t{0};
+    }
   }
   __syncwarp();
   return resolve(header);

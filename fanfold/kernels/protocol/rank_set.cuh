@@ -41,6 +41,20 @@ class RankSet {
     return set;
   }
 
+  // Those of this set of which `holds(rank)` is true. All lanes ask together.
+  template <class Holds>
+  __device__ RankSet where(const Holds& holds) const {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+    RankSet set;
+    for (int round = 0; round < kRankRounds; ++round) {
+      const int rank = round * kWarpLanes + lane;
+      const bool is_member = has(rank);
+      const uint32_t word = __ballot_sync(kFullWarp, rank < kRanks && is_member && holds(rank));
+      if (kHasFewRanks || lane == round) set.word_ = word;
+    }
+    return set;
+  }
+
   // Of many ranks all lanes ask together, each about a rank of its own.
   __device__ bool has(int rank) const {
     if constexpr (kHasFewRanks) return (word_ >> rank & 1u) != 0;

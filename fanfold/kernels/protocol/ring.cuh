@@ -67,4 +67,30 @@ __device__ __forceinline__ bool ring_push_together(const RingView& ring, bool ha
   return ring_store_or_abandon(ring, memory, ticket, command, deadline);
 }
 
+// Likewise, but takes the tickets only if there is room for all: a push that is given up leaves the
+// ring as it was. Suits few producers. `deadline.expired(peer)` is asked by the first lane after
+// each attempt that failed; all lanes return false if it returned true.
+template <class Deadline>
+__device__ __forceinline__ bool ring_try_push_together(const RingView& ring, bool has_command,
+                                                       const Command& command, Deadline& deadline,
+                                                       int peer) {
+  DeviceMemory memory;
+  const uint32_t lanes = __ballot_sync(kFullWarp, has_command);
+  if (lanes == 0) return true;
+  RingPush taken{RingOutcome::kFull, 0};
+  if (threadIdx.x % kWarpLanes == 0) {
+    const auto count = static_cast<uint64_t>(__popc(lanes));
+    do {
+      taken = ring_try_take_tickets(ring, memory, count);
+    } while (taken.outcome != RingOutcome::kPushed && !deadline.expired(peer));
+  }
+  const bool pushed = taken.outcome == RingOutcome::kPushed;
+  if (__shfl_sync(kFullWarp, pushed ? 1 : 0, 0) == 0) return false;
+  const uint64_t first = __shfl_sync(kFullWarp, taken.ticket, 0);
+  if (has_command)
+    ring_store(ring, memory, first + static_cast<uint64_t>(__popc(lanes & lanes_below())), command);
+  __syncwarp();  // the next push of this warp comes behind all of these
+  return true;
+}
+
 }  // namespace fanfold

@@ -54,15 +54,23 @@ FANFOLD_HD void ring_store(const RingView& ring, Memory& memory, uint64_t ticket
   memory.store_pair_release_system(ring.slot(ticket)->words, whole.words[0], whole.words[1]);
 }
 
+// Takes so many tickets that follow each other if all of their slots are free, and returns the
+// first. If not, changes nothing. `count` is at most `ring.slots`.
 template <class Memory>
-FANFOLD_HD RingPush ring_try_push(const RingView& ring, Memory& memory, const Command& command) {
+FANFOLD_HD RingPush ring_try_take_tickets(const RingView& ring, Memory& memory, uint64_t count) {
   uint64_t ticket = memory.load_relaxed_system(&ring.head->next);
-  if (!ring_has_room(ring, memory, ticket)) return {RingOutcome::kFull, 0};
-  if (!memory.compare_exchange_relaxed_system(&ring.head->next, ticket, ticket + 1)) {
+  if (!ring_has_room(ring, memory, ticket + count - 1)) return {RingOutcome::kFull, 0};
+  if (!memory.compare_exchange_relaxed_system(&ring.head->next, ticket, ticket + count)) {
     return {RingOutcome::kRaced, 0};
   }
-  ring_store(ring, memory, ticket, command);
   return {RingOutcome::kPushed, ticket};
+}
+
+template <class Memory>
+FANFOLD_HD RingPush ring_try_push(const RingView& ring, Memory& memory, const Command& command) {
+  const RingPush taken = ring_try_take_tickets(ring, memory, 1);
+  if (taken.outcome == RingOutcome::kPushed) ring_store(ring, memory, taken.ticket, command);
+  return taken;
 }
 
 // The first of so many tickets that follow each other.

@@ -1,0 +1,89 @@
+// The low-latency mode of GPUs on several hosts: the memory through which ranks of different hosts
+// reach each other, and what a kernel knows of it. docs/decisions/across-hosts.md has the protocol.
+//
+//   acks           [source rank]                                 u64
+//   words          [HostWord][parity][source rank]               u64
+//   dispatch       [parity][source rank] of a block: counts, headers, rows
+//   combine        [parity][source rank] of a block: late headers, rows
+//
+// A rank receives all of it in memory that the network writes, and keeps a copy for each rank of
+// another host, its send area, from which the network reads. A row's place depends only on its
+// source and token, so the bytes of a command have the same offset in both.
+//
+// Nothing here is a sentinel. A word is stored after everything that its source sent before it, and
+// only what it says is there is read: so the network may write in any order, and more than once.
+#pragma once
+
+#include "layout/low_latency_device.h"
+#include "layout/ring.h"
+
+namespace fanfold {
+
+// What a rank sends each peer of another host behind what the word says is there.
+enum class HostWord : int32_t {
+  kDispatch = 0,     // a CallWord; behind counts, headers and rows
+  kCombine = 1,      // a CallWord; behind late headers, if there are any
+  kCombineRows = 2,  // the CallWord again; behind the rows
+  kCount = 3,
+};
+
+struct LowLatencyHostsLayout {
+  LowLatencyGeometry geometry;
+
+  // Of the slots of one rank's rows of a call. Rows lie close together there, however long, so that
+  // neighbours travel as one message. None is longer than a row of bf16.
+  FANFOLD_HD constexpr int64_t rows_bytes() const {
+    return geometry.max_tokens * align_up(bf16_row_bytes(geometry.hidden), kAreaAlignment);
+  }
+  FANFOLD_HD constexpr int64_t counts_bytes(CallKind kind) const {
+    const int64_t counts = kind == CallKind::kDispatch ? geometry.experts_per_rank() : 0;
+    return align_up(counts * int64_t{sizeof(uint32_t)}, kRowAlignment);
+  }
+  FANFOLD_HD constexpr int64_t header_bytes(int64_t tokens) const {
+    return align_up(tokens * geometry.top_k * int64_t{sizeof(uint64_t)}, kRowAlignment);
+  }
+  FANFOLD_HD constexpr int64_t block_bytes(CallKind kind) const {
+    const int64_t tables = counts_bytes(kind) + header_bytes(geometry.max_tokens);
+    return align_up(tables, kAreaAlignment) + rows_bytes();
+  }
+
+  FANFOLD_HD static constexpr int64_t ack(int32_t source) { return int64_t{source} * 8; }
+  FANFOLD_HD constexpr int64_t word(HostWord word, int32_t parity, int32_t source) const {
+    const int64_t words = align_up(int64_t{geometry.ranks} * 8, kAreaAlignment);
+    const int64_t table = static_cast<int64_t>(word) * kParities + parity;
+    return words + (table * geometry.ranks + source) * 8;
+  }
+  // Counts begin here.
+  FANFOLD_HD constexpr int64_t block(CallKind kind, int32_t parity, int32_t source) const {
+    const int64_t first = align_up(word(HostWord::kCount, 0, 0), kAreaAlignment);
+    const int64_t blocks = int64_t{kParities} * geometry.ranks;
+    const int64_t dispatch = blocks * block_bytes(CallKind::kDispatch);
+    return first + (kind == CallKind::kDispatch ? 0 : dispatch) +
+           (int64_t{parity} * geometry.ranks + source) * block_bytes(kind);
+  }
+  FANFOLD_HD constexpr int64_t headers(CallKind kind, int32_t parity, int32_t source) const {
+    return block(kind, parity, source) + counts_bytes(kind);
+  }
+  FANFOLD_HD constexpr int64_t rows(CallKind kind, int32_t parity, int32_t source) const {
+    return block(kind, parity, source) + block_bytes(kind) - rows_bytes();
+  }
+  FANFOLD_HD constexpr int64_t bytes() const { return block(CallKind::kCombine, kParities, 0); }
+};
+
+static_assert(LowLatencyHostsLayout{{3, 9, 1, 136, 7}}.header_bytes(1) == 16);
+static_assert(LowLatencyHostsLayout{{3, 9, 1, 136, 7}}.rows(CallKind::kDispatch, 1, 2) %
+                  kAreaAlignment ==
+              0);
+
+// In the memory of a rank's GPU, where ranks are on several hosts.
+struct LowLatencyHosts {
+  uint32_t elsewhere[kMostRanks / 32];  // bit r % 32 of word r / 32: rank r is on another host
+  unsigned char* received;              // LowLatencyHostsLayout
+  const RingView* rings;                // of kWarpLanes slots at least
+  int32_t ring_count;                   // the ring of peer p is rings[p % ring_count]
+  // CTAs that have stored all that they send of a call: headers, rows. The last one sets it to 0.
+  uint32_t finished_headers;
+  uint32_t finished_rows;
+};
+
+}  // namespace fanfold

@@ -1,0 +1,57 @@
+// Commands to the proxies that carry what a rank sends to ranks on other hosts.
+#pragma once
+
+#include "layout/low_latency_hosts.h"
+#include "protocol/deadline.cuh"
+#include "protocol/ring.cuh"
+
+namespace fanfold {
+
+// The bytes at `offset` of the send area for `peer`, to the same place in the memory of the peer.
+// The host has checked that every offset of the layout fits.
+__device__ __forceinline__ Command write_command(int peer, int64_t offset, int64_t bytes) {
+  CommandFields fields;
+  fields.kind = CommandKind::kWrite;
+  fields.peer = peer;
+  fields.bytes = bytes;
+  fields.source = offset;
+  fields.target = offset;
+  Command command{};
+  Command::make(fields, command);
+  return command;
+}
+
+// A word, behind everything that was pushed for the peer before.
+__device__ __forceinline__ Command store_command(int peer, int64_t offset, uint64_t word) {
+  CommandFields fields;
+  fields.kind = CommandKind::kStore;
+  fields.peer = peer;
+  fields.target = offset;
+  fields.word = word;
+  Command command{};
+  Command::make(fields, command);
+  return command;
+}
+
+// Pushes the commands of those lanes that have one, each for its `peer`, in the order of the lanes.
+// What this thread has seen and stored comes before. Returns false if a ring stayed full for the
+// time of a wait: then a peer of that ring is late, and the ring is as it was. By whole warps.
+template <class Call>
+__device__ __forceinline__ bool push_commands(const Call& call, bool has_command, int peer,
+                                              const Command& command) {
+  const LowLatencyHosts& hosts = *call.args.state->hosts;
+  const int ring = peer % hosts.ring_count;
+  uint32_t left = __ballot_sync(kFullWarp, has_command);
+  while (left != 0) {
+    const int leader = __ffs(static_cast<int>(left)) - 1;
+    const int late = __shfl_sync(kFullWarp, peer, leader);
+    const int at = __shfl_sync(kFullWarp, ring, leader);
+    const bool is_mine = has_command && ring == at;
+    Deadline deadline(call);
+    if (!ring_try_push_together(hosts.rings[at], is_mine, command, deadline, late)) return false;
+    left &= ~__ballot_sync(kFullWarp, is_mine);
+  }
+  return true;
+}
+
+}  // namespace fanfold

@@ -1,0 +1,259 @@
+"""The low-latency kernels of ranks on several hosts, run on the CPU: what travels between hosts
+does so as commands through rings and proxies, over a network that delays, reorders and repeats it.
+The oracle is that of one host. What only a GPU shows, its memory order and its speed, is not seen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fanfold.backends.low_latency.cuda import CudaLowLatency
+from fanfold.backends.low_latency.kernels import kernel_sources
+from fanfold.errors import PeerTimeout
+from fanfold.formats import ScaleFormat
+from fanfold.geometry import Geometry
+from tests.emulation.hosts import HostsWorld, Network, across_hosts, emulated_hosts
+from tests.emulation.world import Builder
+from tests.unit import test_kernels_emulated as few
+from tests.unit.conftest import Compiled
+from tests.unit.test_kernels_compile import check
+from tests.unit.test_kernels_emulated import (
+    SHAPES,
+    Batch,
+    Caller,
+    Shape,
+    batches_of,
+    check_received,
+    sums_of,
+)
+
+CTAS = 7
+GRID = (6, 2)
+
+Open = Callable[..., HostsWorld]
+
+
+@pytest.fixture
+def opens(builder: Builder) -> Iterator[Open]:
+    """``opens(shape, network, **settings)`` makes a world, which ends with the test."""
+    worlds: list[HostsWorld] = []
+
+    def open_(shape: Shape, network: Network, **settings: Any) -> HostsWorld:
+        grid = {"ctas": shape.grid[0], "senders": shape.grid[1]}
+        world = HostsWorld(
+            builder, shape.geometry, network, late=shape.late, **{**grid, **settings}
+        )
+        worlds.append(world)
+        return world
+
+    with emulated_hosts(builder, CTAS):
+        yield open_
+        for world in worlds:
+            world.close()
+
+
+BF16 = Shape(Geometry(4, 8, 3, 528, 9), grid=GRID)
+FP8 = Shape(Geometry(3, 9, 3, 272, 7), ScaleFormat.FLOAT32, grid=GRID)
+LATE = Shape(Geometry(4, 12, 5, 144, 11), ScaleFormat.UE8M0, late=True, grid=GRID)
+# Runs of more tokens than a warp has lanes; tables of 12 and of 8 bytes, which share no unit.
+LONG = Shape(Geometry(2, 6, 1, 16, 75), grid=(3, 1))
+TWO_AND_TWO = (0, 0, 1, 1)
+NETWORKS = {
+    "in order": (BF16, Network(TWO_AND_TWO)),
+    "bf16": (BF16, Network(TWO_AND_TWO, seed=11)),
+    "fp8": (FP8, Network((0, 1, 0), seed=12, threads=1)),
+    "late": (LATE, Network((0, 1, 2, 1), seed=13)),
+    "long": (LONG, Network((0, 1), seed=14, threads=1, ring_slots=32)),
+}
+HOSTILE = pytest.mark.parametrize(("shape", "network"), NETWORKS.values(), ids=NETWORKS)
+
+
+def run_rounds(world: HostsWorld, shape: Shape, turns: list[list[Batch]], hooks: bool) -> None:
+    """A dispatch and a combine of each turn's batches, of which every bit is checked."""
+    for batches in turns:
+
+        def round_(rank: int, mode: CudaLowLatency, batches: list[Batch] = batches) -> None:
+            call = Caller(shape, mode, rank)
+            received, hook = call.dispatch(batches[rank], return_hook=hooks)
+            if hook is not None:
+                hook()
+            mode.check()
+            check_received(shape.geometry, batches, rank, received, shape.scale_format)
+            out = torch.full_like(batches[rank].x, torch.nan)
+            _, hook = call.combine(batches[rank], received, out=out, return_hook=hooks)
+            if hook is not None:
+                hook()
+            mode.check()
+            assert torch.equal(out, sums_of(shape.geometry, batches, rank))
+
+        world.run(round_)
+        world.check_absent()
+    assert all(world.failure(rank) is None for rank in range(shape.geometry.ranks))
+
+
+@HOSTILE
+@pytest.mark.parametrize("hooks", [False, True])
+def test_rounds(opens: Open, shape: Shape, network: Network, hooks: bool) -> None:
+    world = opens(shape, network)
+    run_rounds(world, shape, [batches_of(shape, turn) for turn in range(6)], hooks)
+    ranks = range(shape.geometry.ranks)
+    assert all(world.count("commands", rank) > 0 for rank in ranks)
+    if network.seed:
+        assert sum(world.count("reordered", rank) for rank in ranks) > 0
+        assert sum(world.count("duplicates", rank) for rank in ranks) > 0
+
+
+def test_runs_of_every_length(opens: Open) -> None:
+    """Tokens of which the first ``length`` of every ``period`` go to the other host."""
+    shape = LONG
+    turns = []
+    for turn, (length, period) in enumerate([(75, 75), (31, 32), (33, 34), (1, 2), (32, 64)]):
+        batches = [Batch.of(shape.geometry, 75, 10 * turn + rank) for rank in range(2)]
+        for rank, batch in enumerate(batches):
+            away = torch.arange(75) % period < length
+            batch.topk_idx[:, 0] = torch.where(away, 3 * (1 - rank) + turn % 3, -1)
+        turns.append(batches)
+    run_rounds(opens(shape, Network((0, 1), seed=31)), shape, turns, False)
+
+
+def test_rows_stay_until_they_are_read(opens: Open) -> None:
+    """The ranks of one host are two calls ahead of those of the other, which read late."""
+    world = opens(BF16, Network(TWO_AND_TWO, seed=32))
+    turns = [batches_of(BF16, turn) for turn in range(3)]
+
+    def program(rank: int, mode: CudaLowLatency) -> None:
+        call = Caller(BF16, mode, rank)
+
+        def send(turn: int) -> tuple[Any, Any]:
+            return call.dispatch(turns[turn][rank], return_hook=True)
+
+        def take(sent: tuple[Any, Any], turn: int) -> None:
+            sent[1]()
+            mode.check()
+            check_received(BF16.geometry, turns[turn], rank, sent[0], None)
+
+        first = send(0)
+        if TWO_AND_TWO[rank] == 1:
+            time.sleep(0.5)
+            take(first, 0)
+            for turn in (1, 2):
+                take(send(turn), turn)
+            return
+        second = send(1)
+        take(first, 0)
+        third = send(2)  # waits until the others have read the first one
+        take(second, 1)
+        take(third, 2)
+
+    world.run(program)
+
+
+# ---- the tests of one host, on several -----------------------------------------------------------
+
+ON_HOSTS: dict[str, tuple[tuple[int, ...], Callable[..., None], tuple[Any, ...]]] = {
+    "two in flight": ((0, 1, 0), few.test_two_calls_in_flight, ()),
+    "logfmt": ((0, 1, 1), few.test_logfmt, ()),
+    "refused dispatch": ((0, 0, 1, 1), few.test_a_refused_dispatch_leaves_nothing_behind,
+                         (SHAPES[1], False)),
+    "refused dispatch in flight": ((0, 1), few.test_a_refused_dispatch_leaves_nothing_behind,
+                                   (SHAPES[2], True)),
+    "refused combine": ((0, 1, 0), few.test_a_refused_combine_leaves_nothing_behind,
+                        (SHAPES[0], True)),
+    "refused late combine": ((0, 1), few.test_a_refused_combine_leaves_nothing_behind,
+                             (SHAPES[2], False)),
+    "aborted": ((0, 1, 0), few.test_a_refused_combine_of_an_aborted_dispatch_is_aborted_too,
+                (SHAPES[0],)),
+    "late rank": ((0, 0, 1), few.test_a_late_rank_is_named, (SHAPES[0],)),
+    "late acknowledgement": ((0, 0, 1), few.test_a_late_acknowledgement_is_named, ()),
+    "masked when late": ((0, 1, 2), few.test_a_late_rank_is_masked, (few.FEW_CTAS,)),
+    "masked": ((0, 1, 2), few.test_a_masked_rank_is_left_out, (SHAPES[0], False)),
+    "masked, with hooks": ((0, 0, 1, 1, 2), few.test_a_masked_rank_is_left_out,
+                           (SHAPES[3], True)),
+    "bad index": ((0, 1, 0), few.test_an_index_out_of_range_is_none, ()),
+    "disagreement": ((0, 1, 0), few.test_ranks_that_disagree_are_told_and_wait_for_nothing, ()),
+    "disagreement about logfmt": (
+        (0, 1, 0), few.test_ranks_that_disagree_about_logfmt_are_told_and_wait_for_nothing,
+        (False,)),
+    "disagreement about logfmt, late": (
+        (0, 1, 2), few.test_ranks_that_disagree_about_logfmt_are_told_and_wait_for_nothing,
+        (True,)),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::fanfold.errors.LatePeerWarning")
+@pytest.mark.parametrize(("hosts", "test", "arguments"), ON_HOSTS.values(), ids=ON_HOSTS)
+def test_as_on_one_host(
+    opens: Open,
+    monkeypatch: pytest.MonkeyPatch,
+    hosts: tuple[int, ...],
+    test: Callable[..., None],
+    arguments: tuple[Any, ...],
+) -> None:
+    def world_of(shape: Shape, **settings: Any) -> HostsWorld:
+        return opens(shape, Network(hosts, seed=21), **settings)
+
+    monkeypatch.setattr(few, "world_of", world_of)
+    test(*arguments)
+
+
+# ---- what only several hosts have ----------------------------------------------------------------
+
+
+def test_a_peer_behind_a_cut_is_named(opens: Open) -> None:
+    """Each of the two names the other; the rank beside one of them gets all it needs."""
+    world = opens(BF16, Network(TWO_AND_TWO), timeout_s=0.5)
+    batches = batches_of(BF16, 0)
+
+    def program(rank: int, mode: CudaLowLatency) -> None:
+        call = Caller(BF16, mode, rank)
+        call.dispatch(batches[rank])
+        mode.check()
+
+    world.run(program)
+    world.cut(0, 2)
+
+    def cut(rank: int, mode: CudaLowLatency) -> None:
+        call = Caller(BF16, mode, rank)
+        call.dispatch(batches[rank])
+        if rank in (0, 2):
+            with pytest.raises(PeerTimeout, match=f"rank {2 - rank} in low_latency dispatch"):
+                mode.check()
+        else:
+            mode.check()
+
+    world.run(cut)
+
+
+def test_a_full_ring_ends_the_call_and_stays_whole(opens: Open) -> None:
+    """The kernel gives up within its time, names the peer, and abandons no ticket."""
+    world = opens(LONG, Network((0, 1), threads=1, ring_slots=32), timeout_s=0.5)
+    batches = [Batch.of(LONG.geometry, 75, rank) for rank in range(2)]
+    for batch in batches:  # every second token has a row for each rank, so runs are short
+        batch.topk_idx[:, 0] = torch.arange(75) % 2 * 3
+    world.stop(0)
+
+    def program(rank: int, mode: CudaLowLatency) -> None:
+        call = Caller(LONG, mode, rank)
+        call.dispatch(batches[rank])
+        with pytest.raises(PeerTimeout, match=f"rank {1 - rank} in low_latency dispatch"):
+            mode.check()
+
+    world.run(program)
+    assert world.count("room", 0) < 32
+    assert world.count("abandoned", 0) == 0
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("ranks", [4, 40])
+def test_compiles(compiled: Compiled, ranks: int, arch: str) -> None:
+    """Also for more ranks than a word has bits, which are more than are emulated here."""
+    geometry = Geometry(ranks, 2 * ranks, 6, 1024, 64)
+    for late in (False, True):
+        for source in kernel_sources(geometry, late_weights=late):
+            source = across_hosts(source)
+            check(source, compiled(source, arch))
