@@ -185,8 +185,21 @@ ON_HOSTS: dict[str, tuple[tuple[int, ...], Callable[..., None], tuple[Any, ...]]
 }  # fmt: skip
 
 
+# Whose compilation takes the time.
+OF_OWN_KERNELS = (
+    "logfmt", "refused dispatch in flight", "refused late combine", "late acknowledgement",
+    "masked, with hooks", "disagreement about logfmt, late",
+)  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore::fanfold.errors.LatePeerWarning")
-@pytest.mark.parametrize(("hosts", "test", "arguments"), ON_HOSTS.values(), ids=ON_HOSTS)
+@pytest.mark.parametrize(
+    ("hosts", "test", "arguments"),
+    [
+        pytest.param(*case, id=name, marks=[pytest.mark.long] if name in OF_OWN_KERNELS else [])
+        for name, case in ON_HOSTS.items()
+    ],
+)
 def test_as_on_one_host(
     opens: Open,
     monkeypatch: pytest.MonkeyPatch,
@@ -248,7 +261,7 @@ def test_a_full_ring_ends_the_call_and_stays_whole(opens: Open) -> None:
     assert world.count("abandoned", 0) == 0
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.long), "sm_90a"])
 @pytest.mark.parametrize("ranks", [4, 40])
 def test_compiles(compiled: Compiled, ranks: int, arch: str) -> None:
     """Also for more ranks than a word has bits, which are more than are emulated here."""
