@@ -24,11 +24,13 @@ std::vector<Area> areas_of(const LowLatencyHostsLayout& layout) {
   for (int32_t source = 0; source < g.ranks; ++source) {
     add(LowLatencyHostsLayout::ack(source), 8);
     for (int32_t parity = 0; parity < 2; ++parity) {
-      for (const auto word : {HostWord::kDispatch, HostWord::kCombine, HostWord::kCombineRows})
+      for (const auto word : {HostWord::kDispatch, HostWord::kCombine, HostWord::kCombineRows}) {
         add(layout.word(word, parity, source), 8);
+      }
       for (const CallKind kind : {CallKind::kDispatch, CallKind::kCombine}) {
-        if (kind == CallKind::kDispatch)
+        if (kind == CallKind::kDispatch) {
           add(layout.block(kind, parity, source), int64_t{4} * g.experts_per_rank());
+        }
         add(layout.headers(kind, parity, source), headers);
         add(layout.rows(kind, parity, source), int64_t{g.max_tokens} * g.hidden * 2);
       }
@@ -39,12 +41,17 @@ std::vector<Area> areas_of(const LowLatencyHostsLayout& layout) {
 
 std::vector<LowLatencyHostsLayout> many_layouts() {
   std::vector<LowLatencyHostsLayout> all;
-  for (const int32_t ranks : {1, 2, 3, 33})
-    for (const int32_t local : {1, 3, 8})
-      for (const int32_t top_k : {1, 3, 8})
-        for (const int32_t hidden : {16, 136, 7168})
-          for (const int32_t max_tokens : {0, 1, 7, 128})
+  for (const int32_t ranks : {1, 2, 3, 33}) {
+    for (const int32_t local : {1, 3, 8}) {
+      for (const int32_t top_k : {1, 3, 8}) {
+        for (const int32_t hidden : {16, 136, 7168}) {
+          for (const int32_t max_tokens : {0, 1, 7, 128}) {
             all.push_back({{ranks, ranks * local, top_k, hidden, max_tokens}});
+          }
+        }
+      }
+    }
+  }
   return all;
 }
 
