@@ -115,7 +115,7 @@ def test_runs_of_every_length(opens: Open) -> None:
     for turn, (length, period) in enumerate([(75, 75), (31, 32), (33, 34), (1, 2), (32, 64)]):
         batches = [Batch.of(shape.geometry, 75, 10 * turn + rank) for rank in range(2)]
         for rank, batch in enumerate(batches):
-            away = torch.arange(75) % period < length
+            away = torch.arange(75, dtype=torch.int64, device="cpu") % period < length
             batch.topk_idx[:, 0] = torch.where(away, 3 * (1 - rank) + turn % 3, -1)
         turns.append(batches)
     run_rounds(opens(shape, Network((0, 1), seed=31)), shape, turns, False)
@@ -247,7 +247,7 @@ def test_a_full_ring_ends_the_call_and_stays_whole(opens: Open) -> None:
     world = opens(LONG, Network((0, 1), threads=1, ring_slots=32), timeout_s=0.5)
     batches = [Batch.of(LONG.geometry, 75, rank) for rank in range(2)]
     for batch in batches:  # every second token has a row for each rank, so runs are short
-        batch.topk_idx[:, 0] = torch.arange(75) % 2 * 3
+        batch.topk_idx[:, 0] = torch.arange(75, dtype=torch.int64, device="cpu") % 2 * 3
     world.stop(0)
 
     def program(rank: int, mode: CudaLowLatency) -> None:

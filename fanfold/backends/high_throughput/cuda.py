@@ -521,7 +521,7 @@ class CudaHighThroughput:
             choices = self._room.empty(topk_idx.shape, torch.int32)
         elif plan.capacity is not None:
             args.capacity = plan.capacity
-        plan.tell_plan(args)
+        plan.fill_plan(args)
         args.choices = address_of(choices)
         args.topk_idx, args.counted = topk_idx.data_ptr(), self._counted.data_ptr()
         args.totals = self._totals.address if plan.capacity is None else 0
@@ -546,7 +546,7 @@ class CudaHighThroughput:
         choices: torch.Tensor | None,
     ) -> None:
         """Fills in what all dispatches have; ``choices`` only of a new routing, token-major."""
-        dispatched.plan.tell_dispatch(args)
+        dispatched.plan.fill_dispatch(args)
         args.x, args.scales = values.data_ptr(), address_of(scales)
         if scales is not None:
             args.scale_token_stride, args.scale_word_stride = scales.stride()
@@ -583,7 +583,7 @@ class CudaHighThroughput:
     ) -> None:
         """Fills in what all combines have, launches, and raises what earlier calls have found."""
         args = call.args
-        plan.tell_combine(args)
+        plan.fill_combine(args)
         args.y, args.out = y.data_ptr(), out.data_ptr()
         self._launch_combine(call, plan)
 

@@ -142,7 +142,7 @@ class CudaPlan:
         was made on it. The caller, who sees little of the plan, cannot."""
         if stream == self.stream or stream in self.used_on:
             return
-        self.used_on.add(stream)  # what is said once of a tensor holds until it is freed
+        self.used_on.add(stream)  # a record holds until the tensor is freed
         device = self.block.device
         current = torch.cuda.current_stream(device)
         for tensor in self.tensors():
@@ -187,8 +187,8 @@ class CudaPlan:
         words = self.block[begin : begin + _words(math.prod(shape), dtype)]
         return words.view(dtype)[: math.prod(shape)].view(shape)
 
-    def tell_plan(self, args: _core.CudaPlanArgs) -> None:
-        """Tells the kernel that makes the plan where it goes."""
+    def fill_plan(self, args: _core.CudaPlanArgs) -> None:
+        """Fills in, for the kernel that makes the plan, where it goes."""
         args.tokens, at, parts = self.tokens, self.block.data_ptr(), self.parts
         args.rows, args.places = at + 8 * parts.rows, at + 8 * parts.places
         args.tokens_per_expert = at + 8 * parts.tokens_per_expert
@@ -196,8 +196,8 @@ class CudaPlan:
         args.source_prefix = at + 8 * parts.source_prefix
         args.first_rows = at + 8 * parts.first_rows
 
-    def tell_dispatch(self, args: _core.CudaHighThroughputDispatchArgs) -> None:
-        """Tells a dispatch where the plan is."""
+    def fill_dispatch(self, args: _core.CudaHighThroughputDispatchArgs) -> None:
+        """Fills in, for a dispatch, where the plan is."""
         args.tokens, at, parts = self.tokens, self.block.data_ptr(), self.parts
         args.topk_words, args.rows = at + 8 * parts.places, at + 8 * parts.rows
         args.first_rows = at + 8 * parts.first_rows
@@ -207,8 +207,8 @@ class CudaPlan:
         args.batches, args.batch_stride = at + 8 * parts.batches, parts.batch_stride
         args.marks_absent = self.capacity is not None
 
-    def tell_combine(self, args: _core.CudaHighThroughputCombineArgs) -> None:
-        """Tells a combine where the plan is."""
+    def fill_combine(self, args: _core.CudaHighThroughputCombineArgs) -> None:
+        """Fills in, for a combine, where the plan is."""
         args.tokens, at, parts = self.tokens, self.block.data_ptr(), self.parts
         args.batches, args.batch_stride = at + 8 * parts.batches, parts.batch_stride
         args.source_prefix, args.rows = at + 8 * parts.source_prefix, at + 8 * parts.rows
