@@ -174,8 +174,8 @@ class EPHandle:
         if known is not None:
             return known
         plan = self._plan
-        # What comes before a capture is the caller's to order, and what is made in it belongs to
-        # its graph.
+        # A capture cannot wait for an event from before it, and its tensors hold nothing until the
+        # graph is replayed: they are made anew for the next reader.
         passing = _is_capturing(self.topk_idx.device) and not self._made_in_capture
         if isinstance(plan, CudaPlan) and not passing:
             self._done.current_stream_wait()

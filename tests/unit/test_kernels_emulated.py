@@ -209,28 +209,33 @@ def world_of(shape: Shape, **settings: Any) -> World:
     return World(shape.geometry, late=shape.late, ctas=ctas, senders=senders, **settings)
 
 
+def run_round(world: World, shape: Shape, batches: list[Batch], hooks: bool) -> None:
+    """A dispatch and a combine on all ranks, of which every bit is checked."""
+
+    def round_(rank: int, mode: CudaLowLatency) -> None:
+        call = Caller(shape, mode, rank)
+        received, hook = call.dispatch(batches[rank], return_hook=hooks)
+        if hook is not None:
+            hook()
+        mode.check()
+        check_received(shape.geometry, batches, rank, received, shape.scale_format)
+        out = torch.full_like(batches[rank].x, torch.nan)
+        _, hook = call.combine(batches[rank], received, out=out, return_hook=hooks)
+        if hook is not None:
+            hook()
+        mode.check()
+        assert torch.equal(out, sums_of(shape.geometry, batches, rank))
+
+    world.run(round_)
+    world.check_absent()
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("hooks", [False, True])
 def test_rounds(shape: Shape, hooks: bool) -> None:
     world = world_of(shape)
     for turn in range(4):
-        batches = batches_of(shape, turn)
-
-        def round_(rank: int, mode: CudaLowLatency, batches: list[Batch] = batches) -> None:
-            call = Caller(shape, mode, rank)
-            received, hook = call.dispatch(batches[rank], return_hook=hooks)
-            if hook is not None:
-                hook()
-            check_received(shape.geometry, batches, rank, received, shape.scale_format)
-            out = torch.full_like(batches[rank].x, torch.nan)
-            _, hook = call.combine(batches[rank], received, out=out, return_hook=hooks)
-            if hook is not None:
-                hook()
-            mode.check()
-            assert torch.equal(out, sums_of(shape.geometry, batches, rank))
-
-        world.run(round_)
-        world.check_absent()
+        run_round(world, shape, batches_of(shape, turn), hooks)
 
 
 def test_two_calls_in_flight() -> None:

@@ -29,7 +29,6 @@ from tests.unit.test_kernels_emulated import (
     Shape,
     batches_of,
     check_received,
-    sums_of,
 )
 
 CTAS = 7
@@ -76,23 +75,7 @@ HOSTILE = pytest.mark.parametrize(("shape", "network"), NETWORKS.values(), ids=N
 def run_rounds(world: HostsWorld, shape: Shape, turns: list[list[Batch]], hooks: bool) -> None:
     """A dispatch and a combine of each turn's batches, of which every bit is checked."""
     for batches in turns:
-
-        def round_(rank: int, mode: CudaLowLatency, batches: list[Batch] = batches) -> None:
-            call = Caller(shape, mode, rank)
-            received, hook = call.dispatch(batches[rank], return_hook=hooks)
-            if hook is not None:
-                hook()
-            mode.check()
-            check_received(shape.geometry, batches, rank, received, shape.scale_format)
-            out = torch.full_like(batches[rank].x, torch.nan)
-            _, hook = call.combine(batches[rank], received, out=out, return_hook=hooks)
-            if hook is not None:
-                hook()
-            mode.check()
-            assert torch.equal(out, sums_of(shape.geometry, batches, rank))
-
-        world.run(round_)
-        world.check_absent()
+        few.run_round(world, shape, batches, hooks)
     assert all(world.failure(rank) is None for rank in range(shape.geometry.ranks))
 
 

@@ -189,23 +189,23 @@ class CudaPlan:
 
     def fill_plan(self, args: _core.CudaPlanArgs) -> None:
         """Fills in, for the kernel that makes the plan, where it goes."""
-        args.tokens, at, parts = self.tokens, self.block.data_ptr(), self.parts
-        args.rows, args.places = at + 8 * parts.rows, at + 8 * parts.places
-        args.tokens_per_expert = at + 8 * parts.tokens_per_expert
-        args.offsets = at + 8 * parts.offsets
-        args.source_prefix = at + 8 * parts.source_prefix
-        args.first_rows = at + 8 * parts.first_rows
+        args.places = self._fill(args) + 8 * self.parts.places
 
     def fill_dispatch(self, args: _core.CudaHighThroughputDispatchArgs) -> None:
         """Fills in, for a dispatch, where the plan is."""
+        at, parts = self._fill(args), self.parts
+        args.topk_words = at + 8 * parts.places
+        args.batches, args.batch_stride = at + 8 * parts.batches, parts.batch_stride
+        args.marks_absent = self.capacity is not None
+
+    def _fill(self, args: _core.CudaPlanArgs | _core.CudaHighThroughputDispatchArgs) -> int:
+        """Fills in what both have; returns where the block is."""
         args.tokens, at, parts = self.tokens, self.block.data_ptr(), self.parts
-        args.topk_words, args.rows = at + 8 * parts.places, at + 8 * parts.rows
-        args.first_rows = at + 8 * parts.first_rows
+        args.rows, args.first_rows = at + 8 * parts.rows, at + 8 * parts.first_rows
         args.source_prefix = at + 8 * parts.source_prefix
         args.offsets = at + 8 * parts.offsets
         args.tokens_per_expert = at + 8 * parts.tokens_per_expert
-        args.batches, args.batch_stride = at + 8 * parts.batches, parts.batch_stride
-        args.marks_absent = self.capacity is not None
+        return at
 
     def fill_combine(self, args: _core.CudaHighThroughputCombineArgs) -> None:
         """Fills in, for a combine, where the plan is."""
