@@ -171,6 +171,16 @@ def test_another_number_of_sms(mode: CudaHighThroughput) -> None:
         assert plan.repeated_dispatches["expert_major"].launches is mode._launches
 
 
+def test_padding_of_each_call(mode: CudaHighThroughput) -> None:
+    plan = begin(mode, "expert_major", expert_alignment=16).plan
+    for zeros in (True, False, False, True):
+        mode.use_zero_padding(zeros)
+        got = mode.dispatch_cached(rows(1), plan, layout="expert_major")
+        padding = got.tokens[got.row_source_token < 0]
+        assert len(padding) > 0
+        assert bool((padding == 0).all()) == zeros
+
+
 def test_the_plan_of_another_mode(mode: CudaHighThroughput) -> None:
     """A group may have several, whose kernels use other memory."""
     plan = begin(mode, "token_major").plan
