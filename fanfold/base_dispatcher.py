@@ -17,6 +17,7 @@ from fanfold.formats import Formats, RowFormat, RowFormatName, ScaleFormat, Scal
 from fanfold.geometry import Geometry, Mode, check_tensor
 from fanfold.group import Group, agree
 from fanfold.memory import PeerMemory
+from fanfold.memory.cuda_hosts import counting_cores
 from fanfold.memory.host import SymmetricMemory
 from fanfold.metrics import collect
 from fanfold.operators import Registration
@@ -220,15 +221,14 @@ class BaseDispatcher(HasGeometry, ABC):
             {'dispatch': 1, 'combine': 1}
 
         The names are those of ``docs/metrics.md``; units are part of them. What does not exist here
-        is left out: on GPUs everything but the calls, on one host proxies and channels. After
+        is left out: on GPUs all but calls, proxies and channels, on one host the last two. After
         :meth:`close` the last values are returned.
 
         Raises:
             UsageError: in a forked child.
         """
         self._owner.check()
-        memory = self.memory
-        return collect(self._calls, memory.core if isinstance(memory, SymmetricMemory) else None)
+        return collect(self._calls, *counting_cores(self.memory))
 
     # ---- masked ranks ---------------------------------------------------------------------------
 

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from fanfold.errors import ArgumentError, FanfoldError
 from fanfold.representation import worded
 
-__all__ = ["Group", "agree", "as_group", "in_one_process", "process_group", "together"]
+__all__ = [
+    "Group", "agree", "as_group", "in_one_process", "part_of", "process_group", "together",
+]  # fmt: skip
 
 
 class Group(Protocol):
@@ -70,15 +72,47 @@ class _MpiGroup:
         return list(self._comm.allgather(value))
 
 
+class _Part:
+    """Some ranks of a group, whose gathers are collective over all of it: the ranks of every part
+    come to as many."""
+
+    def __init__(self, whole: Group, ranks: list[int]) -> None:
+        self.whole, self.ranks = whole, ranks
+        self.rank, self.size = ranks.index(whole.rank), len(ranks)
+        self._process_group: dist.ProcessGroup | None = None
+
+    def all_gather(self, value: Any) -> list[Any]:
+        gathered = self.whole.all_gather(value)
+        return [gathered[rank] for rank in self.ranks]
+
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The torch.distributed group of these ranks, which make it at first use."""
+        whole = process_group(self.whole)
+        if self._process_group is None and whole is not None:
+            ranks = [dist.get_global_rank(whole, rank) for rank in self.ranks]
+            self._process_group = dist.new_group(ranks, use_local_synchronization=True)
+        return self._process_group
+
+
+def part_of(group: Group, ranks: list[int]) -> Group:
+    """The part of ``group`` that ``ranks``, ascending and this one among them, are. All ranks of
+    the group are in some part, and do with it what they do with theirs."""
+    return _Part(group, ranks)
+
+
 def process_group(group: Group) -> dist.ProcessGroup | None:
     """The torch.distributed group behind ``group``, if there is one."""
     inner = group.inner if isinstance(group, _Together) else group
+    if isinstance(inner, _Part):
+        return inner.process_group()
     return inner.process_group if isinstance(inner, _TorchGroup) else None
 
 
 def in_one_process(group: Group) -> bool:
     """Whether all ranks are this process: one rank, or threads (:mod:`fanfold.thread_ranks`)."""
     inner = group.inner if isinstance(group, _Together) else group
+    if isinstance(inner, _Part):
+        return group.size == 1 or in_one_process(inner.whole)
     return group.size == 1 or getattr(inner, "one_process", False)
 
 

@@ -103,7 +103,7 @@ class LowLatency(BaseDispatcher):
                 check_formats(hidden, dispatch_dtype, scale_format),
             )
             self._agree(self._formats, scale_format=scale_format)
-            self._choice = choose(self._group, self.config, "low_latency")
+            self._choice = choose(self._group, self.config, "low_latency", may_cross_hosts=True)
             self.memory, self._backend = open_low_latency(
                 self._group, self._choice, geometry, self.config
             )

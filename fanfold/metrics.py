@@ -145,16 +145,28 @@ class Measured(Protocol):
         """Names and numbers."""
 
 
-def collect(calls: Mapping[str, int], core: _core.SymmetricMemory | None) -> dict[str, Any]:
+def collect(
+    calls: Mapping[str, int],
+    host: _core.SymmetricMemory | None,
+    proxies: _core.SymmetricMemory | None,
+) -> dict[str, Any]:
     """What ``metrics()`` returns.
 
     Args:
         calls: how many of each kind have begun.
-        core: the host's memory, if there is one: it has the rest.
+        host: has counted waits and rows, unless kernels wait for and send them.
+        proxies: has counted for the proxies, if there may be any.
     """
     collected: dict[str, Any] = {"calls_total": dict(calls)}
-    if core is None:
-        return collected
+    if host is not None:
+        _collect_host(collected, host)
+    for name, thread, peer, value in [] if proxies is None else proxies.carrier_counts():
+        metric = _BY_COUNT[name]
+        collected.setdefault(metric.name, {})[thread if peer < 0 else peer] = value
+    return collected
+
+
+def _collect_host(collected: dict[str, Any], core: _core.SymmetricMemory) -> None:
     waits, seconds, failures = (
         collected.setdefault(name, {})
         for name in ("waits_total", "wait_seconds_total", "wait_failures_total")
@@ -170,10 +182,6 @@ def collect(calls: Mapping[str, int], core: _core.SymmetricMemory | None) -> dic
         row_bytes.setdefault(phase, {})[peer] = nbytes
     collected["expert_rows_total"] = dict(core.expert_rows())
     collected["masked_ranks"] = core.masked_ranks
-    for name, thread, peer, value in core.carrier_counts():
-        metric = _BY_COUNT[name]
-        collected.setdefault(metric.name, {})[thread if peer < 0 else peer] = value
-    return collected
 
 
 # ---- Prometheus ---------------------------------------------------------------------------------

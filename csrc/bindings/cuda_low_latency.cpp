@@ -123,6 +123,7 @@ void bind_cuda_low_latency(nb::module_& module) {
   bind_fast_path(module);
   module.attr("CUDA_FEW_RANKS") = kFewRanks;
   module.attr("CUDA_STATE_PEERS_AT") = offsetof(LowLatencyState, peers);
+  module.attr("CUDA_STATE_HOSTS_AT") = offsetof(LowLatencyState, hosts);
   module.attr("CUDA_STATE_BYTES") = sizeof(LowLatencyState);
   module.attr("CUDA_STATE_EPOCHS_BYTES") = sizeof(LowLatencyState::epochs);
   module.attr("CUDA_REPORT_BYTES") = sizeof(LowLatencyReports);

@@ -20,6 +20,7 @@ using transport::RemoteMemory;
 using MemoryTuple = std::tuple<uint64_t, uint64_t, int64_t>;
 using ThreadTuple = std::tuple<nb::bytes, MemoryTuple, MemoryTuple>;
 using NetworkTuple = std::tuple<std::string, std::string>;  // the setting, sockets' interface
+using ThreadsTuple = std::tuple<int32_t, int64_t>;  // how many, slots of their kernels' rings
 using AddressTuple =
     std::tuple<int32_t, int64_t, uint64_t, int64_t, int64_t, std::vector<ThreadTuple>>;
 
@@ -65,16 +66,17 @@ void bind_proxy_carrier(nb::module_& module) {
       .def(
           "__init__",
           [](OpenCarrier* self, const SymmetricMemory& memory, const NetworkTuple& network,
-             const std::string& world, bool one_host, int32_t threads, double timeout_seconds,
-             bool give_up_peers) {
+             const std::string& world, bool one_host, const ThreadsTuple& threads,
+             double timeout_seconds, bool give_up_peers) {
             const nb::gil_scoped_release unlocked;
             new (self) OpenCarrier(memory, {.network = std::get<0>(network),
                                             .interface = std::get<1>(network),
                                             .world = world,
                                             .one_host = one_host,
-                                            .threads = threads,
+                                            .threads = std::get<0>(threads),
                                             .timeout_seconds = timeout_seconds,
-                                            .give_up_peers = give_up_peers});
+                                            .give_up_peers = give_up_peers,
+                                            .kernel_ring_slots = std::get<1>(threads)});
           },
           "memory"_a, "network"_a, "world"_a, "one_host"_a, "threads"_a, "timeout_seconds"_a,
           "give_up_peers"_a, nb::keep_alive<1, 2>())

@@ -20,6 +20,23 @@ void bind_calls(nb::class_<SymmetricMemory>& memory) {
       .def("gateway_to", &SymmetricMemory::gateway_to, "peer"_a)
       .def("set_masked", &SymmetricMemory::set_masked, "peer"_a, "value"_a)
       .def("why_lost", &SymmetricMemory::why_lost, "peer"_a)
+      .def(
+          "check_network",
+          [](const SymmetricMemory& self, int32_t peer) { self.carrier().check(peer); }, "peer"_a,
+          "Raises what has ended the network or, with a `peer` from 0 on, the way to it.")
+      .def(
+          "path",
+          [](const SymmetricMemory& self, int32_t peer) { return self.carrier().path(peer); },
+          "peer"_a, "How a peer on another host is reached, for messages.")
+      .def(
+          "fence",
+          [](const SymmetricMemory& self) {
+            static_cast<void>(self.carrier());  // checks that there is one
+            for (int32_t peer = 0; peer < self.ranks(); ++peer) {
+              if (!self.hosts().together(peer, self.rank())) return self.peer(peer).fence();
+            }
+          },
+          Unlocked(), "Returns once ranks on other hosts have all that this rank has sent.")
       .def_prop_ro("late", [](const SymmetricMemory& self) { return self.late().size(); })
       .def(
           "late_peer",

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "layout/ring.h"
 #include "memory/peer.h"
 
 namespace fanfold {
@@ -24,6 +25,10 @@ class Carrier {
   virtual ~Carrier() = default;
 
   virtual Link& link(int32_t peer) = 0;
+  // Into which a GPU's kernels may push commands: those for peer p into ring p % size. Offsets of
+  // commands count from where CarriedMemory has the data, or the peer's copy. Each ring's memory is
+  // that of a Ring, from its identity on. Empty if no kernels push.
+  virtual std::vector<RingView> kernel_rings() const = 0;
   // Called as a wait begins and ends, so that what arrives is seen at once meanwhile.
   virtual void begin_wait() = 0;
   virtual void end_wait() = 0;

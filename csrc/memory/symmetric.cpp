@@ -177,6 +177,12 @@ std::string SymmetricMemory::why_lost(int32_t peer) const {
   return {};
 }
 
+Carrier& SymmetricMemory::carrier() const {
+  check_usable();
+  if (carrier_ == nullptr) throw Misuse("all ranks are on one host, so nothing carries to others");
+  return *carrier_;
+}
+
 void SymmetricMemory::check_usable() const {
   if (fork_generation() != generation_) {
     throw Misuse(

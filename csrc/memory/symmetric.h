@@ -161,6 +161,8 @@ class SymmetricMemory {
   std::vector<CarrierCount> carrier_counts() const;
   // Why the carrier has lost `peer`, in words for a user; empty if it has not, or if there is none.
   std::string why_lost(int32_t peer) const;
+  // The carrier, for whoever sends through it without this class. Throws Misuse if there is none.
+  Carrier& carrier() const;
 
   // Throws Misuse if this memory is closed, in a forked child, and after a failed wait. After a
   // failed wait the ranks are out of step, so further calls could deliver wrong data.

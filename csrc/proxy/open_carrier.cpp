@@ -21,9 +21,13 @@ namespace loopback = transport::loopback;
 constexpr std::string_view kLoopback = "loopback";
 // A poll of a loopback network passes as much of its time as one of a real network takes.
 constexpr int64_t kLoopbackPollNs = 1000;
+// Emulated kernels are slow, and are to see what has come while something else is under way.
+constexpr int64_t kLoopbackPollNsForKernels = 100;
+// Longer than the time between two steps of decoding.
+constexpr std::chrono::nanoseconds kAwakeForKernels = std::chrono::seconds(1);
 
 // The options of the loopback network that `setting` names; nothing if it names another network.
-std::optional<loopback::Options> loopback_options(std::string_view setting) {
+std::optional<loopback::Options> loopback_options(std::string_view setting, bool for_kernels) {
   if (!setting.starts_with(kLoopback)) return std::nullopt;
   const std::string_view rest = setting.substr(kLoopback.size());
   loopback::Options options;
@@ -36,7 +40,7 @@ std::optional<loopback::Options> loopback_options(std::string_view setting) {
     }
     options = loopback::Options::hostile(seed);
   }
-  options.poll_ns = kLoopbackPollNs;
+  options.poll_ns = for_kernels ? kLoopbackPollNsForKernels : kLoopbackPollNs;
   return options;
 }
 
@@ -70,7 +74,7 @@ std::vector<std::unique_ptr<Transport>> open_libfabrics(const CarrierOptions& op
 
 OpenCarrier::OpenCarrier(const SymmetricMemory& memory, const CarrierOptions& options) {
   std::vector<std::unique_ptr<Transport>> transports;
-  if (const auto found = loopback_options(options.network)) {
+  if (const auto found = loopback_options(options.network, options.kernel_ring_slots > 0)) {
     const auto network = meet_in(options.world, *found);
     for (int32_t thread = 0; thread < options.threads; ++thread) {
       transports.push_back(network->open(memory.rank(), thread));
@@ -85,6 +89,11 @@ OpenCarrier::OpenCarrier(const SymmetricMemory& memory, const CarrierOptions& op
   proxy.timeout = std::chrono::duration_cast<std::chrono::nanoseconds>(
       std::chrono::duration<double>(options.timeout_seconds));
   proxy.give_up_peers = options.give_up_peers;
+  proxy.kernel_ring_slots = options.kernel_ring_slots;
+  if (options.kernel_ring_slots > 0) {
+    // The time of a loopback network passes with the polls.
+    proxy.awake = meeting_ != nullptr ? std::chrono::hours(1) : kAwakeForKernels;
+  }
   carrier_ = std::make_unique<ProxyCarrier>(memory, proxy, std::move(transports));
 }
 

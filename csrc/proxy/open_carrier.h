@@ -27,6 +27,7 @@ struct CarrierOptions {
   int32_t threads = 4;
   double timeout_seconds = 100;
   bool give_up_peers = false;
+  int64_t kernel_ring_slots = 0;  // of each thread's ring for a GPU's kernels; 0: none push
 };
 
 class OpenCarrier {

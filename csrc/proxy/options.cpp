@@ -30,6 +30,7 @@ void check_options(const ProxyOptions& options) {
   check_between("message_bytes", options.message_bytes, options.part_bytes, kMostPartBytes);
   check_credit(options.credit);
   check_between("credit.bytes", options.credit.bytes, options.part_bytes, INT64_MAX);
+  check_between("awake", options.awake.count(), 0, INT64_MAX);
   check_between("timeout", options.timeout.count(), 1, INT64_MAX);
   check_between("idle_sleep", options.idle_sleep.count(), 0,
                 std::chrono::nanoseconds(std::chrono::milliseconds(1)).count());

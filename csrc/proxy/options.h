@@ -19,6 +19,8 @@ struct ProxyOptions {
   int32_t ranks = 1;          // 1 to kMostProxyRanks
   int32_t threads = 4;        // 1 to 64
   int64_t ring_slots = 1024;  // of each thread's ring
+  // Of one more ring for each thread, into which the kernels of a GPU push; 0: there is none.
+  int64_t kernel_ring_slots = 0;
   // The largest piece of a command that counts as one. A multiple of 16, the same on all ranks.
   int64_t part_bytes = int64_t{256} << 10;
   int64_t message_bytes = int64_t{1} << 20;  // the largest message; at least part_bytes
@@ -30,6 +32,8 @@ struct ProxyOptions {
   bool give_up_peers = false;
   // 1 ms at most. A thread that has been idle for long sleeps four times as long.
   std::chrono::nanoseconds idle_sleep = std::chrono::milliseconds(1);
+  // A thread polls without sleeping until so long after its last work: kernels wake nobody.
+  std::chrono::nanoseconds awake{0};
   // Thread t runs on cores[t % size]; empty: on those near its NIC.
   std::vector<int32_t> cores;
   uint64_t first_sequence = 0;  // of every channel; the same on all ranks

@@ -152,19 +152,29 @@ void Proxy::poll(ProxyThread& thread) {
   using Clock = std::chrono::steady_clock;
   int64_t empty = 0;
   int32_t slept = 0;
+  auto worked = Clock::now();
   while (!stopping_.load(std::memory_order_relaxed)) {
-    if (thread.step(Clock::now())) {
+    const auto now = Clock::now();
+    if (thread.step(now)) {
       empty = slept = 0;
-    } else if (thread.outstanding() || busy_.load(std::memory_order_relaxed) > 0) {
+      worked = now;
+    } else if (thread.outstanding() || busy_.load(std::memory_order_relaxed) > 0 ||
+               now - worked < options_.awake) {
       slept = 0;
       pause_or_yield(++empty);
     } else {
       empty = 0;
       thread.counted().add(&Stats::sleeps);
-      const auto awake = [&] { return stopping_ || busy_ > 0 || thread.step(Clock::now()); };
+      const auto woken = [&] {
+        if (stopping_ || busy_ > 0) return true;
+        const auto then = Clock::now();
+        if (!thread.step(then)) return false;
+        worked = then;
+        return true;
+      };
       slept = std::min(slept + 1, kShortSleeps);
       const int times = slept < kShortSleeps ? 1 : kLongSleep;
-      sleep_until_rung(thread.bell(), awake, times * options_.idle_sleep);
+      sleep_until_rung(thread.bell(), woken, times * options_.idle_sleep);
     }
   }
 }

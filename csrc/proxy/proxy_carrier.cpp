@@ -94,6 +94,15 @@ void ProxyCarrier::start(const std::vector<ProxyAddress>& ranks) {
 
 Link& ProxyCarrier::link(int32_t peer) { return *links_.at(static_cast<size_t>(peer)); }
 
+std::vector<RingView> ProxyCarrier::kernel_rings() const {
+  std::vector<RingView> rings;
+  for (int32_t index = 0; index < proxy_->options().threads; ++index) {
+    const Ring* ring = proxy_->thread(index).kernel_ring();
+    if (ring != nullptr) rings.push_back(ring->view());
+  }
+  return rings;
+}
+
 std::vector<CarrierCount> ProxyCarrier::counts() const {
   std::vector<CarrierCount> counts;
   const auto add = [&](const Stats& stats, int32_t thread, int32_t peer) {

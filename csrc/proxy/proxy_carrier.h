@@ -28,6 +28,7 @@ class ProxyCarrier final : public Carrier {
   void start(const std::vector<ProxyAddress>& ranks);
 
   Link& link(int32_t peer) override;
+  std::vector<RingView> kernel_rings() const override;
   void begin_wait() override { proxy_->begin_busy(); }
   void end_wait() override { proxy_->end_busy(); }
   void check(int32_t peer) const override { proxy_->check(peer); }

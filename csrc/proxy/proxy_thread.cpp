@@ -48,7 +48,7 @@ ProxyThread::ProxyThread(const ProxyOptions& options, int32_t index, const Proxy
     : options_(options), index_(index), memory_(memory), transport_(std::move(transport)),
       layout_(ImmediateLayout::of(options.ranks)),
       limits_(limits_for(options, layout_, transport_->limits())),
-      ring_(Ring::create(options.ring_slots)), consumer_(ring_) {
+      rings_(options.ring_slots, options.kernel_ring_slots) {
   check_limits(limits_);
   const int32_t places = (options.ranks - index + options.threads - 1) / options.threads;
   channels_.resize(static_cast<size_t>(std::max(places, 0)));
@@ -319,7 +319,7 @@ bool ProxyThread::take_commands() {
   while (taken < kCommands && failure() == nullptr) {
     if (!held_) {
       Command command{};
-      if (!consumer_.pop(command)) break;
+      if (!rings_.pop(command)) break;
       counted_.add(&Stats::commands);
       ++taken;
       held_ = command.fields();
@@ -328,8 +328,7 @@ bool ProxyThread::take_commands() {
     held_.reset();
   }
   // A command that is held is not done, so its slot stays occupied and its ticket waits.
-  const uint64_t done = consumer_.popped() - (held_ ? 1 : 0);
-  if (done != consumer_.published()) consumer_.publish(done);
+  rings_.publish(held_.has_value());
   return taken > 0;
 }
 
@@ -557,7 +556,7 @@ bool ProxyThread::finish_held() {
     return false;
   }
   held_.reset();
-  consumer_.publish();
+  rings_.publish(false);
   return true;
 }
 

@@ -19,10 +19,10 @@
 #include "layout/control.h"
 #include "layout/immediate.h"
 #include "proxy/channel.h"
+#include "proxy/command_rings.h"
 #include "proxy/failure.h"
 #include "proxy/options.h"
 #include "proxy/stats.h"
-#include "ring/ring.h"
 #include "transport/transport.h"
 
 namespace fanfold::proxy {
@@ -68,7 +68,9 @@ class ProxyThread {
   std::vector<int32_t> cores() const { return transport_->cores(); }
   Counted& counted() { return counted_; }
 
-  const Ring& command_ring() const { return ring_; }
+  const Ring& command_ring() const { return rings_.of_host(); }
+  // Null if no kernels push.
+  const Ring* kernel_ring() const { return rings_.of_kernels(); }
   Doorbell& bell() { return bell_; }
   // For tests, on the thread that calls `step`.
   const Channel* channel(int32_t peer) const {
@@ -143,8 +145,7 @@ class ProxyThread {
   transport::LocalMemory local_stored_;
   ImmediateLayout layout_;
   SpanLimits limits_;
-  Ring ring_;
-  Consumer consumer_;
+  CommandRings rings_;
   std::vector<std::unique_ptr<Channel>> channels_;  // of peer / threads; null for this rank itself
   std::vector<int32_t> peers_;
   std::vector<int32_t> sending_;  // channels with pending commands

@@ -42,7 +42,7 @@ void ProxyThread::check_timeouts() {
             : "proxy: room in the transport " + std::string(transport_->name()));
     if (failure() != nullptr) return;
   }
-  if (const uint64_t abandoned = consumer_.abandoned(); abandoned > 0) {
+  if (const uint64_t abandoned = rings_.abandoned(); abandoned > 0) {
     return fail(FailureReason::kCommand, -1,
                 "producers gave up " + std::to_string(abandoned) +
                     " commands of a ring that stayed full, and the commands behind are lost");

@@ -121,6 +121,11 @@ bool Consumer::pop(Command& command) {
   return true;
 }
 
+bool Consumer::has_command() const {
+  Command command;
+  return ring_load(ring_, kMemory, popped_, command);
+}
+
 void Consumer::publish(uint64_t count) {
   if (count - published_ > popped_ - published_) {
     throw BadArgument("count", std::to_string(count),

@@ -81,6 +81,8 @@ class Consumer {
   // Sets `command` to the next one and returns true; returns false if none has been pushed. The
   // command's slot stays occupied until a count beyond its ticket is published.
   bool pop(Command& command);
+  // Whether there is a command to pop.
+  bool has_command() const;
 
   // The ticket of the next command to pop.
   uint64_t popped() const { return popped_; }

@@ -39,12 +39,14 @@ class BackendChoice:
         device: where this rank's tensors must be.
         reason: why, in one line that error messages show.
         capability: the lowest compute capability of the ranks' GPUs; (0, 0) on the host.
+        across_hosts: whether GPUs of several hosts were chosen.
     """
 
     backend: Literal["host", "cuda"]
     device: torch.device
     reason: str
     capability: tuple[int, int] = (0, 0)
+    across_hosts: bool = False
 
     def supports(self, mode: Mode) -> bool:
         """Whether the kernels of ``mode`` run on the GPUs of all ranks."""
@@ -114,7 +116,9 @@ class _Seat:
     process: int = 0
 
 
-def choose(group: Group, config: Config, mode: Mode = "low_latency") -> BackendChoice:
+def choose(
+    group: Group, config: Config, mode: Mode = "low_latency", *, may_cross_hosts: bool = False
+) -> BackendChoice:
     """Chooses the backend of ``mode`` for all ranks of ``group``. Collective.
 
     Looks at CUDA only where ``config.backend`` is not ``"host"``, and may initialise it then: call
@@ -127,6 +131,8 @@ def choose(group: Group, config: Config, mode: Mode = "low_latency") -> BackendC
             have one together, all on one host and within each other's reach, and the mode's
             kernels can be compiled for it.
         mode: whose calls are to run.
+        may_cross_hosts: whether the caller can have kernels send to ranks on other hosts. They do
+            so where ``config.backend`` is ``"cuda"``, not where it is ``"auto"``.
 
     Raises:
         ArgumentError: the ranks' settings of ``backend``, ``share_gpus`` or ``hosts`` differ.
@@ -144,17 +150,20 @@ def choose(group: Group, config: Config, mode: Mode = "low_latency") -> BackendC
     if config.backend == "host":
         return BackendChoice("host", torch.device("cpu"), setting)
     seats = group.all_gather(_look(group))
-    obstacle = _obstacle(seats, config.share_gpus)
-    if obstacle is None and min(config.hosts or 1, group.size) > 1:
-        source = config.source_of("hosts")
-        obstacle = f"kernels do not reach across hosts, and hosts is {config.hosts} (from {source})"
+    obstacle, apart = _obstacle(seats, config.share_gpus), _apart(seats, config)
+    crosses = may_cross_hosts and config.backend == "cuda"
+    if obstacle is None and apart is not None and not crosses:
+        do = "reach across hosts only where backend is 'cuda'"
+        do = do if may_cross_hosts else "do not reach across hosts"
+        obstacle = f"kernels {do}, and {apart}"
     if obstacle is None:
         device = torch.device(seats[group.rank].device)
         is_shared = len({seat.identity for seat in seats}) < group.size
         has = "ranks share GPUs" if is_shared else "each rank has a GPU of its own"
         reason = f"{has}; this is this rank's"
         oldest = min(seat.capability for seat in seats)
-        return BackendChoice("cuda", device, reason, oldest).for_mode(mode, config)
+        across = apart is not None
+        return BackendChoice("cuda", device, reason, oldest, across).for_mode(mode, config)
     if config.backend == "cuda":
         raise UnavailableError(f"{setting}, but {obstacle}")
     return BackendChoice("host", torch.device("cpu"), obstacle)
@@ -200,12 +209,6 @@ def _obstacle(seats: list[_Seat], share: bool) -> str | None:
     for rank, seat in enumerate(seats):
         if seat.lacking is not None:
             return f"rank {rank} cannot use a GPU: {seat.lacking}"
-    for rank, seat in enumerate(seats):
-        if seat.host != seats[0].host:
-            return (
-                f"rank {rank} and rank 0 are not processes of one user in one PID namespace of one "
-                f"host ({seat.host} against {seats[0].host})"
-            )
     owners: dict[str, int] = {}
     for rank, seat in enumerate(seats):
         owner = owners.setdefault(seat.identity, rank)
@@ -229,4 +232,17 @@ def _obstacle(seats: list[_Seat], share: bool) -> str | None:
                     f"{seat.device} of rank {rank} has no peer access to the GPU of rank "
                     f"{owners[far]} (nvidia-smi topo -p2p r shows which have)"
                 )
+    return None
+
+
+def _apart(seats: list[_Seat], config: Config) -> str | None:
+    """Why these ranks are on several hosts, or None."""
+    if min(config.hosts or 1, len(seats)) > 1:
+        return f"hosts is {config.hosts} (from {config.source_of('hosts')})"
+    for rank, seat in enumerate(seats):
+        if seat.host != seats[0].host:
+            return (
+                f"rank {rank} and rank 0 are not processes of one user in one PID namespace of one "
+                f"host ({seat.host} against {seats[0].host})"
+            )
     return None

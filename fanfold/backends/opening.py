@@ -14,10 +14,12 @@ from fanfold.backends.staged import StagedHighThroughput
 from fanfold.config import Config
 from fanfold.formats import ScaleFormat
 from fanfold.geometry import Geometry
-from fanfold.group import Group
+from fanfold.group import Group, part_of
 from fanfold.memory import GpuPeerMemory, PeerMemory
 from fanfold.memory.cuda import CudaSymmetricMemory
+from fanfold.memory.cuda_hosts import CudaMemoryAcrossHosts
 from fanfold.memory.host import SymmetricMemory
+from fanfold.memory.hosts import find_hosts
 
 __all__ = ["open_high_throughput", "open_low_latency"]
 
@@ -46,7 +48,11 @@ def open_low_latency(
     if choice.backend == "cuda":
         low_latency.check_cuda_geometry(geometry)
         nbytes = low_latency.cuda_required_bytes(geometry, late_weights=late_weights)
-        memory = CudaSymmetricMemory(group, nbytes)
+        if choice.across_hosts:
+            between = low_latency.cuda_bytes_between_hosts(geometry)
+            memory = _memory_across_hosts(group, nbytes, between, config)
+        else:
+            memory = CudaSymmetricMemory(group, nbytes)
     else:
         nbytes = low_latency.HostLowLatency.required_bytes(geometry)
         memory = SymmetricMemory(group, nbytes, config)
@@ -57,6 +63,20 @@ def open_low_latency(
         return memory, ranged(backend, "low_latency", config)
     except BaseException:
         memory.close()
+        raise
+
+
+def _memory_across_hosts(
+    group: Group, nbytes: int, between_hosts: int, config: Config
+) -> CudaMemoryAcrossHosts:
+    """Regions of ``nbytes`` on GPUs and of ``between_hosts`` on the CPUs of several hosts."""
+    hosts = find_hosts(group, config)
+    gpu = CudaSymmetricMemory(part_of(group, hosts.members(group.rank)), nbytes)
+    try:
+        host = SymmetricMemory(group, between_hosts, config, hosts, for_kernels=True)
+        return CudaMemoryAcrossHosts(gpu, host)
+    except BaseException:
+        gpu.close()
         raise
 
 

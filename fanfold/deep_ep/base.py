@@ -11,7 +11,7 @@ from fanfold.deep_ep.sizes import Config
 from fanfold.errors import UsageError
 from fanfold.forks import Owner
 from fanfold.memory import PeerMemory
-from fanfold.memory.host import SymmetricMemory
+from fanfold.memory.cuda_hosts import counting_cores
 from fanfold.metrics import collect
 
 __all__ = ["BufferBase", "Counted"]
@@ -32,7 +32,7 @@ class Counted:
         """
         owner, memory = self._measured
         owner.check()
-        return collect(self._calls, memory.core if isinstance(memory, SymmetricMemory) else None)
+        return collect(self._calls, *counting_cores(memory))
 
 
 class BufferBase(Counted):

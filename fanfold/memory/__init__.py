@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     import torch
 
     from fanfold.group import Group
+    from fanfold.memory.between_hosts import BetweenHosts
 
 __all__ = ["GpuPeerMemory", "PeerMemory"]
 
@@ -16,7 +17,8 @@ __all__ = ["GpuPeerMemory", "PeerMemory"]
 class PeerMemory(Protocol):
     """One region for each rank, of one size, mapped by all ranks. Both modes work on it, and know
     of it what stands here; :class:`fanfold.memory.host.SymmetricMemory` and
-    :class:`fanfold.memory.cuda.CudaSymmetricMemory` implement it.
+    :class:`fanfold.memory.cuda.CudaSymmetricMemory` implement it, and between the GPUs of several
+    hosts :class:`fanfold.memory.cuda_hosts.CudaMemoryAcrossHosts`.
 
     - A region begins on a line of 128 bytes. What lies at an offset is the affair of the mode,
       which lays all regions out alike.
@@ -63,6 +65,10 @@ class PeerMemory(Protocol):
 
 class GpuPeerMemory(PeerMemory, Protocol):
     """The memory of GPUs, on whose own region PyTorch's operations work too."""
+
+    @property
+    def between(self) -> BetweenHosts | None:
+        """What carries to ranks on other hosts; None if there are none."""
 
     @property
     def tensor(self) -> torch.Tensor:

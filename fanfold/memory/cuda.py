@@ -13,7 +13,7 @@ import contextlib
 import importlib
 import weakref
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +25,9 @@ from fanfold.forks import Owner
 from fanfold.group import Group, agree, in_one_process, process_group
 from fanfold.memory import PeerMemory
 from fanfold.representation import described
+
+if TYPE_CHECKING:
+    from fanfold.memory.between_hosts import BetweenHosts
 
 __all__ = ["CudaSymmetricMemory", "are_threads", "own_sms", "unavailable", "wait_for_kernels"]
 
@@ -129,6 +132,8 @@ class CudaSymmetricMemory:
         ArgumentError: the ranks ask for different sizes.
         FanfoldError: another rank failed in one of these ways, or did not come.
     """
+
+    between: BetweenHosts | None = None
 
     def __init__(self, group: Group, bytes_per_rank: int) -> None:
         self._owner = Owner("this CudaSymmetricMemory")

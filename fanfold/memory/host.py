@@ -27,6 +27,10 @@ from fanfold.representation import described
 
 __all__ = ["SymmetricMemory"]
 
+KERNEL_RING_SLOTS = 1024
+"""Commands that a GPU's kernels can have pushed for a proxy thread which it has not taken yet. A
+call of low latency pushes one for each run of rows to a peer."""
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -42,6 +46,7 @@ class SymmetricMemory:
         bytes_per_rank: what the modes may place in each region.
         config: time bound, spinning, what happens to late peers, and how ranks reach other hosts.
         hosts: what :func:`fanfold.memory.hosts.find_hosts` has found, if it has been called.
+        for_kernels: whether a GPU's kernels send through it, too, to ranks on other hosts.
 
     Attributes:
         group: as given.
@@ -58,7 +63,13 @@ class SymmetricMemory:
     """
 
     def __init__(
-        self, group: Group, bytes_per_rank: int, config: Config, hosts: Hosts | None = None
+        self,
+        group: Group,
+        bytes_per_rank: int,
+        config: Config,
+        hosts: Hosts | None = None,
+        *,
+        for_kernels: bool = False,
     ) -> None:
         self.group, self.rank, self.ranks = group, group.rank, group.size
         self.device, self._usable_bytes = torch.device("cpu"), bytes_per_rank
@@ -73,7 +84,6 @@ class SymmetricMemory:
         self.hosts = hosts = hosts or find_hosts(group, config)
         self.network = ""
         carrier: _core.Carrier | None = None
-        threads = 1 + (hosts.proxy_threads if hosts.several else 0)
         address = network_address = None
         try:
             self.core = _core.SymmetricMemory(
@@ -81,13 +91,13 @@ class SymmetricMemory:
                 ranks=group.size,
                 bytes=bytes_per_rank,
                 timeout_seconds=config.timeout_s,
-                spin_seconds=config.spin_seconds(hosts.machine_ranks * threads),
+                spin_seconds=config.spin_seconds(hosts.machine_ranks * hosts.spinning_threads),
                 mask_late_peers=config.late_peers == "mask",
                 hosts=hosts.host,
             )
             address = self.core.address()
             if hosts.several:
-                carrier = _open_carrier(self.core, hosts, config)
+                carrier = _open_carrier(self.core, hosts, config, for_kernels)
                 self.network, network_address = carrier.network, carrier.address()
         except FanfoldError as failure:
             error = failure
@@ -103,10 +113,9 @@ class SymmetricMemory:
             # Until every rank has mapped every region, the descriptors must stay open.
             agree(group, {}, error)
         except Exception:
-            if carrier is not None:
-                carrier.close()
-            if hasattr(self, "core"):
-                self.core.close()
+            for part in (carrier, getattr(self, "core", None)):
+                if part is not None:
+                    part.close()
             raise
         if carrier is not None:
             wait_at_exit()
@@ -214,7 +223,9 @@ class SymmetricMemory:
         self.close()
 
 
-def _open_carrier(core: _core.SymmetricMemory, hosts: Hosts, config: Config) -> _core.Carrier:
+def _open_carrier(
+    core: _core.SymmetricMemory, hosts: Hosts, config: Config, for_kernels: bool
+) -> _core.Carrier:
     """What carries to other hosts. Raises UnavailableError if there is no network for it."""
     if config.network.startswith("loopback") and int(hosts.world.split()[0]) != os.getpid():
         raise UnavailableError(
@@ -227,7 +238,7 @@ def _open_carrier(core: _core.SymmetricMemory, hosts: Hosts, config: Config) -> 
             network=(config.network, hosts.interface),
             world=hosts.world,
             one_host=hosts.one_machine,
-            threads=hosts.proxy_threads,
+            threads=(hosts.proxy_threads, KERNEL_RING_SLOTS if for_kernels else 0),
             timeout_seconds=config.timeout_s,
             give_up_peers=config.late_peers == "mask",
         )

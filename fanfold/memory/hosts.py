@@ -72,6 +72,15 @@ class Hosts:
         """Whether there is more than one."""
         return self.count > 1
 
+    @property
+    def spinning_threads(self) -> int:
+        """Of each rank: its own, and those of its proxy."""
+        return 1 + (self.proxy_threads if self.several else 0)
+
+    def members(self, rank: int) -> list[int]:
+        """The ranks of the host of ``rank``, ascending."""
+        return [peer for peer, host in enumerate(self.host) if host == self.host[rank]]
+
     def others(self, rank: int) -> list[list[int]]:
         """The ranks of each host but that of ``rank``, ascending."""
         members: list[list[int]] = [[] for _ in range(self.count)]

@@ -3,41 +3,25 @@ proxies, which a loopback network joins."""
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
+import os
+import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from fanfold.backends.low_latency import cuda
+import torch
+
+from fanfold.backends.low_latency import cuda_bytes_between_hosts
+from fanfold.config import Config
 from fanfold.geometry import Geometry
-from fanfold.jit import KernelSource
-from tests.emulation.world import CORE, HERE, Builder, World, emulated
-
-_SOURCES = [
-    HERE / "hosts.cpp",
-    *(
-        CORE / "proxy" / f"{name}.cpp"
-        for name in ("failure", "options", "proxy", "proxy_thread", "proxy_thread_failures",
-                     "span", "window")
-    ),
-    *(CORE / "ring" / f"{name}.cpp" for name in ("command", "ring")),
-    *sorted((CORE / "transport").glob("loopback*.cpp")),
-    *(CORE / "base" / f"{name}.cpp" for name in ("cores", "error", "fork", "wait")),
-    CORE / "memory" / "region.cpp",
-]  # fmt: skip
-
-
-class _Options(ctypes.Structure):
-    """``Options`` of hosts.cpp, with the fields of ``LowLatencyGeometry`` in front."""
-
-    _fields_ = [
-        *((name, ctypes.c_int32) for name in ("ranks", "experts", "top_k", "hidden", "max_tokens")),
-        *((name, ctypes.c_int32) for name in ("threads", "ring_slots", "give_up_peers")),
-        ("timeout_s", ctypes.c_double),
-        ("seed", ctypes.c_uint64),
-    ]
+from fanfold.memory import host, pinning
+from fanfold.memory.cuda_hosts import CudaMemoryAcrossHosts
+from fanfold.memory.host import SymmetricMemory
+from fanfold.memory.hosts import Hosts
+from tests.emulation.world import Builder, ThreadGroup, World, emulated, gpu_memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,34 +40,58 @@ class Network:
     threads: int = 2
     ring_slots: int = 64
 
+    @property
+    def setting(self) -> str:
+        """As :class:`Config` has it."""
+        return f"loopback:{self.seed}" if self.seed else "loopback"
 
-def across_hosts(source: KernelSource) -> KernelSource:
-    """The same kernel for ranks on several hosts."""
-    return dataclasses.replace(source, constants={**dict(source.pairs), "kAcrossHosts": 1})
+
+class StoppedRing:
+    """A ring with a producers' line of its own, which nobody empties.
+
+    Args:
+        slots: of it.
+    """
+
+    def __init__(self, slots: int) -> None:
+        # Lines of producers, of the consumer and of faults (layout/ring.h), then commands.
+        self._memory = torch.zeros(3 * 128 + 16 * slots, dtype=torch.uint8, device="cpu")
+        at = self._memory.data_ptr()
+        self.view = [at, at + 128, at + 256, at + 384, slots]  # RingView
+
+    def _word(self, place: int) -> int:
+        return int(self._memory[place : place + 8].view(torch.int64).item())
+
+    @property
+    def pushed(self) -> int:
+        """Commands in it."""
+        return self._word(0)
+
+    @property
+    def abandoned(self) -> int:
+        """Places that were taken and never filled."""
+        return self._word(256)
+
+
+_VIEW_WORDS = 5
 
 
 @contextmanager
 def emulated_hosts(builder: Builder, ctas: int) -> Iterator[None]:
-    """:func:`emulated`, with kernels for several hosts."""
-
-    def load(source: KernelSource, *_: Any) -> ctypes.CDLL:
-        return builder.load(across_hosts(source))
-
+    """:func:`emulated`, with memory that is there without being pinned."""
     with (
         emulated(builder, ctas),
-        mock.patch.object(cuda.jit, "load", load),
-        mock.patch.object(cuda.jit, "load_all", lambda every, *_: [*map(load, every)]),
+        mock.patch.object(pinning, "_pin"),
+        mock.patch.object(pinning, "_unpin"),
     ):
         yield
 
 
 class HostsWorld(World):
     """All ranks of one geometry on several hosts; only within :func:`emulated_hosts`. It must be
-    closed. The memory between hosts begins as zeros, which no reset changes, so the geometry stays
-    and no rank is reset.
+    closed.
 
     Args:
-        builder: of the kernels.
         geometry: its ``ranks`` are made.
         network: what joins them.
         late: whether the weights come with combine.
@@ -91,72 +99,61 @@ class HostsWorld(World):
     """
 
     def __init__(
-        self,
-        builder: Builder,
-        geometry: Geometry,
-        network: Network,
-        *,
-        late: bool = False,
-        **settings: Any,
+        self, geometry: Geometry, network: Network, *, late: bool = False, **settings: Any
     ) -> None:
         self._network = network
-        self._core = _core_of(builder)
-        options = _Options(
-            geometry.ranks, geometry.num_experts, geometry.top_k, geometry.hidden,
-            geometry.max_tokens, network.threads, network.ring_slots,
-            settings.get("late_peers") == "mask", settings.get("timeout_s", 20.0), network.seed,
-        )  # fmt: skip
-        hosts = (ctypes.c_int32 * geometry.ranks)(*network.hosts)
-        self._hosts = ctypes.c_void_p(self._core.hosts_open(ctypes.byref(options), hosts))
-        super().__init__(geometry, late=late, **settings)
-        for rank, mode in enumerate(self.modes):
-            self._core.hosts_attach(self._hosts, rank, mode._state.data_ptr())
+        self._stopped: list[StoppedRing] = []  # kernels push into their memory
+        super().__init__(geometry, late=late, **{**settings, "network": network.setting})
 
-    def _base(self, regions: list[int], rank: int, peer: int) -> int:
-        hosts = self._network.hosts
-        if hosts[rank] == hosts[peer]:
-            return super()._base(regions, rank, peer)
-        return int(self._core.hosts_send_area(self._hosts, rank, peer))
+    def _memories(
+        self,
+        geometry: Geometry,
+        config: Config,
+        groups: list[ThreadGroup],
+        regions: list[torch.Tensor],
+    ) -> list[Any]:
+        hosts = Hosts(
+            host=self._network.hosts,
+            machine_ranks=geometry.ranks,
+            one_machine=True,
+            proxy_threads=self._network.threads,
+            world=f"{os.getpid()} {uuid.uuid4()}",
+            reason="a test says so",
+            interface="",
+        )
+        nbytes = cuda_bytes_between_hosts(geometry)
+
+        def open_(group: ThreadGroup) -> CudaMemoryAcrossHosts:
+            members = hosts.members(group.rank)
+            local = [regions[peer] for peer in members]
+            gpu = gpu_memory(group, local, members.index(group.rank))
+            return CudaMemoryAcrossHosts(
+                gpu, SymmetricMemory(group, nbytes, config, hosts, for_kernels=True)
+            )
+
+        with (
+            mock.patch.object(host, "KERNEL_RING_SLOTS", self._network.ring_slots),
+            ThreadPoolExecutor(geometry.ranks) as pool,
+        ):
+            self.memories = list(pool.map(open_, groups))
+        return self.memories
 
     def count(self, name: str, rank: int) -> int:
-        """Of the proxy of ``rank``: ``commands``, ``duplicates``, ``reordered``; ``room`` in its
-        first ring, and tickets ``abandoned`` there."""
-        return int(getattr(self._core, f"hosts_{name}")(self._hosts, rank))
+        """Of the proxy of ``rank``: ``commands``, ``duplicates``, ``reordered``."""
+        counts = self.memories[rank].between.memory.core.carrier_counts()
+        return sum(value for each, _, _, value in counts if each == name)
 
-    def cut(self, rank: int, peer: int) -> None:
-        """From now on nothing passes between the two."""
-        self._core.hosts_cut(self._hosts, rank, peer)
-
-    def failure(self, rank: int) -> str | None:
-        """Why the proxy of ``rank`` has failed; None if it runs."""
-        text = self._core.hosts_failure(self._hosts, rank)
-        return None if text is None else str(text.decode())
-
-    def stop(self, rank: int) -> None:
-        """The proxy of ``rank`` takes no more commands, and receives nothing."""
-        self._core.hosts_stop(self._hosts, rank)
+    def stop(self, rank: int) -> StoppedRing:
+        """From now on nobody takes what ``rank`` pushes for the peers of its first proxy thread:
+        the ring that it pushes into instead."""
+        ring = StoppedRing(self._network.ring_slots)
+        self._stopped.append(ring)
+        block = self.memories[rank].between._block
+        views = block[len(block) - self._network.threads * _VIEW_WORDS * 8 :].view(torch.int64)
+        views[:_VIEW_WORDS] = torch.tensor(ring.view, dtype=torch.int64, device="cpu")
+        return ring
 
     def close(self) -> None:
         """Ends the proxies. No kernel runs."""
-        self._core.hosts_close(self._hosts)
-
-
-def _core_of(builder: Builder) -> ctypes.CDLL:
-    core = builder.load_host("hosts", *_SOURCES)
-    core.hosts_open.restype = ctypes.c_void_p
-    core.hosts_close.argtypes = (ctypes.c_void_p,)
-    core.hosts_close.restype = None
-    core.hosts_send_area.argtypes = (ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)
-    core.hosts_send_area.restype = ctypes.c_uint64
-    core.hosts_attach.argtypes = (ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)
-    core.hosts_attach.restype = None
-    core.hosts_cut.argtypes = (ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)
-    core.hosts_cut.restype = None
-    core.hosts_failure.argtypes = (ctypes.c_void_p, ctypes.c_int32)
-    core.hosts_failure.restype = ctypes.c_char_p
-    core.hosts_stop.argtypes = (ctypes.c_void_p, ctypes.c_int32)
-    core.hosts_stop.restype = None
-    for name in ("commands", "duplicates", "reordered", "room", "abandoned"):
-        count = getattr(core, f"hosts_{name}")
-        count.argtypes, count.restype = (ctypes.c_void_p, ctypes.c_int32), ctypes.c_uint64
-    return core
+        with ThreadPoolExecutor(len(self.memories)) as pool:
+            list(pool.map(CudaMemoryAcrossHosts.close, self.memories))

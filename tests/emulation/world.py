@@ -19,7 +19,6 @@ import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -200,6 +199,22 @@ def emulated(builder: Builder, ctas: int) -> Iterator[None]:
         yield
 
 
+def gpu_memory(group: ThreadGroup, regions: list[torch.Tensor], place: int) -> Any:
+    """The symmetric memory of the GPU of one host whose regions are given, in the ranks' order."""
+    addresses = [region.data_ptr() for region in regions]
+    return types.SimpleNamespace(
+        device=torch.device("cpu"),
+        rank=group.rank,
+        ranks=group.size,
+        base=addresses.__getitem__,
+        bytes_per_rank=regions[place].nbytes,
+        tensor=regions[place],
+        group=group,
+        between=None,
+        close=lambda: None,
+    )
+
+
 class World:
     """All ranks of one geometry; only within :func:`emulated`.
 
@@ -218,27 +233,22 @@ class World:
         self._sentinels = [region[first:] for region in regions]
         values: list[Any] = [None] * geometry.ranks
         barrier = threading.Barrier(geometry.ranks, timeout=120.0)
+        groups = [ThreadGroup(rank, values, barrier) for rank in range(geometry.ranks)]
         self.modes = [
-            CudaLowLatency(
-                types.SimpleNamespace(  # type: ignore[arg-type]
-                    device=torch.device("cpu"),
-                    rank=rank,
-                    ranks=geometry.ranks,
-                    base=partial(self._base, [region.data_ptr() for region in regions], rank),
-                    bytes_per_rank=nbytes,
-                    tensor=regions[rank],
-                    group=ThreadGroup(rank, values, barrier),
-                ),
-                config,
-                late,
-            )
-            for rank in range(geometry.ranks)
+            CudaLowLatency(memory, config, late)
+            for memory in self._memories(geometry, config, groups, regions)
         ]
 
-    def _base(self, regions: list[int], rank: int, peer: int) -> int:
-        """Where ``rank`` stores what ``peer`` is to have."""
-        del rank
-        return regions[peer]
+    def _memories(
+        self,
+        geometry: Geometry,
+        config: Config,
+        groups: list[ThreadGroup],
+        regions: list[torch.Tensor],
+    ) -> list[Any]:
+        """Each rank's memory, in rank order; ``regions`` are those of the ranks' GPUs."""
+        del geometry, config
+        return [gpu_memory(group, regions, group.rank) for group in groups]
 
     def check_absent(self) -> None:
         """Asserts that every word which must begin as the sentinel is the sentinel again."""

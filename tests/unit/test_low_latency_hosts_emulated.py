@@ -5,6 +5,7 @@ The oracle is that of one host. What only a GPU shows, its memory order and its 
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,10 +15,10 @@ import torch
 
 from fanfold.backends.low_latency.cuda import CudaLowLatency
 from fanfold.backends.low_latency.kernels import kernel_sources
-from fanfold.errors import PeerTimeout
+from fanfold.errors import FanfoldError, PeerTimeout, TransportError
 from fanfold.formats import ScaleFormat
 from fanfold.geometry import Geometry
-from tests.emulation.hosts import HostsWorld, Network, across_hosts, emulated_hosts
+from tests.emulation.hosts import HostsWorld, Network, emulated_hosts
 from tests.emulation.world import Builder
 from tests.unit import test_kernels_emulated as few
 from tests.unit.conftest import Compiled
@@ -44,9 +45,7 @@ def opens(builder: Builder) -> Iterator[Open]:
 
     def open_(shape: Shape, network: Network, **settings: Any) -> HostsWorld:
         grid = {"ctas": shape.grid[0], "senders": shape.grid[1]}
-        world = HostsWorld(
-            builder, shape.geometry, network, late=shape.late, **{**grid, **settings}
-        )
+        world = HostsWorld(shape.geometry, network, late=shape.late, **{**grid, **settings})
         worlds.append(world)
         return world
 
@@ -76,7 +75,8 @@ def run_rounds(world: HostsWorld, shape: Shape, turns: list[list[Batch]], hooks:
     """A dispatch and a combine of each turn's batches, of which every bit is checked."""
     for batches in turns:
         few.run_round(world, shape, batches, hooks)
-    assert all(world.failure(rank) is None for rank in range(shape.geometry.ranks))
+    for memory in world.memories:
+        memory.between.check()
 
 
 @HOSTILE
@@ -200,8 +200,8 @@ def test_as_on_one_host(
 # ---- what only several hosts have ----------------------------------------------------------------
 
 
-def test_a_peer_behind_a_cut_is_named(opens: Open) -> None:
-    """Each of the two names the other; the rank beside one of them gets all it needs."""
+def test_a_peer_that_gets_nothing_names_who_sent_it(opens: Open) -> None:
+    """The rank beside it gets all it needs, through another ring."""
     world = opens(BF16, Network(TWO_AND_TWO), timeout_s=0.5)
     batches = batches_of(BF16, 0)
 
@@ -211,18 +211,20 @@ def test_a_peer_behind_a_cut_is_named(opens: Open) -> None:
         mode.check()
 
     world.run(program)
-    world.cut(0, 2)
+    ring = world.stop(0)
 
     def cut(rank: int, mode: CudaLowLatency) -> None:
         call = Caller(BF16, mode, rank)
         call.dispatch(batches[rank])
-        if rank in (0, 2):
-            with pytest.raises(PeerTimeout, match=f"rank {2 - rank} in low_latency dispatch"):
+        if rank == 2:
+            with pytest.raises(PeerTimeout, match=r"rank 0 in low_latency dispatch") as caught:
                 mode.check()
+            assert caught.value.peer == 0
         else:
             mode.check()
 
     world.run(cut)
+    assert ring.pushed > 0
 
 
 def test_a_full_ring_ends_the_call_and_stays_whole(opens: Open) -> None:
@@ -231,7 +233,13 @@ def test_a_full_ring_ends_the_call_and_stays_whole(opens: Open) -> None:
     batches = [Batch.of(LONG.geometry, 75, rank) for rank in range(2)]
     for batch in batches:  # every second token has a row for each rank, so runs are short
         batch.topk_idx[:, 0] = torch.arange(75, dtype=torch.int64, device="cpu") % 2 * 3
-    world.stop(0)
+
+    def first(rank: int, mode: CudaLowLatency) -> None:
+        Caller(LONG, mode, rank).dispatch(Batch.of(LONG.geometry, 0, rank))
+        mode.check()
+
+    world.run(first)
+    ring = world.stop(0)
 
     def program(rank: int, mode: CudaLowLatency) -> None:
         call = Caller(LONG, mode, rank)
@@ -240,8 +248,52 @@ def test_a_full_ring_ends_the_call_and_stays_whole(opens: Open) -> None:
             mode.check()
 
     world.run(program)
-    assert world.count("room", 0) < 32
-    assert world.count("abandoned", 0) == 0
+    assert 0 < ring.pushed <= 32
+    assert ring.abandoned == 0
+
+
+def test_a_lost_peer_is_named_by_the_network(opens: Open) -> None:
+    """What ends the waits of the kernels is the time; the error says what the network knows."""
+    world = opens(BF16, Network((0, 0, 0, 1)), timeout_s=0.5)
+    batches = batches_of(BF16, 0)
+
+    def program(rank: int, mode: CudaLowLatency) -> None:
+        Caller(BF16, mode, rank).dispatch(batches[rank])
+        mode.check()
+
+    world.run(program)
+    world.memories[3].between.memory.core.close()
+
+    def lost(rank: int, mode: CudaLowLatency) -> None:
+        if rank == 3:
+            return
+        Caller(BF16, mode, rank).dispatch(batches[rank])
+        between = f"loopback between rank {rank} and rank 3"
+        with pytest.raises(TransportError, match=f"{between}.* rank 3 has ended") as caught:
+            mode.check()
+        assert isinstance(caught.value.__cause__, PeerTimeout)
+        assert caught.value.__cause__.peer == 3
+
+    world.run(lost)
+
+
+def test_another_geometry_and_a_reset(opens: Open) -> None:
+    """The memory between hosts is readied anew, whatever earlier calls have left in it."""
+    world = opens(BF16, Network(TWO_AND_TWO, seed=51))
+    run_rounds(world, BF16, [batches_of(BF16, turn) for turn in range(3)], False)
+    smaller = dataclasses.replace(BF16, geometry=Geometry(4, 12, 2, 272, 5))
+    run_rounds(world, smaller, [batches_of(smaller, turn) for turn in range(3)], False)
+    world.run(lambda rank, mode: mode.reset())
+    run_rounds(world, smaller, [batches_of(smaller, turn) for turn in range(3)], False)
+    larger = Geometry(4, 8, 3, 528, 10)
+
+    def refuse(rank: int, mode: CudaLowLatency) -> None:
+        batch = Batch.of(larger, 3, rank)
+        with pytest.raises(FanfoldError, match="memory"):
+            mode.dispatch(larger, batch.x, batch.topk_idx, batch.topk_weights)
+
+    world.run(refuse)
+    run_rounds(world, smaller, [batches_of(smaller, 3)], False)
 
 
 @pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.long), "sm_90a"])
@@ -250,6 +302,5 @@ def test_compiles(compiled: Compiled, ranks: int, arch: str) -> None:
     """Also for more ranks than a word has bits, which are more than are emulated here."""
     geometry = Geometry(ranks, 2 * ranks, 6, 1024, 64)
     for late in (False, True):
-        for source in kernel_sources(geometry, late_weights=late):
-            source = across_hosts(source)
+        for source in kernel_sources(geometry, late_weights=late, across_hosts=True):
             check(source, compiled(source, arch))

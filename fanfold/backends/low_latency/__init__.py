@@ -24,7 +24,11 @@ from fanfold.backends.low_latency.protocol import (
     anywhere,
     check_tokens,
 )
-from fanfold.backends.low_latency.sizes import check_cuda_geometry, cuda_required_bytes
+from fanfold.backends.low_latency.sizes import (
+    check_cuda_geometry,
+    cuda_bytes_between_hosts,
+    cuda_required_bytes,
+)
 from fanfold.config import Config
 from fanfold.errors import FanfoldError
 from fanfold.group import agree
@@ -46,6 +50,7 @@ __all__ = [
     "Statistics",
     "check_cuda_geometry",
     "check_tokens",
+    "cuda_bytes_between_hosts",
     "cuda_required_bytes",
     "open_low_latency",
 ]

@@ -55,7 +55,7 @@ from fanfold.backends.low_latency.protocol import (
     once,
 )
 from fanfold.backends.low_latency.reports import Reports
-from fanfold.backends.low_latency.sizes import core_geometry
+from fanfold.backends.low_latency.sizes import core_geometry, cuda_bytes_between_hosts
 from fanfold.backends.low_latency.validation import Validation, fast_path_of
 from fanfold.config import Config
 from fanfold.deferred_free import free_when_idle
@@ -118,6 +118,10 @@ class CudaLowLatency:
         epochs = _core.CUDA_STATE_EPOCHS_BYTES
         self._epochs = self._state[:epochs].view(torch.int32)
         self._masked = self._state[epochs : epochs + 4 * memory.ranks].view(torch.int32)
+        self._between = memory.between
+        if self._between is not None:
+            place = _core.CUDA_STATE_HOSTS_AT
+            self._state[place:][:8].view(torch.int64).fill_(self._between.address)
         self._masks, self._late_peers = config.late_peers == "mask", LatePeers(memory.rank)
         self._place = _core.CudaLowLatencyPlace(
             rank=memory.rank,
@@ -134,8 +138,8 @@ class CudaLowLatency:
         self._order = StreamOrder(self.device)
         self._follow = self._order.follow
         options = {"late_weights": late_weights, "early": self._early}
-        loader = Loader(self.device, config, self._grid, self._order, **options)
-        self._load, self._ready_send = loader.load, loader.ready_send
+        options["across_hosts"] = self._between is not None
+        self._loader = Loader(self.device, config, self._grid, self._order, **options)
         # Kernels in flight may outlive this object, and write there.
         end = weakref.finalize(self, free_when_idle, self.device, (self._state, self._reports))
         end.atexit = False
@@ -159,8 +163,7 @@ class CudaLowLatency:
             self._check_before()
         plan = self._plan
         if plan is None or plan.geometry is not geometry or self._stale is not None:
-            needed = partial(kernels.kernel_sources, geometry, *formats)
-            plan = self._plan_of(geometry, partial(needed, late_weights=self._late))
+            plan = self._plan_of(geometry, partial(self._loader.sources, geometry, formats))
         flight, weighted = self._flights[0], topk_weights is not None
         if flight.sent != flight.received:
             flight.check("dispatch", return_hook)
@@ -213,7 +216,7 @@ class CudaLowLatency:
             self._check_before()
         plan = self._plan
         if plan is None or plan.geometry is not geometry or self._stale is not None:
-            plan = self._plan_of(geometry, partial(self._combine_sources, geometry, logfmt))
+            plan = self._plan_of(geometry, partial(self._loader.combine_sources, geometry, logfmt))
         flight, late = self._flights[1], self._late
         if flight.sent != flight.received:
             flight.check("combine", return_hook)
@@ -238,7 +241,7 @@ class CudaLowLatency:
             args.aborted = aborted_of(routing)
             if call.adds or wait_ns is not None:
                 self._add_waits(call, wait_ns, geometry)
-            sends = None if ready is None else self._ready_send(plan, args, ready, logfmt)
+            sends = None if ready is None else self._loader.ready_send(plan, args, ready, logfmt)
         except BaseException as error:
             self._tell(partial(self._refuse_combine, error, routing, None, logfmt=logfmt), error)
             raise
@@ -319,7 +322,12 @@ class CudaLowLatency:
         """See :meth:`LowLatencyBackend.check`."""
         if self._reports.fatal() or self._reports.passing():
             geometry = None if self._plan is None else self._plan.geometry
-            raise self._reports.take(self._memory.rank, geometry, self._config.timeout_s)
+            error = self._reports.take(self._memory.rank, geometry, self._config.timeout_s)
+            if self._between is not None:
+                self._between.explain(error)
+            raise error
+        if self._between is not None:
+            self._between.check()
         self._warn_of_late()
 
     def _check_before(self) -> None:
@@ -522,6 +530,8 @@ class CudaLowLatency:
             if sources is not None:
                 self._check_idle()
             self._wait()
+            if self._between is not None:
+                self._between.fence()
             self._check_unmasked(geometry)
             calls = _core.CudaLowLatency(self._place, core, self._late, grid.ctas, grid.senders)
             first_absent, nbytes = _core.cuda_low_latency_bytes(core, self._late)
@@ -531,11 +541,13 @@ class CudaLowLatency:
                     f"{self._memory.bytes_per_rank} bytes",
                     f"at least {nbytes} for {geometry}",
                 )
+            if self._between is not None:
+                self._between.check_bytes(cuda_bytes_between_hosts(geometry))
             if sources is not None:
                 jit.load_all(sources(), self.device.index, self._config)
         except Exception as failure:
             error = failure
-        # When all have come here, no kernel of an earlier call runs anywhere.
+        # When all have come here, no kernel runs anywhere, and what kernels have sent is there.
         agree(self._memory.group, dataclasses.asdict(geometry), error)
         self._plan = self._last_routing = self._stale = None
         self._flights = (Flight(), Flight())
@@ -545,6 +557,8 @@ class CudaLowLatency:
             region[first_absent:nbytes].fill_(0xFF)
             self._epochs.fill_(_core.CUDA_FIRST_EPOCH)
             self._state[-4:].zero_()
+            if self._between is not None:
+                self._between.ready(core)
             self._wait()
             self._reports.clear()
         except Exception as failure:
@@ -560,7 +574,7 @@ class CudaLowLatency:
         key = (formats, weighted)
         known = plan.dispatches.get(key)
         if known is None:
-            launch = self._load(kernels.dispatch_kernel(plan.geometry, *formats))
+            launch = self._loader.load(self._loader.dispatch_source(plan.geometry, formats))
             args = plan.core.dispatch_arguments(
                 kernels.encoding(*formats), _WITH_DISPATCH if weighted else _NONE
             )
@@ -577,13 +591,10 @@ class CudaLowLatency:
         key = (weighted, logfmt)
         known = plan.combines.get(key)
         if known is None:
-            (source,) = self._combine_sources(plan.geometry, logfmt)
+            (source,) = self._loader.combine_sources(plan.geometry, logfmt)
             weights = _WITH_COMBINE if self._late else _WITH_DISPATCH if weighted else _NONE
-            launch, args = self._load(source), plan.core.combine_arguments(logfmt, weights)
+            launch, args = self._loader.load(source), plan.core.combine_arguments(logfmt, weights)
             args.weighted = weighted
             known = plan.combines[key] = CombineCall(weighted, logfmt, launch, args)
         plan.combine = known
         return known
-
-    def _combine_sources(self, geometry: Geometry, logfmt: bool) -> list[jit.KernelSource]:
-        return [kernels.combine_kernel(geometry, late=self._late, logfmt=bool(logfmt))]

@@ -70,14 +70,14 @@ class Grid:
         return cls(ctas, senders)
 
 
-def _sizes(geometry: Geometry) -> dict[str, int]:
+def _sizes(geometry: Geometry, across_hosts: bool) -> dict[str, int]:
     return {
         "kRanks": geometry.ranks,
         "kExperts": geometry.num_experts,
         "kTopK": geometry.top_k,
         "kHidden": geometry.hidden,
         "kMirror": 0,
-        "kAcrossHosts": 0,
+        "kAcrossHosts": int(across_hosts),
         "kAcquireAcks": _ACQUIRE_ACKS,
     }
 
@@ -104,9 +104,14 @@ def _dispatch_tasks(row_format: RowFormat, geometry: Geometry) -> int:
 
 
 def dispatch_kernel(
-    geometry: Geometry, row_format: RowFormat, scale_format: ScaleFormat
+    geometry: Geometry,
+    row_format: RowFormat,
+    scale_format: ScaleFormat,
+    *,
+    across_hosts: bool = False,
 ) -> KernelSource:
-    """The kernel that dispatches rows of these formats; the number of tokens is free.
+    """The kernel that dispatches rows of these formats, perhaps of ranks on several hosts; the
+    number of tokens is free.
 
     Raises:
         ArgumentError: such rows are no multiple of 16 bytes.
@@ -114,7 +119,7 @@ def dispatch_kernel(
     row_format.check_hidden(geometry.hidden)
     fp8 = row_format is RowFormat.FP8
     constants = {
-        **_sizes(geometry),
+        **_sizes(geometry, across_hosts),
         "kEncoding": encoding(row_format, scale_format),
         "kPackScales": int(fp8 and scale_format is ScaleFormat.UE8M0),
         "kWarps": _DISPATCH_WARPS,
@@ -126,15 +131,20 @@ def dispatch_kernel(
 
 
 def combine_kernel(
-    geometry: Geometry, *, late: bool, logfmt: bool, awaits_signals: bool = False
+    geometry: Geometry,
+    *,
+    late: bool,
+    logfmt: bool,
+    awaits_signals: bool = False,
+    across_hosts: bool = False,
 ) -> KernelSource:
-    """The kernel that combines, with weights that come late or not, as LogFMT or not. With
-    ``awaits_signals`` it is a send half that waits for outputs (:class:`ReadyRows`), with weights
-    that come late."""
+    """The kernel that combines, with weights that come late or not, as LogFMT or not, perhaps of
+    ranks on several hosts. With ``awaits_signals`` it is a send half that waits for outputs
+    (:class:`ReadyRows`), of ranks on one host with weights that come late."""
     short = geometry.hidden * 2 <= _SHORT_ROW_BYTES
     warps = _COMBINE_WARPS_OF_SHORT_ROWS if short else _COMBINE_WARPS
     constants = {
-        **_sizes(geometry),
+        **_sizes(geometry, across_hosts),
         "kLate": int(late),
         "kLogFmt": int(logfmt),
         "kAwaitsSignals": int(awaits_signals),
@@ -152,6 +162,7 @@ def kernel_sources(
     *,
     late_weights: bool = False,
     logfmt: bool = False,
+    across_hosts: bool = False,
 ) -> list[KernelSource]:
     """The kernels of a geometry's low-latency calls: dispatch, combine.
 
@@ -160,6 +171,6 @@ def kernel_sources(
     """
     check_cuda_geometry(geometry)
     return [
-        dispatch_kernel(geometry, row_format, scale_format),
-        combine_kernel(geometry, late=late_weights, logfmt=logfmt),
+        dispatch_kernel(geometry, row_format, scale_format, across_hosts=across_hosts),
+        combine_kernel(geometry, late=late_weights, logfmt=logfmt, across_hosts=across_hosts),
     ]

@@ -9,7 +9,9 @@ from fanfold.backends.low_latency import kernels
 from fanfold.backends.low_latency.plan import Arguments, Launch, Plan
 from fanfold.backends.low_latency.protocol import ReadyRows
 from fanfold.config import Config
-from fanfold.errors import UsageError
+from fanfold.errors import UnavailableError, UsageError
+from fanfold.formats import Formats
+from fanfold.geometry import Geometry
 from fanfold.stream_order import StreamOrder
 
 __all__ = ["Loader"]
@@ -25,6 +27,7 @@ class Loader:
         order: of the mode's calls.
         late_weights: whether the routing weights come with combine.
         early: whether kernels are launched before the one in front of them has ended.
+        across_hosts: whether ranks are on several hosts.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class Loader:
         *,
         late_weights: bool,
         early: bool,
+        across_hosts: bool,
     ) -> None:
         self._index = device.index
         self._config = config
@@ -43,6 +47,22 @@ class Loader:
         self._order = order
         self._late = late_weights
         self._early = early
+        self._across_hosts = across_hosts
+
+    def sources(self, geometry: Geometry, formats: Formats) -> list[jit.KernelSource]:
+        """Of the kernels of dispatches with such rows, and of combines without LogFMT."""
+        return [self.dispatch_source(geometry, formats), *self.combine_sources(geometry, False)]
+
+    def dispatch_source(self, geometry: Geometry, formats: Formats) -> jit.KernelSource:
+        """Of the kernel of dispatches with such rows."""
+        return kernels.dispatch_kernel(geometry, *formats, across_hosts=self._across_hosts)
+
+    def combine_sources(self, geometry: Geometry, logfmt: bool) -> list[jit.KernelSource]:
+        """Of the one kernel of combines."""
+        across, logfmt = self._across_hosts, bool(logfmt)
+        return [
+            kernels.combine_kernel(geometry, late=self._late, logfmt=logfmt, across_hosts=across)
+        ]
 
     def load(self, source: jit.KernelSource, ctas: int | None = None) -> Launch:
         """The launch of a kernel on ``ctas`` CTAs; None: on the mode's grid."""
@@ -66,9 +86,15 @@ class Loader:
 
         Raises:
             UsageError: the routing weights come with dispatch.
+            UnavailableError: ranks are on several hosts.
         """
         if not self._late:
             raise UsageError("only a combine with weights of its own can wait for outputs")
+        if self._across_hosts:
+            raise UnavailableError(
+                "a combine sends to ranks on other hosts when all its outputs are written, and "
+                "takes no signals (ReadyRows; overlap=True of DeepEP's interface)"
+            )
         blocks = ready.blocks(plan.geometry.expert_capacity)
         args.wait_for(ready.signals.data_ptr(), ready.block_rows, blocks, ready.ready_at)
         self._order.marks = True  # the next such call then follows the call before it alone

@@ -5,7 +5,9 @@ from __future__ import annotations
 from fanfold import _core
 from fanfold.geometry import Geometry
 
-__all__ = ["check_cuda_geometry", "core_geometry", "cuda_required_bytes"]
+__all__ = [
+    "check_cuda_geometry", "core_geometry", "cuda_bytes_between_hosts", "cuda_required_bytes",
+]  # fmt: skip
 
 
 def core_geometry(geometry: Geometry) -> _core.LowLatencyGeometry:
@@ -34,3 +36,10 @@ def cuda_required_bytes(geometry: Geometry, *, late_weights: bool) -> int:
     """
     _, end = _core.cuda_low_latency_bytes(core_geometry(geometry), late_weights)
     return end
+
+
+def cuda_bytes_between_hosts(geometry: Geometry) -> int:
+    """Bytes of a rank's memory on the CPU in which kernels receive from ranks on other hosts: about
+    ``8 * R * M * H + 32 * R * M * K``. Of as much for each such rank, in which they send, the R-th
+    part is used."""
+    return int(_core.cuda_low_latency_hosts_bytes(core_geometry(geometry)))

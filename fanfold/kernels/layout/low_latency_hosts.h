@@ -3,12 +3,13 @@
 //
 //   acks           [source rank]                                 u64
 //   words          [HostWord][parity][source rank]               u64
-//   dispatch       [parity][source rank] of a block: counts, headers, rows
-//   combine        [parity][source rank] of a block: late headers, rows
+//   blocks         [source rank][parity] of two: dispatch: counts, headers, rows
+//                                                combine: late headers, rows
 //
 // A rank receives all of it in memory that the network writes, and keeps a copy for each rank of
-// another host, its send area, from which the network reads. A row's place depends only on its
-// source and token, so the bytes of a command have the same offset in both.
+// another host, its send area, from which the network reads: of the copy it uses its own blocks.
+// A row's place depends only on its source and token, so the bytes of a command have the same
+// offset in both.
 //
 // Nothing here is a sentinel. A word is stored after everything that its source sent before it, and
 // only what it says is there is read: so the network may write in any order, and more than once.
@@ -53,13 +54,22 @@ struct LowLatencyHostsLayout {
     const int64_t table = static_cast<int64_t>(word) * kParities + parity;
     return words + (table * geometry.ranks + source) * 8;
   }
+  // Acknowledgements and words end here, and the first source's blocks begin.
+  FANFOLD_HD constexpr int64_t words_end() const {
+    return align_up(word(HostWord::kCount, 0, 0), kAreaAlignment);
+  }
+  FANFOLD_HD constexpr int64_t source_bytes() const {
+    return kParities * (block_bytes(CallKind::kDispatch) + block_bytes(CallKind::kCombine));
+  }
+  // All of a source's blocks.
+  FANFOLD_HD constexpr int64_t blocks(int32_t source) const {
+    return words_end() + source * source_bytes();
+  }
   // Counts begin here.
   FANFOLD_HD constexpr int64_t block(CallKind kind, int32_t parity, int32_t source) const {
-    const int64_t first = align_up(word(HostWord::kCount, 0, 0), kAreaAlignment);
-    const int64_t blocks = int64_t{kParities} * geometry.ranks;
-    const int64_t dispatch = blocks * block_bytes(CallKind::kDispatch);
-    return first + (kind == CallKind::kDispatch ? 0 : dispatch) +
-           (int64_t{parity} * geometry.ranks + source) * block_bytes(kind);
+    const int64_t dispatch = kParities * block_bytes(CallKind::kDispatch);
+    return blocks(source) + (kind == CallKind::kDispatch ? 0 : dispatch) +
+           parity * block_bytes(kind);
   }
   FANFOLD_HD constexpr int64_t headers(CallKind kind, int32_t parity, int32_t source) const {
     return block(kind, parity, source) + counts_bytes(kind);
@@ -67,7 +77,7 @@ struct LowLatencyHostsLayout {
   FANFOLD_HD constexpr int64_t rows(CallKind kind, int32_t parity, int32_t source) const {
     return block(kind, parity, source) + block_bytes(kind) - rows_bytes();
   }
-  FANFOLD_HD constexpr int64_t bytes() const { return block(CallKind::kCombine, kParities, 0); }
+  FANFOLD_HD constexpr int64_t bytes() const { return blocks(geometry.ranks); }
 };
 
 static_assert(LowLatencyHostsLayout{{3, 9, 1, 136, 7}}.header_bytes(1) == 16);
@@ -79,6 +89,7 @@ static_assert(LowLatencyHostsLayout{{3, 9, 1, 136, 7}}.rows(CallKind::kDispatch,
 struct LowLatencyHosts {
   uint32_t elsewhere[kMostRanks / 32];  // bit r % 32 of word r / 32: rank r is on another host
   unsigned char* received;              // LowLatencyHostsLayout
+  int64_t origin;                       // of the layout among the offsets of commands
   const RingView* rings;                // of kWarpLanes slots at least
   int32_t ring_count;                   // the ring of peer p is rings[p % ring_count]
   // CTAs that have stored all that they send of a call: headers, rows. The last one sets it to 0.

@@ -280,12 +280,13 @@ template <CallKind Kind>
 __device__ __forceinline__ void push_acks_to_hosts(const Call<Kind>& call) {
   __syncwarp();
   const uint64_t ack = received_calls(call.args).encode();
+  const LowLatencyHosts& hosts = *call.args.state->hosts;
   for (int round = 0; round < kRankRounds; ++round) {
     const int rank = round * kWarpLanes + call.lane;
     const int peer = rank < kRanks ? rank : 0;
     const Writer writer = call.writer_to(peer);
     const bool acknowledges = rank < kRanks && writer.elsewhere && call.is_live(peer);
-    push_commands(call, acknowledges, peer, store_command(peer, call.ack(writer), ack));
+    push_commands(call, acknowledges, peer, store_command(hosts, peer, call.ack(writer), ack));
   }
 }
 

@@ -9,24 +9,26 @@ namespace fanfold {
 
 // The bytes at `offset` of the send area for `peer`, to the same place in the memory of the peer.
 // The host has checked that every offset of the layout fits.
-__device__ __forceinline__ Command write_command(int peer, int64_t offset, int64_t bytes) {
+__device__ __forceinline__ Command write_command(const LowLatencyHosts& hosts, int peer,
+                                                 int64_t offset, int64_t bytes) {
   CommandFields fields;
   fields.kind = CommandKind::kWrite;
   fields.peer = peer;
   fields.bytes = bytes;
-  fields.source = offset;
-  fields.target = offset;
+  fields.source = hosts.origin + offset;
+  fields.target = hosts.origin + offset;
   Command command{};
   Command::make(fields, command);
   return command;
 }
 
 // A word, behind everything that was pushed for the peer before.
-__device__ __forceinline__ Command store_command(int peer, int64_t offset, uint64_t word) {
+__device__ __forceinline__ Command store_command(const LowLatencyHosts& hosts, int peer,
+                                                 int64_t offset, uint64_t word) {
   CommandFields fields;
   fields.kind = CommandKind::kStore;
   fields.peer = peer;
-  fields.target = offset;
+  fields.target = hosts.origin + offset;
   fields.word = word;
   Command command{};
   Command::make(fields, command);

@@ -1,0 +1,49 @@
+#include "cuda/low_latency_hosts.h"
+
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstddef>
+#include <tuple>
+#include <vector>
+
+#include "bindings/bindings.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace fanfold::bindings {
+
+void bind_cuda_low_latency_hosts(nb::module_& module) {
+  // Where the block has the two counters of a call that are 0 between calls.
+  module.attr("CUDA_HOSTS_FINISHED_AT") = offsetof(LowLatencyHosts, finished_headers);
+  module.def(
+      "cuda_low_latency_hosts_bytes",
+      [](const LowLatencyGeometry& geometry) { return LowLatencyHostsLayout{geometry}.bytes(); },
+      "geometry"_a, "Bytes of a rank's memory between hosts.");
+  module.def(
+      "cuda_low_latency_hosts_words",
+      [](const LowLatencyGeometry& geometry) {
+        return LowLatencyHostsLayout{geometry}.words_end();
+      },
+      "geometry"_a, "Bytes of it that must be 0 before the first call, from its start.");
+  module.def(
+      "cuda_low_latency_hosts_pinned",
+      [](const SymmetricMemory& memory, const LowLatencyGeometry& geometry) {
+        std::vector<std::tuple<uintptr_t, int64_t>> ranges;
+        for (const cuda::PinnedRange& range : cuda::pinned_ranges(memory, geometry)) {
+          ranges.emplace_back(reinterpret_cast<uintptr_t>(range.data), range.bytes);
+        }
+        return ranges;
+      },
+      "memory"_a, "geometry"_a, "Address and bytes of each range of pages that kernels use.");
+  module.def(
+      "cuda_low_latency_hosts_block",
+      [](const SymmetricMemory& memory, uintptr_t at) {
+        const std::vector<std::byte> block = cuda::hosts_block(memory, at);
+        return nb::bytes(block.data(), block.size());
+      },
+      "memory"_a, "at"_a, "What stands at this address of the GPU's memory before the first call.");
+}
+
+}  // namespace fanfold::bindings

@@ -1,0 +1,111 @@
+"""What carries the rows of a GPU's kernels to other hosts.
+
+For ranks on other hosts a kernel stores into memory of its own host and pushes commands, which the
+proxies of that memory carry: pinned memory of the CPU, of which
+:class:`fanfold.memory.host.SymmetricMemory` has one region for what this rank receives and one for
+what it sends to each peer. ``docs/decisions/across-hosts.md`` has the protocol.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from fanfold import _core
+from fanfold.errors import ArgumentError, FanfoldError, PeerTimeout
+from fanfold.memory.host import SymmetricMemory
+from fanfold.memory.pinning import PinnedRanges
+
+__all__ = ["BetweenHosts"]
+
+
+class BetweenHosts:
+    """The memory through which a rank's kernels reach ranks on other hosts, and its proxies.
+
+    Args:
+        memory: of the CPU, of all ranks, made ``for_kernels``. It is closed with this object.
+        device: whose kernels they are.
+
+    Attributes:
+        memory: as given.
+    """
+
+    def __init__(self, memory: SymmetricMemory, device: torch.device) -> None:
+        self.memory = memory
+        self._pinned = PinnedRanges()
+        nbytes = len(_core.cuda_low_latency_hosts_block(memory.core, 0))
+        self._block = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        block = _core.cuda_low_latency_hosts_block(memory.core, self.address)
+        host_block = torch.frombuffer(bytearray(block), dtype=torch.uint8)
+        self._block.copy_(host_block)
+
+    @property
+    def address(self) -> int:
+        """On the GPU, of what kernels know of it (``LowLatencyHosts``)."""
+        return self._block.data_ptr()
+
+    def check_bytes(self, needed: int) -> None:
+        """Raises ArgumentError if it has fewer bytes than ``needed``."""
+        if (usable := self.memory.usable_bytes) < needed:
+            raise ArgumentError(
+                "memory between hosts", f"{usable} bytes", f"at least {needed} for this geometry"
+            )
+
+    def ready(self, geometry: _core.LowLatencyGeometry) -> None:
+        """Readies it for calls of a geometry. No kernel runs and nothing is under way to this rank:
+        all ranks have come back from :meth:`fence` since their last kernel has ended.
+
+        Raises:
+            ArgumentError: commands cannot name so much memory.
+            SystemFailure: CUDA does not pin so much.
+        """
+        self._pinned.change(_core.cuda_low_latency_hosts_pinned(self.memory.core, geometry))
+        words = _core.cuda_low_latency_hosts_words(geometry)
+        ctypes.memset(self.memory.base(self.memory.rank), 0, words)
+        self._block[_core.CUDA_HOSTS_FINISHED_AT :][:8].zero_()
+
+    def fence(self) -> None:
+        """Returns once the peers have all that kernels of this rank which have ended have sent.
+
+        Raises:
+            PeerTimeout, TransportError: they may never have it.
+        """
+        self.memory.core.fence()
+
+    def check(self, peer: int = -1) -> None:
+        """Raises what has ended the network, or with a ``peer`` on another host the way to it.
+
+        Raises:
+            PeerTimeout, TransportError: that.
+        """
+        self.memory.core.check_network(peer)
+
+    def explain(self, late: FanfoldError) -> None:
+        """Raises what the network knows if ``late`` says that a peer on another host was late: what
+        has ended the way to it, or at least what that way is.
+
+        Raises:
+            PeerTimeout, TransportError: that, with ``late`` as its cause.
+        """
+        host = self.memory.hosts.host
+        if not isinstance(late, PeerTimeout) or host[late.peer] == host[self.memory.rank]:
+            return
+        try:
+            self.check(late.peer)
+        except FanfoldError as error:
+            raise error from late
+        path = self.memory.core.path(late.peer)
+        raise PeerTimeout(
+            late.rank, late.peer, late.phase, late.expected, late.actual, late.seconds,
+            late.peer_gone, path,
+        ) from late  # fmt: skip
+
+    def close(self) -> None:
+        """No kernel uses it any more. Waits a while for peers; harmless when repeated."""
+        self._pinned.close()
+        self.memory.close()
+
+    def __del__(self) -> None:
+        """Unpins what the memory is about to unmap."""
+        self._pinned.close()
