@@ -96,6 +96,7 @@ def open_mode(*, late: bool = False, **rest: Any) -> CudaLowLatency:
         bytes_per_rank=nbytes,
         tensor=torch.empty(nbytes, dtype=torch.uint8),
         group=types.SimpleNamespace(size=4),  # of processes
+        between=None,
     )
     return CudaLowLatency(memory, Config.resolve(backend="cuda"), late, **rest)
 
