@@ -77,6 +77,11 @@ class CudaMemoryAcrossHosts:
         """The own region on the GPU, as :class:`GpuPeerMemory` has it."""
         return self._gpu.tensor
 
+    @property
+    def network(self) -> str:
+        """What carries between hosts, such as ``"libfabric:tcp"``."""
+        return self.between.memory.network
+
     def base(self, peer: int) -> int:
         """Where this rank's kernels store what ``peer`` shall have: in its GPU's memory or, for a
         rank on another host, in memory of this host.
