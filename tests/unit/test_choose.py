@@ -82,14 +82,20 @@ def seat(index: int, identity: str, **changes: Any) -> Any:
 GOOD = [seat(0, "a"), seat(1, "b")]
 
 
-def decide(monkeypatch: pytest.MonkeyPatch, seats: list[Any], **settings: Any) -> list[Any]:
+def decide(
+    monkeypatch: pytest.MonkeyPatch,
+    seats: list[Any],
+    *,
+    may_cross_hosts: bool = False,
+    **settings: Any,
+) -> list[Any]:
     """What ``choose`` gives to ranks that are seated so."""
     settings = {"backend": "auto", **settings}
     local = threading.local()
 
     def be(group: Member) -> BackendChoice:
         local.rank = group.rank
-        return choose(group, Config.resolve(**settings))
+        return choose(group, Config.resolve(**settings), may_cross_hosts=may_cross_hosts)
 
     monkeypatch.setattr(choosing, "_look", lambda group: seats[local.rank])
     return Ranks(len(seats)).run(be)
@@ -174,6 +180,38 @@ def test_obstacles(monkeypatch: pytest.MonkeyPatch, seats: list[Any], reason: st
         assert isinstance(error, UnavailableError)
         assert "the setting backend is 'cuda' (from argument), but" in str(error)
         assert reason in str(error)
+
+
+@pytest.mark.parametrize(
+    ("seats", "settings"),
+    [
+        (GOOD, {"hosts": 2}),
+        ([seat(0, "a"), seat(1, "b", host="elsewhere")], {}),
+        ([seat(0, "a"), seat(0, "a")], {"hosts": 2, "share_gpus": True}),
+    ],
+    ids=["one machine", "two machines", "one GPU"],
+)
+def test_gpus_of_several_hosts(
+    monkeypatch: pytest.MonkeyPatch, seats: list[Any], settings: dict[str, Any]
+) -> None:
+    """They are taken where the caller can use them and somebody has asked for them."""
+    placed = decide(monkeypatch, seats, may_cross_hosts=True, backend="cuda", **settings)
+    assert [(p.backend, p.across_hosts) for p in placed] == [("cuda", True)] * 2
+    for placed_there in decide(monkeypatch, seats, may_cross_hosts=True, **settings):
+        assert placed_there.backend == "host"
+        assert "reach across hosts only where backend is 'cuda', and" in placed_there.reason
+    for error in decide(monkeypatch, seats, backend="cuda", **settings):
+        assert isinstance(error, UnavailableError)
+        assert "kernels do not reach across hosts, and" in str(error)
+    on_one = decide(monkeypatch, GOOD, may_cross_hosts=True, backend="cuda")
+    assert [(p.backend, p.across_hosts) for p in on_one] == [("cuda", False)] * 2
+
+
+def test_obstacles_of_gpus_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seats = [seat(0, "a"), seat(1, "b", lacking="it sees no CUDA device")]
+    for error in decide(monkeypatch, seats, may_cross_hosts=True, backend="cuda", hosts=2):
+        assert isinstance(error, UnavailableError)
+        assert "rank 1 cannot use a GPU: it sees no CUDA device" in str(error)
 
 
 def told(monkeypatch: pytest.MonkeyPatch, seats: list[Any], **settings: Any) -> dict[str, str]:

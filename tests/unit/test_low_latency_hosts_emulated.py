@@ -6,20 +6,28 @@ The oracle is that of one host. What only a GPU shows, its memory order and its 
 from __future__ import annotations
 
 import dataclasses
+import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
+from fanfold.backends import opening
+from fanfold.backends.choose import BackendChoice
 from fanfold.backends.low_latency.cuda import CudaLowLatency
 from fanfold.backends.low_latency.kernels import kernel_sources
-from fanfold.errors import FanfoldError, PeerTimeout, TransportError
+from fanfold.config import Config
+from fanfold.errors import FanfoldError, PeerTimeout, TransportError, UsageError
 from fanfold.formats import ScaleFormat
 from fanfold.geometry import Geometry
+from fanfold.memory.cuda_hosts import CudaMemoryAcrossHosts, counting_cores
+from fanfold.metrics import collect
 from tests.emulation.hosts import HostsWorld, Network, emulated_hosts
-from tests.emulation.world import Builder
+from tests.emulation.world import Builder, ThreadGroup, gpu_memory
 from tests.unit import test_kernels_emulated as few
 from tests.unit.conftest import Compiled
 from tests.unit.test_kernels_compile import check
@@ -294,6 +302,54 @@ def test_another_geometry_and_a_reset(opens: Open) -> None:
 
     world.run(refuse)
     run_rounds(world, smaller, [batches_of(smaller, 3)], False)
+
+
+def test_opened_by_the_settings(
+    opens: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ranks of one host get each other's regions, whatever their places in the group."""
+    del opens  # within which kernels are emulated
+    regions: dict[int, torch.Tensor] = {}
+
+    def gpu_of(group: Any, nbytes: int) -> Any:
+        region = torch.empty(nbytes + 128, dtype=torch.uint8)
+        region = regions[group.whole.rank] = region[-region.data_ptr() % 128 :][:nbytes]
+        group.all_gather(None)
+        return gpu_memory(group, [regions[rank] for rank in group.ranks], group.rank)
+
+    monkeypatch.setattr(opening, "CudaSymmetricMemory", gpu_of)
+    caplog.set_level(logging.INFO, "fanfold")
+    there = BackendChoice("cuda", torch.device("cpu"), "a test says so", (9, 0), True)
+    config = Config.resolve(timeout_s=20.0, hosts=2, network="loopback:61", proxy_threads=2)
+    geometry = BF16.geometry
+    batches = batches_of(BF16, 0)
+
+    def be(group: Any) -> dict[str, Any]:
+        memory, mode = opening.open_low_latency(group, there, geometry, config)
+        assert isinstance(mode, CudaLowLatency)
+        call = Caller(BF16, mode, group.rank)
+        received = call.dispatch(batches[group.rank])
+        mode.check()
+        check_received(geometry, batches, group.rank, received[0], None)
+        assert isinstance(memory, CudaMemoryAcrossHosts)
+        assert memory.network == "loopback"
+        found = collect({}, *counting_cores(memory))
+        memory.close()
+        memory.close()
+        assert "closed" in repr(memory)
+        with pytest.raises(UsageError, match="closed"):
+            mode.check()
+        return found
+
+    barrier, values = threading.Barrier(4, timeout=60.0), [None] * 4
+    with ThreadPoolExecutor(4) as pool:
+        counted = list(pool.map(be, [ThreadGroup(rank, values, barrier) for rank in range(4)]))
+    for rank, found in enumerate(counted):
+        away = {2, 3} if rank < 2 else {0, 1}
+        sent = found["channel_sent_messages_total"]
+        assert {peer for peer, count in sent.items() if count > 0} == away
+        assert "waits_total" not in found
+    assert "reaches the ranks of 2 hosts over loopback" in caplog.text
 
 
 @pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.long), "sm_90a"])

@@ -1,0 +1,182 @@
+"""Low latency of GPUs on several hosts, which the ranks of one machine act as: rings, proxies and
+networks are the real ones. The tests are those of one host, so every bit is what it is there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+import fanfold
+from fanfold.launch import RankFailure, RankPool
+from tests.distributed.layers import caught
+from tests.gpu import test_cuda_faults as faults
+from tests.gpu import test_graphs_and_streams as graphs
+from tests.gpu import test_low_latency_cuda as rounds
+from tests.gpu.conftest import GpuPools
+from tests.gpu.support import Case, case_of, open_layer, own_device, tokens_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+NETWORKS = ["libfabric:tcp", "libfabric:shm"]
+Test = Callable[..., Any]
+
+
+def _hosts(network: str) -> Any:
+    """The settings of the ranks, two on each host at most."""
+    return mock.patch.dict(os.environ, FANFOLD_HOSTS="2", FANFOLD_NETWORK=network)
+
+
+def _on_hosts(group: dist.ProcessGroup, network: str, test: Test, args: tuple[Any, ...]) -> Any:
+    with _hosts(network):
+        return test(group, *args)
+
+
+@pytest.fixture(params=NETWORKS)
+def run(request: pytest.FixtureRequest, gpus: GpuPools) -> Callable[..., list[Any]]:
+    """``run(ranks, test, *args)``: ``test(group, *args)`` on ranks of two hosts."""
+
+    def run_(ranks: int, test: Test, *args: Any) -> list[Any]:
+        return gpus.run(ranks, _on_hosts, request.param, test, args)
+
+    return run_
+
+
+Run = Callable[..., list[Any]]
+
+
+def _placed(group: dist.ProcessGroup, case: Case) -> tuple[str, str, set[int]]:
+    """The device and the network, and to which peers messages have gone."""
+    mine = tokens_of(case, dist.get_rank(group)).to(own_device())
+    with open_layer(group, case) as ep:
+        received = ep.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
+        ep.combine(received.tokens, received)
+        ep.synchronize()
+        sent = ep.metrics()["channel_sent_messages_total"]
+        network: str = ep.memory.network  # type: ignore[attr-defined]
+        return ep.device.type, network, {peer for peer, count in sent.items() if count}
+
+
+def test_other_hosts_are_reached_through_the_network(run: Run, most_ranks: int) -> None:
+    for rank, (device, network, peers) in enumerate(run(most_ranks, _placed, case_of(most_ranks))):
+        host = [peer * 2 // most_ranks for peer in range(most_ranks)]
+        assert device == "cuda"
+        assert network.startswith("libfabric:")
+        assert peers == {peer for peer in range(most_ranks) if host[peer] != host[rank]}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dtype": "fp8"},
+        {"dtype": "fp8", "scale_format": "ue8m0", "routing": "duplicates"},
+        {"logfmt": True, "hidden": 768},
+        {"weighted": False},
+        {"hidden": 7168, "dtype": "fp8", "experts_per_rank": 64, "top_k": 8},
+        {"hidden": 1024, "dtype": "fp8", "experts_per_rank": 128, "top_k": 22},
+    ],
+    ids=str,
+)
+def test_rounds(run: Run, most_ranks: int, changes: dict[str, Any]) -> None:
+    run(most_ranks, rounds._round, case_of(most_ranks, **changes))
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_any_geometry(run: Run, most_ranks: int, number: int) -> None:
+    case = rounds.random_case(number, most_ranks)
+    run(case.ranks, rounds._round, case)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_hooks(run: Run, most_ranks: int, dtype: str) -> None:
+    run(most_ranks, rounds._two_in_flight, case_of(most_ranks, dtype=dtype))
+    run(most_ranks, rounds._work_between, case_of(most_ranks, dtype=dtype))
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+def test_graphs(run: Run, most_ranks: int, hooks: bool) -> None:
+    run(most_ranks, graphs._captured_rounds, case_of(most_ranks, dtype="fp8"), 3, hooks)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_many_rounds(run: Run, most_ranks: int, dtype: str) -> None:
+    case = case_of(most_ranks, hidden=512, max_tokens=24, experts_per_rank=8, top_k=6, dtype=dtype)
+    assert run(most_ranks, rounds._many_rounds, case, 2_000, 1) == [0] * most_ranks
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_ten_thousand_rounds(run: Run, most_ranks: int) -> None:
+    case = case_of(most_ranks, hidden=512, max_tokens=24, experts_per_rank=8, top_k=6, dtype="fp8")
+    for _ in range(5):
+        assert run(most_ranks, rounds._many_rounds, case, 2_000, 1) == [0] * most_ranks
+
+
+# ---- what goes wrong ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+def test_a_rank_that_never_calls(run: Run, most_ranks: int, phase: str) -> None:
+    """The error of a rank on another host says over which way."""
+    outcomes = run(most_ranks, faults._never_comes, case_of(most_ranks), phase)
+    for rank, (error, _, after) in enumerate(outcomes):
+        if rank == faults.BAD:
+            continue
+        assert isinstance(error, fanfold.PeerTimeout)
+        assert (error.rank, error.peer) == (rank, faults.BAD)
+        assert phase in error.phase
+        assert bool(error.path) == (rank * 2 // most_ranks != faults.BAD * 2 // most_ranks)
+        assert isinstance(after, fanfold.FanfoldError)
+
+
+def test_late_ranks_are_masked(run: Run, most_ranks: int) -> None:
+    assert all(right for right, _ in run(most_ranks, faults._mask, case_of(most_ranks)))
+
+
+def test_bad_input(run: Run, most_ranks: int) -> None:
+    seen = run(most_ranks, faults._bad_dispatch, case_of(most_ranks), "shape")
+    assert isinstance(seen[faults.BAD], fanfold.ArgumentError)
+    assert sum(isinstance(error, fanfold.PeerRefused) for error in seen) == most_ranks - 1
+
+
+def _killed(
+    group: dist.ProcessGroup, case: Case, network: str, phase: str
+) -> tuple[Exception | None, float]:
+    """What a rank sees when another one is killed, and after how long."""
+    rank = dist.get_rank(group)
+    mine = tokens_of(case, rank).to(own_device())
+    with _hosts(network):
+        ep = open_layer(group, case, timeout_s=2.0)
+    received = ep.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
+    ep.synchronize()
+    dist.barrier(group)
+    if rank == faults.BAD:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+
+    def call() -> None:
+        if phase == "combine":
+            ep.combine(received.tokens, received)
+        ep.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
+        ep.synchronize()
+
+    return caught(call), time.monotonic() - start
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+def test_a_killed_rank_ends_the_others(most_ranks: int, network: str, phase: str) -> None:
+    with RankPool(most_ranks, timeout_s=100.0) as pool:
+        outcomes = pool.outcomes(_killed, case_of(most_ranks), network, phase)
+    assert isinstance(outcomes.pop(faults.BAD), RankFailure)
+    for error, seconds in outcomes:
+        assert isinstance(error, (fanfold.PeerTimeout, fanfold.TransportError))
+        assert f"rank {faults.BAD}" in str(error)
+        assert seconds < 30.0
