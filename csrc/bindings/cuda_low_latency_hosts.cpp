@@ -15,18 +15,12 @@ using namespace nb::literals;
 namespace fanfold::bindings {
 
 void bind_cuda_low_latency_hosts(nb::module_& module) {
-  // Where the block has the two counters of a call that are 0 between calls.
-  module.attr("CUDA_HOSTS_FINISHED_AT") = offsetof(LowLatencyHosts, finished_headers);
   module.def(
       "cuda_low_latency_hosts_bytes",
       [](const LowLatencyGeometry& geometry) { return LowLatencyHostsLayout{geometry}.bytes(); },
       "geometry"_a, "Bytes of a rank's memory between hosts.");
-  module.def(
-      "cuda_low_latency_hosts_words",
-      [](const LowLatencyGeometry& geometry) {
-        return LowLatencyHostsLayout{geometry}.words_end();
-      },
-      "geometry"_a, "Bytes of it that must be 0 before the first call, from its start.");
+  module.def("cuda_low_latency_hosts_clear", &cuda::clear_received, "memory"_a, "geometry"_a,
+             "Readies what is received for the first call of a geometry.");
   module.def(
       "cuda_low_latency_hosts_pinned",
       [](const SymmetricMemory& memory, const LowLatencyGeometry& geometry) {

@@ -74,6 +74,22 @@ std::vector<PinnedRange> pinned_ranges(const SymmetricMemory& memory,
   return pages.merged();
 }
 
+void clear_received(const SymmetricMemory& memory, const LowLatencyGeometry& geometry) {
+  const LowLatencyHostsLayout layout{geometry};
+  const auto clear = [&](int64_t offset, int64_t bytes) {
+    std::memset(memory.own() + offset, 0, static_cast<size_t>(bytes));
+  };
+  clear(0, layout.words_end());
+  constexpr auto kDispatch = CallKind::kDispatch;
+  for (int32_t source = 0; source < memory.ranks(); ++source) {
+    if (memory.hosts().together(source, memory.rank())) continue;
+    // Each count says itself of which call it is.
+    for (int32_t parity = 0; parity < kParities; ++parity) {
+      clear(layout.block(kDispatch, parity, source), layout.counts_bytes(kDispatch));
+    }
+  }
+}
+
 std::vector<std::byte> hosts_block(const SymmetricMemory& memory, uintptr_t at) {
   const std::vector<RingView> rings = memory.carrier().kernel_rings();
   const auto count = static_cast<int64_t>(rings.size());

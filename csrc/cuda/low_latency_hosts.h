@@ -22,6 +22,10 @@ struct PinnedRange {
 std::vector<PinnedRange> pinned_ranges(const SymmetricMemory& memory,
                                        const LowLatencyGeometry& geometry);
 
+// Takes away what says that something has arrived: the first call of the geometry has the number of
+// an earlier one. Nothing is under way to this rank.
+void clear_received(const SymmetricMemory& memory, const LowLatencyGeometry& geometry);
+
 // What begins in the GPU's memory at the address `at` with LowLatencyHosts, before the first call:
 // that, then the rings' heads and views.
 std::vector<std::byte> hosts_block(const SymmetricMemory& memory, uintptr_t at);

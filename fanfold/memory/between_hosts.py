@@ -8,8 +8,6 @@ what it sends to each peer. ``docs/decisions/across-hosts.md`` has the protocol.
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 
 from fanfold import _core
@@ -61,9 +59,7 @@ class BetweenHosts:
             SystemFailure: CUDA does not pin so much.
         """
         self._pinned.change(_core.cuda_low_latency_hosts_pinned(self.memory.core, geometry))
-        words = _core.cuda_low_latency_hosts_words(geometry)
-        ctypes.memset(self.memory.base(self.memory.rank), 0, words)
-        self._block[_core.CUDA_HOSTS_FINISHED_AT :][:8].zero_()
+        _core.cuda_low_latency_hosts_clear(self.memory.core, geometry)
 
     def fence(self) -> None:
         """Returns once the peers have all that kernels of this rank which have ended have sent.

@@ -21,7 +21,7 @@ from fanfold.backends.choose import BackendChoice
 from fanfold.backends.low_latency.cuda import CudaLowLatency
 from fanfold.backends.low_latency.kernels import kernel_sources
 from fanfold.config import Config
-from fanfold.errors import FanfoldError, PeerTimeout, TransportError, UsageError
+from fanfold.errors import ArgumentError, PeerTimeout, TransportError, UsageError
 from fanfold.formats import ScaleFormat
 from fanfold.geometry import Geometry
 from fanfold.memory.cuda_hosts import CudaMemoryAcrossHosts, counting_cores
@@ -293,15 +293,26 @@ def test_another_geometry_and_a_reset(opens: Open) -> None:
     run_rounds(world, smaller, [batches_of(smaller, turn) for turn in range(3)], False)
     world.run(lambda rank, mode: mode.reset())
     run_rounds(world, smaller, [batches_of(smaller, turn) for turn in range(3)], False)
-    larger = Geometry(4, 8, 3, 528, 10)
+    between = world.memories[0].between
+    between.check_bytes(between.memory.usable_bytes)
+    with pytest.raises(ArgumentError, match="memory between hosts"):
+        between.check_bytes(between.memory.usable_bytes + 1)
 
-    def refuse(rank: int, mode: CudaLowLatency) -> None:
-        batch = Batch.of(larger, 3, rank)
-        with pytest.raises(FanfoldError, match="memory"):
-            mode.dispatch(larger, batch.x, batch.topk_idx, batch.topk_weights)
 
-    world.run(refuse)
-    run_rounds(world, smaller, [batches_of(smaller, 3)], False)
+@pytest.mark.parametrize("seed", [52, 54])
+def test_nothing_of_a_call_that_was_given_up_comes_later(opens: Open, seed: int) -> None:
+    """What is under way when all ranks reset has the number of a call that comes after."""
+    world = opens(BF16, Network(TWO_AND_TWO, seed=seed))
+    run_rounds(world, BF16, [batches_of(BF16, 0)], False)
+    world.run(lambda rank, mode: mode.reset())
+    given_up = batches_of(BF16, 1)
+
+    def give_up(rank: int, mode: CudaLowLatency) -> None:
+        Caller(BF16, mode, rank).dispatch(given_up[rank], return_hook=True)
+        mode.reset()
+
+    world.run(give_up)
+    run_rounds(world, BF16, [batches_of(BF16, turn) for turn in (2, 3)], False)
 
 
 def test_opened_by_the_settings(

@@ -12,7 +12,8 @@
 // offset in both.
 //
 // Nothing here is a sentinel. A word is stored after everything that its source sent before it, and
-// only what it says is there is read: so the network may write in any order, and more than once.
+// only what it says is there is read, but for counts, which say themselves of which call they are:
+// so the network may write in any order, and more than once.
 #pragma once
 
 #include "layout/low_latency_device.h"
