@@ -32,6 +32,7 @@ class Pages {
       }
     }
     std::vector<PinnedRange> ranges;
+    ranges.reserve(merged.size());
     for (const Span& span : merged) {
       ranges.push_back(
           {reinterpret_cast<std::byte*>(span.begin), static_cast<int64_t>(span.end - span.begin)});

@@ -82,7 +82,9 @@ def choices(group: Any, config: Config) -> dict[str, str]:
 
     def choice(mode: Mode) -> str:
         try:
-            return _worded(choose(ranks, config, mode), ranks.size, config)
+            crosses = mode == "low_latency"
+            chosen = choose(ranks, config, mode, may_cross_hosts=crosses)
+            return _worded(chosen, ranks.size, config)
         except UnavailableError as error:
             return f"{CANNOT_RUN}: {error}"
 

@@ -3,8 +3,10 @@ proxies, which a loopback network joins."""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
+import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -148,10 +150,25 @@ class HostsWorld(World):
         the ring that it pushes into instead."""
         ring = StoppedRing(self._network.ring_slots)
         self._stopped.append(ring)
-        block = self.memories[rank].between._block
-        views = block[len(block) - self._network.threads * _VIEW_WORDS * 8 :].view(torch.int64)
-        views[:_VIEW_WORDS] = torch.tensor(ring.view, dtype=torch.int64, device="cpu")
+        self._view(rank).copy_(torch.tensor(ring.view, dtype=torch.int64, device="cpu"))
         return ring
+
+    def fail(self, rank: int) -> None:
+        """The first proxy thread of ``rank`` fails, which this waits for: a producer has left its
+        ring with a hole."""
+        faults = int(self._view(rank)[2])
+        ctypes.c_uint64.from_address(faults).value = 1
+        core = self.memories[rank].between.memory.core
+        end = time.monotonic() + 60.0
+        while not core.why_lost(-1):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    def _view(self, rank: int) -> torch.Tensor:
+        """What the kernels of ``rank`` know of its first ring (``RingView``)."""
+        block = self.memories[rank].between._block
+        views: torch.Tensor = block[len(block) - self._network.threads * _VIEW_WORDS * 8 :]
+        return views.view(torch.int64)[:_VIEW_WORDS]
 
     def close(self) -> None:
         """Ends the proxies. No kernel runs."""

@@ -269,8 +269,14 @@ NEEDS = "high throughput needs compute capability 9.0, and the oldest GPU of the
         (
             NEW,
             {"hosts": 2},
+            "host, because kernels reach across hosts only where backend is 'cuda', and hosts is 2",
             "host, because kernels do not reach across hosts, and hosts is 2",
-            None,
+        ),
+        (
+            NEW,
+            {"hosts": 2, "backend": "cuda"},
+            f"cuda, for 2 ranks: the setting backend is 'cuda' (from argument), and {OWN} 9.0",
+            "cannot run: the setting backend is 'cuda' (from argument), but kernels do not reach",
         ),
         (UNKNOWN, {}, "cannot run: ", None),
     ],

@@ -199,7 +199,7 @@ def test_as_on_one_host(
     arguments: tuple[Any, ...],
 ) -> None:
     def world_of(shape: Shape, **settings: Any) -> HostsWorld:
-        return opens(shape, Network(hosts, seed=21), **settings)
+        return opens(shape, Network(hosts, seed=21, threads=1), **settings)
 
     monkeypatch.setattr(few, "world_of", world_of)
     test(*arguments)
@@ -283,6 +283,21 @@ def test_a_lost_peer_is_named_by_the_network(opens: Open) -> None:
         assert caught.value.__cause__.peer == 3
 
     world.run(lost)
+
+
+def test_a_failed_network_ends_the_next_call(opens: Open) -> None:
+    """It is raised before anything is sent, without a wait."""
+    world = opens(BF16, Network(TWO_AND_TWO, threads=1))
+    run_rounds(world, BF16, [batches_of(BF16, 0)], False)
+    world.fail(0)
+    batches = batches_of(BF16, 1)
+
+    def program(rank: int, mode: CudaLowLatency) -> None:
+        if rank == 0:
+            with pytest.raises(TransportError, match="gave up 1 commands of a ring"):
+                Caller(BF16, mode, rank).dispatch(batches[rank])
+
+    world.run(program)
 
 
 def test_another_geometry_and_a_reset(opens: Open) -> None:

@@ -122,14 +122,15 @@ class CudaLowLatency:
         if self._between is not None:
             place = _core.CUDA_STATE_HOSTS_AT
             self._state[place:][:8].view(torch.int64).fill_(self._between.address)
-        self._masks, self._late_peers = config.late_peers == "mask", LatePeers(memory.rank)
+        masks, self._late_peers = config.late_peers == "mask", LatePeers(memory.rank)
+        self._looks = masks or self._between is not None  # at more than reports, before each call
         self._place = _core.CudaLowLatencyPlace(
             rank=memory.rank,
             peers=peers,
             state=self._state.data_ptr(),
             reports=self._reports.address,
             timeout_ns=int(config.timeout_s * 1e9),
-            mask_late=self._masks,
+            mask_late=masks,
         )
         self._plan: Plan | None = None
         self._stale: str | None = None  # why the memory must be readied anew
@@ -159,7 +160,7 @@ class CudaLowLatency:
         return_hook: bool = False,
     ) -> tuple[Dispatched, Hook | None]:
         """See :meth:`LowLatencyBackend.dispatch`."""
-        if self._masks or self._reports.fatal():
+        if self._looks or self._reports.fatal():
             self._check_before()
         plan = self._plan
         if plan is None or plan.geometry is not geometry or self._stale is not None:
@@ -212,7 +213,7 @@ class CudaLowLatency:
     ) -> tuple[torch.Tensor, Hook | None]:
         """See :meth:`LowLatencyBackend.combine`."""
         ready, y = (y, y.y) if isinstance(y, ReadyRows) else (None, y)
-        if self._masks or self._reports.fatal():
+        if self._looks or self._reports.fatal():
             self._check_before()
         plan = self._plan
         if plan is None or plan.geometry is not geometry or self._stale is not None:
@@ -320,7 +321,17 @@ class CudaLowLatency:
 
     def check(self) -> None:
         """See :meth:`LowLatencyBackend.check`."""
-        if self._reports.fatal() or self._reports.passing():
+        self._check(self._reports.fatal() or self._reports.passing())
+
+    def _check_before(self) -> None:
+        """Raises what ends the mode, before a call sends anything."""
+        self._check(self._reports.fatal())
+
+    def _check(self, reported: bool) -> None:
+        """Raises what kernels have ``reported``, and what has ended the network; warns of ranks
+        that kernels have masked. Where that is an error it is raised: the call that is about to be
+        made has sent nothing, and can be made again."""
+        if reported:
             geometry = None if self._plan is None else self._plan.geometry
             error = self._reports.take(self._memory.rank, geometry, self._config.timeout_s)
             if self._between is not None:
@@ -328,17 +339,6 @@ class CudaLowLatency:
             raise error
         if self._between is not None:
             self._between.check()
-        self._warn_of_late()
-
-    def _check_before(self) -> None:
-        """Raises what ends the mode, before a call sends anything."""
-        if self._reports.fatal():
-            self.check()
-        self._warn_of_late()
-
-    def _warn_of_late(self) -> None:
-        """Warns of ranks that kernels have masked. Where that is an error it is raised: the call
-        that is about to be made has sent nothing, and can be made again."""
         for peer, call in self._reports.new_late(self._memory.ranks):
             self._late_peers.warn(LatePeer(peer, call, self._config.timeout_s))
         self._late_peers.raise_held()
