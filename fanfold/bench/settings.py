@@ -217,11 +217,17 @@ class BenchSettings:
             raise ArgumentError("hosts", f"{self.hosts} with {self.ranks} ranks", bound)
         if self.hosts == 1 and self.transport is not None:
             raise ArgumentError("transport", repr(self.transport), ONE_HOST)
-        if self.hosts > 1 and self.backend == "cuda":
+        if self.hosts > 1 and self.backend == "cuda" and not self._crosses_hosts:
             raise UnavailableError(
-                f"backend is cuda, but hosts is {self.hosts}, and kernels do not reach across "
-                "hosts: use --backend host, or leave out --hosts (FANFOLD_HOSTS)"
+                f"backend is cuda, but hosts is {self.hosts}, and only kernels of low latency "
+                "reach across hosts, through the native face: use --backend host, or leave out "
+                "--hosts (FANFOLD_HOSTS)"
             )
+
+    @property
+    def _crosses_hosts(self) -> bool:
+        """Whether kernels reach ranks on other hosts."""
+        return self.backend == "cuda" and self.mode == "low_latency" and self.face == "native"
 
     def _check_own_options(self) -> None:
         """Raises ArgumentError for an option of one mode that is wrong or out of place."""
@@ -304,7 +310,8 @@ class BenchSettings:
         """The backend that ``auto`` means on this machine, or the one asked for.
 
         Args:
-            several_hosts: whether the ranks are on several hosts, where GPUs do not reach.
+            several_hosts: whether the ranks are on several hosts, where only some kernels reach
+                others, and then ranks may share a GPU (``share_gpus``).
 
         Raises:
             UnavailableError: ``cuda``, ``overlap``, ``sms`` or ``in_place``, with fewer GPUs than
@@ -313,7 +320,11 @@ class BenchSettings:
         if self.backend == "host":
             return "host"
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if gpus >= self.ranks and not several_hosts:
+        enough = gpus >= self.ranks
+        if several_hosts:
+            shared = gpus > 0 and self.config().share_gpus
+            enough = self._crosses_hosts and (enough or shared)
+        if enough:
             return "cuda"
         asked = "backend is cuda"
         if self.backend == "auto":
@@ -321,10 +332,10 @@ class BenchSettings:
             if not of_gpus:
                 return "host"
             asked = f"{of_gpus[0]} is asked for"
-        if several_hosts:
+        if several_hosts and not self._crosses_hosts:
             raise UnavailableError(
-                f"{asked}, but the ranks are on several hosts, and kernels do not reach across "
-                "hosts: start the ranks on one host (--hosts 1, FANFOLD_HOSTS), or use "
+                f"{asked}, but the ranks are on several hosts, and these kernels do not reach "
+                "across hosts: start the ranks on one host (--hosts 1, FANFOLD_HOSTS), or use "
                 "--backend host without options of GPUs"
             )
         raise UnavailableError(

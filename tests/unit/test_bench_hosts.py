@@ -91,8 +91,16 @@ def test_without_either_the_ranks_are_where_they_are() -> None:
             {"FANFOLD_NETWORK": "loopback:1"},
             "'loopback:1' \\(from FANFOLD_NETWORK\\), whose .*libfabric:tcp",
         ),
-        ("--hosts 2 --backend cuda", {}, "backend is cuda, but hosts is 2, .*--backend host"),
-        ("--hosts 2", {"FANFOLD_BACKEND": "cuda"}, "backend is cuda, but hosts is 2"),
+        (
+            "--hosts 2 --backend cuda --face deep_ep",
+            {},
+            "backend is cuda, but hosts is 2, .*--backend host",
+        ),
+        (
+            "--hosts 2 --face deep_ep",
+            {"FANFOLD_BACKEND": "cuda"},
+            "backend is cuda, but hosts is 2",
+        ),
         ("--hosts 2 --overlap", {}, "overlap is asked for, but .*several hosts"),
     ],
 )
@@ -145,8 +153,29 @@ def test_gpus_are_not_taken_on_several_hosts(monkeypatch: pytest.MonkeyPatch) ->
     settings = BenchSettings("low_latency")
     assert settings.backend_here() == "cuda"
     assert settings.backend_here(several_hosts=True) == "host"
-    with pytest.raises(UnavailableError, match="backend is cuda, but the ranks are on several"):
-        dataclasses.replace(settings, backend="cuda").backend_here(several_hosts=True)
+    others = [{"mode": "high_throughput"}, {"face": "deep_ep"}]
+    for other in others:
+        asked = dataclasses.replace(settings, backend="cuda", **other)
+        with pytest.raises(UnavailableError, match="backend is cuda, but the ranks are on several"):
+            asked.backend_here(several_hosts=True)
+        with pytest.raises(UnavailableError, match="hosts is 2, and only kernels of low latency"):
+            dataclasses.replace(asked, hosts=2)
+
+
+def test_gpus_of_several_hosts_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    settings = BenchSettings("low_latency", ranks=2, hosts=2, backend="cuda")
+    with pytest.raises(UnavailableError, match="2 ranks, each on a GPU of its own, but PyTorch"):
+        settings.backend_here(several_hosts=True)
+    monkeypatch.setenv("FANFOLD_SHARE_GPUS", "1")
+    assert settings.backend_here(several_hosts=True) == "cuda"
+    one_host = dataclasses.replace(settings, hosts=None)
+    with pytest.raises(UnavailableError, match="each on a GPU of its own"):
+        one_host.backend_here()
+    monkeypatch.delenv("FANFOLD_SHARE_GPUS")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert settings.backend_here(several_hosts=True) == "cuda"
 
 
 @pytest.mark.parametrize("transport", ["loopback", "loopback:3"])
