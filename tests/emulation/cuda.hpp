@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -34,21 +33,12 @@ using std::min;
 
 // ---- what the lanes of a warp do together; all of them always do --------------------------------
 
-inline uint32_t __ballot_sync(uint32_t, bool bit) {
-  const uint64_t* words = emulation::together(bit ? 1 : 0);
-  uint32_t bits = 0;
-  for (int lane = 0; lane < emulation::kLanes; ++lane) bits |= words[lane] != 0 ? 1u << lane : 0u;
-  return bits;
-}
+inline uint32_t __ballot_sync(uint32_t, bool bit) { return emulation::ballot(bit); }
 inline int __any_sync(uint32_t mask, bool bit) { return __ballot_sync(mask, bit) != 0; }
 inline int __all_sync(uint32_t mask, bool bit) { return __ballot_sync(mask, bit) == 0xffffffffu; }
 inline void __syncwarp() { emulation::together(0); }
 inline uint32_t __match_any_sync(uint32_t, int value) {
-  const uint64_t* words = emulation::together(static_cast<uint32_t>(value));
-  uint32_t bits = 0;
-  for (int lane = 0; lane < emulation::kLanes; ++lane)
-    bits |= words[lane] == static_cast<uint32_t>(value) ? 1u << lane : 0u;
-  return bits;
+  return emulation::matching(static_cast<uint32_t>(value));
 }
 inline uint32_t __reduce_or_sync(uint32_t, uint32_t value) {
   const uint64_t* words = emulation::together(value);
@@ -82,7 +72,7 @@ T __shfl_up_sync(uint32_t mask, T value, int distance) {
   const int own = emulation::lane();
   return __shfl_sync(mask, value, own < distance ? own : own - distance);
 }
-inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void __syncthreads() { emulation::barrier(); }
 inline void __nanosleep(uint32_t) { emulation::yield(); }
 
