@@ -108,6 +108,10 @@ docs: build
 
 # ---- running and testing ------------------------------------------------------------------------
 
+# Threads of PyTorch's operators sleep between operators. By default they spin, which takes the cores
+# from the ranks of the same test and from the other test processes.
+export OMP_WAIT_POLICY ?= passive
+
 demo: build
 	$(BIN)/fanfold demo
 

@@ -16,6 +16,8 @@ from fanfold.deep_ep.sizes import promised_top_k
 from fanfold.errors import ArgumentError, UsageError
 from tests.conformance import deep_ep_reference as reference
 
+pytestmark = pytest.mark.one_host  # no test has two ranks
+
 ROOT = Path(__file__).parents[2]
 REQUIRED = inspect.Parameter.empty
 

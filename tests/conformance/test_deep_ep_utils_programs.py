@@ -17,6 +17,8 @@ from fanfold.deep_ep.utils import envs, testing
 from fanfold.errors import ArgumentError, UsageError
 from tests.environment import environment
 
+pytestmark = pytest.mark.one_host  # the program of two ranks has a host for each
+
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 

@@ -35,6 +35,8 @@ NETWORKS = ["libfabric:tcp", "libfabric:shm", "loopback", "loopback:7"]
 
 Pools = Callable[[int], ThreadRanks]
 
+pytestmark = pytest.mark.one_host  # the tests say themselves on how many hosts they run
+
 
 def need(network: str) -> None:
     """Skips without libfabric, unless the environment says that it must be there."""

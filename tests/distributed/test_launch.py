@@ -20,6 +20,8 @@ from fanfold.errors import ArgumentError, ConfigError, PeerRefused, PeerTimeout,
 from fanfold.launch import LaunchError, RankFailure, RankPool, join, launch
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.one_host  # pools know nothing of hosts
+
 BOUND_S = 30.0
 
 

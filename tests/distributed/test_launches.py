@@ -16,7 +16,11 @@ ROOT = Path(__file__).parents[2]
 TUTORIAL = "docs/tutorials/02-from-one-host-to-two.md"
 
 # Launches begin with six processes that import PyTorch, which takes long on a busy machine.
-pytestmark = [pytest.mark.usefixtures("with_libfabric"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.usefixtures("with_libfabric"),
+    pytest.mark.timeout(300),
+    pytest.mark.one_host,  # the tests make hosts of their own
+]
 
 
 @pytest.fixture

@@ -47,14 +47,14 @@ def _reopen(group: dist.ProcessGroup, mode: str, times: int) -> list[tuple[int, 
         else:
             with shape.open(group) as ep:
                 assert works(ep, shape)
-        if step in (times // 4, times - 1):
+        if step in (times // 2, times - 1):  # in the first half the process grows to its size
             footprints.append(_footprint())
     return footprints
 
 
 @pytest.mark.one_host  # libfabric 1.17 keeps some memory of each of its connections
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("times", [500, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("times", [300, pytest.param(1000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("mode", MODES)
 def test_many_times(pools: Callable[[int], RankPool], mode: str, times: int) -> None:
     segments = _segments()
@@ -62,7 +62,7 @@ def test_many_times(pools: Callable[[int], RankPool], mode: str, times: int) -> 
         assert late[0] <= early[0]
         assert late[1] <= early[1] + 2
         # One leaked page of each object in between would show.
-        assert late[2] <= early[2] + 3 * times // 4 * 4096 // 2
+        assert late[2] <= early[2] + times // 2 * 4096 // 2
     assert _segments() == segments
 
 

@@ -31,6 +31,8 @@ THREADS = [metric.name for metric in METRICS if metric.labels == ("thread",)]
 
 Measured = dict[str, Any]
 
+pytestmark = pytest.mark.one_host  # the tests say themselves on how many hosts they run
+
 
 def low_latency(group: dist.ProcessGroup, **settings: Any) -> fanfold.LowLatency:
     config = fanfold.Config.resolve(**{"timeout_s": 20.0, "proxy_threads": 1, **settings})

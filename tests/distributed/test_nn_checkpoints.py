@@ -33,6 +33,9 @@ from tests.distributed.moe_models import (
     wrap,
 )
 
+# What a checkpoint holds does not depend on hosts; test_nn.py trains the layers across hosts.
+pytestmark = pytest.mark.one_host
+
 
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
     optimizer.zero_grad()

@@ -19,11 +19,7 @@ constexpr size_t kStackBytes = 64 << 10;
 
 struct Warp {
   uint64_t words[2][kLanes];  // of this and of the last thing done together
-  int arrived = 0;
-  uint32_t generation = 0;
-};
-
-struct Barrier {
+  uint32_t ballots[2] = {0, 0};
   int arrived = 0;
   uint32_t generation = 0;
 };
@@ -50,7 +46,6 @@ struct Fiber {
   ucontext_t context;
   jmp_buf state;
   bool started = false;
-  bool done = false;
 };
 
 // Memory for stacks, kept for the next CTA: what the system gives it clears first.
@@ -85,12 +80,13 @@ class Stacks {
 class Cta {
  public:
   Cta(int threads, uint32_t seed, void (*kernel)(const void*), const void* arguments)
-      : fibers_(static_cast<size_t>(threads)), warps_(static_cast<size_t>(threads / kLanes)),
-        kernel_(kernel), arguments_(arguments), random_(seed) {}
+      : fibers_(static_cast<size_t>(threads)), waits_(static_cast<size_t>(threads), kNowhere),
+        warps_(static_cast<size_t>(threads / kLanes)), kernel_(kernel), arguments_(arguments),
+        random_(seed) {}
 
   void run() {
     own = this;
-    left_ = threads();
+    left_ = ready_ = threads();
     const size_t bytes = fibers_.size() * kStackBytes;
     Stacks::Memory stacks = Stacks::take(bytes);
     for (int i = 0; i < threads(); ++i) {
@@ -113,7 +109,10 @@ class Cta {
   int lane() const { return current_ % kLanes; }
 
   void yield() {
-    if (++yields_ % (4 * static_cast<uint64_t>(threads())) == 0) std::this_thread::yield();
+    if (++yields_ >= 4 * ready_) {
+      yields_ = 0;
+      std::this_thread::yield();
+    }
     // Now and then another warp, whatever the lanes of this one do together; by chance, since a
     // rhythm could pass the same lanes over for ever.
     random_ = random_ * 1664525u + 1013904223u;
@@ -129,6 +128,7 @@ class Cta {
     if (++warp.arrived == kLanes) {
       warp.arrived = 0;
       ++warp.generation;
+      warp.ballots[warp.generation % 2] = 0;  // of the last but one, which all lanes have read
     } else {
       // A warp goes as far as it can before another does, so that what lacks a barrier fails; but
       // one of its lanes may wait for others.
@@ -138,14 +138,21 @@ class Cta {
     return words;
   }
 
+  uint32_t ballot(bool bit) {
+    Warp& warp = warps_[static_cast<size_t>(current_ / kLanes)];
+    uint32_t& bits = warp.ballots[warp.generation % 2];
+    bits |= bit ? 1u << lane() : 0u;
+    together(0);
+    return bits;
+  }
+
   void barrier() {
     together(0);  // a warp whole, so that all of it gets here before another goes on
-    const uint32_t generation = barrier_.generation;
-    if (++barrier_.arrived == threads()) {
-      barrier_.arrived = 0;
-      ++barrier_.generation;
+    if (++barrier_arrived_ == threads()) {
+      barrier_arrived_ = 0;
+      release(0);
     } else {
-      while (barrier_.generation == generation) yield();
+      wait(0);
     }
   }
 
@@ -155,22 +162,37 @@ class Cta {
     const uint32_t generation = barrier.generation;
     bool& all = barrier.all[generation % 2];
     all = all && brought;
-    arrive(barrier, threads);
-    while (barrier.generation == generation) yield();
+    arrive(id, threads);
+    if (barrier.generation == generation) wait(id);
     return all;
   }
   void named_barrier_arrive(int id, int threads) {
     together(0);
-    arrive(named_[id], threads);
+    arrive(id, threads);
   }
 
  private:
   int threads() const { return static_cast<int>(fibers_.size()); }
-  static void arrive(NamedBarrier& barrier, int threads) {
+  void arrive(int id, int threads) {
+    NamedBarrier& barrier = named_[id];
     if (++barrier.arrived < threads) return;
     barrier.arrived = 0;
     // The results of the generation before are read: those who read them have come here.
     barrier.all[++barrier.generation % 2] = true;
+    release(id);
+  }
+  // Until barrier `id` releases the running thread, no other gives way to it.
+  void wait(int id) {
+    waits_[static_cast<size_t>(current_)] = static_cast<int8_t>(id);
+    --ready_;
+    yield();
+  }
+  void release(int id) {
+    for (int8_t& place : waits_)
+      if (place == id) {
+        place = kNowhere;
+        ++ready_;
+      }
   }
   Fiber& at(int i) { return fibers_[static_cast<size_t>(i)]; }
 
@@ -179,8 +201,8 @@ class Cta {
     const int before = current_;
     current_ = last;
     do {
-      current_ = first + (current_ - first + 1) % count;
-    } while (at(current_).done);
+      if (++current_ == first + count) current_ = first;
+    } while (waits_[static_cast<size_t>(current_)] != kNowhere);
     if (current_ != before) switch_to(at(before), at(current_));
   }
 
@@ -194,21 +216,26 @@ class Cta {
   static void begin() {
     Cta& cta = *own;
     cta.kernel_(cta.arguments_);
-    cta.at(cta.current_).done = true;
+    cta.waits_[static_cast<size_t>(cta.current_)] = kDone;
+    --cta.ready_;
     if (--cta.left_ == 0) setcontext(&cta.caller_);
     cta.yield();
   }
 
+  static constexpr int8_t kNowhere = -1, kDone = -2;
+
   std::vector<Fiber> fibers_;
+  std::vector<int8_t> waits_;  // where each thread waits: at a barrier, 0 is that of all threads
   std::vector<Warp> warps_;
-  Barrier barrier_;
+  int barrier_arrived_ = 0;
   NamedBarrier named_[kNamedBarriers];
   void (*kernel_)(const void*);
   const void* arguments_;
   ucontext_t caller_;
   int current_ = 0;
-  int left_ = 0;
-  uint64_t yields_ = 0;
+  int left_ = 0;   // that have not ended
+  int ready_ = 0;  // of these, those that wait at no barrier
+  int yields_ = 0;
   uint32_t random_;
 };
 
@@ -226,7 +253,15 @@ Index block() { return block_index; }
 Index grid() { return grid_size; }
 int lane() { return Cta::own->lane(); }
 void yield() { Cta::own->yield(); }
+void nap() { std::this_thread::sleep_for(std::chrono::microseconds(1)); }
 const uint64_t* together(uint64_t word) { return Cta::own->together(word); }
+uint32_t ballot(bool bit) { return Cta::own->ballot(bit); }
+uint32_t matching(uint32_t value) {
+  const uint64_t* words = together(value);
+  uint32_t bits = 0;
+  for (int lane = 0; lane < kLanes; ++lane) bits |= words[lane] == value ? 1u << lane : 0u;
+  return bits;
+}
 void barrier() { Cta::own->barrier(); }
 bool named_barrier(int id, int threads, bool brought) {
   return Cta::own->named_barrier(id, threads, brought);

@@ -27,8 +27,15 @@ int lane();
 // Lets the CTA's other threads run, and now and then the other CTAs.
 void yield();
 
+// Lets other CTAs run for a microsecond.
+void nap();
+
 // The words of all lanes of the warp, once every lane has brought its own.
 const uint64_t* together(uint64_t word);
+
+// Of the lanes of the warp: those that bring true, and those that bring the same value as this one.
+uint32_t ballot(bool bit);
+uint32_t matching(uint32_t value);
 
 // Returns when all threads of the CTA have come.
 void barrier();

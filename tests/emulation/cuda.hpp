@@ -1,13 +1,13 @@
 // What a kernel's source needs of CUDA, on a CPU: the words of the language and the built-in
-// functions. Included before anything else when a kernel is compiled by the host's compiler.
+// functions. Included before anything else when a kernel is compiled by the host's compiler, for which
+// <algorithm>, <atomic> and <cmath> would cost more time than most kernels.
 #pragma once
 
-#include <algorithm>
-#include <atomic>
 #include <bit>
-#include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 
 #include "ctas.hpp"
 
@@ -29,26 +29,23 @@ struct alignas(16) uint4 {
 #define blockIdx (emulation::block())
 #define gridDim (emulation::grid())
 
-using std::max;
-using std::min;
+template <class T>
+constexpr T max(T a, T b) {
+  return a < b ? b : a;
+}
+template <class T>
+constexpr T min(T a, T b) {
+  return b < a ? b : a;
+}
 
 // ---- what the lanes of a warp do together; all of them always do --------------------------------
 
-inline uint32_t __ballot_sync(uint32_t, bool bit) {
-  const uint64_t* words = emulation::together(bit ? 1 : 0);
-  uint32_t bits = 0;
-  for (int lane = 0; lane < emulation::kLanes; ++lane) bits |= words[lane] != 0 ? 1u << lane : 0u;
-  return bits;
-}
+inline uint32_t __ballot_sync(uint32_t, bool bit) { return emulation::ballot(bit); }
 inline int __any_sync(uint32_t mask, bool bit) { return __ballot_sync(mask, bit) != 0; }
 inline int __all_sync(uint32_t mask, bool bit) { return __ballot_sync(mask, bit) == 0xffffffffu; }
 inline void __syncwarp() { emulation::together(0); }
 inline uint32_t __match_any_sync(uint32_t, int value) {
-  const uint64_t* words = emulation::together(static_cast<uint32_t>(value));
-  uint32_t bits = 0;
-  for (int lane = 0; lane < emulation::kLanes; ++lane)
-    bits |= words[lane] == static_cast<uint32_t>(value) ? 1u << lane : 0u;
-  return bits;
+  return emulation::matching(static_cast<uint32_t>(value));
 }
 inline uint32_t __reduce_or_sync(uint32_t, uint32_t value) {
   const uint64_t* words = emulation::together(value);
@@ -58,11 +55,15 @@ inline uint32_t __reduce_or_sync(uint32_t, uint32_t value) {
 }
 inline uint32_t __reduce_min_sync(uint32_t, uint32_t value) {
   const uint64_t* words = emulation::together(value);
-  return static_cast<uint32_t>(*std::min_element(words, words + emulation::kLanes));
+  uint64_t least = words[0];
+  for (int lane = 1; lane < emulation::kLanes; ++lane) least = min(least, words[lane]);
+  return static_cast<uint32_t>(least);
 }
 inline uint32_t __reduce_max_sync(uint32_t, uint32_t value) {
   const uint64_t* words = emulation::together(value);
-  return static_cast<uint32_t>(*std::max_element(words, words + emulation::kLanes));
+  uint64_t most = words[0];
+  for (int lane = 1; lane < emulation::kLanes; ++lane) most = max(most, words[lane]);
+  return static_cast<uint32_t>(most);
 }
 template <class T>
 T __shfl_sync(uint32_t, T value, int lane) {
@@ -82,7 +83,7 @@ T __shfl_up_sync(uint32_t mask, T value, int distance) {
   const int own = emulation::lane();
   return __shfl_sync(mask, value, own < distance ? own : own - distance);
 }
-inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void __syncthreads() { emulation::barrier(); }
 inline void __nanosleep(uint32_t) { emulation::yield(); }
 
@@ -98,8 +99,14 @@ inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fdividef(float a, float b) { return a / b; }
-inline float __expf(float value) { return std::exp(value); }
-using std::isnan;
+inline float __expf(float value) { return __builtin_expf(value); }
+inline float fabsf(float value) { return __builtin_fabsf(value); }
+inline float fmaf(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline float fminf(float a, float b) { return __builtin_fminf(a, b); }
+inline float exp2f(float value) { return __builtin_exp2f(value); }
+inline float log2f(float value) { return __builtin_log2f(value); }
+inline float rintf(float value) { return __builtin_rintf(value); }
+inline bool isnan(float value) { return __builtin_isnan(value); }
 namespace fanfold {
 // A signalling NaN gives way to a number, too; C's function returns NaN.
 inline float fmaxf(float a, float b) { return isnan(a) || a < b ? b : a; }

@@ -33,7 +33,7 @@ void run(const void* arguments) {
 
 // Of a CTA, as the kernel that has run took it.
 extern "C" __attribute__((visibility("default"))) size_t dynamic_shared_bytes() {
-  return fanfold::emulated_shared_bytes;
+  return __atomic_load_n(&fanfold::emulated_shared_bytes, __ATOMIC_RELAXED);
 }
 
 // Runs the kernel on `ctas` CTAs, which are one cluster, and returns when it has ended.

@@ -5,7 +5,10 @@
 #include "cuda.hpp"
 // Needs cuda.hpp.
 #include "device/bulk.cuh"
+#include "device/cluster.cuh"
 #include "device/memory.cuh"
 #include "device/numbers.cuh"
+#include "device/tensor_copy.cuh"
 #include "device/warp.cuh"
+#include "device/wgmma.cuh"
 #include "layout/protocol.h"

@@ -63,7 +63,7 @@ _OPTIONS = (
     "-std=c++20", "-Og", "-w", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden",
     "-fno-exceptions", "-pthread", "-Wno-psabi",
 )  # fmt: skip
-_PRELUDE, _RUNTIME = "prelude.hpp", "ctas.cpp"
+_PRELUDE, _RUNTIME = "prelude.hpp", ("ctas.cpp", "late.cpp")
 
 
 class Builder:
@@ -127,8 +127,11 @@ class Builder:
         shutil.copy(HERE / _PRELUDE, prelude)
         _compile("-x", "c++-header", f"-I{HERE}", f"-I{KERNELS}", str(prelude), "-o",
                  f"{prelude}.gch")  # fmt: skip
-        _compile("-fvisibility=default", "-shared", str(HERE / _RUNTIME), "-o",
-                 str(folder / "libctas.so"))  # fmt: skip
+        # All that takes time; the kernels are compiled for short compilation.
+        _compile(
+            "-O3", "-fvisibility=default", "-shared", f"-I{KERNELS}",
+            *(str(HERE / name) for name in _RUNTIME), "-o", str(folder / "libctas.so"),
+        )  # fmt: skip
 
     def _build(self, source: KernelSource, folder: Path) -> None:
         (folder / "constants.h").write_text(source.header)

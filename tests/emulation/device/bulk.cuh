@@ -1,15 +1,12 @@
 // device/bulk.cuh on a CPU. Loads are done when they are asked for, stores as late as they may be.
 #pragma once
 
+#include <bit>
+#include <cstdlib>
 #include <cstring>
-#include <deque>
-#include <functional>
-#include <map>
-#include <memory>
-#include <utility>
-#include <vector>
 
 #include "device/warp.cuh"
+#include "late.hpp"
 #include "layout/types.h"
 
 namespace fanfold {
@@ -101,54 +98,20 @@ inline void bulk_load(void* shared, const void* global, uint32_t bytes, ArrivalB
 inline void copy_word_async(void* shared, const void* global) { std::memcpy(shared, global, 4); }
 inline void arrive_when_copied(ArrivalBarrier* barrier) { arrive(barrier); }
 
-// Bulk stores, also of boxes (device/tensor_copy.cuh), as late as they may be: shared memory is read,
-// and global memory written, when their thread waits for that. One that it never waits for is never
-// done.
-struct LateStore {
-  std::function<void()> read, write;
-};
-struct LateStores {
-  std::vector<LateStore> open;
-  std::deque<std::vector<LateStore>> unread, unwritten;  // groups
-
-  static LateStores& own() {
-    static thread_local std::map<unsigned, LateStores> of_threads;
-    return of_threads[emulation::thread().x];
-  }
-
-  void read_all_but(size_t youngest) {
-    for (; unread.size() > youngest; unread.pop_front()) {
-      for (const LateStore& store : unread.front()) store.read();
-      unwritten.push_back(std::move(unread.front()));
-    }
-  }
-  void write_all_but(size_t youngest) {
-    read_all_but(youngest);
-    for (; unread.size() + unwritten.size() > youngest; unwritten.pop_front())
-      for (const LateStore& store : unwritten.front()) store.write();
-  }
-};
-
 inline void bulk_store(void* global, const void* shared, uint32_t bytes) {
   check_bulk(global, shared, bytes);
-  const auto read = std::make_shared<std::vector<unsigned char>>(bytes);
-  LateStores::own().open.push_back({[=] { std::memcpy(read->data(), shared, bytes); },
-                                    [=] { std::memcpy(global, read->data(), bytes); }});
+  emulation::store_late(global, shared, bytes);
 }
-// A group may be empty.
-inline void bulk_commit() {
-  LateStores& own = LateStores::own();
-  own.unread.push_back(std::exchange(own.open, {}));
-}
+inline void bulk_commit() { emulation::commit_stores(); }
 template <int Youngest>
 void bulk_await_read() {
   emulation::yield();
-  LateStores::own().read_all_but(Youngest);
+  emulation::await_read(Youngest);
 }
 template <int Youngest>
 void bulk_await_written() {
   emulation::yield();
-  LateStores::own().write_all_but(Youngest);
+  emulation::await_written(Youngest);
 }
 
 }  // namespace fanfold

@@ -1,9 +1,7 @@
 // device/cluster.cuh on a CPU.
 #pragma once
 
-#include <chrono>
 #include <cstdlib>
-#include <thread>
 
 #include "device/bulk.cuh"
 #include "device/memory.cuh"
@@ -34,7 +32,7 @@ T* emulated_place(const T* own, unsigned cta) {
 
 // Noise where the other CTA has ended, which it may have done long ago.
 inline uint32_t load_of_cta(const uint32_t* own, int cta) {
-  if (blockIdx.x == 0) std::this_thread::sleep_for(std::chrono::microseconds(1));
+  if (blockIdx.x == 0) emulation::nap();
   if (emulation::anchor_of(static_cast<unsigned>(cta)) == nullptr) return 0xA5A5A5A5u;
   return *emulated_place(own, static_cast<unsigned>(cta));
 }

@@ -1,10 +1,7 @@
 // device/memory.cuh on a CPU. Reading what others write gives way to them.
 #pragma once
 
-#include <deque>
-#include <utility>
-#include <vector>
-
+#include "late.hpp"
 #include "layout/types.h"
 
 namespace fanfold {
@@ -64,7 +61,7 @@ inline bool compare_exchange_relaxed_system(uint64_t* address, uint64_t& expecte
                                      __ATOMIC_RELAXED);
 }
 inline void store_relaxed_gpu(uint32_t* address, uint32_t v) { emulated_store(address, v); }
-inline void fence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+inline void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 // ---- of this CTA, in its shared memory ----------------------------------------------------------
 
@@ -87,7 +84,9 @@ inline uint32_t load_relaxed_cta(const uint32_t* shared) { return *shared; }
 inline void store_relaxed_cta(uint32_t* shared, uint32_t v) { *shared = v; }
 inline uint32_t exchange_acquire_cta(uint32_t* shared, uint32_t v) {
   emulation::yield();
-  return std::exchange(*shared, v);
+  const uint32_t before = *shared;
+  *shared = v;
+  return before;
 }
 inline bool fill_release_cta(uint32_t* shared, uint32_t v) {
   emulation::yield();
@@ -97,38 +96,15 @@ inline bool fill_release_cta(uint32_t* shared, uint32_t v) {
 }
 
 // Copies to shared memory come as late as they may; until then noise stands there.
-struct LateCopy {
-  uint4* to;
-  const uint4* from;  // null for zeros
-};
-struct LateCopies {
-  std::vector<LateCopy> open;
-  std::deque<std::vector<LateCopy>> groups;
-
-  static LateCopies& own() {
-    static thread_local std::vector<LateCopies> of_threads(kMostThreads);
-    return of_threads[emulation::thread().x];
-  }
-
- private:
-  static constexpr size_t kMostThreads = 1024;
-};
-
 inline void copy_async_or_zeros(uint4* shared, const uint4* global, bool copies) {
   *shared = uint4{0x7fc17fc1u, 0x7fc17fc1u, 0x7fc17fc1u, 0x7fc17fc1u};
-  LateCopies::own().open.push_back({shared, copies ? global : nullptr});
+  emulation::copy_late(shared, copies ? global : nullptr);
 }
-inline void commit_copies() {
-  LateCopies& own = LateCopies::own();
-  own.groups.push_back(std::exchange(own.open, {}));
-}
+inline void commit_copies() { emulation::commit_copies(); }
 template <int Youngest>
 void await_copies() {
   emulation::yield();
-  LateCopies& own = LateCopies::own();
-  for (; own.groups.size() > Youngest; own.groups.pop_front())
-    for (const LateCopy& copy : own.groups.front())
-      *copy.to = copy.from != nullptr ? *copy.from : uint4{};
+  emulation::await_copies(Youngest);
 }
 
 inline void store_weak(uint4* address, uint4 v) { store_relaxed_system(address, v); }

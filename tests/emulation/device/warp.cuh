@@ -3,7 +3,6 @@
 
 #include <time.h>
 
-#include <atomic>
 #include <cstring>
 
 #include "layout/types.h"
@@ -15,7 +14,7 @@ inline constexpr int kWarpLanes = 32;
 
 inline uint32_t lanes_below() { return (1u << emulation::lane()) - 1u; }
 // Of a CTA, as the kernel that ran last took it.
-inline std::atomic<size_t> emulated_shared_bytes{0};
+inline size_t emulated_shared_bytes = 0;
 template <class T>
 T& dynamic_shared() {
   alignas(128) static thread_local unsigned char memory[emulation::kDynamicSharedBytes];
@@ -23,7 +22,7 @@ T& dynamic_shared() {
   // As a CTA finds it: of a thread that begins it is zero, of a GPU it is not.
   static thread_local const void* noise = std::memset(memory, 0xA5, sizeof memory);
   static_cast<void>(noise);
-  emulated_shared_bytes = sizeof(T);
+  __atomic_store_n(&emulated_shared_bytes, sizeof(T), __ATOMIC_RELAXED);
   return *reinterpret_cast<T*>(memory);
 }
 inline void allow_next_kernel() {}
