@@ -20,7 +20,7 @@ void bind_cuda_low_latency_hosts(nb::module_& module) {
       [](const LowLatencyGeometry& geometry) { return LowLatencyHostsLayout{geometry}.bytes(); },
       "geometry"_a, "Bytes of a rank's memory between hosts.");
   module.def("cuda_low_latency_hosts_clear", &cuda::clear_received, "memory"_a, "geometry"_a,
-             "Readies what is received for the first call of a geometry.");
+             "Prepares what is received for the first call of a geometry.");
   module.def(
       "cuda_low_latency_hosts_pinned",
       [](const SymmetricMemory& memory, const LowLatencyGeometry& geometry) {

@@ -11,7 +11,7 @@
 
 namespace fanfold::cuda {
 
-// Memory that kernels use. Begins and ends between pages.
+// Memory that kernels use: whole pages.
 struct PinnedRange {
   std::byte* data;
   int64_t bytes;

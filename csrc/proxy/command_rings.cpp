@@ -10,7 +10,7 @@ bool CommandRings::pop(Command& command) {
   last_is_kernels_ = true;
   if (kernels_ && kernels_->consumer.pop(command)) return true;
   if (!host_.consumer.has_command()) return false;
-  // Whoever pushed that command may have waited for kernels, which have pushed since the look.
+  // Whoever pushed that command may have waited for kernels, which have pushed since.
   if (kernels_ && kernels_->consumer.pop(command)) return true;
   last_is_kernels_ = false;
   return host_.consumer.pop(command);

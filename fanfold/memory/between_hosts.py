@@ -50,8 +50,8 @@ class BetweenHosts:
                 "memory between hosts", f"{usable} bytes", f"at least {needed} for this geometry"
             )
 
-    def ready(self, geometry: _core.LowLatencyGeometry) -> None:
-        """Readies it for calls of a geometry. No kernel runs and nothing is under way to this rank:
+    def prepare(self, geometry: _core.LowLatencyGeometry) -> None:
+        """Prepares it for calls of a geometry. No kernel runs and nothing is under way to this rank:
         all ranks have come back from :meth:`fence` since their last kernel has ended.
 
         Raises:

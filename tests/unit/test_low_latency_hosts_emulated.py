@@ -301,7 +301,7 @@ def test_a_failed_network_ends_the_next_call(opens: Open) -> None:
 
 
 def test_another_geometry_and_a_reset(opens: Open) -> None:
-    """The memory between hosts is readied anew, whatever earlier calls have left in it."""
+    """The memory between hosts is prepared anew, whatever earlier calls have left in it."""
     world = opens(BF16, Network(TWO_AND_TWO, seed=51))
     run_rounds(world, BF16, [batches_of(BF16, turn) for turn in range(3)], False)
     smaller = dataclasses.replace(BF16, geometry=Geometry(4, 12, 2, 272, 5))
@@ -338,7 +338,7 @@ def test_opened_by_the_settings(
     regions: dict[int, torch.Tensor] = {}
 
     def gpu_of(group: Any, nbytes: int) -> Any:
-        region = torch.empty(nbytes + 128, dtype=torch.uint8)
+        region = torch.empty(nbytes + 128, dtype=torch.uint8, device="cpu")
         region = regions[group.whole.rank] = region[-region.data_ptr() % 128 :][:nbytes]
         group.all_gather(None)
         return gpu_memory(group, [regions[rank] for rank in group.ranks], group.rank)

@@ -558,7 +558,7 @@ class CudaLowLatency:
             self._epochs.fill_(_core.CUDA_FIRST_EPOCH)
             self._state[-4:].zero_()
             if self._between is not None:
-                self._between.ready(core)
+                self._between.prepare(core)
             self._wait()
             self._reports.clear()
         except Exception as failure:
