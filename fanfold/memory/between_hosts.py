@@ -8,6 +8,8 @@ what it sends to each peer. ``docs/decisions/across-hosts.md`` has the protocol.
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 from fanfold import _core
@@ -51,8 +53,8 @@ class BetweenHosts:
             )
 
     def prepare(self, geometry: _core.LowLatencyGeometry) -> None:
-        """Prepares it for calls of a geometry. No kernel runs and nothing is under way to this rank:
-        all ranks have come back from :meth:`fence` since their last kernel has ended.
+        """Prepares it for calls of a geometry. No kernel runs, and nothing is under way to this
+        rank: all ranks have come back from :meth:`fence` since their last kernel has ended.
 
         Raises:
             ArgumentError: commands cannot name so much memory.
@@ -103,5 +105,6 @@ class BetweenHosts:
         self.memory.close()
 
     def __del__(self) -> None:
-        """Unpins what the memory is about to unmap."""
-        self._pinned.close()
+        """Unpins what the memory is about to unmap, unless CUDA is about to end, too."""
+        if not sys.is_finalizing():
+            self._pinned.close()

@@ -69,8 +69,9 @@ class CudaMemoryAcrossHosts:
 
     @property
     def bytes_per_rank(self) -> int:
-        """Of a region on a GPU."""
-        return self._gpu.bytes_per_rank
+        """Of a region on a GPU and of the one on the CPU; not of the copies of other ranks' regions
+        on the CPU, of which the system provides what is used."""
+        return self._gpu.bytes_per_rank + self.between.memory.bytes_per_rank
 
     @property
     def tensor(self) -> torch.Tensor:

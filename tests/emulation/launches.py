@@ -93,7 +93,7 @@ def open_mode(*, late: bool = False, **rest: Any) -> CudaLowLatency:
         rank=0,
         ranks=4,
         base=lambda peer: (peer + 1) << 40,
-        bytes_per_rank=nbytes,
+        usable_bytes=nbytes,
         tensor=torch.empty(nbytes, dtype=torch.uint8),
         group=types.SimpleNamespace(size=4),  # of processes
         between=None,

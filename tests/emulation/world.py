@@ -211,6 +211,7 @@ def gpu_memory(group: ThreadGroup, regions: list[torch.Tensor], place: int) -> A
         ranks=group.size,
         base=addresses.__getitem__,
         bytes_per_rank=regions[place].nbytes,
+        usable_bytes=regions[place].nbytes,
         tensor=regions[place],
         group=group,
         between=None,

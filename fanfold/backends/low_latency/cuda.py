@@ -535,10 +535,10 @@ class CudaLowLatency:
             self._check_unmasked(geometry)
             calls = _core.CudaLowLatency(self._place, core, self._late, grid.ctas, grid.senders)
             first_absent, nbytes = _core.cuda_low_latency_bytes(core, self._late)
-            if nbytes > self._memory.bytes_per_rank:
+            if nbytes > self._memory.usable_bytes:
                 raise ArgumentError(
                     "symmetric memory",
-                    f"{self._memory.bytes_per_rank} bytes",
+                    f"{self._memory.usable_bytes} bytes",
                     f"at least {nbytes} for {geometry}",
                 )
             if self._between is not None:
