@@ -27,9 +27,12 @@ PLACED = BackendChoice("cuda", torch.device("cpu"), "each rank has a GPU of its 
 class Memory:
     """Symmetric memory between threads."""
 
+    between = None
+
     def __init__(self, group: ThreadGroup, bytes_per_rank: int) -> None:
         self.group, self.rank, self.ranks = group, group.rank, group.size
-        self.device, self.bytes_per_rank = torch.device("cpu"), bytes_per_rank
+        self.device = torch.device("cpu")
+        self.bytes_per_rank = self.usable_bytes = bytes_per_rank
         region = torch.full((bytes_per_rank + 128,), 0xA5, dtype=torch.uint8)
         self.tensor = region[-region.data_ptr() % 128 :][:bytes_per_rank]
         self._regions = group.all_gather(self.tensor)

@@ -114,7 +114,7 @@ def mode(monkeypatch: pytest.MonkeyPatch) -> Mode:
     """What every face opens instead of a GPU's mode."""
     made = Mode()
     for module in (face, runtime):
-        monkeypatch.setattr(module, "choose", lambda *which: PLACED)
+        monkeypatch.setattr(module, "choose", lambda *which, **how: PLACED)
     for module in (opening, runtime):
         monkeypatch.setattr(module, "CudaSymmetricMemory", Memory)
 

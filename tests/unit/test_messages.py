@@ -133,7 +133,7 @@ def pretend_low_latency(monkeypatch: pytest.MonkeyPatch, placing: Any, opening: 
     """
     stand_in(monkeypatch)
     placed = BackendChoice("cuda", torch.device("cpu"), "each rank has a GPU of its own")
-    monkeypatch.setattr(placing, "choose", lambda *which: placed)
+    monkeypatch.setattr(placing, "choose", lambda *which, **how: placed)
     monkeypatch.setattr(opening, "CudaSymmetricMemory", Memory)
 
 

@@ -284,7 +284,7 @@ class Core:
 
 
 def test_what_the_core_counts_is_nested_by_its_labels() -> None:
-    measured = collect({"dispatch": 1}, Core())  # type: ignore[arg-type]
+    measured = collect({"dispatch": 1}, Core(), Core())  # type: ignore[arg-type]
     assert list(measured) == [metric.name for metric in METRICS]
     assert measured["waits_total"] == {
         "low_latency dispatch": {3: 4},
@@ -333,7 +333,7 @@ def test_the_text_form_reads_back_as_the_mapping() -> None:
         rank = 6
 
         def metrics(self) -> dict[str, Any]:
-            return collect({"dispatch": 1, "combine": 2}, Core())  # type: ignore[arg-type]
+            return collect({"dispatch": 1, "combine": 2}, Core(), Core())  # type: ignore[arg-type]
 
     layer = Layer()
     registry.register(fanfold.metrics.collector(decode=layer))
