@@ -73,30 +73,39 @@ class _MpiGroup:
 
 
 class _Part:
-    """Some ranks of a group, whose gathers are collective over all of it: the ranks of every part
-    come to as many."""
+    """Some ranks of a group."""
 
     def __init__(self, whole: Group, ranks: list[int]) -> None:
         self.whole, self.ranks = whole, ranks
         self.rank, self.size = ranks.index(whole.rank), len(ranks)
-        self._process_group: dist.ProcessGroup | None = None
+        self._own: _TorchGroup | None = None
 
     def all_gather(self, value: Any) -> list[Any]:
+        if (own := self._torch_group()) is not None:
+            return [value] if self.size == 1 else own.all_gather(value)
         gathered = self.whole.all_gather(value)
         return [gathered[rank] for rank in self.ranks]
 
     def process_group(self) -> dist.ProcessGroup | None:
-        """The torch.distributed group of these ranks, which make it at first use."""
+        own = self._torch_group()
+        return None if own is None else own.process_group
+
+    def _torch_group(self) -> _TorchGroup | None:
+        """Of these ranks alone, which make it at first use; None unless the whole is such a one."""
         whole = process_group(self.whole)
-        if self._process_group is None and whole is not None:
+        if self._own is None and whole is not None:
             ranks = [dist.get_global_rank(whole, rank) for rank in self.ranks]
-            self._process_group = dist.new_group(ranks, use_local_synchronization=True)
-        return self._process_group
+            self._own = _TorchGroup(dist.new_group(ranks, use_local_synchronization=True))
+        return self._own
 
 
 def part_of(group: Group, ranks: list[int]) -> Group:
-    """The part of ``group`` that ``ranks``, ascending and this one among them, are. All ranks of
-    the group are in some part, and do with it what they do with theirs."""
+    """The part of ``group`` that ``ranks``, ascending and this one among them, are.
+
+    Its exchanges are those of its ranks alone only where ``group`` is one of torch.distributed.
+    Elsewhere they are exchanges of the whole group, so every rank must be in some part and come to
+    as many.
+    """
     return _Part(group, ranks)
 
 

@@ -12,9 +12,10 @@ from fanfold.backends.high_throughput.protocol import HighThroughputBackend
 from fanfold.backends.ranges import ranged
 from fanfold.backends.staged import StagedHighThroughput
 from fanfold.config import Config
+from fanfold.errors import FanfoldError
 from fanfold.formats import ScaleFormat
 from fanfold.geometry import Geometry
-from fanfold.group import Group, part_of
+from fanfold.group import Group, agree, part_of
 from fanfold.memory import GpuPeerMemory, PeerMemory
 from fanfold.memory.cuda import CudaSymmetricMemory
 from fanfold.memory.cuda_hosts import CudaMemoryAcrossHosts
@@ -71,12 +72,19 @@ def _memory_across_hosts(
 ) -> CudaMemoryAcrossHosts:
     """Regions of ``nbytes`` on GPUs and of ``between_hosts`` on the CPUs of several hosts."""
     hosts = find_hosts(group, config)
-    gpu = CudaSymmetricMemory(part_of(group, hosts.members(group.rank)), nbytes)
+    gpu, error = None, None
     try:
+        gpu = CudaSymmetricMemory(part_of(group, hosts.members(group.rank)), nbytes)
+    except FanfoldError as failure:  # of which only ranks of this host know
+        error = failure
+    try:
+        agree(group, {}, error)
+        assert gpu is not None
         host = SymmetricMemory(group, between_hosts, config, hosts, for_kernels=True)
         return CudaMemoryAcrossHosts(gpu, host)
     except BaseException:
-        gpu.close()
+        if gpu is not None:
+            gpu.close()
         raise
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,7 +22,14 @@ from fanfold.backends.choose import BackendChoice
 from fanfold.backends.low_latency.cuda import CudaLowLatency
 from fanfold.backends.low_latency.kernels import kernel_sources
 from fanfold.config import Config
-from fanfold.errors import ArgumentError, PeerTimeout, TransportError, UsageError
+from fanfold.errors import (
+    ArgumentError,
+    FanfoldError,
+    PeerTimeout,
+    TransportError,
+    UnavailableError,
+    UsageError,
+)
 from fanfold.formats import ScaleFormat
 from fanfold.geometry import Geometry
 from fanfold.memory.cuda_hosts import CudaMemoryAcrossHosts, counting_cores
@@ -376,6 +384,34 @@ def test_opened_by_the_settings(
         assert {peer for peer, count in sent.items() if count > 0} == away
         assert "waits_total" not in found
     assert "reaches the ranks of 2 hosts over loopback" in caplog.text
+
+
+def test_what_fails_on_one_host_ends_all(opens: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the memory of a host's GPUs the ranks of other hosts see nothing."""
+    del opens
+    closed: list[int] = []
+
+    def gpu_of(group: Any, nbytes: int) -> Any:
+        rank = group.whole.rank
+        if rank >= 2:
+            raise UnavailableError("no peer access")
+        return types.SimpleNamespace(close=lambda: closed.append(rank))
+
+    monkeypatch.setattr(opening, "CudaSymmetricMemory", gpu_of)
+    there = BackendChoice("cuda", torch.device("cpu"), "a test says so", (9, 0), True)
+    config = Config.resolve(timeout_s=20.0, hosts=2, network="loopback", proxy_threads=1)
+
+    def be(group: Any) -> Exception:
+        with pytest.raises(FanfoldError) as caught:
+            opening.open_low_latency(group, there, BF16.geometry, config)
+        return caught.value
+
+    barrier, values = threading.Barrier(4, timeout=60.0), [None] * 4
+    with ThreadPoolExecutor(4) as pool:
+        errors = list(pool.map(be, [ThreadGroup(rank, values, barrier) for rank in range(4)]))
+    assert [type(error) for error in errors] == [FanfoldError] * 2 + [UnavailableError] * 2
+    assert all("rank 2 failed: no peer access" in str(error) for error in errors[:2])
+    assert sorted(closed) == [0, 1]
 
 
 @pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.long), "sm_90a"])
