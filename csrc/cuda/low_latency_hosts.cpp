@@ -11,7 +11,8 @@ namespace {
 
 constexpr int64_t kPage = 4096;
 
-// Of whole pages: the page that two ranges share is pinned once.
+// Of whole pages: the page that two ranges share is pinned once. Ranges that only touch may lie in
+// different mappings, and stay apart.
 class Pages {
  public:
   void add(const void* data, int64_t bytes) {
@@ -25,7 +26,7 @@ class Pages {
               [](const Span& a, const Span& b) { return a.begin < b.begin; });
     std::vector<Span> merged;
     for (const Span& span : spans_) {
-      if (merged.empty() || span.begin > merged.back().end) {
+      if (merged.empty() || span.begin >= merged.back().end) {
         merged.push_back(span);
       } else {
         merged.back().end = std::max(merged.back().end, span.end);
