@@ -51,7 +51,8 @@ class Loader:
 
     def sources(self, geometry: Geometry, formats: Formats) -> list[jit.KernelSource]:
         """Of the kernels of dispatches with such rows, and of combines without LogFMT."""
-        return [self.dispatch_source(geometry, formats), *self.combine_sources(geometry, False)]
+        late, across = self._late, self._across_hosts
+        return kernels.kernel_sources(geometry, *formats, late_weights=late, across_hosts=across)
 
     def dispatch_source(self, geometry: Geometry, formats: Formats) -> jit.KernelSource:
         """Of the kernel of dispatches with such rows."""
