@@ -15,11 +15,21 @@ constexpr std::chrono::nanoseconds kLongestFinish = std::chrono::seconds(5);
 // The last words of a rank that has failed take no longer.
 constexpr std::chrono::nanoseconds kLongestFailedFinish = std::chrono::milliseconds(100);
 
-// Returns once a barrier or fence of all threads has ended, or after `longest`.
+// A rank looks so often, for a millisecond each, before it probes the next peer.
+constexpr int32_t kLooksBetweenProbes = 50;
+
+// Returns once a barrier or fence of all threads has ended, or after `longest`. Meanwhile it probes
+// one peer after the other: one that has died comes to no barrier, and no network tells.
 void end_with(Proxy& proxy, CommandKind kind, std::chrono::nanoseconds longest) noexcept {
   try {
     const Tickets tickets = proxy.push_all(kind, longest);
-    const auto ended = [&] { return proxy.passed(tickets) || proxy.failure() != nullptr; };
+    int32_t looks = 0;
+    const auto ended = [&] {
+      if (++looks % kLooksBetweenProbes == 0) {
+        proxy.probe(looks / kLooksBetweenProbes % proxy.options().ranks);
+      }
+      return proxy.passed(tickets) || proxy.failure() != nullptr;
+    };
     static_cast<void>(poll_until(ended, {.timeout = std::min(proxy.options().timeout, longest),
                                          .spin = std::chrono::nanoseconds(0),
                                          .idle = std::chrono::milliseconds(1)}));

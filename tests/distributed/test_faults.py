@@ -102,7 +102,7 @@ def test_stopped_rank(own_pool: RankPool, tmp_path: Path, mode: str, phase: str)
         assert "failed earlier" in after
 
 
-def _mask(group: dist.ProcessGroup, mode: str) -> tuple[list[bool], bool, list[str]]:
+def _mask(group: dist.ProcessGroup, mode: str) -> tuple[list[bool], bool, list[str], set[int]]:
     shape = Shape(max_tokens=6, mode=mode)
     # Long enough that the victim is masked because its process has ended, not because it is late.
     config = fanfold.Config.resolve(timeout_s=5.0, late_peers="mask")
@@ -127,16 +127,19 @@ def _mask(group: dist.ProcessGroup, mode: str) -> tuple[list[bool], bool, list[s
     ep.close()
     assert all(each.category is fanfold.LatePeerWarning for each in seen)
     assert all(Path(each.filename).parent == Path(__file__).parent for each in seen)
-    return masked, right, [str(each.message) for each in seen]
+    barriers = set(ep.metrics().get("proxy_barriers_total", {}).values())
+    return masked, right, [str(each.message) for each in seen], barriers
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_mask_late_peers(own_pool: RankPool, mode: str) -> None:
     outcomes = own_pool.outcomes(_mask, mode)
     for rank in (0, 2):
-        masked, right, warned = outcomes[rank]
+        masked, right, warned, barriers = outcomes[rank]
         assert masked == [peer == VICTIM for peer in range(RANKS)]
         assert right
+        # Between hosts: closing has waited for the rank that is left, and not for the dead one.
+        assert barriers <= {1}
         (text,) = warned
         assert f"for rank {VICTIM} in {mode} " in text
         assert "its process has ended" in text
