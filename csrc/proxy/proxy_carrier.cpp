@@ -18,14 +18,15 @@ constexpr std::chrono::nanoseconds kLongestFailedFinish = std::chrono::milliseco
 // A rank looks so often, for a millisecond each, before it probes the next peer.
 constexpr int32_t kLooksBetweenProbes = 50;
 
-// Returns once a barrier or fence of all threads has ended, or after `longest`. Meanwhile it probes
-// one peer after the other: one that has died comes to no barrier, and no network tells.
+// Returns once a barrier or fence of all threads has ended, or after `longest`. In a barrier it
+// probes one peer after the other: one that has died does not come, and no network reports that
+// unasked.
 void end_with(Proxy& proxy, CommandKind kind, std::chrono::nanoseconds longest) noexcept {
   try {
     const Tickets tickets = proxy.push_all(kind, longest);
     int32_t looks = 0;
     const auto ended = [&] {
-      if (++looks % kLooksBetweenProbes == 0) {
+      if (++looks % kLooksBetweenProbes == 0 && kind == CommandKind::kBarrier) {
         proxy.probe(looks / kLooksBetweenProbes % proxy.options().ranks);
       }
       return proxy.passed(tickets) || proxy.failure() != nullptr;

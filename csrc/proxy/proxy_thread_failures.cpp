@@ -24,6 +24,8 @@ void ProxyThread::send_probe() {
   const int32_t peer = probe_.exchange(-1, std::memory_order_relaxed);
   if (!serves(peer) || channel_of(peer).failure != nullptr) return;
   if (transport_->probe(peer)) return;
+  // Behind a barrier the peer may close its transport at any moment, and gets no message more.
+  if (held_ && held_->kind == CommandKind::kBarrier) return;
   Channel& channel = channel_of(peer);
   if (channel.busy() || channel.in.acknowledgement_in_flight()) return;
   static_cast<void>(send_acknowledgement(channel, true));
