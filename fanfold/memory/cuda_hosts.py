@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from types import TracebackType
 
 import torch
 
@@ -116,14 +115,3 @@ class CudaMemoryAcrossHosts:
         state = "closed" if self._closed else ""
         names = ("rank", "ranks", "bytes_per_rank", "device")
         return described(self, state, **{name: name for name in names})
-
-    def __enter__(self) -> CudaMemoryAcrossHosts:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -17,10 +17,12 @@ from typing import Any
 import pytest
 import torch
 
+from fanfold import _core
 from fanfold.backends import opening
 from fanfold.backends.choose import BackendChoice
 from fanfold.backends.low_latency.cuda import CudaLowLatency
 from fanfold.backends.low_latency.kernels import kernel_sources
+from fanfold.backends.low_latency.sizes import core_geometry, cuda_bytes_between_hosts
 from fanfold.config import Config
 from fanfold.errors import (
     ArgumentError,
@@ -384,6 +386,37 @@ def test_opened_by_the_settings(
         assert {peer for peer, count in sent.items() if count > 0} == away
         assert "waits_total" not in found
     assert "reaches the ranks of 2 hosts over loopback" in caplog.text
+
+
+@pytest.mark.parametrize("network", [Network(TWO_AND_TWO), Network((0, 1, 2, 1), threads=3)])
+def test_what_is_pinned(opens: Open, network: Network) -> None:
+    """Whole pages, none of them twice: what a rank receives in, its blocks of each send area, and
+    the rings; of the send areas not much more."""
+    world = opens(BF16, network)
+    geometry = core_geometry(BF16.geometry)
+    area = cuda_bytes_between_hosts(BF16.geometry)
+    for rank, memory in enumerate(world.memories):
+        ranges = _core.cuda_low_latency_hosts_pinned(memory.between.memory.core, geometry)
+        assert all(begin % 4096 == nbytes % 4096 == 0 for begin, nbytes in ranges)
+        ends = [begin + nbytes for begin, nbytes in ranges]
+        assert all(end <= begin for end, (begin, _) in zip(ends, ranges[1:], strict=False))
+
+        def is_pinned(address: int, ranges: Any = ranges) -> bool:
+            return any(begin <= address < begin + nbytes for begin, nbytes in ranges)
+
+        own = memory.between.memory.base(rank)
+        away = [peer for peer in range(4) if network.hosts[peer] != network.hosts[rank]]
+        for source in away:
+            first = area * source // 4 + 128 * 4  # behind the words, which precede all blocks
+            assert is_pinned(own + first)
+            assert is_pinned(own + first + area // 8)
+        for peer in away:
+            assert is_pinned(memory.base(peer) + area * rank // 4 + area // 8)
+        assert is_pinned(own)
+        view = world._view(rank).tolist()
+        assert all(is_pinned(address) for address in view[1:4])
+        most = area + len(away) * area // 4 + (4 + 2 * len(away)) * 8192 + 3 * 8192
+        assert sum(nbytes for _, nbytes in ranges) <= most
 
 
 def test_what_fails_on_one_host_ends_all(opens: Open, monkeypatch: pytest.MonkeyPatch) -> None:
