@@ -128,11 +128,11 @@ def choose(
         group: the ranks.
         config: ``backend`` decides: ``"auto"`` takes the GPUs where every rank has a CUDA device of
             its own, or ``share_gpus`` says that several may have one, or ranks are threads that
-            have one together, all on one host and within each other's reach, and the mode's
-            kernels can be compiled for it.
+            have one together, those of a host within each other's reach, and the mode's kernels can
+            be compiled for it.
         mode: whose calls are to run.
-        may_cross_hosts: whether the caller can have kernels send to ranks on other hosts. They do
-            so where ``config.backend`` is ``"cuda"``, not where it is ``"auto"``.
+        may_cross_hosts: whether the caller can have kernels send to ranks on other hosts. If not,
+            or if ``"auto"`` has found ranks that are threads, ranks on several hosts run on the host.
 
     Raises:
         ArgumentError: the ranks' settings of ``backend``, ``share_gpus`` or ``hosts`` differ.
@@ -151,11 +151,10 @@ def choose(
         return BackendChoice("host", torch.device("cpu"), setting)
     seats = group.all_gather(_look(group))
     obstacle, apart = _obstacle(seats, config.share_gpus), _apart(seats, config)
-    crosses = may_cross_hosts and config.backend == "cuda"
-    if obstacle is None and apart is not None and not crosses:
-        do = "reach across hosts only where backend is 'cuda'"
-        do = do if may_cross_hosts else "do not reach across hosts"
-        obstacle = f"kernels {do}, and {apart}"
+    as_threads = config.backend == "auto" and any(seat.process for seat in seats)
+    if obstacle is None and apart is not None and (as_threads or not may_cross_hosts):
+        whose = "kernels of ranks that are threads" if may_cross_hosts else "kernels"
+        obstacle = f"{whose} do not reach across hosts, and {apart}"
     if obstacle is None:
         device = torch.device(seats[group.rank].device)
         is_shared = len({seat.identity for seat in seats}) < group.size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from fanfold.bench.calls import Given, LowLatencyCalls
 from fanfold.bench.check import Expectation, same_bits
 from fanfold.bench.cuda_baseline import NcclAllToAll
-from fanfold.bench.cuda_timing import Clock, GpuBarrier
+from fanfold.bench.cuda_timing import BarrierAcrossHosts, Clock, GpuBarrier
 from fanfold.bench.settings import BenchSettings
 from fanfold.bench.timing import Timings
 
@@ -64,10 +65,22 @@ def time_on_gpu(
     settings: BenchSettings,
 ) -> CudaReport:
     """Checks, then times, what ``settings`` ask for. Collective."""
-    device = calls.device
     work = _Work(calls, expectation)
     work.prepare(check=settings.check)
-    barrier = GpuBarrier(group, device)
+    if not calls.network:
+        return _timed(work, GpuBarrier(group, calls.device), calls, expectation, settings)
+    with closing(BarrierAcrossHosts(group, settings.config())) as barrier:
+        return _timed(work, barrier, calls, expectation, settings)
+
+
+def _timed(
+    work: _Work,
+    barrier: Callable[[], None],
+    calls: LowLatencyCalls,
+    expectation: Expectation,
+    settings: BenchSettings,
+) -> CudaReport:
+    device = calls.device
     clock = Clock(barrier, device, warmup=settings.warmup, iterations=settings.iterations)
     samples = {f"overhead.{name}": t for name, t in clock.overhead(settings.calls).items()}
     for name, call in work.calls().items():

@@ -16,9 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fanfold.base_dispatcher import GroupLike
+from fanfold.config import Config
 from fanfold.errors import UnavailableError
+from fanfold.group import as_group
+from fanfold.low_latency import LowLatency
 
-__all__ = ["Clock", "GpuBarrier", "empty_kernel"]
+__all__ = ["BarrierAcrossHosts", "Clock", "GpuBarrier", "empty_kernel"]
 
 Call = Callable[[], Any]
 
@@ -65,6 +69,36 @@ class GpuBarrier:
             empty_kernel()
         else:
             self._memory.barrier(channel=0, timeout_ms=_BARRIER_TIMEOUT_MS)
+
+
+class BarrierAcrossHosts:
+    """A barrier of GPUs on several hosts, enqueued on the current stream: a dispatch of no tokens,
+    which ends once every peer has said so. Ranks leave it as far apart as a message between hosts
+    takes. Making one is collective, and so is closing it.
+
+    Args:
+        group: the ranks, each with a GPU.
+        config: names the hosts and the network.
+    """
+
+    def __init__(self, group: GroupLike, config: Config) -> None:
+        ranks = as_group(group).size
+        self._ep = LowLatency(
+            group, num_experts=ranks, top_k=1, hidden=16, max_tokens=1, config=config
+        )
+        device = self._ep.device
+        self._x = torch.empty((0, 16), dtype=torch.bfloat16, device=device)
+        self._topk_idx = torch.empty((0, 1), dtype=torch.int64, device=device)
+        self._topk_weights = torch.empty((0, 1), dtype=torch.float32, device=device)
+        self()  # the first call prepares the memory, which a graph cannot hold
+
+    def __call__(self) -> None:
+        """Enqueues one arrival and the wait for the others'."""
+        self._ep.dispatch(self._x, self._topk_idx, self._topk_weights)
+
+    def close(self) -> None:
+        """Closes what it sends with."""
+        self._ep.close()
 
 
 def _timed_event(external: bool) -> torch.cuda.Event:

@@ -227,7 +227,7 @@ class BenchSettings:
     @property
     def _crosses_hosts(self) -> bool:
         """Whether kernels reach ranks on other hosts."""
-        return self.backend == "cuda" and self.mode == "low_latency" and self.face == "native"
+        return self.mode == "low_latency" and self.face == "native"
 
     def _check_own_options(self) -> None:
         """Raises ArgumentError for an option of one mode that is wrong or out of place."""

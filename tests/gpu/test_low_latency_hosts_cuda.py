@@ -88,6 +88,12 @@ def test_rounds(run: Run, most_ranks: int, changes: dict[str, Any]) -> None:
     run(most_ranks, rounds._round, case_of(most_ranks, **changes))
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_two_ranks_on_each_host(run: Run, dtype: str) -> None:
+    """Rows come from the same host and from the other at once."""
+    run(4, rounds._round, case_of(4, dtype=dtype))
+
+
 @pytest.mark.parametrize("number", range(6))
 def test_any_geometry(run: Run, most_ranks: int, number: int) -> None:
     case = rounds.random_case(number, most_ranks)
@@ -123,16 +129,19 @@ def test_ten_thousand_rounds(run: Run, most_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
-def test_a_rank_that_never_calls(run: Run, most_ranks: int, phase: str) -> None:
-    """The error of a rank on another host says over which way."""
-    outcomes = run(most_ranks, faults._never_comes, case_of(most_ranks), phase)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_rank_that_never_calls(gpus: GpuPools, most_ranks: int, network: str, phase: str) -> None:
+    """The error of a rank on another host says over which way, if the network has addresses."""
+    args = (case_of(most_ranks), phase)
+    outcomes = gpus.run(most_ranks, _on_hosts, network, faults._never_comes, args)
     for rank, (error, _, after) in enumerate(outcomes):
         if rank == faults.BAD:
             continue
         assert isinstance(error, fanfold.PeerTimeout)
         assert (error.rank, error.peer) == (rank, faults.BAD)
         assert phase in error.phase
-        assert bool(error.path) == (rank * 2 // most_ranks != faults.BAD * 2 // most_ranks)
+        elsewhere = rank * 2 // most_ranks != faults.BAD * 2 // most_ranks
+        assert bool(error.path) == (elsewhere and network == "libfabric:tcp")
         assert isinstance(after, fanfold.FanfoldError)
 
 

@@ -101,7 +101,7 @@ def test_without_either_the_ranks_are_where_they_are() -> None:
             {"FANFOLD_BACKEND": "cuda"},
             "backend is cuda, but hosts is 2",
         ),
-        ("--hosts 2 --overlap", {}, "overlap is asked for, but .*several hosts"),
+        ("--hosts 2 --overlap", {}, "overlap is asked for with 4 ranks, each on a GPU of its own"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line_before_ranks_start(
@@ -147,14 +147,16 @@ def test_a_network_that_this_machine_has(monkeypatch: pytest.MonkeyPatch) -> Non
     assert run.check_network(settings_of("low-latency --hosts 2")) == "libfabric:shm"
 
 
-def test_gpus_are_not_taken_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_taken_on_several_hosts_where_kernels_reach_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     settings = BenchSettings("low_latency")
-    assert settings.backend_here() == "cuda"
-    assert settings.backend_here(several_hosts=True) == "host"
+    assert settings.backend_here() == settings.backend_here(several_hosts=True) == "cuda"
     others = [{"mode": "high_throughput"}, {"face": "deep_ep"}]
     for other in others:
+        assert dataclasses.replace(settings, **other).backend_here(several_hosts=True) == "host"
         asked = dataclasses.replace(settings, backend="cuda", **other)
         with pytest.raises(UnavailableError, match="backend is cuda, but the ranks are on several"):
             asked.backend_here(several_hosts=True)

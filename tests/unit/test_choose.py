@@ -194,17 +194,25 @@ def test_obstacles(monkeypatch: pytest.MonkeyPatch, seats: list[Any], reason: st
 def test_gpus_of_several_hosts(
     monkeypatch: pytest.MonkeyPatch, seats: list[Any], settings: dict[str, Any]
 ) -> None:
-    """They are taken where the caller can use them and somebody has asked for them."""
-    placed = decide(monkeypatch, seats, may_cross_hosts=True, backend="cuda", **settings)
-    assert [(p.backend, p.across_hosts) for p in placed] == [("cuda", True)] * 2
-    for placed_there in decide(monkeypatch, seats, may_cross_hosts=True, **settings):
+    """They are taken where the caller can use them."""
+    for backend in ("auto", "cuda"):
+        placed = decide(monkeypatch, seats, may_cross_hosts=True, backend=backend, **settings)
+        assert [(p.backend, p.across_hosts) for p in placed] == [("cuda", True)] * 2
+    for placed_there in decide(monkeypatch, seats, **settings):
         assert placed_there.backend == "host"
-        assert "reach across hosts only where backend is 'cuda', and" in placed_there.reason
+        assert "kernels do not reach across hosts, and" in placed_there.reason
     for error in decide(monkeypatch, seats, backend="cuda", **settings):
         assert isinstance(error, UnavailableError)
         assert "kernels do not reach across hosts, and" in str(error)
     on_one = decide(monkeypatch, GOOD, may_cross_hosts=True, backend="cuda")
     assert [(p.backend, p.across_hosts) for p in on_one] == [("cuda", False)] * 2
+
+
+def test_threads_that_act_as_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seats = [seat(0, "a", process=7), seat(0, "a", process=7)]
+    for placed in decide(monkeypatch, seats, may_cross_hosts=True, hosts=2):
+        assert placed.backend == "host"
+        assert "kernels of ranks that are threads do not reach across hosts" in placed.reason
 
 
 def test_obstacles_of_gpus_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +277,7 @@ NEEDS = "high throughput needs compute capability 9.0, and the oldest GPU of the
         (
             NEW,
             {"hosts": 2},
-            "host, because kernels reach across hosts only where backend is 'cuda', and hosts is 2",
+            f"cuda, for 2 ranks: {OWN} 9.0",
             "host, because kernels do not reach across hosts, and hosts is 2",
         ),
         (
