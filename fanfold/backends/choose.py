@@ -132,7 +132,7 @@ def choose(
             be compiled for it.
         mode: whose calls are to run.
         may_cross_hosts: whether the caller can have kernels send to ranks on other hosts. If not,
-            or if ``"auto"`` has found ranks that are threads, ranks on several hosts run on the host.
+            or if ``"auto"`` finds ranks that are threads, ranks on several hosts run on the host.
 
     Raises:
         ArgumentError: the ranks' settings of ``backend``, ``share_gpus`` or ``hosts`` differ.
