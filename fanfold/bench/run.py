@@ -27,7 +27,7 @@ from fanfold.config import Backend, in_environment
 from fanfold.errors import ArgumentError, UnavailableError
 from fanfold.group import Group, as_group, process_group
 from fanfold.launch import launch
-from fanfold.memory.hosts import Hosts, find_hosts
+from fanfold.memory.hosts import Hosts, find_hosts, host_identity
 from fanfold.thread_ranks import ThreadRanks
 
 __all__ = ["RankReport", "bench", "bench_rank", "check_network", "check_ranks", "sweep"]
@@ -93,7 +93,8 @@ def sweep(points: Sequence[BenchSettings], group: Any = None) -> list[Result] | 
         for settings in points:
             check_ranks(settings, group)
         several_hosts = find_hosts(as_group(group), points[0].config()).several
-        here = [each.backend_here(several_hosts) for each in points]
+        ranks_here = as_group(group).all_gather(host_identity()).count(host_identity())
+        here = [each.backend_here(several_hosts, ranks_here) for each in points]
         everywhere = as_group(group).all_gather(here)
         chosen = [
             settings.on("cuda" if set(backends) == {"cuda"} else "host")

@@ -226,7 +226,9 @@ class BenchSettings:
 
     @property
     def _crosses_hosts(self) -> bool:
-        """Whether kernels reach ranks on other hosts."""
+        """Whether kernels reach ranks on other hosts, and are taken for that."""
+        if self.backend == "auto" and self.config().network.startswith("loopback"):
+            return False  # ranks are threads, which auto leaves on the host
         return self.mode == "low_latency" and self.face == "native"
 
     def _check_own_options(self) -> None:
@@ -306,12 +308,13 @@ class BenchSettings:
             asked["ctas"] = self.sms
         return Config.resolve(**asked)
 
-    def backend_here(self, several_hosts: bool = False) -> Backend:
+    def backend_here(self, several_hosts: bool = False, ranks_here: int | None = None) -> Backend:
         """The backend that ``auto`` means on this machine, or the one asked for.
 
         Args:
             several_hosts: whether the ranks are on several hosts, where only some kernels reach
                 others, and then ranks may share a GPU (``share_gpus``).
+            ranks_here: ranks on this machine; all of them if None.
 
         Raises:
             UnavailableError: ``cuda``, ``overlap``, ``sms`` or ``in_place``, with fewer GPUs than
@@ -320,7 +323,8 @@ class BenchSettings:
         if self.backend == "host":
             return "host"
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        enough = gpus >= self.ranks
+        ranks = self.ranks if ranks_here is None else ranks_here
+        enough = gpus >= ranks
         if several_hosts:
             shared = gpus > 0 and self.config().share_gpus
             enough = self._crosses_hosts and (enough or shared)
@@ -339,7 +343,7 @@ class BenchSettings:
                 "--backend host without options of GPUs"
             )
         raise UnavailableError(
-            f"{asked} with {self.ranks} ranks, each on a GPU of its own, but PyTorch sees {gpus} "
+            f"{asked} with {ranks} ranks, each on a GPU of its own, but PyTorch sees {gpus} "
             "here: lower --ranks, check CUDA_VISIBLE_DEVICES, or use --backend host"
         )
 

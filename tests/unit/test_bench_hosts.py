@@ -164,6 +164,26 @@ def test_gpus_are_taken_on_several_hosts_where_kernels_reach_others(
             dataclasses.replace(asked, hosts=2)
 
 
+def test_threads_stay_on_the_host_unless_gpus_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    settings = BenchSettings("low_latency", hosts=2, transport="loopback:7")
+    assert settings.backend_here(several_hosts=True) == "host"
+    assert dataclasses.replace(settings, backend="cuda").backend_here(several_hosts=True) == "cuda"
+
+
+def test_gpus_are_counted_for_the_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for backend in ("auto", "cuda"):
+        settings = BenchSettings("low_latency", ranks=8, backend=backend)
+        assert settings.backend_here(several_hosts=True, ranks_here=4) == "cuda"
+    with pytest.raises(UnavailableError, match="cuda with 5 ranks, each on a GPU of its own"):
+        settings.backend_here(several_hosts=True, ranks_here=5)
+
+
 def test_gpus_of_several_hosts_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
