@@ -18,8 +18,7 @@ class CombineReceive {
     RankSet live = call_.live_ranks();
     TokenRanks ranks = first_ranks_;
     await_all(live);
-    if constexpr (kAcrossHosts != 0)
-      live = live.where([this](int rank) { return await_rows_from(rank); });
+    if constexpr (kAcrossHosts != 0) live = those_that_came(live);
     for (int task = first_task(); task < tasks(); task += kWarps * static_cast<int>(gridDim.x)) {
       const int token = task / kSegments;
       if (task != first_task()) ranks = ranks_of_token(token);
@@ -184,6 +183,15 @@ class CombineReceive {
     const WaitClock clock(kLate ? nullptr : args_.wait_ns, rank);
     call_.report_call(rank, call_.await_call<!kLate>(rank));
     clock.stop();
+  }
+
+  // Those of `live` whose rows may be read. One warp of the CTA looks: looks at one word of the CPU's
+  // memory that acquire come one after the other, so those of all warps would take milliseconds.
+  __device__ RankSet those_that_came(const RankSet& live) const {
+    __shared__ bool came[kRanks];
+    if (call_.warp == 0) live.where([&](int rank) { return came[rank] = await_rows_from(rank); });
+    __syncthreads();
+    return live.where([&](int rank) { return came[rank]; });
   }
 
   // Returns whether the rows of `rank` may be read: of a rank elsewhere once its word is here, if
