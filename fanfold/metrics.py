@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -148,21 +149,24 @@ class Measured(Protocol):
 def collect(
     calls: Mapping[str, int],
     host: _core.SymmetricMemory | None,
-    proxies: _core.SymmetricMemory | None,
+    proxies: Iterable[_core.SymmetricMemory],
 ) -> dict[str, Any]:
     """What ``metrics()`` returns.
 
     Args:
         calls: how many of each kind have begun.
         host: has counted waits and rows, unless kernels wait for and send them.
-        proxies: has counted for the proxies, if there may be any.
+        proxies: have counted for proxies, if there may be any; their counts are added.
     """
     collected: dict[str, Any] = {"calls_total": dict(calls)}
     if host is not None:
         _collect_host(collected, host)
-    for name, thread, peer, value in [] if proxies is None else proxies.carrier_counts():
-        metric = _BY_COUNT[name]
-        collected.setdefault(metric.name, {})[thread if peer < 0 else peer] = value
+    for core in proxies:
+        for name, thread, peer, value in core.carrier_counts():
+            metric, label = _BY_COUNT[name], thread if peer < 0 else peer
+            counted = collected.setdefault(metric.name, {})
+            add = max if metric.kind == "gauge" else operator.add
+            counted[label] = add(counted.get(label, 0), value)
     return collected
 
 

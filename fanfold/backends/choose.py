@@ -49,25 +49,31 @@ class BackendChoice:
     across_hosts: bool = False
 
     def supports(self, mode: Mode) -> bool:
-        """Whether the kernels of ``mode`` run on the GPUs of all ranks."""
-        return self.backend == "cuda" and self.capability >= LEAST_CAPABILITY[mode]
+        """Whether the kernels of ``mode`` run on the GPUs of all ranks, and reach all of them."""
+        return self.backend == "cuda" and self._lacking(mode) is None
 
     def for_mode(self, mode: Mode, config: Config) -> BackendChoice:
-        """The choice for one mode: the host, where a GPU is too old for the mode's kernels.
+        """The choice for one mode: the host, where the mode's kernels do not run on these GPUs.
 
         Raises:
-            UnavailableError: ``config.backend`` is ``"cuda"``, and a GPU is too old; on all ranks.
+            UnavailableError: ``config.backend`` is ``"cuda"``, and they do not; on all ranks.
         """
-        least = LEAST_CAPABILITY[mode]
-        if self.backend == "host" or self.supports(mode):
-            return self
-        needed, oldest = (".".join(map(str, pair)) for pair in (least, self.capability))
+        lacking = None if self.backend == "host" else self._lacking(mode)
+        return self if lacking is None else self.on_host(lacking, config)
+
+    def _lacking(self, mode: Mode) -> str | None:
+        """Why the GPUs do not do for ``mode``, or None."""
         name = mode.replace("_", " ")
-        obstacle = (
+        if self.across_hosts and mode != "low_latency":
+            return f"kernels of {name} do not reach across hosts"
+        least = LEAST_CAPABILITY[mode]
+        if self.capability >= least:
+            return None
+        needed, oldest = (".".join(map(str, pair)) for pair in (least, self.capability))
+        return (
             f"{name} needs compute capability {needed}, and the oldest GPU of these ranks has "
             f"{oldest}"
         )
-        return self.on_host(obstacle, config)
 
     @staticmethod
     def on_host(obstacle: str, config: Config) -> BackendChoice:

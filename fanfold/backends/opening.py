@@ -22,7 +22,7 @@ from fanfold.memory.cuda_hosts import CudaMemoryAcrossHosts
 from fanfold.memory.host import SymmetricMemory
 from fanfold.memory.hosts import find_hosts
 
-__all__ = ["open_high_throughput", "open_low_latency"]
+__all__ = ["memory_across_hosts", "open_high_throughput", "open_low_latency"]
 
 _Backend = TypeVar("_Backend")
 
@@ -51,7 +51,7 @@ def open_low_latency(
         nbytes = low_latency.cuda_required_bytes(geometry, late_weights=late_weights)
         if choice.across_hosts:
             between = low_latency.cuda_bytes_between_hosts(geometry)
-            memory = _memory_across_hosts(group, nbytes, between, config)
+            memory = memory_across_hosts(group, nbytes, between, config)
         else:
             memory = CudaSymmetricMemory(group, nbytes)
     else:
@@ -67,10 +67,15 @@ def open_low_latency(
         raise
 
 
-def _memory_across_hosts(
+def memory_across_hosts(
     group: Group, nbytes: int, between_hosts: int, config: Config
 ) -> CudaMemoryAcrossHosts:
-    """Regions of ``nbytes`` on GPUs and of ``between_hosts`` on the CPUs of several hosts."""
+    """Regions of ``nbytes`` on GPUs and of ``between_hosts`` on the CPUs of several hosts.
+    Collective.
+
+    Raises:
+        FanfoldError: the ranks cannot share memory, or find no network; on all ranks.
+    """
     hosts = find_hosts(group, config)
     gpu, error = None, None
     try:

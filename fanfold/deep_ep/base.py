@@ -21,7 +21,7 @@ class Counted:
     """Has ``metrics()``. Whoever makes it sets the two attributes, and counts its calls."""
 
     _calls: dict[str, int]
-    _measured: tuple[Owner, PeerMemory]  # stays after the end of the runtime
+    _measured: tuple[Owner, tuple[PeerMemory, ...]]  # stays after the end of the runtime
 
     def metrics(self) -> dict[str, Any]:
         """What this rank has done so far, as :meth:`fanfold.LowLatency.metrics`; DeepEP has no such
@@ -30,9 +30,9 @@ class Counted:
         Raises:
             UsageError: in a forked child.
         """
-        owner, memory = self._measured
+        owner, memories = self._measured
         owner.check()
-        return collect(self._calls, *counting_cores(memory))
+        return collect(self._calls, *counting_cores(*memories))
 
 
 class BufferBase(Counted):

@@ -140,7 +140,7 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
                 ranks, Sizes(num_nvl_bytes, num_rdma_bytes), Settings.resolve(**masks)
             )
         self.runtime, self.device = runtime, runtime.choice.device
-        self._measured = runtime.owner, runtime.memory
+        self._measured = runtime.owner, runtime.counting
         calls = ("dispatch", "combine", "low_latency_dispatch", "low_latency_combine")
         self._calls = dict.fromkeys(calls, 0)
         super().__init__()

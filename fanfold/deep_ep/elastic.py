@@ -163,7 +163,7 @@ class ElasticBuffer(Counted):
             self.runtime, self._backend = open_high_throughput(ranks, choice, most, config)
         del hidden, num_topk, use_fp8_dispatch
         self._calls = {"dispatch": 0, "combine": 0}
-        self._measured = self._owner, self.runtime
+        self._measured = self._owner, (self.runtime,)
         self.num_bytes = _buffer_bytes(self.num_ranks) if num_bytes is None else num_bytes
         self.device = choice.device
         on_gpu = choice.backend == "cuda"

@@ -180,7 +180,7 @@ class HybridEPBuffer(Counted):
             most = max(_MOST_TOKENS, *ranks.all_gather(max_num_of_tokens_per_rank))
             self.runtime, self._backend = open_high_throughput(ranks, choice, most, settings)
         self._calls = {"dispatch_with_permute": 0, "combine_with_unpermute": 0}
-        self._measured = self._owner, self.runtime
+        self._measured = self._owner, (self.runtime,)
         node = hosts.even
         nodes, of_node = len(set(node)), node.count(0)
         self.num_of_nodes, self.num_of_hybrid_ep_ranks_per_nvlink_domain = nodes, of_node

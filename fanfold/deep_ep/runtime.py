@@ -21,15 +21,23 @@ from fanfold.backends.choose import choose
 from fanfold.backends.high_throughput import HostHighThroughput
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.backends.low_latency import HostLowLatency, LowLatencyBackend, open_low_latency
+from fanfold.backends.opening import memory_across_hosts
 from fanfold.backends.ranges import ranged
 from fanfold.config import Config as Settings
 from fanfold.copying import not_copied
 from fanfold.deep_ep.exchange import Exchange
-from fanfold.deep_ep.sizes import align, cuda_memory_bytes, cuda_stream_bytes, signal_bytes
+from fanfold.deep_ep.sizes import (
+    align,
+    cuda_memory_between_hosts_bytes,
+    cuda_memory_bytes,
+    cuda_stream_bytes,
+    signal_bytes,
+)
 from fanfold.deep_ep.streams import HostStreams, Streams
 from fanfold.errors import ArgumentError, PeerTimeout, UsageError, logged
 from fanfold.forks import Owner
 from fanfold.group import Group
+from fanfold.memory import GpuPeerMemory, PeerMemory
 from fanfold.memory.cuda import CudaSymmetricMemory
 from fanfold.memory.host import SymmetricMemory
 from fanfold.memory.hosts import find_hosts
@@ -67,7 +75,7 @@ class Runtime:
         owner: the process that made it.
         rank, ranks: of the group.
         choice: the backend of low latency; and of high throughput, unless the GPUs lack what its
-            kernels need.
+            kernels need, or are on several hosts.
         streams: in which order calls run.
         memory: on the host.
         exchange: between the hosts' processes.
@@ -79,7 +87,7 @@ class Runtime:
         self._sizes = sizes
         self._timeout_s = settings.timeout_s
         self._masks = settings.late_peers == "mask"
-        self.choice = choose(group, settings)
+        self.choice = choose(group, settings, may_cross_hosts=True)
         on_gpu = self.choice.backend == "cuda"
         self.streams = Streams(self.choice.device) if on_gpu else HostStreams()
         streams_on_gpu = self.choice.supports("high_throughput")
@@ -93,7 +101,7 @@ class Runtime:
         total = nvl_part + nvl_signals + align(host_nvl)
         self.memory = SymmetricMemory(group, total, settings, hosts)
         self.exchange = Exchange(self.memory, group.rank, group.size, 0)
-        self._gpu_memory: CudaSymmetricMemory | None = None
+        self._gpu_memory: GpuPeerMemory | None = None
         self._gpu_streams: CudaSymmetricMemory | None = None
         self._scratch: dict[bool, torch.Tensor] = {}  # by use_rdma_buffer
         self._low_latency: LowLatencyBackend | None = None
@@ -118,7 +126,12 @@ class Runtime:
 
     def _open_low_latency(self, group: Group, settings: Settings) -> None:
         """On the GPUs."""
-        self._gpu_memory = CudaSymmetricMemory(group, cuda_memory_bytes(self._sizes.rdma))
+        nbytes = cuda_memory_bytes(self._sizes.rdma)
+        if self.choice.across_hosts:
+            between = cuda_memory_between_hosts_bytes(self._sizes.rdma, group.size)
+            self._gpu_memory = memory_across_hosts(group, nbytes, between, settings)
+        else:
+            self._gpu_memory = CudaSymmetricMemory(group, nbytes)
         self._low_latency = open_low_latency(
             self._gpu_memory,
             settings,
@@ -137,6 +150,12 @@ class Runtime:
     def __repr__(self) -> str:
         paths = {"nvl_bytes": "_sizes.nvl", "rdma_bytes": "_sizes.rdma"}
         return described(self, rank="rank", ranks="ranks", **paths, choice="choice")
+
+    @property
+    def counting(self) -> tuple[PeerMemory, ...]:
+        """What counts waits, rows and messages of its calls."""
+        between = self._gpu_memory if self.choice.across_hosts else None
+        return (self.memory,) if between is None else (self.memory, between)
 
     @property
     def low_latency(self) -> LowLatencyBackend:

@@ -17,6 +17,7 @@ __all__ = [
     "Config",
     "combine_config",
     "cuda_low_latency_bytes",
+    "cuda_memory_between_hosts_bytes",
     "cuda_memory_bytes",
     "cuda_stream_bytes",
     "dispatch_config",
@@ -32,6 +33,7 @@ DEEP_EP_TOP_K = 11
 # What a GPU's memory has beyond num_rdma_bytes: one part in so many of it, and so many bytes.
 _TABLE_SHARE = 16
 _TABLE_BYTES = 1 << 16
+_BETWEEN_HOSTS_BYTES = 1 << 10
 
 _MOST_GPUS = _core.CUDA_HIGH_THROUGHPUT_MOST_RANKS
 _LEAST_RING_BYTES = 1 << 12
@@ -199,6 +201,13 @@ def cuda_memory_bytes(num_rdma_bytes: int) -> int:
     """Bytes of symmetric memory per rank that a Buffer takes on a GPU: a sixteenth and 64 KiB more
     than it was given, for tables that DeepEP has no equal of."""
     return align(num_rdma_bytes + num_rdma_bytes // _TABLE_SHARE + _TABLE_BYTES)
+
+
+def cuda_memory_between_hosts_bytes(num_rdma_bytes: int, num_ranks: int) -> int:
+    """Bytes of each rank's memory on the CPU beside a GPU's :func:`cuda_memory_bytes` where ranks
+    are on several hosts: as many, and 1 KiB for each rank, for words and for places that are
+    rounded up there. So what fits the one fits the other."""
+    return cuda_memory_bytes(num_rdma_bytes) + _BETWEEN_HOSTS_BYTES * num_ranks
 
 
 def cuda_low_latency_bytes(geometry: Geometry) -> int:

@@ -22,14 +22,17 @@ __all__ = ["CudaMemoryAcrossHosts", "counting_cores"]
 _Core = _core.SymmetricMemory
 
 
-def counting_cores(memory: PeerMemory) -> tuple[_Core | None, _Core | None]:
-    """What counts the waits and rows of a memory, and what counts for its proxies; None where
-    nothing does."""
-    if isinstance(memory, SymmetricMemory):
-        return memory.core, memory.core
-    if isinstance(memory, CudaMemoryAcrossHosts):
-        return None, memory.between.memory.core
-    return None, None
+def counting_cores(*memories: PeerMemory) -> tuple[_Core | None, list[_Core]]:
+    """What counts the waits and rows of memories, of which one at most does, and what counts for
+    their proxies."""
+    host, proxies = None, []
+    for memory in memories:
+        if isinstance(memory, SymmetricMemory):
+            host = memory.core
+            proxies.append(host)
+        elif isinstance(memory, CudaMemoryAcrossHosts):
+            proxies.append(memory.between.memory.core)
+    return host, proxies
 
 
 @not_copied(

@@ -132,6 +132,18 @@ def test_high_throughput_leaves_older_gpus(
             there.for_mode("high_throughput", Config.resolve(backend="cuda"))
 
 
+def test_only_low_latency_reaches_gpus_of_other_hosts() -> None:
+    gpu = torch.device("cuda:0")
+    there = BackendChoice("cuda", gpu, "each has one", (9, 0), across_hosts=True)
+    assert there.supports("low_latency")
+    assert not there.supports("high_throughput")
+    placed = there.for_mode("high_throughput", Config.resolve(backend="auto"))
+    assert (placed.backend, placed.device.type) == ("host", "cpu")
+    assert placed.reason == "kernels of high throughput do not reach across hosts"
+    with pytest.raises(UnavailableError, match="kernels of high throughput do not reach across"):
+        there.for_mode("high_throughput", Config.resolve(backend="cuda"))
+
+
 def test_the_same_index_of_different_gpus_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     placed = decide(monkeypatch, [seat(0, "a"), seat(0, "b")])
     assert [p.device for p in placed] == [torch.device("cuda:0")] * 2

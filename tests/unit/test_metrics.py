@@ -283,8 +283,16 @@ class Core:
         return [(name, 1, -1 if label == "thread" else 5, 7) for name, label in named]
 
 
+def test_what_several_cores_count_for_proxies_is_added() -> None:
+    measured = collect({}, None, [Core(), Core()])  # type: ignore[list-item]
+    assert measured["proxy_commands_total"] == {1: 14}
+    assert measured["channel_sent_bytes_total"] == {5: 14}
+    assert measured["channel_lost"] == {5: 7}  # a gauge
+    assert "waits_total" not in measured
+
+
 def test_what_the_core_counts_is_nested_by_its_labels() -> None:
-    measured = collect({"dispatch": 1}, Core(), Core())  # type: ignore[arg-type]
+    measured = collect({"dispatch": 1}, Core(), [Core()])  # type: ignore[arg-type,list-item]
     assert list(measured) == [metric.name for metric in METRICS]
     assert measured["waits_total"] == {
         "low_latency dispatch": {3: 4},
@@ -333,7 +341,7 @@ def test_the_text_form_reads_back_as_the_mapping() -> None:
         rank = 6
 
         def metrics(self) -> dict[str, Any]:
-            return collect({"dispatch": 1, "combine": 2}, Core(), Core())  # type: ignore[arg-type]
+            return collect({"dispatch": 1, "combine": 2}, Core(), [Core()])  # type: ignore[arg-type,list-item]
 
     layer = Layer()
     registry.register(fanfold.metrics.collector(decode=layer))
