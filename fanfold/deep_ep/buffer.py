@@ -46,8 +46,8 @@ class Buffer(LowLatencyCalls, HighThroughputCalls):
 
     Where each rank has a GPU of its own as current CUDA device, both run there and take tensors
     there; else they run on the host and take CPU tensors. High throughput needs compute capability
-    9.0; without it, it runs on the host and takes tensors of any device, which it copies there and
-    back.
+    9.0 and GPUs of one host; without, it runs on the host and takes tensors of any device, which it
+    copies there and back.
 
         >>> nbytes = fanfold.deep_ep.Buffer.get_low_latency_rdma_size_hint(16, 64, group.size(), 8)
         >>> buffer = fanfold.deep_ep.Buffer(group, num_rdma_bytes=nbytes, low_latency_mode=True)

@@ -15,8 +15,10 @@ import torch.distributed as dist
 
 import fanfold
 from fanfold.launch import RankFailure, RankPool
+from tests.conformance.test_deep_ep_low_latency import FORMATS
 from tests.distributed.layers import caught
 from tests.gpu import test_cuda_faults as faults
+from tests.gpu import test_deep_ep_cuda as deep_ep
 from tests.gpu import test_graphs_and_streams as graphs
 from tests.gpu import test_low_latency_cuda as rounds
 from tests.gpu.conftest import GpuPools
@@ -123,6 +125,20 @@ def test_ten_thousand_rounds(run: Run, most_ranks: int) -> None:
     case = case_of(most_ranks, hidden=512, max_tokens=24, experts_per_rank=8, top_k=6, dtype="fp8")
     for _ in range(5):
         assert run(most_ranks, rounds._many_rounds, case, 2_000, 1) == [0] * most_ranks
+
+
+# ---- the interface of DeepEP --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["", "async", "hook"])
+@pytest.mark.parametrize("form", FORMATS)
+def test_rounds_of_a_buffer(run: Run, most_ranks: int, form: str, mode: str) -> None:
+    run(most_ranks, deep_ep._round_trip, deep_ep.case_of(most_ranks), form, mode)
+
+
+@pytest.mark.parametrize("mode", ["", "hook"])
+def test_graphs_of_a_buffer(run: Run, most_ranks: int, mode: str) -> None:
+    run(most_ranks, deep_ep._captured, deep_ep.case_of(most_ranks), mode)
 
 
 # ---- what goes wrong ----------------------------------------------------------------------------

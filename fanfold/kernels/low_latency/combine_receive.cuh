@@ -185,8 +185,8 @@ class CombineReceive {
     clock.stop();
   }
 
-  // Those of `live` whose rows may be read. One warp of the CTA looks: looks at one word of the CPU's
-  // memory that acquire come one after the other, so those of all warps would take milliseconds.
+  // Those of `live` whose rows may be read. One warp of the CTA looks: looks at one word of the
+  // CPU's memory that acquire come one after the other, so those of all warps take milliseconds.
   __device__ RankSet those_that_came(const RankSet& live) const {
     __shared__ bool came[kRanks];
     if (call_.warp == 0) live.where([&](int rank) { return came[rank] = await_rows_from(rank); });
