@@ -31,6 +31,8 @@ void bind_cuda_low_latency_hosts(nb::module_& module) {
         return ranges;
       },
       "memory"_a, "geometry"_a, "Address and bytes of each range of pages that kernels use.");
+  static_assert(offsetof(LowLatencyHosts, seen) == 0);
+  module.attr("CUDA_LOW_LATENCY_HOSTS_SEEN_BYTES") = sizeof(HostsSeen);
   module.def(
       "cuda_low_latency_hosts_block",
       [](const SymmetricMemory& memory, uintptr_t at) {

@@ -62,6 +62,8 @@ class BetweenHosts:
         """
         self._pinned.change(_core.cuda_low_latency_hosts_pinned(self.memory.core, geometry))
         _core.cuda_low_latency_hosts_clear(self.memory.core, geometry)
+        # What kernels have seen of the words that were there.
+        self._block[: _core.CUDA_LOW_LATENCY_HOSTS_SEEN_BYTES].zero_()
 
     def fence(self) -> None:
         """Returns once the peers have all that kernels of this rank which have ended have sent.

@@ -110,6 +110,16 @@ __device__ __forceinline__ uint32_t load_acquire_gpu(const uint32_t* address) {
   return v;
 }
 
+__device__ __forceinline__ uint64_t load_acquire_gpu(const uint64_t* address) {
+  uint64_t v;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store_release_gpu(uint64_t* address, uint64_t v) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(v) : "memory");
+}
+
 // Returns what stood there before.
 __device__ __forceinline__ uint32_t add_release_gpu(uint32_t* address, uint32_t v) {
   uint32_t before;

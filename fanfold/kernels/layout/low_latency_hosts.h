@@ -86,8 +86,15 @@ static_assert(LowLatencyHostsLayout{{3, 9, 1, 136, 7}}.rows(CallKind::kDispatch,
                   kAreaAlignment ==
               0);
 
+// What one CTA has seen of acknowledgements and words in the memory of the CPU, for the others.
+struct HostsSeen {
+  uint64_t acks[kMostRanks];
+  uint64_t words[static_cast<int>(HostWord::kCount)][kMostRanks];  // of either parity
+};
+
 // In the memory of a rank's GPU, where ranks are on several hosts.
 struct LowLatencyHosts {
+  HostsSeen seen;                       // first, so that it is easily cleared
   uint32_t elsewhere[kMostRanks / 32];  // bit r % 32 of word r / 32: rank r is on another host
   unsigned char* received;              // LowLatencyHostsLayout
   int64_t origin;                       // of the layout among the offsets of commands

@@ -181,9 +181,12 @@ class Call {
 
   // One warp: returns when every live rank has received the last call but one, whose half of the
   // memory this call uses. What the warp then puts there comes after that rank's last look, and so
-  // does what other warps put there behind a barrier of the CTA.
+  // does what other warps put there behind a barrier of the CTA. One warp of each kernel that sends
+  // does it with LooksAround; for the others it also looks at what ranks elsewhere have said.
   template <bool LooksAround = false>
   __device__ void await_acks() const;
+  template <bool LooksAround>
+  __device__ Acknowledgement look_at_ack(Writer writer) const;
   // Whether `peer`, on another host, has received the last call but one.
   __device__ bool has_free_half(int peer) const {
     const Writer writer = writer_of(peer);
@@ -202,6 +205,17 @@ class Call {
       if (is_live(rank) && !writer.elsewhere)
         Peer(args, rank).put(call_word(writer), word.encode());
     });
+  }
+
+  // A word of a rank elsewhere, as it stands now. The last CTA looks for all of the grid. What this
+  // thread reads after the word of this call is what the rank sent before it.
+  __device__ uint64_t look_at_word(HostWord word, Writer writer) const {
+    uint64_t* seen = &args.state->hosts->seen.words[static_cast<int>(word)][writer.rank];
+    if (blockIdx.x != gridDim.x - 1) return load_acquire_gpu(seen);
+    const int64_t place = host_layout().word(word, half(), writer.rank);
+    const uint64_t found = load_acquire_system(own_at<const uint64_t>(writer, place));
+    if (CallWord::decode(found).epoch == (epoch & 0xffffu)) store_release_gpu(seen, found);
+    return found;
   }
 
   // The call word of `source`: no tokens if it refused, is late, or makes another call. A rank that
@@ -241,19 +255,29 @@ class WaitClock {
 template <CallKind Kind>
 template <bool LooksAround>
 __device__ void Call<Kind>::await_acks() const {
-  const auto* acks = own_memory<const uint64_t>(args, args.at.acks);
   for_ranks_of(lane, kWarpLanes, [&](int rank) {
+    const Writer writer = writer_of(rank);
     Deadline<Call, LooksAround> deadline(*this);
     while (is_live(rank)) {
-      const uint64_t* place = acks + rank;
-      if (const Writer writer = writer_of(rank); writer.elsewhere)
-        place = own_at<const uint64_t>(writer, this->ack(writer));
-      const Acknowledgement ack = load_ack(place);
+      const Acknowledgement ack = look_at_ack<LooksAround>(writer);
       if (frees_half(ack, Kind, epoch)) break;
       if (deadline.expired(rank, ack.of(Kind))) break;
     }
   });
   __syncwarp();
+}
+
+// As it stands now; of a rank elsewhere what one warp has seen.
+template <CallKind Kind>
+template <bool LooksAround>
+__device__ Acknowledgement Call<Kind>::look_at_ack(Writer writer) const {
+  const auto* place = own_at<const uint64_t>(writer, ack(writer));
+  if (kAcrossHosts == 0 || !writer.elsewhere) return load_ack(place);
+  uint64_t* seen = &args.state->hosts->seen.acks[writer.rank];
+  if constexpr (!LooksAround) return Acknowledgement::decode(load_acquire_gpu(seen));
+  const Acknowledgement found = load_ack(place);
+  if (frees_half(found, Kind, epoch)) store_release_gpu(seen, found.encode());
+  return found;
 }
 
 template <CallKind Kind>
@@ -265,7 +289,7 @@ __device__ CallWord Call<Kind>::await_call(int source) const {
   CallWord word{};
   do {
     // Of a rank elsewhere the word says that what it sent before is there.
-    word = CallWord::decode(writer.elsewhere ? load_acquire_system(place)
+    word = CallWord::decode(writer.elsewhere ? look_at_word(static_cast<HostWord>(Kind), writer)
                                              : load_relaxed_system(place));
   } while (word.epoch != (epoch & 0xffffu) && !deadline.expired(source));
   constexpr CallWord kOfNoCall{0, false, RowKind::kBf16, 0, ~0u};

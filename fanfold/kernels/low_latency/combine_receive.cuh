@@ -185,8 +185,7 @@ class CombineReceive {
     clock.stop();
   }
 
-  // Those of `live` whose rows may be read. One warp of the CTA looks: looks at one word of the
-  // CPU's memory that acquire come one after the other, so those of all warps take milliseconds.
+  // Those of `live` whose rows may be read. One warp of the CTA waits for all.
   __device__ RankSet those_that_came(const RankSet& live) const {
     __shared__ bool came[kRanks];
     if (call_.warp == 0) live.where([&](int rank) { return came[rank] = await_rows_from(rank); });
@@ -199,11 +198,10 @@ class CombineReceive {
   __device__ bool await_rows_from(int rank) const {
     const Writer writer = call_.writer_of(rank);
     if (!writer.elsewhere) return true;
-    const auto* place = call_.own_at<const uint64_t>(writer, call_.rows_word(writer));
     CombineDeadline deadline(call_);
     CallWord word{};
     do {
-      word = CallWord::decode(load_acquire_system(place));
+      word = CallWord::decode(call_.look_at_word(RowsOf<CallKind::kCombine>::kWord, writer));
       if (word.epoch == (call_.epoch & 0xffffu))
         return !word.refused && word.signature == args_.call.signature && args_.call.refused == 0;
     } while (!deadline.expired(rank));

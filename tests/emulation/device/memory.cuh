@@ -31,6 +31,8 @@ inline void add_release_system(uint32_t* address, uint32_t v) {
   __atomic_fetch_add(address, v, __ATOMIC_ACQ_REL);
 }
 inline uint32_t load_acquire_gpu(const uint32_t* address) { return emulated_load(address); }
+inline uint64_t load_acquire_gpu(const uint64_t* address) { return emulated_load(address); }
+inline void store_release_gpu(uint64_t* address, uint64_t v) { emulated_store(address, v); }
 inline uint32_t add_release_gpu(uint32_t* address, uint32_t v) {
   return __atomic_fetch_add(address, v, __ATOMIC_ACQ_REL);
 }
