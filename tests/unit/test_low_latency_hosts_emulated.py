@@ -5,6 +5,7 @@ The oracle is that of one host. What only a GPU shows, its memory order and its 
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import logging
 import threading
@@ -123,9 +124,16 @@ def test_runs_of_every_length(opens: Open) -> None:
 
 
 def test_rows_stay_until_they_are_read(opens: Open) -> None:
-    """The ranks of one host are two calls ahead of those of the other, which read late."""
+    """The ranks of one host are two calls ahead of those of the other, which read late: until then
+    nothing that the network may still have to send is written over."""
     world = opens(BF16, Network(TWO_AND_TWO, seed=32))
     turns = [batches_of(BF16, turn) for turn in range(3)]
+    looked = threading.Barrier(4, timeout=60.0)
+
+    def sent_away(rank: int) -> bytes:
+        memory = world.memories[rank].between.memory
+        copies = [memory.base(peer) for peer in range(4) if TWO_AND_TWO[peer] == 1]
+        return b"".join(ctypes.string_at(copy, memory.usable_bytes) for copy in copies)
 
     def program(rank: int, mode: CudaLowLatency) -> None:
         call = Caller(BF16, mode, rank)
@@ -140,16 +148,22 @@ def test_rows_stay_until_they_are_read(opens: Open) -> None:
 
         first = send(0)
         if TWO_AND_TWO[rank] == 1:
-            time.sleep(0.5)
+            looked.wait()
             take(first, 0)
             for turn in (1, 2):
                 take(send(turn), turn)
             return
         second = send(1)
         take(first, 0)
-        third = send(2)  # waits until the others have read the first one
+        before = sent_away(rank)
+        with ThreadPoolExecutor(1) as pool:
+            third = pool.submit(send, 2)  # waits until the others have read the first one
+            time.sleep(0.3)
+            after = sent_away(rank)
+            looked.wait()
+        assert after == before
         take(second, 1)
-        take(third, 2)
+        take(third.result(), 2)
 
     world.run(program)
 
