@@ -255,11 +255,13 @@ class WaitClock {
 template <CallKind Kind>
 template <bool LooksAround>
 __device__ void Call<Kind>::await_acks() const {
+  const auto* acks = own_memory<const uint64_t>(args, args.at.acks);
   for_ranks_of(lane, kWarpLanes, [&](int rank) {
-    const Writer writer = writer_of(rank);
     Deadline<Call, LooksAround> deadline(*this);
     while (is_live(rank)) {
-      const Acknowledgement ack = look_at_ack<LooksAround>(writer);
+      const Writer writer = writer_of(rank);
+      const Acknowledgement ack =
+          writer.elsewhere ? look_at_ack<LooksAround>(writer) : load_ack(acks + rank);
       if (frees_half(ack, Kind, epoch)) break;
       if (deadline.expired(rank, ack.of(Kind))) break;
     }
@@ -267,15 +269,13 @@ __device__ void Call<Kind>::await_acks() const {
   __syncwarp();
 }
 
-// As it stands now; of a rank elsewhere what one warp has seen.
+// Of a rank elsewhere, as one warp has seen it.
 template <CallKind Kind>
 template <bool LooksAround>
 __device__ Acknowledgement Call<Kind>::look_at_ack(Writer writer) const {
-  const auto* place = own_at<const uint64_t>(writer, ack(writer));
-  if (kAcrossHosts == 0 || !writer.elsewhere) return load_ack(place);
   uint64_t* seen = &args.state->hosts->seen.acks[writer.rank];
   if constexpr (!LooksAround) return Acknowledgement::decode(load_acquire_gpu(seen));
-  const Acknowledgement found = load_ack(place);
+  const Acknowledgement found = load_ack(own_at<const uint64_t>(writer, ack(writer)));
   if (frees_half(found, Kind, epoch)) store_release_gpu(seen, found.encode());
   return found;
 }
