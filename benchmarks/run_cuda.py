@@ -2,7 +2,7 @@
 r"""Measures both modes on the GPUs of one host: what is committed under benchmarks/results/.
 
     NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 \
-        python benchmarks/run_cuda.py GPUS [--results FOLDER] [STEP...]      all steps by default
+        python benchmarks/run_cuda.py GPUS [--results FOLDER] [STEP...]      all but hosts by default
 
 Without NVLink multicast, which Fanfold does not use, and the committed results are without.
 
@@ -25,6 +25,9 @@ Without NVLink multicast, which Fanfold does not use, and the committed results 
     cuda_expert_major.jsonl, .png
         expert_major   hidden 7168 at 4096 tokens on 24 and 12 SMs, with experts' rows padded to a
                        multiple of 128, and not padded
+    cuda_hosts.jsonl, .png
+        hosts          two geometries at 128 tokens, with this machine as two hosts, over sockets
+                       and libfabric's shared memory
 
 Each step starts its ranks once and writes its lines at its end, on a machine that does nothing
 else. A step compiles its kernels first, if they are not in the cache.
@@ -168,6 +171,14 @@ def expert_major(ranks: int) -> Points:
         yield dataclasses.replace(point, layout="expert_major", sms=count, alignment=alignment)
 
 
+def hosts(ranks: int) -> Points:
+    """Low latency of ranks on two hosts."""
+    networks = ("libfabric:tcp", "libfabric:shm")
+    for geometry, network in itertools.product((MAIN, (1024, 22, 512)), networks):
+        point = dataclasses.replace(low_latency(ranks, 128, geometry), iterations=50, calls=10)
+        yield dataclasses.replace(point, hosts=2, transport=network)
+
+
 STEPS: dict[str, Callable[[int], Points]] = {
     "baseline": baseline,
     "tokens": tokens_of_low_latency,
@@ -181,8 +192,11 @@ STEPS: dict[str, Callable[[int], Points]] = {
     "few_tokens": few_tokens,
     "faces": faces,
     "expert_major": expert_major,
+    "hosts": hosts,
 }
-OWN_FILES = ("few_tokens", "faces", "expert_major")
+ON_REQUEST = ("hosts",)
+"""Steps that not every machine can make."""
+OWN_FILES = ("few_tokens", "faces", "expert_major", "hosts")
 """Steps whose results stand apart, as they may be of another number of GPUs."""
 
 
@@ -212,7 +226,7 @@ def main() -> None:
     parser.add_argument("steps", nargs="*", metavar="STEP", help=f"of {', '.join(STEPS)}")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
-    steps = args.steps or list(STEPS)
+    steps = args.steps or [name for name in STEPS if name not in ON_REQUEST]
     if unknown := set(steps) - set(STEPS):
         parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(STEPS)}")
     args.results.mkdir(parents=True, exist_ok=True)
