@@ -2,7 +2,7 @@
 r"""Measures both modes on the GPUs of one host: what is committed under benchmarks/results/.
 
     NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 \
-        python benchmarks/run_cuda.py GPUS [--results FOLDER] [STEP...]      all but hosts by default
+        python benchmarks/run_cuda.py GPUS [--results FOLDER] [STEP...]     all but hosts by default
 
 Without NVLink multicast, which Fanfold does not use, and the committed results are without.
 
