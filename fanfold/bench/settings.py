@@ -220,8 +220,7 @@ class BenchSettings:
         if self.hosts > 1 and self.backend == "cuda" and not self._crosses_hosts:
             raise UnavailableError(
                 f"backend is cuda, but hosts is {self.hosts}, and only kernels of low latency "
-                "reach across hosts, through the native face: use --backend host, or leave out "
-                "--hosts (FANFOLD_HOSTS)"
+                "reach across hosts: use --backend host, or leave out --hosts (FANFOLD_HOSTS)"
             )
 
     @property
@@ -229,7 +228,7 @@ class BenchSettings:
         """Whether kernels reach ranks on other hosts, and are taken for that."""
         if self.backend == "auto" and self.config().network.startswith("loopback"):
             return False  # ranks are threads, which auto leaves on the host
-        return self.mode == "low_latency" and self.face == "native"
+        return self.mode == "low_latency"
 
     def _check_own_options(self) -> None:
         """Raises ArgumentError for an option of one mode that is wrong or out of place."""

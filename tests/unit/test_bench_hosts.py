@@ -92,12 +92,12 @@ def test_without_either_the_ranks_are_where_they_are() -> None:
             "'loopback:1' \\(from FANFOLD_NETWORK\\), whose .*libfabric:tcp",
         ),
         (
-            "--hosts 2 --backend cuda --face deep_ep",
+            "high-throughput --hosts 2 --backend cuda",
             {},
             "backend is cuda, but hosts is 2, .*--backend host",
         ),
         (
-            "--hosts 2 --face deep_ep",
+            "high-throughput --hosts 2",
             {"FANFOLD_BACKEND": "cuda"},
             "backend is cuda, but hosts is 2",
         ),
@@ -116,7 +116,9 @@ def test_what_cannot_be_is_refused_in_one_line_before_ranks_start(
     monkeypatch.setattr(run, "launch", mock.Mock(side_effect=AssertionError("ranks started")))
     monkeypatch.setattr(run, "ThreadRanks", mock.Mock(side_effect=AssertionError("ranks started")))
     monkeypatch.setattr(_core, "find_networks", lambda: [network("net")])
-    assert main(["bench", "low-latency", *arguments.split()]) == 2
+    words = arguments.split()
+    mode = [] if words[0] == "high-throughput" else ["low-latency"]
+    assert main(["bench", *mode, *words]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     with pytest.raises(FanfoldError, match=message):
@@ -152,12 +154,12 @@ def test_gpus_are_taken_on_several_hosts_where_kernels_reach_others(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    settings = BenchSettings("low_latency")
-    assert settings.backend_here() == settings.backend_here(several_hosts=True) == "cuda"
-    others = [{"mode": "high_throughput"}, {"face": "deep_ep"}]
-    for other in others:
-        assert dataclasses.replace(settings, **other).backend_here(several_hosts=True) == "host"
-        asked = dataclasses.replace(settings, backend="cuda", **other)
+    for face in ("native", "deep_ep"):
+        settings = BenchSettings("low_latency", face=face)
+        assert settings.backend_here() == settings.backend_here(several_hosts=True) == "cuda"
+        other = dataclasses.replace(settings, mode="high_throughput")
+        assert other.backend_here(several_hosts=True) == "host"
+        asked = dataclasses.replace(other, backend="cuda")
         with pytest.raises(UnavailableError, match="backend is cuda, but the ranks are on several"):
             asked.backend_here(several_hosts=True)
         with pytest.raises(UnavailableError, match="hosts is 2, and only kernels of low latency"):
