@@ -117,7 +117,7 @@ def test_what_cannot_be_is_refused_in_one_line_before_ranks_start(
     monkeypatch.setattr(run, "ThreadRanks", mock.Mock(side_effect=AssertionError("ranks started")))
     monkeypatch.setattr(_core, "find_networks", lambda: [network("net")])
     words = arguments.split()
-    mode = [] if words[0] == "high-throughput" else ["low-latency"]
+    mode = [] if words[:1] == ["high-throughput"] else ["low-latency"]
     assert main(["bench", *mode, *words]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
