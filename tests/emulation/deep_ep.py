@@ -52,7 +52,7 @@ def emulated_buffers(builder: Builder, ctas: int) -> Iterator[None]:
         emulated(builder, ctas),
         mock.patch.multiple(
             runtime,
-            choose=lambda group, settings: PLACED,
+            choose=lambda *_, **__: PLACED,
             CudaSymmetricMemory=Memory,
             Streams=lambda device: HostStreams(),
         ),
