@@ -207,8 +207,9 @@ class Call {
     });
   }
 
-  // A word of a rank elsewhere, as it stands now. The last CTA looks for all of the grid. What this
-  // thread reads after the word of this call is what the rank sent before it.
+  // A word of a rank elsewhere, as it stands now. Looks at the CPU's memory come one after the
+  // other, so the last CTA looks for all of the grid. What this thread reads after the word of this
+  // call is what the rank sent before it.
   __device__ uint64_t look_at_word(HostWord word, Writer writer) const {
     uint64_t* seen = &args.state->hosts->seen.words[static_cast<int>(word)][writer.rank];
     if (blockIdx.x != gridDim.x - 1) return load_acquire_gpu(seen);
