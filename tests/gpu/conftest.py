@@ -75,7 +75,8 @@ def most_ranks(ranks_at_most: int) -> int:
 
 
 class GpuPools:
-    """Pools of ranks by their number, kept because a process needs seconds to open its GPU."""
+    """Pools of ranks by their number, kept because a process needs seconds to open its GPU; of more
+    ranks than most tests have only the last one, as a process holds 3 GiB of the CPU's memory."""
 
     def __init__(self) -> None:
         self._running: dict[int, RankPool] = {}
@@ -83,6 +84,9 @@ class GpuPools:
     def __call__(self, ranks: int) -> RankPool:
         if ranks not in self._running or not self._running[ranks].alive:
             self.close(ranks)
+            for other in list(self._running):
+                if max(ranks, other) > MOST_RANKS:
+                    self.close(other)
             self._running[ranks] = RankPool(ranks, timeout_s=200.0)
         return self._running[ranks]
 

@@ -86,10 +86,12 @@ static_assert(LowLatencyHostsLayout{{3, 9, 1, 136, 7}}.rows(CallKind::kDispatch,
                   kAreaAlignment ==
               0);
 
-// What one CTA has seen of acknowledgements and words in the memory of the CPU, for the others.
+// What one CTA has seen of acknowledgements, words and counts in the memory of the CPU, for the
+// others.
 struct HostsSeen {
   uint64_t acks[kMostRanks];
   uint64_t words[static_cast<int>(HostWord::kCount)][kMostRanks];  // of either parity
+  uint32_t counts[kParities][kMostDeviceExperts];                  // [parity][source, local expert]
 };
 
 // In the memory of a rank's GPU, where ranks are on several hosts.

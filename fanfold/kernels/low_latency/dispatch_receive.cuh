@@ -65,7 +65,7 @@ class DispatchReceive {
         uint32_t words[kCountsAtOnce];
 #pragma unroll
         for (int i = 0; i < kCountsAtOnce; ++i)
-          if (first + i < kSources) words[i] = load_relaxed_system(count(first + i, e));
+          if (first + i < kSources) words[i] = look_at_count(first + i, e);
 #pragma unroll
         for (int i = 0; i < kCountsAtOnce; ++i) {
           const int s = first + i;
@@ -85,7 +85,7 @@ class DispatchReceive {
       const int s = at < kExperts ? at / kLocalExperts : 0, e = at % kLocalExperts;
       const bool is_live = live.has(s);
       if (at >= kExperts) continue;
-      const uint32_t word = load_relaxed_system(count(s, e));
+      const uint32_t word = look_at_count(s, e);
       shared_.before[s][e] = is_live ? await_count(s, e, word) : 0;
     }
     __syncthreads();
@@ -123,16 +123,27 @@ class DispatchReceive {
     clock.stop();
   }
 
-  __device__ const uint32_t* count(int source, int local) const {
+  // As it stands now. Of a rank elsewhere the last CTA looks for all of the grid, as at words.
+  __device__ uint32_t look_at_count(int source, int local) const {
     const Writer writer = call_.writer_of(source);
-    return call_.own_at<const uint32_t>(writer, call_.count(writer, local));
+    const auto* place = call_.own_at<const uint32_t>(writer, call_.count(writer, local));
+    if (!writer.elsewhere) return load_relaxed_system(place);
+    HostsSeen& hosts_seen = args_.call.state->hosts->seen;
+    uint32_t* seen = &hosts_seen.counts[call_.half()][source * kLocalExperts + local];
+    if (blockIdx.x != gridDim.x - 1) return load_relaxed_gpu(seen);
+    const uint32_t found = load_relaxed_system(place);
+    if (is_of_call(found)) store_relaxed_gpu(seen, found);
+    return found;
+  }
+  __device__ bool is_of_call(uint32_t word) const {
+    return CountWord::decode(word).tag == CountWord::tag_of(call_.epoch);
   }
 
   __device__ int await_count(int source, int local, uint32_t word) {
     Deadline deadline(call_);
-    while (CountWord::decode(word).tag != CountWord::tag_of(call_.epoch)) {
+    while (!is_of_call(word)) {
       if (deadline.expired(source)) return 0;
-      word = load_relaxed_system(count(source, local));
+      word = look_at_count(source, local);
     }
     return static_cast<int>(CountWord::decode(word).count);
   }
