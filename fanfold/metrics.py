@@ -39,6 +39,7 @@ class Metric:
         help: what it counts.
         kind: a counter only grows; a gauge is as it is now.
         count: what the core calls it, for those of proxies and channels.
+    unit: how many of ``count`` are one of this.
     """
 
     name: str
@@ -46,14 +47,15 @@ class Metric:
     help: str
     kind: Literal["counter", "gauge"] = "counter"
     count: str = ""
+    unit: int = 1
 
 
 def _of_thread(name: str, count: str, text: str) -> Metric:
     return Metric(f"proxy_{name}", ("thread",), text, count=count)
 
 
-def _of_peer(name: str, count: str, text: str) -> Metric:
-    return Metric(f"channel_{name}", ("peer",), text, count=count)
+def _of_peer(name: str, count: str, text: str, unit: int = 1) -> Metric:
+    return Metric(f"channel_{name}", ("peer",), text, count=count, unit=unit)
 
 
 METRICS: tuple[Metric, ...] = (
@@ -93,6 +95,19 @@ METRICS: tuple[Metric, ...] = (
     _of_peer("sent_messages_total", "messages", "Messages sent: data, signals and stores of words"),
     _of_peer("sent_bytes_total", "bytes", "Bytes of those messages"),
     _of_peer("sent_parts_total", "parts", "Parts of those messages; receivers count in parts"),
+    _of_peer(
+        "queue_seconds_total",
+        "queue_ns",
+        "Time that those messages waited in the proxy, which had taken their commands",
+        10**9,
+    ),
+    _of_peer(
+        "transit_seconds_total",
+        "transit_ns",
+        "Time from then until the transport no longer needed their bytes, which may be before or "
+        "after they have arrived",
+        10**9,
+    ),
     _of_peer("coalesced_commands_total", "coalesced", "Writes sent as part of the one before"),
     _of_peer(
         "retries_total", "retries", "Times that the transport had no room for a message (EAGAIN)"
@@ -166,7 +181,8 @@ def collect(
             metric, label = _BY_COUNT[name], thread if peer < 0 else peer
             counted = collected.setdefault(metric.name, {})
             add = max if metric.kind == "gauge" else operator.add
-            counted[label] = add(counted.get(label, 0), value)
+            scaled = value if metric.unit == 1 else value / metric.unit
+            counted[label] = add(counted.get(label, 0), scaled)
     return collected
 
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "layout/command.h"
 #include "proxy/failure.h"
@@ -31,6 +32,7 @@ struct Pending {
   int32_t counter = 0;  // of a signal
   uint32_t amount = 0;  // of a signal
   StoredWord stored{};  // of a store
+  std::chrono::nanoseconds taken{};  // when, by the thread's clock of steps
 };
 
 // Commands that a channel takes from the ring before it has sent the earlier ones.
@@ -40,13 +42,18 @@ struct Channel {
   Channel(int32_t peer_, const Credit& theirs, const Credit& ours, int32_t acknowledgement_bits,
           uint64_t first_sequence)
       : peer(peer_), out(theirs, acknowledgement_bits, first_sequence), in(ours, first_sequence),
-        pending(kPendingCommands) {}
+        pending(kPendingCommands), sent_at(kMostInFlight) {}
 
   bool busy() const { return !given_up && (!pending.empty() || !out.idle()); }
 
   // Whether something that has arrived is not acknowledged, or the acknowledgement is on its way.
   bool owes() const {
     return !given_up && failure == nullptr && (in.news() > 0 || in.acknowledgement_in_flight());
+  }
+
+  // When the transport got the message of a number that is in flight.
+  std::chrono::nanoseconds& when_sent(uint64_t sequence) {
+    return sent_at[static_cast<size_t>(sequence % kMostInFlight)];
   }
 
   // A completion carries the low half of the sequence number.
@@ -62,6 +69,7 @@ struct Channel {
   ReceiveWindow in;
   Queue<Pending> pending;
   Counted counted;
+  std::vector<std::chrono::nanoseconds> sent_at;
   std::chrono::nanoseconds moved{};  // when the channel was idle last, or something was freed
   bool stalled = false;              // the first pending command waits for credit
   bool in_sending = false;           // is in the thread's list of channels with pending commands

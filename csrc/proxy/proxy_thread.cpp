@@ -258,6 +258,7 @@ void ProxyThread::complete(uint64_t context) {
     } else if (!channel.given_up) {
       const uint64_t sequence = channel.whole(static_cast<uint32_t>(context));
       freeing(channel, [&] { return known = channel.out.complete(sequence); });
+      if (known) count_time(channel, &Stats::transit_ns, channel.when_sent(sequence));
     }
   }
   if (known) return;
@@ -375,6 +376,7 @@ bool ProxyThread::take(const CommandFields& fields) {
 void ProxyThread::enqueue(Channel& channel, const Pending& pending) {
   if (!channel.busy()) channel.moved = elapsed_;
   channel.pending.push(pending);
+  channel.pending.back().taken = elapsed_;
   ++pending_;
   if (!std::exchange(channel.in_sending, true)) sending_.push_back(channel.peer);
 }
@@ -465,6 +467,7 @@ ProxyThread::Sent ProxyThread::send(Channel& channel) {
     }
     const Sent outcome = send_message(channel, message);
     if (outcome != Sent::kAll) return outcome;
+    count_time(channel, &Stats::queue_ns, first.taken);
     first.span = rest;
     if (first.kind == CommandKind::kSignal) first.amount -= message.immediate.amount;
     if (rest.parts > 0 || first.amount > 0) continue;
@@ -525,6 +528,7 @@ ProxyThread::Sent ProxyThread::send_message(Channel& channel, const Message& mes
   }
   next_rail_ = (request.rail + 1) % limits_.rails;
   // Words of stores have places of their own, so nothing is written twice there.
+  channel.when_sent(channel.out.next()) = elapsed_;
   channel.out.post(span.bytes, data ? span.target_offset : kNowhere);
   ++in_flight_;
   channel.counted.add(&Stats::messages);
@@ -542,55 +546,6 @@ Code ProxyThread::write(transport::Write& write) {
   }
   if (code == Code::kAgain) channel_of(write.peer).counted.add(&Stats::retries);
   return code;
-}
-
-// ---- fences and barriers ------------------------------------------------------------------------
-
-// Finishes a fence or barrier once it is done. `take_commands` publishes its ticket in the next
-// step at the latest, so the step's caller has to know that something was done.
-bool ProxyThread::finish_held() {
-  if (!held_ || failure() != nullptr || pending_ > 0 || in_flight_ > 0) return false;
-  if (held_->kind == CommandKind::kFence) {
-    counted_.add(&Stats::fences);
-  } else if (held_->kind != CommandKind::kBarrier || !finish_barrier()) {
-    return false;
-  }
-  held_.reset();
-  rings_.publish(false);
-  return true;
-}
-
-// Called while nothing is outstanding. Sends the signals; once these are acknowledged, waits for
-// those of the peers. Because the peers have received this rank's signals, the rank may end.
-bool ProxyThread::finish_barrier() {
-  if (!std::exchange(barrier_sent_, true)) {
-    ++barriers_;
-    barrier_next_ = 0;
-    barrier_moved_ = elapsed_;
-    for (const int32_t peer : peers_) {
-      if (channel_of(peer).given_up) continue;
-      Pending pending;
-      pending.kind = CommandKind::kSignal;
-      pending.counter = kBarrierCounter;
-      pending.amount = 1;
-      enqueue(channel_of(peer), pending);
-    }
-    if (pending_ > 0) return false;
-  }
-  while (barrier_next_ < peers_.size()) {
-    const uint64_t* counter =
-        memory_.counters + int64_t{peers_[barrier_next_]} * kCounters + kBarrierCounter;
-    const bool given_up = channel_of(peers_[barrier_next_]).given_up;
-    if (!given_up && load_relaxed_system(counter) < barriers_) return false;
-    ++barrier_next_;
-    barrier_moved_ = elapsed_;
-  }
-  // Peers wait until their signals are acknowledged, which this rank cannot do once it has ended.
-  const auto owes = [this](int32_t peer) { return channel_of(peer).owes(); };
-  if (std::any_of(peers_.begin(), peers_.end(), owes)) return false;
-  barrier_sent_ = false;
-  counted_.add(&Stats::barriers);
-  return true;
 }
 
 }  // namespace fanfold::proxy

@@ -97,6 +97,9 @@ class ProxyThread {
   void count(int32_t source, const Addition& addition);
   void store(int32_t source, uint64_t sequence);
   void complete(uint64_t context);
+  void count_time(Channel& channel, uint64_t Stats::* field, std::chrono::nanoseconds since) const {
+    channel.counted.add(field, static_cast<uint64_t>((elapsed_ - since).count()));
+  }
   void add_news(Channel& channel) {
     if (!std::exchange(channel.in_news, true)) news_.push_back(channel.peer);
   }

@@ -9,11 +9,15 @@
 namespace fanfold::proxy {
 
 struct Stats {
-  uint64_t commands = 0;    // taken from the ring
-  uint64_t coalesced = 0;   // of them, writes that were appended to the command before
-  uint64_t messages = 0;    // data and signals sent
-  uint64_t bytes = 0;       // sent
-  uint64_t parts = 0;       // sent
+  uint64_t commands = 0;   // taken from the ring
+  uint64_t coalesced = 0;  // of them, writes that were appended to the command before
+  uint64_t messages = 0;   // data and signals sent
+  uint64_t bytes = 0;      // sent
+  uint64_t parts = 0;      // sent
+  // Nanoseconds of all messages together, as far as steps tell them apart: from a command's taking
+  // until the transport has the message, and from then until the transport has completed it.
+  uint64_t queue_ns = 0;
+  uint64_t transit_ns = 0;
   uint64_t retries = 0;     // times that the transport had no room
   uint64_t stalls = 0;      // times that a channel began to wait for credit
   uint64_t arrivals = 0;    // data and signals received, duplicates included
@@ -43,6 +47,8 @@ inline constexpr std::array kStatsFields = {
     StatsField{"messages", &Stats::messages, true},
     StatsField{"bytes", &Stats::bytes, true},
     StatsField{"parts", &Stats::parts, true},
+    StatsField{"queue_ns", &Stats::queue_ns, true},
+    StatsField{"transit_ns", &Stats::transit_ns, true},
     StatsField{"retries", &Stats::retries, true},
     StatsField{"stalls", &Stats::stalls, true},
     StatsField{"arrivals", &Stats::arrivals, true},

@@ -76,6 +76,9 @@ class Calls(Protocol):
     def synchronize(self) -> None:
         """Waits for what is enqueued, and raises what it found wrong."""
 
+    def metrics(self) -> dict[str, Any]:
+        """Of what it calls, as :meth:`fanfold.LowLatency.metrics`."""
+
     def close(self) -> None:
         """Lets the memory go."""
 

@@ -117,6 +117,10 @@ class DeepEpLowLatency:
         """Waits for what is enqueued; what it found wrong a later call raises, as in DeepEP."""
         wait_for(self.device)
 
+    def metrics(self) -> dict[str, Any]:
+        """What has been counted for the calls."""
+        return self._buffer.metrics()
+
     def close(self) -> None:
         """Lets the memory go."""
         self._buffer.destroy()
@@ -263,6 +267,10 @@ class DeepEpHighThroughput:
     def synchronize(self) -> None:
         """Waits for what is enqueued; what it found wrong a later call raises, as in DeepEP."""
         wait_for(self.device)
+
+    def metrics(self) -> dict[str, Any]:
+        """What has been counted for the calls."""
+        return self._buffer.metrics()
 
     def close(self) -> None:
         """Lets the memory go."""

@@ -191,6 +191,10 @@ class ElasticCalls:
         """Waits for what is enqueued; what it found wrong a later call raises, as in DeepEP."""
         wait_for(self.device)
 
+    def metrics(self) -> dict[str, Any]:
+        """What has been counted for the calls."""
+        return self._buffer.metrics()
+
     def close(self) -> None:
         """Lets the memory go."""
         self._buffer.destroy()
@@ -284,6 +288,10 @@ class HybridCalls:
     def synchronize(self) -> None:
         """Waits for what is enqueued; what it found wrong a later call raises, as in DeepEP."""
         wait_for(self.device)
+
+    def metrics(self) -> dict[str, Any]:
+        """What has been counted for the calls."""
+        return self._buffer.metrics()
 
     def close(self) -> None:
         """Lets the memory go."""

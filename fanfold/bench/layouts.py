@@ -34,7 +34,9 @@ from fanfold.group import as_group
 from fanfold.high_throughput import HighThroughput
 from fanfold.low_latency import LowLatency
 from fanfold.memory.cuda import CudaSymmetricMemory
+from fanfold.memory.cuda_hosts import counting_cores
 from fanfold.memory.host import SymmetricMemory
+from fanfold.metrics import collect
 from fanfold.results import DispatchResult, HighThroughputResult
 
 __all__ = ["ExpertMajor", "TokenMajor", "open_calls", "room_for", "sms_taken"]
@@ -232,6 +234,10 @@ class ExpertMajor:
         """Waits for what is enqueued, and raises what it found wrong."""
         self.ep.synchronize()
 
+    def metrics(self) -> dict[str, Any]:
+        """What has been counted for the calls."""
+        return self.ep.metrics()
+
     def close(self) -> None:
         """Lets the memory go."""
         self.ep.close()
@@ -320,6 +326,10 @@ class TokenMajor:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         self._mode.check()
+
+    def metrics(self) -> dict[str, Any]:
+        """What has been counted for the calls."""
+        return collect({}, *counting_cores(self._memory))
 
     def close(self) -> None:
         """Lets the memory go."""

@@ -22,7 +22,7 @@ from fanfold.bench.layouts import open_calls
 from fanfold.bench.report import Placement, Result, Traffic
 from fanfold.bench.settings import ONE_HOST, BenchSettings, check_transport
 from fanfold.bench.timing import Contender, Timings, interleave
-from fanfold.bench.traffic import RowsMoved, rows_moved
+from fanfold.bench.traffic import MessageTimes, RowsMoved, rows_moved
 from fanfold.config import Backend, in_environment
 from fanfold.errors import ArgumentError, UnavailableError
 from fanfold.group import Group, as_group, process_group
@@ -46,6 +46,7 @@ class RankReport:
         memory_bytes: its symmetric memory.
         hosts: where the ranks are.
         network: what carries between hosts; "" on one host.
+        metrics: of its calls, across hosts.
         on_gpu: what it measured there, instead of ``microseconds``.
     """
 
@@ -54,6 +55,7 @@ class RankReport:
     memory_bytes: int
     hosts: Hosts
     network: str
+    metrics: dict[str, Any]
     on_gpu: CudaReport | None = None
 
 
@@ -258,8 +260,9 @@ def _bench_rank(
         rows = rows_moved(
             expectation.own.topk_idx, expectation.rank, settings.experts, hosts.host, settings.mode
         )
+        metrics = calls.metrics() if calls.network else {}
         return RankReport(
-            dict(microseconds), rows, calls.memory_bytes, hosts, calls.network, on_gpu
+            dict(microseconds), rows, calls.memory_bytes, hosts, calls.network, metrics, on_gpu
         )
 
 
@@ -410,4 +413,5 @@ def _result(asked: BenchSettings, settings: BenchSettings, reports: Sequence[Ran
         device=on_gpu[0].device if on_gpu else None,
         timing=summary(on_gpu) if on_gpu else None,
         capacity=on_gpu[0].capacity if on_gpu else None,
+        messages=MessageTimes.of(report.metrics for report in reports),
     )

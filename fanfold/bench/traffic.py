@@ -1,18 +1,49 @@
-"""Which rows a call moves where, worked out from its routing.
+"""Which rows a call moves where, worked out from its routing, and what messages took.
 
 A dispatch and the combine that follows it move the same number of rows, in opposite directions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from fanfold.geometry import Mode
 
-__all__ = ["RowsMoved", "rows_moved"]
+__all__ = ["MessageTimes", "RowsMoved", "rows_moved"]
+
+
+@dataclass(frozen=True)
+class MessageTimes:
+    """What messages between hosts took, of all calls of a bench.
+
+    Attributes:
+        sent: how many there were.
+        queue_us: a mean, from the proxy's taking of a command until the transport had its message.
+        transit_us: a mean, from then until the transport no longer needed the bytes.
+    """
+
+    sent: int
+    queue_us: float
+    transit_us: float
+
+    @classmethod
+    def of(cls, ranks: Iterable[Mapping[str, Any]]) -> MessageTimes | None:
+        """Of the ranks with these ``metrics()``; None if none of them has sent a message."""
+        measured = list(ranks)
+
+        def total(name: str) -> float:
+            return sum(sum(each.get(name, {}).values()) for each in measured)
+
+        sent = int(total("channel_sent_messages_total"))
+        if sent == 0:
+            return None
+        each_us = 1e6 / sent
+        queue_us = each_us * total("channel_queue_seconds_total")
+        return cls(sent, queue_us, each_us * total("channel_transit_seconds_total"))
 
 
 @dataclass(frozen=True)

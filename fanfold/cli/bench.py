@@ -13,6 +13,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from fanfold.bench import report
+from fanfold.bench.notes import notes
 from fanfold.bench.run import check_network, check_ranks, sweep
 from fanfold.bench.settings import BACKENDS, DTYPES, FACES, LAYOUTS, REUSES, BenchSettings
 from fanfold.bench.workload import ROUTINGS
@@ -201,7 +202,7 @@ def _run(args: argparse.Namespace, group: Any) -> int:
             console.print(report.hosts_table(result))
         if result.device is not None:
             console.print(report.gpu_table(result))
-        print(*report.notes(result), sep="\n")
+        print(*notes(result), sep="\n")
         if args.json is not None:
             report.append_json_line(args.json, report.record(result))
     if len(results) > 1:

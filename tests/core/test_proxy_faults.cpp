@@ -403,6 +403,34 @@ TEST(proxy_times_out_where_the_transport_never_has_room) {
 }
 
 // A process that was stopped for an hour has not waited for an hour.
+// A command of two messages waits 7 us for room; the transport takes 20 and 50 us for them.
+TEST(proxy_counts_how_long_messages_wait_and_are_on_their_way) {
+  ScriptedRank rank(1s);
+  const auto complete = [&](size_t message) {
+    rank.transport->next.push_back({.kind = transport::EventKind::kCompletion,
+                                    .rail = 0,
+                                    .peer = 2,
+                                    .immediate = 0,
+                                    .context = rank.transport->writes[message].context});
+  };
+  rank.step();
+  rank.transport->written = transport::Code::kAgain;
+  rank.proxy->push({.kind = CommandKind::kWrite, .peer = 2, .bytes = 2048});
+  rank.step(3us);
+  rank.transport->written = transport::Code::kOk;
+  rank.transport->writes.clear();
+  rank.step(7us);
+  CHECK_EQ(rank.transport->writes.size(), 2u);
+  complete(1);
+  rank.step(20us);
+  complete(0);
+  rank.step(30us);
+  const proxy::Stats stats = rank.proxy->thread(0).stats_of(2);
+  CHECK_EQ(stats.messages, 2u);
+  CHECK_EQ(stats.queue_ns, 14'000u);
+  CHECK_EQ(stats.transit_ns, 70'000u);
+}
+
 TEST(proxy_counts_a_suspension_only_up_to_a_second) {
   ScriptedRank rank(5s);
   rank.proxy->push(write_to(2));

@@ -148,6 +148,9 @@ def test_the_command_line_over_sockets(
     assert fields["checked"]
     assert fields["ratio"] > 0
     assert 0 < fields["bytes_between_hosts"] < fields["bytes_total"]
+    # At least a write and what tells of it, of each of two ranks to each of two.
+    assert fields["messages"]["sent"] > 8
+    assert fields["messages"]["transit_us"] > 0
     said = capsys.readouterr().out
     assert f"2 hosts of 2 ranks over {fields['transport']}" in said
     assert "MB between hosts" in said

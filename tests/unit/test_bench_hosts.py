@@ -14,9 +14,11 @@ from rich.console import Console
 
 from fanfold import _core
 from fanfold.bench import report, run
+from fanfold.bench.notes import notes as notes_of
 from fanfold.bench.report import Placement, Result, Traffic
 from fanfold.bench.settings import MODES, BenchSettings
 from fanfold.bench.timing import Timings
+from fanfold.bench.traffic import MessageTimes
 from fanfold.cli import bench
 from fanfold.cli.main import main
 from fanfold.config import Config
@@ -294,6 +296,46 @@ def test_the_record_has_hosts_and_bytes_between_them() -> None:
     }
 
 
+def metrics_of(sent: int, queue_s: float, transit_s: float) -> dict[str, dict[int, float]]:
+    return {
+        "channel_sent_messages_total": {1: sent, 2: 10},
+        "channel_queue_seconds_total": {1: queue_s, 2: 0.0},
+        "channel_transit_seconds_total": {1: transit_s, 2: 1e-4},
+    }
+
+
+def test_messages_are_those_of_all_ranks() -> None:
+    messages = MessageTimes.of([metrics_of(20, 3e-4, 5e-4), metrics_of(40, 1e-4, 10e-4), {}])
+    assert messages is not None
+    assert (messages.sent, messages.queue_us) == (80, pytest.approx(5.0))
+    assert messages.transit_us == pytest.approx(17 / 0.8)
+    assert MessageTimes.of([{}, {"calls_total": {"dispatch": 3}}]) is None
+
+
+def test_the_record_and_the_notes_have_messages() -> None:
+    found = result_of("low_latency", placed((0, 0, 1, 1), 4))
+    assert "messages" not in report.record(found)
+    found = dataclasses.replace(
+        found,
+        messages=MessageTimes(1234, 5.0, 25.0),
+        device={"name": "NVIDIA H200"},
+        timing={
+            "dispatch": {"alone_us": 400.0, "send_us": 60.0, "receive_us": 110.0},
+            "combine": {"alone_us": 100.0},
+        },
+    )
+    assert report.record(found)["messages"] == {"sent": 1234, "queue_us": 5.0, "transit_us": 25.0}
+    notes = notes_of(found)
+    assert "One machine acts as several hosts" in " ".join(notes)
+    assert (
+        "A message waited 5.0 µs in the proxy; the transport had it for 25.0 µs, on average."
+        in (notes)
+    )
+    shares = "kernels 42%, proxy 1%, provider 6%, rings, and what was not timed 50%."
+    assert f"Of a dispatch alone, 400 µs: {shares}" in notes
+    assert not any(line.startswith("Of a combine") for line in notes)
+
+
 def test_the_table_of_hosts_has_bytes_and_rates() -> None:
     found = result_of("high_throughput", placed((0, 0, 1, 1), 4))
     console = Console(width=160, record=True, file=io.StringIO())
@@ -313,13 +355,13 @@ def test_the_table_of_hosts_has_bytes_and_rates() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_notes_say_how_rows_cross_and_that_no_network_was_measured(mode: str) -> None:
-    emulated = " ".join(report.notes(result_of(mode, placed((0, 0, 1, 1), 4))))
+    emulated = " ".join(notes_of(result_of(mode, placed((0, 0, 1, 1), 4))))
     assert ("once to each other host" in emulated) == (mode == "high_throughput")
     assert ("to each rank that needs it" in emulated) == (mode == "low_latency")
     assert "worked out from the routing, not measured" in emulated
     assert "4 ranks with 3 proxy threads each share its cores" in emulated
-    apart = " ".join(report.notes(result_of(mode, placed((0, 0, 1, 1), 2))))
+    apart = " ".join(notes_of(result_of(mode, placed((0, 0, 1, 1), 2))))
     assert "worked out from the routing" in apart
     assert "acts as several" not in apart
-    alone = " ".join(report.notes(result_of(mode, Placement(1, 4))))
+    alone = " ".join(notes_of(result_of(mode, Placement(1, 4))))
     assert "host" not in alone.replace("the host's", "")

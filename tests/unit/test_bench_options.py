@@ -18,6 +18,7 @@ from fanfold.bench import deep_ep_calls, layouts, oracle, report
 from fanfold.bench.calls import Given
 from fanfold.bench.check import Expectation
 from fanfold.bench.cuda_high_throughput import capacity_for
+from fanfold.bench.notes import notes as notes_of
 from fanfold.bench.report import Placement, Result, Traffic
 from fanfold.bench.settings import FACES, FACES_OF_BOTH_MODES, MODES, THROUGH, BenchSettings
 from fanfold.bench.timing import Timings
@@ -248,7 +249,7 @@ def test_a_buffer_that_runs_on_the_host_is_no_bench_of_gpus(monkeypatch, mode):
 def said_of(result):
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(report.table(result))
-    return " ".join([*console.export_text().split(), *report.notes(result)])
+    return " ".join([*console.export_text().split(), *notes_of(result)])
 
 
 @pytest.mark.parametrize("backend", ["host", "cuda"])
@@ -288,7 +289,7 @@ def test_reports_say_whether_rows_came_in_place(in_place):
     said = console.export_text()
     assert "expert-major" in said
     assert said.count("expert-major, in place") == (2 if in_place else 0)
-    assert ("Rows came in place" in " ".join(report.notes(result))) is in_place
+    assert ("Rows came in place" in " ".join(notes_of(result))) is in_place
 
 
 def test_a_list_of_something_else_is_refused(capsys):

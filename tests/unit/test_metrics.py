@@ -287,6 +287,7 @@ def test_what_several_cores_count_for_proxies_is_added() -> None:
     measured = collect({}, None, [Core(), Core()])  # type: ignore[list-item]
     assert measured["proxy_commands_total"] == {1: 14}
     assert measured["channel_sent_bytes_total"] == {5: 14}
+    assert measured["channel_transit_seconds_total"] == {5: pytest.approx(14e-9)}
     assert measured["channel_lost"] == {5: 7}  # a gauge
     assert "waits_total" not in measured
 
@@ -306,7 +307,8 @@ def test_what_the_core_counts_is_nested_by_its_labels() -> None:
     assert measured["masked_ranks"] == 2
     for metric in METRICS:
         if metric.count:
-            assert measured[metric.name] == {1 if metric.labels == ("thread",) else 5: 7}
+            label = 1 if metric.labels == ("thread",) else 5
+            assert measured[metric.name] == {label: 7 / metric.unit}
 
 
 def test_names_follow_the_conventions_of_prometheus() -> None:

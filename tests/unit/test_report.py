@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 
 from fanfold.bench import cuda_high_throughput, cuda_run, report, run
+from fanfold.bench.notes import notes as notes_of
 from fanfold.bench.report import Placement, Result, Traffic
 from fanfold.bench.settings import LEAVE_SMS, BenchSettings
 from fanfold.bench.timing import Contender, Percentiles, Timings, interleave
@@ -120,7 +121,7 @@ def test_table_shows_times_bytes_and_rates():
     assert list(rows) == [
         f"{prefix}{p}" for prefix in ("", "baseline ") for p in ("dispatch", "combine", "total")
     ]
-    notes = " ".join(report.notes(result()))
+    notes = " ".join(notes_of(result()))
     assert "4.00 times as long" in notes
     assert "Checked against the oracle" in notes
 
@@ -269,7 +270,7 @@ def test_gpu_table_and_notes():
     shown = console.export_text()
     assert "graph, alone, L2 flushed" in shown
     assert "19.0 (24.0)" in shown
-    notes = " ".join(report.notes(gpu_result()))
+    notes = " ".join(notes_of(gpu_result()))
     assert "+1.0%" in notes
     assert "NCCL" in notes
     assert "takes 6.4 to 12.8 µs" in notes
@@ -359,15 +360,15 @@ def test_high_throughput_tables_and_notes():
         assert label in text
     assert "counts read by the CPU" in text
     assert "send half" not in text
-    notes = " ".join(report.notes(found))
+    notes = " ".join(notes_of(found))
     assert "room for 4096 rows" in notes
     assert "keeps 75.0% of its speed" in notes
     assert "do not use" not in notes
     assert "late" not in notes
     cached = high_throughput_result(2.0, "cached")
     assert "baseline, end to end" in shown(report.gpu_table(cached))
-    assert "do not use this figure" in " ".join(report.notes(cached))
-    assert "late for 25.0% of the calls" in " ".join(report.notes(cached))
+    assert "do not use this figure" in " ".join(notes_of(cached))
+    assert "late for 25.0% of the calls" in " ".join(notes_of(cached))
     swept = shown(report.sweep_table([found, cached])).splitlines()
     assert [c.strip() for c in swept[-2].split("│")[1:4]] == ["expert-major", "cached", "24"]
 
