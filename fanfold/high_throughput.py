@@ -133,7 +133,12 @@ class HighThroughput(BaseDispatcher):
                 in_place_rows=in_place_rows,
             )
             self.expert_alignment, self._in_place_rows = expert_alignment, in_place_rows
-            self._choice = choose(self._group, self.config, "high_throughput")
+            self._choice = choose(
+                self._group,
+                self.config,
+                "high_throughput",
+                may_cross_hosts=self.config.backend == "cuda",
+            )
             result_bytes = 0
             if in_place_rows:
                 result_bytes = bytes_for_rows(in_place_rows, hidden, *self._formats)
@@ -209,6 +214,7 @@ class HighThroughput(BaseDispatcher):
             if in_place and self._in_place_rows == 0:
                 bound = "False, as this HighThroughput has no in_place_rows"
                 raise ArgumentError("in_place", True, bound)
+            in_place = in_place and not self._choice.across_hosts
             if previous is not None:
                 self._check_own("previous", previous, HighThroughputResult)
             backend.check_devices(x=x, topk_idx=topk_idx, topk_weights=topk_weights)

@@ -21,7 +21,7 @@ void bind_cuda_ring(nanobind::module_& module);
 void bind_cuda_fused_moe(nanobind::module_& module);
 void bind_cuda_grouped_gemm(nanobind::module_& module);
 void bind_cuda_low_latency(nanobind::module_& module);
-void bind_cuda_low_latency_hosts(nanobind::module_& module);
+void bind_cuda_hosts(nanobind::module_& module);
 void bind_cuda_high_throughput(nanobind::module_& module);
 
 }  // namespace fanfold::bindings

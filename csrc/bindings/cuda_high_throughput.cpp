@@ -220,6 +220,7 @@ void bind_cuda_high_throughput(nb::module_& module) {
   bind_layout(module);
   module.attr("CUDA_HIGH_THROUGHPUT_STATE_BYTES") = sizeof(HighThroughputState);
   module.attr("CUDA_HIGH_THROUGHPUT_STATE_PEERS_AT") = offsetof(HighThroughputState, peers);
+  module.attr("CUDA_HIGH_THROUGHPUT_STATE_HOSTS_AT") = offsetof(HighThroughputState, hosts);
   module.attr("CUDA_HIGH_THROUGHPUT_REPORT_BYTES") = sizeof(Report) * kReportKinds;
   module.attr("CUDA_HIGH_THROUGHPUT_MOST_CTAS") = kMostHighThroughputCtas;
   module.attr("CUDA_HIGH_THROUGHPUT_MOST_RANKS") = kMostRanks;

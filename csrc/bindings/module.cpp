@@ -23,6 +23,6 @@ NB_MODULE(_core, module) {
   fanfold::bindings::bind_cuda_fused_moe(module);
   fanfold::bindings::bind_cuda_grouped_gemm(module);
   fanfold::bindings::bind_cuda_low_latency(module);
-  fanfold::bindings::bind_cuda_low_latency_hosts(module);
+  fanfold::bindings::bind_cuda_hosts(module);
   fanfold::bindings::bind_cuda_high_throughput(module);
 }

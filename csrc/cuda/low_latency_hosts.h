@@ -6,16 +6,11 @@
 #include <cstdint>
 #include <vector>
 
+#include "cuda/pinned_pages.h"
 #include "layout/low_latency_hosts.h"
 #include "memory/symmetric.h"
 
 namespace fanfold::cuda {
-
-// Memory that kernels use: whole pages.
-struct PinnedRange {
-  std::byte* data;
-  int64_t bytes;
-};
 
 // The rings into which the kernels push, and what they read and write of `memory` in calls of the
 // geometry; ascending, without overlaps. Throws BadArgument if commands cannot name all of it.

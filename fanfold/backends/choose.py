@@ -40,6 +40,7 @@ class BackendChoice:
         reason: why, in one line that error messages show.
         capability: the lowest compute capability of the ranks' GPUs; (0, 0) on the host.
         across_hosts: whether GPUs of several hosts were chosen.
+        mode: for which; across hosts no other runs there.
     """
 
     backend: Literal["host", "cuda"]
@@ -47,6 +48,7 @@ class BackendChoice:
     reason: str
     capability: tuple[int, int] = (0, 0)
     across_hosts: bool = False
+    mode: Mode = "low_latency"
 
     def supports(self, mode: Mode) -> bool:
         """Whether the kernels of ``mode`` run on the GPUs of all ranks, and reach all of them."""
@@ -64,7 +66,7 @@ class BackendChoice:
     def _lacking(self, mode: Mode) -> str | None:
         """Why the GPUs do not do for ``mode``, or None."""
         name = mode.replace("_", " ")
-        if self.across_hosts and mode != "low_latency":
+        if self.across_hosts and mode != self.mode:
             return f"kernels of {name} do not reach across hosts"
         least = LEAST_CAPABILITY[mode]
         if self.capability >= least:
@@ -168,7 +170,8 @@ def choose(
         reason = f"{has}; this is this rank's"
         oldest = min(seat.capability for seat in seats)
         across = apart is not None
-        return BackendChoice("cuda", device, reason, oldest, across).for_mode(mode, config)
+        chosen = BackendChoice("cuda", device, reason, oldest, across, mode)
+        return chosen.for_mode(mode, config)
     if config.backend == "cuda":
         raise UnavailableError(f"{setting}, but {obstacle}")
     return BackendChoice("host", torch.device("cpu"), obstacle)

@@ -118,8 +118,14 @@ def open_high_throughput(
         host = SymmetricMemory(group, nbytes, config)
         staged = StagedHighThroughput(HostHighThroughput(host, 0, nbytes, quantize_to))
         return host, ranged(staged, "high_throughput", config)
-    nbytes = CudaHighThroughput.required_bytes(group.size, config, result_bytes)
-    memory = CudaSymmetricMemory(group, nbytes)
+    memory: GpuPeerMemory
+    if choice.across_hosts:
+        result_bytes = 0  # rows of other hosts come through rings
+        nbytes = CudaHighThroughput.required_bytes(group.size, config)
+        memory = memory_across_hosts(group, nbytes, nbytes, config)
+    else:
+        nbytes = CudaHighThroughput.required_bytes(group.size, config, result_bytes)
+        memory = CudaSymmetricMemory(group, nbytes)
     try:
         backend = CudaHighThroughput(
             memory,

@@ -82,7 +82,7 @@ def choices(group: Any, config: Config) -> dict[str, str]:
 
     def choice(mode: Mode) -> str:
         try:
-            crosses = mode == "low_latency"
+            crosses = mode == "low_latency" or config.backend == "cuda"
             chosen = choose(ranks, config, mode, may_cross_hosts=crosses)
             return _worded(chosen, ranks.size, config)
         except UnavailableError as error:

@@ -63,7 +63,19 @@ class BetweenHosts:
         self._pinned.change(_core.cuda_low_latency_hosts_pinned(self.memory.core, geometry))
         _core.cuda_low_latency_hosts_clear(self.memory.core, geometry)
         # What kernels have seen of the words that were there.
-        self._block[: _core.CUDA_LOW_LATENCY_HOSTS_SEEN_BYTES].zero_()
+        at = _core.CUDA_LOW_LATENCY_HOSTS_SEEN_AT
+        self._block[at : at + _core.CUDA_LOW_LATENCY_HOSTS_SEEN_BYTES].zero_()
+
+    def prepare_high_throughput(self, ring_bytes: int) -> None:
+        """As :meth:`prepare`, for high-throughput calls with rings of ``ring_bytes``; once.
+
+        Raises:
+            ArgumentError: it has too few bytes, or commands cannot name so many.
+            SystemFailure: CUDA does not pin so much.
+        """
+        self.check_bytes(_core.cuda_high_throughput_bytes(self.memory.ranks, ring_bytes)[1])
+        self._pinned.change(_core.cuda_high_throughput_hosts_pinned(self.memory.core, ring_bytes))
+        _core.cuda_high_throughput_hosts_clear(self.memory.core, ring_bytes)
 
     def fence(self) -> None:
         """Returns once the peers have all that kernels of this rank which have ended have sent.

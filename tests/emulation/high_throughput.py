@@ -20,7 +20,7 @@ from fanfold.backends.high_throughput.room import Room
 from fanfold.config import Config
 from tests.distributed.routings import Case
 from tests.emulation.pinned import PAGEABLE
-from tests.emulation.world import Builder, ThreadGroup
+from tests.emulation.world import Builder, ThreadGroup, gpu_memory
 
 ARGUMENTS = (
     _core.CudaPlanArgs,
@@ -135,18 +135,12 @@ class World:
         values: list[Any] = [None] * ranks
         barrier = threading.Barrier(ranks, timeout=120.0)
 
+        groups = [ThreadGroup(rank, values, barrier) for rank in range(ranks)]
+        self.memories = self._memories(ranks, ring_bytes, config, groups, regions)
+
         def open_mode(rank: int) -> CudaHighThroughput:
-            memory = types.SimpleNamespace(
-                device=torch.device("cpu"),
-                rank=rank,
-                ranks=ranks,
-                base=lambda peer: regions[peer].data_ptr(),
-                bytes_per_rank=nbytes,
-                tensor=regions[rank],
-                group=ThreadGroup(rank, values, barrier),
-            )
             return CudaHighThroughput(
-                memory,  # type: ignore[arg-type]
+                self.memories[rank],
                 config,
                 max_tokens=max_tokens,
                 ctas=ctas,
@@ -156,6 +150,17 @@ class World:
 
         with ThreadPoolExecutor(ranks) as pool:
             self.modes = list(pool.map(open_mode, range(ranks)))
+
+    def _memories(
+        self,
+        ranks: int,
+        ring_bytes: int,
+        config: Config,
+        groups: list[ThreadGroup],
+        regions: list[torch.Tensor],
+    ) -> list[Any]:
+        del ranks, ring_bytes, config
+        return [gpu_memory(group, regions, group.rank) for group in groups]
 
     def run(self, program: Callable[[int, CudaHighThroughput], Any]) -> list[Any]:
         """``program(rank, mode)`` on all ranks at once; their results."""

@@ -89,56 +89,56 @@ def emulated_hosts(builder: Builder, ctas: int) -> Iterator[None]:
         yield
 
 
-class HostsWorld(World):
-    """All ranks of one geometry on several hosts; only within :func:`emulated_hosts`. It must be
-    closed.
+def open_memories(
+    network: Network,
+    nbytes: int,
+    config: Config,
+    groups: list[ThreadGroup],
+    regions: list[torch.Tensor],
+) -> list[CudaMemoryAcrossHosts]:
+    """Each rank's memory: on its GPU a region, and ``nbytes`` between the hosts."""
+    ranks = len(groups)
+    hosts = Hosts(
+        host=network.hosts,
+        machine_ranks=ranks,
+        one_machine=True,
+        proxy_threads=network.threads,
+        world=f"{os.getpid()} {uuid.uuid4()}",
+        reason="a test says so",
+        interface="",
+    )
 
-    Args:
-        geometry: its ``ranks`` are made.
-        network: what joins them.
-        late: whether the weights come with combine.
-        settings: of :class:`Config`.
+    def open_(group: ThreadGroup) -> CudaMemoryAcrossHosts:
+        members = hosts.members(group.rank)
+        local = [regions[peer] for peer in members]
+        gpu = gpu_memory(group, local, members.index(group.rank))
+        return CudaMemoryAcrossHosts(
+            gpu, SymmetricMemory(group, nbytes, config, hosts, for_kernels=True)
+        )
+
+    with (
+        mock.patch.object(host, "KERNEL_RING_SLOTS", network.ring_slots),
+        ThreadPoolExecutor(ranks) as pool,
+    ):
+        return list(pool.map(open_, groups))
+
+
+def close_memories(memories: list[CudaMemoryAcrossHosts]) -> None:
+    """Ends the proxies of all ranks. No kernel runs."""
+    with ThreadPoolExecutor(len(memories)) as pool:
+        list(pool.map(CudaMemoryAcrossHosts.close, memories))
+
+
+class Proxies:
+    """What a world on several hosts has of its ranks' proxies.
+
+    Attributes:
+        memories: of all ranks.
     """
 
-    def __init__(
-        self, geometry: Geometry, network: Network, *, late: bool = False, **settings: Any
-    ) -> None:
-        self._network = network
-        self._stopped: list[StoppedRing] = []  # kernels push into their memory
-        super().__init__(geometry, late=late, **{**settings, "network": network.setting})
-
-    def _memories(
-        self,
-        geometry: Geometry,
-        config: Config,
-        groups: list[ThreadGroup],
-        regions: list[torch.Tensor],
-    ) -> list[Any]:
-        hosts = Hosts(
-            host=self._network.hosts,
-            machine_ranks=geometry.ranks,
-            one_machine=True,
-            proxy_threads=self._network.threads,
-            world=f"{os.getpid()} {uuid.uuid4()}",
-            reason="a test says so",
-            interface="",
-        )
-        nbytes = cuda_bytes_between_hosts(geometry)
-
-        def open_(group: ThreadGroup) -> CudaMemoryAcrossHosts:
-            members = hosts.members(group.rank)
-            local = [regions[peer] for peer in members]
-            gpu = gpu_memory(group, local, members.index(group.rank))
-            return CudaMemoryAcrossHosts(
-                gpu, SymmetricMemory(group, nbytes, config, hosts, for_kernels=True)
-            )
-
-        with (
-            mock.patch.object(host, "KERNEL_RING_SLOTS", self._network.ring_slots),
-            ThreadPoolExecutor(geometry.ranks) as pool,
-        ):
-            self.memories = list(pool.map(open_, groups))
-        return self.memories
+    memories: list[CudaMemoryAcrossHosts]
+    _network: Network
+    _stopped: list[StoppedRing]  # kernels push into their memory
 
     def count(self, name: str, rank: int) -> int:
         """Of the proxy of ``rank``: ``commands``, ``duplicates``, ``reordered``."""
@@ -172,5 +172,34 @@ class HostsWorld(World):
 
     def close(self) -> None:
         """Ends the proxies. No kernel runs."""
-        with ThreadPoolExecutor(len(self.memories)) as pool:
-            list(pool.map(CudaMemoryAcrossHosts.close, self.memories))
+        close_memories(self.memories)
+
+
+class HostsWorld(Proxies, World):
+    """All ranks of one geometry on several hosts; only within :func:`emulated_hosts`. It must be
+    closed.
+
+    Args:
+        geometry: its ``ranks`` are made.
+        network: what joins them.
+        late: whether the weights come with combine.
+        settings: of :class:`Config`.
+    """
+
+    def __init__(
+        self, geometry: Geometry, network: Network, *, late: bool = False, **settings: Any
+    ) -> None:
+        self._network = network
+        self._stopped = []
+        super().__init__(geometry, late=late, **{**settings, "network": network.setting})
+
+    def _memories(
+        self,
+        geometry: Geometry,
+        config: Config,
+        groups: list[ThreadGroup],
+        regions: list[torch.Tensor],
+    ) -> list[Any]:
+        nbytes = cuda_bytes_between_hosts(geometry)
+        self.memories = open_memories(self._network, nbytes, config, groups, regions)
+        return self.memories

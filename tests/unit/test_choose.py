@@ -18,6 +18,7 @@ from fanfold.backends.choose import BackendChoice, choose
 from fanfold.cli import doctor_modes
 from fanfold.config import Config
 from fanfold.errors import ArgumentError, UnavailableError
+from fanfold.geometry import Mode
 from fanfold.jit import kernel, nvrtc
 from fanfold.launch import rank as launching
 from fanfold.memory.hosts import host_identity
@@ -87,6 +88,7 @@ def decide(
     seats: list[Any],
     *,
     may_cross_hosts: bool = False,
+    mode: Mode = "low_latency",
     **settings: Any,
 ) -> list[Any]:
     """What ``choose`` gives to ranks that are seated so."""
@@ -95,7 +97,8 @@ def decide(
 
     def be(group: Member) -> BackendChoice:
         local.rank = group.rank
-        return choose(group, Config.resolve(**settings), may_cross_hosts=may_cross_hosts)
+        config = Config.resolve(**settings)
+        return choose(group, config, mode, may_cross_hosts=may_cross_hosts)
 
     monkeypatch.setattr(choosing, "_look", lambda group: seats[local.rank])
     return Ranks(len(seats)).run(be)
@@ -130,6 +133,18 @@ def test_high_throughput_leaves_older_gpus(
     if wanted == "host":
         with pytest.raises(UnavailableError, match=r"needs compute capability 9\.0, .* has 8\.9"):
             there.for_mode("high_throughput", Config.resolve(backend="cuda"))
+
+
+def test_high_throughput_reaches_gpus_of_other_hosts_where_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings: dict[str, Any] = {"mode": "high_throughput", "backend": "cuda", "hosts": 2}
+    for placed in decide(monkeypatch, GOOD, may_cross_hosts=True, **settings):
+        assert (placed.backend, placed.across_hosts) == ("cuda", True)
+        assert placed.supports("high_throughput")
+        assert not placed.supports("low_latency")
+    for error in decide(monkeypatch, GOOD, **settings):
+        assert isinstance(error, UnavailableError)
 
 
 def test_only_low_latency_reaches_gpus_of_other_hosts() -> None:
@@ -296,7 +311,7 @@ NEEDS = "high throughput needs compute capability 9.0, and the oldest GPU of the
             NEW,
             {"hosts": 2, "backend": "cuda"},
             f"cuda, for 2 ranks: the setting backend is 'cuda' (from argument), and {OWN} 9.0",
-            "cannot run: the setting backend is 'cuda' (from argument), but kernels do not reach",
+            None,
         ),
         (UNKNOWN, {}, "cannot run: ", None),
     ],

@@ -15,6 +15,7 @@ from fanfold import _core, gpus, quantizing, thread_ranks
 from fanfold.backends import choose as choosing
 from fanfold.backends.choose import choose
 from fanfold.backends.high_throughput import cuda as high_throughput
+from fanfold.backends.high_throughput import launches as launching
 from fanfold.backends.high_throughput.launches import ctas_bounds
 from fanfold.backends.low_latency.cuda import CudaLowLatency
 from fanfold.config import Config
@@ -228,16 +229,13 @@ def test_high_throughput_among_threads_launches_nothing_early_and_waits_for_its_
     stream, waited, early, followed = Stream(), [], [], []
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    monkeypatch.setattr(
-        high_throughput, "Launches", lambda *args, **rest: early.append(rest["early"])
-    )
+    monkeypatch.setattr(launching, "Launches", lambda *args, **rest: early.append(rest["early"]))
     mode: Any = object.__new__(high_throughput.CudaHighThroughput)
     group = types.SimpleNamespace(size=2, one_process=of_threads)
     mode._memory = types.SimpleNamespace(group=group, device=torch.device("cuda", 0))
-    mode._core = mode._config = mode.device = None
-    mode._launches_of, mode.check = {}, lambda: None
+    mode.device, mode.check = None, lambda: None
     mode._follow = lambda: followed.append(len(waited) + stream.waits)
-    mode._launches_with(object())
+    launching.AllLaunches(None, mode._memory, None, object()).with_sms(None)  # type: ignore[arg-type]
     mode.quiesce()
     assert early == [not of_threads]
     assert (stream.waits, len(waited)) == ((1, 0) if of_threads else (0, 1))

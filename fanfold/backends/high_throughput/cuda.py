@@ -20,7 +20,6 @@ import torch
 
 from fanfold import _core
 from fanfold.backends.choose import LEAST_CAPABILITY
-from fanfold.backends.high_throughput.grid import Grid
 from fanfold.backends.high_throughput.in_place import Results
 from fanfold.backends.high_throughput.kernels import (
     WEIGHTS_ALONE_ROW_BYTES,
@@ -29,7 +28,7 @@ from fanfold.backends.high_throughput.kernels import (
     Sizes,
     most_batches,
 )
-from fanfold.backends.high_throughput.launches import Call, Launches, ctas_bounds, grid_of
+from fanfold.backends.high_throughput.launches import AllLaunches, Call, ctas_bounds, grid_of
 from fanfold.backends.high_throughput.plan import (
     CudaDispatched,
     CudaPlan,
@@ -40,7 +39,6 @@ from fanfold.backends.high_throughput.plan import (
 from fanfold.backends.high_throughput.protocol import (
     MOST_ALIGNMENT,
     MOST_ROWS,
-    MOST_SMS,
     DeviceCheck,
     RowOrder,
     Rows,
@@ -71,7 +69,7 @@ from fanfold.group import agree
 from fanfold.kernel_state import new_state
 from fanfold.lending import address_of
 from fanfold.memory import GpuPeerMemory
-from fanfold.memory.cuda import are_threads, wait_for_kernels
+from fanfold.memory.cuda import wait_for_kernels
 from fanfold.refusal import Refusing
 from fanfold.stream_order import StreamOrder
 
@@ -124,7 +122,7 @@ class CudaHighThroughput:
         self.device = memory.device
         self._memory, self._config, self.check_devices = memory, config, check_devices
         self._quantize_to, self._zero_padding = quantize_to, True
-        self._ranks, self._max_tokens = memory.ranks, max_tokens
+        self._ranks, self._max_tokens, self._between = memory.ranks, max_tokens, memory.between
         self._follow = StreamOrder(self.device).follow
         error: Exception | None = None
         try:
@@ -152,29 +150,11 @@ class CudaHighThroughput:
         Args:
             sms: from 1; at least 2 are taken with other ranks, and at most 64 or those there are.
         """
-        known = self._launches_by_sms.get(sms) if type(sms) is int else None
-        if known is None:
-            grid = self._grid
-            if sms is not None:
-                check_integer("sms", sms, 1, MOST_SMS)
-                least, most = ctas_bounds(self._memory)
-                grid = Grid(self._ranks, most, min(max(sms, least), most))
-            known = self._launches_with(grid)
-            if sms is not None:
-                self._launches_by_sms[sms] = known
-        self._launches = known
+        self._launches = self._all_launches.with_sms(sms)
 
     def use_zero_padding(self, zeros: bool) -> None:
         """See :meth:`HighThroughputBackend.use_zero_padding`."""
         self._zero_padding = zeros
-
-    def _launches_with(self, grid: Grid) -> Launches:
-        known = self._launches_of.get(grid)
-        if known is None:
-            early = not are_threads(self._memory.group)  # it would hold SMs that they may need
-            known = Launches(self._core, self.device, self._config, grid, early=early)
-            self._launches_of[grid] = known
-        return known
 
     def _open(self, result_bytes: int) -> None:
         memory, device = self._memory, self.device
@@ -184,17 +164,21 @@ class CudaHighThroughput:
                 "stage through the host instead (backend='host', FANFOLD_BACKEND=host)"
             )
         zeroed, fixed = _core.cuda_high_throughput_bytes(memory.ranks, 0)
-        ring_bytes = (memory.bytes_per_rank - fixed - result_bytes) // memory.ranks // _LINE * _LINE
+        ring_bytes = (memory.usable_bytes - fixed - result_bytes) // memory.ranks // _LINE * _LINE
         if ring_bytes <= 0:
             more = f"more than {fixed + result_bytes}; see required_bytes"
-            raise ArgumentError("bytes_per_rank", memory.bytes_per_rank, more)
+            raise ArgumentError("bytes_per_rank", memory.usable_bytes, more)
         peers = [memory.base(peer) for peer in range(memory.ranks)]
         state_bytes = _core.CUDA_HIGH_THROUGHPUT_STATE_BYTES
         peers_at = _core.CUDA_HIGH_THROUGHPUT_STATE_PEERS_AT
         self._state = new_state(state_bytes, peers_at, peers, device)
         counts = ctas_bounds(memory)[1] * (_core.CUDA_HIGH_THROUGHPUT_MOST_EXPERTS + memory.ranks)
+        if self._between is not None:
+            place = _core.CUDA_HIGH_THROUGHPUT_STATE_HOSTS_AT
+            self._state[place:][:8].view(torch.int64).fill_(self._between.address)
+            self._between.prepare_high_throughput(ring_bytes)
         self._counted = torch.empty(counts, dtype=torch.int32, device=device)
-        self._reports, self._totals = Reports(), Totals()
+        self._reports, self._totals = Reports(self._between), Totals()
         self._core = _core.CudaHighThroughput(
             _core.CudaHighThroughputPlace(
                 rank=memory.rank,
@@ -206,12 +190,11 @@ class CudaHighThroughput:
                 ring_bytes=ring_bytes,
             )
         )
-        self._launches_of: dict[Grid, Launches] = {}
-        self._launches_by_sms: dict[int, Launches] = {}
         self._last_routing: RepeatedRouting | None = None
-        self._launches = self._launches_with(self._grid)
+        self._all_launches = AllLaunches(self._core, memory, self._config, self._grid)
+        self._launches = self._all_launches.with_sms(None)
         # Loaded now, so that a rank can always say that it refuses.
-        refusal = self._launches.plan(Sizes(memory.ranks, memory.ranks, 1), 1)
+        refusal = self._launches.plan(self._sizes(memory.ranks, 1), 1)
         self._refusal = Call(refusal.args.copy(), refusal.launch)
         self._refusal.args.refused = True
         begin = _core.cuda_high_throughput_bytes(memory.ranks, ring_bytes)[1]
@@ -302,7 +285,7 @@ class CudaHighThroughput:
         self.check_devices(topk_idx=topk_idx, topk_weights=topk_weights)
         tokens = values.shape[0]
         check_routing(topk_idx, topk_weights, tokens, num_experts, self._ranks, self.device)
-        sizes = Sizes(self._ranks, num_experts, topk_idx.shape[1])
+        sizes = self._sizes(num_experts, topk_idx.shape[1])
         weighted = topk_weights is not None
         kind = DispatchKind.of(sizes, values, scales, layout, weighted=weighted, in_place=in_place)
         planning, sending = self._launches.new_routing(sizes, expert_alignment, kind)
@@ -335,7 +318,7 @@ class CudaHighThroughput:
             if values.shape[0] != plan.tokens:
                 bound = f"{plan.tokens}, the tokens of the plan"
                 raise ArgumentError("x.shape[0]", values.shape[0], bound)
-            sizes = Sizes(plan.ranks, plan.num_experts, plan.top_k)
+            sizes = self._sizes(plan.num_experts, plan.top_k)
             kind = DispatchKind.of(
                 sizes, values, scales, layout, new_routing=False, in_place=in_place
             )
@@ -498,7 +481,12 @@ class CudaHighThroughput:
     def _check_usable(self) -> None:
         if self._reports.fatal():
             raise self._reports.take(self._memory.rank, self._config.timeout_s)
+        if self._between is not None:
+            self._between.check()
         self._memory.base(self._memory.rank)  # raises if it is closed
+
+    def _sizes(self, experts: int, top_k: int) -> Sizes:
+        return Sizes(self._ranks, experts, top_k, self._between is not None)
 
     # ---- parts of calls -------------------------------------------------------------------------
 
@@ -568,7 +556,7 @@ class CudaHighThroughput:
         self, plan: CudaPlan, layout: RowOrder, y: torch.Tensor, weighted: bool, returns: bool,
         biased: bool = False,
     ) -> Call[_core.CudaHighThroughputCombineArgs]:  # fmt: skip
-        sizes = Sizes(plan.ranks, plan.num_experts, plan.top_k)
+        sizes = self._sizes(plan.num_experts, plan.top_k)
         row_bytes = y.shape[1] * y.itemsize
         expert_major = layout == "expert_major"
         kind = CombineKind(sizes, row_bytes, expert_major, weighted, returns, biased)

@@ -119,11 +119,13 @@ class Sizes:
         ranks: R.
         experts: E.
         top_k: K.
+        across_hosts: whether ranks are on several hosts.
     """
 
     ranks: int
     experts: int
     top_k: int
+    across_hosts: bool = False
 
     def constants(self) -> dict[str, int]:
         """Those of every kernel."""
@@ -132,6 +134,7 @@ class Sizes:
             "kExperts": self.experts,
             "kTopK": self.top_k,
             "kMirror": 0,
+            "kAcrossHosts": int(self.across_hosts),
         }
 
 
@@ -289,6 +292,8 @@ def _ring_shape(kind: DispatchKind, most_shared_bytes: int) -> _RingShape:
     wanted = max(2, min(_MOST_RING_ROWS, _RING_BYTES // kind.held_bytes))
     few = [(_FEW_WARPS, wanted), (4, 2), (2, 3), (2, 2), (1, 3), (1, 2)]
     for warps, rows in (*many, (_MANY_WARPS - 1, least), *few):
+        if warps == 1 and kind.sizes.across_hosts:
+            continue  # one warp of a CTA does something else there
         shape = _RingShape.of(kind, warps, rows)
         if shape.shared_bytes <= most_shared_bytes:
             return shape
@@ -389,10 +394,11 @@ def combine_kernel(
     terms = max(sizes.top_k if kind.expert_major else 0, ranks + (2 if kind.biased else 0))
     entries = 2 * 8 * (_core.CUDA_BATCH_TOKENS * terms + _MOST_PIECES)
     piece = 16 * _align(slice_units, 32)
+    done = 56 + 8 * sizes.across_hosts  # a job, and what tells of it
     rest = _align(8 * sizes.ranks + 16, _LINE)
 
     def shared_bytes(workers: int, pieces: int) -> int:
-        return workers * _align(pieces * piece + entries + 56, _LINE) + rest
+        return workers * _align(pieces * piece + entries + done, _LINE) + rest
 
     workers, pieces = _FEW_WORKERS, _MOST_PIECES
     if _has_many_workers(kind, ctas):

@@ -13,12 +13,14 @@ from fanfold import _core, jit
 from fanfold.backends.high_throughput import kernels
 from fanfold.backends.high_throughput.grid import Grid
 from fanfold.backends.high_throughput.kernels import CombineKind, DispatchKind, Kernel, Sizes
+from fanfold.backends.high_throughput.protocol import MOST_SMS
 from fanfold.config import Config
 from fanfold.errors import ArgumentError
-from fanfold.memory import PeerMemory
-from fanfold.memory.cuda import own_sms
+from fanfold.geometry import check_integer
+from fanfold.memory import GpuPeerMemory, PeerMemory
+from fanfold.memory.cuda import are_threads, own_sms
 
-__all__ = ["Call", "Launches", "ctas_bounds", "grid_of"]
+__all__ = ["AllLaunches", "Call", "Launches", "ctas_bounds", "grid_of"]
 
 Arguments = TypeVar(
     "Arguments",
@@ -133,6 +135,48 @@ class Launches:
             args.launch(loaded, shape, stream)
 
         return launch
+
+
+class AllLaunches:
+    """The kernels of each grid that calls have taken.
+
+    Args:
+        core: fills in arguments.
+        memory: of the ranks.
+        config: of the compiler's cache.
+        grid: of the beginning.
+    """
+
+    def __init__(
+        self, core: _core.CudaHighThroughput, memory: GpuPeerMemory, config: Config, grid: Grid
+    ) -> None:
+        self._core, self._memory, self._config, self._grid = core, memory, config, grid
+        self._of: dict[Grid, Launches] = {}
+        self._by_sms: dict[int, Launches] = {}
+
+    def with_sms(self, sms: int | None) -> Launches:
+        """Those that take ``sms`` SMs, as far as there are so many; None for the first grid."""
+        known = self._by_sms.get(sms) if type(sms) is int else None
+        if known is not None:
+            return known
+        grid = self._grid
+        if sms is not None:
+            check_integer("sms", sms, 1, MOST_SMS)
+            least, most = ctas_bounds(self._memory)
+            grid = Grid(self._memory.ranks, most, min(max(sms, least), most))
+        known = self._with(grid)
+        if sms is not None:
+            self._by_sms[sms] = known
+        return known
+
+    def _with(self, grid: Grid) -> Launches:
+        known = self._of.get(grid)
+        if known is None:
+            device = self._memory.device
+            early = not are_threads(self._memory.group)  # it would hold SMs that they may need
+            known = Launches(self._core, device, self._config, grid, early=early)
+            self._of[grid] = known
+        return known
 
 
 def ctas_bounds(memory: PeerMemory) -> tuple[int, int]:

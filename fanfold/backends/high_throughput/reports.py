@@ -11,6 +11,7 @@ import torch
 from fanfold import _core
 from fanfold.errors import ArgumentError, FanfoldError, PeerRefused, PeerTimeout, UsageError, logged
 from fanfold.kernel_reports import KernelReports
+from fanfold.memory.between_hosts import BetweenHosts
 
 __all__ = ["Reports", "Totals"]
 
@@ -18,14 +19,19 @@ _PHASES = ("high_throughput counts", "high_throughput dispatch", "high_throughpu
 
 
 class Reports(KernelReports):
-    """What the high-throughput kernels report."""
+    """What the high-throughput kernels report.
+
+    Args:
+        between: what is between hosts, if ranks are on several.
+    """
 
     _TIMEOUT, _INDEX, _REFUSED, _DISAGREEMENT, _CAPACITY = range(5)
     # Gravest first; a disagreement tells more than a refusal.
     _PASSING = (_DISAGREEMENT, _REFUSED, _CAPACITY, _INDEX)
 
-    def __init__(self) -> None:
+    def __init__(self, between: BetweenHosts | None = None) -> None:
         super().__init__(_core.CUDA_HIGH_THROUGHPUT_REPORT_BYTES)
+        self._between = between
 
     def fatal(self) -> bool:
         """Whether a peer was late, after which no call can be trusted."""
@@ -39,7 +45,17 @@ class Reports(KernelReports):
         return any(self._is_new(kind) for kind in self._PASSING)
 
     def take(self, rank: int, timeout_s: float) -> FanfoldError:
-        """The gravest report as an exception; those of one call are new once only."""
+        """The gravest report as an exception; those of one call are new once only.
+
+        Raises:
+            PeerTimeout, TransportError: what the network knows of a peer that was late.
+        """
+        error = self._gravest(rank, timeout_s)
+        if self._between is not None:
+            self._between.explain(error)
+        return error
+
+    def _gravest(self, rank: int, timeout_s: float) -> FanfoldError:
         kinds = (self._TIMEOUT, *self._PASSING)
         kind = next(kind for kind in kinds if self._is_new(kind))
         call, epoch, first, second = self._words[4 * kind : 4 * kind + 4]

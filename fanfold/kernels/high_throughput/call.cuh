@@ -5,6 +5,7 @@
 #include "layout/high_throughput_device.h"
 #include "protocol/bulk_peer.cuh"
 #include "protocol/deadline.cuh"
+#include "protocol/host_commands.cuh"
 #include "protocol/rank_set.cuh"
 
 namespace fanfold {
@@ -48,6 +49,46 @@ class Call {
   __device__ BulkPeer peer(int rank) const { return {args, rank}; }
   __device__ int rank_at(int peer) const { return fanfold::rank_at(args, peer); }
 
+  // ---- ranks on other hosts ---------------------------------------------------------------------
+
+  __device__ bool is_elsewhere(int rank) const {
+    if constexpr (kAcrossHosts == 0) return false;
+    return rank < kRanks && (remote_hosts().elsewhere[rank / 32] >> (rank % 32) & 1u) != 0;
+  }
+  // With kAcrossHosts: there is one.
+  __device__ int first_elsewhere() const {
+    int rank = 0;
+    while (rank < kRanks - 1 && !is_elsewhere(rank)) ++rank;
+    return rank;
+  }
+  // Likewise.
+  __device__ const RemoteHosts& remote_hosts() const { return *args.state->hosts; }
+  // Where the network writes what ranks elsewhere send to an offset of this rank's memory.
+  template <class T>
+  __device__ T* received_at(int64_t offset) const {
+    return reinterpret_cast<T*>(remote_hosts().received + offset);
+  }
+  // What stands at an offset where `source` sends rows.
+  template <class T>
+  __device__ T* rows_at(int source, int64_t offset) const {
+    return is_elsewhere(source) ? received_at<T>(offset) : own_at<T>(offset);
+  }
+  // A word at `own` from `source`, as it stands now, loaded by `load`. Of a rank elsewhere one CTA
+  // `looks` for the whole grid, as looks at the CPU's memory come one after the other, and hands on
+  // what is `awaited` by `store`, to where a rank of this host would have put it.
+  template <class Load, class Store, class Awaited>
+  __device__ uint64_t look_at(const uint64_t* own, int source, bool looks, const Load& load,
+                              const Store& store, const Awaited& awaited) const {
+    if (!is_elsewhere(source) || !looks) return load(own);
+    const int64_t offset = reinterpret_cast<const unsigned char*>(own) - own_at<unsigned char>(0);
+    const uint64_t found = load(received_at<const uint64_t>(offset));
+    if (awaited(found)) store(own_at<uint64_t>(offset), found);
+    return found;
+  }
+  // A word for each lane's `rank`, elsewhere, behind everything that was pushed for that before.
+  // By whole warps; false if a ring stayed full.
+  __device__ bool push_word(bool has_word, int rank, int64_t offset, uint64_t word) const;
+
   // ---- the course of a call ---------------------------------------------------------------------
 
   // One warp of the kernel: tells all peers that this rank has arrived, and so has left the call
@@ -56,8 +97,17 @@ class Call {
     const ArrivalWord word{epoch, args.signature, static_cast<uint32_t>(args.tokens),
                            args.refused != 0};
     for_ranks_of(lane, kWarpLanes, [&](int rank) {
-      if (is_peer(rank)) peer(rank).signal(arrival(rank_at(rank)), word.encode());
+      if (is_peer(rank) && !is_elsewhere(rank))
+        peer(rank).signal(arrival(rank_at(rank)), word.encode());
     });
+    if constexpr (kAcrossHosts == 0) return;
+    __syncwarp();
+    for (int round = 0; round < kRankRounds; ++round) {
+      const int rank = round * kWarpLanes + lane;
+      const bool is_there = is_elsewhere(rank);
+      push_word(is_there, is_there ? rank : 0, arrival(rank_at(is_there ? rank : 0)),
+                word.encode());
+    }
   }
 
   // Wipes some `ready` words, others in every call, before their use comes again. Nobody writes
@@ -71,6 +121,10 @@ class Call {
       ready[epoch % words] = 0;
     } else {
       for (int i = 0; i < kWiped; ++i) ready[(uint64_t{epoch} * kWiped + i) % words] = 0;
+    }
+    if constexpr (kAcrossHosts != 0) {
+      auto* received = received_at<uint64_t>(args.at.ready);
+      for (int i = 0; i < kWiped; ++i) received[(uint64_t{epoch} * kWiped + i) % words] = 0;
     }
   }
 
@@ -104,15 +158,45 @@ __device__ __forceinline__ void Call::time_out(int peer, uint32_t seen) const {
   report_timeout(*this, peer, static_cast<int32_t>(seen));
 }
 
+__device__ __forceinline__ bool Call::push_word(bool has_word, int rank, int64_t offset,
+                                                uint64_t word) const {
+  return push_commands(*this, has_word, rank, store_command(remote_hosts(), rank, offset, word));
+}
+
+// Pushes rows that lie `row_bytes` apart in the memory of each lane's `rank`, those of `tokens`,
+// and a word behind them. What the lane has stored is there first. By whole warps.
+__device__ __forceinline__ void push_rows(const Call& call, bool has_rows, int rank, int64_t rows,
+                                          int64_t row_bytes, uint32_t tokens, int64_t place,
+                                          uint64_t word) {
+  fence_system();
+  uint32_t left = has_rows ? tokens : 0u;
+  bool pushed = true;
+  while (pushed && __any_sync(kFullWarp, left != 0)) {
+    const int first = left != 0 ? __ffs(static_cast<int>(left)) - 1 : 0;
+    const int count = __ffs(static_cast<int>(~(left >> first))) - 1;  // in a run
+    const Command command = write_command(call.remote_hosts(), rank, rows + first * row_bytes,
+                                          int64_t{count} * row_bytes);
+    pushed = push_commands(call, left != 0, rank, command);
+    left &= ~(((1u << count) - 1u) << first);
+  }
+  // Without its rows the word is not sent, and the peer is late here.
+  if (pushed) call.push_word(has_rows, rank, place, word);
+}
+
 __device__ __forceinline__ ArrivalWord Call::await_arrival(int rank) const {
   ArrivalWord own{epoch, args.signature, static_cast<uint32_t>(args.tokens), args.refused != 0};
   if (!is_peer(rank)) return own;
   const uint32_t awaited = epoch & ArrivalWord::kEpochMask;
   Deadline deadline(*this);
+  const auto is_awaited = [awaited](uint64_t found) {
+    return ArrivalWord::decode(found).epoch == awaited;
+  };
   const auto* place = own_at<const uint64_t>(arrival(rank));
   ArrivalWord word{};
   do {
-    word = ArrivalWord::decode(load_acquire_system(place));
+    word = ArrivalWord::decode(look_at(
+        place, rank, blockIdx.x == 0, [](const uint64_t* at) { return load_acquire_system(at); },
+        [](uint64_t* at, uint64_t found) { store_release_system(at, found); }, is_awaited));
     if (word.epoch == awaited) return word;
   } while (!deadline.expired(rank, word.epoch));
   word.refused = true;

@@ -8,6 +8,7 @@
 // warp of each CTA signals to the ranks what the others have done: to release what is written takes
 // a round trip on the link.
 #include "high_throughput/combine_job.cuh"
+#include "high_throughput/relay.cuh"
 #include "high_throughput/row_sum.cuh"
 
 namespace fanfold {
@@ -57,14 +58,17 @@ struct FoldedRows {
   static constexpr float kNothing = kBiased != 0 ? -0.0f : 0.0f;
 
   const unsigned char* y;
-  const unsigned char* ring;     // the slice of row 0 of all rings of this rank
-  unsigned char* out;            // the slice of the batch's first token
-  const unsigned char* bias[2];  // likewise
+  const unsigned char* ring;      // the slice of row 0 of all rings of this rank
+  const unsigned char* received;  // likewise, of those that the network writes
+  unsigned char* out;             // the slice of the batch's first token
+  const unsigned char* bias[2];   // likewise
 
   __device__ const unsigned char* from(const Entry& entry) const {
     if (kBiased != 0 && entry.kind() == Entry::Kind::kBias)
       return (entry.row() == 0 ? bias[0] : bias[1]) + entry.place() * kRowBytes;
     if (kExpertMajor == 0 && entry.kind() == Entry::Kind::kOwn) return y + entry.row() * kRowBytes;
+    if (kAcrossHosts != 0 && (entry.row() & Entry::kReceived) != 0)
+      return received + (entry.row() & ~int64_t{Entry::kReceived}) * kSlotBytes;
     return ring + entry.row() * kSlotBytes;
   }
   __device__ Result to(int place) const { return {out + place * kRowBytes}; }
@@ -123,24 +127,33 @@ class Worker {
       if (!await_ready(job)) return false;
       const FoldedRows rows{args_.y + columns,
                             call_.own_at<unsigned char>(ring_offset(call_, 0)) + columns,
+                            received_rings(columns),
                             args_.out + first,
                             {args_.bias[0] + first, args_.bias[1] + first}};
       sums_.begin(entries, count, units, rows);
       sums_.run(rows, prepare);
       if (kTopKWeights != 0 && job.slice == 0) fold_topk_weights(job);
     }
-    if (job.is_signalled) post(job);
+    if (job.is_signalled) post(job, batch);
     return true;
   }
 
+  __device__ const unsigned char* received_rings(int64_t columns) const {
+    if constexpr (kAcrossHosts == 0) return nullptr;
+    return call_.received_at<const unsigned char>(ring_offset(call_, 0)) + columns;
+  }
+
   // Hands a job to the signal warp.
-  __device__ void post(const Job& job) {
+  __device__ void post(const Job& job, const BatchWord& batch) {
     __syncwarp();
     if (call_.lane == 0) {
-      Deadline deadline(call_);  // the signal warp waits for nobody, but may have failed
+      // The signal warp waits for nobody but a full ring of commands, and may have failed.
+      const int late = kAcrossHosts != 0 ? call_.first_elsewhere() : args_.call.rank;
+      Deadline deadline(call_);
       while (posted_ > 0 && !phase_is_over(&own_.signalled, (posted_ - 1) & 1u))
-        if (deadline.expired(args_.call.rank, 0)) break;
-      own_.done = job;
+        if (deadline.expired(late, 0)) break;
+      static_cast<Job&>(own_.done) = job;
+      own_.done.keep(batch.tokens);
       arrive(&own_.posted);
     }
     ++posted_;
@@ -250,7 +263,7 @@ class Worker {
 
   __device__ float arrived_topk_weight(int rank, int slot, int place) const {
     const int64_t from = ring_offset(call_, ring_row(call_, rank, slot, place));
-    const auto* words = call_.own_at<const uint32_t>(from + kTopKWordsAt);
+    const auto* words = call_.rows_at<const uint32_t>(rank, from + kTopKWordsAt);
     return __uint_as_float(load_relaxed_system(words + call_.lane));
   }
 
@@ -283,6 +296,7 @@ class SignalWarp {
 
   // Lane w signals what worker w has posted.
   __device__ bool signal() {
+    if constexpr (kAcrossHosts != 0) return signal_across_hosts();
     WorkerShared* worker = call_.lane < kWorkers ? &shared_.workers[call_.lane] : nullptr;
     if (worker == nullptr || !phase_is_over_now(&worker->posted, signalled_ & 1u)) return false;
     const Job job = worker->done;
@@ -290,16 +304,78 @@ class SignalWarp {
     ++signalled_;
     fence_system();
     if (job.kind == Job::Kind::kSend) {
-      const uint32_t use = BatchWord::use_of(call_.epoch, job.turn);
-      call_.peer(job.source)
-          .put(call_.ready(call_.rank_at(job.source), word_of(job)), BatchWord{use, 0, 0}.encode());
+      call_.peer(job.source).put(ready_of(job), ready_word(job));
       return true;
     }
     for (int rank = 0; rank < kRanks; ++rank)
-      if (uses_ring(call_, rank))
-        call_.peer(rank).put(call_.ack(call_.rank_at(rank), word_of(job)),
-                             CountedWord{call_.epoch, job.turn + 1}.encode());
+      if (uses_ring(call_, rank)) call_.peer(rank).put(ack_of(job, rank), ack_word(job));
     return true;
+  }
+
+  // The same where some ranks are on other hosts: lanes that have nothing come, too.
+  __device__ bool signal_across_hosts() {
+    WorkerShared* worker = call_.lane < kWorkers ? &shared_.workers[call_.lane] : nullptr;
+    const bool has = worker != nullptr && phase_is_over_now(&worker->posted, signalled_ & 1u);
+    Job job{};
+    uint32_t tokens = 0;
+    if (has) {
+      job = worker->done;
+      tokens = worker->done.kept();
+      arrive(&worker->signalled);
+      ++signalled_;
+    }
+    if (__any_sync(kFullWarp, has) == 0) return false;
+    fence_system();
+    const bool sends = has && job.kind == Job::Kind::kSend;
+    const bool pushes = sends && call_.is_elsewhere(job.source);
+    if (sends && !pushes) call_.peer(job.source).put(ready_of(job), ready_word(job));
+    push_slice(pushes, job, tokens);
+    for (int rank = 0; rank < kRanks; ++rank) {
+      const bool acks = has && !sends && uses_ring(call_, rank);
+      if (call_.is_elsewhere(rank)) {
+        call_.push_word(acks, rank, ack_of(job, rank), ack_word(job));
+      } else if (acks) {
+        call_.peer(rank).put(ack_of(job, rank), ack_word(job));
+      }
+    }
+    return has;
+  }
+
+  // Rows lie whole in their slots: one slice is a command for each run of rows, of several each row
+  // has its own. The numbers of the top-k entries go with the first slice.
+  __device__ void push_slice(bool pushes, const Job& job, uint32_t tokens) const {
+    const int to = pushes ? job.source : 0;
+    const int64_t slot = ring_offset(call_, ring_row(call_, call_.rank_at(to), job.slot, 0));
+    const int64_t begin = int64_t{job.slice} * kSliceBytes;
+    const auto bytes = min(int64_t{kSliceBytes}, int64_t{kRowBytes} - begin);
+    bool pushed = true;
+    for (int place = 0; place < kBatchTokens; ++place) {
+      const bool has_row = pushes && (tokens >> place & 1u) != 0;
+      const int64_t row = slot + int64_t{place} * kSlotBytes;
+      pushed = pushed && push_bytes(has_row, to, row + begin, bytes);
+      if constexpr (kTopKWeights != 0)
+        pushed = pushed && push_bytes(has_row && job.slice == 0, to, row + kTopKWordsAt,
+                                      align_up(kTopK * 4, kUnitBytes));
+    }
+    // Without its rows the word is not sent, and the peer is late here.
+    if (pushed) call_.push_word(pushes, to, ready_of(job), ready_word(job));
+  }
+  __device__ bool push_bytes(bool pushes, int rank, int64_t offset, int64_t bytes) const {
+    return push_commands(call_, pushes, rank,
+                         write_command(call_.remote_hosts(), rank, offset, bytes));
+  }
+
+  __device__ int64_t ready_of(const Job& job) const {
+    return call_.ready(call_.rank_at(job.source), word_of(job));
+  }
+  __device__ uint64_t ready_word(const Job& job) const {
+    return BatchWord{BatchWord::use_of(call_.epoch, job.turn), 0, 0}.encode();
+  }
+  __device__ int64_t ack_of(const Job& job, int rank) const {
+    return call_.ack(call_.rank_at(rank), word_of(job));
+  }
+  __device__ uint64_t ack_word(const Job& job) const {
+    return CountedWord{call_.epoch, job.turn + 1}.encode();
   }
 
   CombineShared& shared_;
@@ -325,8 +401,16 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (thread < kWorkers) init_barrier(&shared.workers[thread].signalled, 1);
   if (thread == 0) init_barrier(&shared.ended, kWorkers);
   gather(call, shared.participants);
+  // One worker less where ranks are on other hosts: all jobs are for whoever comes.
+  const bool relays = kAcrossHosts != 0 && blockIdx.x == gridDim.x - 1 && call.warp == 0;
   if (!shared.participants.is_aborted) {
-    if (call.warp < kWorkers) {
+    if (relays) {
+      const int own = shared.batches(args.call.rank);
+      Relay<kSlices>(call).run([own](int) { return own; },
+                               [&](int source) { return shared.batches(source); });
+      __syncwarp();
+      if (call.lane == 0) arrive(&shared.ended);
+    } else if (call.warp < kWorkers) {
       Worker(args, shared, call).run();
     } else {
       SignalWarp(shared, call).run();

@@ -281,8 +281,10 @@ class Preparation {
   };
   // Where the row of a rank is, for which `folded_row` is `row`.
   __device__ Folded folded_from(int place, int rank, int row) const {
-    if (!is_own(rank))
-      return {Entry::Kind::kRow, static_cast<uint32_t>(ring_row(call_, rank, job_.slot, place))};
+    if (!is_own(rank)) {
+      const auto at = static_cast<uint32_t>(ring_row(call_, rank, job_.slot, place));
+      return {Entry::Kind::kRow, call_.is_elsewhere(rank) ? at | Entry::kReceived : at};
+    }
     // What peers drop comes as zeros, too.
     if (row == kDropped) return {Entry::Kind::kZeros, 0};
     return {Entry::Kind::kOwn, static_cast<uint32_t>(row)};

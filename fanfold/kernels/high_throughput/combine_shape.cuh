@@ -77,16 +77,37 @@ struct alignas(8) Entry {
   __device__ int place() const { return static_cast<int>(word >> kPlaceAt) & (kBatchTokens - 1); }
   __device__ int64_t row() const { return word & ((1u << kPlaceAt) - 1); }
 
+  // Folded: of the ring that the network writes.
+  static constexpr uint32_t kReceived = 1u << (PlaceWord::kRowBits - 1);
   static constexpr int kPlaceAt = PlaceWord::kRowBits, kLastAt = kPlaceAt + 3,
                        kKindAt = kLastAt + 1;
 };
 static_assert(kBatchTokens == 8);
 
+// Across hosts: the tokens of the batch that was sent, of which there are rows.
+template <bool kAcross>
+class SentTokens {
+ public:
+  __device__ void keep(uint32_t tokens) { tokens_ = tokens; }
+  __device__ uint32_t kept() const { return tokens_; }
+
+ private:
+  uint32_t tokens_;
+};
+template <>
+class SentTokens<false> {
+ public:
+  __device__ void keep(uint32_t) {}
+  __device__ uint32_t kept() const { return 0; }
+};
+
+struct DoneJob : Job, SentTokens<kAcrossHosts != 0> {};
+
 struct WorkerShared {
   alignas(128) uint4 pieces[kPieces][kLaneUnits * kWarpLanes];
   // Of this job and of the next; those behind them are read, too, ahead.
   Entry entries[2][kMostEntries + kPieces];
-  Job done;                          // to be signalled
+  DoneJob done;                      // to be signalled
   ArrivalBarrier posted, signalled;  // it is posted; the signal warp has it. A phase for each job
 };
 

@@ -5,6 +5,7 @@
 #include "high_throughput/dispatch_receive.cuh"
 #include "high_throughput/dispatch_send.cuh"
 #include "high_throughput/dispatch_send_many.cuh"
+#include "high_throughput/relay.cuh"
 
 namespace fanfold::high_throughput {
 
@@ -48,8 +49,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   gather(call, shared.participants);
   fence_global_and_bulk();  // what others have left behind comes before what is written there
   const bool moves = !shared.participants.is_aborted;
+  const bool relays = kAcrossHosts != 0 && index == warps - 1;
   if (!moves) {
     mark_absent(args, 0, 0, index, warps);
+  } else if (relays) {
+    const int sent = warp.batches(args.call.rank).count();
+    Relay<1>(call).run([&](int source) { return warp.batches(source).count(); },
+                       [sent](int) { return sent; });
   } else {
     if (kRanks > 1 && sends) {
       SenderFor<kHasFewRanks>::Type sender(warp);

@@ -104,7 +104,10 @@ class Receiver {
     const bool copies = kSendsDestinations && destination.copies;
     arrive_expecting(full, kRingRowBytes + (copies ? kRowBytes : 0));
     const auto own = [this](int64_t offset) { return call_.own_at<unsigned char>(offset); };
-    bulk_load(to + kSentAt, own(w_.ring_row(now_.source, at)), kRingRowBytes, full);
+    const auto sent = [this](int64_t offset) {
+      return call_.rows_at<unsigned char>(now_.source, offset);
+    };
+    bulk_load(to + kSentAt, sent(w_.ring_row(now_.source, at)), kRingRowBytes, full);
     if (copies) bulk_load(to, own(w_.result_row(destination.row)), kRowBytes, full);
   }
 
@@ -192,6 +195,11 @@ class Receiver {
   }
 
   __device__ void give_back(int source, int slot, uint32_t turn) const {
+    if (call_.is_elsewhere(source)) {
+      call_.push_word(call_.lane == 0, source, call_.ack(call_.rank_at(source), slot),
+                      CountedWord{call_.epoch, turn + 1}.encode());
+      return;
+    }
     if (call_.lane != 0) return;
     call_.peer(source).put(call_.ack(call_.rank_at(source), slot),
                            CountedWord{call_.epoch, turn + 1}.encode());

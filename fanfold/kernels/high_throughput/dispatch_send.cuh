@@ -126,11 +126,15 @@ class Sender {
   // The batch has arrived at lane r's rank.
   __device__ void publish(int slot, uint64_t word) const {
     // A row that never came into the ring fails the call, and was sent all the same.
-    if (call_.is_peer(call_.lane) && !call_.failed()) {
+    const bool sends = call_.is_peer(call_.lane) && !call_.failed();
+    if (sends) {
       fence_global_and_bulk();
-      call_.peer(call_.lane).signal(call_.ready(call_.rank_at(call_.lane), slot), word);
+      if (!call_.is_elsewhere(call_.lane))
+        call_.peer(call_.lane).signal(call_.ready(call_.rank_at(call_.lane), slot), word);
     }
     __syncwarp();
+    if constexpr (kAcrossHosts != 0)
+      w_.push_batch(sends && call_.is_elsewhere(call_.lane), call_.lane, slot, word);
   }
 
   const DispatchWarp& w_;

@@ -122,11 +122,20 @@ class ManyRanksSender {
     if (!call_.failed()) {
       fence_global_and_bulk();
       for (int rank = call_.lane; rank < kRanks; rank += kWarpLanes)
-        if (call_.is_peer(rank))
+        if (call_.is_peer(rank) && !call_.is_elsewhere(rank))
           call_.peer(rank).signal(call_.ready(call_.rank_at(rank), ring_slot(batch)),
                                   word_of(batch, rank).encode());
     }
     __syncwarp();
+    if constexpr (kAcrossHosts != 0) {
+      const bool sends = __any_sync(kFullWarp, call_.failed()) == 0;
+      for (int round = 0; round < kRankRounds; ++round) {
+        const int rank = round * kWarpLanes + call_.lane;
+        const bool pushes = sends && call_.is_elsewhere(rank);
+        w_.push_batch(pushes, rank, ring_slot(batch),
+                      pushes ? word_of(batch, rank).encode() : uint64_t{0});
+      }
+    }
   }
 
   const DispatchWarp& w_;

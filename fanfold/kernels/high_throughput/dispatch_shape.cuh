@@ -33,6 +33,7 @@ inline constexpr bool kSendsDestinations = kInPlace != 0 && kExpertMajor != 0;
 inline constexpr bool kStaysInPlace = kInPlace != 0 && kExpertMajor == 0;
 static_assert(kSlotBytes == align_up(kSentAt + kRingRowBytes, kAreaAlignment));
 static_assert(kWeighted == 0 || kHasTopKWords);
+static_assert(kAcrossHosts == 0 || (kInPlace == 0 && kWarps > 1));
 static_assert(0 <= kShortTokens && kShortTokens <= kMostShortTokens);
 
 // Word k of those that travel beside a row in a slot.
@@ -116,6 +117,15 @@ struct DispatchWarp {
       const int64_t to = ring_row(call.rank_at(rank), row_sent.at);
       call.peer(rank).put_row(to, ring.slots[slot] + kSentAt, kSentBytes);
     }
+  }
+
+  // The rows of a batch in the send areas of ranks elsewhere, and its word: for each lane's `rank`
+  // if that is one. By whole warps.
+  __device__ void push_batch(bool pushes, int rank, int slot, uint64_t word) const {
+    const int to = pushes ? rank : 0;
+    const int reader = call.rank_at(to);
+    push_rows(call, pushes, to, ring_row(reader, slot * kBatchTokens), kRingRowBytes,
+              BatchWord::decode(word).tokens, call.ready(reader, slot), word);
   }
 
   __device__ void keep_batch(int source, int batch, const BatchWord& word) const {

@@ -12,8 +12,11 @@
 namespace fanfold {
 
 inline constexpr int kColumns = kExperts + kRanks;  // what is counted: experts, then ranks
+// Of a rank's counts for another: what a command names begins and ends on 16 bytes.
+inline constexpr int kColumnStride = kAcrossHosts != 0 ? align_up(kColumns, 2) : kColumns;
 inline constexpr int kTileTokens = 32;
 static_assert(kWarps >= 2);
+static_assert(kColumnStride <= HighThroughputDeviceLayout::kMostCounted + kRanks);
 
 struct PlanShared {
   uint32_t tokens_of[kGroupTiles][kColumns];  // a bit for each token of the tile
@@ -171,7 +174,7 @@ class Planner {
   }
 
   __device__ int64_t count_at(int source, int column) const {
-    const int64_t row = int64_t{call_.parity() * kRanks + source} * kColumns;
+    const int64_t row = int64_t{call_.parity() * kRanks + source} * kColumnStride;
     return args_.call.at.counts + (row + column) * 8;
   }
 
@@ -183,15 +186,30 @@ class Planner {
         const auto rows = static_cast<uint32_t>(shared_.total[c]);
         call_.peer(peer).put(theirs + int64_t{c} * 8, CountedWord{call_.epoch, rows}.encode());
       }
+      if (call_.is_elsewhere(peer)) push_counts_to(peer, theirs);
     }
+  }
+  // All threads, which have stored the counts in the send area. Each says itself of which call it
+  // is.
+  __device__ void push_counts_to(int peer, int64_t theirs) const {
+    __syncthreads();
+    if (call_.warp != 0) return;
+    fence_system();
+    push_commands(call_, call_.lane == 0, peer,
+                  write_command(call_.remote_hosts(), peer, theirs, int64_t{kColumnStride} * 8));
   }
 
   __device__ int await_count(int source, int column) const {
+    const auto is_awaited = [this](uint64_t found) {
+      return CountedWord::decode(found).epoch == call_.epoch;
+    };
     const auto* word = call_.own_at<const uint64_t>(count_at(source, column));
     Deadline deadline(call_);
     CountedWord counted{};
     do {
-      counted = CountedWord::decode(load_relaxed_system(word));
+      counted = CountedWord::decode(call_.look_at(
+          word, source, cta() == 0, [](const uint64_t* at) { return load_relaxed_system(at); },
+          [](uint64_t* at, uint64_t found) { store_relaxed_system(at, found); }, is_awaited));
       if (counted.epoch == call_.epoch) return static_cast<int>(counted.count);
     } while (!deadline.expired(source, counted.epoch));
     return 0;

@@ -14,6 +14,7 @@
 #pragma once
 
 #include "layout/protocol.h"
+#include "layout/remote_hosts.h"
 #include "layout/types.h"
 
 namespace fanfold {
@@ -185,6 +186,7 @@ struct HighThroughputState {
   uint32_t failed;    // 1: no call can be trusted any more
   uint32_t reserved;
   uint64_t peers[kMostRanks];  // PeerTable::all
+  const RemoteHosts* hosts;    // of kernels with kAcrossHosts: HighThroughputDeviceLayout there
 };
 
 enum class HighThroughputPhase : uint32_t { kPlan = 0, kDispatch = 1, kCombine = 2 };

@@ -17,7 +17,7 @@
 #pragma once
 
 #include "layout/low_latency_device.h"
-#include "layout/ring.h"
+#include "layout/remote_hosts.h"
 
 namespace fanfold {
 
@@ -96,12 +96,8 @@ struct HostsSeen {
 
 // In the memory of a rank's GPU, where ranks are on several hosts.
 struct LowLatencyHosts {
-  HostsSeen seen;                       // first, so that it is easily cleared
-  uint32_t elsewhere[kMostRanks / 32];  // bit r % 32 of word r / 32: rank r is on another host
-  unsigned char* received;              // LowLatencyHostsLayout
-  int64_t origin;                       // of the layout among the offsets of commands
-  const RingView* rings;                // of kWarpLanes slots at least
-  int32_t ring_count;                   // the ring of peer p is rings[p % ring_count]
+  RemoteHosts remote;  // what is received there is a LowLatencyHostsLayout
+  HostsSeen seen;
   // CTAs that have stored all that they send of a call: headers, rows. The last one sets it to 0.
   uint32_t finished_headers;
   uint32_t finished_rows;

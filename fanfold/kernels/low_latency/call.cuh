@@ -2,9 +2,10 @@
 // peer, and the acknowledgements that let peers use a half of the memory again.
 #pragma once
 
-#include "low_latency/host_commands.cuh"
+#include "layout/low_latency_hosts.h"
 #include "protocol/acks.cuh"
 #include "protocol/deadline.cuh"
+#include "protocol/host_commands.cuh"
 #include "protocol/other_calls.cuh"
 #include "protocol/rank_set.cuh"
 
@@ -41,7 +42,7 @@ struct Prologue {
     const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
     if (kHasFewRanks && lane < kRanks) seen.masked = args.state->masked[lane];
     if constexpr (kAcrossHosts != 0 && kHasFewRanks)
-      seen.elsewhere = args.state->hosts->elsewhere[0];
+      seen.elsewhere = args.state->hosts->remote.elsewhere[0];
     return seen;
   }
 };
@@ -118,7 +119,7 @@ class Call {
   // What stands at an offset of the memory in which this rank receives from `writer`.
   template <class T>
   __device__ T* own_at(Writer writer, int64_t offset) const {
-    if (writer.elsewhere) return reinterpret_cast<T*>(args.state->hosts->received + offset);
+    if (writer.elsewhere) return reinterpret_cast<T*>(remote_hosts().received + offset);
     return own_memory<T>(args, offset);
   }
   // Where this rank's row of a token goes in the memory of `rank`.
@@ -134,9 +135,11 @@ class Call {
 
   __device__ bool is_elsewhere(int rank) const {
     if constexpr (kAcrossHosts == 0) return false;
-    const uint32_t word = kHasFewRanks ? seen.elsewhere : args.state->hosts->elsewhere[rank / 32];
+    const uint32_t word = kHasFewRanks ? seen.elsewhere : remote_hosts().elsewhere[rank / 32];
     return (word >> (rank % 32) & 1u) != 0;
   }
+  // With kAcrossHosts.
+  __device__ const RemoteHosts& remote_hosts() const { return args.state->hosts->remote; }
   // As this rank is to `peer`, and as `source` is to this rank.
   __device__ Writer writer_to(int peer) const { return {rank_at(args, peer), is_elsewhere(peer)}; }
   __device__ Writer writer_of(int source) const { return {source, is_elsewhere(source)}; }
@@ -305,7 +308,7 @@ template <CallKind Kind>
 __device__ __forceinline__ void push_acks_to_hosts(const Call<Kind>& call) {
   __syncwarp();
   const uint64_t ack = received_calls(call.args).encode();
-  const LowLatencyHosts& hosts = *call.args.state->hosts;
+  const RemoteHosts& hosts = call.remote_hosts();
   for (int round = 0; round < kRankRounds; ++round) {
     const int rank = round * kWarpLanes + call.lane;
     const int peer = rank < kRanks ? rank : 0;

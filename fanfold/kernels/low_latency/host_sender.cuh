@@ -61,7 +61,7 @@ class HostSender {
   __device__ Writer writer() const { return call_.writer_to(peer_); }
 
  private:
-  __device__ const LowLatencyHosts& hosts() const { return *call_.args.state->hosts; }
+  __device__ const RemoteHosts& hosts() const { return call_.remote_hosts(); }
   __device__ void push(bool has_command, const Command& command) {
     if (!given_up_) given_up_ = !push_commands(call_, has_command, peer_, command);
   }

@@ -1,7 +1,8 @@
 // Commands to the proxies that carry what a rank sends to ranks on other hosts.
 #pragma once
 
-#include "layout/low_latency_hosts.h"
+#include "layout/command.h"
+#include "layout/remote_hosts.h"
 #include "protocol/deadline.cuh"
 #include "protocol/ring.cuh"
 
@@ -9,8 +10,8 @@ namespace fanfold {
 
 // The bytes at `offset` of the send area for `peer`, to the same place in the memory of the peer.
 // The host has checked that every offset of the layout fits.
-__device__ __forceinline__ Command write_command(const LowLatencyHosts& hosts, int peer,
-                                                 int64_t offset, int64_t bytes) {
+__device__ __forceinline__ Command write_command(const RemoteHosts& hosts, int peer, int64_t offset,
+                                                 int64_t bytes) {
   CommandFields fields;
   fields.kind = CommandKind::kWrite;
   fields.peer = peer;
@@ -23,8 +24,8 @@ __device__ __forceinline__ Command write_command(const LowLatencyHosts& hosts, i
 }
 
 // A word, behind everything that was pushed for the peer before.
-__device__ __forceinline__ Command store_command(const LowLatencyHosts& hosts, int peer,
-                                                 int64_t offset, uint64_t word) {
+__device__ __forceinline__ Command store_command(const RemoteHosts& hosts, int peer, int64_t offset,
+                                                 uint64_t word) {
   CommandFields fields;
   fields.kind = CommandKind::kStore;
   fields.peer = peer;
@@ -41,7 +42,7 @@ __device__ __forceinline__ Command store_command(const LowLatencyHosts& hosts, i
 template <class Call>
 __device__ __forceinline__ bool push_commands(const Call& call, bool has_command, int peer,
                                               const Command& command) {
-  const LowLatencyHosts& hosts = *call.args.state->hosts;
+  const RemoteHosts& hosts = call.remote_hosts();
   const int ring = peer % hosts.ring_count;
   uint32_t left = __ballot_sync(kFullWarp, has_command);
   while (left != 0) {

@@ -1,0 +1,71 @@
+#include "cuda/low_latency_hosts.h"
+
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstddef>
+#include <tuple>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "cuda/high_throughput_hosts.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace fanfold::bindings {
+namespace {
+
+std::vector<std::tuple<uintptr_t, int64_t>> addresses_of(
+    const std::vector<cuda::PinnedRange>& pinned) {
+  std::vector<std::tuple<uintptr_t, int64_t>> ranges;
+  ranges.reserve(pinned.size());
+  for (const cuda::PinnedRange& range : pinned) {
+    ranges.emplace_back(reinterpret_cast<uintptr_t>(range.data), range.bytes);
+  }
+  return ranges;
+}
+
+}  // namespace
+
+void bind_cuda_hosts(nb::module_& module) {
+  module.def(
+      "cuda_low_latency_hosts_bytes",
+      [](const LowLatencyGeometry& geometry) { return LowLatencyHostsLayout{geometry}.bytes(); },
+      "geometry"_a, "Bytes of a rank's memory between hosts.");
+  module.def(
+      "cuda_low_latency_hosts_clear",
+      [](const SymmetricMemory& memory, const LowLatencyGeometry& geometry) {
+        cuda::clear_received(memory, geometry);
+      },
+      "memory"_a, "geometry"_a, "Prepares what is received for the first call of a geometry.");
+  module.def(
+      "cuda_low_latency_hosts_pinned",
+      [](const SymmetricMemory& memory, const LowLatencyGeometry& geometry) {
+        return addresses_of(cuda::pinned_ranges(memory, geometry));
+      },
+      "memory"_a, "geometry"_a, "Address and bytes of each range of pages that kernels use.");
+  module.attr("CUDA_LOW_LATENCY_HOSTS_SEEN_AT") = offsetof(LowLatencyHosts, seen);
+  module.attr("CUDA_LOW_LATENCY_HOSTS_SEEN_BYTES") = sizeof(HostsSeen);
+  module.def(
+      "cuda_low_latency_hosts_block",
+      [](const SymmetricMemory& memory, uintptr_t at) {
+        const std::vector<std::byte> block = cuda::hosts_block(memory, at);
+        return nb::bytes(block.data(), block.size());
+      },
+      "memory"_a, "at"_a, "What stands at this address of the GPU's memory before the first call.");
+  module.def(
+      "cuda_high_throughput_hosts_pinned",
+      [](const SymmetricMemory& memory, int64_t ring_bytes) {
+        return addresses_of(cuda::pinned_ranges(memory, ring_bytes));
+      },
+      "memory"_a, "ring_bytes"_a, "Address and bytes of each range of pages that kernels use.");
+  module.def(
+      "cuda_high_throughput_hosts_clear",
+      [](const SymmetricMemory& memory, int64_t ring_bytes) {
+        cuda::clear_received(memory, ring_bytes);
+      },
+      "memory"_a, "ring_bytes"_a, "Takes away what says that something has arrived.");
+}
+
+}  // namespace fanfold::bindings

@@ -1,0 +1,55 @@
+"""The high-throughput mode of emulated GPUs on several hosts, as :mod:`tests.emulation.hosts`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from fanfold import _core
+from fanfold.config import Config
+from fanfold.memory import pinning
+from tests.emulation.high_throughput import World, emulated
+from tests.emulation.hosts import Network, Proxies, open_memories
+from tests.emulation.world import Builder, ThreadGroup
+
+
+@contextmanager
+def emulated_hosts(builder: Builder, ctas: int) -> Iterator[None]:
+    """:func:`emulated`, with memory that is there without being pinned."""
+    with (
+        emulated(builder, ctas),
+        mock.patch.object(pinning, "_pin"),
+        mock.patch.object(pinning, "_unpin"),
+    ):
+        yield
+
+
+class HostsWorld(Proxies, World):
+    """All ranks of a group on several hosts; only within :func:`emulated_hosts`. It must be closed.
+
+    Args:
+        network: what joins them; its ``hosts`` say how many ranks there are.
+        ring_bytes, settings: as of :class:`World`.
+    """
+
+    memories: list[Any]
+
+    def __init__(self, network: Network, ring_bytes: int, **settings: Any) -> None:
+        self._network, self._stopped = network, []
+        settings = {"network": network.setting, **settings}
+        super().__init__(len(network.hosts), ring_bytes, **settings)
+
+    def _memories(
+        self,
+        ranks: int,
+        ring_bytes: int,
+        config: Config,
+        groups: list[ThreadGroup],
+        regions: list[torch.Tensor],
+    ) -> list[Any]:
+        nbytes = _core.cuda_high_throughput_bytes(ranks, ring_bytes)[1]
+        return list(open_memories(self._network, nbytes, config, groups, regions))
