@@ -73,7 +73,7 @@ def gpu(builder: Builder) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=[0, 7])
+@pytest.fixture(params=[pytest.param(0, marks=pytest.mark.long), 7])
 def worlds(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, gpu: None
 ) -> Iterator[Worlds]:
