@@ -4,6 +4,7 @@ what it is there."""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from collections.abc import Iterator
 from contextlib import closing
@@ -27,7 +28,7 @@ from fanfold.backends.high_throughput.kernels import (
 )
 from fanfold.errors import PeerTimeout
 from fanfold.memory.cuda_hosts import CudaMemoryAcrossHosts
-from tests.distributed.cuda_rounds import dispatch, run_case, sent
+from tests.distributed.cuda_rounds import check_combine, dispatch, run_case, sent
 from tests.distributed.routings import Case, Round
 from tests.emulation.deep_ep import Memory, run
 from tests.emulation.high_throughput import CTAS, ROOMY_RING, SMALL
@@ -128,6 +129,25 @@ def test_one_sender_and_one_receiver(worlds: Worlds) -> None:
 
 def test_calls_whose_low_bits_begin_anew(worlds: Worlds) -> None:
     faults.test_calls_whose_low_bits_begin_anew()
+
+
+def test_words_of_other_hosts_are_wiped_one_in_each_call(worlds: Worlds) -> None:
+    """Those that no slot of these rings uses, so that nothing else writes them."""
+    world = worlds(SMALL.ranks, tiny_ring(SMALL))
+    words = 2048 * 8 * SMALL.ranks
+    ready = _core.cuda_high_throughput_bytes(SMALL.ranks, 0)[0] - 2 * words
+
+    def program(rank: int, mode: CudaHighThroughput) -> None:
+        own = world.memories[rank].between.memory.base(rank) + ready
+        received = (ctypes.c_uint64 * 2048).from_address(own)
+        received[1000:1004] = [5] * 4
+        mode._state[:4].view(torch.int32)[0] = 1000
+        expect = Round(SMALL, rank)
+        got = dispatch(mode, expect, "expert_major", None)
+        check_combine(mode, expect, got, "expert_major")
+        assert received[1000:1004] == [5, 0, 0, 0]  # by a plan, a dispatch and a combine
+
+    world.run(program)
 
 
 @pytest.mark.parametrize("how", ["dispatch", "cached", "combine", "weights"])

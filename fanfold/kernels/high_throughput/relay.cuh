@@ -52,9 +52,8 @@ class Relay {
   __device__ bool hand_on(int source, int all, int (&done)[kRankRounds], const One& one) {
     const int before = __shfl_sync(kFullWarp, done[source / kWarpLanes], source % kWarpLanes);
     if (before >= all) return false;
-    // No further than a ring, in which each word stands once.
     const int i = before + call_.lane;
-    const bool comes = i < all && call_.lane < call_.args.slots * kWords && one(i);
+    const bool comes = i < all && one(i);
     const uint32_t missing = ~__ballot_sync(kFullWarp, comes);
     const int now = before + (missing == 0 ? kWarpLanes : __ffs(static_cast<int>(missing)) - 1);
     if (call_.lane == source % kWarpLanes) done[source / kWarpLanes] = now;
