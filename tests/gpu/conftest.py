@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fanfold.launch import RankPool
+from tests.gpu.hosts import NETWORKS, Run, on_hosts
 from tests.gpu.one_gpu import OneGpu
 
 MOST_RANKS = 4
@@ -115,6 +116,16 @@ def gpus() -> Iterator[GpuPools]:
     pools = GpuPools()
     yield pools
     pools.close_all()
+
+
+@pytest.fixture(params=NETWORKS)
+def run_on_hosts(request: pytest.FixtureRequest, gpus: GpuPools) -> Run:
+    """``run_on_hosts(ranks, test, *args)``: ``test(group, *args)`` on ranks of two hosts."""
+
+    def run(ranks: int, test: Callable[..., Any], *args: Any) -> list[Any]:
+        return gpus.run(ranks, on_hosts, request.param, test, args)
+
+    return run
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import dataclasses
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -21,9 +21,11 @@ from fanfold.backends.high_throughput import HostHighThroughput, Plan
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.backends.high_throughput.in_place import bytes_for_results
 from fanfold.backends.high_throughput.plan import CudaDispatched
+from fanfold.backends.opening import memory_across_hosts
 from fanfold.config import Config
 from fanfold.errors import ArgumentError, PeerRefused, PeerTimeout
 from fanfold.group import Group, as_group
+from fanfold.memory import GpuPeerMemory
 from fanfold.memory.cuda import CudaSymmetricMemory
 from fanfold.memory.host import SymmetricMemory
 from tests.distributed import routings
@@ -59,7 +61,12 @@ def opened(
     config = Config.resolve(ring_bytes=ring_bytes, timeout_s=timeout_s)
     ranks = as_group(group)
     nbytes = CudaHighThroughput.required_bytes(ranks.size, config, result_bytes)
-    with CudaSymmetricMemory(ranks, nbytes) as memory:
+    memory: GpuPeerMemory
+    if (config.hosts or 1) > 1:
+        memory = memory_across_hosts(ranks, nbytes, nbytes, config)
+    else:
+        memory = CudaSymmetricMemory(ranks, nbytes)
+    with closing(memory):
         yield CudaHighThroughput(memory, config, result_bytes=result_bytes, **rest)
 
 

@@ -6,9 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -22,35 +20,10 @@ from tests.gpu import test_deep_ep_cuda as deep_ep
 from tests.gpu import test_graphs_and_streams as graphs
 from tests.gpu import test_low_latency_cuda as rounds
 from tests.gpu.conftest import GpuPools
+from tests.gpu.hosts import NETWORKS, Run, on_hosts, two_hosts
 from tests.gpu.support import Case, case_of, open_layer, own_device, tokens_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
-
-NETWORKS = ["libfabric:tcp", "libfabric:shm"]
-Test = Callable[..., Any]
-
-
-def _hosts(network: str) -> Any:
-    """The settings of the ranks, two on each host at most."""
-    return mock.patch.dict(os.environ, FANFOLD_HOSTS="2", FANFOLD_NETWORK=network)
-
-
-def _on_hosts(group: dist.ProcessGroup, network: str, test: Test, args: tuple[Any, ...]) -> Any:
-    with _hosts(network):
-        return test(group, *args)
-
-
-@pytest.fixture(params=NETWORKS)
-def run(request: pytest.FixtureRequest, gpus: GpuPools) -> Callable[..., list[Any]]:
-    """``run(ranks, test, *args)``: ``test(group, *args)`` on ranks of two hosts."""
-
-    def run_(ranks: int, test: Test, *args: Any) -> list[Any]:
-        return gpus.run(ranks, _on_hosts, request.param, test, args)
-
-    return run_
-
-
-Run = Callable[..., list[Any]]
 
 
 def _placed(group: dist.ProcessGroup, case: Case) -> tuple[str, str, set[int]]:
@@ -65,8 +38,9 @@ def _placed(group: dist.ProcessGroup, case: Case) -> tuple[str, str, set[int]]:
         return ep.device.type, network, {peer for peer, count in sent.items() if count}
 
 
-def test_other_hosts_are_reached_through_the_network(run: Run, most_ranks: int) -> None:
-    for rank, (device, network, peers) in enumerate(run(most_ranks, _placed, case_of(most_ranks))):
+def test_other_hosts_are_reached_through_the_network(run_on_hosts: Run, most_ranks: int) -> None:
+    placed = run_on_hosts(most_ranks, _placed, case_of(most_ranks))
+    for rank, (device, network, peers) in enumerate(placed):
         host = [peer * 2 // most_ranks for peer in range(most_ranks)]
         assert device == "cuda"
         assert network.startswith("libfabric:")
@@ -86,45 +60,45 @@ def test_other_hosts_are_reached_through_the_network(run: Run, most_ranks: int) 
     ],
     ids=str,
 )
-def test_rounds(run: Run, most_ranks: int, changes: dict[str, Any]) -> None:
-    run(most_ranks, rounds._round, case_of(most_ranks, **changes))
+def test_rounds(run_on_hosts: Run, most_ranks: int, changes: dict[str, Any]) -> None:
+    run_on_hosts(most_ranks, rounds._round, case_of(most_ranks, **changes))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_two_ranks_on_each_host(run: Run, dtype: str) -> None:
+def test_two_ranks_on_each_host(run_on_hosts: Run, dtype: str) -> None:
     """Rows come from the same host and from the other at once."""
-    run(4, rounds._round, case_of(4, dtype=dtype))
+    run_on_hosts(4, rounds._round, case_of(4, dtype=dtype))
 
 
 @pytest.mark.parametrize("number", range(6))
-def test_any_geometry(run: Run, most_ranks: int, number: int) -> None:
+def test_any_geometry(run_on_hosts: Run, most_ranks: int, number: int) -> None:
     case = rounds.random_case(number, most_ranks)
-    run(case.ranks, rounds._round, case)
+    run_on_hosts(case.ranks, rounds._round, case)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_hooks(run: Run, most_ranks: int, dtype: str) -> None:
-    run(most_ranks, rounds._two_in_flight, case_of(most_ranks, dtype=dtype))
-    run(most_ranks, rounds._work_between, case_of(most_ranks, dtype=dtype))
+def test_hooks(run_on_hosts: Run, most_ranks: int, dtype: str) -> None:
+    run_on_hosts(most_ranks, rounds._two_in_flight, case_of(most_ranks, dtype=dtype))
+    run_on_hosts(most_ranks, rounds._work_between, case_of(most_ranks, dtype=dtype))
 
 
 @pytest.mark.parametrize("hooks", [False, True])
-def test_graphs(run: Run, most_ranks: int, hooks: bool) -> None:
-    run(most_ranks, graphs._captured_rounds, case_of(most_ranks, dtype="fp8"), 3, hooks)
+def test_graphs(run_on_hosts: Run, most_ranks: int, hooks: bool) -> None:
+    run_on_hosts(most_ranks, graphs._captured_rounds, case_of(most_ranks, dtype="fp8"), 3, hooks)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_many_rounds(run: Run, most_ranks: int, dtype: str) -> None:
+def test_many_rounds(run_on_hosts: Run, most_ranks: int, dtype: str) -> None:
     case = case_of(most_ranks, hidden=512, max_tokens=24, experts_per_rank=8, top_k=6, dtype=dtype)
-    assert run(most_ranks, rounds._many_rounds, case, 2_000, 1) == [0] * most_ranks
+    assert run_on_hosts(most_ranks, rounds._many_rounds, case, 2_000, 1) == [0] * most_ranks
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_ten_thousand_rounds(run: Run, most_ranks: int) -> None:
+def test_ten_thousand_rounds(run_on_hosts: Run, most_ranks: int) -> None:
     case = case_of(most_ranks, hidden=512, max_tokens=24, experts_per_rank=8, top_k=6, dtype="fp8")
     for _ in range(5):
-        assert run(most_ranks, rounds._many_rounds, case, 2_000, 1) == [0] * most_ranks
+        assert run_on_hosts(most_ranks, rounds._many_rounds, case, 2_000, 1) == [0] * most_ranks
 
 
 # ---- the interface of DeepEP --------------------------------------------------------------------
@@ -132,13 +106,13 @@ def test_ten_thousand_rounds(run: Run, most_ranks: int) -> None:
 
 @pytest.mark.parametrize("mode", ["", "async", "hook"])
 @pytest.mark.parametrize("form", FORMATS)
-def test_rounds_of_a_buffer(run: Run, most_ranks: int, form: str, mode: str) -> None:
-    run(most_ranks, deep_ep._round_trip, deep_ep.case_of(most_ranks), form, mode)
+def test_rounds_of_a_buffer(run_on_hosts: Run, most_ranks: int, form: str, mode: str) -> None:
+    run_on_hosts(most_ranks, deep_ep._round_trip, deep_ep.case_of(most_ranks), form, mode)
 
 
 @pytest.mark.parametrize("mode", ["", "hook"])
-def test_graphs_of_a_buffer(run: Run, most_ranks: int, mode: str) -> None:
-    run(most_ranks, deep_ep._captured, deep_ep.case_of(most_ranks), mode)
+def test_graphs_of_a_buffer(run_on_hosts: Run, most_ranks: int, mode: str) -> None:
+    run_on_hosts(most_ranks, deep_ep._captured, deep_ep.case_of(most_ranks), mode)
 
 
 # ---- what goes wrong ----------------------------------------------------------------------------
@@ -149,7 +123,7 @@ def test_graphs_of_a_buffer(run: Run, most_ranks: int, mode: str) -> None:
 def test_a_rank_that_never_calls(gpus: GpuPools, most_ranks: int, network: str, phase: str) -> None:
     """The error of a rank on another host says over which way, if the network has addresses."""
     args = (case_of(most_ranks), phase)
-    outcomes = gpus.run(most_ranks, _on_hosts, network, faults._never_comes, args)
+    outcomes = gpus.run(most_ranks, on_hosts, network, faults._never_comes, args)
     for rank, (error, _, after) in enumerate(outcomes):
         if rank == faults.BAD:
             continue
@@ -161,12 +135,12 @@ def test_a_rank_that_never_calls(gpus: GpuPools, most_ranks: int, network: str, 
         assert isinstance(after, fanfold.FanfoldError)
 
 
-def test_late_ranks_are_masked(run: Run, most_ranks: int) -> None:
-    assert all(right for right, _ in run(most_ranks, faults._mask, case_of(most_ranks)))
+def test_late_ranks_are_masked(run_on_hosts: Run, most_ranks: int) -> None:
+    assert all(right for right, _ in run_on_hosts(most_ranks, faults._mask, case_of(most_ranks)))
 
 
-def test_bad_input(run: Run, most_ranks: int) -> None:
-    seen = run(most_ranks, faults._bad_dispatch, case_of(most_ranks), "shape")
+def test_bad_input(run_on_hosts: Run, most_ranks: int) -> None:
+    seen = run_on_hosts(most_ranks, faults._bad_dispatch, case_of(most_ranks), "shape")
     assert isinstance(seen[faults.BAD], fanfold.ArgumentError)
     assert sum(isinstance(error, fanfold.PeerRefused) for error in seen) == most_ranks - 1
 
@@ -177,7 +151,7 @@ def _killed(
     """What a rank sees when another one is killed, and after how long."""
     rank = dist.get_rank(group)
     mine = tokens_of(case, rank).to(own_device())
-    with _hosts(network):
+    with two_hosts(network):
         ep = open_layer(group, case, timeout_s=2.0)
     received = ep.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
     ep.synchronize()

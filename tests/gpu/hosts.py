@@ -1,0 +1,25 @@
+"""Ranks of this machine that act as two hosts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+NETWORKS = ["libfabric:tcp", "libfabric:shm"]
+Run = Callable[..., list[Any]]
+Test = Callable[..., Any]
+
+
+def two_hosts(network: str) -> Any:
+    """The settings of the ranks, half of them on each host."""
+    return mock.patch.dict(os.environ, FANFOLD_HOSTS="2", FANFOLD_NETWORK=network)
+
+
+def on_hosts(group: dist.ProcessGroup, network: str, test: Test, args: tuple[Any, ...]) -> Any:
+    """One rank's part: ``test(group, *args)``."""
+    with two_hosts(network):
+        return test(group, *args)
