@@ -5,26 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 
 from fanfold import _core
 from fanfold.config import Config
-from fanfold.memory import pinning
 from tests.emulation.high_throughput import World, emulated
-from tests.emulation.hosts import Network, Proxies, open_memories
+from tests.emulation.hosts import Network, Proxies, open_memories, without_pinning
 from tests.emulation.world import Builder, ThreadGroup
 
 
 @contextmanager
 def emulated_hosts(builder: Builder, ctas: int) -> Iterator[None]:
-    """:func:`emulated`, with memory that is there without being pinned."""
-    with (
-        emulated(builder, ctas),
-        mock.patch.object(pinning, "_pin"),
-        mock.patch.object(pinning, "_unpin"),
-    ):
+    """:func:`emulated`, on several hosts."""
+    with emulated(builder, ctas), without_pinning():
         yield
 
 

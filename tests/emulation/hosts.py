@@ -8,7 +8,7 @@ import dataclasses
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -79,14 +79,26 @@ _VIEW_WORDS = 5
 
 
 @contextmanager
-def emulated_hosts(builder: Builder, ctas: int) -> Iterator[None]:
-    """:func:`emulated`, with memory that is there without being pinned."""
-    with (
-        emulated(builder, ctas),
-        mock.patch.object(pinning, "_pin"),
-        mock.patch.object(pinning, "_unpin"),
-    ):
+def without_pinning() -> Iterator[None]:
+    """Within it memory is there for kernels without being pinned."""
+    with mock.patch.object(pinning, "_pin"), mock.patch.object(pinning, "_unpin"):
         yield
+
+
+@contextmanager
+def emulated_hosts(builder: Builder, ctas: int) -> Iterator[None]:
+    """:func:`emulated`, on several hosts."""
+    with emulated(builder, ctas), without_pinning():
+        yield
+
+
+def whole_pages(ranges: list[tuple[int, int]]) -> Callable[[int], bool]:
+    """Whether an address is in one of the ranges, each an address and bytes, which are pages, none
+    of them twice."""
+    assert all(begin % 4096 == nbytes % 4096 == 0 for begin, nbytes in ranges)
+    ends = [begin + nbytes for begin, nbytes in ranges]
+    assert all(end <= begin for end, (begin, _) in zip(ends, ranges[1:], strict=False))
+    return lambda address: any(begin <= address < begin + nbytes for begin, nbytes in ranges)
 
 
 def open_memories(

@@ -33,7 +33,7 @@ from tests.distributed.routings import Case, Round
 from tests.emulation.deep_ep import Memory, run
 from tests.emulation.high_throughput import CTAS, ROOMY_RING, SMALL
 from tests.emulation.high_throughput_hosts import HostsWorld, emulated_hosts
-from tests.emulation.hosts import Network
+from tests.emulation.hosts import Network, whole_pages
 from tests.emulation.world import Builder
 from tests.unit import test_high_throughput_emulated as one_host
 from tests.unit import test_high_throughput_emulated_faults as faults
@@ -255,13 +255,7 @@ def test_what_is_pinned(gpu: None, hosts: tuple[int, ...]) -> None:
         for rank, memory in enumerate(world.memories):
             core = memory.between.memory.core
             ranges = _core.cuda_high_throughput_hosts_pinned(core, ring_bytes)
-            assert all(begin % 4096 == nbytes % 4096 == 0 for begin, nbytes in ranges)
-            ends = [begin + nbytes for begin, nbytes in ranges]
-            assert all(last <= begin for last, (begin, _) in zip(ends, ranges[1:], strict=False))
-
-            def is_pinned(address: int, ranges: Any = ranges) -> bool:
-                return any(begin <= address < begin + nbytes for begin, nbytes in ranges)
-
+            is_pinned = whole_pages(ranges)
             own = memory.between.memory.base(rank)
             away = [peer for peer in range(4) if hosts[peer] != hosts[rank]]
             assert is_pinned(own)

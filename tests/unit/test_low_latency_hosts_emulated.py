@@ -37,7 +37,7 @@ from fanfold.formats import ScaleFormat
 from fanfold.geometry import Geometry
 from fanfold.memory.cuda_hosts import CudaMemoryAcrossHosts, counting_cores
 from fanfold.metrics import collect
-from tests.emulation.hosts import HostsWorld, Network, emulated_hosts
+from tests.emulation.hosts import HostsWorld, Network, emulated_hosts, whole_pages
 from tests.emulation.world import Builder, ThreadGroup, gpu_memory
 from tests.unit import test_kernels_emulated as few
 from tests.unit.conftest import Compiled
@@ -411,13 +411,7 @@ def test_what_is_pinned(opens: Open, network: Network) -> None:
     area = cuda_bytes_between_hosts(BF16.geometry)
     for rank, memory in enumerate(world.memories):
         ranges = _core.cuda_low_latency_hosts_pinned(memory.between.memory.core, geometry)
-        assert all(begin % 4096 == nbytes % 4096 == 0 for begin, nbytes in ranges)
-        ends = [begin + nbytes for begin, nbytes in ranges]
-        assert all(end <= begin for end, (begin, _) in zip(ends, ranges[1:], strict=False))
-
-        def is_pinned(address: int, ranges: Any = ranges) -> bool:
-            return any(begin <= address < begin + nbytes for begin, nbytes in ranges)
-
+        is_pinned = whole_pages(ranges)
         own = memory.between.memory.base(rank)
         away = [peer for peer in range(4) if network.hosts[peer] != network.hosts[rank]]
         for source in away:
