@@ -26,7 +26,7 @@ from fanfold.bench.cuda_run import (
     slowest_rank,
     worst_median,
 )
-from fanfold.bench.cuda_timing import Clock, GpuBarrier, empty_kernel
+from fanfold.bench.cuda_timing import Clock, barrier_of, empty_kernel
 from fanfold.bench.layouts import room_for, sms_taken
 from fanfold.bench.settings import LEAVE_SMS, BenchSettings
 from fanfold.group import as_group
@@ -47,10 +47,21 @@ def time_on_gpu(
     calls: HighThroughputCalls, group: Any, expectation: Expectation, settings: BenchSettings
 ) -> CudaReport:
     """Checks, then times, what ``settings`` ask for. Collective."""
-    device = calls.device
     work = _Work(calls, expectation, settings)
     work.prepare()
-    barrier = GpuBarrier(group, device)
+    with barrier_of(calls, group, settings.config()) as barrier:
+        return _timed(work, barrier, calls, group, expectation, settings)
+
+
+def _timed(
+    work: _Work,
+    barrier: Callable[[], None],
+    calls: HighThroughputCalls,
+    group: Any,
+    expectation: Expectation,
+    settings: BenchSettings,
+) -> CudaReport:
+    device = calls.device
     clock = Clock(barrier, device, warmup=settings.warmup, iterations=settings.iterations)
     samples = {f"overhead.{name}": t for name, t in clock.overhead(settings.calls).items()}
     samples["overhead.end_to_end"] = clock.end_to_end(empty_kernel)

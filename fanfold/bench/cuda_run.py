@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from fanfold.bench.calls import Given, LowLatencyCalls
 from fanfold.bench.check import Expectation, same_bits
 from fanfold.bench.cuda_baseline import NcclAllToAll
-from fanfold.bench.cuda_timing import BarrierAcrossHosts, Clock, GpuBarrier
+from fanfold.bench.cuda_timing import Clock, barrier_of
 from fanfold.bench.settings import BenchSettings
 from fanfold.bench.timing import Timings
 
@@ -67,9 +66,7 @@ def time_on_gpu(
     """Checks, then times, what ``settings`` ask for. Collective."""
     work = _Work(calls, expectation)
     work.prepare(check=settings.check)
-    if not calls.network:
-        return _timed(work, GpuBarrier(group, calls.device), calls, expectation, settings)
-    with closing(BarrierAcrossHosts(group, settings.config())) as barrier:
+    with barrier_of(calls, group, settings.config()) as barrier:
         return _timed(work, barrier, calls, expectation, settings)
 
 

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fanfold.base_dispatcher import GroupLike
+from fanfold.bench.calls import Calls
 from fanfold.config import Config
 from fanfold.errors import UnavailableError
 from fanfold.group import as_group
 from fanfold.low_latency import LowLatency
 
-__all__ = ["BarrierAcrossHosts", "Clock", "GpuBarrier", "empty_kernel"]
+__all__ = ["BarrierAcrossHosts", "Clock", "GpuBarrier", "barrier_of", "empty_kernel"]
 
 Call = Callable[[], Any]
 
@@ -99,6 +101,16 @@ class BarrierAcrossHosts:
     def close(self) -> None:
         """Closes what it sends with."""
         self._ep.close()
+
+
+@contextmanager
+def barrier_of(calls: Calls, group: Any, config: Config) -> Iterator[Callable[[], None]]:
+    """A barrier of the GPUs of all ranks, whether on one host or several. Collective."""
+    if not calls.network:
+        yield GpuBarrier(group, calls.device)
+        return
+    with closing(BarrierAcrossHosts(group, config)) as barrier:
+        yield barrier
 
 
 def _timed_event(external: bool) -> torch.cuda.Event:

@@ -67,6 +67,11 @@ _GPU_ALIGNMENT = 128  # what grouped matrix products on GPUs want
 # The library's argument names, as the command line calls them.
 _OPTIONS = {"num_experts": "experts", "max_tokens": "tokens"}
 
+# What of GPUs a bench does across hosts.
+_ACROSS = (
+    "only kernels of low latency reach across hosts, and with --backend cuda those of high "
+    "throughput with --face native, expert-major, not in place"
+)
 ONE_HOST = "left out on one host, where nothing goes over a network (--hosts 2 acts as two hosts)"
 """The bound of ``transport`` where the ranks are on one host."""
 
@@ -219,8 +224,8 @@ class BenchSettings:
             raise ArgumentError("transport", repr(self.transport), ONE_HOST)
         if self.hosts > 1 and self.backend == "cuda" and not self._crosses_hosts:
             raise UnavailableError(
-                f"backend is cuda, but hosts is {self.hosts}, and only kernels of low latency "
-                "reach across hosts: use --backend host, or leave out --hosts (FANFOLD_HOSTS)"
+                f"backend is cuda, but hosts is {self.hosts}, and {_ACROSS}: use --backend host, "
+                "or leave out --hosts (FANFOLD_HOSTS)"
             )
 
     @property
@@ -228,7 +233,10 @@ class BenchSettings:
         """Whether kernels reach ranks on other hosts, and are taken for that."""
         if self.backend == "auto" and self.config().network.startswith("loopback"):
             return False  # ranks are threads, which auto leaves on the host
-        return self.mode == "low_latency"
+        if self.mode == "low_latency":
+            return True
+        plain = self.face == "native" and self.layout != "token_major" and not self.in_place
+        return plain and self.backend == "cuda"
 
     def _check_own_options(self) -> None:
         """Raises ArgumentError for an option of one mode that is wrong or out of place."""
@@ -337,9 +345,8 @@ class BenchSettings:
             asked = f"{of_gpus[0]} is asked for"
         if several_hosts and not self._crosses_hosts:
             raise UnavailableError(
-                f"{asked}, but the ranks are on several hosts, and these kernels do not reach "
-                "across hosts: start the ranks on one host (--hosts 1, FANFOLD_HOSTS), or use "
-                "--backend host without options of GPUs"
+                f"{asked}, but the ranks are on several hosts, and {_ACROSS}: start the ranks on "
+                "one host (--hosts 1, FANFOLD_HOSTS), or use --backend host without options of GPUs"
             )
         raise UnavailableError(
             f"{asked} with {ranks} ranks, each on a GPU of its own, but PyTorch sees {gpus} "

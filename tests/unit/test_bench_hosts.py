@@ -94,14 +94,14 @@ def test_without_either_the_ranks_are_where_they_are() -> None:
             "'loopback:1' \\(from FANFOLD_NETWORK\\), whose .*libfabric:tcp",
         ),
         (
-            "high-throughput --hosts 2 --backend cuda",
+            "high-throughput --hosts 2 --backend cuda --layout token-major",
             {},
-            "backend is cuda, but hosts is 2, .*--backend host",
+            "backend is cuda, but hosts is 2, .*expert-major, .*--backend host",
         ),
         (
-            "high-throughput --hosts 2",
+            "high-throughput --hosts 2 --in-place",
             {"FANFOLD_BACKEND": "cuda"},
-            "backend is cuda, but hosts is 2",
+            "backend is cuda, but hosts is 2, .*not in place",
         ),
         ("--hosts 2 --overlap", {}, "overlap is asked for with 4 ranks, each on a GPU of its own"),
     ],
@@ -162,6 +162,11 @@ def test_gpus_are_taken_on_several_hosts_where_kernels_reach_others(
         other = dataclasses.replace(settings, mode="high_throughput")
         assert other.backend_here(several_hosts=True) == "host"
         asked = dataclasses.replace(other, backend="cuda")
+        if face == "native":
+            for layout in (None, "expert_major"):
+                taken = dataclasses.replace(asked, hosts=2, layout=layout)
+                assert taken.backend_here(several_hosts=True) == "cuda"
+            asked = dataclasses.replace(asked, layout="token_major")
         with pytest.raises(UnavailableError, match="backend is cuda, but the ranks are on several"):
             asked.backend_here(several_hosts=True)
         with pytest.raises(UnavailableError, match="hosts is 2, and only kernels of low latency"):
