@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -59,7 +60,7 @@ def standing_in(module: ModuleType, **rest: Any) -> Iterator[None]:
     with mock.patch.multiple(
         module,
         Clock=BlindClock,
-        GpuBarrier=lambda group, device: lambda: None,
+        barrier_of=lambda calls, group, config: contextlib.nullcontext(lambda: None),
         device_properties=lambda device: {"name": "none", "sms": 132},
         **rest,
     ):
