@@ -62,6 +62,7 @@ def _high_throughput_notes(result: Result) -> list[str]:
     lines = [
         f"Nothing is taken off; an empty kernel takes {empty:.1f} µs end to end (docs/bench.md).",
         "Checked against the oracle." if result.checked else "NOT checked.",
+        *_hosts_notes(result),
     ]
     if late := timing.get("overhead", {}).get("late_share", 0.0):
         lines.append(
@@ -122,8 +123,9 @@ def _hosts_notes(result: Result) -> list[str]:
     placement = result.placement
     if placement.hosts == 1:
         return []
-    crosses = "Low latency sends a row to each rank that needs it, on whichever host."
-    if result.settings.mode == "high_throughput":
+    mode = result.settings.mode.replace("_", " ").capitalize()
+    crosses = f"{mode} sends a row to each rank that needs it, on whichever host."
+    if result.device is None and result.settings.mode == "high_throughput":
         crosses = (
             "High throughput sends a row once to each other host, whose ranks read it there, and "
             "each other host returns one sum for a token."

@@ -194,7 +194,7 @@ def bench_ranks(group: Any, points: Sequence[BenchSettings]) -> list[RankReport]
     reports, made = [], None
     for settings in points:
         hosts = _checked_hosts(ranks, settings)
-        data = (settings.workload(), settings.dtype, settings.mode, hosts.host)
+        data = (settings.workload(), settings.dtype, settings.through_gateways, hosts.host)
         with _threads_for(settings):
             if made is None or made[0] != data:
                 made = None  # the memory of one is enough
@@ -238,8 +238,7 @@ def bench_rank(group: Any, settings: BenchSettings) -> RankReport:
 
 def _expectation(ranks: Group, settings: BenchSettings, hosts: Hosts) -> Expectation:
     batches = [settings.workload().batch(rank) for rank in range(settings.ranks)]
-    # Low latency returns each rank's rows as they are.
-    far_hosts = hosts.others(ranks.rank) if settings.mode == "high_throughput" else ()
+    far_hosts = hosts.others(ranks.rank) if settings.through_gateways else ()
     return Expectation(batches, ranks.rank, settings.experts, settings.dtype == "fp8", far_hosts)
 
 
@@ -258,7 +257,11 @@ def _bench_rank(
             halves = cast("LowLatencyCalls", calls)
             on_gpu = cuda_run.time_on_gpu(halves, group, expectation, settings)
         rows = rows_moved(
-            expectation.own.topk_idx, expectation.rank, settings.experts, hosts.host, settings.mode
+            expectation.own.topk_idx,
+            expectation.rank,
+            settings.experts,
+            hosts.host,
+            through_gateways=settings.through_gateways,
         )
         metrics = calls.metrics() if calls.network else {}
         return RankReport(

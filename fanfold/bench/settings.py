@@ -229,6 +229,12 @@ class BenchSettings:
             )
 
     @property
+    def through_gateways(self) -> bool:
+        """Whether a row crosses once to each other host, which returns one sum: of a bench on a
+        backend that has been chosen. Else each rank there gets it, and returns its own."""
+        return self.mode == "high_throughput" and self.backend != "cuda"
+
+    @property
     def _crosses_hosts(self) -> bool:
         """Whether kernels reach ranks on other hosts, and are taken for that."""
         if self.backend == "auto" and self.config().network.startswith("loopback"):

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from fanfold.geometry import Mode
-
 __all__ = ["MessageTimes", "RowsMoved", "rows_moved"]
 
 
@@ -53,10 +51,10 @@ class RowsMoved:
     Attributes:
         total: one for each (token, rank that holds one of its experts).
         remote: those for other ranks.
-        between_hosts: rows that cross to other hosts. Low latency sends one for each (token, rank
-            there); high throughput one for each (token, host), and combine returns one sum.
+        between_hosts: rows that cross to other hosts: one for each (token, rank there) or, through
+            gateways, one for each (token, host), and combine returns one sum.
         inside_hosts: rows that go from one rank to another of the same host: those for the source's
-            own host and, in high throughput, those that its gateways hand on.
+            own host, and those that its gateways hand on.
     """
 
     total: int
@@ -66,7 +64,7 @@ class RowsMoved:
 
 
 def rows_moved(
-    topk_idx: torch.Tensor, rank: int, experts: int, host: Sequence[int], mode: Mode
+    topk_idx: torch.Tensor, rank: int, experts: int, host: Sequence[int], *, through_gateways: bool
 ) -> RowsMoved:
     """What a call moves of the tokens of ``rank``.
 
@@ -75,7 +73,7 @@ def rows_moved(
         rank: the source.
         experts: of all ranks.
         host: of each rank.
-        mode: decides what crosses to another host.
+        through_gateways: whether a row crosses once to each other host, not to each rank there.
     """
     copies = _copies(topk_idx, experts, len(host))
     total = int(copies.sum())
@@ -88,7 +86,7 @@ def rows_moved(
     between = 0
     for others in members.values():
         there = copies[:, others]
-        if mode == "low_latency":
+        if not through_gateways:
             between += int(there.sum())
             continue
         between += int(there.any(dim=1).sum())

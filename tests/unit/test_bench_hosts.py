@@ -6,6 +6,8 @@ import argparse
 import dataclasses
 import io
 import json
+import types
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -247,8 +249,12 @@ def test_threads_find_what_is_asked_for_in_their_environment(
 # ---- reports -------------------------------------------------------------------------------------
 
 
+def placed_hosts(host: tuple[int, ...], machine_ranks: int) -> Hosts:
+    return Hosts(host, machine_ranks, machine_ranks == len(host), 3, "world", "a reason", "")
+
+
 def placed(host: tuple[int, ...], machine_ranks: int) -> Placement:
-    hosts = Hosts(host, machine_ranks, machine_ranks == len(host), 3, "world", "a reason", "")
+    hosts = placed_hosts(host, machine_ranks)
     return Placement.of(hosts, "libfabric:net" if max(host) else "")
 
 
@@ -299,6 +305,36 @@ def test_the_record_has_hosts_and_bytes_between_them() -> None:
         "proxy_threads": None,
         "transport": "shm",
     }
+
+
+@pytest.mark.parametrize(
+    ("mode", "backend", "gateways"),
+    [
+        ("low_latency", "host", False),
+        ("low_latency", "cuda", False),
+        ("high_throughput", "host", True),
+        ("high_throughput", "cuda", False),
+    ],
+)
+def test_hosts_return_one_sum_where_rows_go_through_gateways(
+    mode: Any, backend: Any, gateways: bool
+) -> None:
+    """So the oracle rounds it there, and only there."""
+    settings = BenchSettings(mode, tokens=4, hidden=64, hosts=2).on(backend)
+    hosts = placed_hosts((0, 0, 1, 1), 4)
+    ranks: Any = types.SimpleNamespace(rank=1)
+    expectation = run._expectation(ranks, settings, hosts)
+    assert settings.through_gateways == gateways
+    assert [list(each) for each in expectation.far_hosts] == ([[2, 3]] if gateways else [])
+
+
+def test_what_is_said_of_high_throughput_on_gpus_of_several_hosts() -> None:
+    found = result_of("high_throughput", placed((0, 0, 1, 1), 4))
+    assert "sends a row once to each other host" in " ".join(notes_of(found))
+    found = dataclasses.replace(found, device={"name": "NVIDIA H200"}, timing={})
+    said = " ".join(notes_of(found))
+    assert "High throughput sends a row to each rank that needs it" in said
+    assert "One machine acts as several hosts" in said
 
 
 def metrics_of(sent: int, queue_s: float, transit_s: float) -> dict[str, dict[int, float]]:

@@ -39,7 +39,9 @@ BY_HAND = torch.tensor(
     ],
 )
 def test_by_hand(mode: Mode, rank: int, expected: RowsMoved) -> None:
-    assert rows_moved(BY_HAND, rank, 8, (0, 0, 1, 1), mode) == expected
+    through_gateways = mode == "high_throughput"
+    found = rows_moved(BY_HAND, rank, 8, (0, 0, 1, 1), through_gateways=through_gateways)
+    assert found == expected
 
 
 def by_loops(
@@ -80,7 +82,8 @@ def test_of_any_routing(mode: Mode, host: list[int]) -> None:
     )  # fmt: skip
     for rank in range(6):
         topk_idx = workload.batch(rank).topk_idx
-        found = rows_moved(topk_idx, rank, 12, host, mode)
+        through_gateways = mode == "high_throughput"
+        found = rows_moved(topk_idx, rank, 12, host, through_gateways=through_gateways)
         assert found == by_loops(topk_idx, rank, 2, host, mode)
         if len(set(host)) == 1:
             assert (found.between_hosts, found.inside_hosts) == (0, found.remote)

@@ -341,8 +341,8 @@ class SignalWarp {
     return has;
   }
 
-  // Rows lie whole in their slots: one slice is a command for each run of rows, of several each row
-  // has its own. The numbers of the top-k entries go with the first slice.
+  // A command for each row, as slices of neighbours lie apart. The numbers of the top-k entries go
+  // with the first slice.
   __device__ void push_slice(bool pushes, const Job& job, uint32_t tokens) const {
     const int to = pushes ? job.source : 0;
     const int64_t slot = ring_offset(call_, ring_row(call_, call_.rank_at(to), job.slot, 0));
