@@ -10,8 +10,18 @@ import torch
 
 from fanfold.bench.check import Expectation
 from fanfold.bench.oracle import quantize_fp8
+from fanfold.memory import PeerMemory
+from fanfold.memory.cuda_hosts import CudaMemoryAcrossHosts
 
-__all__ = ["Calls", "Given", "HighThroughputCalls", "LowLatencyCalls", "spoil", "wait_for"]
+__all__ = [
+    "Calls",
+    "Given",
+    "HighThroughputCalls",
+    "LowLatencyCalls",
+    "await_sent",
+    "spoil",
+    "wait_for",
+]
 
 _EVERY_BIT = 0xFF  # NaN in bfloat16, in e4m3 and in float32
 
@@ -101,11 +111,22 @@ class LowLatencyCalls(Calls, Protocol):
     ) -> Callable[[], None]:
         """The send half of a combine; the hook receives."""
 
+    def await_sent(self) -> None:
+        """Waits until peers on other hosts have what calls that have ended have sent."""
+
 
 def wait_for(device: torch.device) -> None:
     """Waits for what the current stream of a GPU was given."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+def await_sent(*memories: PeerMemory) -> None:
+    """Waits until peers on other hosts have what kernels have sent them; there are no others in
+    flight."""
+    for memory in memories:
+        if isinstance(memory, CudaMemoryAcrossHosts):
+            memory.between.fence()
 
 
 def spoil(brought: Any) -> None:

@@ -83,7 +83,7 @@ def _timed(
     for name, call in work.calls().items():
         samples |= _time_call(clock, name, call, settings.calls)
     for name, halves in work.halves().items():
-        both = clock.graph(*halves)
+        both = clock.graph(*halves, between=calls.await_sent if calls.network else None)
         samples[f"{name}.send"], samples[f"{name}.receive"] = both[:, 0], both[:, 1]
         samples[f"{name}.hook_host"] = clock.host(partial(_in_halves, *halves))
     if settings.overlap:

@@ -27,6 +27,7 @@ from fanfold.low_latency import LowLatency
 __all__ = ["BarrierAcrossHosts", "Clock", "GpuBarrier", "barrier_of", "empty_kernel"]
 
 Call = Callable[[], Any]
+_TimedSpan = tuple[tuple[torch.cuda.Event, torch.cuda.Event], Call]  # begin and end
 
 _US_PER_MS = 1000.0
 _NS_PER_US = 1000.0
@@ -151,12 +152,15 @@ class Clock:
         all of them: their times are too long."""
         return self._ahead.count(False) / len(self._ahead) if self._ahead else 0.0
 
-    def graph(self, *spans: Call, flushed: bool = False) -> torch.Tensor:
+    def graph(
+        self, *spans: Call, flushed: bool = False, between: Call | None = None
+    ) -> torch.Tensor:
         """Times ``spans``, which follow each other in one graph, replayed again and again.
 
         Args:
             spans: each enqueues work on the current stream, the same each time.
             flushed: have no input in the L2 cache when a span begins.
+            between: what the host does behind each span, which then has a graph of its own.
 
         Returns:
             ``[iterations, spans]`` float64 microseconds.
@@ -165,22 +169,34 @@ class Clock:
             span()
         torch.cuda.synchronize(self._device)
         events = [(_timed_event(True), _timed_event(True)) for _ in spans]
+        timed = list(zip(events, spans, strict=True))
+        graphs = [
+            self._captured(part, flushed=flushed)
+            for part in ([timed] if between is None else [[each] for each in timed])
+        ]
+        samples = []
+        for _ in range(self._warmup + self._iterations):
+            for graph in graphs:
+                graph.replay()
+                torch.cuda.synchronize(self._device)
+                if between is not None:
+                    between()
+            samples.append([begin.elapsed_time(end) * _US_PER_MS for begin, end in events])
+        for graph in graphs:
+            graph.reset()
+        return _tensor(samples[self._warmup :])
+
+    def _captured(self, spans: list[_TimedSpan], *, flushed: bool) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            for (begin, end), span in zip(events, spans, strict=True):
+            for (begin, end), span in spans:
                 if flushed:
                     self._flush.zero_()
                 self._barrier()
                 begin.record()
                 span()
                 end.record()
-        samples = []
-        for _ in range(self._warmup + self._iterations):
-            graph.replay()
-            torch.cuda.synchronize(self._device)
-            samples.append([begin.elapsed_time(end) * _US_PER_MS for begin, end in events])
-        graph.reset()
-        return _tensor(samples[self._warmup :])
+        return graph
 
     def chain(self, call: Call, calls: int) -> torch.Tensor:
         """``[iterations]`` microseconds of one call of ``calls`` back to back in a graph."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fanfold.bench.calls import Given, wait_for
+from fanfold.bench.calls import Given, await_sent, wait_for
 from fanfold.bench.check import Expectation, PackedRows, TokenMajorRows
 from fanfold.bench.settings import BenchSettings
 from fanfold.config import in_environment
@@ -100,6 +100,11 @@ class DeepEpLowLatency:
         )[2]
         assert hook is not None
         return hook
+
+    def await_sent(self) -> None:
+        """Waits until peers on other hosts have what calls that have ended have sent."""
+        assert self._buffer.runtime is not None
+        await_sent(*self._buffer.runtime.counting)
 
     def check(self, brought: Any, expectation: Expectation, capacity: int | None = None) -> None:
         """Compares with the oracle."""

@@ -18,7 +18,7 @@ from fanfold.backends.high_throughput.grid import Grid
 from fanfold.backends.high_throughput.in_place import bytes_for_rows
 from fanfold.backends.high_throughput.kernels import DispatchKind, Sizes
 from fanfold.backends.high_throughput.layout import dispatch_layout
-from fanfold.bench.calls import Calls, Given
+from fanfold.bench.calls import Calls, Given, await_sent
 from fanfold.bench.check import Expectation, TokenMajorRows
 from fanfold.bench.deep_ep_calls import DeepEpHighThroughput, DeepEpLowLatency
 from fanfold.bench.dispatchers import AnyDispatcher, open_dispatcher
@@ -215,6 +215,10 @@ class ExpertMajor:
         """The send half of a low-latency combine; the hook receives."""
         assert isinstance(self.ep, LowLatency)
         return self.ep.combine(y, brought, out=out, return_hook=True)[1]
+
+    def await_sent(self) -> None:
+        """Waits until peers on other hosts have what calls that have ended have sent."""
+        await_sent(self.ep.memory)
 
     def check(
         self, brought: DispatchResult, expectation: Expectation, capacity: int | None = None

@@ -11,7 +11,7 @@ import torch
 from fanfold import _core
 from fanfold.config import Config
 from tests.emulation.high_throughput import World, emulated
-from tests.emulation.hosts import Network, Proxies, open_memories, without_pinning
+from tests.emulation.hosts import Network, Proxies, beside_pinned, open_memories, without_pinning
 from tests.emulation.world import Builder, ThreadGroup
 
 
@@ -36,6 +36,8 @@ class HostsWorld(Proxies, World):
         self._network, self._stopped = network, []
         settings = {"network": network.setting, **settings}
         super().__init__(len(network.hosts), ring_bytes, **settings)
+        for memory in self.memories:
+            self._behind += beside_pinned(memory)
 
     def _memories(
         self,

@@ -101,6 +101,27 @@ def whole_pages(ranges: list[tuple[int, int]]) -> Callable[[int], bool]:
     return lambda address: any(begin <= address < begin + nbytes for begin, nbytes in ranges)
 
 
+def beside_pinned(memory: CudaMemoryAcrossHosts) -> list[torch.Tensor]:
+    """What a rank receives into and its send areas have beside pinned pages, where a kernel of a
+    GPU fails: filled with 0xA5."""
+    host = memory.between.memory
+    hosts = host.hosts.host
+    pinned = sorted(memory.between._pinned._ranges.items())
+    parts = []
+    for peer in range(memory.ranks):
+        if peer != memory.rank and hosts[peer] == hosts[memory.rank]:
+            continue
+        begin = host.base(peer)
+        end = begin + host.usable_bytes
+        for address, nbytes in [*pinned, (end, 0)]:
+            size = min(address, end) - begin
+            if size > 0:
+                array = (ctypes.c_ubyte * size).from_address(begin)
+                parts.append(torch.frombuffer(array, dtype=torch.uint8).fill_(0xA5))
+            begin = max(begin, address + nbytes)
+    return parts
+
+
 def open_memories(
     network: Network,
     nbytes: int,

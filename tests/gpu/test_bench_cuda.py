@@ -11,7 +11,9 @@ import torch.distributed as dist
 from fanfold.bench.cuda_run import OPERATIONS, CudaReport, summary
 from fanfold.bench.run import RankReport, bench_ranks
 from fanfold.bench.settings import LAYOUTS, REUSES, BenchSettings
+from fanfold.config import Config
 from tests.gpu.conftest import GpuPools
+from tests.gpu.hosts import Run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_each]
 
@@ -115,3 +117,37 @@ def test_low_latency(gpus: GpuPools, ranks: int, dtype: str, face: str) -> None:
     found = summary(reports)
     assert set(found) == {*OPERATIONS, "overhead", "overlap"}
     assert found["overlap"]["gemm_beside_hook_us"] > 0
+
+
+# ---- across hosts -------------------------------------------------------------------------------
+
+
+def _across_hosts(group: dist.ProcessGroup, settings: BenchSettings) -> RankReport:
+    config = Config.resolve()
+    asked = dataclasses.replace(settings, hosts=config.hosts, transport=config.network)
+    return bench_ranks(group, [asked.on("cuda")])[0]
+
+
+@pytest.mark.parametrize("face", ["native", "deep_ep"])
+def test_low_latency_across_hosts(run_on_hosts: Run, most_ranks: int, face: str) -> None:
+    settings = dataclasses.replace(
+        LOW_LATENCY, ranks=most_ranks, face=face, baseline=False, overlap=False
+    )
+    for report in run_on_hosts(most_ranks, _across_hosts, settings):
+        assert report.on_gpu is not None
+        samples = report.on_gpu.samples
+        assert set(samples) == {
+            n for n in SAMPLES if n.split(".")[0] not in ("baseline", "overlap")
+        }
+        assert [name for name, times in samples.items() if not bool((times > 0).all())] == []
+        assert report.metrics["channel_transit_seconds_total"]
+
+
+@pytest.mark.parametrize("routing", REUSES)
+def test_high_throughput_across_hosts(run_on_hosts: Run, most_ranks: int, routing: str) -> None:
+    settings = dataclasses.replace(
+        SETTINGS, ranks=most_ranks, layout="expert_major", routing=routing, baseline=False
+    )
+    for report in run_on_hosts(most_ranks, _across_hosts, settings):
+        assert report.on_gpu is not None
+        assert report.metrics["channel_transit_seconds_total"]

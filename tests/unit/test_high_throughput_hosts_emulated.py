@@ -95,6 +95,13 @@ def test_rounds(worlds: Worlds, case: Case, layout: str) -> None:
     assert all(world.count("commands", rank) > 0 for rank in range(case.ranks))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rings_with_more_room_than_slots(worlds: Worlds, layout: str) -> None:
+    """Slots are as many as there are words for, and where a ring begins does not depend on them."""
+    world = worlds(SMALL.ranks, 1 << 22)
+    world.run(lambda rank, mode: run_case(mode, SMALL, rank, layout))
+
+
 @pytest.mark.parametrize(("ranks", "layout"), [(5, "expert_major"), (8, "token_major")])
 def test_more_ranks(worlds: Worlds, ranks: int, layout: str) -> None:
     one_host.test_more_ranks(ranks, layout, False)

@@ -68,6 +68,9 @@ class Call {
   __device__ T* received_at(int64_t offset) const {
     return reinterpret_cast<T*>(remote_hosts().received + offset);
   }
+  // Bytes of a ring. With kAcrossHosts rings lie so far apart, else as their slots end: of the
+  // CPU's memory only the rings of ranks elsewhere are pinned.
+  __device__ int64_t ring_bytes() const { return (args.at.results - args.at.ring) / kRanks; }
   // What stands at an offset where `source` sends rows.
   template <class T>
   __device__ T* rows_at(int source, int64_t offset) const {

@@ -62,15 +62,17 @@ struct FoldedRows {
   const unsigned char* received;  // likewise, of those that the network writes
   unsigned char* out;             // the slice of the batch's first token
   const unsigned char* bias[2];   // likewise
+  RingGaps gaps;
 
   __device__ const unsigned char* from(const Entry& entry) const {
     if (kBiased != 0 && entry.kind() == Entry::Kind::kBias)
       return (entry.row() == 0 ? bias[0] : bias[1]) + entry.place() * kRowBytes;
     if (kExpertMajor == 0 && entry.kind() == Entry::Kind::kOwn) return y + entry.row() * kRowBytes;
     if (kAcrossHosts != 0 && (entry.row() & Entry::kReceived) != 0)
-      return received + (entry.row() & ~int64_t{Entry::kReceived}) * kSlotBytes;
-    return ring + entry.row() * kSlotBytes;
+      return received + from_first(entry.row() & ~int64_t{Entry::kReceived});
+    return ring + from_first(entry.row());
   }
+  __device__ int64_t from_first(int64_t row) const { return row * kSlotBytes + gaps.before(row); }
   __device__ Result to(int place) const { return {out + place * kRowBytes}; }
 };
 
@@ -129,7 +131,8 @@ class Worker {
                             call_.own_at<unsigned char>(ring_offset(call_, 0)) + columns,
                             received_rings(columns),
                             args_.out + first,
-                            {args_.bias[0] + first, args_.bias[1] + first}};
+                            {args_.bias[0] + first, args_.bias[1] + first},
+                            RingGaps(call_)};
       sums_.begin(entries, count, units, rows);
       sums_.run(rows, prepare);
       if (kTopKWeights != 0 && job.slice == 0) fold_topk_weights(job);

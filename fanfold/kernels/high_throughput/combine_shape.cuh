@@ -129,13 +129,38 @@ struct CombineShared {
 
 static_assert(sizeof(CombineShared) <= kSharedBytes);
 
+// What lies between the slots of a ring and the next ring.
+template <bool kAcross>
+class GapsOfRings {
+ public:
+  __device__ explicit GapsOfRings(const Call& call)
+      : rows_(static_cast<uint32_t>(call.args.slots) * kBatchTokens),
+        bytes_(call.ring_bytes() - int64_t{rows_} * kSlotBytes) {}
+
+  // The bytes of all gaps before a row of the rings.
+  __device__ int64_t before(int64_t row) const {
+    return static_cast<uint32_t>(row) / rows_ * bytes_;
+  }
+
+ private:
+  uint32_t rows_;  // of a ring
+  int64_t bytes_;
+};
+template <>
+class GapsOfRings<false> {
+ public:
+  __device__ explicit GapsOfRings(const Call&) {}
+  __device__ int64_t before(int64_t) const { return 0; }
+};
+using RingGaps = GapsOfRings<kAcrossHosts != 0>;
+
 // The row of `writer` among all rings in the memory of a rank.
 __device__ __forceinline__ int64_t ring_row(const Call& call, int writer, int slot, int place) {
   return (int64_t{writer} * call.args.slots + slot) * kBatchTokens + place;
 }
 // The offset of a row of the rings.
 __device__ __forceinline__ int64_t ring_offset(const Call& call, int64_t row) {
-  return call.args.at.ring + row * kSlotBytes;
+  return call.args.at.ring + row * kSlotBytes + RingGaps(call).before(row);
 }
 
 // The words that tell of a slice.

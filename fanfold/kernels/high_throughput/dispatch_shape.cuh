@@ -93,6 +93,8 @@ struct DispatchWarp {
 
   // Row `at` of what `source` sends.
   __device__ int64_t ring_row(int source, int at) const {
+    if constexpr (kAcrossHosts != 0)
+      return args.call.at.ring + source * call.ring_bytes() + int64_t{at} * kRingRowBytes;
     const int64_t row = int64_t{source} * args.call.slots * kBatchTokens + at;
     return args.call.at.ring + row * kRingRowBytes;
   }
