@@ -150,13 +150,21 @@ def expected_return(expect: Round, layout: str) -> torch.Tensor:
     return total.bfloat16()
 
 
+def combined(expect: Round, weighted: bool) -> torch.Tensor:
+    """The sums of all ranks. Kernels add them at the tokens' source, as on one host."""
+    one_host = [0] * expect.case.ranks
+    return expected_combine(
+        expect.case, expect.inputs, expect.rows_by_rank, expect.rank, weighted, one_host
+    )
+
+
 def check_combine(
     mode: CudaHighThroughput, expect: Round, got: CudaDispatched, layout: str
 ) -> None:
     """Combines of all kinds."""
     case, device, plan = expect.case, mode.device, got.plan
     weighted, bias = case.weighted, tuple(each.to(device) for each in expect.own.bias)
-    wanted = expected_combine(case, expect.inputs, expect.rows_by_rank, expect.rank, weighted)
+    wanted = combined(expect, weighted)
     y, lanes_given = outputs_of(expect, layout, weighted), lanes_of(expect, layout)
     out, lanes = mode.combine(
         y.to(device),
@@ -171,7 +179,7 @@ def check_combine(
     assert same_bits(on_cpu(lanes), expected_lanes(expect, layout))
     alone = mode.combine_weights(lanes_given.to(device), plan, layout=layout)  # type: ignore[arg-type]
     assert same_bits(on_cpu(alone), on_cpu(lanes))
-    unweighted = expected_combine(case, expect.inputs, expect.rows_by_rank, expect.rank, False)
+    unweighted = combined(expect, False)
     into = torch.full_like(out, float("nan"))
     result, none = mode.combine(
         outputs_of(expect, layout, False).to(device),

@@ -187,12 +187,17 @@ def host_of_ranks(ranks: int) -> list[int]:
 
 
 def expected_combine(
-    case: Case, inputs: list[Input], rows_by_rank: list[list[Row]], rank: int, weighted: bool
+    case: Case,
+    inputs: list[Input],
+    rows_by_rank: list[list[Row]],
+    rank: int,
+    weighted: bool,
+    host: list[int] | None = None,
 ) -> torch.Tensor:
     """``[T, hidden]``: per rank in fp32 over its experts, rounded, then over ranks, rounded. The
-    ranks of another host are summed there, and rounded, before."""
+    ranks of another ``host`` (:func:`host_of_ranks`) are summed there, and rounded, before."""
     given = inputs[rank]
-    host = host_of_ranks(case.ranks)
+    host = host or host_of_ranks(case.ranks)
     tokens = case.tokens[rank]
     total = torch.zeros((tokens, case.hidden))
     if given.bias:

@@ -30,6 +30,7 @@ from fanfold.errors import PeerTimeout
 from fanfold.memory.cuda_hosts import CudaMemoryAcrossHosts
 from tests.distributed.cuda_rounds import check_combine, dispatch, run_case, sent
 from tests.distributed.routings import Case, Round
+from tests.distributed.test_high_throughput import lanes_of, outputs_of
 from tests.emulation.deep_ep import Memory, run
 from tests.emulation.high_throughput import CTAS, ROOMY_RING, SMALL
 from tests.emulation.high_throughput_hosts import HostsWorld, emulated_hosts
@@ -102,6 +103,12 @@ def test_rings_with_more_room_than_slots(worlds: Worlds, layout: str) -> None:
     world.run(lambda rank, mode: run_case(mode, SMALL, rank, layout))
 
 
+def test_sums_are_those_of_one_host(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the setting says that there are several, too: nothing is summed for a host first."""
+    monkeypatch.setenv("FANFOLD_HOSTS", "2")
+    one_host.test_more_ranks(4, "expert_major", False)
+
+
 @pytest.mark.parametrize(("ranks", "layout"), [(5, "expert_major"), (8, "token_major")])
 def test_more_ranks(worlds: Worlds, ranks: int, layout: str) -> None:
     one_host.test_more_ranks(ranks, layout, False)
@@ -127,6 +134,34 @@ def test_many_turns(worlds: Worlds, layout: str) -> None:
                 mode.dispatch_cached(sent(expect, mode.device), got.plan, layout=layout)  # type: ignore[arg-type]
 
     world.run(program)
+
+
+@pytest.mark.parametrize(("layout", "topk_words"), [("expert_major", 0), ("token_major", 1)])
+def test_a_command_names_the_rows_of_a_batch(worlds: Worlds, layout: str, topk_words: int) -> None:
+    """Of a slice, in a combine, and one their numbers of the top-k entries. Behind each slice is a
+    word, in front of all an arrival, and at the end the word of a fence."""
+    world = worlds(2, ROOMY_RING, threads=1)
+    case = dataclasses.replace(SMALL, tokens=(0, 64), style="one_rank", weighted=False)
+    batches = 64 // 8
+
+    def sent_commands(rank: int, mode: CudaHighThroughput) -> int:
+        mode.quiesce()
+        world.memories[rank].between.fence()
+        return world.count("commands", rank)
+
+    def program(rank: int, mode: CudaHighThroughput) -> int:
+        expect = Round(case, rank)
+        got = dispatch(mode, expect, layout, None)
+        before = sent_commands(rank, mode)
+        y = outputs_of(expect, layout, False)
+        numbers = lanes_of(expect, layout) if topk_words else None
+        mode.combine(y, got.plan, layout=layout, topk_weights=numbers)  # type: ignore[arg-type]
+        return sent_commands(rank, mode) - before
+
+    major = layout == "expert_major"
+    kind = CombineKind(Sizes(2, 6, 4), 2 * case.hidden, major, False, topk_words == 1, False)
+    counts = world.run(program)
+    assert counts == [2 + (2 * kind.slices + topk_words) * batches, 2]
 
 
 def test_one_sender_and_one_receiver(worlds: Worlds) -> None:

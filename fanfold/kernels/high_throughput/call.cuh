@@ -166,12 +166,10 @@ __device__ __forceinline__ bool Call::push_word(bool has_word, int rank, int64_t
   return push_commands(*this, has_word, rank, store_command(remote_hosts(), rank, offset, word));
 }
 
-// Pushes rows that lie `row_bytes` apart in the memory of each lane's `rank`, those of `tokens`,
-// and a word behind them. What the lane has stored is there first. By whole warps.
-__device__ __forceinline__ void push_rows(const Call& call, bool has_rows, int rank, int64_t rows,
-                                          int64_t row_bytes, uint32_t tokens, int64_t place,
-                                          uint64_t word) {
-  fence_system();
+// Pushes rows that lie `row_bytes` apart in the memory of each lane's `rank`, those of `tokens`: a
+// command for each run of neighbours. By whole warps; false if a ring stayed full.
+__device__ __forceinline__ bool push_runs(const Call& call, bool has_rows, int rank, int64_t rows,
+                                          int64_t row_bytes, uint32_t tokens) {
   uint32_t left = has_rows ? tokens : 0u;
   bool pushed = true;
   while (pushed && __any_sync(kFullWarp, left != 0)) {
@@ -182,6 +180,15 @@ __device__ __forceinline__ void push_rows(const Call& call, bool has_rows, int r
     pushed = push_commands(call, left != 0, rank, command);
     left &= ~(((1u << count) - 1u) << first);
   }
+  return pushed;
+}
+
+// Pushes such rows, and a word behind them. What the lane has stored is there first.
+__device__ __forceinline__ void push_rows(const Call& call, bool has_rows, int rank, int64_t rows,
+                                          int64_t row_bytes, uint32_t tokens, int64_t place,
+                                          uint64_t word) {
+  fence_system();
+  const bool pushed = push_runs(call, has_rows, rank, rows, row_bytes, tokens);
   // Without its rows the word is not sent, and the peer is late here.
   if (pushed) call.push_word(has_rows, rank, place, word);
 }

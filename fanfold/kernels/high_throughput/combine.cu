@@ -20,11 +20,12 @@ struct SentRows {
 
   const unsigned char* y;  // the slice of row 0
   Peer ring;               // the slice of the batch's first token in the source's ring
+  int stride;              // to that of the next token
 
   __device__ const unsigned char* from(const Entry& entry) const {
     return y + entry.row() * kRowBytes;
   }
-  __device__ Peer to(int place) const { return ring.from(place * kSlotBytes); }
+  __device__ Peer to(int place) const { return ring.from(place * stride); }
 };
 
 // A result of this rank, with what a Peer has for rows.
@@ -59,7 +60,8 @@ struct FoldedRows {
 
   const unsigned char* y;
   const unsigned char* ring;      // the slice of row 0 of all rings of this rank
-  const unsigned char* received;  // likewise, of those that the network writes
+  const unsigned char* received;  // likewise, of those that the network writes, ...
+  int received_stride;            // ... with so much to the next row of the batch
   unsigned char* out;             // the slice of the batch's first token
   const unsigned char* bias[2];   // likewise
   RingGaps gaps;
@@ -68,8 +70,11 @@ struct FoldedRows {
     if (kBiased != 0 && entry.kind() == Entry::Kind::kBias)
       return (entry.row() == 0 ? bias[0] : bias[1]) + entry.place() * kRowBytes;
     if (kExpertMajor == 0 && entry.kind() == Entry::Kind::kOwn) return y + entry.row() * kRowBytes;
-    if (kAcrossHosts != 0 && (entry.row() & Entry::kReceived) != 0)
-      return received + from_first(entry.row() & ~int64_t{Entry::kReceived});
+    if (kAcrossHosts != 0 && (entry.row() & Entry::kReceived) != 0) {
+      const int64_t row = entry.row() & ~int64_t{Entry::kReceived};
+      const int place = static_cast<int>(row % kBatchTokens);
+      return received + from_first(row - place) + place * received_stride;
+    }
     return ring + from_first(entry.row());
   }
   __device__ int64_t from_first(int64_t row) const { return row * kSlotBytes + gaps.before(row); }
@@ -119,8 +124,11 @@ class Worker {
       if (kTopKWeights != 0 && job.slice == 0) fold_topk_weights(job);
     } else if (job.kind == Job::Kind::kSend) {
       const int64_t row = ring_row(call_, call_.rank_at(job.source), job.slot, 0);
-      const SentRows rows{args_.y + columns,
-                          call_.peer(job.source).from(ring_offset(call_, row) + columns)};
+      const SlotPlaces places(call_.is_elsewhere(job.source));
+      const SentRows rows{
+          args_.y + columns,
+          call_.peer(job.source).from(ring_offset(call_, row) + places.slice(job.slice)),
+          places.stride(job.slice)};
       sums_.begin(entries, count, units, rows);
       if (!await_free(job)) return sums_.drop(), false;
       if (kTopKWeights != 0 && job.slice == 0) send_topk_weights(job, batch);
@@ -129,7 +137,8 @@ class Worker {
       if (!await_ready(job)) return false;
       const FoldedRows rows{args_.y + columns,
                             call_.own_at<unsigned char>(ring_offset(call_, 0)) + columns,
-                            received_rings(columns),
+                            received_rings(job.slice),
+                            SlotPlaces(true).stride(job.slice),
                             args_.out + first,
                             {args_.bias[0] + first, args_.bias[1] + first},
                             RingGaps(call_)};
@@ -141,9 +150,10 @@ class Worker {
     return true;
   }
 
-  __device__ const unsigned char* received_rings(int64_t columns) const {
+  __device__ const unsigned char* received_rings(int slice) const {
     if constexpr (kAcrossHosts == 0) return nullptr;
-    return call_.received_at<const unsigned char>(ring_offset(call_, 0)) + columns;
+    const int64_t at = ring_offset(call_, 0) + SlotPlaces(true).slice(slice);
+    return call_.received_at<const unsigned char>(at);
   }
 
   // Hands a job to the signal warp.
@@ -207,11 +217,15 @@ class Worker {
       if ((batch.tokens >> place & 1u) == 0 || call_.lane >= kTopK) continue;
       const uint32_t earlier = batch.tokens & ((1u << place) - 1u);
       const int row = shared_.prefix[job.source] + static_cast<int>(batch.before) + __popc(earlier);
-      const int64_t to = ring_row(call_, call_.rank_at(job.source), job.slot, place);
-      call_.peer(job.source)
-          .put_word(ring_offset(call_, to) + kTopKWordsAt + call_.lane * 4,
-                    __float_as_uint(topk_weight_of(row)));
+      const int64_t to = topk_words_at(job.source, call_.rank_at(job.source), job.slot, place);
+      call_.peer(job.source).put_word(to + call_.lane * 4, __float_as_uint(topk_weight_of(row)));
     }
+  }
+
+  // Where they are in the ring of `writer` that `other` shares.
+  __device__ int64_t topk_words_at(int other, int writer, int slot, int place) const {
+    return ring_offset(call_, ring_row(call_, writer, slot, 0)) +
+           SlotPlaces(call_.is_elsewhere(other)).topk_words(place);
   }
 
   // The number of lane k for a row that came here.
@@ -265,8 +279,8 @@ class Worker {
   }
 
   __device__ float arrived_topk_weight(int rank, int slot, int place) const {
-    const int64_t from = ring_offset(call_, ring_row(call_, rank, slot, place));
-    const auto* words = call_.rows_at<const uint32_t>(rank, from + kTopKWordsAt);
+    const int64_t from = topk_words_at(rank, rank, slot, place);
+    const auto* words = call_.rows_at<const uint32_t>(rank, from);
     return __uint_as_float(load_relaxed_system(words + call_.lane));
   }
 
@@ -344,28 +358,19 @@ class SignalWarp {
     return has;
   }
 
-  // A command for each row, as slices of neighbours lie apart. The numbers of the top-k entries go
-  // with the first slice.
+  // The numbers of the top-k entries go with the first slice.
   __device__ void push_slice(bool pushes, const Job& job, uint32_t tokens) const {
     const int to = pushes ? job.source : 0;
     const int64_t slot = ring_offset(call_, ring_row(call_, call_.rank_at(to), job.slot, 0));
-    const int64_t begin = int64_t{job.slice} * kSliceBytes;
-    const auto bytes = min(int64_t{kSliceBytes}, int64_t{kRowBytes} - begin);
+    const SlotPlaces places(true);
     bool pushed = true;
-    for (int place = 0; place < kBatchTokens; ++place) {
-      const bool has_row = pushes && (tokens >> place & 1u) != 0;
-      const int64_t row = slot + int64_t{place} * kSlotBytes;
-      pushed = pushed && push_bytes(has_row, to, row + begin, bytes);
-      if constexpr (kTopKWeights != 0)
-        pushed = pushed && push_bytes(has_row && job.slice == 0, to, row + kTopKWordsAt,
-                                      align_up(kTopK * 4, kUnitBytes));
-    }
+    if constexpr (kTopKWeights != 0)
+      pushed = push_runs(call_, pushes && job.slice == 0, to, slot + places.topk_words(0),
+                         kTopKWordsBytes, tokens);
+    pushed = pushed && push_runs(call_, pushes, to, slot + places.slice(job.slice),
+                                 places.stride(job.slice), tokens);
     // Without its rows the word is not sent, and the peer is late here.
     if (pushed) call_.push_word(pushes, to, ready_of(job), ready_word(job));
-  }
-  __device__ bool push_bytes(bool pushes, int rank, int64_t offset, int64_t bytes) const {
-    return push_commands(call_, pushes, rank,
-                         write_command(call_.remote_hosts(), rank, offset, bytes));
   }
 
   __device__ int64_t ready_of(const Job& job) const {

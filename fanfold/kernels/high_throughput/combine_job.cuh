@@ -124,6 +124,7 @@ class Preparation {
 
   // Begins with the job of a ticket; its entries overwrite those of the last job but one.
   __device__ void begin(uint32_t ticket) {
+    __syncwarp();  // all lanes have read those
     job_ = jobs_.job(ticket);
     which_ = 1 - which_;
     count_ = 0;

@@ -16,7 +16,7 @@ inline constexpr int kUnits = kRowBytes / kUnitBytes;
 inline constexpr int kSliceBytes = kSliceUnits * kUnitBytes;
 inline constexpr int kLaneUnits = (kSliceUnits + kWarpLanes - 1) / kWarpLanes;
 inline constexpr int kWorkers = kWarps - 1;
-inline constexpr int kTopKWordsAt = kRowBytes;
+inline constexpr int kTopKWordsBytes = align_up(kTopK * 4, kUnitBytes);
 static_assert(kRowBytes % kUnitBytes == 0 && kPieces >= 2);
 static_assert((kSlices - 1) * kSliceUnits < kUnits && kUnits <= kSlices * kSliceUnits);
 static_assert(kSlices <= kMostSlices && kWorkers >= 1 && kWorkers <= kWarpLanes);
@@ -162,6 +162,33 @@ __device__ __forceinline__ int64_t ring_row(const Call& call, int writer, int sl
 __device__ __forceinline__ int64_t ring_offset(const Call& call, int64_t row) {
   return call.args.at.ring + row * kSlotBytes + RingGaps(call).before(row);
 }
+
+// Where slices and the numbers of the top-k entries lie in a slot of a ring, as offsets from its
+// begin. Of a rank elsewhere a slice of all rows lies together, and so do all numbers: a command
+// then names several rows.
+class SlotPlaces {
+ public:
+  __device__ explicit SlotPlaces(bool is_elsewhere)
+      : together_(kAcrossHosts != 0 && is_elsewhere) {}
+
+  __device__ int64_t slice(int slice) const {
+    return int64_t{slice} * (together() ? kBatchTokens * kSliceBytes : kSliceBytes);
+  }
+  // From the slice of one row to that of the next.
+  __device__ int stride(int slice) const {
+    return together() ? min(kSliceBytes, kRowBytes - slice * kSliceBytes) : kSlotBytes;
+  }
+  __device__ int64_t topk_words(int place) const {
+    if (together()) return kBatchTokens * kRowBytes + place * kTopKWordsBytes;
+    return int64_t{place} * kSlotBytes + kRowBytes;
+  }
+
+ private:
+  __device__ bool together() const { return kAcrossHosts != 0 && together_; }
+
+  bool together_;
+};
+static_assert(kTopKWeights == 0 || kRowBytes + kTopKWordsBytes <= kSlotBytes);
 
 // The words that tell of a slice.
 __device__ __forceinline__ int word_of(const Job& job) { return job.slot * kSlices + job.slice; }
