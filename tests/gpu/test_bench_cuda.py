@@ -15,7 +15,7 @@ from fanfold.config import Config
 from tests.gpu.conftest import GpuPools
 from tests.gpu.hosts import Run
 
-pytestmark = [pytest.mark.gpu, pytest.mark.gpu_each]
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu_each, pytest.mark.timeout(300)]
 
 SETTINGS = BenchSettings(
     "high_throughput", ranks=1, tokens=256, hidden=1024, top_k=4, experts=48, iterations=3,

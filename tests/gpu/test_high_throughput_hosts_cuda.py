@@ -3,13 +3,20 @@ and networks are the real ones. The tests are those of one host, so every bit is
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import fanfold
+from fanfold.launch import RankFailure, RankPool
+from tests.distributed.layers import caught
+from tests.gpu import test_cuda_faults as faults
 from tests.gpu import test_high_throughput_cuda as rounds
-from tests.gpu.hosts import Run
+from tests.gpu.hosts import NETWORKS, Run, two_hosts
 from tests.gpu.support import own_device
 from tests.gpu.test_high_throughput_cuda import case_of
 
@@ -38,20 +45,32 @@ def test_refusals(run_on_hosts: Run, most_ranks: int) -> None:
     run_on_hosts(most_ranks, rounds._refused, case_of(most_ranks), 3000)
 
 
+SIZES = {"num_experts": 16, "top_k": 4, "hidden": 1024, "max_tokens": 256}
+ROOM = 4096  # rows of a dispatch
+
+
+def _opened(group: dist.ProcessGroup, timeout_s: float) -> fanfold.HighThroughput:
+    config = fanfold.Config.resolve(backend="cuda", timeout_s=timeout_s)
+    return fanfold.HighThroughput(group, **SIZES, config=config)
+
+
+def _batch(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, their experts and weights."""
+    device = own_device()
+    numbers = torch.Generator(device).manual_seed(rank)
+    x = torch.randn(256, 1024, dtype=torch.bfloat16, device=device, generator=numbers)
+    idx = torch.stack([torch.randperm(16, device=device, generator=numbers)[:4]
+                       for _ in range(256)])  # fmt: skip
+    return x, idx, torch.ones(256, 4, dtype=torch.float32, device=device)
+
+
 def _captured(group: dist.ProcessGroup) -> int:
     """Replays of a graph that holds a routing, its dispatch and its combine."""
-    device, rank = own_device(), dist.get_rank(group)
-    config = fanfold.Config.resolve(backend="cuda", timeout_s=60.0)
-    sizes = {"num_experts": 16, "top_k": 4, "hidden": 1024, "max_tokens": 256}
-    with fanfold.HighThroughput(group, **sizes, config=config) as ep:
-        numbers = torch.Generator(device).manual_seed(rank)
-        x = torch.randn(256, 1024, dtype=torch.bfloat16, device=device, generator=numbers)
-        idx = torch.stack([torch.randperm(16, device=device, generator=numbers)[:4]
-                           for _ in range(256)])  # fmt: skip
-        weights = torch.ones(256, 4, dtype=torch.float32, device=device)
+    given = _batch(dist.get_rank(group))
+    with _opened(group, 60.0) as ep:
 
         def turn() -> torch.Tensor:
-            received = ep.dispatch(x, idx, weights, capacity=4096)
+            received = ep.dispatch(*given, capacity=ROOM)
             return ep.combine(received.tokens, received)
 
         wanted = turn().clone()
@@ -71,3 +90,40 @@ def _captured(group: dist.ProcessGroup) -> int:
 
 def test_graphs(run_on_hosts: Run, most_ranks: int) -> None:
     assert run_on_hosts(most_ranks, _captured) == [0] * most_ranks
+
+
+def _killed(group: dist.ProcessGroup, network: str, phase: str) -> tuple[Exception | None, float]:
+    """What a rank sees when another one is killed, and after how long."""
+    rank = dist.get_rank(group)
+    given = _batch(rank)
+    with two_hosts(network):
+        ep = _opened(group, 2.0)
+    received = ep.dispatch(*given, capacity=ROOM)
+    ep.synchronize()
+    dist.barrier(group)
+    if rank == faults.BAD:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+
+    def call() -> None:
+        if phase == "plan":
+            ep.dispatch(*given)  # waits for its counts
+        elif phase == "dispatch":
+            ep.dispatch(given[0], previous=received)
+        else:
+            ep.combine(received.tokens, received)
+        ep.synchronize()
+
+    return caught(call), time.monotonic() - start
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("phase", ["plan", "dispatch", "combine"])
+def test_a_killed_rank_ends_the_others(most_ranks: int, network: str, phase: str) -> None:
+    with RankPool(most_ranks, timeout_s=100.0) as pool:
+        outcomes = pool.outcomes(_killed, network, phase)
+    assert isinstance(outcomes.pop(faults.BAD), RankFailure)
+    for error, seconds in outcomes:
+        assert isinstance(error, (fanfold.PeerTimeout, fanfold.TransportError))
+        assert f"rank {faults.BAD}" in str(error)
+        assert seconds < 30.0
