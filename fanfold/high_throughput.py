@@ -133,12 +133,7 @@ class HighThroughput(BaseDispatcher):
                 in_place_rows=in_place_rows,
             )
             self.expert_alignment, self._in_place_rows = expert_alignment, in_place_rows
-            self._choice = choose(
-                self._group,
-                self.config,
-                "high_throughput",
-                may_cross_hosts=self.config.backend == "cuda",
-            )
+            self._choice = choose(self._group, self.config, "high_throughput", may_cross_hosts=True)
             result_bytes = 0
             if in_place_rows:
                 result_bytes = bytes_for_rows(in_place_rows, hidden, *self._formats)

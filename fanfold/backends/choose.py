@@ -40,7 +40,7 @@ class BackendChoice:
         reason: why, in one line that error messages show.
         capability: the lowest compute capability of the ranks' GPUs; (0, 0) on the host.
         across_hosts: whether GPUs of several hosts were chosen.
-        mode: for which; across hosts no other runs there.
+        modes: whose kernels run then.
     """
 
     backend: Literal["host", "cuda"]
@@ -48,7 +48,7 @@ class BackendChoice:
     reason: str
     capability: tuple[int, int] = (0, 0)
     across_hosts: bool = False
-    mode: Mode = "low_latency"
+    modes: tuple[Mode, ...] = ("low_latency",)
 
     def supports(self, mode: Mode) -> bool:
         """Whether the kernels of ``mode`` run on the GPUs of all ranks, and reach all of them."""
@@ -66,8 +66,8 @@ class BackendChoice:
     def _lacking(self, mode: Mode) -> str | None:
         """Why the GPUs do not do for ``mode``, or None."""
         name = mode.replace("_", " ")
-        if self.across_hosts and mode != self.mode:
-            return f"kernels of {name} do not reach across hosts"
+        if self.across_hosts and mode not in self.modes:
+            return f"kernels of {name} reach across hosts only where backend is 'cuda'"
         least = LEAST_CAPABILITY[mode]
         if self.capability >= least:
             return None
@@ -140,7 +140,8 @@ def choose(
             be compiled for it.
         mode: whose calls are to run.
         may_cross_hosts: whether the caller can have kernels send to ranks on other hosts. If not,
-            or if ``"auto"`` finds ranks that are threads, ranks on several hosts run on the host.
+            or if ``"auto"`` finds ranks that are threads, or for high throughput, ranks on several
+            hosts run on the host.
 
     Raises:
         ArgumentError: the ranks' settings of ``backend``, ``share_gpus`` or ``hosts`` differ.
@@ -163,6 +164,9 @@ def choose(
     if obstacle is None and apart is not None and (as_threads or not may_cross_hosts):
         whose = "kernels of ranks that are threads" if may_cross_hosts else "kernels"
         obstacle = f"{whose} do not reach across hosts, and {apart}"
+    modes: tuple[Mode, ...] = ("low_latency",)
+    if config.backend == "cuda":  # those of high throughput have not run for long
+        modes = ("low_latency", "high_throughput")
     if obstacle is None:
         device = torch.device(seats[group.rank].device)
         is_shared = len({seat.identity for seat in seats}) < group.size
@@ -170,7 +174,7 @@ def choose(
         reason = f"{has}; this is this rank's"
         oldest = min(seat.capability for seat in seats)
         across = apart is not None
-        chosen = BackendChoice("cuda", device, reason, oldest, across, mode)
+        chosen = BackendChoice("cuda", device, reason, oldest, across, modes)
         return chosen.for_mode(mode, config)
     if config.backend == "cuda":
         raise UnavailableError(f"{setting}, but {obstacle}")

@@ -70,7 +70,7 @@ _OPTIONS = {"num_experts": "experts", "max_tokens": "tokens"}
 # What of GPUs a bench does across hosts.
 _ACROSS = (
     "only kernels of low latency reach across hosts, and with --backend cuda those of high "
-    "throughput with --face native, expert-major, not in place"
+    "throughput, which --face native times expert-major, not in place"
 )
 ONE_HOST = "left out on one host, where nothing goes over a network (--hosts 2 acts as two hosts)"
 """The bound of ``transport`` where the ranks are on one host."""
@@ -241,8 +241,8 @@ class BenchSettings:
             return False  # ranks are threads, which auto leaves on the host
         if self.mode == "low_latency":
             return True
-        plain = self.face == "native" and self.layout != "token_major" and not self.in_place
-        return plain and self.backend == "cuda"
+        placed = self.face == "native" and (self.layout == "token_major" or bool(self.in_place))
+        return self.backend == "cuda" and not placed
 
     def _check_own_options(self) -> None:
         """Raises ArgumentError for an option of one mode that is wrong or out of place."""

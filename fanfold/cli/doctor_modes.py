@@ -82,8 +82,7 @@ def choices(group: Any, config: Config) -> dict[str, str]:
 
     def choice(mode: Mode) -> str:
         try:
-            crosses = mode == "low_latency" or config.backend == "cuda"
-            chosen = choose(ranks, config, mode, may_cross_hosts=crosses)
+            chosen = choose(ranks, config, mode, may_cross_hosts=True)
             return _worded(chosen, ranks.size, config)
         except UnavailableError as error:
             return f"{CANNOT_RUN}: {error}"

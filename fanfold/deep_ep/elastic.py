@@ -158,7 +158,7 @@ class ElasticBuffer(Counted):
             config = Settings.resolve(**settings)
             self._find_domains(ranks, config)
             agree(ranks, {"num_max_tokens_per_rank": num_max_tokens_per_rank})
-            choice = choose(ranks, config, "high_throughput")
+            choice = choose(ranks, config, "high_throughput", may_cross_hosts=True)
             most = max(_MOST_TOKENS, num_max_tokens_per_rank)
             self.runtime, self._backend = open_high_throughput(ranks, choice, most, config)
         del hidden, num_topk, use_fp8_dispatch

@@ -175,7 +175,7 @@ class HybridEPBuffer(Counted):
             settings = Settings.resolve()
             agree(ranks, {"num_local_experts": num_local_experts})
             hosts = find_hosts(ranks, settings)
-            choice = choose(ranks, settings, "high_throughput")
+            choice = choose(ranks, settings, "high_throughput", may_cross_hosts=True)
             # Megatron-LM passes what a rank happens to have at first.
             most = max(_MOST_TOKENS, *ranks.all_gather(max_num_of_tokens_per_rank))
             self.runtime, self._backend = open_high_throughput(ranks, choice, most, settings)

@@ -74,8 +74,7 @@ class Runtime:
     Attributes:
         owner: the process that made it.
         rank, ranks: of the group.
-        choice: the backend of low latency; and of high throughput, unless the GPUs lack what its
-            kernels need, or are on several hosts.
+        choice: the backend of low latency; and of high throughput, if it supports that.
         streams: in which order calls run.
         memory: on the host.
         exchange: between the hosts' processes.
@@ -102,7 +101,7 @@ class Runtime:
         self.memory = SymmetricMemory(group, total, settings, hosts)
         self.exchange = Exchange(self.memory, group.rank, group.size, 0)
         self._gpu_memory: GpuPeerMemory | None = None
-        self._gpu_streams: CudaSymmetricMemory | None = None
+        self._gpu_streams: GpuPeerMemory | None = None
         self._scratch: dict[bool, torch.Tensor] = {}  # by use_rdma_buffer
         self._low_latency: LowLatencyBackend | None = None
         self._high_throughput: HostHighThroughput | CudaHighThroughput | None = None
@@ -142,7 +141,10 @@ class Runtime:
     def _open_high_throughput(self, group: Group, settings: Settings) -> None:
         """On the GPUs."""
         nbytes = cuda_stream_bytes(self._sizes.nvl, group.size, settings)
-        self._gpu_streams = CudaSymmetricMemory(group, nbytes)
+        if self.choice.across_hosts:
+            self._gpu_streams = memory_across_hosts(group, nbytes, nbytes, settings)
+        else:
+            self._gpu_streams = CudaSymmetricMemory(group, nbytes)
         self._high_throughput = CudaHighThroughput(
             self._gpu_streams, settings, check_devices=self.choice.check_devices
         )
@@ -154,8 +156,8 @@ class Runtime:
     @property
     def counting(self) -> tuple[PeerMemory, ...]:
         """What counts waits, rows and messages of its calls."""
-        between = self._gpu_memory if self.choice.across_hosts else None
-        return (self.memory,) if between is None else (self.memory, between)
+        on_gpus = (self._gpu_memory, self._gpu_streams) if self.choice.across_hosts else ()
+        return (self.memory, *(memory for memory in on_gpus if memory is not None))
 
     @property
     def low_latency(self) -> LowLatencyBackend:

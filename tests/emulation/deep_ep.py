@@ -46,22 +46,22 @@ class Memory:
 
 
 @contextmanager
-def emulated_buffers(builder: Builder, ctas: int) -> Iterator[None]:
+def emulated_buffers(builder: Builder, ctas: int, placed: BackendChoice = PLACED) -> Iterator[None]:
     """Within it all kinds of Buffers take the CPU for a GPU of compute capability 9.0."""
     with (
         emulated(builder, ctas),
         mock.patch.multiple(
             runtime,
-            choose=lambda *_, **__: PLACED,
+            choose=lambda *_, **__: placed,
             CudaSymmetricMemory=Memory,
             Streams=lambda device: HostStreams(),
         ),
         mock.patch.multiple(
             elastic,
-            choose=lambda group, settings, mode: PLACED,
+            choose=lambda *_, **__: placed,
             Streams=lambda device: HostStreams(),
         ),
-        mock.patch.object(hybrid, "choose", return_value=PLACED),
+        mock.patch.object(hybrid, "choose", return_value=placed),
         mock.patch.object(opening, "CudaSymmetricMemory", Memory),
         mock.patch.object(dist, "get_rank", lambda group: group.rank),
     ):

@@ -15,6 +15,9 @@ import fanfold
 from fanfold.launch import RankFailure, RankPool
 from tests.distributed.layers import caught
 from tests.gpu import test_cuda_faults as faults
+from tests.gpu import test_deep_ep_elastic_cuda as elastic
+from tests.gpu import test_deep_ep_high_throughput_cuda as buffers
+from tests.gpu import test_deep_ep_hybrid_cuda as hybrid
 from tests.gpu import test_high_throughput_cuda as rounds
 from tests.gpu.hosts import NETWORKS, Run, two_hosts
 from tests.gpu.support import own_device
@@ -127,3 +130,27 @@ def test_a_killed_rank_ends_the_others(most_ranks: int, network: str, phase: str
         assert isinstance(error, (fanfold.PeerTimeout, fanfold.TransportError))
         assert f"rank {faults.BAD}" in str(error)
         assert seconds < 30.0
+
+
+# ---- DeepEP's interfaces ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("program", ["_bias", "_asynchronous", "_without_top_k"])
+def test_programs_of_a_buffer(run_on_hosts: Run, most_ranks: int, program: str) -> None:
+    run_on_hosts(most_ranks, buffers._conformance, program)
+
+
+@pytest.mark.parametrize("program", ["_plain", "_expanded"])
+def test_programs_of_an_elastic_buffer(run_on_hosts: Run, most_ranks: int, program: str) -> None:
+    case = elastic.small_case(most_ranks)
+    run_on_hosts(most_ranks, elastic._conformance, program, case, case, True, 8)
+
+
+def test_fp8_of_an_elastic_buffer(run_on_hosts: Run, most_ranks: int) -> None:
+    case = elastic.small_case(most_ranks)
+    run_on_hosts(most_ranks, elastic._conformance, "_fp8", case, True, True)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_hybrid_buffer(run_on_hosts: Run, most_ranks: int, number: int) -> None:
+    run_on_hosts(most_ranks, hybrid._conformance, "_round", hybrid.layers_of(most_ranks)[number])

@@ -161,18 +161,22 @@ def test_gpus_are_taken_on_several_hosts_where_kernels_reach_others(
     for face in ("native", "deep_ep"):
         settings = BenchSettings("low_latency", face=face)
         assert settings.backend_here() == settings.backend_here(several_hosts=True) == "cuda"
-        other = dataclasses.replace(settings, mode="high_throughput")
-        assert other.backend_here(several_hosts=True) == "host"
-        asked = dataclasses.replace(other, backend="cuda")
-        if face == "native":
-            for layout in (None, "expert_major"):
-                taken = dataclasses.replace(asked, hosts=2, layout=layout)
-                assert taken.backend_here(several_hosts=True) == "cuda"
-            asked = dataclasses.replace(asked, layout="token_major")
-        with pytest.raises(UnavailableError, match="backend is cuda, but the ranks are on several"):
-            asked.backend_here(several_hosts=True)
-        with pytest.raises(UnavailableError, match="hosts is 2, and only kernels of low latency"):
-            dataclasses.replace(asked, hosts=2)
+    for face, layout in (
+        ("native", None),
+        ("native", "expert_major"),
+        ("deep_ep", None),
+        ("elastic", "token_major"),
+        ("hybridep", None),
+    ):
+        settings = BenchSettings("high_throughput", face=face, layout=layout)
+        assert settings.backend_here(several_hosts=True) == "host"
+        asked = dataclasses.replace(settings, backend="cuda", hosts=2)
+        assert asked.backend_here(several_hosts=True) == "cuda"
+    asked = BenchSettings("high_throughput", layout="token_major", backend="cuda")
+    with pytest.raises(UnavailableError, match="backend is cuda, but the ranks are on several"):
+        asked.backend_here(several_hosts=True)
+    with pytest.raises(UnavailableError, match="hosts is 2, and only kernels of low latency"):
+        dataclasses.replace(asked, hosts=2)
 
 
 def test_threads_stay_on_the_host_unless_gpus_are_asked_for(

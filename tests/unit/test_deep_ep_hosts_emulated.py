@@ -1,5 +1,6 @@
 """Low latency of the DeepEP face on GPUs of several hosts, its kernels run on the CPU: the programs
-and the oracle of the conformance tests, over a network that delays, reorders and repeats."""
+and the oracle of the conformance tests, over a network that delays, reorders and repeats. High
+throughput stays on the host, as backend is not "cuda"."""
 
 from __future__ import annotations
 

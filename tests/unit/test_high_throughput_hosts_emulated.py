@@ -247,7 +247,7 @@ def test_a_ring_that_nobody_empties_is_a_late_rank(worlds: Worlds, call: str) ->
 # ---- opened --------------------------------------------------------------------------------------
 
 ACROSS = BackendChoice(
-    "cuda", torch.device("cpu"), "a test says so", (9, 0), True, "high_throughput"
+    "cuda", torch.device("cpu"), "a test says so", (9, 0), True, ("high_throughput",)
 )
 
 
@@ -284,7 +284,7 @@ def test_the_face(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
             assert ep.memory.network == "loopback"
 
     run(4, be)
-    assert asked == [{"may_cross_hosts": False}] * 4
+    assert asked == [{"may_cross_hosts": True}] * 4
 
 
 @pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 2, 1)])
