@@ -30,4 +30,8 @@ uint64_t CommandRings::abandoned() const {
   return host_.consumer.abandoned() + (kernels_ ? kernels_->consumer.abandoned() : 0);
 }
 
+void CommandRings::tell_lost(int32_t peer) {
+  if (kernels_) kernels_->consumer.tell_lost(peer);
+}
+
 }  // namespace fanfold::proxy

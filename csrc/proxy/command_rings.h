@@ -26,6 +26,8 @@ class CommandRings {
   void publish(bool held);
   // Tickets that kernels have abandoned.
   uint64_t abandoned() const;
+  // Tells kernels that wait for a peer that it is lost.
+  void tell_lost(int32_t peer);
 
  private:
   struct Popped {

@@ -78,6 +78,7 @@ void ProxyThread::mark_lost(Channel& channel, FailureReason reason, const std::s
   if (channel.failure != nullptr) return;
   channel.failure = std::make_unique<const Failure>(describe(reason, channel.peer, text));
   channel.lost.store(channel.failure.get(), std::memory_order_release);
+  rings_.tell_lost(channel.peer);
   if (channel.in.acknowledgement_in_flight()) --acks_in_flight_;  // may never complete
   if (memory_.bell != nullptr) fanfold::ring(*memory_.bell);
 }
@@ -103,6 +104,7 @@ void ProxyThread::fail(FailureReason reason, int32_t peer, const std::string& te
   if (failure_ != nullptr) return;
   failure_ = std::make_unique<const Failure>(describe(reason, peer, text));
   failed_.store(failure_.get(), std::memory_order_release);
+  for (const int32_t other : peers_) rings_.tell_lost(other);
   if (memory_.bell != nullptr) fanfold::ring(*memory_.bell);
 }
 

@@ -140,4 +140,10 @@ uint64_t Consumer::abandoned() const {
   return kMemory.load_relaxed_system(&ring_.faults->abandoned);
 }
 
+void Consumer::tell_lost(int32_t peer) {
+  uint64_t* word = &ring_.losses()->peers[peer / 64];
+  const uint64_t bit = uint64_t{1} << (peer % 64);
+  kMemory.store_release_system(word, kMemory.load_relaxed_system(word) | bit);
+}
+
 }  // namespace fanfold

@@ -97,6 +97,10 @@ class Consumer {
   // consumer will never pop the commands behind them.
   uint64_t abandoned() const;
 
+  // Tells producers that nothing will come from a peer any more; below RingLosses::kMostPeers. What
+  // this thread has written before is visible to them then.
+  void tell_lost(int32_t peer);
+
  private:
   RingView ring_;
   uint64_t popped_;

@@ -145,4 +145,24 @@ TEST(proxy_fails_for_commands_that_kernels_have_abandoned) {
   }
   CHECK(world.proxy(0).failure() != nullptr);
   CHECK(world.proxy(0).failure()->text.find("gave up 2 commands") != std::string::npos);
+  CHECK_EQ(world.proxy(0).thread(0).kernel_ring()->view().losses()->peers[0], uint64_t{1} << 1);
+}
+
+// What came from it before has been stored by then.
+TEST(proxy_tells_kernels_of_a_peer_that_is_lost) {
+  proxy::ProxyOptions options;
+  options.ranks = 70;
+  options.threads = 1;
+  options.kernel_ring_slots = 8;
+  options.give_up_peers = true;
+  ProxyWorld world(options, quiet_network(), 70 * 64);
+  const RingView ring = world.proxy(0).thread(0).kernel_ring()->view();
+  world.proxy(0).push({.kind = CommandKind::kWrite, .peer = 66, .counter = 0, .bytes = 64});
+  world.step(0, 0);
+  CHECK_EQ(ring.losses()->peers[1], 0u);
+  world.network().kill(66);
+  for (int step = 0; step < 400; ++step) world.step(0, 0);
+  CHECK(world.proxy(0).lost(66));
+  CHECK_EQ(ring.losses()->peers[0], 0u);
+  CHECK_EQ(ring.losses()->peers[1], uint64_t{1} << (66 - 64));
 }

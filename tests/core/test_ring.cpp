@@ -98,11 +98,12 @@ TEST(ring_layout_keeps_writers_on_lines_of_their_own) {
   CHECK_EQ(offset(&ring.head->consumed), 136);  // producers read both
   CHECK_EQ(offset(&ring.tail->consumed), 256);
   CHECK_EQ(offset(&ring.faults->abandoned), 384);
-  CHECK_EQ(offset(ring.slot(0)), 512);
-  CHECK_EQ(offset(ring.slot(7)), 512 + 7 * 16);
-  CHECK_EQ(offset(ring.slot(8)), 512);
-  CHECK_EQ(RingLayout{8}.bytes(), 512 + 128);
-  CHECK_EQ(RingLayout{16}.bytes(), 512 + 256);
+  CHECK_EQ(offset(ring.losses()->peers), 512);
+  CHECK_EQ(offset(ring.slot(0)), 640);
+  CHECK_EQ(offset(ring.slot(7)), 640 + 7 * 16);
+  CHECK_EQ(offset(ring.slot(8)), 640);
+  CHECK_EQ(RingLayout{8}.bytes(), 640 + 128);
+  CHECK_EQ(RingLayout{16}.bytes(), 640 + 256);
   for (const uint64_t lap : {uint64_t{0}, uint64_t{1}, uint64_t{2}}) {
     CHECK_EQ(ring.lap(8 * lap), 1 - lap % 2);
     CHECK_EQ(ring.lap(8 * lap + 7), 1 - lap % 2);

@@ -56,10 +56,10 @@ class StoppedRing:
     """
 
     def __init__(self, slots: int) -> None:
-        # Lines of producers, of the consumer and of faults (layout/ring.h), then commands.
-        self._memory = torch.zeros(3 * 128 + 16 * slots, dtype=torch.uint8, device="cpu")
+        # Lines of producers, the consumer, faults and losses (layout/ring.h), then commands.
+        self._memory = torch.zeros(4 * 128 + 16 * slots, dtype=torch.uint8, device="cpu")
         at = self._memory.data_ptr()
-        self.view = [at, at + 128, at + 256, at + 384, slots]  # RingView
+        self.view = [at, at + 128, at + 256, at + 512, slots]  # RingView
 
     def _word(self, place: int) -> int:
         return int(self._memory[place : place + 8].view(torch.int64).item())

@@ -26,7 +26,8 @@ from fanfold.backends.high_throughput.kernels import (
     dispatch_kernel,
     plan_kernel,
 )
-from fanfold.errors import PeerTimeout
+from fanfold.backends.high_throughput.plan import CudaDispatched
+from fanfold.errors import PeerTimeout, TransportError
 from fanfold.memory.cuda_hosts import CudaMemoryAcrossHosts
 from tests.distributed.cuda_rounds import check_combine, dispatch, run_case, sent
 from tests.distributed.routings import Case, Round
@@ -219,6 +220,16 @@ def test_an_index_out_of_range_is_none(worlds: Worlds, layout: str) -> None:
     faults.test_an_index_out_of_range_is_none(layout, 9, "9")
 
 
+def make(call: str, mode: CudaHighThroughput, expect: Round, got: CudaDispatched) -> None:
+    """A dispatch of a new routing ("plan"), or one by the routing of ``got``, or its combine."""
+    if call == "plan":
+        dispatch(mode, expect, "expert_major", 2000)
+    elif call == "dispatch":
+        mode.dispatch_cached(sent(expect, mode.device), got.plan, layout="expert_major")
+    else:
+        mode.combine(got.tokens, got.plan, layout="expert_major")
+
+
 @pytest.mark.parametrize("call", ["plan", "dispatch", "combine"])
 def test_a_ring_that_nobody_empties_is_a_late_rank(worlds: Worlds, call: str) -> None:
     """Of a rank whose commands nobody takes; its peers wait for it, too."""
@@ -231,17 +242,35 @@ def test_a_ring_that_nobody_empties_is_a_late_rank(worlds: Worlds, call: str) ->
         mode.quiesce()
         if rank == 0:
             world.stop(rank)
-        calls = {
-            "plan": lambda: dispatch(mode, expect, "expert_major", 2000),
-            "dispatch": lambda: mode.dispatch_cached(
-                sent(expect, mode.device), got.plan, layout="expert_major"
-            ),
-            "combine": lambda: mode.combine(got.tokens, got.plan, layout="expert_major"),
-        }
         with pytest.raises(PeerTimeout, match=f"rank {1 - rank} in high_throughput"):
-            (calls[call](), mode.check())
+            (make(call, mode, expect, got), mode.check())
 
     world.run(program)
+
+
+@pytest.mark.parametrize("call", ["plan", "dispatch", "combine"])
+def test_a_rank_that_has_ended_is_not_awaited(worlds: Worlds, call: str) -> None:
+    """The waits of the kernels end before their time."""
+    world = worlds(2, ROOMY_RING, timeout_s=600.0)
+    case = dataclasses.replace(SMALL, tokens=(200, 200))
+
+    def first(rank: int, mode: CudaHighThroughput) -> Any:
+        got = dispatch(mode, Round(case, rank), "expert_major", 2000)
+        mode.quiesce()
+        return got
+
+    brought = world.run(first)
+    world.memories[1].between.memory.core.close()
+
+    def lost(rank: int, mode: CudaHighThroughput) -> None:
+        if rank == 1:
+            return
+        expect, got = Round(case, rank), brought[rank]
+        with pytest.raises(TransportError, match="rank 1 has ended") as caught:
+            (make(call, mode, expect, got), mode.check())
+        assert isinstance(caught.value.__cause__, PeerTimeout)
+
+    world.run(lost)
 
 
 # ---- opened --------------------------------------------------------------------------------------

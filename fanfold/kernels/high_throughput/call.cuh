@@ -148,6 +148,10 @@ class Call {
   static constexpr uint32_t kNothingSeen = 0;
 
   __device__ static bool is_masked(int) { return false; }
+  static constexpr bool kAsksNetwork = kAcrossHosts != 0;
+  __device__ bool is_lost(int peer) const {
+    return is_elsewhere(peer) && is_lost_peer(remote_hosts(), peer);
+  }
   __device__ void time_out(int peer, uint32_t seen) const;
 };
 

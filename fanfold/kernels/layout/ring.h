@@ -40,16 +40,25 @@ struct alignas(kAreaAlignment) RingFaults {
   uint64_t abandoned;
 };
 
+// The consumer's word to producers that wait for answers: peers that it will never hear of again.
+// What came from a peer before is there when its bit is.
+struct alignas(kAreaAlignment) RingLosses {
+  uint64_t peers[16];  // bit p % 64 of word p / 64
+
+  static constexpr int32_t kMostPeers = 16 * 64;
+};
+
 struct RingHeader {
   RingIdentity identity;
   RingHead head;
   RingTail tail;
   RingFaults faults;
+  RingLosses losses;
 };
 
 static_assert(sizeof(RingIdentity) == 128 && sizeof(RingHead) == 128);
-static_assert(sizeof(RingTail) == 128 && sizeof(RingFaults) == 128);
-static_assert(sizeof(RingHeader) == 4 * 128 && alignof(RingHeader) == 128);
+static_assert(sizeof(RingTail) == 128 && sizeof(RingFaults) == 128 && sizeof(RingLosses) == 128);
+static_assert(sizeof(RingHeader) == 5 * 128 && alignof(RingHeader) == 128);
 
 // A ring as its users address it.
 struct RingView {
@@ -58,6 +67,9 @@ struct RingView {
   RingFaults* faults;
   Command* commands;
   uint64_t slots;
+
+  // Behind the faults, in one memory with them.
+  FANFOLD_HD RingLosses* losses() const { return reinterpret_cast<RingLosses*>(faults + 1); }
 
   FANFOLD_HD constexpr Command* slot(uint64_t ticket) const {
     return commands + (ticket & (slots - 1));
@@ -92,7 +104,7 @@ struct RingLayout {
 };
 
 static_assert(RingLayout::commands_offset() % kAreaAlignment == 0);
-static_assert(RingLayout{2}.bytes() == 4 * 128 + 128);
-static_assert(RingLayout{1024}.bytes() == 4 * 128 + 1024 * 16);
+static_assert(RingLayout{2}.bytes() == 5 * 128 + 128);
+static_assert(RingLayout{1024}.bytes() == 5 * 128 + 1024 * 16);
 
 }  // namespace fanfold

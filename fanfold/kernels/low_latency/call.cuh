@@ -166,6 +166,10 @@ class Call {
 
   __device__ bool failed() const { return load_relaxed_gpu(&args.state->failed) != 0; }
   __device__ bool is_masked(int peer) const { return fanfold::is_masked(args, peer); }
+  static constexpr bool kAsksNetwork = kAcrossHosts != 0;
+  __device__ bool is_lost(int peer) const {
+    return is_elsewhere(peer) && is_lost_peer(remote_hosts(), peer);
+  }
   __device__ void time_out(int peer, uint32_t acknowledged) const {
     fanfold::time_out<Kind>(args, peer, epoch, acknowledged);
   }

@@ -12,6 +12,9 @@ namespace fanfold {
 //   bool looks_around(), finds_other_call()
 //                                   with `kLooksAround`: whether this warp looks for peers in other
 //                                   calls, and whether it has found one, which it has then reported
+//   bool kAsksNetwork, is_lost(peer)
+//                                   if there is the first, and it is true: whether the network has
+//                                   lost the peer, for which a wait ends as if its time were over
 //   void time_out(peer, seen)       masks the peer or fails the call, and reports that
 //   args.timeout_ns                 the time of a wait, from its 256th look on
 //
@@ -33,7 +36,7 @@ class Deadline {
     }
     const auto now = static_cast<int64_t>(global_nanoseconds());
     if (begin_ == 0) begin_ = now;
-    if (now - begin_ < call_.args.timeout_ns) return false;
+    if (now - begin_ < call_.args.timeout_ns && !stays_lost(peer)) return false;
     call_.time_out(peer, seen);
     begin_ = 0;  // if that masks the peer, the wait for others has all its time
     return true;
@@ -42,6 +45,21 @@ class Deadline {
  private:
   static constexpr uint32_t kLooks = 1u << 8;
   static constexpr uint32_t kLongLooks = 1u << 12;  // take milliseconds
+  static constexpr uint32_t kRareLooks = 1u << 16;  // and these fifty
+  static constexpr uint32_t kWasLost = 1u << 31;    // beside the looks
+
+  // At two questions in a row: by the second one this warp has seen what came from the peer before.
+  __device__ bool stays_lost(int peer) {
+    if constexpr (requires { requires Call::kAsksNetwork; }) {
+      if ((looks_ & (kRareLooks - 1)) != 0) return false;
+      const bool was_lost = (looks_ & kWasLost) != 0;
+      looks_ &= ~kWasLost;
+      if (!call_.is_lost(peer)) return false;
+      looks_ |= kWasLost;
+      return was_lost;
+    }
+    return false;
+  }
 
   const Call& call_;
   uint32_t looks_ = 0;

@@ -23,6 +23,13 @@ __device__ __forceinline__ Command write_command(const RemoteHosts& hosts, int p
   return command;
 }
 
+// Whether the network has lost a peer, which is on another host. A look at the CPU's memory.
+__device__ __forceinline__ bool is_lost_peer(const RemoteHosts& hosts, int peer) {
+  const RingView& ring = hosts.rings[peer % hosts.ring_count];
+  return (load_relaxed_system(&ring.losses()->peers[peer / 64]) >> (peer % 64) & 1u) != 0;
+}
+static_assert(kMostRanks <= RingLosses::kMostPeers);
+
 // A word, behind everything that was pushed for the peer before.
 __device__ __forceinline__ Command store_command(const RemoteHosts& hosts, int peer, int64_t offset,
                                                  uint64_t word) {
