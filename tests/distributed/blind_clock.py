@@ -27,9 +27,11 @@ class BlindClock:
     def overhead(self, calls: int) -> dict[str, torch.Tensor]:
         return {name: self._ones() for name in ("empty", "empty_flushed", "launch", "python")}
 
-    def graph(self, *spans: Call) -> torch.Tensor:
+    def graph(self, *spans: Call, between: Call | None = None) -> torch.Tensor:
         for span in spans:
             span()
+            if between is not None:
+                between()
         return self._ones(len(spans))
 
     def chain(self, call: Call, calls: int) -> torch.Tensor:

@@ -36,8 +36,14 @@ class HostsWorld(Proxies, World):
         self._network, self._stopped = network, []
         settings = {"network": network.setting, **settings}
         super().__init__(len(network.hosts), ring_bytes, **settings)
-        for memory in self.memories:
-            self._behind += beside_pinned(memory)
+        self._beside = [beside_pinned(memory) for memory in self.memories]
+        self._behind += [part for parts in self._beside for part in parts]
+
+    def end(self, rank: int) -> None:
+        """A rank closes what is between the hosts, and makes no call any more."""
+        gone = {id(part) for part in self._beside[rank]}
+        self._behind = [part for part in self._behind if id(part) not in gone]
+        self.memories[rank].between.memory.core.close()
 
     def _memories(
         self,

@@ -260,7 +260,7 @@ def test_a_rank_that_has_ended_is_not_awaited(worlds: Worlds, call: str) -> None
         return got
 
     brought = world.run(first)
-    world.memories[1].between.memory.core.close()
+    world.end(1)
 
     def lost(rank: int, mode: CudaHighThroughput) -> None:
         if rank == 1:
