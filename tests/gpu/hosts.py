@@ -16,6 +16,12 @@ Run = Callable[..., list[Any]]
 Test = Callable[..., Any]
 
 
+def patience(network: str) -> float:
+    """Seconds that waits for a killed rank may last: sockets tell at once that it has ended, shared
+    memory never does."""
+    return 2.0 if network.endswith("shm") else 100.0
+
+
 def two_hosts(network: str) -> Any:
     """The settings of the ranks, half of them on each host."""
     return mock.patch.dict(os.environ, FANFOLD_HOSTS="2", FANFOLD_NETWORK=network)

@@ -19,7 +19,7 @@ from tests.gpu import test_deep_ep_elastic_cuda as elastic
 from tests.gpu import test_deep_ep_high_throughput_cuda as buffers
 from tests.gpu import test_deep_ep_hybrid_cuda as hybrid
 from tests.gpu import test_high_throughput_cuda as rounds
-from tests.gpu.hosts import NETWORKS, Run, two_hosts
+from tests.gpu.hosts import NETWORKS, Run, patience, two_hosts
 from tests.gpu.support import own_device
 from tests.gpu.test_high_throughput_cuda import case_of
 
@@ -100,7 +100,7 @@ def _killed(group: dist.ProcessGroup, network: str, phase: str) -> tuple[Excepti
     rank = dist.get_rank(group)
     given = _batch(rank)
     with two_hosts(network):
-        ep = _opened(group, 2.0)
+        ep = _opened(group, patience(network))
     received = ep.dispatch(*given, capacity=ROOM)
     ep.synchronize()
     dist.barrier(group)

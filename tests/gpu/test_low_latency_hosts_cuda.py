@@ -20,7 +20,7 @@ from tests.gpu import test_deep_ep_cuda as deep_ep
 from tests.gpu import test_graphs_and_streams as graphs
 from tests.gpu import test_low_latency_cuda as rounds
 from tests.gpu.conftest import GpuPools
-from tests.gpu.hosts import NETWORKS, Run, on_hosts, two_hosts
+from tests.gpu.hosts import NETWORKS, Run, on_hosts, patience, two_hosts
 from tests.gpu.support import Case, case_of, open_layer, own_device, tokens_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -152,7 +152,7 @@ def _killed(
     rank = dist.get_rank(group)
     mine = tokens_of(case, rank).to(own_device())
     with two_hosts(network):
-        ep = open_layer(group, case, timeout_s=2.0)
+        ep = open_layer(group, case, timeout_s=patience(network))
     received = ep.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
     ep.synchronize()
     dist.barrier(group)

@@ -36,7 +36,7 @@ class Deadline {
     }
     const auto now = static_cast<int64_t>(global_nanoseconds());
     if (begin_ == 0) begin_ = now;
-    if (now - begin_ < call_.args.timeout_ns && !stays_lost(peer)) return false;
+    if (now - begin_ < call_.args.timeout_ns && !ends_early(peer)) return false;
     call_.time_out(peer, seen);
     begin_ = 0;  // if that masks the peer, the wait for others has all its time
     return true;
@@ -48,17 +48,20 @@ class Deadline {
   static constexpr uint32_t kRareLooks = 1u << 16;  // and these fifty
   static constexpr uint32_t kWasLost = 1u << 31;    // beside the looks
 
+  static constexpr bool kAsksNetwork = requires { requires Call::kAsksNetwork; };
+
+  __device__ __forceinline__ bool ends_early(int peer) {
+    if constexpr (kAsksNetwork) return stays_lost(peer);
+    return false;
+  }
   // At two questions in a row: by the second one this warp has seen what came from the peer before.
   __device__ bool stays_lost(int peer) {
-    if constexpr (requires { requires Call::kAsksNetwork; }) {
-      if ((looks_ & (kRareLooks - 1)) != 0) return false;
-      const bool was_lost = (looks_ & kWasLost) != 0;
-      looks_ &= ~kWasLost;
-      if (!call_.is_lost(peer)) return false;
-      looks_ |= kWasLost;
-      return was_lost;
-    }
-    return false;
+    if ((looks_ & (kRareLooks - 1)) != 0) return false;
+    const bool was_lost = (looks_ & kWasLost) != 0;
+    looks_ &= ~kWasLost;
+    if (!call_.is_lost(peer)) return false;
+    looks_ |= kWasLost;
+    return was_lost;
   }
 
   const Call& call_;
