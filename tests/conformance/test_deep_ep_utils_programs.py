@@ -174,8 +174,17 @@ def test_bench_of_operators(tmp_path: Path) -> None:
         lasted = [e["dur"] for e in events if e["name"] == name]
         assert time_s == pytest.approx(sum(lasted) / len(lasted) * 1e-6, rel=0.05)
     assert none == 0
-    small, large = testing.bench_kineto(call, "aten::sort", 4, num_kernels_per_period=2)
-    assert 0 < small < large
+    many = torch.ones(1_000_000, dtype=torch.float32, device="cpu")
+    apart = testing.bench_kineto(
+        lambda: [torch.cumsum(each, 0) for each in (x[:10], many)],
+        "aten::cumsum", 4, num_kernels_per_period=2, trace_path=str(trace),
+    )  # fmt: skip
+    events = [e for e in json.loads(trace.read_text())["traceEvents"] if "dur" in e]
+    events.sort(key=lambda event: event["ts"])
+    lasted = [e["dur"] for e in events if e["name"] == "aten::cumsum"]
+    assert len(lasted) == 8
+    wanted = [sum(lasted[first::2]) / 4 * 1e-6 for first in (0, 1)]
+    assert apart == pytest.approx(wanted, rel=0.05)
     with pytest.raises(UsageError, match="num_kernels_per_period"):
         testing.bench_kineto(call, "aten::cumsum", 4, num_kernels_per_period=3)
 
