@@ -40,8 +40,8 @@ struct alignas(kAreaAlignment) RingFaults {
   uint64_t abandoned;
 };
 
-// The consumer's word to producers that wait for answers: peers that it will never hear of again.
-// What came from a peer before is there when its bit is.
+// Peers from which nothing comes any more, for producers that wait for their answers. The consumer
+// writes it; what came from a peer before is there when its bit is.
 struct alignas(kAreaAlignment) RingLosses {
   uint64_t peers[16];  // bit p % 64 of word p / 64
 
