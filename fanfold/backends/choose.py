@@ -165,7 +165,7 @@ def choose(
         whose = "kernels of ranks that are threads" if may_cross_hosts else "kernels"
         obstacle = f"{whose} do not reach across hosts, and {apart}"
     modes: tuple[Mode, ...] = ("low_latency",)
-    if config.backend == "cuda":  # those of high throughput have not run for long
+    if config.backend == "cuda":  # high throughput there is new: only where it is asked for
         modes = ("low_latency", "high_throughput")
     if obstacle is None:
         device = torch.device(seats[group.rank].device)

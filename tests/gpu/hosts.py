@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import signal
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
 
+import fanfold
+from fanfold.launch import RankFailure
 from tests.distributed import routings
+from tests.distributed.layers import caught
+
+KILLED = 1
 
 NETWORKS = ["libfabric:tcp", "libfabric:shm"]
 Run = Callable[..., list[Any]]
@@ -33,3 +40,24 @@ def on_hosts(group: dist.ProcessGroup, network: str, test: Test, args: tuple[Any
     one_host = [0] * dist.get_world_size(group)
     with two_hosts(network), mock.patch.object(routings, "PLACED", one_host):
         return test(group, *args)
+
+
+def call_after_a_kill(
+    group: dist.ProcessGroup, call: Callable[[], object]
+) -> tuple[Exception | None, float]:
+    """Kills one rank; what another then sees of ``call``, and after how long."""
+    dist.barrier(group)
+    if dist.get_rank(group) == KILLED:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    return caught(call), time.monotonic() - start
+
+
+def check_ended(outcomes: Sequence[Any]) -> None:
+    """The others have ended within the bound, and name the rank that was killed."""
+    others = list(outcomes)
+    assert isinstance(others.pop(KILLED), RankFailure)
+    for error, seconds in others:
+        assert isinstance(error, (fanfold.PeerTimeout, fanfold.TransportError))
+        assert f"rank {KILLED}" in str(error)
+        assert seconds < 30.0

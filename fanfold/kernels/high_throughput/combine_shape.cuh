@@ -168,8 +168,7 @@ __device__ __forceinline__ int64_t ring_offset(const Call& call, int64_t row) {
 // then names several rows.
 class SlotPlaces {
  public:
-  __device__ explicit SlotPlaces(bool is_elsewhere)
-      : together_(kAcrossHosts != 0 && is_elsewhere) {}
+  __device__ explicit SlotPlaces(bool is_elsewhere) : together_(is_elsewhere) {}
 
   __device__ int64_t slice(int slice) const {
     return int64_t{slice} * (together() ? kBatchTokens * kSliceBytes : kSliceBytes);
