@@ -34,4 +34,8 @@ void CommandRings::tell_lost(int32_t peer) {
   if (kernels_) kernels_->consumer.tell_lost(peer);
 }
 
+bool CommandRings::take_question(int32_t peer) {
+  return kernels_ && kernels_->consumer.take_question(peer);
+}
+
 }  // namespace fanfold::proxy

@@ -28,6 +28,8 @@ class CommandRings {
   uint64_t abandoned() const;
   // Tells kernels that wait for a peer that it is lost.
   void tell_lost(int32_t peer);
+  // Whether kernels have asked if a peer still runs since this was called before.
+  bool take_question(int32_t peer);
 
  private:
   struct Popped {

@@ -123,7 +123,9 @@ bool ProxyThread::step(Time now) {
   elapsed_ += std::clamp<nanoseconds>(now - last_.value_or(now), nanoseconds(0), kLongestGap);
   last_ = now;
   grown_ = false;
-  if (probe_.load(std::memory_order_relaxed) >= 0) send_probe();
+  if (probe_.load(std::memory_order_relaxed) >= 0) {
+    send_probe(probe_.exchange(-1, std::memory_order_relaxed));
+  }
   bool worked = poll();
   worked = take_commands() || worked;
   worked = send_pending() || worked;

@@ -126,7 +126,7 @@ class ProxyThread {
   bool finish_barrier();
 
   // Failing.
-  void send_probe();
+  void send_probe(int32_t peer);
   void check_timeouts();
   void lose(int32_t peer, FailureReason reason);
   void mark_lost(Channel& channel, FailureReason reason, const std::string& text);

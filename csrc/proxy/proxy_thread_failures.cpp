@@ -20,8 +20,7 @@ const Failure* ProxyThread::lost(int32_t peer) const {
 }
 
 // The last acknowledgement may come again at any time, and what is outstanding tells as much.
-void ProxyThread::send_probe() {
-  const int32_t peer = probe_.exchange(-1, std::memory_order_relaxed);
+void ProxyThread::send_probe(int32_t peer) {
   if (!serves(peer) || channel_of(peer).failure != nullptr) return;
   if (transport_->probe(peer)) return;
   // Behind a barrier the peer may close its transport at any moment, and gets no message more.
@@ -35,6 +34,7 @@ void ProxyThread::check_timeouts() {
   if (elapsed_ < next_check_) return;
   next_check_ = elapsed_ + std::min<nanoseconds>(options_.timeout / 16, std::chrono::seconds(1));
   for (const int32_t peer : peers_) {
+    if (rings_.take_question(peer)) send_probe(peer);
     Channel& channel = channel_of(peer);
     if (!channel.busy() || elapsed_ - channel.moved < options_.timeout) continue;
     stop_for(

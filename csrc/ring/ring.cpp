@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "base/atomics.h"
 #include "base/error.h"
 #include "base/wait.h"
 #include "protocol/ring.h"
@@ -144,6 +145,13 @@ void Consumer::tell_lost(int32_t peer) {
   uint64_t* word = &ring_.losses()->peers[peer / 64];
   const uint64_t bit = uint64_t{1} << (peer % 64);
   kMemory.store_release_system(word, kMemory.load_relaxed_system(word) | bit);
+}
+
+bool Consumer::take_question(int32_t peer) {
+  uint32_t* word = &ring_.questions()->peers[peer];
+  if (load_relaxed_system(word) == 0) return false;
+  store_relaxed_system(word, uint32_t{0});
+  return true;
 }
 
 }  // namespace fanfold

@@ -100,6 +100,9 @@ class Consumer {
   // Tells producers that nothing will come from a peer any more; below RingLosses::kMostPeers. What
   // this thread has written before is visible to them then.
   void tell_lost(int32_t peer);
+  // Whether producers have asked if a peer still runs since this was called before; below
+  // RingQuestions' number of peers.
+  bool take_question(int32_t peer);
 
  private:
   RingView ring_;

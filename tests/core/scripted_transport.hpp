@@ -85,6 +85,7 @@ struct ScriptedRank {
     options.message_bytes = 1024;
     options.rank = 1;
     options.credit.messages = 64;
+    options.kernel_ring_slots = 8;
     options.timeout = timeout;
     std::vector<std::unique_ptr<transport::Transport>> transports;
     transports.push_back(std::move(made));

@@ -65,6 +65,30 @@ TEST(proxy_asks_a_network_that_tells_who_has_ended) {
   CHECK_EQ(rank.transport->probes.size(), 1u);
 }
 
+// A kernel that waits for long asks again and again, and the network is asked once in a while.
+TEST(proxy_asks_for_peers_for_which_kernels_wait) {
+  ScriptedRank rank = rank_that_asks(true);
+  const RingView ring = rank.proxy->thread(0).kernel_ring()->view();
+  const auto ask = [&](std::chrono::nanoseconds passed) {
+    for (const int32_t peer : {2, 4}) ring.questions()->peers[peer] = 1;
+    rank.step(passed);
+  };
+  ask(0s);
+  for (int millisecond = 0; millisecond < 50; ++millisecond) ask(1ms);
+  CHECK(rank.transport->probes == (std::vector<int32_t>{2, 4}));
+  for (int millisecond = 0; millisecond < 50; ++millisecond) ask(1ms);
+  CHECK(rank.transport->probes == (std::vector<int32_t>{2, 4, 2, 4}));
+  CHECK_EQ(ring.losses()->peers[0], 0u);
+  end(rank, 4);
+  rank.step();
+  CHECK_EQ(ring.losses()->peers[0], uint64_t{1} << 4);
+  for (int millisecond = 0; millisecond < 100; ++millisecond) rank.step(1ms);
+  ring.questions()->peers[2] = 0;
+  const size_t before = rank.transport->probes.size();
+  for (int millisecond = 0; millisecond < 100; ++millisecond) rank.step(1ms);
+  CHECK_EQ(rank.transport->probes.size(), before);
+}
+
 TEST(proxy_writes_to_a_peer_where_only_a_write_tells) {
   ScriptedRank rank = rank_that_asks(false);
   proxy::ProxyThread& thread = rank.proxy->thread(0);

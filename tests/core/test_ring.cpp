@@ -89,7 +89,7 @@ void run_producers(const Ring& ring, int32_t producers, uint64_t count, uint64_t
 }  // namespace
 
 TEST(ring_layout_keeps_writers_on_lines_of_their_own) {
-  std::vector<uint64_t> memory(4096);
+  std::vector<uint64_t> memory(8192);
   const RingView ring = RingLayout{8}.view(memory.data());
   const auto offset = [&](const void* place) {
     return static_cast<const std::byte*>(place) - reinterpret_cast<const std::byte*>(memory.data());
@@ -99,11 +99,12 @@ TEST(ring_layout_keeps_writers_on_lines_of_their_own) {
   CHECK_EQ(offset(&ring.tail->consumed), 256);
   CHECK_EQ(offset(&ring.faults->abandoned), 384);
   CHECK_EQ(offset(ring.losses()->peers), 512);
-  CHECK_EQ(offset(ring.slot(0)), 640);
-  CHECK_EQ(offset(ring.slot(7)), 640 + 7 * 16);
-  CHECK_EQ(offset(ring.slot(8)), 640);
-  CHECK_EQ(RingLayout{8}.bytes(), 640 + 128);
-  CHECK_EQ(RingLayout{16}.bytes(), 640 + 256);
+  CHECK_EQ(offset(ring.questions()->peers), 640);
+  CHECK_EQ(offset(ring.slot(0)), 4736);
+  CHECK_EQ(offset(ring.slot(7)), 4736 + 7 * 16);
+  CHECK_EQ(offset(ring.slot(8)), 4736);
+  CHECK_EQ(RingLayout{8}.bytes(), 4736 + 128);
+  CHECK_EQ(RingLayout{16}.bytes(), 4736 + 256);
   for (const uint64_t lap : {uint64_t{0}, uint64_t{1}, uint64_t{2}}) {
     CHECK_EQ(ring.lap(8 * lap), 1 - lap % 2);
     CHECK_EQ(ring.lap(8 * lap + 7), 1 - lap % 2);

@@ -35,16 +35,20 @@ class Network:
         seed: of delays, repetitions and the order of writes; 0 for none of them.
         threads: of each rank's proxy, each with a ring.
         ring_slots: of each ring.
+        provider: of libfabric, which joins them instead of a loopback network; "" for none.
     """
 
     hosts: tuple[int, ...]
     seed: int = 0
     threads: int = 2
     ring_slots: int = 64
+    provider: str = ""
 
     @property
     def setting(self) -> str:
         """As :class:`Config` has it."""
+        if self.provider:
+            return f"libfabric:{self.provider}"
         return f"loopback:{self.seed}" if self.seed else "loopback"
 
 
@@ -56,10 +60,11 @@ class StoppedRing:
     """
 
     def __init__(self, slots: int) -> None:
-        # Lines of producers, the consumer, faults and losses (layout/ring.h), then commands.
-        self._memory = torch.zeros(4 * 128 + 16 * slots, dtype=torch.uint8, device="cpu")
+        # Lines of producers, the consumer, faults and losses, questions (layout/ring.h), commands.
+        commands = 4 * 128 + 4096
+        self._memory = torch.zeros(commands + 16 * slots, dtype=torch.uint8, device="cpu")
         at = self._memory.data_ptr()
-        self.view = [at, at + 128, at + 256, at + 512, slots]  # RingView
+        self.view = [at, at + 128, at + 256, at + commands, slots]  # RingView
 
     def _word(self, place: int) -> int:
         return int(self._memory[place : place + 8].view(torch.int64).item())

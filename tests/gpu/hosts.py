@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 
 import fanfold
@@ -34,11 +35,21 @@ def two_hosts(network: str) -> Any:
     return mock.patch.dict(os.environ, FANFOLD_HOSTS="2", FANFOLD_NETWORK=network)
 
 
+def own_gpu(group: dist.ProcessGroup) -> Any:
+    """The settings of ranks that share GPUs, if there are more than GPUs; this one's becomes the
+    current one."""
+    gpus = torch.cuda.device_count()
+    torch.cuda.set_device(dist.get_rank(group) % gpus)
+    shared = {"FANFOLD_SHARE_GPUS": "1"} if dist.get_world_size(group) > gpus else {}
+    return mock.patch.dict(os.environ, shared)
+
+
 def on_hosts(group: dist.ProcessGroup, network: str, test: Test, args: tuple[Any, ...]) -> Any:
     """One rank's part: ``test(group, *args)``. Its oracles add sums as on one host, as kernels do
     it at a token's source."""
     one_host = [0] * dist.get_world_size(group)
-    with two_hosts(network), mock.patch.object(routings, "PLACED", one_host):
+    placed = mock.patch.object(routings, "PLACED", one_host)
+    with two_hosts(network), own_gpu(group), placed:
         return test(group, *args)
 
 

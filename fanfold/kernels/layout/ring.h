@@ -48,17 +48,25 @@ struct alignas(kAreaAlignment) RingLosses {
   static constexpr int32_t kMostPeers = 16 * 64;
 };
 
+// Peers for which producers have waited so long that they ask whether those still run: not 0. The
+// consumer sets a word back when it looks into that.
+struct alignas(kAreaAlignment) RingQuestions {
+  uint32_t peers[RingLosses::kMostPeers];
+};
+
 struct RingHeader {
   RingIdentity identity;
   RingHead head;
   RingTail tail;
   RingFaults faults;
   RingLosses losses;
+  RingQuestions questions;
 };
 
 static_assert(sizeof(RingIdentity) == 128 && sizeof(RingHead) == 128);
 static_assert(sizeof(RingTail) == 128 && sizeof(RingFaults) == 128 && sizeof(RingLosses) == 128);
-static_assert(sizeof(RingHeader) == 5 * 128 && alignof(RingHeader) == 128);
+static_assert(sizeof(RingQuestions) == 4096);
+static_assert(sizeof(RingHeader) == 5 * 128 + 4096 && alignof(RingHeader) == 128);
 
 // A ring as its users address it.
 struct RingView {
@@ -70,6 +78,9 @@ struct RingView {
 
   // Behind the faults, in one memory with them.
   FANFOLD_HD RingLosses* losses() const { return reinterpret_cast<RingLosses*>(faults + 1); }
+  FANFOLD_HD RingQuestions* questions() const {
+    return reinterpret_cast<RingQuestions*>(losses() + 1);
+  }
 
   FANFOLD_HD constexpr Command* slot(uint64_t ticket) const {
     return commands + (ticket & (slots - 1));
@@ -104,7 +115,7 @@ struct RingLayout {
 };
 
 static_assert(RingLayout::commands_offset() % kAreaAlignment == 0);
-static_assert(RingLayout{2}.bytes() == 5 * 128 + 128);
-static_assert(RingLayout{1024}.bytes() == 5 * 128 + 1024 * 16);
+static_assert(RingLayout{2}.bytes() == 5 * 128 + 4096 + 128);
+static_assert(RingLayout{1024}.bytes() == 5 * 128 + 4096 + 1024 * 16);
 
 }  // namespace fanfold

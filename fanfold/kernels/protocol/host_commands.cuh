@@ -23,10 +23,14 @@ __device__ __forceinline__ Command write_command(const RemoteHosts& hosts, int p
   return command;
 }
 
-// Whether the network has lost a peer, which is on another host. A look at the CPU's memory.
+// Whether the network has lost a peer, which is on another host. A look at the CPU's memory. If not,
+// asks the proxy whether the peer still runs, which some networks tell only then.
 __device__ __forceinline__ bool is_lost_peer(const RemoteHosts& hosts, int peer) {
   const RingView& ring = hosts.rings[peer % hosts.ring_count];
-  return (load_relaxed_system(&ring.losses()->peers[peer / 64]) >> (peer % 64) & 1u) != 0;
+  const uint64_t lost = load_relaxed_system(&ring.losses()->peers[peer / 64]);
+  if ((lost >> (peer % 64) & 1u) != 0) return true;
+  store_relaxed_system(&ring.questions()->peers[peer], uint32_t{1});
+  return false;
 }
 static_assert(kMostRanks <= RingLosses::kMostPeers);
 
