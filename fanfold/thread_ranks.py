@@ -19,7 +19,8 @@ Two things are such a wait where the driver decides so, and hold up the launches
   wait for a kernel of another rank, too: meet the other ranks behind the copy;
 * loading a kernel. Fanfold loads one when the rank's own calls have ended, which is enough where
   all ranks make the same calls; PyTorch loads its own at the start where
-  ``CUDA_MODULE_LOADING=EAGER`` is set.
+  ``CUDA_MODULE_LOADING=EAGER`` is set. The first launch of a kernel may wait even then: launch what
+  one rank alone uses once before, when no rank is in a call.
 
 PyTorch runs the backward pass of all ranks in one thread of its own, so that a backward pass whose
 calls wait on the CPU is for ranks that are processes. A rank whose calls run far ahead of the other

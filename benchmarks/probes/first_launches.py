@@ -9,8 +9,8 @@ second on another stream. A launch that has ended as late as that kernel has wai
 
 from __future__ import annotations
 
+import ctypes
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -59,7 +59,9 @@ def measure(operation: Callable[[], object], beside: torch.cuda.Stream) -> dict[
 def main(results: Path) -> None:
     device = torch.device("cuda", 0)
     machine = {"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__}
-    loading = os.environ.get("CUDA_MODULE_LOADING", "LAZY")
+    mode = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuModuleGetLoadingMode(ctypes.byref(mode))
+    loading = {1: "EAGER", 2: "LAZY"}[mode.value]
     own, beside = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(beside):
         torch.cuda._sleep(1000)

@@ -40,7 +40,6 @@ class BackendChoice:
         reason: why, in one line that error messages show.
         capability: the lowest compute capability of the ranks' GPUs; (0, 0) on the host.
         across_hosts: whether GPUs of several hosts were chosen.
-        modes: whose kernels run then.
     """
 
     backend: Literal["host", "cuda"]
@@ -48,10 +47,9 @@ class BackendChoice:
     reason: str
     capability: tuple[int, int] = (0, 0)
     across_hosts: bool = False
-    modes: tuple[Mode, ...] = ("low_latency",)
 
     def supports(self, mode: Mode) -> bool:
-        """Whether the kernels of ``mode`` run on the GPUs of all ranks, and reach all of them."""
+        """Whether the kernels of ``mode`` run on the GPUs of all ranks."""
         return self.backend == "cuda" and self._lacking(mode) is None
 
     def for_mode(self, mode: Mode, config: Config) -> BackendChoice:
@@ -65,16 +63,13 @@ class BackendChoice:
 
     def _lacking(self, mode: Mode) -> str | None:
         """Why the GPUs do not do for ``mode``, or None."""
-        name = mode.replace("_", " ")
-        if self.across_hosts and mode not in self.modes:
-            return f"kernels of {name} reach across hosts only where backend is 'cuda'"
         least = LEAST_CAPABILITY[mode]
         if self.capability >= least:
             return None
         needed, oldest = (".".join(map(str, pair)) for pair in (least, self.capability))
         return (
-            f"{name} needs compute capability {needed}, and the oldest GPU of these ranks has "
-            f"{oldest}"
+            f"{mode.replace('_', ' ')} needs compute capability {needed}, and the oldest GPU of "
+            f"these ranks has {oldest}"
         )
 
     @staticmethod
@@ -140,8 +135,7 @@ def choose(
             be compiled for it.
         mode: whose calls are to run.
         may_cross_hosts: whether the caller can have kernels send to ranks on other hosts. If not,
-            or if ``"auto"`` finds ranks that are threads, or for high throughput, ranks on several
-            hosts run on the host.
+            or if ``"auto"`` finds ranks that are threads, ranks on several hosts run on the host.
 
     Raises:
         ArgumentError: the ranks' settings of ``backend``, ``share_gpus`` or ``hosts`` differ.
@@ -164,9 +158,6 @@ def choose(
     if obstacle is None and apart is not None and (as_threads or not may_cross_hosts):
         whose = "kernels of ranks that are threads" if may_cross_hosts else "kernels"
         obstacle = f"{whose} do not reach across hosts, and {apart}"
-    modes: tuple[Mode, ...] = ("low_latency",)
-    if config.backend == "cuda":  # high throughput there is new: only where it is asked for
-        modes = ("low_latency", "high_throughput")
     if obstacle is None:
         device = torch.device(seats[group.rank].device)
         is_shared = len({seat.identity for seat in seats}) < group.size
@@ -174,7 +165,7 @@ def choose(
         reason = f"{has}; this is this rank's"
         oldest = min(seat.capability for seat in seats)
         across = apart is not None
-        chosen = BackendChoice("cuda", device, reason, oldest, across, modes)
+        chosen = BackendChoice("cuda", device, reason, oldest, across)
         return chosen.for_mode(mode, config)
     if config.backend == "cuda":
         raise UnavailableError(f"{setting}, but {obstacle}")

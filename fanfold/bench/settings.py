@@ -69,8 +69,8 @@ _OPTIONS = {"num_experts": "experts", "max_tokens": "tokens"}
 
 # What of GPUs a bench does across hosts.
 _ACROSS = (
-    "only kernels of low latency reach across hosts, and with --backend cuda those of high "
-    "throughput, which --face native times expert-major, not in place"
+    "on GPUs of several hosts --face native times high throughput expert-major only, and not in "
+    "place"
 )
 ONE_HOST = "left out on one host, where nothing goes over a network (--hosts 2 acts as two hosts)"
 """The bound of ``transport`` where the ranks are on one host."""
@@ -239,10 +239,8 @@ class BenchSettings:
         """Whether kernels reach ranks on other hosts, and are taken for that."""
         if self.backend == "auto" and self.config().network.startswith("loopback"):
             return False  # ranks are threads, which auto leaves on the host
-        if self.mode == "low_latency":
-            return True
-        placed = self.face == "native" and (self.layout == "token_major" or bool(self.in_place))
-        return self.backend == "cuda" and not placed
+        native = self.mode == "high_throughput" and self.face == "native"
+        return not (native and (self.layout == "token_major" or self.in_place))
 
     def _check_own_options(self) -> None:
         """Raises ArgumentError for an option of one mode that is wrong or out of place."""

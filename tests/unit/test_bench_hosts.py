@@ -98,7 +98,7 @@ def test_without_either_the_ranks_are_where_they_are() -> None:
         (
             "high-throughput --hosts 2 --backend cuda --layout token-major",
             {},
-            "backend is cuda, but hosts is 2, .*expert-major, .*--backend host",
+            "backend is cuda, but hosts is 2, .*expert-major only.*--backend host",
         ),
         (
             "high-throughput --hosts 2 --in-place",
@@ -169,13 +169,15 @@ def test_gpus_are_taken_on_several_hosts_where_kernels_reach_others(
         ("hybridep", None),
     ):
         settings = BenchSettings("high_throughput", face=face, layout=layout)
-        assert settings.backend_here(several_hosts=True) == "host"
+        assert settings.backend_here(several_hosts=True) == "cuda"
         asked = dataclasses.replace(settings, backend="cuda", hosts=2)
         assert asked.backend_here(several_hosts=True) == "cuda"
-    asked = BenchSettings("high_throughput", layout="token_major", backend="cuda")
+    settings = BenchSettings("high_throughput", layout="token_major")
+    assert settings.backend_here(several_hosts=True) == "host"
+    asked = dataclasses.replace(settings, backend="cuda")
     with pytest.raises(UnavailableError, match="backend is cuda, but the ranks are on several"):
         asked.backend_here(several_hosts=True)
-    with pytest.raises(UnavailableError, match="hosts is 2, and only kernels of low latency"):
+    with pytest.raises(UnavailableError, match="hosts is 2, and on GPUs of several hosts"):
         dataclasses.replace(asked, hosts=2)
 
 

@@ -135,30 +135,17 @@ def test_high_throughput_leaves_older_gpus(
             there.for_mode("high_throughput", Config.resolve(backend="cuda"))
 
 
-def test_high_throughput_reaches_gpus_of_other_hosts_where_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("backend", ["auto", "cuda"])
+def test_both_modes_reach_gpus_of_other_hosts(
+    monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
-    settings: dict[str, Any] = {"mode": "high_throughput", "backend": "cuda", "hosts": 2}
+    settings: dict[str, Any] = {"mode": "high_throughput", "backend": backend, "hosts": 2}
     for placed in decide(monkeypatch, GOOD, may_cross_hosts=True, **settings):
         assert (placed.backend, placed.across_hosts) == ("cuda", True)
         assert placed.supports("high_throughput")
         assert placed.supports("low_latency")
-    for error in decide(monkeypatch, GOOD, **settings):
-        assert isinstance(error, UnavailableError)
-
-
-def test_only_low_latency_reaches_gpus_of_other_hosts() -> None:
-    gpu = torch.device("cuda:0")
-    there = BackendChoice("cuda", gpu, "each has one", (9, 0), across_hosts=True)
-    assert there.supports("low_latency")
-    assert not there.supports("high_throughput")
-    placed = there.for_mode("high_throughput", Config.resolve(backend="auto"))
-    assert (placed.backend, placed.device.type) == ("host", "cpu")
-    assert "kernels of high throughput reach across hosts only where" in placed.reason
-    with pytest.raises(
-        UnavailableError, match="kernels of high throughput reach across hosts only"
-    ):
-        there.for_mode("high_throughput", Config.resolve(backend="cuda"))
+    for there in decide(monkeypatch, GOOD, **settings):
+        assert isinstance(there, UnavailableError) == (backend == "cuda")
 
 
 def test_the_same_index_of_different_gpus_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +294,7 @@ NEEDS = "high throughput needs compute capability 9.0, and the oldest GPU of the
             NEW,
             {"hosts": 2},
             f"cuda, for 2 ranks: {OWN} 9.0",
-            "host, because kernels of high throughput reach across hosts only where",
+            None,
         ),
         (
             NEW,

@@ -35,7 +35,6 @@ PLACED = BackendChoice(
     "each rank has a GPU of its own",
     (9, 0),
     across_hosts=True,
-    modes=("low_latency", "high_throughput"),
 )
 
 
