@@ -22,7 +22,7 @@ from fanfold.memory.cuda_hosts import CudaMemoryAcrossHosts
 from fanfold.memory.host import SymmetricMemory
 from fanfold.memory.hosts import find_hosts
 
-__all__ = ["memory_across_hosts", "open_high_throughput", "open_low_latency"]
+__all__ = ["memory_across_hosts", "open_gpu_memory", "open_high_throughput", "open_low_latency"]
 
 _Backend = TypeVar("_Backend")
 
@@ -49,11 +49,8 @@ def open_low_latency(
     if choice.backend == "cuda":
         low_latency.check_cuda_geometry(geometry)
         nbytes = low_latency.cuda_required_bytes(geometry, late_weights=late_weights)
-        if choice.across_hosts:
-            between = low_latency.cuda_bytes_between_hosts(geometry)
-            memory = memory_across_hosts(group, nbytes, between, config)
-        else:
-            memory = CudaSymmetricMemory(group, nbytes)
+        between = low_latency.cuda_bytes_between_hosts(geometry)
+        memory = open_gpu_memory(group, choice, nbytes, between, config)
     else:
         nbytes = low_latency.HostLowLatency.required_bytes(geometry)
         memory = SymmetricMemory(group, nbytes, config)
@@ -65,6 +62,20 @@ def open_low_latency(
     except BaseException:
         memory.close()
         raise
+
+
+def open_gpu_memory(
+    group: Group, choice: BackendChoice, nbytes: int, between_hosts: int, config: Config
+) -> GpuPeerMemory:
+    """Regions of ``nbytes`` on the GPUs, and where those are on several hosts, regions of
+    ``between_hosts`` on their CPUs. Collective.
+
+    Raises:
+        FanfoldError: the ranks cannot share memory, or find no network; on all ranks.
+    """
+    if choice.across_hosts:
+        return memory_across_hosts(group, nbytes, between_hosts, config)
+    return CudaSymmetricMemory(group, nbytes)
 
 
 def memory_across_hosts(
@@ -118,14 +129,10 @@ def open_high_throughput(
         host = SymmetricMemory(group, nbytes, config)
         staged = StagedHighThroughput(HostHighThroughput(host, 0, nbytes, quantize_to))
         return host, ranged(staged, "high_throughput", config)
-    memory: GpuPeerMemory
     if choice.across_hosts:
         result_bytes = 0  # rows of other hosts come through rings
-        nbytes = CudaHighThroughput.required_bytes(group.size, config)
-        memory = memory_across_hosts(group, nbytes, nbytes, config)
-    else:
-        nbytes = CudaHighThroughput.required_bytes(group.size, config, result_bytes)
-        memory = CudaSymmetricMemory(group, nbytes)
+    nbytes = CudaHighThroughput.required_bytes(group.size, config, result_bytes)
+    memory = open_gpu_memory(group, choice, nbytes, nbytes, config)
     try:
         backend = CudaHighThroughput(
             memory,

@@ -21,7 +21,7 @@ from fanfold.backends.choose import choose
 from fanfold.backends.high_throughput import HostHighThroughput
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.backends.low_latency import HostLowLatency, LowLatencyBackend, open_low_latency
-from fanfold.backends.opening import memory_across_hosts
+from fanfold.backends.opening import open_gpu_memory
 from fanfold.backends.ranges import ranged
 from fanfold.config import Config as Settings
 from fanfold.copying import not_copied
@@ -38,7 +38,6 @@ from fanfold.errors import ArgumentError, PeerTimeout, UsageError, logged
 from fanfold.forks import Owner
 from fanfold.group import Group
 from fanfold.memory import GpuPeerMemory, PeerMemory
-from fanfold.memory.cuda import CudaSymmetricMemory
 from fanfold.memory.host import SymmetricMemory
 from fanfold.memory.hosts import find_hosts
 from fanfold.representation import described
@@ -126,11 +125,8 @@ class Runtime:
     def _open_low_latency(self, group: Group, settings: Settings) -> None:
         """On the GPUs."""
         nbytes = cuda_memory_bytes(self._sizes.rdma)
-        if self.choice.across_hosts:
-            between = cuda_memory_between_hosts_bytes(self._sizes.rdma, group.size)
-            self._gpu_memory = memory_across_hosts(group, nbytes, between, settings)
-        else:
-            self._gpu_memory = CudaSymmetricMemory(group, nbytes)
+        between = cuda_memory_between_hosts_bytes(self._sizes.rdma, group.size)
+        self._gpu_memory = open_gpu_memory(group, self.choice, nbytes, between, settings)
         self._low_latency = open_low_latency(
             self._gpu_memory,
             settings,
@@ -141,10 +137,7 @@ class Runtime:
     def _open_high_throughput(self, group: Group, settings: Settings) -> None:
         """On the GPUs."""
         nbytes = cuda_stream_bytes(self._sizes.nvl, group.size, settings)
-        if self.choice.across_hosts:
-            self._gpu_streams = memory_across_hosts(group, nbytes, nbytes, settings)
-        else:
-            self._gpu_streams = CudaSymmetricMemory(group, nbytes)
+        self._gpu_streams = open_gpu_memory(group, self.choice, nbytes, nbytes, settings)
         self._high_throughput = CudaHighThroughput(
             self._gpu_streams, settings, check_devices=self.choice.check_devices
         )

@@ -53,7 +53,6 @@ def emulated_buffers(builder: Builder, ctas: int, placed: BackendChoice = PLACED
         mock.patch.multiple(
             runtime,
             choose=lambda *_, **__: placed,
-            CudaSymmetricMemory=Memory,
             Streams=lambda device: HostStreams(),
         ),
         mock.patch.multiple(

@@ -115,8 +115,7 @@ def mode(monkeypatch: pytest.MonkeyPatch) -> Mode:
     made = Mode()
     for module in (face, runtime):
         monkeypatch.setattr(module, "choose", lambda *which, **how: PLACED)
-    for module in (opening, runtime):
-        monkeypatch.setattr(module, "CudaSymmetricMemory", Memory)
+    monkeypatch.setattr(opening, "CudaSymmetricMemory", Memory)
 
     def opened(memory: Any, config: Any, *, late_weights: bool = False, check_devices: Any) -> Mode:
         made.late, made.check_devices = late_weights, check_devices

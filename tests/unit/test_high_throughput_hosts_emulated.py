@@ -277,9 +277,7 @@ def test_a_rank_that_has_ended_is_not_awaited(worlds: Worlds, call: str, provide
 
 # ---- opened --------------------------------------------------------------------------------------
 
-ACROSS = BackendChoice(
-    "cuda", torch.device("cpu"), "a test says so", (9, 0), True, ("high_throughput",)
-)
+ACROSS = BackendChoice("cuda", torch.device("cpu"), "a test says so", (9, 0), across_hosts=True)
 
 
 def test_the_face(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

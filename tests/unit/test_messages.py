@@ -119,17 +119,17 @@ def opened(
         if backend == "cuda" and mode == "high_throughput":
             stack.enter_context(emulated_layers(builder, CTAS))
         elif backend == "cuda":
-            pretend_low_latency(monkeypatch, face, opening)
+            pretend_low_latency(monkeypatch, face)
         options: Arguments = {"in_place_rows": 64} if mode == "high_throughput" else {}
         made = open_dispatcher(mode, Alone(), **SIZES, **options)
         yield stack.enter_context(made)
 
 
-def pretend_low_latency(monkeypatch: pytest.MonkeyPatch, placing: Any, opening: Any) -> None:
+def pretend_low_latency(monkeypatch: pytest.MonkeyPatch, placing: Any) -> None:
     """Low latency of GPUs, whose kernels do nothing.
 
     Args:
-        placing, opening: the modules that choose a backend and that make its memory.
+        placing: the module that chooses a backend.
     """
     stand_in(monkeypatch)
     placed = BackendChoice("cuda", torch.device("cpu"), "each rank has a GPU of its own")
@@ -436,7 +436,7 @@ def test_deep_ep_combine(buffer: Buffer) -> None:
 def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Buffer]:
     """With low latency; on GPUs with kernels that do nothing."""
     if request.param == "cuda":
-        pretend_low_latency(monkeypatch, runtime, runtime)
+        pretend_low_latency(monkeypatch, runtime)
         monkeypatch.setattr(runtime, "Streams", lambda device: HostStreams())
         monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
     nbytes = Buffer.get_low_latency_rdma_size_hint(MOST, HIDDEN, 1, EXPERTS)

@@ -23,7 +23,7 @@ __device__ __forceinline__ Command write_command(const RemoteHosts& hosts, int p
   return command;
 }
 
-// Whether the network has lost a peer, which is on another host; a look at the CPU's memory. If not,
+// Whether the network has lost a peer on another host: a look at the CPU's memory. If not, it also
 // asks the proxy whether the peer still runs, which some networks tell only then.
 __device__ __forceinline__ bool is_lost_peer(const RemoteHosts& hosts, int peer) {
   const RingView& ring = hosts.rings[peer % hosts.ring_count];
