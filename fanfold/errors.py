@@ -400,7 +400,7 @@ class TransportError(FanfoldError, ConnectionError):
         return type(self), (*where, *outstanding, self.seconds, self.path)
 
 
-_Failure = TypeVar("_Failure", PeerTimeout, SignalTimeout, TransportError)
+_Failure = TypeVar("_Failure", bound=FanfoldError)
 
 
 def logged(error: _Failure) -> _Failure:

@@ -13,7 +13,7 @@ import sys
 import torch
 
 from fanfold import _core
-from fanfold.errors import ArgumentError, FanfoldError, PeerTimeout
+from fanfold.errors import ArgumentError, FanfoldError, PeerTimeout, logged
 from fanfold.memory.host import SymmetricMemory
 from fanfold.memory.pinning import PinnedRanges
 
@@ -95,7 +95,8 @@ class BetweenHosts:
 
     def explain(self, late: FanfoldError) -> None:
         """Raises what the network knows if ``late`` says that a peer on another host was late: what
-        has ended the way to it, or at least what that way is.
+        has ended the way to it, or at least what that way is. Then that is what is logged: a wait
+        for a peer that the network had lost has ended before the time that ``late`` names.
 
         Raises:
             PeerTimeout, TransportError: that, with ``late`` as its cause.
@@ -108,10 +109,9 @@ class BetweenHosts:
         except FanfoldError as error:
             raise error from late
         path = self.memory.core.path(late.peer)
-        raise PeerTimeout(
-            late.rank, late.peer, late.phase, late.expected, late.actual, late.seconds,
-            late.peer_gone, path,
-        ) from late  # fmt: skip
+        waited = (late.expected, late.actual, late.seconds)
+        where = (late.rank, late.peer, late.phase)
+        raise logged(PeerTimeout(*where, *waited, late.peer_gone, path)) from late
 
     def close(self) -> None:
         """No kernel uses it any more. Waits a while for peers; harmless when repeated."""

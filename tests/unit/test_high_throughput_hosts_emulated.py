@@ -250,9 +250,11 @@ def test_a_ring_that_nobody_empties_is_a_late_rank(worlds: Worlds, call: str) ->
 
 @pytest.mark.parametrize("provider", ["", "tcp"])
 @pytest.mark.parametrize("call", ["plan", "dispatch", "combine"])
-def test_a_rank_that_has_ended_is_not_awaited(worlds: Worlds, call: str, provider: str) -> None:
+def test_a_rank_that_has_ended_is_not_awaited(
+    worlds: Worlds, call: str, provider: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """The waits of the kernels end before their time, also where the network tells only those who
-    ask."""
+    ask. The log has what the network knows, once."""
     world = worlds(2, ROOMY_RING, timeout_s=600.0, provider=provider)
     case = dataclasses.replace(SMALL, tokens=(200, 200))
 
@@ -273,6 +275,8 @@ def test_a_rank_that_has_ended_is_not_awaited(worlds: Worlds, call: str, provide
         assert isinstance(caught.value.__cause__, PeerTimeout)
 
     world.run(lost)
+    (record,) = (each for each in caplog.records if each.levelname == "ERROR")
+    assert "rank 1 has ended" in record.getMessage()
 
 
 # ---- opened --------------------------------------------------------------------------------------

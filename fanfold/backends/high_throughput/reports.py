@@ -53,7 +53,7 @@ class Reports(KernelReports):
         error = self._gravest(rank, timeout_s)
         if self._between is not None:
             self._between.explain(error)
-        return error
+        return logged(error) if isinstance(error, PeerTimeout) else error
 
     def _gravest(self, rank: int, timeout_s: float) -> FanfoldError:
         kinds = (self._TIMEOUT, *self._PASSING)
@@ -62,9 +62,7 @@ class Reports(KernelReports):
         peer, phase = call >> 8, _PHASES[(call & 0xFF) - 1]
         number = epoch & 0xFFFFFFFF
         if kind == self._TIMEOUT:
-            return logged(
-                PeerTimeout(rank, peer, phase, number & 0xFFFFFF, first, timeout_s, False)
-            )
+            return PeerTimeout(rank, peer, phase, number & 0xFFFFFF, first, timeout_s, False)
         self._raised[kind] = (call & 0xFF, epoch)
         if kind == self._REFUSED:
             return PeerRefused(rank, peer, phase, f"call {number}; its own exception says why")

@@ -110,7 +110,7 @@ class CudaLowLatency:
         early = not are_threads(memory.group)
         self._early = early and torch.cuda.get_device_capability(index) >= (9, 0)
         self._allocator = Allocator(self.device)
-        self._reports = Reports()
+        self._reports = Reports(memory.between)
         peers = [memory.base(peer) for peer in range(memory.ranks)]
         self._state = new_state(
             _core.CUDA_STATE_BYTES, _core.CUDA_STATE_PEERS_AT, peers, self.device
@@ -333,10 +333,7 @@ class CudaLowLatency:
         made has sent nothing, and can be made again."""
         if reported:
             geometry = None if self._plan is None else self._plan.geometry
-            error = self._reports.take(self._memory.rank, geometry, self._config.timeout_s)
-            if self._between is not None:
-                self._between.explain(error)
-            raise error
+            raise self._reports.take(self._memory.rank, geometry, self._config.timeout_s)
         if self._between is not None:
             self._between.check()
         for peer, call in self._reports.new_late(self._memory.ranks):

@@ -14,6 +14,7 @@ from fanfold.errors import (
 )
 from fanfold.geometry import Geometry
 from fanfold.kernel_reports import KernelReports
+from fanfold.memory.between_hosts import BetweenHosts
 
 __all__ = ["Reports"]
 
@@ -22,13 +23,18 @@ _SIGNAL_WORD = 4 * _core.CUDA_SIGNAL_REPORT
 
 
 class Reports(KernelReports):
-    """What the low-latency kernels report."""
+    """What the low-latency kernels report.
+
+    Args:
+        between: what is between hosts, if ranks are on several.
+    """
 
     _TIMEOUT, _INDEX, _REFUSED, _DISAGREEMENT, _OTHER_CALL = range(5)
     _SIGNAL = _core.CUDA_SIGNAL_REPORT  # the next one has the value that it was to reach
 
-    def __init__(self) -> None:
+    def __init__(self, between: BetweenHosts | None = None) -> None:
         super().__init__(_core.CUDA_REPORT_BYTES)
+        self._between = between
         self._known_late: list[int] = []  # the words of all ranks, as last seen
 
     def fatal(self) -> bool:
@@ -69,7 +75,17 @@ class Reports(KernelReports):
         self._known_late = []
 
     def take(self, rank: int, geometry: Geometry | None, timeout_s: float) -> FanfoldError:
-        """The gravest report as an exception; those of one call are new once only."""
+        """The gravest report as an exception; those of one call are new once only.
+
+        Raises:
+            PeerTimeout, TransportError: what the network knows of a peer that was late.
+        """
+        error = self._gravest(rank, geometry, timeout_s)
+        if self._between is not None:
+            self._between.explain(error)
+        return logged(error) if isinstance(error, (PeerTimeout, SignalTimeout)) else error
+
+    def _gravest(self, rank: int, geometry: Geometry | None, timeout_s: float) -> FanfoldError:
         words = self._words
         # Other calls, a disagreement and a late signal are the cause of timeouts that follow them.
         kinds = (
@@ -82,14 +98,14 @@ class Reports(KernelReports):
         number = (epoch & 0xFFFFFFFF) - _core.CUDA_FIRST_EPOCH + 1
         if kind == self._SIGNAL:
             bound = words[_SIGNAL_WORD + 6]
-            return logged(SignalTimeout(rank, phase, peer, first, second, bound, timeout_s))
+            return SignalTimeout(rank, phase, peer, first, second, bound, timeout_s)
         if kind == self._TIMEOUT:
             if second != 0:  # before it sends, a call awaits acknowledgements of all but the last
                 phase = f"{phase} (acknowledgements of earlier calls)"
                 expected, actual = number - 2, first
             else:  # whoever waits for a call of the peer has had all of the call before it
                 expected, actual = number, number - 1
-            return logged(PeerTimeout(rank, peer, phase, expected, actual, timeout_s, False))
+            return PeerTimeout(rank, peer, phase, expected, actual, timeout_s, False)
         if kind == self._OTHER_CALL:
             return different_calls(
                 f"{phase} {number}", rank, f"{_PHASES[first - 1]} {second}", peer
