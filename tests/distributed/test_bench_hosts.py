@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -17,11 +18,12 @@ import pytest
 from fanfold.bench import run
 from fanfold.bench.calls import Given
 from fanfold.bench.check import CheckFailed, Expectation
+from fanfold.bench.cuda_timing import BarrierAcrossHosts
 from fanfold.bench.layouts import open_calls
 from fanfold.bench.run import RankReport, bench_ranks
 from fanfold.bench.settings import BenchSettings
 from fanfold.cli.main import main
-from fanfold.config import in_environment
+from fanfold.config import Config, in_environment
 from fanfold.errors import ArgumentError, UnavailableError
 from fanfold.group import as_group
 from fanfold.launch import RankPool
@@ -198,3 +200,24 @@ def test_hosts_with_different_numbers_of_ranks_are_refused(monkeypatch: pytest.M
     settings = dataclasses.replace(SMALL, ranks=3, hosts=None)
     with pytest.raises(UnavailableError, match="3 ranks are on 2 hosts with 2, 1, because rank 2"):
         threads(3).run(bench_ranks, [settings])
+
+
+def _meet(group: Any) -> list[tuple[float, float]]:
+    """When this rank came to each barrier, and when it left; one rank after the other is late."""
+    ranks = as_group(group)
+    config = Config.resolve(backend="host", hosts=2, network="loopback:3")
+    with closing(BarrierAcrossHosts(group, config)) as barrier:
+        times = []
+        for late in range(2 * ranks.size):
+            if late % ranks.size == ranks.rank:
+                time.sleep(0.02)
+            came = time.monotonic()
+            barrier()
+            times.append((came, time.monotonic()))
+    return times
+
+
+def test_nobody_leaves_a_barrier_before_all_have_come() -> None:
+    for of_ranks in zip(*threads(4).run(_meet), strict=True):
+        came, left = zip(*of_ranks, strict=True)
+        assert max(came) < min(left)

@@ -31,6 +31,7 @@ from fanfold.errors import PeerTimeout, TransportError
 from fanfold.memory.cuda_hosts import CudaMemoryAcrossHosts
 from tests.distributed.cuda_rounds import check_combine, dispatch, run_case, sent
 from tests.distributed.routings import Case, Round
+from tests.distributed.test_across_hosts import need
 from tests.distributed.test_high_throughput import lanes_of, outputs_of
 from tests.emulation.deep_ep import Memory, run
 from tests.emulation.high_throughput import CTAS, ROOMY_RING, SMALL
@@ -255,6 +256,8 @@ def test_a_rank_that_has_ended_is_not_awaited(
 ) -> None:
     """The waits of the kernels end before their time, also where the network tells only those who
     ask. The log has what the network knows, once."""
+    if provider:
+        need(f"libfabric:{provider}")
     world = worlds(2, ROOMY_RING, timeout_s=600.0, provider=provider)
     case = dataclasses.replace(SMALL, tokens=(200, 200))
 
