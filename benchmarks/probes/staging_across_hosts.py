@@ -42,10 +42,11 @@ def measure(group: dist.ProcessGroup, network: str, backend: Backend) -> dict[st
     """What one rank's calls take, with a cached and with a new routing."""
     device = torch.device("cuda", torch.cuda.current_device())
     numbers = torch.Generator(device).manual_seed(dist.get_rank(group))
-    kind: dict[str, Any] = {"device": device, "generator": numbers}
-    x = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, **kind)
-    idx = torch.stack([torch.randperm(EXPERTS, **kind)[:TOP_K] for _ in range(TOKENS)])
-    weights = torch.rand(TOKENS, TOP_K, dtype=torch.float32, **kind)
+    x = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device=device, generator=numbers)
+    chosen = [torch.randperm(EXPERTS, device=device, generator=numbers)[:TOP_K]
+              for _ in range(TOKENS)]  # fmt: skip
+    idx = torch.stack(chosen)
+    weights = torch.rand(TOKENS, TOP_K, dtype=torch.float32, device=device, generator=numbers)
     sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, "max_tokens": TOKENS}
     config = fanfold.Config.resolve(backend=backend, hosts=2, network=network, timeout_s=60.0)
     with fanfold.HighThroughput(group, **sizes, config=config) as ep:
