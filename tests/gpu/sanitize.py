@@ -16,6 +16,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ import torch.multiprocessing
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from fanfold import _core
 from fanfold.backends.high_throughput.layout import dispatch_layout
 from fanfold.formats import ScaleFormat, quantize
 from fanfold.fused_moe.tuning import FORMS
@@ -162,6 +164,11 @@ def grouped_products(group: dist.ProcessGroup) -> None:
         tell(group, f"{case}")
 
 
+# Of a fused layer. Each takes several tiles then, and a tool does not look at hundreds that wait.
+FUSED_CTAS = 16
+
+
+@mock.patch.object(_core, "CUDA_FUSED_MOE_MOST_CTAS", FUSED_CTAS)
 def fused_layers(group: dist.ProcessGroup) -> None:
     """Whole MoE layers: pairs and single blocks of rows, odd columns, masks; every form with its
     kinds of sums, and a count of the routing that CTAs share."""
