@@ -10,6 +10,7 @@ import torch
 
 from fanfold import high_throughput
 from fanfold.backends import opening
+from fanfold.backends.choose import BackendChoice
 from fanfold.backends.high_throughput.room import Room
 from tests.emulation.deep_ep import PLACED, Memory
 from tests.emulation.high_throughput import emulated
@@ -23,11 +24,11 @@ def _unwritten(room: Room, shape: tuple[int, ...], dtype: torch.dtype) -> torch.
 
 
 @contextmanager
-def emulated_layers(builder: Builder, ctas: int) -> Iterator[None]:
+def emulated_layers(builder: Builder, ctas: int, placed: BackendChoice = PLACED) -> Iterator[None]:
     """Within it a HighThroughput takes the CPU for a GPU of compute capability 9.0."""
     with (
         emulated(builder, ctas),
-        mock.patch.object(high_throughput, "choose", return_value=PLACED),
+        mock.patch.object(high_throughput, "choose", return_value=placed),
         mock.patch.object(opening, "CudaSymmetricMemory", Memory),
         mock.patch.object(Room, "empty", _unwritten),
     ):

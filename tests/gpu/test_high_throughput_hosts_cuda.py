@@ -9,10 +9,12 @@ import torch.distributed as dist
 
 import fanfold
 from fanfold.launch import RankPool
+from tests.distributed import test_functional as calls
 from tests.gpu import test_deep_ep_elastic_cuda as elastic
 from tests.gpu import test_deep_ep_high_throughput_cuda as buffers
 from tests.gpu import test_deep_ep_hybrid_cuda as hybrid
 from tests.gpu import test_high_throughput_cuda as rounds
+from tests.gpu import test_training_cuda as training
 from tests.gpu.hosts import NETWORKS, Run, call_after_a_kill, check_ended, patience, two_hosts
 from tests.gpu.support import own_device
 from tests.gpu.test_high_throughput_cuda import case_of
@@ -116,6 +118,12 @@ def test_a_killed_rank_ends_the_others(most_ranks: int, network: str, phase: str
     with RankPool(most_ranks, timeout_s=100.0) as pool:
         outcomes = pool.outcomes(_killed, network, phase)
     check_ended(outcomes)
+
+
+@pytest.mark.parametrize("number", [2, 5])
+def test_gradients(run_on_hosts: Run, most_ranks: int, number: int) -> None:
+    case = training._case(calls.CASES[number], most_ranks)
+    training.check_gradients(case, run_on_hosts(most_ranks, training._gradients, case))
 
 
 # ---- DeepEP's interfaces ------------------------------------------------------------------------

@@ -1,7 +1,9 @@
-"""The native face and its gradients over high-throughput kernels that run on the CPU."""
+"""The native face and its gradients over high-throughput kernels that run on the CPU, on one host
+and on several."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -11,15 +13,22 @@ import torch
 
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from tests.distributed import test_functional as calls
-from tests.emulation.deep_ep import run
+from tests.emulation.deep_ep import PLACED, run
 from tests.emulation.high_throughput import CTAS
+from tests.emulation.hosts import without_pinning
 from tests.emulation.layers import emulated_layers
 from tests.emulation.world import Builder
 
 
-@pytest.fixture(autouse=True)
-def gpu(builder: Builder) -> Iterator[None]:
-    with emulated_layers(builder, CTAS):
+@pytest.fixture(autouse=True, params=[1, calls.RANKS], ids=["one host", "a host each"])
+def gpus(
+    request: pytest.FixtureRequest, builder: Builder, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    placed = dataclasses.replace(PLACED, across_hosts=request.param > 1)
+    if placed.across_hosts:
+        monkeypatch.setenv("FANFOLD_HOSTS", str(request.param))
+        monkeypatch.setenv("FANFOLD_NETWORK", "loopback:5")
+    with emulated_layers(builder, CTAS, placed), without_pinning():
         yield
 
 
