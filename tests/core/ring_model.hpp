@@ -54,8 +54,9 @@ struct Results {
 };
 
 inline const RingView& view() {
-  alignas(kAreaAlignment) static std::array<std::byte, 1024> memory;
-  static const RingView ring = RingLayout{static_cast<int64_t>(kSlots)}.view(memory.data());
+  static constexpr RingLayout kLayout{static_cast<int64_t>(kSlots)};
+  alignas(kAreaAlignment) static std::array<std::byte, kLayout.bytes()> memory;
+  static const RingView ring = kLayout.view(memory.data());
   return ring;
 }
 

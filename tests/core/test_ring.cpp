@@ -117,8 +117,8 @@ TEST(ring_sizes_outside_the_bounds_are_refused) {
     CHECK_THROWS(Ring::create(slots), BadArgument);
   }
   CHECK_EQ(Ring::create(2).slots(), 2);
-  alignas(128) std::array<std::byte, 1024> memory{};
-  const auto bytes = RingLayout{4}.bytes();
+  constexpr auto bytes = RingLayout{4}.bytes();
+  alignas(128) std::array<std::byte, bytes + 128> memory{};
   CHECK_THROWS(Ring::create_in(memory.data(), bytes - 1, 4), BadArgument);
   CHECK_THROWS(Ring::create_in(memory.data() + 16, bytes, 4), BadArgument);
   CHECK_THROWS(Ring::create_in(nullptr, bytes, 4), BadArgument);
