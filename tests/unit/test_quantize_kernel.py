@@ -99,7 +99,7 @@ def sizes_and_forms() -> Iterator[Any]:
             yield pytest.param(hidden, form, marks=[] if by_default else [pytest.mark.long])
 
 
-@pytest.mark.parametrize(("hidden", "form"), sizes_and_forms())
+@pytest.mark.parametrize(("hidden", "form"), list(sizes_and_forms()))
 def test_as_on_the_cpu(builder: Builder, hidden: int, form: ScaleFormat) -> None:
     library = builder.load(source_of(hidden, form))
     # With more warps than segments, and with so few that each takes many in turn.
