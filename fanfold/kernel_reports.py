@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import torch
+
+from fanfold.errors import FanfoldError, PeerTimeout, SignalTimeout, logged
 
 __all__ = ["KernelReports"]
 
@@ -16,16 +19,28 @@ class KernelReports:
 
     Args:
         nbytes: of all kinds.
+        explain: raises what is known of an error's cause, if anything is.
 
     Attributes:
         address: where kernels write.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, explain: Callable[[FanfoldError], None] | None = None) -> None:
+        self._explain = explain
         self._tensor = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
         self.address = self._tensor.data_ptr()
         self._words = (ctypes.c_int32 * (nbytes // 4)).from_address(self.address)
         self._raised: dict[int, tuple[int, int]] = {}
+
+    def _explained(self, error: FanfoldError) -> FanfoldError:
+        """``error``, which is logged if it says that somebody was late.
+
+        Raises:
+            FanfoldError: what ``explain`` raises instead.
+        """
+        if self._explain is not None:
+            self._explain(error)
+        return logged(error) if isinstance(error, (PeerTimeout, SignalTimeout)) else error
 
     def _is_new(self, kind: int) -> bool:
         call, epoch = self._words[4 * kind], self._words[4 * kind + 1]

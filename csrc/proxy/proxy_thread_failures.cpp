@@ -30,6 +30,7 @@ void ProxyThread::send_probe(int32_t peer) {
   static_cast<void>(send_acknowledgement(channel, true));
 }
 
+// Kernels ask for a peer more often than a network should be asked, so that is done here, too.
 void ProxyThread::check_timeouts() {
   if (elapsed_ < next_check_) return;
   next_check_ = elapsed_ + std::min<nanoseconds>(options_.timeout / 16, std::chrono::seconds(1));

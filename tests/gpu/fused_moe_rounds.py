@@ -335,7 +335,7 @@ def refused(ranks: Any) -> list[str]:
     said = []
     given = call
     if group.rank == BAD:
-        # Not on the GPU: a kernel's first launch waits there for the other ranks' kernels.
+        # Not on the GPU: a kernel's first launch may wait there for other ranks' kernels.
         given = dataclasses.replace(call, topk_weights=call.topk_weights.double())
     for _ in range(3):
         (bad,) = all_there(group, [given])

@@ -239,7 +239,8 @@ def _refused(group: Group, case: Case) -> tuple[str, bool]:
         first = ep.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
         y = answer.spread(first.tokens, own_device())
         ep.combine(y, first)
-        # A kernel's first launch may wait for the other ranks' kernels: none runs before they meet.
+        # A kernel's first launch may wait for the other ranks' kernels, which wait for nothing of
+        # this rank before they meet.
         x = mine.x.float() if group.rank == BAD else mine.x
         meet(group)
         error = caught(lambda: ep.dispatch(x, mine.topk_idx, mine.topk_weights))

@@ -9,7 +9,7 @@ import time
 import torch
 
 from fanfold import _core
-from fanfold.errors import ArgumentError, FanfoldError, PeerRefused, PeerTimeout, UsageError, logged
+from fanfold.errors import ArgumentError, FanfoldError, PeerRefused, PeerTimeout, UsageError
 from fanfold.kernel_reports import KernelReports
 from fanfold.memory.between_hosts import BetweenHosts
 
@@ -30,8 +30,9 @@ class Reports(KernelReports):
     _PASSING = (_DISAGREEMENT, _REFUSED, _CAPACITY, _INDEX)
 
     def __init__(self, between: BetweenHosts | None = None) -> None:
-        super().__init__(_core.CUDA_HIGH_THROUGHPUT_REPORT_BYTES)
-        self._between = between
+        super().__init__(
+            _core.CUDA_HIGH_THROUGHPUT_REPORT_BYTES, None if between is None else between.explain
+        )
 
     def fatal(self) -> bool:
         """Whether a peer was late, after which no call can be trusted."""
@@ -50,10 +51,7 @@ class Reports(KernelReports):
         Raises:
             PeerTimeout, TransportError: what the network knows of a peer that was late.
         """
-        error = self._gravest(rank, timeout_s)
-        if self._between is not None:
-            self._between.explain(error)
-        return logged(error) if isinstance(error, PeerTimeout) else error
+        return self._explained(self._gravest(rank, timeout_s))
 
     def _gravest(self, rank: int, timeout_s: float) -> FanfoldError:
         kinds = (self._TIMEOUT, *self._PASSING)

@@ -10,7 +10,6 @@ from fanfold.errors import (
     PeerTimeout,
     SignalTimeout,
     different_calls,
-    logged,
 )
 from fanfold.geometry import Geometry
 from fanfold.kernel_reports import KernelReports
@@ -33,8 +32,7 @@ class Reports(KernelReports):
     _SIGNAL = _core.CUDA_SIGNAL_REPORT  # the next one has the value that it was to reach
 
     def __init__(self, between: BetweenHosts | None = None) -> None:
-        super().__init__(_core.CUDA_REPORT_BYTES)
-        self._between = between
+        super().__init__(_core.CUDA_REPORT_BYTES, None if between is None else between.explain)
         self._known_late: list[int] = []  # the words of all ranks, as last seen
 
     def fatal(self) -> bool:
@@ -80,10 +78,7 @@ class Reports(KernelReports):
         Raises:
             PeerTimeout, TransportError: what the network knows of a peer that was late.
         """
-        error = self._gravest(rank, geometry, timeout_s)
-        if self._between is not None:
-            self._between.explain(error)
-        return logged(error) if isinstance(error, (PeerTimeout, SignalTimeout)) else error
+        return self._explained(self._gravest(rank, geometry, timeout_s))
 
     def _gravest(self, rank: int, geometry: Geometry | None, timeout_s: float) -> FanfoldError:
         words = self._words
