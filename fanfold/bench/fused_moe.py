@@ -17,7 +17,7 @@ from fanfold.bench.cuda_run import device_properties
 from fanfold.bench.cuda_timing import GpuBarrier, empty_kernel
 from fanfold.bench.fused_moe_rivals import NotTimed, TorchGemms, TorchWeights, Unfused
 from fanfold.bench.fused_moe_timing import Call, Clock, GpuClock, HostClock, Spans, in_turns
-from fanfold.bench.nvml import Load, open_nvml
+from fanfold.bench.nvml import open_nvml
 from fanfold.bench.settings import BACKENDS, check_bounds, check_choices
 from fanfold.bench.workload import ROUTINGS, Batch, Workload
 from fanfold.config import Backend, Config, Overrides
@@ -167,7 +167,7 @@ class RankPoint:
         torch_gemms: of ``fused_moe_rivals.KINDS`` what PyTorch multiplied, or why it did not; None
             without the baseline.
         spans: of the fused kernel in the timed calls; on GPUs only.
-        loads: samples of clock and power; on GPUs only.
+        watts: samples of the power, None without NVML; on GPUs only.
         late_share: see :class:`fanfold.bench.fused_moe_timing.GpuClock`.
         device: of a GPU its properties.
     """
@@ -182,7 +182,7 @@ class RankPoint:
     tuning: FusedMoeTuning | None = None
     torch_gemms: str | NotTimed | None = None
     spans: Spans | None = None
-    loads: list[Load] = field(default_factory=list)
+    watts: list[float | None] = field(default_factory=list)
     late_share: float = 0.0
     device: dict[str, Any] | None = None
 
@@ -337,11 +337,11 @@ def _measure(layer: _Layer, clock: Clock, ranks: Any, tokens: int) -> RankPoint:
         iterations=settings.iterations,
         after=work.after,
     )
-    loads: list[Load] = []
+    watts: list[float | None] = []
     if moe.device.type == "cuda":
         nvml = open_nvml(moe.device)
         for _ in range(_LOADS):
-            clock.time(work.fused, lambda: loads.append(nvml.sample()))
+            clock.time(work.fused, lambda: watts.append(nvml.watts()))
     work.check_last()
     kind = None if layer.rivals is None else layer.rivals.torch_weights
     return RankPoint(
@@ -355,7 +355,7 @@ def _measure(layer: _Layer, clock: Clock, ranks: Any, tokens: int) -> RankPoint:
         tuning=moe.tuning,
         torch_gemms=kind.kind if isinstance(kind, TorchWeights) else kind,
         spans=work.spans(),
-        loads=loads,
+        watts=watts,
         late_share=getattr(clock, "late_share", 0.0),
         device=device_properties(moe.device) if moe.device.type == "cuda" else None,
     )
@@ -423,7 +423,7 @@ class _Work:
 
     def spans(self) -> Spans | None:
         """Of all kept calls."""
-        return Spans(torch.stack(self._kept)) if self._kept else None
+        return Spans.of(torch.stack(self._kept)) if self._kept else None
 
     def check(self) -> dict[str, float]:
         """The differences of all contenders. Collective.

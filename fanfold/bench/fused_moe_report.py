@@ -152,10 +152,16 @@ class FusedMoePoint:
             for phase, both in found.items()
         }
 
-    def load(self, name: str) -> Spread | None:
-        """Of the samples of ``"sm_mhz"`` or ``"watts"``, of all ranks; None without any."""
-        values = [getattr(load, name) for rank in self.ranks for load in rank.loads]
-        known = [value for value in values if value is not None]
+    @property
+    def clock_mhz(self) -> Spread | None:
+        """Of the SMs while they ran the kernel, of all ranks; None on the CPU."""
+        found = [rank.spans.clock_mhz() for rank in self.ranks if rank.spans is not None]
+        return Spread.of(torch.cat(found)) if found else None
+
+    @property
+    def watts(self) -> Spread | None:
+        """Of all ranks' samples; None without any."""
+        known = [value for rank in self.ranks for value in rank.watts if value is not None]
         return Spread.of(torch.tensor(known, dtype=torch.float64, device="cpu")) if known else None
 
 
@@ -191,8 +197,8 @@ def record(point: FusedMoePoint) -> dict[str, Any]:
             for phase, both in point.phases.items()
         },
     }
-    fields |= _spread("sm_clock_mhz", point.load("sm_mhz"))
-    fields |= _spread("power_w", point.load("watts"))
+    fields |= _spread("kernel_clock_mhz", point.clock_mhz)
+    fields |= _spread("power_w", point.watts)
     fields["difference"] = point.difference("fused")
     fields |= _rivals(point)
     return fields | {
@@ -291,8 +297,8 @@ def table(points: Sequence[FusedMoePoint]) -> Table:
         if first.roof_us is not None:
             cells.append(f"{point.roof_share or 0:.0%}")
         if gpu:
-            loads = (point.load("sm_mhz"), point.load("watts"))
-            cells += ["–" if load is None else f"{load.median:,.0f}" for load in loads]
+            known = (point.clock_mhz, point.watts)
+            cells += ["–" if each is None else f"{each.median:,.0f}" for each in known]
         cells += [f"{point.times_us(name).median:,.1f}" for name in timed]
         out.add_row(*cells, f"{point.difference('fused'):.1e}")
     return out

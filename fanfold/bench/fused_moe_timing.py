@@ -46,13 +46,25 @@ class Spans:
     Attributes:
         ns: ``[calls, CTAs, 5]`` int64, nanoseconds of the GPU's clock: the beginning of each CTA
             and its :data:`PHASES`; 0 where a CTA did not have a phase.
+        cycles: ``[calls, CTAs]`` int64, of the CTA's SM from its beginning to its end.
     """
 
     ns: torch.Tensor
+    cycles: torch.Tensor
+
+    @classmethod
+    def of(cls, written: torch.Tensor) -> Spans:
+        """``[calls, CTAs, 6]`` int64, as the backend's spans are."""
+        return cls(written[..., :-1], written[..., -1])
 
     def total_us(self) -> torch.Tensor:
         """``[calls]``: from the beginning of the first CTA to the end of the last."""
         return (self.ns[:, :, -1].amax(1) - self._begin()).double() / _NS_PER_US
+
+    def clock_mhz(self) -> torch.Tensor:
+        """``[calls]``: the SMs' clock, in the mean over a call."""
+        ns = (self.ns[:, :, -1] - self.ns[:, :, 0]).sum(1)
+        return self.cycles.sum(1).double() / ns.double() * _NS_PER_US
 
     def phase_us(self, phase: str) -> tuple[float, float] | None:
         """When the first and when the last CTA had ended ``phase``, from the beginning of the first

@@ -1,30 +1,15 @@
-"""The clock and the power of a GPU, as NVML reports them."""
+"""The power of a GPU, as NVML reports it."""
 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["Load", "Nvml", "open_nvml"]
+__all__ = ["Nvml", "open_nvml"]
 
-_SM_CLOCK = 1  # NVML_CLOCK_SM
 _MILLI = 1e-3
-
-
-@dataclass(frozen=True)
-class Load:
-    """One sample; None for what NVML does not report.
-
-    Attributes:
-        sm_mhz: the clock of the SMs.
-        watts: the power of the board; on recent GPUs the mean of the last second.
-    """
-
-    sm_mhz: int | None = None
-    watts: float | None = None
 
 
 class Nvml:
@@ -43,18 +28,15 @@ class Nvml:
         ):
             self._library = None
 
-    def sample(self) -> Load:
-        """The load at this moment. Takes some ten microseconds of the CPU."""
-        clock = self._read("nvmlDeviceGetClockInfo", ctypes.c_int(_SM_CLOCK))
-        milliwatts = self._read("nvmlDeviceGetPowerUsage")
-        return Load(clock, None if milliwatts is None else milliwatts * _MILLI)
-
-    def _read(self, function: str, *arguments: Any) -> int | None:
+    def watts(self) -> float | None:
+        """The power of the board, on recent GPUs the mean of the last second; None if NVML does not
+        report it. Takes some ten microseconds of the CPU."""
         if self._library is None:
             return None
-        value = ctypes.c_uint()
-        failed = getattr(self._library, function)(self._handle, *arguments, ctypes.byref(value))
-        return None if failed else value.value
+        milliwatts = ctypes.c_uint()
+        if self._library.nvmlDeviceGetPowerUsage(self._handle, ctypes.byref(milliwatts)):
+            return None
+        return milliwatts.value * _MILLI
 
 
 def open_nvml(device: torch.device) -> Nvml:

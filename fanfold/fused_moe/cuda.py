@@ -254,7 +254,8 @@ class CudaLayer:
 
     def spans(self) -> torch.Tensor:
         """From here on every call writes when its CTAs began, knew their rows, had stored their
-        last tile of each GEMM, and ended: ``[CTAs, 5]`` int64, nanoseconds of the GPU's clock."""
+        last tile of each GEMM, and ended, nanoseconds of the GPU's clock; then the cycles of its
+        SM in between: ``[CTAs, 6]`` int64."""
         return self._main.spans(self._device)
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ from fanfold.bench.fused_moe import FusedMoeSettings, RankPoint
 from fanfold.bench.fused_moe_report import FusedMoePoint
 from fanfold.bench.fused_moe_rivals import NotTimed, TorchWeights, Unfused
 from fanfold.bench.fused_moe_timing import GpuClock, Spans, Spread, in_turns
-from fanfold.bench.nvml import Load, Nvml
+from fanfold.bench.nvml import Nvml
 from fanfold.cli import bench, main
 from fanfold.errors import ArgumentError
 from fanfold.formats import quantize
@@ -50,14 +50,15 @@ def run(*arguments: str) -> int:
 
 
 def spans_of(calls: int = 2) -> Spans:
-    """Two CTAs; the second has no tile of the first GEMM, and each call lasts a µs longer."""
+    """Two CTAs of SMs at 1600 MHz; the second has no tile of the first GEMM, and lasts a µs longer
+    in each call."""
     ns = torch.zeros((calls, 2, 5), dtype=torch.int64)
     for call in range(calls):
         late = 1000 * call
         ns[call] = torch.tensor(
             [[5000, 6000, 9000, 12000, 13000], [5500, 7000, 0, 11000, 15000 + late]]
         )
-    return Spans(ns)
+    return Spans(ns, (ns[:, :, -1] - ns[:, :, 0]) * 16 // 10)
 
 
 def point_on_gpu(tokens: int = 64, name: str = "NVIDIA H200", **changes: Any) -> FusedMoePoint:
@@ -79,7 +80,7 @@ def point_on_gpu(tokens: int = 64, name: str = "NVIDIA H200", **changes: Any) ->
         fast_accumulation=True,
         torch_gemms="fp8",
         spans=spans_of(),
-        loads=[Load(1700, 500.0), Load(None, 600.0), Load(1800, None)],
+        watts=[500.0, 600.0, None],
         late_share=0.25,
         device={"name": name},
     )  # fmt: skip
@@ -94,6 +95,17 @@ def test_spans_are_from_the_first_beginning_to_the_last_end() -> None:
     assert spans_of().phase_us("routed") == (1.0, 2.0)
     assert spans_of().phase_us("second_end") == (6.0, 7.0)
     assert spans_of().phase_us("end") == (8.0, 10.5)
+
+
+def test_the_clock_is_a_mean_over_a_call() -> None:
+    spans = spans_of()
+    assert spans.clock_mhz().tolist() == [1600.0, 1600.0]
+    spans.cycles[1] //= 2
+    assert spans.clock_mhz().tolist() == [1600.0, 800.0]
+    written = torch.cat([spans.ns, spans.cycles.unsqueeze(-1)], 2)  # as the backend has them
+    again = Spans.of(written)
+    assert torch.equal(again.ns, spans.ns)
+    assert torch.equal(again.cycles, spans.cycles)
 
 
 def test_a_cta_without_a_phase_is_left_out_of_it() -> None:
@@ -237,7 +249,7 @@ def test_finds_what_is_on_the_cpu() -> None:
     assert 0 < point.differences["unfused"] < 1e-3
     assert set(point.microseconds) >= {"fused", "unfused", "unfused_gemms"}
     assert all(len(t) == 2 and bool((t > 0).all()) for t in point.microseconds.values())
-    assert (point.spans, point.loads, point.device) == (None, [], None)
+    assert (point.spans, point.watts, point.device) == (None, [], None)
 
 
 @pytest.mark.parametrize("wrong", [lambda y: y.mul_(1.1), lambda y: y[-1].fill_(torch.nan)])
@@ -325,31 +337,25 @@ def test_torch_weights_are_those_of_the_layer() -> None:
 
 
 class FakeNvml:
-    """Has one GPU, whose power it does not know."""
+    """Has one GPU."""
 
     def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: Any) -> int:  # noqa: N802
         return 0 if uuid == b"GPU-1" else 6
 
-    def nvmlDeviceGetClockInfo(self, handle: Any, kind: Any, value: Any) -> int:  # noqa: N802
-        ctypes.cast(value, ctypes.POINTER(ctypes.c_uint))[0] = 1980 if kind.value == 1 else 7
-        return 0
+    knows_power = True
 
     def nvmlDeviceGetPowerUsage(self, handle: Any, value: Any) -> int:  # noqa: N802
-        return 3
-
-
-def test_nvml_samples_the_clock_of_the_sms() -> None:
-    library = FakeNvml()
-    assert Nvml(library, "GPU-1").sample() == Load(1980, None)
-    assert Nvml(library, "GPU-2").sample() == Load(None, None)
-    assert Nvml(None, "GPU-1").sample() == Load(None, None)
-
-    def power(handle: Any, value: Any) -> int:
         ctypes.cast(value, ctypes.POINTER(ctypes.c_uint))[0] = 654_321
-        return 0
+        return 0 if self.knows_power else 3
 
-    library.nvmlDeviceGetPowerUsage = power  # type: ignore[method-assign]
-    assert Nvml(library, "GPU-1").sample().watts == pytest.approx(654.321)
+
+def test_nvml_reports_the_power() -> None:
+    library = FakeNvml()
+    assert Nvml(library, "GPU-1").watts() == pytest.approx(654.321)
+    assert Nvml(library, "GPU-2").watts() is None
+    assert Nvml(None, "GPU-1").watts() is None
+    library.knows_power = False
+    assert Nvml(library, "GPU-1").watts() is None
 
 
 # ---- lines and words ----------------------------------------------------------------------------
@@ -392,7 +398,7 @@ def test_line_of_a_gpu() -> None:
     assert (fields["total_us"], fields["total_us_least"], fields["total_us_most"]) == (10.5, 10, 11)
     assert fields["event_us"] == 25.0
     assert fields["phases"]["routed"] == {"least_us": 1.0, "most_us": 2.0}
-    assert (fields["sm_clock_mhz"], fields["sm_clock_mhz_most"]) == (1750.0, 1800.0)
+    assert (fields["kernel_clock_mhz"], fields["kernel_clock_mhz_most"]) == (1600.0, 1600.0)
     assert (fields["power_w"], fields["power_w_least"]) == (550.0, 500.0)
     assert (fields["torch_gemms"], fields["torch_gemms_us"]) == ("fp8", 50.0)
     assert fields["late_share"] == 0.25
@@ -405,7 +411,7 @@ def test_words_of_a_gpu(
     monkeypatch.setattr(fused_moe, "sweep", lambda settings, group: [point.ranks])
     assert run("--tokens", "64", "--hidden", "7168", "--intermediate", "2048") == 0
     said = " ".join(capsys.readouterr().out.split())
-    for word in ("kernel µs", "events", "roof", "MHz", "1,750", "550", "first GEMM stored",
+    for word in ("kernel µs", "events", "roof", "MHz", "1,600", "550", "first GEMM stored",
                  "4.0 – 4.0", "6.0 – 7.0", "a pause of 10 ms", "late for 25.0%",
                  "torch._scaled_grouped_mm, fp8", "takes 3.00 times as long"):  # fmt: skip
         assert word in said
@@ -488,7 +494,7 @@ def test_tune_times_every_form_of_a_number_of_tokens_before_the_next(
         asked.append(settings)
         (tokens,) = settings.tokens
         ends = torch.tensor([[[0, 0, 0, 0, 1000 * len(asked)]]], dtype=torch.int64, device=CPU)
-        spans = Spans(ends)
+        spans = Spans(ends, torch.zeros_like(ends[..., 0]))
         rank = point_on_gpu(tokens, spans=spans).ranks[0]
         return [[rank, dataclasses.replace(rank, slots=rank.slots + 5)]]
 

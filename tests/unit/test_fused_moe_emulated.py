@@ -343,12 +343,15 @@ def test_a_call_may_have_a_clamp_of_its_own(gpu: Settings, form: str) -> None:
 def test_spans_are_in_order(gpu: Settings) -> None:
     world = World(2, SHAPE, gpu, clusters=2)
     spans = [layer.spans() for layer in world.layers]
+    before = time.monotonic_ns()
     world.call_all(calls_of(SHAPE, [70, 20], 2))
-    assert [each.shape for each in spans] == [(4, 5), (4, 5)]
+    assert [each.shape for each in spans] == [(4, 6), (4, 6)]
     for each in spans:
-        for begin, routed, first_end, second_end, end in each.tolist():
+        for begin, routed, first_end, second_end, end, cycles in each.tolist():
             assert 0 < begin < routed < second_end < end
             assert first_end == 0 or routed < first_end <= second_end  # 0: it had no such tile
+            # Emulated SMs have 2 GHz.
+            assert 2 * (end - routed) <= cycles <= 2 * (time.monotonic_ns() - before)
         assert int(each[:, 2].max()) > 0
     world.close()
 

@@ -44,4 +44,11 @@ __device__ __forceinline__ uint64_t global_nanoseconds() {
   return t;
 }
 
+// Of this SM's clock.
+__device__ __forceinline__ uint64_t sm_cycles() {
+  uint64_t t;
+  asm volatile("mov.u64 %0, %clock64;" : "=l"(t));
+  return t;
+}
+
 }  // namespace fanfold

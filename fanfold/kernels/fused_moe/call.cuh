@@ -137,6 +137,17 @@ struct Call {
   __device__ void mark(uint64_t FusedMoeSpan::* when) const {
     if (threadIdx.x == 0 && args.spans) args.spans[blockIdx.x].*when = global_nanoseconds();
   }
+  // The count at the beginning is kept in memory, as registers are short.
+  __device__ void mark_begin() const {
+    mark(&FusedMoeSpan::begin);
+    if (threadIdx.x == 0 && args.spans) args.spans[blockIdx.x].cycles = sm_cycles();
+  }
+  __device__ void mark_end() const {
+    mark(&FusedMoeSpan::end);
+    if (threadIdx.x != 0 || !args.spans) return;
+    uint64_t& cycles = args.spans[blockIdx.x].cycles;
+    cycles = sm_cycles() - cycles;
+  }
 };
 
 // The tokens that this CTA sends to their experts, and sums.

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads, 1) layer(const __grid_constant__ Fus
   const Call call(args, shared.tail);
   const int warp = threadIdx.x / kWarpLanes;
   const int warpgroup = threadIdx.x / kWarpgroupThreads;
-  call.mark(&FusedMoeSpan::begin);
+  call.mark_begin();
   route(*reinterpret_cast<RouteCounts*>(memory), call);
   if (threadIdx.x == 0) init_ring(shared.ring, 2);
   fence_shared_before_bulk();
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads, 1) layer(const __grid_constant__ Fus
     for (int e = threadIdx.x; e < kLocalExperts; e += kThreads)
       args.statistics[e] += call.rows()[e];
   cluster_barrier();
-  call.mark(&FusedMoeSpan::end);
+  call.mark_end();
   if (threadIdx.x == 0) finish(call);
 }
 

@@ -73,9 +73,9 @@ struct FusedMoeOffsets {
 };
 
 // When a CTA began, knew its rows, had stored its last tile of each GEMM, and ended; nanoseconds of
-// the GPU's clock.
+// the GPU's clock. And how many cycles its SM had in between.
 struct FusedMoeSpan {
-  uint64_t begin, routed, first_end, second_end, end;
+  uint64_t begin, routed, first_end, second_end, end, cycles;
 };
 
 struct FusedMoeArgs {

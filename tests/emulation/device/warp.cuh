@@ -33,5 +33,7 @@ inline uint64_t global_nanoseconds() {
   clock_gettime(CLOCK_MONOTONIC, &now);
   return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
 }
+// Of a clock of 2 GHz.
+inline uint64_t sm_cycles() { return 2 * global_nanoseconds(); }
 
 }  // namespace fanfold
