@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from fanfold import deep_gemm
+from fanfold.bench.report import origin
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 64, 8, 7168, 2048
 GEMMS = {"first": (2 * INTERMEDIATE, HIDDEN), "second": (HIDDEN, INTERMEDIATE)}
@@ -108,12 +109,12 @@ def main() -> int:
             print(fields, flush=True)
 
         command = "python benchmarks/grouped_gemm.py RESULTS"
-        line(machine=properties.name, torch=torch.__version__, command=command)
+        line(gpu=properties.name, command=command, **origin())
         for name, (columns, depth) in GEMMS.items():
             weights = e4m3(EXPERTS, columns, depth), scales(EXPERTS, columns // 128, depth // 128)
             cases = [
                 *((contiguous, tokens) for tokens in (1024, 2048, 4096, 8192)),
-                *((masked, tokens) for tokens in (32, 256, 512, 1024)),
+                *((masked, tokens) for tokens in (32, 64, 128, 256, 512, 1024)),
             ]
             for (form, tokens), fast in itertools.product(cases, (False, True)):
                 us = form(weights, tokens, fast)
