@@ -79,7 +79,7 @@ def test_committed_results_have_a_panel_for_each_geometry() -> None:
                 assert panel[f"{name}, {kind}"] == expected
         assert panel["roof"] == [(each["tokens"], each["roof_us"]) for each in own[:11]]
     for panel in others:
-        assert set(panel) == {"roof", *(f"{name}, fast_accumulation" for name in fields)}
+        assert set(panel) == {"roof", *(f"{each}, {kind}" for each in fields for kind in sums)}
         assert all([tokens for tokens, _ in s] == [2**n for n in range(3, 14)] for s in
                    panel.values())  # fmt: skip
 
