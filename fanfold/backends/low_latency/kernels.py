@@ -140,7 +140,7 @@ def combine_kernel(
 ) -> KernelSource:
     """The kernel that combines, with weights that come late or not, as LogFMT or not, perhaps of
     ranks on several hosts. With ``awaits_signals`` it is a send half that waits for outputs
-    (:class:`ReadyRows`), of ranks on one host with weights that come late."""
+    (:class:`ReadyRows`), with weights that come late."""
     short = geometry.hidden * 2 <= _SHORT_ROW_BYTES
     warps = _COMBINE_WARPS_OF_SHORT_ROWS if short else _COMBINE_WARPS
     constants = {

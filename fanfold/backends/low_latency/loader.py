@@ -9,7 +9,7 @@ from fanfold.backends.low_latency import kernels
 from fanfold.backends.low_latency.plan import Arguments, Launch, Plan
 from fanfold.backends.low_latency.protocol import ReadyRows
 from fanfold.config import Config
-from fanfold.errors import UnavailableError, UsageError
+from fanfold.errors import UsageError
 from fanfold.formats import Formats
 from fanfold.geometry import Geometry
 from fanfold.stream_order import StreamOrder
@@ -87,22 +87,20 @@ class Loader:
 
         Raises:
             UsageError: the routing weights come with dispatch.
-            UnavailableError: ranks are on several hosts.
         """
         if not self._late:
             raise UsageError("only a combine with weights of its own can wait for outputs")
-        if self._across_hosts:
-            raise UnavailableError(
-                "a combine sends to ranks on other hosts when all its outputs are written, and "
-                "takes no signals (ReadyRows; overlap=True of DeepEP's interface)"
-            )
         blocks = ready.blocks(plan.geometry.expert_capacity)
         args.wait_for(ready.signals.data_ptr(), ready.block_rows, blocks, ready.ready_at)
         self._order.marks = True  # the next such call then follows the call before it alone
         key = (bool(logfmt), min(ready.sms, self._grid.ctas))
         if key not in plan.ready_sends:
             source = kernels.combine_kernel(
-                plan.geometry, late=True, logfmt=key[0], awaits_signals=True
+                plan.geometry,
+                late=True,
+                logfmt=key[0],
+                awaits_signals=True,
+                across_hosts=self._across_hosts,
             )
             plan.ready_sends[key] = self.load(source, key[1])
         return plan.ready_sends[key]

@@ -19,25 +19,16 @@ class CombineSend {
     if constexpr (kAcrossHosts != 0) push_rows_to_hosts();
   }
 
-  // With kAwaitsSignals: looks at this CTA's rows again and again, and sends those whose outputs
-  // are all there, so that no row waits for the signal of another. The header of a row stays until
-  // the row is sent; then the sentinel in its place says so.
+  // With kAwaitsSignals. Rows for other hosts leave behind the last one.
   __device__ void run_as_ready() {
     if (blockIdx.x == 0 && call_.warp == 0) push_call_word();
     send_headers();
+    if constexpr (kAcrossHosts != 0) push_headers_to_hosts();
     if (call_.warp == kWarps - 1) look_up_tokens(call_.live_ranks());
     if (call_.warp == kIdleWarp) await_half();
     __syncthreads();
-    SweepClock clock(call_);
-    __shared__ SweepEnd end;
-    for (Sweep sweep = Sweep::kFirst;;) {
-      const Rows rows = sweep_rows(sweep);
-      if (!rows.open) return;
-      if (threadIdx.x == 0) end = clock.end_of(rows.sent, sweep == Sweep::kLast);
-      __syncthreads();
-      if (end == SweepEnd::kNone) return;
-      sweep = end == SweepEnd::kLast ? Sweep::kLast : Sweep::kLater;
-    }
+    send_as_ready();
+    if constexpr (kAcrossHosts != 0) push_rows_to_hosts();
   }
 
  private:
@@ -109,6 +100,8 @@ class CombineSend {
 
   __device__ void push_rows_to_hosts() const {
     if (!is_last_cta(&args_.call.state->hosts->finished_rows)) return;
+    // Where a signal has not come rows are missing, and no word says that they are there.
+    if (kAwaitsSignals && call_.failed()) return;
     push_to_each_host_rank(call_, [this](int peer, HostSender<CallKind::kCombine>& sender) {
       const int tokens = args_.call.refused == 0 ? shared_.tokens[peer] : 0;
       sender.push_rows(tokens, [&](int token) { return has_row_of(peer, token); });
@@ -126,8 +119,11 @@ class CombineSend {
     const Writer writer = call_.writer_of(source);
     const auto* header = call_.own_at<const uint64_t>(writer, call_.header(writer, token, 0));
     bool has = false;
-    for (int k = 0; k < kTopK; ++k)
-      has = has || kHeader.local(load_relaxed_system(header + k)) != kHeader.elsewhere();
+    for (int k = 0; k < kTopK; ++k) {
+      const uint64_t entry = load_relaxed_system(header + k);
+      has = has || kHeader.local(entry) != kHeader.elsewhere();
+      if constexpr (kAwaitsSignals) has = has || entry == ~uint64_t{0};  // sent as it was ready
+    }
     return has;
   }
 
@@ -228,6 +224,22 @@ class CombineSend {
 
   // ---- rows as they are ready -------------------------------------------------------------------
 
+  // Looks at this CTA's rows again and again, and sends those whose outputs are all there, so that
+  // no row waits for the signal of another. The header of a row stays until the row is sent; then
+  // the sentinel in its place says so.
+  __device__ void send_as_ready() {
+    SweepClock clock(call_);
+    __shared__ SweepEnd end;
+    for (Sweep sweep = Sweep::kFirst;;) {
+      const Rows rows = sweep_rows(sweep);
+      if (!rows.open) return;
+      if (threadIdx.x == 0) end = clock.end_of(rows.sent, sweep == Sweep::kLast);
+      __syncthreads();
+      if (end == SweepEnd::kNone) return;
+      sweep = end == SweepEnd::kLast ? Sweep::kLast : Sweep::kLater;
+    }
+  }
+
   __device__ Rows sweep_rows(Sweep sweep) {
     Rows rows{};
     const int pairs = most_of(shared_.tokens) * kRanks;
@@ -275,7 +287,9 @@ class CombineSend {
       return kOpen;
     }
     if (header.here) keep_term(i, header, row);
-    if (call_.lane < kTopK) *place = ~uint64_t{0};
+    // Of a rank elsewhere, which fills its headers anew in each call, a row that is none stays so.
+    const bool is_row = header.all != 0 || !call_.is_elsewhere(pair.source);
+    if (call_.lane < kTopK && is_row) *place = ~uint64_t{0};
     return __popc(header.all);
   }
 

@@ -38,7 +38,6 @@ __device__ __forceinline__ bool of_aborted_dispatch(const CombineArgs& args) {
 }
 
 static_assert(kLate || !kAwaitsSignals);
-static_assert(!kAwaitsSignals || !kAcrossHosts);
 
 // Rows that a CTA looks up, then sends, together.
 inline constexpr int kPassRows = kAwaitsSignals ? kWarps : 8;

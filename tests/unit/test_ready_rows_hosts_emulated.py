@@ -1,0 +1,134 @@
+"""The low-latency combine that waits for outputs, of ranks on several hosts, its kernels run on the
+CPU: a row for another host leaves once all rows have been written, and no word says that a row is
+there whose signal has not come."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fanfold.backends.low_latency import kernels
+from fanfold.backends.low_latency.cuda import CudaLowLatency
+from fanfold.errors import PeerTimeout, SignalTimeout
+from fanfold.geometry import Geometry
+from tests.emulation.hosts import HostsWorld, Network, emulated_hosts
+from tests.emulation.world import Builder
+from tests.unit.conftest import Compiled
+from tests.unit.test_kernels_emulated import Caller, Shape, batches_of, sums_of
+from tests.unit.test_ready_rows_emulated import Producer, combine
+
+CTAS = 7
+Open = Callable[..., HostsWorld]
+SHAPE = Shape(Geometry(4, 8, 3, 144, 9), late=True, grid=(7, 2))
+# More tokens than a warp has lanes, and many of which a rank has no output.
+LONG = Shape(Geometry(3, 12, 2, 32, 40), late=True, grid=(7, 2))
+
+
+@pytest.fixture
+def opens(builder: Builder) -> Iterator[Open]:
+    """``opens(shape, network, **settings)`` makes a world, which ends with the test."""
+    worlds: list[HostsWorld] = []
+
+    def open_(shape: Shape, network: Network, **settings: Any) -> HostsWorld:
+        grid = {"ctas": shape.grid[0], "senders": shape.grid[1]}
+        world = HostsWorld(shape.geometry, network, late=True, **{**grid, **settings})
+        worlds.append(world)
+        return world
+
+    with emulated_hosts(builder, CTAS):
+        yield open_
+        for world in worlds:
+            world.close()
+
+
+@pytest.mark.parametrize(
+    ("shape", "network", "block_rows", "sms", "hooks"),
+    [
+        (SHAPE, Network((0, 0, 1, 1), seed=21), 4, 2, True),
+        (SHAPE, Network((0, 1, 2, 1), seed=22), 36, 7, False),
+        (LONG, Network((0, 1, 0), seed=23, threads=1), 3, 1, False),
+    ],
+    ids=["two and two", "three hosts", "one SM"],
+)
+def test_rows_are_read_once_they_are_written(
+    opens: Open, shape: Shape, network: Network, block_rows: int, sms: int, hooks: bool
+) -> None:
+    """Every other call is an ordinary one, and in the fourth one rank's only is."""
+    world = opens(shape, network)
+    for turn in range(6):
+        batches = batches_of(shape, turn)
+
+        def round_(
+            rank: int, mode: CudaLowLatency, batches: list[Any] = batches, turn: int = turn
+        ) -> None:
+            caller = Caller(shape, mode, rank)
+            received, _ = caller.dispatch(batches[rank])
+            out = torch.full_like(batches[rank].x, torch.nan)
+            if turn == 1 or (turn == 3 and rank == 0):
+                _, hook = caller.combine(batches[rank], received, out=out, return_hook=hooks)
+            else:
+                options = {"seed": turn, "sms": sms}
+                producer = Producer(shape.geometry, rank, received.counts, block_rows, **options)
+                producer.start()
+                rest = {"out": out, "return_hook": hooks, "logfmt": False}
+                _, hook = combine(caller, batches[rank], received, producer, **rest)
+                producer.join()
+            if hook is not None:
+                hook()
+            mode.check()
+            assert torch.equal(out, sums_of(shape.geometry, batches, rank))
+
+        world.run(round_)
+    for memory in world.memories:
+        memory.between.check()
+
+
+def test_a_signal_that_does_not_come_is_named(opens: Open) -> None:
+    """On its rank. Those of the other host wait in this very call for that rank's rows in vain: it
+    tells nobody that they are there."""
+    world = opens(SHAPE, Network((0, 0, 1, 1)), timeout_s=0.5)
+    batches = batches_of(SHAPE, 0)
+    batches[0].topk_idx[0] = torch.tensor([3, -1, -1])  # rank 1 has a row in (1, 0)
+    batches[2].topk_idx[0] = torch.tensor([3, -1, -1])  # and one for the other host
+
+    def program(rank: int, mode: CudaLowLatency) -> Exception:
+        caller = Caller(SHAPE, mode, rank)
+        received, _ = caller.dispatch(batches[rank])
+        producer = Producer(SHAPE.geometry, rank, received.counts, 4)
+        if rank == 1:
+            producer.order.remove((1, 0))
+            producer.ready.signals[producer.blocks] = 2
+        producer.start()
+        with contextlib.suppress(SignalTimeout, PeerTimeout):  # from here, or later
+            combine(caller, batches[rank], received, producer)
+        with pytest.raises((SignalTimeout, PeerTimeout)) as caught:  # the mode has ended
+            caller.dispatch(batches[rank])
+        return caught.value
+
+    errors = world.run(program)
+    late = errors[1]
+    assert isinstance(late, SignalTimeout)
+    assert (late.rank, late.expert, late.block) == (1, 1, 0)
+    assert isinstance(errors[0], PeerTimeout)
+    for error in errors[2:]:
+        assert isinstance(error, PeerTimeout)
+        assert "combine" in error.phase
+        assert error.peer == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "logfmt"), [((8, 256, 8, 7168), False), ((64, 2048, 32, 16384), True)]
+)
+def test_compiles_for_hopper(
+    compiled: Compiled, sizes: tuple[int, int, int, int], logfmt: bool
+) -> None:
+    source = kernels.combine_kernel(
+        Geometry(*sizes, 128), late=True, logfmt=logfmt, awaits_signals=True, across_hosts=True
+    )
+    binary = compiled(source, "sm_90a")
+    assert 0 < binary.registers <= source.register_limit
+    assert binary.spill_bytes == 0
