@@ -13,6 +13,7 @@ from fanfold.launch import RankPool
 from tests.conformance.test_deep_ep_low_latency import FORMATS
 from tests.gpu import test_cuda_faults as faults
 from tests.gpu import test_deep_ep_cuda as deep_ep
+from tests.gpu import test_deep_ep_overlap_cuda as overlap
 from tests.gpu import test_graphs_and_streams as graphs
 from tests.gpu import test_low_latency_cuda as rounds
 from tests.gpu.conftest import GpuPools
@@ -112,6 +113,14 @@ def test_ten_thousand_rounds(run_on_hosts: Run, most_ranks: int) -> None:
 @pytest.mark.parametrize("form", FORMATS)
 def test_rounds_of_a_buffer(run_on_hosts: Run, most_ranks: int, form: str, mode: str) -> None:
     run_on_hosts(most_ranks, deep_ep._round_trip, deep_ep.case_of(most_ranks), form, mode)
+
+
+@pytest.mark.parametrize("mode", ["", "hook"])
+@pytest.mark.parametrize("by_expert", [False, True])
+def test_outputs_that_are_still_being_written(
+    run_on_hosts: Run, most_ranks: int, by_expert: bool, mode: str
+) -> None:
+    run_on_hosts(most_ranks, overlap._overlap, deep_ep.case_of(most_ranks), by_expert, mode)
 
 
 @pytest.mark.parametrize("mode", ["", "hook"])

@@ -118,12 +118,12 @@ class CombineSend {
     }
     const Writer writer = call_.writer_of(source);
     const auto* header = call_.own_at<const uint64_t>(writer, call_.header(writer, token, 0));
+    const auto is_output = [](uint64_t entry) {
+      if (kAwaitsSignals && entry == ~uint64_t{0}) return true;  // sent as it was ready
+      return kHeader.local(entry) != kHeader.elsewhere();
+    };
     bool has = false;
-    for (int k = 0; k < kTopK; ++k) {
-      const uint64_t entry = load_relaxed_system(header + k);
-      has = has || kHeader.local(entry) != kHeader.elsewhere();
-      if constexpr (kAwaitsSignals) has = has || entry == ~uint64_t{0};  // sent as it was ready
-    }
+    for (int k = 0; k < kTopK; ++k) has = has || is_output(load_relaxed_system(header + k));
     return has;
   }
 
