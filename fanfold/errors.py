@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from typing import TypeVar
 
 __all__ = [
@@ -251,7 +252,7 @@ class PeerTimeout(FanfoldError, TimeoutError):
         phase: the call and what in it was waited for.
         expected: the number waited for: the call's, or a count of rows.
         actual: the number seen last.
-        seconds: how long this rank waited.
+        seconds: how long this rank waited; NaN if nobody knows, as a wait may end before its time.
         peer_gone: whether the peer's process was seen to have ended.
         path: how a peer on another host is reached: interface and addresses; else empty.
     """
@@ -274,8 +275,9 @@ class PeerTimeout(FanfoldError, TimeoutError):
                 f"rank {peer} is stopped, slow or in another call than this rank: look at what it "
                 "is doing (py-spy dump --pid), or raise timeout_s (FANFOLD_TIMEOUT_S)"
             )
+        time = "" if math.isnan(seconds) else f"{seconds:.3g} s "
         super().__init__(
-            f"rank {rank} waited {seconds:.3g} s for rank {peer} in {phase}{_over(path)}: "
+            f"rank {rank} waited {time}for rank {peer} in {phase}{_over(path)}: "
             f"expected {expected}, have {actual}; {cause}"
         )
         self.rank = rank

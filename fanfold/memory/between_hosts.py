@@ -8,6 +8,7 @@ what it sends to each peer. ``docs/decisions/across-hosts.md`` has the protocol.
 
 from __future__ import annotations
 
+import math
 import sys
 
 import torch
@@ -95,11 +96,11 @@ class BetweenHosts:
 
     def explain(self, late: FanfoldError) -> None:
         """Raises what the network knows if ``late`` says that a peer on another host was late: what
-        has ended the way to it, or at least what that way is. Then that is what is logged: a wait
-        for a peer that the network had lost has ended before the time that ``late`` names.
+        has ended the way to it, or at least what that way is. Then that is what is logged.
 
         Raises:
-            PeerTimeout, TransportError: that, with ``late`` as its cause.
+            PeerTimeout, TransportError: that; of a way that has ended the cause says what this rank
+                waited for.
         """
         host = self.memory.hosts.host
         if not isinstance(late, PeerTimeout) or host[late.peer] == host[self.memory.rank]:
@@ -107,11 +108,13 @@ class BetweenHosts:
         try:
             self.check(late.peer)
         except FanfoldError as error:
-            raise error from late
+            # A wait for a peer that the network has lost ends before its time.
+            early = (late.expected, late.actual, math.nan, late.peer_gone)
+            raise error from PeerTimeout(late.rank, late.peer, late.phase, *early)
         path = self.memory.core.path(late.peer)
         waited = (late.expected, late.actual, late.seconds)
         where = (late.rank, late.peer, late.phase)
-        raise logged(PeerTimeout(*where, *waited, late.peer_gone, path)) from late
+        raise logged(PeerTimeout(*where, *waited, late.peer_gone, path))
 
     def close(self) -> None:
         """No kernel uses it any more. Waits a while for peers; harmless when repeated."""

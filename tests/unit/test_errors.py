@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 
 import pytest
@@ -55,6 +56,8 @@ def test_words() -> None:
         assert "rank 1 waited 0.5 s for rank 3 in low_latency combine: expected 8, have 7" in text
     assert "FANFOLD_TIMEOUT_S" in late
     assert "has ended" in gone
+    early = str(PeerTimeout(1, 3, "low_latency combine", 8, 7, math.nan, False))
+    assert early.startswith("rank 1 waited for rank 3 in low_latency combine: expected 8, have 7")
 
 
 def test_errors_between_hosts_name_the_interface_apart_from_the_phase() -> None:
