@@ -241,3 +241,24 @@ class HostsWorld(Proxies, World):
         nbytes = cuda_bytes_between_hosts(geometry)
         self.memories = open_memories(self._network, nbytes, config, groups, regions)
         return self.memories
+
+
+Open = Callable[..., HostsWorld]
+
+
+@contextmanager
+def opening_on_hosts(builder: Builder, ctas: int) -> Iterator[Open]:
+    """``open_(shape, network, **settings)`` makes a world, which ends with this. A shape has a
+    geometry, a grid of CTAs and senders, and says whether weights come late."""
+    worlds: list[HostsWorld] = []
+
+    def open_(shape: Any, network: Network, **settings: Any) -> HostsWorld:
+        grid = {"ctas": shape.grid[0], "senders": shape.grid[1]}
+        world = HostsWorld(shape.geometry, network, late=shape.late, **{**grid, **settings})
+        worlds.append(world)
+        return world
+
+    with emulated_hosts(builder, ctas):
+        yield open_
+        for world in worlds:
+            world.close()

@@ -37,7 +37,7 @@ from fanfold.formats import ScaleFormat
 from fanfold.geometry import Geometry
 from fanfold.memory.cuda_hosts import CudaMemoryAcrossHosts, counting_cores
 from fanfold.metrics import collect
-from tests.emulation.hosts import HostsWorld, Network, emulated_hosts, whole_pages
+from tests.emulation.hosts import HostsWorld, Network, Open, opening_on_hosts, whole_pages
 from tests.emulation.world import Builder, ThreadGroup, gpu_memory
 from tests.unit import test_kernels_emulated as few
 from tests.unit.conftest import Compiled
@@ -54,24 +54,12 @@ from tests.unit.test_kernels_emulated import (
 CTAS = 7
 GRID = (6, 2)
 
-Open = Callable[..., HostsWorld]
-
 
 @pytest.fixture
 def opens(builder: Builder) -> Iterator[Open]:
     """``opens(shape, network, **settings)`` makes a world, which ends with the test."""
-    worlds: list[HostsWorld] = []
-
-    def open_(shape: Shape, network: Network, **settings: Any) -> HostsWorld:
-        grid = {"ctas": shape.grid[0], "senders": shape.grid[1]}
-        world = HostsWorld(shape.geometry, network, late=shape.late, **{**grid, **settings})
-        worlds.append(world)
-        return world
-
-    with emulated_hosts(builder, CTAS):
+    with opening_on_hosts(builder, CTAS) as open_:
         yield open_
-        for world in worlds:
-            world.close()
 
 
 BF16 = Shape(Geometry(4, 8, 3, 528, 9), grid=GRID)

@@ -7,7 +7,7 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -256,15 +256,17 @@ def test_masked_ranks_are_left_out() -> None:
     world.run(program)
 
 
-def test_a_signal_that_does_not_come_is_named() -> None:
-    world = world_of(SHAPE, timeout_s=0.5)
-    batches = batches_of(SHAPE, 0)
-    batches[0].topk_idx[0] = torch.tensor([3, -1, -1])  # rank 1 has a row in (1, 0)
+def without_a_signal(shape: Shape) -> Callable[[int, CudaLowLatency], Exception]:
+    """What a rank of a call does in which a signal of rank 1 does not come, for which a token of
+    rank 0 waits; returns how the mode has ended."""
+    batches = batches_of(shape, 0)
+    batches[0].topk_idx[0, 0] = 3  # rank 1 has its row in (1, 0)
+    batches[0].topk_idx[0, 1:] = -1
 
     def program(rank: int, mode: CudaLowLatency) -> Exception:
-        caller = Caller(SHAPE, mode, rank)
+        caller = Caller(shape, mode, rank)
         received, _ = caller.dispatch(batches[rank])
-        producer = Producer(SHAPE.geometry, rank, received.counts, 4)
+        producer = Producer(shape.geometry, rank, received.counts, 4)
         if rank == 1:
             producer.order.remove((1, 0))
             producer.ready.signals[producer.blocks] = 2
@@ -275,7 +277,11 @@ def test_a_signal_that_does_not_come_is_named() -> None:
             caller.dispatch(batches[rank])
         return caught.value
 
-    errors = world.run(program)
+    return program
+
+
+def test_a_signal_that_does_not_come_is_named() -> None:
+    errors = world_of(SHAPE, timeout_s=0.5).run(without_a_signal(SHAPE))
     late = errors[1]
     assert isinstance(late, SignalTimeout)
     assert (late.rank, late.expert, late.block) == (1, 1, 0)

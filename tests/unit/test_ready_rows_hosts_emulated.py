@@ -4,8 +4,7 @@ there whose signal has not come."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,14 +14,13 @@ from fanfold.backends.low_latency import kernels
 from fanfold.backends.low_latency.cuda import CudaLowLatency
 from fanfold.errors import PeerTimeout, SignalTimeout
 from fanfold.geometry import Geometry
-from tests.emulation.hosts import HostsWorld, Network, emulated_hosts
+from tests.emulation.hosts import Network, Open, opening_on_hosts
 from tests.emulation.world import Builder
 from tests.unit.conftest import Compiled
 from tests.unit.test_kernels_emulated import Caller, Shape, batches_of, sums_of
-from tests.unit.test_ready_rows_emulated import Producer, combine
+from tests.unit.test_ready_rows_emulated import Producer, combine, without_a_signal
 
 CTAS = 7
-Open = Callable[..., HostsWorld]
 SHAPE = Shape(Geometry(4, 8, 3, 144, 9), late=True, grid=(7, 2))
 # More tokens than a warp has lanes, and many of which a rank has no output.
 LONG = Shape(Geometry(3, 12, 2, 32, 40), late=True, grid=(7, 2))
@@ -31,18 +29,8 @@ LONG = Shape(Geometry(3, 12, 2, 32, 40), late=True, grid=(7, 2))
 @pytest.fixture
 def opens(builder: Builder) -> Iterator[Open]:
     """``opens(shape, network, **settings)`` makes a world, which ends with the test."""
-    worlds: list[HostsWorld] = []
-
-    def open_(shape: Shape, network: Network, **settings: Any) -> HostsWorld:
-        grid = {"ctas": shape.grid[0], "senders": shape.grid[1]}
-        world = HostsWorld(shape.geometry, network, late=True, **{**grid, **settings})
-        worlds.append(world)
-        return world
-
-    with emulated_hosts(builder, CTAS):
+    with opening_on_hosts(builder, CTAS) as open_:
         yield open_
-        for world in worlds:
-            world.close()
 
 
 @pytest.mark.parametrize(
@@ -91,25 +79,7 @@ def test_a_signal_that_does_not_come_is_named(opens: Open) -> None:
     """On its rank. Those of the other host wait in this very call for that rank's rows in vain: it
     tells nobody that they are there."""
     world = opens(SHAPE, Network((0, 0, 1, 1)), timeout_s=0.5)
-    batches = batches_of(SHAPE, 0)
-    batches[0].topk_idx[0] = torch.tensor([3, -1, -1])  # rank 1 has a row in (1, 0)
-    batches[2].topk_idx[0] = torch.tensor([3, -1, -1])  # and one for the other host
-
-    def program(rank: int, mode: CudaLowLatency) -> Exception:
-        caller = Caller(SHAPE, mode, rank)
-        received, _ = caller.dispatch(batches[rank])
-        producer = Producer(SHAPE.geometry, rank, received.counts, 4)
-        if rank == 1:
-            producer.order.remove((1, 0))
-            producer.ready.signals[producer.blocks] = 2
-        producer.start()
-        with contextlib.suppress(SignalTimeout, PeerTimeout):  # from here, or later
-            combine(caller, batches[rank], received, producer)
-        with pytest.raises((SignalTimeout, PeerTimeout)) as caught:  # the mode has ended
-            caller.dispatch(batches[rank])
-        return caught.value
-
-    errors = world.run(program)
+    errors = world.run(without_a_signal(SHAPE))
     late = errors[1]
     assert isinstance(late, SignalTimeout)
     assert (late.rank, late.expert, late.block) == (1, 1, 0)
