@@ -101,7 +101,7 @@ class CombineSend {
   __device__ void push_rows_to_hosts() const {
     if (!is_last_cta(&args_.call.state->hosts->finished_rows)) return;
     // Where a signal has not come rows are missing, and no word says that they are there.
-    if (kAwaitsSignals && call_.failed()) return;
+    if (kAwaitsSignals && __any_sync(kFullWarp, call_.failed()) != 0) return;
     push_to_each_host_rank(call_, [this](int peer, HostSender<CallKind::kCombine>& sender) {
       const int tokens = args_.call.refused == 0 ? shared_.tokens[peer] : 0;
       sender.push_rows(tokens, [&](int token) { return has_row_of(peer, token); });
