@@ -51,7 +51,10 @@ dtype = torch.get_default_dtype()
 seeds = [envs.get_local_seed(), envs.get_global_seed(), torch.initial_seed(), random.random()]
 domains = [envs.get_physical_domain_size(group), envs.get_logical_domain_size(group, False)]
 buffer = Buffer(group, 1 << 20)
-print(json.dumps([rank, ranks, group.size(), str(dtype), seeds, domains, refused]))
+print(json.dumps([rank, ranks, group.size(), str(dtype), seeds, domains, refused]), flush=True)
+# As DeepEP's programs end: PyTorch may abort a process that still holds a group of gloo.
+del buffer, group
+dist.destroy_process_group()
 """
 
 
