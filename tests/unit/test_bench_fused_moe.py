@@ -339,10 +339,10 @@ def test_torch_weights_are_those_of_the_layer() -> None:
 class FakeNvml:
     """Has one GPU."""
 
+    knows_power = True
+
     def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: Any) -> int:  # noqa: N802
         return 0 if uuid == b"GPU-1" else 6
-
-    knows_power = True
 
     def nvmlDeviceGetPowerUsage(self, handle: Any, value: Any) -> int:  # noqa: N802
         ctypes.cast(value, ctypes.POINTER(ctypes.c_uint))[0] = 654_321

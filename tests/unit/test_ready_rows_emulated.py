@@ -103,6 +103,35 @@ def combine(caller: Caller, batch: Batch, received: Any, producer: Producer, **r
     )
 
 
+def round_of(
+    shape: Shape, turn: int, block_rows: int, sms: int, hooks: bool
+) -> Callable[[int, CudaLowLatency], None]:
+    """What a rank does in one round of many, checked to the last bit. The second one's combine is
+    an ordinary one, in the fourth that of one rank only."""
+    batches = batches_of(shape, turn)
+
+    def round_(rank: int, mode: CudaLowLatency) -> None:
+        caller = Caller(shape, mode, rank)
+        received, _ = caller.dispatch(batches[rank])
+        out = torch.full_like(batches[rank].x, torch.nan)
+        if turn == 1 or (turn == 3 and rank == 0):
+            _, hook = caller.combine(batches[rank], received, out=out, return_hook=hooks)
+        else:
+            dtype = torch.uint32 if turn == 2 else torch.int32
+            options = {"dtype": dtype, "seed": turn, "sms": sms}
+            producer = Producer(shape.geometry, rank, received.counts, block_rows, **options)
+            producer.start()
+            rest = {"out": out, "return_hook": hooks}
+            _, hook = combine(caller, batches[rank], received, producer, **rest)
+            producer.join()
+        if hook is not None:
+            hook()
+        mode.check()
+        assert torch.equal(out, sums_of(shape.geometry, batches, rank))
+
+    return round_
+
+
 @pytest.mark.parametrize(
     ("shape", "block_rows", "sms", "hooks"),
     [(SHAPE, 4, 2, True), (SHAPE, 36, 7, False), (MANY_EXPERTS, 3, 1, False)],
@@ -111,33 +140,9 @@ def combine(caller: Caller, batch: Batch, received: Any, producer: Producer, **r
 def test_rows_are_read_once_they_are_written(
     shape: Shape, block_rows: int, sms: int, hooks: bool
 ) -> None:
-    """Every other call is an ordinary one, and in the third one rank's only is."""
     world = world_of(shape)
     for turn in range(4):
-        batches = batches_of(shape, turn)
-
-        def round_(
-            rank: int, mode: CudaLowLatency, batches: list[Batch] = batches, turn: int = turn
-        ) -> None:
-            caller = Caller(shape, mode, rank)
-            received, _ = caller.dispatch(batches[rank])
-            out = torch.full_like(batches[rank].x, torch.nan)
-            if turn == 1 or (turn == 3 and rank == 0):
-                _, hook = caller.combine(batches[rank], received, out=out, return_hook=hooks)
-            else:
-                dtype = torch.uint32 if turn == 2 else torch.int32
-                options = {"dtype": dtype, "seed": turn, "sms": sms}
-                producer = Producer(shape.geometry, rank, received.counts, block_rows, **options)
-                producer.start()
-                rest = {"out": out, "return_hook": hooks}
-                _, hook = combine(caller, batches[rank], received, producer, **rest)
-                producer.join()
-            if hook is not None:
-                hook()
-            mode.check()
-            assert torch.equal(out, sums_of(shape.geometry, batches, rank))
-
-        world.run(round_)
+        world.run(round_of(shape, turn, block_rows, sms, hooks))
         world.check_absent()
 
 

@@ -5,20 +5,17 @@ there whose signal has not come."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
-import torch
 
 from fanfold.backends.low_latency import kernels
-from fanfold.backends.low_latency.cuda import CudaLowLatency
 from fanfold.errors import PeerTimeout, SignalTimeout
 from fanfold.geometry import Geometry
 from tests.emulation.hosts import Network, Open, opening_on_hosts
 from tests.emulation.world import Builder
 from tests.unit.conftest import Compiled
-from tests.unit.test_kernels_emulated import Caller, Shape, batches_of, sums_of
-from tests.unit.test_ready_rows_emulated import Producer, combine, without_a_signal
+from tests.unit.test_kernels_emulated import Shape
+from tests.unit.test_ready_rows_emulated import round_of, without_a_signal
 
 CTAS = 7
 SHAPE = Shape(Geometry(4, 8, 3, 144, 9), late=True, grid=(7, 2))
@@ -45,32 +42,9 @@ def opens(builder: Builder) -> Iterator[Open]:
 def test_rows_are_read_once_they_are_written(
     opens: Open, shape: Shape, network: Network, block_rows: int, sms: int, hooks: bool
 ) -> None:
-    """Every other call is an ordinary one, and in the fourth one rank's only is."""
     world = opens(shape, network)
     for turn in range(6):
-        batches = batches_of(shape, turn)
-
-        def round_(
-            rank: int, mode: CudaLowLatency, batches: list[Any] = batches, turn: int = turn
-        ) -> None:
-            caller = Caller(shape, mode, rank)
-            received, _ = caller.dispatch(batches[rank])
-            out = torch.full_like(batches[rank].x, torch.nan)
-            if turn == 1 or (turn == 3 and rank == 0):
-                _, hook = caller.combine(batches[rank], received, out=out, return_hook=hooks)
-            else:
-                options = {"seed": turn, "sms": sms}
-                producer = Producer(shape.geometry, rank, received.counts, block_rows, **options)
-                producer.start()
-                rest = {"out": out, "return_hook": hooks, "logfmt": False}
-                _, hook = combine(caller, batches[rank], received, producer, **rest)
-                producer.join()
-            if hook is not None:
-                hook()
-            mode.check()
-            assert torch.equal(out, sums_of(shape.geometry, batches, rank))
-
-        world.run(round_)
+        world.run(round_of(shape, turn, block_rows, sms, hooks))
     for memory in world.memories:
         memory.between.check()
 
