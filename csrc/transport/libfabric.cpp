@@ -11,6 +11,8 @@
 #include "base/cores.h"
 #include "base/error.h"
 #include "transport/libfabric_address.h"
+#include "transport/libfabric_gpu_memory.h"
+#include "transport/libfabric_peer.h"
 #include "transport/libfabric_rail.h"
 #include "transport/socket_probe.h"
 
@@ -32,32 +34,14 @@ using libfabric::Library;
 using libfabric::OpenNic;
 using libfabric::Operation;
 using libfabric::packed;
+using libfabric::Peer;
+using libfabric::PeerRail;
 using libfabric::Rail;
 using libfabric::Region;
 
 constexpr int64_t kMostWriteBytes = int64_t{1} << 30;
 constexpr size_t kEventsPerRead = 64;
 constexpr uint32_t kPollsPerLook = 16;  // at probes, each of which costs a system call
-
-struct PeerRail {
-  FiAddr address;
-  uint64_t landing;
-  uint64_t landing_key;
-};
-
-struct Peer {
-  std::vector<PeerRail> rails;    // empty: not connected
-  std::string name;               // of its first rail, where it is one of sockets
-  std::vector<std::byte> socket;  // the address that it names
-  std::string failure;            // why writes to the peer fail; empty while they do not
-  bool ended = false;             // the peer listens no more
-  bool reported = false;          // the failure has been reported
-};
-
-bool has_pending(const Rail& rail, int32_t peer) {
-  return std::any_of(rail.pending.begin(), rail.pending.end(),
-                     [&](const Operation* operation) { return operation->write.peer == peer; });
-}
 
 class Libfabric final : public Transport {
  public:
@@ -69,7 +53,11 @@ class Libfabric final : public Transport {
   Code connect(int32_t peer, const Address& address) override;
   std::string path(int32_t peer) const override;
   std::vector<int32_t> cores() const override { return cores_of_node(numa_node_); }
-  LocalMemory register_memory(std::byte* data, int64_t bytes) override;
+  LocalMemory register_memory(std::byte* data, int64_t bytes) override {
+    return add_region(data, bytes, nullptr);
+  }
+  std::string why_no_gpu_memory() const override { return why_no_gpu_memory_; }
+  LocalMemory register_gpu_memory(const GpuMemory& memory) override;
   RemoteMemory remote(LocalMemory memory) const override;
   Code write(const Write& write) override;
   bool probe(int32_t peer) override;
@@ -83,12 +71,14 @@ class Libfabric final : public Transport {
     void* descriptor;
     uint64_t target;
     uint64_t key;
+    bool of_gpu;  // the source
   };
 
   Code fail(std::string why) {
     error_ = std::move(why);
     return Code::kFailed;
   }
+  LocalMemory add_region(std::byte* data, int64_t bytes, const GpuMemory* gpu);
   // Empty if `write` is within its bounds.
   std::string refusal(const Write& write) const;
   Places places(const Write& write) const;
@@ -118,6 +108,7 @@ class Libfabric final : public Transport {
   const Library& library_;
   std::string name_;
   std::string error_;
+  std::string why_no_gpu_memory_;
   Limits limits_{};
   std::vector<std::unique_ptr<OpenNic>> nics_;
   std::vector<std::unique_ptr<Rail>> rails_;
@@ -145,11 +136,10 @@ Libfabric::Libfabric(const Library& library, const LibfabricOptions& options) : 
   const std::vector<libfabric::Network> networks = libfabric::describe(found.get());
   const libfabric::Choice choice = libfabric::choose(networks, request);
   numa_node_ = networks[choice.networks[0]].numa_node;
-  for (const size_t index : choice.networks) {
-    const Info* info = found.get();
-    for (size_t i = 0; i < index; ++i) info = info->next;
-    nics_.push_back(std::make_unique<OpenNic>(library, *info));
-  }
+  libfabric::OpenNics open =
+      libfabric::open_nics(library, found.get(), choice.networks, request.gpu_memory);
+  nics_ = std::move(open.nics);
+  why_no_gpu_memory_ = std::move(open.why_no_gpu_memory);
   const Info& first = *nics_[0]->info;
   name_ = std::string("libfabric:") + first.fabric_attr->prov_name;
   limits_.write_bytes = kMostWriteBytes;
@@ -165,6 +155,7 @@ Libfabric::Libfabric(const Library& library, const LibfabricOptions& options) : 
     rails_.push_back(std::make_unique<Rail>(library, *nics_[nic], nic));
     const auto writes = static_cast<int32_t>(rails_.back()->operation_count);
     limits_.writes = std::min(limits_.writes, writes);
+    if (why_no_gpu_memory_.empty()) why_no_gpu_memory_ = rails_.back()->why_no_gpu_memory;
   }
   for (const auto& nic : nics_) {
     const size_t most = std::min(nic->info->ep_attr->max_msg_size, size_t{kMostWriteBytes});
@@ -273,7 +264,13 @@ std::string Libfabric::path(int32_t peer) const {
   return std::string(info.domain_attr->name) + ", from " + from + " to " + to;
 }
 
-LocalMemory Libfabric::register_memory(std::byte* data, int64_t bytes) {
+LocalMemory Libfabric::register_gpu_memory(const GpuMemory& memory) {
+  if (why_no_gpu_memory_.empty()) return add_region(memory.data, memory.bytes, &memory);
+  fail("a GPU's memory cannot be registered with " + name_ + ": " + why_no_gpu_memory_);
+  return {};
+}
+
+LocalMemory Libfabric::add_region(std::byte* data, int64_t bytes, const GpuMemory* gpu) {
   if (data == nullptr || bytes < 1) {
     fail("memory of " + std::to_string(bytes) +
          " bytes cannot be registered: at least 1 is needed");
@@ -285,8 +282,8 @@ LocalMemory Libfabric::register_memory(std::byte* data, int64_t bytes) {
   }
   const uint64_t key = first_key_ + (regions_.size() + 1) * uint64_t{kMostRails};
   std::string why;
-  Region region =
-      register_region(library_, nics_, rails_, {.data = data, .bytes = bytes, .key = key}, why);
+  Region region = register_region(library_, nics_, rails_,
+                                  {.data = data, .bytes = bytes, .key = key, .gpu = gpu}, why);
   if (region.registrations.empty()) {
     fail(name_ + ": " + why);
     return {};
@@ -344,12 +341,12 @@ Libfabric::Places Libfabric::places(const Write& write) const {
   const PeerRail& to = peers_[static_cast<size_t>(write.peer)].rails[rail];
   if (write.bytes == 0) {
     return {landing_.data, landing_.registrations[unit(rail)]->descriptor, to.landing,
-            to.landing_key};
+            to.landing_key, false};
   }
   const Region& region = regions_[static_cast<size_t>(write.source.index)];
   return {region.data + write.source_offset, region.registrations[unit(rail)]->descriptor,
           write.target.base + static_cast<uint64_t>(write.target_offset),
-          many_keys_ ? key_of(write.target.key, unit(rail)) : write.target.key};
+          many_keys_ ? key_of(write.target.key, unit(rail)) : write.target.key, region.of_gpu};
 }
 
 Code Libfabric::write(const Write& write) {
@@ -359,7 +356,7 @@ Code Libfabric::write(const Write& write) {
     return fail(peer.failure);
   }
   Rail& rail = *rails_[static_cast<size_t>(write.rail)];
-  if (rail.idle.empty() || has_pending(rail, write.peer)) return Code::kAgain;
+  if (rail.idle.empty() || rail.has_pending(write.peer)) return Code::kAgain;
   Operation* operation = rail.idle.back();
   operation->write = write;
   const ssize_t result = post(rail, *operation);
@@ -380,7 +377,9 @@ ssize_t Libfabric::post(Rail& rail, Operation& operation) {
   const FiAddr to = peers_[static_cast<size_t>(write.peer)].rails[rail_index].address;
   libfabric::Endpoint* endpoint = rail.endpoint.get();
   const auto bytes = static_cast<size_t>(write.bytes);
-  if (bytes > rail.inject_bytes || rail.inject_bytes == 0 || write.reported) {
+  // The CPU copies what is injected, so it must not be a GPU's memory.
+  const bool injects = rail.inject_bytes > 0 && bytes <= rail.inject_bytes && !at.of_gpu;
+  if (!injects || write.reported) {
     return endpoint->rma->writedata(endpoint, at.source, bytes, at.descriptor, write.immediate, to,
                                     at.target, at.key, &operation);
   }

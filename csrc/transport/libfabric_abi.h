@@ -7,6 +7,7 @@
 #pragma once
 
 #include <sys/types.h>
+#include <sys/uio.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -17,6 +18,13 @@ constexpr uint32_t version(uint32_t major, uint32_t minor) { return major << 16 
 
 // The newest API that Fanfold asks for. An older library is asked for its own.
 inline constexpr uint32_t kNewestApi = version(1, 17);
+// The first API in which a registration names its memory by a dmabuf descriptor (FI_MR_DMABUF). It
+// is asked for only together with FI_HMEM.
+inline constexpr uint32_t kDmabufApi = version(1, 20);
+// The first library whose fi_mr_attr names the owner of the memory.
+inline constexpr uint32_t kFirstHmem = version(1, 11);
+// The first library that can be kept from calling CUDA (FI_OPT_CUDA_API_PERMITTED).
+inline constexpr uint32_t kFirstCudaPermission = version(1, 18);
 // The oldest one: its fi_info is the one declared here (FABRIC_1.3).
 inline constexpr uint32_t kOldestApi = version(1, 8);
 
@@ -29,6 +37,7 @@ inline constexpr uint64_t kSend = 1ULL << 11;
 inline constexpr uint64_t kTransmit = kSend;
 inline constexpr uint64_t kRemoteWrite = 1ULL << 13;
 inline constexpr uint64_t kRemoteCqData = 1ULL << 17;
+inline constexpr uint64_t kHmem = 1ULL << 47;
 
 // Mode bits: duties of the application
 inline constexpr uint64_t kModeContext = 1ULL << 59;
@@ -42,6 +51,10 @@ inline constexpr int kMrVirtAddr = 1 << 4;
 inline constexpr int kMrAllocated = 1 << 5;
 inline constexpr int kMrProvKey = 1 << 6;
 inline constexpr int kMrEndpoint = 1 << 9;
+inline constexpr int kMrHmem = 1 << 10;
+
+// Flags of a registration
+inline constexpr uint64_t kMrDmabuf = 1ULL << 40;
 
 // Enumerations
 inline constexpr int kAvTable = 2;
@@ -55,6 +68,10 @@ inline constexpr int kBusPci = 1;
 inline constexpr int kLinkDown = 1;
 inline constexpr int kLinkUp = 2;
 inline constexpr int kControlEnable = 6;
+inline constexpr int kHmemSystem = 0;
+inline constexpr int kHmemCuda = 1;
+inline constexpr int kOptEndpoint = 0;
+inline constexpr int kOptCudaApiPermitted = 10;
 inline constexpr uint32_t kSockaddrIn = 2;
 inline constexpr uint32_t kSockaddrIn6 = 3;
 
@@ -247,10 +264,40 @@ struct DomainOps {
   int (*endpoint)(Domain*, Info*, Endpoint**, void* context);
 };
 
+struct MrPages {  // fi_mr_dmabuf, since API 1.20
+  int descriptor;
+  uint64_t offset;  // of the range, in the pages of the descriptor
+  size_t bytes;
+  void* base;  // where `offset` 0 lies
+};
+
+struct MrAttr {
+  union {
+    const iovec* ranges;
+    const MrPages* pages;  // with the flag FI_MR_DMABUF
+  };
+  size_t count;
+  uint64_t access;
+  uint64_t offset;
+  uint64_t requested_key;
+  void* context;
+  size_t auth_key_size;
+  uint8_t* auth_key;
+  int iface;
+  union {
+    uint64_t reserved;
+    int cuda;
+  } device;
+  // Libraries since 1.18 read more members than API 1.17 has.
+  uint64_t room_for_later_fields[8];
+};
+
 struct MrOps {
   size_t size;
   int (*reg)(Fid* domain, const void* data, size_t bytes, uint64_t access, uint64_t offset,
              uint64_t requested_key, uint64_t flags, MemoryRegion**, void* context);
+  Unused regv;
+  int (*regattr)(Fid* domain, const MrAttr*, uint64_t flags, MemoryRegion**);
 };
 
 struct Domain {
@@ -316,6 +363,13 @@ struct CompletionQueue {
   CqOps* ops;
 };
 
+struct EpOps {
+  size_t size;
+  Unused cancel;
+  Unused getopt;
+  int (*setopt)(Fid* endpoint, int level, int name, const void* value, size_t bytes);
+};
+
 struct CmOps {
   size_t size;
   Unused setname;
@@ -346,7 +400,7 @@ struct RmaOps {
 
 struct Endpoint {
   Fid fid;
-  void* ops;
+  EpOps* ops;
   CmOps* cm;
   MsgOps* msg;
   RmaOps* rma;

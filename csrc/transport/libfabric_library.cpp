@@ -63,10 +63,6 @@ void require(void* handle, Pointer& function, const char* name) {
   }
 }
 
-std::string version_text(uint32_t version) {
-  return std::to_string(version >> 16) + "." + std::to_string(version & 0xffff);
-}
-
 Library load() {
   const SignalKeeper keeper;
   std::string reason;
@@ -97,7 +93,11 @@ Library load() {
 
 }  // namespace
 
-uint32_t Library::api() const { return std::min(kNewestApi, version()); }
+std::string version_text(uint32_t version) {
+  return std::to_string(version >> 16) + "." + std::to_string(version & 0xffff);
+}
+
+uint32_t Library::api(uint32_t newest) const { return std::min(newest, version()); }
 
 std::string Library::failure(const std::string& what, int64_t result) const {
   const int code = static_cast<int>(result < 0 ? -result : result);
@@ -109,7 +109,7 @@ const Library& library() {
   return loaded;
 }
 
-InfoList find_endpoints(const Library& library, const std::string& provider) {
+InfoList find_endpoints(const Library& library, const std::string& provider, bool gpu_memory) {
   const InfoList hints(library.dupinfo(nullptr), FreeInfo{&library});
   if (hints == nullptr) throw Unavailable("libfabric has no memory for a fi_info");
   hints->caps = kMsg | kRma | kWrite | kRemoteWrite | kSend | kRecv;
@@ -118,6 +118,10 @@ InfoList find_endpoints(const Library& library, const std::string& provider) {
   DomainAttr& domain = *hints->domain_attr;
   // FI_MR_RAW is asked for only to find such a provider and to say why it is refused.
   domain.mr_mode = kMrLocal | kMrVirtAddr | kMrAllocated | kMrProvKey | kMrEndpoint | kMrRaw;
+  if (gpu_memory) {
+    hints->caps |= kHmem;
+    domain.mr_mode |= kMrHmem;
+  }
   domain.threading = kThreadDomain;
   domain.control_progress = kProgressManual;
   domain.data_progress = kProgressManual;
@@ -125,8 +129,14 @@ InfoList find_endpoints(const Library& library, const std::string& provider) {
   // fi_freeinfo frees the name with free().
   if (!provider.empty()) hints->fabric_attr->prov_name = strdup(provider.c_str());
   Info* found = nullptr;
-  const int result = library.getinfo(library.api(), nullptr, nullptr, 0, hints.get(), &found);
-  if (result != 0 && result != -ENODATA) throw Unavailable(library.failure("fi_getinfo", result));
+  // With a newer API some providers offer FI_HMEM although they copy by CUDA, which `forbid_cuda`
+  // then finds out.
+  const uint32_t api = library.api(gpu_memory ? kDmabufApi : kNewestApi);
+  const int result = library.getinfo(api, nullptr, nullptr, 0, hints.get(), &found);
+  // Without an offer for GPUs a transport opens all the same.
+  if (result != 0 && result != -ENODATA && !gpu_memory) {
+    throw Unavailable(library.failure("fi_getinfo", result));
+  }
   return InfoList(result == 0 ? found : nullptr, FreeInfo{&library});
 }
 

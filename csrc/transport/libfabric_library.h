@@ -23,11 +23,14 @@ struct Library {
   const char* (*strerror)(int error);
   std::string path;  // the name under which it was loaded
 
-  // The API version to ask for: the newest that both sides know.
-  uint32_t api() const;
+  // The API version to ask for: the newest that both sides know, at most `newest`.
+  uint32_t api(uint32_t newest = kNewestApi) const;
   // "fi_xyz fails: text (code)". Takes the negative codes that libfabric's functions return.
   std::string failure(const std::string& what, int64_t result) const;
 };
+
+// "1.17"
+std::string version_text(uint32_t version);
 
 // Returns the library. Throws Unavailable if there is none or if it is too old; after a failure the
 // next call tries again.
@@ -40,8 +43,11 @@ struct FreeInfo {
 using InfoList = std::unique_ptr<Info, FreeInfo>;
 
 // Every endpoint type that Fanfold can use here: reliable, unconnected, with remote writes. Empty
-// if there is none. `provider` narrows the search to one provider's name; empty for all.
-InfoList find_endpoints(const Library& library, const std::string& provider);
+// if there is none. `provider` narrows the search to one provider's name; empty for all. With
+// `gpu_memory`, only those that offer FI_HMEM, as they are to be opened for it; none if that search
+// fails.
+InfoList find_endpoints(const Library& library, const std::string& provider,
+                        bool gpu_memory = false);
 
 // Closes an object of libfabric when it goes out of scope. A forked child leaves its parent's
 // objects open: both share what closing changes, such as the sockets that epoll watches.

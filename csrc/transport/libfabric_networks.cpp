@@ -10,6 +10,8 @@
 #include <cstring>
 #include <fstream>
 
+#include "transport/libfabric_gpu_memory.h"
+
 namespace fanfold::transport::libfabric {
 namespace {
 
@@ -94,11 +96,12 @@ std::string socket_text(uint32_t addr_format, std::span<const std::byte> name) {
   return std::string(text.data()) + " port " + std::to_string(ntohs(port));
 }
 
-std::string refusal_of(const Info& info) {
+std::string refusal_of(const Info& info, int further_modes) {
   const DomainAttr& domain = *info.domain_attr;
   if (info.ep_attr->type != kEpRdm) return "it offers no reliable unconnected endpoint";
   if ((domain.mr_mode & kMrRaw) != 0) return "it needs keys longer than 64 bits (FI_MR_RAW)";
-  constexpr int served = kMrLocal | kMrVirtAddr | kMrAllocated | kMrProvKey | kMrEndpoint;
+  const int served =
+      kMrLocal | kMrVirtAddr | kMrAllocated | kMrProvKey | kMrEndpoint | further_modes;
   if ((domain.mr_mode & ~served) != 0) {
     return "it needs memory registration modes that Fanfold lacks (mr_mode " +
            std::to_string(domain.mr_mode) + ")";
@@ -145,9 +148,18 @@ std::vector<Network> describe(const Info* list) {
   return networks;
 }
 
-std::vector<Network> find_networks() {
-  const InfoList found = find_endpoints(library(), "");
-  return describe(found.get());
+std::vector<Network> find_networks(const Library& library) {
+  const InfoList found = find_endpoints(library, "");
+  const InfoList offers = find_gpu_offers(library, "");
+  std::vector<Network> networks = describe(found.get());
+  const Info* info = found.get();
+  for (Network& network : networks) {
+    network.why_no_gpu_memory = find_gpu_offer(library, *info, offers.get()).why_not;
+    info = info->next;
+  }
+  return networks;
 }
+
+std::vector<Network> find_networks() { return find_networks(library()); }
 
 }  // namespace fanfold::transport::libfabric

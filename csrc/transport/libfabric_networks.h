@@ -29,6 +29,8 @@ struct Network {
   bool loopback = false;    // reaches only this host
   bool link_local = false;  // an IPv6 address that other networks do not know
   std::string refusal;      // why Fanfold cannot use it; empty if it can
+  // Why a GPU's memory cannot be registered with it; empty if it may be. Only `find_networks` asks.
+  std::string why_no_gpu_memory;
 };
 
 struct Request {
@@ -37,6 +39,7 @@ struct Request {
   std::vector<std::string> nics = {};  // names to choose from; empty for all
   std::string interface = {};          // of sockets, where `nics` is empty; empty for all
   // NOLINTEND(readability-redundant-member-init)
+  bool gpu_memory = false;  // a GPU's memory is to be registered where the network allows it
   bool one_host = false;    // all ranks are on this host
   int32_t nics_wanted = 1;  // rails over as many NICs as there are, at most this number
   int32_t numa_node = -1;   // of the calling thread
@@ -55,6 +58,7 @@ Request parse_setting(std::string_view setting);
 // The endpoint types in libfabric's order. Entry i describes the i-th element of `list`.
 std::vector<Network> describe(const Info* list);
 std::vector<Network> find_networks();
+std::vector<Network> find_networks(const Library& library);
 
 // Throws Unavailable if no network fits; the message says what to install or to change.
 Choice choose(const std::vector<Network>& networks, const Request& request);
@@ -71,8 +75,9 @@ bool over_sockets(std::string_view provider);
 // An endpoint's name of a provider over sockets: "10.0.0.1 port 4711"; empty for other formats.
 std::string socket_text(uint32_t addr_format, std::span<const std::byte> name);
 
-// Why an endpoint type cannot carry Fanfold's writes; empty if it can.
-std::string refusal_of(const Info& info);
+// Why an endpoint type cannot carry Fanfold's writes; empty if it can. `further_modes` of memory
+// registration are served, too.
+std::string refusal_of(const Info& info, int further_modes = 0);
 
 // The NUMA node on which the calling thread runs; -1 if unknown.
 int32_t numa_node_of_thread();

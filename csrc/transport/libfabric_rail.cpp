@@ -6,6 +6,7 @@
 
 #include "base/error.h"
 #include "transport/libfabric.h"
+#include "transport/libfabric_gpu_memory.h"
 
 namespace fanfold::transport::libfabric {
 namespace {
@@ -25,6 +26,39 @@ void check(const Library& library, const Info& info, const char* call, int64_t r
                                     result) +
                     ": see that the network is up (fi_info lists what works), or choose another "
                     "provider");
+}
+
+// One attempt to register a range, in the words of a message: CALL 4096 bytes OF_WHAT fails ADVICE.
+struct Registration {
+  int result;
+  MemoryRegion* region;
+  std::string call;
+  std::string of_what;
+  std::string advice;
+};
+
+Registration register_with(OpenNic& nic, const RegionRequest& request, uint64_t key) {
+  if (request.gpu != nullptr) {
+    const GpuRegistration made = register_pages(nic, *request.gpu, key);
+    return {.result = made.result,
+            .region = made.region,
+            .call = "fi_mr_regattr of ",
+            .of_what = " of GPU " + std::to_string(request.gpu->device) + " " + made.means,
+            .advice =
+                ": the drivers of the GPU and of the NIC must both know dmabuf, or the kernel "
+                "module nvidia-peermem must be loaded"};
+  }
+  Registration made{.result = 0,
+                    .region = nullptr,
+                    .call = "fi_mr_reg of ",
+                    .of_what = {},
+                    .advice =
+                        ": raise the limit of locked memory (ulimit -l) if the network locks "
+                        "it"};
+  Domain& domain = *nic.domain;
+  made.result = domain.mr->reg(&domain.fid, request.data, static_cast<size_t>(request.bytes),
+                               kRegionAccess, 0, key, 0, &made.region, nullptr);
+  return made;
 }
 
 }  // namespace
@@ -65,6 +99,7 @@ Rail::Rail(const Library& library, OpenNic& nic, size_t nic_index_)
   check(library, info, "fi_endpoint",
         nic.domain->ops->endpoint(nic.domain.get(), &info, &opened, nullptr));
   endpoint.reset(opened);
+  if ((info.caps & kHmem) != 0) why_no_gpu_memory = forbid_cuda(library, info, *endpoint);
   FidOps& ops = *endpoint->fid.ops;
   check(library, info, "fi_ep_bind of the address vector",
         ops.bind(&endpoint->fid, &nic.peers->fid, 0));
@@ -95,6 +130,11 @@ bool Rail::is_receive(const void* context) const {
          before(receive, receives.get() + receive_count);
 }
 
+bool Rail::has_pending(int32_t peer) const {
+  return std::any_of(pending.begin(), pending.end(),
+                     [&](const Operation* operation) { return operation->write.peer == peer; });
+}
+
 std::vector<std::byte> Rail::name(const Library& library) const {
   std::vector<std::byte> name(kLongestName);
   size_t bytes = name.size();
@@ -119,25 +159,24 @@ Region register_region(const Library& library, std::vector<std::unique_ptr<OpenN
                        std::string& error) {
   const bool of_endpoint = nics[0]->needs(kMrEndpoint);
   const size_t count = of_endpoint ? rails.size() : nics.size();
-  Region region{.data = request.data, .bytes = request.bytes, .registrations = {}};
+  Region region{.data = request.data,
+                .bytes = request.bytes,
+                .of_gpu = request.gpu != nullptr,
+                .registrations = {}};
   for (size_t i = 0; i < count; ++i) {
-    Domain& domain = *nics[of_endpoint ? rails[i]->nic_index : i]->domain;
-    MemoryRegion* registered = nullptr;
-    int result = domain.mr->reg(&domain.fid, request.data, static_cast<size_t>(request.bytes),
-                                kWrite | kRemoteWrite | kSend | kRecv, 0,
-                                request.key + (of_endpoint ? i : 0), 0, &registered, nullptr);
-    const char* call = "fi_mr_reg";
-    if (result == 0) region.registrations.emplace_back(registered);
-    if (result == 0 && of_endpoint) {
-      Fid& fid = registered->fid;
-      call = "fi_mr_bind";
-      result = fid.ops->bind(&fid, &rails[i]->endpoint->fid, 0);
-      if (result == 0) result = fid.ops->control(&fid, kControlEnable, nullptr);
+    OpenNic& nic = *nics[of_endpoint ? rails[i]->nic_index : i];
+    Registration made = register_with(nic, request, request.key + (of_endpoint ? i : 0));
+    if (made.result == 0) region.registrations.emplace_back(made.region);
+    if (made.result == 0 && of_endpoint) {
+      Fid& fid = made.region->fid;
+      made.call = "fi_mr_bind of ";
+      made.result = fid.ops->bind(&fid, &rails[i]->endpoint->fid, 0);
+      if (made.result == 0) made.result = fid.ops->control(&fid, kControlEnable, nullptr);
     }
-    if (result != 0) {
-      error = library.failure(std::string(call) + " of " + std::to_string(request.bytes) + " bytes",
-                              result) +
-              ": raise the limit of locked memory (ulimit -l) if the network locks it";
+    if (made.result != 0) {
+      error = library.failure(made.call + std::to_string(request.bytes) + " bytes" + made.of_what,
+                              made.result) +
+              made.advice;
       region.registrations.clear();
       return region;
     }

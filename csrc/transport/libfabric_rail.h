@@ -41,12 +41,15 @@ struct Rail {
   Operation* operation_of(void* context) const;
   // Whether the pointer is that of a receive which waits for immediate data.
   bool is_receive(const void* context) const;
+  // Whether a write to `peer` is among `pending`.
+  bool has_pending(int32_t peer) const;
   // The endpoint's name, by which peers reach it.
   std::vector<std::byte> name(const Library& library) const;
 
   size_t nic_index;
   size_t inject_bytes;
-  bool posts_receives;  // the provider consumes a receive for each immediate
+  bool posts_receives;            // the provider consumes a receive for each immediate
+  std::string why_no_gpu_memory;  // empty unless the endpoint is open for it and yet unfit
 
   std::unique_ptr<Operation[]> operations;
   std::vector<Operation*> idle;
@@ -69,8 +72,12 @@ struct Rail {
 struct Region {
   std::byte* data = nullptr;
   int64_t bytes = 0;
+  bool of_gpu = false;
   std::vector<Owned<MemoryRegion>> registrations;
 };
+
+// What a registered range is for: writes from and to it.
+inline constexpr uint64_t kRegionAccess = kWrite | kRemoteWrite | kSend | kRecv;
 
 // The keys of two registrations in the one key of `RemoteMemory`: those of EFA and of verbs have 32
 // bits.
@@ -93,6 +100,7 @@ struct RegionRequest {
   int64_t bytes;
   uint64_t key;  // the first of as many as there are endpoints, for providers that take the
                  // caller's keys
+  const GpuMemory* gpu = nullptr;  // whose the range is; null: the CPU's
 };
 
 // Registers a range with every NIC or endpoint. Sets `error` and returns a region without

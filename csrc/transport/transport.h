@@ -45,6 +45,14 @@ struct LocalMemory {
   int32_t index = -1;
 };
 
+// Memory of a GPU of this process.
+struct GpuMemory {
+  std::byte* data;  // as its kernels address it
+  int64_t bytes;
+  int32_t device;   // CUDA's number of the GPU
+  int dmabuf = -1;  // a descriptor of these pages, from `data` on; -1: there is none
+};
+
 struct Write {
   int32_t peer;
   int32_t rail;  // which of the endpoints, from 0 to rails() - 1
@@ -104,6 +112,14 @@ class Transport {
   // Registers memory for writes from and to it. The memory must stay mapped until the transport is
   // destroyed. Returns nothing valid (index -1) if it fails.
   virtual LocalMemory register_memory(std::byte* data, int64_t bytes) = 0;
+  // Why `register_gpu_memory` always fails; empty if a NIC writes and reads a GPU's memory without
+  // the CPU, so that it may work.
+  virtual std::string why_no_gpu_memory() const { return "it moves bytes by the CPU"; }
+  // As `register_memory`, of a GPU's memory.
+  virtual LocalMemory register_gpu_memory(const GpuMemory& memory) {
+    static_cast<void>(memory);
+    return {};
+  }
   // How peers address memory that this process has registered.
   virtual RemoteMemory remote(LocalMemory memory) const = 0;
 

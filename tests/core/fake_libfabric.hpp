@@ -9,6 +9,7 @@
 #include <array>
 #include <cerrno>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <memory>
@@ -33,6 +34,14 @@ struct FakeBehaviour {
   int complete_with = 0;  // every completion is this error
   uint64_t first_provider_key = 0x1000;
   std::string provider = "efa";
+  uint32_t version = kNewestApi;    // of the library
+  bool pci = false;                 // the NICs are on the PCI bus
+  bool hmem = false;                // and are offered for a GPU's memory
+  std::string no_hmem_on = "none";  // this one is not
+  int no_hmem_with = ENODATA;       // what a search for such NICs returns if there are none
+  int hmem_mr_mode = kMrHmem;       // what they ask for then, beside `mr_mode`
+  int forbid_cuda_with = 0;         // the option that forbids calls of CUDA returns this error
+  int regattr_with = 0;             // a GPU's memory is refused with this error
   uint16_t port = 0;  // where all its endpoints listen on this host; 0: they have no such address
 };
 
@@ -58,6 +67,23 @@ struct Fake {
   int64_t open_objects = 0;
   int64_t injected = 0;
   std::vector<void*> descriptors;  // of writes
+  struct Search {
+    uint32_t version;
+    bool hmem;
+  };
+  std::vector<Search> searches;
+  std::vector<std::string> opened_nics;  // of domains
+  std::vector<std::string> hmem_nics;    // of domains that were opened for a GPU's memory
+  std::vector<bool> cuda_permitted;      // as endpoints are told before they are enabled
+  // Registrations of `regattr`, and of `reg` with `iface` kHmemSystem.
+  struct Registration {
+    int iface;
+    int device;
+    uint64_t access;
+    uint64_t flags;
+    MrPages pages;  // without a descriptor: -1
+  };
+  std::vector<Registration> registrations;
 };
 
 struct FakeMr {
@@ -84,6 +110,8 @@ struct FakeAv {
 struct FakeEndpoint {
   Endpoint base{};
   FidOps fid_ops{};
+  EpOps ops{};
+  bool enabled = false;
   CmOps cm{};
   MsgOps msg{};
   RmaOps rma{};
@@ -261,6 +289,19 @@ inline int fake_bind_endpoint(Fid* endpoint, Fid* other, uint64_t flags) {
 inline int fake_endpoint(Domain* domain, Info*, Endpoint** opened, void*) {
   auto* made = make_fake<FakeEndpoint>([](FakeEndpoint& e) -> FidOps& { return e.fid_ops; });
   made->fid_ops.bind = fake_bind_endpoint;
+  made->fid_ops.control = [](Fid* fid, int, void*) {
+    reinterpret_cast<FakeEndpoint*>(fid)->enabled = true;
+    return 0;
+  };
+  made->ops.setopt = [](Fid* fid, int level, int name, const void* value, size_t bytes) {
+    if (level != kOptEndpoint || name != kOptCudaApiPermitted) return -ENOPROTOOPT;
+    if (reinterpret_cast<FakeEndpoint*>(fid)->enabled || bytes != sizeof(bool)) return -EINVAL;
+    if (Fake::get().behaviour.forbid_cuda_with != 0) {
+      return -Fake::get().behaviour.forbid_cuda_with;
+    }
+    Fake::get().cuda_permitted.push_back(*static_cast<const bool*>(value));
+    return 0;
+  };
   made->domain = &domain->fid;
   made->name = Fake::get().endpoints.size();
   Fake::get().endpoints.push_back(made);
@@ -292,6 +333,7 @@ inline int fake_endpoint(Domain* domain, Info*, Endpoint** opened, void*) {
     return fake_write(*reinterpret_cast<FakeEndpoint*>(endpoint),
                       {data, bytes, immediate, peer, address, key}, nullptr, true);
   };
+  made->base.ops = &made->ops;
   made->base.cm = &made->cm;
   made->base.msg = &made->msg;
   made->base.rma = &made->rma;
@@ -299,8 +341,8 @@ inline int fake_endpoint(Domain* domain, Info*, Endpoint** opened, void*) {
   return 0;
 }
 
-inline int fake_mr_reg(Fid* domain, const void* data, size_t bytes, uint64_t, uint64_t,
-                       uint64_t requested_key, uint64_t, MemoryRegion** opened, void*) {
+inline int fake_register(Fid* domain, const void* data, size_t bytes, uint64_t requested_key,
+                         MemoryRegion** opened) {
   Fake& fake = Fake::get();
   const bool chooses = (fake.behaviour.mr_mode & kMrProvKey) != 0;
   const uint64_t key =
@@ -324,12 +366,37 @@ inline int fake_mr_reg(Fid* domain, const void* data, size_t bytes, uint64_t, ui
   return 0;
 }
 
-inline int fake_domain(Fabric*, Info*, Domain** opened, void*) {
+inline int fake_mr_reg(Fid* domain, const void* data, size_t bytes, uint64_t access, uint64_t,
+                       uint64_t requested_key, uint64_t flags, MemoryRegion** opened, void*) {
+  Fake::get().registrations.push_back({kHmemSystem, 0, access, flags, {-1, 0, bytes, nullptr}});
+  return fake_register(domain, data, bytes, requested_key, opened);
+}
+
+inline int fake_mr_regattr(Fid* domain, const MrAttr* attributes, uint64_t flags,
+                           MemoryRegion** opened) {
+  if (Fake::get().behaviour.regattr_with != 0) return -Fake::get().behaviour.regattr_with;
+  if (attributes->count != 1 || attributes->offset != 0) return -EINVAL;
+  MrPages pages{-1, 0, 0, nullptr};
+  if ((flags & kMrDmabuf) != 0) {
+    pages = *attributes->pages;
+  } else {
+    pages.bytes = attributes->ranges->iov_len;
+    pages.base = attributes->ranges->iov_base;
+  }
+  Fake::get().registrations.push_back(
+      {attributes->iface, attributes->device.cuda, attributes->access, flags, pages});
+  return fake_register(domain, pages.base, pages.bytes, attributes->requested_key, opened);
+}
+
+inline int fake_domain(Fabric*, Info* info, Domain** opened, void*) {
+  Fake::get().opened_nics.emplace_back(info->domain_attr->name);
+  if ((info->caps & kHmem) != 0) Fake::get().hmem_nics.emplace_back(info->domain_attr->name);
   auto* domain = make_fake<FakeDomain>([](FakeDomain& made) -> FidOps& { return made.fid_ops; });
   domain->ops.av_open = fake_av_open;
   domain->ops.cq_open = fake_cq_open;
   domain->ops.endpoint = fake_endpoint;
   domain->mr.reg = fake_mr_reg;
+  domain->mr.regattr = fake_mr_regattr;
   domain->base.ops = &domain->ops;
   domain->base.mr = &domain->mr;
   *opened = &domain->base;
@@ -346,11 +413,13 @@ struct FakeInfo {
   EpAttr ep{};
   DomainAttr domain{};
   FabricAttr fabric{};
+  Nic card{};
+  BusAttr bus{};
   std::string nic;
   std::string provider = Fake::get().behaviour.provider;
 };
 
-inline Info* fake_info(const std::string& nic) {
+inline Info* fake_info(const std::string& nic, bool hmem = false) {
   auto* made = new FakeInfo;
   const FakeBehaviour& behaviour = Fake::get().behaviour;
   made->nic = nic;
@@ -370,31 +439,55 @@ inline Info* fake_info(const std::string& nic) {
   made->domain.cq_data_size = behaviour.cq_data_size;
   made->domain.name = made->nic.data();
   made->fabric.prov_name = made->provider.data();
+  made->base.nic = &made->card;
+  made->card.bus = &made->bus;
+  made->bus.type = behaviour.pci ? kBusPci : 0;
+  if (hmem) {
+    made->base.caps |= kHmem;
+    made->domain.mr_mode |= behaviour.hmem_mr_mode;
+  }
   return &made->base;
 }
 
 inline void fake_free(Info* info) {
   while (info != nullptr) {
     Info* next = info->next;
-    delete reinterpret_cast<FakeInfo*>(info);
+    auto* made = reinterpret_cast<FakeInfo*>(info);
+    // A caller's own name comes from strdup.
+    if (made->fabric.prov_name != made->provider.data()) std::free(made->fabric.prov_name);
+    delete made;
     info = next;
   }
 }
 
-inline int fake_getinfo(uint32_t, const char*, const char*, uint64_t, const Info*, Info** found) {
+inline int fake_getinfo(uint32_t version, const char*, const char*, uint64_t, const Info* hints,
+                        Info** found) {
+  const bool hmem = (hints->caps & kHmem) != 0;
+  Fake::get().searches.push_back({version, hmem});
   *found = nullptr;
+  if (hmem && !Fake::get().behaviour.hmem) return -Fake::get().behaviour.no_hmem_with;
   for (const std::string& nic : Fake::get().behaviour.nics | std::views::reverse) {
-    Info* info = fake_info(nic);
+    if (hmem && nic == Fake::get().behaviour.no_hmem_on) continue;
+    Info* info = fake_info(nic, hmem);
+    info->fabric_attr->api_version = version;
     info->next = *found;
     *found = info;
   }
   return 0;
 }
 
-inline int fake_fabric(FabricAttr*, Fabric** opened, void*) {
+inline Info* fake_dupinfo(const Info* info) {
+  if (info == nullptr) return fake_info("");
+  Info* copy = fake_info(info->domain_attr->name, (info->caps & kHmem) != 0);
+  copy->fabric_attr->api_version = info->fabric_attr->api_version;
+  return copy;
+}
+
+inline int fake_fabric(FabricAttr* attributes, Fabric** opened, void*) {
   auto* fabric = make_fake<FakeFabric>([](FakeFabric& made) -> FidOps& { return made.fid_ops; });
   fabric->ops.domain = fake_domain;
   fabric->base.ops = &fabric->ops;
+  fabric->base.api_version = attributes->api_version;
   *opened = &fabric->base;
   return 0;
 }
@@ -402,13 +495,10 @@ inline int fake_fabric(FabricAttr*, Fabric** opened, void*) {
 // Starts afresh with `behaviour`.
 inline const Library& fake_library(const FakeBehaviour& behaviour) {
   static const Library library{
-      .version = [] { return kNewestApi; },
+      .version = [] { return Fake::get().behaviour.version; },
       .getinfo = fake_getinfo,
       .freeinfo = fake_free,
-      .dupinfo =
-          [](const Info* info) {
-            return fake_info(info == nullptr ? "" : info->domain_attr->name);
-          },
+      .dupinfo = fake_dupinfo,
       .fabric = fake_fabric,
       .strerror = [](int error) { return error == EACCES ? "no access" : "an error"; },
       .path = "fake"};

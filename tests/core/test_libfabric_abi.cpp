@@ -32,6 +32,7 @@ TEST(libfabric_abi_has_the_constants_of_the_headers) {
   SAME(ours::kTransmit, FI_TRANSMIT);
   SAME(ours::kRemoteWrite, FI_REMOTE_WRITE);
   SAME(ours::kRemoteCqData, FI_REMOTE_CQ_DATA);
+  SAME(ours::kHmem, FI_HMEM);
   SAME(ours::kModeContext, FI_CONTEXT);
   SAME(ours::kModeContext2, FI_CONTEXT2);
   SAME(ours::kModeRxCqData, FI_RX_CQ_DATA);
@@ -41,6 +42,12 @@ TEST(libfabric_abi_has_the_constants_of_the_headers) {
   SAME(ours::kMrAllocated, FI_MR_ALLOCATED);
   SAME(ours::kMrProvKey, FI_MR_PROV_KEY);
   SAME(ours::kMrEndpoint, FI_MR_ENDPOINT);
+  SAME(ours::kMrHmem, FI_MR_HMEM);
+  SAME(ours::kHmemSystem, FI_HMEM_SYSTEM);
+  SAME(ours::kHmemCuda, FI_HMEM_CUDA);
+  SAME(ours::kOptEndpoint, FI_OPT_ENDPOINT);
+  // The option that Fanfold sets came after this one.
+  SAME(ours::kOptCudaApiPermitted, FI_OPT_XPU_TRIGGER + 1);
   SAME(ours::kAvTable, FI_AV_TABLE);
   SAME(ours::kProgressManual, FI_PROGRESS_MANUAL);
   SAME(ours::kThreadDomain, FI_THREAD_DOMAIN);
@@ -142,6 +149,33 @@ TEST(libfabric_abi_has_the_structs_that_it_passes) {
   SAME_PLACE(CqError, detail_bytes, fi_cq_err_entry, err_data_size);
 }
 
+TEST(libfabric_abi_has_the_attributes_of_a_registration) {
+  CHECK(sizeof(ours::MrAttr) >= sizeof(fi_mr_attr));
+  SAME_PLACE(MrAttr, ranges, fi_mr_attr, mr_iov);
+  SAME_PLACE(MrAttr, count, fi_mr_attr, iov_count);
+  SAME_PLACE(MrAttr, access, fi_mr_attr, access);
+  SAME_PLACE(MrAttr, offset, fi_mr_attr, offset);
+  SAME_PLACE(MrAttr, requested_key, fi_mr_attr, requested_key);
+  SAME_PLACE(MrAttr, context, fi_mr_attr, context);
+  SAME_PLACE(MrAttr, auth_key_size, fi_mr_attr, auth_key_size);
+  SAME_PLACE(MrAttr, auth_key, fi_mr_attr, auth_key);
+  SAME_PLACE(MrAttr, iface, fi_mr_attr, iface);
+  SAME_PLACE(MrAttr, device, fi_mr_attr, device);
+  CHECK_EQ(offsetof(ours::MrAttr, device.cuda), offsetof(fi_mr_attr, device.cuda));
+#if FI_MAJOR_VERSION > 1 || FI_MINOR_VERSION >= 18
+  SAME(ours::kOptCudaApiPermitted, FI_OPT_CUDA_API_PERMITTED);
+#endif
+#if FI_MAJOR_VERSION > 1 || FI_MINOR_VERSION >= 20
+  SAME(ours::kMrDmabuf, FI_MR_DMABUF);
+  SAME_PLACE(MrAttr, pages, fi_mr_attr, dmabuf);
+  CHECK_EQ(sizeof(ours::MrPages), sizeof(fi_mr_dmabuf));
+  SAME_PLACE(MrPages, descriptor, fi_mr_dmabuf, fd);
+  SAME_PLACE(MrPages, offset, fi_mr_dmabuf, offset);
+  SAME_PLACE(MrPages, bytes, fi_mr_dmabuf, len);
+  SAME_PLACE(MrPages, base, fi_mr_dmabuf, base_addr);
+#endif
+}
+
 TEST(libfabric_abi_places_the_functions_of_the_tables) {
   CHECK_EQ(sizeof(ours::Fid), sizeof(fid));
   SAME_PLACE(Fid, ops, fid, ops);
@@ -155,7 +189,9 @@ TEST(libfabric_abi_places_the_functions_of_the_tables) {
   SAME_PLACE(DomainOps, av_open, fi_ops_domain, av_open);
   SAME_PLACE(DomainOps, cq_open, fi_ops_domain, cq_open);
   SAME_PLACE(DomainOps, endpoint, fi_ops_domain, endpoint);
+  SAME_PLACE(Fabric, api_version, fid_fabric, api_version);
   SAME_PLACE(MrOps, reg, fi_ops_mr, reg);
+  SAME_PLACE(MrOps, regattr, fi_ops_mr, regattr);
   SAME_PLACE(MemoryRegion, descriptor, fid_mr, mem_desc);
   SAME_PLACE(MemoryRegion, key, fid_mr, key);
   SAME_PLACE(AddressVector, ops, fid_av, ops);
@@ -164,6 +200,8 @@ TEST(libfabric_abi_places_the_functions_of_the_tables) {
   SAME_PLACE(CqOps, read, fi_ops_cq, read);
   SAME_PLACE(CqOps, readerr, fi_ops_cq, readerr);
   SAME_PLACE(CqOps, strerror, fi_ops_cq, strerror);
+  SAME_PLACE(Endpoint, ops, fid_ep, ops);
+  SAME_PLACE(EpOps, setopt, fi_ops_ep, setopt);
   SAME_PLACE(Endpoint, cm, fid_ep, cm);
   SAME_PLACE(Endpoint, msg, fid_ep, msg);
   SAME_PLACE(Endpoint, rma, fid_ep, rma);

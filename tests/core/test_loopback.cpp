@@ -490,3 +490,11 @@ TEST(loopback_arrivals_name_their_peer_by_option) {
     CHECK_EQ(events[0].peer, named ? 2 : -1);
   }
 }
+
+TEST(loopback_says_that_it_registers_no_gpu_memory) {
+  contract::Ranks ranks = ideal(1, 1);
+  Transport& transport = *ranks[0];
+  CHECK_EQ(transport.why_no_gpu_memory(), "it moves bytes by the CPU");
+  std::byte byte{};
+  CHECK_EQ(transport.register_gpu_memory({.data = &byte, .bytes = 1, .device = 0}).index, -1);
+}
