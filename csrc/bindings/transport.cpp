@@ -73,6 +73,7 @@ void bind_transport(nb::module_& module) {
       .def_rw("loopback", &Network::loopback)
       .def_rw("link_local", &Network::link_local)
       .def_rw("refusal", &Network::refusal)
+      .def_rw("why_no_gpu_memory", &Network::why_no_gpu_memory)
       .def_prop_rw(
           "state", [](const Network& self) { return std::string(name_of(self.state)); },
           [](Network& self, const std::string& state) {
@@ -81,8 +82,9 @@ void bind_transport(nb::module_& module) {
                          : state == "down" ? LinkState::kDown
                                            : LinkState::kUnknown;
           });
-  module.def("find_networks", &transport::libfabric::find_networks,
-             "The networks of libfabric on this machine. Raises UnavailableError without it.");
+  module.def(
+      "find_networks", [] { return transport::libfabric::find_networks(); },
+      "The networks of libfabric on this machine. Raises UnavailableError without it.");
   module.def("libfabric_version", [] {
     const auto& library = transport::libfabric::library();
     return std::tuple(library.version() >> 16, library.version() & 0xffff, library.path);

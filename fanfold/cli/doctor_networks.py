@@ -96,9 +96,9 @@ def describe(found: Sequence[Network], devices: Sequence[RdmaDevice]) -> Outcome
 
 
 def _line(network: Network) -> str:
-    """One network in words: ``efa on rdmap0s6 (100 Gb/s, up, NUMA node 0)``."""
+    """One network in words: ``efa on eth1 (100 Gb/s, up; rows of GPUs land in: GPU memory)``."""
     if network.provider == "shm":
-        return "shm"
+        return f"shm ({_place(network)})"
     parts = []
     if network.bits_per_second > 0:
         parts.append(f"{network.bits_per_second / 1e9:g} Gb/s")
@@ -112,7 +112,14 @@ def _line(network: Network) -> str:
         parts.append(f"NUMA node {network.numa_node}")
     if network.refusal:
         parts.append(f"not usable: {network.refusal}")
-    return f"{network.provider} on {network.nic} ({', '.join(parts)})"
+    place = "" if network.refusal else f"; {_place(network)}"
+    return f"{network.provider} on {network.nic} ({', '.join(parts)}{place})"
+
+
+def _place(network: Network) -> str:
+    """Where the network puts the rows that GPUs of other hosts send, and why not on the GPU."""
+    why = network.why_no_gpu_memory
+    return f"rows of GPUs land in: {f'pinned memory of the CPU: {why}' if why else 'GPU memory'}"
 
 
 def _hints(found: Sequence[Network], devices: Sequence[RdmaDevice]) -> list[str]:
