@@ -65,6 +65,7 @@ struct Channel {
   std::string path;  // how the transport reaches the peer, for messages; may be empty
   transport::RemoteMemory target;
   transport::RemoteMemory inbox;  // the peer's stored words
+  transport::RemoteMemory rows;   // the peer's RowsMemory, if there is one
   SendWindow out;
   ReceiveWindow in;
   Queue<Pending> pending;

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "memory/rows_layout.h"
 #include "transport/libfabric.h"
 #include "transport/loopback.h"
 
@@ -60,6 +61,7 @@ std::shared_ptr<loopback::Network> meet_in(const std::string& world,
 std::vector<std::unique_ptr<Transport>> open_libfabrics(const CarrierOptions& options) {
   transport::libfabric::Request request = transport::libfabric::parse_setting(options.network);
   request.one_host = options.one_host;
+  request.gpu_memory = options.gpu_memory;
   request.interface = options.interface;
   request.numa_node = transport::libfabric::numa_node_of_thread();
   std::vector<std::unique_ptr<Transport>> transports;
@@ -72,7 +74,8 @@ std::vector<std::unique_ptr<Transport>> open_libfabrics(const CarrierOptions& op
 
 }  // namespace
 
-OpenCarrier::OpenCarrier(const SymmetricMemory& memory, const CarrierOptions& options) {
+OpenCarrier::OpenCarrier(const SymmetricMemory& memory, const CarrierOptions& options)
+    : memory_(memory) {
   std::vector<std::unique_ptr<Transport>> transports;
   if (const auto found = loopback_options(options.network, options.kernel_ring_slots > 0)) {
     const auto network = meet_in(options.world, *found);
@@ -95,6 +98,16 @@ OpenCarrier::OpenCarrier(const SymmetricMemory& memory, const CarrierOptions& op
     proxy.awake = meeting_ != nullptr ? std::chrono::hours(1) : kAwakeForKernels;
   }
   carrier_ = std::make_unique<ProxyCarrier>(memory, proxy, std::move(transports));
+}
+
+void OpenCarrier::register_rows(RowsMemory rows) {
+  if (memory_.mapped_bytes() > kRowsApart) {
+    throw BadArgument("memory between hosts", std::to_string(memory_.mapped_bytes()) + " bytes",
+                      "at most 16 GiB, where rows have memory of their own");
+  }
+  const RowsLayout layout{.ranks = memory_.ranks(), .bytes = memory_.bytes()};
+  for (int32_t peer = 0; peer < layout.ranks; ++peer) rows.sources.push_back(layout.area(peer));
+  carrier().register_rows(rows);
 }
 
 void OpenCarrier::close() {

@@ -28,6 +28,7 @@ struct CarrierOptions {
   double timeout_seconds = 100;
   bool give_up_peers = false;
   int64_t kernel_ring_slots = 0;  // of each thread's ring for a GPU's kernels; 0: none push
+  bool gpu_memory = false;        // rows may have a GPU's memory, if the network reaches that
 };
 
 class OpenCarrier {
@@ -37,6 +38,10 @@ class OpenCarrier {
 
   // What was opened, such as "libfabric:tcp". Throws Misuse after `take` and `close`, as all do.
   std::string network() const;
+  // As those of Proxy. The memory is a RowsLayout.
+  void register_rows(RowsMemory rows);
+  bool has_rows_apart() const { return carrier().has_rows_apart(); }
+  std::string why_no_gpu_memory() const { return carrier().why_no_gpu_memory(); }
   ProxyAddress address() const { return carrier().address(); }
   void start(const std::vector<ProxyAddress>& ranks) { carrier().start(ranks); }
   std::unique_ptr<Carrier> take();
@@ -46,6 +51,7 @@ class OpenCarrier {
  private:
   ProxyCarrier& carrier() const;
 
+  const SymmetricMemory& memory_;
   std::string network_;
   std::shared_ptr<void> meeting_;  // where ranks of one process find each other
   std::unique_ptr<ProxyCarrier> carrier_;

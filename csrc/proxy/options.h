@@ -42,6 +42,17 @@ struct ProxyOptions {
 // Throws BadArgument if a setting is out of bounds.
 void check_options(const ProxyOptions& options);
 
+// Memory for rows alone, apart from what else a rank sends and receives: offsets of commands from
+// kRowsApart on are those of this memory, and no others are so large.
+struct RowsMemory {
+  std::byte* data = nullptr;
+  int64_t bytes = 0;
+  // NOLINTNEXTLINE(readability-redundant-member-init): GCC wants it where initializers are named
+  std::vector<int64_t> sources = {};  // as those of ProxyMemory
+  int32_t device = -1;                // CUDA's number of its GPU; -1: it is the CPU's
+  int dmabuf = -1;                    // of a GPU's: a descriptor of its pages; -1: there is none
+};
+
 // What the proxy reads and writes of its rank. The caller keeps it mapped while the proxy exists.
 struct ProxyMemory {
   std::byte* data;  // registered for writes from it and to it
@@ -63,7 +74,8 @@ struct ProxyMemory {
 struct ThreadAddress {
   transport::Address address;
   transport::RemoteMemory memory;
-  transport::RemoteMemory inbox;  // [sources of this thread][kMostInFlight] of StoredWord
+  transport::RemoteMemory inbox;      // [sources of this thread][kMostInFlight] of StoredWord
+  transport::RemoteMemory rows = {};  // of a RowsMemory, if there is one
 };
 
 // What a peer needs in order to write to this rank.

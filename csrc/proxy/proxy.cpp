@@ -76,6 +76,18 @@ Proxy::Proxy(const ProxyOptions& options, const ProxyMemory& memory,
 
 Proxy::~Proxy() { stop(); }
 
+void Proxy::register_rows(const RowsMemory& rows) {
+  for (const auto& thread : threads_) thread->register_rows(rows);
+}
+
+std::string Proxy::why_no_gpu_memory() const {
+  std::string reason;
+  for (const auto& thread : threads_) {
+    if (reason.empty()) reason = thread->why_no_gpu_memory();
+  }
+  return reason;
+}
+
 ProxyAddress Proxy::address() const {
   ProxyAddress address{.ranks = options_.ranks,
                        .part_bytes = options_.part_bytes,
@@ -107,6 +119,10 @@ void Proxy::connect(const std::vector<ProxyAddress>& ranks) {
     const auto thread = static_cast<size_t>(rank % options_.threads);
     thread_of(peer).connect(peer, theirs.threads[thread], theirs.credit);
   }
+  rows_apart_ = std::ranges::all_of(ranks, [](const ProxyAddress& each) {
+    return std::ranges::all_of(each.threads,
+                               [](const ThreadAddress& thread) { return thread.rows.bytes > 0; });
+  });
   connected_ = true;
 }
 

@@ -61,6 +61,15 @@ class Proxy {
   Proxy(const Proxy&) = delete;
   Proxy& operator=(const Proxy&) = delete;
 
+  // Gives rows memory of their own, before `address`. It stays mapped while the proxy exists. A
+  // proxy uses it if those of all ranks have some: `connect` finds that out. Throws BadArgument and
+  // TransportError.
+  void register_rows(const RowsMemory& rows);
+  // Whether they all have; after `connect`.
+  bool has_rows_apart() const { return rows_apart_; }
+  // Why that cannot be a GPU's memory; empty if it may be.
+  std::string why_no_gpu_memory() const;
+
   ProxyAddress address() const;
   // Makes all peers reachable. `ranks` are the addresses of all ranks in rank order, this one's
   // included. Throws BadArgument if ranks have different settings, and TransportError.
@@ -144,6 +153,7 @@ class Proxy {
   std::atomic<int32_t> busy_ = 0;
   std::atomic<bool> stopping_ = false;
   bool connected_ = false;
+  bool rows_apart_ = false;
   uint32_t generation_ = fork_generation();
 };
 

@@ -23,6 +23,10 @@ class ProxyCarrier final : public Carrier {
                std::vector<std::unique_ptr<transport::Transport>> transports);
   ~ProxyCarrier() override;
 
+  // As those of Proxy.
+  void register_rows(const RowsMemory& rows) { proxy_->register_rows(rows); }
+  bool has_rows_apart() const { return proxy_->has_rows_apart(); }
+  std::string why_no_gpu_memory() const { return proxy_->why_no_gpu_memory(); }
   ProxyAddress address() const { return proxy_->address(); }
   // Connects to the ranks, whose addresses are in rank order, and starts the threads.
   void start(const std::vector<ProxyAddress>& ranks);

@@ -61,17 +61,54 @@ ProxyThread::ProxyThread(const ProxyOptions& options, int32_t index, const Proxy
 
 transport::LocalMemory ProxyThread::register_memory(std::byte* data, int64_t bytes) {
   const transport::LocalMemory local = transport_->register_memory(data, bytes);
-  if (local.index >= 0) return local;
+  if (local.index < 0) raise_unregistered(bytes);
+  return local;
+}
+
+void ProxyThread::raise_unregistered(int64_t bytes) const {
   raise(describe(
       FailureReason::kTransport, -1,
       "cannot register " + std::to_string(bytes) + " bytes of memory: " + transport_->error()));
 }
 
+void ProxyThread::register_rows(const RowsMemory& rows) {
+  if (rows.device < 0) {
+    local_rows_ = register_memory(rows.data, rows.bytes);
+  } else {
+    transport::GpuMemory memory{
+        .data = rows.data, .bytes = rows.bytes, .device = rows.device, .dmabuf = rows.dmabuf};
+    local_rows_ = transport_->register_gpu_memory(memory);
+    if (local_rows_.index < 0 && memory.dmabuf >= 0) {
+      // Where the kernel knows no dmabuf, the NIC's driver may still find the pages.
+      memory.dmabuf = -1;
+      local_rows_ = transport_->register_gpu_memory(memory);
+    }
+    if (local_rows_.index < 0) raise_unregistered(rows.bytes);
+  }
+  rows_bytes_ = rows.bytes;
+  rows_sources_ = rows.sources;
+  rows_sources_.resize(static_cast<size_t>(options_.ranks));
+}
+
+int64_t ProxyThread::source_span(const CommandFields& fields) const {
+  const auto peer = static_cast<size_t>(fields.peer);
+  const int64_t offset = within(fields.source);
+  if (is_apart(fields.source)) return kRowsSpan + rows_sources_[peer] + offset;
+  return source_of(static_cast<int32_t>(fields.peer)) + offset;
+}
+
+int64_t ProxyThread::target_span(const CommandFields& fields) const {
+  return (is_apart(fields.target) ? kRowsSpan : 0) + within(fields.target);
+}
+
 ThreadAddress ProxyThread::address() const {
-  return {
-      .address = transport_->address(),
-      .memory = transport_->remote(local_),
-      .inbox = channels_.empty() ? transport::RemoteMemory{} : transport_->remote(local_stored_)};
+  const auto remote = [this](transport::LocalMemory local) {
+    return local.index < 0 ? transport::RemoteMemory{} : transport_->remote(local);
+  };
+  return {.address = transport_->address(),
+          .memory = remote(local_),
+          .inbox = remote(local_stored_),
+          .rows = remote(local_rows_)};
 }
 
 int64_t ProxyThread::inbox_place(int32_t source, uint64_t sequence) const {
@@ -94,6 +131,7 @@ void ProxyThread::connect(int32_t peer, const ThreadAddress& address, const Cred
   channel_of(peer).path = transport_->path(peer);
   channel_of(peer).target = address.memory;
   channel_of(peer).inbox = address.inbox;
+  channel_of(peer).rows = address.rows;
   peers_.push_back(peer);
 }
 
@@ -359,8 +397,8 @@ bool ProxyThread::take(const CommandFields& fields) {
     pending.stored = {.offset = fields.target, .word = fields.word};
   } else {
     pending.span = {.counter = counter,
-                    .source_offset = source_of(channel.peer) + fields.source,
-                    .target_offset = fields.target,
+                    .source_offset = source_span(fields),
+                    .target_offset = target_span(fields),
                     .bytes = fields.bytes,
                     .parts = parts_of(fields.bytes, options_.part_bytes)};
     Pending* last = channel.pending.empty() ? nullptr : &channel.pending.back();
@@ -403,18 +441,22 @@ std::optional<BadArgument> ProxyThread::refusal(const CommandFields& fields) con
     return BadArgument("amount", std::to_string(fields.amount), "at least 1");
   }
   const auto peer = static_cast<int32_t>(fields.peer);
-  const int64_t remote = channels_[place(peer)]->target.bytes;
-  const int64_t bytes =
-      fields.kind == CommandKind::kStore ? int64_t{sizeof(fields.word)} : fields.bytes;
+  const bool store = fields.kind == CommandKind::kStore;
+  const Channel& channel = *channels_[place(peer)];
+  const int64_t bytes = store ? int64_t{sizeof(fields.word)} : fields.bytes;
   const auto inside = [&](int64_t memory) {
     return "at most " + std::to_string(memory - bytes) + ", where its " + std::to_string(bytes) +
            " bytes end within the memory of " + std::to_string(memory);
   };
-  const int64_t local = memory_.bytes - source_of(peer);
-  if (fields.source > local - fields.bytes) {
+  const int64_t local = is_apart(fields.source)
+                            ? rows_bytes_ - rows_sources_[static_cast<size_t>(peer)]
+                            : memory_.bytes - source_of(peer);
+  if (within(fields.source) > local - fields.bytes) {
     return BadArgument("source", std::to_string(fields.source), inside(local));
   }
-  if (fields.target > remote - bytes) {
+  const bool apart = !store && is_apart(fields.target);
+  const int64_t remote = (apart ? channel.rows : channel.target).bytes;
+  if ((apart ? within(fields.target) : fields.target) > remote - bytes) {
     return BadArgument("target", std::to_string(fields.target), inside(remote));
   }
   return {};
@@ -462,6 +504,8 @@ ProxyThread::Sent ProxyThread::send(Channel& channel) {
       default:
         if (first.each == 0) first.each = parts_each(rest, limits_);
         message.span = split(rest, first.each, limits_.part_bytes);
+        if (message.span.source_offset >= kRowsSpan) message.source = local_rows_;
+        if (message.span.target_offset >= kRowsSpan) message.target = channel.rows;
         message.immediate.kind = ImmediateKind::kData;
         message.immediate.counter = message.span.counter;
         message.immediate.amount = static_cast<uint32_t>(message.span.parts);
@@ -516,9 +560,9 @@ ProxyThread::Sent ProxyThread::send_message(Channel& channel, const Message& mes
       .peer = channel.peer,
       .rail = next_rail_,
       .source = message.source,
-      .source_offset = span.source_offset,
+      .source_offset = span.source_offset % kRowsSpan,
       .target = message.target,
-      .target_offset = span.target_offset,
+      .target_offset = span.target_offset % kRowsSpan,
       .bytes = span.bytes,
       .immediate = encoded.word,
       .context = context_of(channel.peer) | static_cast<uint32_t>(channel.out.next())};

@@ -35,6 +35,10 @@ class ProxyThread {
   ProxyThread(const ProxyOptions& options, int32_t index, const ProxyMemory& memory,
               std::unique_ptr<transport::Transport> transport);
 
+  // Registers it, before `address`. Throws TransportError if that fails.
+  void register_rows(const RowsMemory& rows);
+  // Why a RowsMemory cannot be a GPU's; empty if it may be.
+  std::string why_no_gpu_memory() const { return transport_->why_no_gpu_memory(); }
   ThreadAddress address() const;
   // Makes the peer reachable, for each peer of this thread, before the first step.
   void connect(int32_t peer, const ThreadAddress& address, const Credit& theirs);
@@ -88,6 +92,14 @@ class ProxyThread {
     return memory_.sources.empty() ? 0 : memory_.sources[static_cast<size_t>(peer)];
   }
   transport::LocalMemory register_memory(std::byte* data, int64_t bytes);
+  [[noreturn]] void raise_unregistered(int64_t bytes) const;
+  // Of an offset of a command: whether it is one of memory for rows alone, and within its memory.
+  bool is_apart(int64_t offset) const { return rows_bytes_ > 0 && offset >= kRowsApart; }
+  int64_t within(int64_t offset) const { return is_apart(offset) ? offset - kRowsApart : offset; }
+  // Of an offset of a span, which is beyond all others if it is one of memory for rows alone.
+  static constexpr int64_t kRowsSpan = int64_t{1} << 62;
+  int64_t source_span(const CommandFields& fields) const;
+  int64_t target_span(const CommandFields& fields) const;
 
   // Receiving.
   bool poll();
@@ -146,6 +158,9 @@ class ProxyThread {
   std::unique_ptr<transport::Transport> transport_;
   transport::LocalMemory local_;
   transport::LocalMemory local_stored_;
+  transport::LocalMemory local_rows_;
+  int64_t rows_bytes_ = 0;             // of a RowsMemory, ...
+  std::vector<int64_t> rows_sources_;  // ... with one for each rank
   ImmediateLayout layout_;
   SpanLimits limits_;
   CommandRings rings_;

@@ -51,6 +51,9 @@ struct Flow {
   std::vector<Placed> writes;
   std::vector<Promise> promises;
   int64_t sources = 0;  // bytes of the source area in use
+  // Where the areas are, of a world whose ranks have memory for rows alone.
+  bool from_rows = false;
+  bool to_rows = false;
   uint64_t signalled = 0;
   uint64_t expected[kCounters] = {};
 };
@@ -68,6 +71,10 @@ class Traffic {
     phase_tickets_.resize(static_cast<size_t>(ranks_));
     pushed_.resize(static_cast<size_t>(ranks_));
     begun_.resize(static_cast<size_t>(ranks_), -1);
+    for (Flow& flow : flows_) {
+      flow.from_rows = world.has_rows() && random.one_in(2);
+      flow.to_rows = world.has_rows() && random.one_in(2);
+    }
     std::vector<bool> barriers;
     barriers.reserve(kPhases);
     for (int phase = 0; phase < kPhases; ++phase) barriers.push_back(random.one_in(2));
@@ -117,8 +124,12 @@ class Traffic {
   Flow& flow_of(int32_t source, int32_t target) {
     return flows_[static_cast<size_t>(int64_t{source} * ranks_ + target)];
   }
-  int64_t source_area(int32_t target) const { return target * kAreaBytes; }
-  int64_t target_area(int32_t source) const { return (ranks_ + source) * kAreaBytes; }
+  int64_t source_area(int32_t source, int32_t target) {
+    return (flow_of(source, target).from_rows ? kRowsApart : 0) + target * kAreaBytes;
+  }
+  int64_t target_area(int32_t source, int32_t target) {
+    return (flow_of(source, target).to_rows ? kRowsApart : 0) + (ranks_ + source) * kAreaBytes;
+  }
   bool pushed_all(int32_t rank) const {
     return next_[static_cast<size_t>(rank)] == actions_[static_cast<size_t>(rank)].size();
   }
@@ -182,9 +193,9 @@ inline void Traffic::plan(Random& random, int32_t rank, const std::vector<bool>&
 
 inline void Traffic::plan_write(Random& random, int32_t rank, int32_t target, int32_t phase) {
   Flow& flow = flow_of(rank, target);
-  int64_t offset = flow.writes.empty()
-                       ? 0
-                       : flow.writes.back().offset + flow.writes.back().bytes - target_area(rank);
+  const int64_t area = target_area(rank, target);
+  int64_t offset =
+      flow.writes.empty() ? 0 : flow.writes.back().offset + flow.writes.back().bytes - area;
   offset = align_up(offset, kCommandUnit);
   // Gaps at either end, so that not all are contiguous.
   if (random.one_in(4)) offset += kCommandUnit;
@@ -195,18 +206,19 @@ inline void Traffic::plan_write(Random& random, int32_t rank, int32_t target, in
   if (offset + bytes > kAreaBytes || from + bytes > kAreaBytes) return;
   flow.sources = from + bytes;
   ProxyRank& source = world_[rank];
+  const int64_t source_offset = source_area(rank, target) + from;
   for (int64_t i = 0; i < bytes; ++i) {
-    source.memory[source_area(target) + from + i] = content(rank, target, offset + i);
+    *source.at(source_offset + i) = content(rank, target, offset + i);
   }
   const int64_t parts = parts_of(bytes, source.proxy->options().part_bytes);
   flow.expected[phase] += static_cast<uint64_t>(parts);
-  flow.writes.push_back({target_area(rank) + offset, bytes});
+  flow.writes.push_back({area + offset, bytes});
   actions_[static_cast<size_t>(rank)].push_back({{.kind = CommandKind::kWrite,
                                                   .peer = target,
                                                   .counter = phase,
                                                   .bytes = bytes,
-                                                  .source = source_area(target) + from,
-                                                  .target = target_area(rank) + offset},
+                                                  .source = source_offset,
+                                                  .target = area + offset},
                                                  phase});
 }
 
@@ -261,15 +273,14 @@ inline void Traffic::check_barrier(int32_t rank, int32_t phase) {
 inline void Traffic::scribble(int32_t rank, int32_t phase) {
   for (const Action& action : actions_[static_cast<size_t>(rank)]) {
     if (action.fields.kind != CommandKind::kWrite || action.phase > phase) continue;
-    std::memset(world_[rank].memory + action.fields.source, 0,
-                static_cast<size_t>(action.fields.bytes));
+    std::memset(world_[rank].at(action.fields.source), 0, static_cast<size_t>(action.fields.bytes));
   }
 }
 
 inline void Traffic::check_placed(int32_t source, int32_t target, const Placed& placed) {
   for (int64_t i = 0; i < placed.bytes; ++i) {
-    const int64_t offset = placed.offset - target_area(source) + i;
-    CHECK(world_[target].memory[placed.offset + i] == content(source, target, offset));
+    const int64_t offset = placed.offset - target_area(source, target) + i;
+    CHECK(*world_[target].at(placed.offset + i) == content(source, target, offset));
   }
 }
 
@@ -283,12 +294,12 @@ inline void Traffic::check_flow(int32_t source, int32_t target) {
   for (const Placed& placed : flow.writes) {
     check_placed(source, target, placed);
     for (int64_t i = 0; i < placed.bytes; ++i) {
-      written[static_cast<size_t>(placed.offset - target_area(source) + i)] = true;
+      written[static_cast<size_t>(placed.offset - target_area(source, target) + i)] = true;
     }
   }
   for (int64_t i = 0; i < kAreaBytes; ++i) {
     if (written[static_cast<size_t>(i)]) continue;
-    CHECK(world_[target].memory[target_area(source) + i] == std::byte{0});
+    CHECK(*world_[target].at(target_area(source, target) + i) == std::byte{0});
   }
 }
 

@@ -90,15 +90,23 @@ class WatchedTransport final : public transport::Transport {
 struct ProxyRank {
   std::vector<std::byte> storage;
   std::byte* memory = nullptr;  // aligned to rows
+  std::vector<std::byte> rows;  // memory for rows alone, if there is any
   std::vector<uint64_t> counters;
   std::vector<WatchedTransport::Watch> watches;  // of each thread
   std::unique_ptr<proxy::Proxy> proxy;
+
+  // What an offset of a write names.
+  std::byte* at(int64_t offset) {
+    return offset < kRowsApart ? memory + offset : rows.data() + (offset - kRowsApart);
+  }
 };
 
 class ProxyWorld {
  public:
-  // Ranks with `options` in a network of their own. `bytes` of memory for each.
-  ProxyWorld(const proxy::ProxyOptions& options, const loopback::Options& network, int64_t bytes)
+  // Ranks with `options` in a network of their own. `bytes` of memory for each, and `rows` of
+  // memory for rows alone.
+  ProxyWorld(const proxy::ProxyOptions& options, const loopback::Options& network, int64_t bytes,
+             int64_t rows = 0)
       : network_(loopback::Network::create(network)), ranks_(static_cast<size_t>(options.ranks)) {
     std::vector<proxy::ProxyAddress> addresses;
     for (int32_t rank = 0; rank < options.ranks; ++rank) {
@@ -120,6 +128,8 @@ class ProxyWorld {
       const proxy::ProxyMemory memory{
           .data = each.memory, .bytes = bytes, .counters = each.counters};
       each.proxy = std::make_unique<proxy::Proxy>(own, memory, std::move(transports));
+      each.rows.resize(static_cast<size_t>(rows));
+      if (rows > 0) each.proxy->register_rows({.data = each.rows.data(), .bytes = rows});
       addresses.push_back(each.proxy->address());
     }
     for (const ProxyRank& each : ranks_) each.proxy->connect(addresses);
@@ -128,6 +138,7 @@ class ProxyWorld {
   ProxyRank& operator[](int32_t rank) { return ranks_[static_cast<size_t>(rank)]; }
   proxy::Proxy& proxy(int32_t rank) { return *(*this)[rank].proxy; }
   int32_t ranks() const { return static_cast<int32_t>(ranks_.size()); }
+  bool has_rows() const { return ranks_[0].proxy->has_rows_apart(); }
   loopback::Network& network() { return *network_; }
 
   // One step of one thread, at the network's time.

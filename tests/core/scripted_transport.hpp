@@ -35,6 +35,11 @@ class Scripted : public transport::Transport {
     bytes_ = bytes;
     return {fails_registration ? -1 : 0};
   }
+  std::string why_no_gpu_memory() const override { return {}; }
+  transport::LocalMemory register_gpu_memory(const transport::GpuMemory& gpu) override {
+    gpu_memories.push_back(gpu);
+    return {knows_dmabuf == (gpu.dmabuf >= 0) ? kGpuMemory : -1};
+  }
   transport::RemoteMemory remote(transport::LocalMemory) const override {
     return {.base = 0, .key = 0, .bytes = bytes_};
   }
@@ -57,6 +62,10 @@ class Scripted : public transport::Transport {
   }
   const std::string& error() const override { return words; }
 
+  static constexpr int32_t kGpuMemory = 7;
+  std::vector<transport::GpuMemory> gpu_memories;
+  bool knows_dmabuf = true;
+
   std::vector<transport::Event> next;
   std::vector<transport::Write> writes;
   std::vector<int32_t> probes;
@@ -72,8 +81,10 @@ class Scripted : public transport::Transport {
 
 // Rank 1 of 5 over a scripted transport.
 struct ScriptedRank {
+  // With `rows`, a RowsMemory is registered.
   explicit ScriptedRank(std::chrono::nanoseconds timeout = std::chrono::milliseconds(10),
-                        const std::function<void(Scripted&)>& prepare = nullptr)
+                        const std::function<void(Scripted&)>& prepare = nullptr,
+                        const proxy::RowsMemory& rows = {})
       : memory(static_cast<size_t>(kScriptedBytes)), counters(5 * kCounters + 1, 77) {
     auto made = std::make_unique<Scripted>();
     transport = made.get();
@@ -95,6 +106,7 @@ struct ScriptedRank {
                            .bytes = kScriptedBytes,
                            .counters = {counters.data(), 5 * kCounters}},
         std::move(transports));
+    if (rows.bytes > 0) proxy->register_rows(rows);
     proxy->connect(std::vector<proxy::ProxyAddress>(5, proxy->address()));
   }
 

@@ -88,7 +88,8 @@ void check_counts(ProxyWorld& world) {
 int64_t run(uint64_t seed, proxy::Stats& stats) {
   Random random(seed);
   const Setting setting = draw(random, seed);
-  ProxyWorld world(setting.proxy, setting.network, Traffic::memory_bytes(setting.proxy.ranks));
+  const int64_t bytes = Traffic::memory_bytes(setting.proxy.ranks);
+  ProxyWorld world(setting.proxy, setting.network, bytes, random.one_in(2) ? bytes : 0);
   Traffic traffic(random, world);
   int64_t steps = 0;
   for (; !traffic.done(); ++steps) {

@@ -39,6 +39,9 @@ FANFOLD_HD constexpr bool has_peer(CommandKind kind) {
 // Offsets count units of so many bytes, the alignment of rows.
 inline constexpr int64_t kCommandUnit = kRowAlignment;
 
+// Offsets of writes from here on count from the start of memory for rows alone, if there is any.
+inline constexpr int64_t kRowsApart = int64_t{1} << 34;
+
 inline constexpr int64_t kMaxCommandPeer = (int64_t{1} << 12) - 1;
 inline constexpr int64_t kMaxCommandCounter = 15;  // an immediate has 4 bits for it
 inline constexpr int64_t kMaxCommandBytes = (int64_t{1} << 32) - 1;
