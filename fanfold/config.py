@@ -56,6 +56,7 @@ class Overrides(TypedDict, total=False):
     share_gpus: bool
     hosts: int | None
     network: str
+    network_memory: str
     proxy_threads: int | None
     ctas: int | None
     senders: int | None
@@ -222,6 +223,16 @@ _SETTINGS = (
         parse=str,
         check=lambda v: isinstance(v, str) and v.partition(":")[0] in ("libfabric", "loopback"),
         bound="'libfabric', 'libfabric:PROVIDER[:NICS]', 'loopback' or 'loopback:SEED'",
+    ),
+    Setting(
+        name="network_memory",
+        variable="FANFOLD_NETWORK_MEMORY",
+        help="Where rows lie that kernels of GPUs exchange with other hosts: 'auto' in memory of "
+        "the GPU where NICs reach it without the CPU, else in pinned memory of the CPU; 'cpu' "
+        "always there.",
+        parse=str,
+        check=lambda v: v in ("auto", "cpu"),
+        bound="'auto' or 'cpu'",
     ),
     Setting(
         name="proxy_threads",
@@ -408,6 +419,7 @@ class Config:
         share_gpus: whether several ranks may time-slice one GPU.
         hosts: number of hosts, consecutive ranks together; None for those that share memory.
         network: what carries between hosts, as ``"libfabric"`` or ``"libfabric:tcp"``.
+        network_memory: where rows of GPUs lie for the network: ``"auto"`` or ``"cpu"``.
         proxy_threads: of each rank, that carry between hosts; None for a choice by the machine.
         ctas: of each kernel; None for a choice by the mode.
         senders: CTAs of them that send rows in a dispatch; None for a choice by the machine.
@@ -428,6 +440,7 @@ class Config:
     share_gpus: bool = False
     hosts: int | None = None
     network: str = "libfabric"
+    network_memory: str = "auto"
     proxy_threads: int | None = None
     ctas: int | None = None
     senders: int | None = None

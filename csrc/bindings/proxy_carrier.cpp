@@ -18,8 +18,9 @@ using proxy::ThreadAddress;
 using transport::RemoteMemory;
 
 using MemoryTuple = std::tuple<uint64_t, uint64_t, int64_t>;
-using ThreadTuple = std::tuple<nb::bytes, MemoryTuple, MemoryTuple>;
-using NetworkTuple = std::tuple<std::string, std::string>;  // the setting, sockets' interface
+using ThreadTuple = std::tuple<nb::bytes, MemoryTuple, MemoryTuple, MemoryTuple>;
+// The setting, sockets' interface, whether rows may have a GPU's memory.
+using NetworkTuple = std::tuple<std::string, std::string, bool>;
 using ThreadsTuple = std::tuple<int32_t, int64_t>;  // how many, slots of their kernels' rings
 using AddressTuple =
     std::tuple<int32_t, int64_t, uint64_t, int64_t, int64_t, std::vector<ThreadTuple>>;
@@ -35,7 +36,7 @@ AddressTuple tuple_of(const ProxyAddress& address) {
   threads.reserve(address.threads.size());
   for (const ThreadAddress& thread : address.threads) {
     threads.emplace_back(nb::bytes(thread.address.data(), thread.address.size()),
-                         tuple_of(thread.memory), tuple_of(thread.inbox));
+                         tuple_of(thread.memory), tuple_of(thread.inbox), tuple_of(thread.rows));
   }
   return {address.ranks,           address.part_bytes,   address.first_sequence,
           address.credit.messages, address.credit.bytes, std::move(threads)};
@@ -49,9 +50,10 @@ ProxyAddress address_of(const AddressTuple& tuple) {
                        .credit = {.messages = static_cast<int32_t>(messages), .bytes = bytes},
                        .threads = {}};
   address.threads.reserve(threads.size());
-  for (const auto& [name, memory, inbox] : threads) {
+  for (const auto& [name, memory, inbox, rows] : threads) {
     const auto* data = static_cast<const std::byte*>(name.data());
-    address.threads.push_back({{data, data + name.size()}, memory_of(memory), memory_of(inbox)});
+    address.threads.push_back(
+        {{data, data + name.size()}, memory_of(memory), memory_of(inbox), memory_of(rows)});
   }
   return address;
 }
@@ -76,11 +78,27 @@ void bind_proxy_carrier(nb::module_& module) {
                                             .threads = std::get<0>(threads),
                                             .timeout_seconds = timeout_seconds,
                                             .give_up_peers = give_up_peers,
-                                            .kernel_ring_slots = std::get<1>(threads)});
+                                            .kernel_ring_slots = std::get<1>(threads),
+                                            .gpu_memory = std::get<2>(network)});
           },
           "memory"_a, "network"_a, "world"_a, "one_host"_a, "threads"_a, "timeout_seconds"_a,
           "give_up_peers"_a, nb::keep_alive<1, 2>())
       .def_prop_ro("network", &OpenCarrier::network)
+      .def_prop_ro("why_no_gpu_memory", &OpenCarrier::why_no_gpu_memory,
+                   "Why the network reaches no GPU's memory; empty if it may.")
+      .def(
+          "register_rows",
+          [](OpenCarrier& self, uintptr_t address, int64_t bytes, int32_t device, int dmabuf) {
+            const nb::gil_scoped_release unlocked;
+            self.register_rows({.data = reinterpret_cast<std::byte*>(address),
+                                .bytes = bytes,
+                                .device = device,
+                                .dmabuf = dmabuf});
+          },
+          "address"_a, "bytes"_a, "device"_a, "dmabuf"_a,
+          "Gives rows memory of their own: of a GPU, or with device -1 of the CPU.")
+      .def_prop_ro("has_rows_apart", &OpenCarrier::has_rows_apart,
+                   "Whether all ranks have given rows memory of their own, after start.")
       .def("address", [](const OpenCarrier& self) { return tuple_of(self.address()); })
       .def(
           "start",

@@ -3,6 +3,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bindings/bindings.h"
+#include "memory/rows_layout.h"
 #include "memory/symmetric.h"
 
 namespace nb = nanobind;
@@ -155,7 +156,13 @@ void bind_symmetric(nb::module_& module) {
           },
           "peers"_a)
       .def_prop_ro("bytes", &SymmetricMemory::bytes)
-      .def_prop_ro("mapped_bytes", &SymmetricMemory::mapped_bytes);
+      .def_prop_ro("mapped_bytes", &SymmetricMemory::mapped_bytes)
+      .def_prop_ro(
+          "rows_bytes",
+          [](const SymmetricMemory& self) {
+            return RowsLayout{.ranks = self.ranks(), .bytes = self.bytes()}.total();
+          },
+          "Bytes of memory for rows alone that travel between hosts.");
   bind_calls(memory);
   bind_counts(memory);
 }

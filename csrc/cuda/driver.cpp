@@ -46,6 +46,8 @@ Driver open() {
   require(library, driver.driver_get_version, "cuDriverGetVersion");
   require(library, driver.get_error_name, "cuGetErrorName");
   require(library, driver.get_error_string, "cuGetErrorString");
+  require(library, driver.device_get_attribute, "cuDeviceGetAttribute");
+  require(library, driver.mem_get_handle_for_address_range, "cuMemGetHandleForAddressRange");
   require(library, driver.ctx_get_current, "cuCtxGetCurrent");
   // The symbols without the suffix are those of CUDA 3, which reference-counted contexts.
   require(library, driver.ctx_push_current, "cuCtxPushCurrent_v2");

@@ -27,6 +27,13 @@ enum class FunctionAttribute : int {
   MAX_DYNAMIC_SHARED_BYTES = 8,
 };
 
+// CUdevice_attribute
+enum class DeviceAttribute : int {
+  GPU_DIRECT_RDMA_SUPPORTED = 116,
+  GPU_DIRECT_RDMA_WRITES_ORDERING = 118,
+  DMABUF_SUPPORTED = 124,
+};
+
 // CUlaunchAttribute
 struct LaunchAttribute {
   static constexpr int CLUSTER_DIMENSION = 4;
@@ -67,6 +74,10 @@ struct Driver {
   Result (*driver_get_version)(int* version);
   Result (*get_error_name)(Result, const char** text);
   Result (*get_error_string)(Result, const char** text);
+  // Devices are numbered.
+  Result (*device_get_attribute)(int*, DeviceAttribute, int device);
+  Result (*mem_get_handle_for_address_range)(void* handle, uintptr_t address, size_t bytes,
+                                             int type, unsigned long long flags);
   Result (*ctx_get_current)(Context*);
   Result (*ctx_push_current)(Context);
   Result (*ctx_pop_current)(Context*);

@@ -6,7 +6,8 @@
 
 namespace fanfold::cuda {
 
-std::vector<PinnedRange> pinned_ranges(const SymmetricMemory& memory, int64_t ring_bytes) {
+std::vector<PinnedRange> pinned_ranges(const SymmetricMemory& memory, int64_t ring_bytes,
+                                       bool rows_apart) {
   const HighThroughputOffsets at = high_throughput_offsets(memory.ranks(), ring_bytes);
   check_commands(memory, at.results, "lower FANFOLD_RING_BYTES");
   const int32_t rank = memory.rank();
@@ -15,9 +16,10 @@ std::vector<PinnedRange> pinned_ranges(const SymmetricMemory& memory, int64_t ri
   pages.add(memory.own(), at.ring);
   for (int32_t peer = 0; peer < memory.ranks(); ++peer) {
     if (memory.hosts().together(peer, rank)) continue;
-    pages.add(memory.own() + ring(peer), ring_bytes);
     // Other words need no send area.
     pages.add(memory.base(peer) + at.counts, at.ready - at.counts);
+    if (rows_apart) continue;
+    pages.add(memory.own() + ring(peer), ring_bytes);
     pages.add(memory.base(peer) + ring(rank), ring_bytes);
   }
   pages.add_rings(memory);

@@ -96,7 +96,7 @@ def memory_across_hosts(
     try:
         agree(group, {}, error)
         assert gpu is not None
-        host = SymmetricMemory(group, between_hosts, config, hosts, for_kernels=True)
+        host = SymmetricMemory(group, between_hosts, config, hosts, for_kernels_of=gpu.device)
         return CudaMemoryAcrossHosts(gpu, host)
     except BaseException:
         if gpu is not None:

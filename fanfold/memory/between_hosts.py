@@ -25,7 +25,8 @@ class BetweenHosts:
     """The memory through which a rank's kernels reach ranks on other hosts, and its proxies.
 
     Args:
-        memory: of the CPU, of all ranks, made ``for_kernels``. It is closed with this object.
+        memory: of the CPU, of all ranks, made ``for_kernels_of`` the device. It is closed with this
+            object.
         device: whose kernels they are.
 
     Attributes:
@@ -35,9 +36,10 @@ class BetweenHosts:
     def __init__(self, memory: SymmetricMemory, device: torch.device) -> None:
         self.memory = memory
         self._pinned = PinnedRanges()
-        nbytes = len(_core.cuda_low_latency_hosts_block(memory.core, 0))
+        rows = 0 if memory.rows.memory is None else memory.rows.memory.address
+        nbytes = len(_core.cuda_low_latency_hosts_block(memory.core, 0, rows))
         self._block = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        block = _core.cuda_low_latency_hosts_block(memory.core, self.address)
+        block = _core.cuda_low_latency_hosts_block(memory.core, self.address, rows)
         host_block = torch.frombuffer(bytearray(block), dtype=torch.uint8)
         self._block.copy_(host_block)
 
@@ -45,6 +47,11 @@ class BetweenHosts:
     def address(self) -> int:
         """On the GPU, of what kernels know of it (``LowLatencyHosts``)."""
         return self._block.data_ptr()
+
+    @property
+    def has_rows_apart(self) -> bool:
+        """Whether rows have memory of their own, on the GPU."""
+        return self.memory.rows.memory is not None
 
     def check_bytes(self, needed: int) -> None:
         """Raises ArgumentError if it has fewer bytes than ``needed``."""
@@ -61,7 +68,9 @@ class BetweenHosts:
             ArgumentError: commands cannot name so much memory.
             SystemFailure: CUDA does not pin so much.
         """
-        self._pinned.change(_core.cuda_low_latency_hosts_pinned(self.memory.core, geometry))
+        self._pinned.change(
+            _core.cuda_low_latency_hosts_pinned(self.memory.core, geometry, self.has_rows_apart)
+        )
         _core.cuda_low_latency_hosts_clear(self.memory.core, geometry)
         # What kernels have seen of the words that were there.
         at = _core.CUDA_LOW_LATENCY_HOSTS_SEEN_AT
@@ -75,7 +84,11 @@ class BetweenHosts:
             SystemFailure: CUDA does not pin so much.
         """
         self.check_bytes(_core.cuda_high_throughput_bytes(self.memory.ranks, ring_bytes)[1])
-        self._pinned.change(_core.cuda_high_throughput_hosts_pinned(self.memory.core, ring_bytes))
+        self._pinned.change(
+            _core.cuda_high_throughput_hosts_pinned(
+                self.memory.core, ring_bytes, self.has_rows_apart
+            )
+        )
         _core.cuda_high_throughput_hosts_clear(self.memory.core, ring_bytes)
 
     def fence(self) -> None:

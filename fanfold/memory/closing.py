@@ -13,6 +13,7 @@ import sys
 from multiprocessing.util import Finalize
 
 from fanfold import _core
+from fanfold.memory.rows import NetworkRows
 
 __all__ = ["close_in_a_thread", "wait_at_exit"]
 
@@ -30,23 +31,31 @@ def wait_at_exit() -> None:
         _at_exit = Finalize(None, _wait, exitpriority=0)
 
 
-def close_in_a_thread(core: _core.SymmetricMemory) -> None:
-    """Closes ``core`` in a thread of its own. Takes no locks, so that finalisers may call it."""
+def close_in_a_thread(core: _core.SymmetricMemory, rows: NetworkRows) -> None:
+    """Closes ``core``, then the ``rows`` that it has registered, in a thread of its own. Takes no
+    locks, so that finalisers may call it."""
     if _at_exit is not None and _at_exit.still_active() and not sys.is_finalizing():
         ended = _thread.allocate_lock()
         ended.acquire()
         _closing.append(ended)
         try:
-            _thread.start_new_thread(_close, (core, ended))
+            _thread.start_new_thread(_close_and_release, (core, rows, ended))
             return
         except RuntimeError:  # no more threads
             _closing.remove(ended)
+    _close(core, rows)
+
+
+def _close(core: _core.SymmetricMemory, rows: NetworkRows) -> None:
     core.close()
+    rows.close()
 
 
-def _close(core: _core.SymmetricMemory, ended: _thread.LockType) -> None:
+def _close_and_release(
+    core: _core.SymmetricMemory, rows: NetworkRows, ended: _thread.LockType
+) -> None:
     try:
-        core.close()
+        _close(core, rows)
     finally:
         _closing.remove(ended)
         ended.release()

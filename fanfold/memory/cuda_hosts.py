@@ -45,7 +45,7 @@ class CudaMemoryAcrossHosts:
 
     Args:
         gpu: of the ranks of this host, in their order.
-        host: of all ranks, made ``for_kernels``.
+        host: of all ranks, made ``for_kernels_of`` that device.
 
     Attributes:
         group, rank, ranks: of ``host``.
@@ -71,9 +71,12 @@ class CudaMemoryAcrossHosts:
 
     @property
     def bytes_per_rank(self) -> int:
-        """Of a region on a GPU and of the one on the CPU; not of the copies of other ranks' regions
-        on the CPU, of which the system provides what is used."""
-        return self._gpu.bytes_per_rank + self.between.memory.bytes_per_rank
+        """Of a region on a GPU, of memory there for rows that the network writes, and of the region
+        on the CPU; not of the copies of other ranks' regions on the CPU, of which the system
+        provides what is used."""
+        host = self.between.memory
+        rows = 0 if host.rows.memory is None else host.rows.memory.nbytes
+        return self._gpu.bytes_per_rank + rows + host.bytes_per_rank
 
     @property
     def tensor(self) -> torch.Tensor:

@@ -23,6 +23,7 @@ from fanfold.group import Group, agree
 from fanfold.late_peers import LatePeer, LatePeers
 from fanfold.memory.closing import close_in_a_thread, wait_at_exit
 from fanfold.memory.hosts import Hosts, find_hosts
+from fanfold.memory.rows import NetworkRows
 from fanfold.representation import described
 
 __all__ = ["SymmetricMemory"]
@@ -46,7 +47,7 @@ class SymmetricMemory:
         bytes_per_rank: what the modes may place in each region.
         config: time bound, spinning, what happens to late peers, and how ranks reach other hosts.
         hosts: what :func:`fanfold.memory.hosts.find_hosts` has found, if it has been called.
-        for_kernels: whether a GPU's kernels send through it, too, to ranks on other hosts.
+        for_kernels_of: the GPU whose kernels send through it, too, to ranks on other hosts.
 
     Attributes:
         group: as given.
@@ -54,6 +55,7 @@ class SymmetricMemory:
         device: the CPU.
         hosts: where the ranks are.
         network: what carries between hosts, such as ``"libfabric:tcp"``; "" on one host.
+        rows: where the rows of those kernels lie.
         core: what the modes of the core work on.
 
     Raises:
@@ -69,7 +71,7 @@ class SymmetricMemory:
         config: Config,
         hosts: Hosts | None = None,
         *,
-        for_kernels: bool = False,
+        for_kernels_of: torch.device | None = None,
     ) -> None:
         self.group, self.rank, self.ranks = group, group.rank, group.size
         self.device, self._usable_bytes = torch.device("cpu"), bytes_per_rank
@@ -82,25 +84,21 @@ class SymmetricMemory:
             error = failure
         agree(group, {"bytes_per_rank": bytes_per_rank}, error)
         self.hosts = hosts = hosts or find_hosts(group, config)
-        self.network = ""
+        self.network, self.rows = "", NetworkRows()
         carrier: _core.Carrier | None = None
         address = network_address = None
         try:
-            self.core = _core.SymmetricMemory(
-                rank=group.rank,
-                ranks=group.size,
-                bytes=bytes_per_rank,
-                timeout_seconds=config.timeout_s,
-                spin_seconds=config.spin_seconds(hosts.machine_ranks * hosts.spinning_threads),
-                mask_late_peers=config.late_peers == "mask",
-                hosts=hosts.host,
-            )
+            self.core = _open_core(group, bytes_per_rank, hosts, config)
             address = self.core.address()
             if hosts.several:
-                carrier = _open_carrier(self.core, hosts, config, for_kernels)
-                self.network, network_address = carrier.network, carrier.address()
+                carrier = _open_carrier(self.core, hosts, config, for_kernels_of is not None)
+                self.network = carrier.network
         except FanfoldError as failure:
             error = failure
+        if for_kernels_of is not None:
+            self.rows.offer(group, getattr(self, "core", None), carrier, for_kernels_of, config)
+        if carrier is not None:
+            network_address = carrier.address()
         gathered = group.all_gather((address, network_address))
         try:
             agree(group, {"network": self.network}, error)
@@ -108,12 +106,13 @@ class SymmetricMemory:
                 self.core.map([own for own, _ in gathered])
                 if carrier is not None:
                     carrier.start([theirs for _, theirs in gathered])
+                    self.rows.choose(carrier)
             except FanfoldError as failure:
                 error = failure
             # Until every rank has mapped every region, the descriptors must stay open.
             agree(group, {}, error)
         except Exception:
-            for part in (carrier, getattr(self, "core", None)):
+            for part in (carrier, getattr(self, "core", None), self.rows):
                 if part is not None:
                     part.close()
             raise
@@ -177,6 +176,12 @@ class SymmetricMemory:
 
     def _log_network(self) -> None:
         hosts = self.hosts
+        extra = {
+            "rank": self.rank,
+            "hosts": hosts.count,
+            "network": self.network,
+            "proxy_threads": hosts.proxy_threads,
+        }
         _LOG.info(
             "rank %d reaches the ranks of %d hosts over %s, with %d proxy threads, because %s",
             self.rank,
@@ -184,12 +189,16 @@ class SymmetricMemory:
             self.network,
             hosts.proxy_threads,
             hosts.reason,
-            extra={
-                "rank": self.rank,
-                "hosts": hosts.count,
-                "network": self.network,
-                "proxy_threads": hosts.proxy_threads,
-            },
+            extra=extra,
+        )
+        if self.rows.memory is None and not self.rows.why_none:
+            return  # no kernels send any
+        where = "its GPU" if self.rows.memory is not None else f"the CPU: {self.rows.why_none}"
+        _LOG.info(
+            "rows that rank %d exchanges with other hosts lie in memory of %s",
+            self.rank,
+            where,
+            extra=extra,
         )
 
     def masked(self) -> list[bool]:
@@ -201,12 +210,13 @@ class SymmetricMemory:
         if self._watched:
             self._log_lost()
         self.core.close()
+        self.rows.close()
 
     def __del__(self) -> None:
         """Between hosts, has peers get what this rank has signalled, as :meth:`close` does: they
         may still wait for it when a program drops its last reference."""
         if getattr(self, "network", ""):
-            close_in_a_thread(self.core)
+            close_in_a_thread(self.core, self.rows)
 
     def __repr__(self) -> str:
         return described(self, rank="rank", ranks="ranks", bytes_per_rank="usable_bytes")
@@ -223,6 +233,18 @@ class SymmetricMemory:
         self.close()
 
 
+def _open_core(group: Group, nbytes: int, hosts: Hosts, config: Config) -> _core.SymmetricMemory:
+    return _core.SymmetricMemory(
+        rank=group.rank,
+        ranks=group.size,
+        bytes=nbytes,
+        timeout_seconds=config.timeout_s,
+        spin_seconds=config.spin_seconds(hosts.machine_ranks * hosts.spinning_threads),
+        mask_late_peers=config.late_peers == "mask",
+        hosts=hosts.host,
+    )
+
+
 def _open_carrier(
     core: _core.SymmetricMemory, hosts: Hosts, config: Config, for_kernels: bool
 ) -> _core.Carrier:
@@ -232,10 +254,11 @@ def _open_carrier(
             f"the setting network is {config.network!r} (from {config.source_of('network')}), "
             "which reaches ranks of one process only (fanfold.thread_ranks); these are several"
         )
+    gpu_memory = for_kernels and config.network_memory == "auto"
     try:
         return _core.Carrier(
             core,
-            network=(config.network, hosts.interface),
+            network=(config.network, hosts.interface, gpu_memory),
             world=hosts.world,
             one_host=hosts.one_machine,
             threads=(hosts.proxy_threads, KERNEL_RING_SLOTS if for_kernels else 0),

@@ -19,7 +19,7 @@ import torch
 from fanfold.backends.low_latency import cuda_bytes_between_hosts
 from fanfold.config import Config
 from fanfold.geometry import Geometry
-from fanfold.memory import host, pinning
+from fanfold.memory import host, pinning, rows
 from fanfold.memory.cuda_hosts import CudaMemoryAcrossHosts
 from fanfold.memory.host import SymmetricMemory
 from fanfold.memory.hosts import Hosts
@@ -36,6 +36,7 @@ class Network:
         threads: of each rank's proxy, each with a ring.
         ring_slots: of each ring.
         provider: of libfabric, which joins them instead of a loopback network; "" for none.
+        rows_apart: whether rows have memory of their own, as where NICs reach a GPU's.
     """
 
     hosts: tuple[int, ...]
@@ -43,6 +44,7 @@ class Network:
     threads: int = 2
     ring_slots: int = 64
     provider: str = ""
+    rows_apart: bool = False
 
     @property
     def setting(self) -> str:
@@ -50,6 +52,36 @@ class Network:
         if self.provider:
             return f"libfabric:{self.provider}"
         return f"loopback:{self.seed}" if self.seed else "loopback"
+
+
+class CpuRows:
+    """In the place of :class:`fanfold.memory.rows.GpuRows`, of which a loopback network reaches
+    none. Attributes are those."""
+
+    device = dmabuf = -1
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        del device
+        self.nbytes = nbytes
+        self._memory = torch.full((nbytes + 4096,), 0xA5, dtype=torch.uint8, device="cpu")
+        self.address = -(-self._memory.data_ptr() // 4096) * 4096
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@contextmanager
+def _rows_of(network: Network) -> Iterator[None]:
+    """Within it memories have what ``network`` says of rows."""
+    if not network.rows_apart:
+        yield
+        return
+    with (
+        mock.patch.object(rows, "GpuRows", CpuRows),
+        mock.patch.object(rows, "why_no_rows_on", return_value=""),
+    ):
+        yield
 
 
 class StoppedRing:
@@ -151,11 +183,12 @@ def open_memories(
         local = [regions[peer] for peer in members]
         gpu = gpu_memory(group, local, members.index(group.rank))
         return CudaMemoryAcrossHosts(
-            gpu, SymmetricMemory(group, nbytes, config, hosts, for_kernels=True)
+            gpu, SymmetricMemory(group, nbytes, config, hosts, for_kernels_of=gpu.device)
         )
 
     with (
         mock.patch.object(host, "KERNEL_RING_SLOTS", network.ring_slots),
+        _rows_of(network),
         ThreadPoolExecutor(ranks) as pool,
     ):
         return list(pool.map(open_, groups))

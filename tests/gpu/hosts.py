@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import fanfold
 from fanfold.launch import RankFailure
+from fanfold.memory import rows
 from tests.distributed import routings
 from tests.distributed.layers import caught
 
@@ -50,6 +51,33 @@ def on_hosts(group: dist.ProcessGroup, network: str, test: Test, args: tuple[Any
     one_host = [0] * dist.get_world_size(group)
     placed = mock.patch.object(routings, "PLACED", one_host)
     with two_hosts(network), own_gpu(group), placed:
+        return test(group, *args)
+
+
+class PinnedRows:
+    """In the place of :class:`fanfold.memory.rows.GpuRows`, which needs a NIC on the PCI bus:
+    memory that networks of the CPU write, too, apart from the other. Attributes are those."""
+
+    device = dmabuf = -1
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        del device
+        self.nbytes = nbytes
+        self._memory = torch.empty(
+            nbytes + 4096, dtype=torch.uint8, device="cpu", pin_memory=True
+        ).fill_(0xA5)
+        self.address = -(-self._memory.data_ptr() // 4096) * 4096
+
+    def close(self) -> None:
+        """It goes with this object."""
+
+
+def with_rows_apart(group: dist.ProcessGroup, test: Test, *args: Any) -> Any:
+    """One rank's part: ``test(group, *args)`` where rows have memory of their own."""
+    with (
+        mock.patch.object(rows, "GpuRows", PinnedRows),
+        mock.patch.object(rows, "why_no_rows_on", return_value=""),
+    ):
         return test(group, *args)
 
 

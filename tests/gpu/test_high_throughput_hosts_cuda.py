@@ -15,7 +15,15 @@ from tests.gpu import test_deep_ep_high_throughput_cuda as buffers
 from tests.gpu import test_deep_ep_hybrid_cuda as hybrid
 from tests.gpu import test_high_throughput_cuda as rounds
 from tests.gpu import test_training_cuda as training
-from tests.gpu.hosts import NETWORKS, Run, call_after_a_kill, check_ended, patience, two_hosts
+from tests.gpu.hosts import (
+    NETWORKS,
+    Run,
+    call_after_a_kill,
+    check_ended,
+    patience,
+    two_hosts,
+    with_rows_apart,
+)
 from tests.gpu.support import own_device
 from tests.gpu.test_high_throughput_cuda import case_of
 
@@ -33,6 +41,11 @@ def test_rounds(run_on_hosts: Run, most_ranks: int, style: str) -> None:
 def test_rounds_through_short_rings(run_on_hosts: Run, most_ranks: int) -> None:
     case = case_of(most_ranks, biases=1)
     run_on_hosts(most_ranks, rounds._rounds, [case, case], 4 * 8 * 1152)
+
+
+def test_rows_apart(run_on_hosts: Run, most_ranks: int) -> None:
+    case = case_of(most_ranks, biases=1)
+    run_on_hosts(most_ranks, with_rows_apart, rounds._rounds, [case, case], ROOMY_RING)
 
 
 def test_two_ranks_on_each_host(run_on_hosts: Run) -> None:

@@ -25,6 +25,7 @@ from tests.gpu.hosts import (
     on_hosts,
     patience,
     two_hosts,
+    with_rows_apart,
 )
 from tests.gpu.support import Case, case_of, open_layer, own_device, tokens_of
 
@@ -73,6 +74,15 @@ def test_rounds(run_on_hosts: Run, most_ranks: int, changes: dict[str, Any]) -> 
 def test_two_ranks_on_each_host(run_on_hosts: Run, dtype: str) -> None:
     """Rows come from the same host and from the other at once."""
     run_on_hosts(4, rounds._round, case_of(4, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"dtype": "fp8"}, {"logfmt": True, "hidden": 768}], ids=str
+)
+def test_rows_apart(run_on_hosts: Run, most_ranks: int, changes: dict[str, Any]) -> None:
+    case = case_of(most_ranks, **changes)
+    run_on_hosts(most_ranks, with_rows_apart, rounds._round, case)
+    run_on_hosts(most_ranks, with_rows_apart, graphs._captured_rounds, case, 3, False)
 
 
 @pytest.mark.parametrize("number", range(6))

@@ -35,7 +35,7 @@ def test_every_setting_with_its_default() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     for setting in settings():
-        [line] = [line for line in lines if line.startswith(setting.name)]
+        [line] = [line for line in lines if line.split()[:1] == [setting.name]]
         shown = "auto" if setting.default is None else str(setting.default)
         assert line.split() == [setting.name, shown, "default", setting.variable]
         assert " ".join(setting.help.split()) in " ".join(done.stdout.split())
@@ -58,6 +58,7 @@ def test_malformed_ones_do_not_hide_the_rest() -> None:
         "share_gpus": ["False", "default"],
         "hosts": ["auto", "default"],
         "network": ["libfabric", "default"],
+        "network_memory": ["auto", "default"],
         "proxy_threads": ["auto", "default"],
         "cache_dir": ["auto", "default"],
         "ctas": ["auto", "default"],

@@ -98,6 +98,22 @@ def test_rounds(worlds: Worlds, case: Case, layout: str) -> None:
     assert all(world.count("commands", rank) > 0 for rank in range(case.ranks))
 
 
+APART = {
+    "routing weights": (CASES[0], "expert_major"),
+    "scales": (CASES[1], "token_major"),
+    "duplicates": (CASES[2], "token_major"),
+}
+
+
+@pytest.mark.parametrize(("case", "layout"), APART.values(), ids=APART)
+def test_rows_apart(monkeypatch: pytest.MonkeyPatch, case: Case, layout: str) -> None:
+    """Rows have memory of their own, as where NICs reach that of a GPU."""
+    with closing(Worlds(seed=8, rows_apart=True)) as made:
+        monkeypatch.setattr(one_host, "World", made)
+        one_host.test_rounds(case, layout)
+        assert all(memory.between.has_rows_apart for memory in made.made[0].memories)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rings_with_more_room_than_slots(worlds: Worlds, layout: str) -> None:
     """Slots are as many as there are words for, and where a ring begins does not depend on them."""
@@ -334,7 +350,7 @@ def test_what_is_pinned(gpu: None, hosts: tuple[int, ...]) -> None:
     with closing(HostsWorld(Network(hosts, threads=3), ring_bytes)) as world:
         for rank, memory in enumerate(world.memories):
             core = memory.between.memory.core
-            ranges = _core.cuda_high_throughput_hosts_pinned(core, ring_bytes)
+            ranges = _core.cuda_high_throughput_hosts_pinned(core, ring_bytes, False)
             is_pinned = whole_pages(ranges)
             own = memory.between.memory.base(rank)
             away = [peer for peer in range(4) if hosts[peer] != hosts[rank]]

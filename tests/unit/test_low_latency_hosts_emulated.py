@@ -73,7 +73,9 @@ NETWORKS = {
     "bf16": (BF16, Network(TWO_AND_TWO, seed=11)),
     "fp8": (FP8, Network((0, 1, 0), seed=12, threads=1)),
     "late": (LATE, Network((0, 1, 2, 1), seed=13)),
-    "long": (LONG, Network((0, 1), seed=14, threads=1, ring_slots=32)),
+    "long": (LONG, Network((0, 1), seed=14, threads=1, ring_slots=32, rows_apart=True)),
+    "fp8 apart": (FP8, Network((0, 1, 1), seed=15, rows_apart=True)),
+    "late apart": (LATE, Network(TWO_AND_TWO, seed=16, threads=1, rows_apart=True)),
 }
 HOSTILE = pytest.mark.parametrize(("shape", "network"), NETWORKS.values(), ids=NETWORKS)
 
@@ -389,6 +391,8 @@ def test_opened_by_the_settings(
         assert {peer for peer, count in sent.items() if count > 0} == away
         assert "waits_total" not in found
     assert "reaches the ranks of 2 hosts over loopback" in caplog.text
+    lie = "lie in memory of the CPU: of loopback: it moves bytes by the CPU"
+    assert lie in caplog.text
 
 
 @pytest.mark.parametrize("network", [Network(TWO_AND_TWO), Network((0, 1, 2, 1), threads=3)])
@@ -399,7 +403,7 @@ def test_what_is_pinned(opens: Open, network: Network) -> None:
     geometry = core_geometry(BF16.geometry)
     area = cuda_bytes_between_hosts(BF16.geometry)
     for rank, memory in enumerate(world.memories):
-        ranges = _core.cuda_low_latency_hosts_pinned(memory.between.memory.core, geometry)
+        ranges = _core.cuda_low_latency_hosts_pinned(memory.between.memory.core, geometry, False)
         is_pinned = whole_pages(ranges)
         own = memory.between.memory.base(rank)
         away = [peer for peer in range(4) if network.hosts[peer] != network.hosts[rank]]
@@ -414,6 +418,30 @@ def test_what_is_pinned(opens: Open, network: Network) -> None:
         assert all(is_pinned(address) for address in view[1:4])
         most = area + len(away) * area // 4 + (4 + 2 * len(away)) * 8192 + 3 * 8192
         assert sum(nbytes for _, nbytes in ranges) <= most
+
+
+def test_rows_apart_are_not_pinned(opens: Open) -> None:
+    """Where rows have memory of their own, that of the CPU has no page for them; it goes when no
+    network has it any more."""
+    world = opens(LONG, Network((0, 1), rows_apart=True))
+    run_rounds(world, LONG, [batches_of(LONG, 0)], False)
+    geometry = core_geometry(LONG.geometry)
+    for memory in world.memories:
+        core = memory.between.memory.core
+        few_bytes, all_bytes = (
+            sum(
+                nbytes
+                for _, nbytes in _core.cuda_low_latency_hosts_pinned(core, geometry, rows_apart)
+            )
+            for rows_apart in (True, False)
+        )
+        row_bytes = 2 * LONG.geometry.hidden
+        assert all_bytes - few_bytes >= 4 * LONG.geometry.max_tokens * row_bytes
+        assert sum(memory.between._pinned._ranges.values()) == few_bytes
+    rows: list[Any] = [memory.between.memory.rows.memory for memory in world.memories]
+    assert not any(each.closed for each in rows)
+    world.close()
+    assert all(each.closed for each in rows)
 
 
 def test_what_fails_on_one_host_ends_all(opens: Open, monkeypatch: pytest.MonkeyPatch) -> None:

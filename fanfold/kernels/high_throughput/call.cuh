@@ -74,7 +74,16 @@ class Call {
   // What stands at an offset where `source` sends rows.
   template <class T>
   __device__ T* rows_at(int source, int64_t offset) const {
-    return is_elsewhere(source) ? received_at<T>(offset) : own_at<T>(offset);
+    return is_elsewhere(source) ? received_rows_at<T>(offset) : own_at<T>(offset);
+  }
+  // Of a rank elsewhere.
+  template <class T>
+  __device__ T* received_rows_at(int64_t offset) const {
+    return reinterpret_cast<T*>(remote_hosts().received_rows + offset);
+  }
+  // Where rows for a rank go, which of one elsewhere have memory of their own.
+  __device__ BulkPeer rows_peer(int rank) const {
+    return is_elsewhere(rank) ? BulkPeer(remote_hosts().sent_rows[rank]) : peer(rank);
   }
   // A word at `own` from `source`, as it stands now, loaded by `load`. Of a rank elsewhere one CTA
   // `looks` for the whole grid, as looks at the CPU's memory come one after the other, and hands on
@@ -179,8 +188,8 @@ __device__ __forceinline__ bool push_runs(const Call& call, bool has_rows, int r
   while (pushed && __any_sync(kFullWarp, left != 0)) {
     const int first = left != 0 ? __ffs(static_cast<int>(left)) - 1 : 0;
     const int count = __ffs(static_cast<int>(~(left >> first))) - 1;  // in a run
-    const Command command = write_command(call.remote_hosts(), rank, rows + first * row_bytes,
-                                          int64_t{count} * row_bytes);
+    const Command command = rows_command(call.remote_hosts(), rank, rows + first * row_bytes,
+                                         int64_t{count} * row_bytes);
     pushed = push_commands(call, left != 0, rank, command);
     left &= ~(((1u << count) - 1u) << first);
   }

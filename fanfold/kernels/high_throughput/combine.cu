@@ -127,7 +127,7 @@ class Worker {
       const SlotPlaces places(call_.is_elsewhere(job.source));
       const SentRows rows{
           args_.y + columns,
-          call_.peer(job.source).from(ring_offset(call_, row) + places.slice(job.slice)),
+          call_.rows_peer(job.source).from(ring_offset(call_, row) + places.slice(job.slice)),
           places.stride(job.slice)};
       sums_.begin(entries, count, units, rows);
       if (!await_free(job)) return sums_.drop(), false;
@@ -153,7 +153,7 @@ class Worker {
   __device__ const unsigned char* received_rings(int slice) const {
     if constexpr (kAcrossHosts == 0) return nullptr;
     const int64_t at = ring_offset(call_, 0) + SlotPlaces(true).slice(slice);
-    return call_.received_at<const unsigned char>(at);
+    return call_.received_rows_at<const unsigned char>(at);
   }
 
   // Hands a job to the signal warp.
@@ -218,7 +218,8 @@ class Worker {
       const uint32_t earlier = batch.tokens & ((1u << place) - 1u);
       const int row = shared_.prefix[job.source] + static_cast<int>(batch.before) + __popc(earlier);
       const int64_t to = topk_words_at(job.source, call_.rank_at(job.source), job.slot, place);
-      call_.peer(job.source).put_word(to + call_.lane * 4, __float_as_uint(topk_weight_of(row)));
+      call_.rows_peer(job.source)
+          .put_word(to + call_.lane * 4, __float_as_uint(topk_weight_of(row)));
     }
   }
 

@@ -117,7 +117,7 @@ struct DispatchWarp {
     if constexpr (kSendsDestinations) put_first(rank, slot, row_sent);
     if constexpr (kSentBytes > 0) {
       const int64_t to = ring_row(call.rank_at(rank), row_sent.at);
-      call.peer(rank).put_row(to, ring.slots[slot] + kSentAt, kSentBytes);
+      call.rows_peer(rank).put_row(to, ring.slots[slot] + kSentAt, kSentBytes);
     }
   }
 

@@ -196,7 +196,7 @@ class Planner {
     if (call_.warp != 0) return;
     fence_system();
     push_commands(call_, call_.lane == 0, peer,
-                  write_command(call_.remote_hosts(), peer, theirs, int64_t{kColumnStride} * 8));
+                  words_command(call_.remote_hosts(), peer, theirs, int64_t{kColumnStride} * 8));
   }
 
   __device__ int await_count(int source, int column) const {

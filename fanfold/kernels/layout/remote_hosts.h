@@ -11,8 +11,13 @@ struct RemoteHosts {
   uint32_t elsewhere[kMostRanks / 32];  // bit r % 32 of word r / 32: rank r is on another host
   unsigned char* received;              // memory of the CPU that the network writes
   int64_t origin;                       // of that memory among the offsets of commands
-  const RingView* rings;                // of kWarpLanes slots at least
-  int32_t ring_count;                   // the ring of peer p is rings[p % ring_count]
+  // The same of rows, which may lie in memory of the GPU.
+  unsigned char* received_rows;
+  int64_t rows_origin;
+  const RingView* rings;  // of kWarpLanes slots at least
+  int32_t ring_count;     // the ring of peer p is rings[p % ring_count]
+  // From where the network sends rows to each rank elsewhere.
+  unsigned char* sent_rows[kMostRanks];
 };
 
 }  // namespace fanfold

@@ -124,11 +124,15 @@ class Call {
   }
   // Where this rank's row of a token goes in the memory of `rank`.
   __device__ Peer row_at(int rank, int token) const {
-    return Peer(args, rank).from(row(writer_to(rank), token));
+    const Writer writer = writer_to(rank);
+    const Peer peer = writer.elsewhere ? Peer(remote_hosts().sent_rows[rank]) : Peer(args, rank);
+    return peer.from(row(writer, token));
   }
   __device__ uint4* received_row(int source, int token) const {
     const Writer writer = writer_of(source);
-    return own_at<uint4>(writer, row(writer, token));
+    const int64_t offset = row(writer, token);
+    if (writer.elsewhere) return reinterpret_cast<uint4*>(remote_hosts().received_rows + offset);
+    return own_memory<uint4>(args, offset);
   }
 
   // ---- peers ------------------------------------------------------------------------------------

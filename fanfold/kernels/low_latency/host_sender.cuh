@@ -36,7 +36,7 @@ class HostSender {
     const LowLatencyHostsLayout layout = call_.host_layout();
     const int64_t bytes = layout.counts_bytes(Kind) + layout.header_bytes(call_.args.tokens);
     const int64_t begin = layout.block(Kind, call_.half(), writer().rank);
-    push(call_.lane == 0 && bytes > 0, write_command(hosts(), peer_, begin, bytes));
+    push(call_.lane == 0 && bytes > 0, words_command(hosts(), peer_, begin, bytes));
   }
 
   // The rows of those of the first `tokens` tokens of which `has_row(token)` is true: a command for
@@ -49,8 +49,8 @@ class HostSender {
       const bool begins = ((sent & ~(sent << 1)) >> call_.lane & 1u) != 0;
       const uint32_t behind = ~(sent >> call_.lane);  // 0 only of lane 0, if all have a row
       const int rows = behind == 0 ? kWarpLanes : __ffs(static_cast<int>(behind)) - 1;
-      push(begins, write_command(hosts(), peer_, call_.row(writer(), token),
-                                 int64_t{rows} * RowsOf<Kind>::kBytes));
+      push(begins, rows_command(hosts(), peer_, call_.row(writer(), token),
+                                int64_t{rows} * RowsOf<Kind>::kBytes));
     }
   }
 

@@ -8,19 +8,28 @@
 
 namespace fanfold {
 
-// The bytes at `offset` of the send area for `peer`, to the same place in the memory of the peer.
-// The host has checked that every offset of the layout fits.
-__device__ __forceinline__ Command write_command(const RemoteHosts& hosts, int peer, int64_t offset,
-                                                 int64_t bytes) {
+// Bytes of the send area for `peer`, to the same place in the memory of the peer. The host has
+// checked that every offset of the layout fits.
+__device__ __forceinline__ Command write_command(int peer, int64_t place, int64_t bytes) {
   CommandFields fields;
   fields.kind = CommandKind::kWrite;
   fields.peer = peer;
   fields.bytes = bytes;
-  fields.source = hosts.origin + offset;
-  fields.target = hosts.origin + offset;
+  fields.source = place;
+  fields.target = place;
   Command command{};
   Command::make(fields, command);
   return command;
+}
+// The words at `offset`.
+__device__ __forceinline__ Command words_command(const RemoteHosts& hosts, int peer, int64_t offset,
+                                                 int64_t bytes) {
+  return write_command(peer, hosts.origin + offset, bytes);
+}
+// The rows at `offset`.
+__device__ __forceinline__ Command rows_command(const RemoteHosts& hosts, int peer, int64_t offset,
+                                                int64_t bytes) {
+  return write_command(peer, hosts.rows_origin + offset, bytes);
 }
 
 // Whether the network has lost a peer on another host: a look at the CPU's memory. If not, it also

@@ -38,6 +38,8 @@ class Peer {
  public:
   template <class Args>
   __device__ __forceinline__ Peer(const Args& args, int rank) : base_(memory_of(args, rank)) {}
+  // Of a rank on another host: the memory from which the network sends to it.
+  __device__ __forceinline__ explicit Peer(unsigned char* area) : base_(area) {}
 
   // The memory from `offset` on, for several puts beside each other.
   __device__ __forceinline__ Peer from(int64_t offset) const { return Peer(base_ + offset); }
@@ -70,7 +72,6 @@ class Peer {
   }
 
  protected:
-  __device__ __forceinline__ explicit Peer(unsigned char* base) : base_(base) {}
   template <class T>
   __device__ __forceinline__ T* at(int64_t offset) const {
     return reinterpret_cast<T*>(base_ + offset);
