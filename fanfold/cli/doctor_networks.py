@@ -89,6 +89,7 @@ def describe(found: Sequence[Network], devices: Sequence[RdmaDevice]) -> Outcome
         return "missing", f"{error}; found: {lines}", hint or _needed("connect a network")
     first = found[chosen[0]]
     between = f"between hosts {first.provider} on {first.nic}, because {reason}"
+    between += f"; rows of GPUs lie in {_place(first)}"
     if any(network.provider == "shm" and not network.refusal for network in found):
         between += "; on one host shm"
     detail = f"{between}; found: {lines}"
@@ -96,9 +97,9 @@ def describe(found: Sequence[Network], devices: Sequence[RdmaDevice]) -> Outcome
 
 
 def _line(network: Network) -> str:
-    """One network in words: ``efa on eth1 (100 Gb/s, up; rows of GPUs land in: GPU memory)``."""
+    """One network in words: ``efa on rdmap0s6 (100 Gb/s, up, NUMA node 0, reaches GPU memory)``."""
     if network.provider == "shm":
-        return f"shm ({_place(network)})"
+        return "shm"
     parts = []
     if network.bits_per_second > 0:
         parts.append(f"{network.bits_per_second / 1e9:g} Gb/s")
@@ -112,14 +113,15 @@ def _line(network: Network) -> str:
         parts.append(f"NUMA node {network.numa_node}")
     if network.refusal:
         parts.append(f"not usable: {network.refusal}")
-    place = "" if network.refusal else f"; {_place(network)}"
-    return f"{network.provider} on {network.nic} ({', '.join(parts)}{place})"
+    elif not network.why_no_gpu_memory:
+        parts.append("reaches GPU memory")
+    return f"{network.provider} on {network.nic} ({', '.join(parts)})"
 
 
 def _place(network: Network) -> str:
-    """Where the network puts the rows that GPUs of other hosts send, and why not on the GPU."""
+    """Where rows lie that GPUs exchange over the network, and why not on the GPU."""
     why = network.why_no_gpu_memory
-    return f"rows of GPUs land in: {f'pinned memory of the CPU: {why}' if why else 'GPU memory'}"
+    return f"pinned memory of the CPU, as {why}" if why else "memory of the GPU"
 
 
 def _hints(found: Sequence[Network], devices: Sequence[RdmaDevice]) -> list[str]:

@@ -32,8 +32,8 @@ def test_a_host_with_sockets_only():
     assert status == "ok"
     assert detail.startswith("between hosts net on eth0, because it is the best that was found")
     assert "on one host shm" in detail
-    pinned = "rows of GPUs land in: pinned memory of the CPU"
-    assert f"found: net on eth0 (10 Gb/s, up; {pinned}: {COPIES}); shm ({pinned}: shm " in detail
+    assert f"rows of GPUs lie in pinned memory of the CPU, as {COPIES}; " in detail
+    assert "found: net on eth0 (10 Gb/s, up); shm" in detail
 
 
 def test_a_host_with_efa():
@@ -42,8 +42,8 @@ def test_a_host_with_efa():
     assert outcome[0] == "ok"
     assert len(outcome) == 2, "no hint is needed"
     assert "between hosts efa on rdmap0s6-rdm" in outcome[1]
-    place = "rows of GPUs land in: GPU memory"
-    assert f"efa on rdmap0s6-rdm (100 Gb/s, up, NUMA node 1; {place})" in outcome[1]
+    assert "rows of GPUs lie in memory of the GPU; " in outcome[1]
+    assert "efa on rdmap0s6-rdm (100 Gb/s, up, NUMA node 1, reaches GPU memory)" in outcome[1]
 
 
 @pytest.mark.parametrize(
@@ -65,14 +65,14 @@ def test_links_that_are_down_and_refusals():
     status, detail, hint = describe([cxi, verbs], [RdmaDevice("mlx5_0", "mlx5_core")])
     assert status == "missing"
     assert "no usable network" in detail
-    assert "verbs;ofi_rxm on mlx5_0 (down; rows of GPUs land in: GPU memory)" in detail
+    assert "verbs;ofi_rxm on mlx5_0 (down, reaches GPU memory)" in detail
     assert "cxi on cxi0 (link state unknown, not usable: its writes carry 0 bytes" in detail
-    assert detail.count("rows of GPUs") == 1, "what is not usable says only why"
+    assert detail.count("reaches GPU memory") == 1, "what is not usable says only why"
     assert "the link of mlx5_0 is down" in hint
     assert "FI_CXI_ENABLE_WRITEDATA=1" in hint
 
 
-def test_networks_of_this_machine_say_where_rows_of_gpus_land():
+def test_networks_of_this_machine_say_why_they_reach_no_gpu():
     try:
         found = _core.find_networks()
     except UnavailableError:
