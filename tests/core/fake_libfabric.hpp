@@ -74,7 +74,7 @@ struct Fake {
   std::vector<Search> searches;
   std::vector<std::string> opened_nics;  // of domains
   std::vector<std::string> hmem_nics;    // of domains that were opened for a GPU's memory
-  std::vector<bool> cuda_permitted;      // as endpoints are told before they are enabled
+  std::vector<bool> cuda_permitted;      // set at endpoints before they are enabled
   // Registrations of `regattr`, and of `reg` with `iface` kHmemSystem.
   struct Registration {
     int iface;
