@@ -50,8 +50,8 @@ class Metric:
     unit: int = 1
 
 
-def _of_thread(name: str, count: str, text: str) -> Metric:
-    return Metric(f"proxy_{name}", ("thread",), text, count=count)
+def _of_thread(name: str, count: str, text: str, unit: int = 1) -> Metric:
+    return Metric(f"proxy_{name}", ("thread",), text, count=count, unit=unit)
 
 
 def _of_peer(name: str, count: str, text: str, unit: int = 1) -> Metric:
@@ -89,6 +89,12 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("masked_ranks", (), "Ranks that this rank goes on without", "gauge"),
     _of_thread("commands_total", "commands", "Commands taken from the ring"),
+    _of_thread(
+        "ring_seconds_total",
+        "ring_ns",
+        "Time that those commands lay in the ring, at most: since the thread last found it empty",
+        10**9,
+    ),
     _of_thread("fences_total", "fences", "Fences completed"),
     _of_thread("barriers_total", "barriers", "Barriers completed"),
     _of_thread("sleeps_total", "sleeps", "Times that the thread had nothing to do and slept"),

@@ -91,10 +91,8 @@ void ProxyThread::register_rows(const RowsMemory& rows) {
 }
 
 int64_t ProxyThread::source_span(const CommandFields& fields) const {
-  const auto peer = static_cast<size_t>(fields.peer);
-  const int64_t offset = within(fields.source);
-  if (is_apart(fields.source)) return kRowsSpan + rows_sources_[peer] + offset;
-  return source_of(static_cast<int32_t>(fields.peer)) + offset;
+  if (!is_apart(fields.source)) return source_of(static_cast<int32_t>(fields.peer)) + fields.source;
+  return kRowsSpan + rows_sources_[static_cast<size_t>(fields.peer)] + within(fields.source);
 }
 
 int64_t ProxyThread::target_span(const CommandFields& fields) const {
@@ -360,8 +358,12 @@ bool ProxyThread::take_commands() {
   while (taken < kCommands && failure() == nullptr) {
     if (!held_) {
       Command command{};
-      if (!rings_.pop(command)) break;
+      if (!rings_.pop(command)) {
+        ring_empty_ = elapsed_;
+        break;
+      }
       counted_.add(&Stats::commands);
+      counted_.add(&Stats::ring_ns, static_cast<uint64_t>((elapsed_ - ring_empty_).count()));
       ++taken;
       held_ = command.fields();
     }

@@ -182,6 +182,7 @@ class ProxyThread {
 
   std::chrono::nanoseconds elapsed_{};  // of steps; the time of a suspended process hardly counts
   std::optional<Time> last_;
+  std::chrono::nanoseconds ring_empty_{};  // when both rings were last seen to be
   std::chrono::nanoseconds next_check_{};
   std::chrono::nanoseconds barrier_moved_{};
   bool grown_ = false;       // a counter has grown in this step

@@ -9,7 +9,10 @@
 namespace fanfold::proxy {
 
 struct Stats {
-  uint64_t commands = 0;   // taken from the ring
+  uint64_t commands = 0;  // taken from the ring
+  // Nanoseconds that all of them lay there at most, as far as steps tell them apart: since the ring
+  // was last empty.
+  uint64_t ring_ns = 0;
   uint64_t coalesced = 0;  // of them, writes that were appended to the command before
   uint64_t messages = 0;   // data and signals sent
   uint64_t bytes = 0;      // sent
@@ -43,6 +46,7 @@ struct StatsField {
 // Every field.
 inline constexpr std::array kStatsFields = {
     StatsField{"commands", &Stats::commands, false},
+    StatsField{"ring_ns", &Stats::ring_ns, false},
     StatsField{"coalesced", &Stats::coalesced, true},
     StatsField{"messages", &Stats::messages, true},
     StatsField{"bytes", &Stats::bytes, true},

@@ -144,8 +144,12 @@ def _message_notes(result: Result) -> list[str]:
     messages = result.messages
     if messages is None:
         return []
-    waited = f"A message waited {messages.queue_us:,.1f} µs in the proxy"
-    lines = [f"{waited}; the transport had it for {messages.transit_us:,.1f} µs, on average."]
+    way = (
+        f"A command lay in its ring for {messages.ring_us:,.1f} µs at most, its message waited "
+        f"{messages.queue_us:,.1f} µs in the proxy, and the transport had it for "
+        f"{messages.transit_us:,.1f} µs, on average."
+    )
+    lines = [way]
     for phase in ("dispatch", "combine"):
         times = (result.timing or {}).get(phase, {})
         if "send_us" not in times:
@@ -153,10 +157,11 @@ def _message_notes(result: Result) -> list[str]:
         whole = times["alone_us"]
         parts = {
             "kernels": times["send_us"] + times["receive_us"],
+            "ring": messages.ring_us,
             "proxy": messages.queue_us,
             "provider": messages.transit_us,
         }
-        parts["rings, and what was not timed"] = max(0.0, whole - sum(parts.values()))
+        parts["what was not timed"] = max(0.0, whole - sum(parts.values()))
         shares = ", ".join(f"{name} {100 * us / whole:.0f}%" for name, us in parts.items())
         lines.append(f"Of a {phase} alone, {whole:,.0f} µs: {shares}.")
     return lines

@@ -20,11 +20,13 @@ class MessageTimes:
 
     Attributes:
         sent: how many there were.
+        ring_us: a mean of commands, how long each lay in its ring at most.
         queue_us: a mean, from the proxy's taking of a command until the transport had its message.
         transit_us: a mean, from then until the transport no longer needed the bytes.
     """
 
     sent: int
+    ring_us: float
     queue_us: float
     transit_us: float
 
@@ -39,9 +41,12 @@ class MessageTimes:
         sent = int(total("channel_sent_messages_total"))
         if sent == 0:
             return None
-        each_us = 1e6 / sent
-        queue_us = each_us * total("channel_queue_seconds_total")
-        return cls(sent, queue_us, each_us * total("channel_transit_seconds_total"))
+        return cls(
+            sent,
+            1e6 * total("proxy_ring_seconds_total") / total("proxy_commands_total"),
+            1e6 * total("channel_queue_seconds_total") / sent,
+            1e6 * total("channel_transit_seconds_total") / sent,
+        )
 
 
 @dataclass(frozen=True)

@@ -446,6 +446,7 @@ TEST(proxy_counts_how_long_messages_wait_and_are_on_their_way) {
                                     .context = rank.transport->writes[message].context});
   };
   rank.step();
+  rank.step(5us);
   rank.transport->written = transport::Code::kAgain;
   rank.proxy->push({.kind = CommandKind::kWrite, .peer = 2, .bytes = 2048});
   rank.step(3us);
@@ -460,6 +461,7 @@ TEST(proxy_counts_how_long_messages_wait_and_are_on_their_way) {
   const proxy::Stats stats = rank.proxy->thread(0).stats_of(2);
   CHECK_EQ(stats.messages, 2u);
   CHECK_EQ(stats.queue_ns, 14'000u);
+  CHECK_EQ(rank.proxy->thread(0).stats().ring_ns, 3'000u);
   CHECK_EQ(stats.transit_ns, 70'000u);
 }
 

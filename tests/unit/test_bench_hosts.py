@@ -345,6 +345,8 @@ def test_what_is_said_of_high_throughput_on_gpus_of_several_hosts() -> None:
 
 def metrics_of(sent: int, queue_s: float, transit_s: float) -> dict[str, dict[int, float]]:
     return {
+        "proxy_commands_total": {0: sent, 1: sent},
+        "proxy_ring_seconds_total": {0: 1e-6 * sent, 1: 3e-6 * sent},
         "channel_sent_messages_total": {1: sent, 2: 10},
         "channel_queue_seconds_total": {1: queue_s, 2: 0.0},
         "channel_transit_seconds_total": {1: transit_s, 2: 1e-4},
@@ -356,6 +358,7 @@ def test_messages_are_those_of_all_ranks() -> None:
     assert messages is not None
     assert (messages.sent, messages.queue_us) == (80, pytest.approx(5.0))
     assert messages.transit_us == pytest.approx(17 / 0.8)
+    assert messages.ring_us == pytest.approx(2.0)
     assert MessageTimes.of([{}, {"calls_total": {"dispatch": 3}}]) is None
 
 
@@ -364,21 +367,20 @@ def test_the_record_and_the_notes_have_messages() -> None:
     assert "messages" not in report.record(found)
     found = dataclasses.replace(
         found,
-        messages=MessageTimes(1234, 5.0, 25.0),
+        messages=MessageTimes(1234, 8.0, 5.0, 25.0),
         device={"name": "NVIDIA H200"},
         timing={
             "dispatch": {"alone_us": 400.0, "send_us": 60.0, "receive_us": 110.0},
             "combine": {"alone_us": 100.0},
         },
     )
-    assert report.record(found)["messages"] == {"sent": 1234, "queue_us": 5.0, "transit_us": 25.0}
+    recorded = {"sent": 1234, "ring_us": 8.0, "queue_us": 5.0, "transit_us": 25.0}
+    assert report.record(found)["messages"] == recorded
     notes = notes_of(found)
     assert "One machine acts as several hosts" in " ".join(notes)
-    assert (
-        "A message waited 5.0 µs in the proxy; the transport had it for 25.0 µs, on average."
-        in (notes)
-    )
-    shares = "kernels 42%, proxy 1%, provider 6%, rings, and what was not timed 50%."
+    way = "its message waited 5.0 µs in the proxy, and the transport had it for 25.0 µs"
+    assert f"A command lay in its ring for 8.0 µs at most, {way}, on average." in notes
+    shares = "kernels 42%, ring 2%, proxy 1%, provider 6%, what was not timed 48%."
     assert f"Of a dispatch alone, 400 µs: {shares}" in notes
     assert not any(line.startswith("Of a combine") for line in notes)
 
