@@ -97,6 +97,8 @@ void bind_proxy_carrier(nb::module_& module) {
           },
           "address"_a, "bytes"_a, "device"_a, "dmabuf"_a,
           "Gives rows memory of their own: of a GPU, or with device -1 of the CPU.")
+      .def_prop_ro("holds_rows", &OpenCarrier::holds_rows,
+                   "Whether the network has such memory, also after register_rows has failed.")
       .def_prop_ro("has_rows_apart", &OpenCarrier::has_rows_apart,
                    "Whether all ranks have given rows memory of their own, after start.")
       .def("address", [](const OpenCarrier& self) { return tuple_of(self.address()); })

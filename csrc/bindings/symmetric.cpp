@@ -158,6 +158,10 @@ void bind_symmetric(nb::module_& module) {
       .def_prop_ro("bytes", &SymmetricMemory::bytes)
       .def_prop_ro("mapped_bytes", &SymmetricMemory::mapped_bytes)
       .def_prop_ro(
+          "may_have_rows_apart",
+          [](const SymmetricMemory& self) { return self.mapped_bytes() <= kRowsApart; },
+          "Whether commands can tell memory for rows alone from this one.")
+      .def_prop_ro(
           "rows_bytes",
           [](const SymmetricMemory& self) {
             return RowsLayout{.ranks = self.ranks(), .bytes = self.bytes()}.total();

@@ -40,6 +40,7 @@ class OpenCarrier {
   std::string network() const;
   // As those of Proxy. The memory is a RowsLayout.
   void register_rows(RowsMemory rows);
+  bool holds_rows() const { return carrier().holds_rows(); }
   bool has_rows_apart() const { return carrier().has_rows_apart(); }
   std::string why_no_gpu_memory() const { return carrier().why_no_gpu_memory(); }
   ProxyAddress address() const { return carrier().address(); }

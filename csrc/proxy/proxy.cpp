@@ -80,6 +80,10 @@ void Proxy::register_rows(const RowsMemory& rows) {
   for (const auto& thread : threads_) thread->register_rows(rows);
 }
 
+bool Proxy::holds_rows() const {
+  return std::ranges::any_of(threads_, [](const auto& thread) { return thread->has_rows(); });
+}
+
 std::string Proxy::why_no_gpu_memory() const {
   std::string reason;
   for (const auto& thread : threads_) {

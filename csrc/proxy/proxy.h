@@ -62,9 +62,11 @@ class Proxy {
   Proxy& operator=(const Proxy&) = delete;
 
   // Gives rows memory of their own, before `address`. It stays mapped while the proxy exists. A
-  // proxy uses it if those of all ranks have some: `connect` finds that out. Throws BadArgument and
-  // TransportError.
+  // proxy uses it if those of all ranks have some: `connect` finds that out. Throws Unavailable if
+  // that fails, and can go on without it.
   void register_rows(const RowsMemory& rows);
+  // Whether a thread has registered it, also if another could not.
+  bool holds_rows() const;
   // Whether they all have; after `connect`.
   bool has_rows_apart() const { return rows_apart_; }
   // Why that cannot be a GPU's memory; empty if it may be.

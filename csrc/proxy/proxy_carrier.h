@@ -25,6 +25,7 @@ class ProxyCarrier final : public Carrier {
 
   // As those of Proxy.
   void register_rows(const RowsMemory& rows) { proxy_->register_rows(rows); }
+  bool holds_rows() const { return proxy_->holds_rows(); }
   bool has_rows_apart() const { return proxy_->has_rows_apart(); }
   std::string why_no_gpu_memory() const { return proxy_->why_no_gpu_memory(); }
   ProxyAddress address() const { return proxy_->address(); }

@@ -61,19 +61,17 @@ ProxyThread::ProxyThread(const ProxyOptions& options, int32_t index, const Proxy
 
 transport::LocalMemory ProxyThread::register_memory(std::byte* data, int64_t bytes) {
   const transport::LocalMemory local = transport_->register_memory(data, bytes);
-  if (local.index < 0) raise_unregistered(bytes);
-  return local;
+  if (local.index >= 0) return local;
+  raise(describe(FailureReason::kTransport, -1, unregistered(bytes)));
 }
 
-void ProxyThread::raise_unregistered(int64_t bytes) const {
-  raise(describe(
-      FailureReason::kTransport, -1,
-      "cannot register " + std::to_string(bytes) + " bytes of memory: " + transport_->error()));
+std::string ProxyThread::unregistered(int64_t bytes) const {
+  return "cannot register " + std::to_string(bytes) + " bytes of memory: " + transport_->error();
 }
 
 void ProxyThread::register_rows(const RowsMemory& rows) {
   if (rows.device < 0) {
-    local_rows_ = register_memory(rows.data, rows.bytes);
+    local_rows_ = transport_->register_memory(rows.data, rows.bytes);
   } else {
     transport::GpuMemory memory{
         .data = rows.data, .bytes = rows.bytes, .device = rows.device, .dmabuf = rows.dmabuf};
@@ -83,8 +81,10 @@ void ProxyThread::register_rows(const RowsMemory& rows) {
       memory.dmabuf = -1;
       local_rows_ = transport_->register_gpu_memory(memory);
     }
-    if (local_rows_.index < 0) raise_unregistered(rows.bytes);
   }
+  // What has failed until here ends nothing: without it rows lie beside the words.
+  known_error_ = transport_->error();
+  if (local_rows_.index < 0) throw Unavailable(unregistered(rows.bytes));
   rows_bytes_ = rows.bytes;
   rows_sources_ = rows.sources;
   rows_sources_.resize(static_cast<size_t>(options_.ranks));

@@ -35,8 +35,9 @@ class ProxyThread {
   ProxyThread(const ProxyOptions& options, int32_t index, const ProxyMemory& memory,
               std::unique_ptr<transport::Transport> transport);
 
-  // Registers it, before `address`. Throws TransportError if that fails.
+  // Registers it, before `address`. Throws Unavailable if that fails, and can go on without it.
   void register_rows(const RowsMemory& rows);
+  bool has_rows() const { return rows_bytes_ > 0; }
   // Why a RowsMemory cannot be a GPU's; empty if it may be.
   std::string why_no_gpu_memory() const { return transport_->why_no_gpu_memory(); }
   ThreadAddress address() const;
@@ -92,7 +93,7 @@ class ProxyThread {
     return memory_.sources.empty() ? 0 : memory_.sources[static_cast<size_t>(peer)];
   }
   transport::LocalMemory register_memory(std::byte* data, int64_t bytes);
-  [[noreturn]] void raise_unregistered(int64_t bytes) const;
+  std::string unregistered(int64_t bytes) const;
   // Of an offset of a command: whether it is one of memory for rows alone, and within its memory.
   bool is_apart(int64_t offset) const { return rows_bytes_ > 0 && offset >= kRowsApart; }
   int64_t within(int64_t offset) const { return is_apart(offset) ? offset - kRowsApart : offset; }

@@ -137,7 +137,8 @@ Libfabric::Libfabric(const Library& library, const LibfabricOptions& options) : 
   const libfabric::Choice choice = libfabric::choose(networks, request);
   numa_node_ = networks[choice.networks[0]].numa_node;
   libfabric::OpenNics open =
-      libfabric::open_nics(library, found.get(), choice.networks, request.gpu_memory);
+      libfabric::open_nics(library, found.get(), choice.networks,
+                           request.gpu_memory ? std::string() : options.why_no_gpu_memory);
   nics_ = std::move(open.nics);
   why_no_gpu_memory_ = std::move(open.why_no_gpu_memory);
   const Info& first = *nics_[0]->info;
@@ -584,15 +585,8 @@ void Libfabric::report_failure(std::span<Event> events, int32_t& count) {
 
 }  // namespace
 
-std::unique_ptr<Transport> open_libfabric(const LibfabricOptions& options) {
-  return open_libfabric(libfabric::library(), options);
-}
-
-std::unique_ptr<Transport> open_libfabric(const Library& library, const LibfabricOptions& options) {
-  if (options.endpoints_per_nic < 1 || options.endpoints_per_nic > kMostRails) {
-    throw BadArgument("endpoints_per_nic", std::to_string(options.endpoints_per_nic),
-                      "from 1 to " + std::to_string(kMostRails));
-  }
+std::unique_ptr<Transport> libfabric::make_transport(const Library& library,
+                                                     const LibfabricOptions& options) {
   return std::make_unique<Libfabric>(library, options);
 }
 

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "transport/libfabric_networks.h"
 #include "transport/transport.h"
@@ -15,11 +16,14 @@ namespace fanfold::transport {
 struct LibfabricOptions {
   libfabric::Request request = {};  // which provider and NICs
   int32_t endpoints_per_nic = 1;    // rails = endpoints_per_nic * NICs
+  // What a transport says that is not asked for a GPU's memory.
+  std::string why_no_gpu_memory = "it was not asked for";
 };
 
 // Opens the endpoints. All ranks of a job must pass the same options. Throws Unavailable, saying
 // what to install or to change, if libfabric or a network is missing or fails to open; BadArgument
-// for options outside of their bounds.
+// for options outside of their bounds. NICs that fail to open for a GPU's memory are opened
+// without, and `why_no_gpu_memory` says why.
 //
 // At most `kMostRegions` ranges can be registered. If the provider gives each NIC or endpoint a key
 // of its own (EFA, verbs, Slingshot), a transport serves two of them.

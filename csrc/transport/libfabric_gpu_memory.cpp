@@ -85,8 +85,8 @@ InfoList find_gpu_offers(const Library& library, const std::string& provider) {
 }
 
 OpenNics open_nics(const Library& library, const Info* found, const std::vector<size_t>& chosen,
-                   bool gpu_memory) {
-  OpenNics open{.nics = {}, .why_no_gpu_memory = gpu_memory ? "" : "it was not asked for"};
+                   const std::string& why_no_gpu_memory) {
+  OpenNics open{.nics = {}, .why_no_gpu_memory = why_no_gpu_memory};
   std::vector<const Info*> plain;
   for (const size_t index : chosen) {
     plain.push_back(found);

@@ -40,9 +40,9 @@ struct OpenNics {
 };
 
 // Opens the `chosen` ones of the endpoint types in `found`, all of one provider. They are open for
-// a GPU's memory if it is wanted and all of them offer it.
+// a GPU's memory if all of them offer it and `why_no_gpu_memory` is empty: else it says why not.
 OpenNics open_nics(const Library& library, const Info* found, const std::vector<size_t>& chosen,
-                   bool gpu_memory);
+                   const std::string& why_no_gpu_memory);
 
 // Keeps the provider of an endpoint from calling CUDA. Returns why it would call it all the same;
 // empty if it does not. Call it before the endpoint is enabled.

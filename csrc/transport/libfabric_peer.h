@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "transport/libfabric.h"
 #include "transport/libfabric_abi.h"
 
 namespace fanfold::transport::libfabric {
@@ -24,5 +25,8 @@ struct Peer {
   bool ended = false;             // the peer listens no more
   bool reported = false;          // the failure has been reported
 };
+
+// As open_libfabric, within the bounds of options, and without a second try.
+std::unique_ptr<Transport> make_transport(const Library& library, const LibfabricOptions& options);
 
 }  // namespace fanfold::transport::libfabric

@@ -89,7 +89,7 @@ def describe(found: Sequence[Network], devices: Sequence[RdmaDevice]) -> Outcome
         return "missing", f"{error}; found: {lines}", hint or _needed("connect a network")
     first = found[chosen[0]]
     between = f"between hosts {first.provider} on {first.nic}, because {reason}"
-    between += f"; rows of GPUs lie in {_place(first)}"
+    between += f"; rows of GPUs {_place([found[index] for index in chosen])}"
     if any(network.provider == "shm" and not network.refusal for network in found):
         between += "; on one host shm"
     detail = f"{between}; found: {lines}"
@@ -118,10 +118,12 @@ def _line(network: Network) -> str:
     return f"{network.provider} on {network.nic} ({', '.join(parts)})"
 
 
-def _place(network: Network) -> str:
-    """Where rows lie that GPUs exchange over the network, and why not on the GPU."""
-    why = network.why_no_gpu_memory
-    return f"pinned memory of the CPU, as {why}" if why else "memory of the GPU"
+def _place(chosen: Sequence[Network]) -> str:
+    """Where rows may lie that GPUs exchange over the networks, and why not on the GPU."""
+    why = next((each.why_no_gpu_memory for each in chosen if each.why_no_gpu_memory), "")
+    if why:
+        return f"lie in pinned memory of the CPU, as {why}"
+    return "may lie in memory of the GPU"
 
 
 def _hints(found: Sequence[Network], devices: Sequence[RdmaDevice]) -> list[str]:

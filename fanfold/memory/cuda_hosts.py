@@ -75,8 +75,7 @@ class CudaMemoryAcrossHosts:
         on the CPU; not of the copies of other ranks' regions on the CPU, of which the system
         provides what is used."""
         host = self.between.memory
-        rows = 0 if host.rows.memory is None else host.rows.memory.nbytes
-        return self._gpu.bytes_per_rank + rows + host.bytes_per_rank
+        return self._gpu.bytes_per_rank + host.rows.nbytes + host.bytes_per_rank
 
     @property
     def tensor(self) -> torch.Tensor:

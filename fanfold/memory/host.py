@@ -97,8 +97,11 @@ class SymmetricMemory:
             error = failure
         if for_kernels_of is not None:
             self.rows.offer(group, getattr(self, "core", None), carrier, for_kernels_of, config)
-        if carrier is not None:
-            network_address = carrier.address()
+        if carrier is not None and error is None:
+            try:
+                network_address = carrier.address()
+            except FanfoldError as failure:
+                error = failure
         gathered = group.all_gather((address, network_address))
         try:
             agree(group, {"network": self.network}, error)

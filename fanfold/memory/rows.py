@@ -94,8 +94,10 @@ class NetworkRows:
             device: whose kernels they are.
         """
         reason = "there is no network"
-        if carrier is not None:
+        if carrier is not None and core is not None:
             reason = why_no_rows_on(device, carrier, config)
+            if not (reason or core.may_have_rows_apart):
+                reason = f"{core.mapped_bytes} bytes of a rank are more than the 16 GiB that fit"
         reasons = group.all_gather(reason)
         others = (f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why)
         self.why_none = reason or next(others, "")
@@ -106,6 +108,8 @@ class NetworkRows:
             carrier.register_rows(rows.address, rows.nbytes, rows.device, rows.dmabuf)
         except (FanfoldError, RuntimeError) as failure:
             self.why_none = str(failure)
+            if not carrier.holds_rows:
+                self.close()
 
     def choose(self, carrier: _core.Carrier) -> None:
         """Takes the memory, if all ranks have registered some. The carrier has started."""
@@ -114,7 +118,14 @@ class NetworkRows:
         elif self._registered is not None:
             self.why_none = self.why_none or "another rank could not register such memory"
 
+    @property
+    def nbytes(self) -> int:
+        """Of the memory, or of what the network holds because only other ranks could not register
+        theirs."""
+        return 0 if self._registered is None else self._registered.nbytes
+
     def close(self) -> None:
-        """Gives the memory back. The carrier has ended. Harmless when repeated."""
+        """Gives the memory back. The carrier has ended, or holds none. Harmless when repeated."""
         if self._registered is not None:
             self._registered.close()
+            self._registered = None

@@ -42,6 +42,7 @@ struct FakeBehaviour {
   int hmem_mr_mode = kMrHmem;       // what they ask for then, beside `mr_mode`
   int forbid_cuda_with = 0;         // the option that forbids calls of CUDA returns this error
   int regattr_with = 0;             // a GPU's memory is refused with this error
+  int no_hmem_domain_with = 0;      // NICs fail with this error to open for a GPU's memory
   uint16_t port = 0;  // where all its endpoints listen on this host; 0: they have no such address
 };
 
@@ -390,7 +391,11 @@ inline int fake_mr_regattr(Fid* domain, const MrAttr* attributes, uint64_t flags
 
 inline int fake_domain(Fabric*, Info* info, Domain** opened, void*) {
   Fake::get().opened_nics.emplace_back(info->domain_attr->name);
-  if ((info->caps & kHmem) != 0) Fake::get().hmem_nics.emplace_back(info->domain_attr->name);
+  if ((info->caps & kHmem) != 0) {
+    Fake::get().hmem_nics.emplace_back(info->domain_attr->name);
+    const int error = Fake::get().behaviour.no_hmem_domain_with;
+    if (error != 0) return -error;
+  }
   auto* domain = make_fake<FakeDomain>([](FakeDomain& made) -> FidOps& { return made.fid_ops; });
   domain->ops.av_open = fake_av_open;
   domain->ops.cq_open = fake_cq_open;

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <map>
 #include <memory>
 #include <span>
@@ -104,9 +105,9 @@ struct ProxyRank {
 class ProxyWorld {
  public:
   // Ranks with `options` in a network of their own. `bytes` of memory for each, and `rows` of
-  // memory for rows alone.
+  // memory for rows alone for the ranks below `with_rows`.
   ProxyWorld(const proxy::ProxyOptions& options, const loopback::Options& network, int64_t bytes,
-             int64_t rows = 0)
+             int64_t rows = 0, int32_t with_rows = std::numeric_limits<int32_t>::max())
       : network_(loopback::Network::create(network)), ranks_(static_cast<size_t>(options.ranks)) {
     std::vector<proxy::ProxyAddress> addresses;
     for (int32_t rank = 0; rank < options.ranks; ++rank) {
@@ -129,7 +130,9 @@ class ProxyWorld {
           .data = each.memory, .bytes = bytes, .counters = each.counters};
       each.proxy = std::make_unique<proxy::Proxy>(own, memory, std::move(transports));
       each.rows.resize(static_cast<size_t>(rows));
-      if (rows > 0) each.proxy->register_rows({.data = each.rows.data(), .bytes = rows});
+      if (rows > 0 && rank < with_rows) {
+        each.proxy->register_rows({.data = each.rows.data(), .bytes = rows});
+      }
       addresses.push_back(each.proxy->address());
     }
     for (const ProxyRank& each : ranks_) each.proxy->connect(addresses);

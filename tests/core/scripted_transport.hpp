@@ -38,7 +38,9 @@ class Scripted : public transport::Transport {
   std::string why_no_gpu_memory() const override { return {}; }
   transport::LocalMemory register_gpu_memory(const transport::GpuMemory& gpu) override {
     gpu_memories.push_back(gpu);
-    return {knows_dmabuf == (gpu.dmabuf >= 0) ? kGpuMemory : -1};
+    const bool registers = gpu.dmabuf >= 0 ? knows_dmabuf : knows_pages;
+    if (!registers) words = "no such memory";
+    return {registers ? kGpuMemory : -1};
   }
   transport::RemoteMemory remote(transport::LocalMemory) const override {
     return {.base = 0, .key = 0, .bytes = bytes_};
@@ -65,6 +67,7 @@ class Scripted : public transport::Transport {
   static constexpr int32_t kGpuMemory = 7;
   std::vector<transport::GpuMemory> gpu_memories;
   bool knows_dmabuf = true;
+  bool knows_pages = true;  // of a GPU's memory, by their address
 
   std::vector<transport::Event> next;
   std::vector<transport::Write> writes;

@@ -291,6 +291,15 @@ TEST(libfabric_gpu_memory_is_refused_with_its_reason) {
   CHECK(Fake::get().hmem_nics.empty());
 }
 
+TEST(libfabric_gpu_memory_is_given_up_if_nics_open_only_without) {
+  FakeBehaviour behaviour = offering();
+  behaviour.no_hmem_domain_with = ENOSYS;
+  World world(behaviour);
+  CHECK(contains(world.sides[0].transport->why_no_gpu_memory(), "fi_domain"));
+  CHECK_EQ(world.register_gpu().index, -1);
+  world.expect_delivered(world.sides[0].of_cpu, world.sides[0].cpu, 2000);
+}
+
 TEST(libfabric_gpu_memory_that_cannot_be_registered) {
   FakeBehaviour behaviour = offering();
   behaviour.regattr_with = EFAULT;

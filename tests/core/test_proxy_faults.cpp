@@ -324,38 +324,6 @@ TEST(proxy_refuses_commands_that_it_cannot_execute) {
   CHECK_EQ(bad.size(), 8u);
 }
 
-TEST(proxy_refuses_writes_outside_of_the_memory_for_rows) {
-  const int64_t rows = kBytes / 2;
-  ProxyWorld world(options_of(2), quiet_network(), kBytes, rows);
-  CommandFields write{.kind = CommandKind::kWrite,
-                      .peer = 1,
-                      .bytes = 96,
-                      .source = kRowsApart + rows - 96,
-                      .target = kRowsApart + rows - 96};
-  world.proxy(0).push(write);
-  for (int64_t CommandFields::* field : {&CommandFields::source, &CommandFields::target}) {
-    CommandFields bad = write;
-    bad.*field += 16;
-    CHECK_THROWS(world.proxy(0).push(bad), BadArgument);
-  }
-  // Words stay where the CPU finds them.
-  const CommandFields store{
-      .kind = CommandKind::kStore, .peer = 1, .target = kRowsApart, .word = 7};
-  CHECK_THROWS(world.proxy(0).push(store), BadArgument);
-}
-
-// A rank that could not register memory for rows has none, and then nobody uses it.
-TEST(proxy_has_rows_apart_if_all_ranks_have) {
-  for (const bool all : {true, false}) {
-    ProxyWorld world(options_of(2), quiet_network(), kBytes, all ? kBytes : 0);
-    CHECK_EQ(world.has_rows(), all);
-    std::vector<std::byte> rows(256);
-    const proxy::RowsMemory of_gpu{.data = rows.data(), .bytes = 256, .device = 0};
-    CHECK(!world.proxy(0).why_no_gpu_memory().empty());
-    CHECK_THROWS(world.proxy(0).register_rows(of_gpu), TransportError);
-  }
-}
-
 namespace {
 
 uint32_t data_from(int32_t source, uint32_t sequence, uint32_t parts = 1) {
@@ -503,36 +471,6 @@ TEST(proxy_reports_memory_that_cannot_be_registered) {
     });
   });
   CHECK_EQ(report.what, "cannot register 65536 bytes of memory: no pinned memory is left");
-}
-
-// A descriptor comes first, if there is one; then rows go from and to the memory.
-TEST(proxy_registers_memory_of_a_gpu) {
-  for (const bool knows_dmabuf : {true, false}) {
-    std::vector<std::byte> gpu(4096);
-    const proxy::RowsMemory rows{
-        .data = gpu.data(), .bytes = 4096, .sources = {0, 0, 512, 0, 0}, .device = 3, .dmabuf = 9};
-    ScriptedRank rank(
-        10ms, [&](Scripted& transport) { transport.knows_dmabuf = knows_dmabuf; }, rows);
-    const auto& asked = rank.transport->gpu_memories;
-    CHECK_EQ(asked.size(), knows_dmabuf ? 1u : 2u);
-    CHECK_EQ(asked.front().dmabuf, 9);
-    CHECK_EQ(asked.back().dmabuf, knows_dmabuf ? 9 : -1);
-    for (const transport::GpuMemory& each : asked) {
-      CHECK(each.data == gpu.data() && each.bytes == 4096 && each.device == 3);
-    }
-    CHECK(rank.proxy->has_rows_apart());
-    rank.proxy->push({.kind = CommandKind::kWrite,
-                      .peer = 2,
-                      .bytes = 64,
-                      .source = kRowsApart + 32,
-                      .target = kRowsApart + 48});
-    rank.step();
-    CHECK_EQ(rank.transport->writes.size(), 1u);
-    const transport::Write& write = rank.transport->writes.front();
-    CHECK_EQ(write.source.index, Scripted::kGpuMemory);
-    CHECK_EQ(write.source_offset, 512 + 32);
-    CHECK_EQ(write.target_offset, 48);
-  }
 }
 
 // An exception in the proxy's thread ends neither the process nor the waits for it.

@@ -211,6 +211,11 @@ class Proxies:
     _network: Network
     _stopped: list[StoppedRing]  # kernels push into their memory
 
+    @property
+    def rows_apart(self) -> bool:
+        """Whether rows have memory of their own."""
+        return self._network.rows_apart
+
     def count(self, name: str, rank: int) -> int:
         """Of the proxy of ``rank``: ``commands``, ``duplicates``, ``reordered``."""
         counts = self.memories[rank].between.memory.core.carrier_counts()

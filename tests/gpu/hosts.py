@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import fanfold
+from fanfold import _core
 from fanfold.launch import RankFailure
 from fanfold.memory import rows
 from tests.distributed import routings
@@ -74,11 +75,22 @@ class PinnedRows:
 
 def with_rows_apart(group: dist.ProcessGroup, test: Test, *args: Any) -> Any:
     """One rank's part: ``test(group, *args)`` where rows have memory of their own."""
+    chosen: list[object] = []
+    choose = rows.NetworkRows.choose
+
+    def noted(self: rows.NetworkRows, carrier: _core.Carrier) -> None:
+        choose(self, carrier)
+        chosen.append(self.memory)
+
     with (
         mock.patch.object(rows, "GpuRows", PinnedRows),
         mock.patch.object(rows, "why_no_rows_on", return_value=""),
+        mock.patch.object(rows.NetworkRows, "choose", noted),
     ):
-        return test(group, *args)
+        result = test(group, *args)
+    assert chosen
+    assert None not in chosen
+    return result
 
 
 def call_after_a_kill(

@@ -86,6 +86,7 @@ def run_rounds(world: HostsWorld, shape: Shape, turns: list[list[Batch]], hooks:
         few.run_round(world, shape, batches, hooks)
     for memory in world.memories:
         memory.between.check()
+        assert memory.between.has_rows_apart == world.rows_apart
 
 
 @HOSTILE

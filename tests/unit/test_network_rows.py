@@ -42,15 +42,20 @@ class Carrier:
         why: its network reaches no GPU's memory.
         failure: of each registration.
         all_have: whether all ranks have registered memory.
+        holds: whether the network has it, although registration has failed.
     """
 
     network = "libfabric:efa"
 
     def __init__(
-        self, why: str = "", failure: Exception | None = None, all_have: bool = True
+        self,
+        why: str = "",
+        failure: Exception | None = None,
+        all_have: bool = True,
+        holds: bool = False,
     ) -> None:
         self.why_no_gpu_memory, self.has_rows_apart = why, all_have
-        self._failure = failure
+        self._failure, self.holds_rows = failure, holds
         self.registered: list[tuple[int, ...]] = []
 
     def register_rows(self, *memory: int) -> None:
@@ -87,9 +92,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
-def offered(carrier: Any, ranks: Ranks | None = None, **settings: Any) -> NetworkRows:
+def offered(
+    carrier: Any, ranks: Ranks | None = None, fits: bool = True, **settings: Any
+) -> NetworkRows:
     made = NetworkRows()
-    core: Any = SimpleNamespace(rows_bytes=3000)
+    core: Any = SimpleNamespace(rows_bytes=3000, mapped_bytes=2**35, may_have_rows_apart=fits)
     group: Any = ranks or Ranks()
     made.offer(group, core, carrier, GPU, Config.resolve(**settings))
     return made
@@ -116,6 +123,7 @@ def test_why_they_do_not() -> None:
     with mock.patch.object(_core, "cuda_why_no_network_memory", side_effect=FanfoldError("none")):
         assert offered(Carrier()).why_none == "none"
     assert offered(None).why_none == "there is no network"
+    assert "more than the 16 GiB" in offered(Carrier(), fits=False).why_none
 
 
 def test_another_rank_may_not(gpu: list[int]) -> None:
@@ -132,6 +140,13 @@ def test_what_cannot_be_registered(failure: Exception) -> None:
     made.choose(carrier)
     assert made.memory is None
     assert str(failure) in made.why_none
+    assert made.nbytes == 0
+
+
+def test_what_one_thread_could_not_register() -> None:
+    """Another has, so the memory stays until the network has ended."""
+    made = offered(Carrier(failure=FanfoldError("no more"), all_have=False, holds=True))
+    assert (made.memory, made.nbytes) == (None, 3000)
 
 
 def test_another_rank_cannot_register_it() -> None:
