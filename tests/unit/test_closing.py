@@ -12,14 +12,21 @@ CLOSES_LATE = """
 import multiprocessing, pathlib, sys, time
 from fanfold.memory import closing
 
+core_closed = []
+
 class Core:
     def close(self):
         time.sleep(0.3)
+        core_closed.append(True)
+
+class Rows:
+    def close(self):
+        assert core_closed  # no network has them any more
         pathlib.Path(sys.argv[1]).touch()
 
 def drop():
     closing.wait_at_exit()
-    closing.close_in_a_thread(Core())
+    closing.close_in_a_thread(Core(), Rows())
     assert not pathlib.Path(sys.argv[1]).exists()
 
 """

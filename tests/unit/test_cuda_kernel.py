@@ -46,6 +46,8 @@ struct {
   int box[3], steps[3], modes[4];  // interleave, swizzle, promotion, out of bounds
 } maps[16];
 int map_count;
+int attributes[200];  // of GPU 3
+int dmabuf;           // of 64 bytes at address 4096
 char argument[4096];
 
 static int outcome(const char* name) {
@@ -127,6 +129,17 @@ int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, co
   memcpy(maps[map_count].modes, modes, 16);
   memset(map, 'a' + map_count++, 128);
   return outcome("cuTensorMapEncodeTiled");
+}
+int cuDeviceGetAttribute(int* value, int attribute, int device) {
+  if (device != 3) return 101;
+  *value = attributes[attribute];
+  return outcome("cuDeviceGetAttribute");
+}
+int cuMemGetHandleForAddressRange(void* handle, size_t address, size_t bytes, int type,
+                                  unsigned long long flags) {
+  if (address != 4096 || bytes != 64 || type != 1 || flags != 0) return 1;
+  *(int*)handle = dmabuf;
+  return outcome("cuMemGetHandleForAddressRange");
 }
 #if VERSION >= 12040
 int cuFuncLoad(void* function) { function_loads += function == KERNEL; return 0; }
@@ -280,6 +293,27 @@ told = refused(errors.DriverFailure, kernel.most_clusters, 384, 232448, 2)
 for part in ("cuOccupancyMaxActiveClusters", "CUDA_ERROR_INVALID_VALUE", "kernel add",
              "384 threads", "232448 bytes", "in clusters of 2"):
     assert part in told, (part, told)
+""")
+
+
+def test_memory_of_a_gpu_for_the_network(drive: Drive) -> None:
+    """NICs must reach it, and the GPU see what they write in order (attribute 118, from 100 on)."""
+    drive("""
+attributes = (ctypes.c_int * 200).in_dll(cuda, "attributes")
+why = _core.cuda_why_no_network_memory
+assert why(3) == "the driver lets no NIC reach this GPU's memory"
+for reaches in (116, 124):
+    attributes[116] = attributes[124] = 0
+    attributes[reaches], attributes[118] = 1, 0
+    assert why(3) == "this GPU does not see what NICs write in order"
+    attributes[118] = 100
+    assert why(3) == ""
+told = refused(errors.DriverFailure, why, 2)
+assert "cuDeviceGetAttribute" in told and "of GPU 2" in told, told
+ctypes.c_int.in_dll(cuda, "dmabuf").value = 12
+assert _core.cuda_make_dmabuf(4096, 64) == 12
+fail("cuMemGetHandleForAddressRange", 801)
+assert _core.cuda_make_dmabuf(4096, 64) == -1
 """)
 
 
