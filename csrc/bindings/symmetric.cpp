@@ -159,7 +159,7 @@ void bind_symmetric(nb::module_& module) {
       .def_prop_ro("mapped_bytes", &SymmetricMemory::mapped_bytes)
       .def_prop_ro(
           "may_have_rows_apart",
-          [](const SymmetricMemory& self) { return self.mapped_bytes() <= kRowsApart; },
+          [](const SymmetricMemory& self) { return RowsLayout::fits_beside(self.mapped_bytes()); },
           "Whether commands can tell memory for rows alone from this one.")
       .def_prop_ro(
           "rows_bytes",

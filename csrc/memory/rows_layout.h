@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "layout/command.h"
 #include "layout/types.h"
 
 namespace fanfold {
@@ -22,6 +23,8 @@ struct RowsLayout {
   constexpr int64_t area(int32_t peer) const {
     return align_up(bytes, kAreaAlignment) + peer * share();
   }
+  // Whether commands can tell it from the other memory, of which a rank has `mapped_bytes`.
+  static constexpr bool fits_beside(int64_t mapped_bytes) { return mapped_bytes <= kRowsApart; }
   constexpr int64_t total() const { return area(ranks - 1) + bytes; }
 };
 

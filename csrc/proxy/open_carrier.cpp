@@ -101,7 +101,7 @@ OpenCarrier::OpenCarrier(const SymmetricMemory& memory, const CarrierOptions& op
 }
 
 void OpenCarrier::register_rows(RowsMemory rows) {
-  if (memory_.mapped_bytes() > kRowsApart) {
+  if (!RowsLayout::fits_beside(memory_.mapped_bytes())) {
     throw BadArgument("memory between hosts", std::to_string(memory_.mapped_bytes()) + " bytes",
                       "at most 16 GiB, where rows have memory of their own");
   }
