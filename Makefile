@@ -27,7 +27,7 @@ PY_DIRS := $(wildcard fanfold tools tests benchmarks packages examples)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help venv build demo test test-core test-python test-hosts test-long test-kernels \
-	test-frameworks test-frameworks-gpu test-gpu lint format sanitize docs wheel clean
+	test-frameworks test-frameworks-gpu test-gpu lint format sanitize sanitizer-builds docs wheel clean
 
 help:
 	@echo 'Fanfold: set-up happens by itself; start with make demo.'
@@ -151,8 +151,9 @@ test-core: build
 	$(LOCKED_MAKE) $(CORE)/.stamp
 	$(call run_core,$(CORE))
 
-# Each of the processes starts ranks of its own; more than a few would only compete.
-SPREAD := -n $(JOBS) --maxprocesses 8 --dist worksteal
+# Half as many processes more than cores, since many tests wait for others of their ranks. Each starts
+# ranks of its own; more than a few would only compete.
+SPREAD := -n $$((($(JOBS) * 3 + 1) / 2)) --maxprocesses 8 --dist worksteal
 
 test-python: build
 	$(BIN)/python -m pytest $(SPREAD) --durations 10 $(PYTEST_ARGS)
@@ -199,6 +200,10 @@ test-frameworks-gpu: build
 	$(LOCKED_MAKE) $(FRAMEWORKS)/.stamp-$(MEGATRON)
 	PYTHONPATH=$(FRAMEWORKS) $(BIN)/python -m pytest -m 'frameworks and gpu' tests/frameworks \
 	  $(PYTEST_ARGS)
+
+# Without the lock, so that tests may run meanwhile.
+sanitizer-builds: build
+	@$(MAKE) --no-print-directory --silent $(CORE)-asan/.stamp $(CORE)-tsan/.stamp
 
 sanitize: build
 	$(LOCKED_MAKE) $(CORE)-asan/.stamp

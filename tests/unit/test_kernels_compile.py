@@ -104,17 +104,21 @@ FEW = kernels(
     [point(NAMED[0], rows, rows) for rows in range(len(ROWS))]
     + [point(sizes, number, number) for number, sizes in enumerate(EXTREMES)]
 )
+SIZES = [*NAMED, *MANY_RANKS]
+# Every size in every format; the four kinds of combine take turns.
 MANY = kernels(
     [
-        point(sizes, rows, combine)
-        for sizes, rows, combine in itertools.product(
-            [*NAMED, *MANY_RANKS], range(len(ROWS)), range(4)
-        )
+        point(sizes, rows, number + rows)
+        for (number, sizes), rows in itertools.product(enumerate(SIZES), range(len(ROWS)))
     ]
     + list(drawn(8, seed=1))
-    + list(drawn(60, seed=2))
 )
-MORE = [source for source in kernels(list(drawn(140, seed=3))) if source not in set(MANY)]
+EVERY = kernels(
+    [point(*each) for each in itertools.product(SIZES, range(len(ROWS)), range(4))]
+    + list(drawn(60, seed=2))
+    + list(drawn(140, seed=3))
+)
+MORE = [source for source in EVERY if source not in set(MANY)]
 
 
 def short(source: KernelSource) -> str:
