@@ -43,6 +43,7 @@ class HostsWorld(Proxies, World):
         """A rank closes what is between the hosts, and makes no call any more."""
         gone = {id(part) for part in self._beside[rank]}
         self._behind = [part for part in self._behind if id(part) not in gone]
+        self.fail(rank)  # so it waits for no others
         self.memories[rank].between.memory.core.close()
 
     def _memories(

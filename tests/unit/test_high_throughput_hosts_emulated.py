@@ -265,17 +265,8 @@ def test_a_ring_that_nobody_empties_is_a_late_rank(worlds: Worlds, call: str) ->
     world.run(program)
 
 
-@pytest.mark.parametrize(
-    ("call", "provider"),
-    [
-        ("plan", ""),
-        ("dispatch", ""),
-        ("combine", ""),
-        ("plan", "tcp"),
-        pytest.param("dispatch", "tcp", marks=pytest.mark.long),
-        pytest.param("combine", "tcp", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("provider", ["", "tcp"])
+@pytest.mark.parametrize("call", ["plan", "dispatch", "combine"])
 def test_a_rank_that_has_ended_is_not_awaited(
     worlds: Worlds, call: str, provider: str, caplog: pytest.LogCaptureFixture
 ) -> None:

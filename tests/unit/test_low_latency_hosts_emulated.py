@@ -285,6 +285,7 @@ def test_a_lost_peer_is_named_by_the_network(opens: Open) -> None:
         mode.check()
 
     world.run(program)
+    world.fail(3)  # so it waits for no others
     world.memories[3].between.memory.core.close()
 
     def lost(rank: int, mode: CudaLowLatency) -> None:
