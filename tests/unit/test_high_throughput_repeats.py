@@ -3,8 +3,11 @@ not are checked as a first call is."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from fanfold import _core
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.backends.high_throughput.plan import CudaDispatched, CudaPlan
 from fanfold.errors import ArgumentError
+from fanfold.formats import ScaleFormat
 from tests.emulation.high_throughput import CTAS, ROOMY_RING, World, emulated
 from tests.emulation.world import Builder
 
@@ -60,6 +64,11 @@ def begin(mode: CudaHighThroughput, layout: Any, **options: Any) -> CudaDispatch
     return mode.dispatch(rows(0), routing(), num_experts=EXPERTS, layout=layout, **options)
 
 
+def begin_with(x: torch.Tensor, mode: CudaHighThroughput) -> CudaDispatched:
+    """In place, token-major."""
+    return mode.dispatch(x, routing(), num_experts=EXPERTS, layout="token_major", in_place=True)
+
+
 def assert_brought(got: CudaDispatched, x: torch.Tensor) -> None:
     """Each row is that of the token which it is said to be."""
     there = got.row_source_token >= 0
@@ -97,6 +106,81 @@ def test_cached_dispatches(
         assert not seen & memory_of(got)  # a result is the caller's to keep
         plan.repeated_dispatches.clear()
         assert_same(got, mode.dispatch_cached(x, plan, layout=layout))
+
+
+def roomy() -> CudaHighThroughput:
+    """A mode with memory for results in place."""
+    return World(1, ROOMY_RING, result_bytes=1 << 16).modes[0]
+
+
+def kept(got: CudaDispatched) -> CudaDispatched:
+    """What the next dispatch in place leaves as it is."""
+    scales = None if got.scales is None else got.scales.clone()
+    return dataclasses.replace(got, tokens=got.tokens.clone(), scales=scales)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("make", [rows, fp8_rows])
+def test_cached_dispatches_in_place(gpu: None, layout: Any, make: Callable[[int], Any]) -> None:
+    """Also by turns with others by the same plan."""
+    mode = roomy()
+    plan = begin(mode, layout).plan
+    for seed, in_place in enumerate((True, True, True, False, False, True, True)):
+        x, options = make(seed), {"layout": layout, "in_place": in_place}
+        with mock.patch.object(mode, "_dispatch_again", wraps=mode._dispatch_again) as again:
+            got = kept(mode.dispatch_cached(x, plan, **options))
+        assert again.called == (seed not in (0, 3, 5))
+        assert_brought(got, x[0] if isinstance(x, tuple) else x)
+        repeated = plan.repeated_dispatches.pop(layout)
+        assert_same(got, mode.dispatch_cached(x, plan, **options))
+        plan.repeated_dispatches[layout] = repeated
+    where = mode.dispatch_cached(make(1), plan, layout=layout, in_place=True)
+    assert where.tokens.data_ptr() == mode._results.memory.data_ptr()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_new_routings_in_place(gpu: None, layout: Any) -> None:
+    mode = roomy()
+    options: dict[str, Any] = {"num_experts": EXPERTS, "layout": layout, "in_place": True}
+    for seed in range(3):
+        with mock.patch.object(mode, "_check_new", wraps=mode._check_new) as checked:
+            got = mode.dispatch(rows(seed), routing(seed), **options)
+        assert checked.called == (seed == 0)
+        assert_brought(got, rows(seed))
+        assert got.tokens.data_ptr() == mode._results.memory.data_ptr()
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_rows_among_the_results_are_refused_each_time(gpu: None, cached: bool) -> None:
+    mode = roomy()
+    got = begin(mode, "token_major", in_place=True)
+    for turn in range(3):
+        for x in (rows(turn), got.tokens, rows(turn)):
+            inside = x is got.tokens
+            with (
+                pytest.raises(ArgumentError, match="results in place") if inside else nullcontext()
+            ):
+                if cached:
+                    mode.dispatch_cached(x, got.plan, layout="token_major", in_place=True)
+                else:
+                    begin_with(x, mode)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_rows_that_become_fp8(gpu: None, in_place: bool) -> None:
+    mode = roomy()
+    mode._quantize_to = ScaleFormat.FLOAT32
+    plan = begin(mode, "expert_major").plan
+    for seed in range(4):
+        options = {"layout": "expert_major", "in_place": in_place}
+        with mock.patch.object(mode, "_dispatch_again", wraps=mode._dispatch_again) as again:
+            got = kept(mode.dispatch_cached(rows(seed), plan, **options))
+        assert again.called == (seed > 0)
+        assert got.tokens.dtype == FP8
+        plan.repeated_dispatches.clear()
+        assert_same(got, mode.dispatch_cached(rows(seed), plan, **options))
+    with pytest.raises(ArgumentError):
+        mode.dispatch_cached(rows(1, tokens=TOKENS + 1), plan, layout="expert_major")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

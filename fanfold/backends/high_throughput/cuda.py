@@ -233,11 +233,13 @@ class CudaHighThroughput:
             again = self._last_routing
             if (
                 again is None
-                or in_place
+                or again.kind.in_place != in_place
                 or not again.finds(self._launches, asked, x, topk_idx, topk_weights)
             ):
                 again = self._check_new(asked, x, topk_idx, topk_weights, in_place)
                 self._last_routing = again
+            elif in_place:
+                self._results.check(x)
             planning, sending, kind = again.planning, again.sending, again.kind
             values, scales = x if isinstance(x, tuple) else (x, None)
             plan = self._room.plan(kind.sizes, values.shape[0], capacity)
@@ -303,11 +305,13 @@ class CudaHighThroughput:
     ) -> CudaDispatched:
         """See :meth:`HighThroughputBackend.dispatch_cached`, and :meth:`dispatch`."""
         self._check_usable()
-        if not in_place:
-            again = repeated_dispatch(plan, layout)
-            if again is not None and again.finds(self._launches, x):
-                again.call.args.zeroes_padding = self._zero_padding
-                return self._dispatch_again(again, plan)
+        again = repeated_dispatch(plan, layout)
+        if again is not None:
+            if self._quantize_to is not None:
+                with Refusing(lambda error: self.refuse_dispatch(error, plan)):
+                    x = quantized(x, self._quantize_to)
+            if again.in_place == in_place and again.finds(self._launches, x):
+                return self._dispatch_again(again, plan, x)
         with Refusing(lambda error: self.refuse_dispatch(error, plan)):
             check_layout(layout)
             check_plan(plan, self._ranks)
@@ -341,19 +345,23 @@ class CudaHighThroughput:
         sending.launch(args, stream)
         if layout == "expert_major" and plan.row_weights is None and plan.topk_weights is not None:
             dispatched.row_weights = plan.weights_of_rows(len(dispatched.tokens))
-        elif not in_place and self._quantize_to is None:
+        else:
             results = dispatched.tokens, dispatched.scales
-            repeated = RepeatedDispatch.of(self._launches, sending, (values, scales), results)
-            plan.repeated_dispatches[layout] = repeated
+            plan.repeated_dispatches[layout] = RepeatedDispatch.of(
+                self._launches, sending, (values, scales), results, in_place=in_place
+            )
         return dispatched
 
-    def _dispatch_again(self, again: RepeatedDispatch, plan: CudaPlan) -> CudaDispatched:
+    def _dispatch_again(self, again: RepeatedDispatch, plan: CudaPlan, x: Rows) -> CudaDispatched:
         args = again.call.args
         try:
+            if again.in_place:
+                self._results.check(x)
             dispatched = self._room.again(again, plan)
-        except BaseException as error:  # for want of memory
+        except BaseException as error:  # such as for want of memory
             self.refuse_dispatch(error, plan)
             raise
+        args.zeroes_padding = self._zero_padding
         dispatched.place(args)
         stream = self._follow()
         plan.keep_for(stream)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from fanfold.backends.high_throughput.kernels import DispatchKind
@@ -55,18 +57,10 @@ class Results:
 
     def most_rows(self, kind: DispatchKind) -> int:
         """Rows that fit."""
-        each = kind.row_bytes + 4 * kind.scale_words
-        return max(0, self._nbytes - _LINE) // each
+        return self._most(kind.row_bytes + 4 * kind.scale_words)
 
-    def room(
-        self, count: int, x: Rows, kind: DispatchKind
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Room for ``count`` rows like those of ``x``, and for their scales, if it has any.
-
-        Raises:
-            ArgumentError: they do not fit.
-        """
-        values, scales = x if isinstance(x, tuple) else (x, None)
+    def check_rows(self, count: int, kind: DispatchKind) -> None:
+        """Raises ArgumentError unless so many rows fit."""
         most = self.most_rows(kind)
         if count > most:
             each = kind.row_bytes + 4 * kind.scale_words
@@ -75,10 +69,19 @@ class Results:
                 "place (in_place_rows of a HighThroughput, else result_bytes)"
             )
             raise ArgumentError("rows", count, bound)
-        rows = self.memory[: count * kind.row_bytes]
-        tokens = rows.view(values.dtype).view(count, values.shape[1])
-        if scales is None:
-            return tokens, None
-        begin = -(-most * kind.row_bytes // _LINE) * _LINE
-        words = self.memory[begin : begin + count * 4 * kind.scale_words]
-        return tokens, words.view(scales.dtype).view(count, kind.scale_words)
+
+    def rows(self, kinds: Sequence[tuple[tuple[int, int], torch.dtype]]) -> list[torch.Tensor]:
+        """Rows that fit, and their scales, if there are any: of these shapes and dtypes."""
+        memory = self.memory
+        (count, columns), dtype = kinds[0]
+        row_bytes = columns * dtype.itemsize
+        made = [memory[: count * row_bytes].view(dtype).view(count, columns)]
+        for (_, words), scale_dtype in kinds[1:]:
+            most = self._most(row_bytes + 4 * words)
+            begin = -(-most * row_bytes // _LINE) * _LINE
+            scales = memory[begin : begin + count * 4 * words]
+            made.append(scales.view(scale_dtype).view(count, words))
+        return made
+
+    def _most(self, row_bytes: int) -> int:
+        return max(0, self._nbytes - _LINE) // row_bytes

@@ -27,7 +27,7 @@ def _pattern(tensor: torch.Tensor | None, alignment: int) -> _core.TensorPattern
 
 @dataclass(eq=False, slots=True)
 class RepeatedDispatch:
-    """Cached dispatches by one plan in one order, not in place.
+    """Cached dispatches by one plan in one order.
 
     Attributes:
         launches: of the mode and the grid that the first one had.
@@ -37,6 +37,7 @@ class RepeatedDispatch:
         shapes: of the results: rows, and scales if any come.
         dtypes: likewise.
         expert_major: their order; else token-major.
+        in_place: whether they are.
     """
 
     launches: Launches
@@ -46,6 +47,7 @@ class RepeatedDispatch:
     shapes: tuple[tuple[int, int], ...]
     dtypes: tuple[torch.dtype, ...]
     expert_major: bool
+    in_place: bool
 
     @classmethod
     def of(
@@ -54,6 +56,8 @@ class RepeatedDispatch:
         call: Call[_core.CudaHighThroughputDispatchArgs],
         sent: tuple[torch.Tensor, torch.Tensor | None],
         results: tuple[torch.Tensor, torch.Tensor | None],
+        *,
+        in_place: bool,
     ) -> RepeatedDispatch:
         """That of a call which has just been launched."""
         made = [tensor for tensor in results if tensor is not None]
@@ -65,6 +69,7 @@ class RepeatedDispatch:
             tuple((tensor.shape[0], tensor.shape[1]) for tensor in made),
             tuple(tensor.dtype for tensor in made),
             call.args.offsets_copy != 0,
+            in_place,
         )
 
     def finds(self, launches: Launches, x: Rows) -> bool:
@@ -129,7 +134,7 @@ class RepeatedCombine:
 
 @dataclass(eq=False, slots=True)
 class RepeatedRouting:
-    """Dispatches of new routings, not in place.
+    """Dispatches of new routings.
 
     Attributes:
         launches: as of :class:`RepeatedDispatch`.
@@ -172,7 +177,7 @@ class RepeatedRouting:
         topk_weights: torch.Tensor | None,
     ) -> bool:
         """Whether such a dispatch is a repetition."""
-        if launches is not self.launches or asked != self.asked or self.kind.in_place:
+        if launches is not self.launches or asked != self.asked:
             return False
         parts: tuple[object, ...] = x if isinstance(x, tuple) else (x, None)
         if len(parts) != 2:

@@ -74,7 +74,11 @@ class Room:
 
     def again(self, repeated: RepeatedDispatch, plan: CudaPlan) -> CudaDispatched:
         """The same for a cached dispatch that looks like an earlier one."""
-        made = [self.empty(*each) for each in zip(repeated.shapes, repeated.dtypes, strict=True)]
+        kinds = tuple(zip(repeated.shapes, repeated.dtypes, strict=True))
+        if repeated.in_place:
+            made = self._results.rows(kinds)
+        else:
+            made = [self.empty(*each) for each in kinds]
         sources = self.empty((2, repeated.shapes[0][0]), torch.int32)
         scales = made[1] if len(made) > 1 else None
         return self._dispatched(plan, made[0], scales, sources, repeated.expert_major)
@@ -96,8 +100,11 @@ class Room:
     def _rows(
         self, count: int, x: Rows, kind: DispatchKind
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if kind.in_place:
-            return self._results.room(count, x, kind)
         parts = x if isinstance(x, tuple) else (x,)
-        made = [self.empty((count, part.shape[1]), part.dtype) for part in parts]
+        kinds = tuple(((count, part.shape[1]), part.dtype) for part in parts)
+        if kind.in_place:
+            self._results.check_rows(count, kind)
+            made = self._results.rows(kinds)
+        else:
+            made = [self.empty(*each) for each in kinds]
         return made[0], made[1] if len(made) > 1 else None
