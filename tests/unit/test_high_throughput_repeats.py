@@ -140,14 +140,15 @@ def test_cached_dispatches_in_place(gpu: None, layout: Any, make: Callable[[int]
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_new_routings_in_place(gpu: None, layout: Any) -> None:
+    """Also by turns with others."""
     mode = roomy()
-    options: dict[str, Any] = {"num_experts": EXPERTS, "layout": layout, "in_place": True}
-    for seed in range(3):
+    options: dict[str, Any] = {"num_experts": EXPERTS, "layout": layout}
+    for seed, in_place in enumerate((True, True, False, False, True)):
         with mock.patch.object(mode, "_check_new", wraps=mode._check_new) as checked:
-            got = mode.dispatch(rows(seed), routing(seed), **options)
-        assert checked.called == (seed == 0)
+            got = mode.dispatch(rows(seed), routing(seed), in_place=in_place, **options)
+        assert checked.called == (seed not in (1, 3))
         assert_brought(got, rows(seed))
-        assert got.tokens.data_ptr() == mode._results.memory.data_ptr()
+        assert (got.tokens.data_ptr() == mode._results.memory.data_ptr()) == in_place
 
 
 @pytest.mark.parametrize("cached", [True, False])
