@@ -8,6 +8,7 @@ compares it with the link's time for the same token.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -19,13 +20,18 @@ from fanfold.backends.high_throughput.kernels import (
 )
 from fanfold.backends.high_throughput.protocol import RowOrder
 
-__all__ = ["Grid", "sms_for"]
+__all__ = ["Grid", "sms_for", "with_transfer"]
 
 # Of 24 in a dispatch. Expert-major there are more copies for the others to make.
 _SENDERS: dict[RowOrder, int] = {"token_major": 9, "expert_major": 8}
 _SENDERS_OF = 24
+# A source that is read stores each row once.
+_READ_SENDERS: dict[RowOrder, int] = {"token_major": 6, "expert_major": 4}
 # Token-major in place there are none: eight senders of twelve fill the links, of more half.
 _MOST_IN_PLACE, _FEW_IN_PLACE = 2 / 3, 8
+
+# Of the time of an SM with pushed rows: by less than that pulling does not pay.
+_LEAST_GAIN = 0.9
 
 # Bytes per nanosecond (GB/s): of one GPU's link to all peers, and of one SM.
 _LINK = 375.0
@@ -61,6 +67,8 @@ class Grid:
     def of_dispatch(self, kind: DispatchKind) -> tuple[int, int]:
         """CTAs and senders of a dispatch."""
         ctas = self._within(sms_for(kind))
+        if kind.pulls and self.senders is None and self.ranks > 1:
+            return ctas, _share(ctas, _READ_SENDERS[kind.layout])
         return ctas, self._senders(ctas, kind.layout, in_place=kind.in_place)
 
     def of_combine(self, kind: CombineKind) -> tuple[int, int]:
@@ -78,7 +86,29 @@ class Grid:
             return ctas
         if in_place and order == "token_major":
             return min(max(int(ctas * _MOST_IN_PLACE), 1), max(_FEW_IN_PLACE, ctas // 2))
-        return min(-(-ctas * _SENDERS[order] // _SENDERS_OF), max(ctas - 1, 1))
+        return _share(ctas, _SENDERS[order])
+
+
+def _share(ctas: int, senders: int) -> int:
+    """As many of ``ctas`` as ``senders`` of 24, and no more than leave a receiver."""
+    return min(-(-ctas * senders // _SENDERS_OF), max(ctas - 1, 1))
+
+
+def with_transfer(kind: DispatchKind, asked: str) -> DispatchKind:
+    """``kind`` as its rows travel: pulled or pushed, as is asked for, or with ``"auto"`` as the
+    model says. Ranks must agree, so it goes by nothing that is one rank's own matter."""
+    if kind.in_place or kind.sizes.ranks == 1 or asked == "push":
+        return kind
+    pulled = dataclasses.replace(kind, pulls=True)
+    if asked == "auto" and not _gains_by_pulling(kind, pulled):
+        return kind
+    return pulled
+
+
+def _gains_by_pulling(pushed: DispatchKind, pulled: DispatchKind) -> bool:
+    if pushed.sizes.across_hosts or not pushed.expert_major:
+        return False
+    return _dispatch_ns(pulled) < _LEAST_GAIN * _dispatch_ns(pushed)
 
 
 def sms_for(kind: DispatchKind | CombineKind) -> int:
@@ -118,6 +148,8 @@ def _dispatch_ns(kind: DispatchKind) -> float:
     stored = float(sizes.top_k) if kind.expert_major else pushed + own
     if kind.in_place:
         stored -= pushed
+    if kind.pulls:  # stored once for all readers, and loaded while others are stored
+        return (1 + stored) * row / _STORED + (pushed + stored) * _MOVED_ROW
     return pushed * row / _PUSHED + stored * row / _STORED + (pushed + stored) * _MOVED_ROW
 
 

@@ -47,7 +47,13 @@ class Sender {
       __syncwarp();
     }
     const SendDescriptor& descriptor = w_.descriptors[slot].sent;
-    if (call_.is_peer(call_.lane) && (descriptor.to >> call_.lane & 1u) != 0)
+    bool pushes = call_.is_peer(call_.lane) && (descriptor.to >> call_.lane & 1u) != 0;
+    if constexpr (kPulls != 0) {
+      const uint32_t readers = __ballot_sync(kFullWarp, pushes && !call_.is_elsewhere(call_.lane));
+      if (readers != 0 && call_.lane == 0) w_.put_for_readers(slot, descriptor);
+      pushes = pushes && call_.is_elsewhere(call_.lane);
+    }
+    if (pushes)
       w_.put_to(call_.lane, slot, descriptor, kStaysInPlace ? row_in_place(descriptor) : 0);
   }
 
@@ -127,6 +133,7 @@ class Sender {
   __device__ void publish(int slot, uint64_t word) const {
     // A row that never came into the ring fails the call, and was sent all the same.
     const bool sends = call_.is_peer(call_.lane) && !call_.failed();
+    if constexpr (kPulls != 0) publish_copies();
     if (sends) {
       fence_global_and_bulk();
       if (!call_.is_elsewhere(call_.lane))

@@ -41,11 +41,20 @@ class ManyRanksSender {
     }
     const SendDescriptor& descriptor = w_.descriptors[slot].sent;
     const auto token = static_cast<int>(descriptor.to);
+    bool is_read = false;
     for (int rank = call_.lane; rank < kRanks; rank += kWarpLanes) {
       const int row = row_of(token, rank);
       if (row < 0) continue;
+      if (kPulls != 0 && !call_.is_elsewhere(rank)) {
+        is_read = true;
+        continue;
+      }
       const int first = kStaysInPlace ? w_.args.first_rows[rank] : 0;
       w_.put_to(rank, slot, descriptor, first + row);
+    }
+    if constexpr (kPulls != 0) {
+      if (__any_sync(kFullWarp, is_read) != 0 && call_.lane == 0)
+        w_.put_for_readers(slot, descriptor);
     }
     __syncwarp();
   }
@@ -119,6 +128,7 @@ class ManyRanksSender {
   // The batch has arrived at every peer.
   __device__ void publish(int batch) const {
     // A row that never came into the ring fails the call, and was sent all the same.
+    if constexpr (kPulls != 0) publish_copies();
     if (!call_.failed()) {
       fence_global_and_bulk();
       for (int rank = call_.lane; rank < kRanks; rank += kWarpLanes)
