@@ -11,9 +11,9 @@
 // source's ring of itself, once for all readers of its host, each of which loads them from there;
 // what travels to other hosts is pushed (docs/high_throughput.md#push-and-pull).
 //
-// Constants: kRowBytes, kScaleWords, kExpertMajor, kInPlace, kPulls, kNewRouting (the plan is new: what is
-// known of the rows is kept for later calls), kWeighted, kRingRowBytes (of what goes through the
-// ring), kShortTokens (that go in short batches).
+// Constants: kRowBytes, kScaleWords, kExpertMajor, kInPlace, kPulls, kNewRouting (the plan is new:
+// what is known of the rows is kept for later calls), kWeighted, kRingRowBytes (of what goes
+// through the ring), kShortTokens (that go in short batches).
 #pragma once
 
 #include "high_throughput/row_ring.cuh"
