@@ -15,7 +15,7 @@ from fanfold.backends.high_throughput import grid, kernels
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.backends.high_throughput.kernels import DispatchKind, Sizes
 from fanfold.errors import ArgumentError, PeerRefused, PeerTimeout
-from tests.distributed.cuda_rounds import dispatch, run_case, soak, soak_results
+from tests.distributed.cuda_rounds import dispatch, run_case, sent, soak, soak_results
 from tests.distributed.routings import Case, Round
 from tests.emulation.high_throughput import CTAS, ROOMY_RING, SMALL, World, emulated
 from tests.emulation.world import Builder
@@ -30,9 +30,9 @@ def gpu(builder: Builder) -> Iterator[None]:
         yield
 
 
-def pulling(case: Case, ring_bytes: int | None = None, **options: Any) -> World:
-    ring = tiny_ring(case) if ring_bytes is None else ring_bytes
-    return World(case.ranks, ring, dispatch_transfer="pull", **options)
+def pulling(case: Case, **options: Any) -> World:
+    """With so little memory that a source has four slots for each rank."""
+    return World(case.ranks, tiny_ring(case), dispatch_transfer="pull", **options)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -121,18 +121,15 @@ def test_a_refused_dispatch_is_aborted_on_all_ranks() -> None:
 
 
 def test_a_late_rank_is_named() -> None:
-    """By readers, and by a source whose ring nobody reads."""
     world = pulling(SMALL, timeout_s=0.5)
 
     def program(rank: int, mode: CudaHighThroughput) -> None:
         got = dispatch(mode, Round(SMALL, rank), "expert_major", None)
         if rank == 1:
             return
+        x = sent(Round(SMALL, rank), mode.device)
         with pytest.raises(PeerTimeout) as raised:
-            (mode.dispatch_cached(got.tokens[:0], got.plan, layout="expert_major")
-             if not len(Round(SMALL, rank).own.x)
-             else mode.dispatch_cached(Round(SMALL, rank).own.x, got.plan, layout="expert_major"),
-             mode.quiesce())  # fmt: skip
+            (mode.dispatch_cached(x, got.plan, layout="expert_major"), mode.quiesce())
         assert raised.value.peer == 1
 
     world.run(program)
@@ -147,9 +144,10 @@ def kind(ranks: int, *, expert_major: bool = True, in_place: bool = False) -> Di
 
 
 def test_what_is_asked_for_is_taken_where_it_can_be() -> None:
-    for ranks, in_place in ((1, False), (4, True)):
+    across = dataclasses.replace(kind(4), sizes=Sizes(4, 256, 8, across_hosts=True))
+    for never in (kind(1), kind(4, in_place=True), across):
         for asked in ("auto", "push", "pull"):
-            assert not grid.with_transfer(kind(ranks, in_place=in_place), asked).pulls
+            assert not grid.with_transfer(never, asked).pulls
     for expert_major in (False, True):
         assert grid.with_transfer(kind(4, expert_major=expert_major), "pull").pulls
         assert not grid.with_transfer(kind(4, expert_major=expert_major), "push").pulls
@@ -168,7 +166,6 @@ def test_a_pulling_grid_has_fewer_senders() -> None:
 def test_the_kernel_and_what_ranks_agree_about_say_so() -> None:
     pushed = kind(4)
     pulled = dataclasses.replace(pushed, pulls=True)
-    variants = {kernels.core_shape(each).variant for each in (pushed, pulled)}
-    assert len(variants) == 2
+    assert [kernels.core_shape(each).pulls for each in (pushed, pulled)] == [0, 1]
     sources = [kernels.dispatch_kernel(each).source for each in (pushed, pulled)]
     assert [dict(source.pairs)["kPulls"] for source in sources] == [0, 1]

@@ -27,14 +27,13 @@ _SENDERS: dict[RowOrder, int] = {"token_major": 9, "expert_major": 8}
 _SENDERS_OF = 24
 # A source that is read stores each row once.
 _READ_SENDERS: dict[RowOrder, int] = {"token_major": 6, "expert_major": 4}
+# Shorter rows cost what each of them costs, wherever it lies.
+_LEAST_PULLED_BYTES = 4096
 # Token-major in place there are none: eight senders of twelve fill the links, of more half.
 _MOST_IN_PLACE, _FEW_IN_PLACE = 2 / 3, 8
 
-# Of the time of an SM with pushed rows: by less than that pulling does not pay.
-_LEAST_GAIN = 0.9
-
 # Bytes per nanosecond (GB/s): of one GPU's link to all peers, and of one SM.
-_LINK = 375.0
+_LINK, _PULLED_LINK = 375.0, 257.0
 _PUSHED, _STORED = 35.0, 61.0
 _SUMMED, _FOLDED = 200.0, 105.0  # rows of experts into one; rows of ranks into a result
 # Nanoseconds of an SM for each row, however short.
@@ -97,18 +96,22 @@ def _share(ctas: int, senders: int) -> int:
 def with_transfer(kind: DispatchKind, asked: str) -> DispatchKind:
     """``kind`` as its rows travel: pulled or pushed, as is asked for, or with ``"auto"`` as the
     model says. Ranks must agree, so it goes by nothing that is one rank's own matter."""
-    if kind.in_place or kind.sizes.ranks == 1 or asked == "push":
+    if kind.in_place or kind.sizes.ranks == 1 or kind.sizes.across_hosts or asked == "push":
         return kind
     pulled = dataclasses.replace(kind, pulls=True)
-    if asked == "auto" and not _gains_by_pulling(kind, pulled):
+    if asked == "auto" and not _gains(kind, pulled):
         return kind
     return pulled
 
 
-def _gains_by_pulling(pushed: DispatchKind, pulled: DispatchKind) -> bool:
-    if pushed.sizes.across_hosts or not pushed.expert_major:
+def _gains(pushed: DispatchKind, pulled: DispatchKind) -> bool:
+    """Whether readers that pull take less time, on the SMs that the model gives to pushed rows: as
+    much as the SMs need, or the link, whichever is more."""
+    if not pushed.expert_major or pushed.row_bytes < _LEAST_PULLED_BYTES:
         return False
-    return _dispatch_ns(pulled) < _LEAST_GAIN * _dispatch_ns(pushed)
+    sms, link_bytes = sms_for(pushed), _rows_pushed(pushed.sizes) * _bytes_moved(pushed)
+    push_ns = max(_dispatch_ns(pushed) / sms, link_bytes / _LINK)
+    return max(_dispatch_ns(pulled) / sms, link_bytes / _PULLED_LINK) < push_ns
 
 
 def sms_for(kind: DispatchKind | CombineKind) -> int:

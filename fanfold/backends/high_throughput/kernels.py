@@ -150,8 +150,8 @@ class DispatchKind:
         new_routing: whether the plan is new: the kernel stores what describes the rows.
         weighted: whether weights travel.
         in_place: rows go straight to their place, expert-major to one of them, not through a ring.
-        pulls: a source puts a row into a ring of its own, from which readers of its host load it,
-            instead of into the rings of them all. Not in place.
+        pulls: readers load each row from the memory of its source, which stores it there once,
+            instead of into a ring of each reader. Not in place, and on one host alone.
     """
 
     sizes: Sizes
@@ -451,7 +451,8 @@ def core_shape(kind: DispatchKind | CombineKind) -> _core.CudaHighThroughputShap
     if isinstance(kind, DispatchKind):
         shape.scale_words = kind.scale_words
         shape.in_place = int(kind.in_place)
-        shape.variant = int(kind.new_routing) | int(kind.weighted) << 1 | int(kind.pulls) << 2
+        shape.pulls = int(kind.pulls)
+        shape.variant = int(kind.new_routing) | int(kind.weighted) << 1
     else:
         shape.slices, shape.variant = kind.slices, int(kind.returns_weights)
     return shape

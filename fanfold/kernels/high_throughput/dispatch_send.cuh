@@ -47,7 +47,10 @@ class Sender {
       __syncwarp();
     }
     const SendDescriptor& descriptor = w_.descriptors[slot].sent;
-    if constexpr (kPulls != 0) return pass_once(slot, descriptor);
+    if constexpr (kPulls != 0) {
+      if (descriptor.to != 0 && call_.lane == 0) w_.keep_for_readers(slot, descriptor.at);
+      return;
+    }
     if (call_.is_peer(call_.lane) && (descriptor.to >> call_.lane & 1u) != 0)
       w_.put_to(call_.lane, slot, descriptor, kStaysInPlace ? row_in_place(descriptor) : 0);
   }
@@ -60,15 +63,6 @@ class Sender {
   }
 
  private:
-  // One copy for all readers of this host, and one for each rank elsewhere.
-  __device__ void pass_once(int slot, const SendDescriptor& descriptor) const {
-    const bool gets = call_.is_peer(call_.lane) && (descriptor.to >> call_.lane & 1u) != 0;
-    const bool is_elsewhere = call_.is_elsewhere(call_.lane);
-    const bool is_read = __any_sync(kFullWarp, gets && !is_elsewhere) != 0;
-    if (is_read && call_.lane == 0) w_.put_for_readers(slot, descriptor);
-    if (gets && is_elsewhere) w_.put_to(call_.lane, slot, descriptor, 0);
-  }
-
   // Token-major: the row's place on lane r's rank.
   __device__ int row_in_place(const SendDescriptor& descriptor) const {
     const BatchWord batch = BatchWord::decode(descriptor.words[call_.lane]);

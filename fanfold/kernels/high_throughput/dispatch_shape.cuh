@@ -8,8 +8,8 @@
 // beside it through the ring (docs/decisions/dispatch-in-place.md).
 //
 // Rows that are pushed lie in the reader's ring of their source. Rows that are pulled lie in the
-// source's ring of itself, once for all readers of its host, each of which loads them from there;
-// what travels to other hosts is pushed (docs/high_throughput.md#push-and-pull).
+// source's memory, once for all readers, each of which loads them from there. There they have the
+// room of all rings, as nothing is in those then (docs/high_throughput.md#push-and-pull).
 //
 // Constants: kRowBytes, kScaleWords, kExpertMajor, kInPlace, kPulls, kNewRouting (the plan is new:
 // what is known of the rows is kept for later calls), kWeighted, kRingRowBytes (of what goes
@@ -38,7 +38,7 @@ inline constexpr bool kStaysInPlace = kInPlace != 0 && kExpertMajor == 0;
 static_assert(kSlotBytes == align_up(kSentAt + kRingRowBytes, kAreaAlignment));
 static_assert(kWeighted == 0 || kHasTopKWords);
 static_assert(kAcrossHosts == 0 || (kInPlace == 0 && kWarps > 1));
-static_assert(kPulls == 0 || kInPlace == 0);
+static_assert(kPulls == 0 || (kInPlace == 0 && kAcrossHosts == 0));
 static_assert(0 <= kShortTokens && kShortTokens <= kMostShortTokens);
 
 // Word k of those that travel beside a row in a slot.
@@ -46,8 +46,8 @@ __device__ __forceinline__ uint32_t topk_word(const unsigned char* bytes, int k)
   return reinterpret_cast<const uint32_t*>(bytes + kTopKWordsAt)[k];
 }
 
-// All lanes: what lane 0 has copied into this rank's own ring, and knows to be written, comes
-// before what each lane signals next.
+// All lanes: what lane 0 has copied for readers, and knows to be written, comes before what each
+// lane signals next.
 __device__ __forceinline__ void publish_copies() {
   fence_global_and_bulk();
   __syncwarp();
@@ -133,16 +133,17 @@ struct DispatchWarp {
     }
   }
 
-  // One lane: enqueues the copy of the row in a slot of shared memory that readers here load.
-  __device__ void put_for_readers(int slot, const SendDescriptor& row_sent) const {
-    const int64_t to = ring_row(args.call.rank, row_sent.at);
-    call.peer(args.call.rank).put_row(to, ring.slots[slot], kSentBytes);
+  // Row `at` of those that a source keeps for its readers, in its own memory.
+  __device__ int64_t kept_row(int at) const {
+    return args.call.at.ring + int64_t{at} * kRingRowBytes;
   }
-
-  // One lane: asks for row `at` of those that `source`, a rank here, has put for its readers.
+  // One lane: enqueues the copy of the row in a slot of shared memory that readers load.
+  __device__ void keep_for_readers(int slot, int at) const {
+    call.peer(args.call.rank).put_row(kept_row(at), ring.slots[slot], kSentBytes);
+  }
+  // One lane: asks for row `at` of those that `source` keeps.
   __device__ void read_from(int source, int at, int slot) const {
-    const int64_t from = ring_row(own_number_of(args.call, source), at);
-    call.peer(source).read_row(ring.slots[slot], from, kSentBytes, &ring.full[slot]);
+    call.peer(source).read_row(ring.slots[slot], kept_row(at), kSentBytes, &ring.full[slot]);
   }
 
   // The rows of a batch in the send areas of ranks elsewhere, and its word: for each lane's `rank`

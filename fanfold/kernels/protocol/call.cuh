@@ -22,12 +22,6 @@ __device__ __forceinline__ int rank_at(const Args& args, int peer) {
   return kMirror != 0 ? (kRanks - peer) % kRanks : args.rank;
 }
 
-// The number that `peer` has for itself.
-template <class Args>
-__device__ __forceinline__ int own_number_of(const Args& args, int peer) {
-  return kMirror != 0 ? args.rank : peer;
-}
-
 __device__ __forceinline__ void store_report(Report* report, const Report& what) {
   const uint4 words{what.call, what.epoch, static_cast<uint32_t>(what.first),
                     static_cast<uint32_t>(what.second)};
