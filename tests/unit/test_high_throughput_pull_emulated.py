@@ -153,6 +153,26 @@ def test_what_is_asked_for_is_taken_where_it_can_be() -> None:
         assert not grid.with_transfer(kind(4, expert_major=expert_major), "push").pulls
 
 
+@pytest.mark.parametrize(
+    ("ranks", "row_bytes", "expert_major", "pulls"),
+    [
+        (2, 7168, True, True),
+        (2, 14336, True, True),
+        (3, 7168, True, True),  # by the model alone
+        (4, 7168, True, False),  # the link is slower when pulled, and has more to carry
+        (4, 14336, True, False),
+        (8, 7168, True, False),
+        (2, 2048, True, False),
+        (2, 7168, False, False),
+    ],
+)
+def test_the_model_pulls_what_was_faster(
+    ranks: int, row_bytes: int, expert_major: bool, pulls: bool
+) -> None:
+    asked = dataclasses.replace(kind(ranks, expert_major=expert_major), row_bytes=row_bytes)
+    assert grid.with_transfer(asked, "auto").pulls is pulls
+
+
 def test_a_pulling_grid_has_fewer_senders() -> None:
     pushed = kind(4)
     pulled = dataclasses.replace(pushed, pulls=True)

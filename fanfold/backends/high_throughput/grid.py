@@ -25,10 +25,11 @@ __all__ = ["Grid", "sms_for", "with_transfer"]
 # Of 24 in a dispatch. Expert-major there are more copies for the others to make.
 _SENDERS: dict[RowOrder, int] = {"token_major": 9, "expert_major": 8}
 _SENDERS_OF = 24
-# A source that is read stores each row once.
+# A source that is read stores each row once; on few CTAs it had better begin to read soon.
 _READ_SENDERS: dict[RowOrder, int] = {"token_major": 6, "expert_major": 4}
-# Shorter rows cost what each of them costs, wherever it lies.
-_LEAST_PULLED_BYTES = 4096
+_MANY_READERS, _SENDERS_OF_MANY = 20, 8
+# Short rows cost what each of them costs, wherever it lies; between were none measured.
+_LEAST_PULLED_BYTES = 7168
 # Token-major in place there are none: eight senders of twelve fill the links, of more half.
 _MOST_IN_PLACE, _FEW_IN_PLACE = 2 / 3, 8
 
@@ -67,7 +68,8 @@ class Grid:
         """CTAs and senders of a dispatch."""
         ctas = self._within(sms_for(kind))
         if kind.pulls and self.senders is None and self.ranks > 1:
-            return ctas, _share(ctas, _READ_SENDERS[kind.layout])
+            many = ctas >= _MANY_READERS
+            return ctas, _share(ctas, _SENDERS_OF_MANY if many else _READ_SENDERS[kind.layout])
         return ctas, self._senders(ctas, kind.layout, in_place=kind.in_place)
 
     def of_combine(self, kind: CombineKind) -> tuple[int, int]:
@@ -117,7 +119,8 @@ def _gains(pushed: DispatchKind, pulled: DispatchKind) -> bool:
 def sms_for(kind: DispatchKind | CombineKind) -> int:
     """SMs that keep the link busy in calls of this kind with evenly chosen experts, at most
     ``DEFAULT_MOST_CTAS``; that many, too, where nothing is sent."""
-    link_ns = _rows_pushed(kind.sizes) * _bytes_moved(kind) / _LINK
+    pulls = isinstance(kind, DispatchKind) and kind.pulls
+    link_ns = _rows_pushed(kind.sizes) * _bytes_moved(kind) / (_PULLED_LINK if pulls else _LINK)
     if link_ns == 0:
         return DEFAULT_MOST_CTAS
     if isinstance(kind, DispatchKind):
