@@ -56,10 +56,11 @@ def opened(
     ring_bytes: int = 1 << 22,
     timeout_s: float = 30.0,
     result_bytes: int = 0,
+    transfer: str = "auto",
     **rest: Any,
 ) -> Iterator[CudaHighThroughput]:
     """The mode over its own memory. Collective."""
-    config = Config.resolve(ring_bytes=ring_bytes, timeout_s=timeout_s)
+    config = Config.resolve(ring_bytes=ring_bytes, timeout_s=timeout_s, dispatch_transfer=transfer)
     ranks = as_group(group)
     nbytes = CudaHighThroughput.required_bytes(ranks.size, config, result_bytes)
     memory: GpuPeerMemory
@@ -82,11 +83,16 @@ def case_of(ranks: int, **changes: Any) -> Case:
 
 
 def _rounds(
-    group: dist.ProcessGroup, cases: list[Case], ring_bytes: int, in_place: bool = False
+    group: dist.ProcessGroup,
+    cases: list[Case],
+    ring_bytes: int,
+    in_place: bool = False,
+    transfer: str = "auto",
 ) -> None:
     rank = dist.get_rank(group)
     result_bytes = max(map(results_of, cases)) if in_place else 0
-    with opened(group, ring_bytes=ring_bytes, result_bytes=result_bytes) as mode:
+    options: dict[str, Any] = {"result_bytes": result_bytes, "transfer": transfer}
+    with opened(group, ring_bytes=ring_bytes, **options) as mode:
         for number, case in enumerate(cases):
             run_case(mode, case, rank, LAYOUTS[number % 2], in_place)
 
@@ -95,6 +101,17 @@ def _rounds(
 def test_every_style_of_routing(gpus: GpuPools, ranks: int, style: str) -> None:
     case = case_of(ranks, style=style, biases=1)
     gpus.run(ranks, _rounds, [case, case], 4 * 8 * 1152)
+
+
+@pytest.mark.parametrize("scales", [0, 7, 8])
+@pytest.mark.parametrize("style", ["spread", "one_rank", "duplicates"])
+def test_pulled_rounds(gpus: GpuPools, most_ranks: int, style: str, scales: int) -> None:
+    """Each slot of a source is used several times."""
+    dtype = torch.float8_e4m3fn if scales else torch.bfloat16
+    case = case_of(most_ranks, style=style, dtype=dtype, scales=scales)
+    fewer = dataclasses.replace(case, tokens=case.tokens[::-1], slack=5)
+    rounds = [case, fewer, fewer, case]
+    gpus.run(most_ranks, _rounds, rounds, 4 * 8 * 1152, False, "pull")
 
 
 @pytest.mark.parametrize("in_place", [False, True])
