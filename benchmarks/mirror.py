@@ -3,6 +3,7 @@
 
     python benchmarks/mirror.py RESULTS.jsonl [--ranks 4] [--tokens 128,8] [--late-weights]
     python benchmarks/mirror.py RESULTS.jsonl --high-throughput [--tokens 4096,8192] [--sms 12,24]
+        [--transfers push,pull] [--senders 0,2,4] [--calls cached]
     python benchmarks/mirror.py RESULTS.jsonl --plot PICTURE.svg      # draws these
 
 Each of the two GPUs is rank 0 of ``ranks``, and the other stands for all its peers: what a GPU
@@ -69,6 +70,7 @@ class _MirrorMemory:
         self._own = group.rank
         self.rank, self.ranks, self.group = 0, ranks, group
         self.device, self.bytes_per_rank = self._memory.device, nbytes
+        self.usable_bytes, self.between = self._memory.usable_bytes, None
         self.tensor, self.close = self._memory.tensor, self._memory.close
 
     def base(self, peer: int) -> int:
@@ -151,6 +153,9 @@ LINK_GB_S = 375  # that one H200 sends to three (docs/performance.md)
 _constants = packed_kernels.Sizes.constants
 
 
+_Grid = tuple[int, Any, int]  # SMs; how rows move; senders, or 0
+
+
 def _packed_mirrored(sizes: packed_kernels.Sizes) -> dict[str, int]:
     return {**_constants(sizes), "kMirror": 1}
 
@@ -163,10 +168,11 @@ def _capacity(geometry: Geometry, tokens: int, layout: str) -> int:
 
 
 def _measure_packed(
-    mode: CudaHighThroughput, geometry: Geometry, tokens: int, clock: Clock, fp8: bool, layout: Any
-) -> dict[str, torch.Tensor]:
+    mode: CudaHighThroughput, geometry: Geometry, tokens: int, clock: Clock, fp8: bool,
+    layout: Any, wanted: list[str],
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """Samples of this GPU in microseconds: dispatch with a known and a new routing (expert-major in
-    place, too) and combine."""
+    place, too) and combine, as far as they are ``wanted``; all if that is empty."""
     device, rank = mode.device, dist.get_rank()
     x, topk_idx, weights = (tensor.to(device) for tensor in _batch(geometry, tokens, rank))
     rows: Any = quantize(x) if fp8 else x
@@ -202,6 +208,7 @@ def _measure_packed(
             assert torch.equal(out.float(), sums.expand_as(out).float()), "sums of ones"
         calls["combine"] = combine
     mode.quiesce()
+    calls = {name: call for name, call in calls.items() if not wanted or name in wanted}
     samples: dict[str, torch.Tensor] = {}
     for name, call in (*calls.items(), ("empty", empty_kernel)):
         samples[f"{name}.l2_flushed_raw"] = clock.alone(call, flushed=True)
@@ -211,25 +218,29 @@ def _measure_packed(
 
 
 def _packed_rank(
-    group: dist.ProcessGroup, ranks: int, tokens_list: list[int], sms_list: list[int]
+    group: dist.ProcessGroup,
+    ranks: int,
+    tokens_list: list[int],
+    grids: list[_Grid],
+    wanted: list[str],
 ) -> list[tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, Any]]]:
     found = []
-    config = Config.resolve()
     results = max(
         bytes_for_results(
             _capacity(Geometry(ranks, experts, top_k, hidden, 0), tokens, "expert_major"), hidden, 2
         )
         for (hidden, top_k, experts), tokens in itertools.product(PACKED, tokens_list)
     )
-    nbytes = CudaHighThroughput.required_bytes(ranks, config, results)
+    nbytes = CudaHighThroughput.required_bytes(ranks, Config.resolve(), results)
     with mock.patch.object(packed_kernels.Sizes, "constants", _packed_mirrored):
-        for sms in sms_list:
+        for sms, transfer, senders in grids:
             memory = _MirrorMemory(as_group(group), ranks, nbytes)
             mode = CudaHighThroughput(
                 memory,  # type: ignore[arg-type]
-                config,
+                Config.resolve(dispatch_transfer=transfer),
                 max_tokens=max(tokens_list),
                 ctas=sms,
+                senders=senders or None,
                 result_bytes=results,
             )
             device = memory.device
@@ -237,14 +248,16 @@ def _packed_rank(
             for tokens, (hidden, top_k, experts), fp8, layout in itertools.product(
                 tokens_list, PACKED, (True, False), ("token_major", "expert_major")
             ):
-                if (hidden, top_k, experts) != PACKED[0] and (sms, tokens) != (24, tokens_list[0]):
+                of_all = sms in (12, 24) and tokens == tokens_list[0] and not senders
+                if (hidden, top_k, experts) != PACKED[0] and not of_all:
                     continue
                 geometry = Geometry(ranks, experts, top_k, hidden, tokens)
                 what = {
                     "hidden": hidden, "top_k": top_k, "experts": experts, "tokens": tokens,
-                    "sms": sms, "layout": layout, "dtype": "fp8" if fp8 else "bf16",
+                    "sms": sms, "transfer": transfer, "senders": senders or None,
+                    "layout": layout, "dtype": "fp8" if fp8 else "bf16",
                 }  # fmt: skip
-                samples = _measure_packed(mode, geometry, tokens, clock, fp8, layout)
+                samples = _measure_packed(mode, geometry, tokens, clock, fp8, layout, wanted)
                 found.append((what, samples, device_properties(device)))
                 torch.cuda.empty_cache()
             memory.close()
@@ -386,6 +399,14 @@ def main() -> None:
     parser.add_argument("--tokens", help="numbers with commas; 128, or 4096 in high throughput")
     parser.add_argument("--high-throughput", action="store_true")
     parser.add_argument("--sms", default="24", help="high throughput: numbers with commas")
+    for option, what in (
+        ("transfers", "how dispatches move rows: auto, push, pull"),
+        ("senders", "CTAs that send in a dispatch; 0 for the library's choice"),
+        ("calls", "new, cached, new_in_place, cached_in_place, combine; else all"),
+    ):
+        default = {"transfers": "auto", "senders": "0"}.get(option, "")
+        help_text = f"high throughput: {what}, with commas"
+        parser.add_argument(f"--{option}", default=default, help=help_text)
     parser.add_argument("--late-weights", action="store_true", help="as the DeepEP face has them")
     parser.add_argument("--plot", type=Path, metavar="PICTURE", help="draw, and measure nothing")
     args = parser.parse_args()
@@ -394,7 +415,10 @@ def main() -> None:
         return
     tokens = _numbers(args.tokens or ("4096" if args.high_throughput else "128"))
     if args.high_throughput:
-        of_rank = launch(_packed_rank, GPUS, (args.ranks, tokens, _numbers(args.sms)))
+        transfers, senders = args.transfers.split(","), _numbers(args.senders)
+        grids = list(itertools.product(_numbers(args.sms), transfers, senders))
+        wanted = args.calls.split(",") if args.calls else []
+        of_rank = launch(_packed_rank, GPUS, (args.ranks, tokens, grids, wanted))
     else:
         of_rank = launch(_rank, GPUS, (args.ranks, tokens, args.late_weights))
     for point in zip(*of_rank, strict=True):

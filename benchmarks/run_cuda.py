@@ -25,6 +25,9 @@ Without NVLink multicast, which Fanfold does not use, and the committed results 
     cuda_expert_major.jsonl, .png
         expert_major   hidden 7168 at 4096 tokens on 24 and 12 SMs, with experts' rows padded to a
                        multiple of 128, and not padded
+    cuda_padding.jsonl, .png
+        padding        expert-major, aligned to 128, on 24 and 12 SMs: five geometries with padding
+                       of zeros and with padding that is not written; the oracle looks at one
     cuda_hosts.jsonl, .png
         hosts          two geometries at 128 tokens, with this machine as two hosts, over sockets
                        and libfabric's shared memory
@@ -171,6 +174,17 @@ def expert_major(ranks: int) -> Points:
         yield dataclasses.replace(point, layout="expert_major", sms=count, alignment=alignment)
 
 
+def padding(ranks: int) -> Points:
+    """Cached; compared with the oracle on 24 SMs with hidden 7168."""
+    geometries = itertools.product((MAIN, *OTHERS[:4]), DTYPES)
+    for (geometry, dtype), count, zeros in itertools.product(geometries, (24, 12), (True, False)):
+        point = high_throughput(ranks, dtype, geometry=geometry)
+        checked = (geometry, count) == (MAIN, 24)
+        yield dataclasses.replace(
+            point, layout="expert_major", sms=count, zero_padding=zeros, check=checked
+        )
+
+
 def hosts(ranks: int) -> Points:
     """Low latency of ranks on two hosts."""
     networks = ("libfabric:tcp", "libfabric:shm")
@@ -192,11 +206,12 @@ STEPS: dict[str, Callable[[int], Points]] = {
     "few_tokens": few_tokens,
     "faces": faces,
     "expert_major": expert_major,
+    "padding": padding,
     "hosts": hosts,
 }
 ON_REQUEST = ("hosts",)
 """Steps that not every machine can make."""
-OWN_FILES = ("few_tokens", "faces", "expert_major", "hosts")
+OWN_FILES = ("few_tokens", "faces", "expert_major", "padding", "hosts")
 """Steps whose results stand apart, as they may be of another number of GPUs."""
 
 
@@ -212,6 +227,7 @@ def run(name: str, ranks: int, folder: Path) -> Path:
         times = {phase: f"{result.fanfold.slowest(phase).p50:.1f}" for phase in PHASES}
         kind = (settings.layout, settings.routing, settings.sms, settings.in_place)
         kind = (*kind, settings.face) if settings.face != "native" else kind
+        kind = (*kind, "unwritten") if settings.zero_padding is False else kind
         print(settings.tokens, settings.hidden, settings.dtype, *kind, times, flush=True)
     print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
     return file

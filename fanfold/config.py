@@ -60,6 +60,7 @@ class Overrides(TypedDict, total=False):
     proxy_threads: int | None
     ctas: int | None
     senders: int | None
+    dispatch_transfer: str
     cache_dir: str | None
     ranges: bool
     fast_accumulation: bool
@@ -264,6 +265,16 @@ _SETTINGS = (
         bound="'auto' or an integer from 1 to 511, below the number of CTAs",
     ),
     Setting(
+        name="dispatch_transfer",
+        variable="FANFOLD_DISPATCH_TRANSFER",
+        help="How high-throughput dispatches on GPUs move rows within a host, where they are not "
+        "in place: 'push', sources store each row for every rank that gets it; 'pull', they store "
+        "it once, and those ranks load it; 'auto' by a model. The same on all ranks.",
+        parse=str,
+        check=lambda v: v in ("auto", "push", "pull"),
+        bound="'auto', 'push' or 'pull'",
+    ),
+    Setting(
         name="cache_dir",
         variable="FANFOLD_CACHE_DIR",
         help="Folder that keeps compiled kernels between processes; 'auto' is fanfold in "
@@ -423,6 +434,8 @@ class Config:
         proxy_threads: of each rank, that carry between hosts; None for a choice by the machine.
         ctas: of each kernel; None for a choice by the mode.
         senders: CTAs of them that send rows in a dispatch; None for a choice by the machine.
+        dispatch_transfer: how rows of high-throughput dispatches on GPUs move within a host:
+            ``"push"``, ``"pull"`` or ``"auto"``; the same on all ranks.
         cache_dir: folder of compiled kernels; None for the user's own (:meth:`cache_folder`).
         ranges: whether calls are ranges of NVTX and of ``torch.profiler``.
         fast_accumulation: whether FusedMoE may lose bits of sums on GPUs, for a few percent.
@@ -444,6 +457,7 @@ class Config:
     proxy_threads: int | None = None
     ctas: int | None = None
     senders: int | None = None
+    dispatch_transfer: str = "auto"
     cache_dir: str | None = None
     ranges: bool = False
     fast_accumulation: bool = False

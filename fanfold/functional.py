@@ -95,8 +95,9 @@ def dispatch(
         (float32, the same leading dimensions; None if there were none), and what :func:`combine`
         needs. The first two carry gradients; ``received.tokens`` and ``received.weights`` are the
         same values without. ``rows`` is ``capacity`` if that is given, else
-        ``received.offsets[-1]``, up to which each row holds a token or is padding, which is zero.
-        Rows behind are zero on the host, not written on GPUs; their weights are 0.
+        ``received.offsets[-1]``, up to which each row holds a token or is padding, which is zero
+        (see ``HighThroughput.use_zero_padding``). Rows behind are zero on the host, not written on
+        GPUs; their weights are 0.
 
     Raises:
         UsageError: a gradient is wanted of a LowLatency, or of rows that travel as fp8.

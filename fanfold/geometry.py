@@ -20,6 +20,7 @@ __all__ = [
     "Mode",
     "check_activations",
     "check_aligned",
+    "check_flag",
     "check_hidden",
     "check_integer",
     "check_tensor",
@@ -213,6 +214,13 @@ def check_integer(name: str, value: object, low: int, high: int) -> None:
         raise ArgumentError(name, worded(value), f"an integer from {low} to {high}")
     if not low <= value <= high:
         raise ArgumentError(name, value, f"from {low} to {high}")
+
+
+def check_flag(name: str, value: object) -> bool:
+    """``value``. Raises ArgumentError unless it is a bool."""
+    if not isinstance(value, bool):
+        raise ArgumentError(name, worded(value), "a bool")
+    return value
 
 
 def check_aligned(name: str, tensor: torch.Tensor) -> None:

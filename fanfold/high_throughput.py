@@ -24,7 +24,7 @@ from fanfold.config import Config
 from fanfold.copying import not_copied
 from fanfold.errors import ArgumentError
 from fanfold.formats import RowFormat, ScaleFormatName
-from fanfold.geometry import Geometry, check_integer, check_tensor
+from fanfold.geometry import Geometry, check_flag, check_integer, check_tensor
 from fanfold.group import as_group, together
 from fanfold.memory.host import SymmetricMemory
 from fanfold.operators import Shapes, register
@@ -81,7 +81,8 @@ class HighThroughput(BaseDispatcher):
         dispatch_dtype: ``"bf16"`` or ``"fp8"`` (or their torch dtypes): how rows travel to the
             experts. They always return as bfloat16.
         scale_format: of fp8 rows: ``"float32"``, ``"power_of_two"`` or ``"ue8m0"``.
-        expert_alignment: each expert's rows are padded to a multiple of this.
+        expert_alignment: each expert's rows are padded to a multiple of this, with zeros; see
+            :meth:`use_zero_padding`.
         in_place_rows: on GPUs, memory for this many rows, with their padding, into which peers
             write in a dispatch in place.
         config: the settings; resolved from the environment if None.
@@ -342,6 +343,25 @@ class HighThroughput(BaseDispatcher):
         """
         self._check_open()
         self._backend.use_sms(sms)
+
+    def use_zero_padding(self, zeros: bool) -> None:
+        """Sets whether the padding rows of dispatches from here on are zeros, as at first. With
+        False GPUs store nothing in them, which saves the time of as many rows: they may hold
+        anything, NaN too. Their weights are 0 and their source is -1 either way. Local: ranks need
+        not agree. The host always stores zeros.
+
+        GEMMs whose output rows depend on one input row each need no zeros. A gradient of an
+        expert's weights does, if it sums over all rows of the expert.
+
+        Args:
+            zeros: False to store nothing.
+
+        Raises:
+            ArgumentError: ``zeros`` is no bool.
+            UsageError: closed.
+        """
+        self._check_open()
+        self._backend.use_zero_padding(check_flag("zeros", zeros))
 
     def check(self) -> None:
         """See :meth:`BaseDispatcher.check`."""

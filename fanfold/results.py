@@ -216,7 +216,8 @@ class HighThroughputResult(DispatchResult):
         (torch.Size([3, 64]), [0, 0, 2, 2, 3])
 
     ``tokens`` is ``[rows, hidden]``. Each expert's rows are padded to ``expert_alignment`` with
-    zero rows.
+    zero rows, or on GPUs after :meth:`fanfold.HighThroughput.use_zero_padding` with rows that may
+    hold anything. Their weights are 0, ``source_rank`` and ``source_token`` -1 either way.
     """
 
     def without_rows(self) -> HighThroughputResult:

@@ -194,6 +194,7 @@ void bind_place(nb::module_& module) {
       .def_rw("slot_bytes", &Shape::slot_bytes)
       .def_rw("expert_major", &Shape::expert_major)
       .def_rw("in_place", &Shape::in_place)
+      .def_rw("pulls", &Shape::pulls)
       .def_rw("slices", &Shape::slices)
       .def_rw("variant", &Shape::variant)
       .def_rw("alignment", &Shape::alignment);

@@ -90,7 +90,6 @@ class PackedRows:
         source_rank, source_token: ``[E_l, C]`` or ``[rows]`` int32; None where an interface has
             none.
         weights: ``[rows]`` float32; None in low latency, where they come with combine.
-        zero_padding: whether rows between experts must be zero.
     """
 
     tokens: torch.Tensor
@@ -100,7 +99,6 @@ class PackedRows:
     source_rank: torch.Tensor | None
     source_token: torch.Tensor | None
     weights: torch.Tensor | None = None
-    zero_padding: bool = True
 
 
 @dataclass(frozen=True)
@@ -156,7 +154,12 @@ class Expectation:
         )
 
     def received(
-        self, received: DispatchResult | PackedRows, alignment: int = 1, capacity: int | None = None
+        self,
+        received: DispatchResult | PackedRows,
+        alignment: int = 1,
+        capacity: int | None = None,
+        *,
+        zero_padding: bool = True,
     ) -> None:
         """Checks all that a dispatch brought.
 
@@ -164,6 +167,8 @@ class Expectation:
             received: in host memory.
             alignment: of high throughput.
             capacity: rows asked for, of which those behind the last expert's hold anything.
+            zero_padding: whether the rows between experts must be zeros. They are marked as no rows
+                either way.
 
         Raises:
             CheckFailed: naming the first thing that is wrong.
@@ -178,11 +183,13 @@ class Expectation:
             same_bits("offsets", received.offsets, padded.offsets)
             rows = int(padded.offsets[-1])
             _check_room(received.tokens, rows, capacity)
-            if not isinstance(received, PackedRows) or received.zero_padding:
-                is_row = torch.zeros(rows, dtype=torch.bool, device="cpu")
-                is_row[places] = True
+            is_row = torch.zeros(rows, dtype=torch.bool, device="cpu")
+            is_row[places] = True
+            if zero_padding:
                 padding = _bits(received.tokens[:rows])[~is_row]
                 same_bits("rows of padding", padding, torch.zeros_like(padding))
+            if isinstance(received, DispatchResult):
+                self._marked(received, ~is_row)
         for name in ("source_rank", "source_token"):
             found: torch.Tensor | None = getattr(received, name)
             if found is not None:
@@ -191,6 +198,17 @@ class Expectation:
         if received.weights is not None:
             same_bits("weights", received.weights.flatten()[places], layout.weight)
         self._rows(received, places, arrived.row[layout.arrival])
+
+    @staticmethod
+    def _marked(received: DispatchResult, padding: torch.Tensor) -> None:
+        """Checks what a dispatch says of the rows between experts."""
+        marks = {"source_rank": received.source_rank, "source_token": received.source_token}
+        for name, found in marks.items():
+            said = found[: len(padding)][padding]
+            same_bits(f"{name} of padding", said, torch.full_like(said, -1))
+        if received.weights is not None:
+            said = received.weights[: len(padding)][padding]
+            same_bits("weights of padding", said, torch.zeros_like(said))
 
     def token_major(self, received: TokenMajorRows, capacity: int | None = None) -> None:
         """Checks all that a token-major dispatch brought.

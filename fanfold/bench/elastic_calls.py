@@ -85,6 +85,7 @@ class ElasticCalls:
         self._experts, self._most = settings.experts, settings.tokens
         self._expands = settings.layout == "expert_major"
         self._alignment, self._sms = settings.alignment or 1, settings.sms or 0
+        self._zero_padding = bool(settings.zero_padding)
         with in_environment(settings.overrides()):
             self._buffer = ElasticBuffer(
                 group, num_max_tokens_per_rank=settings.tokens, explicitly_destroy=True
@@ -106,13 +107,18 @@ class ElasticCalls:
             do_handle_copy=False,
             do_cpu_sync=capacity is None,
             do_expand=self._expands,
+            do_zero_padding=self._zero_padding,
         )
         return _Brought(*_split(x), topk_idx, weights, None, handle)
 
     def dispatch_again(self, given: Given, previous: _Brought) -> _Brought:
         """Sends the rows of ``given`` by the routing of ``previous``."""
         x = self._buffer.dispatch(
-            given.x, handle=previous.handle, num_sms=self._sms, do_expand=self._expands
+            given.x,
+            handle=previous.handle,
+            num_sms=self._sms,
+            do_expand=self._expands,
+            do_zero_padding=self._zero_padding,
         )[0]
         tokens, scales = _split(x)
         return dataclasses.replace(previous, tokens=tokens, scales=scales)
@@ -130,7 +136,9 @@ class ElasticCalls:
         """Compares with the oracle."""
         room = None if capacity is None else len(brought.tokens)
         if self._expands:
-            expectation.received(self._sorted(brought), self._alignment, room)
+            expectation.received(
+                self._sorted(brought), self._alignment, room, zero_padding=self._zero_padding
+            )
         else:
             expectation.token_major(self._plain(brought), room)
 
@@ -177,7 +185,6 @@ class ElasticCalls:
             source_rank=place.div(self._most, rounding_mode="floor"),
             source_token=place.remainder(self._most),
             weights=_in_host_memory(brought.weights),
-            zero_padding=False,
         )
 
     def check_combined(self, out: torch.Tensor, expectation: Expectation) -> None:

@@ -151,6 +151,7 @@ class ExpertMajor:
 
     def __init__(self, group: Any, settings: BenchSettings, config: Config) -> None:
         self._alignment = settings.alignment or 1
+        self._zero_padding = settings.zero_padding is not False
         self._in_place = bool(settings.in_place)
         options: dict[str, Any] = {}
         if settings.mode == "high_throughput":
@@ -175,6 +176,8 @@ class ExpertMajor:
                 f"backend is cuda, but {settings.mode.replace('_', ' ')} runs on "
                 f"{self.device} here: use --backend host"
             )
+        if isinstance(self.ep, HighThroughput):
+            self.ep.use_zero_padding(self._zero_padding)
 
     def dispatch(self, given: Given, capacity: int | None = None) -> DispatchResult:
         """Sends ``given``, by a new routing."""
@@ -224,7 +227,9 @@ class ExpertMajor:
         self, brought: DispatchResult, expectation: Expectation, capacity: int | None = None
     ) -> None:
         """Compares with the oracle."""
-        expectation.received(_on_host(brought), self._alignment, capacity)
+        expectation.received(
+            _on_host(brought), self._alignment, capacity, zero_padding=self._zero_padding
+        )
 
     def outputs(self, brought: DispatchResult, expectation: Expectation) -> torch.Tensor:
         """What the experts make of each row; NaN elsewhere."""

@@ -371,8 +371,9 @@ def _variant(settings: BenchSettings) -> str:
 
 
 def _layout(settings: BenchSettings) -> str:
-    """The order of rows, and whether they came in place."""
+    """The order of rows, whether they came in place, and padding that was left unwritten."""
     said = (settings.layout or "").replace("_", "-")
+    said = f"{said}, padding unwritten" if settings.zero_padding is False else said
     return f"{said}, in place" if settings.in_place else said
 
 

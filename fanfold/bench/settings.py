@@ -45,7 +45,7 @@ LEAVE_SMS = "_set_sm_carveout_experimental"
 """Of ``torch._C``, since PyTorch 2.7: how many SMs matrix products leave to others."""
 
 # Of high throughput only.
-_OWN_OPTIONS = ("layout", "routing", "sms", "alignment", "in_place")
+_OWN_OPTIONS = ("layout", "routing", "sms", "alignment", "zero_padding", "in_place")
 _OF_GPUS = ("sms", "in_place")  # of these, what the host backend does not have
 THROUGH = {
     "deep_ep": "deep_ep",
@@ -133,6 +133,8 @@ class BenchSettings:
         sms: high throughput on GPUs: how many each kernel takes; None for the library's choice.
         alignment: high throughput, expert-major: rows of an expert are padded to a multiple of
             this; None for 128 on GPUs and 1 on the host.
+        zero_padding: high throughput on GPUs, expert-major: whether these rows are zeros, or hold
+            anything; None for what callers of the face get, which are zeros but of ElasticBuffer's.
         in_place: high throughput on GPUs: rows stay where peers write them; None for False there.
         face: whose calls are timed, one of :data:`FACES`. Those of DeepEP's ``Buffer`` bring the
             weights with combine in low latency, and rows token-major in high throughput, which is
@@ -163,6 +165,7 @@ class BenchSettings:
     routing: str | None = None
     sms: int | None = None
     alignment: int | None = None
+    zero_padding: bool | None = None
     in_place: bool | None = None
     face: str = "native"
     hosts: int | None = None
@@ -270,9 +273,12 @@ class BenchSettings:
             if self.backend == "host" and getattr(self, name):
                 bound = "left out with --backend host; layout, routing and alignment work there"
                 raise ArgumentError(name, getattr(self, name), bound)
-        if self.layout == "token_major" and self.alignment:
-            bound = "left out with --layout token-major, which has no padding"
-            raise ArgumentError("alignment", self.alignment, bound)
+        if self.backend == "host" and self.zero_padding is False:
+            raise ArgumentError("zero_padding", False, "left out with --backend host: always zeros")
+        for name in ("alignment", "zero_padding"):
+            if self.layout == "token_major" and getattr(self, name) is not None:
+                bound = "left out with --layout token-major, which has no padding"
+                raise ArgumentError(name, getattr(self, name), bound)
 
     def _check_as_deep_ep(self) -> None:
         """Raises ArgumentError for what DeepEP's calls of high throughput do not have."""
@@ -280,6 +286,8 @@ class BenchSettings:
         if self.layout is not None and self.layout in LAYOUTS and self.layout not in known:
             bound = f"{' or '.join(known)}, or left out, with --face {self.face}"
             raise ArgumentError("layout", self.layout, bound)
+        if self.face in ("deep_ep", "hybridep") and self.zero_padding is False:
+            raise ArgumentError("zero_padding", False, f"left out with --face {self.face}")
         for name in ("in_place", *(("alignment",) if self.face == "deep_ep" else ())):
             if getattr(self, name):
                 bound = f"left out with --face {self.face}"
@@ -295,11 +303,17 @@ class BenchSettings:
         layout, alignment = self.layout or _LAYOUTS_OF[self.face][0], self.alignment
         if alignment is None and layout == "expert_major":
             alignment = _GPU_ALIGNMENT if backend == "cuda" else 1
+        zeros = self.zero_padding
+        if backend != "cuda" or layout != "expert_major":
+            zeros = None
+        elif zeros is None:
+            zeros = self.face != "elastic"
         return dataclasses.replace(
             chosen,
             layout=layout,
             routing=self.routing or REUSES[0],
             alignment=alignment,
+            zero_padding=zeros,
             in_place=bool(self.in_place) if backend == "cuda" else None,
         )
 

@@ -141,6 +141,11 @@ def _add_own_options(parser: argparse.ArgumentParser) -> None:
         "1 on the host)",
     )  # fmt: skip
     own.add_argument(
+        "--zero-padding", action=argparse.BooleanOptionalAction,
+        help="on GPUs, expert-major: whether these rows are zeros (default, but of "
+        "--face elastic), or are not written",
+    )  # fmt: skip
+    own.add_argument(
         "--in-place", action="store_const", const=True,
         help="on GPUs: rows stay in the symmetric memory into which peers write them",
     )  # fmt: skip
@@ -221,6 +226,7 @@ def _points(args: argparse.Namespace, group: Any) -> list[BenchSettings]:
             routing=routing,
             sms=sms,
             alignment=args.alignment,
+            zero_padding=args.zero_padding,
             in_place=args.in_place,
         )
         for layout, routing, sms in choices

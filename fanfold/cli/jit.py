@@ -15,6 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
+from fanfold.config import Config
 from fanfold.errors import ArgumentError, FanfoldError, SystemFailure, UnavailableError
 from fanfold.jit import kernel, nvrtc
 from fanfold.jit.cache import Entry
@@ -231,6 +232,7 @@ def _high_throughput(args: argparse.Namespace) -> dict[str, kernel.KernelSource]
         args.hidden,
         RowFormat(args.dtype),
         ScaleFormat(args.scales),
+        Config.resolve().dispatch_transfer,
     )
     layouts: dict[str, tuple[RowOrder, ...]] = {
         "expert-major": ("expert_major",),

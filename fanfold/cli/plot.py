@@ -42,7 +42,7 @@ AXES = {
 
 _FIXED = (
     "mode", "backend", "dtype", "hidden", "experts", "distribution", "layout", "in_place",
-    "routing", "alignment", "face", "hosts", "transport", "emulated_hosts",
+    "routing", "alignment", "zero_padding", "face", "hosts", "transport", "emulated_hosts",
 )  # fmt: skip
 _NUMBERS = (
     "tokens", "ranks", "top_k", "hidden", "experts", "total_us", "total_us_p90", "bytes_total",
@@ -181,11 +181,14 @@ def _point(fields: dict[str, Any], where: str) -> Point:
 def _modern(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields as they are named today: ``routing`` was the distribution of tokens once, when
     high throughput had one kind of routing and one layout; and there was no dispatch in place. The
-    native face has no name here; in lines without any, late weights are DeepEP's."""
+    native face has no name here; in lines without any, late weights are DeepEP's. Padding has one
+    where it is not what the face usually gives."""
     face = fields.get("face") or ("deep_ep" if fields.get("late_weights") else "native")
     fields = {**fields, "face": face if face in THROUGH else None, **_hosts(fields)}
     if fields["backend"] == "cuda" and fields.get("layout") is not None:
         fields = {**fields, "in_place": bool(fields.get("in_place"))}
+    if fields.get("zero_padding") is (face != "elastic"):
+        fields = {**fields, "zero_padding": None}
     if "distribution" in fields:
         return fields
     own: dict[str, Any] = {"distribution": fields.get("routing"), "routing": None}
@@ -240,6 +243,8 @@ def _label(name: str, value: object) -> str:
         return value.replace("_", " ")
     if name == "in_place":
         return "in place" if value else "not in place"
+    if name == "zero_padding":
+        return "padding of zeros" if value else "padding unwritten"
     if name == "sms":
         return f"{value} SMs"
     return f"{name.replace('_', '-')} {value}"

@@ -32,7 +32,7 @@ from fanfold.deep_ep.names import ELASTIC
 from fanfold.deep_ep.routes import Bias, tokens_of
 from fanfold.deep_ep.streams import HostStreams, Streams
 from fanfold.errors import ArgumentError, UsageError
-from fanfold.geometry import MAX_EXPERTS, MAX_TOKENS, check_tensor
+from fanfold.geometry import MAX_EXPERTS, MAX_TOKENS, check_flag, check_tensor
 from fanfold.refusal import Refusing
 from fanfold.representation import show_fields, worded
 
@@ -134,7 +134,7 @@ def dispatch(
     """See :meth:`fanfold.deep_ep.ElasticBuffer.dispatch`."""
     with Refusing(lambda error: call.backend.refuse_dispatch(error, _plan_of(handle))):
         previous, before_epilogue = call.check()
-        _flag("do_zero_padding", asked.do_zero_padding)
+        check_flag("do_zero_padding", asked.do_zero_padding)
         if handle is None:
             sizes = _new_sizes(call, tensors, asked)
         else:
@@ -216,16 +216,16 @@ def _new_sizes(call: Call, tensors: Tensors, asked: Asked) -> RoutingSizes:
         raise ArgumentError("topk_idx", None, "given, unless a handle is")
     check_tensor("topk_idx", topk_idx, (tokens, "top_k"), (torch.int64,))
     _check_stats(stats, experts // call.ranks)
-    _flag("do_handle_copy", asked.do_handle_copy)
+    check_flag("do_handle_copy", asked.do_handle_copy)
     sms = call.sms(None)
     sizes = RoutingSizes(
         num_experts=experts,
         expert_alignment=alignment,
         num_max_tokens_per_rank=most,
-        do_expand=_flag("do_expand", asked.do_expand),
+        do_expand=check_flag("do_expand", asked.do_expand),
         sms=sms,
         num_sms=call.most_sms if sms is None else sms,
-        knows_counts=asked.do_cpu_sync is None or _flag("do_cpu_sync", asked.do_cpu_sync),
+        knows_counts=asked.do_cpu_sync is None or check_flag("do_cpu_sync", asked.do_cpu_sync),
     )
     if not sizes.knows_counts:
         rows = _worst(call.ranks, topk_idx.shape[1], sizes)
@@ -388,12 +388,6 @@ def check_whole(name: str, value: object, low: int, high: int | None = None) -> 
         raise ArgumentError(name, worded(value), bound)
     if value < low or (high is not None and value > high):
         raise ArgumentError(name, value, bound)
-
-
-def _flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ArgumentError(name, worded(value), "a bool")
-    return value
 
 
 def _check_handle(call: Call, handle: object) -> None:

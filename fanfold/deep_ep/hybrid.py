@@ -25,7 +25,7 @@ from fanfold.deep_ep.routing_maps import Entries, dense, entries_of_indices, ent
 from fanfold.deep_ep.streams import record
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.forks import Owner
-from fanfold.geometry import MAX_EXPERTS, MAX_TOKENS
+from fanfold.geometry import MAX_EXPERTS, MAX_TOKENS, check_flag
 from fanfold.group import agree, as_group, together
 from fanfold.memory.hosts import find_hosts
 from fanfold.refusal import Refusing
@@ -448,8 +448,7 @@ def _entries(routing: _Routing, num_experts: int | None, tokens: int) -> Entries
 
 def _room(num_permuted_tokens: object, non_blocking: object) -> int | None:
     """Rows of a result, where that is given."""
-    if not isinstance(non_blocking, bool):
-        raise ArgumentError("non_blocking", worded(non_blocking), "a bool")
+    check_flag("non_blocking", non_blocking)
     if num_permuted_tokens is None and not non_blocking:
         return None
     check_whole("num_permuted_tokens", num_permuted_tokens, 0, MOST_ROWS)

@@ -230,6 +230,39 @@ def test_checks_see_damage_through_other_faces(pools, face, layout):
             assert message.startswith(name), (name, message)
 
 
+# What to spoil of the rows between experts, by what the check says.
+SPOILED_PADDING = {
+    "rows of padding": lambda brought, at: brought.tokens.view(torch.uint8)[at].add_(1),
+    "source_rank of padding": lambda brought, at: brought.source_rank[at].zero_(),
+    "source_token of padding": lambda brought, at: brought.source_token[at].zero_(),
+    "weights of padding": lambda brought, at: brought.weights[at].fill_(1),
+}
+
+
+def findings_in_padding(group, settings):
+    expectation, said = expectation_of(group, settings), {}
+    with closing(open_calls(group, settings)) as calls:
+        given = Given.of(expectation, calls.device, quantized=True)
+        for name, spoiler in SPOILED_PADDING.items():
+            brought = calls.dispatch(given)
+            calls.check(brought, expectation)
+            at = int((brought.source_rank < 0).nonzero()[-1])
+            spoiler(brought, slice(at, at + 1))
+            said[name] = _said(calls.check, brought, expectation)
+            calls._zero_padding = False
+            unwritten = _said(calls.check, brought, expectation)
+            calls._zero_padding = True
+            assert unwritten == ("nothing" if name == "rows of padding" else said[name])
+    return said
+
+
+def test_checks_see_damage_in_padding(pools):
+    """Of rows that need not be zeros, only what marks them."""
+    for said in pools(2).run(findings_in_padding, of("expert_major", dtype="fp8", alignment=8)):
+        for name, message in said.items():
+            assert message.startswith(name), (name, message)
+
+
 def with_room(group, settings):
     """Whether a dispatch with more room than rows, in memory of something else, is as it must be,
     and one with another room than asked for is seen."""

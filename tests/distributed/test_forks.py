@@ -77,6 +77,7 @@ def _native(group: dist.ProcessGroup, mode: str) -> dict[str, str]:
             "cached": lambda: ep.dispatch(call.x, previous=received),
             "weights": lambda: ep.combine_weights(torch.ones(len(received.tokens)), received),
             "use_sms": lambda: ep.use_sms(4),
+            "use_zero_padding": lambda: ep.use_zero_padding(False),
             "layer": lambda: layer(call.x),
         }
     found = in_child(calls, ep.close)

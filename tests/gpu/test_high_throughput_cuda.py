@@ -35,6 +35,7 @@ from tests.distributed.cuda_rounds import (
     check_plan,
     check_rows_of,
     dispatch,
+    on_cpu,
     run_case,
     sent,
 )
@@ -55,10 +56,11 @@ def opened(
     ring_bytes: int = 1 << 22,
     timeout_s: float = 30.0,
     result_bytes: int = 0,
+    transfer: str = "auto",
     **rest: Any,
 ) -> Iterator[CudaHighThroughput]:
     """The mode over its own memory. Collective."""
-    config = Config.resolve(ring_bytes=ring_bytes, timeout_s=timeout_s)
+    config = Config.resolve(ring_bytes=ring_bytes, timeout_s=timeout_s, dispatch_transfer=transfer)
     ranks = as_group(group)
     nbytes = CudaHighThroughput.required_bytes(ranks.size, config, result_bytes)
     memory: GpuPeerMemory
@@ -81,11 +83,16 @@ def case_of(ranks: int, **changes: Any) -> Case:
 
 
 def _rounds(
-    group: dist.ProcessGroup, cases: list[Case], ring_bytes: int, in_place: bool = False
+    group: dist.ProcessGroup,
+    cases: list[Case],
+    ring_bytes: int,
+    in_place: bool = False,
+    transfer: str = "auto",
 ) -> None:
     rank = dist.get_rank(group)
     result_bytes = max(map(results_of, cases)) if in_place else 0
-    with opened(group, ring_bytes=ring_bytes, result_bytes=result_bytes) as mode:
+    options: dict[str, Any] = {"result_bytes": result_bytes, "transfer": transfer}
+    with opened(group, ring_bytes=ring_bytes, **options) as mode:
         for number, case in enumerate(cases):
             run_case(mode, case, rank, LAYOUTS[number % 2], in_place)
 
@@ -94,6 +101,17 @@ def _rounds(
 def test_every_style_of_routing(gpus: GpuPools, ranks: int, style: str) -> None:
     case = case_of(ranks, style=style, biases=1)
     gpus.run(ranks, _rounds, [case, case], 4 * 8 * 1152)
+
+
+@pytest.mark.parametrize("scales", [0, 7, 8])
+@pytest.mark.parametrize("style", ["spread", "one_rank", "duplicates"])
+def test_pulled_rounds(gpus: GpuPools, most_ranks: int, style: str, scales: int) -> None:
+    """Each slot of a source is used several times."""
+    dtype = torch.float8_e4m3fn if scales else torch.bfloat16
+    case = case_of(most_ranks, style=style, dtype=dtype, scales=scales)
+    fewer = dataclasses.replace(case, tokens=case.tokens[::-1], slack=5)
+    rounds = [case, fewer, fewer, case]
+    gpus.run(most_ranks, _rounds, rounds, 4 * 8 * 1152, False, "pull")
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -508,6 +526,52 @@ def _in_place_by_the_face(group: dist.ProcessGroup, dtype: str) -> None:
         y = torch.ones((len(want.tokens), 512), dtype=torch.bfloat16)
         assert_same("out", ep.combine(y.to(ep.device), got), host.combine(y, want))
         ep.check()
+
+
+def _padding_by_the_face(group: Any, dtype: Any, in_place: bool) -> None:
+    """Padding that is not written: everything but it, and what marks it, is what the host has."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    numbers = torch.Generator().manual_seed(rank)
+    x = torch.randn((90, 512), generator=numbers).bfloat16()
+    idx = torch.randint(0, 4 * ranks, (90, 3), generator=numbers)
+    weights = torch.rand((90, 3), generator=numbers)
+    sizes = {
+        "num_experts": 4 * ranks, "top_k": 3, "hidden": 512, "max_tokens": 128,
+        "dispatch_dtype": dtype, "expert_alignment": 16, "in_place_rows": 90 * 3 * ranks + 64,
+    }  # fmt: skip
+    layers = [
+        fanfold.HighThroughput(group, **sizes, config=Config.resolve(backend=backend))
+        for backend in ("host", "cuda")
+    ]
+    with layers[0] as host, layers[1] as ep:
+        given = [tensor.to(ep.device) for tensor in (x, idx, weights)]
+        want = host.dispatch(x, idx, weights)
+        kept = want.source_rank >= 0
+        assert not kept.all()
+        got = ep.dispatch(*given, in_place=in_place)
+        ep.use_zero_padding(False)
+        for again in (False, True):
+            # Where the next one's rows will be, or likely are.
+            got.tokens.view(torch.uint8).fill_(7)
+            tensors = (given[0],) if again else given
+            got = ep.dispatch(*tensors, previous=got if again else None, in_place=in_place)
+            assert_same("source_rank", got.source_rank, want.source_rank)
+            assert_same("source_token", got.source_token, want.source_token)
+            rows = [on_cpu(each.tokens).view(torch.uint8) for each in (got, want)]
+            assert_same("tokens", rows[0][kept], rows[1][kept])
+            if in_place:
+                assert bool((rows[0][~kept] == 7).all()), "padding was written"
+        assert want.weights is not None
+        assert_same("weights", got.weights, want.weights)
+        y = torch.ones((len(want.tokens), 512), dtype=torch.bfloat16)
+        assert_same("out", ep.combine(y.to(ep.device), got), host.combine(y, want))
+        ep.check()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_padding_by_the_face(gpus: GpuPools, ranks: int, dtype: str, in_place: bool) -> None:
+    gpus.run(ranks, _padding_by_the_face, dtype, in_place)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])

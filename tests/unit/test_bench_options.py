@@ -67,6 +67,7 @@ def test_the_setting_decides_where_no_option_does(monkeypatch):
 def test_what_is_left_out_the_backend_decides():
     (asked,) = points("high-throughput")
     assert (asked.layout, asked.routing, asked.sms, asked.alignment) == (None,) * 4
+    assert asked.zero_padding is None
     here, there = asked.on("host"), asked.on("cuda")
     assert (here.backend, here.layout, here.routing, here.alignment) == (
         "host", "expert_major", "new", 1,
@@ -94,6 +95,14 @@ def test_what_is_left_out_the_backend_decides():
         ("high-throughput --sms 12,1000", "sms is 1000"),
         ("high-throughput --alignment 0", "alignment is 0"),
         ("high-throughput --layout token-major --alignment 8", "has no padding"),
+        (
+            "high-throughput --layout token-major --no-zero-padding",
+            "zero_padding .* has no padding",
+        ),
+        ("low-latency --no-zero-padding", "zero_padding is False, .*high throughput"),
+        ("high-throughput --backend host --no-zero-padding", "--backend host: always zeros"),
+        ("high-throughput --face deep_ep --no-zero-padding", "zero_padding .*--face deep_ep"),
+        ("high-throughput --face hybridep --no-zero-padding", "zero_padding .*--face hybridep"),
         ("low-latency --in-place", "in_place is True, .*high throughput"),
         ("high-throughput --backend host --in-place", "layout, routing and alignment work there"),
         (
@@ -166,6 +175,20 @@ def test_what_needs_gpus_says_so_without(monkeypatch, option):
     assert BenchSettings("high_throughput").backend_here() == "host"
 
 
+def test_zero_padding_is_of_expert_major_on_gpus():
+    (asked,) = points("high-throughput")
+    assert asked.on("cuda").zero_padding is True
+    assert asked.on("host").zero_padding is None
+    (unwritten,) = points("high-throughput", "--no-zero-padding")
+    assert unwritten.on("cuda").zero_padding is False
+    (token_major,) = points("high-throughput", "--layout", "token-major")
+    assert token_major.on("cuda").zero_padding is None
+    of_elastic = ("high-throughput", "--face", "elastic", "--layout", "expert-major")
+    for options, zeros in (((), False), (("--zero-padding",), True)):
+        (elastic,) = points(*of_elastic, *options)
+        assert elastic.on("cuda").zero_padding is zeros
+
+
 class Recorded:
     """Stands in for a HighThroughput, and keeps what it is given."""
 
@@ -174,7 +197,8 @@ class Recorded:
 
     def __init__(self, mode, group, **options):
         assert mode == "high_throughput"
-        self.options, self.dispatched = options, []
+        self.options, self.dispatched, self.zero_padding = options, [], []
+        self.use_zero_padding = self.zero_padding.append
 
     def dispatch(self, x, topk_idx=None, topk_weights=None, **options):
         self.dispatched.append(options)
@@ -226,6 +250,15 @@ def test_elsewhere_no_memory_is_kept_for_rows(monkeypatch):
     assert calls.ep.dispatched == [{"capacity": None, "in_place": False}]
 
 
+@pytest.mark.parametrize("zeros", [None, True, False])
+def test_the_face_is_told_whether_padding_is_zero(monkeypatch, zeros):
+    monkeypatch.setattr(layouts, "open_dispatcher", Recorded)
+    monkeypatch.setattr(layouts, "HighThroughput", Recorded)
+    settings = BenchSettings("high_throughput", tokens=3, hidden=16, zero_padding=zeros)
+    calls = layouts.open_calls(None, settings.on("cuda"))
+    assert calls.ep.zero_padding == [zeros is not False]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_buffer_that_runs_on_the_host_is_no_bench_of_gpus(monkeypatch, mode):
     """High throughput does on an older GPU, without an error of the Buffer's."""
@@ -272,9 +305,12 @@ def test_reports_say_whose_calls_they_are_of(backend, mode):
         assert ("Weights come with combine" in said) is late
 
 
+@pytest.mark.parametrize("zeros", [True, False])
 @pytest.mark.parametrize("in_place", [True, False])
-def test_reports_say_whether_rows_came_in_place(in_place):
-    settings = BenchSettings("high_throughput", ranks=2, backend="cuda", in_place=in_place)
+def test_reports_say_whether_rows_came_in_place(in_place, zeros):
+    settings = BenchSettings(
+        "high_throughput", ranks=2, backend="cuda", in_place=in_place, zero_padding=zeros
+    )
     times = Timings(torch.ones((2, 3, 3), dtype=torch.float64, device="cpu"))
     traffic = Traffic(1.0, 2.0, 0.0, 1.0)
     result = Result(
@@ -283,12 +319,15 @@ def test_reports_say_whether_rows_came_in_place(in_place):
         device={"name": "none"}, timing={},
     )  # fmt: skip
     assert report.record(result)["in_place"] is in_place
+    assert report.record(result)["zero_padding"] is zeros
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(report.table(result))
     console.print(report.sweep_table([result]))
-    said = console.export_text()
+    said = " ".join(console.export_text().split())
     assert "expert-major" in said
-    assert said.count("expert-major, in place") == (2 if in_place else 0)
+    unwritten = "" if zeros else ", padding unwritten"
+    assert said.count(f"expert-major{unwritten}, in place") == (2 if in_place else 0)
+    assert said.count("padding unwritten") == (0 if zeros else 2)
     assert ("Rows came in place" in " ".join(notes_of(result))) is in_place
 
 

@@ -63,6 +63,7 @@ def test_malformed_ones_do_not_hide_the_rest() -> None:
         "cache_dir": ["auto", "default"],
         "ctas": ["auto", "default"],
         "senders": ["auto", "default"],
+        "dispatch_transfer": ["auto", "default"],
         "ranges": ["False", "default"],
         "fast_accumulation": ["False", "default"],
         "swap_ab_rows": ["auto", "default"],

@@ -367,6 +367,19 @@ def test_what_is_no_bool_is_taken_for_one(mode: Mode) -> None:
     assert mode.calls[-1][0] == "refuse_dispatch"
 
 
+def test_padding_is_zero_on_the_host() -> None:
+    host = fanfold.Config.resolve(backend="host")
+    x, idx, weights = tokens(torch.device("cpu"))
+    with fanfold.HighThroughput(None, **SIZES, expert_alignment=8, config=host) as ep:
+        ep.use_zero_padding(False)
+        ep.dispatch(x + 1, idx, weights).tokens.fill_(7)  # memory that the next one gets
+        got = ep.dispatch(x + 1, idx, weights)
+        padding = got.source_rank < 0
+        assert padding.any()
+        assert got.tokens[~padding].all()
+        assert not got.tokens[padding].any()
+
+
 def test_in_place_without_a_gpu() -> None:
     """On the host rows come into tensors of their own; what cannot be is refused all the same."""
     host = fanfold.Config.resolve(backend="host")

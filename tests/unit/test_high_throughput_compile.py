@@ -46,8 +46,14 @@ SMALL_SHARED_BYTES = shared_bytes_of("sm_120a")
 
 
 def dispatches(sizes: Sizes, hidden: int) -> Iterator[DispatchKind]:
-    """bf16 and fp8 rows, in both orders, by a new plan with weights and by a cached one."""
-    for row_bytes, scale_words in ((2 * hidden, 0), (hidden, -(-hidden // 128))):
+    """bf16 and fp8 rows, in both orders, by a new plan with weights and by a cached one; pulled
+    ones first."""
+    formats = ((2 * hidden, 0), (hidden, -(-hidden // 128)))
+    if sizes.ranks > 1:
+        for row_bytes, scale_words in formats:
+            yield DispatchKind(sizes, row_bytes, scale_words, True, False, False, pulls=True)
+            yield DispatchKind(sizes, row_bytes, scale_words, False, True, True, pulls=True)
+    for row_bytes, scale_words in formats:
         for expert_major in (False, True):
             yield DispatchKind(sizes, row_bytes, scale_words, expert_major, True, True)
             yield DispatchKind(sizes, row_bytes, scale_words, expert_major, False, False)
@@ -79,10 +85,12 @@ def kernels(ranks: int, experts: int, top_k: int, hidden: int) -> list[Kernel]:
 def some_kernels(ranks: int, experts: int, top_k: int, hidden: int) -> list[Kernel]:
     """One of each that differs much from the others."""
     sizes = Sizes(ranks, experts, top_k)
-    bf16_new, _, bf16_experts, *_ = dispatches(sizes, hidden)
+    every = list(dispatches(sizes, hidden))
+    pulled = [kind for kind in every if kind.pulls]
+    bf16_new, _, bf16_experts, *_ = every[len(pulled) :]
     *_, fp8_experts_in_place, fp8_in_place, _ = dispatches(sizes, hidden)
     tokens, _, experts_weighted, *_ = combines(sizes, hidden)
-    found = [bf16_new, bf16_experts, fp8_experts_in_place, fp8_in_place]
+    found = [bf16_new, bf16_experts, fp8_experts_in_place, fp8_in_place, *pulled[:1], *pulled[3:]]
     return [
         plan_kernel(sizes),
         *(dispatch_kernel(kind) for kind in found),

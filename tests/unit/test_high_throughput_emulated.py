@@ -396,6 +396,19 @@ def test_the_face_says_how_many_sms() -> None:
         on_gpu.use_sms.assert_called_once_with(12)
 
 
+def test_the_face_says_whether_padding_is_zero() -> None:
+    sizes = {"num_experts": 4, "top_k": 2, "hidden": 32, "max_tokens": 8}
+    with HighThroughput(None, **sizes, config=Config.resolve(backend="host")) as ep:
+        on_gpu = mock.create_autospec(CudaHighThroughput, instance=True)
+        with mock.patch.object(ep, "_backend", on_gpu):
+            ep.use_zero_padding(False)
+            with pytest.raises(ArgumentError, match="zeros"):
+                ep.use_zero_padding(None)  # type: ignore[arg-type]
+        on_gpu.use_zero_padding.assert_called_once_with(False)
+    with pytest.raises(UsageError, match="closed"):
+        ep.use_zero_padding(True)
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("capacity", [False, True])
 def test_a_plan_serves_both_layouts(capacity: bool, weighted: bool) -> None:

@@ -4,6 +4,7 @@ calls need. The calls run on the CPU.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from fanfold.backends.high_throughput.kernels import Sizes
 from fanfold.backends.high_throughput.layer_kernels import Layer, shared_bytes_of
+from fanfold.cli import jit
 from fanfold.errors import ArgumentError
 from fanfold.formats import RowFormat, ScaleFormat
 from tests.distributed.cuda_rounds import run_case
@@ -83,6 +85,24 @@ def test_names() -> None:
         "combine expert_major weighted topk_weights biased",
         "combine expert_major topk_weights alone",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("transfer", [None, "push", "pull"])
+def test_dispatches_move_rows_as_is_set(
+    monkeypatch: pytest.MonkeyPatch, transfer: str | None
+) -> None:
+    """By themselves expert-major ones of two ranks pull."""
+    if transfer is not None:
+        monkeypatch.setenv("FANFOLD_DISPATCH_TRANSFER", transfer)
+    asked = argparse.Namespace(
+        mode="high-throughput", ranks=2, experts=256, top_k=8, hidden=7168, dtype="bf16",
+        scales="float32", layout="both", arch="sm_90a",
+    )  # fmt: skip
+    found = jit._high_throughput(asked)
+    pulls = {name: dict(each.pairs).get("kPulls") for name, each in found.items()}
+    assert pulls["dispatch expert_major cached"] == int(transfer != "push")
+    assert pulls["dispatch token_major cached"] == int(transfer == "pull")
+    assert pulls["dispatch expert_major in place cached"] == 0
 
 
 @pytest.mark.parametrize(

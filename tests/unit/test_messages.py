@@ -202,6 +202,8 @@ def test_native_high_throughput(
                             {**tokens(), name: value})  # fmt: skip
         with pytest.raises(ArgumentError, match=r"^sms is 'two' \(type str\), but must be an int"):
             ep.use_sms("two")  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match=r"^zeros is 0 \(type int\), but must be a bool"):
+            ep.use_zero_padding(0)  # type: ignore[arg-type]
         for pair in ((), (1,), (1, 2, 3)):
             with pytest.raises(ArgumentError, match=r"^x is a tuple of"):
                 ep.dispatch(**{**tokens(), "x": pair})

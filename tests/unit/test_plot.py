@@ -148,6 +148,27 @@ def test_rows_in_place_are_a_series_of_their_own(tmp_path, layout):
     }
 
 
+def test_padding_that_is_not_written_is_a_series_of_its_own(tmp_path):
+    """Lines from before there was the choice are with those of what a face gives by itself."""
+    fields = report.record(high_throughput_result())
+    plain = [{**fields, "zero_padding": True, "sms": n} for n in (12, 24)]
+    unwritten = [{**each, "zero_padding": False} for each in plain]
+    older = {name: value for name, value in plain[0].items() if name != "zero_padding"}
+    points = plot.load(write(tmp_path / "r.jsonl", [*plain, *unwritten, {**older, "sms": 48}]))
+    along = plot.series_along(points, "sms")
+    assert {label: [p["sms"] for p in s] for label, s in along.items()} == {
+        "high throughput": [12, 24, 48],
+        "padding unwritten": [12, 24],
+    }
+    elastic = {**plain[0], "face": "elastic"}
+    assert [
+        plot.load(write(tmp_path / "e.jsonl", [{**elastic, "zero_padding": zeros}]))[0][
+            "zero_padding"
+        ]
+        for zeros in (True, False)
+    ] == [True, None]
+
+
 def test_calls_of_deep_ep_are_a_series_of_their_own(tmp_path):
     """With lines from before there was the choice, which say whether weights came with combine."""
     native = [line(tokens=t, face="native") for t in (16, 64)]

@@ -71,8 +71,9 @@ FIELDS = {
     "mode", "backend", "transport", "hosts", "ranks", "tokens", "hidden", "top_k", "experts",
     "dtype", "bytes_remote", "bytes_total", "checked", "baseline_total_us", "ratio", "seed",
     "iterations", "warmup", "distribution", "layout", "in_place", "routing", "sms", "alignment",
-    "face", "check", "baseline", "machine", "versions", "commit", "config", "ranks_per_host",
-    "proxy_threads", "emulated_hosts", "bytes_between_hosts", "bytes_inside_hosts",
+    "zero_padding", "face", "check", "baseline", "machine", "versions", "commit", "config",
+    "ranks_per_host", "proxy_threads", "emulated_hosts", "bytes_between_hosts",
+    "bytes_inside_hosts",
 } | {
     f"{phase}_us{suffix}"
     for phase in ("dispatch", "combine", "total")

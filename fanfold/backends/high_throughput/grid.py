@@ -8,6 +8,7 @@ compares it with the link's time for the same token.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -19,16 +20,21 @@ from fanfold.backends.high_throughput.kernels import (
 )
 from fanfold.backends.high_throughput.protocol import RowOrder
 
-__all__ = ["Grid", "sms_for"]
+__all__ = ["Grid", "sms_for", "with_transfer"]
 
 # Of 24 in a dispatch. Expert-major there are more copies for the others to make.
 _SENDERS: dict[RowOrder, int] = {"token_major": 9, "expert_major": 8}
 _SENDERS_OF = 24
+# A source that is read stores each row once; on few CTAs it had better begin to read soon.
+_READ_SENDERS: dict[RowOrder, int] = {"token_major": 6, "expert_major": 4}
+_MANY_READERS, _SENDERS_OF_MANY = 20, 8
+# Short rows cost what each of them costs, wherever it lies; between were none measured.
+_LEAST_PULLED_BYTES = 7168
 # Token-major in place there are none: eight senders of twelve fill the links, of more half.
 _MOST_IN_PLACE, _FEW_IN_PLACE = 2 / 3, 8
 
 # Bytes per nanosecond (GB/s): of one GPU's link to all peers, and of one SM.
-_LINK = 375.0
+_LINK, _PULLED_LINK = 375.0, 257.0
 _PUSHED, _STORED = 35.0, 61.0
 _SUMMED, _FOLDED = 200.0, 105.0  # rows of experts into one; rows of ranks into a result
 # Nanoseconds of an SM for each row, however short.
@@ -61,6 +67,9 @@ class Grid:
     def of_dispatch(self, kind: DispatchKind) -> tuple[int, int]:
         """CTAs and senders of a dispatch."""
         ctas = self._within(sms_for(kind))
+        if kind.pulls and self.senders is None and self.ranks > 1:
+            many = ctas >= _MANY_READERS
+            return ctas, _share(ctas, _SENDERS_OF_MANY if many else _READ_SENDERS[kind.layout])
         return ctas, self._senders(ctas, kind.layout, in_place=kind.in_place)
 
     def of_combine(self, kind: CombineKind) -> tuple[int, int]:
@@ -78,13 +87,40 @@ class Grid:
             return ctas
         if in_place and order == "token_major":
             return min(max(int(ctas * _MOST_IN_PLACE), 1), max(_FEW_IN_PLACE, ctas // 2))
-        return min(-(-ctas * _SENDERS[order] // _SENDERS_OF), max(ctas - 1, 1))
+        return _share(ctas, _SENDERS[order])
+
+
+def _share(ctas: int, senders: int) -> int:
+    """As many of ``ctas`` as ``senders`` of 24, and no more than leave a receiver."""
+    return min(-(-ctas * senders // _SENDERS_OF), max(ctas - 1, 1))
+
+
+def with_transfer(kind: DispatchKind, asked: str) -> DispatchKind:
+    """``kind`` as its rows travel: pulled or pushed, as is asked for, or with ``"auto"`` as the
+    model says. Ranks must agree, so it goes by nothing that is one rank's own matter."""
+    if kind.in_place or kind.sizes.ranks == 1 or kind.sizes.across_hosts or asked == "push":
+        return kind
+    pulled = dataclasses.replace(kind, pulls=True)
+    if asked == "auto" and not _gains(kind, pulled):
+        return kind
+    return pulled
+
+
+def _gains(pushed: DispatchKind, pulled: DispatchKind) -> bool:
+    """Whether readers that pull take less time, on the SMs that the model gives to pushed rows: as
+    much as the SMs need, or the link, whichever is more."""
+    if not pushed.expert_major or pushed.row_bytes < _LEAST_PULLED_BYTES:
+        return False
+    sms, link_bytes = sms_for(pushed), _rows_pushed(pushed.sizes) * _bytes_moved(pushed)
+    push_ns = max(_dispatch_ns(pushed) / sms, link_bytes / _LINK)
+    return max(_dispatch_ns(pulled) / sms, link_bytes / _PULLED_LINK) < push_ns
 
 
 def sms_for(kind: DispatchKind | CombineKind) -> int:
     """SMs that keep the link busy in calls of this kind with evenly chosen experts, at most
     ``DEFAULT_MOST_CTAS``; that many, too, where nothing is sent."""
-    link_ns = _rows_pushed(kind.sizes) * _bytes_moved(kind) / _LINK
+    pulls = isinstance(kind, DispatchKind) and kind.pulls
+    link_ns = _rows_pushed(kind.sizes) * _bytes_moved(kind) / (_PULLED_LINK if pulls else _LINK)
     if link_ns == 0:
         return DEFAULT_MOST_CTAS
     if isinstance(kind, DispatchKind):
@@ -118,6 +154,8 @@ def _dispatch_ns(kind: DispatchKind) -> float:
     stored = float(sizes.top_k) if kind.expert_major else pushed + own
     if kind.in_place:
         stored -= pushed
+    if kind.pulls:  # stored once for all readers, and loaded while others are stored
+        return (1 + stored) * row / _STORED + (pushed + stored) * _MOVED_ROW
     return pushed * row / _PUSHED + stored * row / _STORED + (pushed + stored) * _MOVED_ROW
 
 

@@ -150,6 +150,8 @@ class DispatchKind:
         new_routing: whether the plan is new: the kernel stores what describes the rows.
         weighted: whether weights travel.
         in_place: rows go straight to their place, expert-major to one of them, not through a ring.
+        pulls: readers load each row from the memory of its source, which stores it there once,
+            instead of into a ring of each reader. Not in place, and on one host alone.
     """
 
     sizes: Sizes
@@ -159,6 +161,7 @@ class DispatchKind:
     new_routing: bool
     weighted: bool
     in_place: bool = False
+    pulls: bool = False
 
     @classmethod
     def of(
@@ -322,6 +325,7 @@ def dispatch_kernel(kind: DispatchKind, most_shared_bytes: int = MOST_SHARED_BYT
         "kScaleWords": kind.scale_words,
         "kExpertMajor": int(kind.expert_major),
         "kInPlace": int(kind.in_place),
+        "kPulls": int(kind.pulls),
         "kNewRouting": int(kind.new_routing),
         "kWeighted": int(kind.weighted),
         "kRingRowBytes": kind.slot_bytes,
@@ -447,6 +451,7 @@ def core_shape(kind: DispatchKind | CombineKind) -> _core.CudaHighThroughputShap
     if isinstance(kind, DispatchKind):
         shape.scale_words = kind.scale_words
         shape.in_place = int(kind.in_place)
+        shape.pulls = int(kind.pulls)
         shape.variant = int(kind.new_routing) | int(kind.weighted) << 1
     else:
         shape.slices, shape.variant = kind.slices, int(kind.returns_weights)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fanfold import _core, quantizing
+from fanfold.backends.high_throughput.grid import with_transfer
 from fanfold.backends.high_throughput.kernels import (
     MOST_SHARED_BYTES,
     WEIGHTS_ALONE_ROW_BYTES,
@@ -43,12 +44,14 @@ class Layer:
         hidden: columns of a row.
         row_format: of the rows that go to the experts; results are bf16.
         scale_format: of fp8 rows.
+        transfer: how dispatches move rows, as the setting ``dispatch_transfer``.
     """
 
     sizes: Sizes
     hidden: int
     row_format: RowFormat
     scale_format: ScaleFormat
+    transfer: str = "auto"
 
     def __post_init__(self) -> None:
         """Checks the sizes as calls do.
@@ -85,7 +88,8 @@ class Layer:
         }
         for layout in layouts:
             for what, dispatch in self._dispatches(layout):
-                found[what] = dispatch_kernel(dispatch, most_shared_bytes).source
+                moved = with_transfer(dispatch, self.transfer)
+                found[what] = dispatch_kernel(moved, most_shared_bytes).source
             for what, combine in self._combines(layout):
                 many, few = (
                     combine_kernel(combine, ctas, most_shared_bytes).source

@@ -100,6 +100,10 @@ class Receiver {
   __device__ void load_arrived(int slot, int at, const DestinationWord& destination) const {
     ArrivalBarrier* full = &w_.ring.full[slot];
     if (call_.lane != 0) return arrive(full);
+    if constexpr (kPulls != 0) {
+      arrive_expecting(full, kSentBytes);
+      return w_.read_from(now_.source, at, slot);
+    }
     unsigned char* to = w_.ring.slots[slot];
     const bool copies = kSendsDestinations && destination.copies;
     arrive_expecting(full, kRingRowBytes + (copies ? kRowBytes : 0));

@@ -47,6 +47,10 @@ class Sender {
       __syncwarp();
     }
     const SendDescriptor& descriptor = w_.descriptors[slot].sent;
+    if constexpr (kPulls != 0) {
+      if (descriptor.to != 0 && call_.lane == 0) w_.keep_for_readers(slot, descriptor.at);
+      return;
+    }
     if (call_.is_peer(call_.lane) && (descriptor.to >> call_.lane & 1u) != 0)
       w_.put_to(call_.lane, slot, descriptor, kStaysInPlace ? row_in_place(descriptor) : 0);
   }
@@ -127,6 +131,7 @@ class Sender {
   __device__ void publish(int slot, uint64_t word) const {
     // A row that never came into the ring fails the call, and was sent all the same.
     const bool sends = call_.is_peer(call_.lane) && !call_.failed();
+    if constexpr (kPulls != 0) publish_copies();
     if (sends) {
       fence_global_and_bulk();
       if (!call_.is_elsewhere(call_.lane))

@@ -40,6 +40,10 @@ class ManyRanksSender {
       __syncwarp();
     }
     const SendDescriptor& descriptor = w_.descriptors[slot].sent;
+    if constexpr (kPulls != 0) {  // some peer wants each token that is sent
+      if (call_.lane == 0) w_.keep_for_readers(slot, descriptor.at);
+      return;
+    }
     const auto token = static_cast<int>(descriptor.to);
     for (int rank = call_.lane; rank < kRanks; rank += kWarpLanes) {
       const int row = row_of(token, rank);
@@ -119,6 +123,7 @@ class ManyRanksSender {
   // The batch has arrived at every peer.
   __device__ void publish(int batch) const {
     // A row that never came into the ring fails the call, and was sent all the same.
+    if constexpr (kPulls != 0) publish_copies();
     if (!call_.failed()) {
       fence_global_and_bulk();
       for (int rank = call_.lane; rank < kRanks; rank += kWarpLanes)

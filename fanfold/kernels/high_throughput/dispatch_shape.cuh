@@ -7,9 +7,13 @@
 // goes straight to its place on each rank, expert-major to the first of them, and only what is
 // beside it through the ring (docs/decisions/dispatch-in-place.md).
 //
-// Constants: kRowBytes, kScaleWords, kExpertMajor, kInPlace, kNewRouting (the plan is new: what is
-// known of the rows is kept for later calls), kWeighted, kRingRowBytes (of what goes through the
-// ring), kShortTokens (that go in short batches).
+// Rows that are pushed lie in the reader's ring of their source. Rows that are pulled lie in the
+// source's memory, once for all readers, each of which loads them from there. There they have the
+// room of all rings, as nothing is in those then (docs/high_throughput.md#push-and-pull).
+//
+// Constants: kRowBytes, kScaleWords, kExpertMajor, kInPlace, kPulls, kNewRouting (the plan is new:
+// what is known of the rows is kept for later calls), kWeighted, kRingRowBytes (of what goes
+// through the ring), kShortTokens (that go in short batches).
 #pragma once
 
 #include "high_throughput/row_ring.cuh"
@@ -34,11 +38,19 @@ inline constexpr bool kStaysInPlace = kInPlace != 0 && kExpertMajor == 0;
 static_assert(kSlotBytes == align_up(kSentAt + kRingRowBytes, kAreaAlignment));
 static_assert(kWeighted == 0 || kHasTopKWords);
 static_assert(kAcrossHosts == 0 || (kInPlace == 0 && kWarps > 1));
+static_assert(kPulls == 0 || (kInPlace == 0 && kAcrossHosts == 0));
 static_assert(0 <= kShortTokens && kShortTokens <= kMostShortTokens);
 
 // Word k of those that travel beside a row in a slot.
 __device__ __forceinline__ uint32_t topk_word(const unsigned char* bytes, int k) {
   return reinterpret_cast<const uint32_t*>(bytes + kTopKWordsAt)[k];
+}
+
+// All lanes: what lane 0 has copied for readers, and knows to be written, comes before what each
+// lane signals next.
+__device__ __forceinline__ void publish_copies() {
+  fence_global_and_bulk();
+  __syncwarp();
 }
 
 // A row that has arrived.
@@ -119,6 +131,19 @@ struct DispatchWarp {
       const int64_t to = ring_row(call.rank_at(rank), row_sent.at);
       call.rows_peer(rank).put_row(to, ring.slots[slot] + kSentAt, kSentBytes);
     }
+  }
+
+  // Row `at` of those that a source keeps for its readers, in its own memory.
+  __device__ int64_t kept_row(int at) const {
+    return args.call.at.ring + int64_t{at} * kRingRowBytes;
+  }
+  // One lane: enqueues the copy of the row in a slot of shared memory that readers load.
+  __device__ void keep_for_readers(int slot, int at) const {
+    call.peer(args.call.rank).put_row(kept_row(at), ring.slots[slot], kSentBytes);
+  }
+  // One lane: asks for row `at` of those that `source` keeps.
+  __device__ void read_from(int source, int at, int slot) const {
+    call.peer(source).read_row(ring.slots[slot], kept_row(at), kSentBytes, &ring.full[slot]);
   }
 
   // The rows of a batch in the send areas of ranks elsewhere, and its word: for each lane's `rank`

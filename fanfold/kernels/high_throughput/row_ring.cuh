@@ -69,7 +69,7 @@ class RowRing {
  private:
   __device__ static int slot_of(uint32_t row) { return static_cast<int>(row % kSlots); }
 
-  // Loads from this GPU's own memory, which comes or fails; the bound is there all the same.
+  // Loads from GPUs' memory, which come or fail; the bound is there all the same.
   __device__ void await(uint32_t row) const {
     Deadline deadline(call_);
     while (!phase_is_over(&shared.full[slot_of(row)], (row / kSlots) & 1u))
