@@ -186,7 +186,8 @@ void bind_place(nb::module_& module) {
       .def(
           "__init__",
           [](Shape* self, HighThroughputPhase phase, int32_t experts, int32_t top_k) {
-            new (self) Shape{phase, experts, top_k, 0, 0, 0, 0, 0, 1, 0, 1};
+            new (self) Shape{
+                .phase = phase, .experts = experts, .top_k = top_k, .slices = 1, .alignment = 1};
           },
           "phase"_a, "experts"_a, "top_k"_a)
       .def_rw("row_bytes", &Shape::row_bytes)
@@ -194,7 +195,7 @@ void bind_place(nb::module_& module) {
       .def_rw("slot_bytes", &Shape::slot_bytes)
       .def_rw("expert_major", &Shape::expert_major)
       .def_rw("in_place", &Shape::in_place)
-      .def_rw("pulls", &Shape::pulls)
+      .def_rw("kept_rings", &Shape::kept_rings)
       .def_rw("slices", &Shape::slices)
       .def_rw("variant", &Shape::variant)
       .def_rw("alignment", &Shape::alignment);

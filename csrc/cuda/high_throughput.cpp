@@ -53,8 +53,7 @@ int32_t HighThroughput::slots(const HighThroughputShape& shape) const {
     case HighThroughputPhase::kPlan:
       return 0;
     case HighThroughputPhase::kDispatch:
-      // A source that is read has the room of all rings.
-      return slots_of(shape.slot_bytes, place_.ring_bytes * (shape.pulls != 0 ? place_.ranks : 1),
+      return slots_of(shape.slot_bytes, place_.ring_bytes * std::max(shape.kept_rings, 1),
                       shape.in_place != 0 && shape.expert_major != 0 ? kMostDestinationSlots
                                                                      : kMostDispatchSlots);
     case HighThroughputPhase::kCombine:
@@ -94,7 +93,7 @@ uint32_t HighThroughput::signature_of(const HighThroughputShape& shape) const {
   for (const int32_t value :
        {static_cast<int32_t>(shape.phase), shape.experts, shape.top_k, shape.row_bytes,
         shape.scale_words, shape.slot_bytes, slots(shape), shape.expert_major, shape.in_place,
-        shape.pulls, shape.slices, shape.variant, shape.alignment, place_.max_tokens}) {
+        shape.kept_rings, shape.slices, shape.variant, shape.alignment, place_.max_tokens}) {
     hash = (hash ^ static_cast<uint32_t>(value)) * 16777619u;
   }
   return (hash >> 16) ^ (hash & 0xffffu);

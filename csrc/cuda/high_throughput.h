@@ -32,7 +32,7 @@ struct HighThroughputShape {
   int32_t slot_bytes;    // of a row in a ring; 0 in a plan
   int32_t expert_major;  // 1 or 0
   int32_t in_place;      // 1 or 0
-  int32_t pulls;         // 1 or 0: readers load rows from the memory of their source
+  int32_t kept_rings;    // whose room a source has for rows that readers load; 0: rows are pushed
   int32_t slices;        // of a row in a combine; else 1
   int32_t variant;       // further options of the call as a number, such as new routing, weights
   int32_t alignment;     // of a plan

@@ -111,10 +111,12 @@ TEST(high_throughput_device_slots_follow_from_the_ring) {
   auto shape = shape_of(HighThroughputPhase::kDispatch);
   shape.slot_bytes = 128;
   CHECK_EQ(calls.slots(shape), 5);
-  shape.pulls = 1;
+  shape.kept_rings = 1;
+  CHECK_EQ(calls.slots(shape), 5);
+  shape.kept_rings = 4;
   CHECK_EQ(calls.slots(shape), 4 * 5);
   CHECK_EQ(roomy.slots(shape), kMostDispatchSlots);
-  shape.pulls = 0;
+  shape.kept_rings = 0;
   CHECK_EQ(roomy.slots(shape), kMostDispatchSlots);
   shape.in_place = 1;
   CHECK_EQ(roomy.slots(shape), kMostDispatchSlots);
@@ -156,7 +158,7 @@ TEST(high_throughput_device_signatures_differ_between_shapes) {
   shapes[8].variant = 1;
   shapes[9].in_place = 1;
   shapes[10].slices = 2;
-  shapes[11].pulls = 1;
+  shapes[11].kept_rings = 1;
   std::set<uint32_t> signatures;
   for (const auto& shape : shapes) {
     signatures.insert(calls.combine_arguments(shape, {.ctas = 4, .senders = 1}).call.signature);

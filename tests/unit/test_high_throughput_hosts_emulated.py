@@ -115,6 +115,29 @@ def test_rows_apart(monkeypatch: pytest.MonkeyPatch, case: Case, layout: str) ->
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ranks", [3, 5, pytest.param(8, marks=pytest.mark.long)])
+def test_rows_that_are_pulled_within_a_host(worlds: Worlds, ranks: int, layout: str) -> None:
+    """While rows of other hosts come to the same memory."""
+    case = dataclasses.replace(SMALL, tokens=tuple(40 + 9 * rank for rank in range(ranks)))
+    world = worlds(ranks, tiny_ring(case), dispatch_transfer="pull")
+
+    def program(rank: int, mode: CudaHighThroughput) -> None:
+        for turn in range(3):
+            run_case(mode, dataclasses.replace(case, seed=turn), rank, layout)
+        launches = mode._launches
+        assert all(launches._transferred(kind).pulls for kind in launches._dispatches)
+
+    world.run(program)
+
+
+def test_rows_apart_that_are_pulled_within_a_host() -> None:
+    case = dataclasses.replace(SMALL, tokens=(40, 70, 21))
+    with closing(Worlds(seed=8, rows_apart=True)) as made:
+        world = made(3, tiny_ring(case), dispatch_transfer="pull")
+        world.run(lambda rank, mode: run_case(mode, case, rank, "expert_major"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_rings_with_more_room_than_slots(worlds: Worlds, layout: str) -> None:
     """Slots are as many as there are words for, and where a ring begins does not depend on them."""
     world = worlds(SMALL.ranks, 1 << 22)
@@ -373,8 +396,8 @@ def test_what_is_pinned(gpu: None, hosts: tuple[int, ...]) -> None:
 def test_compiles(compiled: Compiled, ranks: int) -> None:
     """Without spills; also for more ranks than a word has bits, which are not emulated here."""
     sizes = Sizes(ranks, 2 * ranks, 6, across_hosts=True)
-    dispatches = [DispatchKind(sizes, 2048, 0, major, new, True) for major, new in
-                  ((False, True), (True, False))]  # fmt: skip
+    dispatches = [DispatchKind(sizes, 2048, 0, major, new, True, pulls=pulls) for major, new, pulls
+                  in ((False, True, False), (True, False, False), (True, True, True))]  # fmt: skip
     combines = [CombineKind(sizes, 2048, major, False, True, major) for major in (False, True)]
     for kernel in (
         plan_kernel(sizes), *map(dispatch_kernel, dispatches),

@@ -144,10 +144,12 @@ def kind(ranks: int, *, expert_major: bool = True, in_place: bool = False) -> Di
 
 
 def test_what_is_asked_for_is_taken_where_it_can_be() -> None:
-    across = dataclasses.replace(kind(4), sizes=Sizes(4, 256, 8, across_hosts=True))
-    for never in (kind(1), kind(4, in_place=True), across):
+    for never in (kind(1), kind(4, in_place=True)):
         for asked in ("auto", "push", "pull"):
             assert not grid.with_transfer(never, asked).pulls
+    across = dataclasses.replace(kind(2), sizes=Sizes(2, 256, 8, across_hosts=True))
+    transferred = [grid.with_transfer(across, asked).pulls for asked in ("auto", "push", "pull")]
+    assert transferred == [False, False, True]
     for expert_major in (False, True):
         assert grid.with_transfer(kind(4, expert_major=expert_major), "pull").pulls
         assert not grid.with_transfer(kind(4, expert_major=expert_major), "push").pulls
@@ -186,6 +188,8 @@ def test_a_pulling_grid_has_fewer_senders() -> None:
 def test_the_kernel_and_what_ranks_agree_about_say_so() -> None:
     pushed = kind(4)
     pulled = dataclasses.replace(pushed, pulls=True)
-    assert [kernels.core_shape(each).pulls for each in (pushed, pulled)] == [0, 1]
+    across = dataclasses.replace(pulled, sizes=Sizes(4, 256, 8, across_hosts=True))
+    rings = [kernels.core_shape(each).kept_rings for each in (pushed, pulled, across)]
+    assert rings == [0, 4, 1]
     sources = [kernels.dispatch_kernel(each).source for each in (pushed, pulled)]
     assert [dict(source.pairs)["kPulls"] for source in sources] == [0, 1]

@@ -98,7 +98,7 @@ def _share(ctas: int, senders: int) -> int:
 def with_transfer(kind: DispatchKind, asked: str) -> DispatchKind:
     """``kind`` as its rows travel: pulled or pushed, as is asked for, or with ``"auto"`` as the
     model says. Ranks must agree, so it goes by nothing that is one rank's own matter."""
-    if kind.in_place or kind.sizes.ranks == 1 or kind.sizes.across_hosts or asked == "push":
+    if kind.in_place or kind.sizes.ranks == 1 or asked == "push":
         return kind
     pulled = dataclasses.replace(kind, pulls=True)
     if asked == "auto" and not _gains(kind, pulled):
@@ -109,7 +109,8 @@ def with_transfer(kind: DispatchKind, asked: str) -> DispatchKind:
 def _gains(pushed: DispatchKind, pulled: DispatchKind) -> bool:
     """Whether readers that pull take less time, on the SMs that the model gives to pushed rows: as
     much as the SMs need, or the link, whichever is more."""
-    if not pushed.expert_major or pushed.row_bytes < _LEAST_PULLED_BYTES:
+    short = pushed.row_bytes < _LEAST_PULLED_BYTES
+    if pushed.sizes.across_hosts or not pushed.expert_major or short:
         return False
     sms, link_bytes = sms_for(pushed), _rows_pushed(pushed.sizes) * _bytes_moved(pushed)
     push_ns = max(_dispatch_ns(pushed) / sms, link_bytes / _LINK)

@@ -151,7 +151,7 @@ class DispatchKind:
         weighted: whether weights travel.
         in_place: rows go straight to their place, expert-major to one of them, not through a ring.
         pulls: readers load each row from the memory of its source, which stores it there once,
-            instead of into a ring of each reader. Not in place, and on one host alone.
+            instead of into a ring of each reader, if they are on one host. Not in place.
     """
 
     sizes: Sizes
@@ -451,7 +451,8 @@ def core_shape(kind: DispatchKind | CombineKind) -> _core.CudaHighThroughputShap
     if isinstance(kind, DispatchKind):
         shape.scale_words = kind.scale_words
         shape.in_place = int(kind.in_place)
-        shape.pulls = int(kind.pulls)
+        if kind.pulls:  # across hosts rows come to the other rings
+            shape.kept_rings = 1 if kind.sizes.across_hosts else kind.sizes.ranks
         shape.variant = int(kind.new_routing) | int(kind.weighted) << 1
     else:
         shape.slices, shape.variant = kind.slices, int(kind.returns_weights)

@@ -100,7 +100,7 @@ class Receiver {
   __device__ void load_arrived(int slot, int at, const DestinationWord& destination) const {
     ArrivalBarrier* full = &w_.ring.full[slot];
     if (call_.lane != 0) return arrive(full);
-    if constexpr (kPulls != 0) {
+    if (kPulls != 0 && !call_.is_elsewhere(now_.source)) {
       arrive_expecting(full, kSentBytes);
       return w_.read_from(now_.source, at, slot);
     }

@@ -47,11 +47,12 @@ class Sender {
       __syncwarp();
     }
     const SendDescriptor& descriptor = w_.descriptors[slot].sent;
+    const bool gets = call_.is_peer(call_.lane) && (descriptor.to >> call_.lane & 1u) != 0;
     if constexpr (kPulls != 0) {
-      if (descriptor.to != 0 && call_.lane == 0) w_.keep_for_readers(slot, descriptor.at);
-      return;
+      const bool is_read = __any_sync(kFullWarp, gets && !call_.is_elsewhere(call_.lane)) != 0;
+      if (is_read && call_.lane == 0) w_.keep_for_readers(slot, descriptor.at);
     }
-    if (call_.is_peer(call_.lane) && (descriptor.to >> call_.lane & 1u) != 0)
+    if (gets && (kPulls == 0 || call_.is_elsewhere(call_.lane)))
       w_.put_to(call_.lane, slot, descriptor, kStaysInPlace ? row_in_place(descriptor) : 0);
   }
 

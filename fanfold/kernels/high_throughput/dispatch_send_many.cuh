@@ -40,16 +40,21 @@ class ManyRanksSender {
       __syncwarp();
     }
     const SendDescriptor& descriptor = w_.descriptors[slot].sent;
-    if constexpr (kPulls != 0) {  // some peer wants each token that is sent
-      if (call_.lane == 0) w_.keep_for_readers(slot, descriptor.at);
-      return;
-    }
     const auto token = static_cast<int>(descriptor.to);
+    bool is_read = false;
     for (int rank = call_.lane; rank < kRanks; rank += kWarpLanes) {
       const int row = row_of(token, rank);
       if (row < 0) continue;
+      if (kPulls != 0 && !call_.is_elsewhere(rank)) {
+        is_read = true;
+        continue;
+      }
       const int first = kStaysInPlace ? w_.args.first_rows[rank] : 0;
       w_.put_to(rank, slot, descriptor, first + row);
+    }
+    if constexpr (kPulls != 0) {
+      if (__any_sync(kFullWarp, is_read) != 0 && call_.lane == 0)
+        w_.keep_for_readers(slot, descriptor.at);
     }
     __syncwarp();
   }
