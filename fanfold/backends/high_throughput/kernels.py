@@ -451,7 +451,7 @@ def core_shape(kind: DispatchKind | CombineKind) -> _core.CudaHighThroughputShap
     if isinstance(kind, DispatchKind):
         shape.scale_words = kind.scale_words
         shape.in_place = int(kind.in_place)
-        if kind.pulls:  # across hosts rows come to the other rings
+        if kind.pulls:  # across hosts slots are those of rings elsewhere, too
             shape.kept_rings = 1 if kind.sizes.across_hosts else kind.sizes.ranks
         shape.variant = int(kind.new_routing) | int(kind.weighted) << 1
     else:

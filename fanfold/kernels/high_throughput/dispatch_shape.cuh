@@ -133,20 +133,17 @@ struct DispatchWarp {
     }
   }
 
-  // Row `at` of those that a source keeps for its readers, in its own memory: in its ring of itself
-  // where rows of other hosts come to the rest.
-  __device__ int64_t kept_row(int source, int at) const {
-    if constexpr (kAcrossHosts != 0) return ring_row(source, at);
+  // Row `at` of those that a source keeps for its readers, in its own memory.
+  __device__ int64_t kept_row(int at) const {
     return args.call.at.ring + int64_t{at} * kRingRowBytes;
   }
   // One lane: enqueues the copy of the row in a slot of shared memory that readers load.
   __device__ void keep_for_readers(int slot, int at) const {
-    call.peer(args.call.rank).put_row(kept_row(args.call.rank, at), ring.slots[slot], kSentBytes);
+    call.peer(args.call.rank).put_row(kept_row(at), ring.slots[slot], kSentBytes);
   }
   // One lane: asks for row `at` of those that `source` keeps.
   __device__ void read_from(int source, int at, int slot) const {
-    call.peer(source).read_row(ring.slots[slot], kept_row(source, at), kSentBytes,
-                               &ring.full[slot]);
+    call.peer(source).read_row(ring.slots[slot], kept_row(at), kSentBytes, &ring.full[slot]);
   }
 
   // The rows of a batch in the send areas of ranks elsewhere, and its word: for each lane's `rank`
