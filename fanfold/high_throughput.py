@@ -348,7 +348,8 @@ class HighThroughput(BaseDispatcher):
         """Sets whether the padding rows of dispatches from here on are zeros, as at first. With
         False GPUs store nothing in them, which saves the time of as many rows: they may hold
         anything, NaN too. Their weights are 0 and their source is -1 either way. Local: ranks need
-        not agree. The host always stores zeros.
+        not agree. A captured CUDA graph keeps what it was captured with. The host always stores
+        zeros.
 
         GEMMs whose output rows depend on one input row each need no zeros. A gradient of an
         expert's weights does, if it sums over all rows of the expert.

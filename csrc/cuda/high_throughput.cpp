@@ -16,12 +16,13 @@ void check_within(const char* name, int64_t value, int64_t least, int64_t most, 
                         " for high throughput on GPUs (" + why + ")");
 }
 
-int32_t slots_of(int32_t slot_bytes, int64_t ring_bytes, int32_t most) {
-  const int64_t fit = ring_bytes / (int64_t{slot_bytes} * kBatchTokens);
+// Slots in the room of `rings` rings.
+int32_t slots_of(int32_t slot_bytes, int64_t ring_bytes, int32_t most, int32_t rings = 1) {
+  const int64_t fit = ring_bytes * rings / (int64_t{slot_bytes} * kBatchTokens);
   if (fit < kLeastRingSlots) {
+    const int64_t least = int64_t{slot_bytes} * kBatchTokens * kLeastRingSlots;
     throw BadArgument("ring_bytes", std::to_string(ring_bytes),
-                      "at least " +
-                          std::to_string(int64_t{slot_bytes} * kBatchTokens * kLeastRingSlots) +
+                      "at least " + std::to_string((least + rings - 1) / rings) +
                           " for these rows (FANFOLD_RING_BYTES)");
   }
   return static_cast<int32_t>(std::min<int64_t>(fit, most));
@@ -53,9 +54,10 @@ int32_t HighThroughput::slots(const HighThroughputShape& shape) const {
     case HighThroughputPhase::kPlan:
       return 0;
     case HighThroughputPhase::kDispatch:
-      return slots_of(shape.slot_bytes, place_.ring_bytes * std::max(shape.kept_rings, 1),
+      return slots_of(shape.slot_bytes, place_.ring_bytes,
                       shape.in_place != 0 && shape.expert_major != 0 ? kMostDestinationSlots
-                                                                     : kMostDispatchSlots);
+                                                                     : kMostDispatchSlots,
+                      std::max(shape.kept_rings, 1));
     case HighThroughputPhase::kCombine:
       check_within("slices", shape.slices, 1, kMostSlices, "words of a slot");
       return slots_of(shape.slot_bytes, place_.ring_bytes, kRingWords / shape.slices);

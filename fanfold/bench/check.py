@@ -201,7 +201,7 @@ class Expectation:
 
     @staticmethod
     def _marked(received: DispatchResult, padding: torch.Tensor) -> None:
-        """Checks what a dispatch says of the rows between experts."""
+        """Checks the marks of the rows between experts."""
         marks = {"source_rank": received.source_rank, "source_token": received.source_token}
         for name, found in marks.items():
             said = found[: len(padding)][padding]

@@ -342,8 +342,8 @@ class BenchSettings:
             ranks_here: ranks on this machine; all of them if None.
 
         Raises:
-            UnavailableError: ``cuda``, ``overlap``, ``sms`` or ``in_place``, with fewer GPUs than
-                ranks, or on several hosts.
+            UnavailableError: ``cuda``, ``overlap``, ``sms``, ``in_place`` or padding that is not
+                written, with fewer GPUs than ranks, or on several hosts.
         """
         if self.backend == "host":
             return "host"
@@ -358,6 +358,8 @@ class BenchSettings:
         asked = "backend is cuda"
         if self.backend == "auto":
             of_gpus = [name for name in ("overlap", *_OF_GPUS) if getattr(self, name)]
+            if self.zero_padding is False and self.face == "native":
+                of_gpus.append("no zero_padding")
             if not of_gpus:
                 return "host"
             asked = f"{of_gpus[0]} is asked for"

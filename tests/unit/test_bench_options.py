@@ -175,6 +175,13 @@ def test_what_needs_gpus_says_so_without(monkeypatch, option):
     assert BenchSettings("high_throughput").backend_here() == "host"
 
 
+def test_padding_that_is_not_written_needs_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UnavailableError, match="no zero_padding is asked for with 4 ranks"):
+        BenchSettings("high_throughput", zero_padding=False).backend_here()
+    assert BenchSettings("high_throughput", zero_padding=True).backend_here() == "host"
+
+
 def test_zero_padding_is_of_expert_major_on_gpus():
     (asked,) = points("high-throughput")
     assert asked.on("cuda").zero_padding is True
@@ -251,7 +258,7 @@ def test_elsewhere_no_memory_is_kept_for_rows(monkeypatch):
 
 
 @pytest.mark.parametrize("zeros", [None, True, False])
-def test_the_face_is_told_whether_padding_is_zero(monkeypatch, zeros):
+def test_the_face_knows_whether_padding_is_zero(monkeypatch, zeros):
     monkeypatch.setattr(layouts, "open_dispatcher", Recorded)
     monkeypatch.setattr(layouts, "HighThroughput", Recorded)
     settings = BenchSettings("high_throughput", tokens=3, hidden=16, zero_padding=zeros)

@@ -119,9 +119,9 @@ FEW = sources(
     ]
 )
 LAYERS = [*NAMED, *MANY_RANKS, *drawn(4)]
-# Every second kernel of each layer, by turns the even and the odd ones.
+# Every third kernel of each layer, from another one on in the next.
 MANY = sources(
-    [kernel for number, layer in enumerate(LAYERS) for kernel in kernels(*layer)[number % 2 :: 2]]
+    [kernel for number, layer in enumerate(LAYERS) for kernel in kernels(*layer)[number % 3 :: 3]]
 )
 MORE = [
     source

@@ -7,8 +7,9 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import fanfold.high_throughput
 from fanfold import Config, HighThroughput, _core
 from fanfold.backends import opening
 from fanfold.backends.choose import BackendChoice
+from fanfold.backends.high_throughput import kernels
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.backends.high_throughput.kernels import (
     CombineKind,
@@ -98,6 +100,17 @@ def test_rounds(worlds: Worlds, case: Case, layout: str) -> None:
     assert all(world.count("commands", rank) > 0 for rank in range(case.ranks))
 
 
+@contextmanager
+def only_pulling(ranks: int) -> Iterator[None]:
+    """Within it each rank dispatches, and only by kernels that pull."""
+    made = kernels.dispatch_kernel
+    with mock.patch.object(kernels, "dispatch_kernel", wraps=made) as dispatch_kernel:
+        yield
+    pulls = [call.args[0].pulls for call in dispatch_kernel.call_args_list]
+    assert len(pulls) >= ranks
+    assert all(pulls)
+
+
 APART = {
     "routing weights": (CASES[0], "expert_major"),
     "scales": (CASES[1], "token_major"),
@@ -124,17 +137,17 @@ def test_rows_that_are_pulled_within_a_host(worlds: Worlds, ranks: int, layout: 
     def program(rank: int, mode: CudaHighThroughput) -> None:
         for turn in range(3):
             run_case(mode, dataclasses.replace(case, seed=turn), rank, layout)
-        launches = mode._launches
-        assert all(launches._transferred(kind).pulls for kind in launches._dispatches)
 
-    world.run(program)
+    with only_pulling(ranks):
+        world.run(program)
 
 
 def test_rows_apart_that_are_pulled_within_a_host() -> None:
     case = dataclasses.replace(SMALL, tokens=(40, 70, 21))
-    with closing(Worlds(seed=8, rows_apart=True)) as made:
+    with closing(Worlds(seed=8, rows_apart=True)) as made, only_pulling(3):
         world = made(3, tiny_ring(case), dispatch_transfer="pull")
         world.run(lambda rank, mode: run_case(mode, case, rank, "expert_major"))
+        assert all(memory.between.has_rows_apart for memory in world.memories)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -7,11 +7,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from fanfold.backends.high_throughput import grid, kernels
+from fanfold.backends.high_throughput import cuda, grid, kernels
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.backends.high_throughput.kernels import DispatchKind, Sizes
 from fanfold.errors import ArgumentError, PeerRefused, PeerTimeout
@@ -30,9 +31,26 @@ def gpu(builder: Builder) -> Iterator[None]:
         yield
 
 
-def pulling(case: Case, **options: Any) -> World:
-    """With so little memory that a source has four slots for each rank."""
-    return World(case.ranks, tiny_ring(case), dispatch_transfer="pull", **options)
+class Pulling(World):
+    """With so little memory that a source has four slots for each rank. After a run, dispatches of
+    all ranks have launched kernels that pull."""
+
+    def __init__(self, case: Case, **options: Any) -> None:
+        super().__init__(case.ranks, tiny_ring(case), dispatch_transfer="pull", **options)
+
+    def run(self, program: Any) -> Any:
+        with mock.patch.object(
+            kernels, "dispatch_kernel", wraps=kernels.dispatch_kernel
+        ) as dispatch_kernel:
+            values = super().run(program)
+        kinds = [call.args[0] for call in dispatch_kernel.call_args_list]
+        assert sum(kind.pulls for kind in kinds) >= len(self.modes)
+        assert all(kind.pulls != kind.in_place for kind in kinds)
+        return values
+
+
+def pulling(case: Case, **options: Any) -> Pulling:
+    return Pulling(case, **options)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -89,10 +107,36 @@ def test_ranks_take_other_numbers_of_sms() -> None:
     world.run(program)
 
 
+def test_rings_that_are_too_short_are_named_as_they_are_set() -> None:
+    """Though a source has the room of all of them."""
+    world = World(2, 1 << 16, dispatch_transfer="pull")
+    x = torch.zeros((2, 8192), dtype=torch.bfloat16, device="cpu")
+    idx = torch.zeros((2, 1), dtype=torch.int64, device="cpu")
+    # Two rings shall have four slots of eight rows, each with what is beside it.
+    least = 4 * 8 * (2 * 8192 + 128) // 2
+
+    def program(rank: int, mode: CudaHighThroughput) -> None:
+        with pytest.raises((ArgumentError, PeerRefused)) as raised:
+            mode.dispatch(x, idx, num_experts=4, capacity=8)
+        text = str(raised.value)
+        assert f"ring_bytes is {1 << 16}" in text
+        assert f"at least {least} " in text
+
+    world.run(program)
+
+
 # ---- what goes wrong ----------------------------------------------------------------------------
 
 
+def test_ranks_agree_about_the_setting_as_they_open() -> None:
+    with mock.patch.object(cuda, "agree", wraps=cuda.agree) as agreed:
+        pulling(SMALL)
+    found = [call.args[1]["dispatch_transfer"] for call in agreed.call_args_list]
+    assert found == ["pull"] * SMALL.ranks
+
+
 def test_ranks_agree_how_rows_travel() -> None:
+    """Also if they have opened."""
     world = World(SMALL.ranks, ROOMY_RING, dispatch_transfer="push")
     pulls = World(SMALL.ranks, ROOMY_RING, dispatch_transfer="pull").modes[1]._config
 
@@ -100,7 +144,7 @@ def test_ranks_agree_how_rows_travel() -> None:
         if rank == 1:
             mode._launches._config = pulls
         got = dispatch(mode, Round(SMALL, rank), "expert_major", 400)
-        with pytest.raises(ArgumentError, match="the same on all ranks"):
+        with pytest.raises(ArgumentError, match=r"dispatch_transfer.*the same on all ranks"):
             (mode.quiesce(), mode.combine(got.tokens, got.plan, layout="expert_major"))
 
     world.run(program)

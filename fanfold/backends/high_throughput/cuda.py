@@ -133,8 +133,9 @@ class CudaHighThroughput:
         except Exception as failure:  # for want of memory, too
             error = failure
         # When all have come here, everybody's words are zero.
-        values = {"bytes": memory.bytes_per_rank, "max_tokens": max_tokens}
-        agree(memory.group, {**values, "result_bytes": result_bytes}, error)
+        sizes = {"bytes": memory.bytes_per_rank, "max_tokens": max_tokens}
+        sizes["result_bytes"] = result_bytes
+        agree(memory.group, {**sizes, "dispatch_transfer": config.dispatch_transfer}, error)
 
     @staticmethod
     def required_bytes(ranks: int, config: Config, result_bytes: int = 0) -> int:

@@ -25,11 +25,12 @@ __all__ = ["Grid", "sms_for", "with_transfer"]
 # Of 24 in a dispatch. Expert-major there are more copies for the others to make.
 _SENDERS: dict[RowOrder, int] = {"token_major": 9, "expert_major": 8}
 _SENDERS_OF = 24
-# A source that is read stores each row once; on few CTAs it had better begin to read soon.
+# A source that is read stores each row once. On few CTAs fewer senders were faster.
 _READ_SENDERS: dict[RowOrder, int] = {"token_major": 6, "expert_major": 4}
 _MANY_READERS, _SENDERS_OF_MANY = 20, 8
-# Short rows cost what each of them costs, wherever it lies; between were none measured.
-_LEAST_PULLED_BYTES = 7168
+# Rows from here on were pulled faster, between two ranks; short ones cost what each of them costs.
+# With four ranks the model has no more than a percent to say for pulling, and the mirror less.
+_LEAST_PULLED_BYTES, _MOST_PULLING_RANKS = 7168, 3
 # Token-major in place there are none: eight senders of twelve fill the links, of more half.
 _MOST_IN_PLACE, _FEW_IN_PLACE = 2 / 3, 8
 
@@ -109,8 +110,8 @@ def with_transfer(kind: DispatchKind, asked: str) -> DispatchKind:
 def _gains(pushed: DispatchKind, pulled: DispatchKind) -> bool:
     """Whether readers that pull take less time, on the SMs that the model gives to pushed rows: as
     much as the SMs need, or the link, whichever is more."""
-    short = pushed.row_bytes < _LEAST_PULLED_BYTES
-    if pushed.sizes.across_hosts or not pushed.expert_major or short:
+    few = pushed.sizes.ranks <= _MOST_PULLING_RANKS and not pushed.sizes.across_hosts
+    if not few or not pushed.expert_major or pushed.row_bytes < _LEAST_PULLED_BYTES:
         return False
     sms, link_bytes = sms_for(pushed), _rows_pushed(pushed.sizes) * _bytes_moved(pushed)
     push_ns = max(_dispatch_ns(pushed) / sms, link_bytes / _LINK)

@@ -69,7 +69,7 @@ class Reports(KernelReports):
                 f"call {number}, {phase}",
                 f"another on rank {rank} than on rank {peer}: the kind of call, experts, top_k, "
                 "bytes of a row, scales, order of rows, alignment, max_tokens, or whether weights "
-                "travel differ",
+                "travel, rows are in place, or rows are pulled (dispatch_transfer) differ",
                 "the same on all ranks; the call was aborted on all of them",
             )
         if kind == self._CAPACITY:

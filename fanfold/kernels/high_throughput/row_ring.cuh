@@ -69,7 +69,8 @@ class RowRing {
  private:
   __device__ static int slot_of(uint32_t row) { return static_cast<int>(row % kSlots); }
 
-  // Loads from GPUs' memory, which come or fail; the bound is there all the same.
+  // Loads from GPUs' memory, a peer's where rows are pulled, which come or fail. The bound is there
+  // all the same, and then names this rank.
   __device__ void await(uint32_t row) const {
     Deadline deadline(call_);
     while (!phase_is_over(&shared.full[slot_of(row)], (row / kSlots) & 1u))
