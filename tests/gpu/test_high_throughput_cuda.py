@@ -494,13 +494,15 @@ def test_a_stalled_rank_is_named(gpus: GpuPools, most_ranks: int, call: str) -> 
 # ---- the native face ----------------------------------------------------------------------------
 
 
-def _in_place_by_the_face(group: dist.ProcessGroup, dtype: str) -> None:
-    """What arrives in place is what the host brings, for a new routing and a known one."""
+def _by_the_face(
+    group: dist.ProcessGroup, dtype: str
+) -> tuple[list[fanfold.HighThroughput], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """A layer on the host and one on the GPU, and tokens, experts and weights of this rank."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    numbers = torch.Generator().manual_seed(rank)
-    x = torch.randn((90, 512), generator=numbers).bfloat16()
-    idx = torch.randint(0, 4 * ranks, (90, 3), generator=numbers)
-    weights = torch.rand((90, 3), generator=numbers)
+    numbers = torch.Generator("cpu").manual_seed(rank)
+    x = torch.randn((90, 512), generator=numbers, dtype=torch.float32, device="cpu").bfloat16()
+    idx = torch.randint(0, 4 * ranks, (90, 3), generator=numbers, dtype=torch.int64, device="cpu")
+    weights = torch.rand((90, 3), generator=numbers, dtype=torch.float32, device="cpu")
     sizes = {
         "num_experts": 4 * ranks, "top_k": 3, "hidden": 512, "max_tokens": 128,
         "dispatch_dtype": dtype, "expert_alignment": 16, "in_place_rows": 90 * 3 * ranks + 64,
@@ -509,13 +511,20 @@ def _in_place_by_the_face(group: dist.ProcessGroup, dtype: str) -> None:
         fanfold.HighThroughput(group, **sizes, config=Config.resolve(backend=backend))
         for backend in ("host", "cuda")
     ]
-    with layers[0] as host, layers[1] as ep:
+    return layers, (x, idx, weights)
+
+
+def _in_place_by_the_face(group: dist.ProcessGroup, dtype: str) -> None:
+    """What arrives in place is what the host brings, for a new routing and a known one."""
+    (host_layer, gpu_layer), (x, idx, weights) = _by_the_face(group, dtype)
+    with host_layer as host, gpu_layer as ep:
         given = [tensor.to(ep.device) for tensor in (x, idx, weights)]
         want = host.dispatch(x, idx, weights, in_place=True)
         got = ep.dispatch(*given, in_place=True)
         ep.use_sms(6)
         again = ep.dispatch(given[0], previous=got, in_place=True)
-        begin, end = ep.memory.base(rank), ep.memory.base(rank) + ep.memory.bytes_per_rank
+        begin = ep.memory.base(dist.get_rank(group))
+        end = begin + ep.memory.bytes_per_rank
         for each in (got, again):
             assert begin <= each.tokens.data_ptr() < end
             assert_same("tokens", each.tokens.view(torch.uint8), want.tokens.view(torch.uint8))
@@ -523,27 +532,15 @@ def _in_place_by_the_face(group: dist.ProcessGroup, dtype: str) -> None:
             if each.scales is not None:
                 assert want.scales is not None
                 assert_same("scales", each.scales, want.scales)
-        y = torch.ones((len(want.tokens), 512), dtype=torch.bfloat16)
+        y = torch.ones((len(want.tokens), 512), dtype=torch.bfloat16, device="cpu")
         assert_same("out", ep.combine(y.to(ep.device), got), host.combine(y, want))
         ep.check()
 
 
-def _padding_by_the_face(group: Any, dtype: Any, in_place: bool) -> None:
+def _padding_by_the_face(group: dist.ProcessGroup, dtype: str, in_place: bool) -> None:
     """Padding that is not written: everything but it, and what marks it, is what the host has."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    numbers = torch.Generator().manual_seed(rank)
-    x = torch.randn((90, 512), generator=numbers).bfloat16()
-    idx = torch.randint(0, 4 * ranks, (90, 3), generator=numbers)
-    weights = torch.rand((90, 3), generator=numbers)
-    sizes = {
-        "num_experts": 4 * ranks, "top_k": 3, "hidden": 512, "max_tokens": 128,
-        "dispatch_dtype": dtype, "expert_alignment": 16, "in_place_rows": 90 * 3 * ranks + 64,
-    }  # fmt: skip
-    layers = [
-        fanfold.HighThroughput(group, **sizes, config=Config.resolve(backend=backend))
-        for backend in ("host", "cuda")
-    ]
-    with layers[0] as host, layers[1] as ep:
+    (host_layer, gpu_layer), (x, idx, weights) = _by_the_face(group, dtype)
+    with host_layer as host, gpu_layer as ep:
         given = [tensor.to(ep.device) for tensor in (x, idx, weights)]
         want = host.dispatch(x, idx, weights)
         kept = want.source_rank >= 0
@@ -563,7 +560,7 @@ def _padding_by_the_face(group: Any, dtype: Any, in_place: bool) -> None:
                 assert bool((rows[0][~kept] == 7).all()), "padding was written"
         assert want.weights is not None
         assert_same("weights", got.weights, want.weights)
-        y = torch.ones((len(want.tokens), 512), dtype=torch.bfloat16)
+        y = torch.ones((len(want.tokens), 512), dtype=torch.bfloat16, device="cpu")
         assert_same("out", ep.combine(y.to(ep.device), got), host.combine(y, want))
         ep.check()
 

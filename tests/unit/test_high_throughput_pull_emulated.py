@@ -154,8 +154,9 @@ def test_a_refused_dispatch_is_aborted_on_all_ranks() -> None:
     def program(rank: int, mode: CudaHighThroughput) -> None:
         expect = Round(SMALL, rank)
         if rank == 1:
+            x, idx = (torch.zeros((5, n), dtype=torch.float32, device="cpu") for n in (32, 4))
             with pytest.raises(ArgumentError):
-                mode.dispatch(torch.zeros((5, 32)), torch.zeros((5, 4)), num_experts=9)
+                mode.dispatch(x, idx, num_experts=9)
         else:
             with pytest.raises(PeerRefused, match="rank 1"):
                 dispatch(mode, expect, "expert_major", None)

@@ -105,7 +105,7 @@ FEW = kernels(
     + [point(sizes, number, number) for number, sizes in enumerate(EXTREMES)]
 )
 SIZES = [*NAMED, *MANY_RANKS]
-# Every size in every format; the four kinds of combine take turns.
+# Every size in every format, each with one of the four kinds of combine.
 MANY = kernels(
     [
         point(sizes, rows, number + rows)

@@ -29,7 +29,7 @@ _SENDERS_OF = 24
 _READ_SENDERS: dict[RowOrder, int] = {"token_major": 6, "expert_major": 4}
 _MANY_READERS, _SENDERS_OF_MANY = 20, 8
 # Rows from here on were pulled faster, between two ranks; short ones cost what each of them costs.
-# With four ranks the model has no more than a percent to say for pulling, and the mirror less.
+# Between four, top-8 was slower; other numbers were not measured.
 _LEAST_PULLED_BYTES, _MOST_PULLING_RANKS = 7168, 3
 # Token-major in place there are none: eight senders of twelve fill the links, of more half.
 _MOST_IN_PLACE, _FEW_IN_PLACE = 2 / 3, 8
