@@ -220,6 +220,15 @@ def test_the_model_pulls_what_was_faster(
     assert grid.with_transfer(asked, "auto").pulls is pulls
 
 
+@pytest.mark.parametrize(
+    ("ranks", "top_k", "pulls"), [(2, 2, False), (2, 22, True), (4, 22, False)]
+)
+def test_the_model_goes_by_top_k(ranks: int, top_k: int, pulls: bool) -> None:
+    """And not beyond three ranks, where longer lists of experts were not measured."""
+    asked = dataclasses.replace(kind(ranks), sizes=Sizes(ranks, 256, top_k))
+    assert grid.with_transfer(asked, "auto").pulls is pulls
+
+
 def test_a_pulling_grid_has_fewer_senders() -> None:
     pushed = kind(4)
     pulled = dataclasses.replace(pushed, pulls=True)
