@@ -14,7 +14,7 @@ from fanfold import _core
 from fanfold.backends import high_throughput
 from fanfold.backends.choose import choose
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
-from fanfold.backends.high_throughput.grid import Grid
+from fanfold.backends.high_throughput.grid import Grid, with_transfer
 from fanfold.backends.high_throughput.in_place import bytes_for_rows
 from fanfold.backends.high_throughput.kernels import DispatchKind, Sizes
 from fanfold.backends.high_throughput.layout import dispatch_layout
@@ -120,8 +120,9 @@ def sms_taken(settings: BenchSettings, device: torch.device) -> int:
         weighted=new,
         in_place=bool(settings.in_place),
     )
+    moved = with_transfer(kind, settings.config().dispatch_transfer)
     grid = Grid(settings.ranks, most, None if asked is None else min(asked, most))
-    return max(grid.of_dispatch(kind)[0], grid.of_plan()[0] if new else 0)
+    return max(grid.of_dispatch(moved)[0], grid.of_plan()[0] if new else 0)
 
 
 def _on_host(received: DispatchResult) -> DispatchResult:

@@ -175,6 +175,17 @@ def test_what_needs_gpus_says_so_without(monkeypatch, option):
     assert BenchSettings("high_throughput").backend_here() == "host"
 
 
+@pytest.mark.parametrize(("transfer", "sms"), [("push", 24), ("pull", 21)])
+def test_sms_are_those_that_a_dispatch_takes(monkeypatch, transfer, sms):
+    """The link of pulled rows is slower, so fewer SMs fill it."""
+    gpu = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setenv("FANFOLD_DISPATCH_TRANSFER", transfer)
+    sizes = {"hidden": 7168, "experts": 256, "top_k": 8, "dtype": "fp8"}
+    settings = BenchSettings("high_throughput", routing="cached", **sizes).on("cuda")
+    assert layouts.sms_taken(settings, torch.device("cuda")) == sms
+
+
 def test_padding_that_is_not_written_needs_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnavailableError, match="no zero_padding is asked for with 4 ranks"):

@@ -133,9 +133,9 @@ class CudaHighThroughput:
         except Exception as failure:  # for want of memory, too
             error = failure
         # When all have come here, everybody's words are zero.
-        sizes = {"bytes": memory.bytes_per_rank, "max_tokens": max_tokens}
-        sizes["result_bytes"] = result_bytes
-        agree(memory.group, {**sizes, "dispatch_transfer": config.dispatch_transfer}, error)
+        sizes = {"bytes": memory.bytes_per_rank, "result_bytes": result_bytes}
+        others = {"max_tokens": max_tokens, "dispatch_transfer": config.dispatch_transfer}
+        agree(memory.group, {**sizes, **others}, error)
 
     @staticmethod
     def required_bytes(ranks: int, config: Config, result_bytes: int = 0) -> int:

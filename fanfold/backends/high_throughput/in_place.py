@@ -12,7 +12,10 @@ from fanfold.errors import ArgumentError, UsageError
 from fanfold.formats import RowFormat, ScaleFormat, scale_columns
 from fanfold.memory import GpuPeerMemory
 
-__all__ = ["Results", "bytes_for_results", "bytes_for_rows"]
+__all__ = ["Kinds", "Results", "bytes_for_results", "bytes_for_rows"]
+
+Kinds = Sequence[tuple[tuple[int, int], torch.dtype]]
+"""Shapes and dtypes of rows and, if there are any, of their scales."""
 
 _LINE = 128
 
@@ -70,7 +73,7 @@ class Results:
             )
             raise ArgumentError("rows", count, bound)
 
-    def rows(self, kinds: Sequence[tuple[tuple[int, int], torch.dtype]]) -> list[torch.Tensor]:
+    def rows(self, kinds: Kinds) -> list[torch.Tensor]:
         """Rows that fit, and their scales, if there are any: of these shapes and dtypes."""
         memory = self.memory
         (count, columns), dtype = kinds[0]

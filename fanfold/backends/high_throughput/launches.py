@@ -80,7 +80,7 @@ class Launches:
         time."""
         known = (sizes, alignment) in self._plans or kind in self._dispatches
         if not known and not torch.cuda.is_current_stream_capturing():
-            dispatch = self._dispatch_kernel(kind)
+            dispatch = kernels.dispatch_kernel(self._transferred(kind), self._most_shared_bytes)
             sources = [kernels.plan_kernel(sizes).source, dispatch.source]
             jit.load_all(sources, self._device.index, self._config)
         return self.plan(sizes, alignment), self.dispatch(kind)
@@ -103,8 +103,8 @@ class Launches:
         """Dispatches of one kind."""
         known = self._dispatches.get(kind)
         if known is None:
-            kernel = self._dispatch_kernel(kind)
             transferred = self._transferred(kind)
+            kernel = kernels.dispatch_kernel(transferred, self._most_shared_bytes)
             ctas, senders = self._grid.of_dispatch(transferred)
             args = self._core.dispatch_arguments(kernels.core_shape(transferred), ctas, senders)
             known = self._dispatches[kind] = Call(args, self._load(kernel, ctas))
@@ -112,9 +112,6 @@ class Launches:
 
     def _transferred(self, kind: DispatchKind) -> DispatchKind:
         return with_transfer(kind, self._config.dispatch_transfer)
-
-    def _dispatch_kernel(self, kind: DispatchKind) -> Kernel:
-        return kernels.dispatch_kernel(self._transferred(kind), self._most_shared_bytes)
 
     def combine(self, kind: CombineKind) -> Call[_core.CudaHighThroughputCombineArgs]:
         """Combines of one kind."""

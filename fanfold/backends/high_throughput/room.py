@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fanfold.backends.high_throughput.in_place import Results
+from fanfold.backends.high_throughput.in_place import Kinds, Results
 from fanfold.backends.high_throughput.kernels import DispatchKind, Sizes
 from fanfold.backends.high_throughput.plan import (
     CudaDispatched,
@@ -75,13 +75,9 @@ class Room:
     def again(self, repeated: RepeatedDispatch, plan: CudaPlan) -> CudaDispatched:
         """The same for a cached dispatch that looks like an earlier one."""
         kinds = tuple(zip(repeated.shapes, repeated.dtypes, strict=True))
-        if repeated.in_place:
-            made = self._results.rows(kinds)
-        else:
-            made = [self.empty(*each) for each in kinds]
+        tokens, scales = self._rows_of(kinds, repeated.in_place)
         sources = self.empty((2, repeated.shapes[0][0]), torch.int32)
-        scales = made[1] if len(made) > 1 else None
-        return self._dispatched(plan, made[0], scales, sources, repeated.expert_major)
+        return self._dispatched(plan, tokens, scales, sources, repeated.expert_major)
 
     def _dispatched(
         self,
@@ -104,7 +100,9 @@ class Room:
         kinds = tuple(((count, part.shape[1]), part.dtype) for part in parts)
         if kind.in_place:
             self._results.check_rows(count, kind)
-            made = self._results.rows(kinds)
-        else:
-            made = [self.empty(*each) for each in kinds]
+        return self._rows_of(kinds, kind.in_place)
+
+    def _rows_of(self, kinds: Kinds, in_place: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows of these shapes and dtypes, and scales if there are two."""
+        made = self._results.rows(kinds) if in_place else [self.empty(*each) for each in kinds]
         return made[0], made[1] if len(made) > 1 else None

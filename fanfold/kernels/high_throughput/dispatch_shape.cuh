@@ -8,8 +8,9 @@
 // beside it through the ring (docs/decisions/dispatch-in-place.md).
 //
 // Rows that are pushed lie in the reader's ring of their source. Rows that are pulled lie in the
-// source's memory, once for all readers, each of which loads them from there. There they have the
-// room of all rings, as nothing is in those then (docs/high_throughput.md#push-and-pull).
+// source's memory, once for all readers, each of which loads them from there. On one host
+// they have the room of all rings, as nothing is in those then
+// (docs/high_throughput.md#push-and-pull).
 //
 // Constants: kRowBytes, kScaleWords, kExpertMajor, kInPlace, kPulls, kNewRouting (the plan is new:
 // what is known of the rows is kept for later calls), kWeighted, kRingRowBytes (of what goes
