@@ -151,9 +151,8 @@ test-core: build
 	$(LOCKED_MAKE) $(CORE)/.stamp
 	$(call run_core,$(CORE))
 
-# Half as many processes more than cores, since many tests wait for others of their ranks. Each starts
-# ranks of its own; more than a few would only compete.
-SPREAD := -n $$((($(JOBS) * 3 + 1) / 2)) --maxprocesses 8 --dist worksteal
+# Each of the processes starts ranks of its own; more than a few would only compete.
+SPREAD := -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 test-python: build
 	$(BIN)/python -m pytest $(SPREAD) --durations 10 $(PYTEST_ARGS)
