@@ -366,6 +366,8 @@ bool ProxyThread::take_commands() {
       counted_.add(&Stats::ring_ns, static_cast<uint64_t>((elapsed_ - ring_empty_).count()));
       ++taken;
       held_ = command.fields();
+      behind_barrier_ =
+          held_->kind == CommandKind::kBarrier || (behind_barrier_ && !has_peer(held_->kind));
     }
     if (!take(*held_)) break;
     held_.reset();

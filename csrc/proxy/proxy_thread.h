@@ -177,8 +177,9 @@ class ProxyThread {
   int64_t acks_in_flight_ = 0;         // to peers that are not lost
   std::atomic<int32_t> probe_ = -1;    // the peer to ask, or -1
   uint64_t barriers_ = 0;              // begun
-  bool barrier_sent_ = false;  // the signals of the barrier in `held_` are in their channels
-  size_t barrier_next_ = 0;    // peers_ before this one have come to it
+  bool barrier_sent_ = false;    // the signals of the barrier in `held_` are in their channels
+  size_t barrier_next_ = 0;      // peers_ before this one have come to it
+  bool behind_barrier_ = false;  // a barrier was taken, and no command for a peer since
   int32_t next_rail_ = 0;
 
   std::chrono::nanoseconds elapsed_{};  // of steps; the time of a suspended process hardly counts

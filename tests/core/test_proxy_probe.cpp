@@ -5,6 +5,7 @@
 #include <span>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "check.hpp"
 #include "layout/immediate.h"
@@ -185,6 +186,40 @@ TEST(proxy_goes_on_with_a_peer_that_it_has_asked) {
   CHECK_EQ(world.proxy(0).arrived(1, 0), 1u);
   CHECK(world.proxy(0).failure() == nullptr);
   CHECK(world.proxy(1).failure() == nullptr);
+}
+
+// A rank that waits for a barrier asks for its peers until it sees that the barrier has ended. They
+// may have closed their transports by then: whoever writes to one of them may write to memory that
+// is gone.
+TEST(proxy_asks_nobody_behind_a_barrier) {
+  proxy::ProxyOptions options = options_of(2);
+  options.kernel_ring_slots = 8;
+  ProxyWorld world(options, quiet_network(), kBytes);
+  std::vector<proxy::Tickets> barriers;
+  barriers.reserve(2);
+  for (int32_t rank = 0; rank < 2; ++rank) {
+    barriers.push_back(world.proxy(rank).push_all(CommandKind::kBarrier));
+  }
+  steps(world, 100);
+  for (int32_t rank = 0; rank < 2; ++rank) {
+    CHECK(world.proxy(rank).passed(barriers[static_cast<size_t>(rank)]));
+  }
+  const uint64_t sent = world.proxy(0).stats().acks_sent;
+  const auto ask = [&] {
+    world.proxy(0).probe(1);
+    world.proxy(0).thread(0).kernel_ring()->view().questions()->peers[1] = 1;
+    steps(world, 1'000);
+  };
+  ask();
+  CHECK_EQ(world.proxy(0).stats().acks_sent, sent);
+  world.proxy(0).push_all(CommandKind::kFence);  // which is for no peer
+  steps(world, 100);
+  ask();
+  CHECK_EQ(world.proxy(0).stats().acks_sent, sent);
+  world.proxy(0).push({.kind = CommandKind::kWrite, .peer = 1, .counter = 0, .bytes = 64});
+  steps(world, 100);
+  ask();
+  CHECK(world.proxy(0).stats().acks_sent > sent);
 }
 
 namespace {
