@@ -186,8 +186,7 @@ void bind_place(nb::module_& module) {
       .def(
           "__init__",
           [](Shape* self, HighThroughputPhase phase, int32_t experts, int32_t top_k) {
-            new (self) Shape{
-                .phase = phase, .experts = experts, .top_k = top_k, .slices = 1, .alignment = 1};
+            new (self) Shape{.phase = phase, .experts = experts, .top_k = top_k};
           },
           "phase"_a, "experts"_a, "top_k"_a)
       .def_rw("row_bytes", &Shape::row_bytes)

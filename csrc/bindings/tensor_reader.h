@@ -100,7 +100,7 @@ class TensorReader {
   std::optional<TensorView> read(nanobind::handle object) const;
 
  private:
-  TensorReader(PyTypeObject* type, dlpack::TensorFromObject read) : type_(type), read_(read) {}
+  TensorReader(PyTypeObject* type, dlpack::TensorFromObject from) : type_(type), read_(from) {}
 
   PyTypeObject* type_;  // only compared
   dlpack::TensorFromObject read_;

@@ -27,15 +27,15 @@ struct HighThroughputShape {
   HighThroughputPhase phase;
   int32_t experts;
   int32_t top_k;
-  int32_t row_bytes;     // 0 in a plan
-  int32_t scale_words;   // dispatch
-  int32_t slot_bytes;    // of a row in a ring; 0 in a plan
-  int32_t expert_major;  // 1 or 0
-  int32_t in_place;      // 1 or 0
-  int32_t kept_rings;    // whose room a source has for rows that readers load; 0: rows are pushed
-  int32_t slices;        // of a row in a combine; else 1
-  int32_t variant;       // further options of the call as a number, such as new routing, weights
-  int32_t alignment;     // of a plan
+  int32_t row_bytes = 0;     // 0 in a plan
+  int32_t scale_words = 0;   // dispatch
+  int32_t slot_bytes = 0;    // of a row in a ring; 0 in a plan
+  int32_t expert_major = 0;  // 1 or 0
+  int32_t in_place = 0;      // 1 or 0
+  int32_t kept_rings = 0;  // whose room a source has for rows that readers load; 0: rows are pushed
+  int32_t slices = 1;      // of a row in a combine
+  int32_t variant = 0;     // further options of the call as a number, as new routing or weights
+  int32_t alignment = 1;   // of a plan
 };
 
 // CTAs of a launch.
