@@ -27,7 +27,7 @@ from fanfold.bench.cuda_run import (
     worst_median,
 )
 from fanfold.bench.cuda_timing import Clock, barrier_of, empty_kernel
-from fanfold.bench.layouts import room_for, sms_taken
+from fanfold.bench.layouts import dispatch_kind, room_for, sms_taken
 from fanfold.bench.settings import LEAVE_SMS, BenchSettings
 from fanfold.group import as_group
 
@@ -78,8 +78,8 @@ def _timed(
     if settings.baseline:
         samples |= _time_rival(clock, expectation, settings, device)
     samples["overhead.late"] = torch.tensor([clock.late_share], dtype=torch.float64, device="cpu")
-    sms = sms_taken(settings, device)
-    return CudaReport(samples, device_properties(device), sms, work.capacity)
+    sms, pulled = sms_taken(settings, device), dispatch_kind(settings).pulls
+    return CudaReport(samples, device_properties(device), sms, work.capacity, pulled)
 
 
 def capacity_for(expectation: Expectation, settings: BenchSettings) -> int:

@@ -49,12 +49,15 @@ class CudaReport:
         device: properties of its GPU.
         sms: that each kernel took; high throughput only.
         capacity: rows that a dispatch with a new routing was given; high throughput only.
+        pulled: whether ranks loaded the rows of dispatches from their sources; high throughput
+            only.
     """
 
     samples: dict[str, torch.Tensor]
     device: dict[str, Any]
     sms: int | None = None
     capacity: int | None = None
+    pulled: bool | None = None
 
 
 def time_on_gpu(

@@ -109,6 +109,13 @@ def sms_taken(settings: BenchSettings, device: torch.device) -> int:
     asked = settings.sms or (
         Buffer.num_sms if settings.face == "deep_ep" else settings.config().ctas
     )
+    grid = Grid(settings.ranks, most, None if asked is None else min(asked, most))
+    plan = grid.of_plan()[0] if settings.routing == "new" else 0
+    return max(grid.of_dispatch(dispatch_kind(settings))[0], plan)
+
+
+def dispatch_kind(settings: BenchSettings) -> DispatchKind:
+    """What the dispatches on GPUs are."""
     row_format, new = RowFormat.of(settings.dtype), settings.routing == "new"
     scales = scale_columns(settings.hidden, ScaleFormat.FLOAT32)
     kind = DispatchKind(
@@ -120,9 +127,7 @@ def sms_taken(settings: BenchSettings, device: torch.device) -> int:
         weighted=new,
         in_place=bool(settings.in_place),
     )
-    moved = with_transfer(kind, settings.config().dispatch_transfer)
-    grid = Grid(settings.ranks, most, None if asked is None else min(asked, most))
-    return max(grid.of_dispatch(moved)[0], grid.of_plan()[0] if new else 0)
+    return with_transfer(kind, settings.config().dispatch_transfer)
 
 
 def _on_host(received: DispatchResult) -> DispatchResult:

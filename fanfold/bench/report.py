@@ -128,6 +128,8 @@ class Result:
             ``cuda_high_throughput`` have them.
         compared: Fanfold's times taken as the rival's were; None if ``fanfold`` are such.
         capacity: rows that dispatches with a new routing were given there.
+        pulled: whether ranks loaded the rows of dispatches from their sources, in high throughput
+            there.
         messages: what those between hosts took, of all ranks; None on one host.
     """
 
@@ -144,6 +146,7 @@ class Result:
     timing: dict[str, dict[str, float]] | None = None
     compared: Timings | None = None
     capacity: int | None = None
+    pulled: bool | None = None
     messages: MessageTimes | None = None
 
     def traffic(self, phase: str) -> Traffic:
@@ -209,6 +212,8 @@ def record(result: Result) -> dict[str, Any]:
         fields |= {"device": result.device, "timing": result.timing}
     if result.capacity is not None:
         fields["capacity"] = result.capacity
+    if result.pulled is not None:
+        fields["dispatch_transfer"] = "pull" if result.pulled else "push"
     if result.messages is not None:
         fields["messages"] = {
             name: round(value, 2) for name, value in dataclasses.asdict(result.messages).items()
@@ -329,7 +334,7 @@ def table(result: Result) -> Table:
         f"top-{s.top_k} of {s.experts} experts, {s.dtype}"
     )
     if s.mode == "high_throughput":
-        title += f", {_variant(s)}"
+        title += f", {_variant(result)}"
     if s.face != "native":
         title += f", through {THROUGH[s.face]}"
     if result.placement.hosts > 1:
@@ -364,17 +369,21 @@ def hosts_table(result: Result) -> Table:
     return out
 
 
-def _variant(settings: BenchSettings) -> str:
+def _variant(result: Result) -> str:
     """What of high throughput was timed."""
-    said = f"{_layout(settings)}, {settings.routing} routing"
+    settings = result.settings
+    said = f"{_layout(result)}, {settings.routing} routing"
     return said if settings.sms is None else f"{said}, {settings.sms} SMs"
 
 
-def _layout(settings: BenchSettings) -> str:
-    """The order of rows, whether they came in place, and padding that was left unwritten."""
+def _layout(result: Result) -> str:
+    """The order of rows, whether they came in place or were pulled, and padding that was left
+    unwritten."""
+    settings = result.settings
     said = (settings.layout or "").replace("_", "-")
     said = f"{said}, padding unwritten" if settings.zero_padding is False else said
-    return f"{said}, in place" if settings.in_place else said
+    said = f"{said}, in place" if settings.in_place else said
+    return f"{said}, pulled" if result.pulled else said
 
 
 def sweep_table(results: Sequence[Result]) -> Table:
@@ -386,7 +395,7 @@ def sweep_table(results: Sequence[Result]) -> Table:
         s = result.settings
         times = {phase: f"{result.fanfold.slowest(phase).p50:,.1f}" for phase in PHASES}
         out.add_row(
-            _layout(s), s.routing, "" if s.sms is None else str(s.sms),
+            _layout(result), s.routing, "" if s.sms is None else str(s.sms),
             times["dispatch"], f"{result.rate('dispatch'):,.1f}",
             times["combine"], f"{result.rate('combine'):,.1f}", times["total"],
         )  # fmt: skip

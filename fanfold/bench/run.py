@@ -416,5 +416,6 @@ def _result(asked: BenchSettings, settings: BenchSettings, reports: Sequence[Ran
         device=on_gpu[0].device if on_gpu else None,
         timing=summary(on_gpu) if on_gpu else None,
         capacity=on_gpu[0].capacity if on_gpu else None,
+        pulled=on_gpu[0].pulled if on_gpu else None,
         messages=MessageTimes.of(report.metrics for report in reports),
     )

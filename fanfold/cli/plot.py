@@ -42,7 +42,8 @@ AXES = {
 
 _FIXED = (
     "mode", "backend", "dtype", "hidden", "experts", "distribution", "layout", "in_place",
-    "routing", "alignment", "zero_padding", "face", "hosts", "transport", "emulated_hosts",
+    "routing", "alignment", "zero_padding", "dispatch_transfer", "face", "hosts", "transport",
+    "emulated_hosts",
 )  # fmt: skip
 _NUMBERS = (
     "tokens", "ranks", "top_k", "hidden", "experts", "total_us", "total_us_p90", "bytes_total",
@@ -182,13 +183,17 @@ def _modern(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields as they are named today: ``routing`` was the distribution of tokens once, when
     high throughput had one kind of routing and one layout; and there was no dispatch in place. The
     native face has no name here; in lines without any, late weights are DeepEP's. Padding has one
-    where it is not what the face usually gives."""
+    where it is not what the face usually gives, and so have rows that were pulled: there was a
+    setting before there was the field."""
     face = fields.get("face") or ("deep_ep" if fields.get("late_weights") else "native")
     fields = {**fields, "face": face if face in THROUGH else None, **_hosts(fields)}
     if fields["backend"] == "cuda" and fields.get("layout") is not None:
         fields = {**fields, "in_place": bool(fields.get("in_place"))}
     if fields.get("zero_padding") is (face != "elastic"):
         fields = {**fields, "zero_padding": None}
+    asked = (fields.get("config") or {}).get("dispatch_transfer")
+    pulled = fields.get("dispatch_transfer", asked) == "pull"
+    fields = {**fields, "dispatch_transfer": "pull" if pulled else None}
     if "distribution" in fields:
         return fields
     own: dict[str, Any] = {"distribution": fields.get("routing"), "routing": None}
@@ -239,6 +244,8 @@ def _label(name: str, value: object) -> str:
         return f"{value} host{'s' if value != 1 else ''}"
     if name == "emulated_hosts":
         return "on one machine"
+    if name == "dispatch_transfer":
+        return "rows pulled"
     if isinstance(value, str):
         return value.replace("_", " ")
     if name == "in_place":

@@ -348,6 +348,7 @@ def test_the_program_of_the_gpus(pools, layout, face, routing):
             timed = {n.partition(".")[2] for n in report.samples if n.startswith(f"{operation}.")}
             assert timed == ways
         assert (report.sms, report.capacity is None) == (24, routing == "cached")
+        assert report.pulled is False  # so few ranks' short rows
     for pattern in cuda_high_throughput.samples_timed(settings).values():
         assert cuda_run.timings(reports, pattern).microseconds.shape == (2, 2, 3)
     assert ("cpu_sync" in cuda_high_throughput.summary(reports)) == (routing == "new")

@@ -95,6 +95,9 @@ def _rounds(
     with opened(group, ring_bytes=ring_bytes, **options) as mode:
         for number, case in enumerate(cases):
             run_case(mode, case, rank, LAYOUTS[number % 2], in_place)
+        launches = mode._launches
+        pulled = {launches._transferred(kind).pulls for kind in launches._dispatches}
+        assert pulled == {transfer == "pull"}
 
 
 @pytest.mark.parametrize("style", ["spread", "one_rank", "one_expert", "none", "holes"])

@@ -184,6 +184,7 @@ def test_sms_are_those_that_a_dispatch_takes(monkeypatch, transfer, sms):
     sizes = {"hidden": 7168, "experts": 256, "top_k": 8, "dtype": "fp8"}
     settings = BenchSettings("high_throughput", routing="cached", **sizes).on("cuda")
     assert layouts.sms_taken(settings, torch.device("cuda")) == sms
+    assert layouts.dispatch_kind(settings).pulls is (transfer == "pull")
 
 
 def test_padding_that_is_not_written_needs_gpus(monkeypatch):
@@ -347,6 +348,25 @@ def test_reports_say_whether_rows_came_in_place(in_place, zeros):
     assert said.count(f"expert-major{unwritten}, in place") == (2 if in_place else 0)
     assert said.count("padding unwritten") == (0 if zeros else 2)
     assert ("Rows came in place" in " ".join(notes_of(result))) is in_place
+    assert "dispatch_transfer" not in report.record(result)
+    assert "pulled" not in said
+
+
+@pytest.mark.parametrize("pulled", [True, False])
+def test_reports_say_how_rows_moved(pulled):
+    times = Timings(torch.ones((2, 3, 3), dtype=torch.float64, device="cpu"))
+    traffic = Traffic(1.0, 2.0, 0.0, 1.0)
+    result = Result(
+        settings=BenchSettings("high_throughput", ranks=2, backend="cuda").on("cuda"), ranks=2,
+        placement=Placement(1, 2), fanfold=times, baseline=None, dispatch=traffic, combine=traffic,
+        checked=True, memory_bytes=1, device={"name": "none"}, timing={}, pulled=pulled,
+    )  # fmt: skip
+    assert report.record(result)["dispatch_transfer"] == ("pull" if pulled else "push")
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(report.table(result))
+    console.print(report.sweep_table([result]))
+    said = " ".join(console.export_text().split())
+    assert said.count("expert-major, pulled") == (2 if pulled else 0)
 
 
 def test_a_list_of_something_else_is_refused(capsys):

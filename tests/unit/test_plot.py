@@ -169,6 +169,22 @@ def test_padding_that_is_not_written_is_a_series_of_its_own(tmp_path):
     ] == [True, None]
 
 
+def test_rows_that_were_pulled_are_a_series_of_their_own(tmp_path):
+    """Lines from before there was the field say it by the setting; before that, rows were pushed."""
+    fields = report.record(high_throughput_result())
+    pushed = [{**fields, "dispatch_transfer": "push", "sms": 12}, {**fields, "sms": 24}]
+    pulled = [
+        {**fields, "dispatch_transfer": "pull", "sms": 12},
+        {**fields, "config": {"dispatch_transfer": "pull"}, "sms": 24},
+    ]
+    points = plot.load(write(tmp_path / "r.jsonl", [*pushed, *pulled]))
+    along = plot.series_along(points, "sms")
+    assert {label: [p["sms"] for p in s] for label, s in along.items()} == {
+        "high throughput": [12, 24],
+        "rows pulled": [12, 24],
+    }
+
+
 def test_calls_of_deep_ep_are_a_series_of_their_own(tmp_path):
     """With lines from before there was the choice, which say whether weights came with combine."""
     native = [line(tokens=t, face="native") for t in (16, 64)]
