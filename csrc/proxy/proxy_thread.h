@@ -102,6 +102,11 @@ class ProxyThread {
   int64_t source_span(const CommandFields& fields) const;
   int64_t target_span(const CommandFields& fields) const;
 
+  // The context of a write: peer, whether it is an acknowledgement, low half of the number.
+  static constexpr uint64_t kAcknowledgementContext = uint64_t{1} << 32;
+  static constexpr int kPeerShift = 33;
+  static uint64_t context_of(int32_t peer) { return static_cast<uint64_t>(peer) << kPeerShift; }
+
   // Receiving.
   bool poll();
   void handle(const transport::Event& event);

@@ -170,7 +170,7 @@ def test_padding_that_is_not_written_is_a_series_of_its_own(tmp_path):
 
 
 def test_rows_that_were_pulled_are_a_series_of_their_own(tmp_path):
-    """Lines from before there was the field say it by the setting; before that, rows were pushed."""
+    """Lines without the field say it by the setting; before there was that, rows were pushed."""
     fields = report.record(high_throughput_result())
     pushed = [{**fields, "dispatch_transfer": "push", "sms": 12}, {**fields, "sms": 24}]
     pulled = [
