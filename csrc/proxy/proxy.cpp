@@ -10,6 +10,7 @@
 #include "base/atomics.h"
 #include "base/error.h"
 #include "base/wait.h"
+#include "proxy/idling.h"
 #include "ring/command.h"
 
 namespace fanfold::proxy {
@@ -18,9 +19,6 @@ namespace {
 // A waiting producer looks that often at least.
 constexpr std::chrono::microseconds kSpin{20};
 constexpr std::chrono::milliseconds kIdle{1};
-// A thread that has slept so often without a break sleeps longer: each time costs some 20 us.
-constexpr int32_t kShortSleeps = 64;
-constexpr int kLongSleep = 4;  // times the short one
 
 void pin(std::thread& thread, int32_t core) {
   cpu_set_t cores;
@@ -170,32 +168,31 @@ void Proxy::run(ProxyThread& thread) {
 
 void Proxy::poll(ProxyThread& thread) {
   using Clock = std::chrono::steady_clock;
+  Idling idling(options_, Clock::now());
   int64_t empty = 0;
-  int32_t slept = 0;
-  auto worked = Clock::now();
   while (!stopping_.load(std::memory_order_relaxed)) {
     const auto now = Clock::now();
     if (thread.step(now)) {
-      empty = slept = 0;
-      worked = now;
-    } else if (thread.outstanding() || busy_.load(std::memory_order_relaxed) > 0 ||
-               now - worked < options_.awake) {
-      slept = 0;
-      pause_or_yield(++empty);
-    } else {
       empty = 0;
-      thread.counted().add(&Stats::sleeps);
-      const auto woken = [&] {
-        if (stopping_ || busy_ > 0) return true;
-        const auto then = Clock::now();
-        if (!thread.step(then)) return false;
-        worked = then;
-        return true;
-      };
-      slept = std::min(slept + 1, kShortSleeps);
-      const int times = slept < kShortSleeps ? 1 : kLongSleep;
-      sleep_until_rung(thread.bell(), woken, times * options_.idle_sleep);
+      idling.work(now);
+      continue;
     }
+    const bool waits = thread.outstanding() || busy_.load(std::memory_order_relaxed) > 0;
+    const std::chrono::nanoseconds sleep = idling.sleep(now, waits);
+    if (sleep.count() == 0) {
+      pause_or_yield(++empty);
+      continue;
+    }
+    empty = 0;
+    if (!waits) thread.counted().add(&Stats::sleeps);
+    const auto woken = [&] {
+      if (stopping_ || (!waits && busy_ > 0)) return true;
+      const auto then = Clock::now();
+      if (!thread.step(then)) return false;
+      idling.work(then);
+      return true;
+    };
+    sleep_until_rung(thread.bell(), woken, sleep);
   }
 }
 

@@ -1,0 +1,37 @@
+#include "proxy/idling.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace fanfold::proxy {
+namespace {
+
+using std::chrono::nanoseconds;
+
+// What a thread waits for may come later by a 64th of the silence before it, which nobody notices
+// behind so long a one.
+constexpr nanoseconds kLongSilence = std::chrono::milliseconds(4);
+constexpr int kNapsOfSilence = 64;
+// Without anything to wait for, one that has slept so often sleeps longer: each time costs some
+// 20 us.
+constexpr int32_t kShortSleeps = 64;
+constexpr int kLongSleep = 4;  // times the short one
+
+}  // namespace
+
+nanoseconds Idling::sleep(Time now, bool waits) {
+  if (!std::exchange(waits_, waits) && waits) worked_ = now;
+  const nanoseconds silence = now - worked_;
+  if (silence < awake_ || (waits && silence < kLongSilence)) {
+    sleeps_ = 0;
+    return nanoseconds(0);
+  }
+  if (waits) {
+    sleeps_ = 0;
+    return std::min(idle_sleep_, silence / kNapsOfSilence);
+  }
+  sleeps_ = std::min(sleeps_ + 1, kShortSleeps);
+  return idle_sleep_ * (sleeps_ < kShortSleeps ? 1 : kLongSleep);
+}
+
+}  // namespace fanfold::proxy
