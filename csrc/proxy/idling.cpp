@@ -1,7 +1,6 @@
 #include "proxy/idling.h"
 
 #include <algorithm>
-#include <utility>
 
 namespace fanfold::proxy {
 namespace {
@@ -20,7 +19,6 @@ constexpr int kLongSleep = 4;  // times the short one
 }  // namespace
 
 nanoseconds Idling::sleep(Time now, bool waits) {
-  if (!std::exchange(waits_, waits) && waits) worked_ = now;
   const nanoseconds silence = now - worked_;
   if (silence < awake_ || (waits && silence < kLongSilence)) {
     sleeps_ = 0;

@@ -15,7 +15,7 @@ class Idling {
   Idling(const ProxyOptions& options, Time now)
       : awake_(options.awake), idle_sleep_(options.idle_sleep), worked_(now) {}
 
-  // Something has been done.
+  // Something has been done, or there is something new to wait for.
   void work(Time now) {
     worked_ = now;
     sleeps_ = 0;
@@ -28,7 +28,6 @@ class Idling {
   std::chrono::nanoseconds awake_;
   std::chrono::nanoseconds idle_sleep_;
   Time worked_;
-  bool waits_ = false;
   int32_t sleeps_ = 0;  // without a break, with nothing to wait for
 };
 

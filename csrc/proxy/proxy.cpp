@@ -170,14 +170,17 @@ void Proxy::poll(ProxyThread& thread) {
   using Clock = std::chrono::steady_clock;
   Idling idling(options_, Clock::now());
   int64_t empty = 0;
+  int32_t calls = 0;  // in flight
   while (!stopping_.load(std::memory_order_relaxed)) {
     const auto now = Clock::now();
-    if (thread.step(now)) {
+    const int32_t busy = busy_.load(std::memory_order_relaxed);
+    const bool called = busy > std::exchange(calls, busy);
+    if (thread.step(now) || called) {
       empty = 0;
       idling.work(now);
       continue;
     }
-    const bool waits = thread.outstanding() || busy_.load(std::memory_order_relaxed) > 0;
+    const bool waits = thread.outstanding() || calls > 0;
     const std::chrono::nanoseconds sleep = idling.sleep(now, waits);
     if (sleep.count() == 0) {
       pause_or_yield(++empty);
@@ -186,7 +189,7 @@ void Proxy::poll(ProxyThread& thread) {
     empty = 0;
     if (!waits) thread.counted().add(&Stats::sleeps);
     const auto woken = [&] {
-      if (stopping_ || (!waits && busy_ > 0)) return true;
+      if (stopping_ || busy_ > calls) return true;
       const auto then = Clock::now();
       if (!thread.step(then)) return false;
       idling.work(then);

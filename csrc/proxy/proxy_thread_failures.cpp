@@ -23,7 +23,7 @@ const Failure* ProxyThread::lost(int32_t peer) const {
 void ProxyThread::send_probe(int32_t peer) {
   if (!serves(peer) || channel_of(peer).failure != nullptr) return;
   if (transport_->probe(peer)) return;
-  // The peer may close its transport at any moment, and gets no message more.
+  // Behind a barrier the peer may close its transport at any moment, and gets no message more.
   if (behind_barrier_) return;
   Channel& channel = channel_of(peer);
   if (channel.busy() || channel.in.acknowledgement_in_flight()) return;
