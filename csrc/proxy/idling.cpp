@@ -24,12 +24,10 @@ nanoseconds Idling::sleep(Time now, bool waits) {
     sleeps_ = 0;
     return nanoseconds(0);
   }
-  if (waits) {
-    sleeps_ = 0;
-    return std::min(idle_sleep_, silence / kNapsOfSilence);
-  }
-  sleeps_ = std::min(sleeps_ + 1, kShortSleeps);
-  return idle_sleep_ * (sleeps_ < kShortSleeps ? 1 : kLongSleep);
+  sleeps_ = waits ? 0 : std::min(sleeps_ + 1, kShortSleeps);
+  const nanoseconds longest = idle_sleep_ * (sleeps_ < kShortSleeps ? 1 : kLongSleep);
+  const bool may_come = waits || awake_.count() > 0;
+  return may_come ? std::min(longest, silence / kNapsOfSilence) : longest;
 }
 
 }  // namespace fanfold::proxy

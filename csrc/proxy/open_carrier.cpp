@@ -26,6 +26,8 @@ constexpr int64_t kLoopbackPollNs = 1000;
 constexpr int64_t kLoopbackPollNsForKernels = 100;
 // Longer than the time between two steps of decoding.
 constexpr std::chrono::nanoseconds kAwakeForKernels = std::chrono::seconds(1);
+// The time of a loopback network passes with the polls, so a proxy polls for as long as its delays.
+constexpr std::chrono::nanoseconds kAwakeForEmulation = std::chrono::milliseconds(4);
 
 // The options of the loopback network that `setting` names; nothing if it names another network.
 std::optional<loopback::Options> loopback_options(std::string_view setting, bool for_kernels) {
@@ -94,8 +96,7 @@ OpenCarrier::OpenCarrier(const SymmetricMemory& memory, const CarrierOptions& op
   proxy.give_up_peers = options.give_up_peers;
   proxy.kernel_ring_slots = options.kernel_ring_slots;
   if (options.kernel_ring_slots > 0) {
-    // The time of a loopback network passes with the polls.
-    proxy.awake = meeting_ != nullptr ? std::chrono::hours(1) : kAwakeForKernels;
+    proxy.awake = meeting_ != nullptr ? kAwakeForEmulation : kAwakeForKernels;
   }
   carrier_ = std::make_unique<ProxyCarrier>(memory, proxy, std::move(transports));
 }
