@@ -7,6 +7,8 @@ EXTRAS ?= plot,dev,docs
 PYTEST_ARGS ?=
 # ON: the core tests fail where libfabric or its headers are missing, instead of leaving tests out.
 REQUIRE_LIBFABRIC ?= OFF
+# ON: a warning about the extension's sources ends the build, as one about the core's always does.
+WERROR ?= OFF
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
 VENV := .venv
@@ -94,12 +96,13 @@ $(VENV)/.stamp-tools: $(VENV)/.stamp-venv
 $(VENV)/.stamp-build: $(VENV)/.stamp-tools pyproject.toml CMakeLists.txt $(NATIVE)
 	@echo 'Building Fanfold.'
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -qq --no-build-isolation \
-	  --editable '.[$(EXTRAS)]'
+	  --config-settings cmake.define.FANFOLD_WERROR=$(WERROR) --editable '.[$(EXTRAS)]'
 	@touch $@
 
 wheel: build
 	@rm -rf dist && mkdir dist
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m build --quiet --no-isolation --outdir dist .
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m build --quiet --no-isolation \
+	  --config-setting cmake.define.FANFOLD_WERROR=$(WERROR) --outdir dist .
 	@ls dist
 
 docs: build

@@ -29,7 +29,8 @@ class Carrier {
   // commands count from where CarriedMemory has the data, or the peer's copy. Each ring's memory is
   // that of a Ring, from its identity on. Empty if no kernels push.
   virtual std::vector<RingView> kernel_rings() const = 0;
-  // Called as a wait begins and ends, so that what arrives is seen at once meanwhile.
+  // Called as a wait begins and ends, so that what arrives meanwhile is seen at once, or behind a
+  // long silence soon.
   virtual void begin_wait() = 0;
   virtual void end_wait() = 0;
   // Throws TransportError or PeerTimeout if what `peer` sends, or is sent, may never arrive.

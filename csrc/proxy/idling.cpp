@@ -7,8 +7,7 @@ namespace {
 
 using std::chrono::nanoseconds;
 
-// What a thread waits for may come later by a 64th of the silence before it, which nobody notices
-// behind so long a one.
+// Behind so long a silence what a thread waits for may come later by a 64th of it.
 constexpr nanoseconds kLongSilence = std::chrono::milliseconds(4);
 constexpr int kNapsOfSilence = 64;
 // Without anything to wait for, one that has slept so often sleeps longer: each time costs some
@@ -19,7 +18,7 @@ constexpr int kLongSleep = 4;  // times the short one
 }  // namespace
 
 nanoseconds Idling::sleep(Time now, bool waits) {
-  const nanoseconds silence = now - worked_;
+  const nanoseconds silence = now - since_;
   if (silence < awake_ || (waits && silence < kLongSilence)) {
     sleeps_ = 0;
     return nanoseconds(0);

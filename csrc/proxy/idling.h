@@ -13,21 +13,21 @@ class Idling {
   using Time = std::chrono::steady_clock::time_point;
 
   Idling(const ProxyOptions& options, Time now)
-      : awake_(options.awake), idle_sleep_(options.idle_sleep), worked_(now) {}
+      : awake_(options.awake), idle_sleep_(options.idle_sleep), since_(now) {}
 
   // Something has been done, or there is something new to wait for.
-  void work(Time now) {
-    worked_ = now;
+  void restart(Time now) {
+    since_ = now;
     sleeps_ = 0;
   }
-  // Nothing was there to be done. `waits`: something is outstanding, or a call is in flight. Returns
-  // zero while the thread shall go on polling.
+  // Nothing was there to be done. `waits`: something is outstanding, or a call is in flight.
+  // Returns zero while the thread shall go on polling.
   std::chrono::nanoseconds sleep(Time now, bool waits);
 
  private:
   std::chrono::nanoseconds awake_;
   std::chrono::nanoseconds idle_sleep_;
-  Time worked_;
+  Time since_;
   int32_t sleeps_ = 0;  // without a break, with nothing to wait for
 };
 

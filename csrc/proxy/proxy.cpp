@@ -170,29 +170,29 @@ void Proxy::poll(ProxyThread& thread) {
   using Clock = std::chrono::steady_clock;
   Idling idling(options_, Clock::now());
   int64_t empty = 0;
-  int32_t calls = 0;  // in flight
+  uint64_t begun = begun_;
   while (!stopping_.load(std::memory_order_relaxed)) {
     const auto now = Clock::now();
-    const int32_t busy = busy_.load(std::memory_order_relaxed);
-    const bool called = busy > std::exchange(calls, busy);
-    if (thread.step(now) || called) {
+    const bool begins = begun != begun_.load(std::memory_order_relaxed);
+    if (begins) begun = begun_;
+    if (thread.step(now) || begins) {
       empty = 0;
-      idling.work(now);
+      idling.restart(now);
       continue;
     }
-    const bool waits = thread.outstanding() || calls > 0;
+    const bool waits = thread.outstanding() || busy_.load(std::memory_order_relaxed) > 0;
     const std::chrono::nanoseconds sleep = idling.sleep(now, waits);
     if (sleep.count() == 0) {
       pause_or_yield(++empty);
       continue;
     }
     empty = 0;
-    if (!waits) thread.counted().add(&Stats::sleeps);
+    thread.counted().add(waits ? &Stats::naps : &Stats::sleeps);
     const auto woken = [&] {
-      if (stopping_ || busy_ > calls) return true;
+      if (stopping_ || begun_ != begun) return true;
       const auto then = Clock::now();
       if (!thread.step(then)) return false;
-      idling.work(then);
+      idling.restart(then);
       return true;
     };
     sleep_until_rung(thread.bell(), woken, sleep);
@@ -331,7 +331,8 @@ bool Proxy::ended(int32_t peer) const {
 }
 
 void Proxy::begin_busy() {
-  if (busy_.fetch_add(1, std::memory_order_seq_cst) > 0) return;
+  busy_.fetch_add(1, std::memory_order_relaxed);
+  begun_.fetch_add(1, std::memory_order_seq_cst);
   for (const auto& thread : threads_) fanfold::ring(thread->bell());
 }
 

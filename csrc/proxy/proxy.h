@@ -83,7 +83,7 @@ class Proxy {
   void stop();
 
   // The ring of the thread that serves `peer`, for producers of any kind. Producers that push there
-  // themselves wake the thread with `wake`, or hold a Busy, or accept a delay of milliseconds.
+  // themselves wake the thread with `wake`, or begin a Busy, or accept a delay of milliseconds.
   const Ring& ring_of(int32_t peer) const { return thread_of(peer).command_ring(); }
   void wake(int32_t peer) { fanfold::ring(thread_of(peer).bell()); }
 
@@ -107,7 +107,7 @@ class Proxy {
   bool has_arrived(int32_t source, int32_t counter, uint64_t expected) const;
 
   // Has the thread of `peer` find out whether it still runs, while the thread is busy. If the peer
-  // has ended, it is lost soon.
+  // has ended, it is lost soon; behind a barrier only over networks that tell it without a message.
   void probe(int32_t peer) { thread_of(peer).probe(peer); }
   // Whether `peer` is lost, and the others are not.
   bool lost(int32_t peer) const;
@@ -120,7 +120,8 @@ class Proxy {
   const Failure* failure() const;
   Stats stats() const;  // of all threads together
 
-  // Between the two, idle threads poll without sleeping. May be nested.
+  // Between the two, threads poll without sleeping, and nap once they have polled in vain for 4 ms.
+  // May be nested.
   void begin_busy();
   void end_busy() { busy_.fetch_sub(1, std::memory_order_relaxed); }
   // For the length of a call.
@@ -153,6 +154,7 @@ class Proxy {
   std::vector<std::unique_ptr<Producer>> producers_;
   std::vector<std::thread> running_;
   std::atomic<int32_t> busy_ = 0;
+  std::atomic<uint64_t> begun_ = 0;  // of all that made it busy
   std::atomic<bool> stopping_ = false;
   bool connected_ = false;
   bool rows_apart_ = false;

@@ -31,7 +31,8 @@ struct Stats {
   uint64_t acks_received = 0;  // stale ones included
   uint64_t fences = 0;         // completed
   uint64_t barriers = 0;       // completed
-  uint64_t sleeps = 0;         // times that the idle thread slept
+  uint64_t sleeps = 0;         // times that the thread slept with nothing to wait for
+  uint64_t naps = 0;           // times that it slept while it waited for something
   uint64_t dropped = 0;        // commands for peers that were given up
 
   Stats& operator+=(const Stats& other);
@@ -64,6 +65,7 @@ inline constexpr std::array kStatsFields = {
     StatsField{"fences", &Stats::fences, false},
     StatsField{"barriers", &Stats::barriers, false},
     StatsField{"sleeps", &Stats::sleeps, false},
+    StatsField{"naps", &Stats::naps, false},
     StatsField{"dropped", &Stats::dropped, true},
 };
 static_assert(sizeof(Stats) == kStatsFields.size() * sizeof(uint64_t));

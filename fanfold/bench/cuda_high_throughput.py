@@ -61,7 +61,8 @@ def _timed(
     expectation: Expectation,
     settings: BenchSettings,
 ) -> CudaReport:
-    device = calls.device
+    device, kind = calls.device, dispatch_kind(settings, calls.network)
+    sms = sms_taken(settings, device, kind)
     clock = Clock(barrier, device, warmup=settings.warmup, iterations=settings.iterations)
     samples = {f"overhead.{name}": t for name, t in clock.overhead(settings.calls).items()}
     samples["overhead.end_to_end"] = clock.end_to_end(empty_kernel)
@@ -72,14 +73,12 @@ def _timed(
     for name, call in work.waiting_calls().items():
         samples[f"{name}.wall"] = clock.wall(call)
     if settings.overlap:
-        sms = sms_taken(settings, device)
         samples |= _Overlap(work.dispatch, sms, barrier, device, group).time(settings.iterations)
     work.check_last()
     if settings.baseline:
         samples |= _time_rival(clock, expectation, settings, device)
     samples["overhead.late"] = torch.tensor([clock.late_share], dtype=torch.float64, device="cpu")
-    sms, pulled = sms_taken(settings, device), dispatch_kind(settings).pulls
-    return CudaReport(samples, device_properties(device), sms, work.capacity, pulled)
+    return CudaReport(samples, device_properties(device), sms, work.capacity, kind.pulls)
 
 
 def capacity_for(expectation: Expectation, settings: BenchSettings) -> int:

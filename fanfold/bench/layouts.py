@@ -39,7 +39,7 @@ from fanfold.memory.host import SymmetricMemory
 from fanfold.metrics import collect
 from fanfold.results import DispatchResult, HighThroughputResult
 
-__all__ = ["ExpertMajor", "TokenMajor", "open_calls", "room_for", "sms_taken"]
+__all__ = ["ExpertMajor", "TokenMajor", "dispatch_kind", "open_calls", "room_for", "sms_taken"]
 
 # Room that a caller who does not know the routing leaves above the fullest rank.
 _SPARE = 1.25
@@ -101,9 +101,9 @@ def _result_bytes(settings: BenchSettings) -> int:
     return bytes_for_rows(rows, settings.hidden, row_format, ScaleFormat.FLOAT32)
 
 
-def sms_taken(settings: BenchSettings, device: torch.device) -> int:
-    """SMs that a dispatch, with the plan of a new routing, takes on ``device``; a combine takes no
-    more."""
+def sms_taken(settings: BenchSettings, device: torch.device, kind: DispatchKind) -> int:
+    """SMs that a dispatch of that kind, with the plan of a new routing, takes on ``device``; a
+    combine takes no more."""
     there = torch.cuda.get_device_properties(device).multi_processor_count
     most = min(there, _core.CUDA_HIGH_THROUGHPUT_MOST_CTAS)
     asked = settings.sms or (
@@ -111,15 +111,15 @@ def sms_taken(settings: BenchSettings, device: torch.device) -> int:
     )
     grid = Grid(settings.ranks, most, None if asked is None else min(asked, most))
     plan = grid.of_plan()[0] if settings.routing == "new" else 0
-    return max(grid.of_dispatch(dispatch_kind(settings))[0], plan)
+    return max(grid.of_dispatch(kind)[0], plan)
 
 
-def dispatch_kind(settings: BenchSettings) -> DispatchKind:
-    """What the dispatches on GPUs are."""
+def dispatch_kind(settings: BenchSettings, network: str) -> DispatchKind:
+    """The kind of the dispatches that are timed on GPUs, over ``network``; "" for one host."""
     row_format, new = RowFormat.of(settings.dtype), settings.routing == "new"
     scales = scale_columns(settings.hidden, ScaleFormat.FLOAT32)
     kind = DispatchKind(
-        Sizes(settings.ranks, settings.experts, settings.top_k),
+        Sizes(settings.ranks, settings.experts, settings.top_k, across_hosts=network != ""),
         row_bytes=settings.hidden * row_format.dtype.itemsize,
         scale_words=scales if row_format is RowFormat.FP8 else 0,
         expert_major=settings.layout != "token_major",

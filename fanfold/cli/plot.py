@@ -183,8 +183,8 @@ def _modern(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields as they are named today: ``routing`` was the distribution of tokens once, when
     high throughput had one kind of routing and one layout; and there was no dispatch in place. The
     native face has no name here; in lines without any, late weights are DeepEP's. Padding has one
-    where it is not what the face usually gives, and so have rows that were pulled: there was a
-    setting before there was the field."""
+    where it is not what the face usually gives. How rows move has one where the setting asks for
+    it: what it means by itself may differ along a series."""
     face = fields.get("face") or ("deep_ep" if fields.get("late_weights") else "native")
     fields = {**fields, "face": face if face in THROUGH else None, **_hosts(fields)}
     if fields["backend"] == "cuda" and fields.get("layout") is not None:
@@ -192,8 +192,9 @@ def _modern(fields: dict[str, Any]) -> dict[str, Any]:
     if fields.get("zero_padding") is (face != "elastic"):
         fields = {**fields, "zero_padding": None}
     asked = (fields.get("config") or {}).get("dispatch_transfer")
-    pulled = fields.get("dispatch_transfer", asked) == "pull"
-    fields = {**fields, "dispatch_transfer": "pull" if pulled else None}
+    moves = fields["mode"] == "high_throughput" and fields["backend"] == "cuda"
+    named = asked if moves and asked in ("push", "pull") and not fields.get("in_place") else None
+    fields = {**fields, "dispatch_transfer": named}
     if "distribution" in fields:
         return fields
     own: dict[str, Any] = {"distribution": fields.get("routing"), "routing": None}
@@ -245,7 +246,7 @@ def _label(name: str, value: object) -> str:
     if name == "emulated_hosts":
         return "on one machine"
     if name == "dispatch_transfer":
-        return "rows pulled"
+        return f"rows {value}ed"
     if isinstance(value, str):
         return value.replace("_", " ")
     if name == "in_place":

@@ -20,7 +20,7 @@ class Thread {
     idling_ = proxy::Idling(options, now_);
   }
 
-  void work() { idling_.work(now_ += 1ms); }
+  void restart() { idling_.restart(now_ += 1ms); }
   nanoseconds sleep(bool waits) { return idling_.sleep(now_ += 1ms, waits); }
   // Looks `times`, and returns what the last look gives.
   nanoseconds sleep(bool waits, int times) {
@@ -41,20 +41,20 @@ TEST(proxy_sleeps_where_nothing_is_to_come) {
   CHECK(thread.sleep(false, 62) == 1ms);
   CHECK(thread.sleep(false) == 4ms);
   CHECK(thread.sleep(false, 100) == 4ms);
-  thread.work();
+  thread.restart();
   CHECK(thread.sleep(false) == 1ms);
 }
 
 TEST(proxy_polls_for_what_it_waits_for_and_naps_behind_a_long_silence) {
   Thread thread(0ns);
   CHECK(thread.sleep(false, 100) == 4ms);
-  thread.work();
+  thread.restart();
   CHECK(thread.sleep(true, 3) == 0ns);
   CHECK(thread.sleep(true) == nanoseconds(4ms) / 64);
   CHECK(thread.sleep(true, 28) == nanoseconds(32ms) / 64);
   CHECK(thread.sleep(true, 32) == 1ms);
   CHECK(thread.sleep(true, 100) == 1ms);
-  thread.work();
+  thread.restart();
   CHECK(thread.sleep(true, 3) == 0ns);
   CHECK(thread.sleep(true) == nanoseconds(4ms) / 64);
   CHECK(thread.sleep(false) == 1ms);
@@ -66,7 +66,7 @@ TEST(proxy_polls_as_long_as_kernels_may_push) {
   CHECK(thread.sleep(false) == nanoseconds(20ms) / 64);  // they may push still
   CHECK(thread.sleep(false, 44) == 1ms);
   CHECK(thread.sleep(false, 300) == 4ms);
-  thread.work();
+  thread.restart();
   CHECK(thread.sleep(true, 19) == 0ns);
   CHECK(thread.sleep(true) == nanoseconds(20ms) / 64);
 }

@@ -148,6 +148,21 @@ TEST(proxy_threads_sleep_while_idle_and_wake_for_a_command) {
   CHECK(poll_until([&] { return world.proxy(1).arrived(0, 0) == 1; }, kPatient));
 }
 
+TEST(proxy_threads_nap_while_they_wait_in_vain_and_wake_for_a_command) {
+  proxy::ProxyOptions options;
+  options.ranks = 2;
+  options.threads = 1;
+  loopback::Options network;
+  network.poll_ns = 1000;
+  ProxyWorld world(options, network, 4096);
+  const proxy::Proxy::Busy busy(world.proxy(0));
+  for (int32_t rank = 0; rank < 2; ++rank) world.proxy(rank).start();
+  CHECK(poll_until([&] { return world.proxy(0).stats().naps >= 3; }, kPatient));
+  CHECK_EQ(world.proxy(0).stats().sleeps, 0u);
+  world.proxy(0).push({.kind = CommandKind::kSignal, .peer = 1, .counter = 0, .amount = 1});
+  CHECK(poll_until([&] { return world.proxy(1).arrived(0, 0) == 1; }, kPatient));
+}
+
 // Threads that wait for a peer that never answers end with the proxy.
 TEST(proxy_threads_are_released_with_messages_outstanding) {
   proxy::ProxyOptions options;

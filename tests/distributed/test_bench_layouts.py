@@ -320,7 +320,7 @@ def test_a_new_token_major_routing_has_its_layout_counted(pools):
 
 STANDINS = {
     "empty_kernel": lambda: None,
-    "sms_taken": lambda settings, device: 24,
+    "sms_taken": lambda settings, device, kind: 24,
     "_RIVAL_BACKEND": "gloo",
 }
 """What high throughput asks of GPUs besides."""

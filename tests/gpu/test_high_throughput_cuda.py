@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import fanfold
-from fanfold.backends.high_throughput import HostHighThroughput, Plan
+from fanfold.backends.high_throughput import HostHighThroughput, Plan, kernels
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.backends.high_throughput.in_place import bytes_for_results
 from fanfold.backends.high_throughput.plan import CudaDispatched
@@ -92,12 +92,14 @@ def _rounds(
     rank = dist.get_rank(group)
     result_bytes = max(map(results_of, cases)) if in_place else 0
     options: dict[str, Any] = {"result_bytes": result_bytes, "transfer": transfer}
-    with opened(group, ring_bytes=ring_bytes, **options) as mode:
+    kernel = kernels.dispatch_kernel
+    with (
+        mock.patch.object(kernels, "dispatch_kernel", wraps=kernel) as made,
+        opened(group, ring_bytes=ring_bytes, **options) as mode,
+    ):
         for number, case in enumerate(cases):
             run_case(mode, case, rank, LAYOUTS[number % 2], in_place)
-        launches = mode._launches
-        pulled = {launches._transferred(kind).pulls for kind in launches._dispatches}
-        assert pulled == {transfer == "pull"}
+    assert {call.args[0].pulls for call in made.call_args_list} == {transfer == "pull"}
 
 
 @pytest.mark.parametrize("style", ["spread", "one_rank", "one_expert", "none", "holes"])

@@ -183,8 +183,24 @@ def test_sms_are_those_that_a_dispatch_takes(monkeypatch, transfer, sms):
     monkeypatch.setenv("FANFOLD_DISPATCH_TRANSFER", transfer)
     sizes = {"hidden": 7168, "experts": 256, "top_k": 8, "dtype": "fp8"}
     settings = BenchSettings("high_throughput", routing="cached", **sizes).on("cuda")
-    assert layouts.sms_taken(settings, torch.device("cuda")) == sms
-    assert layouts.dispatch_kind(settings).pulls is (transfer == "pull")
+    kind = layouts.dispatch_kind(settings, "")
+    assert layouts.sms_taken(settings, torch.device("cuda"), kind) == sms
+    assert kind.pulls is (transfer == "pull")
+
+
+@pytest.mark.parametrize("face", ["native", "hybridep"])
+def test_rows_are_pulled_where_the_model_says_so(monkeypatch, face):
+    """Between few ranks of one host."""
+    monkeypatch.delenv("FANFOLD_DISPATCH_TRANSFER", raising=False)
+    sizes = {"hidden": 7168, "experts": 256, "top_k": 8, "dtype": "bf16", "face": face}
+    of = {
+        ranks: BenchSettings("high_throughput", ranks=ranks, routing="cached", **sizes).on("cuda")
+        for ranks in (1, 2, 4)
+    }
+    assert {n: layouts.dispatch_kind(settings, "").pulls for n, settings in of.items()} == {
+        1: False, 2: True, 4: False,
+    }  # fmt: skip
+    assert not layouts.dispatch_kind(of[2], "libfabric:tcp").pulls
 
 
 def test_padding_that_is_not_written_needs_gpus(monkeypatch):

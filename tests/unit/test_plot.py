@@ -169,20 +169,31 @@ def test_padding_that_is_not_written_is_a_series_of_its_own(tmp_path):
     ] == [True, None]
 
 
-def test_rows_that_were_pulled_are_a_series_of_their_own(tmp_path):
-    """Lines without the field say it by the setting; before there was that, rows were pushed."""
+def test_rows_that_were_to_be_pulled_are_a_series_of_their_own(tmp_path):
+    """What the setting means by itself is one series, in which some are pulled and some are not."""
     fields = report.record(high_throughput_result())
-    pushed = [{**fields, "dispatch_transfer": "push", "sms": 12}, {**fields, "sms": 24}]
-    pulled = [
-        {**fields, "dispatch_transfer": "pull", "sms": 12},
-        {**fields, "config": {"dispatch_transfer": "pull"}, "sms": 24},
+    lines = [
+        {**fields, "config": config, "dispatch_transfer": moved, "sms": sms}
+        for config, moves in (
+            ({}, ("push", "pull")),
+            ({"dispatch_transfer": "auto"}, ("pull", "push")),
+            ({"dispatch_transfer": "pull"}, ("pull", "pull")),
+            ({"dispatch_transfer": "push"}, ("push", "push")),
+        )
+        for sms, moved in zip((12, 24), moves, strict=True)
     ]
-    points = plot.load(write(tmp_path / "r.jsonl", [*pushed, *pulled]))
+    in_place = [{**line, "in_place": True} for line in lines[-2:]]
+    points = plot.load(write(tmp_path / "r.jsonl", [*lines, *in_place]))
     along = plot.series_along(points, "sms")
     assert {label: [p["sms"] for p in s] for label, s in along.items()} == {
-        "high throughput": [12, 24],
-        "rows pulled": [12, 24],
+        "not in place": [12, 24],
+        "not in place, rows pulled": [12, 24],
+        "not in place, rows pushed": [12, 24],
+        "in place": [12, 24],
     }
+    host = {**line(tokens=16), "config": {"dispatch_transfer": "pull"}}
+    (point,) = plot.load(write(tmp_path / "h.jsonl", [host]))
+    assert point["dispatch_transfer"] is None
 
 
 def test_calls_of_deep_ep_are_a_series_of_their_own(tmp_path):
