@@ -134,13 +134,22 @@ TEST(proxy_threads_hold_over_a_hostile_network) {
   run_rounds(network, 30 / kRoundsShare);
 }
 
-TEST(proxy_threads_sleep_while_idle_and_wake_for_a_command) {
+namespace {
+
+// With a thread each, in a network whose time passes with the polls.
+ProxyWorld two_ranks() {
   proxy::ProxyOptions options;
   options.ranks = 2;
   options.threads = 1;
   loopback::Options network;
   network.poll_ns = 1000;
-  ProxyWorld world(options, network, 4096);
+  return ProxyWorld(options, network, 4096);
+}
+
+}  // namespace
+
+TEST(proxy_threads_sleep_while_idle_and_wake_for_a_command) {
+  ProxyWorld world = two_ranks();
   for (int32_t rank = 0; rank < 2; ++rank) world.proxy(rank).start();
   const auto asleep = [&] { return world.proxy(0).stats().sleeps >= 3; };
   CHECK(poll_until(asleep, kPatient));
@@ -149,12 +158,7 @@ TEST(proxy_threads_sleep_while_idle_and_wake_for_a_command) {
 }
 
 TEST(proxy_threads_nap_while_they_wait_in_vain_and_wake_for_a_command) {
-  proxy::ProxyOptions options;
-  options.ranks = 2;
-  options.threads = 1;
-  loopback::Options network;
-  network.poll_ns = 1000;
-  ProxyWorld world(options, network, 4096);
+  ProxyWorld world = two_ranks();
   const proxy::Proxy::Busy busy(world.proxy(0));
   for (int32_t rank = 0; rank < 2; ++rank) world.proxy(rank).start();
   CHECK(poll_until([&] { return world.proxy(0).stats().naps >= 3; }, kPatient));
