@@ -399,12 +399,11 @@ def main() -> None:
     parser.add_argument("--tokens", help="numbers with commas; 128, or 4096 in high throughput")
     parser.add_argument("--high-throughput", action="store_true")
     parser.add_argument("--sms", default="24", help="high throughput: numbers with commas")
-    for option, what in (
-        ("transfers", "how dispatches move rows: auto, push, pull"),
-        ("senders", "CTAs that send in a dispatch; 0 for the library's choice"),
-        ("calls", "new, cached, new_in_place, cached_in_place, combine; else all"),
+    for option, default, what in (
+        ("transfers", "auto", "how dispatches move rows: auto, push, pull"),
+        ("senders", "0", "CTAs that send in a dispatch; 0 for the library's choice"),
+        ("calls", "", "new, cached, new_in_place, cached_in_place, combine; else all"),
     ):
-        default = {"transfers": "auto", "senders": "0"}.get(option, "")
         help_text = f"high throughput: {what}, with commas"
         parser.add_argument(f"--{option}", default=default, help=help_text)
     parser.add_argument("--late-weights", action="store_true", help="as the DeepEP face has them")

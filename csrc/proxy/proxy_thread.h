@@ -51,7 +51,8 @@ class ProxyThread {
   bool outstanding() const;
 
   // For any thread, after `connect`: has this thread find out whether `peer` still runs. Networks
-  // need not tell that to a rank that only waits for the peer.
+  // need not tell that to a rank that only waits for the peer. Behind a barrier the peer gets no
+  // message for it.
   void probe(int32_t peer) { probe_.store(peer, std::memory_order_relaxed); }
 
   // Ends this thread's work because of an exception in it.

@@ -176,6 +176,8 @@ def _point(fields: dict[str, Any], where: str) -> Point:
                 raise ArgumentError(f"{where}: {name}", json.dumps(value), what)
     if not isinstance(fields.get("sms"), (int, type(None))):
         raise ArgumentError(f"{where}: sms", json.dumps(fields["sms"]), "a number, or null")
+    if not isinstance(fields.get("config"), (dict, type(None))):
+        raise ArgumentError(f"{where}: config", json.dumps(fields["config"]), "an object")
     return Point(_modern(fields))
 
 

@@ -279,6 +279,7 @@ def test_plot_of_one_result(tmp_path):
         (json.dumps(line(total_us="fast")), r'total_us is "fast"'),
         (json.dumps(line()) + "\n" + json.dumps(line(mode=3)), "line 2: mode is 3"),
         (json.dumps(line(sms="all")), 'line 1: sms is "all"'),
+        (json.dumps(line(config="none")), 'line 1: config is "none", but must be an object'),
     ],
 )
 def test_plot_names_a_malformed_line(tmp_path, text, message):
