@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
+from fanfold.backends.high_throughput import kernels
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.backends.high_throughput.in_place import bytes_for_results
+from fanfold.backends.high_throughput.kernels import DispatchKind, Kernel
 from fanfold.backends.high_throughput.plan import CudaDispatched, CudaPlan
 from tests.distributed.routings import Case, Round, distinct, expected_combine
 from tests.distributed.test_high_throughput import (
@@ -23,6 +27,19 @@ from tests.distributed.test_high_throughput import (
     outputs_of,
     same_bits,
 )
+
+
+@contextmanager
+def dispatch_kinds() -> Iterator[list[DispatchKind]]:
+    """Of the kernels that are made for dispatches within it, by all ranks of this process."""
+    make, kinds = kernels.dispatch_kernel, []
+
+    def made(kind: DispatchKind, *rest: Any) -> Kernel:
+        kinds.append(kind)
+        return make(kind, *rest)
+
+    with mock.patch.object(kernels, "dispatch_kernel", made):
+        yield kinds
 
 
 def settle(device: torch.device) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import fanfold
-from fanfold.backends.high_throughput import HostHighThroughput, Plan, kernels
+from fanfold.backends.high_throughput import HostHighThroughput, Plan
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.backends.high_throughput.in_place import bytes_for_results
 from fanfold.backends.high_throughput.plan import CudaDispatched
@@ -35,6 +35,7 @@ from tests.distributed.cuda_rounds import (
     check_plan,
     check_rows_of,
     dispatch,
+    dispatch_kinds,
     on_cpu,
     run_case,
     sent,
@@ -92,14 +93,10 @@ def _rounds(
     rank = dist.get_rank(group)
     result_bytes = max(map(results_of, cases)) if in_place else 0
     options: dict[str, Any] = {"result_bytes": result_bytes, "transfer": transfer}
-    kernel = kernels.dispatch_kernel
-    with (
-        mock.patch.object(kernels, "dispatch_kernel", wraps=kernel) as made,
-        opened(group, ring_bytes=ring_bytes, **options) as mode,
-    ):
+    with dispatch_kinds() as kinds, opened(group, ring_bytes=ring_bytes, **options) as mode:
         for number, case in enumerate(cases):
             run_case(mode, case, rank, LAYOUTS[number % 2], in_place)
-    assert {call.args[0].pulls for call in made.call_args_list} == {transfer == "pull"}
+    assert {kind.pulls for kind in kinds} == {transfer == "pull"}
 
 
 @pytest.mark.parametrize("style", ["spread", "one_rank", "one_expert", "none", "holes"])

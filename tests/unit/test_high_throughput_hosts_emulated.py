@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ import fanfold.high_throughput
 from fanfold import Config, HighThroughput, _core
 from fanfold.backends import opening
 from fanfold.backends.choose import BackendChoice
-from fanfold.backends.high_throughput import kernels
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.backends.high_throughput.kernels import (
     CombineKind,
@@ -31,7 +29,7 @@ from fanfold.backends.high_throughput.kernels import (
 from fanfold.backends.high_throughput.plan import CudaDispatched
 from fanfold.errors import PeerTimeout, TransportError
 from fanfold.memory.cuda_hosts import CudaMemoryAcrossHosts
-from tests.distributed.cuda_rounds import check_combine, dispatch, run_case, sent
+from tests.distributed.cuda_rounds import check_combine, dispatch, dispatch_kinds, run_case, sent
 from tests.distributed.routings import Case, Round
 from tests.distributed.test_across_hosts import need
 from tests.distributed.test_high_throughput import lanes_of, outputs_of
@@ -103,12 +101,10 @@ def test_rounds(worlds: Worlds, case: Case, layout: str) -> None:
 @contextmanager
 def only_pulling(ranks: int) -> Iterator[None]:
     """Within it each rank dispatches, and only by kernels that pull."""
-    made = kernels.dispatch_kernel
-    with mock.patch.object(kernels, "dispatch_kernel", wraps=made) as dispatch_kernel:
+    with dispatch_kinds() as kinds:
         yield
-    pulls = [call.args[0].pulls for call in dispatch_kernel.call_args_list]
-    assert len(pulls) >= ranks
-    assert all(pulls)
+    assert len(kinds) >= ranks
+    assert all(kind.pulls for kind in kinds)
 
 
 APART = {

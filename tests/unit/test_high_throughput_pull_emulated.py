@@ -16,7 +16,14 @@ from fanfold.backends.high_throughput import cuda, grid, kernels
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.backends.high_throughput.kernels import DispatchKind, Sizes
 from fanfold.errors import ArgumentError, PeerRefused, PeerTimeout
-from tests.distributed.cuda_rounds import dispatch, run_case, sent, soak, soak_results
+from tests.distributed.cuda_rounds import (
+    dispatch,
+    dispatch_kinds,
+    run_case,
+    sent,
+    soak,
+    soak_results,
+)
 from tests.distributed.routings import Case, Round
 from tests.emulation.high_throughput import CTAS, ROOMY_RING, SMALL, World, emulated
 from tests.emulation.world import Builder
@@ -39,11 +46,8 @@ class Pulling(World):
         super().__init__(case.ranks, tiny_ring(case), dispatch_transfer="pull", **options)
 
     def run(self, program: Any) -> Any:
-        with mock.patch.object(
-            kernels, "dispatch_kernel", wraps=kernels.dispatch_kernel
-        ) as dispatch_kernel:
+        with dispatch_kinds() as kinds:
             values = super().run(program)
-        kinds = [call.args[0] for call in dispatch_kernel.call_args_list]
         assert sum(kind.pulls for kind in kinds) >= len(self.modes)
         assert all(kind.pulls != kind.in_place for kind in kinds)
         return values
