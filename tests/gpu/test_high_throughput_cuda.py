@@ -49,6 +49,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.gpu_each, pytest.mark.timeout(300)]
 LAYOUTS = ("expert_major", "token_major")
 DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 
+FEW_SLOTS = 4 * 8 * 1152
+"""Bytes of rings with a few slots of the small rows here."""
+
 
 @contextmanager
 def opened(
@@ -102,18 +105,22 @@ def _rounds(
 @pytest.mark.parametrize("style", ["spread", "one_rank", "one_expert", "none", "holes"])
 def test_every_style_of_routing(gpus: GpuPools, ranks: int, style: str) -> None:
     case = case_of(ranks, style=style, biases=1)
-    gpus.run(ranks, _rounds, [case, case], 4 * 8 * 1152)
+    gpus.run(ranks, _rounds, [case, case], FEW_SLOTS)
+
+
+def rounds_with_few_slots(ranks: int, style: str, scales: int) -> list[Case]:
+    """Rounds for rings of ``FEW_SLOTS`` bytes, in which each slot of a source is used again."""
+    dtype = torch.float8_e4m3fn if scales else torch.bfloat16
+    case = case_of(ranks, style=style, dtype=dtype, scales=scales)
+    fewer = dataclasses.replace(case, tokens=case.tokens[::-1], slack=5)
+    return [case, fewer, fewer, case]
 
 
 @pytest.mark.parametrize("scales", [0, 7, 8])
 @pytest.mark.parametrize("style", ["spread", "one_rank", "duplicates"])
 def test_pulled_rounds(gpus: GpuPools, most_ranks: int, style: str, scales: int) -> None:
-    """Each slot of a source is used several times."""
-    dtype = torch.float8_e4m3fn if scales else torch.bfloat16
-    case = case_of(most_ranks, style=style, dtype=dtype, scales=scales)
-    fewer = dataclasses.replace(case, tokens=case.tokens[::-1], slack=5)
-    rounds = [case, fewer, fewer, case]
-    gpus.run(most_ranks, _rounds, rounds, 4 * 8 * 1152, False, "pull")
+    rounds = rounds_with_few_slots(most_ranks, style, scales)
+    gpus.run(most_ranks, _rounds, rounds, FEW_SLOTS, False, "pull")
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -122,7 +129,7 @@ def test_every_number_of_ranks(
     gpus: GpuPools, every_ranks: int, style: str, in_place: bool
 ) -> None:
     cases = [case_of(every_ranks, style=style, biases=1, seed=n) for n, _ in enumerate(LAYOUTS)]
-    gpus.run(every_ranks, _rounds, cases, 4 * 8 * 1152, in_place)
+    gpus.run(every_ranks, _rounds, cases, FEW_SLOTS, in_place)
 
 
 @pytest.mark.parametrize("style", ["spread", "one_rank", "one_expert", "duplicates"])
@@ -131,7 +138,7 @@ def test_rounds_in_place(gpus: GpuPools, ranks: int, style: str, scales: int) ->
     dtype = torch.float8_e4m3fn if scales else torch.bfloat16
     case = case_of(ranks, style=style, dtype=dtype, scales=scales)
     fewer = dataclasses.replace(case, tokens=case.tokens[::-1], slack=5)
-    gpus.run(ranks, _rounds, [case, fewer, fewer, case], 4 * 8 * 1152, True)
+    gpus.run(ranks, _rounds, [case, fewer, fewer, case], FEW_SLOTS, True)
 
 
 @pytest.mark.parametrize("scales", [1, 4, 7, 56])

@@ -40,7 +40,7 @@ def test_rounds(run_on_hosts: Run, most_ranks: int, style: str) -> None:
 
 def test_rounds_through_short_rings(run_on_hosts: Run, most_ranks: int) -> None:
     case = case_of(most_ranks, biases=1)
-    run_on_hosts(most_ranks, rounds._rounds, [case, case], 4 * 8 * 1152)
+    run_on_hosts(most_ranks, rounds._rounds, [case, case], rounds.FEW_SLOTS)
 
 
 def test_rows_apart(run_on_hosts: Run, most_ranks: int) -> None:

@@ -28,7 +28,7 @@ from tests.distributed.routings import Case, Round, expected_combine
 from tests.distributed.test_high_throughput import outputs_of
 from tests.gpu.conftest import GpuPools, gpu_count
 from tests.gpu.support import assert_same, overwrite_free_memory
-from tests.gpu.test_high_throughput_cuda import LAYOUTS, case_of, opened
+from tests.gpu.test_high_throughput_cuda import FEW_SLOTS, LAYOUTS, case_of, opened
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -254,7 +254,7 @@ def _soak(group: dist.ProcessGroup, cases: list[Case], turns: int) -> None:
             torch.cuda._sleep(500_000)
 
     nbytes = soak_results(cases)
-    with opened(group, ring_bytes=4 * 8 * 1152, result_bytes=nbytes) as mode:
+    with opened(group, ring_bytes=FEW_SLOTS, result_bytes=nbytes) as mode:
         soak(mode, cases, rank, turns, pause)
 
 

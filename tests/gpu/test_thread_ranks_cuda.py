@@ -9,6 +9,8 @@ all of them there.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.backends.high_throughput.plan import CudaDispatched
 from fanfold.group import Group
 from tests.distributed import routings
-from tests.distributed.cuda_rounds import on_cpu, run_case, sent, settle
+from tests.distributed.cuda_rounds import dispatch_kinds, on_cpu, run_case, sent, settle
 from tests.distributed.layers import caught
 from tests.distributed.test_high_throughput import outputs_of
 from tests.gpu import sanitize
@@ -34,7 +36,12 @@ from tests.gpu.support import (
     own_device,
     tokens_of,
 )
-from tests.gpu.test_high_throughput_cuda import LAYOUTS, opened
+from tests.gpu.test_high_throughput_cuda import (
+    FEW_SLOTS,
+    LAYOUTS,
+    opened,
+    rounds_with_few_slots,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -311,29 +318,57 @@ def _routing(ranks: int) -> routings.Case:
     return routings.Case(tokens=tokens, experts_per_rank=4, top_k=3, hidden=256, weighted=False)
 
 
-def _many_high_throughput(group: Group, rounds: int) -> int:
+@contextmanager
+def _opened(group: Group, ring_bytes: int, transfer: str) -> Iterator[CudaHighThroughput]:
+    """The mode, whose dispatches must move rows as is asked for."""
+    with dispatch_kinds() if group.rank == 0 else nullcontext() as kinds:
+        meet(group)
+        with opened(group, ring_bytes=ring_bytes, transfer=transfer) as mode:
+            yield mode
+            mode.quiesce()
+            meet(group)
+    if kinds is not None:
+        assert {kind.pulls for kind in kinds} == {transfer == "pull"}
+
+
+def _pulled(group: Group, cases: list[routings.Case]) -> None:
+    with _opened(group, FEW_SLOTS, "pull") as mode:
+        for number, case in enumerate(cases):
+            run_case(mode, case, group.rank, LAYOUTS[number % 2])
+
+
+@pytest.mark.parametrize("scales", [0, 7, 8])
+@pytest.mark.parametrize("style", ["spread", "one_rank", "duplicates"])
+def test_pulled_rounds(one_gpu: OneGpu, ranks: int, style: str, scales: int) -> None:
+    """Each slot of a source is used several times."""
+    one_gpu.run(ranks, _pulled, rounds_with_few_slots(ranks, style, scales))
+
+
+def _many_high_throughput(group: Group, rounds: int, transfer: str) -> int:
     """How many of so many rounds are wrong."""
     expect = routings.Round(_routing(group.size), group.rank)
-    with opened(group, ring_bytes=1 << 20) as mode:
+    with _opened(group, 1 << 20, transfer) as mode:
         layers = [_Layer(mode, expect, layout) for layout in LAYOUTS]
         wrong = torch.zeros((), dtype=torch.int64, device=mode.device)
         for number in range(rounds):
             wrong += layers[number // 2 % len(layers)].round(number)
             if number % AHEAD == 0:
                 wait()
-        mode.quiesce()
-        group.all_gather(None)
     return int(wrong)
 
 
-def test_many_rounds_of_high_throughput(one_gpu: OneGpu, ranks: int) -> None:
-    assert one_gpu.run(ranks, _many_high_throughput, ROUNDS) == [0] * ranks
+TRANSFERS = pytest.mark.parametrize("transfer", ["push", "pull"])
 
 
-def _captured_high_throughput(group: Group, rounds: int) -> int:
+@TRANSFERS
+def test_many_rounds_of_high_throughput(one_gpu: OneGpu, ranks: int, transfer: str) -> None:
+    assert one_gpu.run(ranks, _many_high_throughput, ROUNDS, transfer) == [0] * ranks
+
+
+def _captured_high_throughput(group: Group, rounds: int, transfer: str) -> int:
     """How many replays of a graph, and rounds in between, are wrong."""
     expect = routings.Round(_routing(group.size), group.rank)
-    with opened(group, ring_bytes=1 << 20) as mode:
+    with _opened(group, 1 << 20, transfer) as mode:
         layers = [_Layer(mode, expect, layout) for layout in LAYOUTS]
         for layer in layers:
             layer.captured()  # loads what capture may not
@@ -352,5 +387,6 @@ def _captured_high_throughput(group: Group, rounds: int) -> int:
     return int(wrong)
 
 
-def test_graphs_of_high_throughput(one_gpu: OneGpu, ranks: int) -> None:
-    assert one_gpu.run(ranks, _captured_high_throughput, 500) == [0] * ranks
+@TRANSFERS
+def test_graphs_of_high_throughput(one_gpu: OneGpu, ranks: int, transfer: str) -> None:
+    assert one_gpu.run(ranks, _captured_high_throughput, 500, transfer) == [0] * ranks
