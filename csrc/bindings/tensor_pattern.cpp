@@ -32,7 +32,11 @@ class TensorPattern {
     dimensions_ = view->tensor.dimensions;
     std::copy_n(view->tensor.shape, dimensions_, shape_.begin());
     std::copy_n(view->tensor.strides, dimensions_, strides_.begin());
+    bytes_ = bytes_of(view->tensor);
   }
+
+  // From the first element to behind the last, whatever the strides; 0 of what has no pattern.
+  int64_t bytes() const { return bytes_; }
 
   // Where the tensor's data begins if it looks the same, else 0, which is never wrong to return:
   // the caller then makes all checks.
@@ -49,11 +53,21 @@ class TensorPattern {
   }
 
  private:
+  static int64_t bytes_of(const dlpack::Tensor& tensor) {
+    int64_t last = 0;
+    for (int32_t at = 0; at < tensor.dimensions; ++at) {
+      if (tensor.shape[at] == 0) return 0;
+      last += (tensor.shape[at] - 1) * tensor.strides[at];
+    }
+    return (last + 1) * tensor.dtype.bits * tensor.dtype.lanes / 8;
+  }
+
   std::optional<TensorReader> reader_;
   uintptr_t alignment_;
   dlpack::Device device_{};
   dlpack::DataType dtype_{};
   int32_t dimensions_ = 0;
+  int64_t bytes_ = 0;
   std::array<int64_t, kMostDimensions> shape_{};
   std::array<int64_t, kMostDimensions> strides_{};
 };
@@ -68,7 +82,8 @@ void bind_tensor_pattern(nb::module_& module) {
             new (self) TensorPattern(like, alignment);
           },
           "like"_a.none(), "alignment"_a)
-      .def("address", &TensorPattern::address, "tensor"_a.none());
+      .def("address", &TensorPattern::address, "tensor"_a.none())
+      .def_prop_ro("bytes", &TensorPattern::bytes);
 }
 
 }  // namespace fanfold::bindings

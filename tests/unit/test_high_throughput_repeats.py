@@ -4,6 +4,7 @@ not are checked as a first call is."""
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -12,9 +13,12 @@ from unittest import mock
 import pytest
 import torch
 
+import fanfold
 from fanfold import _core
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
+from fanfold.backends.high_throughput.in_place import Results
 from fanfold.backends.high_throughput.plan import CudaDispatched, CudaPlan
+from fanfold.config import Config
 from fanfold.errors import ArgumentError
 from fanfold.formats import ScaleFormat
 from tests.emulation.high_throughput import CTAS, ROOMY_RING, World, emulated
@@ -64,7 +68,7 @@ def begin(mode: CudaHighThroughput, layout: Any, **options: Any) -> CudaDispatch
     return mode.dispatch(rows(0), routing(), num_experts=EXPERTS, layout=layout, **options)
 
 
-def begin_with(x: torch.Tensor, mode: CudaHighThroughput) -> CudaDispatched:
+def begin_with(x: Any, mode: CudaHighThroughput) -> CudaDispatched:
     """In place, token-major."""
     return mode.dispatch(x, routing(), num_experts=EXPERTS, layout="token_major", in_place=True)
 
@@ -152,19 +156,30 @@ def test_new_routings_in_place(gpu: None, layout: Any) -> None:
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_rows_among_the_results_are_refused_each_time(gpu: None, cached: bool) -> None:
+@pytest.mark.parametrize("inside", ["values", "scales", "bf16"])
+def test_rows_among_the_results_are_refused_each_time(gpu: None, inside: str, cached: bool) -> None:
     mode = roomy()
-    got = begin(mode, "token_major", in_place=True)
+    make: Callable[[int], Any] = rows if inside == "bf16" else fp8_rows
+    got = begin_with(make(0), mode)
+    values, scales = fp8_rows(1)
+    bad = {"values": (got.tokens, scales), "scales": (values, got.scales), "bf16": got.tokens}
     for turn in range(3):
-        for x in (rows(turn), got.tokens, rows(turn)):
-            inside = x is got.tokens
-            with (
-                pytest.raises(ArgumentError, match="results in place") if inside else nullcontext()
-            ):
+        for x, fails in ((make(turn), False), (bad[inside], True), (make(turn), False)):
+            with pytest.raises(ArgumentError, match="results in place") if fails else nullcontext():
                 if cached:
                     mode.dispatch_cached(x, got.plan, layout="token_major", in_place=True)
                 else:
                     begin_with(x, mode)
+
+
+def test_what_touches_the_results() -> None:
+    memory: Any = types.SimpleNamespace(rank=3, base=lambda peer: 1000 if peer == 3 else 0)
+    results = Results(memory, 24, 100)  # from 1024 to before 1124
+    for address, nbytes, touches in [
+        (1000, 24, False), (1000, 25, True), (1024, 1, True), (1050, 4, True), (1000, 500, True),
+        (1123, 8, True), (1124, 8, False),
+    ]:  # fmt: skip
+        assert results.touches(address, nbytes) == touches
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -200,6 +215,41 @@ def test_combines(mode: CudaHighThroughput, layout: Any) -> None:
         repeated, _ = mode.combine(y, plan, layout=layout, row_weights=factor)
         assert torch.equal(out, repeated)
         assert repeated.data_ptr() != again.data_ptr()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_combines_into_given_memory(mode: CudaHighThroughput, layout: Any) -> None:
+    """Also by turns with others by the same plan."""
+    got = begin(mode, layout)
+    plan, count = got.plan, got.tokens.shape[0]
+    for seed, given in enumerate((True, True, False, False, True)):
+        y, out = rows(seed, tokens=count), rows(9) if given else None
+        with mock.patch.object(mode, "_combine_again", wraps=mode._combine_again) as again:
+            sums, _ = mode.combine(y, plan, layout=layout, out=out)
+        assert again.called == (seed > 0)
+        assert (sums is out) == given
+        repeated = plan.repeated_combines.pop(layout)
+        assert torch.equal(sums, mode.combine(y, plan, layout=layout)[0])
+        plan.repeated_combines[layout] = repeated
+
+
+def test_sums_among_the_outputs_are_refused_each_time(mode: CudaHighThroughput) -> None:
+    plan = begin(mode, "token_major").plan
+    whole = rows(1, tokens=3 * TOKENS)
+    y = whole[TOKENS:][:TOKENS]
+    mode.combine(y, plan, layout="token_major")
+    for first in (0, 1, TOKENS, 2 * TOKENS - 1, 2 * TOKENS):
+        apart = first in (0, 2 * TOKENS)
+        with nullcontext() if apart else pytest.raises(ArgumentError, match="in the memory of y"):
+            mode.combine(y, plan, layout="token_major", out=whole[first:][:TOKENS])
+
+
+@pytest.mark.parametrize("bad", [rows(1, tokens=TOKENS + 1), rows(1).float(), rows(1).to("meta")])
+def test_sums_that_do_not_fit_are_refused(mode: CudaHighThroughput, bad: torch.Tensor) -> None:
+    plan = begin(mode, "token_major").plan
+    mode.combine(rows(1), plan, layout="token_major", out=rows(2))
+    with pytest.raises(ArgumentError, match="out"):
+        mode.combine(rows(1), plan, layout="token_major", out=bad)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -245,6 +295,30 @@ def test_what_differs_is_checked(mode: CudaHighThroughput, layout: Any, bad: str
         with pytest.raises(ArgumentError):
             call(BAD[bad]())
         call(rows(3))
+
+
+UNLIKE: dict[str, Callable[[], Any]] = {
+    "more columns": lambda: rows(1, hidden=HIDDEN + 16),
+    "another dtype": lambda: rows(1).float(),
+    "columns first": lambda: rows(1, tokens=HIDDEN, hidden=TOKENS).t(),
+    "a pair": lambda: (rows(1), fp8_rows(1)[1]),
+    "no tensor": lambda: rows(1).tolist(),
+}
+
+
+@pytest.mark.parametrize("unlike", UNLIKE)
+def test_a_layer_checks_what_looks_different(unlike: str) -> None:
+    sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, "max_tokens": 64}
+    with fanfold.HighThroughput(None, **sizes, config=Config.resolve(backend="host")) as ep:
+        got = ep.dispatch(rows(0), routing())
+        with mock.patch.object(ep, "_check_rows", wraps=ep._check_rows) as check:
+            for _ in range(2):
+                for seed in (1, 2):
+                    assert ep.dispatch(rows(seed), previous=got).tokens.shape == got.tokens.shape
+                with pytest.raises(ArgumentError, match=r"^x"):
+                    ep.dispatch(UNLIKE[unlike](), previous=got)
+        # The first of all, and each that differs; what was refused is not taken for checked.
+        assert check.call_count == 3
 
 
 def test_another_number_of_sms(mode: CudaHighThroughput) -> None:
@@ -339,3 +413,19 @@ def test_a_pattern_asks_for_alignment() -> None:
 def test_what_cannot_be_read_has_no_pattern() -> None:
     for like in (None, PLAIN.tolist(), PLAIN.view(2, 2, 2, 3, 1)):
         assert _core.TensorPattern(like, 4).address(like) == 0
+
+
+@pytest.mark.parametrize(
+    ("like", "nbytes"),
+    [
+        (PLAIN, 96),
+        (PLAIN.t(), 96),
+        (PLAIN[:, :2], 80),
+        (PLAIN[::2].to(torch.float8_e4m3fn), 12),
+        (PLAIN[:0], 0),
+        (PLAIN[0, 0], 4),
+    ],
+    ids=range(6),
+)
+def test_bytes_of_a_pattern(like: torch.Tensor, nbytes: int) -> None:
+    assert _core.TensorPattern(like, 4).bytes == nbytes

@@ -349,14 +349,14 @@ class CudaHighThroughput:
         else:
             results = dispatched.tokens, dispatched.scales
             plan.repeated_dispatches[layout] = RepeatedDispatch.of(
-                self._launches, sending, (values, scales), results, in_place=in_place
+                self._launches, sending, x, results, in_place=in_place
             )
         return dispatched
 
     def _dispatch_again(self, again: RepeatedDispatch, plan: CudaPlan, x: Rows) -> CudaDispatched:
         args = again.call.args
         try:
-            if again.in_place:
+            if again.in_place and again.reads(self._results):
                 self._results.check(x)
             dispatched = self._room.again(again, plan)
         except BaseException as error:  # such as for want of memory
@@ -383,11 +383,11 @@ class CudaHighThroughput:
         """See :meth:`HighThroughputBackend.combine`. With a capacity ``y`` has as many rows;
         ``out`` shares no memory with ``y``."""
         self._check_usable()
-        plain = topk_weights is None and bias is None and out is None
+        plain = topk_weights is None and bias is None
         if plain:
             again = repeated_combine(plan, layout)
-            if again is not None and again.finds(self._launches, y, row_weights):
-                return self._combine_again(again, plan), None
+            if again is not None and again.finds(self._launches, y, row_weights, out):
+                return self._combine_again(again, plan, out), None
         with Refusing(lambda error: self.refuse_combine(error, plan)):
             check_layout(layout)
             check_plan(plan, self._ranks, layout)
@@ -413,17 +413,20 @@ class CudaHighThroughput:
             args.set_bias(place, rows.data_ptr())
         self._finish_combine(call, plan, y, out)
         if plain:
-            repeated = RepeatedCombine.of(self._launches, call, y, row_weights, plan.tokens)
+            repeated = RepeatedCombine.of(self._launches, call, y, row_weights, out)
             plan.repeated_combines[layout] = repeated
         return out, sums
 
-    def _combine_again(self, again: RepeatedCombine, plan: CudaPlan) -> torch.Tensor:
-        try:
-            out = self._room.empty(again.shape, torch.bfloat16)
-        except BaseException as error:  # for want of memory
-            self.refuse_combine(error, plan)
-            raise
-        again.call.args.out = out.data_ptr()
+    def _combine_again(
+        self, again: RepeatedCombine, plan: CudaPlan, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        if out is None:
+            try:
+                out = self._room.empty(again.shape, torch.bfloat16)
+            except BaseException as error:  # for want of memory
+                self.refuse_combine(error, plan)
+                raise
+            again.call.args.out = out.data_ptr()
         self._launch_combine(again.call, plan)
         return out
 

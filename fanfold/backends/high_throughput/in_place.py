@@ -58,6 +58,11 @@ class Results:
         for part in x if isinstance(x, tuple) else (x,):
             check_apart("x", part, "results in place", self.memory)
 
+    def touches(self, address: int, nbytes: int) -> bool:
+        """Whether any of so many bytes at an address may lie here."""
+        begin = self._memory.base(self._memory.rank) + self._begin
+        return address < begin + self._nbytes and begin < address + nbytes
+
     def most_rows(self, kind: DispatchKind) -> int:
         """Rows that fit."""
         return self._most(kind.row_bytes + 4 * kind.scale_words)
@@ -75,16 +80,23 @@ class Results:
 
     def rows(self, kinds: Kinds) -> list[torch.Tensor]:
         """Rows that fit, and their scales, if there are any: of these shapes and dtypes."""
-        memory = self.memory
+        memory, begin = self._memory.tensor, self._begin
         (count, columns), dtype = kinds[0]
         row_bytes = columns * dtype.itemsize
-        made = [memory[: count * row_bytes].view(dtype).view(count, columns)]
+        made = [_table(memory, begin, count, row_bytes, dtype)]
         for (_, words), scale_dtype in kinds[1:]:
             most = self._most(row_bytes + 4 * words)
-            begin = -(-most * row_bytes // _LINE) * _LINE
-            scales = memory[begin : begin + count * 4 * words]
-            made.append(scales.view(scale_dtype).view(count, words))
+            behind = begin + -(-most * row_bytes // _LINE) * _LINE
+            made.append(_table(memory, behind, count, 4 * words, scale_dtype))
         return made
 
     def _most(self, row_bytes: int) -> int:
         return max(0, self._nbytes - _LINE) // row_bytes
+
+
+def _table(
+    memory: torch.Tensor, begin: int, rows: int, row_bytes: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Rows one after the other in ``memory``, from byte ``begin`` of it on; in two operations."""
+    at = memory.storage_offset() + begin
+    return torch.as_strided(memory, (rows, row_bytes), (row_bytes, 1), at).view(dtype)

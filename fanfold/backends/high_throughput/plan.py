@@ -347,8 +347,8 @@ class CudaDispatched:
         """Likewise."""
         if self.counts is None:
             return None
-        local = self.plan.local_experts
-        return self.counts[local + 1 :].view(torch.int32)[:local]
+        begin, local = 2 * (self.plan.local_experts + 1), self.plan.local_experts
+        return self.counts.view(torch.int32)[begin : begin + local]
 
     def place(self, args: _core.CudaHighThroughputDispatchArgs) -> None:
         """Tells ``args`` where the results go, but those that a plan keeps."""

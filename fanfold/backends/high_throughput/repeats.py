@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from fanfold import _core
+from fanfold.backends.high_throughput.in_place import Results
 from fanfold.backends.high_throughput.kernels import DispatchKind
 from fanfold.backends.high_throughput.launches import Call, Launches
 from fanfold.backends.high_throughput.protocol import RowOrder, Rows
 
-__all__ = ["Asked", "RepeatedCombine", "RepeatedDispatch", "RepeatedRouting"]
+__all__ = ["Asked", "RepeatedCombine", "RepeatedDispatch", "RepeatedRouting", "RowsPattern"]
 
 Asked = tuple[int, RowOrder, int, int | None]
 """num_experts, layout, expert_alignment and capacity of a dispatch."""
@@ -26,6 +27,30 @@ def _pattern(tensor: torch.Tensor | None, alignment: int) -> _core.TensorPattern
 
 
 @dataclass(eq=False, slots=True)
+class RowsPattern:
+    """What the rows of a dispatch look like, and their scales, if they have any."""
+
+    values: _core.TensorPattern
+    scales: _core.TensorPattern | None
+
+    @classmethod
+    def of(cls, x: Rows) -> RowsPattern:
+        """That of rows which have been checked."""
+        values, scales = x if isinstance(x, tuple) else (x, None)
+        return cls(_core.TensorPattern(values, _ALIGNMENT), _pattern(scales, _ANY_ADDRESS))
+
+    def addresses(self, x: Rows) -> tuple[int, int] | None:
+        """Where the rows and their scales are, 0 for none; None if they look different."""
+        if self.scales is None:
+            at = self.values.address(x)
+            return (at, 0) if at else None
+        if not isinstance(x, tuple) or len(x) != 2:
+            return None
+        at, scales_at = self.values.address(x[0]), self.scales.address(x[1])
+        return (at, scales_at) if at and scales_at else None
+
+
+@dataclass(eq=False, slots=True)
 class RepeatedDispatch:
     """Cached dispatches by one plan in one order.
 
@@ -33,7 +58,7 @@ class RepeatedDispatch:
         launches: of the mode and the grid that the first one had.
         call: its kernel, and arguments of their own, of which a repetition changes the addresses of
             rows and results.
-        values, scales: what those of a repetition look like.
+        rows: what those of a repetition look like.
         shapes: of the results: rows, and scales if any come.
         dtypes: likewise.
         expert_major: their order; else token-major.
@@ -42,8 +67,7 @@ class RepeatedDispatch:
 
     launches: Launches
     call: Call[_core.CudaHighThroughputDispatchArgs]
-    values: _core.TensorPattern
-    scales: _core.TensorPattern | None
+    rows: RowsPattern
     shapes: tuple[tuple[int, int], ...]
     dtypes: tuple[torch.dtype, ...]
     expert_major: bool
@@ -54,7 +78,7 @@ class RepeatedDispatch:
         cls,
         launches: Launches,
         call: Call[_core.CudaHighThroughputDispatchArgs],
-        sent: tuple[torch.Tensor, torch.Tensor | None],
+        sent: Rows,
         results: tuple[torch.Tensor, torch.Tensor | None],
         *,
         in_place: bool,
@@ -64,8 +88,7 @@ class RepeatedDispatch:
         return cls(
             launches,
             Call(call.args.copy(), call.launch),
-            _core.TensorPattern(sent[0], _ALIGNMENT),
-            _pattern(sent[1], _ANY_ADDRESS),
+            RowsPattern.of(sent),
             tuple((tensor.shape[0], tensor.shape[1]) for tensor in made),
             tuple(tensor.dtype for tensor in made),
             call.args.offsets_copy != 0,
@@ -74,16 +97,18 @@ class RepeatedDispatch:
 
     def finds(self, launches: Launches, x: Rows) -> bool:
         """Whether a dispatch of ``x`` is a repetition; then the arguments tell where ``x`` is."""
-        if launches is not self.launches:
+        found = self.rows.addresses(x) if launches is self.launches else None
+        if found is None:
             return False
-        args = self.call.args
-        if self.scales is None:
-            args.x = at = self.values.address(x)
-            return at != 0
-        if not isinstance(x, tuple) or len(x) != 2:
-            return False
-        args.x, args.scales = self.values.address(x[0]), self.scales.address(x[1])
-        return args.x != 0 and args.scales != 0
+        self.call.args.x, self.call.args.scales = found
+        return True
+
+    def reads(self, results: Results) -> bool:
+        """Whether the rows that were found may lie among results in place."""
+        args, rows = self.call.args, self.rows
+        if results.touches(args.x, rows.values.bytes):
+            return True
+        return rows.scales is not None and results.touches(args.scales, rows.scales.bytes)
 
 
 @dataclass(eq=False, slots=True)
@@ -92,14 +117,15 @@ class RepeatedCombine:
 
     Attributes:
         launches, call: as of :class:`RepeatedDispatch`.
-        y, row_weights: what those of a repetition look like.
-        shape: of the result.
+        y, row_weights, out: what those of a repetition look like.
+        shape: of ``out``, for one that is made.
     """
 
     launches: Launches
     call: Call[_core.CudaHighThroughputCombineArgs]
     y: _core.TensorPattern
     row_weights: _core.TensorPattern | None
+    out: _core.TensorPattern
     shape: tuple[int, int]
 
     @classmethod
@@ -109,7 +135,7 @@ class RepeatedCombine:
         call: Call[_core.CudaHighThroughputCombineArgs],
         y: torch.Tensor,
         row_weights: torch.Tensor | None,
-        tokens: int,
+        out: torch.Tensor,
     ) -> RepeatedCombine:
         """That of a call which has just been launched."""
         return cls(
@@ -117,19 +143,33 @@ class RepeatedCombine:
             Call(call.args.copy(), call.launch),
             _core.TensorPattern(y, _ALIGNMENT),
             _pattern(row_weights, _ANY_ADDRESS),
-            (tokens, y.shape[1]),
+            _core.TensorPattern(out, _ALIGNMENT),
+            (out.shape[0], out.shape[1]),
         )
 
-    def finds(self, launches: Launches, y: torch.Tensor, row_weights: torch.Tensor | None) -> bool:
+    def finds(
+        self,
+        launches: Launches,
+        y: torch.Tensor,
+        row_weights: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> bool:
         """Whether a combine of these is a repetition; then the arguments tell where they are."""
         if launches is not self.launches or (row_weights is None) != (self.row_weights is None):
             return False
         args = self.call.args
-        args.y = at = self.y.address(y)
-        if at == 0 or self.row_weights is None:
-            return at != 0
-        args.row_weights = at = self.row_weights.address(row_weights)
-        return at != 0
+        args.y = y_at = self.y.address(y)
+        if y_at == 0:
+            return False
+        if self.row_weights is not None:
+            args.row_weights = at = self.row_weights.address(row_weights)
+            if at == 0:
+                return False
+        if out is None:
+            return True
+        args.out = at = self.out.address(out)
+        # Where they share memory, the checks of a first call say so.
+        return at != 0 and (at + self.out.bytes <= y_at or y_at + self.y.bytes <= at)
 
 
 @dataclass(eq=False, slots=True)
