@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -51,6 +52,21 @@ def test_what_is_asked_for_is_taken(grid: Grid, expected: list[tuple[int, int]])
     assert {grid.of_combine(combine(MAIN, 64, expert_major=em)) for em in (False, True)} == {
         expected[0]
     }
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "ctas", "expected"),
+    [(7168, 24, (8, 8)), (7168, 12, (3, 2)), (14336, 24, (6, 4)), (14336, 12, (3, 2))],
+)
+def test_senders_of_pulled_rows(row_bytes: int, ctas: int, expected: tuple[int, int]) -> None:
+    """Token-major and expert-major."""
+    for expert_major, senders in enumerate(expected):
+        kind = dispatch(
+            Sizes(2, 256, 8), row_bytes, expert_major=bool(expert_major), in_place=False
+        )
+        kind = dataclasses.replace(kind, pulls=True)
+        assert Grid(2, 64, ctas).of_dispatch(kind) == (ctas, senders)
+        assert Grid(2, 64, ctas, 5).of_dispatch(kind) == (ctas, 5)
 
 
 def test_a_small_gpu_bounds_the_model() -> None:
