@@ -149,6 +149,9 @@ def check_brought(expect: Round, got: CudaDispatched, layout: str) -> None:
     if on_host.scales is not None:
         on_host.scales[needed:] = 0
     check_rows(expect, on_host, layout)  # type: ignore[arg-type]
+    held = (expect.counts, expect.offsets) if layout == "expert_major" else (None, None)
+    for copy, want in zip((got.tokens_per_expert, got.offsets), held, strict=True):
+        assert (None if copy is None else on_cpu(copy).tolist()) == want
 
 
 def expected_return(expect: Round, layout: str) -> torch.Tensor:

@@ -249,9 +249,11 @@ def test_sums_among_the_outputs_are_refused_each_time(mode: CudaHighThroughput) 
     mode.combine(y, plan, layout="token_major")
     for first in (0, 1, TOKENS, 2 * TOKENS - 1, 2 * TOKENS):
         apart = first in (0, 2 * TOKENS)
-        with mock.patch.object(mode, "_combine_again", wraps=mode._combine_again) as again:
-            with nullcontext() if apart else pytest.raises(ArgumentError, match="memory of y"):
-                mode.combine(y, plan, layout="token_major", out=whole[first:][:TOKENS])
+        with (
+            mock.patch.object(mode, "_combine_again", wraps=mode._combine_again) as again,
+            nullcontext() if apart else pytest.raises(ArgumentError, match="memory of y"),
+        ):
+            mode.combine(y, plan, layout="token_major", out=whole[first:][:TOKENS])
         assert again.called == apart
 
 
