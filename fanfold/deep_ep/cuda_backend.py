@@ -62,7 +62,8 @@ class CudaBackend(CallsBackend[GpuHandle]):
     def staging(self, **tensors: object) -> Staging:
         """None: the tensors must be on the GPU."""
         for name, value in tensors.items():
-            self._runtime.choice.check_devices(**dict(named_tensors(name, value)))
+            if value is not None:
+                self._runtime.choice.check_devices(**dict(named_tensors(name, value)))
         return Staging()
 
     def validate_handle(self, handle: object, channels: int) -> GpuHandle:

@@ -136,20 +136,23 @@ _RECOMMENDED = {
 }
 
 
-def _recommended(num_ranks: int) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
-    check_count("num_ranks", num_ranks, 1)
+@lru_cache  # every call asks
+def _recommended(num_sms: int, num_ranks: int) -> tuple[Config, Config]:
     known = min((ranks for ranks in _RECOMMENDED if ranks >= num_ranks), default=max(_RECOMMENDED))
-    return _RECOMMENDED[known]
+    dispatch, combine = _RECOMMENDED[known]
+    return Config(num_sms, *dispatch), Config(num_sms, *combine)
 
 
 def dispatch_config(num_sms: int, num_ranks: int) -> Config:
     """DeepEP's recommendation for dispatch; for other ranks that of the next larger number."""
-    return Config(num_sms, *_recommended(num_ranks)[0])
+    check_count("num_ranks", num_ranks, 1)
+    return _recommended(num_sms, num_ranks)[0]
 
 
 def combine_config(num_sms: int, num_ranks: int) -> Config:
     """DeepEP's recommendation for combine; for other ranks that of the next larger number."""
-    return Config(num_sms, *_recommended(num_ranks)[1])
+    check_count("num_ranks", num_ranks, 1)
+    return _recommended(num_sms, num_ranks)[1]
 
 
 def check_count(name: str, value: object, low: int) -> None:
