@@ -227,19 +227,42 @@ def test_combines(mode: CudaHighThroughput, layout: Any) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_combines_into_given_memory(mode: CudaHighThroughput, layout: Any) -> None:
-    """Also by turns with others by the same plan."""
+@pytest.mark.parametrize("returns", [False, True])
+def test_combines_into_given_memory(mode: CudaHighThroughput, layout: Any, returns: bool) -> None:
+    """Also by turns with others by the same plan; with weights that return and without."""
     got = begin(mode, layout)
     plan, count = got.plan, got.tokens.shape[0]
     for seed, given in enumerate((True, True, False, False, True)):
         y, out = rows(seed, tokens=count), rows(9) if given else None
+        columns = TOP_K if layout == "token_major" else 1
+        returned = rows(seed + 9, tokens=count, hidden=columns).float()
+        returned = returned if layout == "token_major" else returned[:, 0]
+        options = {"layout": layout, "topk_weights": returned if returns else None}
         with mock.patch.object(mode, "_combine_again", wraps=mode._combine_again) as again:
-            sums, _ = mode.combine(y, plan, layout=layout, out=out)
+            sums, weight_sums = mode.combine(y, plan, out=out, **options)
         assert again.called == (seed > 0)
         assert (sums is out) == given
         repeated = plan.repeated_combines.pop(layout)
-        assert torch.equal(sums, mode.combine(y, plan, layout=layout)[0])
+        want, want_weights = mode.combine(y, plan, **options)
+        assert torch.equal(sums, want)
+        assert (weight_sums is not None) == returns
+        if weight_sums is not None and want_weights is not None:
+            assert torch.equal(weight_sums, want_weights)
+            assert weight_sums.data_ptr() != want_weights.data_ptr()
         plan.repeated_combines[layout] = repeated
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_that_return_by_turns(mode: CudaHighThroughput, layout: Any) -> None:
+    got = begin(mode, layout)
+    plan, count = got.plan, got.tokens.shape[0]
+    shape = (count, TOP_K) if layout == "token_major" else (count,)
+    returned = torch.ones(shape, dtype=torch.float32, device="cpu")
+    for weights_given in (True, False, True, True, False, False):
+        options = {"layout": layout, "topk_weights": returned if weights_given else None}
+        assert (mode.combine(rows(1, tokens=count), plan, **options)[1] is None) != weights_given
+    with pytest.raises(ArgumentError, match="topk_weights"):
+        mode.combine(rows(1, tokens=count), plan, layout=layout, topk_weights=returned[1:])
 
 
 def test_sums_among_the_outputs_are_refused_each_time(mode: CudaHighThroughput) -> None:

@@ -77,6 +77,7 @@ __all__ = ["CudaHighThroughput"]
 
 _LINE = 128
 _UNBOUNDED = 1 << 62
+_CombineCall = Call[_core.CudaHighThroughputCombineArgs]
 _WEIGHTS_ALONE_HIDDEN = WEIGHTS_ALONE_ROW_BYTES // torch.bfloat16.itemsize
 
 
@@ -383,11 +384,10 @@ class CudaHighThroughput:
         """See :meth:`HighThroughputBackend.combine`. With a capacity ``y`` has as many rows;
         ``out`` shares no memory with ``y``."""
         self._check_usable()
-        plain = topk_weights is None and bias is None
-        if plain:
+        if bias is None:
             again = repeated_combine(plan, layout)
-            if again is not None and again.finds(self._launches, y, row_weights, out):
-                return self._combine_again(again, plan, out), None
+            if again and again.finds(self._launches, y, row_weights, topk_weights, out):
+                return self._combine_again(again, plan, out)
         with Refusing(lambda error: self.refuse_combine(error, plan)):
             check_layout(layout)
             check_plan(plan, self._ranks, layout)
@@ -412,23 +412,27 @@ class CudaHighThroughput:
         for place, rows in enumerate(biases):
             args.set_bias(place, rows.data_ptr())
         self._finish_combine(call, plan, y, out)
-        if plain:
-            repeated = RepeatedCombine.of(self._launches, call, y, row_weights, out)
-            plan.repeated_combines[layout] = repeated
+        if bias is None:
+            looks = (y, row_weights, topk_weights, out)
+            plan.repeated_combines[layout] = RepeatedCombine.of(self._launches, call, *looks)
         return out, sums
 
     def _combine_again(
         self, again: RepeatedCombine, plan: CudaPlan, out: torch.Tensor | None
-    ) -> torch.Tensor:
-        if out is None:
-            try:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        args, sums = again.call.args, None
+        try:
+            if out is None:
                 out = self._room.empty(again.shape, torch.bfloat16)
-            except BaseException as error:  # for want of memory
-                self.refuse_combine(error, plan)
-                raise
-            again.call.args.out = out.data_ptr()
+                args.out = out.data_ptr()
+            if again.topk_weights is not None:
+                sums = self._room.empty((plan.tokens, plan.top_k), torch.float32)
+                args.out_weights = sums.data_ptr()
+        except BaseException as error:  # for want of memory
+            self.refuse_combine(error, plan)
+            raise
         self._launch_combine(again.call, plan)
-        return out
+        return out, sums
 
     def combine_weights(
         self, topk_weights: torch.Tensor, plan: CudaPlan, *, layout: RowOrder
@@ -567,7 +571,7 @@ class CudaHighThroughput:
     def _combining(
         self, plan: CudaPlan, layout: RowOrder, y: torch.Tensor, weighted: bool, returns: bool,
         biased: bool = False,
-    ) -> Call[_core.CudaHighThroughputCombineArgs]:  # fmt: skip
+    ) -> _CombineCall:  # fmt: skip
         sizes = self._sizes(plan.num_experts, plan.top_k)
         row_bytes = y.shape[1] * y.itemsize
         expert_major = layout == "expert_major"
@@ -576,7 +580,7 @@ class CudaHighThroughput:
 
     def _finish_combine(
         self,
-        call: Call[_core.CudaHighThroughputCombineArgs],
+        call: _CombineCall,
         plan: CudaPlan,
         y: torch.Tensor,
         out: torch.Tensor,
@@ -587,9 +591,7 @@ class CudaHighThroughput:
         args.y, args.out = y.data_ptr(), out.data_ptr()
         self._launch_combine(call, plan)
 
-    def _launch_combine(
-        self, call: Call[_core.CudaHighThroughputCombineArgs], plan: CudaPlan
-    ) -> None:
+    def _launch_combine(self, call: _CombineCall, plan: CudaPlan) -> None:
         """Launches, and raises what earlier calls have found."""
         stream = self._follow()
         plan.keep_for(stream)

@@ -26,6 +26,13 @@ def _pattern(tensor: torch.Tensor | None, alignment: int) -> _core.TensorPattern
     return None if tensor is None else _core.TensorPattern(tensor, alignment)
 
 
+def _address(pattern: _core.TensorPattern | None, tensor: torch.Tensor | None) -> int | None:
+    """Where a tensor lies, 0 where there is none; None if it looks different."""
+    if pattern is None:
+        return 0 if tensor is None else None
+    return pattern.address(tensor) or None
+
+
 @dataclass(eq=False, slots=True)
 class RowsPattern:
     """What the rows of a dispatch look like, and their scales, if they have any."""
@@ -41,13 +48,11 @@ class RowsPattern:
 
     def addresses(self, x: Rows) -> tuple[int, int] | None:
         """Where the rows and their scales are, 0 for none; None if they look different."""
-        if self.scales is None:
-            at = self.values.address(x)
-            return (at, 0) if at else None
-        if not isinstance(x, tuple) or len(x) != 2:
+        parts: tuple[torch.Tensor | None, ...] = x if isinstance(x, tuple) else (x, None)
+        if len(parts) != 2:
             return None
-        at, scales_at = self.values.address(x[0]), self.scales.address(x[1])
-        return (at, scales_at) if at and scales_at else None
+        at, scales_at = _address(self.values, parts[0]), _address(self.scales, parts[1])
+        return None if at is None or scales_at is None else (at, scales_at)
 
 
 @dataclass(eq=False, slots=True)
@@ -113,11 +118,11 @@ class RepeatedDispatch:
 
 @dataclass(eq=False, slots=True)
 class RepeatedCombine:
-    """Combines by one plan in one order, with or without row weights, without all else.
+    """Combines by one plan in one order, with or without weights, without biases.
 
     Attributes:
         launches, call: as of :class:`RepeatedDispatch`.
-        y, row_weights, out: what those of a repetition look like.
+        y, row_weights, topk_weights, out: what those of a repetition look like.
         shape: of ``out``, for one that is made.
     """
 
@@ -125,6 +130,7 @@ class RepeatedCombine:
     call: Call[_core.CudaHighThroughputCombineArgs]
     y: _core.TensorPattern
     row_weights: _core.TensorPattern | None
+    topk_weights: _core.TensorPattern | None
     out: _core.TensorPattern
     shape: tuple[int, int]
 
@@ -135,6 +141,7 @@ class RepeatedCombine:
         call: Call[_core.CudaHighThroughputCombineArgs],
         y: torch.Tensor,
         row_weights: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
         out: torch.Tensor,
     ) -> RepeatedCombine:
         """That of a call which has just been launched."""
@@ -143,6 +150,7 @@ class RepeatedCombine:
             Call(call.args.copy(), call.launch),
             _core.TensorPattern(y, _ALIGNMENT),
             _pattern(row_weights, _ANY_ADDRESS),
+            _pattern(topk_weights, _ANY_ADDRESS),
             _core.TensorPattern(out, _ALIGNMENT),
             (out.shape[0], out.shape[1]),
         )
@@ -152,19 +160,18 @@ class RepeatedCombine:
         launches: Launches,
         y: torch.Tensor,
         row_weights: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
         out: torch.Tensor | None,
     ) -> bool:
         """Whether a combine of these is a repetition; then the arguments tell where they are."""
-        if launches is not self.launches or (row_weights is None) != (self.row_weights is None):
+        if launches is not self.launches:
             return False
-        args = self.call.args
-        args.y = y_at = self.y.address(y)
-        if y_at == 0:
+        args, y_at = self.call.args, self.y.address(y)
+        weights_at = _address(self.row_weights, row_weights)
+        returned_at = _address(self.topk_weights, topk_weights)
+        if y_at == 0 or weights_at is None or returned_at is None:
             return False
-        if self.row_weights is not None:
-            args.row_weights = at = self.row_weights.address(row_weights)
-            if at == 0:
-                return False
+        args.y, args.row_weights, args.topk_weights = y_at, weights_at, returned_at
         if out is None:
             return True
         args.out = at = self.out.address(out)
