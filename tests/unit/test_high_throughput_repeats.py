@@ -265,6 +265,17 @@ def test_weights_that_return_by_turns(mode: CudaHighThroughput, layout: Any) -> 
         mode.combine(rows(1, tokens=count), plan, layout=layout, topk_weights=returned[1:])
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_biases_by_turns(mode: CudaHighThroughput, layout: Any) -> None:
+    got = begin(mode, layout)
+    y, bias = rows(1, tokens=got.tokens.shape[0]), rows(2)
+    plain, _ = mode.combine(y, got.plan, layout=layout)
+    biased, _ = mode.combine(y, got.plan, layout=layout, bias=bias)
+    assert not torch.equal(plain, biased)
+    for given, want in ((None, plain), (bias, biased), (None, plain), (bias, biased)):
+        assert torch.equal(mode.combine(y, got.plan, layout=layout, bias=given)[0], want)
+
+
 def test_sums_among_the_outputs_are_refused_each_time(mode: CudaHighThroughput) -> None:
     plan = begin(mode, "token_major").plan
     whole = rows(1, tokens=3 * TOKENS)
