@@ -16,13 +16,14 @@ import argparse
 import asyncio
 import codecs
 import contextlib
+import importlib.util
 import json
 import signal
 import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -225,7 +226,7 @@ class Frontend:
     def __init__(self, options: Options, engine: Engine, ranks: int) -> None:
         self.options = options
         self.scheduler = Scheduler(ranks, options, self.deliver)
-        self._registry = fanfold_registry(engine)
+        self._fanfold_metrics = metrics_text(engine)
         self._handlers: set[asyncio.Task[None]] = set()
         self._ready: Future[int] = Future()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), daemon=True)
@@ -320,7 +321,7 @@ class Frontend:
             label = f'{{status="{status}"}}' if status else ""
             lines.append(f"serve_{'answers' if status else kind}_total{label} {count}")
         lines += [f"serve_active {scheduler.active}", f"serve_waiting {len(scheduler.waiting)}"]
-        return self._registry() + "\n".join(lines) + "\n"
+        return self._fanfold_metrics() + "\n".join(lines) + "\n"
 
 
 async def watch(reader: asyncio.StreamReader, request: Request) -> None:
@@ -359,16 +360,43 @@ async def stream_answer(writer: asyncio.StreamWriter, request: Request) -> None:
     await flush(writer, b"data: [DONE]\n\n")
 
 
-def fanfold_registry(engine: Engine) -> Callable[[], str]:
-    """Fanfold's metrics of this rank as Prometheus's text; "" without prometheus_client."""
-    try:
-        import prometheus_client
-    except ImportError:
-        return lambda: ""
+def fanfold_registry(engine: Engine) -> Any:
+    """Fanfold's metrics of this rank, as ``prometheus_client`` takes them."""
+    import prometheus_client
+
     registry = prometheus_client.CollectorRegistry()
     layers = {"prefill": engine.prefill_ep, "decode": engine.decode_ep}
     registry.register(fanfold.metrics.collector(**layers))
-    return lambda: prometheus_client.generate_latest(registry).decode()
+    return registry
+
+
+def metrics_text(engine: Engine) -> Callable[[], str]:
+    """The same as Prometheus's text; "" without prometheus_client."""
+    try:
+        from prometheus_client import generate_latest
+    except ImportError:
+        return lambda: ""
+    registry = fanfold_registry(engine)
+    return lambda: generate_latest(registry).decode()
+
+
+@contextlib.contextmanager
+def metrics_served(engine: Engine, options: Options, rank: int) -> Iterator[None]:
+    """Within it Prometheus finds this rank's metrics at a port of their own, if that is asked."""
+    if options.metrics_port is None:
+        yield
+        return
+    from prometheus_client import start_http_server
+
+    port = options.metrics_port + rank if options.metrics_port else 0
+    server, thread = start_http_server(port, options.host, fanfold_registry(engine))
+    print(f"rank {rank}: metrics on http://{options.host}:{server.server_port}", flush=True)
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 # ---- ranks --------------------------------------------------------------------------------------
@@ -393,10 +421,8 @@ def serve(group: dist.ProcessGroup, options: Options) -> None:
             save(engine, options.model, Path(options.save))
         limit = timedelta(seconds=Config.resolve().timeout_s)
         control = dist.new_group(backend="gloo", timeout=limit)
-        if rank == 0:
-            lead(engine, control, options)
-        else:
-            follow(engine, control, options)
+        with metrics_served(engine, options, rank):
+            (lead if rank == 0 else follow)(engine, control, options)
     finally:
         engine.close()
 
@@ -488,6 +514,8 @@ def parser() -> argparse.ArgumentParser:
     add("--ranks", type=int, default=2, help="processes (default %(default)s)")
     add("--host", default="127.0.0.1", help="where rank 0 listens (default %(default)s)")
     add("--port", type=int, default=8080, help="0: a free one (default %(default)s)")
+    add("--metrics-port", type=int, metavar="P",
+        help="rank r serves its metrics at port P + r; 0: a free one (default: none)")  # fmt: skip
     add(
         "--weights",
         help="'train', 'random', or a file of --save (default: train; random in a load test)",
@@ -537,12 +565,17 @@ def options_of(args: argparse.Namespace) -> Options:
         raise ArgumentError("--heads", model.heads, f"a divisor of the hidden size {model.hidden}")
     for name in ("slots", "prefill-tokens", "queue", "steps"):
         check_integer(f"--{name}", getattr(args, name.replace("-", "_")), 1, 1 << 20)
+    if args.metrics_port is not None:
+        check_integer("--metrics-port", args.metrics_port, 0, 65536 - args.ranks)
+        if importlib.util.find_spec("prometheus_client") is None:
+            bound = "used where prometheus_client is installed: pip install 'fanfold[prometheus]'"
+            raise ArgumentError("--metrics-port", args.metrics_port, bound)
     weights = args.weights or ("train" if args.load is None else "random")
     if weights not in ("train", "random") and not Path(weights).is_file():
         raise ArgumentError("--weights", weights, "train, random, or a file that --save wrote")
     return Options(
         model, weights, args.save, args.slots, args.prefill_tokens, args.queue, args.host,
-        args.port, args.drain_s, args.slow_rank, args.slow_ms,
+        args.port, args.metrics_port, args.drain_s, args.slow_rank, args.slow_ms,
     )  # fmt: skip
 
 

@@ -36,6 +36,8 @@ class Options:
         prefill_tokens: bytes of prompts that one rank takes in one step.
         queue: requests that may wait for a slot; further ones get 503.
         host, port: where rank 0 listens; port 0 takes a free one.
+        metrics_port: where rank 0 serves its metrics; rank r does so at ``metrics_port + r``, or if
+            it is 0 at a free one. None: no rank does.
         drain_s: seconds that requests have to end after SIGTERM.
         slow_rank, slow_ms: a rank that sleeps before every step, and how long; for load tests.
     """
@@ -48,6 +50,7 @@ class Options:
     queue: int
     host: str
     port: int
+    metrics_port: int | None
     drain_s: float
     slow_rank: int
     slow_ms: float

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import importlib.util
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -119,7 +121,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Server]:
     """One that has trained for three steps and written its weights to ``checkpoint``."""
     folder = tmp_path_factory.mktemp("server")
-    with served(folder, "--weights=train", "--steps=3", f"--save={checkpoint}") as started:
+    given = "--weights=train", "--steps=3", f"--save={checkpoint}", "--metrics-port=0"
+    with served(folder, *given) as started:
         yield started
         assert started.terminate() == 0, started.log.read_text()
 
@@ -166,6 +169,22 @@ def test_metrics(server: Server, reference: ByteModel) -> None:
         counts = [re.search(name % layer, text, re.MULTILINE) for text in (before, after)]
         assert float(counts[1][1]) - float(counts[0][1]) == calls
     assert "serve_waiting 0\n" in after
+
+
+def test_metrics_of_each_rank(server: Server) -> None:
+    listed = r"rank (\d): metrics on (http://127.0.0.1:\d+)"
+    urls = dict(re.findall(listed, server.log.read_text()))
+    assert sorted(urls) == ["0", "1"]
+
+    def calls(rank: str) -> float:
+        with urllib.request.urlopen(urls[rank], timeout=BOUND_S) as answer:
+            text = answer.read().decode()
+        name = rf'^fanfold_calls_total{{call="combine",layer="decode",rank="{rank}"}} (\d+)'
+        return float(re.search(name, text, re.MULTILINE)[1])
+
+    before = [calls(rank) for rank in sorted(urls)]
+    server.generate("a", 5)  # four by decoding, in two layers
+    assert [calls(rank) - count for rank, count in zip(sorted(urls), before, strict=True)] == [8, 8]
 
 
 @pytest.mark.parametrize(
@@ -306,6 +325,19 @@ def test_a_checkpoint_that_is_none(
 
 def options(*arguments: str) -> serve_moe.Options:
     return serve_moe.options_of(serve_moe.parser().parse_args([*SIZES, *SLOTS, *arguments]))
+
+
+@pytest.mark.parametrize("port", [-1, 65535])
+def test_ports_that_there_are_not(port: int) -> None:
+    with pytest.raises(ArgumentError, match="--metrics-port"):
+        options(f"--metrics-port={port}")  # two ranks
+    assert options("--metrics-port=65534").metrics_port == 65534
+
+
+def test_metrics_without_their_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ArgumentError, match=r"fanfold\[prometheus\]"):
+        options("--metrics-port=9400")
 
 
 def test_a_full_queue_refuses() -> None:
