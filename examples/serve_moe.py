@@ -389,7 +389,11 @@ def metrics_served(engine: Engine, options: Options, rank: int) -> Iterator[None
     from prometheus_client import start_http_server
 
     port = options.metrics_port + rank if options.metrics_port else 0
-    server, thread = start_http_server(port, options.host, fanfold_registry(engine))
+    try:
+        server, thread = start_http_server(port, options.host, fanfold_registry(engine))
+    except OSError as error:
+        bound = f"such that rank {rank} can listen at port {port} ({error.strerror})"
+        raise ArgumentError("--metrics-port", options.metrics_port, bound) from error
     print(f"rank {rank}: metrics on http://{options.host}:{server.server_port}", flush=True)
     try:
         yield
@@ -516,10 +520,7 @@ def parser() -> argparse.ArgumentParser:
     add("--port", type=int, default=8080, help="0: a free one (default %(default)s)")
     add("--metrics-port", type=int, metavar="P",
         help="rank r serves its metrics at port P + r; 0: a free one (default: none)")  # fmt: skip
-    add(
-        "--weights",
-        help="'train', 'random', or a file of --save (default: train; random in a load test)",
-    )
+    add("--weights", help="train, random, or a file of --save (default: train; random with --load)")
     add("--save", default="", metavar="FILE", help="write a checkpoint before serving")
     add("--steps", type=int, default=model.steps, help="of training (default %(default)s)")
     for name in ("hidden", "layers", "heads", "experts", "top-k", "intermediate", "context"):
