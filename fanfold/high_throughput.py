@@ -12,7 +12,7 @@ from fanfold.backends.choose import choose
 from fanfold.backends.high_throughput import Rows
 from fanfold.backends.high_throughput.in_place import bytes_for_rows
 from fanfold.backends.high_throughput.protocol import MOST_ALIGNMENT, MOST_ROWS
-from fanfold.backends.high_throughput.repeats import RowsPattern
+from fanfold.backends.high_throughput.repeats import DispatchPattern
 from fanfold.backends.opening import open_high_throughput
 from fanfold.base_dispatcher import (
     BaseDispatcher,
@@ -149,8 +149,9 @@ class HighThroughput(BaseDispatcher):
             )
         shapes = Shapes.of(self.geometry, "high_throughput", self._formats, expert_alignment)
         self.registration = register(self, shapes, base=HighThroughput)
-        # Of the last dispatch by a known routing: what looks the same is not checked again.
-        self._reused: RowsPattern | None = None
+        # Of the last dispatch by a known routing, and by a new one: tensors that look the same are
+        # not checked again.
+        self._accepted: dict[bool, DispatchPattern] = {}
 
     def __enter__(self) -> HighThroughput:
         return self
@@ -216,7 +217,9 @@ class HighThroughput(BaseDispatcher):
             in_place = in_place and not self._choice.across_hosts
             if previous is not None:
                 self._check_own("previous", previous, HighThroughputResult)
-            self._check_sent(x, topk_idx, topk_weights)
+            seen = self._looks_accepted(x, topk_idx, topk_weights)
+            if not seen:
+                self._check_dispatch(x, topk_idx, topk_weights)
         if previous is not None:
             with _DISPATCH:
                 dispatched = backend.dispatch_cached(
@@ -234,6 +237,8 @@ class HighThroughput(BaseDispatcher):
                 capacity=capacity,
                 in_place=in_place,
             )
+        if not seen:
+            self._accepted[topk_idx is None] = DispatchPattern.of(x, topk_idx, topk_weights)
         return HighThroughputResult(
             tokens=dispatched.tokens,
             scales=dispatched.scales,
@@ -396,20 +401,23 @@ class HighThroughput(BaseDispatcher):
     def _refuse_combine_of(self, received: object, error: BaseException) -> None:
         self._backend.refuse_combine(error, self._plan_of(received))
 
-    def _check_sent(
+    def _looks_accepted(
+        self, x: Rows, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None
+    ) -> bool:
+        """Whether the last dispatch of this kind was of tensors that look the same."""
+        known = self._accepted.get(topk_idx is None)
+        return known is not None and known.addresses(x, topk_idx, topk_weights) is not None
+
+    def _check_dispatch(
         self, x: Rows, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None
     ) -> None:
-        """Raises ArgumentError unless a dispatch can send these; without ``topk_idx`` by a known
-        routing, where rows that look like the last ones are not checked again."""
-        if topk_idx is None and self._reused is not None and self._reused.addresses(x) is not None:
-            return
+        """Raises ArgumentError unless these are rows of a dispatch and, where it is new, a routing
+        for them. The backend checks what every layer needs."""
         self._backend.check_devices(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
         self._check_rows(x)
-        if topk_idx is None:
-            self._reused = RowsPattern.of(x)
-            return
-        shape = ((x[0] if isinstance(x, tuple) else x).shape[0], self.top_k)
-        check_tensor("topk_idx", topk_idx, shape, (torch.int64,))
+        if topk_idx is not None:
+            shape = ((x[0] if isinstance(x, tuple) else x).shape[0], self.top_k)
+            check_tensor("topk_idx", topk_idx, shape, (torch.int64,))
 
     def _check_rows(self, x: object) -> None:
         """Raises ArgumentError unless these are rows of a dispatch."""

@@ -136,8 +136,15 @@ _RECOMMENDED = {
 }
 
 
-@lru_cache  # every call asks
 def _recommended(num_sms: int, num_ranks: int) -> tuple[Config, Config]:
+    """For dispatch and for combine."""
+    check_count("num_sms", num_sms, 0)
+    check_count("num_ranks", num_ranks, 1)
+    return _configs(num_sms, num_ranks)
+
+
+@lru_cache  # each call without a config needs one of them
+def _configs(num_sms: int, num_ranks: int) -> tuple[Config, Config]:
     known = min((ranks for ranks in _RECOMMENDED if ranks >= num_ranks), default=max(_RECOMMENDED))
     dispatch, combine = _RECOMMENDED[known]
     return Config(num_sms, *dispatch), Config(num_sms, *combine)
@@ -145,13 +152,11 @@ def _recommended(num_sms: int, num_ranks: int) -> tuple[Config, Config]:
 
 def dispatch_config(num_sms: int, num_ranks: int) -> Config:
     """DeepEP's recommendation for dispatch; for other ranks that of the next larger number."""
-    check_count("num_ranks", num_ranks, 1)
     return _recommended(num_sms, num_ranks)[0]
 
 
 def combine_config(num_sms: int, num_ranks: int) -> Config:
     """DeepEP's recommendation for combine; for other ranks that of the next larger number."""
-    check_count("num_ranks", num_ranks, 1)
     return _recommended(num_sms, num_ranks)[1]
 
 

@@ -149,8 +149,8 @@ def check_brought(expect: Round, got: CudaDispatched, layout: str) -> None:
     if on_host.scales is not None:
         on_host.scales[needed:] = 0
     check_rows(expect, on_host, layout)  # type: ignore[arg-type]
-    held = (expect.counts, expect.offsets) if layout == "expert_major" else (None, None)
-    for copy, want in zip((got.tokens_per_expert, got.offsets), held, strict=True):
+    wanted = (expect.counts, expect.offsets) if layout == "expert_major" else (None, None)
+    for copy, want in zip((got.tokens_per_expert, got.offsets), wanted, strict=True):
         assert (None if copy is None else on_cpu(copy).tolist()) == want
 
 

@@ -388,7 +388,7 @@ def _captured_high_throughput(group: Group, rounds: int, transfer: str) -> int:
                 wait()
         mode.quiesce()
         meet(group)
-        del graph
+        del graph  # before the memory, and when no rank replays any more
     return int(wrong)
 
 

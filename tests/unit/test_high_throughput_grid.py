@@ -56,8 +56,9 @@ def test_what_is_asked_for_is_taken(grid: Grid, expected: list[tuple[int, int]])
 
 @pytest.mark.parametrize(
     ("row_bytes", "ctas", "expected"),
-    [(7168, 24, (8, 8)), (7168, 12, (3, 2)), (14336, 24, (6, 4)), (14336, 12, (3, 2))],
-)
+    [(7168, 24, (8, 8)), (7168, 12, (3, 2)), (14336, 24, (6, 4)), (14336, 12, (3, 2)),
+     (10224, 24, (8, 8)), (10240, 24, (6, 4)), (7168, 20, (7, 7)), (7168, 19, (5, 4))],
+)  # fmt: skip
 def test_senders_of_pulled_rows(row_bytes: int, ctas: int, expected: tuple[int, int]) -> None:
     """Token-major and expert-major."""
     for expert_major, senders in enumerate(expected):

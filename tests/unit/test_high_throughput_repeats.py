@@ -181,14 +181,22 @@ def test_rows_among_the_results_are_refused_each_time(gpu: None, inside: str, ca
                     begin_with(x, mode)
 
 
-def test_what_touches_the_results() -> None:
-    memory: Any = types.SimpleNamespace(rank=3, base=lambda peer: 1000 if peer == 3 else 0)
-    results = Results(memory, 24, 100)  # from 1024 to before 1124
-    for address, nbytes, touches in [
-        (1000, 24, False), (1000, 25, True), (1024, 1, True), (1050, 4, True), (1000, 500, True),
-        (1123, 8, True), (1124, 8, False),
-    ]:  # fmt: skip
-        assert results.touches(address, nbytes) == touches
+@pytest.mark.parametrize(
+    ("begin", "count", "step", "apart"),
+    [
+        (0, 100, 1, True), (1, 100, 1, False), (120, 8, 1, False), (0, 300, 1, False),
+        (199, 8, 1, False), (200, 8, 1, True), (0, 0, 1, True), (150, 0, 1, True),
+        (60, 2, 39, True), (60, 2, 40, False), (40, 2, 170, False), (199, 2, 50, False),
+    ],
+)  # fmt: skip
+def test_rows_beside_the_results(begin: int, count: int, step: int, apart: bool) -> None:
+    """Of a rank's bytes the results are those from 100 to before 200."""
+    whole = torch.zeros(400, dtype=torch.uint8, device="cpu")
+    memory: Any = types.SimpleNamespace(rank=3, base=lambda _: whole.data_ptr(), tensor=whole)
+    x = whole[begin:].as_strided((count, 1), (step, 1))
+    for given in (x, (rows(0), x)):
+        with nullcontext() if apart else pytest.raises(ArgumentError, match="results in place"):
+            Results(memory, 100, 100).check(given)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -291,12 +299,35 @@ def test_sums_among_the_outputs_are_refused_each_time(mode: CudaHighThroughput) 
         assert again.called == apart
 
 
-@pytest.mark.parametrize("bad", [rows(1, tokens=TOKENS + 1), rows(1).float(), rows(1).to("meta")])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        rows(1, tokens=TOKENS + 1),
+        rows(1).float(),
+        rows(1).to("meta"),
+        rows(1, tokens=HIDDEN, hidden=TOKENS).t(),
+        rows(1, tokens=TOKENS + 1).view(-1)[4:][: TOKENS * HIDDEN].view(TOKENS, HIDDEN),
+    ],
+    ids=range(5),
+)
 def test_sums_that_do_not_fit_are_refused(mode: CudaHighThroughput, bad: torch.Tensor) -> None:
     plan = begin(mode, "token_major").plan
-    mode.combine(rows(1), plan, layout="token_major", out=rows(2))
-    with pytest.raises(ArgumentError, match="out"):
-        mode.combine(rows(1), plan, layout="token_major", out=bad)
+    for _ in range(2):
+        mode.combine(rows(1), plan, layout="token_major", out=rows(2))
+        with pytest.raises(ArgumentError, match=r"^out"):
+            mode.combine(rows(1), plan, layout="token_major", out=bad)
+
+
+def test_more_rows_than_there_is_memory_for() -> None:
+    memory: Any = types.SimpleNamespace(tensor=torch.zeros(4096, dtype=torch.uint8, device="cpu"))
+    results = Results(memory, 128, 128 + 40 * 68)
+    kinds = lambda count: (((count, 64), FP8), ((count, 1), torch.float32))  # noqa: E731
+    values, scales = results.rows(kinds(40))
+    assert (values.shape, scales.shape) == ((40, 64), (40, 1))
+    assert scales.data_ptr() >= values.data_ptr() + values.nbytes
+    assert scales.data_ptr() + scales.nbytes <= memory.tensor.data_ptr() + 256 + 40 * 68
+    with pytest.raises(ArgumentError, match="at most 40 of 68 bytes"):
+        results.rows(kinds(41))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -349,23 +380,80 @@ UNLIKE: dict[str, Callable[[], Any]] = {
     "another dtype": lambda: rows(1).float(),
     "columns first": lambda: rows(1, tokens=HIDDEN, hidden=TOKENS).t(),
     "a pair": lambda: (rows(1), fp8_rows(1)[1]),
+    "a pair of one": lambda: (rows(1), None),
     "no tensor": lambda: rows(1).tolist(),
 }
 
 
 @pytest.mark.parametrize("unlike", UNLIKE)
-def test_a_layer_checks_what_looks_different(unlike: str) -> None:
+@pytest.mark.parametrize("known", [True, False])
+def test_a_layer_checks_what_looks_different(unlike: str, known: bool) -> None:
     sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, "max_tokens": 64}
     with fanfold.HighThroughput(None, **sizes, config=Config.resolve(backend="host")) as ep:
-        got = ep.dispatch(rows(0), routing())
+        got = ep.dispatch(rows(0), routing(), weights(0))
+
+        def dispatch(x: Any, seed: int) -> Any:
+            if known:
+                return ep.dispatch(x, previous=got)
+            return ep.dispatch(x, routing(seed), weights(seed))
+
+        dispatch(rows(0), 0)
         with mock.patch.object(ep, "_check_rows", wraps=ep._check_rows) as check:
             for _ in range(2):
                 for seed in (1, 2):
-                    assert ep.dispatch(rows(seed), previous=got).tokens.shape == got.tokens.shape
+                    there = dispatch(rows(seed), seed).source_token >= 0
+                    assert int(there.sum()) == TOKENS * TOP_K
                 with pytest.raises(ArgumentError, match=r"^x"):
-                    ep.dispatch(UNLIKE[unlike](), previous=got)
-        # The first of all, and each that differs; what was refused is not taken for checked.
-        assert check.call_count == 3
+                    dispatch(UNLIKE[unlike](), 1)
+        # What was refused is not taken for checked.
+        assert check.call_count == 2
+
+
+def test_what_the_backend_refuses_is_not_taken_for_checked() -> None:
+    sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, "max_tokens": 64}
+    options = {"dispatch_dtype": "fp8", "config": Config.resolve(backend="host")}
+    with fanfold.HighThroughput(None, **sizes, **options) as ep:
+        got = ep.dispatch(rows(0), routing())
+        values, scales = fp8_rows(1)
+        good = (values, scales)
+        for x in (good, (values, None), values, (values, scales[1:]), values, good):
+            with nullcontext() if x is good else pytest.raises(ArgumentError, match=r"^x"):
+                ep.dispatch(x, previous=got)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_pair_of_one_is_no_repetition(mode: CudaHighThroughput, cached: bool) -> None:
+    got = begin(mode, "token_major")
+    for turn in range(3):
+        for x in (rows(turn), (rows(turn), None)):
+            good = not isinstance(x, tuple)
+            with nullcontext() if good else pytest.raises(ArgumentError, match=r"^x"):
+                if cached:
+                    mode.dispatch_cached(x, got.plan, layout="token_major")
+                else:
+                    mode.dispatch(x, routing(), num_experts=EXPERTS, layout="token_major")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"topk_idx": routing().int()},
+        {"topk_idx": routing()[1:]},
+        {"topk_idx": routing()[:, 1:]},
+        {"topk_weights": weights(1).double()},
+        {"topk_weights": weights(1)[1:]},
+    ],
+    ids=range(5),
+)
+def test_a_layer_checks_routings_that_look_different(change: dict[str, torch.Tensor]) -> None:
+    sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, "max_tokens": 64}
+    with fanfold.HighThroughput(None, **sizes, config=Config.resolve(backend="host")) as ep:
+        for seed in range(3):
+            good = {"x": rows(seed), "topk_idx": routing(seed), "topk_weights": weights(seed)}
+            ep.dispatch(**good)
+            with pytest.raises(ArgumentError, match=rf"^{next(iter(change))}"):
+                ep.dispatch(**good | change)
+            ep.dispatch(good["x"], good["topk_idx"])
 
 
 def test_another_number_of_sms(mode: CudaHighThroughput) -> None:

@@ -54,6 +54,7 @@ from fanfold.backends.high_throughput.protocol import (
 )
 from fanfold.backends.high_throughput.repeats import (
     Asked,
+    DispatchPattern,
     RepeatedCombine,
     RepeatedDispatch,
     RepeatedRouting,
@@ -293,9 +294,8 @@ class CudaHighThroughput:
         weighted = topk_weights is not None
         kind = DispatchKind.of(sizes, values, scales, layout, weighted=weighted, in_place=in_place)
         planning, sending = self._launches.new_routing(sizes, expert_alignment, kind)
-        return RepeatedRouting.of(
-            self._launches, asked, planning, sending, kind, (values, scales, topk_idx, topk_weights)
-        )
+        sent = DispatchPattern.of(x, topk_idx, topk_weights)
+        return RepeatedRouting(self._launches, asked, planning, sending, kind, sent)
 
     def dispatch_cached(
         self,
@@ -357,7 +357,7 @@ class CudaHighThroughput:
     def _dispatch_again(self, again: RepeatedDispatch, plan: CudaPlan, x: Rows) -> CudaDispatched:
         args = again.call.args
         try:
-            if again.in_place and again.reads(self._results):
+            if again.in_place:
                 self._results.check(x)
             dispatched = self._room.again(again, plan)
         except BaseException as error:  # such as for want of memory
@@ -413,8 +413,8 @@ class CudaHighThroughput:
             args.set_bias(place, rows.data_ptr())
         self._finish_combine(call, plan, y, out)
         if bias is None:
-            looks = (y, row_weights, topk_weights, out)
-            plan.repeated_combines[layout] = RepeatedCombine.of(self._launches, call, *looks)
+            tensors = (y, row_weights, topk_weights, out)
+            plan.repeated_combines[layout] = RepeatedCombine.of(self._launches, call, *tensors)
         return out, sums
 
     def _combine_again(

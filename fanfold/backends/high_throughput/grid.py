@@ -25,10 +25,10 @@ __all__ = ["Grid", "sms_for", "with_transfer"]
 # Of 24 in a dispatch. Expert-major there are more copies for the others to make.
 _SENDERS: dict[RowOrder, int] = {"token_major": 9, "expert_major": 8}
 _SENDERS_OF = 24
-# A source that is read stores each row once. Fewer senders were faster on few CTAs, and between two
-# ranks for rows of 14336 bytes; for rows of 7392 bytes more were.
-_READ_SENDERS: dict[RowOrder, int] = {"token_major": 6, "expert_major": 4}
-_MANY_READERS, _SHORT_READ_BYTES, _SENDERS_OF_MANY = 20, 10240, 8
+# A source whose rows are pulled stores each once. Few senders were faster on few CTAs, and on 24
+# between two ranks for rows of 14336 bytes; for rows of 7168, and 224 of scales, more were.
+_PULLED_SENDERS: dict[RowOrder, int] = {"token_major": 6, "expert_major": 4}
+_MANY_PULLING, _LONG_PULLED_BYTES, _SENDERS_OF_MANY = 20, 10240, 8
 # Rows from here on were pulled faster, between two ranks; short ones cost what each of them costs.
 # Between four, top-8 was slower; other numbers were not measured.
 _LEAST_PULLED_BYTES, _MOST_PULLING_RANKS = 7168, 3
@@ -70,8 +70,8 @@ class Grid:
         """CTAs and senders of a dispatch."""
         ctas = self._within(sms_for(kind))
         if kind.pulls and self.senders is None and self.ranks > 1:
-            many = ctas >= _MANY_READERS and kind.row_bytes < _SHORT_READ_BYTES
-            return ctas, _share(ctas, _SENDERS_OF_MANY if many else _READ_SENDERS[kind.layout])
+            many = ctas >= _MANY_PULLING and kind.row_bytes < _LONG_PULLED_BYTES
+            return ctas, _share(ctas, _SENDERS_OF_MANY if many else _PULLED_SENDERS[kind.layout])
         return ctas, self._senders(ctas, kind.layout, in_place=kind.in_place)
 
     def of_combine(self, kind: CombineKind) -> tuple[int, int]:

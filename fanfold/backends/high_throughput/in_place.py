@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fanfold.backends.high_throughput.kernels import DispatchKind
-from fanfold.backends.high_throughput.protocol import Rows, check_apart
+from fanfold.backends.high_throughput.protocol import Rows, apart, check_apart
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.formats import RowFormat, ScaleFormat, scale_columns
 from fanfold.memory import GpuPeerMemory
@@ -55,48 +55,46 @@ class Results:
         """Raises unless a dispatch of ``x`` can be in place."""
         if self._nbytes == 0:
             raise UsageError("a dispatch in place needs a mode with result_bytes")
-        for part in x if isinstance(x, tuple) else (x,):
-            check_apart("x", part, "results in place", self.memory)
-
-    def touches(self, address: int, nbytes: int) -> bool:
-        """Whether any of so many bytes at an address may lie here."""
         begin = self._memory.base(self._memory.rank) + self._begin
-        return address < begin + self._nbytes and begin < address + nbytes
+        for part in x if isinstance(x, tuple) else (x,):
+            clear = apart(part.data_ptr(), part.nbytes, begin, self._nbytes)
+            if not clear or not part.is_contiguous():
+                check_apart("x", part, "results in place", self.memory)
 
     def most_rows(self, kind: DispatchKind) -> int:
         """Rows that fit."""
         return self._most(kind.row_bytes + 4 * kind.scale_words)
 
-    def check_rows(self, count: int, kind: DispatchKind) -> None:
-        """Raises ArgumentError unless so many rows fit."""
-        most = self.most_rows(kind)
+    def rows(self, kinds: Kinds) -> list[torch.Tensor]:
+        """Rows, and their scales, if there are any: of these shapes and dtypes.
+
+        Raises:
+            ArgumentError: they do not fit.
+        """
+        (count, columns), dtype = kinds[0]
+        row_bytes = columns * dtype.itemsize
+        each = row_bytes + 4 * sum(words for (_, words), _ in kinds[1:])
+        most = self._most(each)
         if count > most:
-            each = kind.row_bytes + 4 * kind.scale_words
             bound = (
                 f"at most {most} of {each} bytes, as {self._nbytes} bytes are kept for rows in "
                 "place (in_place_rows of a HighThroughput, else result_bytes)"
             )
             raise ArgumentError("rows", count, bound)
-
-    def rows(self, kinds: Kinds) -> list[torch.Tensor]:
-        """Rows that fit, and their scales, if there are any: of these shapes and dtypes."""
         memory, begin = self._memory.tensor, self._begin
-        (count, columns), dtype = kinds[0]
-        row_bytes = columns * dtype.itemsize
-        made = [_table(memory, begin, count, row_bytes, dtype)]
+        made = [_rows_at(memory, begin, count, row_bytes, dtype)]
         for (_, words), scale_dtype in kinds[1:]:
-            most = self._most(row_bytes + 4 * words)
             behind = begin + -(-most * row_bytes // _LINE) * _LINE
-            made.append(_table(memory, behind, count, 4 * words, scale_dtype))
+            made.append(_rows_at(memory, behind, count, 4 * words, scale_dtype))
         return made
 
     def _most(self, row_bytes: int) -> int:
         return max(0, self._nbytes - _LINE) // row_bytes
 
 
-def _table(
+def _rows_at(
     memory: torch.Tensor, begin: int, rows: int, row_bytes: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Rows one after the other in ``memory``, from byte ``begin`` of it on; in two operations."""
+    """Rows one after the other in ``memory``, from byte ``begin`` of it on."""
     at = memory.storage_offset() + begin
     return torch.as_strided(memory, (rows, row_bytes), (row_bytes, 1), at).view(dtype)

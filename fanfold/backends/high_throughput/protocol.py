@@ -29,6 +29,7 @@ __all__ = [
     "RowOrder",
     "Rows",
     "anywhere",
+    "apart",
     "check_apart",
     "check_biases",
     "check_capacity",
@@ -334,6 +335,11 @@ def check_returned_weights(
     _check_row_count("topk_weights", topk_weights, allowed)
 
 
+def apart(at: int, nbytes: int, other_at: int, other_bytes: int) -> bool:
+    """Whether so many bytes at two addresses have none in common."""
+    return at + nbytes <= other_at or other_at + other_bytes <= at
+
+
 def check_apart(name: str, tensor: torch.Tensor, what: str, other: torch.Tensor) -> None:
     """Raises ArgumentError where ``tensor`` shares memory with ``other``, which rows leave or come
     to in the same call."""
@@ -342,7 +348,7 @@ def check_apart(name: str, tensor: torch.Tensor, what: str, other: torch.Tensor)
     first = tensor.data_ptr()
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     span = sum((count - 1) * stride for count, stride in steps) + 1 if tensor.numel() else 0
-    if first < end and begin < first + span * tensor.itemsize:
+    if not apart(first, span * tensor.itemsize, begin, end - begin):
         raise ArgumentError(name, f"in the memory of {what}", "apart from it, as rows move there")
 
 

@@ -1,5 +1,5 @@
 """Calls that look like an earlier one. What was checked then holds for them; those by a plan also
-tell the kernel the same, so they fill in where their own tensors are, and launch."""
+have the same arguments, but for the addresses of their own tensors, which they fill in."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from fanfold import _core
-from fanfold.backends.high_throughput.in_place import Results
 from fanfold.backends.high_throughput.kernels import DispatchKind
 from fanfold.backends.high_throughput.launches import Call, Launches
-from fanfold.backends.high_throughput.protocol import RowOrder, Rows
+from fanfold.backends.high_throughput.protocol import RowOrder, Rows, apart
 
-__all__ = ["Asked", "RepeatedCombine", "RepeatedDispatch", "RepeatedRouting", "RowsPattern"]
+__all__ = ["Asked", "DispatchPattern", "RepeatedCombine", "RepeatedDispatch", "RepeatedRouting"]
 
 Asked = tuple[int, RowOrder, int, int | None]
 """num_experts, layout, expert_alignment and capacity of a dispatch."""
@@ -26,7 +25,7 @@ def _pattern(tensor: torch.Tensor | None, alignment: int) -> _core.TensorPattern
     return None if tensor is None else _core.TensorPattern(tensor, alignment)
 
 
-def _address(pattern: _core.TensorPattern | None, tensor: torch.Tensor | None) -> int | None:
+def _address(pattern: _core.TensorPattern | None, tensor: object) -> int | None:
     """Where a tensor lies, 0 where there is none; None if it looks different."""
     if pattern is None:
         return 0 if tensor is None else None
@@ -34,23 +33,40 @@ def _address(pattern: _core.TensorPattern | None, tensor: torch.Tensor | None) -
 
 
 @dataclass(eq=False, slots=True)
-class RowsPattern:
-    """What the rows of a dispatch look like, and their scales, if they have any."""
+class DispatchPattern:
+    """What the tensors of a dispatch looked like that was made: rows, and their scales and a new
+    routing where there were any."""
 
     values: _core.TensorPattern
     scales: _core.TensorPattern | None
+    topk_idx: _core.TensorPattern | None
+    topk_weights: _core.TensorPattern | None
 
     @classmethod
-    def of(cls, x: Rows) -> RowsPattern:
-        """That of rows which have been checked."""
+    def of(
+        cls,
+        x: Rows,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+    ) -> DispatchPattern:
+        """That of such tensors."""
         values, scales = x if isinstance(x, tuple) else (x, None)
-        return cls(_core.TensorPattern(values, _ALIGNMENT), _pattern(scales, _ANY_ADDRESS))
+        others = (_pattern(tensor, _ANY_ADDRESS) for tensor in (scales, topk_idx, topk_weights))
+        return cls(_core.TensorPattern(values, _ALIGNMENT), *others)
 
-    def addresses(self, x: Rows) -> tuple[int, int] | None:
-        """Where the rows and their scales are, 0 for none; None if they look different."""
-        parts: tuple[torch.Tensor | None, ...] = x if isinstance(x, tuple) else (x, None)
-        if len(parts) != 2:
+    def addresses(
+        self,
+        x: Rows,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+    ) -> tuple[int, int] | None:
+        """Where the rows and their scales are, 0 for none; None if anything looks different."""
+        parts: tuple[object, ...] = x if isinstance(x, tuple) else (x, None)
+        if len(parts) != 2 or (parts is x and parts[1] is None):
             return None
+        for pattern, tensor in (self.topk_idx, topk_idx), (self.topk_weights, topk_weights):
+            if _address(pattern, tensor) is None:
+                return None
         at, scales_at = _address(self.values, parts[0]), _address(self.scales, parts[1])
         return None if at is None or scales_at is None else (at, scales_at)
 
@@ -63,7 +79,7 @@ class RepeatedDispatch:
         launches: of the mode and the grid that the first one had.
         call: its kernel, and arguments of their own, of which a repetition changes the addresses of
             rows and results.
-        rows: what those of a repetition look like.
+        sent: what a repetition sends.
         shapes: of the results: rows, and scales if any come.
         dtypes: likewise.
         expert_major: their order; else token-major.
@@ -72,7 +88,7 @@ class RepeatedDispatch:
 
     launches: Launches
     call: Call[_core.CudaHighThroughputDispatchArgs]
-    rows: RowsPattern
+    sent: DispatchPattern
     shapes: tuple[tuple[int, int], ...]
     dtypes: tuple[torch.dtype, ...]
     expert_major: bool
@@ -93,7 +109,7 @@ class RepeatedDispatch:
         return cls(
             launches,
             Call(call.args.copy(), call.launch),
-            RowsPattern.of(sent),
+            DispatchPattern.of(sent),
             tuple((tensor.shape[0], tensor.shape[1]) for tensor in made),
             tuple(tensor.dtype for tensor in made),
             call.args.offsets_copy != 0,
@@ -101,19 +117,12 @@ class RepeatedDispatch:
         )
 
     def finds(self, launches: Launches, x: Rows) -> bool:
-        """Whether a dispatch of ``x`` is a repetition; then the arguments tell where ``x`` is."""
-        found = self.rows.addresses(x) if launches is self.launches else None
+        """Whether a dispatch of ``x`` is a repetition; then the arguments have its addresses."""
+        found = self.sent.addresses(x) if launches is self.launches else None
         if found is None:
             return False
         self.call.args.x, self.call.args.scales = found
         return True
-
-    def reads(self, results: Results) -> bool:
-        """Whether the rows that were found may lie among results in place."""
-        args, rows = self.call.args, self.rows
-        if results.touches(args.x, rows.values.bytes):
-            return True
-        return rows.scales is not None and results.touches(args.scales, rows.scales.bytes)
 
 
 @dataclass(eq=False, slots=True)
@@ -163,7 +172,7 @@ class RepeatedCombine:
         topk_weights: torch.Tensor | None,
         out: torch.Tensor | None,
     ) -> bool:
-        """Whether a combine of these is a repetition; then the arguments tell where they are."""
+        """Whether a combine of these is a repetition; then the arguments have their addresses."""
         if launches is not self.launches:
             return False
         args, y_at = self.call.args, self.y.address(y)
@@ -175,8 +184,8 @@ class RepeatedCombine:
         if out is None:
             return True
         args.out = at = self.out.address(out)
-        # Where they share memory, the checks of a first call say so.
-        return at != 0 and (at + self.out.bytes <= y_at or y_at + self.y.bytes <= at)
+        # Where they overlap, the checks of a first call raise.
+        return at != 0 and apart(at, self.out.bytes, y_at, self.y.bytes)
 
 
 @dataclass(eq=False, slots=True)
@@ -187,7 +196,7 @@ class RepeatedRouting:
         launches: as of :class:`RepeatedDispatch`.
         asked: of each.
         planning, sending, kind: the kernels, which the mode's other calls use, too.
-        patterns: what values, scales, topk_idx and topk_weights look like; None for what is absent.
+        sent: what each sends.
     """
 
     launches: Launches
@@ -195,25 +204,7 @@ class RepeatedRouting:
     planning: Call[_core.CudaPlanArgs]
     sending: Call[_core.CudaHighThroughputDispatchArgs]
     kind: DispatchKind
-    patterns: tuple[_core.TensorPattern | None, ...]
-
-    @classmethod
-    def of(
-        cls,
-        launches: Launches,
-        asked: Asked,
-        planning: Call[_core.CudaPlanArgs],
-        sending: Call[_core.CudaHighThroughputDispatchArgs],
-        kind: DispatchKind,
-        tensors: tuple[torch.Tensor | None, ...],
-    ) -> RepeatedRouting:
-        """That of a call whose tensors, as ``patterns``, have been checked."""
-        values, *others = tensors
-        patterns = (
-            _pattern(values, _ALIGNMENT),
-            *(_pattern(each, _ANY_ADDRESS) for each in others),
-        )
-        return cls(launches, asked, planning, sending, kind, patterns)
+    sent: DispatchPattern
 
     def finds(
         self,
@@ -226,13 +217,4 @@ class RepeatedRouting:
         """Whether such a dispatch is a repetition."""
         if launches is not self.launches or asked != self.asked:
             return False
-        parts: tuple[object, ...] = x if isinstance(x, tuple) else (x, None)
-        if len(parts) != 2:
-            return False
-        for pattern, tensor in zip(self.patterns, (*parts, topk_idx, topk_weights), strict=True):
-            if pattern is None:
-                if tensor is not None:
-                    return False
-            elif pattern.address(tensor) == 0:
-                return False
-        return True
+        return self.sent.addresses(x, topk_idx, topk_weights) is not None

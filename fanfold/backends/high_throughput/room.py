@@ -98,8 +98,6 @@ class Room:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         parts = x if isinstance(x, tuple) else (x,)
         kinds = tuple(((count, part.shape[1]), part.dtype) for part in parts)
-        if kind.in_place:
-            self._results.check_rows(count, kind)
         return self._rows_of(kinds, kind.in_place)
 
     def _rows_of(self, kinds: Kinds, in_place: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
