@@ -319,11 +319,13 @@ def test_sums_that_do_not_fit_are_refused(mode: CudaHighThroughput, bad: torch.T
 
 
 def test_more_rows_than_there_is_memory_for() -> None:
-    memory: Any = types.SimpleNamespace(tensor=torch.zeros(4096, dtype=torch.uint8, device="cpu"))
+    whole = torch.zeros(4096 + 64, dtype=torch.uint8, device="cpu")
+    memory: Any = types.SimpleNamespace(tensor=whole[64:])
     results = Results(memory, 128, 128 + 40 * 68)
     kinds = lambda count: (((count, 64), FP8), ((count, 1), torch.float32))  # noqa: E731
     values, scales = results.rows(kinds(40))
     assert (values.shape, scales.shape) == ((40, 64), (40, 1))
+    assert values.data_ptr() == memory.tensor.data_ptr() + 128
     assert scales.data_ptr() >= values.data_ptr() + values.nbytes
     assert scales.data_ptr() + scales.nbytes <= memory.tensor.data_ptr() + 256 + 40 * 68
     with pytest.raises(ArgumentError, match="at most 40 of 68 bytes"):
@@ -397,7 +399,7 @@ def test_a_layer_checks_what_looks_different(unlike: str, known: bool) -> None:
                 return ep.dispatch(x, previous=got)
             return ep.dispatch(x, routing(seed), weights(seed))
 
-        dispatch(rows(0), 0)
+        ep.dispatch(rows(0), previous=got)
         with mock.patch.object(ep, "_check_rows", wraps=ep._check_rows) as check:
             for _ in range(2):
                 for seed in (1, 2):
@@ -416,9 +418,19 @@ def test_what_the_backend_refuses_is_not_taken_for_checked() -> None:
         got = ep.dispatch(rows(0), routing())
         values, scales = fp8_rows(1)
         good = (values, scales)
-        for x in (good, (values, None), values, (values, scales[1:]), values, good):
+        for x in (good, (values, None), values, (values, scales[1:]), values, (*good, 1), good):
             with nullcontext() if x is good else pytest.raises(ArgumentError, match=r"^x"):
                 ep.dispatch(x, previous=got)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_other_routings_are_checked(mode: CudaHighThroughput, layout: Any) -> None:
+    bad = routing().int(), routing()[1:], routing()[:, :, None], routing().to("meta"), None
+    for topk_idx in bad:
+        for _ in range(2):
+            begin(mode, layout)
+        with pytest.raises(ArgumentError, match=r"^topk_idx"):
+            mode.dispatch(rows(0), topk_idx, num_experts=EXPERTS, layout=layout)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("cached", [True, False])
