@@ -434,11 +434,15 @@ def test_other_routings_are_checked(mode: CudaHighThroughput, layout: Any) -> No
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_a_pair_of_one_is_no_repetition(mode: CudaHighThroughput, cached: bool) -> None:
+@pytest.mark.parametrize(
+    ("make", "more"), [(rows, lambda x: (x, None)), (fp8_rows, lambda x: (*x, None))]
+)
+def test_other_tuples_are_no_repetitions(
+    mode: CudaHighThroughput, make: Callable[[int], Any], more: Callable[[Any], Any], cached: bool
+) -> None:
     got = begin(mode, "token_major")
     for turn in range(3):
-        for x in (rows(turn), (rows(turn), None)):
-            good = not isinstance(x, tuple)
+        for x, good in ((make(turn), True), (more(make(turn)), False)):
             with nullcontext() if good else pytest.raises(ArgumentError, match=r"^x"):
                 if cached:
                     mode.dispatch_cached(x, got.plan, layout="token_major")
