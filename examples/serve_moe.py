@@ -382,7 +382,7 @@ def metrics_text(engine: Engine) -> Callable[[], str]:
 
 @contextlib.contextmanager
 def metrics_served(engine: Engine, options: Options, rank: int) -> Iterator[None]:
-    """Within it Prometheus finds this rank's metrics at a port of their own, if that is asked."""
+    """Within it this rank serves Fanfold's metrics at its own port, if that is asked for."""
     if options.metrics_port is None:
         yield
         return

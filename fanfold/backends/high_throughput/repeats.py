@@ -34,8 +34,8 @@ def _address(pattern: _core.TensorPattern | None, tensor: object) -> int | None:
 
 @dataclass(eq=False, slots=True)
 class DispatchPattern:
-    """What the tensors of a dispatch looked like that was made: rows, and their scales and a new
-    routing where there were any."""
+    """What the tensors of a dispatch look like: rows, and their scales and a new routing where there
+    are any."""
 
     values: _core.TensorPattern
     scales: _core.TensorPattern | None
