@@ -34,7 +34,7 @@ def _address(pattern: _core.TensorPattern | None, tensor: object) -> int | None:
 
 @dataclass(eq=False, slots=True)
 class DispatchPattern:
-    """What the tensors of a dispatch look like: rows, and their scales and a new routing where there
+    """What the tensors of a dispatch look like: rows, and their scales and a new routing, if there
     are any."""
 
     values: _core.TensorPattern
