@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import prometheus_client
 import pytest
 import torch
 
@@ -332,6 +333,24 @@ def test_ports_that_there_are_not(port: int) -> None:
     with pytest.raises(ArgumentError, match="--metrics-port"):
         options(f"--metrics-port={port}")  # two ranks
     assert options("--metrics-port=65534").metrics_port == 65534
+
+
+@pytest.mark.parametrize(("asked", "rank", "port"), [(9400, 0, 9400), (9400, 3, 9403), (0, 3, 0)])
+def test_the_port_of_each_rank(
+    monkeypatch: pytest.MonkeyPatch, asked: int, rank: int, port: int
+) -> None:
+    taken: list[int] = []
+
+    def start(port: int, host: str, registry: Any) -> None:
+        taken.append(port)
+        raise OSError(98, "Address already in use")
+
+    monkeypatch.setattr(prometheus_client, "start_http_server", start)
+    monkeypatch.setattr(serve_moe, "fanfold_registry", lambda engine: None)
+    serving = serve_moe.metrics_served(None, options(f"--metrics-port={asked}"), rank)
+    with pytest.raises(ArgumentError, match=f"rank {rank} can listen at port {port} "), serving:
+        raise AssertionError("it serves")
+    assert taken == [port]
 
 
 def test_metrics_without_their_library(monkeypatch: pytest.MonkeyPatch) -> None:
