@@ -11,8 +11,8 @@ from torch.compiler import is_dynamo_compiling
 from fanfold.backends.choose import choose
 from fanfold.backends.high_throughput import Rows
 from fanfold.backends.high_throughput.in_place import bytes_for_rows
+from fanfold.backends.high_throughput.patterns import DispatchPattern
 from fanfold.backends.high_throughput.protocol import MOST_ALIGNMENT, MOST_ROWS
-from fanfold.backends.high_throughput.repeats import DispatchPattern
 from fanfold.backends.opening import open_high_throughput
 from fanfold.base_dispatcher import (
     BaseDispatcher,

@@ -16,7 +16,7 @@ import torch
 import fanfold
 from fanfold import _core
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
-from fanfold.backends.high_throughput.in_place import Results
+from fanfold.backends.high_throughput.in_place import Kinds, Results
 from fanfold.backends.high_throughput.plan import CudaDispatched, CudaPlan
 from fanfold.config import Config
 from fanfold.errors import ArgumentError
@@ -322,7 +322,10 @@ def test_more_rows_than_there_is_memory_for() -> None:
     whole = torch.zeros(4096 + 64, dtype=torch.uint8, device="cpu")
     memory: Any = types.SimpleNamespace(tensor=whole[64:])
     results = Results(memory, 128, 128 + 40 * 68)
-    kinds = lambda count: (((count, 64), FP8), ((count, 1), torch.float32))  # noqa: E731
+
+    def kinds(count: int) -> Kinds:
+        return ((count, 64), FP8), ((count, 1), torch.float32)
+
     values, scales = results.rows(kinds(40))
     assert (values.shape, scales.shape) == ((40, 64), (40, 1))
     assert values.data_ptr() == memory.tensor.data_ptr() + 128

@@ -549,6 +549,11 @@ def test_deep_ep_sizes(decoder: Buffer) -> None:
     masks = {"rank_to_mask": 0}
     wrong = Wrong("0", "rank_to_mask", "'0' (type str)", "an integer")
     check(decoder.low_latency_update_mask_buffer, masks, "rank_to_mask", wrong)
+    for config in (Buffer.get_dispatch_config, Buffer.get_combine_config):
+        for good, like_it in ((8, 8.0), (1, True)):
+            config(good)  # made once, but the next number is checked as well
+            wrong = Wrong(like_it, "num_ranks", str(like_it), "an integer from 1")
+            check(config, {}, "num_ranks", wrong)
     check(Buffer.set_num_sms, {}, "new_num_sms", Wrong(3, "new_num_sms", "3", "even"))
     nvl = Wrong("1", "num_nvl_bytes", "'1' (type str)", "an integer from 0")
     check(Buffer, {"group": Alone()}, "num_nvl_bytes", nvl)

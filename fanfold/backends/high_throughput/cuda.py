@@ -29,6 +29,7 @@ from fanfold.backends.high_throughput.kernels import (
     most_batches,
 )
 from fanfold.backends.high_throughput.launches import AllLaunches, Call, ctas_bounds, grid_of
+from fanfold.backends.high_throughput.patterns import DispatchPattern
 from fanfold.backends.high_throughput.plan import (
     CudaDispatched,
     CudaPlan,
@@ -54,7 +55,6 @@ from fanfold.backends.high_throughput.protocol import (
 )
 from fanfold.backends.high_throughput.repeats import (
     Asked,
-    DispatchPattern,
     RepeatedCombine,
     RepeatedDispatch,
     RepeatedRouting,

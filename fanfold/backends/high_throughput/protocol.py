@@ -343,12 +343,11 @@ def apart(at: int, nbytes: int, other_at: int, other_bytes: int) -> bool:
 def check_apart(name: str, tensor: torch.Tensor, what: str, other: torch.Tensor) -> None:
     """Raises ArgumentError where ``tensor`` shares memory with ``other``, which rows leave or come
     to in the same call."""
-    begin, end = other.data_ptr(), other.data_ptr() + other.nbytes
     # From the first element to the last, whatever the strides.
-    first = tensor.data_ptr()
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     span = sum((count - 1) * stride for count, stride in steps) + 1 if tensor.numel() else 0
-    if not apart(first, span * tensor.itemsize, begin, end - begin):
+    nbytes = span * tensor.itemsize
+    if not apart(tensor.data_ptr(), nbytes, other.data_ptr(), other.nbytes):
         raise ArgumentError(name, f"in the memory of {what}", "apart from it, as rows move there")
 
 

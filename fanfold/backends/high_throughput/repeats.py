@@ -10,65 +10,18 @@ import torch
 from fanfold import _core
 from fanfold.backends.high_throughput.kernels import DispatchKind
 from fanfold.backends.high_throughput.launches import Call, Launches
+from fanfold.backends.high_throughput.patterns import (
+    DispatchPattern,
+    address_if_same,
+    pattern_of,
+    pattern_of_rows,
+)
 from fanfold.backends.high_throughput.protocol import RowOrder, Rows, apart
 
-__all__ = ["Asked", "DispatchPattern", "RepeatedCombine", "RepeatedDispatch", "RepeatedRouting"]
+__all__ = ["Asked", "RepeatedCombine", "RepeatedDispatch", "RepeatedRouting"]
 
 Asked = tuple[int, RowOrder, int, int | None]
 """num_experts, layout, expert_alignment and capacity of a dispatch."""
-
-_ALIGNMENT = 16  # bytes; of rows, whatever the tensor that was checked happens to have
-_ANY_ADDRESS = 1  # a multiple of it
-
-
-def _pattern(tensor: torch.Tensor | None, alignment: int) -> _core.TensorPattern | None:
-    return None if tensor is None else _core.TensorPattern(tensor, alignment)
-
-
-def _address(pattern: _core.TensorPattern | None, tensor: object) -> int | None:
-    """Where a tensor lies, 0 where there is none; None if it looks different."""
-    if pattern is None:
-        return 0 if tensor is None else None
-    return pattern.address(tensor) or None
-
-
-@dataclass(eq=False, slots=True)
-class DispatchPattern:
-    """What the tensors of a dispatch look like: rows, and their scales and a new routing, if there
-    are any."""
-
-    values: _core.TensorPattern
-    scales: _core.TensorPattern | None
-    topk_idx: _core.TensorPattern | None
-    topk_weights: _core.TensorPattern | None
-
-    @classmethod
-    def of(
-        cls,
-        x: Rows,
-        topk_idx: torch.Tensor | None = None,
-        topk_weights: torch.Tensor | None = None,
-    ) -> DispatchPattern:
-        """That of such tensors."""
-        values, scales = x if isinstance(x, tuple) else (x, None)
-        others = (_pattern(tensor, _ANY_ADDRESS) for tensor in (scales, topk_idx, topk_weights))
-        return cls(_core.TensorPattern(values, _ALIGNMENT), *others)
-
-    def addresses(
-        self,
-        x: Rows,
-        topk_idx: torch.Tensor | None = None,
-        topk_weights: torch.Tensor | None = None,
-    ) -> tuple[int, int] | None:
-        """Where the rows and their scales are, 0 for none; None if anything looks different."""
-        parts: tuple[object, ...] = x if isinstance(x, tuple) else (x, None)
-        if len(parts) != 2 or (parts is x and parts[1] is None):
-            return None
-        for pattern, tensor in (self.topk_idx, topk_idx), (self.topk_weights, topk_weights):
-            if _address(pattern, tensor) is None:
-                return None
-        at, scales_at = _address(self.values, parts[0]), _address(self.scales, parts[1])
-        return None if at is None or scales_at is None else (at, scales_at)
 
 
 @dataclass(eq=False, slots=True)
@@ -157,10 +110,10 @@ class RepeatedCombine:
         return cls(
             launches,
             Call(call.args.copy(), call.launch),
-            _core.TensorPattern(y, _ALIGNMENT),
-            _pattern(row_weights, _ANY_ADDRESS),
-            _pattern(topk_weights, _ANY_ADDRESS),
-            _core.TensorPattern(out, _ALIGNMENT),
+            pattern_of_rows(y),
+            pattern_of(row_weights),
+            pattern_of(topk_weights),
+            pattern_of_rows(out),
             (out.shape[0], out.shape[1]),
         )
 
@@ -176,8 +129,8 @@ class RepeatedCombine:
         if launches is not self.launches:
             return False
         args, y_at = self.call.args, self.y.address(y)
-        weights_at = _address(self.row_weights, row_weights)
-        returned_at = _address(self.topk_weights, topk_weights)
+        weights_at = address_if_same(self.row_weights, row_weights)
+        returned_at = address_if_same(self.topk_weights, topk_weights)
         if y_at == 0 or weights_at is None or returned_at is None:
             return False
         args.y, args.row_weights, args.topk_weights = y_at, weights_at, returned_at
