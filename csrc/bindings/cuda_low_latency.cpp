@@ -47,6 +47,25 @@ void launch(const Args& args, const Kernel& kernel, int ctas, int threads, uintp
                 {.ctas = ctas, .threads = threads, .stream = stream, .early = early});
 }
 
+void bind_token_rows(nb::module_& module) {
+  nb::class_<TokenRows> rows(module, "CudaTokenRows");
+  rows.def(nb::init<>());
+  def_address(rows, "topk_idx", &TokenRows::topk_idx);
+  def_address(rows, "topk_weights", &TokenRows::topk_weights);
+  def_address(rows, "sources", &TokenRows::sources);
+  def_address(rows, "rank_ends", &TokenRows::rank_ends);
+  def_address(rows, "expert_ends", &TokenRows::expert_ends);
+  rows.def_rw("most_tokens", &TokenRows::most_tokens)
+      .def_rw("alignment", &TokenRows::alignment)
+      .def(
+          "set_scale_strides",
+          [](TokenRows& self, int64_t of_row, int64_t of_block) {
+            self.scale_strides[0] = of_row;
+            self.scale_strides[1] = of_block;
+          },
+          "of_row"_a, "of_block"_a);
+}
+
 void bind_arguments(nb::module_& module) {
   nb::class_<DispatchArgs> dispatch(module, "CudaDispatchArgs");
   def_call<nb::class_<DispatchArgs>, DispatchArgs>(dispatch);
@@ -64,6 +83,17 @@ void bind_arguments(nb::module_& module) {
   def_address(dispatch, "table", &DispatchArgs::table);
   def_address(dispatch, "expert_totals", &DispatchArgs::expert_totals);
   def_address(dispatch, "wait_ns", &DispatchArgs::wait_ns);
+  // For rows that come with scales: the strides of their tokens and blocks, in words.
+  dispatch.def(
+      "set_scales",
+      [](DispatchArgs& self, uintptr_t scales, int64_t of_token, int64_t of_block) {
+        self.x_scales = reinterpret_cast<const uint32_t*>(scales);
+        self.x_scale_strides[0] = of_token;
+        self.x_scale_strides[1] = of_block;
+      },
+      "scales"_a, "of_token"_a, "of_block"_a);
+  bind_token_rows(module);
+  dispatch.def_rw("token_rows", &DispatchArgs::token_rows);
   dispatch.def("launch", &launch<DispatchArgs>, "kernel"_a, "ctas"_a, "threads"_a, "stream"_a,
                "early"_a);
 
@@ -136,11 +166,11 @@ void bind_cuda_low_latency(nb::module_& module) {
   // bytes in all.
   module.def(
       "cuda_low_latency_bytes",
-      [](const LowLatencyGeometry& geometry, bool late) {
-        const auto at = LowLatencyDeviceLayout{geometry, late}.offsets();
+      [](const LowLatencyGeometry& geometry, bool late, bool token_major) {
+        const auto at = LowLatencyDeviceLayout{geometry, late, token_major}.offsets();
         return std::pair(at.headers, at.end);
       },
-      "geometry"_a, "late"_a);
+      "geometry"_a, "late"_a, "token_major"_a = false);
   module.def(
       "cuda_table_bytes",
       [](const LowLatencyGeometry& geometry) {
@@ -169,9 +199,10 @@ void bind_cuda_low_latency(nb::module_& module) {
       .def(
           "__init__",
           [](LowLatency* self, const Place& place, const LowLatencyGeometry& geometry, bool late,
-             int32_t ctas,
-             int32_t senders) { new (self) LowLatency(place, geometry, late, {ctas, senders}); },
-          "place"_a, "geometry"_a, "late"_a, "ctas"_a, "senders"_a)
+             int32_t ctas, int32_t senders, bool token_major) {
+            new (self) LowLatency(place, geometry, late, token_major, {ctas, senders});
+          },
+          "place"_a, "geometry"_a, "late"_a, "ctas"_a, "senders"_a, "token_major"_a = false)
       .def("dispatch_arguments", &LowLatency::dispatch_arguments, "encoding"_a, "weights"_a)
       .def("combine_arguments", &LowLatency::combine_arguments, "logfmt"_a, "weights"_a);
 }

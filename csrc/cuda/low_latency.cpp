@@ -30,9 +30,9 @@ void check_device_geometry(const LowLatencyGeometry& geometry) {
 }
 
 LowLatency::LowLatency(const LowLatencyPlace& place, const LowLatencyGeometry& geometry, bool late,
-                       const LowLatencyGrid& grid)
+                       bool token_major, const LowLatencyGrid& grid)
     : place_(place), geometry_(geometry), grid_(grid),
-      offsets_(LowLatencyDeviceLayout{geometry, late}.offsets()) {
+      offsets_(LowLatencyDeviceLayout{geometry, late, token_major}.offsets()) {
   check_device_geometry(geometry);
   check_at_most("ctas", grid.ctas, kMostCtas, "each counts its calls");
   const int32_t most = grid.ctas - least_receivers(geometry.ranks);

@@ -29,8 +29,9 @@ struct LowLatencyGrid {
 // Makes the arguments of the calls of one geometry.
 class LowLatency {
  public:
+  // `late` and `token_major` are the fields of LowLatencyDeviceLayout.
   LowLatency(const LowLatencyPlace& place, const LowLatencyGeometry& geometry, bool late,
-             const LowLatencyGrid& grid);
+             bool token_major, const LowLatencyGrid& grid);
 
   // Return arguments that are complete except for the call's tensors. `encoding` and `weights` are
   // the fields of LowLatencySignature.

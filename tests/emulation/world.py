@@ -29,6 +29,7 @@ from fanfold import _core, kernel_reports
 from fanfold.backends.low_latency import cuda, cuda_required_bytes
 from fanfold.backends.low_latency.cuda import CudaLowLatency
 from fanfold.backends.low_latency.sizes import core_geometry
+from fanfold.backends.low_latency.token_major import CudaTokenMajor
 from fanfold.config import Config
 from fanfold.geometry import Geometry
 from fanfold.jit import KernelSource
@@ -225,21 +226,29 @@ class World:
     Args:
         geometry: its ``ranks`` are made.
         late: whether the weights come with combine.
+        token_major: whether rows come once for each token and rank.
         settings: of :class:`Config`.
     """
 
-    def __init__(self, geometry: Geometry, *, late: bool = False, **settings: Any) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        late: bool = False,
+        token_major: bool = False,
+        **settings: Any,
+    ) -> None:
         config = Config.resolve(**{"timeout_s": 20.0, **settings})
-        nbytes = cuda_required_bytes(geometry, late_weights=late)
+        nbytes = cuda_required_bytes(geometry, late_weights=late, token_major=token_major)
         regions = [torch.empty(nbytes + 128, dtype=torch.uint8) for _ in range(geometry.ranks)]
         regions = [region[-region.data_ptr() % 128 :][:nbytes] for region in regions]
-        first, _ = _core.cuda_low_latency_bytes(core_geometry(geometry), late)
+        first, _ = _core.cuda_low_latency_bytes(core_geometry(geometry), late, token_major)
         self._sentinels = [region[first:] for region in regions]
         values: list[Any] = [None] * geometry.ranks
         barrier = threading.Barrier(geometry.ranks, timeout=120.0)
         groups = [ThreadGroup(rank, values, barrier) for rank in range(geometry.ranks)]
-        self.modes = [
-            CudaLowLatency(memory, config, late)
+        self.modes: list[Any] = [
+            CudaTokenMajor(memory, config) if token_major else CudaLowLatency(memory, config, late)
             for memory in self._memories(geometry, config, groups, regions)
         ]
 
@@ -260,7 +269,7 @@ class World:
             left = int((region != 0xFF).sum())
             assert left == 0, f"{left} bytes stand in the memory of rank {rank}"
 
-    def run(self, program: Callable[[int, CudaLowLatency], Any]) -> list[Any]:
+    def run(self, program: Callable[[int, Any], Any]) -> list[Any]:
         """``program(rank, mode)`` on all ranks at once; their results."""
         with ThreadPoolExecutor(len(self.modes)) as pool:
             return list(pool.map(program, range(len(self.modes)), self.modes))

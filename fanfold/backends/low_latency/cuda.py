@@ -47,7 +47,6 @@ from fanfold.backends.low_latency.protocol import (
     Hook,
     LateRouting,
     ReadyRows,
-    RoutingLayout,
     Statistics,
     anywhere,
     check_global_scale,
@@ -91,6 +90,8 @@ class CudaLowLatency:
             where something is wrong with a call's tensors or may be.
     """
 
+    _token_major = False  # whether dispatch brings each token to a rank once
+
     def __init__(
         self,
         memory: GpuPeerMemory,
@@ -105,7 +106,7 @@ class CudaLowLatency:
         self._late = late_weights
         index = self._index = memory.device.index
         sms = own_sms(memory)
-        self._grid = kernels.Grid.of(sms, memory.ranks, ctas=config.ctas, senders=config.senders)
+        grid = kernels.Grid.of(sms, memory.ranks, ctas=config.ctas, senders=config.senders)
         # A kernel launched early waits on SMs of its own, which other threads' kernels may need.
         early = not are_threads(memory.group)
         self._early = early and torch.cuda.get_device_capability(index) >= (9, 0)
@@ -139,8 +140,8 @@ class CudaLowLatency:
         self._order = StreamOrder(self.device)
         self._follow = self._order.follow
         options = {"late_weights": late_weights, "early": self._early}
-        options["across_hosts"] = self._between is not None
-        self._loader = Loader(self.device, config, self._grid, self._order, **options)
+        options |= {"across_hosts": self._between is not None, "token_major": self._token_major}
+        self._loader = Loader(self.device, config, grid, self._order, **options)
         # Kernels in flight may outlive this object, and write there.
         end = weakref.finalize(self, free_when_idle, self.device, (self._state, self._reports))
         end.atexit = False
@@ -348,13 +349,16 @@ class CudaLowLatency:
         plan = self._plan_to_refuse(error, geometry)
         if plan is None:
             return
-        # Any dispatch's kernel takes away what comes, whatever its encoding.
-        call = plan.dispatch or self._dispatch_call(plan, BF16_ROWS, False)
-        args = call.args.copy()
+        launch, args = self._any_dispatch(plan)
         args.tokens, args.refused = 0, True
         # Of an earlier call, whose tensors may be gone.
         args.rows = args.counts = args.expert_totals = args.wait_ns = 0
-        self._take_part(self._flights[0], args, call.launch)
+        self._take_part(self._flights[0], args, launch)
+
+    def _any_dispatch(self, plan: Plan) -> tuple[Launch, _core.CudaDispatchArgs]:
+        """A kernel that takes away what comes, as any does whatever its encoding; arguments."""
+        call = plan.dispatch or self._dispatch_call(plan, BF16_ROWS, False)
+        return call.launch, call.args.copy()
 
     def refuse_combine(
         self,
@@ -521,7 +525,7 @@ class CudaLowLatency:
             geometry: of the calls to come.
             sources: of kernels to load; None to reset, which gives up calls in flight.
         """
-        core, grid = core_geometry(geometry), self._grid
+        core = core_geometry(geometry)
         error: Exception | None = None
         try:
             if sources is not None:
@@ -530,8 +534,7 @@ class CudaLowLatency:
             if self._between is not None:
                 self._between.fence()
             self._check_unmasked(geometry)
-            calls = _core.CudaLowLatency(self._place, core, self._late, grid.ctas, grid.senders)
-            first_absent, nbytes = _core.cuda_low_latency_bytes(core, self._late)
+            calls, first_absent, nbytes = self._loader.calls(self._place, core)
             if nbytes > self._memory.usable_bytes:
                 raise ArgumentError(
                     "symmetric memory",
@@ -561,7 +564,7 @@ class CudaLowLatency:
         except Exception as failure:
             error = failure
         agree(self._memory.group, {}, error)
-        layout = RoutingLayout.of(geometry, 0 if self._late else _core.cuda_table_bytes(core))
+        layout = self._loader.layout(geometry, core)
         self._plan = Plan(geometry, calls, layout, fast_path_of(geometry, layout, self.device))
         return self._plan
 

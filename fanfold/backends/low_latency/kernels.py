@@ -7,6 +7,7 @@ push rows and the others receive; in combine there is little to do beside the li
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from fanfold import _core
@@ -16,7 +17,12 @@ from fanfold.formats import RowFormat, ScaleFormat
 from fanfold.geometry import Geometry
 from fanfold.jit import KernelSource
 
-__all__ = ["Grid", "combine_kernel", "dispatch_kernel", "kernel_sources"]
+__all__ = [
+    "Grid", "combine_kernel", "dispatch_kernel", "kernel_sources", "token_major_kernel",
+]  # fmt: skip
+
+TOKEN_MAJOR_BF16, TOKEN_MAJOR_FP8 = 0, 4
+"""The core's numbers of the encodings of token-major rows."""
 
 # As many as leave each thread the registers that it needs; more warps were not faster.
 _DISPATCH_WARPS = 16
@@ -79,6 +85,7 @@ def _sizes(geometry: Geometry, across_hosts: bool) -> dict[str, int]:
         "kMirror": 0,
         "kAcrossHosts": int(across_hosts),
         "kAcquireAcks": _ACQUIRE_ACKS,
+        "kTokenMajor": 0,
     }
 
 
@@ -128,6 +135,20 @@ def dispatch_kernel(
     return KernelSource(
         "low_latency/dispatch.cu", "fanfold::low_latency::dispatch", constants, _DISPATCH_WARPS * 32
     )
+
+
+def token_major_kernel(geometry: Geometry, *, scaled: bool) -> KernelSource:
+    """The kernel of a dispatch that brings each token to a rank once, of ranks on one host: rows of
+    bfloat16, or ``scaled``: of fp8 that comes with its scales.
+
+    Raises:
+        ArgumentError: such rows are no multiple of 16 bytes.
+    """
+    row_format = RowFormat.FP8 if scaled else RowFormat.BF16
+    source = dispatch_kernel(geometry, row_format, ScaleFormat.FLOAT32)
+    encoding_ = TOKEN_MAJOR_FP8 if scaled else TOKEN_MAJOR_BF16
+    constants = {**dict(source.constants), "kTokenMajor": 1, "kEncoding": encoding_}
+    return dataclasses.replace(source, constants=constants)
 
 
 def combine_kernel(

@@ -7,7 +7,7 @@ import torch
 from fanfold import _core, jit
 from fanfold.backends.low_latency import kernels
 from fanfold.backends.low_latency.plan import Arguments, Launch, Plan
-from fanfold.backends.low_latency.protocol import ReadyRows
+from fanfold.backends.low_latency.protocol import ReadyRows, RoutingLayout
 from fanfold.config import Config
 from fanfold.errors import UsageError
 from fanfold.formats import Formats
@@ -28,6 +28,7 @@ class Loader:
         late_weights: whether the routing weights come with combine.
         early: whether kernels are launched before the one in front of them has ended.
         across_hosts: whether ranks are on several hosts.
+        token_major: whether rows come once for each token and rank.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Loader:
         late_weights: bool,
         early: bool,
         across_hosts: bool,
+        token_major: bool = False,
     ) -> None:
         self._index = device.index
         self._config = config
@@ -48,6 +50,22 @@ class Loader:
         self._late = late_weights
         self._early = early
         self._across_hosts = across_hosts
+        self._token_major = token_major
+
+    def calls(
+        self, place: _core.CudaLowLatencyPlace, geometry: _core.LowLatencyGeometry
+    ) -> tuple[_core.CudaLowLatency, int, int]:
+        """What makes the arguments of a geometry's calls; from which byte on its memory must hold
+        the sentinel at first, and how many bytes it takes."""
+        grid, late, token_major = self._grid, self._late, self._token_major
+        calls = _core.CudaLowLatency(place, geometry, late, grid.ctas, grid.senders, token_major)
+        return calls, *_core.cuda_low_latency_bytes(geometry, late, token_major)
+
+    def layout(self, geometry: Geometry, core: _core.LowLatencyGeometry) -> RoutingLayout:
+        """Of the routings that a geometry's dispatches leave; ``core`` is the same geometry."""
+        table_bytes = 0 if self._late else _core.cuda_table_bytes(core)
+        made = RoutingLayout.of_table if self._token_major else RoutingLayout.of
+        return made(geometry, table_bytes)
 
     def sources(self, geometry: Geometry, formats: Formats) -> list[jit.KernelSource]:
         """Of the kernels of dispatches with such rows, and of combines without LogFMT."""

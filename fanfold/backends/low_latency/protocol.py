@@ -136,6 +136,12 @@ class RoutingLayout:
             row_weights_at + local * capacity,
         )
 
+    @classmethod
+    def of_table(cls, geometry: Geometry, table_bytes: int) -> RoutingLayout:
+        """The layout of a block that holds the table alone, as of token-major rows."""
+        words = _align(-(-table_bytes // 4))
+        return cls((0, geometry.ranks), (0, geometry.expert_capacity), 0, words, words, words)
+
 
 def _align(words: int) -> int:
     return -(-words // 64) * 64

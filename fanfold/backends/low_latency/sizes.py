@@ -26,15 +26,18 @@ def check_cuda_geometry(geometry: Geometry) -> None:
     _core.check_cuda_geometry(core_geometry(geometry))
 
 
-def cuda_required_bytes(geometry: Geometry, *, late_weights: bool) -> int:
+def cuda_required_bytes(
+    geometry: Geometry, *, late_weights: bool, token_major: bool = False
+) -> int:
     """Bytes of a GPU's symmetric memory per rank: with slot = 2 * hidden rounded up to 128, about
     ``4 * R * M * slot + 16 * R * M * K``, and ``16 * R * M * K`` more with late weights.
 
     Args:
         geometry: of the calls.
         late_weights: whether the routing weights come with combine (DeepEP's interface).
+        token_major: whether rows come once for each token and rank.
     """
-    _, end = _core.cuda_low_latency_bytes(core_geometry(geometry), late_weights)
+    _, end = _core.cuda_low_latency_bytes(core_geometry(geometry), late_weights, token_major)
     return end
 
 

@@ -4,7 +4,9 @@
 //   acks           [source rank]                         u64      any call
 //   progress                                             u64      this rank, for all to read
 //   calls          [kind][parity][source rank]           u64      both calls, by their sender
-//   counts         [parity][source rank][local expert]   u32      dispatch, by the source
+//   counts         [parity][source rank][local expert]   u32      dispatch, by the source; where
+//                                                                 rows are token-major one more,
+//                                                                 of the rows
 //   headers        [parity][source rank][token][top_k]   u64      dispatch, by the source
 //   late headers   [parity][source rank][token][top_k]   u64      combine, by the source
 //   rows           [parity][source rank][source token]   slots    dispatch, by the source
@@ -139,7 +141,8 @@ struct LowLatencyDeviceOffsets {
 
 struct LowLatencyDeviceLayout {
   LowLatencyGeometry geometry;
-  bool late;  // whether routing comes with combine
+  bool late;         // whether routing comes with combine
+  bool token_major;  // whether dispatch brings each token to a rank once
 
   FANFOLD_HD constexpr int64_t row_stride() const {
     return align_up(bf16_row_bytes(geometry.hidden), kAreaAlignment);
@@ -154,7 +157,8 @@ struct LowLatencyDeviceLayout {
     at.progress = align_up(int64_t{geometry.ranks} * 8, kAreaAlignment);
     at.calls = at.progress + kAreaAlignment;
     at.counts = at.calls + align_up(2 * sources * 8, kAreaAlignment);
-    at.headers = at.counts + align_up(sources * geometry.experts_per_rank() * 4, kAreaAlignment);
+    const int64_t counts = geometry.experts_per_rank() + (token_major ? 1 : 0);
+    at.headers = at.counts + align_up(sources * counts * 4, kAreaAlignment);
     at.late_headers = at.headers + headers_bytes;
     at.rows = at.late_headers + (late ? headers_bytes : 0);
     at.results = at.rows + slots * at.row_stride;
@@ -164,7 +168,7 @@ struct LowLatencyDeviceLayout {
   FANFOLD_HD constexpr int64_t bytes() const { return offsets().end; }
 };
 
-static_assert(LowLatencyDeviceLayout{{4, 512, 22, 1000, 7}, true}.offsets().rows % 128 == 0);
+static_assert(LowLatencyDeviceLayout{{4, 512, 22, 1000, 7}, true, false}.offsets().rows % 128 == 0);
 
 // Stands in the table's tokens of source 0 after a dispatch that a rank has refused. Every rank
 // that received it sees it, and combines nothing.
@@ -236,22 +240,38 @@ struct CallArgs {
   int32_t senders;    // CTAs that push rows only; dispatch
 };
 
+// Of a dispatch whose rows are token-major: what it brings beside them, in the order of sources,
+// then of their tokens. There is room for `capacity` rows, most_tokens of each rank.
+struct TokenRows {
+  int64_t* topk_idx;     // [capacity][top_k]: the token's local experts; -1 for those elsewhere
+  float* topk_weights;   // [capacity][top_k], 0 for experts elsewhere; or null
+  int32_t* sources;      // [capacity][2 + top_k]: source rank * most_tokens + token; row; -1 ...
+  int32_t* rank_ends;    // [ranks]: rows from the ranks up to each
+  int32_t* expert_ends;  // [local experts]: their rows, each rounded up to `alignment`, added up
+  int32_t most_tokens;
+  int32_t alignment;
+  int64_t scale_strides[2];  // of DispatchArgs::scales, in words: of a row, and of a block
+};
+
 struct DispatchArgs {
   CallArgs call;
-  const unsigned char* x;     // [tokens][hidden] bf16
-  const int64_t* topk_idx;    // [tokens][top_k], -1 is no expert
-  const float* topk_weights;  // [tokens][top_k], or null
-  const float* global_scale;  // of nvfp4 rows
-  unsigned char* rows;        // [local experts][capacity][hidden]
-  uint32_t* scales;           // [local experts][blocks][capacity], or packed, or Nvfp4ScaleLayout
-  int32_t* counts;            // [local experts]
-  int32_t* source_tokens;     // [local experts][capacity]
-  int64_t* ranges;            // [local experts][ranks]: count | first row << 32
-  int64_t* aborted;           // kAbortedLate if a rank has refused this dispatch, else 0; or null
-  float* row_weights;         // [local experts][capacity], or null
-  unsigned char* table;       // TableLayout, or null
-  int32_t* expert_totals;     // [local experts], added to, or null
-  int64_t* wait_ns;           // [ranks], added to, or null
+  const unsigned char* x;      // [tokens][hidden] bf16, or fp8 that comes with scales
+  const int64_t* topk_idx;     // [tokens][top_k], -1 is no expert
+  const float* topk_weights;   // [tokens][top_k], or null
+  const float* global_scale;   // of nvfp4 rows
+  unsigned char* rows;         // [local experts][capacity][hidden]
+  uint32_t* scales;            // [local experts][blocks][capacity], or packed, or Nvfp4ScaleLayout
+  int32_t* counts;             // [local experts]
+  int32_t* source_tokens;      // [local experts][capacity]
+  int64_t* ranges;             // [local experts][ranks]: count | first row << 32
+  int64_t* aborted;            // kAbortedLate if a rank has refused this dispatch, else 0; or null
+  float* row_weights;          // [local experts][capacity], or null
+  unsigned char* table;        // TableLayout, or null
+  int32_t* expert_totals;      // [local experts], added to, or null
+  int64_t* wait_ns;            // [ranks], added to, or null
+  TokenRows token_rows;        // in kernels with kTokenMajor
+  const uint32_t* x_scales;    // [tokens][blocks] float32, of rows that come with scales
+  int64_t x_scale_strides[2];  // in words: of a token, and of a block
 };
 
 // By which a kernel beside combine says which outputs it has written: rows from `b * block_rows`

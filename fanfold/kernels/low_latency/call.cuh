@@ -13,6 +13,11 @@ namespace fanfold {
 
 static_assert(kRanks <= kMostRanks && kExperts <= kMostDeviceExperts);
 
+// What a source counts for each rank: the rows of its experts and, where rows are token-major, the
+// rows of the rank (kTokenMajor; one host only).
+inline constexpr int kCounts = kLocalExperts + kTokenMajor;
+static_assert(kTokenMajor == 0 || kAcrossHosts == 0);
+
 // Whether no word is the sentinel. Every word is judged by itself: nothing is assumed of how the
 // words of a row, or of one 16-byte store, become visible.
 __device__ __forceinline__ bool arrived(uint4 v) {
@@ -95,7 +100,7 @@ class Call {
   __device__ int64_t count(Writer writer, int local) const {
     if (writer.elsewhere)
       return host_layout().block(Kind, half(), writer.rank) + int64_t{local} * 4;
-    const int at = (half() * kRanks + writer.rank) * kLocalExperts + local;
+    const int at = (half() * kRanks + writer.rank) * kCounts + local;
     return args.at.counts + int64_t{at} * 4;
   }
   __device__ int64_t header(Writer writer, int token, int k) const {

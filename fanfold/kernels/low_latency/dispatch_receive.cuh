@@ -1,5 +1,5 @@
 // The receive half of dispatch: find out which rows come and where they go, and copy each to its
-// experts' packed rows as it arrives, in any order.
+// experts' packed rows, or token-major once, as it arrives, in any order.
 #pragma once
 
 #include "low_latency/dispatch_shape.cuh"
@@ -22,6 +22,11 @@ class DispatchReceive {
     const int ctas = static_cast<int>(gridDim.x) - first_cta_;
     const int rows = rows_to_look_at();
     const int cta = static_cast<int>(blockIdx.x) - first_cta_;
+    if constexpr (kTokenMajor != 0) {
+      aborted_ = is_aborted();
+      if (is_kept())
+        note_no_tokens(cta * kThreads + static_cast<int>(threadIdx.x), ctas * kThreads);
+    }
     for (int first = 0; cta + first * ctas < rows; first += kPassRows) {
       if (first > 0) __syncthreads();
       for (int i = call_.warp; i < kPassRows; i += kWarps) place_row(i, pair_at(first + i, ctas));
@@ -53,12 +58,13 @@ class DispatchReceive {
 
   // ---- where rows go ----------------------------------------------------------------------------
 
-  // The tokens of every source, and for each local expert the rows of the sources before each.
+  // The tokens of every source, and for each local expert, and token-major for this rank, the rows
+  // of the sources before each.
   __device__ void read_counts() {
     const RankSet live = call_.live_ranks();
     if (call_.warp == kWarps - 1) await_sources(live);
     if constexpr (!kHasFewRanks) return read_many_counts(live);
-    for (int e = static_cast<int>(threadIdx.x); e < kLocalExperts; e += kThreads) {
+    for (int e = static_cast<int>(threadIdx.x); e < kCounts; e += kThreads) {
       int rows = 0;
 #pragma unroll 1
       for (int first = 0; first < kSources; first += kCountsAtOnce) {
@@ -80,16 +86,16 @@ class DispatchReceive {
 
   // All threads: each has a count of some (source, expert), then the sums of some expert.
   __device__ void read_many_counts(const RankSet& live) {
-    for (int i = 0; i < kExperts; i += kThreads) {
+    for (int i = 0; i < kTokenSets; i += kThreads) {
       const int at = i + static_cast<int>(threadIdx.x);
-      const int s = at < kExperts ? at / kLocalExperts : 0, e = at % kLocalExperts;
+      const int s = at < kTokenSets ? at / kCounts : 0, e = at % kCounts;
       const bool is_live = live.has(s);
-      if (at >= kExperts) continue;
+      if (at >= kTokenSets) continue;
       const uint32_t word = look_at_count(s, e);
       shared_.before[s][e] = is_live ? await_count(s, e, word) : 0;
     }
     __syncthreads();
-    for (int e = static_cast<int>(threadIdx.x); e < kLocalExperts; e += kThreads) {
+    for (int e = static_cast<int>(threadIdx.x); e < kCounts; e += kThreads) {
       int rows = 0;
       for (int s = 0; s < kSources; ++s) {
         const int of_source = shared_.before[s][e];
@@ -151,6 +157,7 @@ class DispatchReceive {
   __device__ void publish_counts() {
     if (!is_kept()) return;
     const bool aborted = is_aborted();
+    if constexpr (kTokenMajor != 0) return publish_ends(aborted);
     for (int e = static_cast<int>(threadIdx.x); e < kLocalExperts; e += kThreads) {
       const int last = kSources - 1;
       const int total = shared_.total[e];
@@ -164,7 +171,31 @@ class DispatchReceive {
     }
     __syncthreads();  // the first of the ranges stands
     if (threadIdx.x == 0) publish_aborted(aborted);
-    if (args_.table == nullptr) return;
+    if (args_.table != nullptr) publish_tokens(aborted);
+  }
+
+  // Token-major: counts as the caller has them. An aborted call brings no rows.
+  __device__ void publish_ends(bool aborted) {
+    const TokenRows& rows = args_.token_rows;
+    for (int e = static_cast<int>(threadIdx.x); e < kLocalExperts; e += kThreads) {
+      const int total = aborted ? 0 : shared_.total[e];
+      int end = 0;
+      for (int before = 0; before <= e; ++before)
+        end += static_cast<int>(align_up(shared_.total[before], rows.alignment));
+      args_.counts[e] = total;
+      rows.expert_ends[e] = aborted ? 0 : end;
+      if (args_.expert_totals != nullptr) args_.expert_totals[e] += total;
+    }
+    for_ranks_of(static_cast<int>(threadIdx.x), kThreads, [&](int source) {
+      const bool is_last = source == kSources - 1;
+      const int end =
+          is_last ? shared_.total[kLocalExperts] : shared_.before[source + 1][kLocalExperts];
+      rows.rank_ends[source] = aborted ? 0 : end;
+    });
+    publish_tokens(aborted);
+  }
+
+  __device__ void publish_tokens(bool aborted) {
     auto* tokens = reinterpret_cast<int32_t*>(args_.table + table().tokens_offset());
     for_ranks_of(static_cast<int>(threadIdx.x), kThreads,
                  [&](int source) { tokens[source] = aborted ? kAborted : shared_.tokens[source]; });
@@ -196,6 +227,7 @@ class DispatchReceive {
     if (!exists(pair)) return;
     const Resolved header = take_header(call_, pair.source, pair.token);
     if (call_.lane == 0) shared_.fan[i] = __popc(header.all);
+    if constexpr (kTokenMajor != 0) return place_token(i, pair, header);
     const int index = __popc(header.all & lanes_below());
     int row = 0;
     if (header.here) {
@@ -203,6 +235,55 @@ class DispatchReceive {
       shared_.places[i][index] = {header.local, row};
     }
     if (is_kept()) note_row(pair, header, index, row);
+  }
+
+  // Token-major: the place of a row of this rank, which all of the token's entries here have.
+  __device__ void place_token(int i, SourceToken pair, const Resolved& header) {
+    const bool comes = header.all != 0;
+    const int first = comes ? __ffs(static_cast<int>(header.all)) - 1 : 0;
+    const int place = __shfl_sync(kFullWarp, header.place, first);
+    // Peers that disagree about the number of tokens must not lead outside of the rows.
+    const int last = kRanks * args_.token_rows.most_tokens - 1;
+    const int row = min(shared_.before[pair.source][kLocalExperts] + place, last);
+    if (call_.lane == 0) {
+      shared_.fan[i] = comes ? 1 : 0;
+      shared_.places[i][0] = {0, row};
+    }
+    if (!is_kept() || aborted_) return;
+    const int64_t q = int64_t{pair.source} * args_.call.max_tokens + pair.token;
+    if (call_.lane == 0) {
+      (reinterpret_cast<TableEntry*>(args_.table) + q * kTopK)[0] = {row, 1.0f};
+      reinterpret_cast<int32_t*>(args_.table + table().fans_offset())[q] = comes ? 1 : 0;
+    }
+    if (comes) note_token(pair, header, row);
+  }
+
+  __device__ void note_token(SourceToken pair, const Resolved& header, int64_t row) {
+    const TokenRows& rows = args_.token_rows;
+    int32_t* const source = rows.sources + row * (2 + kTopK);
+    if (call_.lane == 0) {
+      source[0] = pair.source * rows.most_tokens + pair.token;
+      source[1] = static_cast<int32_t>(row);
+    }
+    if (call_.lane >= kTopK) return;
+    source[2 + call_.lane] = -1;
+    rows.topk_idx[row * kTopK + call_.lane] = header.here ? header.local : -1;
+    if (rows.topk_weights != nullptr)
+      rows.topk_weights[row * kTopK + call_.lane] = header.here ? header.weight : 0.0f;
+  }
+
+  // That no token is behind those that come, for who looks at all rows that there is room for; none
+  // is there at all where the call is aborted.
+  __device__ void note_no_tokens(int first, int step) {
+    const TokenRows& rows = args_.token_rows;
+    const int64_t come = aborted_ ? 0 : shared_.total[kLocalExperts];
+    const int64_t room = int64_t{kRanks} * rows.most_tokens;
+    for (int64_t i = come * kTopK + first; i < room * kTopK; i += step) {
+      rows.topk_idx[i] = -1;
+      if (rows.topk_weights != nullptr) rows.topk_weights[i] = 0.0f;
+    }
+    constexpr int kWords = 2 + kTopK;
+    for (int64_t i = come * kWords + first; i < room * kWords; i += step) rows.sources[i] = -1;
   }
 
   __device__ void note_row(SourceToken pair, const Resolved& header, int index, int row) {
@@ -355,8 +436,16 @@ class DispatchReceive {
 #pragma unroll 1
     for (int i = call_.lane / 4; i < fan; i += 8) {
       const Place to = shared_.places[task.row][i];
-      args_.scales[(int64_t{to.local} * kBlocks + block) * capacity() + to.row] = scale;
+      args_.scales[scale_place(to, block)] = scale;
     }
+  }
+
+  __device__ int64_t scale_place(Place to, int block) const {
+    if constexpr (kTokenMajor != 0) {
+      const int64_t* strides = args_.token_rows.scale_strides;
+      return to.row * strides[0] + block * strides[1];
+    }
+    return (int64_t{to.local} * kBlocks + block) * capacity() + to.row;
   }
 
   __device__ void store_packed_scale(Task task, int fan, uint4 scales) {
@@ -396,6 +485,7 @@ class DispatchReceive {
   DispatchShared& shared_;
   const DispatchCall call_;
   const int first_cta_;
+  bool aborted_ = false;  // token-major: whether a rank has refused
 };
 
 }  // namespace fanfold

@@ -30,9 +30,10 @@ class DispatchSend {
  private:
   static constexpr int kAtOnce = 2;  // segments that a warp has in flight
 
-  // What a lane's unit is made of.
+  // What a lane's unit is made of; with kScaled also, behind it, the scales of the segment, if the
+  // lane sends them.
   struct Columns {
-    uint4 units[kUnitInputs];
+    uint4 units[kUnitInputs + (kScaled ? 1 : 0)];
   };
 
   // ---- rows -------------------------------------------------------------------------------------
@@ -91,12 +92,26 @@ class DispatchSend {
 
   __device__ Columns load_segment(int token, int part) const {
     Columns columns{};
+    if constexpr (kScaled)
+      if (has_scales(part, call_.lane)) columns.units[kUnitInputs] = scales_of(token, part);
     if (!has_unit(part, call_.lane)) return columns;
     const auto* x = reinterpret_cast<const uint4*>(args_.x) + int64_t{token} * kInputUnits;
     const int unit = part * kSegmentUnits + call_.lane;
 #pragma unroll
     for (int i = 0; i < kUnitInputs; ++i) columns.units[i] = load_once(x + unit * kUnitInputs + i);
     return columns;
+  }
+
+  __device__ uint4 scales_of(int token, int part) const {
+    uint32_t words[4] = {};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int block = part * 4 + i;
+      if (block < kBlocks)
+        words[i] =
+            args_.x_scales[token * args_.x_scale_strides[0] + block * args_.x_scale_strides[1]];
+    }
+    return {words[0], words[1], words[2], words[3]};
   }
 
   __device__ Segment encode(const Columns& columns) const {
@@ -106,13 +121,17 @@ class DispatchSend {
       scales |= escape_block(values.x, values.y);
       scales |= escape_block(values.z, values.w) << 8;
       return {values, gather_scales(scales, call_.lane)};
+    } else if constexpr (kScaled) {
+      return {escaped(v[0]), escaped(v[1])};
     } else if constexpr (kFp8) {
       return quantised(v[0], v[1]);
     } else {
-      return {{escape_sentinel(v[0].x), escape_sentinel(v[0].y), escape_sentinel(v[0].z),
-               escape_sentinel(v[0].w)},
-              {}};
+      return {escaped(v[0]), {}};
     }
+  }
+
+  __device__ static uint4 escaped(uint4 v) {
+    return {escape_sentinel(v.x), escape_sentinel(v.y), escape_sentinel(v.z), escape_sentinel(v.w)};
   }
 
   // Eight lanes that follow each other hold a block.
@@ -183,13 +202,13 @@ class DispatchSend {
 
   __device__ void send_counts() {
     const RankSet live = call_.live_ranks();
-    constexpr int kRounds = (kExperts + kThreads - 1) / kThreads;
+    constexpr int kRounds = (kTokenSets + kThreads - 1) / kThreads;
     int counts[kRounds] = {};
     const auto count = [&](int) {
 #pragma unroll
       for (int i = 0; i < kRounds; ++i) {
-        const int e = static_cast<int>(threadIdx.x) + i * kThreads;
-        if (e < kExperts) counts[i] += shared_.tokens_of[e].size();
+        const int set = static_cast<int>(threadIdx.x) + i * kThreads;
+        if (set < kTokenSets) counts[i] += shared_.tokens_of[set].size();
       }
     };
     for_each_window(entries_, args_.call.tokens, shared_.tokens_of, count, [&] {
@@ -199,13 +218,12 @@ class DispatchSend {
     });
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
-      const int e = static_cast<int>(threadIdx.x) + i * kThreads;
-      const int rank = e < kExperts ? e / kLocalExperts : 0;
+      const int set = static_cast<int>(threadIdx.x) + i * kThreads;
+      const int rank = set < kTokenSets ? set / kCounts : 0;
       const bool is_live = live.has(rank);
-      if (e >= kExperts || !is_live) continue;
+      if (set >= kTokenSets || !is_live) continue;
       const CountWord word{static_cast<uint32_t>(counts[i]), CountWord::tag_of(call_.epoch)};
-      Peer(args_.call, rank)
-          .put(call_.count(call_.writer_to(rank), e % kLocalExperts), word.encode());
+      Peer(args_.call, rank).put(call_.count(call_.writer_to(rank), set % kCounts), word.encode());
     }
   }
 

@@ -3,7 +3,8 @@
 // A slot holds the row's units of 16 bytes and, with fp8, behind them one unit for each segment:
 // the scales of its four blocks. With nvfp4 the 64 scales of a segment are four units. Constants
 // of the kernel: kEncoding (RowEncoding), kPackScales (scales come out as UE8M0), kTasks (segments
-// that a warp of a receiver has in flight).
+// that a warp of a receiver has in flight), kTokenMajor (a token's row comes once, whichever of
+// this rank's experts it names, and what it names comes beside it).
 #pragma once
 
 #include "device/numbers.cuh"
@@ -12,24 +13,26 @@
 
 namespace fanfold {
 
-inline constexpr bool kFp8 = kEncoding == 1 || kEncoding == 2;
+inline constexpr bool kScaled = kEncoding == 4;  // fp8 that the caller has scaled
+inline constexpr bool kFp8 = kEncoding == 1 || kEncoding == 2 || kScaled;
 inline constexpr bool kPowerOfTwoScales = kEncoding == 2;
 inline constexpr bool kNvfp4 = kEncoding == 3;
 inline constexpr RowKind kRowKind = kNvfp4 ? RowKind::kNvfp4
                                     : kFp8 ? RowKind::kFp8
                                            : RowKind::kBf16;
 // Units of the caller's row that become one.
-inline constexpr int kUnitInputs = kNvfp4 ? 4 : kFp8 ? 2 : 1;
-inline constexpr int kUnits = kHidden * 2 / kUnitInputs / kUnitBytes;
+inline constexpr int kUnitInputs = kNvfp4 ? 4 : kFp8 && !kScaled ? 2 : 1;
+inline constexpr int kInputUnits = kHidden * (kScaled ? 1 : 2) / kUnitBytes;
+inline constexpr int kUnits = kInputUnits / kUnitInputs;
 inline constexpr int kSegments = (kUnits + kSegmentUnits - 1) / kSegmentUnits;
-inline constexpr int kInputUnits = kHidden * 2 / kUnitBytes;
 inline constexpr int kBlocks = (kHidden + kBlockColumns - 1) / kBlockColumns;
 // Of a segment, and of a row.
 inline constexpr int kSegmentScaleUnits = kNvfp4 ? 4 : kFp8 ? 1 : 0;
 inline constexpr int kScaleUnits =
     kNvfp4 ? (kHidden / kNvfp4BlockColumns + kUnitBytes - 1) / kUnitBytes
            : kSegments * kSegmentScaleUnits;
-static_assert(kHidden * 2 % (kUnitInputs * kUnitBytes) == 0);
+static_assert(kHidden * (kScaled ? 1 : 2) % (kUnitInputs * kUnitBytes) == 0);
+static_assert(kTokenMajor == 0 || kEncoding == 0 || kScaled);
 static_assert(!kFp8 || kSegments == (kBlocks + 3) / 4, "a segment has four scales");
 
 using DispatchCall = Call<CallKind::kDispatch>;
@@ -70,9 +73,9 @@ struct Place {
 
 // Sending and receiving have memory of their own, so that no barrier is needed between them.
 struct DispatchTables {
-  TokenSet tokens_of[kExperts];
-  int32_t before[kRanks][kLocalExperts];  // rows of earlier sources
-  int32_t total[kLocalExperts];
+  TokenSet tokens_of[kTokenSets];
+  int32_t before[kRanks][kCounts];  // rows of earlier sources
+  int32_t total[kCounts];
   int32_t tokens[kRanks];
   uint8_t rows[kRanks];  // RowKind of each source; what a refusing rank must know
   bool refused[kRanks];

@@ -1,9 +1,11 @@
 // A token's header: what its source sends each rank about the token's top-k entries. It holds how
-// many earlier rows of this source go to the same expert, which the source counts from its own
-// routing, so that a receiver needs to know no other token to place this one's rows.
+// many earlier rows of this source go to the same expert (token-major: to the same rank), which the
+// source counts from its own routing, so that a receiver needs to know no other token to place this
+// one's rows.
 //
 // A token goes to an expert once however often it names it (docs/decisions/arithmetic.md): its
-// first mention counts, with the sum of all weights, and the others go nowhere.
+// first mention counts, with the sum of all weights, and the others go nowhere. Token-major each
+// mention arrives as it is.
 #pragma once
 
 #include "low_latency/routing.cuh"
@@ -35,12 +37,12 @@ class HeaderSender {
   }
 
  private:
-  // How many rows go to `expert`, this lane's of the token, from tokens before it. If this warp
+  // How many rows go where those of `expert`, this lane's, do, from tokens before it. If this warp
   // `awaits` the acknowledgements, all warps may put headers then.
   __device__ int rows_before(int token, int expert, int last, bool awaits) {
     int rows = 0;
     const auto count = [&](int first) {
-      if (expert >= 0) rows += tokens_of_[expert].size_below(token - first);
+      if (expert >= 0) rows += tokens_of_[set_of_rows(expert)].size_below(token - first);
     };
     for_each_window(entries_, last, tokens_of_, count, [&] {
       if (awaits) call_.await_acks();
@@ -54,6 +56,7 @@ class HeaderSender {
     // Where routing is late, dispatch has reported them before combine meets them.
     if (Kind == CallKind::kDispatch && expert < 0 && own.raw != -1)
       report_bad_index(token, own.raw);
+    if constexpr (kTokenMajor != 0) return push(token, expert, rows, own.weight, live);
     const uint32_t same = __match_any_sync(kFullWarp, expert);
     const bool first = expert >= 0 && (same & lanes_below()) == 0;
     const float weight = summed_weight(own.weight, expert >= 0 ? same : 0u);

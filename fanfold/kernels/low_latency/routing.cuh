@@ -1,5 +1,5 @@
 // The routing of a rank's own tokens as its CTAs read it: a token's row by a warp, and for every
-// expert the tokens that go to it, by a CTA.
+// expert, or rank, the tokens that go to it, by a CTA.
 #pragma once
 
 #include "low_latency/call.cuh"
@@ -36,6 +36,16 @@ struct TokenEntries {
     return {entries.raw(token, lane), entries.weight(token, lane)};
   }
 };
+
+// The sets of tokens that a source counts: for each rank those of its kCounts.
+inline constexpr int kTokenSets = kRanks * kCounts;
+__device__ __forceinline__ int set_of_expert(int expert) {
+  return kTokenMajor == 0 ? expert : expert / kLocalExperts * kCounts + expert % kLocalExperts;
+}
+// Of the tokens that bring a row to where those of the expert are: the expert, or its rank.
+__device__ __forceinline__ int set_of_rows(int expert) {
+  return kTokenMajor == 0 ? expert : expert / kLocalExperts * kCounts + kLocalExperts;
+}
 
 // Tokens that a CTA looks at together, as shared memory allows.
 inline constexpr int kWindowTokens = kExperts <= 1024 ? 128 : 32;
@@ -75,12 +85,15 @@ class Window {
     }
   }
 
-  // Adds each token to the sets of its experts.
+  // Adds each token to the sets of its experts and, where those count, of their ranks.
   __device__ void add_to(TokenSet* tokens_of) const {
 #pragma unroll
     for (int i = 0; i < kEntries; ++i) {
       const int expert = TopKEntries::sane(entries_[i]);
-      if (expert >= 0) tokens_of[expert].add((begin_ + i * kThreads) / kTopK);
+      if (expert < 0) continue;
+      const int token = (begin_ + i * kThreads) / kTopK;
+      tokens_of[set_of_expert(expert)].add(token);
+      if constexpr (kTokenMajor != 0) tokens_of[set_of_rows(expert)].add(token);
     }
   }
 
@@ -92,7 +105,7 @@ class Window {
 };
 
 // Calls `use(first)` for every window of the tokens before `last`, one at least, while
-// `tokens_of[kExperts]`, in shared memory, has the tokens of that window. All threads of the CTA
+// `tokens_of[kTokenSets]`, in shared memory, has the tokens of that window. All threads of the CTA
 // come, and read the sets until they come to the next barrier. `meanwhile()` is called once, while
 // the first window is on its way, with a barrier between it and every use.
 template <class Use, class Meanwhile>
@@ -102,7 +115,7 @@ __device__ __forceinline__ void for_each_window(const TopKEntries& entries, int 
   window.load(entries, 0, last);
   meanwhile();
   for (int first = 0;; first += kWindowTokens) {
-    for (int e = static_cast<int>(threadIdx.x); e < kExperts; e += kThreads) tokens_of[e] = {};
+    for (int i = static_cast<int>(threadIdx.x); i < kTokenSets; i += kThreads) tokens_of[i] = {};
     __syncthreads();
     window.add_to(tokens_of);
     const bool is_last = first + kWindowTokens >= last;
