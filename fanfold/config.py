@@ -61,6 +61,7 @@ class Overrides(TypedDict, total=False):
     ctas: int | None
     senders: int | None
     dispatch_transfer: str
+    few_tokens: int
     cache_dir: str | None
     ranges: bool
     fast_accumulation: bool
@@ -275,6 +276,15 @@ _SETTINGS = (
         bound="'auto', 'push' or 'pull'",
     ),
     Setting(
+        name="few_tokens",
+        variable="FANFOLD_FEW_TOKENS",
+        help="Up to how many tokens of a rank a plain dispatch of deep_ep.ElasticBuffer goes by "
+        "the low-latency protocol, on GPUs of one host; 0 for none. The same on all ranks.",
+        parse=int,
+        check=lambda v: _is_integer(v) and 0 <= v <= 4096,
+        bound="an integer from 0 to 4096",
+    ),
+    Setting(
         name="cache_dir",
         variable="FANFOLD_CACHE_DIR",
         help="Folder that keeps compiled kernels between processes; 'auto' is fanfold in "
@@ -436,6 +446,8 @@ class Config:
         senders: CTAs of them that send rows in a dispatch; None for a choice by the machine.
         dispatch_transfer: how rows of high-throughput dispatches on GPUs move within a host:
             ``"push"``, ``"pull"`` or ``"auto"``; the same on all ranks.
+        few_tokens: up to how many tokens of a rank a plain dispatch of ``deep_ep.ElasticBuffer``
+            goes by the low-latency protocol, on GPUs of one host; the same on all ranks.
         cache_dir: folder of compiled kernels; None for the user's own (:meth:`cache_folder`).
         ranges: whether calls are ranges of NVTX and of ``torch.profiler``.
         fast_accumulation: whether FusedMoE may lose bits of sums on GPUs, for a few percent.
@@ -458,6 +470,7 @@ class Config:
     ctas: int | None = None
     senders: int | None = None
     dispatch_transfer: str = "auto"
+    few_tokens: int = 0
     cache_dir: str | None = None
     ranges: bool = False
     fast_accumulation: bool = False

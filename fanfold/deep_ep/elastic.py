@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fanfold.backends.choose import choose
+from fanfold.backends.choose import BackendChoice, choose
 from fanfold.backends.high_throughput import HostHighThroughput, Rows
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.backends.high_throughput.kernels import DEFAULT_MOST_CTAS
@@ -22,12 +22,13 @@ from fanfold.deep_ep.base import Counted
 from fanfold.deep_ep.elastic_calls import Asked, Call, Event, check_whole
 from fanfold.deep_ep.ep_handle import EPHandle
 from fanfold.deep_ep.events import EventHandle, EventOverlap
+from fanfold.deep_ep.few_tokens import open_few_tokens
 from fanfold.deep_ep.routes import Bias
 from fanfold.deep_ep.streams import HostStreams, Streams
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.forks import Owner
 from fanfold.geometry import MAX_TOKENS
-from fanfold.group import agree, as_group, together
+from fanfold.group import Group, agree, as_group, together
 from fanfold.memory.hosts import find_hosts
 from fanfold.representation import described
 
@@ -157,11 +158,8 @@ class ElasticBuffer(Counted):
                 settings["timeout_s"] = float(num_gpu_timeout_secs)
             config = Settings.resolve(**settings)
             self._find_domains(ranks, config)
-            agree(ranks, {"num_max_tokens_per_rank": num_max_tokens_per_rank})
-            choice = choose(ranks, config, "high_throughput", may_cross_hosts=True)
-            most = max(_MOST_TOKENS, num_max_tokens_per_rank)
-            self.runtime, self._backend = open_high_throughput(ranks, choice, most, config)
-        del hidden, num_topk, use_fp8_dispatch
+            choice = self._open_modes(ranks, config, (num_max_tokens_per_rank, hidden, num_topk))
+        del use_fp8_dispatch
         self._calls = {"dispatch": 0, "combine": 0}
         self._measured = self._owner, (self.runtime,)
         self.num_bytes = _buffer_bytes(self.num_ranks) if num_bytes is None else num_bytes
@@ -169,6 +167,29 @@ class ElasticBuffer(Counted):
         on_gpu = choice.backend == "cuda"
         self._streams = Streams(choice.device) if on_gpu else HostStreams()
         self._most_sms = DEFAULT_MOST_CTAS if prefer_overlap_with_compute else _MOST_SMS
+
+    def _open_modes(
+        self, ranks: Group, config: Settings, geometry: tuple[int, int, int]
+    ) -> BackendChoice:
+        """High throughput, and low latency for few tokens; ``geometry`` as in
+        :func:`open_few_tokens`."""
+        most, hidden, num_topk = geometry
+        check_whole("hidden", hidden, 0)
+        check_whole("num_topk", num_topk, 0)
+        same = {"num_max_tokens_per_rank": most, "few_tokens": config.few_tokens}
+        if config.few_tokens:
+            same |= {"hidden": hidden, "num_topk": num_topk}
+        agree(ranks, dict(same))
+        choice = choose(ranks, config, "high_throughput", may_cross_hosts=True)
+        tokens = max(_MOST_TOKENS, most)
+        runtime, self._backend = open_high_throughput(ranks, choice, tokens, config)
+        try:
+            self._few = open_few_tokens(ranks, choice, config, geometry)
+        except BaseException:
+            runtime.close()
+            raise
+        self.runtime = runtime
+        return choice
 
     def _find_domains(self, ranks: Any, config: Settings) -> None:
         hosts = find_hosts(ranks, config)
@@ -342,6 +363,7 @@ class ElasticBuffer(Counted):
             automatic_sms=None if self.prefer_overlap_with_compute else self._most_sms,
             previous=previous,
             asynchronous=asynchronous,
+            few=self._few,
         )
 
     # ---- what programs ask ----------------------------------------------------------------------
@@ -466,7 +488,9 @@ class ElasticBuffer(Counted):
             return
         self._owner.check()
         self.runtime.close()
-        self.runtime = None
+        if self._few is not None:
+            self._few.close()
+        self.runtime = self._few = None
 
     def _open(self) -> None:
         if self.runtime is None:

@@ -20,7 +20,6 @@ from fanfold.backends.high_throughput.protocol import (
     RowOrder,
 )
 from fanfold.deep_ep.ep_handle import (
-    AnyPlan,
     EPHandle,
     RoutingSizes,
     first_rows,
@@ -28,11 +27,12 @@ from fanfold.deep_ep.ep_handle import (
     worst_rows,
 )
 from fanfold.deep_ep.events import EventHandle, EventOverlap, event_of
+from fanfold.deep_ep.few_tokens import AnyPlan, FewTokens, RoutedFew
 from fanfold.deep_ep.names import ELASTIC
 from fanfold.deep_ep.routes import Bias, tokens_of
 from fanfold.deep_ep.streams import HostStreams, Streams
 from fanfold.errors import ArgumentError, UsageError
-from fanfold.geometry import MAX_EXPERTS, MAX_TOKENS, check_flag, check_tensor
+from fanfold.geometry import MAX_EXPERTS, MAX_TOKENS, Geometry, check_flag, check_tensor
 from fanfold.refusal import Refusing
 from fanfold.representation import show_fields, worded
 
@@ -65,6 +65,7 @@ class Call:
         automatic_sms: what it gets then.
         previous: the events to wait for.
         asynchronous: whether the call runs on the communication stream.
+        few: the protocol of few tokens, if the ElasticBuffer has it.
     """
 
     backend: HighThroughputBackend
@@ -77,6 +78,7 @@ class Call:
     automatic_sms: int | None
     previous: tuple[Event, Event]
     asynchronous: bool
+    few: FewTokens | None = None
 
     def check(self) -> tuple[EventHandle | None, EventHandle | None]:
         """The events, after checks of what both calls take."""
@@ -90,6 +92,15 @@ class Call:
         if self.num_sms != 0:
             return self.num_sms
         return None if handle is None else handle._sizes.sms
+
+    def few_geometry(self, tensors: Tensors, asked: Asked) -> Geometry | None:
+        """That of a dispatch without a handle that goes by the protocol of few tokens. The
+        arguments may not have been checked."""
+        if self.few is None or asked.do_expand:
+            return None
+        most = asked.num_max_tokens_per_rank
+        most = self.most_tokens if most is None else most
+        return self.few.geometry_of(tensors[0], tensors[1], asked.num_experts, most)
 
     def use_sms(self, sms: int | None) -> None:
         """Has the backend take them."""
@@ -132,7 +143,15 @@ def dispatch(
     call: Call, tensors: Tensors, handle: EPHandle | None, asked: Asked
 ) -> tuple[Received, EventOverlap]:
     """See :meth:`fanfold.deep_ep.ElasticBuffer.dispatch`."""
-    with Refusing(lambda error: call.backend.refuse_dispatch(error, _plan_of(handle))):
+    few = call.few_geometry(tensors, asked) if handle is None else None
+
+    def refuse(error: BaseException) -> None:
+        if few is not None and call.few is not None:
+            call.few.mode.refuse_dispatch(error, few)
+        else:
+            call.backend.refuse_dispatch(error, _plan_of(handle))
+
+    with Refusing(refuse):
         previous, before_epilogue = call.check()
         check_flag("do_zero_padding", asked.do_zero_padding)
         if handle is None:
@@ -144,11 +163,14 @@ def dispatch(
         if before_epilogue is not None:
             before_epilogue.current_stream_wait()
         call.backend.use_zero_padding(asked.do_zero_padding)
-        if handle is None:
+        if few is not None:
+            received = _route_few(call, few, tensors, sizes, asked)
+        elif handle is None:
             received = _route(call, tensors, sizes, asked)
         else:
             received = _route_again(call, tensors, handle)
-        if asked.scales_by_columns and received.scales is not None:
+        by_rows = received.scales is not None and received.scales.stride(0) != 1
+        if asked.scales_by_columns and received.scales is not None and by_rows:
             received = dataclasses.replace(received, scales=_by_columns(received.scales))
         return received, None
 
@@ -166,17 +188,30 @@ def combine(
     bias: Bias,
 ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
     """See :meth:`fanfold.deep_ep.ElasticBuffer.combine`."""
-    with Refusing(lambda error: call.backend.refuse_combine(error, _plan_of(handle))):
+    few = _few_of(call, handle) if topk_weights is None and bias is None else None
+
+    def refuse(error: BaseException) -> None:
+        if few is not None:
+            few.few.mode.refuse_combine(error, few.rows.routing)
+        else:
+            call.backend.refuse_combine(error, _plan_of(handle))
+
+    with Refusing(refuse):
         previous, before_epilogue = call.check()
         _check_handle(call, handle)
 
     def body() -> tuple[tuple[torch.Tensor, torch.Tensor | None], None]:
         if before_epilogue is not None:
             before_epilogue.current_stream_wait()
+        if few is not None:
+            with ELASTIC:
+                sums = few.few.combine(few.geometry, x, few.rows.routing, few.received)
+            return (sums, None), None
         call.use_sms(call.sms(handle))
+        plan = _planned(call, handle)
         with ELASTIC:
             combined = call.backend.combine(
-                x, handle._plan, layout=_layout(handle), topk_weights=topk_weights, bias=bias
+                x, plan, layout=_layout(handle), topk_weights=topk_weights, bias=bias
             )
         return combined, None
 
@@ -282,6 +317,47 @@ def _route(call: Call, tensors: Tensors, sizes: RoutingSizes, asked: Asked) -> R
     return Received(dispatched.tokens, dispatched.scales, idx, weights, handle, kept)
 
 
+def _route_few(
+    call: Call, geometry: Geometry, tensors: Tensors, sizes: RoutingSizes, asked: Asked
+) -> Received:
+    x, topk_idx, topk_weights, stats = tensors
+    assert call.few is not None
+    assert topk_idx is not None
+    if sizes.knows_counts and topk_idx.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise UsageError("a dispatch in a CUDA graph needs do_cpu_sync=False")
+    few, by_columns = call.few, asked.scales_by_columns and not sizes.knows_counts
+    with ELASTIC:
+        rows = few.dispatch(
+            geometry,
+            x,
+            topk_idx,
+            topk_weights,
+            most_tokens=sizes.num_max_tokens_per_rank,
+            alignment=sizes.expert_alignment,
+            scales_by_columns=by_columns,
+            expert_totals=stats,
+        )
+    few.settle(geometry)
+    count, listed = len(rows.tokens), []
+    if sizes.knows_counts:
+        ends = rows.ends.tolist()
+        few.mode.check()  # whether another rank has refused the call
+        count = ends[geometry.ranks - 1]
+        ends = [0, *ends[-geometry.experts_per_rank :]]
+        listed = [end - begin for begin, end in itertools.pairwise(ends)]
+    # What is the caller's may be written to, so a copy stays here.
+    own, *copied = topk_idx.expand(1 + asked.do_handle_copy, -1, -1).clone()
+    kept_idx = copied[0] if copied else topk_idx
+    routed = RoutedFew(few, geometry, rows, topk_idx.shape[0], sizes.expert_alignment, count, own)
+    expanded = worst_expanded_rows(geometry.ranks, geometry.top_k, sizes)
+    handle = EPHandle(routed, sizes, kept_idx, sum(listed) if listed else expanded, listed)
+    kept = handle._tensors() if call.asynchronous else ()
+    of_rows, weights = (
+        None if each is None else each[:count] for each in (rows.scales, rows.topk_weights)
+    )
+    return Received(rows.tokens[:count], of_rows, rows.topk_idx[:count], weights, handle, kept)
+
+
 def rows_of_experts(plan: AnyPlan) -> list[int]:
     """Of each local expert, with padding."""
     offsets: list[int] = plan.offsets.tolist()
@@ -333,8 +409,8 @@ def _check_reuse(call: Call, tensors: Tensors, handle: EPHandle, asked: Asked) -
 
 def _route_again(call: Call, tensors: Tensors, handle: EPHandle) -> Received:
     x, _, topk_weights, stats = tensors
-    plan = handle._plan
     call.use_sms(call.sms(handle))
+    plan = _planned(call, handle)
     with ELASTIC:
         dispatched = call.backend.dispatch_cached(x, plan, layout=_layout(handle))
     _add_stats(stats, plan)
@@ -344,18 +420,17 @@ def _route_again(call: Call, tensors: Tensors, handle: EPHandle) -> Received:
         assert plan.topk_idx is not None
         idx = first_rows(plan.topk_idx, rows, -1).to(device, copy=True)
     if topk_weights is not None:
-        entries = _send_entries(call, topk_weights, handle)
+        entries = _send_entries(call, topk_weights, plan)
         weights = _of_rows(entries, plan, rows) if idx is None else entries.where(idx >= 0, 0)
     return Received(dispatched.tokens, dispatched.scales, idx, weights, handle)
 
 
-def _send_entries(call: Call, topk_weights: torch.Tensor, handle: EPHandle) -> torch.Tensor:
+def _send_entries(call: Call, topk_weights: torch.Tensor, plan: AnyPlan) -> torch.Tensor:
     """``[rows, K]`` float32: the numbers of each received token.
 
     They travel as the scales of short rows, which hardly any rows of a caller look like: ranks of
     which only some send numbers find that they disagree, at the latest in the next call.
     """
-    plan = handle._plan
     columns = -(-plan.top_k // _LEAST_COLUMNS) * _LEAST_COLUMNS
     values = torch.zeros((plan.tokens, columns), dtype=torch.uint8, device=topk_weights.device)
     sent = (values, topk_weights.detach())
@@ -410,7 +485,21 @@ def _add_stats(stats: torch.Tensor | None, plan: AnyPlan) -> None:
 
 def _plan_of(handle: object) -> AnyPlan | None:
     """Of what a caller passes for a handle, which need not be one."""
-    return handle._plan if isinstance(handle, EPHandle) else None
+    routed = handle._plan if isinstance(handle, EPHandle) else None
+    return routed.plan_if_made if isinstance(routed, RoutedFew) else routed
+
+
+def _few_of(call: Call, handle: object) -> RoutedFew | None:
+    """The same, if it is of the call's own protocol of few tokens."""
+    routed = handle._plan if isinstance(handle, EPHandle) else None
+    return routed if isinstance(routed, RoutedFew) and routed.few is call.few else None
+
+
+def _planned(call: Call, handle: EPHandle) -> AnyPlan:
+    """What high throughput calls by. Collective where low latency has routed the tokens, and
+    nobody has asked before."""
+    routed = handle._plan
+    return routed.plan(call.backend) if isinstance(routed, RoutedFew) else routed
 
 
 def _layout(handle: EPHandle) -> RowOrder:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from fanfold.backends.high_throughput import Plan
 from fanfold.backends.high_throughput.plan import CudaPlan
 from fanfold.copying import not_copied
 from fanfold.deep_ep.events import EventHandle
+from fanfold.deep_ep.few_tokens import AnyPlan, RoutedFew
 from fanfold.deep_ep.streams import record
 from fanfold.representation import described
 
@@ -22,8 +22,6 @@ __all__ = [
     "worst_expanded_rows",
     "worst_rows",
 ]
-
-AnyPlan = Plan | CudaPlan
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ class EPHandle:
 
     def __init__(
         self,
-        plan: AnyPlan,
+        plan: AnyPlan | RoutedFew,
         sizes: RoutingSizes,
         topk_idx: torch.Tensor,
         expanded_rows: int,
@@ -133,6 +131,8 @@ class EPHandle:
     def _tensors(self) -> tuple[torch.Tensor, ...]:
         """All that it holds, and its plan."""
         own = (value for value in vars(self).values() if isinstance(value, torch.Tensor))
+        if isinstance(self._plan, RoutedFew):
+            return *own, *self._plan.tensors()
         of_plan = (value for value in vars(self._plan).values() if isinstance(value, torch.Tensor))
         return *own, *of_plan
 
@@ -141,14 +141,21 @@ class EPHandle:
     @property
     def psum_num_recv_tokens_per_scaleup_rank(self) -> torch.Tensor:
         """See :class:`EPHandle`."""
-        return self._read("ranks", lambda: _prefix(self._plan).to(self.topk_idx.device))
+        plan, device = self._plan, self.topk_idx.device
+        if isinstance(plan, RoutedFew):
+            return self._read("ranks", lambda: plan.rows.rank_ends)
+        return self._read("ranks", lambda: _prefix(plan).to(device))
 
     @property
     def num_unaligned_recv_tokens_per_expert(self) -> torch.Tensor:
         """See :class:`EPHandle`."""
 
+        plan, device = self._plan, self.topk_idx.device
+        if isinstance(plan, RoutedFew):
+            return self._read("unaligned", lambda: plan.rows.expert_rows)
+
         def make() -> torch.Tensor:
-            return self._plan.tokens_per_expert.to(self.topk_idx.device, torch.int32, copy=True)
+            return plan.tokens_per_expert.to(device, torch.int32, copy=True)
 
         return self._read("unaligned", make)
 
@@ -156,11 +163,14 @@ class EPHandle:
     def psum_num_recv_tokens_per_expert(self) -> torch.Tensor:
         """See :class:`EPHandle`."""
 
+        plan, device = self._plan, self.topk_idx.device
+        if isinstance(plan, RoutedFew):
+            return self._read("experts", lambda: plan.rows.expert_ends)
+
         def make() -> torch.Tensor:
-            device, offsets = self.topk_idx.device, self._plan.offsets
             if not self.do_expand:
-                return offsets[1:].to(device, torch.int32, copy=True)
-            return (offsets[:-1] + self._plan.tokens_per_expert).to(device, torch.int32)
+                return plan.offsets[1:].to(device, torch.int32, copy=True)
+            return (plan.offsets[:-1] + plan.tokens_per_expert).to(device, torch.int32)
 
         return self._read("experts", make)
 
@@ -177,7 +187,7 @@ class EPHandle:
         # A capture cannot wait for an event from before it, and its tensors hold nothing until the
         # graph is replayed: they are made anew for the next reader.
         passing = _is_capturing(self.topk_idx.device) and not self._made_in_capture
-        if isinstance(plan, CudaPlan) and not passing:
+        if isinstance(plan, (CudaPlan, RoutedFew)) and not passing:
             self._done.current_stream_wait()
             if plan.block.is_cuda:
                 record(tuple(plan.tensors()), torch.cuda.current_stream(plan.block.device))
@@ -188,6 +198,8 @@ class EPHandle:
 
     def _sources(self) -> torch.Tensor:
         plan, rows, device = self._plan, self._received, self.topk_idx.device
+        if isinstance(plan, RoutedFew):
+            return plan.rows.sources[:rows]
         made = torch.full((rows, 2 + plan.top_k), -1, dtype=torch.int32, device=device)
         numbers = torch.arange(rows, dtype=torch.int32, device=device)
         prefix = _prefix(plan).to(device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,11 +14,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from fanfold import _core
 from fanfold.backends import opening
 from fanfold.backends.choose import BackendChoice
 from fanfold.backends.high_throughput.room import Room
 from fanfold.deep_ep import Buffer, elastic, hybrid, runtime
 from fanfold.deep_ep.streams import HostStreams
+from fanfold.stream_order import StreamOrder
 from tests.emulation.high_throughput import emulated
 from tests.emulation.world import Builder, ThreadGroup
 
@@ -45,6 +48,11 @@ class Memory:
         self.closed = True
 
 
+def _launch(args: Any, kernel: Any, ctas: int, threads: int, stream: int, early: bool) -> None:
+    """Of the low-latency kernels, on grids of their own."""
+    kernel.run(args.address, types.SimpleNamespace(ctas=ctas, shared_bytes=0))
+
+
 @contextmanager
 def emulated_buffers(builder: Builder, ctas: int, placed: BackendChoice = PLACED) -> Iterator[None]:
     """Within it all kinds of Buffers take the CPU for a GPU of compute capability 9.0."""
@@ -62,6 +70,9 @@ def emulated_buffers(builder: Builder, ctas: int, placed: BackendChoice = PLACED
         ),
         mock.patch.object(hybrid, "choose", return_value=placed),
         mock.patch.object(opening, "CudaSymmetricMemory", Memory),
+        mock.patch.object(_core.CudaDispatchArgs, "launch", _launch),
+        mock.patch.object(_core.CudaCombineArgs, "launch", _launch),
+        mock.patch.object(StreamOrder, "mark"),
         mock.patch.object(dist, "get_rank", lambda group: group.rank),
     ):
         yield
