@@ -278,8 +278,9 @@ _SETTINGS = (
     Setting(
         name="few_tokens",
         variable="FANFOLD_FEW_TOKENS",
-        help="Up to how many tokens of a rank a plain dispatch of deep_ep.ElasticBuffer goes by "
-        "the low-latency protocol, on GPUs of one host; 0 for none. The same on all ranks.",
+        help="Plain dispatches of deep_ep.ElasticBuffer on GPUs of one host whose "
+        "num_max_tokens_per_rank is at most this take the low-latency protocol; 0 for none. The "
+        "same on all ranks.",
         parse=int,
         check=lambda v: _is_integer(v) and 0 <= v <= 4096,
         bound="an integer from 0 to 4096",
@@ -446,8 +447,9 @@ class Config:
         senders: CTAs of them that send rows in a dispatch; None for a choice by the machine.
         dispatch_transfer: how rows of high-throughput dispatches on GPUs move within a host:
             ``"push"``, ``"pull"`` or ``"auto"``; the same on all ranks.
-        few_tokens: up to how many tokens of a rank a plain dispatch of ``deep_ep.ElasticBuffer``
-            goes by the low-latency protocol, on GPUs of one host; the same on all ranks.
+        few_tokens: up to which ``num_max_tokens_per_rank`` plain dispatches of
+            ``deep_ep.ElasticBuffer`` take the low-latency protocol, on GPUs of one host; the same
+            on all ranks.
         cache_dir: folder of compiled kernels; None for the user's own (:meth:`cache_folder`).
         ranges: whether calls are ranges of NVTX and of ``torch.profiler``.
         fast_accumulation: whether FusedMoE may lose bits of sums on GPUs, for a few percent.

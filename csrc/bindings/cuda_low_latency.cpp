@@ -55,6 +55,7 @@ void bind_token_rows(nb::module_& module) {
   def_address(rows, "sources", &TokenRows::sources);
   def_address(rows, "rank_ends", &TokenRows::rank_ends);
   def_address(rows, "expert_ends", &TokenRows::expert_ends);
+  def_address(rows, "aborted", &TokenRows::aborted);
   rows.def_rw("most_tokens", &TokenRows::most_tokens)
       .def_rw("alignment", &TokenRows::alignment)
       .def(
@@ -66,7 +67,7 @@ void bind_token_rows(nb::module_& module) {
           "of_row"_a, "of_block"_a);
 }
 
-void bind_arguments(nb::module_& module) {
+void bind_dispatch_arguments(nb::module_& module) {
   nb::class_<DispatchArgs> dispatch(module, "CudaDispatchArgs");
   def_call<nb::class_<DispatchArgs>, DispatchArgs>(dispatch);
   def_address(dispatch, "x", &DispatchArgs::x);
@@ -96,7 +97,9 @@ void bind_arguments(nb::module_& module) {
   dispatch.def_rw("token_rows", &DispatchArgs::token_rows);
   dispatch.def("launch", &launch<DispatchArgs>, "kernel"_a, "ctas"_a, "threads"_a, "stream"_a,
                "early"_a);
+}
 
+void bind_combine_arguments(nb::module_& module) {
   nb::class_<CombineArgs> combine(module, "CudaCombineArgs");
   def_call<nb::class_<CombineArgs>, CombineArgs>(combine);
   def_address(combine, "y", &CombineArgs::y);
@@ -110,6 +113,13 @@ void bind_arguments(nb::module_& module) {
   def_address(combine, "topk_weights", &CombineArgs::topk_weights);
   def_address(combine, "out", &CombineArgs::out);
   def_address(combine, "wait_ns", &CombineArgs::wait_ns);
+  combine.def(
+      "set_biases",
+      [](CombineArgs& self, uintptr_t first, uintptr_t second) {
+        self.biases[0] = reinterpret_cast<const unsigned char*>(first);
+        self.biases[1] = reinterpret_cast<const unsigned char*>(second);
+      },
+      "first"_a, "second"_a);
   // For a kernel that waits for outputs; the fields of ReadySignals.
   combine.def(
       "wait_for",
@@ -149,7 +159,8 @@ void bind_fast_path(nb::module_& module) {
 }  // namespace
 
 void bind_cuda_low_latency(nb::module_& module) {
-  bind_arguments(module);
+  bind_dispatch_arguments(module);
+  bind_combine_arguments(module);
   bind_fast_path(module);
   module.attr("CUDA_FEW_RANKS") = kFewRanks;
   module.attr("CUDA_STATE_PEERS_AT") = offsetof(LowLatencyState, peers);

@@ -88,7 +88,11 @@ class ElasticCalls:
         self._zero_padding = bool(settings.zero_padding)
         with in_environment(settings.overrides()):
             self._buffer = ElasticBuffer(
-                group, num_max_tokens_per_rank=settings.tokens, explicitly_destroy=True
+                group,
+                num_max_tokens_per_rank=settings.tokens,
+                hidden=settings.hidden,
+                num_topk=settings.top_k,
+                explicitly_destroy=True,
             )
         self.device, runtime = self._buffer.device, self._buffer.runtime
         self.memory_bytes, self.network = runtime.bytes_per_rank, _network_of(runtime)

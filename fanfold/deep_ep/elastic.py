@@ -174,17 +174,18 @@ class ElasticBuffer(Counted):
         """High throughput, and low latency for few tokens; ``geometry`` as in
         :func:`open_few_tokens`."""
         most, hidden, num_topk = geometry
-        check_whole("hidden", hidden, 0)
-        check_whole("num_topk", num_topk, 0)
         same = {"num_max_tokens_per_rank": most, "few_tokens": config.few_tokens}
         if config.few_tokens:
+            check_whole("hidden", hidden, 0)
+            check_whole("num_topk", num_topk, 0)
             same |= {"hidden": hidden, "num_topk": num_topk}
         agree(ranks, dict(same))
         choice = choose(ranks, config, "high_throughput", may_cross_hosts=True)
         tokens = max(_MOST_TOKENS, most)
         runtime, self._backend = open_high_throughput(ranks, choice, tokens, config)
         try:
-            self._few = open_few_tokens(ranks, choice, config, geometry)
+            order = getattr(self._backend, "order", None)
+            self._few = open_few_tokens(ranks, choice, config, geometry, order)
         except BaseException:
             runtime.close()
             raise

@@ -18,6 +18,7 @@ from fanfold.backends.high_throughput.protocol import (
     MOST_SMS,
     HighThroughputBackend,
     RowOrder,
+    check_biases,
 )
 from fanfold.deep_ep.ep_handle import (
     EPHandle,
@@ -98,9 +99,39 @@ class Call:
         arguments may not have been checked."""
         if self.few is None or asked.do_expand:
             return None
-        most = asked.num_max_tokens_per_rank
-        most = self.most_tokens if most is None else most
+        most = asked.most_tokens(self)
         return self.few.geometry_of(tensors[0], tensors[1], asked.num_experts, most)
+
+    def refuse_dispatch(
+        self, error: BaseException, geometry: Geometry | None, handle: object, asked: Asked
+    ) -> None:
+        """Takes part in the dispatch that the peers make, which goes by the protocol of few tokens
+        if there is a geometry."""
+        if geometry is None and handle is None and self.few is not None:
+            geometry = self.few.to_refuse(asked.most_tokens(self), expands=asked.do_expand)
+        if geometry is not None and self.few is not None:
+            self.few.mode.refuse_dispatch(error, geometry)
+        else:
+            self.backend.refuse_dispatch(error, self._plan_to_refuse(handle))
+
+    def refuse_combine(
+        self, error: BaseException, routed: RoutedFew | None, handle: object, *, bare: bool
+    ) -> None:
+        """The same for a combine, which is ``bare`` without weights."""
+        lost = bare and not isinstance(handle, EPHandle)
+        if routed is not None:
+            assert self.few is not None
+            self.few.mode.refuse_combine(error, routed.rows.routing)
+        elif lost and self.few is not None and self.few.last is not None:
+            self.few.mode.refuse_combine(error)
+        else:
+            self.backend.refuse_combine(error, self._plan_to_refuse(handle))
+
+    def _plan_to_refuse(self, handle: object) -> AnyPlan | None:
+        """Of what a caller passes for a handle, which need not be one. One that has no plan yet
+        gets it first, as on the peers."""
+        known = isinstance(handle, EPHandle) and handle._plan.ranks == self.ranks
+        return planned(self, handle) if known else None  # type: ignore[arg-type]
 
     def use_sms(self, sms: int | None) -> None:
         """Has the backend take them."""
@@ -119,6 +150,11 @@ class Asked:
     do_handle_copy: bool
     do_zero_padding: bool
     scales_by_columns: bool
+
+    def most_tokens(self, call: Call) -> int | None:
+        """Of a rank."""
+        most = self.num_max_tokens_per_rank
+        return call.most_tokens if most is None else most
 
 
 @dataclass(eq=False)
@@ -143,15 +179,8 @@ def dispatch(
     call: Call, tensors: Tensors, handle: EPHandle | None, asked: Asked
 ) -> tuple[Received, EventOverlap]:
     """See :meth:`fanfold.deep_ep.ElasticBuffer.dispatch`."""
-    few = call.few_geometry(tensors, asked) if handle is None else None
-
-    def refuse(error: BaseException) -> None:
-        if few is not None and call.few is not None:
-            call.few.mode.refuse_dispatch(error, few)
-        else:
-            call.backend.refuse_dispatch(error, _plan_of(handle))
-
-    with Refusing(refuse):
+    geometry = call.few_geometry(tensors, asked) if handle is None else None
+    with Refusing(lambda error: call.refuse_dispatch(error, geometry, handle, asked)):
         previous, before_epilogue = call.check()
         check_flag("do_zero_padding", asked.do_zero_padding)
         if handle is None:
@@ -163,8 +192,8 @@ def dispatch(
         if before_epilogue is not None:
             before_epilogue.current_stream_wait()
         call.backend.use_zero_padding(asked.do_zero_padding)
-        if few is not None:
-            received = _route_few(call, few, tensors, sizes, asked)
+        if geometry is not None:
+            received = _route_few(call, geometry, tensors, sizes, asked)
         elif handle is None:
             received = _route(call, tensors, sizes, asked)
         else:
@@ -188,15 +217,9 @@ def combine(
     bias: Bias,
 ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
     """See :meth:`fanfold.deep_ep.ElasticBuffer.combine`."""
-    few = _few_of(call, handle) if topk_weights is None and bias is None else None
-
-    def refuse(error: BaseException) -> None:
-        if few is not None:
-            few.few.mode.refuse_combine(error, few.rows.routing)
-        else:
-            call.backend.refuse_combine(error, _plan_of(handle))
-
-    with Refusing(refuse):
+    few = _few_of(call, handle) if topk_weights is None else None
+    bare = topk_weights is None
+    with Refusing(lambda error: call.refuse_combine(error, few, handle, bare=bare)):
         previous, before_epilogue = call.check()
         _check_handle(call, handle)
 
@@ -205,10 +228,10 @@ def combine(
             before_epilogue.current_stream_wait()
         if few is not None:
             with ELASTIC:
-                sums = few.few.combine(few.geometry, x, few.rows.routing, few.received)
+                sums = _combine_few(call, few, x, bias)
             return (sums, None), None
         call.use_sms(call.sms(handle))
-        plan = _planned(call, handle)
+        plan = planned(call, handle)
         with ELASTIC:
             combined = call.backend.combine(
                 x, plan, layout=_layout(handle), topk_weights=topk_weights, bias=bias
@@ -219,6 +242,15 @@ def combine(
         body, async_finish=call.asynchronous, inputs=(x, topk_weights, bias), previous=previous
     )
     return out, summed, event
+
+
+def _combine_few(call: Call, routed: RoutedFew, x: torch.Tensor, bias: Bias) -> torch.Tensor:
+    assert call.few is not None
+    geometry, routing = routed.geometry, routed.rows.routing
+    with Refusing(lambda error: call.refuse_combine(error, routed, None, bare=True)):
+        shape = (routed.tokens, geometry.hidden)
+        biases = check_biases(bias, shape, call.backend.device)
+    return call.few.combine(geometry, x, routing, routed.received, biases)
 
 
 # ---- a new routing ------------------------------------------------------------------------------
@@ -282,6 +314,8 @@ def _route(call: Call, tensors: Tensors, sizes: RoutingSizes, asked: Asked) -> R
     assert topk_idx is not None
     if sizes.knows_counts and topk_idx.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UsageError("a dispatch in a CUDA graph needs do_cpu_sync=False")
+    if call.few is not None:
+        call.few.last = None
     top_k = topk_idx.shape[1]
     listed: list[int] = []
     options: dict[str, Any] = {}
@@ -337,18 +371,22 @@ def _route_few(
             scales_by_columns=by_columns,
             expert_totals=stats,
         )
-    few.settle(geometry)
     count, listed = len(rows.tokens), []
     if sizes.knows_counts:
-        ends = rows.ends.tolist()
-        few.mode.check()  # whether another rank has refused the call
-        count = ends[geometry.ranks - 1]
-        ends = [0, *ends[-geometry.experts_per_rank :]]
+        *counts, aborted = rows.counts.tolist()
+        if aborted:
+            few.mode.check()  # who has refused it
+            raise UsageError("a dispatch was aborted; an earlier call has raised the reason")
+        count = counts[geometry.ranks - 1]
+        ends = [0, *counts[-geometry.experts_per_rank :]]
         listed = [end - begin for begin, end in itertools.pairwise(ends)]
     # What is the caller's may be written to, so a copy stays here.
     own, *copied = topk_idx.expand(1 + asked.do_handle_copy, -1, -1).clone()
     kept_idx = copied[0] if copied else topk_idx
-    routed = RoutedFew(few, geometry, rows, topk_idx.shape[0], sizes.expert_alignment, count, own)
+    routed = RoutedFew(
+        few.token, geometry, rows, topk_idx.shape[0], sizes.expert_alignment, count, own,
+        captured=own.is_cuda and torch.cuda.is_current_stream_capturing(),
+    )  # fmt: skip
     expanded = worst_expanded_rows(geometry.ranks, geometry.top_k, sizes)
     handle = EPHandle(routed, sizes, kept_idx, sum(listed) if listed else expanded, listed)
     kept = handle._tensors() if call.asynchronous else ()
@@ -410,7 +448,7 @@ def _check_reuse(call: Call, tensors: Tensors, handle: EPHandle, asked: Asked) -
 def _route_again(call: Call, tensors: Tensors, handle: EPHandle) -> Received:
     x, _, topk_weights, stats = tensors
     call.use_sms(call.sms(handle))
-    plan = _planned(call, handle)
+    plan = planned(call, handle)
     with ELASTIC:
         dispatched = call.backend.dispatch_cached(x, plan, layout=_layout(handle))
     _add_stats(stats, plan)
@@ -483,19 +521,15 @@ def _add_stats(stats: torch.Tensor | None, plan: AnyPlan) -> None:
         stats += plan.tokens_per_expert.to(stats.device)
 
 
-def _plan_of(handle: object) -> AnyPlan | None:
-    """Of what a caller passes for a handle, which need not be one."""
-    routed = handle._plan if isinstance(handle, EPHandle) else None
-    return routed.plan_if_made if isinstance(routed, RoutedFew) else routed
-
-
 def _few_of(call: Call, handle: object) -> RoutedFew | None:
-    """The same, if it is of the call's own protocol of few tokens."""
+    """What a handle has, if that is of the call's own protocol of few tokens."""
     routed = handle._plan if isinstance(handle, EPHandle) else None
-    return routed if isinstance(routed, RoutedFew) and routed.few is call.few else None
+    if not isinstance(routed, RoutedFew) or call.few is None:
+        return None
+    return routed if routed.token is call.few.token else None
 
 
-def _planned(call: Call, handle: EPHandle) -> AnyPlan:
+def planned(call: Call, handle: EPHandle) -> AnyPlan:
     """What high throughput calls by. Collective where low latency has routed the tokens, and
     nobody has asked before."""
     routed = handle._plan

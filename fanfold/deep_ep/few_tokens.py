@@ -3,6 +3,7 @@ there. What such a routing is used for besides, high throughput does by a plan o
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 import torch
@@ -16,11 +17,12 @@ from fanfold.backends.low_latency.token_major import CudaTokenMajor, TokenMajorR
 from fanfold.backends.opening import open_gpu_memory
 from fanfold.backends.ranges import ranged_call
 from fanfold.config import Config
-from fanfold.errors import ArgumentError, FanfoldError
+from fanfold.errors import ArgumentError, FanfoldError, UsageError
 from fanfold.geometry import Geometry
 from fanfold.group import Group, agree
 from fanfold.memory import GpuPeerMemory
 from fanfold.representation import show_fields
+from fanfold.stream_order import StreamOrder
 
 __all__ = ["AnyPlan", "FewTokens", "RoutedFew", "open_few_tokens"]
 
@@ -41,6 +43,8 @@ class FewTokens:
     Attributes:
         mode: for all but its calls.
         dispatch, combine: its calls (:meth:`CudaTokenMajor.dispatch_rows`, ``combine_rows``).
+        last: the geometry of the last dispatch without a handle, if it went by this protocol.
+        token: what handles of its dispatches know it by; they keep none of its memory.
     """
 
     def __init__(
@@ -49,18 +53,19 @@ class FewTokens:
         self.mode = mode
         self.dispatch = ranged_call(mode.dispatch_rows, "fanfold::low_latency::dispatch", config)
         self.combine = ranged_call(mode.combine_rows, "fanfold::low_latency::combine", config)
+        self.token = object()
         self._memory, self._most_tokens = memory, most_tokens
-        self._geometry: Geometry | None = None
+        self.last: Geometry | None = None
 
     def geometry_of(
         self, x: object, topk_idx: object, num_experts: object, most_tokens: object
     ) -> Geometry | None:
         """That of a plain dispatch of such tensors, of most_tokens of a rank at most, which may not
         have been checked; None if it does not go by this protocol. Ranks whose calls are alike find
-        alike. The first one that succeeds settles hidden size, experts and top-k, as every change
-        of those makes all ranks wait for each other."""
+        alike. The first one decides about hidden size, experts and top-k, as every change of those
+        makes all ranks wait for each other."""
         parts = x if isinstance(x, tuple) else (x,)
-        if len(parts) > 2:
+        if isinstance(x, tuple) and len(x) != 2:
             return None
         tensors = (*parts, topk_idx)
         if not all(isinstance(each, torch.Tensor) and each.dim() == 2 for each in tensors):
@@ -70,14 +75,19 @@ class FewTokens:
         if type(num_experts) is not int or not takes_rows(x):  # type: ignore[arg-type]
             return None
         sizes = (num_experts, topk_idx.shape[1], parts[0].shape[1])  # type: ignore[attr-defined]
-        known = self._geometry
+        known = self.mode.geometry
         if known is None:
-            return self._new_geometry(*sizes)
-        return known if sizes == (known.num_experts, known.top_k, known.hidden) else None
+            known = self._new_geometry(*sizes)
+        if known is None or sizes != (known.num_experts, known.top_k, known.hidden):
+            return None
+        self.last = known
+        return known
 
-    def settle(self, geometry: Geometry) -> None:
-        """Takes note of a dispatch that all ranks have made."""
-        self._geometry = geometry
+    def to_refuse(self, most_tokens: object, *, expands: object) -> Geometry | None:
+        """That of a dispatch to refuse whose arguments do not tell: most likely it would have gone
+        by the protocol of the last one."""
+        above = type(most_tokens) is int and most_tokens > self._most_tokens
+        return None if expands is True or above else self.last
 
     def _new_geometry(self, num_experts: int, top_k: int, hidden: int) -> Geometry | None:
         try:
@@ -99,7 +109,11 @@ def bytes_for_few_tokens(geometry: Geometry) -> int:
 
 
 def open_few_tokens(
-    group: Group, choice: BackendChoice, config: Config, geometry: tuple[int, int, int]
+    group: Group,
+    choice: BackendChoice,
+    config: Config,
+    geometry: tuple[int, int, int],
+    order: StreamOrder | None,
 ) -> FewTokens | None:
     """The protocol where calls run on GPUs of one host and the setting ``few_tokens`` asks for it.
     Collective.
@@ -108,6 +122,7 @@ def open_few_tokens(
         group, choice, config: of the ElasticBuffer.
         geometry: its num_max_tokens_per_rank, hidden and num_topk, the same on all ranks; without
             one of them there is no such protocol.
+        order: of the streams of its other calls, on GPUs.
 
     Raises:
         ArgumentError: there is no such geometry.
@@ -122,7 +137,9 @@ def open_few_tokens(
     memory = open_gpu_memory(group, choice, nbytes, 0, config)
     mode, error = None, None
     try:
-        mode = CudaTokenMajor(memory, config, choice.check_devices)
+        # As in high throughput a late rank ends the calls, whatever the setting.
+        strict = dataclasses.replace(config, late_peers="raise")
+        mode = CudaTokenMajor(memory, strict, choice.check_devices, order)
     except FanfoldError as failure:
         error = failure
     try:
@@ -139,22 +156,24 @@ class RoutedFew:
     """What a dispatch of few tokens leaves for later calls.
 
     Attributes:
-        few: the protocol, of the ElasticBuffer that made it.
+        token: of the :class:`FewTokens` that made it.
         geometry: of the dispatch.
         rows: what it brought, the handle's tensors among it.
         tokens: of this rank.
         expert_alignment: of the dispatch.
         received: rows of the result.
         topk_idx: of this rank's tokens, a copy, from which a plan is made.
+        captured: whether it was made in a CUDA graph, whose replays write it anew.
     """
 
-    few: FewTokens
+    token: object
     geometry: Geometry
     rows: TokenMajorRows
     tokens: int
     expert_alignment: int
     received: int
     topk_idx: torch.Tensor
+    captured: bool
     _plan: AnyPlan | None = field(default=None, repr=False)
 
     __repr__ = show_fields
@@ -176,7 +195,7 @@ class RoutedFew:
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All that it holds."""
-        return self.rows.ends, self.rows.sources, self.block, self.topk_idx
+        return self.rows.counts, self.rows.sources, self.block, self.topk_idx
 
     @property
     def plan_if_made(self) -> AnyPlan | None:
@@ -185,10 +204,18 @@ class RoutedFew:
 
     def plan(self, backend: HighThroughputBackend) -> AnyPlan:
         """The same routing for high throughput, which brings the same rows. Collective when it is
-        first asked for; anew in every call of a CUDA graph that is captured before."""
+        first asked for, and the CPU waits then, but in a capture; anew in each call if it was made
+        in a CUDA graph.
+
+        Raises:
+            UsageError: another rank has refused the dispatch, so no rank may make calls by it.
+        """
         if self._plan is not None:
             return self._plan
         device = self.topk_idx.device
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if not capturing and self.rows.counts[-1].item():
+            raise UsageError("another rank has refused the dispatch of this handle; make a new one")
         shape = (self.tokens, _PLANNED_COLUMNS)
         plan: AnyPlan = backend.dispatch(
             torch.zeros(shape, dtype=torch.bfloat16, device=device),
@@ -200,7 +227,6 @@ class RoutedFew:
         ).plan
         if device.type == "cuda":
             self.topk_idx.record_stream(torch.cuda.current_stream(device))
-            if torch.cuda.is_current_stream_capturing():
-                return plan
-        self._plan = plan
+        if not capturing and not self.captured:
+            self._plan = plan
         return plan

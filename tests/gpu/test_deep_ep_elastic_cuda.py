@@ -45,6 +45,7 @@ EXPANDS = pytest.mark.parametrize("expands", [False, True], ids=["plain", "expan
 def open_buffer(group: Any, **changes: Any) -> ElasticBuffer:
     """An ElasticBuffer whose calls run on the ranks' GPUs."""
     options: dict[str, Any] = {"num_max_tokens_per_rank": MOST, "explicitly_destroy": True}
+    options |= {"hidden": 1040, "num_topk": 32}  # the most of any call with few tokens
     with environment(FANFOLD_TIMEOUT_S="30", FANFOLD_BACKEND="cuda"):
         buffer = ElasticBuffer(group, **{**options, **changes})
     assert isinstance(buffer._backend, CudaHighThroughput)

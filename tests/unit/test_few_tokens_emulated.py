@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from fanfold.backends.high_throughput import protocol
 from fanfold.backends.high_throughput.room import Room
 from fanfold.deep_ep import ElasticBuffer
 from fanfold.deep_ep.few_tokens import FewTokens, RoutedFew
@@ -16,6 +18,7 @@ from fanfold.errors import ArgumentError, FanfoldError, PeerRefused
 from tests.conformance import deep_ep_reference as reference
 from tests.conformance import test_deep_ep_elastic as conformance
 from tests.conformance.test_deep_ep_elastic import CASE, DUPLICATES, MOST, arguments
+from tests.conformance.test_deep_ep_elastic_refusals import BAD_DISPATCHES
 from tests.emulation.deep_ep import emulated_buffers, poisoned, run
 from tests.emulation.world import Builder
 
@@ -154,35 +157,123 @@ def _refused(group: Any, changes: dict[str, Any]) -> str:
     return said
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"expert_alignment": 0}, {"topk_weights": torch.ones((1, 1), dtype=torch.float32)}],
-    ids=["by ElasticBuffer", "by the protocol"],
-)
-def test_a_refusal_is_told(changes: dict[str, Any]) -> None:
+BAD_WEIGHTS: tuple[dict[str, Any], str] = (
+    {"topk_weights": torch.ones((1, 1), dtype=torch.float32)}, "topk_weights.shape"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", [*BAD_DISPATCHES, "weights"])
+def test_a_refusal_is_told(bad: str) -> None:
+    changes, wanted = BAD_DISPATCHES.get(bad, BAD_WEIGHTS)
     first, *others = run(CASE.ranks, _refused, changes)
-    assert first.startswith(f"{ArgumentError.__name__}: {next(iter(changes))}")
-    assert all(other.startswith(PeerRefused.__name__) for other in others)
+    assert first.startswith(f"{ArgumentError.__name__}: {wanted}"), first
+    assert all(other.startswith(PeerRefused.__name__) for other in others), others
 
 
-def _refused_combine(group: Any) -> str:
+def _refused_later(group: Any, changes: dict[str, Any], combines: bool) -> str:
+    """What a bad call of rank 0 by a handle is found to be, that by the handle is the first; calls
+    by it work after that."""
     buffer = open_buffer(group)
     good = {**arguments(CASE, group.rank), "do_cpu_sync": False}
-    result = buffer.dispatch(**good)
+    rows, _, _, handle, _ = buffer.dispatch(**good)
+    wanted = buffer.combine(rows, handle)[0]
+    method = buffer.combine if combines else buffer.dispatch
+    given = {"x": rows if combines else good["x"], "handle": handle}
     said = ""
     try:
-        buffer.combine(result[0][:, :-16] if group.rank == 1 else result[0], result[3])
-        buffer.combine(result[0], result[3])
+        method(**{**given, **(changes if group.rank == 0 else {})})
+        buffer._backend.check()  # what kernels have found
     except FanfoldError as error:
         said = f"{type(error).__name__}: {error}"
-        if group.rank != 1:
-            buffer.combine(result[0], result[3])
-    else:
-        raise AssertionError("nothing was found")
-    if group.rank == 1:
-        buffer.combine(result[0], result[3])
+    again = buffer.dispatch(good["x"], handle=handle)[0]
+    assert torch.equal(buffer.combine(again, handle)[0], wanted)
     buffer.destroy()
     return said
+
+
+LATER: dict[str, tuple[dict[str, Any], bool, str]] = {
+    "dispatch": ({"num_experts": 16}, False, "num_experts is 16"),
+    "combine": ({"num_sms": -3}, True, "num_sms is -3"),
+    "combine without a handle": ({"handle": None}, True, "handle is None"),
+    "combine of few rows": ({"x": torch.zeros((3, 256), dtype=torch.bfloat16)}, True, "x.shape"),
+}
+
+
+@pytest.mark.parametrize("bad", LATER)
+def test_a_refusal_by_a_handle_is_told(bad: str) -> None:
+    changes, combines, wanted = LATER[bad]
+    first, *others = run(CASE.ranks, _refused_later, changes, combines)
+    assert first.startswith(f"{ArgumentError.__name__}: {wanted}"), first
+    assert all(other.startswith(PeerRefused.__name__) for other in others), others
+
+
+def _bias_of_one(group: Any) -> None:
+    """Biases are a rank's own affair."""
+    buffer = open_buffer(group)
+    good = {**arguments(CASE, group.rank), "do_cpu_sync": False}
+    rows, _, _, handle, _ = buffer.dispatch(**good)
+    bare = buffer.combine(rows, handle)[0].float()
+    bias = torch.full(good["x"].shape, 2.0, dtype=torch.bfloat16)
+    given: Any = [None, bias, (bias, bias), None][group.rank]
+    out = buffer.combine(rows, handle, bias=given)[0]
+    wanted = bare + [0.0, 2.0, 4.0, 0.0][group.rank]
+    # Rounded once, where `bare` has been rounded before.
+    assert torch.allclose(out.float(), wanted, rtol=2**-7, atol=2**-6)
+    buffer.destroy()
+
+
+def test_biases_of_some_ranks() -> None:
+    run(CASE.ranks, _bias_of_one)
+
+
+def _aborted_then_used(group: Any) -> str:
+    """What a rank finds that uses the handle of a call which another has refused."""
+    buffer = open_buffer(group)
+    good = {**arguments(CASE, group.rank), "do_cpu_sync": False}
+    buffer.dispatch(**good)
+    said = ""
+    try:
+        handle = buffer.dispatch(**{**good, **(BAD_WEIGHTS[0] if group.rank == 0 else {})})[3]
+        buffer.dispatch(good["x"], handle=handle)
+    except FanfoldError as error:
+        said = f"{type(error).__name__}: {error}"
+    rows, _, _, handle, _ = buffer.dispatch(**good)
+    again = buffer.dispatch(good["x"], handle=handle)[0]
+    count = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
+    assert torch.equal(again[:count], rows[:count])
+    buffer.destroy()
+    return said
+
+
+def test_a_handle_of_an_aborted_call() -> None:
+    first, *others = run(CASE.ranks, _aborted_then_used)
+    assert first.startswith(f"{ArgumentError.__name__}: {BAD_WEIGHTS[1]}")
+    assert all("another rank has refused the dispatch" in other for other in others), others
+
+
+def _bad_index(group: Any, sync: bool) -> list[bool]:
+    """Whether a dispatch, and its combine, raise where rank 0 names an expert that is none."""
+    buffer = open_buffer(group)
+    good = {**arguments(CASE, group.rank), "do_cpu_sync": sync}
+    topk_idx = good["topk_idx"].clone()
+    if group.rank == 0:
+        topk_idx[0, 0] = 99
+    raised = [False, False]
+    result = buffer.dispatch(**{**good, "topk_idx": topk_idx})
+    try:
+        buffer.combine(result[0], result[3])
+    except ArgumentError:
+        raised[1] = True
+    buffer.combine(result[0], result[3])
+    buffer.destroy()
+    return raised
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_an_index_out_of_range_is_raised_by_combine(sync: bool) -> None:
+    with mock.patch.object(protocol, "check_topk"):  # as on a GPU, where nobody waits for it
+        raised = run(CASE.ranks, _bad_index, sync)
+    assert raised == [[False, True], *[[False, False]] * (CASE.ranks - 1)]
 
 
 def _other_buffers(group: Any) -> None:

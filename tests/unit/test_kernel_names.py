@@ -26,7 +26,7 @@ from fanfold.backends.high_throughput.kernels import (
     layout_kernel,
     plan_kernel,
 )
-from fanfold.backends.low_latency.kernels import kernel_sources
+from fanfold.backends.low_latency.kernels import kernel_sources, token_major_kernel
 from fanfold.bench.ring_gpu import CLOCK, PUSH
 from fanfold.formats import RowFormat, ScaleFormat
 from fanfold.fused_moe.cuda import kernel_source as fused_moe_kernel
@@ -42,6 +42,7 @@ SIZES = Sizes(2, 8, 2)
 ROW_BYTES = 2 * GEOMETRY.hidden
 SOURCES = [
     *kernel_sources(GEOMETRY, RowFormat.FP8, ScaleFormat.FLOAT32, late_weights=True),
+    token_major_kernel(GEOMETRY, scaled=False),
     plan_kernel(SIZES).source,
     layout_kernel(SIZES).source,
     dispatch_kernel(DispatchKind(SIZES, ROW_BYTES, 0, False, True, True)).source,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from fanfold.backends.low_latency.kernels import kernel_sources
+from fanfold.backends.low_latency.kernels import kernel_sources, token_major_kernel
 from fanfold.formats import RowFormat, ScaleFormat
 from fanfold.geometry import Geometry
 from fanfold.jit import Binary, KernelSource
@@ -95,6 +95,12 @@ def drawn(count: int, seed: int) -> Iterator[Point]:
         yield point(sizes, number, number // len(ROWS))
 
 
+def token_major(sizes: tuple[int, int, int, int]) -> list[KernelSource]:
+    ranks, experts, top_k, hidden = sizes
+    geometry = Geometry(ranks, experts, top_k, hidden, 128)
+    return [token_major_kernel(geometry, scaled=each) for each in (False, True) if hidden % 16 == 0]
+
+
 def kernels(points: list[Point]) -> list[KernelSource]:
     """The kernels of the points, each once."""
     return list(dict.fromkeys(source for one in points for source in one.sources()))
@@ -103,7 +109,7 @@ def kernels(points: list[Point]) -> list[KernelSource]:
 FEW = kernels(
     [point(NAMED[0], rows, rows) for rows in range(len(ROWS))]
     + [point(sizes, number, number) for number, sizes in enumerate(EXTREMES)]
-)
+) + token_major(NAMED[0])
 SIZES = [*NAMED, *MANY_RANKS]
 # Every size in every format, each with one of the four kinds of combine.
 MANY = kernels(
@@ -112,7 +118,7 @@ MANY = kernels(
         for (number, sizes), rows in itertools.product(enumerate(SIZES), range(len(ROWS)))
     ]
     + list(drawn(8, seed=1))
-)
+) + [source for sizes in SIZES for source in token_major(sizes)]
 EVERY = kernels(
     [point(*each) for each in itertools.product(SIZES, range(len(ROWS)), range(4))]
     + list(drawn(60, seed=2))

@@ -125,7 +125,8 @@ class CudaHighThroughput:
         self._memory, self._config, self.check_devices = memory, config, check_devices
         self._quantize_to, self._zero_padding = quantize_to, True
         self._ranks, self._max_tokens, self._between = memory.ranks, max_tokens, memory.between
-        self._follow = StreamOrder(self.device).follow
+        self.order = StreamOrder(self.device)
+        self._follow = self.order.follow
         error: Exception | None = None
         try:
             check_integer("max_tokens", max_tokens, 0, MOST_ROWS)
@@ -487,11 +488,7 @@ class CudaHighThroughput:
         self._refusal.launch(args, stream)
 
     def refuse_combine(self, error: BaseException, plan: object = None) -> None:
-        """Aborts this combine on all ranks because of ``error``, found by a layer above.
-
-        Args:
-            error, plan: as in :meth:`refuse_dispatch`.
-        """
+        """As :meth:`refuse_dispatch`, of a combine."""
         self.refuse_dispatch(error, plan)
 
     def _check_usable(self) -> None:

@@ -88,6 +88,7 @@ class CudaLowLatency:
         late_weights: whether the routing weights come with combine instead of with dispatch.
         check_devices: raises for tensors (by name) that are elsewhere, and says why; called only
             where something is wrong with a call's tensors or may be.
+        order: of streams, if other calls are to follow each other with these.
     """
 
     _token_major = False  # whether dispatch brings each token to a rank once
@@ -98,12 +99,11 @@ class CudaLowLatency:
         config: Config,
         late_weights: bool,
         check_devices: DeviceCheck = anywhere,
+        order: StreamOrder | None = None,
     ) -> None:
         self.device = memory.device
         self._validation = Validation(self.device, check_devices)
-        self._memory = memory
-        self._config = config
-        self._late = late_weights
+        self._memory, self._config, self._late = memory, config, late_weights
         index = self._index = memory.device.index
         sms = own_sms(memory)
         grid = kernels.Grid.of(sms, memory.ranks, ctas=config.ctas, senders=config.senders)
@@ -137,7 +137,7 @@ class CudaLowLatency:
         self._stale: str | None = None  # why the memory must be readied anew
         self._flights = (Flight(), Flight())
         self._last_routing: AnyRouting | None = None
-        self._order = StreamOrder(self.device)
+        self._order = order or StreamOrder(self.device)
         self._follow = self._order.follow
         options = {"late_weights": late_weights, "early": self._early}
         options |= {"across_hosts": self._between is not None, "token_major": self._token_major}

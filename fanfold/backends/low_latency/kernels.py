@@ -158,10 +158,12 @@ def combine_kernel(
     logfmt: bool,
     awaits_signals: bool = False,
     across_hosts: bool = False,
+    biased: bool = False,
 ) -> KernelSource:
     """The kernel that combines, with weights that come late or not, as LogFMT or not, perhaps of
     ranks on several hosts. With ``awaits_signals`` it is a send half that waits for outputs
-    (:class:`ReadyRows`), with weights that come late."""
+    (:class:`ReadyRows`), with weights that come late. With ``biased`` sums begin with biases;
+    ranks need not agree about that."""
     short = geometry.hidden * 2 <= _SHORT_ROW_BYTES
     warps = _COMBINE_WARPS_OF_SHORT_ROWS if short else _COMBINE_WARPS
     constants = {
@@ -169,6 +171,7 @@ def combine_kernel(
         "kLate": int(late),
         "kLogFmt": int(logfmt),
         "kAwaitsSignals": int(awaits_signals),
+        "kBiased": int(biased),
         "kWarps": warps,
     }
     return KernelSource(

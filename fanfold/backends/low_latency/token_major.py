@@ -9,12 +9,18 @@ from functools import partial
 import torch
 
 from fanfold import _core, jit
-from fanfold.backends.high_throughput.protocol import Rows, check_routing, check_rows
+from fanfold.backends.high_throughput.protocol import (
+    Rows,
+    check_biases,
+    check_routing,
+    check_rows,
+)
 from fanfold.backends.low_latency import kernels
 from fanfold.backends.low_latency.cuda import CudaLowLatency
 from fanfold.backends.low_latency.outputs import table_of
 from fanfold.backends.low_latency.plan import Launch, Plan
 from fanfold.backends.low_latency.protocol import (
+    AnyRouting,
     CudaRouting,
     DeviceCheck,
     anywhere,
@@ -25,6 +31,7 @@ from fanfold.formats import ScaleFormat, scale_columns
 from fanfold.geometry import Geometry, check_aligned, check_integer, check_tensor
 from fanfold.lending import address_of
 from fanfold.memory import GpuPeerMemory
+from fanfold.stream_order import StreamOrder
 
 __all__ = ["CudaTokenMajor", "TokenMajorRows", "takes_rows"]
 
@@ -58,7 +65,9 @@ class TokenMajorRows:
         topk_idx: ``[N, K]`` int64: local expert ids, -1 for experts elsewhere and for none.
         topk_weights: ``[N, K]`` float32, 0 where topk_idx is -1; None if no weights came along.
         sources: ``[N, 2 + K]`` int32: source rank * most_tokens + source token; the row; -1.
-        ends: int32: :attr:`rank_ends`, :attr:`expert_rows`, :attr:`expert_ends`.
+        counts: int32: :attr:`rank_ends`, :attr:`expert_rows`, :attr:`expert_ends`; last whether a
+            rank has refused the call: then no rows came, and combine does nothing.
+        ranks: R.
         routing: what combine needs.
     """
 
@@ -67,26 +76,28 @@ class TokenMajorRows:
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor | None
     sources: torch.Tensor
-    ends: torch.Tensor
+    counts: torch.Tensor
     ranks: int
     routing: CudaRouting
 
     @property
     def rank_ends(self) -> torch.Tensor:
         """``[R]`` int32: rows received from ranks 0 to r."""
-        return self.ends[: self.ranks]
+        return self.counts[: self.ranks]
 
     @property
     def expert_rows(self) -> torch.Tensor:
         """``[E_l]`` int32: rows of each local expert."""
-        local = (len(self.ends) - self.ranks) // 2
-        return self.ends[self.ranks : self.ranks + local]
+        return self.counts[self.ranks : self.ranks + self._local]
 
     @property
     def expert_ends(self) -> torch.Tensor:
         """``[E_l]`` int32: rows of the experts up to e, those of each rounded up."""
-        local = (len(self.ends) - self.ranks) // 2
-        return self.ends[self.ranks + local :]
+        return self.counts[self.ranks + self._local : -1]
+
+    @property
+    def _local(self) -> int:
+        return (len(self.counts) - 1 - self.ranks) // 2
 
 
 @dataclass(slots=True)
@@ -103,20 +114,31 @@ class CudaTokenMajor(CudaLowLatency):
     :meth:`dispatch_rows` and :meth:`combine_rows`; in all else it is the low-latency mode.
 
     Args:
-        memory, config, check_devices: as of :class:`CudaLowLatency`.
+        memory, config, check_devices, order: as of :class:`CudaLowLatency`.
     """
 
     _token_major = True
 
     def __init__(
-        self, memory: GpuPeerMemory, config: Config, check_devices: DeviceCheck = anywhere
+        self,
+        memory: GpuPeerMemory,
+        config: Config,
+        check_devices: DeviceCheck = anywhere,
+        order: StreamOrder | None = None,
     ) -> None:
-        super().__init__(memory, config, False, check_devices)
+        super().__init__(memory, config, False, check_devices, order)
         if self._between is not None:
             raise UsageError("token-major low latency is for ranks of one host")
         self._check_devices = check_devices
         self._kinds_of: Plan | None = None
         self._kinds: dict[tuple[bool, bool, int], _Kind] = {}
+        self._biased_of: Plan | None = None
+        self._biased: Launch
+
+    @property
+    def geometry(self) -> Geometry | None:
+        """For which the memory of all ranks is ready; None before the first call."""
+        return None if self._plan is None else self._plan.geometry
 
     def dispatch_rows(
         self,
@@ -136,8 +158,8 @@ class CudaTokenMajor(CudaLowLatency):
             geometry: of the calls.
             x: ``[T, hidden]`` bfloat16, contiguous; or such float8_e4m3fn with ``[T, hidden /
                 128]`` float32 scales of any strides, which travel as they are.
-            topk_idx: ``[T, K]`` int64, -1 for none. A token goes to an expert once, with the sum of
-                its weights there.
+            topk_idx: ``[T, K]`` int64, -1 for none. A token that names an expert twice counts there
+                once; both entries arrive.
             topk_weights: ``[T, K]`` float32, on all ranks or on none.
             most_tokens: of a rank in this call, the same on all ranks; N is R times as many. The
                 geometry's if None.
@@ -178,16 +200,22 @@ class CudaTokenMajor(CudaLowLatency):
         return received
 
     def combine_rows(
-        self, geometry: Geometry, y: torch.Tensor, routing: CudaRouting, rows: int
+        self,
+        geometry: Geometry,
+        y: torch.Tensor,
+        routing: CudaRouting,
+        rows: int,
+        biases: tuple[torch.Tensor, ...] = (),
     ) -> torch.Tensor:
-        """``[T, hidden]`` bfloat16: the sum in fp32 over ranks, in order, of a token's rows of
-        ``y``, rounded once; zeros for a token without experts. Collective.
+        """``[T, hidden]`` bfloat16: the sum in fp32 of the biases, then over ranks, in order, of a
+        token's rows of ``y``, rounded once. Collective.
 
         Args:
             geometry: of the dispatch.
             y: ``[rows, hidden]`` bfloat16, contiguous: a row for each that the dispatch brought.
             routing: of the dispatch.
             rows: N of the dispatch, or, where the CPU knows it, the number of rows that came.
+            biases: up to two ``[T, hidden]`` bfloat16; ranks need not agree about them.
 
         Raises:
             ArgumentError, PeerRefused, PeerTimeout, UsageError: as
@@ -200,24 +228,38 @@ class CudaTokenMajor(CudaLowLatency):
             plan = self._plan_of(geometry, partial(self._sources, geometry, False))
         try:
             own = self._own_routing(plan, routing, None)
-            self._check_devices(y=y)
+            self._check_devices(y=y, **{f"bias[{n}]": each for n, each in enumerate(biases)})
             check_tensor("y", y, (rows, geometry.hidden), (torch.bfloat16,), device=self.device)
+            shape = (own.tokens, geometry.hidden)
+            for number, each in enumerate(check_biases(biases, shape, self.device)):
+                check_aligned(f"bias[{number}]", each)
             check_aligned("y", y)
-            out = self._empty((own.tokens, geometry.hidden), torch.bfloat16)
-            call = self._combine_call(plan, False, False)
-            args, row = call.args, 2 * geometry.hidden
+            out = self._empty(shape, torch.bfloat16)
+            launch, args = self._combining(plan, bool(biases))
+            row = 2 * geometry.hidden
             args.tokens, args.y, args.out = own.tokens, y.data_ptr(), out.data_ptr()
             args.expert_stride, args.row_stride = geometry.expert_capacity * row, row
             args.table = table_of(own)
+            first, second = (*(each.data_ptr() for each in biases), 0, 0)[:2]
+            args.set_biases(first, second)
         except BaseException as error:
             self.refuse_combine(error, routing)
             raise
         stream = self._follow()
         self._keep((own.block,), own.stream, stream)
-        call.launch(args, stream)
+        launch(args, stream)
         if self._reports.passing():
             self.check()
         return out
+
+    def refuse_combine(
+        self,
+        error: BaseException,
+        routing: AnyRouting | None = None,
+        geometry: Geometry | None = None,
+    ) -> None:
+        """See :meth:`LowLatencyBackend.refuse_combine`. No row travels as LogFMT."""
+        self._tell(partial(self._refuse_combine, error, routing, geometry, logfmt=False), error)
 
     # ---- parts of calls -------------------------------------------------------------------------
 
@@ -240,8 +282,20 @@ class CudaTokenMajor(CudaLowLatency):
         return known
 
     def _any_dispatch(self, plan: Plan) -> tuple[Launch, _core.CudaDispatchArgs]:
-        kind = self._kind(plan, False, False, plan.geometry.max_tokens)
+        if self._kinds_of is plan and self._kinds:
+            kind = next(iter(self._kinds.values()))
+        else:
+            kind = self._kind(plan, False, False, plan.geometry.max_tokens)
         return kind.launch, kind.args.copy()
+
+    def _combining(self, plan: Plan, biased: bool) -> tuple[Launch, _core.CudaCombineArgs]:
+        call = self._combine_call(plan, False, False)
+        if not biased:
+            return call.launch, call.args
+        if self._biased_of is not plan:
+            source = kernels.combine_kernel(plan.geometry, late=False, logfmt=False, biased=True)
+            self._biased_of, self._biased = plan, self._loader.load(source)
+        return self._biased, call.args
 
     def _check_sent(
         self,
@@ -288,7 +342,7 @@ class CudaTokenMajor(CudaLowLatency):
             topk_idx=self._empty((rows, top_k), torch.int64),
             topk_weights=self._empty((rows, top_k), torch.float32) if weighted else None,
             sources=self._empty((rows, 2 + top_k), torch.int32),
-            ends=self._empty((geometry.ranks + 2 * geometry.experts_per_rank,), torch.int32),
+            counts=self._empty((geometry.ranks + 2 * geometry.experts_per_rank + 1,), torch.int32),
             ranks=geometry.ranks,
             routing=CudaRouting(block, plan.layout, len(values), False, stream),
         )
@@ -312,6 +366,7 @@ class CudaTokenMajor(CudaLowLatency):
         rows.topk_weights = address_of(received.topk_weights)
         rows.rank_ends = received.rank_ends.data_ptr()
         rows.expert_ends = received.expert_ends.data_ptr()
+        rows.aborted = received.counts[-1:].data_ptr()
         rows.most_tokens, rows.alignment = most, alignment
         if received.scales is not None:
             rows.set_scale_strides(*received.scales.stride())

@@ -248,6 +248,7 @@ struct TokenRows {
   int32_t* sources;      // [capacity][2 + top_k]: source rank * most_tokens + token; row; -1 ...
   int32_t* rank_ends;    // [ranks]: rows from the ranks up to each
   int32_t* expert_ends;  // [local experts]: their rows, each rounded up to `alignment`, added up
+  int32_t* aborted;      // whether a rank has refused the dispatch
   int32_t most_tokens;
   int32_t alignment;
   int64_t scale_strides[2];  // of DispatchArgs::scales, in words: of a row, and of a block
@@ -291,13 +292,14 @@ struct CombineArgs {
   int64_t row_stride;      // in bytes
   const int64_t* ranges;   // as dispatch left them; late routing
   const int64_t* aborted;  // whether the dispatch was aborted (kAbortedLate); or null; late routing
-  const unsigned char* table;  // as dispatch left it; null with late routing
-  int32_t weighted;            // whether the table's weights are used
-  const int64_t* topk_idx;     // [tokens][top_k]; late routing
-  const float* topk_weights;   // [tokens][top_k]; late routing
-  unsigned char* out;          // [tokens][hidden] bf16; null: nothing is kept
-  int64_t* wait_ns;            // [ranks], added to, or null
-  ReadySignals ready;          // in kernels with kAwaitsSignals
+  const unsigned char* table;      // as dispatch left it; null with late routing
+  int32_t weighted;                // whether the table's weights are used
+  const int64_t* topk_idx;         // [tokens][top_k]; late routing
+  const float* topk_weights;       // [tokens][top_k]; late routing
+  unsigned char* out;              // [tokens][hidden] bf16; null: nothing is kept
+  int64_t* wait_ns;                // [ranks], added to, or null
+  ReadySignals ready;              // in kernels with kAwaitsSignals
+  const unsigned char* biases[2];  // [tokens][hidden] bf16, or null; in kernels with kBiased
 };
 
 }  // namespace fanfold

@@ -51,6 +51,7 @@ class CombineReceive {
 
   __device__ void reduce(int token, int part, const TokenRanks& token_ranks) {
     float sum[kColumnsOfUnit] = {};
+    if constexpr (kBiased != 0) add_biases(token, part, sum);
     const uint32_t ranks = token_ranks.word();
     if constexpr (!kHasFewRanks) {
       add_many_ranks(token, part, token_ranks, sum);
@@ -65,6 +66,16 @@ class CombineReceive {
     if (args_.out == nullptr || !has_unit(part, call_.lane)) return;
     auto* out = reinterpret_cast<uint4*>(args_.out) + int64_t{token} * kUnits;
     store_weak(out + part * kSegmentUnits + call_.lane, round_to_bf16(sum));
+  }
+
+  __device__ void add_biases(int token, int part, float (&sum)[kColumnsOfUnit]) const {
+    if (!has_unit(part, call_.lane)) return;
+#pragma unroll
+    for (const unsigned char* bias : args_.biases) {
+      if (bias == nullptr) continue;
+      const auto* row = reinterpret_cast<const uint4*>(bias) + int64_t{token} * kUnits;
+      add_unweighted(sum, load_once(row + part * kSegmentUnits + call_.lane));
+    }
   }
 
   __device__ void add_many_ranks(int token, int part, const TokenRanks& ranks,

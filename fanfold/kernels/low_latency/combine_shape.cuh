@@ -1,6 +1,7 @@
 // What the two halves of combine share. Constants of the kernel: kLate (routing comes with
 // combine), kLogFmt (rows travel as LogFMT-10 where they can), kAwaitsSignals (it is a send half,
-// on few SMs, of which each output is read once its signal says that it is there).
+// on few SMs, of which each output is read once its signal says that it is there), kBiased (sums
+// begin with biases, of this rank alone).
 #pragma once
 
 #include "device/numbers.cuh"

@@ -177,15 +177,8 @@ class DispatchReceive {
   // Token-major: counts as the caller has them. An aborted call brings no rows.
   __device__ void publish_ends(bool aborted) {
     const TokenRows& rows = args_.token_rows;
-    for (int e = static_cast<int>(threadIdx.x); e < kLocalExperts; e += kThreads) {
-      const int total = aborted ? 0 : shared_.total[e];
-      int end = 0;
-      for (int before = 0; before <= e; ++before)
-        end += static_cast<int>(align_up(shared_.total[before], rows.alignment));
-      args_.counts[e] = total;
-      rows.expert_ends[e] = aborted ? 0 : end;
-      if (args_.expert_totals != nullptr) args_.expert_totals[e] += total;
-    }
+    if (call_.warp == 0) publish_experts(aborted);
+    if (threadIdx.x == 0) *rows.aborted = aborted ? 1 : 0;
     for_ranks_of(static_cast<int>(threadIdx.x), kThreads, [&](int source) {
       const bool is_last = source == kSources - 1;
       const int end =
@@ -193,6 +186,27 @@ class DispatchReceive {
       rows.rank_ends[source] = aborted ? 0 : end;
     });
     publish_tokens(aborted);
+  }
+
+  __device__ void publish_experts(bool aborted) {
+    const TokenRows& rows = args_.token_rows;
+    int before = 0;  // rows, rounded up, of the experts that earlier lanes had
+    for (int first = 0; first < kLocalExperts; first += kWarpLanes) {
+      const int e = first + call_.lane;
+      const int total = e < kLocalExperts && !aborted ? shared_.total[e] : 0;
+      int end = (total + rows.alignment - 1) / rows.alignment * rows.alignment;
+#pragma unroll
+      for (int step = 1; step < kWarpLanes; step *= 2) {
+        const int other = __shfl_up_sync(kFullWarp, end, step);
+        if (call_.lane >= step) end += other;
+      }
+      end += before;
+      before = __shfl_sync(kFullWarp, end, kWarpLanes - 1);
+      if (e >= kLocalExperts) continue;
+      args_.counts[e] = total;
+      rows.expert_ends[e] = end;
+      if (args_.expert_totals != nullptr) args_.expert_totals[e] += total;
+    }
   }
 
   __device__ void publish_tokens(bool aborted) {

@@ -48,7 +48,7 @@ __device__ __forceinline__ int set_of_rows(int expert) {
 }
 
 // Tokens that a CTA looks at together, as shared memory allows.
-inline constexpr int kWindowTokens = kExperts <= 1024 ? 128 : 32;
+inline constexpr int kWindowTokens = kTokenSets <= 1024 ? 128 : 32;
 
 // Tokens of a window: what a token names twice counts once.
 struct alignas(kWindowTokens / 8) TokenSet {
