@@ -170,6 +170,29 @@ def test_a_refusal_is_told(bad: str) -> None:
     assert all(other.startswith(PeerRefused.__name__) for other in others), others
 
 
+def _refused_while_waiting(group: Any) -> str:
+    """What a dispatch raises whose counts the CPU waits for, where rank 0's is bad."""
+    buffer = open_buffer(group)
+    good = arguments(CASE, group.rank)
+    buffer.dispatch(**good)
+    said = ""
+    try:
+        buffer.dispatch(**{**good, **(BAD_WEIGHTS[0] if group.rank == 0 else {})})
+    except FanfoldError as error:
+        said = f"{type(error).__name__}: {error}"
+    rows, _, _, handle, _ = buffer.dispatch(**good)
+    count = len(reference.arrivals(CASE, group.rank).source_rank)
+    assert handle.num_recv_tokens == len(rows) == count
+    buffer.destroy()
+    return said
+
+
+def test_a_dispatch_that_waits_raises_a_refusal() -> None:
+    first, *others = run(CASE.ranks, _refused_while_waiting)
+    assert first.startswith(f"{ArgumentError.__name__}: {BAD_WEIGHTS[1]}")
+    assert all(other.startswith(PeerRefused.__name__) for other in others), others
+
+
 def _refused_later(group: Any, changes: dict[str, Any], combines: bool) -> str:
     """What a bad call of rank 0 by a handle is found to be, that by the handle is the first; calls
     by it work after that."""

@@ -148,6 +148,7 @@ SIZES = {
     "more tokens than a window": Geometry(
         ranks=2, num_experts=4, top_k=2, hidden=16, max_tokens=300
     ),
+    "more experts than lanes": Geometry(ranks=2, num_experts=80, top_k=8, hidden=16, max_tokens=9),
     "one expert a rank": Geometry(ranks=4, num_experts=4, top_k=2, hidden=64, max_tokens=4),
 }
 
