@@ -154,8 +154,9 @@ test-core: build
 	$(LOCKED_MAKE) $(CORE)/.stamp
 	$(call run_core,$(CORE))
 
-# Each of the processes starts ranks of its own; more than a few would only compete.
-SPREAD := -n $(JOBS) --maxprocesses 8 --dist worksteal
+# Tests wait for a third of their time, so there are half as many processes again as cores. Each
+# starts ranks of its own; more than a few would only compete.
+SPREAD := -n $(shell echo $$(((3 * $(JOBS) + 1) / 2))) --maxprocesses 8 --dist worksteal
 
 test-python: build
 	$(BIN)/python -m pytest $(SPREAD) --durations 10 $(PYTEST_ARGS)

@@ -211,7 +211,7 @@ void bind_cuda_low_latency(nb::module_& module) {
           "__init__",
           [](LowLatency* self, const Place& place, const LowLatencyGeometry& geometry, bool late,
              int32_t ctas, int32_t senders, bool token_major) {
-            new (self) LowLatency(place, geometry, late, token_major, {ctas, senders});
+            new (self) LowLatency(place, geometry, late, {ctas, senders}, token_major);
           },
           "place"_a, "geometry"_a, "late"_a, "ctas"_a, "senders"_a, "token_major"_a = false)
       .def("dispatch_arguments", &LowLatency::dispatch_arguments, "encoding"_a, "weights"_a)

@@ -30,7 +30,7 @@ void check_device_geometry(const LowLatencyGeometry& geometry) {
 }
 
 LowLatency::LowLatency(const LowLatencyPlace& place, const LowLatencyGeometry& geometry, bool late,
-                       bool token_major, const LowLatencyGrid& grid)
+                       const LowLatencyGrid& grid, bool token_major)
     : place_(place), geometry_(geometry), grid_(grid),
       offsets_(LowLatencyDeviceLayout{geometry, late, token_major}.offsets()) {
   check_device_geometry(geometry);

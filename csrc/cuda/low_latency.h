@@ -31,7 +31,7 @@ class LowLatency {
  public:
   // `late` and `token_major` are the fields of LowLatencyDeviceLayout.
   LowLatency(const LowLatencyPlace& place, const LowLatencyGeometry& geometry, bool late,
-             bool token_major, const LowLatencyGrid& grid);
+             const LowLatencyGrid& grid, bool token_major = false);
 
   // Return arguments that are complete except for the call's tensors. `encoding` and `weights` are
   // the fields of LowLatencySignature.

@@ -28,8 +28,11 @@ std::vector<LowLatencyDeviceLayout> many_layouts() {
       for (const int32_t top_k : {1, 3, 8, 22, 32}) {
         for (const int32_t hidden : {16, 24, 136, 2048, 7168, 16384}) {
           for (const int32_t max_tokens : {0, 1, 7, 128, 4096}) {
-            for (const bool late : {false, true}) {
-              all.push_back({{ranks, ranks * experts_per_rank, top_k, hidden, max_tokens}, late});
+            const LowLatencyGeometry geometry{ranks, ranks * experts_per_rank, top_k, hidden,
+                                              max_tokens};
+            all.push_back({.geometry = geometry, .late = true});
+            for (const bool token_major : {false, true}) {
+              all.push_back({.geometry = geometry, .late = false, .token_major = token_major});
             }
           }
         }
@@ -45,10 +48,11 @@ std::vector<Area> areas_of(const LowLatencyDeviceLayout& layout) {
   const LowLatencyDeviceOffsets at = layout.offsets();
   const int64_t slots = int64_t{2} * g.ranks * g.max_tokens;
   const int64_t headers = slots * g.top_k * 8;
+  const int64_t counts = g.experts_per_rank() + (layout.token_major ? 1 : 0);
   std::vector<Area> areas{{at.acks, int64_t{8} * g.ranks},
                           {at.progress, 8},
                           {at.calls, int64_t{2} * 2 * 8 * g.ranks},
-                          {at.counts, int64_t{2} * 4 * g.ranks * g.experts_per_rank()},
+                          {at.counts, int64_t{2} * 4 * g.ranks * counts},
                           {at.headers, headers}};
   if (layout.late) areas.push_back({at.late_headers, headers});
   areas.push_back({at.rows, slots * at.row_stride});

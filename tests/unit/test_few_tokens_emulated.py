@@ -79,7 +79,7 @@ def _which(group: Any, changes: dict[str, Any], options: dict[str, Any]) -> bool
         assert count == len(reference.arrivals(CASE, group.rank).source_rank)
         ranks = (given["topk_idx"] // CASE.local).where(given["topk_idx"] >= 0, -1)
         times = [len(set(row) - {-1}) for row in ranks.tolist()]
-        wanted = x.float() * torch.tensor(times).unsqueeze(1)
+        wanted = x.float() * torch.tensor(times, dtype=torch.float32, device="cpu").unsqueeze(1)
         assert torch.equal(out.float(), wanted.bfloat16().float())
     buffer.destroy()
     return isinstance(handle._plan, RoutedFew)
@@ -104,12 +104,15 @@ def _formats(group: Any) -> list[bool]:
     buffer = open_buffer(group)
     good = {**arguments(CASE, group.rank), "do_cpu_sync": False}
     x = good["x"]
-    values, scales = x.to(torch.float8_e4m3fn), torch.ones((len(x), 2), dtype=torch.float32)
+    values, scales = (
+        x.to(torch.float8_e4m3fn),
+        torch.ones((len(x), 2), dtype=torch.float32, device="cpu"),
+    )
     found = []
     for given in (
         (values, scales),
         (values, scales.to(torch.int32)),
-        (values, torch.ones((len(x), 3), dtype=torch.float32)),
+        (values, torch.ones((len(x), 3), dtype=torch.float32, device="cpu")),
         (values.view(torch.int8), scales),
         x.view(torch.int16),
         x,
@@ -158,7 +161,7 @@ def _refused(group: Any, changes: dict[str, Any]) -> str:
 
 
 BAD_WEIGHTS: tuple[dict[str, Any], str] = (
-    {"topk_weights": torch.ones((1, 1), dtype=torch.float32)}, "topk_weights.shape"
+    {"topk_weights": torch.ones((1, 1), dtype=torch.float32, device="cpu")}, "topk_weights.shape"
 )  # fmt: skip
 
 
@@ -218,7 +221,11 @@ LATER: dict[str, tuple[dict[str, Any], bool, str]] = {
     "dispatch": ({"num_experts": 16}, False, "num_experts is 16"),
     "combine": ({"num_sms": -3}, True, "num_sms is -3"),
     "combine without a handle": ({"handle": None}, True, "handle is None"),
-    "combine of few rows": ({"x": torch.zeros((3, 256), dtype=torch.bfloat16)}, True, "x.shape"),
+    "combine of few rows": (
+        {"x": torch.zeros((3, 256), dtype=torch.bfloat16, device="cpu")},
+        True,
+        "x.shape",
+    ),
 }
 
 
@@ -236,7 +243,7 @@ def _bias_of_one(group: Any) -> None:
     good = {**arguments(CASE, group.rank), "do_cpu_sync": False}
     rows, _, _, handle, _ = buffer.dispatch(**good)
     bare = buffer.combine(rows, handle)[0].float()
-    bias = torch.full(good["x"].shape, 2.0, dtype=torch.bfloat16)
+    bias = torch.full(good["x"].shape, 2.0, dtype=torch.bfloat16, device="cpu")
     given: Any = [None, bias, (bias, bias), None][group.rank]
     out = buffer.combine(rows, handle, bias=given)[0]
     wanted = bare + [0.0, 2.0, 4.0, 0.0][group.rank]

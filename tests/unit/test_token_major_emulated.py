@@ -76,13 +76,19 @@ def check_received(
     count = len(wanted)
     assert len(got.tokens) == geometry.ranks * most
     per_rank = [sum(row[0] == source for row in wanted) for source in range(geometry.ranks)]
-    assert got.rank_ends.tolist() == torch.tensor(per_rank).cumsum(0).tolist()
+    assert (
+        got.rank_ends.tolist()
+        == torch.tensor(per_rank, dtype=torch.int64, device="cpu").cumsum(0).tolist()
+    )
     per_expert = [
         sum(expert in row[2] for row in wanted) for expert in range(geometry.experts_per_rank)
     ]
     assert got.expert_rows.tolist() == per_expert
     aligned = [-(-rows // ALIGNMENT) * ALIGNMENT for rows in per_expert]
-    assert got.expert_ends.tolist() == torch.tensor(aligned).cumsum(0).tolist()
+    assert (
+        got.expert_ends.tolist()
+        == torch.tensor(aligned, dtype=torch.int64, device="cpu").cumsum(0).tolist()
+    )
     assert got.topk_idx[:count].tolist() == [row[2] for row in wanted]
     assert bool((got.topk_idx[count:] == -1).all())
     none = [-1] * geometry.top_k

@@ -356,7 +356,7 @@ class CudaLowLatency:
         self._take_part(self._flights[0], args, launch)
 
     def _any_dispatch(self, plan: Plan) -> tuple[Launch, _core.CudaDispatchArgs]:
-        """A kernel that takes away what comes, as any does whatever its encoding; arguments."""
+        """A kernel that clears rows which arrive, whatever their encoding, and its arguments."""
         call = plan.dispatch or self._dispatch_call(plan, BF16_ROWS, False)
         return call.launch, call.args.copy()
 

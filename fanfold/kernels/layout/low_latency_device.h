@@ -141,8 +141,8 @@ struct LowLatencyDeviceOffsets {
 
 struct LowLatencyDeviceLayout {
   LowLatencyGeometry geometry;
-  bool late;         // whether routing comes with combine
-  bool token_major;  // whether dispatch brings each token to a rank once
+  bool late;                 // whether routing comes with combine
+  bool token_major = false;  // whether dispatch brings each token to a rank once
 
   FANFOLD_HD constexpr int64_t row_stride() const {
     return align_up(bf16_row_bytes(geometry.hidden), kAreaAlignment);
@@ -168,7 +168,7 @@ struct LowLatencyDeviceLayout {
   FANFOLD_HD constexpr int64_t bytes() const { return offsets().end; }
 };
 
-static_assert(LowLatencyDeviceLayout{{4, 512, 22, 1000, 7}, true, false}.offsets().rows % 128 == 0);
+static_assert(LowLatencyDeviceLayout{{4, 512, 22, 1000, 7}, true}.offsets().rows % 128 == 0);
 
 // Stands in the table's tokens of source 0 after a dispatch that a rank has refused. Every rank
 // that received it sees it, and combines nothing.
