@@ -2,12 +2,15 @@
 #pragma once
 
 #include <fcntl.h>
+#include <poll.h>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <exception>
 #include <functional>
+#include <iostream>
 
 #include "check.hpp"
 
@@ -18,7 +21,7 @@ struct Child {
   explicit Child(const std::function<void()>& body) : pid(fork()) {
     if (pid == 0) {
       prctl(PR_SET_PDEATHSIG, SIGKILL);
-      body();
+      run(body);
       while (pause() != 0) continue;
     }
   }
@@ -31,6 +34,19 @@ struct Child {
       waitpid(pid, nullptr, 0);
     }
     pid = -1;
+  }
+
+  // What the body throws ends this process: the tests behind it are the parent's.
+  static void run(const std::function<void()>& body) noexcept {
+    try {
+      body();
+    } catch (const check::Failure& failure) {
+      std::cerr << "in the child process: " << failure.message << std::endl;
+      _exit(1);
+    } catch (const std::exception& error) {
+      std::cerr << "in the child process: " << error.what() << std::endl;
+      _exit(1);
+    }
   }
 
   pid_t pid;
@@ -49,10 +65,14 @@ struct Pipes {
   bool put(int side, const void* data, size_t bytes) {
     return write(descriptors[side][1], data, bytes) == static_cast<ssize_t>(bytes);
   }
+  // False also if nothing comes, as from a side that has ended.
   bool get(int side, void* data, size_t bytes) {
-    return read(descriptors[1 - side][0], data, bytes) == static_cast<ssize_t>(bytes);
+    pollfd waits{.fd = descriptors[1 - side][0], .events = POLLIN, .revents = 0};
+    return poll(&waits, 1, kMostWaitMs) == 1 &&
+           read(waits.fd, data, bytes) == static_cast<ssize_t>(bytes);
   }
 
+  static constexpr int kMostWaitMs = 30'000;
   int descriptors[2][2] = {};
 };
 
