@@ -11,7 +11,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from fanfold.backends.low_latency.kernels import kernel_sources, token_major_kernel
+from fanfold.backends.low_latency.kernels import (
+    combine_kernel,
+    kernel_sources,
+    token_major_kernel,
+)
 from fanfold.formats import RowFormat, ScaleFormat
 from fanfold.geometry import Geometry
 from fanfold.jit import Binary, KernelSource
@@ -98,7 +102,8 @@ def drawn(count: int, seed: int) -> Iterator[Point]:
 def token_major(sizes: tuple[int, int, int, int]) -> list[KernelSource]:
     ranks, experts, top_k, hidden = sizes
     geometry = Geometry(ranks, experts, top_k, hidden, 128)
-    return [token_major_kernel(geometry, scaled=each) for each in (False, True) if hidden % 16 == 0]
+    made = [token_major_kernel(geometry, scaled=each) for each in (False, True) if hidden % 16 == 0]
+    return [*made, combine_kernel(geometry, late=False, logfmt=False, biased=True)]
 
 
 def kernels(points: list[Point]) -> list[KernelSource]:
@@ -118,12 +123,12 @@ MANY = kernels(
         for (number, sizes), rows in itertools.product(enumerate(SIZES), range(len(ROWS)))
     ]
     + list(drawn(8, seed=1))
-) + [source for sizes in SIZES for source in token_major(sizes)]
+) + [source for sizes in EXTREMES for source in token_major(sizes)]
 EVERY = kernels(
     [point(*each) for each in itertools.product(SIZES, range(len(ROWS)), range(4))]
     + list(drawn(60, seed=2))
     + list(drawn(140, seed=3))
-)
+) + [source for sizes in SIZES for source in token_major(sizes)]
 MORE = [source for source in EVERY if source not in set(MANY)]
 
 
