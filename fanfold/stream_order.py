@@ -1,4 +1,5 @@
-"""The CUDA streams of one mode: calls follow each other, whatever streams they are made on."""
+"""The CUDA streams of one mode, or of the two of an ElasticBuffer: calls follow each other,
+whatever streams they are made on."""
 
 from __future__ import annotations
 

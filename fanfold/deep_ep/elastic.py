@@ -79,7 +79,9 @@ class ElasticBuffer(Counted):
         num_cpu_bytes: 0; memory for Engram, which is not here.
         num_max_tokens_per_rank: most tokens that a rank passes to a call that is given no such
             number; the same on all ranks.
-        hidden, num_topk, use_fp8_dispatch: of the rows, for the size of the buffer; calls take any.
+        hidden, num_topk: the most of calls with few tokens that take the low-latency protocol, if
+            the setting ``few_tokens`` asks for it; others take any.
+        use_fp8_dispatch: either: calls take any rows.
         deterministic: either: rows always come in order of source rank and token.
         allow_hybrid_mode: whether :meth:`get_logical_domain_size` tells hosts apart; calls choose
             their way by themselves.

@@ -18,7 +18,6 @@ from fanfold.backends.high_throughput.protocol import (
     MOST_SMS,
     HighThroughputBackend,
     RowOrder,
-    check_biases,
 )
 from fanfold.deep_ep.ep_handle import (
     EPHandle,
@@ -130,8 +129,9 @@ class Call:
     def _plan_to_refuse(self, handle: object) -> AnyPlan | None:
         """Of what a caller passes for a handle, which need not be one. One that has no plan yet
         gets it first, as on the peers."""
-        known = isinstance(handle, EPHandle) and handle._plan.ranks == self.ranks
-        return planned(self, handle) if known else None  # type: ignore[arg-type]
+        if not isinstance(handle, EPHandle) or handle._plan.ranks != self.ranks:
+            return None
+        return planned(self, handle)
 
     def use_sms(self, sms: int | None) -> None:
         """Has the backend take them."""
@@ -228,7 +228,8 @@ def combine(
             before_epilogue.current_stream_wait()
         if few is not None:
             with ELASTIC:
-                sums = _combine_few(call, few, x, bias)
+                assert call.few is not None
+                sums = call.few.combine(few.geometry, x, few.rows.routing, few.received, bias)
             return (sums, None), None
         call.use_sms(call.sms(handle))
         plan = planned(call, handle)
@@ -242,15 +243,6 @@ def combine(
         body, async_finish=call.asynchronous, inputs=(x, topk_weights, bias), previous=previous
     )
     return out, summed, event
-
-
-def _combine_few(call: Call, routed: RoutedFew, x: torch.Tensor, bias: Bias) -> torch.Tensor:
-    assert call.few is not None
-    geometry, routing = routed.geometry, routed.rows.routing
-    with Refusing(lambda error: call.refuse_combine(error, routed, None, bare=True)):
-        shape = (routed.tokens, geometry.hidden)
-        biases = check_biases(bias, shape, call.backend.device)
-    return call.few.combine(geometry, x, routing, routed.received, biases)
 
 
 # ---- a new routing ------------------------------------------------------------------------------

@@ -197,11 +197,6 @@ class RoutedFew:
         """All that it holds."""
         return self.rows.counts, self.rows.sources, self.block, self.topk_idx
 
-    @property
-    def plan_if_made(self) -> AnyPlan | None:
-        """What :meth:`plan` has made."""
-        return self._plan
-
     def plan(self, backend: HighThroughputBackend) -> AnyPlan:
         """The same routing for high throughput, which brings the same rows. Collective when it is
         first asked for, and the CPU waits then, but in a capture; anew in each call if it was made

@@ -113,11 +113,15 @@ def check_received(
 
 def outputs_of(geometry: Geometry, rank: int, rows: int) -> torch.Tensor:
     numbers = torch.Generator().manual_seed(1000 + rank)
-    return torch.randn((rows, geometry.hidden), generator=numbers).bfloat16()
+    return torch.randn(
+        (rows, geometry.hidden), generator=numbers, dtype=torch.float32, device="cpu"
+    ).bfloat16()
 
 
 def sums_of(geometry: Geometry, every: list[Sent], rank: int, most: int) -> torch.Tensor:
-    out = torch.zeros((len(every[rank].topk_idx), geometry.hidden), dtype=torch.float32)
+    out = torch.zeros(
+        (len(every[rank].topk_idx), geometry.hidden), dtype=torch.float32, device="cpu"
+    )
     for peer in range(geometry.ranks):
         y = outputs_of(geometry, peer, geometry.ranks * most).float()
         for number, (source, token, *_) in enumerate(Wanted.of(geometry, every, peer).rows):
@@ -131,7 +135,7 @@ def one_round(
 ) -> None:
     def program(rank: int, mode: CudaTokenMajor) -> None:
         sent = every[rank]
-        totals = torch.full((geometry.experts_per_rank,), 5, dtype=torch.int32)
+        totals = torch.full((geometry.experts_per_rank,), 5, dtype=torch.int32, device="cpu")
         got = mode.dispatch_rows(
             geometry, sent.x, sent.topk_idx, sent.topk_weights, most_tokens=most,
             alignment=ALIGNMENT, expert_totals=totals, **options,
@@ -226,7 +230,7 @@ def test_ranks_that_disagree_notice(what: str) -> None:
         most = 5 if what == "most_tokens" and rank == 0 else 6
         try:
             got = mode.dispatch_rows(geometry, sent.x, sent.topk_idx, weights, most_tokens=most)
-            y = torch.zeros((len(got.tokens), 144), dtype=torch.bfloat16)
+            y = torch.zeros((len(got.tokens), 144), dtype=torch.bfloat16, device="cpu")
             mode.combine_rows(geometry, y, got.routing, len(y))
         except FanfoldError as error:
             return str(error)

@@ -368,8 +368,8 @@ class CudaLowLatency:
     ) -> None:
         """See :meth:`LowLatencyBackend.refuse_combine`. Without a routing it takes that of the last
         dispatch, whose rows the peers most likely send."""
-        # The peers may send LogFMT, and its kernel takes either.
-        self._tell(partial(self._refuse_combine, error, routing, geometry, logfmt=True), error)
+        logfmt = not self._token_major  # the peers may send it, and its kernel takes either
+        self._tell(partial(self._refuse_combine, error, routing, geometry, logfmt=logfmt), error)
 
     @staticmethod
     def _tell(refuse: Callable[[], None], error: BaseException) -> None:

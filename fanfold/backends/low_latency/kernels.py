@@ -146,8 +146,8 @@ def token_major_kernel(geometry: Geometry, *, scaled: bool) -> KernelSource:
     """
     row_format = RowFormat.FP8 if scaled else RowFormat.BF16
     source = dispatch_kernel(geometry, row_format, ScaleFormat.FLOAT32)
-    encoding_ = TOKEN_MAJOR_FP8 if scaled else TOKEN_MAJOR_BF16
-    constants = {**dict(source.constants), "kTokenMajor": 1, "kEncoding": encoding_}
+    number = TOKEN_MAJOR_FP8 if scaled else TOKEN_MAJOR_BF16
+    constants = {**dict(source.constants), "kTokenMajor": 1, "kEncoding": number}
     return dataclasses.replace(source, constants=constants)
 
 

@@ -19,12 +19,7 @@ from fanfold.backends.low_latency import kernels
 from fanfold.backends.low_latency.cuda import CudaLowLatency
 from fanfold.backends.low_latency.outputs import table_of
 from fanfold.backends.low_latency.plan import Launch, Plan
-from fanfold.backends.low_latency.protocol import (
-    AnyRouting,
-    CudaRouting,
-    DeviceCheck,
-    anywhere,
-)
+from fanfold.backends.low_latency.protocol import CudaRouting, DeviceCheck, anywhere
 from fanfold.config import Config
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.formats import ScaleFormat, scale_columns
@@ -205,7 +200,7 @@ class CudaTokenMajor(CudaLowLatency):
         y: torch.Tensor,
         routing: CudaRouting,
         rows: int,
-        biases: tuple[torch.Tensor, ...] = (),
+        bias: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
     ) -> torch.Tensor:
         """``[T, hidden]`` bfloat16: the sum in fp32 of the biases, then over ranks, in order, of a
         token's rows of ``y``, rounded once. Collective.
@@ -215,7 +210,7 @@ class CudaTokenMajor(CudaLowLatency):
             y: ``[rows, hidden]`` bfloat16, contiguous: a row for each that the dispatch brought.
             routing: of the dispatch.
             rows: N of the dispatch, or, where the CPU knows it, the number of rows that came.
-            biases: up to two ``[T, hidden]`` bfloat16; ranks need not agree about them.
+            bias: up to two ``[T, hidden]`` bfloat16; ranks need not agree about them.
 
         Raises:
             ArgumentError, PeerRefused, PeerTimeout, UsageError: as
@@ -228,10 +223,11 @@ class CudaTokenMajor(CudaLowLatency):
             plan = self._plan_of(geometry, partial(self._sources, geometry, False))
         try:
             own = self._own_routing(plan, routing, None)
-            self._check_devices(y=y, **{f"bias[{n}]": each for n, each in enumerate(biases)})
+            self._check_devices(y=y)
             check_tensor("y", y, (rows, geometry.hidden), (torch.bfloat16,), device=self.device)
             shape = (own.tokens, geometry.hidden)
-            for number, each in enumerate(check_biases(biases, shape, self.device)):
+            biases = check_biases(bias, shape, self.device)
+            for number, each in enumerate(biases):
                 check_aligned(f"bias[{number}]", each)
             check_aligned("y", y)
             out = self._empty(shape, torch.bfloat16)
@@ -251,15 +247,6 @@ class CudaTokenMajor(CudaLowLatency):
         if self._reports.passing():
             self.check()
         return out
-
-    def refuse_combine(
-        self,
-        error: BaseException,
-        routing: AnyRouting | None = None,
-        geometry: Geometry | None = None,
-    ) -> None:
-        """See :meth:`LowLatencyBackend.refuse_combine`. No row travels as LogFMT."""
-        self._tell(partial(self._refuse_combine, error, routing, geometry, logfmt=False), error)
 
     # ---- parts of calls -------------------------------------------------------------------------
 
