@@ -157,6 +157,15 @@ def few_tokens(ranks: int) -> Points:
         yield dataclasses.replace(point, routing=routing, layout=layout)
 
 
+def elastic_few(ranks: int) -> Points:
+    """ElasticBuffer's plain dispatches, by the protocol that ``FANFOLD_FEW_TOKENS`` says."""
+    tokens = {"fp8": (8, 32, 64, 128, 256, 512, 1024, 2048, 4096), "bf16": (128, 1024, 2048)}
+    for dtype, counts in tokens.items():
+        for count in counts:
+            point = dataclasses.replace(high_throughput(ranks, dtype, count), check=False)
+            yield dataclasses.replace(point, routing="new", face="elastic")
+
+
 def faces(ranks: int) -> Points:
     """Cached and new routings, each order of rows in which a face has them."""
     point = high_throughput(ranks, "fp8")
@@ -204,14 +213,15 @@ STEPS: dict[str, Callable[[int], Points]] = {
     "geometries": geometries,
     "deep_ep_rows": deep_ep_rows,
     "few_tokens": few_tokens,
+    "elastic_few": elastic_few,
     "faces": faces,
     "expert_major": expert_major,
     "padding": padding,
     "hosts": hosts,
 }
-ON_REQUEST = ("hosts",)
+ON_REQUEST = ("hosts", "elastic_few")
 """Steps that not every machine can make."""
-OWN_FILES = ("few_tokens", "faces", "expert_major", "padding", "hosts")
+OWN_FILES = ("few_tokens", "elastic_few", "faces", "expert_major", "padding", "hosts")
 """Steps whose results stand apart, as they may be of another number of GPUs."""
 
 

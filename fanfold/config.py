@@ -472,7 +472,7 @@ class Config:
     ctas: int | None = None
     senders: int | None = None
     dispatch_transfer: str = "auto"
-    few_tokens: int = 0
+    few_tokens: int = 256
     cache_dir: str | None = None
     ranges: bool = False
     fast_accumulation: bool = False

@@ -53,9 +53,9 @@ void bind_token_rows(nb::module_& module) {
   def_address(rows, "topk_idx", &TokenRows::topk_idx);
   def_address(rows, "topk_weights", &TokenRows::topk_weights);
   def_address(rows, "sources", &TokenRows::sources);
-  def_address(rows, "rank_ends", &TokenRows::rank_ends);
-  def_address(rows, "expert_ends", &TokenRows::expert_ends);
-  def_address(rows, "aborted", &TokenRows::aborted);
+  def_address(rows, "counts", &TokenRows::counts);
+  def_address(rows, "cpu_counts", &TokenRows::cpu_counts);
+  def_address(rows, "own_topk", &TokenRows::own_topk);
   rows.def_rw("most_tokens", &TokenRows::most_tokens)
       .def_rw("alignment", &TokenRows::alignment)
       .def(
@@ -143,10 +143,14 @@ void bind_fast_path(nb::module_& module) {
           "like"_a.none(), "geometry"_a, "table_at"_a, "source_tokens_at"_a, "row_weights_at"_a)
       .def("dispatch", &FastPath::dispatch, "args"_a, "x"_a.none(), "topk_idx"_a.none(),
            "topk_weights"_a.none())
+      .def("token_rows", &FastPath::token_rows, "args"_a, "x"_a.none(), "scales"_a.none(),
+           "topk_idx"_a.none(), "topk_weights"_a.none())
       .def("late", &FastPath::late, "args"_a, "ranges"_a.none(), "topk_idx"_a.none(),
            "topk_weights"_a.none())
       .def("combine", &FastPath::combine, "args"_a, "tokens"_a, "y"_a.none(), "out"_a.none(),
            "block"_a.none())
+      .def("combine_rows", &FastPath::combine_rows, "args"_a, "tokens"_a, "rows"_a, "y"_a.none(),
+           "out"_a)
       .def("suits", &FastPath::suits, "x"_a.none(), "topk_idx"_a.none())
       .def("suits_handle", &FastPath::suits_handle, "y"_a.none(), "source_tokens"_a.none(),
            "ranges"_a.none(), "topk_idx"_a.none())

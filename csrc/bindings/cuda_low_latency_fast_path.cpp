@@ -45,16 +45,43 @@ int32_t FastPath::dispatch(DispatchArgs& args, Handle x, Handle topk_idx,
   if (tokens == kUndecided) return kUndecided;
   if (!is_plain(*rows, dlpack::kBfloat16, {tokens, geometry_.hidden})) return kUndecided;
   if (!is_aligned(rows->address())) return kUndecided;
+  if (!read_routing(args, tokens, topk_idx, topk_weights)) return kUndecided;
+  args.x = as<unsigned char>(rows->address());
+  return tokens;
+}
+
+bool FastPath::read_routing(DispatchArgs& args, int32_t tokens, Handle topk_idx,
+                            Handle topk_weights) const {
   const auto indices = plain(topk_idx, dlpack::kInt64, {tokens, geometry_.top_k});
-  if (!indices) return kUndecided;
+  if (!indices) return false;
   if (!topk_weights.is_none()) {
     const auto weights = plain(topk_weights, dlpack::kFloat32, {tokens, geometry_.top_k});
-    if (!weights) return kUndecided;
+    if (!weights) return false;
     args.topk_weights = as<float>(*weights);
   }
   args.call.tokens = tokens;
-  args.x = as<unsigned char>(rows->address());
   args.topk_idx = as<int64_t>(*indices);
+  return true;
+}
+
+int32_t FastPath::token_rows(DispatchArgs& args, Handle x, Handle scales, Handle topk_idx,
+                             Handle topk_weights) const {
+  if (scales.is_none()) return dispatch(args, x, topk_idx, topk_weights);
+  const auto rows = read(x);
+  const auto factors = read(scales);
+  if (!rows || !factors) return kUndecided;
+  const int32_t tokens = tokens_of(*rows);
+  if (tokens == kUndecided) return kUndecided;
+  if (!is_plain(*rows, dlpack::kFloat8E4m3fn, {tokens, geometry_.hidden})) return kUndecided;
+  if (!is_aligned(rows->address())) return kUndecided;
+  const bool are_scales = factors->tensor.dtype == dlpack::kFloat32 &&
+                          factors->tensor.device == device_ &&
+                          factors->has_shape({tokens, blocks_of(geometry_.hidden)});
+  if (!are_scales || !read_routing(args, tokens, topk_idx, topk_weights)) return kUndecided;
+  args.x = as<unsigned char>(rows->address());
+  args.x_scales = as<uint32_t>(factors->address());
+  args.x_scale_strides[0] = factors->tensor.strides[0];
+  args.x_scale_strides[1] = factors->tensor.strides[1];
   return tokens;
 }
 
@@ -94,6 +121,19 @@ bool FastPath::combine(CombineArgs& args, int32_t tokens, Handle y, Handle out,
   args.expert_stride = expert;
   args.row_stride = row;
   args.out = as<unsigned char>(*result);
+  return true;
+}
+
+bool FastPath::combine_rows(CombineArgs& args, int32_t tokens, int64_t rows, Handle y,
+                            Handle out) const {
+  const int64_t row = int64_t{2} * geometry_.hidden;
+  const auto outputs = plain(y, dlpack::kBfloat16, {rows, geometry_.hidden});
+  if (!outputs || !is_aligned(*outputs)) return false;
+  args.call.tokens = tokens;
+  args.y = as<unsigned char>(*outputs);
+  args.expert_stride = geometry_.expert_capacity() * row;
+  args.row_stride = row;
+  args.out = as<unsigned char>(address_of(out));
   return true;
 }
 

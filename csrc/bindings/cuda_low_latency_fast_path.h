@@ -32,11 +32,17 @@ class FastPath {
   // Puts the tensors of a dispatch into `args` and returns its number of tokens, or returns
   // kUndecided. `topk_weights` may be None.
   int32_t dispatch(DispatchArgs& args, Handle x, Handle topk_idx, Handle topk_weights) const;
+  // Like `dispatch`, of token-major rows. `scales` are those of fp8 rows, of any strides, or None of
+  // bfloat16 ones.
+  int32_t token_rows(DispatchArgs& args, Handle x, Handle scales, Handle topk_idx,
+                     Handle topk_weights) const;
   // Like `dispatch`, for the routing of a combine with late weights.
   int32_t late(CombineArgs& args, Handle ranges, Handle topk_idx, Handle topk_weights) const;
   // Puts the tensors of a combine of `tokens` tokens into `args`, or returns false. `block` is the
   // block of the routing, or None.
   bool combine(CombineArgs& args, int32_t tokens, Handle y, Handle out, Handle block) const;
+  // Like `combine`, without a routing, of `rows` token-major rows.
+  bool combine_rows(CombineArgs& args, int32_t tokens, int64_t rows, Handle y, Handle out) const;
 
   // For the DeepEP interface, whose calls name their geometry only in part.
 
@@ -57,6 +63,8 @@ class FastPath {
 
  private:
   std::optional<TensorView> read(Handle object) const;
+  // Puts the routing of a dispatch of so many tokens into `args`, or returns false.
+  bool read_routing(DispatchArgs& args, int32_t tokens, Handle topk_idx, Handle topk_weights) const;
   bool has_columns(Handle object, int32_t columns) const;
   void place_rows(DispatchArgs& args, Handle rows, Handle scales, Handle counts) const;
   // Whether the tensor is contiguous and has this dtype, this shape and the device of this fast

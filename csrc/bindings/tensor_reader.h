@@ -38,6 +38,7 @@ inline constexpr DataType kInt32{0, 32, 1};
 inline constexpr DataType kInt64{0, 64, 1};
 inline constexpr DataType kFloat32{2, 32, 1};
 inline constexpr DataType kBfloat16{4, 16, 1};
+inline constexpr DataType kFloat8E4m3fn{10, 8, 1};
 
 struct Tensor {
   std::byte* data;

@@ -27,6 +27,7 @@ from fanfold.bench.cuda_run import (
     worst_median,
 )
 from fanfold.bench.cuda_timing import Clock, barrier_of, empty_kernel
+from fanfold.bench.elastic_calls import ElasticCalls
 from fanfold.bench.layouts import dispatch_kind, room_for, sms_taken
 from fanfold.bench.settings import LEAVE_SMS, BenchSettings
 from fanfold.group import as_group
@@ -78,7 +79,9 @@ def _timed(
     if settings.baseline:
         samples |= _time_rival(clock, expectation, settings, device)
     samples["overhead.late"] = torch.tensor([clock.late_share], dtype=torch.float64, device="cpu")
-    return CudaReport(samples, device_properties(device), sms, work.capacity, kind.pulls)
+    few = isinstance(calls, ElasticCalls) and calls.few_tokens
+    pulled = None if few else kind.pulls
+    return CudaReport(samples, device_properties(device), sms, work.capacity, pulled, few)
 
 
 def capacity_for(expectation: Expectation, settings: BenchSettings) -> int:

@@ -51,6 +51,7 @@ class CudaReport:
         capacity: rows that a dispatch with a new routing was given; high throughput only.
         pulled: whether ranks loaded the rows of dispatches from their sources; high throughput
             only.
+        few_tokens: whether calls of an ElasticBuffer went by the low-latency protocol.
     """
 
     samples: dict[str, torch.Tensor]
@@ -58,6 +59,7 @@ class CudaReport:
     sms: int | None = None
     capacity: int | None = None
     pulled: bool | None = None
+    few_tokens: bool = False
 
 
 def time_on_gpu(

@@ -14,6 +14,7 @@ from fanfold.bench.check import Expectation, PackedRows, TokenMajorRows
 from fanfold.bench.settings import BenchSettings
 from fanfold.config import in_environment
 from fanfold.deep_ep import ElasticBuffer, EPHandle, HybridEPBuffer, HybridEPHandle
+from fanfold.deep_ep.few_tokens import RoutedFew
 from fanfold.errors import UnavailableError
 from fanfold.group import as_group
 
@@ -79,6 +80,9 @@ class ElasticCalls:
     Args:
         group: the ranks.
         settings: of high throughput, with a backend.
+
+    Attributes:
+        few_tokens: whether the last dispatch went by the low-latency protocol.
     """
 
     def __init__(self, group: Any, settings: BenchSettings) -> None:
@@ -95,6 +99,7 @@ class ElasticCalls:
                 explicitly_destroy=True,
             )
         self.device, runtime = self._buffer.device, self._buffer.runtime
+        self.few_tokens = False
         self.memory_bytes, self.network = runtime.bytes_per_rank, _network_of(runtime)
         _check_place(self, settings)
 
@@ -113,6 +118,9 @@ class ElasticCalls:
             do_expand=self._expands,
             do_zero_padding=self._zero_padding,
         )
+        few, self.few_tokens = self._buffer._few, isinstance(handle._plan, RoutedFew)
+        if self.few_tokens and few is not None:
+            self.memory_bytes = self._buffer.runtime.bytes_per_rank + few.bytes_per_rank
         return _Brought(*_split(x), topk_idx, weights, None, handle)
 
     def dispatch_again(self, given: Given, previous: _Brought) -> _Brought:

@@ -130,6 +130,7 @@ class Result:
         capacity: rows that dispatches with a new routing were given there.
         pulled: whether ranks loaded the rows of dispatches from their sources, in high throughput
             there.
+        few_tokens: whether calls of an ElasticBuffer went by the low-latency protocol.
         messages: what those between hosts took, of all ranks; None on one host.
     """
 
@@ -147,6 +148,7 @@ class Result:
     compared: Timings | None = None
     capacity: int | None = None
     pulled: bool | None = None
+    few_tokens: bool = False
     messages: MessageTimes | None = None
 
     def traffic(self, phase: str) -> Traffic:
@@ -214,6 +216,8 @@ def record(result: Result) -> dict[str, Any]:
         fields["capacity"] = result.capacity
     if result.pulled is not None:
         fields["dispatch_transfer"] = "pull" if result.pulled else "push"
+    if result.few_tokens:
+        fields["few_tokens"] = True
     if result.messages is not None:
         fields["messages"] = {
             name: round(value, 2) for name, value in dataclasses.asdict(result.messages).items()
@@ -373,6 +377,8 @@ def _variant(result: Result) -> str:
     """What of high throughput was timed."""
     settings = result.settings
     said = f"{_layout(result)}, {settings.routing} routing"
+    if result.few_tokens:
+        return f"{said}, by the low-latency protocol"
     return said if settings.sms is None else f"{said}, {settings.sms} SMs"
 
 

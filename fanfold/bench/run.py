@@ -417,5 +417,6 @@ def _result(asked: BenchSettings, settings: BenchSettings, reports: Sequence[Ran
         timing=summary(on_gpu) if on_gpu else None,
         capacity=on_gpu[0].capacity if on_gpu else None,
         pulled=on_gpu[0].pulled if on_gpu else None,
+        few_tokens=bool(on_gpu) and on_gpu[0].few_tokens,
         messages=MessageTimes.of(report.metrics for report in reports),
     )

@@ -42,8 +42,8 @@ AXES = {
 
 _FIXED = (
     "mode", "backend", "dtype", "hidden", "experts", "distribution", "layout", "in_place",
-    "routing", "alignment", "zero_padding", "dispatch_transfer", "face", "hosts", "transport",
-    "emulated_hosts",
+    "routing", "alignment", "zero_padding", "dispatch_transfer", "few_tokens", "face",
+    "hosts", "transport", "emulated_hosts",
 )  # fmt: skip
 _NUMBERS = (
     "tokens", "ranks", "top_k", "hidden", "experts", "total_us", "total_us_p90", "bytes_total",
@@ -247,6 +247,8 @@ def _label(name: str, value: object) -> str:
         return f"{value} host{'s' if value != 1 else ''}"
     if name == "emulated_hosts":
         return "on one machine"
+    if name == "few_tokens":
+        return "by low latency"
     if name == "dispatch_transfer":
         return f"rows {value}ed"
     if isinstance(value, str):

@@ -22,7 +22,7 @@ from fanfold.deep_ep.base import Counted
 from fanfold.deep_ep.elastic_calls import Asked, Call, Event, check_whole
 from fanfold.deep_ep.ep_handle import EPHandle
 from fanfold.deep_ep.events import EventHandle, EventOverlap
-from fanfold.deep_ep.few_tokens import open_few_tokens
+from fanfold.deep_ep.few_tokens import FewTokens
 from fanfold.deep_ep.routes import Bias
 from fanfold.deep_ep.streams import HostStreams, Streams
 from fanfold.errors import ArgumentError, UsageError
@@ -79,8 +79,7 @@ class ElasticBuffer(Counted):
         num_cpu_bytes: 0; memory for Engram, which is not here.
         num_max_tokens_per_rank: most tokens that a rank passes to a call that is given no such
             number; the same on all ranks.
-        hidden, num_topk: the most of calls with few tokens that take the low-latency protocol, if
-            the setting ``few_tokens`` asks for it; others take any.
+        hidden, num_topk: either: calls take any.
         use_fp8_dispatch: either: calls take any rows.
         deterministic: either: rows always come in order of source rank and token.
         allow_hybrid_mode: whether :meth:`get_logical_domain_size` tells hosts apart; calls choose
@@ -160,8 +159,8 @@ class ElasticBuffer(Counted):
                 settings["timeout_s"] = float(num_gpu_timeout_secs)
             config = Settings.resolve(**settings)
             self._find_domains(ranks, config)
-            choice = self._open_modes(ranks, config, (num_max_tokens_per_rank, hidden, num_topk))
-        del use_fp8_dispatch
+            choice = self._open_modes(ranks, config)
+        del hidden, num_topk, use_fp8_dispatch
         self._calls = {"dispatch": 0, "combine": 0}
         self._measured = self._owner, (self.runtime,)
         self.num_bytes = _buffer_bytes(self.num_ranks) if num_bytes is None else num_bytes
@@ -170,28 +169,18 @@ class ElasticBuffer(Counted):
         self._streams = Streams(choice.device) if on_gpu else HostStreams()
         self._most_sms = DEFAULT_MOST_CTAS if prefer_overlap_with_compute else _MOST_SMS
 
-    def _open_modes(
-        self, ranks: Group, config: Settings, geometry: tuple[int, int, int]
-    ) -> BackendChoice:
-        """High throughput, and low latency for few tokens; ``geometry`` as in
-        :func:`open_few_tokens`."""
-        most, hidden, num_topk = geometry
-        same = {"num_max_tokens_per_rank": most, "few_tokens": config.few_tokens}
-        if config.few_tokens:
-            check_whole("hidden", hidden, 0)
-            check_whole("num_topk", num_topk, 0)
-            same |= {"hidden": hidden, "num_topk": num_topk}
-        agree(ranks, dict(same))
+    def _open_modes(self, ranks: Group, config: Settings) -> BackendChoice:
+        """High throughput, and low latency for few tokens."""
+        most, few = self.num_max_tokens_per_rank, config.few_tokens
+        agree(ranks, {"num_max_tokens_per_rank": most, "few_tokens": few})
         choice = choose(ranks, config, "high_throughput", may_cross_hosts=True)
-        tokens = max(_MOST_TOKENS, most)
-        runtime, self._backend = open_high_throughput(ranks, choice, tokens, config)
-        try:
+        self.runtime, self._backend = open_high_throughput(
+            ranks, choice, max(_MOST_TOKENS, most), config
+        )
+        self._few: FewTokens | None = None
+        if choice.backend == "cuda" and not choice.across_hosts and few > 0:
             order = getattr(self._backend, "order", None)
-            self._few = open_few_tokens(ranks, choice, config, geometry, order)
-        except BaseException:
-            runtime.close()
-            raise
-        self.runtime = runtime
+            self._few = FewTokens(ranks, choice, config, min(most or few, few), order)
         return choice
 
     def _find_domains(self, ranks: Any, config: Settings) -> None:

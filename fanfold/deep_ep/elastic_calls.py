@@ -50,6 +50,8 @@ __all__ = [
 Event = EventOverlap | EventHandle | None
 
 _LEAST_COLUMNS = 16  # of a row
+_PLAIN = frozenset((int, bool, type(None)))
+_MOST_KNOWN = 64  # sizes that are remembered
 _SIZES = ("num_experts", "num_max_tokens_per_rank", "expert_alignment")
 
 
@@ -108,8 +110,9 @@ class Call:
         if there is a geometry."""
         if geometry is None and handle is None and self.few is not None:
             geometry = self.few.to_refuse(asked.most_tokens(self), expands=asked.do_expand)
-        if geometry is not None and self.few is not None:
-            self.few.mode.refuse_dispatch(error, geometry)
+        mode = None if self.few is None else self.few.mode
+        if geometry is not None and mode is not None:
+            mode.refuse_dispatch(error, geometry)
         else:
             self.backend.refuse_dispatch(error, self._plan_to_refuse(handle))
 
@@ -118,11 +121,12 @@ class Call:
     ) -> None:
         """The same for a combine, which is ``bare`` without weights."""
         lost = bare and not isinstance(handle, EPHandle)
+        mode = None if self.few is None else self.few.mode
         if routed is not None:
-            assert self.few is not None
-            self.few.mode.refuse_combine(error, routed.rows.routing)
-        elif lost and self.few is not None and self.few.last is not None:
-            self.few.mode.refuse_combine(error)
+            assert mode is not None
+            mode.refuse_combine(error, routed.rows.routing)
+        elif lost and mode is not None and self.few is not None and self.few.last is not None:
+            mode.refuse_combine(error)
         else:
             self.backend.refuse_combine(error, self._plan_to_refuse(handle))
 
@@ -183,16 +187,18 @@ def dispatch(
     with Refusing(lambda error: call.refuse_dispatch(error, geometry, handle, asked)):
         previous, before_epilogue = call.check()
         check_flag("do_zero_padding", asked.do_zero_padding)
-        if handle is None:
-            sizes = _new_sizes(call, tensors, asked)
-        else:
+        if handle is not None:
             _check_reuse(call, tensors, handle, asked)
+        elif geometry is not None:
+            sizes = _few_sizes(call, tensors, asked)
+        else:
+            sizes = _new_sizes(call, tensors, asked)
 
     def body() -> tuple[Received, None]:
         if before_epilogue is not None:
             before_epilogue.current_stream_wait()
         call.backend.use_zero_padding(asked.do_zero_padding)
-        if geometry is not None:
+        if geometry is not None and _settled(call, geometry, tensors, sizes):
             received = _route_few(call, geometry, tensors, sizes, asked)
         elif handle is None:
             received = _route(call, tensors, sizes, asked)
@@ -230,6 +236,7 @@ def combine(
             with ELASTIC:
                 assert call.few is not None
                 sums = call.few.combine(few.geometry, x, few.rows.routing, few.received, bias)
+            call.backend.check()  # what dispatches by the other protocol found
             return (sums, None), None
         call.use_sms(call.sms(handle))
         plan = planned(call, handle)
@@ -237,6 +244,8 @@ def combine(
             combined = call.backend.combine(
                 x, plan, layout=_layout(handle), topk_weights=topk_weights, bias=bias
             )
+        if call.few is not None:
+            call.few.check()
         return combined, None
 
     (out, summed), _, event = call.streams.run(
@@ -294,6 +303,32 @@ def _new_sizes(call: Call, tensors: Tensors, asked: Asked) -> RoutingSizes:
     return sizes
 
 
+def _few_sizes(call: Call, tensors: Tensors, asked: Asked) -> RoutingSizes:
+    """The same of a dispatch of few tokens. Where an earlier one was asked for the same, the
+    protocol's own checks of the tensors are all that is left."""
+    given = (
+        asked.num_experts,
+        asked.num_max_tokens_per_rank,
+        asked.expert_alignment,
+        asked.do_cpu_sync,
+        asked.do_expand,
+        asked.do_handle_copy,
+        call.num_sms,
+    )
+    kinds = tuple(map(type, given))
+    assert call.few is not None
+    known = call.few.known.get((given, kinds)) if _PLAIN.issuperset(kinds) else None
+    if known is None:
+        known = _new_sizes(call, tensors, asked)
+        if len(call.few.known) == _MOST_KNOWN:
+            call.few.known.clear()
+        call.few.known[given, kinds] = known
+    elif (stats := tensors[3]) is not None:
+        call.backend.check_devices(cumulative_local_expert_recv_stats=stats)
+        _check_stats(stats, known.num_experts // call.ranks)
+    return known
+
+
 def _worst(ranks: int, top_k: int, sizes: RoutingSizes) -> int:
     """Rows of a result that has room for all that could come."""
     if sizes.do_expand:
@@ -343,6 +378,18 @@ def _route(call: Call, tensors: Tensors, sizes: RoutingSizes, asked: Asked) -> R
     return Received(dispatched.tokens, dispatched.scales, idx, weights, handle, kept)
 
 
+def _settled(call: Call, geometry: Geometry, tensors: Tensors, sizes: RoutingSizes) -> bool:
+    """Whether a dispatch that can go by the protocol of few tokens does."""
+    few, topk_idx = call.few, tensors[1]
+    assert few is not None
+    assert topk_idx is not None
+    if few.mode is not None:
+        return True
+    assert isinstance(call.backend, CudaHighThroughput)
+    with ELASTIC:
+        return few.settle(call.backend, geometry, topk_idx, sizes.expert_alignment)
+
+
 def _route_few(
     call: Call, geometry: Geometry, tensors: Tensors, sizes: RoutingSizes, asked: Asked
 ) -> Received:
@@ -362,30 +409,27 @@ def _route_few(
             alignment=sizes.expert_alignment,
             scales_by_columns=by_columns,
             expert_totals=stats,
+            counts_for_cpu=sizes.knows_counts,
         )
-    count, listed = len(rows.tokens), []
-    if sizes.knows_counts:
-        *counts, aborted = rows.counts.tolist()
-        if aborted:
-            few.mode.check()  # who has refused it
-            raise UsageError("a dispatch was aborted; an earlier call has raised the reason")
-        count = counts[geometry.ranks - 1]
-        ends = [0, *counts[-geometry.experts_per_rank :]]
-        listed = [end - begin for begin, end in itertools.pairwise(ends)]
-    # What is the caller's may be written to, so a copy stays here.
-    own, *copied = topk_idx.expand(1 + asked.do_handle_copy, -1, -1).clone()
-    kept_idx = copied[0] if copied else topk_idx
-    routed = RoutedFew(
-        few.token, geometry, rows, topk_idx.shape[0], sizes.expert_alignment, count, own,
-        captured=own.is_cuda and torch.cuda.is_current_stream_capturing(),
-    )  # fmt: skip
+    received, scales, idx, weights = rows.tokens, rows.scales, rows.topk_idx, rows.topk_weights
+    count, listed, captured = len(rows.tokens), [], False
     expanded = worst_expanded_rows(geometry.ranks, geometry.top_k, sizes)
-    handle = EPHandle(routed, sizes, kept_idx, sum(listed) if listed else expanded, listed)
+    if sizes.knows_counts:
+        assert few.mode is not None
+        count, ends = few.mode.await_counts()
+        listed = [end - begin for begin, end in itertools.pairwise((0, *ends))]
+        expanded = sum(listed)
+        received, idx = received[:count], idx[:count]
+        scales = None if scales is None else scales[:count]
+        weights = None if weights is None else weights[:count]
+    else:
+        captured = topk_idx.is_cuda and torch.cuda.is_current_stream_capturing()
+    alignment = sizes.expert_alignment
+    routed = RoutedFew(few.token, geometry, rows, alignment, count, captured=captured)
+    kept_idx = None if asked.do_handle_copy else topk_idx
+    handle = EPHandle(routed, sizes, kept_idx, expanded, listed)
     kept = handle._tensors() if call.asynchronous else ()
-    of_rows, weights = (
-        None if each is None else each[:count] for each in (rows.scales, rows.topk_weights)
-    )
-    return Received(rows.tokens[:count], of_rows, rows.topk_idx[:count], weights, handle, kept)
+    return Received(received, scales, idx, weights, handle, kept)
 
 
 def rows_of_experts(plan: AnyPlan) -> list[int]:

@@ -96,11 +96,11 @@ class EPHandle:
         self,
         plan: AnyPlan | RoutedFew,
         sizes: RoutingSizes,
-        topk_idx: torch.Tensor,
+        topk_idx: torch.Tensor | None,
         expanded_rows: int,
         counts_of_experts: list[int],
     ) -> None:
-        self._plan, self._sizes, self.topk_idx = plan, sizes, topk_idx
+        self._plan, self._sizes, self._topk_idx = plan, sizes, topk_idx
         self.do_expand, self.num_experts = sizes.do_expand, sizes.num_experts
         self.expert_alignment = sizes.expert_alignment
         self.num_max_tokens_per_rank = sizes.num_max_tokens_per_rank
@@ -111,17 +111,21 @@ class EPHandle:
             assert plan.received is not None
             self._received = plan.received
         self.num_recv_tokens = self._received
-        device = topk_idx.device
+        where = plan.block if topk_idx is None and isinstance(plan, RoutedFew) else topk_idx
+        assert where is not None
+        self._device = device = where.device
         self.num_recv_tokens_per_expert_list = counts_of_experts
         self._known: dict[str, torch.Tensor] = {}
-        self._done = EventHandle(
-            torch.cuda.current_stream(device) if device.type == "cuda" else None
-        )
+        self._done: EventHandle | None = None
+        if not (sizes.knows_counts and isinstance(plan, RoutedFew)):  # its kernel has ended
+            on_gpu = device.type == "cuda"
+            self._done = EventHandle(torch.cuda.current_stream(device) if on_gpu else None)
         self._made_in_capture = _is_capturing(device)
         if self._made_in_capture:
             # Each replay writes them anew.
             _ = self.psum_num_recv_tokens_per_scaleup_rank, self.recv_src_metadata
             _ = self.psum_num_recv_tokens_per_expert, self.num_unaligned_recv_tokens_per_expert
+            _ = self.topk_idx
 
     def __repr__(self) -> str:
         names = ("do_expand", "num_experts", "expert_alignment", "num_max_tokens_per_rank")
@@ -139,9 +143,18 @@ class EPHandle:
     # Made when they are first read, as most programs read few of them.
 
     @property
+    def topk_idx(self) -> torch.Tensor:
+        """See :class:`EPHandle`."""
+        plan = self._plan
+        if self._topk_idx is not None:
+            return self._topk_idx
+        assert isinstance(plan, RoutedFew)
+        return self._read("topk_idx", lambda: plan.topk_idx.clone())
+
+    @property
     def psum_num_recv_tokens_per_scaleup_rank(self) -> torch.Tensor:
         """See :class:`EPHandle`."""
-        plan, device = self._plan, self.topk_idx.device
+        plan, device = self._plan, self._device
         if isinstance(plan, RoutedFew):
             return self._read("ranks", lambda: plan.rows.rank_ends)
         return self._read("ranks", lambda: _prefix(plan).to(device))
@@ -150,7 +163,7 @@ class EPHandle:
     def num_unaligned_recv_tokens_per_expert(self) -> torch.Tensor:
         """See :class:`EPHandle`."""
 
-        plan, device = self._plan, self.topk_idx.device
+        plan, device = self._plan, self._device
         if isinstance(plan, RoutedFew):
             return self._read("unaligned", lambda: plan.rows.expert_rows)
 
@@ -163,7 +176,7 @@ class EPHandle:
     def psum_num_recv_tokens_per_expert(self) -> torch.Tensor:
         """See :class:`EPHandle`."""
 
-        plan, device = self._plan, self.topk_idx.device
+        plan, device = self._plan, self._device
         if isinstance(plan, RoutedFew):
             return self._read("experts", lambda: plan.rows.expert_ends)
 
@@ -186,9 +199,10 @@ class EPHandle:
         plan = self._plan
         # A capture cannot wait for an event from before it, and its tensors hold nothing until the
         # graph is replayed: they are made anew for the next reader.
-        passing = _is_capturing(self.topk_idx.device) and not self._made_in_capture
+        passing = _is_capturing(self._device) and not self._made_in_capture
         if isinstance(plan, (CudaPlan, RoutedFew)) and not passing:
-            self._done.current_stream_wait()
+            if self._done is not None:
+                self._done.current_stream_wait()
             if plan.block.is_cuda:
                 record(tuple(plan.tensors()), torch.cuda.current_stream(plan.block.device))
         made = make()
@@ -197,7 +211,7 @@ class EPHandle:
         return made
 
     def _sources(self) -> torch.Tensor:
-        plan, rows, device = self._plan, self._received, self.topk_idx.device
+        plan, rows, device = self._plan, self._received, self._device
         if isinstance(plan, RoutedFew):
             return plan.rows.sources[:rows]
         made = torch.full((rows, 2 + plan.top_k), -1, dtype=torch.int32, device=device)

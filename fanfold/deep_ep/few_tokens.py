@@ -4,12 +4,16 @@ there. What such a routing is used for besides, high throughput does by a plan o
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from fanfold.backends.choose import BackendChoice
 from fanfold.backends.high_throughput import Plan
+from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.backends.high_throughput.plan import CudaPlan
 from fanfold.backends.high_throughput.protocol import HighThroughputBackend
 from fanfold.backends.low_latency import check_cuda_geometry, cuda_required_bytes
@@ -21,41 +25,107 @@ from fanfold.errors import ArgumentError, FanfoldError, UsageError
 from fanfold.geometry import Geometry
 from fanfold.group import Group, agree
 from fanfold.memory import GpuPeerMemory
+from fanfold.refusal import Refusing
 from fanfold.representation import show_fields
 from fanfold.stream_order import StreamOrder
 
-__all__ = ["AnyPlan", "FewTokens", "RoutedFew", "open_few_tokens"]
+if TYPE_CHECKING:
+    from fanfold.deep_ep.ep_handle import RoutingSizes
+
+__all__ = ["AnyPlan", "FewTokens", "RoutedFew"]
+
+_LOG = logging.getLogger(__name__)
 
 AnyPlan = Plan | CudaPlan
-_MOST_EXPERTS = 2048  # that the memory has room for; few bytes each
 _PLANNED_COLUMNS = 16  # of the rows that make a plan
 
 
 class FewTokens:
-    """The protocol of one ElasticBuffer.
+    """The protocol of one ElasticBuffer. It has no memory before the first call that goes by it.
 
     Args:
-        memory: of the ranks' GPUs, on one host.
-        mode: over it.
+        group, choice, config: of the ElasticBuffer.
         most_tokens: of a rank, in a call that goes by it.
-        config: whether calls are ranges in profiles.
+        order: of the streams of its other calls, on GPUs.
 
     Attributes:
-        mode: for all but its calls.
-        dispatch, combine: its calls (:meth:`CudaTokenMajor.dispatch_rows`, ``combine_rows``).
+        mode: what makes the calls, but in a range if the setting ``ranges`` asks for it: those are
+            ``dispatch`` and ``combine`` (:meth:`CudaTokenMajor.dispatch_rows`, ``combine_rows``).
+            None before the first.
         last: the geometry of the last dispatch without a handle, if it went by this protocol.
         token: what handles of its dispatches know it by; they keep none of its memory.
+        known: the sizes of earlier dispatches that went by it, by what they were asked for.
     """
 
+    dispatch: Callable[..., TokenMajorRows]
+    combine: Callable[..., torch.Tensor]
+
     def __init__(
-        self, memory: GpuPeerMemory, mode: CudaTokenMajor, most_tokens: int, config: Config
+        self,
+        group: Group,
+        choice: BackendChoice,
+        config: Config,
+        most_tokens: int,
+        order: StreamOrder | None,
     ) -> None:
-        self.mode = mode
+        self.mode: CudaTokenMajor | None = None
+        self.token = object()
+        self.known: dict[tuple[object, ...], RoutingSizes] = {}
+        self.last: Geometry | None = None
+        self._group, self._choice, self._config = group, choice, config
+        self._most_tokens, self._order = most_tokens, order
+        self._memory: GpuPeerMemory | None = None
+        self._has_no_memory = False
+
+    def settle(
+        self,
+        backend: CudaHighThroughput,
+        geometry: Geometry,
+        topk_idx: torch.Tensor,
+        expert_alignment: int,
+    ) -> bool:
+        """Makes its memory, in the first call that is to go by it. Collective; the CPU waits.
+
+        Args:
+            backend: of high throughput. By it the ranks see first that they all make such a call.
+            geometry: of the call.
+            topk_idx, expert_alignment: of its dispatch.
+
+        Returns:
+            False if there is no memory for it, on all ranks: a warning says why, and all calls go
+            by high throughput.
+
+        Raises:
+            ArgumentError, PeerRefused, PeerTimeout: this is not what all ranks do.
+        """
+        with Refusing(backend.refuse_dispatch):
+            backend.quiesce()  # raises what earlier calls have found, before this rank takes part
+        nowhere = torch.full_like(topk_idx, -1)  # what is wrong with its entries, the call finds
+        make_plan(backend, nowhere, geometry.num_experts, expert_alignment, None)
+        backend.quiesce()
+        # As in high throughput a late rank ends the calls, whatever the setting.
+        strict = dataclasses.replace(self._config, late_peers="raise")
+        memory, mode, error = None, None, None
+        try:
+            nbytes = bytes_for_few_tokens(geometry)
+            memory = open_gpu_memory(self._group, self._choice, nbytes, 0, strict)
+            mode = CudaTokenMajor(memory, strict, self._choice.check_devices, self._order)
+        except FanfoldError as failure:
+            error = failure
+        try:
+            agree(self._group, {}, error)
+        except FanfoldError as failure:
+            if memory is not None:
+                memory.close()
+            self._has_no_memory = True
+            _LOG.warning("few tokens go by high throughput: %s", failure)
+            return False
+        assert mode is not None
+        self._memory, self.mode = memory, mode
+        config = self._config
         self.dispatch = ranged_call(mode.dispatch_rows, "fanfold::low_latency::dispatch", config)
         self.combine = ranged_call(mode.combine_rows, "fanfold::low_latency::combine", config)
-        self.token = object()
-        self._memory, self._most_tokens = memory, most_tokens
-        self.last: Geometry | None = None
+        return True
 
     def geometry_of(
         self, x: object, topk_idx: object, num_experts: object, most_tokens: object
@@ -67,15 +137,22 @@ class FewTokens:
         parts = x if isinstance(x, tuple) else (x,)
         if isinstance(x, tuple) and len(x) != 2:
             return None
+        if type(most_tokens) is not int or not 0 < most_tokens <= self._most_tokens:
+            return None
+        if type(num_experts) is not int:
+            return None
+        known = None if self.mode is None else self.mode.geometry
+        if known is not None and num_experts == known.num_experts:
+            assert self.mode is not None
+            if self.mode.suits(x, topk_idx):
+                self.last = known
+                return known
         tensors = (*parts, topk_idx)
         if not all(isinstance(each, torch.Tensor) and each.dim() == 2 for each in tensors):
             return None
-        if type(most_tokens) is not int or not 0 < most_tokens <= self._most_tokens:
-            return None
-        if type(num_experts) is not int or not takes_rows(x):  # type: ignore[arg-type]
+        if not takes_rows(x):  # type: ignore[arg-type]
             return None
         sizes = (num_experts, topk_idx.shape[1], parts[0].shape[1])  # type: ignore[attr-defined]
-        known = self.mode.geometry
         if known is None:
             known = self._new_geometry(*sizes)
         if known is None or sizes != (known.num_experts, known.top_k, known.hidden):
@@ -90,17 +167,33 @@ class FewTokens:
         return None if expands is True or above else self.last
 
     def _new_geometry(self, num_experts: int, top_k: int, hidden: int) -> Geometry | None:
+        if self._has_no_memory:
+            return None
         try:
-            geometry = Geometry(self._memory.ranks, num_experts, top_k, hidden, self._most_tokens)
+            ranks = self._group.size
+            geometry = Geometry(ranks, num_experts, top_k, hidden, self._most_tokens)
             check_cuda_geometry(geometry)
         except ArgumentError:
             return None
-        fits = bytes_for_few_tokens(geometry) <= self._memory.usable_bytes
-        return geometry if fits else None
+        if self._memory is None:
+            # The ranks cannot agree about memory in a CUDA graph.
+            return None if torch.cuda.is_current_stream_capturing() else geometry
+        return geometry if bytes_for_few_tokens(geometry) <= self._memory.usable_bytes else None
+
+    def check(self) -> None:
+        """Raises what its calls have found wrong; does not wait for them."""
+        if self.mode is not None:
+            self.mode.check()
+
+    @property
+    def bytes_per_rank(self) -> int:
+        """Of its memory."""
+        return 0 if self._memory is None else self._memory.bytes_per_rank
 
     def close(self) -> None:
         """Releases the memory."""
-        self._memory.close()
+        if self._memory is not None:
+            self._memory.close()
 
 
 def bytes_for_few_tokens(geometry: Geometry) -> int:
@@ -108,47 +201,25 @@ def bytes_for_few_tokens(geometry: Geometry) -> int:
     return cuda_required_bytes(geometry, late_weights=False, token_major=True)
 
 
-def open_few_tokens(
-    group: Group,
-    choice: BackendChoice,
-    config: Config,
-    geometry: tuple[int, int, int],
-    order: StreamOrder | None,
-) -> FewTokens | None:
-    """The protocol where calls run on GPUs of one host and the setting ``few_tokens`` asks for it.
-    Collective.
-
-    Args:
-        group, choice, config: of the ElasticBuffer.
-        geometry: its num_max_tokens_per_rank, hidden and num_topk, the same on all ranks; without
-            one of them there is no such protocol.
-        order: of the streams of its other calls, on GPUs.
-
-    Raises:
-        ArgumentError: there is no such geometry.
-        FanfoldError: the ranks cannot share so much memory; on all ranks.
-    """
-    most, hidden, top_k = geometry
-    most = min(most, config.few_tokens)
-    if choice.backend != "cuda" or choice.across_hosts or 0 in (most, hidden, top_k):
-        return None
-    experts = _MOST_EXPERTS // group.size * group.size
-    nbytes = bytes_for_few_tokens(Geometry(group.size, experts, top_k, hidden, most))
-    memory = open_gpu_memory(group, choice, nbytes, 0, config)
-    mode, error = None, None
-    try:
-        # As in high throughput a late rank ends the calls, whatever the setting.
-        strict = dataclasses.replace(config, late_peers="raise")
-        mode = CudaTokenMajor(memory, strict, choice.check_devices, order)
-    except FanfoldError as failure:
-        error = failure
-    try:
-        agree(group, {}, error)
-    except BaseException:
-        memory.close()
-        raise
-    assert mode is not None
-    return FewTokens(memory, mode, most, config)
+def make_plan(
+    backend: HighThroughputBackend,
+    topk_idx: torch.Tensor,
+    num_experts: int,
+    expert_alignment: int,
+    capacity: int | None,
+) -> AnyPlan:
+    """A plan of high throughput for a routing, by a dispatch of short rows. Collective; without a
+    ``capacity`` the CPU waits, and raises what any rank has found."""
+    shape = (topk_idx.shape[0], _PLANNED_COLUMNS)
+    plan: AnyPlan = backend.dispatch(
+        torch.zeros(shape, dtype=torch.bfloat16, device=topk_idx.device),
+        topk_idx,
+        num_experts=num_experts,
+        layout="token_major",
+        expert_alignment=expert_alignment,
+        capacity=capacity,
+    ).plan
+    return plan
 
 
 @dataclass(eq=False)
@@ -159,20 +230,16 @@ class RoutedFew:
         token: of the :class:`FewTokens` that made it.
         geometry: of the dispatch.
         rows: what it brought, the handle's tensors among it.
-        tokens: of this rank.
         expert_alignment: of the dispatch.
         received: rows of the result.
-        topk_idx: of this rank's tokens, a copy, from which a plan is made.
         captured: whether it was made in a CUDA graph, whose replays write it anew.
     """
 
     token: object
     geometry: Geometry
     rows: TokenMajorRows
-    tokens: int
     expert_alignment: int
     received: int
-    topk_idx: torch.Tensor
     captured: bool
     _plan: AnyPlan | None = field(default=None, repr=False)
 
@@ -184,18 +251,28 @@ class RoutedFew:
         return self.geometry.ranks
 
     @property
+    def tokens(self) -> int:
+        """Of this rank."""
+        return self.rows.routing.tokens
+
+    @property
     def top_k(self) -> int:
         """K."""
         return self.geometry.top_k
 
     @property
     def block(self) -> torch.Tensor:
-        """What combine reads."""
-        return self.rows.routing.block
+        """What combine reads, and all else that the dispatch left but the rows."""
+        return self.rows.words
+
+    @property
+    def topk_idx(self) -> torch.Tensor:
+        """Of this rank's tokens, a copy, from which a plan is made."""
+        return self.rows.own_topk_idx
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All that it holds."""
-        return self.rows.counts, self.rows.sources, self.block, self.topk_idx
+        return (self.block,)
 
     def plan(self, backend: HighThroughputBackend) -> AnyPlan:
         """The same routing for high throughput, which brings the same rows. Collective when it is
@@ -207,21 +284,14 @@ class RoutedFew:
         """
         if self._plan is not None:
             return self._plan
-        device = self.topk_idx.device
+        topk_idx, device = self.topk_idx, self.block.device
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if not capturing and self.rows.counts[-1].item():
+        if not capturing and self.rows.aborted.item():
             raise UsageError("another rank has refused the dispatch of this handle; make a new one")
-        shape = (self.tokens, _PLANNED_COLUMNS)
-        plan: AnyPlan = backend.dispatch(
-            torch.zeros(shape, dtype=torch.bfloat16, device=device),
-            self.topk_idx,
-            num_experts=self.geometry.num_experts,
-            layout="token_major",
-            expert_alignment=self.expert_alignment,
-            capacity=self.received,
-        ).plan
+        experts, alignment = self.geometry.num_experts, self.expert_alignment
+        plan = make_plan(backend, topk_idx, experts, alignment, self.received)
         if device.type == "cuda":
-            self.topk_idx.record_stream(torch.cuda.current_stream(device))
+            self.block.record_stream(torch.cuda.current_stream(device))
         if not capturing and not self.captured:
             self._plan = plan
         return plan

@@ -73,6 +73,7 @@ ELASTIC = Renaming(
         "the plan": "the handle",
         "capacity": "the room for rows, by num_max_tokens_per_rank,",
         "max_tokens =": "an ElasticBuffer's limit of",
+        "most_tokens =": "num_max_tokens_per_rank =",
     }
 )
 

@@ -12,9 +12,8 @@ from unittest import mock
 
 import torch
 
-from fanfold import _core, kernel_reports
+from fanfold import _core, cpu_words, kernel_reports
 from fanfold.backends.high_throughput import kernels, launches
-from fanfold.backends.high_throughput import reports as reports_module
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.backends.high_throughput.room import Room
 from fanfold.config import Config
@@ -82,7 +81,7 @@ def emulated(builder: Builder, ctas: int) -> Iterator[None]:
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", create=True, return_value=0),
         mock.patch.object(launches.jit, "load", lambda source, *_: _Loaded(builder.load(source))),
         mock.patch.object(launches.jit, "load_all", return_value=[]),
-        *(mock.patch.object(each, "torch", PAGEABLE) for each in (kernel_reports, reports_module)),
+        *(mock.patch.object(each, "torch", PAGEABLE) for each in (kernel_reports, cpu_words)),
         mock.patch.multiple(kernels, **few_warps),
         mock.patch.object(Room, "empty", _poisoned),
     ]

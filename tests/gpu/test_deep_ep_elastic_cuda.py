@@ -4,6 +4,7 @@ tests, calls that no CPU waits for, graphs, streams, refusals."""
 from __future__ import annotations
 
 import contextlib
+import os
 import dataclasses
 import random
 from collections.abc import Callable
@@ -43,10 +44,12 @@ EXPANDS = pytest.mark.parametrize("expands", [False, True], ids=["plain", "expan
 
 
 def open_buffer(group: Any, **changes: Any) -> ElasticBuffer:
-    """An ElasticBuffer whose calls run on the ranks' GPUs."""
+    """An ElasticBuffer whose calls run on the ranks' GPUs, by high throughput unless the variable
+    asks for another number of few tokens."""
     options: dict[str, Any] = {"num_max_tokens_per_rank": MOST, "explicitly_destroy": True}
-    options |= {"hidden": 1040, "num_topk": 32}  # the most of any call with few tokens
-    with environment(FANFOLD_TIMEOUT_S="30", FANFOLD_BACKEND="cuda"):
+    variables = {"FANFOLD_TIMEOUT_S": "30", "FANFOLD_BACKEND": "cuda"}
+    variables["FANFOLD_FEW_TOKENS"] = os.environ.get("FANFOLD_FEW_TOKENS", "0")
+    with environment(**variables):
         buffer = ElasticBuffer(group, **{**options, **changes})
     assert isinstance(buffer._backend, CudaHighThroughput)
     return buffer
@@ -483,12 +486,19 @@ def test_barrier(one_gpu: OneGpu, ranks: int) -> None:
 # ---- refusals -----------------------------------------------------------------------------------
 
 
+def _check(buffer: ElasticBuffer) -> None:
+    """Raises what the kernels of either mode have found."""
+    buffer._backend.check()
+    if buffer._few is not None:
+        buffer._few.mode.check()
+
+
 def _works(buffer: ElasticBuffer, case: Case, rank: int) -> None:
     mine = on_gpu(inputs(case, rank))
     for expands in (False, True):
         found = _round(buffer, case, rank, mine, expands)
         wait()
-        buffer._backend.check()  # a call that was given up is none with wrong results
+        _check(buffer)  # a call that was given up is none with wrong results
         _check_round(case, rank, expands, [each.cpu() for each in found])
 
 
@@ -548,7 +558,7 @@ def _bad_reuses(group: Any, case: Case, changes: dict[str, Any], combines: bool)
     def call() -> None:
         method(**given)
         wait()
-        buffer._backend.check()  # what kernels have found
+        _check(buffer)  # what kernels have found
 
     said = _said(call)
     wait()

@@ -368,15 +368,29 @@ def test_reports_say_whether_rows_came_in_place(in_place, zeros):
     assert "pulled" not in said
 
 
-@pytest.mark.parametrize("pulled", [True, False])
-def test_reports_say_how_rows_moved(pulled):
+def _result_on_gpu(**fields):
     times = Timings(torch.ones((2, 3, 3), dtype=torch.float64, device="cpu"))
     traffic = Traffic(1.0, 2.0, 0.0, 1.0)
-    result = Result(
+    return Result(
         settings=BenchSettings("high_throughput", ranks=2, backend="cuda").on("cuda"), ranks=2,
         placement=Placement(1, 2), fanfold=times, baseline=None, dispatch=traffic, combine=traffic,
-        checked=True, memory_bytes=1, device={"name": "none"}, timing={}, pulled=pulled,
+        checked=True, memory_bytes=1, device={"name": "none"}, timing={}, **fields,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_reports_say_by_which_protocol_few_tokens_went(few):
+    result = _result_on_gpu(few_tokens=few)
+    assert report.record(result).get("few_tokens") is (True if few else None)
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(report.table(result))
+    said = " ".join(console.export_text().split())
+    assert ("by the low-latency protocol" in said) is few
+
+
+@pytest.mark.parametrize("pulled", [True, False])
+def test_reports_say_how_rows_moved(pulled):
+    result = _result_on_gpu(pulled=pulled)
     assert report.record(result)["dispatch_transfer"] == ("pull" if pulled else "push")
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(report.table(result))

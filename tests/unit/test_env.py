@@ -64,7 +64,7 @@ def test_malformed_ones_do_not_hide_the_rest() -> None:
         "ctas": ["auto", "default"],
         "senders": ["auto", "default"],
         "dispatch_transfer": ["auto", "default"],
-        "few_tokens": ["0", "default"],
+        "few_tokens": ["256", "default"],
         "ranges": ["False", "default"],
         "fast_accumulation": ["False", "default"],
         "swap_ab_rows": ["auto", "default"],

@@ -12,9 +12,16 @@ import torch
 
 from fanfold.backends.high_throughput import protocol
 from fanfold.backends.high_throughput.room import Room
-from fanfold.deep_ep import ElasticBuffer
+from fanfold.backends.low_latency.outputs import Allocator
+from fanfold.deep_ep import ElasticBuffer, few_tokens
 from fanfold.deep_ep.few_tokens import FewTokens, RoutedFew
-from fanfold.errors import ArgumentError, FanfoldError, PeerRefused
+from fanfold.errors import (
+    ArgumentError,
+    FanfoldError,
+    PeerRefused,
+    PeerTimeout,
+    UnavailableError,
+)
 from tests.conformance import deep_ep_reference as reference
 from tests.conformance import test_deep_ep_elastic as conformance
 from tests.conformance.test_deep_ep_elastic import CASE, DUPLICATES, MOST, arguments
@@ -25,13 +32,18 @@ from tests.emulation.world import Builder
 CTAS = 7
 
 
+def _poisoned(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+    made = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+    made.untyped_storage().copy_(
+        torch.full(
+            (made.untyped_storage().nbytes(),), 0x33, dtype=torch.uint8, device="cpu"
+        ).untyped_storage()
+    )
+    return made
+
+
 def open_buffer(group: Any, **changes: Any) -> ElasticBuffer:
-    options: dict[str, Any] = {
-        "num_max_tokens_per_rank": MOST,
-        "hidden": 256,
-        "num_topk": 4,
-        "explicitly_destroy": True,
-    }
+    options: dict[str, Any] = {"num_max_tokens_per_rank": MOST, "explicitly_destroy": True}
     buffer = ElasticBuffer(group, **{**options, **changes})
     assert isinstance(buffer._few, FewTokens)
     return buffer
@@ -42,7 +54,9 @@ def gpu(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("FANFOLD_TIMEOUT_S", "10")
     monkeypatch.setenv("FANFOLD_FEW_TOKENS", str(MOST))
     monkeypatch.setattr(conformance, "open_buffer", open_buffer)
+    # What kernels do not write holds anything.
     monkeypatch.setattr(Room, "empty", poisoned)
+    monkeypatch.setattr(Allocator, "empty", lambda self: _poisoned)
     with emulated_buffers(builder, CTAS):
         yield
 
@@ -64,6 +78,11 @@ def test_biases_and_events() -> None:
 
 def test_what_a_caller_overwrites_changes_nothing() -> None:
     assert run(CASE.ranks, conformance._overwrites, False) == [[True] * 3] * CASE.ranks
+
+
+def _which_of(buffer: ElasticBuffer, given: dict[str, Any]) -> bool:
+    """Whether a dispatch goes by the protocol."""
+    return isinstance(buffer.dispatch(**given)[3]._plan, RoutedFew)
 
 
 def _which(group: Any, changes: dict[str, Any], options: dict[str, Any]) -> bool:
@@ -171,6 +190,159 @@ def test_a_refusal_is_told(bad: str) -> None:
     first, *others = run(CASE.ranks, _refused, changes)
     assert first.startswith(f"{ArgumentError.__name__}: {wanted}"), first
     assert all(other.startswith(PeerRefused.__name__) for other in others), others
+
+
+def _refused_first(group: Any, changes: dict[str, Any]) -> str:
+    """What the first such call is found to be, that is to make the memory."""
+    buffer = open_buffer(group)
+    good = {**arguments(CASE, group.rank), "do_cpu_sync": False}
+    said = ""
+    try:
+        result = buffer.dispatch(**{**good, **(changes if group.rank == 0 else {})})
+        buffer.combine(result[0], result[3])
+    except FanfoldError as error:
+        said = f"{type(error).__name__}: {error}"
+    assert isinstance(buffer.dispatch(**good)[3]._plan, RoutedFew)
+    buffer.destroy()
+    return said
+
+
+@pytest.mark.parametrize(
+    "bad", ["num_experts", "topk_idx", "no tokens", "do_expand", "x", "weights"]
+)
+def test_a_refusal_of_the_first_call_is_told(bad: str) -> None:
+    changes, wanted = BAD_DISPATCHES.get(bad, BAD_WEIGHTS)
+    first, *others = run(CASE.ranks, _refused_first, changes)
+    assert first.startswith(f"{ArgumentError.__name__}: {wanted}"), first
+    assert all(other.startswith(PeerRefused.__name__) for other in others), others
+
+
+def _other_kind_first(group: Any, changes: dict[str, Any]) -> list[str]:
+    """What ranks find of which one alone makes a call of high throughput, where the others' makes
+    the memory; this one may find it in the call after that."""
+    buffer = open_buffer(group)
+    good = arguments(CASE, group.rank)
+    said = []
+    for number in range(2):
+        changed = changes if (number, group.rank) == (0, 0) else {}
+        try:
+            buffer.dispatch(**{**good, **changed})
+        except FanfoldError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    assert isinstance(buffer.dispatch(**good)[3]._plan, RoutedFew)
+    buffer.destroy()
+    return said
+
+
+@pytest.mark.parametrize("changes", [{"num_max_tokens_per_rank": MOST + 1}, {"do_expand": True}])
+def test_a_first_call_of_another_kind_is_told(changes: dict[str, Any]) -> None:
+    first, *others = run(CASE.ranks, _other_kind_first, changes)
+    assert len(first) == 1
+    assert "another on rank 0 than on rank" in first[0]
+    for disagrees, refused in others:
+        assert "than on rank 0" in disagrees
+        assert refused.startswith(PeerRefused.__name__)
+
+
+def _known_then_bad(group: Any, changes: dict[str, Any]) -> str:
+    """What a call is found to be that was asked for the same as the one before, or nearly."""
+    buffer = open_buffer(group)
+    good = {**arguments(CASE, group.rank), "do_cpu_sync": True, "do_handle_copy": True}
+    buffer.dispatch(**good)
+    said = ""
+    try:
+        buffer.dispatch(**{**good, **(changes if group.rank == 0 else {})})
+    except FanfoldError as error:
+        said = f"{type(error).__name__}: {error}"
+    buffer.dispatch(**good)
+    buffer.destroy()
+    return said
+
+
+NEARLY: dict[str, tuple[dict[str, Any], str]] = {
+    "one for True": ({"do_cpu_sync": 1}, "do_cpu_sync is 1 (type int)"),
+    "True for one": ({"expert_alignment": True}, "expert_alignment is True"),
+    "a float": ({"num_sms": 0.0}, "num_sms is 0.0"),
+    "a list": ({"expert_alignment": [1]}, "expert_alignment is a list of 1"),
+    "tokens": (
+        {
+            "x": torch.ones((MOST + 1, 256), dtype=torch.bfloat16, device="cpu"),
+            "topk_idx": torch.zeros((MOST + 1, 4), dtype=torch.int64, device="cpu"),
+            "topk_weights": torch.zeros((MOST + 1, 4), dtype=torch.float32, device="cpu"),
+        },
+        f"x.shape[0] is {MOST + 1}, but must be at most num_max_tokens_per_rank = {MOST}",
+    ),
+    "rows": (
+        {"topk_idx": torch.zeros((1, 4), dtype=torch.int64, device="cpu")}, "topk_idx.shape is"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("nearly", NEARLY)
+def test_a_call_that_is_nearly_like_the_one_before(nearly: str) -> None:
+    changes, wanted = NEARLY[nearly]
+    first, *others = run(CASE.ranks, _known_then_bad, changes)
+    assert first.startswith(f"{ArgumentError.__name__}: {wanted}"), first
+    assert all(other.startswith(PeerRefused.__name__) for other in others), others
+
+
+def _without_memory(group: Any) -> list[bool]:
+    buffer = open_buffer(group)
+    goes = []
+    for _ in range(3):
+        assert _which_of(buffer, arguments(CASE, group.rank)) is False
+        goes.append(buffer._few is not None and buffer._few.mode is None)
+    buffer.destroy()
+    return goes
+
+
+def test_without_memory_all_calls_go_by_high_throughput(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    no_memory = UnavailableError("no memory is left")
+    with mock.patch.object(few_tokens, "open_gpu_memory", side_effect=no_memory):
+        assert run(CASE.ranks, _without_memory) == [[True] * 3] * CASE.ranks
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == CASE.ranks
+    assert all("no memory is left" in each for each in warned)
+
+
+def _captured_first(group: Any) -> list[bool]:
+    """Whether a call could go by it, in a CUDA graph and outside."""
+    buffer = open_buffer(group)
+    given, few = arguments(CASE, group.rank), buffer._few
+    assert few is not None
+    sizes = given["x"], given["topk_idx"], CASE.experts, MOST
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+        captured = few.geometry_of(*sizes) is not None
+    found = [captured, few.geometry_of(*sizes) is not None]
+    buffer.destroy()
+    return found
+
+
+def test_a_graph_does_not_make_the_memory() -> None:
+    assert run(1, _captured_first) == [[False, True]]
+
+
+def _late(group: Any) -> str:
+    buffer = open_buffer(group, num_gpu_timeout_secs=1)
+    good = arguments(CASE, group.rank)
+    buffer.dispatch(**good)
+    said = ""
+    if group.rank != 0:
+        try:
+            buffer.dispatch(**good)
+        except FanfoldError as error:
+            said = f"{type(error).__name__}: {error}"
+    group.all_gather(None)
+    return said
+
+
+def test_a_dispatch_that_waits_raises_that_a_rank_is_late() -> None:
+    _, *others = run(CASE.ranks, _late)
+    for said in others:
+        assert said.startswith(PeerTimeout.__name__), said
+        assert "rank 0 " in said
 
 
 def _refused_while_waiting(group: Any) -> str:

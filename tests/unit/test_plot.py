@@ -196,6 +196,16 @@ def test_rows_that_were_to_be_pulled_are_a_series_of_their_own(tmp_path):
     assert point["dispatch_transfer"] is None
 
 
+def test_few_tokens_are_a_series_of_their_own(tmp_path):
+    lines = [
+        {**line(tokens=tokens), "face": "elastic", **protocol}
+        for tokens in (8, 16)
+        for protocol in ({"few_tokens": True}, {})
+    ]
+    along = plot.series_along(plot.load(write(tmp_path / "r.jsonl", lines)), "tokens")
+    assert sorted(along) == ["by low latency", "low latency"]
+
+
 def test_calls_of_deep_ep_are_a_series_of_their_own(tmp_path):
     """With lines from before there was the choice, which say whether weights came with combine."""
     native = [line(tokens=t, face="native") for t in (16, 64)]

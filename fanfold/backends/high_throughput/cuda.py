@@ -59,9 +59,10 @@ from fanfold.backends.high_throughput.repeats import (
     RepeatedDispatch,
     RepeatedRouting,
 )
-from fanfold.backends.high_throughput.reports import Reports, Totals
+from fanfold.backends.high_throughput.reports import Reports
 from fanfold.backends.high_throughput.room import Room
 from fanfold.config import Config
+from fanfold.cpu_words import CpuWords
 from fanfold.deferred_free import free_when_idle
 from fanfold.errors import ArgumentError, UnavailableError, UsageError
 from fanfold.formats import ScaleFormat
@@ -182,7 +183,7 @@ class CudaHighThroughput:
             self._state[place:][:8].view(torch.int64).fill_(self._between.address)
             self._between.prepare_high_throughput(ring_bytes)
         self._counted = torch.empty(counts, dtype=torch.int32, device=device)
-        self._reports, self._totals = Reports(self._between), Totals()
+        self._reports, self._totals = Reports(self._between), CpuWords(2)
         self._core = _core.CudaHighThroughput(
             _core.CudaHighThroughputPlace(
                 rank=memory.rank,
@@ -530,13 +531,12 @@ class CudaHighThroughput:
 
     def _await_totals(self, plan: CudaPlan) -> None:
         """Waits for the numbers of rows that a plan finds to come."""
-        # The plan's own waits end after timeout_s; what was enqueued before it takes time, too.
-        limit_s = 2 * self._config.timeout_s + 10
-        totals = self._totals.wait(torch.cuda.current_stream(self.device), limit_s)
-        if totals is None or self._reports.fatal():
+        stream = torch.cuda.current_stream(self.device)
+        received, expert_rows = self._totals.wait(stream, self._config.timeout_s)
+        if received < 0 or self._reports.fatal():
             self.check()
             raise UsageError("a plan was aborted; an earlier call has raised the reason")
-        plan.received, plan.expert_rows = totals
+        plan.received, plan.expert_rows = received, expert_rows
 
     def _begin_dispatch(
         self,

@@ -1,19 +1,13 @@
-"""What the high-throughput kernels find wrong, as exceptions, and the numbers that they leave for
-the CPU."""
+"""What the high-throughput kernels find wrong, as exceptions."""
 
 from __future__ import annotations
 
-import ctypes
-import time
-
-import torch
-
 from fanfold import _core
-from fanfold.errors import ArgumentError, FanfoldError, PeerRefused, PeerTimeout, UsageError
+from fanfold.errors import ArgumentError, FanfoldError, PeerRefused, PeerTimeout
 from fanfold.kernel_reports import KernelReports
 from fanfold.memory.between_hosts import BetweenHosts
 
-__all__ = ["Reports", "Totals"]
+__all__ = ["Reports"]
 
 _PHASES = ("high_throughput counts", "high_throughput dispatch", "high_throughput combine")
 
@@ -84,39 +78,3 @@ class Reports(KernelReports):
             value,
             "from -1 (none) to num_experts - 1; it was taken for none",
         )
-
-
-class Totals:
-    """The rows that a plan finds to come, for which the CPU waits."""
-
-    _NAP_S = 20e-6
-    _SPINS = 200
-
-    def __init__(self) -> None:
-        self._tensor = torch.zeros(2, dtype=torch.int32, pin_memory=True, device="cpu")
-        self.address = self._tensor.data_ptr()
-        self._words = (ctypes.c_int32 * 2).from_address(self.address)
-
-    def wait(self, stream: torch.cuda.Stream, limit_s: float) -> tuple[int, int] | None:
-        """Rows token-major and expert-major, when all that is on ``stream`` has run; None if the
-        plan's call moves nothing.
-
-        Raises:
-            UsageError: that has not happened within ``limit_s``.
-        """
-        event = stream.record_event()
-        end = time.monotonic() + limit_s
-        looks = 0
-        while not event.query():
-            looks += 1
-            if looks < self._SPINS:
-                continue
-            if time.monotonic() > end:
-                raise UsageError(
-                    f"the stream has not come to the end of a plan within {limit_s:.3g} s: "
-                    "what was enqueued before it takes longer; synchronize first, or raise "
-                    "timeout_s (FANFOLD_TIMEOUT_S)"
-                )
-            time.sleep(self._NAP_S)
-        received, placed = self._words[0], self._words[1]
-        return None if received < 0 else (received, placed)

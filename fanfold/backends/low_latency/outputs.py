@@ -19,7 +19,16 @@ from fanfold.backends.low_latency.protocol import (
 from fanfold.formats import RowFormat, ScaleFormat, nvfp4_scale_shape, scale_columns
 from fanfold.geometry import Geometry
 
-__all__ = ["Allocator", "Blank", "Outputs", "aborted_of", "read_of", "table_of", "written_of"]
+__all__ = [
+    "Allocator",
+    "Blank",
+    "Outputs",
+    "aborted_of",
+    "blank",
+    "read_of",
+    "table_of",
+    "written_of",
+]
 
 Sizes = tuple[int, ...]
 Blank = tuple[Sizes, Sizes, torch.dtype]
@@ -27,7 +36,8 @@ Blank = tuple[Sizes, Sizes, torch.dtype]
 Empty = Callable[[Sizes, Sizes, torch.dtype], torch.Tensor]
 
 
-def _blank(dtype: torch.dtype, *shape: int) -> Blank:
+def blank(dtype: torch.dtype, *shape: int) -> Blank:
+    """A contiguous one."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -35,7 +45,7 @@ def _blank(dtype: torch.dtype, *shape: int) -> Blank:
     return shape, tuple(reversed(strides)), dtype
 
 
-_ABORTED = _blank(torch.int64, 1)
+_ABORTED = blank(torch.int64, 1)
 
 
 class Allocator:
@@ -109,16 +119,16 @@ class Outputs:
             scales = ((local, capacity, columns), strides, scale_format.dtype)
         elif row_format is RowFormat.NVFP4:
             shape = nvfp4_scale_shape(local, capacity, geometry.hidden)
-            scales = _blank(torch.float8_e4m3fn, *shape)
+            scales = blank(torch.float8_e4m3fn, *shape)
         words = layout.words if weighted else layout.row_weights_at
         return cls(
-            tokens=_blank(row_format.dtype, local, capacity, row_format.columns(geometry.hidden)),
+            tokens=blank(row_format.dtype, local, capacity, row_format.columns(geometry.hidden)),
             scales=scales,
-            counts=_blank(torch.int32, local),
-            block=None if late else _blank(torch.int32, words),
-            ranges=_blank(torch.int64, *layout.ranges),
-            source_tokens=_blank(torch.int32, *layout.rows),
-            row_weights=_blank(torch.float32, *layout.rows) if weighted else None,
+            counts=blank(torch.int32, local),
+            block=None if late else blank(torch.int32, words),
+            ranges=blank(torch.int64, *layout.ranges),
+            source_tokens=blank(torch.int32, *layout.rows),
+            row_weights=blank(torch.float32, *layout.rows) if weighted else None,
             layout=layout,
             weighted=weighted,
         )

@@ -3,6 +3,7 @@ rank's experts it names, as DeepEP's ``ElasticBuffer`` has them. Of GPUs on one 
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,10 +18,12 @@ from fanfold.backends.high_throughput.protocol import (
 )
 from fanfold.backends.low_latency import kernels
 from fanfold.backends.low_latency.cuda import CudaLowLatency
-from fanfold.backends.low_latency.outputs import table_of
+from fanfold.backends.low_latency.outputs import Blank, blank, table_of
 from fanfold.backends.low_latency.plan import Launch, Plan
 from fanfold.backends.low_latency.protocol import CudaRouting, DeviceCheck, anywhere
 from fanfold.config import Config
+from fanfold.cpu_words import CpuWords
+from fanfold.deferred_free import free_when_idle
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.formats import ScaleFormat, scale_columns
 from fanfold.geometry import Geometry, check_aligned, check_integer, check_tensor
@@ -49,6 +52,32 @@ def _blocks(hidden: int) -> int:
     return scale_columns(hidden, ScaleFormat.FLOAT32)
 
 
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where the parts of :attr:`TokenMajorRows.words` begin; the table of combine is at 0.
+
+    Attributes:
+        own_topk, sources, counts: those parts.
+        total: of all words.
+    """
+
+    own_topk: int
+    sources: int
+    counts: int
+    total: int
+
+    @classmethod
+    def of(cls, geometry: Geometry, table_words: int, most: int) -> _Places:
+        """The places of calls of ``most`` tokens of a rank."""
+        sources = table_words + 2 * most * geometry.top_k
+        counts = sources + geometry.ranks * most * (2 + geometry.top_k)
+        return cls(table_words, sources, counts, counts + _counts(geometry))
+
+
+def _counts(geometry: Geometry) -> int:
+    return geometry.ranks + 2 * geometry.experts_per_rank + 1
+
+
 @dataclass(slots=True)
 class TokenMajorRows:
     """What one dispatch brings to this rank. R ranks, E_l local experts, K top-k; N rows of room,
@@ -59,10 +88,9 @@ class TokenMajorRows:
         scales: ``[N, hidden / 128]`` float32 of fp8 rows, else None.
         topk_idx: ``[N, K]`` int64: local expert ids, -1 for experts elsewhere and for none.
         topk_weights: ``[N, K]`` float32, 0 where topk_idx is -1; None if no weights came along.
-        sources: ``[N, 2 + K]`` int32: source rank * most_tokens + source token; the row; -1.
-        counts: int32: :attr:`rank_ends`, :attr:`expert_rows`, :attr:`expert_ends`; last whether a
-            rank has refused the call: then no rows came, and combine does nothing.
-        ranks: R.
+        words: int32: all else that the kernel leaves. Callers seldom look into it, so its parts
+            are views that are made when somebody asks for them.
+        geometry: of the call.
         routing: what combine needs.
     """
 
@@ -70,37 +98,63 @@ class TokenMajorRows:
     scales: torch.Tensor | None
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor | None
-    sources: torch.Tensor
-    counts: torch.Tensor
-    ranks: int
+    words: torch.Tensor
+    geometry: Geometry
     routing: CudaRouting
+    _places: _Places
+
+    @property
+    def own_topk_idx(self) -> torch.Tensor:
+        """``[T, K]`` int64: a copy of what this rank's dispatch was given."""
+        begin, shape = self._places.own_topk, (self.routing.tokens, self.geometry.top_k)
+        return self.words[begin:][: 2 * shape[0] * shape[1]].view(torch.int64).view(shape)
+
+    @property
+    def sources(self) -> torch.Tensor:
+        """``[N, 2 + K]`` int32: source rank * most_tokens + source token; the row; -1."""
+        places = self._places
+        return self.words[places.sources : places.counts].view(-1, 2 + self.geometry.top_k)
 
     @property
     def rank_ends(self) -> torch.Tensor:
         """``[R]`` int32: rows received from ranks 0 to r."""
-        return self.counts[: self.ranks]
+        return self._counts(0, self.geometry.ranks)
 
     @property
     def expert_rows(self) -> torch.Tensor:
         """``[E_l]`` int32: rows of each local expert."""
-        return self.counts[self.ranks : self.ranks + self._local]
+        return self._counts(self.geometry.ranks, self.geometry.experts_per_rank)
 
     @property
     def expert_ends(self) -> torch.Tensor:
         """``[E_l]`` int32: rows of the experts up to e, those of each rounded up."""
-        return self.counts[self.ranks + self._local : -1]
+        local = self.geometry.experts_per_rank
+        return self._counts(self.geometry.ranks + local, local)
 
     @property
-    def _local(self) -> int:
-        return (len(self.counts) - 1 - self.ranks) // 2
+    def aborted(self) -> torch.Tensor:
+        """``[1]`` int32: 1 if a rank has refused the call: then no rows came, and combine does
+        nothing."""
+        return self.words[-1:]
+
+    def _counts(self, begin: int, count: int) -> torch.Tensor:
+        return self.words[self._places.counts + begin :][:count]
 
 
 @dataclass(slots=True)
 class _Kind:
-    """Dispatches of one kind."""
+    """What dispatches of one kind share; every call fills in the rest of ``args``, of which
+    ``into`` says where token-major rows go. The other fields are what a dispatch allocates, the
+    scales by rows and by columns."""
 
     launch: Launch
     args: _core.CudaDispatchArgs
+    into: _core.CudaTokenRows
+    places: _Places
+    tokens: Blank
+    scales: tuple[Blank, Blank] | None
+    topk_idx: Blank
+    topk_weights: Blank | None
 
 
 class CudaTokenMajor(CudaLowLatency):
@@ -125,6 +179,8 @@ class CudaTokenMajor(CudaLowLatency):
         if self._between is not None:
             raise UsageError("token-major low latency is for ranks of one host")
         self._check_devices = check_devices
+        self._counts_of: Plan | None = None
+        self._counts: CpuWords
         self._kinds_of: Plan | None = None
         self._kinds: dict[tuple[bool, bool, int], _Kind] = {}
         self._biased_of: Plan | None = None
@@ -134,6 +190,14 @@ class CudaTokenMajor(CudaLowLatency):
     def geometry(self) -> Geometry | None:
         """For which the memory of all ranks is ready; None before the first call."""
         return None if self._plan is None else self._plan.geometry
+
+    def suits(self, x: object, topk_idx: object) -> bool:
+        """Whether a dispatch of these, or of these values and scales, is of that geometry. False
+        may also be for want of a fast way to know."""
+        plan, values = self._plan, x[0] if isinstance(x, tuple) else x
+        if plan is None or not plan.fast_path.suits(values, topk_idx):
+            return False
+        return takes_rows(x)  # type: ignore[arg-type]
 
     def dispatch_rows(
         self,
@@ -146,6 +210,7 @@ class CudaTokenMajor(CudaLowLatency):
         alignment: int = 1,
         scales_by_columns: bool = False,
         expert_totals: torch.Tensor | None = None,
+        counts_for_cpu: bool = False,
     ) -> TokenMajorRows:
         """Sends this rank's tokens and receives those of all ranks for its experts. Collective.
 
@@ -161,6 +226,7 @@ class CudaTokenMajor(CudaLowLatency):
             alignment: what ``expert_ends`` round up to.
             scales_by_columns: whether scales have strides ``(1, N rounded up to 4)``.
             expert_totals: ``[E_l]`` int32, to which the rows of each expert are added.
+            counts_for_cpu: whether :meth:`await_counts` follows.
 
         Raises:
             ArgumentError, PeerRefused, PeerTimeout, UsageError: as
@@ -175,24 +241,40 @@ class CudaTokenMajor(CudaLowLatency):
         try:
             most = geometry.max_tokens if most_tokens is None else most_tokens
             kind = self._kind(plan, scaled, topk_weights is not None, most)
-            args = kind.args
-            values, scales = self._check_sent(geometry, x, topk_idx, topk_weights, most)
+            args, into = kind.args, kind.into
+            values, scales = x if scaled and len(x) == 2 else (x, None)
+            tokens = plan.fast_path.token_rows(args, values, scales, topk_idx, topk_weights)
+            if not 0 <= tokens <= most:
+                tokens = self._check_sent(args, geometry, x, topk_idx, topk_weights, most)
+            args.expert_totals, into.alignment = address_of(expert_totals), alignment
+            into.cpu_counts = self._cpu_counts(plan).address if counts_for_cpu else 0
             stream = self._follow()
-            received = self._room(plan, values, most, topk_weights is not None, stream)
-            if scaled:
-                received.scales = self._room_for_scales(geometry, most, scales_by_columns)
-            self._fill(args, received, most, alignment)
-            args.expert_totals = address_of(expert_totals)
-            args.tokens, args.x, args.topk_idx = len(values), values.data_ptr(), topk_idx.data_ptr()
-            args.topk_weights = address_of(topk_weights)
-            if scales is not None:
-                args.set_scales(scales.data_ptr(), *scales.stride())
+            received = self._room(plan, kind, tokens, stream, scales_by_columns)
         except BaseException as error:
             self.refuse_dispatch(error)
             raise
         self._last_routing = received.routing
         kind.launch(args, stream)
         return received
+
+    def await_counts(self) -> tuple[int, list[int]]:
+        """Waits for the dispatch before, which was to leave its counts for the CPU: how many rows
+        came, and :attr:`TokenMajorRows.expert_ends`.
+
+        Raises:
+            PeerRefused, PeerTimeout: what its kernel found.
+            UsageError: it was aborted, for a reason that has been raised already; or it did not
+                end in time.
+        """
+        plan = self._plan
+        assert plan is not None
+        stream = torch.cuda.current_stream(self.device)
+        counts = self._cpu_counts(plan).wait(stream, self._config.timeout_s)
+        if counts[-1] or self._reports.fatal():
+            self.check()
+            raise UsageError("a dispatch was aborted; an earlier call has raised the reason")
+        geometry = plan.geometry
+        return counts[geometry.ranks - 1], counts[-1 - geometry.experts_per_rank : -1]
 
     def combine_rows(
         self,
@@ -223,21 +305,18 @@ class CudaTokenMajor(CudaLowLatency):
             plan = self._plan_of(geometry, partial(self._sources, geometry, False))
         try:
             own = self._own_routing(plan, routing, None)
-            self._check_devices(y=y)
-            check_tensor("y", y, (rows, geometry.hidden), (torch.bfloat16,), device=self.device)
-            shape = (own.tokens, geometry.hidden)
-            biases = check_biases(bias, shape, self.device)
+            tokens, hidden = own.tokens, geometry.hidden
+            biases = () if bias is None else check_biases(bias, (tokens, hidden), self.device)
             for number, each in enumerate(biases):
                 check_aligned(f"bias[{number}]", each)
-            check_aligned("y", y)
-            out = self._empty(shape, torch.bfloat16)
             launch, args = self._combining(plan, bool(biases))
-            row = 2 * geometry.hidden
-            args.tokens, args.y, args.out = own.tokens, y.data_ptr(), out.data_ptr()
-            args.expert_stride, args.row_stride = geometry.expert_capacity * row, row
+            out = self._allocator.empty()((tokens, hidden), (hidden, 1), torch.bfloat16)
+            if not plan.fast_path.combine_rows(args, tokens, rows, y, out):
+                self._check_outputs(args, geometry, y, tokens, rows)
+                args.out = out.data_ptr()
             args.table = table_of(own)
-            first, second = (*(each.data_ptr() for each in biases), 0, 0)[:2]
-            args.set_biases(first, second)
+            if biases:
+                args.set_biases(biases[0].data_ptr(), address_of((*biases, None)[1]))
         except BaseException as error:
             self.refuse_combine(error, routing)
             raise
@@ -259,14 +338,40 @@ class CudaTokenMajor(CudaLowLatency):
         if self._kinds_of is not plan:
             self._kinds_of, self._kinds = plan, {}
         key = (scaled, weighted, most)
-        known = self._kinds.get(key)
-        if known is None:
-            launch = self._loader.load(kernels.token_major_kernel(plan.geometry, scaled=scaled))
-            encoding = kernels.TOKEN_MAJOR_FP8 if scaled else kernels.TOKEN_MAJOR_BF16
-            signed = encoding | _SIGNATURE_BIT | most << _MOST_TOKENS_SHIFT
-            known = _Kind(launch, plan.core.dispatch_arguments(signed, int(weighted)))
-            self._kinds[key] = known
-        return known
+        return self._kinds.get(key) or self._new_kind(plan, *key)
+
+    def _new_kind(self, plan: Plan, scaled: bool, weighted: bool, most: int) -> _Kind:
+        geometry = plan.geometry
+        check_integer("most_tokens", most, 0, geometry.max_tokens)
+        launch = self._loader.load(kernels.token_major_kernel(geometry, scaled=scaled))
+        encoding = kernels.TOKEN_MAJOR_FP8 if scaled else kernels.TOKEN_MAJOR_BF16
+        signed = encoding | _SIGNATURE_BIT | most << _MOST_TOKENS_SHIFT
+        args = plan.core.dispatch_arguments(signed, int(weighted))
+        into = args.token_rows
+        into.most_tokens = most
+        rows, hidden, top_k = geometry.ranks * most, geometry.hidden, geometry.top_k
+        by_rows = blank(torch.float32, rows, _blocks(hidden))
+        by_columns = (by_rows[0], (1, max(-(-rows // 4) * 4, 1)), torch.float32)
+        kind = _Kind(
+            launch,
+            args,
+            into,
+            _Places.of(geometry, plan.layout.words, most),
+            tokens=blank(torch.float8_e4m3fn if scaled else torch.bfloat16, rows, hidden),
+            scales=(by_rows, by_columns) if scaled else None,
+            topk_idx=blank(torch.int64, rows, top_k),
+            topk_weights=blank(torch.float32, rows, top_k) if weighted else None,
+        )
+        self._kinds[scaled, weighted, most] = kind
+        return kind
+
+    def _cpu_counts(self, plan: Plan) -> CpuWords:
+        if self._counts_of is not plan:
+            self._counts_of, self._counts = plan, CpuWords(_counts(plan.geometry))
+            # Kernels in flight may outlive this object, and write there.
+            end = weakref.finalize(self, free_when_idle, self.device, (self._counts,))
+            end.atexit = False
+        return self._counts
 
     def _any_dispatch(self, plan: Plan) -> tuple[Launch, _core.CudaDispatchArgs]:
         if self._kinds_of is plan and self._kinds:
@@ -286,13 +391,14 @@ class CudaTokenMajor(CudaLowLatency):
 
     def _check_sent(
         self,
+        args: _core.CudaDispatchArgs,
         geometry: Geometry,
         x: Rows,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
         most: int,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Values and scales."""
+    ) -> int:
+        """Puts the tensors of a dispatch into ``args``; the number of its tokens."""
         parts = x if isinstance(x, tuple) else (x,)
         named = {f"x[{n}]" if len(parts) > 1 else "x": part for n, part in enumerate(parts)}
         self._check_devices(**named, topk_idx=topk_idx, topk_weights=topk_weights)
@@ -303,7 +409,6 @@ class CudaTokenMajor(CudaLowLatency):
         tokens, hidden = values.shape
         if hidden != geometry.hidden:
             raise ArgumentError("x.shape[1]", hidden, str(geometry.hidden))
-        check_integer("most_tokens", most, 0, geometry.max_tokens)
         if tokens > most:
             raise ArgumentError("x.shape[0]", tokens, f"at most most_tokens = {most}")
         check_aligned("x", values)
@@ -311,49 +416,45 @@ class CudaTokenMajor(CudaLowLatency):
         check_routing(topk_idx, topk_weights, tokens, experts, ranks, self.device)
         if topk_idx.shape[1] != geometry.top_k:
             raise ArgumentError("topk_idx.shape[1]", topk_idx.shape[1], str(geometry.top_k))
-        return values, scales
+        args.tokens, args.x, args.topk_idx = tokens, values.data_ptr(), topk_idx.data_ptr()
+        args.topk_weights = address_of(topk_weights)
+        if scales is not None:
+            args.set_scales(scales.data_ptr(), *scales.stride())
+        return tokens
 
-    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
+    def _check_outputs(
+        self,
+        args: _core.CudaCombineArgs,
+        geometry: Geometry,
+        y: torch.Tensor,
+        tokens: int,
+        rows: int,
+    ) -> None:
+        """Puts the outputs of experts into ``args``."""
+        self._check_devices(y=y)
+        check_tensor("y", y, (rows, geometry.hidden), (torch.bfloat16,), device=self.device)
+        check_aligned("y", y)
+        row = 2 * geometry.hidden
+        args.tokens, args.y = tokens, y.data_ptr()
+        args.expert_stride, args.row_stride = geometry.expert_capacity * row, row
 
     def _room(
-        self, plan: Plan, values: torch.Tensor, most: int, weighted: bool, stream: int
+        self, plan: Plan, kind: _Kind, tokens: int, stream: int, by_columns: bool
     ) -> TokenMajorRows:
-        """For what a dispatch brings, but for scales."""
+        """For what a dispatch of so many own tokens brings; its arguments learn where that is."""
+        empty, args, into, places = self._allocator.empty(), kind.args, kind.into, kind.places
+        rows, topk_idx = empty(*kind.tokens), empty(*kind.topk_idx)
+        scales = None if kind.scales is None else empty(*kind.scales[by_columns])
+        weights = None if kind.topk_weights is None else empty(*kind.topk_weights)
+        words = empty((places.total,), (1,), torch.int32)
+        begin = args.table = words.data_ptr()
+        args.rows, into.topk_idx = rows.data_ptr(), topk_idx.data_ptr()
+        if scales is not None:
+            args.scales = scales.data_ptr()
+            into.set_scale_strides(*scales.stride())
+        into.topk_weights = address_of(weights)
+        into.own_topk, into.sources = begin + 4 * places.own_topk, begin + 4 * places.sources
+        into.counts = begin + 4 * places.counts
+        routing = CudaRouting(words, plan.layout, tokens, False, stream)
         geometry = plan.geometry
-        rows, top_k = geometry.ranks * most, geometry.top_k
-        block = self._empty((plan.layout.words,), torch.int32)
-        return TokenMajorRows(
-            tokens=self._empty((rows, geometry.hidden), values.dtype),
-            scales=None,
-            topk_idx=self._empty((rows, top_k), torch.int64),
-            topk_weights=self._empty((rows, top_k), torch.float32) if weighted else None,
-            sources=self._empty((rows, 2 + top_k), torch.int32),
-            counts=self._empty((geometry.ranks + 2 * geometry.experts_per_rank + 1,), torch.int32),
-            ranks=geometry.ranks,
-            routing=CudaRouting(block, plan.layout, len(values), False, stream),
-        )
-
-    def _room_for_scales(self, geometry: Geometry, most: int, by_columns: bool) -> torch.Tensor:
-        rows, blocks = geometry.ranks * most, _blocks(geometry.hidden)
-        if not by_columns:
-            return self._empty((rows, blocks), torch.float32)
-        strides = (1, max(-(-rows // 4) * 4, 1))
-        return torch.empty_strided((rows, blocks), strides, dtype=torch.float32, device=self.device)
-
-    @staticmethod
-    def _fill(
-        args: _core.CudaDispatchArgs, received: TokenMajorRows, most: int, alignment: int
-    ) -> None:
-        """Tells the kernel where everything goes."""
-        args.rows, args.scales = received.tokens.data_ptr(), address_of(received.scales)
-        args.counts, args.table = received.expert_rows.data_ptr(), table_of(received.routing)
-        rows = args.token_rows
-        rows.topk_idx, rows.sources = received.topk_idx.data_ptr(), received.sources.data_ptr()
-        rows.topk_weights = address_of(received.topk_weights)
-        rows.rank_ends = received.rank_ends.data_ptr()
-        rows.expert_ends = received.expert_ends.data_ptr()
-        rows.aborted = received.counts[-1:].data_ptr()
-        rows.most_tokens, rows.alignment = most, alignment
-        if received.scales is not None:
-            rows.set_scale_strides(*received.scales.stride())
+        return TokenMajorRows(rows, scales, topk_idx, weights, words, geometry, routing, places)

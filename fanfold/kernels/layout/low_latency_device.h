@@ -240,15 +240,32 @@ struct CallArgs {
   int32_t senders;    // CTAs that push rows only; dispatch
 };
 
+// The numbers that a dispatch of token-major rows leaves, and where they stand.
+struct TokenCounts {
+  int32_t ranks;
+  int32_t experts;  // local ones
+
+  // Rows from the ranks up to `rank`.
+  FANFOLD_HD constexpr int32_t rank_end(int32_t rank) const { return rank; }
+  // Rows of an expert; and of the experts up to it, each rounded up to TokenRows::alignment.
+  FANFOLD_HD constexpr int32_t expert_rows(int32_t expert) const { return ranks + expert; }
+  FANFOLD_HD constexpr int32_t expert_end(int32_t expert) const {
+    return ranks + experts + expert;
+  }
+  // Whether a rank has refused the dispatch.
+  FANFOLD_HD constexpr int32_t aborted() const { return ranks + 2 * experts; }
+  FANFOLD_HD constexpr int32_t size() const { return aborted() + 1; }
+};
+
 // Of a dispatch whose rows are token-major: what it brings beside them, in the order of sources,
 // then of their tokens. There is room for `capacity` rows, most_tokens of each rank.
 struct TokenRows {
   int64_t* topk_idx;     // [capacity][top_k]: the token's local experts; -1 for those elsewhere
   float* topk_weights;   // [capacity][top_k], 0 for experts elsewhere; or null
   int32_t* sources;      // [capacity][2 + top_k]: source rank * most_tokens + token; row; -1 ...
-  int32_t* rank_ends;    // [ranks]: rows from the ranks up to each
-  int32_t* expert_ends;  // [local experts]: their rows, each rounded up to `alignment`, added up
-  int32_t* aborted;      // whether a rank has refused the dispatch
+  int32_t* counts;       // TokenCounts
+  int32_t* cpu_counts;   // the same in pinned memory, for a CPU that waits; or null
+  int64_t* own_topk;     // [tokens][top_k]: a copy of DispatchArgs::topk_idx
   int32_t most_tokens;
   int32_t alignment;
   int64_t scale_strides[2];  // of DispatchArgs::scales, in words: of a row, and of a block

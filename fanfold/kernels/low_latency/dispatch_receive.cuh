@@ -24,8 +24,11 @@ class DispatchReceive {
     const int cta = static_cast<int>(blockIdx.x) - first_cta_;
     if constexpr (kTokenMajor != 0) {
       aborted_ = is_aborted();
-      if (is_kept())
-        note_no_tokens(cta * kThreads + static_cast<int>(threadIdx.x), ctas * kThreads);
+      if (is_kept()) {
+        const int first = cta * kThreads + static_cast<int>(threadIdx.x);
+        note_no_tokens(first, ctas * kThreads);
+        keep_topk(first, ctas * kThreads);
+      }
     }
     for (int first = 0; cta + first * ctas < rows; first += kPassRows) {
       if (first > 0) __syncthreads();
@@ -43,6 +46,7 @@ class DispatchReceive {
 
  private:
   static constexpr int kSources = kRanks;
+  static constexpr TokenCounts kTokenCounts{kRanks, kLocalExperts};
   // That a thread asks for together: more would not fit its registers.
   static constexpr int kCountsAtOnce = kSources < 8 ? kSources : 8;
 
@@ -176,16 +180,21 @@ class DispatchReceive {
 
   // Token-major: counts as the caller has them. An aborted call brings no rows.
   __device__ void publish_ends(bool aborted) {
-    const TokenRows& rows = args_.token_rows;
     if (call_.warp == 0) publish_experts(aborted);
-    if (threadIdx.x == 0) *rows.aborted = aborted ? 1 : 0;
+    if (threadIdx.x == 0) put_count(kTokenCounts.aborted(), aborted ? 1 : 0);
     for_ranks_of(static_cast<int>(threadIdx.x), kThreads, [&](int source) {
       const bool is_last = source == kSources - 1;
       const int end =
           is_last ? shared_.total[kLocalExperts] : shared_.before[source + 1][kLocalExperts];
-      rows.rank_ends[source] = aborted ? 0 : end;
+      put_count(kTokenCounts.rank_end(source), aborted ? 0 : end);
     });
     publish_tokens(aborted);
+  }
+
+  __device__ void put_count(int place, int count) {
+    const TokenRows& rows = args_.token_rows;
+    rows.counts[place] = count;
+    if (rows.cpu_counts != nullptr) rows.cpu_counts[place] = count;
   }
 
   __device__ void publish_experts(bool aborted) {
@@ -203,8 +212,8 @@ class DispatchReceive {
       end += before;
       before = __shfl_sync(kFullWarp, end, kWarpLanes - 1);
       if (e >= kLocalExperts) continue;
-      args_.counts[e] = total;
-      rows.expert_ends[e] = end;
+      put_count(kTokenCounts.expert_rows(e), total);
+      put_count(kTokenCounts.expert_end(e), end);
       if (args_.expert_totals != nullptr) args_.expert_totals[e] += total;
     }
   }
@@ -284,6 +293,12 @@ class DispatchReceive {
     rows.topk_idx[row * kTopK + call_.lane] = header.here ? header.local : -1;
     if (rows.topk_weights != nullptr)
       rows.topk_weights[row * kTopK + call_.lane] = header.here ? header.weight : 0.0f;
+  }
+
+  // The caller may overwrite its own before it makes another call by the same routing.
+  __device__ void keep_topk(int first, int step) {
+    for (int64_t i = first; i < int64_t{args_.call.tokens} * kTopK; i += step)
+      args_.token_rows.own_topk[i] = args_.topk_idx[i];
   }
 
   // That no token is behind those that come, for who looks at all rows that there is room for; none
