@@ -4,8 +4,8 @@ tests, calls that no CPU waits for, graphs, streams, refusals."""
 from __future__ import annotations
 
 import contextlib
-import os
 import dataclasses
+import os
 import random
 from collections.abc import Callable
 from functools import partial
