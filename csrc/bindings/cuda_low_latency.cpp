@@ -152,6 +152,8 @@ void bind_fast_path(nb::module_& module) {
       .def("combine_rows", &FastPath::combine_rows, "args"_a, "tokens"_a, "rows"_a, "y"_a.none(),
            "out"_a)
       .def("suits", &FastPath::suits, "x"_a.none(), "topk_idx"_a.none())
+      .def("suits_token_rows", &FastPath::suits_token_rows, "x"_a.none(), "scales"_a.none(),
+           "topk_idx"_a.none())
       .def("suits_handle", &FastPath::suits_handle, "y"_a.none(), "source_tokens"_a.none(),
            "ranges"_a.none(), "topk_idx"_a.none())
       .def("place", &FastPath::place, "args"_a, "rows"_a, "scales"_a.none(), "counts"_a, "block"_a,

@@ -150,9 +150,24 @@ bool FastPath::suits_handle(Handle y, Handle source_tokens, Handle ranges, Handl
          has_columns(topk_idx, geometry_.top_k);
 }
 
-bool FastPath::has_columns(Handle object, int32_t columns) const {
+bool FastPath::suits_token_rows(Handle x, Handle scales, Handle topk_idx) const {
+  const bool are_rows =
+      scales.is_none()
+          ? has_columns(x, dlpack::kBfloat16, geometry_.hidden)
+          : has_columns(x, dlpack::kFloat8E4m3fn, geometry_.hidden) &&
+                has_columns(scales, dlpack::kFloat32, blocks_of(geometry_.hidden));
+  return are_rows && has_columns(topk_idx, geometry_.top_k);
+}
+
+bool FastPath::has_columns(Handle object, int64_t columns) const {
   const auto view = read(object);
   return view && view->tensor.dimensions == 2 && view->tensor.shape[1] == columns;
+}
+
+bool FastPath::has_columns(Handle object, dlpack::DataType dtype, int64_t columns) const {
+  const auto view = read(object);
+  return view && view->tensor.dtype == dtype && view->tensor.dimensions == 2 &&
+         view->tensor.shape[1] == columns;
 }
 
 void FastPath::place(DispatchArgs& args, Handle rows, Handle scales, Handle counts, Handle block,

@@ -48,6 +48,8 @@ class FastPath {
 
   // Whether the columns of these tensors fit a dispatch of this geometry.
   bool suits(Handle x, Handle topk_idx) const;
+  // Likewise of a dispatch of token-major rows, whose dtypes must fit, too.
+  bool suits_token_rows(Handle x, Handle scales, Handle topk_idx) const;
   // Whether `y` and the tensors of a handle fit a combine of this geometry.
   bool suits_handle(Handle y, Handle source_tokens, Handle ranges, Handle topk_idx) const;
 
@@ -65,7 +67,8 @@ class FastPath {
   std::optional<TensorView> read(Handle object) const;
   // Puts the routing of a dispatch of so many tokens into `args`, or returns false.
   bool read_routing(DispatchArgs& args, int32_t tokens, Handle topk_idx, Handle topk_weights) const;
-  bool has_columns(Handle object, int32_t columns) const;
+  bool has_columns(Handle object, int64_t columns) const;
+  bool has_columns(Handle object, dlpack::DataType dtype, int64_t columns) const;
   void place_rows(DispatchArgs& args, Handle rows, Handle scales, Handle counts) const;
   // Whether the tensor is contiguous and has this dtype, this shape and the device of this fast
   // path.

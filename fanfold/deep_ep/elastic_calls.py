@@ -412,7 +412,7 @@ def _route_few(
             counts_for_cpu=sizes.knows_counts,
         )
     received, scales, idx, weights = rows.tokens, rows.scales, rows.topk_idx, rows.topk_weights
-    count, listed, captured = len(rows.tokens), [], False
+    count, listed = len(rows.tokens), []
     expanded = worst_expanded_rows(geometry.ranks, geometry.top_k, sizes)
     if sizes.knows_counts:
         assert few.mode is not None
@@ -422,10 +422,7 @@ def _route_few(
         received, idx = received[:count], idx[:count]
         scales = None if scales is None else scales[:count]
         weights = None if weights is None else weights[:count]
-    else:
-        captured = topk_idx.is_cuda and torch.cuda.is_current_stream_capturing()
-    alignment = sizes.expert_alignment
-    routed = RoutedFew(few.token, geometry, rows, alignment, count, captured=captured)
+    routed = RoutedFew(few.token, geometry, rows, sizes.expert_alignment, count)
     kept_idx = None if asked.do_handle_copy else topk_idx
     handle = EPHandle(routed, sizes, kept_idx, expanded, listed)
     kept = handle._tensors() if call.asynchronous else ()
@@ -569,7 +566,9 @@ def planned(call: Call, handle: EPHandle) -> AnyPlan:
     """What high throughput calls by. Collective where low latency has routed the tokens, and
     nobody has asked before."""
     routed = handle._plan
-    return routed.plan(call.backend) if isinstance(routed, RoutedFew) else routed
+    if not isinstance(routed, RoutedFew):
+        return routed
+    return routed.plan(call.backend, captured=handle._made_in_capture)
 
 
 def _layout(handle: EPHandle) -> RowOrder:

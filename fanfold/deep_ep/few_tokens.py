@@ -232,7 +232,6 @@ class RoutedFew:
         rows: what it brought, the handle's tensors among it.
         expert_alignment: of the dispatch.
         received: rows of the result.
-        captured: whether it was made in a CUDA graph, whose replays write it anew.
     """
 
     token: object
@@ -240,7 +239,6 @@ class RoutedFew:
     rows: TokenMajorRows
     expert_alignment: int
     received: int
-    captured: bool
     _plan: AnyPlan | None = field(default=None, repr=False)
 
     __repr__ = show_fields
@@ -274,10 +272,10 @@ class RoutedFew:
         """All that it holds."""
         return (self.block,)
 
-    def plan(self, backend: HighThroughputBackend) -> AnyPlan:
+    def plan(self, backend: HighThroughputBackend, *, captured: bool) -> AnyPlan:
         """The same routing for high throughput, which brings the same rows. Collective when it is
-        first asked for, and the CPU waits then, but in a capture; anew in each call if it was made
-        in a CUDA graph.
+        first asked for, and the CPU waits then, but in a capture; anew in each call if this was
+        ``captured``, as replays write it anew.
 
         Raises:
             UsageError: another rank has refused the dispatch, so no rank may make calls by it.
@@ -292,6 +290,6 @@ class RoutedFew:
         plan = make_plan(backend, topk_idx, experts, alignment, self.received)
         if device.type == "cuda":
             self.block.record_stream(torch.cuda.current_stream(device))
-        if not capturing and not self.captured:
+        if not capturing and not captured:
             self._plan = plan
         return plan

@@ -192,12 +192,11 @@ class CudaTokenMajor(CudaLowLatency):
         return None if self._plan is None else self._plan.geometry
 
     def suits(self, x: object, topk_idx: object) -> bool:
-        """Whether a dispatch of these, or of these values and scales, is of that geometry. False
-        may also be for want of a fast way to know."""
-        plan, values = self._plan, x[0] if isinstance(x, tuple) else x
-        if plan is None or not plan.fast_path.suits(values, topk_idx):
-            return False
-        return takes_rows(x)  # type: ignore[arg-type]
+        """Whether a dispatch of these rows, or of these values and scales, is of that geometry.
+        False may also be for want of a fast way to know."""
+        values, scales = x if isinstance(x, tuple) else (x, None)
+        plan = self._plan
+        return plan is not None and plan.fast_path.suits_token_rows(values, scales, topk_idx)
 
     def dispatch_rows(
         self,
@@ -444,14 +443,15 @@ class CudaTokenMajor(CudaLowLatency):
         """For what a dispatch of so many own tokens brings; its arguments learn where that is."""
         empty, args, into, places = self._allocator.empty(), kind.args, kind.into, kind.places
         rows, topk_idx = empty(*kind.tokens), empty(*kind.topk_idx)
-        scales = None if kind.scales is None else empty(*kind.scales[by_columns])
+        blank_scales = None if kind.scales is None else kind.scales[by_columns]
+        scales = None if blank_scales is None else empty(*blank_scales)
         weights = None if kind.topk_weights is None else empty(*kind.topk_weights)
         words = empty((places.total,), (1,), torch.int32)
         begin = args.table = words.data_ptr()
         args.rows, into.topk_idx = rows.data_ptr(), topk_idx.data_ptr()
-        if scales is not None:
+        if scales is not None and blank_scales is not None:
             args.scales = scales.data_ptr()
-            into.set_scale_strides(*scales.stride())
+            into.set_scale_strides(*blank_scales[1])
         into.topk_weights = address_of(weights)
         into.own_topk, into.sources = begin + 4 * places.own_topk, begin + 4 * places.sources
         into.counts = begin + 4 * places.counts
