@@ -36,6 +36,7 @@ PYTHON_LAYERS: tuple[tuple[str, ...], ...] = (
         "copying",
         "deferred_free",
         "group",
+        "cpu_words",
         "kernel_reports",
         "kernel_state",
         "late_peers",

@@ -152,10 +152,9 @@ bool FastPath::suits_handle(Handle y, Handle source_tokens, Handle ranges, Handl
 
 bool FastPath::suits_token_rows(Handle x, Handle scales, Handle topk_idx) const {
   const bool are_rows =
-      scales.is_none()
-          ? has_columns(x, dlpack::kBfloat16, geometry_.hidden)
-          : has_columns(x, dlpack::kFloat8E4m3fn, geometry_.hidden) &&
-                has_columns(scales, dlpack::kFloat32, blocks_of(geometry_.hidden));
+      scales.is_none() ? has_columns(x, dlpack::kBfloat16, geometry_.hidden)
+                       : has_columns(x, dlpack::kFloat8E4m3fn, geometry_.hidden) &&
+                             has_columns(scales, dlpack::kFloat32, blocks_of(geometry_.hidden));
   return are_rows && has_columns(topk_idx, geometry_.top_k);
 }
 

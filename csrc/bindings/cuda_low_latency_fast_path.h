@@ -32,8 +32,8 @@ class FastPath {
   // Puts the tensors of a dispatch into `args` and returns its number of tokens, or returns
   // kUndecided. `topk_weights` may be None.
   int32_t dispatch(DispatchArgs& args, Handle x, Handle topk_idx, Handle topk_weights) const;
-  // Like `dispatch`, of token-major rows. `scales` are those of fp8 rows, of any strides, or None of
-  // bfloat16 ones.
+  // Like `dispatch`, of token-major rows. `scales` are those of fp8 rows, of any strides, or None
+  // for bfloat16 ones.
   int32_t token_rows(DispatchArgs& args, Handle x, Handle scales, Handle topk_idx,
                      Handle topk_weights) const;
   // Like `dispatch`, for the routing of a combine with late weights.

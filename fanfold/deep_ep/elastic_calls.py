@@ -19,17 +19,13 @@ from fanfold.backends.high_throughput.protocol import (
     HighThroughputBackend,
     RowOrder,
 )
-from fanfold.deep_ep.ep_handle import (
-    EPHandle,
-    RoutingSizes,
-    first_rows,
-    worst_expanded_rows,
-    worst_rows,
-)
+from fanfold.backends.low_latency.token_major import RowOptions
+from fanfold.deep_ep.ep_handle import EPHandle, first_rows
 from fanfold.deep_ep.events import EventHandle, EventOverlap, event_of
 from fanfold.deep_ep.few_tokens import AnyPlan, FewTokens, RoutedFew
 from fanfold.deep_ep.names import ELASTIC
 from fanfold.deep_ep.routes import Bias, tokens_of
+from fanfold.deep_ep.routing_sizes import RoutingSizes, worst_expanded_rows, worst_rows
 from fanfold.deep_ep.streams import HostStreams, Streams
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.geometry import MAX_EXPERTS, MAX_TOKENS, Geometry, check_flag, check_tensor
@@ -398,19 +394,11 @@ def _route_few(
     assert topk_idx is not None
     if sizes.knows_counts and topk_idx.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UsageError("a dispatch in a CUDA graph needs do_cpu_sync=False")
-    few, by_columns = call.few, asked.scales_by_columns and not sizes.knows_counts
+    few, waits = call.few, sizes.knows_counts
+    by_columns = asked.scales_by_columns and not waits
+    options = RowOptions(sizes.num_max_tokens_per_rank, sizes.expert_alignment, by_columns, waits)
     with ELASTIC:
-        rows = few.dispatch(
-            geometry,
-            x,
-            topk_idx,
-            topk_weights,
-            most_tokens=sizes.num_max_tokens_per_rank,
-            alignment=sizes.expert_alignment,
-            scales_by_columns=by_columns,
-            expert_totals=stats,
-            counts_for_cpu=sizes.knows_counts,
-        )
+        rows = few.dispatch(geometry, x, topk_idx, topk_weights, options, stats)
     received, scales, idx, weights = rows.tokens, rows.scales, rows.topk_idx, rows.topk_weights
     count, listed = len(rows.tokens), []
     expanded = worst_expanded_rows(geometry.ranks, geometry.top_k, sizes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -11,38 +10,15 @@ from fanfold.backends.high_throughput.plan import CudaPlan
 from fanfold.copying import not_copied
 from fanfold.deep_ep.events import EventHandle
 from fanfold.deep_ep.few_tokens import AnyPlan, RoutedFew
+from fanfold.deep_ep.routing_sizes import RoutingSizes, worst_rows
 from fanfold.deep_ep.streams import record
 from fanfold.representation import described
 
 __all__ = [
     "AnyPlan",
     "EPHandle",
-    "RoutingSizes",
     "first_rows",
-    "worst_expanded_rows",
-    "worst_rows",
 ]
-
-
-@dataclass(frozen=True)
-class RoutingSizes:
-    """What a dispatch was asked for.
-
-    Attributes:
-        num_experts, expert_alignment, num_max_tokens_per_rank, do_expand: as in
-            :meth:`fanfold.deep_ep.ElasticBuffer.dispatch`.
-        sms: SMs asked for; None for those that the mode chooses.
-        num_sms: the same, with the number that is chosen at most.
-        knows_counts: whether the CPU knows how many rows have come.
-    """
-
-    num_experts: int
-    expert_alignment: int
-    num_max_tokens_per_rank: int
-    do_expand: bool
-    sms: int | None
-    num_sms: int
-    knows_counts: bool
 
 
 @not_copied(why="GPUs work by the plan that it carries", instead="Pass the same object on.")
@@ -248,15 +224,3 @@ def first_rows(tensor: torch.Tensor, rows: int, absent: int) -> torch.Tensor:
     least = min(rows, tensor.shape[0])
     filled[:least] = tensor[:least]
     return filled
-
-
-def worst_rows(ranks: int, sizes: RoutingSizes) -> int:
-    """Rows, one for each (token, rank), if all tokens of all ranks come here."""
-    return ranks * sizes.num_max_tokens_per_rank
-
-
-def worst_expanded_rows(ranks: int, top_k: int, sizes: RoutingSizes) -> int:
-    """Rows of an expanded result, with padding, if all that can come here do."""
-    local, alignment = sizes.num_experts // ranks, sizes.expert_alignment
-    rows = worst_rows(ranks, sizes) * min(top_k, local) + (alignment - 1) * local
-    return -(-rows // alignment) * alignment

@@ -7,7 +7,6 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +20,7 @@ from fanfold.backends.low_latency.token_major import CudaTokenMajor, TokenMajorR
 from fanfold.backends.opening import open_gpu_memory
 from fanfold.backends.ranges import ranged_call
 from fanfold.config import Config
+from fanfold.deep_ep.routing_sizes import RoutingSizes
 from fanfold.errors import ArgumentError, FanfoldError, UsageError
 from fanfold.geometry import Geometry
 from fanfold.group import Group, agree
@@ -28,9 +28,6 @@ from fanfold.memory import GpuPeerMemory
 from fanfold.refusal import Refusing
 from fanfold.representation import show_fields
 from fanfold.stream_order import StreamOrder
-
-if TYPE_CHECKING:
-    from fanfold.deep_ep.ep_handle import RoutingSizes
 
 __all__ = ["AnyPlan", "FewTokens", "RoutedFew"]
 

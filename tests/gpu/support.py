@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import fanfold
 from fanfold.bench.workload import expert_output
+from fanfold.deep_ep import ElasticBuffer
 from fanfold.formats import dequantize
 from fanfold.group import Group, as_group
 from tests.distributed.cuda_rounds import on_cpu, settle
@@ -276,6 +277,14 @@ def valid_places(counts: torch.Tensor, capacity: int) -> torch.Tensor:
 
 
 # ---- comparisons --------------------------------------------------------------------------------
+
+
+def check_kernels(buffer: ElasticBuffer) -> None:
+    """Raises what the kernels of either mode have found."""
+    buffer._backend.check()
+    if buffer._few is not None:
+        buffer._few.check()
+
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -30,7 +30,7 @@ from tests.environment import environment
 from tests.gpu.conftest import GpuPools
 from tests.gpu.from_host import FromHost
 from tests.gpu.one_gpu import OneGpu, capture, meet, wait
-from tests.gpu.support import assert_same, own_device
+from tests.gpu.support import assert_same, check_kernels, own_device
 from tests.gpu.test_deep_ep_high_throughput_cuda import case_of, on_gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_each, pytest.mark.timeout(300)]
@@ -44,12 +44,10 @@ EXPANDS = pytest.mark.parametrize("expands", [False, True], ids=["plain", "expan
 
 
 def open_buffer(group: Any, **changes: Any) -> ElasticBuffer:
-    """An ElasticBuffer whose calls run on the ranks' GPUs, by high throughput unless the variable
-    asks for another number of few tokens."""
+    """An ElasticBuffer of the ranks' GPUs, without few tokens unless the variable has some."""
     options: dict[str, Any] = {"num_max_tokens_per_rank": MOST, "explicitly_destroy": True}
-    variables = {"FANFOLD_TIMEOUT_S": "30", "FANFOLD_BACKEND": "cuda"}
-    variables["FANFOLD_FEW_TOKENS"] = os.environ.get("FANFOLD_FEW_TOKENS", "0")
-    with environment(**variables):
+    few = os.environ.get("FANFOLD_FEW_TOKENS", "0")
+    with environment(FANFOLD_TIMEOUT_S="30", FANFOLD_BACKEND="cuda", FANFOLD_FEW_TOKENS=few):
         buffer = ElasticBuffer(group, **{**options, **changes})
     assert isinstance(buffer._backend, CudaHighThroughput)
     return buffer
@@ -486,19 +484,12 @@ def test_barrier(one_gpu: OneGpu, ranks: int) -> None:
 # ---- refusals -----------------------------------------------------------------------------------
 
 
-def _check(buffer: ElasticBuffer) -> None:
-    """Raises what the kernels of either mode have found."""
-    buffer._backend.check()
-    if buffer._few is not None:
-        buffer._few.mode.check()
-
-
 def _works(buffer: ElasticBuffer, case: Case, rank: int) -> None:
     mine = on_gpu(inputs(case, rank))
     for expands in (False, True):
         found = _round(buffer, case, rank, mine, expands)
         wait()
-        _check(buffer)  # a call that was given up is none with wrong results
+        check_kernels(buffer)  # a call that was given up is none with wrong results
         _check_round(case, rank, expands, [each.cpu() for each in found])
 
 
@@ -558,7 +549,7 @@ def _bad_reuses(group: Any, case: Case, changes: dict[str, Any], combines: bool)
     def call() -> None:
         method(**given)
         wait()
-        _check(buffer)  # what kernels have found
+        check_kernels(buffer)  # what kernels have found
 
     said = _said(call)
     wait()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fanfold.backends.low_latency.token_major import CudaTokenMajor, TokenMajorRows
+from fanfold.backends.low_latency.token_major import CudaTokenMajor, RowOptions, TokenMajorRows
 from fanfold.errors import ArgumentError, FanfoldError, PeerRefused
 from fanfold.formats import ScaleFormat, quantize
 from fanfold.geometry import Geometry
@@ -137,9 +137,13 @@ def one_round(
         sent = every[rank]
         totals = torch.full((geometry.experts_per_rank,), 5, dtype=torch.int32, device="cpu")
         got = mode.dispatch_rows(
-            geometry, sent.x, sent.topk_idx, sent.topk_weights, most_tokens=most,
-            alignment=ALIGNMENT, expert_totals=totals, **options,
-        )  # fmt: skip
+            geometry,
+            sent.x,
+            sent.topk_idx,
+            sent.topk_weights,
+            RowOptions(most_tokens=most, alignment=ALIGNMENT, **options),
+            expert_totals=totals,
+        )
         check_received(geometry, every, rank, got, most)
         assert torch.equal(totals, got.expert_rows + 5)
         if got.scales is not None and options:
@@ -230,7 +234,8 @@ def test_ranks_that_disagree_notice(what: str) -> None:
         weights = None if what == "weights" and rank == 0 else sent.topk_weights
         most = 5 if what == "most_tokens" and rank == 0 else 6
         try:
-            got = mode.dispatch_rows(geometry, sent.x, sent.topk_idx, weights, most_tokens=most)
+            options = RowOptions(most_tokens=most)
+            got = mode.dispatch_rows(geometry, sent.x, sent.topk_idx, weights, options)
             y = torch.zeros((len(got.tokens), 144), dtype=torch.bfloat16, device="cpu")
             mode.combine_rows(geometry, y, got.routing, len(y))
         except FanfoldError as error:

@@ -31,7 +31,7 @@ from fanfold.lending import address_of
 from fanfold.memory import GpuPeerMemory
 from fanfold.stream_order import StreamOrder
 
-__all__ = ["CudaTokenMajor", "TokenMajorRows", "takes_rows"]
+__all__ = ["CudaTokenMajor", "RowOptions", "TokenMajorRows", "takes_rows"]
 
 _SIGNATURE_BIT = 16  # of the encoding of token-major rows, by which ranks notice other ones
 _MOST_TOKENS_SHIFT = 8
@@ -50,6 +50,27 @@ def takes_rows(x: Rows) -> bool:
 
 def _blocks(hidden: int) -> int:
     return scale_columns(hidden, ScaleFormat.FLOAT32)
+
+
+@dataclass(slots=True)
+class RowOptions:
+    """What may be asked of a dispatch of token-major rows.
+
+    Attributes:
+        most_tokens: of a rank in this call, the same on all ranks; N is R times as many. The
+            geometry's if None.
+        alignment: what :attr:`TokenMajorRows.expert_ends` round up to.
+        scales_by_columns: whether scales have strides ``(1, N rounded up to 4)``.
+        counts_for_cpu: whether :meth:`CudaTokenMajor.await_counts` follows.
+    """
+
+    most_tokens: int | None = None
+    alignment: int = 1
+    scales_by_columns: bool = False
+    counts_for_cpu: bool = False
+
+
+_NO_OPTIONS = RowOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,12 +225,8 @@ class CudaTokenMajor(CudaLowLatency):
         x: Rows,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None = None,
-        *,
-        most_tokens: int | None = None,
-        alignment: int = 1,
-        scales_by_columns: bool = False,
+        options: RowOptions = _NO_OPTIONS,
         expert_totals: torch.Tensor | None = None,
-        counts_for_cpu: bool = False,
     ) -> TokenMajorRows:
         """Sends this rank's tokens and receives those of all ranks for its experts. Collective.
 
@@ -220,12 +237,8 @@ class CudaTokenMajor(CudaLowLatency):
             topk_idx: ``[T, K]`` int64, -1 for none. A token that names an expert twice counts there
                 once; both entries arrive.
             topk_weights: ``[T, K]`` float32, on all ranks or on none.
-            most_tokens: of a rank in this call, the same on all ranks; N is R times as many. The
-                geometry's if None.
-            alignment: what ``expert_ends`` round up to.
-            scales_by_columns: whether scales have strides ``(1, N rounded up to 4)``.
+            options: of this call.
             expert_totals: ``[E_l]`` int32, to which the rows of each expert are added.
-            counts_for_cpu: whether :meth:`await_counts` follows.
 
         Raises:
             ArgumentError, PeerRefused, PeerTimeout, UsageError: as
@@ -238,17 +251,17 @@ class CudaTokenMajor(CudaLowLatency):
         if plan is None or plan.geometry is not geometry or self._stale is not None:
             plan = self._plan_of(geometry, partial(self._sources, geometry, scaled))
         try:
-            most = geometry.max_tokens if most_tokens is None else most_tokens
+            most = geometry.max_tokens if options.most_tokens is None else options.most_tokens
             kind = self._kind(plan, scaled, topk_weights is not None, most)
             args, into = kind.args, kind.into
             values, scales = x if scaled and len(x) == 2 else (x, None)
             tokens = plan.fast_path.token_rows(args, values, scales, topk_idx, topk_weights)
             if not 0 <= tokens <= most:
                 tokens = self._check_sent(args, geometry, x, topk_idx, topk_weights, most)
-            args.expert_totals, into.alignment = address_of(expert_totals), alignment
-            into.cpu_counts = self._cpu_counts(plan).address if counts_for_cpu else 0
+            args.expert_totals, into.alignment = address_of(expert_totals), options.alignment
+            into.cpu_counts = self._cpu_counts(plan).address if options.counts_for_cpu else 0
             stream = self._follow()
-            received = self._room(plan, kind, tokens, stream, scales_by_columns)
+            received = self._room(plan, kind, tokens, stream, options.scales_by_columns)
         except BaseException as error:
             self.refuse_dispatch(error)
             raise

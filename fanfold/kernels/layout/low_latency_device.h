@@ -249,9 +249,7 @@ struct TokenCounts {
   FANFOLD_HD constexpr int32_t rank_end(int32_t rank) const { return rank; }
   // Rows of an expert; and of the experts up to it, each rounded up to TokenRows::alignment.
   FANFOLD_HD constexpr int32_t expert_rows(int32_t expert) const { return ranks + expert; }
-  FANFOLD_HD constexpr int32_t expert_end(int32_t expert) const {
-    return ranks + experts + expert;
-  }
+  FANFOLD_HD constexpr int32_t expert_end(int32_t expert) const { return ranks + experts + expert; }
   // Whether a rank has refused the dispatch.
   FANFOLD_HD constexpr int32_t aborted() const { return ranks + 2 * experts; }
   FANFOLD_HD constexpr int32_t size() const { return aborted() + 1; }
@@ -260,12 +258,12 @@ struct TokenCounts {
 // Of a dispatch whose rows are token-major: what it brings beside them, in the order of sources,
 // then of their tokens. There is room for `capacity` rows, most_tokens of each rank.
 struct TokenRows {
-  int64_t* topk_idx;     // [capacity][top_k]: the token's local experts; -1 for those elsewhere
-  float* topk_weights;   // [capacity][top_k], 0 for experts elsewhere; or null
-  int32_t* sources;      // [capacity][2 + top_k]: source rank * most_tokens + token; row; -1 ...
-  int32_t* counts;       // TokenCounts
-  int32_t* cpu_counts;   // the same in pinned memory, for a CPU that waits; or null
-  int64_t* own_topk;     // [tokens][top_k]: a copy of DispatchArgs::topk_idx
+  int64_t* topk_idx;    // [capacity][top_k]: the token's local experts; -1 for those elsewhere
+  float* topk_weights;  // [capacity][top_k], 0 for experts elsewhere; or null
+  int32_t* sources;     // [capacity][2 + top_k]: source rank * most_tokens + token; row; -1 ...
+  int32_t* counts;      // TokenCounts
+  int32_t* cpu_counts;  // the same in pinned memory, for a CPU that waits; or null
+  int64_t* own_topk;    // [tokens][top_k]: a copy of DispatchArgs::topk_idx
   int32_t most_tokens;
   int32_t alignment;
   int64_t scale_strides[2];  // of DispatchArgs::scales, in words: of a row, and of a block
