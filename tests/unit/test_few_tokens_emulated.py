@@ -3,7 +3,7 @@ with their handles: the kernels run on the CPU, with the oracle of the conforman
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -160,16 +160,26 @@ def test_the_first_such_call_settles_the_geometry() -> None:
     assert run(CASE.ranks, _geometries) == [[True, False, True]] * CASE.ranks
 
 
+def _said(call: Callable[[], object]) -> str:
+    """The error that a call raises; "" if it raises none."""
+    try:
+        call()
+    except FanfoldError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _round(buffer: ElasticBuffer, given: dict[str, Any]) -> torch.Tensor:
+    rows, _, _, handle, _ = buffer.dispatch(**given)
+    return buffer.combine(rows, handle)[0]
+
+
 def _refused(group: Any, changes: dict[str, Any]) -> str:
     buffer = open_buffer(group)
     good = {**arguments(CASE, group.rank), "do_cpu_sync": False}
     handle = buffer.dispatch(**good)[3]
-    said = ""
-    try:
-        result = buffer.dispatch(**{**good, **(changes if group.rank == 0 else {})})
-        buffer.combine(result[0], result[3])
-    except FanfoldError as error:
-        said = f"{type(error).__name__}: {error}"
+    bad = {**good, **(changes if group.rank == 0 else {})}
+    said = _said(lambda: _round(buffer, bad))
     assert isinstance(handle._plan, RoutedFew)
     result = buffer.dispatch(**good)
     sums = buffer.combine(result[0], result[3])[0]
@@ -196,12 +206,8 @@ def _refused_first(group: Any, changes: dict[str, Any]) -> str:
     """What the first such call is found to be, that is to make the memory."""
     buffer = open_buffer(group)
     good = {**arguments(CASE, group.rank), "do_cpu_sync": False}
-    said = ""
-    try:
-        result = buffer.dispatch(**{**good, **(changes if group.rank == 0 else {})})
-        buffer.combine(result[0], result[3])
-    except FanfoldError as error:
-        said = f"{type(error).__name__}: {error}"
+    bad = {**good, **(changes if group.rank == 0 else {})}
+    said = _said(lambda: _round(buffer, bad))
     assert isinstance(buffer.dispatch(**good)[3]._plan, RoutedFew)
     buffer.destroy()
     return said
@@ -222,13 +228,8 @@ def _other_kind_first(group: Any, changes: dict[str, Any]) -> list[str]:
     the memory; this one may find it in the call after that."""
     buffer = open_buffer(group)
     good = arguments(CASE, group.rank)
-    said = []
-    for number in range(2):
-        changed = changes if (number, group.rank) == (0, 0) else {}
-        try:
-            buffer.dispatch(**{**good, **changed})
-        except FanfoldError as error:
-            said.append(f"{type(error).__name__}: {error}")
+    bad = {**good, **(changes if group.rank == 0 else {})}
+    said = [_said(lambda given=given: buffer.dispatch(**given)) for given in (bad, good)]
     assert isinstance(buffer.dispatch(**good)[3]._plan, RoutedFew)
     buffer.destroy()
     return said
@@ -237,11 +238,34 @@ def _other_kind_first(group: Any, changes: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("changes", [{"num_max_tokens_per_rank": MOST + 1}, {"do_expand": True}])
 def test_a_first_call_of_another_kind_is_told(changes: dict[str, Any]) -> None:
     first, *others = run(CASE.ranks, _other_kind_first, changes)
-    assert len(first) == 1
-    assert "another on rank 0 than on rank" in first[0]
+    assert first[0] == ""
+    assert "another on rank 0 than on rank" in first[1]
     for disagrees, refused in others:
         assert "than on rank 0" in disagrees
         assert refused.startswith(PeerRefused.__name__)
+
+
+def _refused_by_the_other(group: Any, expands: bool) -> list[str]:
+    """What a combine by one protocol raises after a dispatch by the other that rank 0 refuses; and
+    the combine after it."""
+    buffer = open_buffer(group)
+    good = {**arguments(CASE, group.rank), "do_cpu_sync": False}
+    rows, _, _, handle, _ = buffer.dispatch(**good, do_expand=not expands)
+    buffer.dispatch(**good, do_expand=expands)
+    bad = {**good, **({"expert_alignment": 0} if group.rank == 0 else {})}
+    _said(lambda: buffer.dispatch(**bad, do_expand=expands))
+    said = [_said(lambda: buffer.combine(rows, handle)) for _ in range(2)]
+    buffer.destroy()
+    return said
+
+
+@pytest.mark.parametrize("expands", [False, True])
+def test_a_combine_raises_what_either_protocol_found(expands: bool) -> None:
+    first, *others = run(CASE.ranks, _refused_by_the_other, expands)
+    assert first == ["", ""]
+    for refused, later in others:
+        assert refused.startswith(PeerRefused.__name__)
+        assert later == ""
 
 
 def _known_then_bad(group: Any, changes: dict[str, Any]) -> str:
@@ -249,11 +273,8 @@ def _known_then_bad(group: Any, changes: dict[str, Any]) -> str:
     buffer = open_buffer(group)
     good = {**arguments(CASE, group.rank), "do_cpu_sync": True, "do_handle_copy": True}
     buffer.dispatch(**good)
-    said = ""
-    try:
-        buffer.dispatch(**{**good, **(changes if group.rank == 0 else {})})
-    except FanfoldError as error:
-        said = f"{type(error).__name__}: {error}"
+    bad = {**good, **(changes if group.rank == 0 else {})}
+    said = _said(lambda: buffer.dispatch(**bad))
     buffer.dispatch(**good)
     buffer.destroy()
     return said
