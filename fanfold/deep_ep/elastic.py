@@ -75,6 +75,7 @@ class ElasticBuffer(Counted):
         group: a torch.distributed group of any backend.
         num_bytes: of DeepEP's buffer, a multiple of 2 MiB, kept as an attribute: tensors of any
             length stream through the memory of the settings ``ring_bytes`` and ``staging_bytes``.
+            Calls of few tokens (the setting ``few_tokens``) have memory of their own.
             What :meth:`get_buffer_size_hint` says, if None.
         num_cpu_bytes: 0; memory for Engram, which is not here.
         num_max_tokens_per_rank: most tokens that a rank passes to a call that is given no such
@@ -87,7 +88,7 @@ class ElasticBuffer(Counted):
         allow_multiple_reduction: either: the rows of an expanded result are summed for each rank,
             rounded to bfloat16, then over ranks.
         prefer_overlap_with_compute: whether calls that are given no number of SMs leave most of
-            them to other work: 24 at most, else 64.
+            them to other work: 24 at most, else 64. Those of few tokens take all SMs.
         sl_idx: from 0 to 15; no network here has service levels.
         num_allocated_qps: from 0; there are no queue pairs.
         num_cpu_timeout_secs: above 0; changes nothing.
@@ -180,7 +181,8 @@ class ElasticBuffer(Counted):
         self._few: FewTokens | None = None
         if choice.backend == "cuda" and not choice.across_hosts and few > 0:
             order = getattr(self._backend, "order", None)
-            self._few = FewTokens(ranks, choice, config, min(most or few, few), order)
+            group = as_group(self.group)  # not `ranks`, as its memory is made later
+            self._few = FewTokens(group, choice, config, min(most or few, few), order)
         return choice
 
     def _find_domains(self, ranks: Any, config: Settings) -> None:
@@ -425,7 +427,7 @@ class ElasticBuffer(Counted):
         allow_multiple_reduction: bool = True,
     ) -> int:
         """Bytes to pass as ``num_bytes``, a multiple of 2 MiB: what a rank's memory takes at most,
-        whatever the sizes of calls.
+        whatever the sizes of calls, but for that of few tokens.
 
         Args:
             group: the ranks.
@@ -447,7 +449,7 @@ class ElasticBuffer(Counted):
         sm_read_gbs: float = 200,
         sm_write_gbs: float = 50,
     ) -> int:
-        """SMs that calls with ``num_sms=0`` take at most.
+        """SMs that calls with ``num_sms=0`` take at most, but for those of few tokens.
 
         Args:
             num_experts: of DeepEP's model, as all arguments; the number here does not depend on it.
@@ -479,10 +481,13 @@ class ElasticBuffer(Counted):
         if self.runtime is None:
             return
         self._owner.check()
-        self.runtime.close()
-        if self._few is not None:
-            self._few.close()
+        runtime, few = self.runtime, self._few
         self.runtime = self._few = None
+        try:
+            runtime.close()
+        finally:
+            if few is not None:
+                few.close()
 
     def _open(self) -> None:
         if self.runtime is None:

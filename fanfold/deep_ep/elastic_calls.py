@@ -97,7 +97,10 @@ class Call:
         if self.few is None or asked.do_expand:
             return None
         most = asked.most_tokens(self)
-        return self.few.geometry_of(tensors[0], tensors[1], asked.num_experts, most)
+        found = self.few.geometry_of(tensors[0], tensors[1], asked.num_experts, most)
+        if found is not None:
+            self.few.last = found
+        return found
 
     def refuse_dispatch(
         self, error: BaseException, geometry: Geometry | None, handle: object, asked: Asked
@@ -131,7 +134,7 @@ class Call:
         gets it first, as on the peers."""
         if not isinstance(handle, EPHandle) or handle._plan.ranks != self.ranks:
             return None
-        return planned(self, handle)
+        return handle._plan_for(self.backend)
 
     def use_sms(self, sms: int | None) -> None:
         """Has the backend take them."""
@@ -194,7 +197,7 @@ def dispatch(
         if before_epilogue is not None:
             before_epilogue.current_stream_wait()
         call.backend.use_zero_padding(asked.do_zero_padding)
-        if geometry is not None and _settled(call, geometry, tensors, sizes):
+        if geometry is not None and _has_memory(call, geometry, tensors):
             received = _route_few(call, geometry, tensors, sizes, asked)
         elif handle is None:
             received = _route(call, tensors, sizes, asked)
@@ -235,7 +238,7 @@ def combine(
             call.backend.check()  # what dispatches by the other protocol found
             return (sums, None), None
         call.use_sms(call.sms(handle))
-        plan = planned(call, handle)
+        plan = handle._plan_for(call.backend)
         with ELASTIC:
             combined = call.backend.combine(
                 x, plan, layout=_layout(handle), topk_weights=topk_weights, bias=bias
@@ -311,14 +314,16 @@ def _few_sizes(call: Call, tensors: Tensors, asked: Asked) -> RoutingSizes:
         asked.do_handle_copy,
         call.num_sms,
     )
-    kinds = tuple(map(type, given))
-    assert call.few is not None
-    known = call.few.known.get((given, kinds)) if _PLAIN.issuperset(kinds) else None
+    few, kinds = call.few, tuple(map(type, given))
+    assert few is not None
+    plain = _PLAIN.issuperset(kinds)
+    known = few.sizes.get((given, kinds)) if plain else None
     if known is None:
         known = _new_sizes(call, tensors, asked)
-        if len(call.few.known) == _MOST_KNOWN:
-            call.few.known.clear()
-        call.few.known[given, kinds] = known
+        if plain and len(few.sizes) == _MOST_KNOWN:
+            few.sizes.clear()
+        if plain:
+            few.sizes[given, kinds] = known
     elif (stats := tensors[3]) is not None:
         call.backend.check_devices(cumulative_local_expert_recv_stats=stats)
         _check_stats(stats, known.num_experts // call.ranks)
@@ -374,8 +379,8 @@ def _route(call: Call, tensors: Tensors, sizes: RoutingSizes, asked: Asked) -> R
     return Received(dispatched.tokens, dispatched.scales, idx, weights, handle, kept)
 
 
-def _settled(call: Call, geometry: Geometry, tensors: Tensors, sizes: RoutingSizes) -> bool:
-    """Whether a dispatch that can go by the protocol of few tokens does."""
+def _has_memory(call: Call, geometry: Geometry, tensors: Tensors) -> bool:
+    """Whether the protocol of few tokens has its memory, which the first call makes."""
     few, topk_idx = call.few, tensors[1]
     assert few is not None
     assert topk_idx is not None
@@ -383,7 +388,8 @@ def _settled(call: Call, geometry: Geometry, tensors: Tensors, sizes: RoutingSiz
         return True
     assert isinstance(call.backend, CudaHighThroughput)
     with ELASTIC:
-        return few.settle(call.backend, geometry, topk_idx, sizes.expert_alignment)
+        scaled = isinstance(tensors[0], tuple)
+        return few.open_memory(call.backend, geometry, topk_idx, scaled=scaled)
 
 
 def _route_few(
@@ -401,8 +407,7 @@ def _route_few(
         rows = few.dispatch(geometry, x, topk_idx, topk_weights, options, stats)
     received, scales, idx, weights = rows.tokens, rows.scales, rows.topk_idx, rows.topk_weights
     count, listed = len(rows.tokens), []
-    expanded = worst_expanded_rows(geometry.ranks, geometry.top_k, sizes)
-    if sizes.knows_counts:
+    if waits:
         assert few.mode is not None
         count, ends = few.mode.await_counts()
         listed = [end - begin for begin, end in itertools.pairwise((0, *ends))]
@@ -410,6 +415,8 @@ def _route_few(
         received, idx = received[:count], idx[:count]
         scales = None if scales is None else scales[:count]
         weights = None if weights is None else weights[:count]
+    else:
+        expanded = worst_expanded_rows(geometry.ranks, geometry.top_k, sizes)
     routed = RoutedFew(few.token, geometry, rows, sizes.expert_alignment, count)
     kept_idx = None if asked.do_handle_copy else topk_idx
     handle = EPHandle(routed, sizes, kept_idx, expanded, listed)
@@ -469,7 +476,7 @@ def _check_reuse(call: Call, tensors: Tensors, handle: EPHandle, asked: Asked) -
 def _route_again(call: Call, tensors: Tensors, handle: EPHandle) -> Received:
     x, _, topk_weights, stats = tensors
     call.use_sms(call.sms(handle))
-    plan = planned(call, handle)
+    plan = handle._plan_for(call.backend)
     with ELASTIC:
         dispatched = call.backend.dispatch_cached(x, plan, layout=_layout(handle))
     _add_stats(stats, plan)
@@ -548,15 +555,6 @@ def _few_of(call: Call, handle: object) -> RoutedFew | None:
     if not isinstance(routed, RoutedFew) or call.few is None:
         return None
     return routed if routed.token is call.few.token else None
-
-
-def planned(call: Call, handle: EPHandle) -> AnyPlan:
-    """What high throughput calls by. Collective where low latency has routed the tokens, and
-    nobody has asked before."""
-    routed = handle._plan
-    if not isinstance(routed, RoutedFew):
-        return routed
-    return routed.plan(call.backend, captured=handle._made_in_capture)
 
 
 def _layout(handle: EPHandle) -> RowOrder:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from fanfold.backends.high_throughput.plan import CudaPlan
+from fanfold.backends.high_throughput.protocol import HighThroughputBackend
 from fanfold.copying import not_copied
 from fanfold.deep_ep.events import EventHandle
 from fanfold.deep_ep.few_tokens import AnyPlan, RoutedFew
@@ -45,7 +46,8 @@ class EPHandle:
         num_experts: of all ranks.
         expert_alignment: what each expert's rows are padded to.
         num_max_tokens_per_rank: most tokens of a rank.
-        num_sms: SMs of the dispatch, which combine takes, too, if it is given no number.
+        num_sms: SMs of the dispatch, which combine takes, too, if it is given no number. Calls of
+            few tokens take all SMs.
         topk_idx: ``[T, K]`` int64, of this rank's tokens; a copy unless ``do_handle_copy`` was
             False.
         num_recv_tokens: N.
@@ -91,7 +93,7 @@ class EPHandle:
         assert where is not None
         self._device = device = where.device
         self.num_recv_tokens_per_expert_list = counts_of_experts
-        self._known: dict[str, torch.Tensor] = {}
+        self._known: dict[str, tuple[torch.Tensor, EventHandle | None]] = {}
         self._done: EventHandle | None = None
         if not (sizes.knows_counts and isinstance(plan, RoutedFew)):  # its kernel has ended
             on_gpu = device.type == "cuda"
@@ -115,6 +117,19 @@ class EPHandle:
             return *own, *self._plan.tensors()
         of_plan = (value for value in vars(self._plan).values() if isinstance(value, torch.Tensor))
         return *own, *of_plan
+
+    def _plan_for(self, backend: HighThroughputBackend) -> AnyPlan:
+        """The plan for calls of high throughput. Collective where low latency has routed the
+        tokens, in the first call that asks."""
+        plan = self._plan
+        if not isinstance(plan, RoutedFew):
+            return plan
+        if plan.made is not None:
+            return plan.made
+        if self._done is not None and not _is_capturing(self._device):
+            self._done.current_stream_wait()  # the CPU reads what the dispatch wrote
+        keeps, counted = not self._made_in_capture, self._sizes.knows_counts
+        return plan.make(backend, keeps=keeps, may_be_aborted=not counted)
 
     # Made when they are first read, as most programs read few of them.
 
@@ -169,13 +184,15 @@ class EPHandle:
         return self._read("sources", self._sources)
 
     def _read(self, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        known = self._known.get(name)
-        if known is not None:
+        plan, capturing = self._plan, _is_capturing(self._device)
+        if name in self._known:
+            known, ready = self._known[name]
+            if ready is not None and not capturing:
+                ready.current_stream_wait()  # another stream may have made it
             return known
-        plan = self._plan
         # A capture cannot wait for an event from before it, and its tensors hold nothing until the
         # graph is replayed: they are made anew for the next reader.
-        passing = _is_capturing(self._device) and not self._made_in_capture
+        passing = capturing and not self._made_in_capture
         if isinstance(plan, (CudaPlan, RoutedFew)) and not passing:
             if self._done is not None:
                 self._done.current_stream_wait()
@@ -183,7 +200,9 @@ class EPHandle:
                 record(tuple(plan.tensors()), torch.cuda.current_stream(plan.block.device))
         made = make()
         if not passing:
-            self._known[name] = made
+            # Read before a graph that was made in it is replayed, it holds nothing anyway.
+            ready = EventHandle() if self._device.type == "cuda" and not capturing else None
+            self._known[name] = made, ready
         return made
 
     def _sources(self) -> torch.Tensor:

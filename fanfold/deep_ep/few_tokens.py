@@ -1,11 +1,12 @@
 """Dispatches of few tokens by an ``ElasticBuffer``: over the low-latency protocol, which is faster
-there. What such a routing is used for besides, high throughput does by a plan of its own."""
+there. Their handles serve for calls of high throughput, too, by a plan that is made when needed."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -21,9 +22,9 @@ from fanfold.backends.opening import open_gpu_memory
 from fanfold.backends.ranges import ranged_call
 from fanfold.config import Config
 from fanfold.deep_ep.routing_sizes import RoutingSizes
-from fanfold.errors import ArgumentError, FanfoldError, UsageError
+from fanfold.errors import ArgumentError, UsageError
 from fanfold.geometry import Geometry
-from fanfold.group import Group, agree
+from fanfold.group import Group, agree, together
 from fanfold.memory import GpuPeerMemory
 from fanfold.refusal import Refusing
 from fanfold.representation import show_fields
@@ -38,20 +39,21 @@ _PLANNED_COLUMNS = 16  # of the rows that make a plan
 
 
 class FewTokens:
-    """The protocol of one ElasticBuffer. It has no memory before the first call that goes by it.
+    """The low-latency protocol of one ElasticBuffer. Its memory is made in the first call that
+    uses it.
 
     Args:
         group, choice, config: of the ElasticBuffer.
-        most_tokens: of a rank, in a call that goes by it.
+        most_tokens: of a rank, in a call that uses it.
         order: of the streams of its other calls, on GPUs.
 
     Attributes:
-        mode: what makes the calls, but in a range if the setting ``ranges`` asks for it: those are
-            ``dispatch`` and ``combine`` (:meth:`CudaTokenMajor.dispatch_rows`, ``combine_rows``).
-            None before the first.
-        last: the geometry of the last dispatch without a handle, if it went by this protocol.
-        token: what handles of its dispatches know it by; they keep none of its memory.
-        known: the sizes of earlier dispatches that went by it, by what they were asked for.
+        mode: the backend; None while there is no memory.
+        dispatch, combine: its ``dispatch_rows`` and ``combine_rows``, in ranges if the setting
+            ``ranges`` asks for those.
+        last: the geometry of the last dispatch without a handle; None if that used high throughput.
+        token: an object that handles of its dispatches keep to name it; they keep no memory.
+        sizes: those of earlier dispatches, by the arguments that they were computed from.
     """
 
     dispatch: Callable[..., TokenMajorRows]
@@ -67,104 +69,104 @@ class FewTokens:
     ) -> None:
         self.mode: CudaTokenMajor | None = None
         self.token = object()
-        self.known: dict[tuple[object, ...], RoutingSizes] = {}
+        self.sizes: dict[tuple[object, ...], RoutingSizes] = {}
         self.last: Geometry | None = None
         self._group, self._choice, self._config = group, choice, config
         self._most_tokens, self._order = most_tokens, order
         self._memory: GpuPeerMemory | None = None
-        self._has_no_memory = False
+        self._failed = False
 
-    def settle(
+    def open_memory(
         self,
         backend: CudaHighThroughput,
         geometry: Geometry,
         topk_idx: torch.Tensor,
-        expert_alignment: int,
+        *,
+        scaled: bool,
     ) -> bool:
-        """Makes its memory, in the first call that is to go by it. Collective; the CPU waits.
+        """Makes the memory, in the first call. Collective; the CPU waits for the GPU.
 
         Args:
-            backend: of high throughput. By it the ranks see first that they all make such a call.
+            backend: high throughput, by which the ranks first check that they all make such a call.
             geometry: of the call.
-            topk_idx, expert_alignment: of its dispatch.
+            topk_idx: of its dispatch.
+            scaled: whether its rows come with scales.
 
         Returns:
-            False if there is no memory for it, on all ranks: a warning says why, and all calls go
-            by high throughput.
+            False if that failed, on all ranks alike: a warning gives the reason, and all calls use
+            high throughput.
 
         Raises:
-            ArgumentError, PeerRefused, PeerTimeout: this is not what all ranks do.
+            ArgumentError, PeerRefused, PeerTimeout: the ranks do not all make this call.
         """
         with Refusing(backend.refuse_dispatch):
-            backend.quiesce()  # raises what earlier calls have found, before this rank takes part
-        nowhere = torch.full_like(topk_idx, -1)  # what is wrong with its entries, the call finds
-        make_plan(backend, nowhere, geometry.num_experts, expert_alignment, None)
+            # Reports of earlier calls are raised before this rank takes part.
+            backend.quiesce()
+            # Bad entries are left to the call itself.
+            no_experts = torch.full_like(topk_idx, -1)
+        make_plan(backend, no_experts, geometry.num_experts, 1, None)
         backend.quiesce()
-        # As in high throughput a late rank ends the calls, whatever the setting.
-        strict = dataclasses.replace(self._config, late_peers="raise")
-        memory, mode, error = None, None, None
+        agree(self._group, dataclasses.asdict(geometry))
         try:
-            nbytes = bytes_for_few_tokens(geometry)
-            memory = open_gpu_memory(self._group, self._choice, nbytes, 0, strict)
-            mode = CudaTokenMajor(memory, strict, self._choice.check_devices, self._order)
-        except FanfoldError as failure:
-            error = failure
-        try:
-            agree(self._group, {}, error)
-        except FanfoldError as failure:
-            if memory is not None:
-                memory.close()
-            self._has_no_memory = True
-            _LOG.warning("few tokens go by high throughput: %s", failure)
+            with together(self._group) as ranks, _current(self._choice.device):
+                self._make(ranks, geometry, scaled=scaled)
+        except Exception as failure:
+            self._failed, self.mode = True, None
+            self.close()
+            self._memory = None
+            _LOG.warning("dispatches of few tokens use high throughput, as: %s", failure)
             return False
-        assert mode is not None
-        self._memory, self.mode = memory, mode
-        config = self._config
+        return True
+
+    def _make(self, ranks: Group, geometry: Geometry, *, scaled: bool) -> None:
+        # As in high throughput a late rank ends the calls, whatever the setting.
+        config = dataclasses.replace(self._config, late_peers="raise")
+        nbytes = bytes_for_few_tokens(geometry)
+        self._memory = open_gpu_memory(ranks, self._choice, nbytes, 0, config)
+        mode = CudaTokenMajor(self._memory, config, self._choice.check_devices, self._order)
+        mode.lay_out(geometry, scaled=scaled)
         self.dispatch = ranged_call(mode.dispatch_rows, "fanfold::low_latency::dispatch", config)
         self.combine = ranged_call(mode.combine_rows, "fanfold::low_latency::combine", config)
-        return True
+        self.mode = mode
 
     def geometry_of(
         self, x: object, topk_idx: object, num_experts: object, most_tokens: object
     ) -> Geometry | None:
         """That of a plain dispatch of such tensors, of most_tokens of a rank at most, which may not
-        have been checked; None if it does not go by this protocol. Ranks whose calls are alike find
-        alike. The first one decides about hidden size, experts and top-k, as every change of those
-        makes all ranks wait for each other."""
+        have been checked; None if it uses high throughput. Ranks whose calls are alike get the same
+        answer. Hidden size, experts and top-k are those of the first call, as every change of
+        them makes all ranks wait for each other."""
         parts = x if isinstance(x, tuple) else (x,)
         if isinstance(x, tuple) and len(x) != 2:
             return None
         if type(most_tokens) is not int or not 0 < most_tokens <= self._most_tokens:
             return None
-        if type(num_experts) is not int:
+        if type(num_experts) is not int or self._failed:
             return None
-        known = None if self.mode is None else self.mode.geometry
-        if known is not None and num_experts == known.num_experts:
-            assert self.mode is not None
-            if self.mode.suits(x, topk_idx):
-                self.last = known
-                return known
+        mode, first = self.mode, None
+        if mode is not None:
+            first = mode.geometry
+            assert first is not None
+            if num_experts == first.num_experts and mode.suits(x, topk_idx):
+                return first
         tensors = (*parts, topk_idx)
         if not all(isinstance(each, torch.Tensor) and each.dim() == 2 for each in tensors):
             return None
         if not takes_rows(x):  # type: ignore[arg-type]
             return None
         sizes = (num_experts, topk_idx.shape[1], parts[0].shape[1])  # type: ignore[attr-defined]
-        if known is None:
-            known = self._new_geometry(*sizes)
-        if known is None or sizes != (known.num_experts, known.top_k, known.hidden):
-            return None
-        self.last = known
-        return known
+        if first is None:
+            return self._first_geometry(*sizes)
+        return first if sizes == (first.num_experts, first.top_k, first.hidden) else None
 
     def to_refuse(self, most_tokens: object, *, expands: object) -> Geometry | None:
-        """That of a dispatch to refuse whose arguments do not tell: most likely it would have gone
-        by the protocol of the last one."""
+        """That of a dispatch to refuse whose arguments do not determine the protocol: most likely
+        it is the last one's."""
         above = type(most_tokens) is int and most_tokens > self._most_tokens
         return None if expands is True or above else self.last
 
-    def _new_geometry(self, num_experts: int, top_k: int, hidden: int) -> Geometry | None:
-        if self._has_no_memory:
+    def _first_geometry(self, num_experts: int, top_k: int, hidden: int) -> Geometry | None:
+        if torch.cuda.is_current_stream_capturing():  # a CUDA graph cannot make memory
             return None
         try:
             ranks = self._group.size
@@ -172,10 +174,7 @@ class FewTokens:
             check_cuda_geometry(geometry)
         except ArgumentError:
             return None
-        if self._memory is None:
-            # The ranks cannot agree about memory in a CUDA graph.
-            return None if torch.cuda.is_current_stream_capturing() else geometry
-        return geometry if bytes_for_few_tokens(geometry) <= self._memory.usable_bytes else None
+        return geometry
 
     def check(self) -> None:
         """Raises what its calls have found wrong; does not wait for them."""
@@ -191,6 +190,11 @@ class FewTokens:
         """Releases the memory."""
         if self._memory is not None:
             self._memory.close()
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Has memory made there, whatever the caller's current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def bytes_for_few_tokens(geometry: Geometry) -> int:
@@ -221,14 +225,15 @@ def make_plan(
 
 @dataclass(eq=False)
 class RoutedFew:
-    """What a dispatch of few tokens leaves for later calls.
+    """The routing of a dispatch of few tokens.
 
     Attributes:
         token: of the :class:`FewTokens` that made it.
         geometry: of the dispatch.
-        rows: what it brought, the handle's tensors among it.
+        rows: its result, with the handle's tensors.
         expert_alignment: of the dispatch.
         received: rows of the result.
+        made: the plan for calls of high throughput, once there is one.
     """
 
     token: object
@@ -236,7 +241,7 @@ class RoutedFew:
     rows: TokenMajorRows
     expert_alignment: int
     received: int
-    _plan: AnyPlan | None = field(default=None, repr=False)
+    made: AnyPlan | None = field(default=None, repr=False)
 
     __repr__ = show_fields
 
@@ -257,7 +262,7 @@ class RoutedFew:
 
     @property
     def block(self) -> torch.Tensor:
-        """What combine reads, and all else that the dispatch left but the rows."""
+        """The memory of combine's table and of the handle's tensors."""
         return self.rows.words
 
     @property
@@ -266,27 +271,29 @@ class RoutedFew:
         return self.rows.own_topk_idx
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All that it holds."""
+        """The tensors that it holds."""
         return (self.block,)
 
-    def plan(self, backend: HighThroughputBackend, *, captured: bool) -> AnyPlan:
-        """The same routing for high throughput, which brings the same rows. Collective when it is
-        first asked for, and the CPU waits then, but in a capture; anew in each call if this was
-        ``captured``, as replays write it anew.
+    def make(self, backend: HighThroughputBackend, *, keeps: bool, may_be_aborted: bool) -> AnyPlan:
+        """The same routing for high throughput, with the same rows. Collective.
+
+        Args:
+            backend: makes it, by a dispatch.
+            keeps: whether it is kept in :attr:`made`, unless a CUDA graph is being captured. That
+                of a captured dispatch is not, as every replay has another routing.
+            may_be_aborted: whether the CPU must check that the dispatch was not aborted.
 
         Raises:
             UsageError: another rank has refused the dispatch, so no rank may make calls by it.
         """
-        if self._plan is not None:
-            return self._plan
         topk_idx, device = self.topk_idx, self.block.device
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if not capturing and self.rows.aborted.item():
+        if may_be_aborted and not capturing and self.rows.aborted.item():
             raise UsageError("another rank has refused the dispatch of this handle; make a new one")
         experts, alignment = self.geometry.num_experts, self.expert_alignment
         plan = make_plan(backend, topk_idx, experts, alignment, self.received)
         if device.type == "cuda":
             self.block.record_stream(torch.cuda.current_stream(device))
-        if not capturing and not captured:
-            self._plan = plan
+        if keeps and not capturing:
+            self.made = plan
         return plan

@@ -74,6 +74,7 @@ ELASTIC = Renaming(
         "capacity": "the room for rows, by num_max_tokens_per_rank,",
         "max_tokens =": "an ElasticBuffer's limit of",
         "most_tokens =": "num_max_tokens_per_rank =",
+        "hidden": "x.shape[1]",  # of the first call of few tokens
     }
 )
 

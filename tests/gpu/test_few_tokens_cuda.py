@@ -114,3 +114,27 @@ def _without_the_cpu(group: Any, case: Case, rounds: int) -> None:
 
 def test_without_waiting_for_the_cpu(gpus: GpuPools, ranks: int) -> None:
     gpus.run(ranks, _few, _without_the_cpu, case_of(ranks), 200)
+
+
+def _from_another_device(group: Any, case: Case) -> None:
+    rank = as_group(group).rank
+    buffer, mine = open_buffer(group), on_gpu(inputs(case, rank))
+    wanted = combined(case, rank, [outputs(case, peer) for peer in range(case.ranks)]).cuda()
+    made = outputs(case, rank).cuda()
+    other = (torch.cuda.current_device() + 1) % torch.cuda.device_count()
+    with torch.cuda.device(other):  # also in the first call, which makes the memory
+        for sync in (True, False):
+            rows, _, _, handle, _ = buffer.dispatch(
+                mine.x, mine.topk_idx, mine.topk_weights, num_experts=case.experts, do_cpu_sync=sync
+            )
+            assert isinstance(handle._plan, RoutedFew)
+            y = torch.zeros_like(rows)
+            y[: len(made)] = made
+            out, _, _ = buffer.combine(y, handle)
+            assert torch.equal(out, wanted)
+            assert torch.equal(handle.topk_idx, mine.topk_idx)
+    buffer.destroy()
+
+
+def test_another_current_device(gpus: GpuPools, ranks: int) -> None:
+    gpus.run(ranks, _few, _from_another_device, case_of(ranks))

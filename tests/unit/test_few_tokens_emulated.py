@@ -13,6 +13,7 @@ import torch
 from fanfold.backends.high_throughput import protocol
 from fanfold.backends.high_throughput.room import Room
 from fanfold.backends.low_latency.outputs import Allocator
+from fanfold.backends.low_latency.token_major import CudaTokenMajor
 from fanfold.deep_ep import ElasticBuffer, few_tokens
 from fanfold.deep_ep.few_tokens import FewTokens, RoutedFew
 from fanfold.errors import (
@@ -20,7 +21,6 @@ from fanfold.errors import (
     FanfoldError,
     PeerRefused,
     PeerTimeout,
-    UnavailableError,
 )
 from tests.conformance import deep_ep_reference as reference
 from tests.conformance import test_deep_ep_elastic as conformance
@@ -49,16 +49,32 @@ def open_buffer(group: Any, **changes: Any) -> ElasticBuffer:
     return buffer
 
 
+USES_HIGH_THROUGHPUT_ALONE = (
+    "test_which_calls_go_by_it[more]",
+    "test_which_calls_go_by_it[expanded]",
+    "test_without_memory_all_calls_go_by_high_throughput",
+    "test_a_graph_does_not_make_the_memory",
+)
+
+
 @pytest.fixture(autouse=True)
-def gpu(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def gpu(
+    builder: Builder, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[None]:
     monkeypatch.setenv("FANFOLD_TIMEOUT_S", "10")
     monkeypatch.setenv("FANFOLD_FEW_TOKENS", str(MOST))
     monkeypatch.setattr(conformance, "open_buffer", open_buffer)
     # What kernels do not write holds anything.
     monkeypatch.setattr(Room, "empty", poisoned)
     monkeypatch.setattr(Allocator, "empty", lambda self: _poisoned)
+    sent = mock.Mock(side_effect=CudaTokenMajor.dispatch_rows)
+    monkeypatch.setattr(
+        CudaTokenMajor, "dispatch_rows", lambda *args, **options: sent(*args, **options)
+    )
     with emulated_buffers(builder, CTAS):
         yield
+    name = request.node.name
+    assert sent.called is not name.startswith(USES_HIGH_THROUGHPUT_ALONE)
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -156,7 +172,7 @@ def _geometries(group: Any) -> list[bool]:
     return found
 
 
-def test_the_first_such_call_settles_the_geometry() -> None:
+def test_the_first_such_call_fixes_the_geometry() -> None:
     assert run(CASE.ranks, _geometries) == [[True, False, True]] * CASE.ranks
 
 
@@ -195,7 +211,7 @@ BAD_WEIGHTS: tuple[dict[str, Any], str] = (
 
 
 @pytest.mark.parametrize("bad", [*BAD_DISPATCHES, "weights"])
-def test_a_refusal_is_told(bad: str) -> None:
+def test_a_refusal_is_reported(bad: str) -> None:
     changes, wanted = BAD_DISPATCHES.get(bad, BAD_WEIGHTS)
     first, *others = run(CASE.ranks, _refused, changes)
     assert first.startswith(f"{ArgumentError.__name__}: {wanted}"), first
@@ -216,7 +232,7 @@ def _refused_first(group: Any, changes: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     "bad", ["num_experts", "topk_idx", "no tokens", "do_expand", "x", "weights"]
 )
-def test_a_refusal_of_the_first_call_is_told(bad: str) -> None:
+def test_a_refusal_of_the_first_call_is_reported(bad: str) -> None:
     changes, wanted = BAD_DISPATCHES.get(bad, BAD_WEIGHTS)
     first, *others = run(CASE.ranks, _refused_first, changes)
     assert first.startswith(f"{ArgumentError.__name__}: {wanted}"), first
@@ -236,7 +252,7 @@ def _other_kind_first(group: Any, changes: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("changes", [{"num_max_tokens_per_rank": MOST + 1}, {"do_expand": True}])
-def test_a_first_call_of_another_kind_is_told(changes: dict[str, Any]) -> None:
+def test_a_first_call_of_another_kind_is_reported(changes: dict[str, Any]) -> None:
     first, *others = run(CASE.ranks, _other_kind_first, changes)
     assert first[0] == ""
     assert "another on rank 0 than on rank" in first[1]
@@ -268,10 +284,14 @@ def test_a_combine_raises_what_either_protocol_found(expands: bool) -> None:
         assert later == ""
 
 
+FEWER = 20  # tokens of a rank in a call: the memory has room for more
+
+
 def _known_then_bad(group: Any, changes: dict[str, Any]) -> str:
     """What a call is found to be that was asked for the same as the one before, or nearly."""
     buffer = open_buffer(group)
     good = {**arguments(CASE, group.rank), "do_cpu_sync": True, "do_handle_copy": True}
+    good["num_max_tokens_per_rank"] = FEWER
     buffer.dispatch(**good)
     bad = {**good, **(changes if group.rank == 0 else {})}
     said = _said(lambda: buffer.dispatch(**bad))
@@ -287,11 +307,11 @@ NEARLY: dict[str, tuple[dict[str, Any], str]] = {
     "a list": ({"expert_alignment": [1]}, "expert_alignment is a list of 1"),
     "tokens": (
         {
-            "x": torch.ones((MOST + 1, 256), dtype=torch.bfloat16, device="cpu"),
-            "topk_idx": torch.zeros((MOST + 1, 4), dtype=torch.int64, device="cpu"),
-            "topk_weights": torch.zeros((MOST + 1, 4), dtype=torch.float32, device="cpu"),
+            "x": torch.ones((FEWER + 1, 256), dtype=torch.bfloat16, device="cpu"),
+            "topk_idx": torch.zeros((FEWER + 1, 4), dtype=torch.int64, device="cpu"),
+            "topk_weights": torch.zeros((FEWER + 1, 4), dtype=torch.float32, device="cpu"),
         },
-        f"x.shape[0] is {MOST + 1}, but must be at most num_max_tokens_per_rank = {MOST}",
+        f"x.shape[0] is {FEWER + 1}, but must be at most num_max_tokens_per_rank = {FEWER}",
     ),
     "rows": (
         {"topk_idx": torch.zeros((1, 4), dtype=torch.int64, device="cpu")}, "topk_idx.shape is"
@@ -317,15 +337,57 @@ def _without_memory(group: Any) -> list[bool]:
     return goes
 
 
+@pytest.mark.parametrize("failing", [range(CASE.ranks), [1]])
+@pytest.mark.parametrize("what", ["open_gpu_memory", "CudaTokenMajor"])
 def test_without_memory_all_calls_go_by_high_throughput(
-    caplog: pytest.LogCaptureFixture,
+    what: str, failing: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    no_memory = UnavailableError("no memory is left")
-    with mock.patch.object(few_tokens, "open_gpu_memory", side_effect=no_memory):
+    """Whatever fails, also on one rank alone."""
+    real = getattr(few_tokens, what)
+
+    def fails(first: Any, *others: Any) -> Any:
+        if first.rank in failing:
+            raise torch.OutOfMemoryError("no memory is left")
+        return real(first, *others)
+
+    with mock.patch.object(few_tokens, what, fails):
         assert run(CASE.ranks, _without_memory) == [[True] * 3] * CASE.ranks
     warned = [record.getMessage() for record in caplog.records]
     assert len(warned) == CASE.ranks
     assert all("no memory is left" in each for each in warned)
+
+
+def _hidden_sizes(group: Any) -> list[str]:
+    """What the first call is found to be where ranks disagree about the hidden size."""
+    buffer = open_buffer(group)
+    good = arguments(CASE, group.rank)
+    bad = {**good, "x": good["x"][:, :128].contiguous()} if group.rank == 0 else good
+    said = [_said(lambda given=given: buffer.dispatch(**given)) for given in (bad, good)]
+    buffer.destroy()
+    return said
+
+
+def test_the_first_calls_hidden_sizes_are_compared() -> None:
+    for first, second in run(CASE.ranks, _hidden_sizes):
+        assert first.startswith(f"{ArgumentError.__name__}: x.shape[1]"), first
+        assert second == ""
+
+
+def _by_default(group: Any) -> list[bool]:
+    """Which calls use it where nothing was set, neither by the buffer nor by the variable."""
+    buffer = open_buffer(group, num_max_tokens_per_rank=0)
+    good = {**arguments(CASE, group.rank), "do_cpu_sync": False}
+    found = []
+    for most, expands in ((MOST, False), (256, False), (257, False), (MOST, True), (MOST, False)):
+        given = {**good, "num_max_tokens_per_rank": most, "do_expand": expands}
+        found.append(_which_of(buffer, given))
+    buffer.destroy()
+    return found
+
+
+def test_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FANFOLD_FEW_TOKENS")
+    assert run(CASE.ranks, _by_default) == [[True, True, False, False, True]] * CASE.ranks
 
 
 def _captured_first(group: Any) -> list[bool]:
@@ -401,7 +463,9 @@ def _refused_later(group: Any, changes: dict[str, Any], combines: bool) -> str:
     said = ""
     try:
         method(**{**given, **(changes if group.rank == 0 else {})})
-        buffer._backend.check()  # what kernels have found
+        for found_by in (buffer._backend, buffer._few):
+            assert found_by is not None
+            found_by.check()
     except FanfoldError as error:
         said = f"{type(error).__name__}: {error}"
     again = buffer.dispatch(good["x"], handle=handle)[0]
@@ -423,7 +487,7 @@ LATER: dict[str, tuple[dict[str, Any], bool, str]] = {
 
 
 @pytest.mark.parametrize("bad", LATER)
-def test_a_refusal_by_a_handle_is_told(bad: str) -> None:
+def test_a_refusal_by_a_handle_is_reported(bad: str) -> None:
     changes, combines, wanted = LATER[bad]
     first, *others = run(CASE.ranks, _refused_later, changes, combines)
     assert first.startswith(f"{ArgumentError.__name__}: {wanted}"), first

@@ -52,7 +52,7 @@ def _blocks(hidden: int) -> int:
     return scale_columns(hidden, ScaleFormat.FLOAT32)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RowOptions:
     """What may be asked of a dispatch of token-major rows.
 
@@ -211,6 +211,11 @@ class CudaTokenMajor(CudaLowLatency):
     def geometry(self) -> Geometry | None:
         """For which the memory of all ranks is ready; None before the first call."""
         return None if self._plan is None else self._plan.geometry
+
+    def lay_out(self, geometry: Geometry, *, scaled: bool) -> None:
+        """Prepares the memory of all ranks for calls of a geometry, and loads kernels. Collective;
+        the CPU waits."""
+        self._plan_of(geometry, partial(self._sources, geometry, scaled))
 
     def suits(self, x: object, topk_idx: object) -> bool:
         """Whether a dispatch of these rows, or of these values and scales, is of that geometry.
@@ -453,7 +458,8 @@ class CudaTokenMajor(CudaLowLatency):
     def _room(
         self, plan: Plan, kind: _Kind, tokens: int, stream: int, by_columns: bool
     ) -> TokenMajorRows:
-        """For what a dispatch of so many own tokens brings; its arguments learn where that is."""
+        """Allocates the result of a dispatch of so many own tokens, and writes the addresses into
+        the kernel's arguments."""
         empty, args, into, places = self._allocator.empty(), kind.args, kind.into, kind.places
         rows, topk_idx = empty(*kind.tokens), empty(*kind.topk_idx)
         blank_scales = None if kind.scales is None else kind.scales[by_columns]
