@@ -201,7 +201,9 @@ class EPHandle:
         made = make()
         if not passing:
             # Read before a graph that was made in it is replayed, it holds nothing anyway.
-            ready = EventHandle() if self._device.type == "cuda" and not capturing else None
+            ready, device = None, self._device
+            if device.type == "cuda" and not capturing:
+                ready = EventHandle(torch.cuda.current_stream(device))
             self._known[name] = made, ready
         return made
 
