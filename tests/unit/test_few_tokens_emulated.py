@@ -308,13 +308,13 @@ NEARLY: dict[str, tuple[dict[str, Any], str]] = {
     "tokens": (
         {
             "x": torch.ones((FEWER + 1, 256), dtype=torch.bfloat16, device="cpu"),
-            "topk_idx": torch.zeros((FEWER + 1, 4), dtype=torch.int64, device="cpu"),
-            "topk_weights": torch.zeros((FEWER + 1, 4), dtype=torch.float32, device="cpu"),
+            "topk_idx": torch.zeros((FEWER + 1, CASE.top_k), dtype=torch.int64, device="cpu"),
+            "topk_weights": torch.zeros((FEWER + 1, CASE.top_k), dtype=torch.float32, device="cpu"),
         },
         f"x.shape[0] is {FEWER + 1}, but must be at most num_max_tokens_per_rank = {FEWER}",
     ),
     "rows": (
-        {"topk_idx": torch.zeros((1, 4), dtype=torch.int64, device="cpu")}, "topk_idx.shape is"
+        {"topk_idx": torch.zeros((1, CASE.top_k), dtype=torch.int64, device="cpu")}, "topk_idx.shape is"
     ),
 }  # fmt: skip
 
@@ -561,6 +561,25 @@ def test_an_index_out_of_range_is_raised_by_combine(sync: bool) -> None:
     with mock.patch.object(protocol, "check_topk"):  # as on a GPU, where nobody waits for it
         raised = run(CASE.ranks, _bad_index, sync)
     assert raised == [[False, True], *[[False, False]] * (CASE.ranks - 1)]
+
+
+def _planned(group: Any) -> None:
+    """A plan of high throughput is made when the first call asks, and once."""
+    buffer = open_buffer(group)
+    good = {**arguments(CASE, group.rank), "do_cpu_sync": False}
+    routed = buffer.dispatch(**good)[3]
+    assert isinstance(routed._plan, RoutedFew)
+    assert routed._plan.made is None
+    buffer.dispatch(good["x"], handle=routed)
+    made = routed._plan.made
+    assert made is not None
+    buffer.dispatch(good["x"], handle=routed)
+    assert routed._plan.made is made
+    buffer.destroy()
+
+
+def test_a_plan_is_made_once() -> None:
+    run(CASE.ranks, _planned)
 
 
 def _other_buffers(group: Any) -> None:
