@@ -16,12 +16,7 @@ from fanfold.backends.low_latency.outputs import Allocator
 from fanfold.backends.low_latency.token_major import CudaTokenMajor
 from fanfold.deep_ep import ElasticBuffer, few_tokens
 from fanfold.deep_ep.few_tokens import FewTokens, RoutedFew
-from fanfold.errors import (
-    ArgumentError,
-    FanfoldError,
-    PeerRefused,
-    PeerTimeout,
-)
+from fanfold.errors import ArgumentError, FanfoldError, PeerRefused, PeerTimeout
 from tests.conformance import deep_ep_reference as reference
 from tests.conformance import test_deep_ep_elastic as conformance
 from tests.conformance.test_deep_ep_elastic import CASE, DUPLICATES, MOST, arguments
@@ -34,11 +29,7 @@ CTAS = 7
 
 def _poisoned(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
     made = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
-    made.untyped_storage().copy_(
-        torch.full(
-            (made.untyped_storage().nbytes(),), 0x33, dtype=torch.uint8, device="cpu"
-        ).untyped_storage()
-    )
+    made.untyped_storage().fill_(0x33)
     return made
 
 
@@ -314,7 +305,8 @@ NEARLY: dict[str, tuple[dict[str, Any], str]] = {
         f"x.shape[0] is {FEWER + 1}, but must be at most num_max_tokens_per_rank = {FEWER}",
     ),
     "rows": (
-        {"topk_idx": torch.zeros((1, CASE.top_k), dtype=torch.int64, device="cpu")}, "topk_idx.shape is"
+        {"topk_idx": torch.zeros((1, CASE.top_k), dtype=torch.int64, device="cpu")},
+        "topk_idx.shape is",
     ),
 }  # fmt: skip
 
