@@ -24,6 +24,7 @@ from fanfold.deep_ep.ep_handle import EPHandle
 from fanfold.deep_ep.events import EventHandle, EventOverlap
 from fanfold.deep_ep.few_tokens import FewTokens
 from fanfold.deep_ep.routes import Bias
+from fanfold.deep_ep.routing_sizes import RoutingSizes
 from fanfold.deep_ep.streams import HostStreams, Streams
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.forks import Owner
@@ -163,6 +164,7 @@ class ElasticBuffer(Counted):
             choice = self._open_modes(ranks, config)
         del hidden, num_topk, use_fp8_dispatch
         self._calls = {"dispatch": 0, "combine": 0}
+        self._sizes: dict[tuple[object, ...], RoutingSizes] = {}
         self._measured = self._owner, (self.runtime,)
         self.num_bytes = _buffer_bytes(self.num_ranks) if num_bytes is None else num_bytes
         self.device = choice.device
@@ -357,6 +359,7 @@ class ElasticBuffer(Counted):
             automatic_sms=None if self.prefer_overlap_with_compute else self._most_sms,
             previous=previous,
             asynchronous=asynchronous,
+            sizes=self._sizes,
             few=self._few,
         )
 

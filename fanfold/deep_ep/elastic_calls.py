@@ -63,6 +63,7 @@ class Call:
         automatic_sms: what it gets then.
         previous: the events to wait for.
         asynchronous: whether the call runs on the communication stream.
+        sizes: those of earlier dispatches, by the arguments that they were computed from.
         few: the protocol of few tokens, if the ElasticBuffer has it.
     """
 
@@ -76,6 +77,7 @@ class Call:
     automatic_sms: int | None
     previous: tuple[Event, Event]
     asynchronous: bool
+    sizes: dict[tuple[object, ...], RoutingSizes]
     few: FewTokens | None = None
 
     def check(self) -> tuple[EventHandle | None, EventHandle | None]:
@@ -186,12 +188,10 @@ def dispatch(
     with Refusing(lambda error: call.refuse_dispatch(error, geometry, handle, asked)):
         previous, before_epilogue = call.check()
         check_flag("do_zero_padding", asked.do_zero_padding)
-        if handle is not None:
-            _check_reuse(call, tensors, handle, asked)
-        elif geometry is not None:
-            sizes = _few_sizes(call, tensors, asked)
+        if handle is None:
+            sizes = _sizes_of(call, tensors, asked)
         else:
-            sizes = _new_sizes(call, tensors, asked)
+            _check_reuse(call, tensors, handle, asked)
 
     def body() -> tuple[Received, None]:
         if before_epilogue is not None:
@@ -302,9 +302,11 @@ def _new_sizes(call: Call, tensors: Tensors, asked: Asked) -> RoutingSizes:
     return sizes
 
 
-def _few_sizes(call: Call, tensors: Tensors, asked: Asked) -> RoutingSizes:
-    """The same of a dispatch of few tokens. Where an earlier one was asked for the same, the
-    protocol's own checks of the tensors are all that is left."""
+def _sizes_of(call: Call, tensors: Tensors, asked: Asked) -> RoutingSizes:
+    """The sizes of a dispatch without a handle. Where an earlier one was asked for the same, what
+    is left to check of the tensors is checked by the mode."""
+    x, topk_idx, _, stats = tensors
+    has_rows = isinstance(topk_idx, torch.Tensor) and topk_idx.dim() == 2
     given = (
         asked.num_experts,
         asked.num_max_tokens_per_rank,
@@ -313,18 +315,18 @@ def _few_sizes(call: Call, tensors: Tensors, asked: Asked) -> RoutingSizes:
         asked.do_expand,
         asked.do_handle_copy,
         call.num_sms,
+        topk_idx.shape[1] if has_rows and topk_idx is not None else None,
     )
-    few, kinds = call.few, tuple(map(type, given))
-    assert few is not None
-    plain = _PLAIN.issuperset(kinds)
-    known = few.sizes.get((given, kinds)) if plain else None
-    if known is None:
+    kinds = tuple(map(type, given))
+    plain = has_rows and _PLAIN.issuperset(kinds)
+    known = call.sizes.get((given, kinds)) if plain else None
+    if known is None or tokens_of(x) > known.num_max_tokens_per_rank:
         known = _new_sizes(call, tensors, asked)
-        if plain and len(few.sizes) == _MOST_KNOWN:
-            few.sizes.clear()
+        if plain and len(call.sizes) == _MOST_KNOWN:
+            call.sizes.clear()
         if plain:
-            few.sizes[given, kinds] = known
-    elif (stats := tensors[3]) is not None:
+            call.sizes[given, kinds] = known
+    elif stats is not None:
         call.backend.check_devices(cumulative_local_expert_recv_stats=stats)
         _check_stats(stats, known.num_experts // call.ranks)
     return known

@@ -21,7 +21,6 @@ from fanfold.backends.low_latency.token_major import CudaTokenMajor, TokenMajorR
 from fanfold.backends.opening import open_gpu_memory
 from fanfold.backends.ranges import ranged_call
 from fanfold.config import Config
-from fanfold.deep_ep.routing_sizes import RoutingSizes
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.geometry import Geometry
 from fanfold.group import Group, agree, together
@@ -53,7 +52,6 @@ class FewTokens:
             ``ranges`` asks for those.
         last: the geometry of the last dispatch without a handle; None if that used high throughput.
         token: an object that handles of its dispatches keep to name it; they keep no memory.
-        sizes: those of earlier dispatches, by the arguments that they were computed from.
     """
 
     dispatch: Callable[..., TokenMajorRows]
@@ -69,7 +67,6 @@ class FewTokens:
     ) -> None:
         self.mode: CudaTokenMajor | None = None
         self.token = object()
-        self.sizes: dict[tuple[object, ...], RoutingSizes] = {}
         self.last: Geometry | None = None
         self._group, self._choice, self._config = group, choice, config
         self._most_tokens, self._order = most_tokens, order

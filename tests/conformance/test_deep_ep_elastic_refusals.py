@@ -11,9 +11,11 @@ import torch.distributed as dist
 
 from fanfold.errors import ArgumentError, FanfoldError, PeerRefused
 from fanfold.group import as_group
+from tests.conformance import test_deep_ep_elastic as programs
 from tests.conformance.deep_ep_reference import Case, arrivals, inputs
 from tests.conformance.test_deep_ep_elastic import CASE, Pools, arguments, open_buffer
 from tests.conformance.test_deep_ep_high_throughput import outputs
+from tests.distributed.layers import caught
 
 pytestmark = pytest.mark.placements("threads")
 
@@ -55,6 +57,28 @@ BAD_REUSES: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
+FEWER = 20  # tokens of a rank in a call: its ElasticBuffer may have more
+
+NEARLY: dict[str, tuple[dict[str, Any], str]] = {
+    "one for True": ({"do_cpu_sync": 1}, "do_cpu_sync is 1 (type int)"),
+    "True for one": ({"expert_alignment": True}, "expert_alignment is True"),
+    "a float": ({"num_sms": 0.0}, "num_sms is 0.0"),
+    "a list": ({"expert_alignment": [1]}, "expert_alignment is a list of 1"),
+    "tokens": (
+        {
+            "x": torch.ones((FEWER + 1, 256), dtype=torch.bfloat16, device="cpu"),
+            "topk_idx": torch.zeros((FEWER + 1, CASE.top_k), dtype=torch.int64, device="cpu"),
+            "topk_weights": torch.zeros((FEWER + 1, CASE.top_k), dtype=torch.float32, device="cpu"),
+        },
+        f"x.shape[0] is {FEWER + 1}, but must be at most num_max_tokens_per_rank = {FEWER}",
+    ),
+    "rows": (
+        {"topk_idx": torch.zeros((1, CASE.top_k), dtype=torch.int64, device="cpu")},
+        "topk_idx.shape is",
+    ),
+}  # fmt: skip
+
+
 def _refused(
     group: dist.ProcessGroup, changes: dict[str, Any], reuses: bool, combines: bool
 ) -> str:
@@ -88,6 +112,25 @@ def check_refusals(said: list[str], wanted: str) -> None:
 def test_a_bad_dispatch_is_refused_on_all_ranks(pools: Pools, bad: str) -> None:
     changes, wanted = BAD_DISPATCHES[bad]
     check_refusals(pools(4).run(_refused, changes, False, False), wanted)
+
+
+def known_then_bad(group: Any, changes: dict[str, Any]) -> str:
+    """What rank 0's call is found to be that asks for the same as the one before it, or nearly."""
+    rank = as_group(group).rank
+    buffer = programs.open_buffer(group)
+    good = {**arguments(CASE, rank), "do_cpu_sync": True, "do_handle_copy": True}
+    good["num_max_tokens_per_rank"] = FEWER
+    buffer.dispatch(**good)
+    error = caught(lambda: buffer.dispatch(**{**good, **(changes if rank == 0 else {})}))
+    buffer.dispatch(**good)
+    buffer.destroy()
+    return "" if error is None else f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("nearly", NEARLY)
+def test_a_call_that_is_nearly_like_the_one_before(pools: Pools, nearly: str) -> None:
+    changes, wanted = NEARLY[nearly]
+    check_refusals(pools(4).run(known_then_bad, changes), wanted)
 
 
 @pytest.mark.parametrize("bad", BAD_REUSES)

@@ -73,7 +73,6 @@ def emulated_buffers(builder: Builder, ctas: int, placed: BackendChoice = PLACED
         mock.patch.object(_core.CudaDispatchArgs, "launch", _launch),
         mock.patch.object(_core.CudaCombineArgs, "launch", _launch),
         mock.patch.object(StreamOrder, "mark"),
-        mock.patch.object(torch._C, "_cuda_getDevice", create=True, return_value=None),
         mock.patch.object(dist, "get_rank", lambda group: group.rank),
     ):
         yield

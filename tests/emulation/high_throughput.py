@@ -79,6 +79,7 @@ def emulated(builder: Builder, ctas: int) -> Iterator[None]:
         *(mock.patch.object(cls, "launch", _launch) for cls in ARGUMENTS),
         mock.patch.multiple(torch.cuda, **cuda_answers),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", create=True, return_value=0),
+        mock.patch.object(torch._C, "_cuda_getDevice", create=True, return_value=None),
         mock.patch.object(launches.jit, "load", lambda source, *_: _Loaded(builder.load(source))),
         mock.patch.object(launches.jit, "load_all", return_value=[]),
         *(mock.patch.object(each, "torch", PAGEABLE) for each in (kernel_reports, cpu_words)),

@@ -18,7 +18,12 @@ from fanfold.errors import ArgumentError, PeerRefused, UsageError
 from tests.conformance import deep_ep_reference as reference
 from tests.conformance import test_deep_ep_elastic as conformance
 from tests.conformance.test_deep_ep_elastic import CASE, DUPLICATES, MOST, arguments
-from tests.conformance.test_deep_ep_elastic_refusals import BAD_DISPATCHES
+from tests.conformance.test_deep_ep_elastic_refusals import (
+    BAD_DISPATCHES,
+    NEARLY,
+    check_refusals,
+    known_then_bad,
+)
 from tests.emulation.deep_ep import emulated_buffers, poisoned, run
 from tests.emulation.world import Builder
 
@@ -74,6 +79,12 @@ def test_a_refusal_is_told() -> None:
     said = run(CASE.ranks, _refused, changes)
     assert said[0].startswith(f"ArgumentError: {wanted}")
     assert all(PeerRefused.__name__ in other for other in said[1:])
+
+
+@pytest.mark.parametrize("nearly", NEARLY)
+def test_a_call_that_is_nearly_like_the_one_before(nearly: str) -> None:
+    changes, wanted = NEARLY[nearly]
+    check_refusals(run(CASE.ranks, known_then_bad, changes), wanted)
 
 
 def _refused(group: Any, changes: dict[str, Any]) -> str:

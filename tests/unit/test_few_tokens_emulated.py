@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 
+from fanfold.backends.allocator import Allocator
 from fanfold.backends.high_throughput import protocol
 from fanfold.backends.high_throughput.room import Room
-from fanfold.backends.low_latency.outputs import Allocator
 from fanfold.backends.low_latency.token_major import CudaTokenMajor
 from fanfold.deep_ep import ElasticBuffer, few_tokens
 from fanfold.deep_ep.few_tokens import FewTokens, RoutedFew
@@ -20,7 +20,12 @@ from fanfold.errors import ArgumentError, FanfoldError, PeerRefused, PeerTimeout
 from tests.conformance import deep_ep_reference as reference
 from tests.conformance import test_deep_ep_elastic as conformance
 from tests.conformance.test_deep_ep_elastic import CASE, DUPLICATES, MOST, arguments
-from tests.conformance.test_deep_ep_elastic_refusals import BAD_DISPATCHES
+from tests.conformance.test_deep_ep_elastic_refusals import (
+    BAD_DISPATCHES,
+    NEARLY,
+    check_refusals,
+    known_then_bad,
+)
 from tests.emulation.deep_ep import emulated_buffers, poisoned, run
 from tests.emulation.world import Builder
 
@@ -275,48 +280,10 @@ def test_a_combine_raises_what_either_protocol_found(expands: bool) -> None:
         assert later == ""
 
 
-FEWER = 20  # tokens of a rank in a call: the memory has room for more
-
-
-def _known_then_bad(group: Any, changes: dict[str, Any]) -> str:
-    """What a call is found to be that was asked for the same as the one before, or nearly."""
-    buffer = open_buffer(group)
-    good = {**arguments(CASE, group.rank), "do_cpu_sync": True, "do_handle_copy": True}
-    good["num_max_tokens_per_rank"] = FEWER
-    buffer.dispatch(**good)
-    bad = {**good, **(changes if group.rank == 0 else {})}
-    said = _said(lambda: buffer.dispatch(**bad))
-    buffer.dispatch(**good)
-    buffer.destroy()
-    return said
-
-
-NEARLY: dict[str, tuple[dict[str, Any], str]] = {
-    "one for True": ({"do_cpu_sync": 1}, "do_cpu_sync is 1 (type int)"),
-    "True for one": ({"expert_alignment": True}, "expert_alignment is True"),
-    "a float": ({"num_sms": 0.0}, "num_sms is 0.0"),
-    "a list": ({"expert_alignment": [1]}, "expert_alignment is a list of 1"),
-    "tokens": (
-        {
-            "x": torch.ones((FEWER + 1, 256), dtype=torch.bfloat16, device="cpu"),
-            "topk_idx": torch.zeros((FEWER + 1, CASE.top_k), dtype=torch.int64, device="cpu"),
-            "topk_weights": torch.zeros((FEWER + 1, CASE.top_k), dtype=torch.float32, device="cpu"),
-        },
-        f"x.shape[0] is {FEWER + 1}, but must be at most num_max_tokens_per_rank = {FEWER}",
-    ),
-    "rows": (
-        {"topk_idx": torch.zeros((1, CASE.top_k), dtype=torch.int64, device="cpu")},
-        "topk_idx.shape is",
-    ),
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("nearly", NEARLY)
 def test_a_call_that_is_nearly_like_the_one_before(nearly: str) -> None:
     changes, wanted = NEARLY[nearly]
-    first, *others = run(CASE.ranks, _known_then_bad, changes)
-    assert first.startswith(f"{ArgumentError.__name__}: {wanted}"), first
-    assert all(other.startswith(PeerRefused.__name__) for other in others), others
+    check_refusals(run(CASE.ranks, known_then_bad, changes), wanted)
 
 
 def _without_memory(group: Any) -> list[bool]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fanfold import _core
+from fanfold.backends.allocator import Allocator
 from fanfold.backends.low_latency import CudaRouting, LateRouting, Statistics
-from fanfold.backends.low_latency.outputs import Allocator
 from fanfold.errors import ArgumentError, UsageError
 from fanfold.formats import RowFormat, ScaleFormat
 from tests.emulation.launches import (

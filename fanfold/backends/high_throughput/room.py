@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fanfold.backends.allocator import Allocator
 from fanfold.backends.high_throughput.in_place import Kinds, Results
 from fanfold.backends.high_throughput.kernels import DispatchKind, Sizes
 from fanfold.backends.high_throughput.plan import (
@@ -29,11 +30,14 @@ class Room:
 
     def __init__(self, device: torch.device, most_batches: int, results: Results) -> None:
         self.device, self._most_batches, self._results = device, most_batches, results
+        self._allocator = Allocator(device)
         self._nothing = torch.empty(0, dtype=torch.int32, device=device)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor that holds anything."""
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        """A tensor of one or two dimensions that holds anything."""
+        strides = (1,) if len(shape) == 1 else (max(shape[1], 1), 1)
+        # The short way takes no torch.Size.
+        return self._allocator.empty()(tuple(shape), strides, dtype)
 
     def plan(self, sizes: Sizes, tokens: int, capacity: int | None) -> CudaPlan:
         """A plan of which nothing is known yet."""

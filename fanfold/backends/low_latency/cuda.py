@@ -19,10 +19,10 @@ from functools import partial
 import torch
 
 from fanfold import _core, jit
+from fanfold.backends.allocator import Allocator
 from fanfold.backends.low_latency import kernels
 from fanfold.backends.low_latency.loader import Loader
 from fanfold.backends.low_latency.outputs import (
-    Allocator,
     Outputs,
     aborted_of,
     read_of,

@@ -1,14 +1,13 @@
-"""How the low-latency mode on GPUs allocates what its calls return: from PyTorch's allocator, and
-with as little of the CPU's time as that takes."""
+"""What the low-latency mode's calls on GPUs return, and how it is allocated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from fanfold import _core
+from fanfold.backends.allocator import Blank, Empty, blank
 from fanfold.backends.low_latency.protocol import (
     AnyRouting,
     CudaRouting,
@@ -20,59 +19,14 @@ from fanfold.formats import RowFormat, ScaleFormat, nvfp4_scale_shape, scale_col
 from fanfold.geometry import Geometry
 
 __all__ = [
-    "Allocator",
-    "Blank",
     "Outputs",
     "aborted_of",
-    "blank",
     "read_of",
     "table_of",
     "written_of",
 ]
 
-Sizes = tuple[int, ...]
-Blank = tuple[Sizes, Sizes, torch.dtype]
-"""A tensor to be allocated: shape, strides, dtype."""
-Empty = Callable[[Sizes, Sizes, torch.dtype], torch.Tensor]
-
-
-def blank(dtype: torch.dtype, *shape: int) -> Blank:
-    """A contiguous one."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return shape, tuple(reversed(strides)), dtype
-
-
 _ABORTED = blank(torch.int64, 1)
-
-
-class Allocator:
-    """Allocates tensors on one device.
-
-    ``torch.empty`` spends more time on the way to the allocator than in it. PyTorch has a shorter
-    way for the code that its own compiler writes, on the current device only; where that is another
-    one, or this PyTorch does not have it, :meth:`empty` is the long way.
-
-    Args:
-        device: with an index, if it is a GPU.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._index = device.index
-        guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-        self._short: Empty | None = getattr(guards, f"_empty_strided_{device.type}", None)
-
-    def empty(self) -> Empty:
-        """What allocates here and now."""
-        if self._short is None or torch._C._cuda_getDevice() != self._index:
-            return self._long
-        return self._short
-
-    def _long(self, shape: Sizes, strides: Sizes, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty_strided(shape, strides, dtype=dtype, device=self._device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from fanfold import _core, jit
+from fanfold.backends.allocator import Blank, blank
 from fanfold.backends.high_throughput.protocol import (
     Rows,
     check_biases,
@@ -18,7 +19,7 @@ from fanfold.backends.high_throughput.protocol import (
 )
 from fanfold.backends.low_latency import kernels
 from fanfold.backends.low_latency.cuda import CudaLowLatency
-from fanfold.backends.low_latency.outputs import Blank, blank, table_of
+from fanfold.backends.low_latency.outputs import table_of
 from fanfold.backends.low_latency.plan import Launch, Plan
 from fanfold.backends.low_latency.protocol import CudaRouting, DeviceCheck, anywhere
 from fanfold.config import Config
