@@ -306,7 +306,9 @@ def _sizes_of(call: Call, tensors: Tensors, asked: Asked) -> RoutingSizes:
     """The sizes of a dispatch without a handle. Where an earlier one was asked for the same, what
     is left to check of the tensors is checked by the mode."""
     x, topk_idx, _, stats = tensors
-    has_rows = isinstance(topk_idx, torch.Tensor) and topk_idx.dim() == 2
+    top_k = None
+    if isinstance(topk_idx, torch.Tensor) and topk_idx.dim() == 2:
+        top_k = topk_idx.shape[1]
     given = (
         asked.num_experts,
         asked.num_max_tokens_per_rank,
@@ -315,10 +317,10 @@ def _sizes_of(call: Call, tensors: Tensors, asked: Asked) -> RoutingSizes:
         asked.do_expand,
         asked.do_handle_copy,
         call.num_sms,
-        topk_idx.shape[1] if has_rows and topk_idx is not None else None,
+        top_k,
     )
     kinds = tuple(map(type, given))
-    plain = has_rows and _PLAIN.issuperset(kinds)
+    plain = top_k is not None and _PLAIN.issuperset(kinds)
     known = call.sizes.get((given, kinds)) if plain else None
     if known is None or tokens_of(x) > known.num_max_tokens_per_rank:
         known = _new_sizes(call, tensors, asked)

@@ -334,7 +334,8 @@ class CudaTokenMajor(CudaLowLatency):
                 args.out = out.data_ptr()
             args.table = table_of(own)
             if biases:
-                args.set_biases(biases[0].data_ptr(), address_of((*biases, None)[1]))
+                first, second = (*biases, None)[:2]
+                args.set_biases(address_of(first), address_of(second))
         except BaseException as error:
             self.refuse_combine(error, routing)
             raise
@@ -463,15 +464,16 @@ class CudaTokenMajor(CudaLowLatency):
         the kernel's arguments."""
         empty, args, into, places = self._allocator.empty(), kind.args, kind.into, kind.places
         rows, topk_idx = empty(*kind.tokens), empty(*kind.topk_idx)
-        blank_scales = None if kind.scales is None else kind.scales[by_columns]
-        scales = None if blank_scales is None else empty(*blank_scales)
+        scales = None
+        if kind.scales is not None:
+            shape, strides, dtype = kind.scales[by_columns]
+            scales = empty(shape, strides, dtype)
+            args.scales = scales.data_ptr()
+            into.set_scale_strides(*strides)
         weights = None if kind.topk_weights is None else empty(*kind.topk_weights)
         words = empty((places.total,), (1,), torch.int32)
         begin = args.table = words.data_ptr()
         args.rows, into.topk_idx = rows.data_ptr(), topk_idx.data_ptr()
-        if scales is not None and blank_scales is not None:
-            args.scales = scales.data_ptr()
-            into.set_scale_strides(*blank_scales[1])
         into.topk_weights = address_of(weights)
         into.own_topk, into.sources = begin + 4 * places.own_topk, begin + 4 * places.sources
         into.counts = begin + 4 * places.counts

@@ -252,7 +252,6 @@ struct TokenCounts {
   FANFOLD_HD constexpr int32_t expert_end(int32_t expert) const { return ranks + experts + expert; }
   // Whether a rank has refused the dispatch.
   FANFOLD_HD constexpr int32_t aborted() const { return ranks + 2 * experts; }
-  FANFOLD_HD constexpr int32_t size() const { return aborted() + 1; }
 };
 
 // Of a dispatch whose rows are token-major: what it brings beside them, in the order of sources,
