@@ -372,7 +372,7 @@ struct EpOps {
 
 struct CmOps {
   size_t size;
-  Unused setname;
+  int (*setname)(Fid* endpoint, void* address, size_t bytes);
   int (*getname)(Fid* endpoint, void* address, size_t* bytes);
 };
 

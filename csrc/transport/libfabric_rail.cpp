@@ -1,5 +1,7 @@
 #include "transport/libfabric_rail.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <functional>
 #include <random>
@@ -26,6 +28,19 @@ void check(const Library& library, const Info& info, const char* call, int64_t r
                                     result) +
                     ": see that the network is up (fi_info lists what works), or choose another "
                     "provider");
+}
+
+// The provider shm calls an endpoint's file in /dev/shm after the process and a count. Killed
+// processes leave such files, and a later process with the same number, or one of another container
+// that shares /dev/shm, cannot enable its endpoint then ("Device or resource busy"). So each gets a
+// name of its own.
+void name_uniquely(const Library& library, const Info& info, Endpoint& endpoint) {
+  if (std::string_view(info.fabric_attr->prov_name) != "shm") return;
+  std::random_device device;
+  std::string name = "fi_shm://fanfold-" + std::to_string(getpid()) + "-" +
+                     std::to_string((uint64_t{device()} << 32) | device());
+  check(library, info, "fi_setname",
+        endpoint.cm->setname(&endpoint.fid, name.data(), name.size() + 1));
 }
 
 // One attempt to register a range, in the words of a message: CALL 4096 bytes OF_WHAT fails ADVICE.
@@ -100,6 +115,7 @@ Rail::Rail(const Library& library, OpenNic& nic, size_t nic_index_)
         nic.domain->ops->endpoint(nic.domain.get(), &info, &opened, nullptr));
   endpoint.reset(opened);
   if ((info.caps & kHmem) != 0) why_no_gpu_memory = forbid_cuda(library, info, *endpoint);
+  name_uniquely(library, info, *endpoint);
   FidOps& ops = *endpoint->fid.ops;
   check(library, info, "fi_ep_bind of the address vector",
         ops.bind(&endpoint->fid, &nic.peers->fid, 0));

@@ -1,11 +1,14 @@
 // The transport over libfabric, on the providers that every machine has: sockets and shared memory.
 #include <dlfcn.h>
 #include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <csignal>
 #include <cstddef>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <functional>
 #include <set>
 #include <utility>
@@ -31,6 +34,28 @@ bool same(const Side& a, const Side& b, int64_t offset, int64_t bytes) {
   return std::memcmp(a.memory.data() + offset, b.memory.data() + offset,
                      static_cast<size_t>(bytes)) == 0;
 }
+
+// As a killed process leaves them, by the names that the provider shm gives to the endpoints of
+// this process.
+class FilesOfKilledEndpoints {
+ public:
+  FilesOfKilledEndpoints() {
+    for (int i = 0; i < kFiles; ++i) std::ofstream(file(i)) << std::string(4096, '\0');
+  }
+  ~FilesOfKilledEndpoints() {
+    for (int i = 0; i < kFiles; ++i) std::filesystem::remove(file(i));
+  }
+  FilesOfKilledEndpoints(const FilesOfKilledEndpoints&) = delete;
+  FilesOfKilledEndpoints& operator=(const FilesOfKilledEndpoints&) = delete;
+
+ private:
+  static constexpr int kFiles = 1000;
+
+  static std::string file(int i) {
+    return "/dev/shm/" + std::to_string(getpid()) + ":" + std::to_string(getuid()) + ":" +
+           std::to_string(i);
+  }
+};
 
 struct Meeting {
   int32_t rank;
@@ -268,6 +293,14 @@ TEST(libfabric_open_says_what_is_missing) {
   CHECK(message.find("apt install libfabric1") != std::string::npos);
   CHECK_THROWS(open_on_this_host("tcp", 0), BadArgument);
   CHECK_THROWS(open_on_this_host("tcp", kMostRails + 1), BadArgument);
+}
+
+TEST(libfabric_over_shm_opens_beside_files_of_killed_processes) {
+  if (left_out_without_libfabric("libfabric_over_shm_opens_beside_files_of_killed_processes"))
+    return;
+  const FilesOfKilledEndpoints files;
+  Pair pair("shm", kBytes);
+  CHECK_EQ(pair.at(0).transport->write(pair.write_of(0, 0, 64, 1)), Code::kOk);
 }
 
 TEST(libfabric_leaves_signals_to_the_program) {

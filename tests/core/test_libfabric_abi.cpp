@@ -205,6 +205,7 @@ TEST(libfabric_abi_places_the_functions_of_the_tables) {
   SAME_PLACE(Endpoint, cm, fid_ep, cm);
   SAME_PLACE(Endpoint, msg, fid_ep, msg);
   SAME_PLACE(Endpoint, rma, fid_ep, rma);
+  SAME_PLACE(CmOps, setname, fi_ops_cm, setname);
   SAME_PLACE(CmOps, getname, fi_ops_cm, getname);
   SAME_PLACE(MsgOps, recv, fi_ops_msg, recv);
   SAME_PLACE(RmaOps, writedata, fi_ops_rma, writedata);
