@@ -186,8 +186,16 @@ $(FRAMEWORKS)/.stamp-$(MEGATRON): packages/deep_ep/pyproject.toml $(shell find p
 	$(BIN)/python -m pip install -q --no-deps --no-build-isolation --target $(FRAMEWORKS) packages/deep_ep
 	@touch $@
 
+# The device headers of NCCL, for kernels that include them: PyTorch's version, the first that offers
+# GIN through an RMA plugin, and the newest.
+NCCL := 2.28.9 2.30.7 2.32.3
+
+build/nccl_headers/.stamp-%: tools/nccl_headers.py
+	$(BIN)/python tools/nccl_headers.py $* build/nccl_headers
+	@touch $@
+
 test-frameworks: build
-	$(LOCKED_MAKE) $(FRAMEWORKS)/.stamp-$(MEGATRON)
+	$(LOCKED_MAKE) $(FRAMEWORKS)/.stamp-$(MEGATRON) $(NCCL:%=build/nccl_headers/.stamp-%)
 	PYTHONPATH=$(FRAMEWORKS) $(BIN)/python -m pytest -m 'frameworks and not gpu' tests/frameworks \
 	  $(PYTEST_ARGS)
 

@@ -51,7 +51,7 @@ PYTHON_LAYERS: tuple[tuple[str, ...], ...] = (
         "renaming",
     ),
     ("memory", "launch", "jit"),
-    ("quantizing", "thread_ranks"),
+    ("quantizing", "thread_ranks", "nccl"),
     ("formats",),
     ("backends", "grouped_gemm"),
     ("results",),
@@ -68,7 +68,7 @@ PYTHON_LAYERS: tuple[tuple[str, ...], ...] = (
 # The same for the C++ core; a part is a folder of csrc/ or of fanfold/kernels/.
 CPP_LAYERS: tuple[tuple[str, ...], ...] = (
     ("layout",),
-    ("base", "device"),
+    ("base", "device", "nccl"),
     ("memory", "protocol"),
     ("ring", "transport"),
     ("proxy", "gemm"),

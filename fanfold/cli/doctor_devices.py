@@ -19,6 +19,8 @@ from typing import Any
 from fanfold.cli.doctor_host import Outcome
 from fanfold.errors import UnavailableError
 from fanfold.jit.nvrtc import Rejected, library
+from fanfold.nccl import headers
+from fanfold.nccl.library import NcclLibrary, version_text
 
 __all__ = ["driver", "gpus", "links", "nccl", "nvrtc"]
 
@@ -187,14 +189,18 @@ def nvrtc() -> Outcome:
 
 
 def nccl() -> Outcome:
-    """NCCL: its version and place."""
+    """NCCL: its version and place, and the headers that let kernels use it."""
     places = [str(path) for path in _cuda_libraries("libnccl.so.*")]
     library = _load(*places, "libnccl.so.2")
     if library is None:
         hint = "not needed yet; a CUDA build of PyTorch brings it"
         return "missing", "neither in PyTorch's wheels nor on the library path", hint
-    version = c_int()
-    if code := library.ncclGetVersion(byref(version)):
-        return "problem", f"ncclGetVersion of {library._name} returns {code}", "install it again"
-    major, rest = divmod(version.value, 10000)
-    return "ok", f"{major}.{rest // 100}.{rest % 100}, {library._name}"
+    try:
+        found = NcclLibrary.open(library._name)
+    except UnavailableError as error:
+        return "problem", str(error), "install it again"
+    try:
+        kernels = f"device headers in {headers.find(found)}"
+    except UnavailableError as error:
+        kernels = f"not for kernels: {error}"
+    return "ok", f"{version_text(found.version)}, {found.path}, {kernels}"

@@ -2,6 +2,7 @@
 
 from fanfold.jit.kernel import (
     Binary,
+    ForeignHeaders,
     KernelSource,
     architecture_of,
     compile,  # noqa: A004, called as jit.compile
@@ -12,6 +13,7 @@ from fanfold.jit.kernel import (
 
 __all__ = [
     "Binary",
+    "ForeignHeaders",
     "KernelSource",
     "architecture_of",
     "compile",

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from fanfold import _core
 
 __all__ = [
-    "KERNELS", "Binary", "KernelSource", "architecture_of", "cache_of", "capability_of",
-    "check_architecture", "compile",
-    "compile_in", "load", "load_all", "refuse_in_capture",
+    "KERNELS", "Binary", "ForeignHeaders", "KernelSource", "architecture_of", "cache_of",
+    "capability_of", "check_architecture", "compile", "compile_in", "load", "load_all",
+    "refuse_in_capture",
 ]  # fmt: skip
 
 _LOG = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ _LOG = logging.getLogger(__name__)
 KERNELS = Path(__file__).parent.parent / "kernels"
 """The folder of the kernels' sources."""
 
-_FORMAT = 2  # of the key and the metadata of an entry
+_FORMAT = 3  # of the key and the metadata of an entry
 _SUFFIXES = (".h", ".hpp", ".cuh", ".cu")
 _CONSTANTS = "constants.h"
 _OPTIONS = (
@@ -61,6 +61,22 @@ _MOST_REGISTERS = 255
 
 
 @dataclass(frozen=True)
+class ForeignHeaders:
+    """Headers of another library, which a kernel includes as ``<name>``.
+
+    Attributes:
+        folder: where they are installed.
+        digest: of all their texts; part of the key under which the kernel is cached.
+        texts: what the compiler gets in place of a file of the folder, or of one that it lacks, by
+            the name that is included.
+    """
+
+    folder: str = field(compare=False)
+    digest: str
+    texts: tuple[tuple[str, str], ...] = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True)
 class KernelSource:
     """One kernel for one set of sizes.
 
@@ -73,6 +89,7 @@ class KernelSource:
         threads: of a CTA at launch, which bounds the registers; 0 where unknown.
         yields: whether multiplications of accumulators let other warps issue between them
             (:mod:`fanfold.jit.yields`).
+        foreign: headers of another library that it includes; None: none.
     """
 
     file: str
@@ -80,6 +97,7 @@ class KernelSource:
     constants: tuple[tuple[str, int], ...] | Mapping[str, int] = ()
     threads: int = 0
     yields: bool = False
+    foreign: ForeignHeaders | None = None
 
     def __post_init__(self) -> None:
         """Sorts and checks the constants, and checks the entry.
@@ -273,7 +291,8 @@ class _Job:
     def key(self) -> str:
         """Names the result; asks for the compiler's identity without opening it."""
         given = self.source
-        source = (given.file, given.entry, given.pairs, given.yields)
+        foreign = given.foreign and given.foreign.digest
+        source = (given.file, given.entry, given.pairs, given.yields, foreign)
         parts = (_FORMAT, self.tree.digest, source, self.options, nvrtc.find().identity)
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40]
 
@@ -284,6 +303,15 @@ class _Job:
         headers = {name: text for name, text in self.tree.files.items() if not name.endswith(".cu")}
         headers[_CONSTANTS] = self.source.header
         options = self.options
+        foreign = self.source.foreign
+        if foreign is not None:
+            headers.update(foreign.texts)
+            # They mark some functions of theirs for no place.
+            options = (
+                *options,
+                f"--include-path={foreign.folder}",
+                "--device-as-default-execution-space",
+            )
         if compiler.version >= (13, 0):
             # NVRTC's own cache would answer without the log that has the registers.
             options = (*options, "--no-cache")

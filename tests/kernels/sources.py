@@ -17,6 +17,8 @@ PRODUCTS = [
     for columns in (64, 128, 192, 256)
 ]
 """64 rows by ``kColumns`` on the tensor cores, Hopper only."""
+PUTS = KernelSource("puts.cu", "fanfold::put_and_wait", {"kThreads": 64}, threads=64)
+"""Bytes and signals for all ranks over NCCL's GIN; needs its headers."""
 BOXES = KernelSource("tensor_copy.cu", "boxes", threads=128)
 QUANTISE = KernelSource("numbers.cu", "quantise", {"kThreads": 256}, threads=256)
 PUSH = [
@@ -32,7 +34,7 @@ warps take theirs together, of all lanes or of some."""
 def kernel_root(folder: Path) -> Path:
     """A root for ``compile_in``, made in ``folder``: these kernels and the headers of Fanfold's."""
     root = folder / "kernels"
-    for room in ("device", "layout", "protocol"):
+    for room in ("device", "layout", "nccl", "protocol"):
         shutil.copytree(KERNELS / room, root / room)
     for source in Path(__file__).parent.glob("*.cu"):
         shutil.copy(source, root)
