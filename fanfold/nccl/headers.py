@@ -6,9 +6,9 @@ kernel includes, gets around what else it lacks.
 
 One thing is changed in their texts. NVRTC ignores an attribute behind the brace of a structure,
 ``struct {...} __attribute__((packed)) name;``, without a word, so that structures which kernels
-share with NCCL's threads and with NICs get another layout. In front of the brace it sees it. Headers
-with such attributes reach the compiler with them in front; all others are read from the folder where
-NCCL is installed.
+share with NCCL's threads and with NICs get another layout. In front of the brace it sees it.
+Headers with such attributes reach the compiler with them in front; all others are read from the
+folder where NCCL is installed.
 """
 
 from __future__ import annotations

@@ -127,11 +127,15 @@ def test_a_compiler_without_atomics_is_refused(
 
 def test_other_headers_are_another_kernel(tmp_path: Path) -> None:
     """The cache tells kernels apart by what the headers say, not by where they lie."""
-    read = [
-        headers.read(installed(tmp_path / str(number), (2, 28, 9), text))
-        for number, text in enumerate(["// one", "// one", "// two"])
-    ]
-    assert read[0] == read[1] != read[2]
+    root, cache = kernel_root(tmp_path), Cache(tmp_path / "cache")
+    (root / "probe.cu").write_text("__global__ void probe() {}\n")
+    known = []
+    for number, text in enumerate(["// one", "// one", "// two"]):
+        foreign = headers.read(installed(tmp_path / str(number), (2, 28, 9), text))
+        source = KernelSource("probe.cu", "probe", foreign=foreign)
+        known.append(compile_in(root, cache, source, "sm_90a").from_cache)
+    known.append(compile_in(root, cache, KernelSource("probe.cu", "probe"), "sm_90a").from_cache)
+    assert known == [False, True, False, False]
 
 
 def test_old_versions_are_refused_with_a_remedy() -> None:
