@@ -57,6 +57,7 @@ class Overrides(TypedDict, total=False):
     hosts: int | None
     network: str
     network_memory: str
+    gpu_memory: str
     proxy_threads: int | None
     ctas: int | None
     senders: int | None
@@ -235,6 +236,16 @@ _SETTINGS = (
         parse=str,
         check=lambda v: v in ("auto", "cpu"),
         bound="'auto' or 'cpu'",
+    ),
+    Setting(
+        name="gpu_memory",
+        variable="FANFOLD_GPU_MEMORY",
+        help="Whose memory the GPUs of a host share: PyTorch's symmetric memory ('torch'), or "
+        "windows of the NCCL that PyTorch has loaded ('nccl', 2.28.9 or later). The same on all "
+        "ranks.",
+        parse=str,
+        check=lambda v: v in ("torch", "nccl"),
+        bound="'torch' or 'nccl'",
     ),
     Setting(
         name="proxy_threads",
@@ -442,6 +453,8 @@ class Config:
         hosts: number of hosts, consecutive ranks together; None for those that share memory.
         network: what carries between hosts, as ``"libfabric"`` or ``"libfabric:tcp"``.
         network_memory: where rows of GPUs lie for the network: ``"auto"`` or ``"cpu"``.
+        gpu_memory: whose memory the GPUs of a host share: ``"torch"`` or ``"nccl"``; the same on
+            all ranks.
         proxy_threads: of each rank, that carry between hosts; None for a choice by the machine.
         ctas: of each kernel; None for a choice by the mode.
         senders: CTAs of them that send rows in a dispatch; None for a choice by the machine.
@@ -468,6 +481,7 @@ class Config:
     hosts: int | None = None
     network: str = "libfabric"
     network_memory: str = "auto"
+    gpu_memory: str = "torch"
     proxy_threads: int | None = None
     ctas: int | None = None
     senders: int | None = None

@@ -21,8 +21,12 @@ from fanfold.memory.cuda import CudaSymmetricMemory
 from fanfold.memory.cuda_hosts import CudaMemoryAcrossHosts
 from fanfold.memory.host import SymmetricMemory
 from fanfold.memory.hosts import find_hosts
+from fanfold.memory.nccl import NcclSymmetricMemory
 
-__all__ = ["memory_across_hosts", "open_gpu_memory", "open_high_throughput", "open_low_latency"]
+__all__ = [
+    "memory_across_hosts", "memory_of_gpus", "open_gpu_memory", "open_high_throughput",
+    "open_low_latency",
+]  # fmt: skip
 
 _Backend = TypeVar("_Backend")
 
@@ -75,7 +79,18 @@ def open_gpu_memory(
     """
     if choice.across_hosts:
         return memory_across_hosts(group, nbytes, between_hosts, config)
-    return CudaSymmetricMemory(group, nbytes)
+    return memory_of_gpus(group, nbytes, config)
+
+
+def memory_of_gpus(group: Group, nbytes: int, config: Config) -> GpuPeerMemory:
+    """Regions of ``nbytes`` on the GPUs of one host, whose memory is as the settings say.
+    Collective.
+
+    Raises:
+        FanfoldError: the ranks cannot share memory; on all ranks.
+    """
+    kind = NcclSymmetricMemory if config.gpu_memory == "nccl" else CudaSymmetricMemory
+    return kind(group, nbytes)
 
 
 def memory_across_hosts(
@@ -90,7 +105,7 @@ def memory_across_hosts(
     hosts = find_hosts(group, config)
     gpu, error = None, None
     try:
-        gpu = CudaSymmetricMemory(part_of(group, hosts.members(group.rank)), nbytes)
+        gpu = memory_of_gpus(part_of(group, hosts.members(group.rank)), nbytes, config)
     except FanfoldError as failure:  # of which only ranks of this host know
         error = failure
     try:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from fanfold import _core, jit
+from fanfold.backends.opening import memory_of_gpus
 from fanfold.config import Config
 from fanfold.deferred_free import free_when_idle
 from fanfold.errors import ArgumentError, FanfoldError, PeerRefused, PeerTimeout, UsageError, logged
@@ -21,7 +22,7 @@ from fanfold.group import Group, agree
 from fanfold.jit import KernelSource
 from fanfold.kernel_reports import KernelReports
 from fanfold.lending import address_of
-from fanfold.memory.cuda import CudaSymmetricMemory, are_threads, wait_for_kernels
+from fanfold.memory.cuda import are_threads, wait_for_kernels
 from fanfold.refusal import Refusing
 from fanfold.stream_order import StreamOrder
 
@@ -116,7 +117,7 @@ class CudaLayer:
         self._group, self._geometry, self._clamps, self._config = group, geometry, clamps, config
         self._threads = are_threads(group)
         sizes = _sizes(geometry, intermediate)
-        self._memory = CudaSymmetricMemory(group, sizes.bytes)
+        self._memory = memory_of_gpus(group, sizes.bytes, config)
         self._device = self._memory.device
         own = tuning_for(self._layer_of(intermediate), config) if group.rank == 0 else None
         self.tuning: FusedMoeTuning = group.all_gather(own)[0]

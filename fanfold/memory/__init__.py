@@ -17,7 +17,8 @@ __all__ = ["GpuPeerMemory", "PeerMemory"]
 class PeerMemory(Protocol):
     """One region for each rank, of one size, mapped by all ranks. Both modes work on it, and know
     of it what stands here; :class:`fanfold.memory.host.SymmetricMemory` and
-    :class:`fanfold.memory.cuda.CudaSymmetricMemory` implement it, and between the GPUs of several
+    :class:`fanfold.memory.cuda.CudaSymmetricMemory` implement it,
+    :class:`fanfold.memory.nccl.NcclSymmetricMemory` over NCCL, and between the GPUs of several
     hosts :class:`fanfold.memory.cuda_hosts.CudaMemoryAcrossHosts`.
 
     - A region begins on a line of 128 bytes. What lies at an offset is the affair of the mode,

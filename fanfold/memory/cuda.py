@@ -11,23 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import weakref
-from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 import torch
 
 from fanfold.config import symmetric_memory_environment
 from fanfold.copying import not_copied
-from fanfold.deferred_free import drain_deferred_frees, free_when_idle
-from fanfold.errors import FanfoldError, SystemFailure, UnavailableError, UsageError
-from fanfold.forks import Owner
+from fanfold.errors import FanfoldError, SystemFailure, UnavailableError
 from fanfold.group import Group, agree, in_one_process, process_group
 from fanfold.memory import PeerMemory
-from fanfold.representation import described
-
-if TYPE_CHECKING:
-    from fanfold.memory.between_hosts import BetweenHosts
+from fanfold.memory.gpu_regions import GpuRegions
 
 __all__ = ["CudaSymmetricMemory", "are_threads", "own_sms", "unavailable", "wait_for_kernels"]
 
@@ -111,7 +105,7 @@ def _check_meeting(group: Group) -> None:
     why="it maps the memory of other processes' GPUs",
     instead="Make one in each process; construction is collective.",
 )
-class CudaSymmetricMemory:
+class CudaSymmetricMemory(GpuRegions):
     """The :class:`fanfold.memory.GpuPeerMemory` of the ranks' current CUDA devices. Construction is
     collective.
 
@@ -133,18 +127,9 @@ class CudaSymmetricMemory:
         FanfoldError: another rank failed in one of these ways, or did not come.
     """
 
-    between: BetweenHosts | None = None
-
     def __init__(self, group: Group, bytes_per_rank: int) -> None:
-        self._owner = Owner("this CudaSymmetricMemory")
-        self.group = group
-        self.rank, self.ranks = group.rank, group.size
-        self.bytes_per_rank = bytes_per_rank
-        self.device = torch.device("cuda", torch.cuda.current_device())
+        super().__init__(group, bytes_per_rank)
         self._handle: Any = None  # keeps the peers' regions mapped
-        self._tensor: torch.Tensor | None = None
-        self._bases: list[int] = []
-        drain_deferred_frees()
         try:
             self._open()
         except RuntimeError as failure:
@@ -152,67 +137,8 @@ class CudaSymmetricMemory:
             if isinstance(failure, FanfoldError):
                 raise
             raise self._absent(failure) from failure
-        # Kernels in flight may outlive this object, and write there.
-        self._end = weakref.finalize(
-            self, free_when_idle, self.device, (self._handle, self._tensor)
-        )
-        self._end.atexit = False
-
-    @property
-    def usable_bytes(self) -> int:
-        """All of it."""
-        return self.bytes_per_rank
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The own region: ``[bytes_per_rank]`` uint8.
-
-        Raises:
-            UsageError: closed, or in a forked child.
-        """
-        if self._tensor is None:
-            raise UsageError("this CudaSymmetricMemory is closed")
-        self._owner.check()
-        return self._tensor
-
-    def base(self, peer: int) -> int:
-        """Address in this process of ``peer``'s region; with the own rank, that of the own.
-
-        Raises:
-            UsageError: closed, or in a forked child.
-        """
-        if self._tensor is None:
-            raise UsageError("this CudaSymmetricMemory is closed")
-        self._owner.check()
-        return self._bases[peer]
-
-    def close(self) -> None:
-        """Lets go of all regions once this device is idle. Not collective; harmless when repeated.
-
-        What a peer has mapped stays as long as it keeps it, so a late write of its kernels hits
-        memory that nobody reads.
-        """
-        if self._tensor is None:
-            return
-        self._handle = self._tensor = None
-        self._bases = []
-        self._end()
-
-    def __repr__(self) -> str:
-        state = "closed" if getattr(self, "_tensor", 0) is None else ""
-        names = ("rank", "ranks", "bytes_per_rank", "device")
-        return described(self, state, **{name: name for name in names})
-
-    def __enter__(self) -> CudaSymmetricMemory:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+        self._keep((self._handle, self._tensor))
+        self._handle = None
 
     def _open(self) -> None:
         error: Exception | None = None

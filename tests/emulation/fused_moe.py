@@ -169,7 +169,7 @@ def emulated(builder: Builder) -> Iterator[Settings]:
     )
     replaced: dict[str, Any] = {
         "_core": core,
-        "CudaSymmetricMemory": Memory,
+        "memory_of_gpus": lambda group, nbytes, config: Memory(group, nbytes),
         "are_threads": lambda group: group.size > 1,
         "wait_for_kernels": lambda memory: None,
         "_launch_orders": {},

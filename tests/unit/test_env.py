@@ -59,6 +59,7 @@ def test_malformed_ones_do_not_hide_the_rest() -> None:
         "hosts": ["auto", "default"],
         "network": ["libfabric", "default"],
         "network_memory": ["auto", "default"],
+        "gpu_memory": ["torch", "default"],
         "proxy_threads": ["auto", "default"],
         "cache_dir": ["auto", "default"],
         "ctas": ["auto", "default"],

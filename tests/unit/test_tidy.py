@@ -65,12 +65,12 @@ PYTHON_CASES = {
     "import of a higher layer": (
         "fanfold/errors.py",
         '"""E."""\nfrom fanfold import low_latency\n',
-        ["[layer] errors (layer 1) uses low_latency (layer 10)"],
+        ["[layer] errors (layer 1) uses low_latency (layer 12)"],
     ),
     "import of a neighbour": (
         "fanfold/high_throughput.py",
         '"""H."""\nfrom fanfold.low_latency import dispatch\n',
-        ["[layer] high_throughput (layer 10) uses low_latency (layer 10)"],
+        ["[layer] high_throughput (layer 12) uses low_latency (layer 12)"],
     ),
     "import inside a function, relative": (
         "fanfold/errors.py",
@@ -80,7 +80,7 @@ PYTHON_CASES = {
     "import of the package's face from within": (
         "fanfold/low_latency.py",
         '"""L."""\nimport fanfold\n',
-        ["[layer] low_latency (layer 10) uses __init__ (layer 14)"],
+        ["[layer] low_latency (layer 12) uses __init__ (layer 16)"],
     ),
     "a part that is in no list": (
         "fanfold/attic.py",

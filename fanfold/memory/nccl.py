@@ -1,0 +1,185 @@
+"""Symmetric memory between the GPUs of one host, from NCCL: its windows.
+
+Kernels load from and store to the peers' memory by address, as in PyTorch's symmetric memory; NCCL
+allocates it and maps it. The window is one of a communicator of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fanfold.copying import not_copied
+from fanfold.deferred_free import free_when_idle
+from fanfold.errors import FanfoldError, UnavailableError
+from fanfold.group import Group, agree, in_one_process
+from fanfold.memory.gpu_regions import GpuRegions
+from fanfold.nccl.communicator import Communicator
+from fanfold.nccl.library import NcclLibrary, loaded, version_text
+
+__all__ = ["NcclSymmetricMemory", "tensor_over"]
+
+# Of the structure that a window's handle points to, in 2.28.9, which has no function that gives the
+# addresses: where rank 0's memory is mapped, and how many times 4 GiB the next rank's is behind it.
+_FIRST_ADDRESS, _STRIDE, _WINDOW_BYTES = slice(8, 16), slice(24, 28), 40
+
+
+class _Span:
+    """Memory of a GPU as PyTorch takes it; a tensor over it keeps ``owner``."""
+
+    def __init__(self, address: int, nbytes: int, owner: object) -> None:
+        self.owner = owner
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3,
+        }  # fmt: skip
+
+
+def tensor_over(address: int, nbytes: int, device: torch.device, owner: object) -> torch.Tensor:
+    """``[nbytes]`` uint8 over memory of a GPU that lasts as long as ``owner``."""
+    return torch.as_tensor(_Span(address, nbytes, owner), dtype=torch.uint8, device=device)
+
+
+@not_copied(
+    why="it maps the memory of other processes' GPUs",
+    instead="Make one in each process; construction is collective.",
+)
+class NcclSymmetricMemory(GpuRegions):
+    """The :class:`fanfold.memory.GpuPeerMemory` of the ranks' current CUDA devices, whose memory is
+    NCCL's. Construction is collective.
+
+    Args:
+        group: the ranks, each with a GPU of its own, or a rank alone.
+        bytes_per_rank: size of each region.
+
+    Raises:
+        UnavailableError: this process has no NCCL with windows, ranks are threads that share a GPU,
+            or NCCL does not let all ranks reach each other's memory.
+        ArgumentError: the ranks ask for different sizes, or have different versions of NCCL.
+        FanfoldError: another rank failed in one of these ways.
+    """
+
+    def __init__(self, group: Group, bytes_per_rank: int) -> None:
+        super().__init__(group, bytes_per_rank)
+        error: Exception | None = None
+        library = None
+        try:
+            library = _library_for(group)
+        except FanfoldError as failure:
+            error = failure
+        version = None if library is None else version_text(library.version)
+        agree(group, {"bytes_per_rank": bytes_per_rank, "NCCL's version": version}, error)
+        assert library is not None
+        window = _Window(Communicator(library, group), group)
+        try:
+            window.open(bytes_per_rank)
+            self._bases = agreed(group, lambda: window.addresses(self.device))
+            self._tensor = tensor_over(
+                self._bases[self.rank], bytes_per_rank, self.device, _Owner(self.device, window)
+            )
+        except BaseException:
+            self._bases = []
+            window.close()
+            raise
+        self._keep(self._tensor)
+
+
+def agreed(group: Group, make: Callable[[], list[int]]) -> list[int]:
+    """What ``make`` returns, or on all ranks the error of the first whose ``make`` raises one."""
+    made, error = [], None
+    try:
+        made = make()
+    except FanfoldError as failure:
+        error = failure
+    agree(group, {}, error)
+    return made
+
+
+def _library_for(group: Group) -> NcclLibrary:
+    if group.size > 1 and in_one_process(group):
+        raise UnavailableError(
+            "NCCL wants a GPU for each rank, but the ranks are threads that share one: take "
+            "PyTorch's memory (FANFOLD_GPU_MEMORY=torch)"
+        )
+    library = loaded()
+    library.require("windows")
+    return library
+
+
+class _Window:
+    """One window, what it needs, and their end."""
+
+    def __init__(self, communicator: Communicator, group: Group) -> None:
+        self._communicator, self._group = communicator, group
+        self._address = self._handle = 0
+
+    def open(self, nbytes: int) -> None:
+        """Allocates and registers. Collective: what one rank cannot do, none does."""
+        agreed(self._group, lambda: self._allocate(nbytes))
+        agreed(self._group, lambda: self._register(nbytes))
+
+    def _allocate(self, nbytes: int) -> list[int]:
+        reached, ranks = self._communicator.ranks_within_reach(), self._group.size
+        if reached != ranks:
+            raise UnavailableError(
+                f"NCCL lets rank {self._group.rank} reach the memory of {reached} of {ranks} "
+                "ranks: they are on several hosts, GPUs lack peer access, or NCCL_HOSTID, "
+                "NCCL_P2P_DISABLE or NCCL_CUMEM_ENABLE make it so. Take PyTorch's memory "
+                "(FANFOLD_GPU_MEMORY=torch)"
+            )
+        self._address = self._communicator.allocate(nbytes)
+        return [self._address]
+
+    def _register(self, nbytes: int) -> list[int]:
+        self._handle = self._communicator.register(self._address, nbytes)
+        return [self._handle]
+
+    def addresses(self, device: torch.device) -> list[int]:
+        """Of all ranks' memory, as this rank's kernels reach it."""
+        ranks = range(self._group.size)
+        if self._communicator.library.has("host_pointers"):
+            return [self._communicator.address_of(self._handle, peer) for peer in ranks]
+        words = tensor_over(self._handle, _WINDOW_BYTES, device, self).cpu()
+        first = int(words[_FIRST_ADDRESS].view(torch.int64))
+        stride = int(words[_STRIDE].view(torch.int32)) << 32
+        return [first + peer * stride for peer in ranks]
+
+    def close(self) -> None:
+        """Lets go of all of it, as far as NCCL does."""
+        for part, end in (
+            (self._handle, self._communicator.deregister),
+            (self._address, self._communicator.free),
+        ):
+            if part:
+                with contextlib.suppress(UnavailableError):
+                    end(part)
+        self._address = self._handle = 0
+        with contextlib.suppress(UnavailableError):
+            self._communicator.close()
+
+
+class _Closing:
+    """Closes a window when the last reference to this goes."""
+
+    def __init__(self, window: _Window) -> None:
+        self._window = window
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # the end of the process frees all
+            self._window.close()
+
+
+class _Owner:
+    """Whoever uses a window's memory: results that a caller has may outlast the object that made
+    them. When the last one is gone, the window closes once the device is idle."""
+
+    def __init__(self, device: torch.device, window: _Window) -> None:
+        self._device, self._closing = device, _Closing(window)
+
+    def __del__(self) -> None:
+        closing = self.__dict__.pop("_closing", None)
+        if closing is not None and not sys.is_finalizing():
+            free_when_idle(self._device, closing)

@@ -1,0 +1,253 @@
+"""Symmetric memory over NCCL's windows: with a libnccl of the tests' own, over the memory of this
+process, and the emulated kernels on it. What NCCL itself does is for ``tests/gpu``."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+import types
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from fanfold.backends import opening
+from fanfold.backends.high_throughput.cuda import CudaHighThroughput
+from fanfold.config import Config
+from fanfold.errors import ArgumentError, FanfoldError, UnavailableError, UsageError
+from fanfold.group import Group
+from fanfold.memory import PeerMemory, gpu_regions, nccl
+from fanfold.memory.nccl import NcclSymmetricMemory
+from fanfold.nccl.library import NcclLibrary
+from tests.distributed.cuda_rounds import run_case
+from tests.emulation import high_throughput, world
+from tests.emulation.world import HERE, Builder, ThreadGroup
+from tests.unit import test_kernels_emulated
+
+RANKS = 3
+NBYTES = 1 << 16
+
+
+def over_cpu(address: int, nbytes: int, device: torch.device, owner: object) -> torch.Tensor:
+    memory = (ctypes.c_uint8 * nbytes).from_address(address)
+    memory.owner = owner  # type: ignore[attr-defined]
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+@pytest.fixture
+def libnccl(builder: Builder) -> Iterator[ctypes.CDLL]:
+    library = builder.load_host("nccl", HERE / "nccl.cpp")
+    library.behave_well()
+    path = str(builder.folder / "nccl" / "host.so")
+    cpu = types.SimpleNamespace(
+        device=lambda *_: torch.device("cpu"), cuda=torch.cuda, Tensor=torch.Tensor
+    )
+    with (
+        mock.patch.object(nccl, "loaded", side_effect=lambda: NcclLibrary.open(path)),
+        mock.patch.object(nccl, "tensor_over", over_cpu),
+        mock.patch.object(gpu_regions, "torch", cpu),
+        mock.patch.object(torch.cuda, "current_device", return_value=0),
+    ):
+        yield library
+    gc.collect()
+    assert library.left() == 0, "memory, windows or communicators are left"
+
+
+def on_all(ranks: int, program: Callable[[Group], Any]) -> list[Any]:
+    """``program`` on each rank at once: what it returns, or the FanfoldError that it raises."""
+    values: list[Any] = [None] * ranks
+    barrier = threading.Barrier(ranks, timeout=60.0)
+
+    def run(rank: int) -> Any:
+        try:
+            return program(ThreadGroup(rank, values, barrier))
+        except FanfoldError as error:
+            return error
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(run, range(ranks)))
+
+
+def test_every_rank_reaches_all_regions(libnccl: ctypes.CDLL) -> None:
+    """By the addresses that it is given, its own among them."""
+
+    def program(group: Group) -> None:
+        with NcclSymmetricMemory(group, NBYTES) as memory:
+            assert isinstance(memory, PeerMemory)
+            assert (memory.rank, memory.ranks) == (group.rank, RANKS)
+            assert memory.usable_bytes == memory.bytes_per_rank == NBYTES
+            assert memory.tensor.shape == (NBYTES,)
+            assert memory.base(group.rank) == memory.tensor.data_ptr()
+            group.all_gather(None)
+            for peer in range(RANKS):
+                theirs = over_cpu(memory.base(peer), NBYTES, torch.device("cpu"), None)
+                theirs[group.rank] = 10 * peer + group.rank
+            group.all_gather(None)
+            expected = [10 * group.rank + peer for peer in range(RANKS)]
+            assert memory.tensor[:RANKS].tolist() == expected
+            group.all_gather(None)
+        with pytest.raises(UsageError, match="this NcclSymmetricMemory is closed"):
+            memory.base(0)
+        memory.close()
+
+    assert on_all(RANKS, program) == [None] * RANKS
+
+
+def test_addresses_of_the_version_without_a_function(libnccl: ctypes.CDLL) -> None:
+    """A rank alone, whose memory is at the first address."""
+    libnccl.behave(b"version", 22809)
+    memory = NcclSymmetricMemory(ThreadGroup(0, [None], threading.Barrier(1)), NBYTES)
+    memory.tensor.fill_(7)
+    assert ctypes.c_uint8.from_address(memory.base(0)).value == 7
+    memory.close()
+
+
+def test_a_stride_of_addresses(libnccl: ctypes.CDLL) -> None:
+    """Ranks are whole multiples of 4 GiB apart."""
+    window = (ctypes.c_uint8 * 40)()
+    ctypes.c_uint64.from_buffer(window, 8).value = 0x7F00_0000_1000
+    ctypes.c_uint32.from_buffer(window, 24).value = 3
+    library = NcclLibrary("libnccl.so.2", (2, 28, 9))
+    communicator = mock.Mock(library=library)
+    group = types.SimpleNamespace(rank=1, size=3)
+    opened = nccl._Window(communicator, group)  # type: ignore[arg-type]
+    opened._handle = ctypes.addressof(window)
+    expected = [0x7F00_0000_1000 + peer * (3 << 32) for peer in range(3)]
+    assert opened.addresses(torch.device("cpu")) == expected
+
+
+def test_results_outlast_the_memory(libnccl: ctypes.CDLL) -> None:
+    """A tensor over a window keeps it, also when the memory is closed."""
+
+    def program(group: Group) -> None:
+        memory = NcclSymmetricMemory(group, NBYTES)
+        result = memory.tensor[8:16]
+        result.fill_(group.rank)
+        memory.close()
+        del memory
+        gc.collect()
+        assert libnccl.left() > 0
+        assert result.tolist() == [group.rank] * 8
+
+    assert on_all(2, program) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("fault", "value", "message"),
+    [
+        ("version", 22703, r"2\.27\.3 .* has no windows.* NCCL 2\.28\.9 is the first"),
+        ("within_reach", 1, r"reach the memory of 1 of 3 ranks.*FANFOLD_GPU_MEMORY=torch"),
+        (
+            "most_bytes",
+            100,
+            r"ncclMemAlloc of NCCL 2\.30\.7 .* fails: unhandled system error \(2\)",
+        ),
+        (
+            "no_window",
+            1,
+            r"gives no window of 65536 bytes and no reason: the GPUs lack peer access",
+        ),
+    ],
+)
+def test_what_no_rank_can_do(libnccl: ctypes.CDLL, fault: str, value: int, message: str) -> None:
+    """Is an error that names version, cause and remedy, on all ranks."""
+    libnccl.behave(fault.encode(), value)
+    errors = on_all(RANKS, lambda group: NcclSymmetricMemory(group, NBYTES))
+    for error in errors:
+        assert isinstance(error, UnavailableError)
+        with pytest.raises(UnavailableError, match=message):
+            raise error
+    libnccl.behave_well()
+
+
+def test_what_one_rank_cannot_do(libnccl: ctypes.CDLL) -> None:
+    """Is an error on all of them, none of which waits."""
+    libnccl.behave(b"refuses_window_of", 1)
+    errors = on_all(RANKS, lambda group: NcclSymmetricMemory(group, NBYTES))
+    assert "peer access is not supported'. NCCL_DEBUG=INFO" in str(errors[1])
+    assert all("rank 1 failed: ncclCommWindowRegister" in str(errors[rank]) for rank in (0, 2))
+    libnccl.behave_well()
+
+
+def test_ranks_that_disagree(libnccl: ctypes.CDLL) -> None:
+    """Find out before they wait for each other in NCCL."""
+    errors = on_all(2, lambda group: NcclSymmetricMemory(group, NBYTES * (1 + group.rank)))
+    assert all(isinstance(error, ArgumentError) for error in errors)
+    assert "bytes_per_rank" in str(errors[0])
+
+
+def test_ranks_that_are_threads_are_refused(libnccl: ctypes.CDLL) -> None:
+    """NCCL wants a GPU for each."""
+
+    def program(group: Group) -> None:
+        group.one_process = True  # type: ignore[attr-defined]
+        NcclSymmetricMemory(group, NBYTES)
+
+    errors = on_all(2, program)
+    assert all("threads that share one" in str(error) for error in errors)
+
+
+def test_the_setting_chooses(libnccl: ctypes.CDLL) -> None:
+    """Of all that the GPUs of a host share."""
+    group = ThreadGroup(0, [None], threading.Barrier(1))
+    memory = opening.memory_of_gpus(group, NBYTES, Config(gpu_memory="nccl"))
+    assert isinstance(memory, NcclSymmetricMemory)
+    memory.close()
+    with mock.patch.object(opening, "CudaSymmetricMemory", lambda group, nbytes: (group, nbytes)):
+        assert opening.memory_of_gpus(group, NBYTES, Config()) == (group, NBYTES)
+
+
+class _OverNccl:
+    """A world whose ranks' memory is NCCL's."""
+
+    def _memories(self, *given: Any) -> list[Any]:
+        *_, groups, regions = given
+        # Regions have something behind them that nobody may write; their memory is of that size.
+        nbytes = len(regions[0])
+        with ThreadPoolExecutor(len(groups)) as pool:
+            self.opened = list(pool.map(NcclSymmetricMemory, groups, [nbytes] * len(groups)))
+        return self.opened
+
+
+class _LowLatencyWorld(_OverNccl, world.World):
+    """Of low latency."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        # The last bytes of a region begin as sentinels.
+        self._sentinels = [
+            memory.tensor[-len(old) :]
+            for memory, old in zip(self.opened, self._sentinels, strict=True)
+        ]
+
+
+class _HighThroughputWorld(_OverNccl, high_throughput.World):
+    """Of high throughput."""
+
+
+def test_rounds_of_low_latency(libnccl: ctypes.CDLL, builder: Builder) -> None:
+    """Every bit is as on any memory."""
+    shape = test_kernels_emulated.SHAPES[0]
+    with world.emulated(builder, test_kernels_emulated.CTAS):
+        ctas, senders = shape.grid
+        over = _LowLatencyWorld(shape.geometry, late=shape.late, ctas=ctas, senders=senders)
+        for turn in range(2):
+            batches = test_kernels_emulated.batches_of(shape, turn)
+            test_kernels_emulated.run_round(over, shape, batches, hooks=True)
+
+
+def test_rounds_of_high_throughput(libnccl: ctypes.CDLL, builder: Builder) -> None:
+    """Every bit is as on any memory."""
+    with high_throughput.emulated(builder, high_throughput.CTAS):
+        case = high_throughput.SMALL
+        over = _HighThroughputWorld(case.ranks, high_throughput.ROOMY_RING)
+
+        def program(rank: int, mode: CudaHighThroughput) -> None:
+            for layout in ("token_major", "expert_major"):
+                run_case(mode, case, rank, layout)
+
+        over.run(program)
