@@ -149,6 +149,11 @@ EXPORT Team ncclTeamLsa(Communicator* comm) {
 }
 EXPORT int ncclMemAlloc(void** address, size_t bytes) {
   if (static_cast<int64_t>(bytes) > behaviour("most_bytes", 1 << 30)) return kSystemError;
+  {
+    const std::lock_guard lock(state().mutex);
+    const auto found = state().behaviour.find("allocations");  // that succeed
+    if (found != state().behaviour.end() && found->second-- <= 0) return kSystemError;
+  }
   *address = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
   const std::lock_guard lock(state().mutex);
   state().memory.insert(*address);

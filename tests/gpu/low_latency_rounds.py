@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from fanfold.backends.low_latency import HostLowLatency, cuda_required_bytes
 from fanfold.backends.low_latency.cuda import CudaLowLatency
+from fanfold.backends.opening import memory_of_gpus
 from fanfold.config import Config
 from fanfold.formats import BF16_ROWS
 from fanfold.geometry import Geometry
 from fanfold.group import as_group
-from fanfold.memory.cuda import CudaSymmetricMemory
 from fanfold.memory.host import SymmetricMemory
 from tests.distributed.cuda_rounds import settle
 from tests.gpu.support import Case, Tokens, tokens_of
@@ -34,8 +34,9 @@ def opened(
 ) -> Iterator[CudaLowLatency]:
     """The mode on the ranks' current GPUs. Collective."""
     nbytes = cuda_required_bytes(geometry_of(case), late_weights=late)
-    memory = CudaSymmetricMemory(as_group(group), nbytes)
-    yield CudaLowLatency(memory, Config.resolve(**{"timeout_s": 30.0, **settings}), late)
+    config = Config.resolve(**{"timeout_s": 30.0, **settings})
+    memory = memory_of_gpus(as_group(group), nbytes, config)
+    yield CudaLowLatency(memory, config, late)
     as_group(group).all_gather(None)  # a rank may still write to one that has read all it wants
     memory.close()
 

@@ -21,12 +21,11 @@ from fanfold.backends.high_throughput import HostHighThroughput, Plan
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.backends.high_throughput.in_place import bytes_for_results
 from fanfold.backends.high_throughput.plan import CudaDispatched
-from fanfold.backends.opening import memory_across_hosts
+from fanfold.backends.opening import memory_across_hosts, memory_of_gpus
 from fanfold.config import Config
 from fanfold.errors import ArgumentError, PeerRefused, PeerTimeout
 from fanfold.group import Group, as_group
 from fanfold.memory import GpuPeerMemory
-from fanfold.memory.cuda import CudaSymmetricMemory
 from fanfold.memory.host import SymmetricMemory
 from tests.distributed import routings
 from tests.distributed.cuda_rounds import (
@@ -71,7 +70,7 @@ def opened(
     if (config.hosts or 1) > 1:
         memory = memory_across_hosts(ranks, nbytes, nbytes, config)
     else:
-        memory = CudaSymmetricMemory(ranks, nbytes)
+        memory = memory_of_gpus(ranks, nbytes, config)
     with closing(memory):
         yield CudaHighThroughput(memory, config, result_bytes=result_bytes, **rest)
 

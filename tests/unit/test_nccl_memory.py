@@ -164,6 +164,18 @@ def test_what_no_rank_can_do(libnccl: ctypes.CDLL, fault: str, value: int, messa
     libnccl.behave_well()
 
 
+def test_one_rank_without_memory(libnccl: ctypes.CDLL) -> None:
+    """Keeps the others from waiting for it in NCCL."""
+    libnccl.behave(b"allocations", RANKS - 1)
+    errors = on_all(RANKS, lambda group: NcclSymmetricMemory(group, NBYTES))
+    own = [error for error in errors if isinstance(error, UnavailableError)]
+    assert len(own) == 1
+    assert "ncclMemAlloc" in str(own[0])
+    others = [error for error in errors if error is not own[0]]
+    assert all("failed: ncclMemAlloc" in str(error) for error in others)
+    libnccl.behave_well()
+
+
 def test_what_one_rank_cannot_do(libnccl: ctypes.CDLL) -> None:
     """Is an error on all of them, none of which waits."""
     libnccl.behave(b"refuses_window_of", 1)
