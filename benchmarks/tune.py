@@ -38,6 +38,7 @@ from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.backends.high_throughput.in_place import bytes_for_results
 from fanfold.backends.high_throughput.layout import Layout, dispatch_layout, layout_there
 from fanfold.backends.high_throughput.protocol import RowOrder
+from fanfold.backends.opening import memory_of_gpus
 from fanfold.bench.cuda_run import device_properties
 from fanfold.bench.cuda_timing import Clock, GpuBarrier
 from fanfold.bench.report import append_json_line, command_line, origin
@@ -46,7 +47,6 @@ from fanfold.config import Config
 from fanfold.formats import quantize
 from fanfold.group import as_group
 from fanfold.launch import launch
-from fanfold.memory.cuda import CudaSymmetricMemory
 
 ALIGNMENT = 128
 CTAS = 24
@@ -150,7 +150,7 @@ def times_of_rank(
     for changes in every:
         grid = {"ctas": changes.get("ctas", CTAS), "senders": changes.get("senders")}
         constants = {name: value for name, value in changes.items() if name not in grid}
-        memory = CudaSymmetricMemory(as_group(group), nbytes)
+        memory = memory_of_gpus(as_group(group), nbytes, config)
         changed = mock.patch.multiple(kernels, **constants) if constants else nullcontext()
         with changed, mock.patch.dict(layout_kernel._loaded, clear=True):
             most = max(tokens for tokens, _ in points)

@@ -22,6 +22,8 @@ def main(version: str, folder: str) -> None:
         )  # fmt: skip
         with zipfile.ZipFile(next(Path(downloads).glob("*.whl"))) as wheel:
             names = [name for name in wheel.namelist() if name.startswith("nvidia/nccl/include/")]
+            if not names:
+                sys.exit(f"{wheel.filename} has no headers below nvidia/nccl/include")
             wheel.extractall(Path(folder, version), names)
 
 

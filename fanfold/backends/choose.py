@@ -138,7 +138,8 @@ def choose(
             or if ``"auto"`` finds ranks that are threads, ranks on several hosts run on the host.
 
     Raises:
-        ArgumentError: the ranks' settings of ``backend``, ``share_gpus`` or ``hosts`` differ.
+        ArgumentError: the ranks' settings of ``backend``, ``share_gpus``, ``hosts`` or
+            ``gpu_memory`` differ.
         UnavailableError: ``"cuda"`` was asked for and is not possible; says why. On all ranks.
     """
     agree(
@@ -147,6 +148,7 @@ def choose(
             "backend": config.backend,
             "share_gpus": config.share_gpus,
             "hosts": config.hosts,
+            "gpu_memory": config.gpu_memory,
         },
     )
     setting = f"the setting backend is '{config.backend}' (from {config.source_of('backend')})"

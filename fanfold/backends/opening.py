@@ -89,8 +89,9 @@ def memory_of_gpus(group: Group, nbytes: int, config: Config) -> GpuPeerMemory:
     Raises:
         FanfoldError: the ranks cannot share memory; on all ranks.
     """
-    kind = NcclSymmetricMemory if config.gpu_memory == "nccl" else CudaSymmetricMemory
-    return kind(group, nbytes)
+    if config.gpu_memory == "nccl":
+        return NcclSymmetricMemory(group, nbytes, config.timeout_s)
+    return CudaSymmetricMemory(group, nbytes)
 
 
 def memory_across_hosts(

@@ -18,6 +18,7 @@ from fanfold.backends.high_throughput.grid import Grid, with_transfer
 from fanfold.backends.high_throughput.in_place import bytes_for_rows
 from fanfold.backends.high_throughput.kernels import DispatchKind, Sizes
 from fanfold.backends.high_throughput.layout import dispatch_layout
+from fanfold.backends.opening import memory_of_gpus
 from fanfold.bench.calls import Calls, Given, await_sent
 from fanfold.bench.check import Expectation, TokenMajorRows
 from fanfold.bench.deep_ep_calls import DeepEpHighThroughput, DeepEpLowLatency
@@ -33,7 +34,7 @@ from fanfold.formats import RowFormat, ScaleFormat, scale_columns
 from fanfold.group import as_group
 from fanfold.high_throughput import HighThroughput
 from fanfold.low_latency import LowLatency
-from fanfold.memory.cuda import CudaSymmetricMemory
+from fanfold.memory import GpuPeerMemory
 from fanfold.memory.cuda_hosts import counting_cores
 from fanfold.memory.host import SymmetricMemory
 from fanfold.metrics import collect
@@ -274,13 +275,13 @@ class TokenMajor:
         self._experts, self._ranks, self.device = settings.experts, ranks.size, choice.device
         # On the host rows come into tensors of their own.
         self._options = {} if choice.backend == "host" else {"in_place": bool(settings.in_place)}
-        self._memory: CudaSymmetricMemory | SymmetricMemory
+        self._memory: GpuPeerMemory | SymmetricMemory
         # The two take and give alike.
         self._mode: Any
         if choice.backend == "cuda":
             results = _result_bytes(settings)
             nbytes = CudaHighThroughput.required_bytes(ranks.size, config, results)
-            self._memory = memory = CudaSymmetricMemory(ranks, nbytes)
+            self._memory = memory = memory_of_gpus(ranks, nbytes, config)
         else:
             nbytes = high_throughput.HostHighThroughput.staging_bytes(ranks.size, config)
             self._memory = SymmetricMemory(ranks, nbytes, config)

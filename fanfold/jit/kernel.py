@@ -326,7 +326,7 @@ class _Job:
                 raise ArgumentError("arch", repr(self.arch), bound) from None
             if reason.startswith(_NAME_MAP):
                 reason = f"it has no kernel {entry}: {reason}"
-            raise self._error(compiler, reason, str(error)) from None
+            raise self._error(compiler, reason, str(error), options) from None
         needs = compiler_log.resources(made.log, made.symbol)
         image = with_yields(made.image)[0] if self.source.yields else made.image
         return Binary(
@@ -348,12 +348,16 @@ class _Job:
             "compiler": str(nvrtc.library()),
         }
 
-    def _error(self, compiler: nvrtc.Nvrtc, reason: str, log: str) -> CompileError:
+    def _error(
+        self, compiler: nvrtc.Nvrtc, reason: str, log: str, options: tuple[str, ...]
+    ) -> CompileError:
+        foreign = self.source.foreign
         texts = {**self.tree.files, _CONSTANTS: self.source.header}
+        texts |= () if foreign is None else foreign.texts
         context = [
             compiler_log.excerpt(log, texts),
             f"Kernel: {self.source}",
-            f"Compiler: {compiler}, options {' '.join(self.options)}",
+            f"Compiler: {compiler}, options {' '.join(options)}",
         ]
         shown = "\n".join(filter(None, context))
         return CompileError(self.source.file, self.arch, reason, shown, log)

@@ -6,22 +6,25 @@ allocates it and maps it. The window is one of a communicator of its own.
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from fanfold.copying import not_copied
 from fanfold.deferred_free import free_when_idle
-from fanfold.errors import FanfoldError, UnavailableError
+from fanfold.errors import FanfoldError, SystemFailure, UnavailableError
 from fanfold.group import Group, agree, in_one_process
 from fanfold.memory.gpu_regions import GpuRegions
-from fanfold.nccl.communicator import Communicator
+from fanfold.nccl.communicator import NO_WINDOW, Communicator
 from fanfold.nccl.library import NcclLibrary, loaded, version_text
 
 __all__ = ["NcclSymmetricMemory", "tensor_over"]
+
+_LOG = logging.getLogger(__name__)
+_Made = TypeVar("_Made")
 
 # Of the structure that a window's handle points to, in 2.28.9, which has no function that gives the
 # addresses: where rank 0's memory is mapped, and how many times 4 GiB the next rank's is behind it.
@@ -40,7 +43,14 @@ class _Span:
 
 def tensor_over(address: int, nbytes: int, device: torch.device, owner: object) -> torch.Tensor:
     """``[nbytes]`` uint8 over memory of a GPU that lasts as long as ``owner``."""
-    return torch.as_tensor(_Span(address, nbytes, owner), dtype=torch.uint8, device=device)
+    span = _Span(address, nbytes, owner)
+    tensor = torch.as_tensor(span, dtype=torch.uint8, device=device)
+    if tensor.data_ptr() != address:
+        raise UnavailableError(
+            f"PyTorch takes the memory at {address:#x} for another device's than {device}, and "
+            "copies it"
+        )
+    return tensor
 
 
 @not_copied(
@@ -54,15 +64,17 @@ class NcclSymmetricMemory(GpuRegions):
     Args:
         group: the ranks, each with a GPU of its own, or a rank alone.
         bytes_per_rank: size of each region.
+        timeout_s: seconds that NCCL may wait for the other ranks.
 
     Raises:
         UnavailableError: this process has no NCCL with windows, ranks are threads that share a GPU,
             or NCCL does not let all ranks reach each other's memory.
+        SystemFailure: the device has not that much memory.
         ArgumentError: the ranks ask for different sizes, or have different versions of NCCL.
         FanfoldError: another rank failed in one of these ways.
     """
 
-    def __init__(self, group: Group, bytes_per_rank: int) -> None:
+    def __init__(self, group: Group, bytes_per_rank: int, timeout_s: float) -> None:
         super().__init__(group, bytes_per_rank)
         error: Exception | None = None
         library = None
@@ -73,12 +85,14 @@ class NcclSymmetricMemory(GpuRegions):
         version = None if library is None else version_text(library.version)
         agree(group, {"bytes_per_rank": bytes_per_rank, "NCCL's version": version}, error)
         assert library is not None
-        window = _Window(Communicator(library, group), group)
+        window = _Window(Communicator(library, group, timeout_s), group)
         try:
             window.open(bytes_per_rank)
             self._bases = agreed(group, lambda: window.addresses(self.device))
-            self._tensor = tensor_over(
-                self._bases[self.rank], bytes_per_rank, self.device, _Owner(self.device, window)
+            owner = _Owner(self.device, window)
+            self._tensor = agreed(
+                group,
+                lambda: tensor_over(self._bases[self.rank], bytes_per_rank, self.device, owner),
             )
         except BaseException:
             self._bases = []
@@ -87,15 +101,16 @@ class NcclSymmetricMemory(GpuRegions):
         self._keep(self._tensor)
 
 
-def agreed(group: Group, make: Callable[[], list[int]]) -> list[int]:
-    """What ``make`` returns, or on all ranks the error of the first whose ``make`` raises one."""
-    made, error = [], None
+def agreed(group: Group, make: Callable[[], _Made]) -> _Made:
+    """What ``make`` returns, or on all ranks an error if it raises one on any."""
+    made: list[_Made] = []
+    error: Exception | None = None
     try:
-        made = make()
-    except FanfoldError as failure:
+        made.append(make())
+    except (FanfoldError, RuntimeError) as failure:
         error = failure
     agree(group, {}, error)
-    return made
+    return made[0]
 
 
 def _library_for(group: Group) -> NcclLibrary:
@@ -121,7 +136,7 @@ class _Window:
         agreed(self._group, lambda: self._allocate(nbytes))
         agreed(self._group, lambda: self._register(nbytes))
 
-    def _allocate(self, nbytes: int) -> list[int]:
+    def _allocate(self, nbytes: int) -> None:
         reached, ranks = self._communicator.ranks_within_reach(), self._group.size
         if reached != ranks:
             raise UnavailableError(
@@ -130,19 +145,28 @@ class _Window:
                 "NCCL_P2P_DISABLE or NCCL_CUMEM_ENABLE make it so. Take PyTorch's memory "
                 "(FANFOLD_GPU_MEMORY=torch)"
             )
-        self._address = self._communicator.allocate(nbytes)
-        return [self._address]
+        try:
+            self._address = self._communicator.allocate(nbytes)
+        except UnavailableError as failure:
+            raise SystemFailure(
+                f"rank {self._group.rank} got no {nbytes} bytes of NCCL's memory ({failure}): free "
+                "memory of its GPU, or lower max_tokens"
+            ) from failure
 
-    def _register(self, nbytes: int) -> list[int]:
+    def _register(self, nbytes: int) -> None:
         self._handle = self._communicator.register(self._address, nbytes)
-        return [self._handle]
 
     def addresses(self, device: torch.device) -> list[int]:
         """Of all ranks' memory, as this rank's kernels reach it."""
         ranks = range(self._group.size)
         if self._communicator.library.has("host_pointers"):
             return [self._communicator.address_of(self._handle, peer) for peer in ranks]
-        words = tensor_over(self._handle, _WINDOW_BYTES, device, self).cpu()
+        try:
+            words = tensor_over(self._handle, _WINDOW_BYTES, device, self).cpu()
+        except RuntimeError as failure:  # a handle of another kind, in memory of the CPU
+            raise UnavailableError(
+                f"{self._communicator.library} gives no window that kernels reach: {NO_WINDOW}"
+            ) from failure
         first = int(words[_FIRST_ADDRESS].view(torch.int64))
         stride = int(words[_STRIDE].view(torch.int32)) << 32
         return [first + peer * stride for peer in ranks]
@@ -154,11 +178,12 @@ class _Window:
             (self._address, self._communicator.free),
         ):
             if part:
-                with contextlib.suppress(UnavailableError):
+                try:
                     end(part)
+                except UnavailableError as failure:
+                    _LOG.warning("memory of a GPU is lost: %s", failure)
         self._address = self._handle = 0
-        with contextlib.suppress(UnavailableError):
-            self._communicator.close()
+        self._communicator.close()
 
 
 class _Closing:

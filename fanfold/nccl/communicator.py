@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+from collections.abc import Callable
 from typing import Any
 
-from fanfold.errors import UnavailableError
-from fanfold.group import Group
+import torch
+
+from fanfold.errors import FanfoldError, UnavailableError
+from fanfold.group import Group, agree
 from fanfold.nccl.library import NcclLibrary
 
-__all__ = ["Communicator"]
+__all__ = ["NO_WINDOW", "Communicator"]
 
 _IDENTITY_BYTES = 128  # NCCL_UNIQUE_ID_BYTES
 _SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
 _SUCCESS = 0
+_INSTEAD = "or take PyTorch's memory (FANFOLD_GPU_MEMORY=torch)"
+NO_WINDOW = (
+    "the GPUs lack peer access, or cuMem or windows are off (NCCL_CUMEM_ENABLE=0, "
+    f"NCCL_WIN_ENABLE=0): see what NCCL_DEBUG=INFO says, {_INSTEAD}"
+)
+"""Why NCCL gives no window, for messages."""
 
 
 class _Identity(ctypes.Structure):
@@ -29,30 +39,38 @@ class _Team(ctypes.Structure):
 
 
 class Communicator:
-    """A communicator of the ranks' current CUDA devices. Construction is collective: every rank
-    must come, as NCCL waits for all.
+    """A communicator of the ranks' current CUDA devices. Construction is collective.
+
+    NCCL waits for all ranks, for ever. So its collective calls run in a thread of their own, and
+    one that takes too long is left to itself.
 
     Args:
         library: whose it is, the same version on all ranks.
         group: the ranks.
+        timeout_s: seconds that a collective call of NCCL may take.
 
     Raises:
-        UnavailableError: NCCL refuses, with what it says.
+        UnavailableError: NCCL refuses, with what it says, or is not done in time.
+        FanfoldError: another rank failed before NCCL was asked.
     """
 
-    def __init__(self, library: NcclLibrary, group: Group) -> None:
-        self.library = library
+    def __init__(self, library: NcclLibrary, group: Group, timeout_s: float) -> None:
+        self.library, self._timeout_s = library, timeout_s
         self._functions = ctypes.CDLL(library.path)
         self._functions.ncclGetErrorString.restype = ctypes.c_char_p
         self._functions.ncclGetLastError.restype = ctypes.c_char_p
         self._functions.ncclTeamLsa.restype = _Team
         self._comm: ctypes.c_void_p | None = None
-        identity = _Identity()
+        identity, error = _Identity(), None
         if group.rank == 0:
-            self._call("ncclGetUniqueId", ctypes.byref(identity))
+            try:
+                self._call("ncclGetUniqueId", ctypes.byref(identity))
+            except UnavailableError as failure:
+                error = failure
+        agree(group, {}, error)
         (first, *_) = group.all_gather(bytes(identity))
         comm = ctypes.c_void_p()
-        self._call(
+        self._collective(
             "ncclCommInitRank",
             ctypes.byref(comm), group.size, _Identity.from_buffer_copy(first), group.rank,
         )  # fmt: skip
@@ -79,15 +97,14 @@ class Communicator:
             UnavailableError: NCCL refuses, or there is no window, which NCCL calls a success.
         """
         window = ctypes.c_void_p()
-        self._call(
+        self._collective(
             "ncclCommWindowRegister",
             self._comm, ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.byref(window),
             _SYMMETRIC,
         )  # fmt: skip
         if not window.value:
             raise UnavailableError(
-                f"{self.library} gives no window of {nbytes} bytes and no reason: the GPUs lack "
-                "peer access, or cuMem is off (NCCL_CUMEM_ENABLE=0); NCCL_DEBUG=INFO says more"
+                f"{self.library} gives no window of {nbytes} bytes and no reason: {NO_WINDOW}"
             )
         return window.value
 
@@ -111,10 +128,32 @@ class Communicator:
         return address.value or 0
 
     def close(self) -> None:
-        """Ends it; harmless when repeated. Its windows must have ended."""
+        """Ends it, once all ranks of this host do; returns at once. Harmless when repeated. Its
+        windows must have ended."""
         if self._comm is not None:
             comm, self._comm = self._comm, None
-            self._call("ncclCommDestroy", comm)
+            # It returns when the other ranks come, who may keep theirs longer, or have died.
+            _Asked(lambda: self._call("ncclCommDestroy", comm)).start()
+
+    def _collective(self, function: str, *arguments: Any) -> None:
+        """A call for which NCCL waits for the other ranks."""
+        device = torch.cuda.current_device()
+
+        def call() -> None:
+            torch.cuda.set_device(device)
+            self._call(function, *arguments)
+
+        asked = _Asked(call)
+        asked.start()
+        asked.join(self._timeout_s)
+        if asked.is_alive():
+            raise UnavailableError(
+                f"{function} of {self.library} has not returned after {self._timeout_s:g} s: a "
+                "rank has ended or hangs, or NCCL does not get through to it (NCCL_SOCKET_IFNAME, "
+                f"firewalls); see what NCCL_DEBUG=INFO says, {_INSTEAD}"
+            )
+        if asked.error is not None:
+            raise asked.error
 
     def _call(self, function: str, *arguments: Any) -> None:
         result = getattr(self._functions, function)(*arguments)
@@ -123,6 +162,25 @@ class Communicator:
             last = self._functions.ncclGetLastError(self._comm) or b""
             raise UnavailableError(
                 f"{function} of {self.library} fails: {said.decode(errors='replace')} ({result})"
-                f"{': ' if last else ''}{last.decode(errors='replace').strip()}. NCCL_DEBUG=INFO "
-                "says more"
+                f"{': ' if last else ''}{last.decode(errors='replace').strip()}. See what "
+                f"NCCL_DEBUG=INFO says, {_INSTEAD}"
             )
+
+
+class _Asked(threading.Thread):
+    """A call of NCCL's in a thread that the end of the process does not wait for.
+
+    Attributes:
+        error: what the call raised.
+    """
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        super().__init__(name="fanfold-nccl", daemon=True)
+        self._call = call
+        self.error: FanfoldError | None = None
+
+    def run(self) -> None:
+        try:
+            self._call()
+        except FanfoldError as error:
+            self.error = error

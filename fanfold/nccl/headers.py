@@ -70,7 +70,9 @@ def find(library: NcclLibrary) -> Path:
     """
     library.require("windows")
     seen = []
-    for folder in (Path(library.path).resolve().parent.parent / "include", *_FOLDERS):
+    path = Path(library.path)
+    beside = [path.resolve().parent.parent / "include"] if path.is_absolute() else []
+    for folder in (*beside, *_FOLDERS):
         version = _version_in(folder)
         if version == library.version and (folder / "nccl_device").is_dir():
             return folder
@@ -114,6 +116,8 @@ def read(folder: Path) -> ForeignHeaders:
     # file system. So the changed ones come first, and their guards keep those out.
     texts |= changed
     texts[_CHANGED] = "#pragma once\n" + "".join(f"#include <{name}>\n" for name in changed)
+    for name in sorted(texts):  # what this module makes of them decides, too
+        digest.update(f"{name} {texts[name]}".encode())
     return ForeignHeaders(str(folder), digest.hexdigest(), tuple(sorted(texts.items())))
 
 
@@ -122,6 +126,9 @@ def with_attributes_in_front(text: str) -> str:
 
     ``struct a {int x;} __attribute__((packed)) b;`` becomes
     ``struct __attribute__((packed)) a {int x;} b;``, which means the same.
+
+    Raises:
+        UnavailableError: there is one of a form that is not known.
     """
     behind = _BEHIND.search(text)
     while behind is not None:
@@ -132,6 +139,12 @@ def with_attributes_in_front(text: str) -> str:
             text = f"{text[:keyword]} {behind[1].strip()}{body} {text[behind.end() :]}"
             end = keyword + 1 + len(behind[1].strip()) + len(body)
         behind = _BEHIND.search(text, end)
+    for left in re.finditer(r"\}\s*__attribute__.*", text):
+        if _keyword_of(text, left.start()) is not None:
+            raise UnavailableError(
+                f"a structure of NCCL's headers ends in {left[0]!r}, which NVRTC would ignore and "
+                "Fanfold cannot move: please report it with NCCL's version"
+            )
     return text
 
 

@@ -60,10 +60,12 @@ class NcclLibrary:
         """The library at ``path``.
 
         Raises:
-            OSError: it cannot be loaded.
-            UnavailableError: it does not say its version.
+            UnavailableError: it cannot be loaded, or does not say its version.
         """
-        library = ctypes.CDLL(path)
+        try:
+            library = ctypes.CDLL(path)
+        except OSError as error:
+            raise UnavailableError(f"{path} cannot be loaded: {error}") from error
         number = ctypes.c_int()
         try:
             code = library.ncclGetVersion(ctypes.byref(number))
@@ -95,11 +97,11 @@ def loaded() -> NcclLibrary:
     """The NCCL that this process has loaded, which is PyTorch's as a rule.
 
     Raises:
-        UnavailableError: there is none, or none in a library of its own.
+        UnavailableError: there is none, or none in a library of its own, or more than one.
     """
-    paths = dict.fromkeys(
-        re.findall(r"\S*/libnccl\.so[.\d]*(?=\n| \(deleted\))", _MAPS.read_text())
-    )
+    mapped = (line.split(maxsplit=5)[5:] for line in _MAPS.read_text().splitlines())
+    names = {name.removesuffix(" (deleted)") for part in mapped for name in part}
+    paths = sorted(name for name in names if re.search(r"/libnccl\.so[.\d]*$", name))
     if not paths:
         raise UnavailableError(
             "this process has loaded no libnccl: import a CUDA build of PyTorch first, one that "
@@ -108,9 +110,10 @@ def loaded() -> NcclLibrary:
     if len(paths) > 1:
         raise UnavailableError(
             f"this process has loaded more than one NCCL: {', '.join(paths)}. Their communicators "
-            "do not mix: leave one (LD_LIBRARY_PATH, LD_PRELOAD and wheels bring them)"
+            "do not mix: leave one (LD_LIBRARY_PATH, LD_PRELOAD and wheels bring them), or take "
+            "PyTorch's memory (FANFOLD_GPU_MEMORY=torch)"
         )
-    return NcclLibrary.open(next(iter(paths)))
+    return NcclLibrary.open(paths[0])
 
 
 def _version_of(number: int) -> tuple[int, int, int]:

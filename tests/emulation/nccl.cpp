@@ -35,6 +35,12 @@ struct World {
     }
     all_here.wait(lock, [&] { return turns != turn; });
   }
+  // Lets those go that wait for somebody who does not come.
+  void release() {
+    const std::lock_guard lock(mutex);
+    ++turns;
+    all_here.notify_all();
+  }
 
   std::vector<char*> addresses;  // of the ranks' memory
   std::mutex mutex;
@@ -98,6 +104,12 @@ EXPORT void behave_well() {
   const std::lock_guard lock(state().mutex);
   state().behaviour.clear();
 }
+EXPORT void release_all() {
+  const std::lock_guard lock(state().mutex);
+  for (const auto& [number, world] : state().worlds) world->release();
+  state().worlds.clear();
+  state().communicators = 0;
+}
 EXPORT int left() {
   const std::lock_guard lock(state().mutex);
   return static_cast<int>(state().memory.size() + state().windows.size()) + state().communicators;
@@ -139,6 +151,7 @@ EXPORT int ncclCommInitRank(Communicator** comm, int ranks, Identity identity, i
   return kSuccess;
 }
 EXPORT int ncclCommDestroy(Communicator* comm) {
+  comm->world->meet();
   delete comm;
   const std::lock_guard lock(state().mutex);
   --state().communicators;

@@ -1,8 +1,9 @@
-"""Symmetric memory over NCCL's windows on GPUs: both modes and a face, with the tests that they have
-over PyTorch's."""
+"""Symmetric memory over NCCL's windows on GPUs: both modes and a face, with the tests that they
+have over PyTorch's."""
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -11,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fanfold.backends import opening
 from fanfold.backends.opening import memory_of_gpus
 from fanfold.config import Config
 from fanfold.group import as_group
-from fanfold.memory.nccl import NcclSymmetricMemory, tensor_over
+from fanfold.memory.nccl import NcclSymmetricMemory
 from tests.distributed.cuda_rounds import settle
 from tests.gpu import test_deep_ep_cuda as deep_ep
 from tests.gpu import test_high_throughput_cuda as high_throughput
@@ -31,10 +33,15 @@ def _over(group: dist.ProcessGroup, work: str, *args: Any) -> None:
         "high_throughput": high_throughput._rounds,
         "deep_ep": deep_ep._round_trip,
     }
+    made = mock.Mock(side_effect=NcclSymmetricMemory)
     # Instead of PyTorch's, wherever a mode opens memory.
-    with mock.patch.dict("os.environ", FANFOLD_GPU_MEMORY="nccl"):
+    with (
+        mock.patch.dict("os.environ", FANFOLD_GPU_MEMORY="nccl"),
+        mock.patch.object(opening, "NcclSymmetricMemory", made),
+    ):
         works[work](group, *args)
         works[work](group, *args)  # with another window
+    assert made.call_count >= 2
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "bf16"])
@@ -49,7 +56,7 @@ def test_high_throughput(gpus: GpuPools, ranks: int, in_place: bool) -> None:
 
 
 def test_deep_ep(gpus: GpuPools, ranks: int) -> None:
-    gpus.run(ranks, _over, "deep_ep", case_of(ranks))
+    gpus.run(ranks, _over, "deep_ep", deep_ep.case_of(ranks), "fp8", "hook")
 
 
 def _stores(group: dist.ProcessGroup, nbytes: int) -> None:
@@ -61,8 +68,7 @@ def _stores(group: dist.ProcessGroup, nbytes: int) -> None:
     settle(memory.device)
     own.all_gather(None)
     for peer in range(own.size):
-        theirs = memory.tensor if peer == own.rank else _bytes_at(memory.base(peer), memory.device)
-        assert theirs[:4].tolist() == [peer] * 4
+        assert _bytes_at(memory.base(peer), memory.device).tolist() == [peer] * 4
     own.all_gather(None)
     result = memory.tensor[:8]
     memory.close()
@@ -70,8 +76,9 @@ def _stores(group: dist.ProcessGroup, nbytes: int) -> None:
 
 
 def _bytes_at(address: int, device: torch.device) -> torch.Tensor:
-
-    return tensor_over(address, 4, device, None)
+    """Of another GPU, too, as a kernel of ``device`` reads them."""
+    interface = {"shape": (4,), "typestr": "|u1", "data": (address, False), "version": 3}
+    return torch.as_tensor(types.SimpleNamespace(__cuda_array_interface__=interface)).to(device)
 
 
 def test_every_rank_reaches_all_regions(gpus: GpuPools, ranks: int) -> None:

@@ -100,6 +100,12 @@ def test_attributes_move_in_front(text: str, expected: str) -> None:
     assert headers.with_attributes_in_front(text) == expected
 
 
+def test_an_attribute_that_cannot_move_is_refused() -> None:
+    """Rather than given to a compiler that ignores it."""
+    with pytest.raises(UnavailableError, match=r"ends in .*aligned\(2 \* 4\).*report it"):
+        headers.with_attributes_in_front("struct a { int b; } __attribute__((aligned(2 * 4))) c;")
+
+
 def test_headers_of_the_same_version_are_found(tmp_path: Path) -> None:
     """Beside the library; those of another version are named, not taken."""
     include = installed(tmp_path, (2, 30, 7))
@@ -186,7 +192,7 @@ assert "loaded no libnccl" in error()
 ctypes.CDLL({str(one)!r})
 assert str(loaded()) == "NCCL 2.28.9 ({one})", loaded()
 ctypes.CDLL({str(two)!r})
-assert "more than one NCCL: {two}, {one}" in error(), error()
+assert "more than one NCCL: {one}, {two}" in error(), error()
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 

@@ -18,7 +18,13 @@ import torch
 from fanfold.backends import opening
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
 from fanfold.config import Config
-from fanfold.errors import ArgumentError, FanfoldError, UnavailableError, UsageError
+from fanfold.errors import (
+    ArgumentError,
+    FanfoldError,
+    SystemFailure,
+    UnavailableError,
+    UsageError,
+)
 from fanfold.group import Group
 from fanfold.memory import PeerMemory, gpu_regions, nccl
 from fanfold.memory.nccl import NcclSymmetricMemory
@@ -30,6 +36,7 @@ from tests.unit import test_kernels_emulated
 
 RANKS = 3
 NBYTES = 1 << 16
+TIMEOUT_S = 30.0
 
 
 def over_cpu(address: int, nbytes: int, device: torch.device, owner: object) -> torch.Tensor:
@@ -50,10 +57,14 @@ def libnccl(builder: Builder) -> Iterator[ctypes.CDLL]:
         mock.patch.object(nccl, "loaded", side_effect=lambda: NcclLibrary.open(path)),
         mock.patch.object(nccl, "tensor_over", over_cpu),
         mock.patch.object(gpu_regions, "torch", cpu),
-        mock.patch.object(torch.cuda, "current_device", return_value=0),
+        mock.patch.multiple(torch.cuda, current_device=lambda: 0, set_device=lambda index: None),
     ):
         yield library
     gc.collect()
+    # Communicators end when all their ranks have ended them, in threads of their own.
+    for thread in threading.enumerate():
+        if thread.name == "fanfold-nccl":
+            thread.join(20.0)
     assert library.left() == 0, "memory, windows or communicators are left"
 
 
@@ -76,7 +87,7 @@ def test_every_rank_reaches_all_regions(libnccl: ctypes.CDLL) -> None:
     """By the addresses that it is given, its own among them."""
 
     def program(group: Group) -> None:
-        with NcclSymmetricMemory(group, NBYTES) as memory:
+        with NcclSymmetricMemory(group, NBYTES, TIMEOUT_S) as memory:
             assert isinstance(memory, PeerMemory)
             assert (memory.rank, memory.ranks) == (group.rank, RANKS)
             assert memory.usable_bytes == memory.bytes_per_rank == NBYTES
@@ -100,10 +111,51 @@ def test_every_rank_reaches_all_regions(libnccl: ctypes.CDLL) -> None:
 def test_addresses_of_the_version_without_a_function(libnccl: ctypes.CDLL) -> None:
     """A rank alone, whose memory is at the first address."""
     libnccl.behave(b"version", 22809)
-    memory = NcclSymmetricMemory(ThreadGroup(0, [None], threading.Barrier(1)), NBYTES)
+    memory = NcclSymmetricMemory(ThreadGroup(0, [None], threading.Barrier(1)), NBYTES, TIMEOUT_S)
     memory.tensor.fill_(7)
     assert ctypes.c_uint8.from_address(memory.base(0)).value == 7
     memory.close()
+
+
+def test_a_window_that_is_none(libnccl: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where 2.28.9 has no windows it gives a handle in memory of the CPU, which PyTorch refuses."""
+    libnccl.behave(b"version", 22809)
+
+    def refused(*_: Any) -> torch.Tensor:
+        raise RuntimeError("pointer resides on host memory and is not registered")
+
+    monkeypatch.setattr(nccl, "tensor_over", refused)
+    errors = on_all(2, lambda group: NcclSymmetricMemory(group, NBYTES, TIMEOUT_S))
+    for error in errors:
+        assert isinstance(error, UnavailableError)
+        assert "no window that kernels reach: the GPUs lack peer access" in str(error)
+    libnccl.behave_well()
+
+
+def test_a_rank_that_does_not_come(libnccl: ctypes.CDLL) -> None:
+    """To NCCL's own meeting ends the others' wait in time, with what to look at."""
+    libnccl.behave(b"no_communicator_of", 1)
+    errors = on_all(2, lambda group: NcclSymmetricMemory(group, NBYTES, 0.2))
+    assert "ncclCommInitRank" in str(errors[1])
+    assert "unhandled system error" in str(errors[1])
+    assert "ncclCommInitRank of NCCL 2.30.7" in str(errors[0])
+    assert "has not returned after 0.2 s: a rank has ended or hangs" in str(errors[0])
+    libnccl.behave_well()
+    libnccl.release_all()
+
+
+def test_ranks_close_at_different_times(libnccl: ctypes.CDLL) -> None:
+    """None waits for another, though NCCL ends a communicator for all ranks together."""
+    closed = threading.Event()
+
+    def program(group: Group) -> None:
+        memory = NcclSymmetricMemory(group, NBYTES, TIMEOUT_S)
+        if group.rank == 1:
+            assert closed.wait(30.0)
+        memory.close()
+        closed.set()
+
+    assert on_all(2, program) == [None, None]
 
 
 def test_a_stride_of_addresses(libnccl: ctypes.CDLL) -> None:
@@ -124,7 +176,7 @@ def test_results_outlast_the_memory(libnccl: ctypes.CDLL) -> None:
     """A tensor over a window keeps it, also when the memory is closed."""
 
     def program(group: Group) -> None:
-        memory = NcclSymmetricMemory(group, NBYTES)
+        memory = NcclSymmetricMemory(group, NBYTES, TIMEOUT_S)
         result = memory.tensor[8:16]
         result.fill_(group.rank)
         memory.close()
@@ -156,10 +208,10 @@ def test_results_outlast_the_memory(libnccl: ctypes.CDLL) -> None:
 def test_what_no_rank_can_do(libnccl: ctypes.CDLL, fault: str, value: int, message: str) -> None:
     """Is an error that names version, cause and remedy, on all ranks."""
     libnccl.behave(fault.encode(), value)
-    errors = on_all(RANKS, lambda group: NcclSymmetricMemory(group, NBYTES))
+    errors = on_all(RANKS, lambda group: NcclSymmetricMemory(group, NBYTES, TIMEOUT_S))
     for error in errors:
-        assert isinstance(error, UnavailableError)
-        with pytest.raises(UnavailableError, match=message):
+        assert isinstance(error, UnavailableError | SystemFailure)
+        with pytest.raises(type(error), match=message):
             raise error
     libnccl.behave_well()
 
@@ -167,27 +219,29 @@ def test_what_no_rank_can_do(libnccl: ctypes.CDLL, fault: str, value: int, messa
 def test_one_rank_without_memory(libnccl: ctypes.CDLL) -> None:
     """Keeps the others from waiting for it in NCCL."""
     libnccl.behave(b"allocations", RANKS - 1)
-    errors = on_all(RANKS, lambda group: NcclSymmetricMemory(group, NBYTES))
-    own = [error for error in errors if isinstance(error, UnavailableError)]
+    errors = on_all(RANKS, lambda group: NcclSymmetricMemory(group, NBYTES, TIMEOUT_S))
+    own = [error for error in errors if isinstance(error, SystemFailure)]
     assert len(own) == 1
-    assert "ncclMemAlloc" in str(own[0])
+    assert "no 65536 bytes of NCCL's memory (ncclMemAlloc" in str(own[0])
     others = [error for error in errors if error is not own[0]]
-    assert all("failed: ncclMemAlloc" in str(error) for error in others)
+    assert all("failed: rank" in str(error) for error in others)
     libnccl.behave_well()
 
 
 def test_what_one_rank_cannot_do(libnccl: ctypes.CDLL) -> None:
     """Is an error on all of them, none of which waits."""
     libnccl.behave(b"refuses_window_of", 1)
-    errors = on_all(RANKS, lambda group: NcclSymmetricMemory(group, NBYTES))
-    assert "peer access is not supported'. NCCL_DEBUG=INFO" in str(errors[1])
+    errors = on_all(RANKS, lambda group: NcclSymmetricMemory(group, NBYTES, TIMEOUT_S))
+    assert "peer access is not supported'. See what NCCL_DEBUG=INFO" in str(errors[1])
     assert all("rank 1 failed: ncclCommWindowRegister" in str(errors[rank]) for rank in (0, 2))
     libnccl.behave_well()
 
 
 def test_ranks_that_disagree(libnccl: ctypes.CDLL) -> None:
     """Find out before they wait for each other in NCCL."""
-    errors = on_all(2, lambda group: NcclSymmetricMemory(group, NBYTES * (1 + group.rank)))
+    errors = on_all(
+        2, lambda group: NcclSymmetricMemory(group, NBYTES * (1 + group.rank), TIMEOUT_S)
+    )
     assert all(isinstance(error, ArgumentError) for error in errors)
     assert "bytes_per_rank" in str(errors[0])
 
@@ -197,7 +251,7 @@ def test_ranks_that_are_threads_are_refused(libnccl: ctypes.CDLL) -> None:
 
     def program(group: Group) -> None:
         group.one_process = True  # type: ignore[attr-defined]
-        NcclSymmetricMemory(group, NBYTES)
+        NcclSymmetricMemory(group, NBYTES, TIMEOUT_S)
 
     errors = on_all(2, program)
     assert all("threads that share one" in str(error) for error in errors)
@@ -221,7 +275,9 @@ class _OverNccl:
         # Regions have something behind them that nobody may write; their memory is of that size.
         nbytes = len(regions[0])
         with ThreadPoolExecutor(len(groups)) as pool:
-            self.opened = list(pool.map(NcclSymmetricMemory, groups, [nbytes] * len(groups)))
+            self.opened = list(
+                pool.map(lambda group: NcclSymmetricMemory(group, nbytes, TIMEOUT_S), groups)
+            )
         return self.opened
 
 
