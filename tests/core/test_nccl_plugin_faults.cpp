@@ -249,7 +249,8 @@ TEST(nccl_plugin_closes_in_order) {
     const auto open = [&](int rank) {
       ranks[static_cast<size_t>(rank)]->open(
           [&](std::vector<Handle>& all) { gathering.gather(rank, all); });
-      handles[rank] = ranks[static_cast<size_t>(rank)]->add_memory(&memory[8 * rank], 64);
+      handles[rank] =
+          ranks[static_cast<size_t>(rank)]->add_memory(memory.data() + ptrdiff_t{8} * rank, 64);
     };
     std::thread other([&] { open(1); });
     open(0);
