@@ -96,7 +96,7 @@ Result Comm::register_memory(std::shared_ptr<Memory> memory, uint64_t& handle) {
 Result Comm::deregister(uint64_t handle) {
   std::shared_ptr<Memory> memory;
   {
-    const std::lock_guard lock(mutex_);
+    const std::scoped_lock lock(mutex_);
     const auto found = registrations_.find(handle);
     if (found != registrations_.end()) memory = std::move(found->second.memory);
     if (memory) registrations_.erase(found);
@@ -148,7 +148,7 @@ Problem Comm::check(const Operation& operation) const {
 }
 
 Result Comm::post(const Operation& operation, uint64_t& request) {
-  const std::lock_guard lock(mutex_);
+  const std::scoped_lock lock(mutex_);
   if (!failure_.empty()) return Result::kRemoteError;
   const std::string who = "rank " + std::to_string(rank_) + ": an operation to rank " +
                           std::to_string(operation.rank) + " is refused: ";
@@ -178,7 +178,7 @@ Result Comm::post(const Operation& operation, uint64_t& request) {
 
 Result Comm::test(uint64_t request, bool& done) {
   done = false;
-  const std::lock_guard lock(mutex_);
+  const std::scoped_lock lock(mutex_);
   const auto found = requests_.find(request);
   if (found == requests_.end()) {
     return warn(Result::kInvalidArgument, "rank " + std::to_string(rank_) + ": " +
@@ -193,25 +193,25 @@ Result Comm::test(uint64_t request, bool& done) {
 }
 
 Result Comm::state() {
-  const std::lock_guard lock(mutex_);
+  const std::scoped_lock lock(mutex_);
   return failure_.empty() ? Result::kSuccess : Result::kRemoteError;
 }
 
 uint32_t Comm::new_contexts(uint32_t count) {
-  const std::lock_guard lock(mutex_);
+  const std::scoped_lock lock(mutex_);
   return std::exchange(contexts_, contexts_ + count);
 }
 
 // ---- what the wire reports ----
 
 std::shared_ptr<Memory> Comm::memory_of(uint32_t number) {
-  const std::lock_guard lock(mutex_);
+  const std::scoped_lock lock(mutex_);
   const auto found = registrations_.find(number);
   return found == registrations_.end() ? nullptr : found->second.memory;
 }
 
 void Comm::completed(uint64_t request, const Problem& problem) {
-  const std::lock_guard lock(mutex_);
+  const std::scoped_lock lock(mutex_);
   const auto found = requests_.find(request);
   if (found == requests_.end() || found->second.done) return;
   found->second.done = true;
@@ -222,13 +222,13 @@ void Comm::completed(uint64_t request, const Problem& problem) {
 }
 
 void Comm::registered(int32_t peer, uint32_t number, uint64_t bytes) {
-  const std::lock_guard lock(mutex_);
+  const std::scoped_lock lock(mutex_);
   note(number, peer, bytes);
   changed_.notify_all();
 }
 
 void Comm::closed(int32_t peer) {
-  const std::lock_guard lock(mutex_);
+  const std::scoped_lock lock(mutex_);
   closed_[static_cast<size_t>(peer)] = true;
   for (auto& [id, request] : requests_) {
     if (request.rank != peer || request.done) continue;
@@ -241,7 +241,7 @@ void Comm::closed(int32_t peer) {
 }
 
 void Comm::failed(const Problem& problem) {
-  const std::lock_guard lock(mutex_);
+  const std::scoped_lock lock(mutex_);
   failure_ = problem;
   warn(Result::kRemoteError, problem);
   changed_.notify_all();

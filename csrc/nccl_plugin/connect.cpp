@@ -81,7 +81,7 @@ class Gathering {
     if (poll(&writable, 1, 0) != 1) return {};
     Problem problem = finish_connect(addresses_[peer], sockets_[peer]);
     if (!problem.empty()) return problem;
-    make_reliable(sockets_[peer]);
+    make_reliable(sockets_[peer], listener_.settings.timeout_ms);
     Hello hello{.nonce = addresses_[peer].nonce, .rank = rank_};
     RingMemory memory;
     const uint64_t host = listener_.address.host;
@@ -126,7 +126,7 @@ class Gathering {
       if (!problem.empty()) return problem;
     }
     const auto peer = static_cast<size_t>(hello.rank);
-    make_reliable(guest.socket);
+    make_reliable(guest.socket, listener_.settings.timeout_ms);
     links_[peer] = link(std::move(guest.socket), std::move(memory), 1);
     connected_[peer] = true;
     return {};

@@ -47,27 +47,27 @@ Problem Memory::check(const char* what, uint64_t offset, uint64_t count) const {
 }
 
 Problem Memory::read(uint64_t offset, std::byte* to, size_t count) {
-  const std::lock_guard lock(mutex_);
+  const std::scoped_lock lock(mutex_);
   Problem problem = check("a read", offset, count);
   if (!problem.empty() || count == 0) return problem;
   return do_read(offset, to, count);
 }
 
 Problem Memory::write(uint64_t offset, const std::byte* from, size_t count) {
-  const std::lock_guard lock(mutex_);
+  const std::scoped_lock lock(mutex_);
   Problem problem = check("a write", offset, count);
   if (!problem.empty() || count == 0) return problem;
   return do_write(offset, from, count);
 }
 
 Problem Memory::add(uint64_t offset, uint64_t value) {
-  const std::lock_guard lock(mutex_);
+  const std::scoped_lock lock(mutex_);
   Problem problem = check("a signal", offset, sizeof(uint64_t));
   return problem.empty() ? do_add(offset, value) : problem;
 }
 
 void Memory::close() {
-  const std::lock_guard lock(mutex_);
+  const std::scoped_lock lock(mutex_);
   open_ = false;
 }
 

@@ -201,7 +201,7 @@ Problem open_connection(const Address& address, Connection& connection) {
   }
   problem = finish_connect(address, connection.socket);
   if (!problem.empty()) return problem;
-  make_reliable(connection.socket);
+  make_reliable(connection.socket, settings.timeout_ms);
   size_t sent = 0;
   const auto* nonce = reinterpret_cast<const std::byte*>(&address.nonce);
   // The first bytes of a fresh connection find room.
@@ -246,7 +246,7 @@ Result accept(void* listener, void** receiver, void** /*device_handle*/) {
     if (!complete) return Result::kSuccess;
     auto fresh = std::make_unique<Connection>();
     fresh->socket = std::exchange(of.guest, Socket());
-    make_reliable(fresh->socket);
+    make_reliable(fresh->socket, of.settings.timeout_ms);
     *receiver = fresh.release();
     return Result::kSuccess;
   });

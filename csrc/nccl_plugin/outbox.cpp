@@ -8,7 +8,7 @@
 namespace fanfold::nccl_plugin {
 namespace {
 
-using Draw = transport::loopback::Draw;
+using transport::loopback::Draw;
 
 bool is_request(Kind kind) {
   return kind == Kind::kPut || kind == Kind::kGet || kind == Kind::kFlush;

@@ -4,8 +4,8 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
-#include <limits>
 #include <system_error>
+#include <utility>
 
 namespace fanfold::nccl_plugin {
 namespace {
@@ -76,7 +76,7 @@ Problem parse_settings(std::string_view text, Settings& settings) {
     Problem problem = set(item.substr(0, equals), item.substr(equals + 1), parsed);
     if (!problem.empty()) return problem;
   }
-  settings = parsed;
+  settings = std::move(parsed);
   return {};
 }
 

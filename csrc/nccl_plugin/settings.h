@@ -7,7 +7,7 @@
 // | interface     | the first usable one | network interface of the TCP connections              |
 // | wire          | auto                 | `tcp`: also ranks of one host exchange bytes over TCP |
 // | timeout_ms    | 60000                | longest wait for other ranks in `connect` and in a    |
-// |               |                      | registration                                          |
+// |               |                      | registration, and for a host that takes no bytes      |
 // | seed          | 0                    | of the decisions below                                |
 // | delay_us      | 0                    | longest delay of an operation, and of its answer      |
 // | swap_one_in   | 0                    | one put in so many overtakes the put before it; never |

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <cstring>
 
 namespace fanfold::nccl_plugin {
@@ -169,14 +170,15 @@ Problem finish_connect(const Address& address, const Socket& socket) {
          "FANFOLD_NCCL_PLUGIN";
 }
 
-void make_reliable(const Socket& socket) {
+void make_reliable(const Socket& socket, int64_t timeout_ms) {
   const int descriptor = socket.descriptor();
   set_option(descriptor, IPPROTO_TCP, TCP_NODELAY, 1);
   set_option(descriptor, SOL_SOCKET, SO_KEEPALIVE, 1);
   set_option(descriptor, IPPROTO_TCP, TCP_KEEPIDLE, 10);
   set_option(descriptor, IPPROTO_TCP, TCP_KEEPINTVL, 5);
   set_option(descriptor, IPPROTO_TCP, TCP_KEEPCNT, 4);
-  set_option(descriptor, IPPROTO_TCP, TCP_USER_TIMEOUT, 30'000);
+  set_option(descriptor, IPPROTO_TCP, TCP_USER_TIMEOUT,
+             static_cast<int>(std::min<int64_t>(timeout_ms, INT_MAX)));
 }
 
 Socket accept_one(const Socket& listener) {

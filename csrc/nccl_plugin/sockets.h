@@ -66,7 +66,7 @@ Problem finish_connect(const Address& address, const Socket& socket);
 // A connection that waits to be accepted; closed if none does.
 Socket accept_one(const Socket& listener);
 
-// Sends at once, and notices within half a minute that the peer's host is gone.
-void make_reliable(const Socket& socket);
+// Sends at once, and ends when the peer's host has taken nothing for `timeout_ms`.
+void make_reliable(const Socket& socket, int64_t timeout_ms);
 
 }  // namespace fanfold::nccl_plugin

@@ -78,7 +78,7 @@ Wire::~Wire() {
 
 void Wire::post(int32_t peer, Message message) {
   {
-    const std::lock_guard lock(mutex_);
+    const std::scoped_lock lock(mutex_);
     posted_.emplace_back(peer, std::move(message));
   }
   eventfd_write(bell_.descriptor(), 1);
@@ -104,7 +104,7 @@ void Wire::run() {
 void Wire::take_posted() {
   std::vector<std::pair<int32_t, Message>> posted;
   {
-    const std::lock_guard lock(mutex_);
+    const std::scoped_lock lock(mutex_);
     posted.swap(posted_);
   }
   const int64_t now = now_ns();

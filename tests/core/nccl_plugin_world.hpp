@@ -55,12 +55,12 @@ class Log {
     return log;
   }
   void add(const char* text) {
-    const std::lock_guard lock(mutex_);
+    const std::scoped_lock lock(mutex_);
     text_ += std::string(text) + "\n";
   }
   // What has been logged as a warning since the last call.
   std::string take() {
-    const std::lock_guard lock(mutex_);
+    const std::scoped_lock lock(mutex_);
     return std::exchange(text_, {});
   }
   static void write(int level, unsigned long /*subsystems*/, const char* /*file*/, int /*line*/,
@@ -257,7 +257,7 @@ class Gathering {
   void gather(int rank, std::vector<Handle>& handles) {
     const auto own = static_cast<size_t>(rank);
     {
-      const std::lock_guard lock(mutex_);
+      const std::scoped_lock lock(mutex_);
       handles_[own].push_back(handles[own]);
     }
     const size_t round = rounds_of(own);
@@ -267,13 +267,13 @@ class Gathering {
       }
       return true;
     });
-    const std::lock_guard lock(mutex_);
+    const std::scoped_lock lock(mutex_);
     for (size_t peer = 0; peer < handles.size(); ++peer) handles[peer] = handles_[peer][round - 1];
   }
 
  private:
   size_t rounds_of(size_t rank) {
-    const std::lock_guard lock(mutex_);
+    const std::scoped_lock lock(mutex_);
     return handles_[rank].size();
   }
 
