@@ -132,6 +132,7 @@ class Rank {
                  "listen");
       gather(handles);
       std::vector<void*> pointers;
+      pointers.reserve(handles.size());
       for (Handle& handle : handles) pointers.push_back(handle.data());
       void* comm = nullptr;
       // NCCL 2.28.9 may pass no instance here.
@@ -294,6 +295,7 @@ struct World {
     std::atomic<int> finished = 0;
     std::vector<std::string> failures(static_cast<size_t>(ranks));
     std::vector<std::thread> threads;
+    threads.reserve(failures.size());
     for (int number = 0; number < ranks; ++number) {
       threads.emplace_back([&, number] {
         try {

@@ -5,7 +5,7 @@
 #include <thread>
 #include <vector>
 
-#include "nccl_plugin/sockets.h"
+#include "nccl_plugin/connect.h"
 #include "nccl_plugin_traffic.hpp"
 #include "nccl_plugin_world.hpp"
 #include "processes.hpp"
@@ -123,6 +123,30 @@ TEST(nccl_plugin_gets_and_flushes) {
   }
 }
 
+// The bytes and the signal of a request that is done are at the target.
+TEST(nccl_plugin_completion_means_landed) {
+  const Setting set("interface=lo,wire=tcp,delay_us=300,seed=2");
+  std::vector<uint64_t> memory(100'001);
+  World{.version = Version::kGin11, .ranks = 2}.run([&](Rank& rank) {
+    std::vector<uint64_t> own(100'000);
+    void* source = rank.add_memory(own.data(), own.size() * 8).front();
+    void* target = rank.add_memory(memory.data(), memory.size() * 8).front();
+    for (uint64_t round = 1; rank.rank == 0 && round <= 30; ++round) {
+      std::ranges::fill(own, round);
+      void* request = nullptr;
+      require_ok(
+          rank.put_signal({.rank = 1}, {.memory = source}, own.size() * 8, {.memory = target},
+                          {.at = {.memory = target, .offset = own.size() * 8}}, &request),
+          "iputSignal");
+      rank.finish(request);
+      require(std::ranges::count(memory, round) >= 100'000, "a put was done before it had landed");
+      require(memory.back() == round, "a put was done before its signal");
+    }
+    // Both keep their memory until the puts are over.
+    rank.add_memory(own.data(), 8);
+  });
+}
+
 // A flush follows the puts of its context: their bytes are at the target when it is done.
 TEST(nccl_plugin_flush_follows_puts) {
   const Setting set("interface=lo,wire=tcp,delay_us=500,swap_one_in=2,seed=9");
@@ -155,6 +179,7 @@ TEST(nccl_plugin_connects_in_any_order) {
   for (int late = 0; late < 4; ++late) {
     Gathering gathering(4);
     std::vector<std::thread> threads;
+    threads.reserve(4);
     std::vector<std::string> failures(4);
     for (int number = 0; number < 4; ++number) {
       threads.emplace_back([&, number] {
@@ -167,7 +192,9 @@ TEST(nccl_plugin_connects_in_any_order) {
             Socket stranger;
             require(begin_connect(address, stranger).empty(), "a stranger connects");
             size_t sent = 0;
-            static_cast<void>(stranger.send(handles[0].data(), 40, sent));
+            const Hello hello{.nonce = address.nonce + 1, .rank = 0};
+            static_cast<void>(
+                stranger.send(reinterpret_cast<const std::byte*>(&hello), sizeof hello, sent));
             if (number == late) std::this_thread::sleep_for(std::chrono::milliseconds(30));
           });
           uint64_t word = 0;
@@ -189,6 +216,7 @@ TEST(nccl_plugin_processes) {
     constexpr int kRanks = 3;
     std::vector<Pipes> pipes(kRanks);
     std::vector<std::unique_ptr<Child>> children;
+    children.reserve(kRanks);
     for (int number = 0; number < kRanks; ++number) {
       children.push_back(std::make_unique<Child>([&, number] {
         if (contains(setting, "seed")) {

@@ -1,6 +1,4 @@
 // What the NCCL plugin reports when ranks die, close, disagree, or pass nonsense.
-#include <signal.h>
-
 #include <chrono>
 #include <cstring>
 #include <memory>
@@ -241,6 +239,7 @@ TEST(nccl_plugin_closes_in_order) {
     const Setting set(wire);
     Gathering gathering(2);
     std::vector<std::unique_ptr<Rank>> ranks;
+    ranks.reserve(2);
     for (int rank = 0; rank < 2; ++rank) {
       ranks.push_back(std::make_unique<Rank>(Version::kGin11, rank, 2));
     }

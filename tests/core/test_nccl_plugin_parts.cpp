@@ -286,7 +286,10 @@ TEST(nccl_plugin_outbox_swaps_no_get_and_no_flush) {
       if (id % 3 == 2) message.header.kind = Kind::kFlush;
       outbox.push(std::move(message), 0);
     }
-    for (uint64_t id = 0; id < 30; ++id) CHECK_EQ(outbox.pop(0)->header.id, id);
+    for (uint64_t id = 0; id < 30; ++id) {
+      const auto message = outbox.pop(0);
+      CHECK(message.has_value() && message->header.id == id);
+    }
   }
 }
 
@@ -365,6 +368,7 @@ TEST(nccl_plugin_net_bounds_requests) {
   const NetPair pair;
   std::vector<std::byte> data(10);
   std::vector<void*> sends;
+  sends.reserve(abi::kNetRequests);
   for (int i = 0; i < abi::kNetRequests; ++i) sends.push_back(pair.send(data));
   CHECK(pair.send(data) == nullptr);
   int bytes = 0;
