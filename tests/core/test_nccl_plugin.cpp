@@ -123,6 +123,48 @@ TEST(nccl_plugin_gets_and_flushes) {
   }
 }
 
+// A reader that does nothing but wait for the signal finds all bytes: of the signal's put, and of
+// the put before it.
+TEST(nccl_plugin_payload_before_signal) {
+  for (const char* wire : {"interface=lo,wire=tcp", "interface=lo"}) {
+    if (!kRingsBetweenThreads && !contains(wire, "tcp")) continue;
+    const Setting set(wire);
+    constexpr size_t kWords = 200'000;
+    std::vector<uint64_t> memory(2 * kWords + 2);
+    std::vector<uint64_t> own(2 * kWords + 2);
+    World{.version = Version::kGin11, .ranks = 2}.run([&](Rank& rank) {
+      std::vector<uint64_t>& here = rank.rank == 0 ? own : memory;
+      void* handle = rank.add_memory(here.data(), here.size() * 8).front();
+      const Rank::Signal signal{.at = {.memory = handle, .offset = 2 * kWords * 8}};
+      std::atomic_ref<uint64_t> word(here[2 * kWords]);
+      for (uint64_t round = 1; round <= 20; ++round) {
+        void* request = nullptr;
+        if (rank.rank == 0) {
+          std::fill_n(here.begin(), 2 * kWords, round);
+          void* earlier = nullptr;
+          require_ok(
+              rank.put({.rank = 1}, {.memory = handle}, kWords * 8, {.memory = handle}, &earlier),
+              "iput");
+          const Range half{.memory = handle, .offset = kWords * 8};
+          require_ok(rank.put_signal({.rank = 1}, half, kWords * 8, half, signal, &request),
+                     "iputSignal");
+          rank.finish(earlier);
+          rank.finish(request);
+          await("the answer", [&] { return word.load(std::memory_order_acquire) == round; });
+        } else {
+          await("a signal", [&] { return word.load(std::memory_order_acquire) == round; });
+          require(here[2 * kWords - 1] == round, "the last word came after the signal");
+          require(std::count(here.begin(), here.end() - 2, round) == 2 * kWords,
+                  "a word came after the signal");
+          require_ok(rank.put_signal({.rank = 0}, {}, 0, {}, signal, &request), "iputSignal");
+          rank.finish(request);
+        }
+      }
+      rank.add_memory(here.data(), 8);
+    });
+  }
+}
+
 // The bytes and the signal of a request that is done are at the target.
 TEST(nccl_plugin_completion_means_landed) {
   const Setting set("interface=lo,wire=tcp,delay_us=300,seed=2");

@@ -235,7 +235,7 @@ TEST(nccl_plugin_deregistered_memory) {
 
 // Ranks may close one after the other; who writes to a closed rank receives an error.
 TEST(nccl_plugin_closes_in_order) {
-  for (const char* wire : {"interface=lo,wire=tcp", "interface=lo"}) {
+  for (const char* wire : {"interface=lo,delay_us=20000,wire=tcp", "interface=lo,delay_us=20000"}) {
     const Setting set(wire);
     Gathering gathering(2);
     std::vector<std::unique_ptr<Rank>> ranks;
@@ -254,11 +254,18 @@ TEST(nccl_plugin_closes_in_order) {
     std::thread other([&] { open(1); });
     open(0);
     other.join();
-    void* request = nullptr;
     const Range at{.memory = handles[0].front()};
-    CHECK(ranks[0]->put({.rank = 1}, at, 8, at, &request) == Result::kSuccess);
-    ranks[0]->finish(request);
+    std::vector<void*> requests(10);
+    for (void*& request : requests) {
+      CHECK(ranks[0]->put_signal({.rank = 1}, {}, 0, {}, {.at = at}, &request) == Result::kSuccess);
+    }
+    await("the signals", [&] {
+      return std::atomic_ref(memory[8]).load(std::memory_order_acquire) == requests.size();
+    });
+    // Its answers are still to come, and come.
     ranks[1].reset();
+    for (void* request : requests) ranks[0]->finish(request);
+    void* request = nullptr;
     Result result = Result::kSuccess;
     await("the end of rank 1", [&] {
       result = ranks[0]->put({.rank = 1}, at, 8, at, &request);
