@@ -16,9 +16,9 @@ using Clock = std::chrono::steady_clock;
 constexpr int kPollMs = 50;
 
 // The handshake of one rank with all others.
-class Gathering {
+class Handshake {
  public:
-  Gathering(const Listener& listener, std::span<const Address> addresses, int32_t rank,
+  Handshake(const Listener& listener, std::span<const Address> addresses, int32_t rank,
             std::vector<std::unique_ptr<Link>>& links)
       : listener_(listener), addresses_(addresses), rank_(rank), links_(links) {}
 
@@ -42,7 +42,7 @@ class Gathering {
   }
 
  private:
-  struct Guest {
+  struct Incoming {
     Socket socket;
     std::byte hello[sizeof(Hello)] = {};
     size_t got = 0;
@@ -55,22 +55,22 @@ class Gathering {
       if (connected_[peer] || !sockets_[peer].is_open()) continue;
       waits.push_back({.fd = sockets_[peer].descriptor(), .events = POLLOUT, .revents = 0});
     }
-    for (const Guest& guest : guests_) {
-      waits.push_back({.fd = guest.socket.descriptor(), .events = POLLIN, .revents = 0});
+    for (const Incoming& incoming : incoming_) {
+      waits.push_back({.fd = incoming.socket.descriptor(), .events = POLLIN, .revents = 0});
     }
     poll(waits.data(), waits.size(), kPollMs);
     for (size_t peer = static_cast<size_t>(rank_) + 1; peer < sockets_.size(); ++peer) {
       Problem problem = connected_[peer] ? Problem() : greet(peer);
       if (!problem.empty()) return problem;
     }
-    for (Socket guest = accept_one(listener_.socket); guest.is_open();
-         guest = accept_one(listener_.socket)) {
-      guests_.emplace_back().socket = std::move(guest);
+    for (Socket fresh = accept_one(listener_.socket); fresh.is_open();
+         fresh = accept_one(listener_.socket)) {
+      incoming_.emplace_back().socket = std::move(fresh);
     }
     Problem problem;
-    std::erase_if(guests_, [&](Guest& guest) {
+    std::erase_if(incoming_, [&](Incoming& incoming) {
       bool stays = true;
-      if (problem.empty()) problem = admit(guest, stays);
+      if (problem.empty()) problem = admit(incoming, stays);
       return !stays;
     });
     return problem;
@@ -108,14 +108,15 @@ class Gathering {
     return shared_link(std::move(socket), std::move(memory), side);
   }
 
-  // Sets `stays` if the guest has not said everything. Strangers are sent away: they know no nonce.
-  Problem admit(Guest& guest, bool& stays) {
-    const auto state =
-        guest.socket.receive(guest.hello + guest.got, sizeof(Hello) - guest.got, guest.got);
-    stays = state == Socket::State::kOpen && guest.got < sizeof(Hello);
+  // Sets `stays` if its hello is not complete. A connection of another program is closed: its hello
+  // lacks the nonce.
+  Problem admit(Incoming& incoming, bool& stays) {
+    const auto state = incoming.socket.receive(incoming.hello + incoming.got,
+                                               sizeof(Hello) - incoming.got, incoming.got);
+    stays = state == Socket::State::kOpen && incoming.got < sizeof(Hello);
     if (stays || state != Socket::State::kOpen) return {};
     Hello hello;
-    std::memcpy(&hello, guest.hello, sizeof hello);
+    std::memcpy(&hello, incoming.hello, sizeof hello);
     const bool known = hello.magic == Address::kMagic && hello.nonce == listener_.address.nonce &&
                        hello.rank >= 0 && hello.rank < rank_ &&
                        !connected_[static_cast<size_t>(hello.rank)];
@@ -126,8 +127,8 @@ class Gathering {
       if (!problem.empty()) return problem;
     }
     const auto peer = static_cast<size_t>(hello.rank);
-    make_reliable(guest.socket, listener_.settings.timeout_ms);
-    links_[peer] = link(std::move(guest.socket), std::move(memory), 1);
+    make_reliable(incoming.socket, listener_.settings.timeout_ms);
+    links_[peer] = link(std::move(incoming.socket), std::move(memory), 1);
     connected_[peer] = true;
     return {};
   }
@@ -152,14 +153,14 @@ class Gathering {
   std::vector<std::unique_ptr<Link>>& links_;
   std::vector<Socket> sockets_;  // that connect
   std::vector<bool> connected_;
-  std::vector<Guest> guests_;
+  std::vector<Incoming> incoming_;
 };
 
 }  // namespace
 
 Problem connect_all(const Listener& listener, std::span<const Address> addresses, int32_t rank,
                     std::vector<std::unique_ptr<Link>>& links) {
-  return Gathering(listener, addresses, rank, links).run();
+  return Handshake(listener, addresses, rank, links).run();
 }
 
 }  // namespace fanfold::nccl_plugin

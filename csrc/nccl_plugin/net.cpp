@@ -46,7 +46,7 @@ struct Connection {
 };
 
 struct NetListener : Listener {
-  Socket guest;  // accepted, and has not said its hello yet
+  Socket incoming;  // accepted, and its nonce is not complete
   uint64_t nonce_word = 0;
   size_t nonce_got = 0;
 };
@@ -230,22 +230,22 @@ Result accept(void* listener, void** receiver, void** /*device_handle*/) {
   return guarded("accept", [&] {
     *receiver = nullptr;
     auto& of = *static_cast<NetListener*>(listener);
-    if (!of.guest.is_open()) {
-      of.guest = accept_one(of.socket);
+    if (!of.incoming.is_open()) {
+      of.incoming = accept_one(of.socket);
       of.nonce_got = 0;
-      if (!of.guest.is_open()) return Result::kSuccess;
+      if (!of.incoming.is_open()) return Result::kSuccess;
     }
     auto* nonce = reinterpret_cast<std::byte*>(&of.nonce_word);
-    const auto state =
-        of.guest.receive(nonce + of.nonce_got, sizeof of.nonce_word - of.nonce_got, of.nonce_got);
+    const auto state = of.incoming.receive(nonce + of.nonce_got,
+                                           sizeof of.nonce_word - of.nonce_got, of.nonce_got);
     const bool complete = of.nonce_got == sizeof of.nonce_word;
     if (state != Socket::State::kOpen || (complete && of.nonce_word != of.address.nonce)) {
-      of.guest.close();  // a stranger
+      of.incoming.close();  // of another program
       return Result::kSuccess;
     }
     if (!complete) return Result::kSuccess;
     auto fresh = std::make_unique<Connection>();
-    fresh->socket = std::exchange(of.guest, Socket());
+    fresh->socket = std::exchange(of.incoming, Socket());
     make_reliable(fresh->socket, of.settings.timeout_ms);
     *receiver = fresh.release();
     return Result::kSuccess;

@@ -44,7 +44,7 @@ void Outbox::push(Message message, int64_t now_ns) {
                                ? 0
                                : draw.between(0, settings_.delay_us * 1000);
   const bool swaps = draw.one_in(settings_.swap_one_in);
-  message.breaks = is_request(header.kind) && draw.one_in(settings_.error_one_in);
+  message.injects_error = is_request(header.kind) && draw.one_in(settings_.error_one_in);
   // Never before its predecessor: the order within a lane is the promise.
   lane.last_ready_ns = std::max(lane.last_ready_ns, now_ns + delay_ns);
   Waiting waiting{

@@ -51,7 +51,7 @@ struct Message {
   Header header;
   std::shared_ptr<Memory> source;  // null: no payload
   uint64_t source_offset = 0;
-  bool breaks = false;  // the injected error: sending it breaks the communicator
+  bool injects_error = false;  // sending it breaks the communicator
 };
 
 // A message without a payload.

@@ -40,7 +40,7 @@ class Socket {
 // What a rank needs in order to reach a listener: the contents of NCCL's handle.
 struct Address {
   uint64_t magic = 0;
-  uint64_t nonce = 0;  // of the listener: a stranger at its port does not know it
+  uint64_t nonce = 0;  // of the listener; connections of other programs lack it
   uint64_t host = 0;   // host_identity(); 0: shares no memory
   uint32_t socket_bytes = 0;
   std::byte socket[32] = {};  // a sockaddr_in or sockaddr_in6

@@ -40,7 +40,7 @@ struct Wire::Peer {
   std::unique_ptr<Link> link;  // null: this rank, or a peer that has closed
   Outbox outbox;
   bool said_goodbye = false;
-  bool hears = true;  // false: it has ended, and what it sent last is yet to be read
+  bool receives = true;  // false: it has ended, and its last messages are still to be read
 
   // The message under way: `out` holds its header and a piece of its payload.
   Message message;
@@ -122,7 +122,7 @@ void Wire::sleep() {
       wake = std::min(wake, *next);
     }
     if (!peer->link) continue;
-    const short events = peer->link->events_to_sleep(peer->is_sending() && peer->hears);
+    const short events = peer->link->events_to_sleep(peer->is_sending() && peer->receives);
     if (events == 0) return;
     waits.push_back({.fd = peer->link->descriptor(), .events = events, .revents = 0});
   }
@@ -181,7 +181,7 @@ void Wire::end_of(Peer& peer, Link::State state) {
 
 bool Wire::send_some(Peer& peer) {
   size_t moved = 0;
-  while (peer.link && peer.hears && moved < kTurnBytes) {
+  while (peer.link && peer.receives && moved < kTurnBytes) {
     if (!peer.is_sending() && !next_message(peer)) break;
     const size_t before = moved;
     const auto state =
@@ -189,8 +189,8 @@ bool Wire::send_some(Peer& peer) {
     peer.out_at += moved - before;
     if (state != Link::State::kOpen) {
       // What the peer sent before it ended says whether it ended in order.
-      peer.hears = state != Link::State::kEnded;
-      if (peer.hears) end_of(peer, state);
+      peer.receives = state != Link::State::kEnded;
+      if (peer.receives) end_of(peer, state);
       return true;
     }
     if (moved == before) break;
@@ -204,7 +204,7 @@ bool Wire::send_some(Peer& peer) {
 bool Wire::next_message(Peer& peer) {
   std::optional<Message> next = peer.outbox.pop(now_ns());
   if (!next) return false;
-  if (next->breaks) {
+  if (next->injects_error) {
     fail("an error that FANFOLD_NCCL_PLUGIN injects (error_one_in, seed " +
          std::to_string(settings_.seed) + ") breaks an operation to rank " +
          std::to_string(peer.rank));
@@ -249,7 +249,7 @@ Problem Wire::fill(Peer& peer) {
 bool Wire::deliver_to_self(Peer& peer) {
   std::optional<Message> next = peer.outbox.pop(now_ns());
   if (!next) return false;
-  if (next->breaks) {
+  if (next->injects_error) {
     fail("an error that FANFOLD_NCCL_PLUGIN injects (error_one_in, seed " +
          std::to_string(settings_.seed) + ") breaks an operation to this rank");
     return true;
