@@ -205,9 +205,7 @@ bool Wire::next_message(Peer& peer) {
   std::optional<Message> next = peer.outbox.pop(now_ns());
   if (!next) return false;
   if (next->injects_error) {
-    fail("an error that FANFOLD_NCCL_PLUGIN injects (error_one_in, seed " +
-         std::to_string(settings_.seed) + ") breaks an operation to rank " +
-         std::to_string(peer.rank));
+    fail(injected_error(peer));
     return false;
   }
   peer.message = std::move(*next);
@@ -246,12 +244,17 @@ Problem Wire::fill(Peer& peer) {
   return problem;
 }
 
+Problem Wire::injected_error(const Peer& peer) const {
+  return "an error that FANFOLD_NCCL_PLUGIN injects (error_one_in, seed " +
+         std::to_string(settings_.seed) + ") breaks an operation to rank " +
+         std::to_string(peer.rank);
+}
+
 bool Wire::deliver_to_self(Peer& peer) {
   std::optional<Message> next = peer.outbox.pop(now_ns());
   if (!next) return false;
   if (next->injects_error) {
-    fail("an error that FANFOLD_NCCL_PLUGIN injects (error_one_in, seed " +
-         std::to_string(settings_.seed) + ") breaks an operation to this rank");
+    fail(injected_error(peer));
     return true;
   }
   owner_.completed(next->header.id, apply_to_self(*next));

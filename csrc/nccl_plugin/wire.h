@@ -69,6 +69,7 @@ class Wire {
   bool send_some(Peer& peer);
   bool next_message(Peer& peer);
   Problem fill(Peer& peer);
+  Problem injected_error(const Peer& peer) const;
   bool deliver_to_self(Peer& peer);
   Problem apply_to_self(const Message& message);
 

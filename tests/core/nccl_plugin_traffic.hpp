@@ -9,7 +9,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <memory>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "nccl_plugin_world.hpp"
@@ -167,9 +168,9 @@ class TrafficRank {
             "a signal has the value " + std::to_string(value));
     if (value == before) return false;
     for (size_t i = 0; i < message.bytes; ++i) {
-      require(target_[from * traffic_.most_bytes + i] == byte_at(message.fill, i),
-              "a signal came before its payload, at byte " + std::to_string(i) + " of " +
-                  std::to_string(message.bytes));
+      if (target_[from * traffic_.most_bytes + i] == byte_at(message.fill, i)) continue;
+      throw std::runtime_error("a signal came before its payload, at byte " + std::to_string(i) +
+                               " of " + std::to_string(message.bytes));
     }
     add(peer, context, slots_ + slot(rank_.rank, context), 1, pending);
     return true;

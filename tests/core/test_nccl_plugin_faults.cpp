@@ -6,6 +6,7 @@
 #include <thread>
 #include <vector>
 
+#include "nccl_plugin_processes.hpp"
 #include "nccl_plugin_world.hpp"
 #include "processes.hpp"
 
@@ -85,6 +86,36 @@ TEST(nccl_plugin_killed_peer) {
     CHECK(contains(log, "rank 0: the "));
     CHECK(contains(log, "connection to rank 1 has ended: that rank has died, was killed"));
     CHECK(contains(log, "start all ranks again"));
+  }
+}
+
+// All others notice, also in a registration that waits for the dead rank.
+TEST(nccl_plugin_killed_among_four) {
+  for (const char* setting : {"interface=lo,wire=tcp", "interface=lo"}) {
+    const Setting set(setting);
+    Processes processes(4, [](Rank& rank, Pipes& pipe) {
+      uint64_t memory[2] = {};
+      void* handle = rank.add_memory(memory, sizeof memory).front();
+      char letter = 'r';
+      require(pipe.put(1, &letter, 1), "the start");
+      if (rank.rank == 3) {
+        std::vector<void*> more;
+        letter = rank.try_register(memory, 8, more) == Result::kRemoteError ? 'e' : 'n';
+      } else {
+        const auto next = static_cast<uint32_t>((rank.rank + 1) % rank.ranks);
+        await("the error", [&] {
+          void* request = nullptr;
+          return rank.put({.rank = next}, {.memory = handle}, 8, {.memory = handle}, &request) ==
+                 Result::kRemoteError;
+        });
+        letter = has_error(rank) ? 'e' : 'n';
+      }
+      if (!contains(Log::get().take(), "has ended: that rank has died")) letter = 'm';
+      require(pipe.put(1, &letter, 1), "the result");
+    });
+    processes.expect({0, 1, 2, 3}, 'r');
+    processes.kill(1);
+    processes.expect({0, 2, 3}, 'e');
   }
 }
 
