@@ -115,7 +115,7 @@ PROBES: tuple[Probe, ...] = (
           limit_s=2 * modes.START_S + 10),
     Probe("high throughput", modes.high_throughput, "first solve the problems in the lines above",
           limit_s=2 * modes.START_S + 10),
-    Probe("nccl", devices.nccl, "install it again", used=False),
+    Probe("nccl", devices.nccl, "install it again"),
     Probe("libfabric", networks.libfabric, "install it with all its libraries",
           module="fanfold._core"),
     Probe("networks", networks.networks, "look at fi_info", module="fanfold._core"),

@@ -193,7 +193,7 @@ def nccl() -> Outcome:
     places = [str(path) for path in _cuda_libraries("libnccl.so.*")]
     library = _load(*places, "libnccl.so.2")
     if library is None:
-        hint = "not needed yet; a CUDA build of PyTorch brings it"
+        hint = "only FANFOLD_GPU_MEMORY=nccl needs it; a CUDA build of PyTorch brings it"
         return "missing", "neither in PyTorch's wheels nor on the library path", hint
     try:
         found = NcclLibrary.open(library._name)

@@ -1,5 +1,6 @@
-"""NVIDIA's NCCL as this process has it, and its device API for kernels that NVRTC compiles.
+"""NVIDIA's NCCL as this process has it, which nothing of Fanfold needs.
 
-Nothing of Fanfold needs NCCL yet: :mod:`fanfold.nccl.library` says what an installed version has,
-and :mod:`fanfold.nccl.headers` lets a kernel include its headers.
+:mod:`fanfold.nccl.library` says what a version has, :mod:`fanfold.nccl.communicator` shares windows
+of memory (:mod:`fanfold.memory.nccl`), and :mod:`fanfold.nccl.headers` lets a kernel include NCCL's
+device headers.
 """

@@ -25,7 +25,7 @@ doctor.add_arguments(parser)
 sys.exit(doctor.run(parser.parse_args()))
 """
 NAMES = [probe.name for probe in PROBES]
-UNUSED = ["mpi4py", "nccl"]
+UNUSED = ["mpi4py"]
 
 
 def environment(*packages: Path, **variables: str | None) -> dict[str, str]:

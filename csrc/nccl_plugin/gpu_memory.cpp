@@ -1,0 +1,156 @@
+#include "nccl_plugin/gpu_memory.h"
+
+#include <dlfcn.h>
+
+#include <mutex>
+
+namespace fanfold::nccl_plugin {
+namespace {
+
+constexpr int kDeviceOrdinal = 9;             // CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+constexpr unsigned kNonBlockingStream = 1;    // CU_STREAM_NON_BLOCKING
+constexpr unsigned kWriteAfterAllBefore = 0;  // CU_STREAM_WRITE_VALUE_DEFAULT
+constexpr const char* kLibrary = "libcuda.so.1";
+
+struct Loaded {
+  Driver driver{};
+  Problem problem;
+};
+
+template <typename F>
+void find(void* library, const char* name, F& function, Problem& problem) {
+  function = reinterpret_cast<F>(dlsym(library, name));
+  if (function == nullptr && problem.empty()) {
+    problem = std::string(kLibrary) + " lacks " + name + "; install a driver for CUDA 12 or newer";
+  }
+}
+
+Loaded load() {
+  Loaded loaded;
+  // Never closed: NCCL and CUDA of this process use the same library to the end.
+  void* library = dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) {
+    loaded.problem = std::string("GPU memory needs ") + kLibrary +
+                     ", which cannot be loaded; install NVIDIA's driver";
+    return loaded;
+  }
+  Driver& driver = loaded.driver;
+  Problem& problem = loaded.problem;
+  find(library, "cuInit", driver.init, problem);
+  find(library, "cuPointerGetAttribute", driver.pointer_attribute, problem);
+  find(library, "cuDevicePrimaryCtxRetain", driver.retain_primary_context, problem);
+  find(library, "cuDevicePrimaryCtxRelease_v2", driver.release_primary_context, problem);
+  find(library, "cuCtxPushCurrent_v2", driver.push_context, problem);
+  find(library, "cuCtxPopCurrent_v2", driver.pop_context, problem);
+  find(library, "cuStreamCreate", driver.create_stream, problem);
+  find(library, "cuStreamDestroy_v2", driver.destroy_stream, problem);
+  find(library, "cuStreamSynchronize", driver.synchronize, problem);
+  find(library, "cuMemcpyHtoDAsync_v2", driver.to_device, problem);
+  find(library, "cuMemcpyDtoHAsync_v2", driver.to_host, problem);
+  find(library, "cuStreamWriteValue64_v2", driver.write_word, problem);
+  find(library, "cuGetErrorName", driver.error_name, problem);
+  if (problem.empty() && driver.init(0) != 0) problem = "cuInit fails; is a GPU visible here?";
+  return loaded;
+}
+
+class GpuMemory final : public Memory {
+ public:
+  GpuMemory(const Driver& driver, uintptr_t address, uint64_t bytes)
+      : Memory(bytes), driver_(driver), address_(address) {}
+  ~GpuMemory() override {
+    if (stream_ != nullptr && driver_.push_context(context_) == 0) {
+      driver_.destroy_stream(stream_);
+      pop();
+    }
+    if (context_ != nullptr) driver_.release_primary_context(device_);
+  }
+
+  Problem open() {
+    int result = driver_.pointer_attribute(&device_, kDeviceOrdinal, address_);
+    if (result != 0) return failure("cuPointerGetAttribute", result);
+    result = driver_.retain_primary_context(&context_, device_);
+    if (result != 0) return failure("cuDevicePrimaryCtxRetain", result);
+    return in_context([&](const char*& call) {
+      call = "cuStreamCreate";
+      // Not ordered with the default stream: a kernel there may spin for what arrives here.
+      return driver_.create_stream(&stream_, kNonBlockingStream);
+    });
+  }
+
+ private:
+  Problem do_read(uint64_t offset, std::byte* to, size_t count) override {
+    return in_context([&](const char*& call) {
+      call = "cuMemcpyDtoHAsync";
+      const int result = driver_.to_host(to, address_ + offset, count, stream_);
+      return result == 0 ? finish(call) : result;
+    });
+  }
+  Problem do_write(uint64_t offset, const std::byte* from, size_t count) override {
+    return in_context([&](const char*& call) {
+      call = "cuMemcpyHtoDAsync";
+      const int result = driver_.to_device(address_ + offset, from, count, stream_);
+      return result == 0 ? finish(call) : result;
+    });
+  }
+  // Reads the word first: kernels of NCCL 2.28.9 reset signals, so a copy kept here would be wrong.
+  Problem do_add(uint64_t offset, uint64_t value) override {
+    uint64_t word = 0;
+    return in_context([&](const char*& call) {
+      call = "cuMemcpyDtoHAsync";
+      int result = driver_.to_host(&word, address_ + offset, sizeof word, stream_);
+      if (result == 0) result = finish(call);
+      if (result != 0) return result;
+      call = "cuStreamWriteValue64";
+      result = driver_.write_word(stream_, address_ + offset, word + value, kWriteAfterAllBefore);
+      return result == 0 ? finish(call) : result;
+    });
+  }
+
+  int finish(const char*& call) {
+    call = "cuStreamSynchronize";
+    return driver_.synchronize(stream_);
+  }
+  void pop() {
+    void* context = nullptr;
+    driver_.pop_context(&context);
+  }
+  template <typename F>
+  Problem in_context(const F& calls) {
+    const char* call = "cuCtxPushCurrent";
+    int result = driver_.push_context(context_);
+    if (result != 0) return failure(call, result);
+    result = calls(call);
+    pop();
+    return result == 0 ? Problem() : failure(call, result);
+  }
+  Problem failure(const char* call, int result) const {
+    const char* name = nullptr;
+    if (driver_.error_name(result, &name) != 0 || name == nullptr) name = "an unknown error";
+    return std::string(call) + " on GPU " + std::to_string(device_) + " fails: " + name +
+           "; an earlier kernel may have failed, or the memory may have been freed";
+  }
+
+  const Driver& driver_;
+  const uintptr_t address_;
+  int device_ = -1;
+  void* context_ = nullptr;
+  void* stream_ = nullptr;
+};
+
+}  // namespace
+
+const Driver* load_driver(Problem& problem) {
+  static const Loaded loaded = load();
+  problem = loaded.problem;
+  return problem.empty() ? &loaded.driver : nullptr;
+}
+
+std::shared_ptr<Memory> gpu_memory(const Driver& driver, void* data, uint64_t bytes,
+                                   Problem& problem) {
+  auto memory = std::make_shared<GpuMemory>(driver, reinterpret_cast<uintptr_t>(data), bytes);
+  problem = memory->open();
+  if (!problem.empty()) return nullptr;
+  return memory;
+}
+
+}  // namespace fanfold::nccl_plugin

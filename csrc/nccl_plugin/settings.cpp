@@ -1,0 +1,100 @@
+#include "nccl_plugin/settings.h"
+
+#include <charconv>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <system_error>
+#include <utility>
+
+namespace fanfold::nccl_plugin {
+namespace {
+
+constexpr const char* kVariable = "FANFOLD_NCCL_PLUGIN";
+
+std::string environment(const char* name) {
+  // NCCL itself reads the environment from the same threads, and nothing here writes it.
+  const char* value = std::getenv(name);  // NOLINT(concurrency-mt-unsafe)
+  return value == nullptr ? std::string() : std::string(value);
+}
+
+Problem wrong(std::string_view key, std::string_view value, const std::string& wanted) {
+  return std::string(kVariable) + ": " + std::string(key) + " is '" + std::string(value) +
+         "', but must be " + wanted;
+}
+
+template <typename T>
+Problem number(std::string_view key, std::string_view value, T least, T& into) {
+  T parsed = 0;
+  const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), parsed);
+  if (error != std::errc() || end != value.data() + value.size() || parsed < least) {
+    return wrong(key, value, "a whole number from " + std::to_string(least) + " on");
+  }
+  into = parsed;
+  return {};
+}
+
+Problem set(std::string_view key, std::string_view value, Settings& settings) {
+  if (key == "interface") {
+    settings.interface = value;
+    return {};
+  }
+  if (key == "wire") {
+    if (value != "tcp" && value != "auto") return wrong(key, value, "'auto' or 'tcp'");
+    settings.tcp_only = value == "tcp";
+    return {};
+  }
+  if (key == "timeout_ms") return number<int64_t>(key, value, 1, settings.timeout_ms);
+  if (key == "seed") return number<uint64_t>(key, value, 0, settings.seed);
+  if (key == "delay_us") return number<int64_t>(key, value, 0, settings.delay_us);
+  if (key == "swap_one_in") return number<int32_t>(key, value, 0, settings.swap_one_in);
+  if (key == "error_one_in") return number<int32_t>(key, value, 0, settings.error_one_in);
+  return std::string(kVariable) + ": there is no key '" + std::string(key) +
+         "'; the keys are interface, wire, timeout_ms, seed, delay_us, swap_one_in, error_one_in";
+}
+
+// FNV-1a: the hash must be the same on all ranks, whatever their standard library.
+uint64_t hash(const std::string& text) {
+  uint64_t value = 0xcbf29ce484222325U;
+  for (const char letter : text) {
+    value = (value ^ static_cast<unsigned char>(letter)) * 0x100000001b3U;
+  }
+  return value;
+}
+
+}  // namespace
+
+Problem parse_settings(std::string_view text, Settings& settings) {
+  Settings parsed = settings;
+  while (!text.empty()) {
+    const std::string_view item = text.substr(0, text.find(','));
+    text.remove_prefix(item.size() == text.size() ? item.size() : item.size() + 1);
+    const size_t equals = item.find('=');
+    if (equals == std::string_view::npos) {
+      return std::string(kVariable) + ": '" + std::string(item) + "' has no '='; write key=value";
+    }
+    Problem problem = set(item.substr(0, equals), item.substr(equals + 1), parsed);
+    if (!problem.empty()) return problem;
+  }
+  settings = std::move(parsed);
+  return {};
+}
+
+Problem read_settings(Settings& settings) {
+  return parse_settings(environment(kVariable), settings);
+}
+
+uint64_t host_identity() {
+  std::string host = environment("NCCL_HOSTID");
+  if (host.empty()) {
+    std::ifstream boot("/proc/sys/kernel/random/boot_id");
+    std::getline(boot, host);
+    for (const char* space : {"/proc/self/ns/ipc", "/proc/self/ns/mnt"}) {
+      std::error_code error;
+      host += std::filesystem::read_symlink(space, error).string();
+    }
+  }
+  return hash(host);
+}
+
+}  // namespace fanfold::nccl_plugin
