@@ -16,10 +16,8 @@ bool is_aligned(uint64_t offset) { return offset % sizeof(uint64_t) == 0; }
 Comm::Comm(int32_t rank, size_t ranks, int64_t timeout_ms)
     : rank_(rank), ranks_(ranks), timeout_ms_(timeout_ms), closed_(ranks) {}
 
-Comm::~Comm() {
-  // The wire calls its owner until its thread has ended.
-  wire_.reset();
-}
+// The wire calls its owner until its thread has ended: it is the last member, which goes first.
+Comm::~Comm() = default;
 
 Result Comm::connect(const Listener& listener, std::span<const Address> addresses, int32_t rank,
                      std::unique_ptr<Comm>& comm) {
@@ -78,11 +76,17 @@ Result Comm::register_memory(std::shared_ptr<Memory> memory, uint64_t& handle) {
   }
   changed_.wait_for(lock, std::chrono::milliseconds(timeout_ms_),
                     [&] { return !failure_.empty() || is_settled(registrations_[number]); });
-  if (!failure_.empty()) return Result::kRemoteError;
   const Registration& registration = registrations_[number];
-  if (registration.known_count < ranks_) {
+  if (!failure_.empty() || registration.known_count < ranks_) {
+    // Its owner frees the memory now, so nothing may touch it, though peers may still come.
+    const std::shared_ptr<Memory> given_up = std::move(registrations_[number].memory);
+    const std::string late = missing(registration);
+    const bool has_failed = !failure_.empty();
+    lock.unlock();
+    given_up->close();
+    if (has_failed) return Result::kRemoteError;
     return warn(Result::kSystemError,
-                "rank " + std::to_string(rank_) + ": ranks " + missing(registration) +
+                "rank " + std::to_string(rank_) + ": ranks " + late +
                     " have not made registration " + std::to_string(number) + " (of " +
                     std::to_string(bytes) + " bytes here) within " + std::to_string(timeout_ms_) +
                     " ms, or have closed the communicator; all ranks must register in the same "
@@ -150,13 +154,15 @@ Problem Comm::check(const Operation& operation) const {
 Result Comm::post(const Operation& operation, uint64_t& request) {
   const std::scoped_lock lock(mutex_);
   if (!failure_.empty()) return Result::kRemoteError;
-  const std::string who = "rank " + std::to_string(rank_) + ": an operation to rank " +
-                          std::to_string(operation.rank) + " is refused: ";
+  const auto refuse = [&](Result result, const Problem& problem) {
+    return warn(result, "rank " + std::to_string(rank_) + ": an operation to rank " +
+                            std::to_string(operation.rank) + " is refused: " + problem);
+  };
   if (const Problem problem = check(operation); !problem.empty()) {
-    return warn(Result::kInvalidArgument, who + problem);
+    return refuse(Result::kInvalidArgument, problem);
   }
   if (closed_[operation.rank]) {
-    return warn(Result::kRemoteError, who + "that rank has closed the communicator");
+    return refuse(Result::kRemoteError, "that rank has closed the communicator");
   }
   request = ++last_request_;
   const auto peer = static_cast<int32_t>(operation.rank);
@@ -186,10 +192,11 @@ Result Comm::test(uint64_t request, bool& done) {
                                               " is no request in flight of this communicator");
   }
   if (!found->second.done) return failure_.empty() ? Result::kSuccess : Result::kRemoteError;
-  done = found->second.problem.empty();
-  const Result result = done ? Result::kSuccess : Result::kRemoteError;
+  // One that has failed stays: NCCL 2.28.9 ignores the result and asks again for ever.
+  if (!found->second.problem.empty()) return Result::kRemoteError;
+  done = true;
   requests_.erase(found);
-  return result;
+  return Result::kSuccess;
 }
 
 Result Comm::state() {

@@ -50,7 +50,8 @@ class Comm final : private WireOwner {
   abi::Result deregister(uint64_t handle);
 
   abi::Result post(const Operation& operation, uint64_t& request);
-  // A request is done when its bytes and its signal have landed. Then it is forgotten.
+  // A request is done when its bytes and its signal have landed. Then it is forgotten; one that has
+  // failed is not.
   abi::Result test(uint64_t request, bool& done);
   // kSuccess unless the communicator has failed.
   abi::Result state();

@@ -67,6 +67,9 @@ class Handshake {
          fresh = accept_one(listener_.socket)) {
       incoming_.emplace_back().socket = std::move(fresh);
     }
+    if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) {
+      return system_problem("accepting a rank's connection", errno);
+    }
     Problem problem;
     std::erase_if(incoming_, [&](Incoming& incoming) {
       bool stays = true;
@@ -86,7 +89,7 @@ class Handshake {
     RingMemory memory;
     const uint64_t host = listener_.address.host;
     if (host != 0 && host == addresses_[peer].host) {
-      problem = memory.create();
+      problem = memory.create(addresses_[peer].nonce);
       if (!problem.empty()) return problem;
       hello.pid = getpid();
       hello.rings = memory.descriptor();
@@ -123,7 +126,7 @@ class Handshake {
     if (!known) return {};
     RingMemory memory;
     if (hello.rings >= 0) {
-      Problem problem = memory.open(hello.pid, static_cast<int>(hello.rings));
+      Problem problem = memory.open(hello.pid, static_cast<int>(hello.rings), hello.nonce);
       if (!problem.empty()) return problem;
     }
     const auto peer = static_cast<size_t>(hello.rank);

@@ -94,6 +94,9 @@ class GpuMemory final : public Memory {
   }
   // Reads the word first: kernels of NCCL 2.28.9 reset signals, so a copy kept here would be wrong.
   Problem do_add(uint64_t offset, uint64_t value) override {
+    // Communicators may share a word, and each has a thread of its own.
+    static std::mutex one_at_a_time;
+    const std::scoped_lock lock(one_at_a_time);
     uint64_t word = 0;
     return in_context([&](const char*& call) {
       call = "cuMemcpyDtoHAsync";

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -28,7 +29,8 @@ struct Ring {
 }  // namespace
 
 struct SharedRings {
-  Ring ring[2];  // ring[s] is written by side s
+  uint64_t nonce = 0;  // of the listener whose rank opens it
+  Ring ring[2];        // ring[s] is written by side s
 };
 
 namespace {
@@ -139,18 +141,18 @@ Problem RingMemory::map() {
   return {};
 }
 
-Problem RingMemory::create() {
+Problem RingMemory::create(uint64_t nonce) {
   file_ = Socket(memfd_create("fanfold-nccl", MFD_CLOEXEC));
   if (!file_.is_open()) return system_problem("memfd_create", errno);
   if (ftruncate(file_.descriptor(), sizeof(SharedRings)) != 0) {
     return system_problem("sizing shared memory", errno);
   }
   Problem problem = map();
-  if (problem.empty()) new (rings_) SharedRings;
+  if (problem.empty()) (new (rings_) SharedRings)->nonce = nonce;
   return problem;
 }
 
-Problem RingMemory::open(int64_t pid, int descriptor) {
+Problem RingMemory::open(int64_t pid, int descriptor, uint64_t nonce) {
   const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(descriptor);
   file_ = Socket(::open(path.c_str(), O_RDWR | O_CLOEXEC));
   if (!file_.is_open()) {
@@ -158,7 +160,14 @@ Problem RingMemory::open(int64_t pid, int descriptor) {
            "; a rank of this host shares its memory so; set wire=tcp in FANFOLD_NCCL_PLUGIN, or "
            "run all ranks as one user";
   }
-  return map();
+  struct stat file{};
+  const bool fits = fstat(file_.descriptor(), &file) == 0 &&
+                    file.st_size == static_cast<off_t>(sizeof(SharedRings));
+  Problem problem = fits ? map() : Problem();
+  if (!problem.empty() || (fits && rings_->nonce == nonce)) return problem;
+  return path +
+         " is not what its rank shares: processes of different containers may have the same "
+         "numbers; set wire=tcp in FANFOLD_NCCL_PLUGIN";
 }
 
 std::unique_ptr<Link> shared_link(Socket socket, RingMemory memory, int side) {

@@ -13,7 +13,7 @@ namespace fanfold::nccl_plugin {
 class Link {
  public:
   explicit Link(Socket socket) : socket_(std::move(socket)) {}
-  virtual ~Link() = default;
+  virtual ~Link() { socket_.shut_down(); }
   Link(const Link&) = delete;
   Link& operator=(const Link&) = delete;
 
@@ -51,9 +51,9 @@ class RingMemory {
   RingMemory(RingMemory&& other) noexcept;
   RingMemory& operator=(RingMemory&& other) noexcept;
 
-  Problem create();
-  // Maps what the process `pid` of this host has open as `descriptor`.
-  Problem open(int64_t pid, int descriptor);
+  Problem create(uint64_t nonce);
+  // Maps what the process `pid` of this host has open as `descriptor`, and has created with `nonce`.
+  Problem open(int64_t pid, int descriptor, uint64_t nonce);
 
   SharedRings* rings() const { return rings_; }
   int descriptor() const { return file_.descriptor(); }

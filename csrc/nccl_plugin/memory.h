@@ -31,7 +31,7 @@ class Memory {
   Problem read(uint64_t offset, std::byte* to, size_t count);
   // What is written before `add` is visible to whoever sees the sum.
   Problem write(uint64_t offset, const std::byte* from, size_t count);
-  // Adds `value` to the 64-bit word at `offset`, a multiple of 8. Only one thread adds to a word.
+  // Adds `value` to the 64-bit word at `offset`, a multiple of 8.
   Problem add(uint64_t offset, uint64_t value);
   void close();
 

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <exception>
 #include <memory>
+#include <vector>
 
 #include "nccl_plugin/abi.h"
 #include "nccl_plugin/sockets.h"
@@ -46,9 +47,13 @@ struct Connection {
 };
 
 struct NetListener : Listener {
-  Socket incoming;  // accepted, and its nonce is not complete
-  uint64_t nonce_word = 0;
-  size_t nonce_got = 0;
+  // Accepted, and its nonce is not complete: perhaps another program's.
+  struct Incoming {
+    Socket socket;
+    uint64_t nonce = 0;
+    size_t got = 0;
+  };
+  std::vector<Incoming> incoming;
 };
 
 template <typename F>
@@ -195,7 +200,12 @@ Problem open_connection(const Address& address, Connection& connection) {
   if (!problem.empty()) return problem;
   pollfd writable{.fd = connection.socket.descriptor(), .events = POLLOUT, .revents = 0};
   const auto most_ms = static_cast<int>(std::min<int64_t>(settings.timeout_ms, 1 << 30));
-  if (poll(&writable, 1, most_ms) == 0) {
+  int ready = -1;
+  while (ready < 0) {
+    ready = poll(&writable, 1, most_ms);
+    if (ready < 0 && errno != EINTR) return system_problem("poll", errno);
+  }
+  if (ready == 0) {
     return "connecting to " + address.text() + " takes longer than " + std::to_string(most_ms) +
            " ms; a firewall may block the interface: set interface= in FANFOLD_NCCL_PLUGIN";
   }
@@ -230,22 +240,23 @@ Result accept(void* listener, void** receiver, void** /*device_handle*/) {
   return guarded("accept", [&] {
     *receiver = nullptr;
     auto& of = *static_cast<NetListener*>(listener);
-    if (!of.incoming.is_open()) {
-      of.incoming = accept_one(of.socket);
-      of.nonce_got = 0;
-      if (!of.incoming.is_open()) return Result::kSuccess;
+    for (Socket fresh = accept_one(of.socket); fresh.is_open(); fresh = accept_one(of.socket)) {
+      of.incoming.emplace_back().socket = std::move(fresh);
     }
-    auto* nonce = reinterpret_cast<std::byte*>(&of.nonce_word);
-    const auto state = of.incoming.receive(nonce + of.nonce_got,
-                                           sizeof of.nonce_word - of.nonce_got, of.nonce_got);
-    const bool complete = of.nonce_got == sizeof of.nonce_word;
-    if (state != Socket::State::kOpen || (complete && of.nonce_word != of.address.nonce)) {
-      of.incoming.close();  // of another program
-      return Result::kSuccess;
-    }
-    if (!complete) return Result::kSuccess;
+    Socket accepted;
+    std::erase_if(of.incoming, [&](NetListener::Incoming& incoming) {
+      if (accepted.is_open()) return false;
+      auto* nonce = reinterpret_cast<std::byte*>(&incoming.nonce);
+      const auto state = incoming.socket.receive(
+          nonce + incoming.got, sizeof incoming.nonce - incoming.got, incoming.got);
+      if (state == Socket::State::kOpen && incoming.got < sizeof incoming.nonce) return false;
+      const bool ours = state == Socket::State::kOpen && incoming.nonce == of.address.nonce;
+      if (ours) accepted = std::move(incoming.socket);
+      return true;
+    });
+    if (!accepted.is_open()) return Result::kSuccess;
     auto fresh = std::make_unique<Connection>();
-    fresh->socket = std::exchange(of.incoming, Socket());
+    fresh->socket = std::move(accepted);
     make_reliable(fresh->socket, of.settings.timeout_ms);
     *receiver = fresh.release();
     return Result::kSuccess;

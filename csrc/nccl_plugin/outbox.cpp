@@ -57,6 +57,11 @@ void Outbox::push(Message message, int64_t now_ns) {
   ++waiting_;
 }
 
+void Outbox::clear() {
+  lanes_.clear();
+  waiting_ = 0;
+}
+
 std::optional<int64_t> Outbox::next_ns() const {
   std::optional<int64_t> next;
   for (const auto& [number, lane] : lanes_) {
@@ -80,6 +85,8 @@ std::optional<Message> Outbox::pop(int64_t now_ns) {
   Message message = std::move(first->messages.front().message);
   first->messages.pop_front();
   --waiting_;
+  // Contexts come and go; only a hostile network still needs how many messages a lane has had.
+  if (first->messages.empty() && !settings_.is_hostile()) lanes_.erase(lane_of(message.header));
   return message;
 }
 

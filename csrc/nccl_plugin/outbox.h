@@ -2,7 +2,8 @@
 //
 // Messages of one lane leave in the order in which they came, except that a put without a signal
 // may overtake another one. Messages of different lanes leave in any order: a hostile network
-// draws a delay for each of them. Decisions depend on nothing but the seed and the messages.
+// draws a delay for each of them. Decisions depend on nothing but the seed and the messages; a put can
+// overtake only one that still waits for its delay.
 #pragma once
 
 #include <cstddef>
@@ -66,6 +67,7 @@ class Outbox {
   Outbox(const Settings& settings, int32_t rank, int32_t peer);
 
   void push(Message message, int64_t now_ns);
+  void clear();
   bool empty() const { return waiting_ == 0; }
   // When the next message may leave; none if none waits.
   std::optional<int64_t> next_ns() const;

@@ -11,6 +11,8 @@ namespace fanfold::nccl_plugin {
 namespace {
 
 constexpr const char* kVariable = "FANFOLD_NCCL_PLUGIN";
+constexpr int64_t kMostTimeoutMs = 86'400'000;  // a day
+constexpr int64_t kMostDelayUs = 60'000'000;    // a minute
 
 std::string environment(const char* name) {
   // NCCL itself reads the environment from the same threads, and nothing here writes it.
@@ -24,11 +26,13 @@ Problem wrong(std::string_view key, std::string_view value, const std::string& w
 }
 
 template <typename T>
-Problem number(std::string_view key, std::string_view value, T least, T& into) {
+Problem number(std::string_view key, std::string_view value, T least, T most, T& into) {
   T parsed = 0;
   const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), parsed);
-  if (error != std::errc() || end != value.data() + value.size() || parsed < least) {
-    return wrong(key, value, "a whole number from " + std::to_string(least) + " on");
+  if (error != std::errc() || end != value.data() + value.size() || parsed < least ||
+      parsed > most) {
+    return wrong(key, value,
+                 "a whole number from " + std::to_string(least) + " to " + std::to_string(most));
   }
   into = parsed;
   return {};
@@ -44,11 +48,13 @@ Problem set(std::string_view key, std::string_view value, Settings& settings) {
     settings.tcp_only = value == "tcp";
     return {};
   }
-  if (key == "timeout_ms") return number<int64_t>(key, value, 1, settings.timeout_ms);
-  if (key == "seed") return number<uint64_t>(key, value, 0, settings.seed);
-  if (key == "delay_us") return number<int64_t>(key, value, 0, settings.delay_us);
-  if (key == "swap_one_in") return number<int32_t>(key, value, 0, settings.swap_one_in);
-  if (key == "error_one_in") return number<int32_t>(key, value, 0, settings.error_one_in);
+  if (key == "timeout_ms")
+    return number<int64_t>(key, value, 1, kMostTimeoutMs, settings.timeout_ms);
+  if (key == "seed") return number<uint64_t>(key, value, 0, UINT64_MAX, settings.seed);
+  if (key == "delay_us") return number<int64_t>(key, value, 0, kMostDelayUs, settings.delay_us);
+  if (key == "swap_one_in") return number<int32_t>(key, value, 0, INT32_MAX, settings.swap_one_in);
+  if (key == "error_one_in")
+    return number<int32_t>(key, value, 0, INT32_MAX, settings.error_one_in);
   return std::string(kVariable) + ": there is no key '" + std::string(key) +
          "'; the keys are interface, wire, timeout_ms, seed, delay_us, swap_one_in, error_one_in";
 }
@@ -85,16 +91,14 @@ Problem read_settings(Settings& settings) {
 }
 
 uint64_t host_identity() {
-  std::string host = environment("NCCL_HOSTID");
-  if (host.empty()) {
-    std::ifstream boot("/proc/sys/kernel/random/boot_id");
-    std::getline(boot, host);
-    for (const char* space : {"/proc/self/ns/ipc", "/proc/self/ns/mnt"}) {
-      std::error_code error;
-      host += std::filesystem::read_symlink(space, error).string();
-    }
+  std::string host;
+  std::ifstream boot("/proc/sys/kernel/random/boot_id");
+  std::getline(boot, host);
+  for (const char* space : {"/proc/self/ns/ipc", "/proc/self/ns/mnt", "/proc/self/ns/pid"}) {
+    std::error_code error;
+    host += std::filesystem::read_symlink(space, error).string();
   }
-  return hash(host);
+  return hash(host + environment("NCCL_HOSTID"));
 }
 
 }  // namespace fanfold::nccl_plugin

@@ -10,8 +10,9 @@
 // |               |                      | registration, and for a host that takes no bytes      |
 // | seed          | 0                    | of the decisions below                                |
 // | delay_us      | 0                    | longest delay of an operation, and of its answer      |
-// | swap_one_in   | 0                    | one put in so many overtakes the put before it; never |
-// |               |                      | a put with a signal, a get or a flush                 |
+// | swap_one_in   | 0                    | one put in so many overtakes the put before it if     |
+// |               |                      | that still waits, so set delay_us, too; never a put   |
+// |               |                      | with a signal, a get or a flush                       |
 // | error_one_in  | 0                    | one operation in so many breaks the communicator as a |
 // |               |                      | dead peer does                                        |
 //
@@ -35,6 +36,8 @@ struct Settings {
   int64_t delay_us = 0;
   int32_t swap_one_in = 0;
   int32_t error_one_in = 0;
+
+  bool is_hostile() const { return delay_us > 0 || swap_one_in > 0 || error_one_in > 0; }
 };
 
 // Stores what `text` sets, and leaves the rest of `settings` alone.
@@ -43,9 +46,8 @@ Problem parse_settings(std::string_view text, Settings& settings);
 // Reads the environment.
 Problem read_settings(Settings& settings);
 
-// Ranks with the same identity share a host: the hash of NCCL_HOSTID where that is set, so that one
-// machine can act as several hosts, else of the kernel's boot and of the namespaces that shared
-// memory needs.
+// Ranks with the same identity share a host: the hash of the kernel's boot, of the namespaces that
+// shared memory needs, and of NCCL_HOSTID, so that one machine can act as several hosts.
 uint64_t host_identity();
 
 }  // namespace fanfold::nccl_plugin

@@ -75,6 +75,10 @@ Socket open_socket(int family) {
 
 }  // namespace
 
+void Socket::shut_down() const {
+  if (descriptor_ >= 0) shutdown(descriptor_, SHUT_RDWR);
+}
+
 void Socket::close() {
   if (descriptor_ >= 0) ::close(descriptor_);
   descriptor_ = -1;

@@ -27,6 +27,8 @@ class Socket {
   int descriptor() const { return descriptor_; }
   bool is_open() const { return descriptor_ >= 0; }
   void close();
+  // Ends the connection for the peer, also if a forked child has the descriptor, too.
+  void shut_down() const;
 
   enum class State { kOpen, kEnded, kFailed };
   // Moves what fits now, and adds its size to `moved`. kFailed leaves the reason in errno.

@@ -74,6 +74,7 @@ Result get_properties(int device, Properties* properties) {
     properties->message_bytes = size_t{1} << 30;
     properties->collective_bytes = size_t{1} << 30;
     properties->requests_in_one = 1;
+    if constexpr (requires { properties->rail; }) properties->rail = properties->plane = -1;
     return Result::kSuccess;
   });
 }
@@ -287,7 +288,7 @@ Result make_contexts(void* comm, const Config* config, void** contexts) {
 
 Result create_contexts13(void* comm, abi::GinConfig13* config, void** contexts,
                          void** device_handle) {
-  *device_handle = nullptr;
+  if (device_handle != nullptr) *device_handle = nullptr;  // some versions pass none
   return make_contexts(comm, config, contexts);
 }
 

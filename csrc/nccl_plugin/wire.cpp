@@ -9,6 +9,8 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <exception>
+#include <stdexcept>
 
 namespace fanfold::nccl_plugin {
 namespace {
@@ -35,6 +37,8 @@ struct Wire::Peer {
 
   bool is_sending() const { return out_at < out.size(); }
   bool is_idle() const { return outbox.empty() && !is_sending(); }
+  // Nothing reaches it any more.
+  bool is_gone(int32_t own_rank) const { return !link && rank != own_rank; }
 
   const int32_t rank;
   std::unique_ptr<Link> link;  // null: this rank, or a peer that has closed
@@ -66,7 +70,14 @@ Wire::Wire(WireOwner& owner, WireOptions options)
     auto& link = options.links[static_cast<size_t>(rank)];
     peers_.push_back(std::make_unique<Peer>(rank, std::move(link), Outbox(settings_, rank_, rank)));
   }
-  thread_ = std::thread([this] { run(); });
+  if (!bell_.is_open()) throw std::runtime_error(system_problem("eventfd", errno));
+  thread_ = std::thread([this] {
+    try {
+      run();
+    } catch (const std::exception& error) {
+      fail(std::string("its wire's thread ends: ") + error.what());
+    }
+  });
   pthread_setname_np(thread_.native_handle(), "fanfold-wire");
 }
 
@@ -109,7 +120,8 @@ void Wire::take_posted() {
   }
   const int64_t now = now_ns();
   for (auto& [peer, message] : posted) {
-    peers_[static_cast<size_t>(peer)]->outbox.push(std::move(message), now);
+    Peer& to = *peers_[static_cast<size_t>(peer)];
+    if (!to.is_gone(rank_)) to.outbox.push(std::move(message), now);
   }
 }
 
@@ -118,6 +130,7 @@ void Wire::sleep() {
   const int64_t now = now_ns();
   int64_t wake = now + kMostSleepNs;
   for (const auto& peer : peers_) {
+    if (peer->is_gone(rank_)) continue;
     if (const auto next = peer->outbox.next_ns(); next && !peer->is_sending()) {
       wake = std::min(wake, *next);
     }
@@ -139,7 +152,7 @@ bool Wire::may_end() {
   if (!close_deadline_ns_) close_deadline_ns_ = now_ns() + kLingerNs;
   if (now_ns() > *close_deadline_ns_) return true;
   take_posted();
-  const auto idle = [](const auto& peer) { return peer->is_idle() || !peer->link; };
+  const auto idle = [&](const auto& peer) { return peer->is_idle() || peer->is_gone(rank_); };
   if (!std::ranges::all_of(peers_, idle)) return false;
   if (!said_goodbye_) {
     said_goodbye_ = true;
@@ -163,6 +176,7 @@ void Wire::fail(const Problem& problem) {
 void Wire::end_of(Peer& peer, Link::State state) {
   if (peer.said_goodbye) {
     peer.link.reset();
+    peer.outbox.clear();
     owner_.closed(peer.rank);
     return;
   }
@@ -202,32 +216,32 @@ bool Wire::send_some(Peer& peer) {
 
 // Makes `out` hold the next message that may leave. Returns false if there is none.
 bool Wire::next_message(Peer& peer) {
-  std::optional<Message> next = peer.outbox.pop(now_ns());
-  if (!next) return false;
-  if (next->injects_error) {
-    fail(injected_error(peer));
-    return false;
+  while (std::optional<Message> next = peer.outbox.pop(now_ns())) {
+    if (next->injects_error) {
+      fail(injected_error(peer));
+      return false;
+    }
+    peer.message = std::move(*next);
+    peer.payload_read = 0;
+    Header& header = peer.message.header;
+    if (header.kind == Kind::kGet) {
+      gets_[header.id] = {.memory = std::move(peer.message.source),
+                          .offset = peer.message.source_offset};
+    }
+    peer.out.resize(sizeof header);
+    peer.out_at = 0;
+    std::memcpy(peer.out.data(), &header, sizeof header);
+    const Problem problem = fill(peer);
+    if (problem.empty()) return true;
+    // Nothing of the message has left: only its request fails.
+    peer.out.clear();
+    if (header.kind == Kind::kPut) {
+      owner_.completed(header.id, problem);
+    } else {
+      answer(peer, header, problem);
+    }
   }
-  peer.message = std::move(*next);
-  peer.payload_read = 0;
-  Header& header = peer.message.header;
-  if (header.kind == Kind::kGet) {
-    gets_[header.id] = {.memory = std::move(peer.message.source),
-                        .offset = peer.message.source_offset};
-  }
-  peer.out.resize(sizeof header);
-  peer.out_at = 0;
-  std::memcpy(peer.out.data(), &header, sizeof header);
-  const Problem problem = fill(peer);
-  if (problem.empty()) return true;
-  // Nothing of the message has left: only its request fails.
-  peer.out.clear();
-  if (header.kind == Kind::kPut) {
-    owner_.completed(header.id, problem);
-  } else {
-    answer(peer, header, problem);
-  }
-  return next_message(peer);
+  return false;
 }
 
 // Appends the next piece of the payload if all before it has left, or only the header is there.

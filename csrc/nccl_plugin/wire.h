@@ -44,7 +44,8 @@ class Wire {
  public:
   // Starts the thread. The owner outlives the wire.
   Wire(WireOwner& owner, WireOptions options);
-  // Sends what is posted, says goodbye, and serves peers that have not said it for a moment.
+  // Sends what is posted, says goodbye, and serves peers that have not said it, for two seconds at
+  // most; what has not left by then is dropped.
   ~Wire();
   Wire(const Wire&) = delete;
   Wire& operator=(const Wire&) = delete;
