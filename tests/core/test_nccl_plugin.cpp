@@ -2,11 +2,14 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
+#include "nccl_plugin/comm.h"
 #include "nccl_plugin/connect.h"
 #include "nccl_plugin_processes.hpp"
 #include "nccl_plugin_traffic.hpp"
@@ -35,6 +38,37 @@ void run_traffic_on_all_versions(const std::string& setting) {
   }
   CHECK_EQ(Log::get().take(), "");
 }
+
+// Memory that notes what is done to it.
+class NotingMemory final : public Memory {
+ public:
+  explicit NotingMemory(uint64_t bytes) : Memory(bytes) {}
+  std::vector<std::string> notes() {
+    const std::scoped_lock lock(mutex_);
+    return notes_;
+  }
+
+ private:
+  Problem do_read(uint64_t /*offset*/, std::byte* to, size_t count) override {
+    std::fill_n(to, count, std::byte{1});
+    return {};
+  }
+  Problem do_write(uint64_t offset, const std::byte* /*from*/, size_t count) override {
+    note(std::to_string(count) + " bytes at " + std::to_string(offset));
+    return {};
+  }
+  Problem do_add(uint64_t offset, uint64_t value) override {
+    note("add " + std::to_string(value) + " at " + std::to_string(offset));
+    return {};
+  }
+  void note(std::string text) {
+    const std::scoped_lock lock(mutex_);
+    notes_.push_back(std::move(text));
+  }
+
+  std::mutex mutex_;
+  std::vector<std::string> notes_;
+};
 
 // The ring's order is invisible to TSAN between threads that map it twice; processes have no such
 // trouble, and test_nccl_plugin_processes covers shared memory there.
@@ -122,6 +156,68 @@ TEST(nccl_plugin_gets_and_flushes) {
       static_cast<void>(words);
       require_ok(ncclGinPlugin_v11.deregister(rank.comm(), local), "deregMrSym");
     });
+  }
+}
+
+// What the target does to its memory for a put, a put with a signal, and a signal alone.
+TEST(nccl_plugin_target_applies_in_order) {
+  for (const char* wire : {"interface=lo,wire=tcp", "interface=lo"}) {
+    Settings settings;
+    CHECK_EQ(parse_settings(wire, settings), "");
+    Listener listeners[2];
+    std::vector<Address> addresses;
+    for (Listener& listener : listeners) {
+      CHECK_EQ(listen_on(settings, listener), "");
+      addresses.push_back(listener.address);
+    }
+    std::unique_ptr<Comm> comms[2];
+    const auto memory = std::make_shared<NotingMemory>(1'000'000);
+    uint64_t handles[2] = {};
+    const auto open = [&](int rank) {
+      require_ok(Comm::connect(listeners[rank], addresses, rank, comms[rank]), "connect");
+      require_ok(comms[rank]->register_memory(memory, handles[rank]), "regMrSym");
+    };
+    std::thread other([&] { open(1); });
+    open(0);
+    other.join();
+    const Place start{.memory = handles[0], .offset = 0};
+    const Place word{.memory = handles[0], .offset = 8};
+    const Place behind{.memory = handles[0], .offset = 600'000};
+    for (const uint32_t target : {1U, 0U}) {
+      uint64_t requests[3] = {};
+      const Operation operations[3] = {
+          {.rank = target, .bytes = 600'000, .local = start, .remote = start},
+          {.rank = target,
+           .bytes = 300'000,
+           .local = start,
+           .remote = behind,
+           .signal = word,
+           .signal_value = 7},
+          {.rank = target, .signal = word, .signal_value = 1}};
+      for (size_t i = 0; i < 3; ++i) {
+        require_ok(comms[0]->post(operations[i], requests[i]), "post");
+      }
+      for (const uint64_t request : requests) {
+        bool done = false;
+        await("a completion", [&] {
+          require_ok(comms[0]->test(request, done), "test");
+          return done;
+        });
+      }
+    }
+    std::vector<std::string> expected = {"262144 bytes at 0",
+                                         "262144 bytes at 262144",
+                                         "75712 bytes at 524288",
+                                         "262144 bytes at 600000",
+                                         "37856 bytes at 862144",
+                                         "add 7 at 8",
+                                         "add 1 at 8"};
+    const std::vector<std::string> once = expected;
+    expected.insert(expected.end(), once.begin(), once.end());
+    CHECK_EQ(memory->notes(), expected);
+    std::thread closing([&] { comms[1].reset(); });
+    comms[0].reset();
+    closing.join();
   }
 }
 
