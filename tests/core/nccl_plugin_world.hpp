@@ -234,8 +234,8 @@ class Rank {
     if (version == Version::kRma13) {
       abi::GinConfig13 config{
           .signals = 0, .counters = 0, .contexts = contexts, .queue_depth = 0, .traffic_class = -1};
-      void* device_handle = nullptr;
-      require_ok(ncclRmaPlugin_v13.create_context(comm(), &config, &set_, &device_handle),
+      // NCCL's proxy passes no place for a handle.
+      require_ok(ncclRmaPlugin_v13.create_context(comm(), &config, &set_, nullptr),
                  "createContext");
     } else if (version == Version::kRma14) {
       abi::RmaConfig14 config{.contexts = contexts, .traffic_class = -1};

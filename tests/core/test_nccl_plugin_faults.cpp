@@ -131,6 +131,43 @@ TEST(nccl_plugin_rank_that_registers_nothing) {
   CHECK(contains(Log::get().take(), "ranks 2 have not made registration 1 (of 8 bytes here)"));
 }
 
+// Its owner frees the memory after the error. A rank that comes late writes nothing there.
+TEST(nccl_plugin_registration_that_is_given_up) {
+  const Setting set("interface=lo,wire=tcp,timeout_ms=300");
+  std::vector<uint64_t> memory[2] = {std::vector<uint64_t>(1, 5), std::vector<uint64_t>(1, 6)};
+  std::atomic<bool> given_up = false;
+  std::atomic<bool> over = false;
+  World{.version = Version::kRma14, .ranks = 2}.run([&](Rank& rank) {
+    std::vector<uint64_t>& own = memory[rank.rank];
+    std::vector<void*> handles;
+    if (rank.rank == 0) {
+      require(rank.try_register(own.data(), 8, handles) == Result::kSystemError,
+              "a registration that one rank does not make succeeds");
+      given_up = true;
+      await("the other rank", [&] { return over.load(); });
+      return;
+    }
+    await("the other rank", [&] { return given_up.load(); });
+    void* handle = rank.add_memory(own.data(), 8).front();
+    void* request = nullptr;
+    require_ok(rank.put({.rank = 0}, {.memory = handle}, 8, {.memory = handle}, &request), "iput");
+    int done = 0;
+    await("the refusal", [&] {
+      return ncclRmaPlugin_v14.test(rank.comm(), request, &done) == Result::kRemoteError;
+    });
+    // NCCL 2.28.9 asks again and again; the log has it once.
+    static_cast<void>(Log::get().take());
+    for (int i = 0; i < 100; ++i) {
+      require(
+          ncclRmaPlugin_v14.test(rank.comm(), request, &done) == Result::kRemoteError && done == 0,
+          "a request that has failed is forgotten");
+    }
+    require(!contains(Log::get().take(), "no request in flight"), "each question is logged");
+    over = true;
+  });
+  CHECK_EQ(memory[0], (std::vector<uint64_t>{5}));
+}
+
 TEST(nccl_plugin_rank_that_does_not_connect) {
   const Setting set("interface=lo,wire=tcp,timeout_ms=300");
   void* instance = nullptr;

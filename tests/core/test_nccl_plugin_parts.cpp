@@ -14,6 +14,7 @@
 #include "nccl_plugin/gpu_memory.h"
 #include "nccl_plugin/outbox.h"
 #include "nccl_plugin/settings.h"
+#include "nccl_plugin/sockets.h"
 #include "nccl_plugin_world.hpp"
 
 namespace fanfold::nccl_plugin {
@@ -229,7 +230,7 @@ TEST(nccl_plugin_settings) {
     CHECK_EQ(settings.seed, before.seed);
   }
   CHECK(contains(parse_settings("timeout_ms=0", settings),
-                 "timeout_ms is '0', but must be a whole number from 1 on"));
+                 "timeout_ms is '0', but must be a whole number from 1 to 86400000"));
   const Setting set("interface=nowhere");
   void* listener = nullptr;
   Handle handle{};
@@ -360,6 +361,35 @@ TEST(nccl_plugin_net_moves_messages) {
     got[i].resize(sizes[i]);
     CHECK(got[i] == sent[i]);
   }
+}
+
+// Whoever connects to the port and sends nothing keeps nobody out.
+TEST(nccl_plugin_net_accepts_beside_a_silent_stranger) {
+  const Setting set("interface=lo");
+  void* instance = nullptr;
+  Handle handle{};
+  void* listener = nullptr;
+  CHECK(ncclNetPlugin_v11.init(&instance, 1, nullptr, Log::write, nullptr) == Result::kSuccess);
+  CHECK(ncclNetPlugin_v11.listen(instance, 0, handle.data(), &listener) == Result::kSuccess);
+  Address address;
+  std::memcpy(&address, handle.data(), sizeof address);
+  Socket stranger;
+  CHECK_EQ(begin_connect(address, stranger), "");
+  void* receiver = nullptr;
+  void* sender = nullptr;
+  for (int i = 0; i < 100; ++i) {  // time for the stranger
+    CHECK(ncclNetPlugin_v11.accept(listener, &receiver, nullptr) == Result::kSuccess);
+    CHECK(receiver == nullptr);
+  }
+  CHECK(ncclNetPlugin_v11.connect(instance, 0, handle.data(), &sender, nullptr) ==
+        Result::kSuccess);
+  await("a connection", [&] {
+    require_ok(ncclNetPlugin_v11.accept(listener, &receiver, nullptr), "accept");
+    return receiver != nullptr;
+  });
+  ncclNetPlugin_v11.close_sender(sender);
+  ncclNetPlugin_v11.close_receiver(receiver);
+  ncclNetPlugin_v11.close_listener(listener);
 }
 
 // 32 messages in flight, and no request for the next one until the oldest is tested.
