@@ -94,11 +94,9 @@ MAX_CPP_COLUMNS = 100  # clang-format leaves comments alone
 
 # Signatures in here are DeepEP's, DeepGEMM's or NCCL's, not ours.
 FOREIGN_SIGNATURES = (
-    "fanfold/deep_ep/",
-    "fanfold/deep_gemm.py",
-    "fanfold/mega_moe.py",
+    "fanfold/deep_ep/", "fanfold/deep_gemm.py", "fanfold/mega_moe.py",
     "csrc/nccl_plugin/tables.cpp",
-)
+)  # fmt: skip
 
 # What is made here names its dtype and its device: a process may have set other defaults
 # (torch.set_default_dtype, torch.set_default_device).

@@ -161,8 +161,8 @@ Problem RingMemory::open(int64_t pid, int descriptor, uint64_t nonce) {
            "run all ranks as one user";
   }
   struct stat file{};
-  const bool fits = fstat(file_.descriptor(), &file) == 0 &&
-                    file.st_size == static_cast<off_t>(sizeof(SharedRings));
+  const bool fits =
+      fstat(file_.descriptor(), &file) == 0 && std::cmp_equal(file.st_size, sizeof(SharedRings));
   Problem problem = fits ? map() : Problem();
   if (!problem.empty() || (fits && rings_->nonce == nonce)) return problem;
   return path +

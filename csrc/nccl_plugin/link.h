@@ -52,7 +52,7 @@ class RingMemory {
   RingMemory& operator=(RingMemory&& other) noexcept;
 
   Problem create(uint64_t nonce);
-  // Maps what the process `pid` of this host has open as `descriptor`, and has created with `nonce`.
+  // Maps what the process `pid` of this host has open as `descriptor`, created with `nonce`.
   Problem open(int64_t pid, int descriptor, uint64_t nonce);
 
   SharedRings* rings() const { return rings_; }

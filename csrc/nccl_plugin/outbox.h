@@ -2,8 +2,8 @@
 //
 // Messages of one lane leave in the order in which they came, except that a put without a signal
 // may overtake another one. Messages of different lanes leave in any order: a hostile network
-// draws a delay for each of them. Decisions depend on nothing but the seed and the messages; a put can
-// overtake only one that still waits for its delay.
+// draws a delay for each of them. Decisions depend on nothing but the seed and the messages; a put
+// can overtake only one that still waits for its delay.
 #pragma once
 
 #include <cstddef>

@@ -48,13 +48,15 @@ Problem set(std::string_view key, std::string_view value, Settings& settings) {
     settings.tcp_only = value == "tcp";
     return {};
   }
-  if (key == "timeout_ms")
+  if (key == "timeout_ms") {
     return number<int64_t>(key, value, 1, kMostTimeoutMs, settings.timeout_ms);
+  }
   if (key == "seed") return number<uint64_t>(key, value, 0, UINT64_MAX, settings.seed);
   if (key == "delay_us") return number<int64_t>(key, value, 0, kMostDelayUs, settings.delay_us);
-  if (key == "swap_one_in") return number<int32_t>(key, value, 0, INT32_MAX, settings.swap_one_in);
-  if (key == "error_one_in")
-    return number<int32_t>(key, value, 0, INT32_MAX, settings.error_one_in);
+  int32_t* rate = nullptr;
+  if (key == "swap_one_in") rate = &settings.swap_one_in;
+  if (key == "error_one_in") rate = &settings.error_one_in;
+  if (rate != nullptr) return number<int32_t>(key, value, 0, INT32_MAX, *rate);
   return std::string(kVariable) + ": there is no key '" + std::string(key) +
          "'; the keys are interface, wire, timeout_ms, seed, delay_us, swap_one_in, error_one_in";
 }

@@ -295,9 +295,8 @@ TEST(libfabric_open_says_what_is_missing) {
   CHECK_THROWS(open_on_this_host("tcp", kMostRails + 1), BadArgument);
 }
 
-TEST(libfabric_over_shm_opens_beside_files_of_killed_processes) {
-  if (left_out_without_libfabric("libfabric_over_shm_opens_beside_files_of_killed_processes"))
-    return;
+TEST(libfabric_shm_opens_beside_files_of_the_killed) {
+  if (left_out_without_libfabric("libfabric_shm_opens_beside_files_of_the_killed")) return;
   const FilesOfKilledEndpoints files;
   Pair pair("shm", kBytes);
   CHECK_EQ(pair.at(0).transport->write(pair.write_of(0, 0, 64, 1)), Code::kOk);
