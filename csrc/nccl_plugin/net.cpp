@@ -9,19 +9,16 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
-#include <exception>
 #include <memory>
 #include <vector>
 
-#include "nccl_plugin/abi.h"
-#include "nccl_plugin/sockets.h"
+#include "nccl_plugin/entry.h"
 
 namespace fanfold::nccl_plugin {
 namespace {
 
 using abi::Result;
-
-constexpr const char* kName = "Fanfold";
+using entry::guarded;
 
 struct Connection;
 
@@ -55,15 +52,6 @@ struct NetListener : Listener {
   };
   std::vector<Incoming> incoming;
 };
-
-template <typename F>
-Result guarded(const char* what, const F& call) noexcept {
-  try {
-    return call();
-  } catch (const std::exception& error) {
-    return warn(Result::kSystemError, std::string("NET ") + what + " fails: " + error.what());
-  }
-}
 
 Result fail(Connection& connection, const Problem& problem) {
   if (connection.problem.empty()) {
@@ -140,54 +128,14 @@ Result begin(Connection& connection, void* data, uint64_t bytes, void** request)
 
 Result init(void** instance, uint64_t /*comm*/, void* /*config*/, abi::Logger logger,
             void* /*profiler*/) {
-  return guarded("init", [&] {
-    set_logger(logger);
-    Settings settings;
-    const Problem problem = read_settings(settings);
-    if (!problem.empty()) return warn(Result::kInvalidArgument, problem);
-    static char of_process = 0;
-    *instance = &of_process;
-    return Result::kSuccess;
-  });
+  return entry::init(instance, logger);
 }
 
-Result devices(int* count) {
-  *count = 1;
-  return Result::kSuccess;
-}
-
-Result get_properties(int /*device*/, abi::NetProperties11* properties) {
+Result get_properties(int device, abi::NetProperties11* properties) {
   return guarded("getProperties", [&] {
-    *properties = {};
-    properties->name = kName;
-    properties->guid = host_identity();
-    properties->memory_kinds = abi::kHostMemory;
-    properties->mbps = 10'000;
-    properties->port = 1;
-    properties->connections = 1 << 16;
-    properties->receives = 1;
     // NCCL refuses a NET whose type it does not know; GIN has its own properties.
-    properties->device_type = abi::kDeviceNone;
-    properties->merged.count = 1;
-    properties->message_bytes = size_t{1} << 30;
-    properties->collective_bytes = size_t{1} << 30;
-    properties->requests_in_one = 1;
-    return Result::kSuccess;
-  });
-}
-
-Result listen(void* /*instance*/, int /*device*/, void* handle, void** listener) {
-  return guarded("listen", [&] {
-    Settings settings;
-    Problem problem = read_settings(settings);
-    if (!problem.empty()) return warn(Result::kInvalidArgument, problem);
-    auto fresh = std::make_unique<NetListener>();
-    problem = listen_on(settings, *fresh);
-    if (!problem.empty()) return warn(Result::kSystemError, problem);
-    std::memset(handle, 0, abi::kHandleBytes);
-    std::memcpy(handle, &fresh->address, sizeof fresh->address);
-    *listener = fresh.release();
-    return Result::kSuccess;
+    entry::describe(*properties, 1, abi::kHostMemory, abi::kDeviceNone);
+    return entry::check_device(device);
   });
 }
 
@@ -321,22 +269,6 @@ Result test(void* request, int* done, int* bytes) {
   });
 }
 
-Result close_connection(void* connection) {
-  return guarded("close", [&] {
-    const std::unique_ptr<Connection> end(static_cast<Connection*>(connection));
-    return Result::kSuccess;
-  });
-}
-
-Result close_listener(void* listener) {
-  return guarded("closeListen", [&] {
-    const std::unique_ptr<NetListener> end(static_cast<NetListener*>(listener));
-    return Result::kSuccess;
-  });
-}
-
-Result finalize(void* /*instance*/) { return Result::kSuccess; }
-
 Result set_attributes(void* /*instance*/, void* /*attributes*/) { return Result::kSuccess; }
 
 }  // namespace
@@ -344,11 +276,11 @@ Result set_attributes(void* /*instance*/, void* /*attributes*/) { return Result:
 extern "C" {
 
 const abi::Net11 ncclNetPlugin_v11 = {
-    .name = kName,
+    .name = entry::kName,
     .init = init,
-    .devices = devices,
+    .devices = entry::devices,
     .get_properties = get_properties,
-    .listen = listen,
+    .listen = entry::listen<NetListener>,
     .connect = connect,
     .accept = accept,
     .register_memory = register_memory,
@@ -358,13 +290,13 @@ const abi::Net11 ncclNetPlugin_v11 = {
     .receive = receive,
     .flush = flush,
     .test = test,
-    .close_sender = close_connection,
-    .close_receiver = close_connection,
-    .close_listener = close_listener,
+    .close_sender = entry::close<Connection>,
+    .close_receiver = entry::close<Connection>,
+    .close_listener = entry::close<NetListener>,
     .device_memory = nullptr,
     .receive_consumed = nullptr,
     .merge_devices = nullptr,
-    .finalize = finalize,
+    .finalize = entry::finalize,
     .set_attributes = set_attributes,
 };
 }

@@ -5,96 +5,35 @@
 // tests requests meanwhile, and must not block. The wires' threads do the work, so `progress` only
 // reports.
 #include <cstring>
-#include <exception>
 #include <memory>
 #include <vector>
 
-#include "nccl_plugin/abi.h"
 #include "nccl_plugin/comm.h"
+#include "nccl_plugin/entry.h"
 #include "nccl_plugin/gpu_memory.h"
 
 namespace fanfold::nccl_plugin {
 namespace {
 
 using abi::Result;
+using entry::guarded;
 
-constexpr const char* kName = "Fanfold";
 // 8 times kNetRequests: the requests in flight from one context to one rank.
 constexpr int kReceives = 8;
-
-template <typename F>
-Result guarded(const char* what, const F& call) noexcept {
-  try {
-    return call();
-  } catch (const std::exception& error) {
-    return warn(Result::kSystemError, std::string(what) + " fails: " + error.what());
-  }
-}
 
 // ---- what all versions share ----
 
 Result init(void** instance, uint64_t /*comm*/, abi::Logger logger) {
-  return guarded("init", [&] {
-    set_logger(logger);
-    Settings settings;
-    const Problem problem = read_settings(settings);
-    if (!problem.empty()) return warn(Result::kInvalidArgument, problem);
-    // NCCL 2.28.9 passes `connect` and `finalize` an instance of its own choice, or none. So
-    // nothing is kept here.
-    static char of_process = 0;
-    *instance = &of_process;
-    return Result::kSuccess;
-  });
-}
-
-Result finalize(void* /*instance*/) { return Result::kSuccess; }
-
-Result devices(int* count) {
-  *count = 1;
-  return Result::kSuccess;
+  return entry::init(instance, logger);
 }
 
 template <typename Properties>
 Result get_properties(int device, Properties* properties) {
   return guarded("getProperties", [&] {
-    if (device != 0) {
-      return warn(Result::kInvalidArgument,
-                  "there is no device " + std::to_string(device) + ", only device 0");
-    }
-    *properties = {};
-    properties->name = kName;
-    properties->guid = host_identity();
-    properties->memory_kinds = abi::kHostMemory | abi::kCudaMemory;
-    properties->mbps = 10'000;
-    properties->port = 1;
-    properties->connections = 1 << 16;
-    properties->receives = kReceives;
-    properties->device_type = abi::kDeviceGinProxy;
-    properties->merged.count = 1;
-    properties->message_bytes = size_t{1} << 30;
-    properties->collective_bytes = size_t{1} << 30;
-    properties->requests_in_one = 1;
+    entry::describe(*properties, kReceives, abi::kHostMemory | abi::kCudaMemory,
+                    abi::kDeviceGinProxy);
     if constexpr (requires { properties->rail; }) properties->rail = properties->plane = -1;
-    return Result::kSuccess;
-  });
-}
-
-Result listen(void* /*instance*/, int device, void* handle, void** listener) {
-  return guarded("listen", [&] {
-    if (device != 0) {
-      return warn(Result::kInvalidArgument,
-                  "there is no device " + std::to_string(device) + ", only device 0");
-    }
-    Settings settings;
-    Problem problem = read_settings(settings);
-    if (!problem.empty()) return warn(Result::kInvalidArgument, problem);
-    auto fresh = std::make_unique<Listener>();
-    problem = listen_on(settings, *fresh);
-    if (!problem.empty()) return warn(Result::kSystemError, problem);
-    std::memset(handle, 0, abi::kHandleBytes);
-    std::memcpy(handle, &fresh->address, sizeof fresh->address);
-    *listener = fresh.release();
-    return Result::kSuccess;
+    return entry::check_device(device);
   });
 }
 
@@ -114,20 +53,6 @@ Result connect(void* /*instance*/, void* handles[], int ranks, int rank, void* l
         Comm::connect(*static_cast<const Listener*>(listener), addresses, rank, fresh);
     *comm = fresh.release();
     return result;
-  });
-}
-
-Result close_listener(void* listener) {
-  return guarded("closeListen", [&] {
-    const std::unique_ptr<Listener> end(static_cast<Listener*>(listener));
-    return Result::kSuccess;
-  });
-}
-
-Result close_comm(void* comm) {
-  return guarded("closeColl", [&] {
-    const std::unique_ptr<Comm> end(static_cast<Comm*>(comm));
-    return Result::kSuccess;
   });
 }
 
@@ -370,41 +295,41 @@ Result query_error(void* contexts, bool* has_error) {
 extern "C" {
 
 const abi::Gin11 ncclGinPlugin_v11 = {
-    .name = kName,
+    .name = entry::kName,
     .init = init,
-    .devices = devices,
+    .devices = entry::devices,
     .get_properties = get_properties,
-    .listen = listen,
+    .listen = entry::listen<Listener>,
     .connect = connect,
     .create_context = no_context,
     .register_memory = register_both,
     .register_dmabuf = register_both_dmabuf,
     .deregister = deregister,
     .destroy_context = no_destroy,
-    .close = close_comm,
-    .close_listener = close_listener,
+    .close = entry::close<Comm>,
+    .close_listener = entry::close<Listener>,
     .put = put11,
     .put_signal = put_signal11,
     .test = test,
     .progress = progress_comm,
     .query_error = query_comm,
-    .finalize = finalize,
+    .finalize = entry::finalize,
 };
 
 const abi::Rma13 ncclRmaPlugin_v13 = {
-    .name = kName,
+    .name = entry::kName,
     .init = init,
-    .devices = devices,
+    .devices = entry::devices,
     .get_properties = get_properties,
-    .listen = listen,
+    .listen = entry::listen<Listener>,
     .connect = connect,
     .create_context = create_contexts13,
     .register_memory = register_both,
     .register_dmabuf = register_both_dmabuf,
     .deregister = deregister,
     .destroy_context = destroy_contexts,
-    .close = close_comm,
-    .close_listener = close_listener,
+    .close = entry::close<Comm>,
+    .close_listener = entry::close<Listener>,
     .put = put,
     .put_signal = put_signal13,
     .get = get,
@@ -412,23 +337,23 @@ const abi::Rma13 ncclRmaPlugin_v13 = {
     .test = test,
     .progress = progress,
     .query_error = query_error,
-    .finalize = finalize,
+    .finalize = entry::finalize,
 };
 
 const abi::Rma14 ncclRmaPlugin_v14 = {
-    .name = kName,
+    .name = entry::kName,
     .init = init,
-    .devices = devices,
+    .devices = entry::devices,
     .get_properties = get_properties,
-    .listen = listen,
+    .listen = entry::listen<Listener>,
     .connect = connect,
     .create_context = create_contexts14,
     .register_memory = register_one,
     .register_dmabuf = register_one_dmabuf,
     .deregister = deregister,
     .destroy_context = destroy_contexts,
-    .close = close_comm,
-    .close_listener = close_listener,
+    .close = entry::close<Comm>,
+    .close_listener = entry::close<Listener>,
     .put = put,
     .put_signal = put_signal14,
     .get = get,
@@ -436,7 +361,7 @@ const abi::Rma14 ncclRmaPlugin_v14 = {
     .test = test,
     .progress = progress,
     .query_error = query_error,
-    .finalize = finalize,
+    .finalize = entry::finalize,
 };
 }
 
