@@ -56,7 +56,7 @@ std::string Comm::missing(const Registration& registration) const {
   return ranks;
 }
 
-bool Comm::is_settled(const Registration& registration) const {
+bool Comm::is_over(const Registration& registration) const {
   for (size_t rank = 0; rank < ranks_; ++rank) {
     if (closed_[rank] && !registration.known[rank]) return true;
   }
@@ -75,7 +75,7 @@ Result Comm::register_memory(std::shared_ptr<Memory> memory, uint64_t& handle) {
     wire_->post(peer, bare({.kind = Kind::kRegister, .bytes = bytes, .memory = number}));
   }
   changed_.wait_for(lock, std::chrono::milliseconds(timeout_ms_),
-                    [&] { return !failure_.empty() || is_settled(registrations_[number]); });
+                    [&] { return !failure_.empty() || is_over(registrations_[number]); });
   const Registration& registration = registrations_[number];
   if (!failure_.empty() || registration.known_count < ranks_) {
     // Its owner frees the memory now, so nothing may touch it, though peers may still come.

@@ -85,7 +85,7 @@ class Comm final : private WireOwner {
   Problem check(const Operation& operation) const;
   Problem check_place(const char* what, const Place& place, size_t rank, uint64_t bytes) const;
   // All ranks have made it, or one of those that have not never will.
-  bool is_settled(const Registration& registration) const;
+  bool is_over(const Registration& registration) const;
   std::string missing(const Registration& registration) const;
 
   const int32_t rank_;
