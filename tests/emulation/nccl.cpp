@@ -190,8 +190,13 @@ EXPORT int ncclCommWindowRegister(Communicator* comm, void* address, size_t byte
     comm->last_error = "Cuda failure 'peer access is not supported'\n";
     return kSystemError;
   }
-  *window = new Window{.host = nullptr, .first = world.addresses[0], .rank = comm->rank,
-                       .world_rank = comm->rank, .stride = 0, .unused = {}, .world = &world};
+  *window = new Window{.host = nullptr,
+                       .first = world.addresses[0],
+                       .rank = comm->rank,
+                       .world_rank = comm->rank,
+                       .stride = 0,
+                       .unused = {},
+                       .world = &world};
   if (world.ranks() > 1) {
     (*window)->stride =
         static_cast<uint32_t>(static_cast<uint64_t>(world.addresses[1] - world.addresses[0]) >> 32);
