@@ -85,9 +85,9 @@ class NcclSymmetricMemory(GpuRegions):
         version = None if library is None else version_text(library.version)
         agree(group, {"bytes_per_rank": bytes_per_rank, "NCCL's version": version}, error)
         assert library is not None
-        window = _Window(Communicator(library, group, timeout_s), group)
+        window = _Window(group)
         try:
-            window.open(bytes_per_rank)
+            window.open(library, bytes_per_rank, timeout_s)
             self._bases = agreed(group, lambda: window.addresses(self.device))
             owner = _Owner(self.device, window)
             self._tensor = agreed(
@@ -127,14 +127,20 @@ def _library_for(group: Group) -> NcclLibrary:
 class _Window:
     """One window, what it needs, and their end."""
 
-    def __init__(self, communicator: Communicator, group: Group) -> None:
-        self._communicator, self._group = communicator, group
+    _communicator: Communicator
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
         self._address = self._handle = 0
 
-    def open(self, nbytes: int) -> None:
-        """Allocates and registers. Collective: what one rank cannot do, none does."""
+    def open(self, library: NcclLibrary, nbytes: int, timeout_s: float) -> None:
+        """Makes it. Collective: what one rank cannot do, none does."""
+        agreed(self._group, lambda: self._connect(library, timeout_s))
         agreed(self._group, lambda: self._allocate(nbytes))
         agreed(self._group, lambda: self._register(nbytes))
+
+    def _connect(self, library: NcclLibrary, timeout_s: float) -> None:
+        self._communicator = Communicator(library, self._group, timeout_s)
 
     def _allocate(self, nbytes: int) -> None:
         reached, ranks = self._communicator.ranks_within_reach(), self._group.size
@@ -173,9 +179,12 @@ class _Window:
 
     def close(self) -> None:
         """Lets go of all of it, as far as NCCL does."""
+        communicator = self.__dict__.pop("_communicator", None)
+        if communicator is None:
+            return
         for part, end in (
-            (self._handle, self._communicator.deregister),
-            (self._address, self._communicator.free),
+            (self._handle, communicator.deregister),
+            (self._address, communicator.free),
         ):
             if part:
                 try:
@@ -183,7 +192,7 @@ class _Window:
                 except UnavailableError as failure:
                     _LOG.warning("memory of a GPU is lost: %s", failure)
         self._address = self._handle = 0
-        self._communicator.close()
+        communicator.close()
 
 
 class _Closing:

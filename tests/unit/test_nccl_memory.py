@@ -164,9 +164,9 @@ def test_a_stride_of_addresses(libnccl: ctypes.CDLL) -> None:
     ctypes.c_uint64.from_buffer(window, 8).value = 0x7F00_0000_1000
     ctypes.c_uint32.from_buffer(window, 24).value = 3
     library = NcclLibrary("libnccl.so.2", (2, 28, 9))
-    communicator = mock.Mock(library=library)
     group = types.SimpleNamespace(rank=1, size=3)
-    opened = nccl._Window(communicator, group)  # type: ignore[arg-type]
+    opened = nccl._Window(group)  # type: ignore[arg-type]
+    opened._communicator = mock.Mock(library=library)
     opened._handle = ctypes.addressof(window)
     expected = [0x7F00_0000_1000 + peer * (3 << 32) for peer in range(3)]
     assert opened.addresses(torch.device("cpu")) == expected
