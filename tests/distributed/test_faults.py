@@ -17,6 +17,7 @@ import fanfold
 from fanfold.launch import RankFailure, RankPool
 from tests.distributed.layers import Shape, good_call, round_trip, works
 from tests.distributed.stopped_ranks import collect_with_one_stopped, reporting
+from tests.shared_memory import named_memory
 
 RANKS = 3
 VICTIM = 1
@@ -190,19 +191,13 @@ def _hold(group: dist.ProcessGroup, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_is_left_behind(mode: str) -> None:
-    before = _segments()
+    before = named_memory(())
     with RankPool(RANKS, timeout_s=60.0) as pool:
         pids = pool.pids
         outcomes = pool.outcomes(_hold, mode)
         assert all(outcome.exitcode == -signal.SIGKILL for outcome in outcomes)
-    assert _segments() == before
+    assert named_memory(pids) == before
     assert not any(_alive(pid) for pid in pids)
-
-
-def _segments() -> list[Path]:
-    """Shared memory with a name, but for the semaphores of other programs' multiprocessing."""
-    segments = Path("/dev/shm").iterdir()
-    return sorted(path for path in segments if not path.name.startswith("sem.mp-"))
 
 
 def _alive(pid: int) -> bool:

@@ -18,20 +18,9 @@ from fanfold.group import as_group
 from fanfold.launch import RankPool
 from tests.distributed.every_call import round_trips
 from tests.distributed.layers import Shape, good_call, round_trip, works
+from tests.shared_memory import named_memory
 
 MODES = ("low_latency", "high_throughput")
-
-
-def _segments(pool: RankPool) -> list[Path]:
-    """Shared memory with a name, but for semaphores of other programs' multiprocessing, and other
-    processes' memory of libfabric, whose names begin with the process."""
-    ours = {str(pid) for pid in pool.pids}
-    return sorted(
-        path
-        for path in Path("/dev/shm").iterdir()
-        if not path.name.startswith("sem.mp-")
-        and (":" not in path.name or path.name.split(":")[0] in ours)
-    )
 
 
 def _footprint() -> tuple[int, int, int]:
@@ -64,13 +53,13 @@ def _reopen(group: dist.ProcessGroup, mode: str, times: int) -> list[tuple[int, 
 @pytest.mark.parametrize("mode", MODES)
 def test_many_times(pools: Callable[[int], RankPool], mode: str, times: int) -> None:
     pool = pools(2)
-    segments = _segments(pool)
+    segments = named_memory(pool.pids)
     for early, late in pool.run(_reopen, mode, times):
         assert late[0] <= early[0]
         assert late[1] <= early[1] + 2
         # One leaked page of each object in between would show.
         assert late[2] <= early[2] + times // 2 * 4096 // 2
-    assert _segments(pool) == segments
+    assert named_memory(pool.pids) == segments
 
 
 def _held() -> tuple[int, int]:
