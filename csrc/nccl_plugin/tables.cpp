@@ -1,9 +1,9 @@
 // The tables of GIN and RMA. Each function converts and calls; nothing is thrown into NCCL.
 //
-// Who calls what (NCCL 2.28.9 and 2.30): a thread of the application calls `init` to `connect`, the
-// registrations and the ends, and may block there. NCCL's GIN progress thread posts operations and
-// tests requests meanwhile, and must not block. The wires' threads do the work, so `progress` only
-// reports.
+// Who calls what (NCCL 2.28.9 and 2.30.7): a thread of the application calls `init` to `connect`,
+// the registrations and the ends, and may block there. NCCL's GIN progress thread posts operations
+// and tests requests meanwhile, and must not block. The wires' threads do the work, so `progress`
+// only reports.
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -120,6 +120,14 @@ Result post(Comm& comm, const Operation& operation, void** request) {
   });
 }
 
+Operation put_of(uint64_t source_offset, void* source, size_t bytes, uint64_t target_offset,
+                 void* target, uint32_t rank) {
+  return {.rank = rank,
+          .bytes = bytes,
+          .local = {.memory = as_number(source), .offset = source_offset},
+          .remote = {.memory = as_number(target), .offset = target_offset}};
+}
+
 Result set_signal(Operation& operation, const Place& signal, uint64_t value, uint32_t kind) {
   return guarded("iputSignal", [&] {
     if (kind != abi::kSignalIncrement && kind != abi::kSignalAdd) {
@@ -168,20 +176,14 @@ Result no_destroy(void* /*context*/) { return Result::kSuccess; }
 
 Result put11(void* comm, uint64_t source_offset, void* source, size_t bytes, uint64_t target_offset,
              void* target, uint32_t rank, void** request) {
-  const Operation operation{.rank = rank,
-                            .bytes = bytes,
-                            .local = {.memory = as_number(source), .offset = source_offset},
-                            .remote = {.memory = as_number(target), .offset = target_offset}};
-  return post(*static_cast<Comm*>(comm), operation, request);
+  return post(*static_cast<Comm*>(comm),
+              put_of(source_offset, source, bytes, target_offset, target, rank), request);
 }
 
 Result put_signal11(void* comm, uint64_t source_offset, void* source, size_t bytes,
                     uint64_t target_offset, void* target, uint32_t rank, uint64_t signal_offset,
                     void* signal, uint64_t value, uint32_t kind, void** request) {
-  Operation operation{.rank = rank,
-                      .bytes = bytes,
-                      .local = {.memory = as_number(source), .offset = source_offset},
-                      .remote = {.memory = as_number(target), .offset = target_offset}};
+  Operation operation = put_of(source_offset, source, bytes, target_offset, target, rank);
   const Place place{.memory = as_number(signal), .offset = signal_offset};
   const Result result = set_signal(operation, place, value, kind);
   if (result != Result::kSuccess) return result;
@@ -240,20 +242,14 @@ Result post_in(void* contexts, int context, Operation operation, void** request)
 
 Result put(void* contexts, int context, uint64_t source_offset, void* source, size_t bytes,
            uint64_t target_offset, void* target, uint32_t rank, void** request) {
-  const Operation operation{.rank = rank,
-                            .bytes = bytes,
-                            .local = {.memory = as_number(source), .offset = source_offset},
-                            .remote = {.memory = as_number(target), .offset = target_offset}};
-  return post_in(contexts, context, operation, request);
+  return post_in(contexts, context,
+                 put_of(source_offset, source, bytes, target_offset, target, rank), request);
 }
 
 Result put_signal13(void* contexts, int context, uint64_t source_offset, void* source, size_t bytes,
                     uint64_t target_offset, void* target, uint32_t rank, uint64_t signal_offset,
                     void* signal, uint64_t value, uint32_t kind, void** request) {
-  Operation operation{.rank = rank,
-                      .bytes = bytes,
-                      .local = {.memory = as_number(source), .offset = source_offset},
-                      .remote = {.memory = as_number(target), .offset = target_offset}};
+  Operation operation = put_of(source_offset, source, bytes, target_offset, target, rank);
   const Place place{.memory = as_number(signal), .offset = signal_offset};
   const Result result = set_signal(operation, place, value, kind);
   if (result != Result::kSuccess) return result;

@@ -30,12 +30,9 @@ class Feature(NamedTuple):
 
 FEATURES = {
     "windows": Feature((2, 28, 9), "windows: memory of peers that kernels load from and store to"),
-    "gin": Feature((2, 28, 9), "GIN: puts and signals that kernels send, through a GIN plugin"),
     "host_pointers": Feature((2, 29, 2), "addresses of peers' memory for the host"),
-    "gin_over_rma": Feature((2, 30, 4), "GIN through an RMA plugin"),
-    "run_time_version": Feature((2, 31, 0), "device communicators of the version that is loaded"),
 }
-"""Parts of the device API by name, in the order in which versions brought them."""
+"""What Fanfold uses of the device API, by name."""
 
 
 def version_text(version: tuple[int, int, int]) -> str:

@@ -400,7 +400,12 @@ def test_host_does_not_look_at_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("name", "values"),
-    [("backend", ("auto", "host")), ("share_gpus", (True, False)), ("hosts", (None, 2))],
+    [
+        ("backend", ("auto", "host")),
+        ("share_gpus", (True, False)),
+        ("hosts", (None, 2)),
+        ("gpu_memory", ("torch", "nccl")),
+    ],
 )
 def test_settings_must_agree(
     monkeypatch: pytest.MonkeyPatch, name: str, values: tuple[Any, Any]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fanfold.cli import doctor_devices
 from fanfold.errors import CompileError, UnavailableError
 from fanfold.jit import KernelSource, nvrtc
 from fanfold.jit.kernel import Cache, compile_in
@@ -152,7 +153,7 @@ def test_old_versions_are_refused_with_a_remedy() -> None:
         UnavailableError, match=r"2\.27\.3 .* has no windows.* NCCL 2\.28\.9 is the"
     ):
         old.require("windows")
-    newest = NcclLibrary("/somewhere/libnccl.so.2", (2, 31, 0))
+    newest = NcclLibrary("/somewhere/libnccl.so.2", (2, 29, 2))
     for feature in FEATURES:
         newest.require(feature)
 
@@ -204,6 +205,21 @@ def test_libraries_that_say_no_version(tmp_path: Path) -> None:
         NcclLibrary.open(str(failing))
     with pytest.raises(UnavailableError, match="is no NCCL"):
         NcclLibrary.open("libc.so.6")
+
+
+def test_the_doctor_says_where_headers_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or why there are none; and what is wrong with a library."""
+    include = installed(tmp_path, (2, 28, 9))
+    found = library_saying(tmp_path / "lib", "libnccl.so.2", "*version = 22809; return 0;")
+    monkeypatch.setattr(doctor_devices, "_cuda_libraries", lambda pattern: iter([found]))
+    assert doctor_devices.nccl() == ("ok", f"2.28.9, {found}, device headers in {include}")
+    (include / "nccl.h").unlink()
+    status, detail, *_ = doctor_devices.nccl()
+    assert (status, "not for kernels: the device headers of NCCL 2.28.9" in detail) == ("ok", True)
+    broken = library_saying(tmp_path / "lib", "broken.so", "return 3;")
+    monkeypatch.setattr(doctor_devices, "_cuda_libraries", lambda pattern: iter([broken]))
+    status, detail, *_ = doctor_devices.nccl()
+    assert (status, "broken.so returns 3" in detail) == ("problem", True)
 
 
 def test_atomics_that_headers_use(tmp_path: Path) -> None:
