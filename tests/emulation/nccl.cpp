@@ -147,6 +147,11 @@ EXPORT int ncclCommInitRank(Communicator** comm, int ranks, Identity identity, i
   }
   if (world->ranks() != ranks || rank < 0 || rank >= ranks) return kInvalidArgument;
   world->meet();
+  if (behaviour("communicator_lost_by", -1) == rank) {
+    const std::lock_guard lock(state().mutex);
+    --state().communicators;
+    return kSystemError;
+  }
   *comm = new Communicator{.world = world, .rank = rank, .last_error = {}};
   return kSuccess;
 }

@@ -145,6 +145,15 @@ def test_other_headers_are_another_kernel(tmp_path: Path) -> None:
     assert known == [False, True, False, False]
 
 
+def test_what_is_made_of_headers_is_another_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only what they say: a mend of how they are changed must not find old kernels."""
+    before = headers.read(installed(tmp_path / "before", (2, 28, 9), STRUCTURES))
+    monkeypatch.setattr(headers, "with_attributes_in_front", lambda text: text)
+    assert headers.read(installed(tmp_path / "after", (2, 28, 9), STRUCTURES)) != before
+
+
 def test_old_versions_are_refused_with_a_remedy() -> None:
     """By the feature that they lack."""
     old = NcclLibrary("/somewhere/libnccl.so.2", (2, 27, 3))

@@ -144,6 +144,16 @@ def test_a_rank_that_does_not_come(libnccl: ctypes.CDLL) -> None:
     libnccl.release_all()
 
 
+def test_one_rank_without_a_communicator(libnccl: ctypes.CDLL) -> None:
+    """Though NCCL gives the others theirs: they go no further."""
+    libnccl.behave(b"communicator_lost_by", 1)
+    errors = on_all(2, lambda group: NcclSymmetricMemory(group, NBYTES, TIMEOUT_S))
+    assert "ncclCommInitRank" in str(errors[1])
+    assert "rank 1 failed: ncclCommInitRank" in str(errors[0])
+    libnccl.behave_well()
+    libnccl.release_all()  # rank 0's communicator would wait for rank 1's end
+
+
 def test_ranks_close_at_different_times(libnccl: ctypes.CDLL) -> None:
     """None waits for another, though NCCL ends a communicator for all ranks together."""
     closed = threading.Event()
