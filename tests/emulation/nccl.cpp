@@ -24,8 +24,8 @@ struct World {
 
   int ranks() const { return static_cast<int>(addresses.size()); }
 
-  // Returns when all ranks have come.
-  void meet() {
+  // Returns when all ranks have come, or false when it was released.
+  bool meet() {
     std::unique_lock lock(mutex);
     const int turn = turns;
     if (++arrived == ranks()) {
@@ -33,12 +33,13 @@ struct World {
       ++turns;
       all_here.notify_all();
     }
-    all_here.wait(lock, [&] { return turns != turn; });
+    all_here.wait(lock, [&] { return turns != turn || released; });
+    return !released;
   }
   // Lets those go that wait for somebody who does not come.
   void release() {
     const std::lock_guard lock(mutex);
-    ++turns;
+    released = true;
     all_here.notify_all();
   }
 
@@ -46,6 +47,7 @@ struct World {
   std::mutex mutex;
   std::condition_variable all_here;
   int arrived = 0, turns = 0;
+  bool released = false;
 };
 
 struct Communicator {
@@ -108,7 +110,6 @@ EXPORT void release_all() {
   const std::lock_guard lock(state().mutex);
   for (const auto& [number, world] : state().worlds) world->release();
   state().worlds.clear();
-  state().communicators = 0;
 }
 EXPORT int left() {
   const std::lock_guard lock(state().mutex);
@@ -146,8 +147,8 @@ EXPORT int ncclCommInitRank(Communicator** comm, int ranks, Identity identity, i
     ++state().communicators;
   }
   if (world->ranks() != ranks || rank < 0 || rank >= ranks) return kInvalidArgument;
-  world->meet();
-  if (behaviour("communicator_lost_by", -1) == rank) {
+  const bool met = world->meet();
+  if (!met || behaviour("communicator_lost_by", -1) == rank) {
     const std::lock_guard lock(state().mutex);
     --state().communicators;
     return kSystemError;
