@@ -11,12 +11,13 @@ import torch
 
 from fanfold.errors import FanfoldError, UnavailableError
 from fanfold.group import Group, agree
-from fanfold.nccl.library import NcclLibrary
+from fanfold.nccl.library import SIZED, NcclLibrary
 
 __all__ = ["NO_WINDOW", "Communicator"]
 
 _IDENTITY_BYTES = 128  # NCCL_UNIQUE_ID_BYTES
 _SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
+_DEVICE_COMMUNICATOR_BYTES = 4096  # more than any version's ncclDevComm has
 _SUCCESS = 0
 _INSTEAD = "or take PyTorch's memory (FANFOLD_GPU_MEMORY=torch)"
 NO_WINDOW = (
@@ -30,6 +31,32 @@ class _Identity(ctypes.Structure):
     """``ncclUniqueId``."""
 
     _fields_ = (("internal", ctypes.c_char * _IDENTITY_BYTES),)
+
+
+class _Requirements(ctypes.Structure):
+    """``ncclDevCommRequirements`` of 2.28.9, and what later ones have behind their first fields."""
+
+    _fields_ = (
+        ("resources", ctypes.c_void_p), ("teams", ctypes.c_void_p), ("lsa_multimem", ctypes.c_bool),
+        ("barriers", ctypes.c_int), ("lsa_barriers", ctypes.c_int),
+        ("rail_gin_barriers", ctypes.c_int), ("blocks", ctypes.c_int), ("slots", ctypes.c_int),
+        ("gin_force_enable", ctypes.c_bool), ("gin_contexts", ctypes.c_int),
+        ("gin_signals", ctypes.c_int), ("gin_counters", ctypes.c_int),
+    )  # fmt: skip
+
+
+class _SizedRequirements(ctypes.Structure):
+    """``ncclDevCommRequirements`` of 2.30 and later, which fill in what this one lacks."""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t), ("magic", ctypes.c_uint), ("version", ctypes.c_uint),
+        ("of_2_28", _Requirements), ("gin_connections", ctypes.c_int),
+        ("exclusive_contexts", ctypes.c_bool), ("queue_depth", ctypes.c_int),
+        ("traffic_class", ctypes.c_int), ("world_gin_barriers", ctypes.c_int),
+        ("strong_signals", ctypes.c_bool), ("va_signals", ctypes.c_bool),
+    )  # fmt: skip
+
+    MAGIC, EVERY_RANK, DEFAULT_CLASS = 0xCAFEBEEF, 1, -(1 << 31)
 
 
 class _Team(ctypes.Structure):
@@ -127,6 +154,40 @@ class Communicator:
         )  # fmt: skip
         return address.value or 0
 
+    def device_communicator(self, signals: int, counters: int) -> bytes:
+        """The ``ncclDevComm`` by which kernels put and signal to all ranks by GIN (NCCL's
+        networking from the GPU), which ends with the communicator; and bytes of no meaning behind
+        it. Collective.
+
+        Args:
+            signals, counters: that each rank has, from number 0 on.
+
+        Raises:
+            UnavailableError: this version has no GIN, or it finds no network for it.
+        """
+        self.library.require_gin()
+        asked = _Requirements(
+            gin_force_enable=self.library.version < SIZED, gin_contexts=1, gin_signals=signals,
+            gin_counters=counters,
+        )  # fmt: skip
+        sized = _SizedRequirements(
+            size=ctypes.sizeof(_SizedRequirements), magic=_SizedRequirements.MAGIC,
+            version=self.library.number, of_2_28=asked,
+            gin_connections=_SizedRequirements.EVERY_RANK,
+            traffic_class=_SizedRequirements.DEFAULT_CLASS,
+        )  # fmt: skip
+        made = ctypes.create_string_buffer(_DEVICE_COMMUNICATOR_BYTES)
+        requirements = asked if self.library.version < SIZED else sized
+        self._collective("ncclDevCommCreate", self._comm, ctypes.byref(requirements), made)
+        return made.raw
+
+    def check(self) -> None:
+        """Raises UnavailableError for what has ended the communicator."""
+        state = ctypes.c_int(_SUCCESS)
+        self._call("ncclCommGetAsyncError", self._comm, ctypes.byref(state))
+        if state.value != _SUCCESS:
+            raise self._failure("the network", state.value)
+
     def close(self) -> None:
         """Ends it, once all ranks of this host do; returns at once. Harmless when repeated. Its
         windows must have ended."""
@@ -158,13 +219,16 @@ class Communicator:
     def _call(self, function: str, *arguments: Any) -> None:
         result = getattr(self._functions, function)(*arguments)
         if result != _SUCCESS:
-            said = self._functions.ncclGetErrorString(result) or b"?"
-            last = self._functions.ncclGetLastError(self._comm) or b""
-            raise UnavailableError(
-                f"{function} of {self.library} fails: {said.decode(errors='replace')} ({result})"
-                f"{': ' if last else ''}{last.decode(errors='replace').strip()}. See what "
-                f"NCCL_DEBUG=INFO says, {_INSTEAD}"
-            )
+            raise self._failure(function, result)
+
+    def _failure(self, what: str, result: int) -> UnavailableError:
+        said = self._functions.ncclGetErrorString(result) or b"?"
+        last = self._functions.ncclGetLastError(self._comm) or b""
+        return UnavailableError(
+            f"{what} of {self.library} fails: {said.decode(errors='replace')} ({result})"
+            f"{': ' if last else ''}{last.decode(errors='replace').strip()}. See what "
+            f"NCCL_DEBUG=INFO says, {_INSTEAD}"
+        )
 
 
 class _Asked(threading.Thread):

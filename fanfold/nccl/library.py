@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from fanfold.errors import UnavailableError
 
-__all__ = ["FEATURES", "Feature", "NcclLibrary", "loaded", "version_text"]
+__all__ = ["FEATURES", "SIZED", "Feature", "NcclLibrary", "loaded", "version_text"]
 
 _MAPS = Path("/proc/self/maps")
 _UPGRADE = "`pip install -U nvidia-nccl-cu13` (or -cu12, as PyTorch's CUDA) brings the newest"
@@ -33,6 +33,11 @@ FEATURES = {
     "host_pointers": Feature((2, 29, 2), "addresses of peers' memory for the host"),
 }
 """What Fanfold uses of the device API, by name."""
+
+SIZED = (2, 29, 2)
+"""From here on structures that NCCL takes begin with their size."""
+
+_FIRST_GIN, _GIN_WITH_RMA = (2, 28, 9), (2, 30, 4)
 
 
 def version_text(version: tuple[int, int, int]) -> str:
@@ -83,6 +88,21 @@ class NcclLibrary:
             raise UnavailableError(
                 f"{self} has no {what}. NCCL {version_text(since)} is the first that has: "
                 f"{_UPGRADE}"
+            )
+
+    @property
+    def number(self) -> int:
+        """``NCCL_VERSION_CODE``."""
+        major, minor, patch = self.version
+        return major * 10000 + minor * 100 + patch
+
+    def require_gin(self) -> None:
+        """Raises UnavailableError unless kernels put and signal by this version's GIN."""
+        if self.version != _FIRST_GIN and self.version < _GIN_WITH_RMA:
+            raise UnavailableError(
+                f"GIN of {self} is not used: {version_text(_FIRST_GIN)} has the one that PyTorch "
+                f"2.11 brings, {version_text(_GIN_WITH_RMA)} and later the one over plugins for "
+                f"RMA. {_UPGRADE}"
             )
 
     def __str__(self) -> str:

@@ -73,7 +73,7 @@ def test_rounds_of_all_kinds(one_gpu: OneGpu, ranks: int, part: str) -> None:
 def _sms(group: Group) -> tuple[int, int, bool]:
     """CTAs of the kernels, SMs of the GPU, and whether the stream is this rank's own."""
     with open_layer(group, case_of(group.size)) as ep:
-        ctas = ep._backend._grid.ctas  # type: ignore[attr-defined]
+        ctas = ep._backend._loader._grid.ctas  # type: ignore[attr-defined]
     sms = torch.cuda.get_device_properties(own_device()).multi_processor_count
     streams = group.all_gather(torch.cuda.current_stream().cuda_stream)
     return ctas, sms, len({*streams, 0}) == group.size + 1

@@ -10,7 +10,7 @@
 namespace fanfold {
 
 struct PutsArgs {
-  ncclDevComm comm;
+  const ncclDevComm* comm;
   ncclWindow_t window;
   uint64_t from;     // offset of a block for each rank
   uint64_t to;       // offset of the blocks that come, by rank
@@ -22,8 +22,8 @@ struct PutsArgs {
 
 __global__ void __launch_bounds__(kThreads) put_and_wait(const PutsArgs args) {
   constexpr ncclGinSignal_t kArrived = 0;
-  const ncclGin gin(args.comm, 0);
-  const ncclTeam world = ncclTeamWorld(args.comm);
+  const ncclGin gin(*args.comm, 0);
+  const ncclTeam world = ncclTeamWorld(*args.comm);
   for (int peer = static_cast<int>(threadIdx.x); peer < world.nRanks; peer += kThreads) {
     gin.put(world, peer, args.window, args.to + static_cast<uint64_t>(world.rank) * args.bytes,
             args.window, args.from + static_cast<uint64_t>(peer) * args.bytes, args.bytes,
