@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = [
+    "NCCL_GIN",
     "Backend",
     "Config",
     "LatePeers",
@@ -37,6 +38,9 @@ __all__ = [
     "symmetric_memory_environment",
     "unknown_variables",
 ]
+
+NCCL_GIN = "nccl:gin"
+"""Of the setting ``network``: kernels of GPUs put by NCCL's GIN."""
 
 
 Backend = Literal["auto", "host", "cuda"]
@@ -221,11 +225,15 @@ _SETTINGS = (
         variable="FANFOLD_NETWORK",
         help="What carries between hosts: 'libfabric' takes the best network that it finds, "
         "'libfabric:PROVIDER' or 'libfabric:PROVIDER:NIC,NIC' a provider and NICs (efa, verbs, "
-        "cxi, tcp, net, shm), and 'loopback' or 'loopback:SEED' reaches ranks that are threads of "
+        "cxi, tcp, net, shm), with 'nccl:gin' kernels of GPUs put by NCCL's GIN themselves (and "
+        "CPUs have libfabric), and 'loopback' or 'loopback:SEED' reaches ranks that are threads of "
         "one process, for tests; a seed makes it delay, reorder and repeat.",
         parse=str,
-        check=lambda v: isinstance(v, str) and v.partition(":")[0] in ("libfabric", "loopback"),
-        bound="'libfabric', 'libfabric:PROVIDER[:NICS]', 'loopback' or 'loopback:SEED'",
+        check=lambda v: (
+            isinstance(v, str)
+            and (v == NCCL_GIN or v.partition(":")[0] in ("libfabric", "loopback"))
+        ),
+        bound="'libfabric', 'libfabric:PROVIDER[:NICS]', 'nccl:gin', 'loopback' or 'loopback:SEED'",
     ),
     Setting(
         name="network_memory",

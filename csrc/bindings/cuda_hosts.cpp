@@ -1,4 +1,4 @@
-#include "cuda/low_latency_hosts.h"
+#include "cuda/gin_hosts.h"
 
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
@@ -9,7 +9,10 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "cuda/high_throughput.h"
 #include "cuda/high_throughput_hosts.h"
+#include "cuda/kernel.h"
+#include "cuda/low_latency_hosts.h"
 #include "cuda/network_memory.h"
 
 namespace nb = nanobind;
@@ -26,6 +29,63 @@ std::vector<std::tuple<uintptr_t, int64_t>> addresses_of(
     ranges.emplace_back(reinterpret_cast<uintptr_t>(range.data), range.bytes);
   }
   return ranges;
+}
+
+// Of ranks that reach each other by NCCL's GIN.
+void bind_gin_hosts(nb::module_& module) {
+  using cuda::GinWindow;
+  nb::class_<GinWindow>(module, "GinWindow")
+      .def(
+          "__init__",
+          [](GinWindow* window, int32_t rank, std::vector<int32_t> hosts, uintptr_t communicator,
+             uintptr_t handle, uintptr_t memory, int64_t received, int64_t sent) {
+            new (window) GinWindow{.rank = rank,
+                                   .hosts = std::move(hosts),
+                                   .communicator = communicator,
+                                   .window = handle,
+                                   .memory = memory,
+                                   .received = received,
+                                   .sent = sent,
+                                   .slots = 1,
+                                   .words = {},
+                                   .rows = {}};
+          },
+          "rank"_a, "hosts"_a, "communicator"_a, "handle"_a, "memory"_a, "received"_a, "sent"_a)
+      .def_rw("slots", &GinWindow::slots)
+      .def_rw("words", &GinWindow::words)
+      .def_rw("rows", &GinWindow::rows)
+      .def(
+          "block",
+          [](const GinWindow& window, uintptr_t at) {
+            const std::vector<std::byte> block = cuda::hosts_block(window, at);
+            return nb::bytes(block.data(), block.size());
+          },
+          "at"_a, "What stands at this address of the GPU's memory before the first call.");
+  module.attr("GIN_WORD_BYTES") = sizeof(GinWord);
+  nb::class_<GinBetweenCallsArgs>(module, "GinBetweenCallsArgs")
+      .def(
+          "__init__",
+          [](GinBetweenCallsArgs* args, uintptr_t hosts, int64_t timeout_ns, uintptr_t late) {
+            new (args) GinBetweenCallsArgs{.hosts = reinterpret_cast<const RemoteHosts*>(hosts),
+                                           .timeout_ns = timeout_ns,
+                                           .late = reinterpret_cast<int32_t*>(late)};
+          },
+          "hosts"_a, "timeout_ns"_a, "late"_a)
+      .def_prop_ro(
+          "address",
+          [](const GinBetweenCallsArgs& args) { return reinterpret_cast<uintptr_t>(&args); })
+      .def(
+          "launch",
+          [](const GinBetweenCallsArgs& args, const cuda::Kernel& kernel, int ctas, int threads,
+             uintptr_t stream, bool early) {
+            kernel.launch(&args, sizeof args,
+                          {.ctas = ctas, .threads = threads, .stream = stream, .early = early});
+          },
+          "kernel"_a, "ctas"_a, "threads"_a, "stream"_a, "early"_a);
+  module.def(
+      "cuda_high_throughput_words_bytes",
+      [](int32_t ranks) { return cuda::high_throughput_offsets(ranks, 0).ready; }, "ranks"_a,
+      "Of the words before the rings that kernels put together, from the first byte on.");
 }
 
 }  // namespace
@@ -76,6 +136,7 @@ void bind_cuda_hosts(nb::module_& module) {
         cuda::clear_received(memory, ring_bytes);
       },
       "memory"_a, "ring_bytes"_a, "Takes away what says that something has arrived.");
+  bind_gin_hosts(module);
 }
 
 }  // namespace fanfold::bindings

@@ -11,14 +11,16 @@ from fanfold.backends.high_throughput.host import HostHighThroughput
 from fanfold.backends.high_throughput.protocol import HighThroughputBackend
 from fanfold.backends.ranges import ranged
 from fanfold.backends.staged import StagedHighThroughput
-from fanfold.config import Config
+from fanfold.config import NCCL_GIN, Config
 from fanfold.errors import FanfoldError
 from fanfold.formats import ScaleFormat
 from fanfold.geometry import Geometry
 from fanfold.group import Group, agree, part_of
-from fanfold.memory import GpuPeerMemory, PeerMemory
+from fanfold.memory import BetweenHosts, GpuPeerMemory, PeerMemory
+from fanfold.memory.between_hosts import BytesBetweenHosts, ProxiesBetweenHosts
 from fanfold.memory.cuda import CudaSymmetricMemory
 from fanfold.memory.cuda_hosts import CudaMemoryAcrossHosts
+from fanfold.memory.gin import GinBetweenHosts
 from fanfold.memory.host import SymmetricMemory
 from fanfold.memory.hosts import find_hosts
 from fanfold.memory.nccl import NcclSymmetricMemory
@@ -53,7 +55,7 @@ def open_low_latency(
     if choice.backend == "cuda":
         low_latency.check_cuda_geometry(geometry)
         nbytes = low_latency.cuda_required_bytes(geometry, late_weights=late_weights)
-        between = low_latency.cuda_bytes_between_hosts(geometry)
+        between = BytesBetweenHosts(low_latency.cuda_bytes_between_hosts(geometry))
         memory = open_gpu_memory(group, choice, nbytes, between, config)
     else:
         nbytes = low_latency.HostLowLatency.required_bytes(geometry)
@@ -69,10 +71,14 @@ def open_low_latency(
 
 
 def open_gpu_memory(
-    group: Group, choice: BackendChoice, nbytes: int, between_hosts: int, config: Config
+    group: Group,
+    choice: BackendChoice,
+    nbytes: int,
+    between_hosts: BytesBetweenHosts,
+    config: Config,
 ) -> GpuPeerMemory:
-    """Regions of ``nbytes`` on the GPUs, and where those are on several hosts, regions of
-    ``between_hosts`` on their CPUs. Collective.
+    """Regions of ``nbytes`` on the GPUs, and where those are on several hosts, ``between_hosts``.
+    Collective.
 
     Raises:
         FanfoldError: the ranks cannot share memory, or find no network; on all ranks.
@@ -95,10 +101,10 @@ def memory_of_gpus(group: Group, nbytes: int, config: Config) -> GpuPeerMemory:
 
 
 def memory_across_hosts(
-    group: Group, nbytes: int, between_hosts: int, config: Config
+    group: Group, nbytes: int, between_hosts: BytesBetweenHosts, config: Config
 ) -> CudaMemoryAcrossHosts:
-    """Regions of ``nbytes`` on GPUs and of ``between_hosts`` on the CPUs of several hosts.
-    Collective.
+    """Regions of ``nbytes`` on the GPUs of several hosts, and what is between these: of
+    ``between_hosts`` bytes, on the CPUs where proxies carry them. Collective.
 
     Raises:
         FanfoldError: the ranks cannot share memory, or find no network; on all ranks.
@@ -112,8 +118,14 @@ def memory_across_hosts(
     try:
         agree(group, {}, error)
         assert gpu is not None
-        host = SymmetricMemory(group, between_hosts, config, hosts, for_kernels_of=gpu.device)
-        return CudaMemoryAcrossHosts(gpu, host)
+        between: BetweenHosts
+        if config.network == NCCL_GIN:
+            between = GinBetweenHosts(group, hosts, gpu.device, between_hosts, config)
+        else:
+            received = between_hosts.received
+            host = SymmetricMemory(group, received, config, hosts, for_kernels_of=gpu.device)
+            between = ProxiesBetweenHosts(host, gpu.device)
+        return CudaMemoryAcrossHosts(gpu, between)
     except BaseException:
         if gpu is not None:
             gpu.close()
@@ -148,7 +160,8 @@ def open_high_throughput(
     if choice.across_hosts:
         result_bytes = 0  # rows of other hosts come through rings
     nbytes = CudaHighThroughput.required_bytes(group.size, config, result_bytes)
-    memory = open_gpu_memory(group, choice, nbytes, nbytes, config)
+    between = BytesBetweenHosts.of_high_throughput(group.size, nbytes)
+    memory = open_gpu_memory(group, choice, nbytes, between, config)
     try:
         backend = CudaHighThroughput(
             memory,

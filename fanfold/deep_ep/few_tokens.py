@@ -18,7 +18,7 @@ from fanfold.backends.high_throughput.plan import CudaPlan
 from fanfold.backends.high_throughput.protocol import HighThroughputBackend
 from fanfold.backends.low_latency import check_cuda_geometry, cuda_required_bytes
 from fanfold.backends.low_latency.token_major import CudaTokenMajor, TokenMajorRows, takes_rows
-from fanfold.backends.opening import open_gpu_memory
+from fanfold.backends.opening import memory_of_gpus
 from fanfold.backends.ranges import ranged_call
 from fanfold.config import Config
 from fanfold.errors import ArgumentError, UsageError
@@ -119,7 +119,7 @@ class FewTokens:
         # As in high throughput a late rank ends the calls, whatever the setting.
         config = dataclasses.replace(self._config, late_peers="raise")
         nbytes = bytes_for_few_tokens(geometry)
-        self._memory = open_gpu_memory(ranks, self._choice, nbytes, 0, config)
+        self._memory = memory_of_gpus(ranks, nbytes, config)
         mode = CudaTokenMajor(self._memory, config, self._choice.check_devices, self._order)
         mode.lay_out(geometry, scaled=scaled)
         self.dispatch = ranged_call(mode.dispatch_rows, "fanfold::low_latency::dispatch", config)

@@ -38,6 +38,7 @@ from fanfold.errors import ArgumentError, PeerTimeout, UsageError, logged
 from fanfold.forks import Owner
 from fanfold.group import Group
 from fanfold.memory import GpuPeerMemory, PeerMemory
+from fanfold.memory.between_hosts import BytesBetweenHosts
 from fanfold.memory.host import SymmetricMemory
 from fanfold.memory.hosts import find_hosts
 from fanfold.representation import described
@@ -125,7 +126,7 @@ class Runtime:
     def _open_low_latency(self, group: Group, settings: Settings) -> None:
         """On the GPUs."""
         nbytes = cuda_memory_bytes(self._sizes.rdma)
-        between = cuda_memory_between_hosts_bytes(self._sizes.rdma, group.size)
+        between = BytesBetweenHosts(cuda_memory_between_hosts_bytes(self._sizes.rdma, group.size))
         self._gpu_memory = open_gpu_memory(group, self.choice, nbytes, between, settings)
         self._low_latency = open_low_latency(
             self._gpu_memory,
@@ -137,7 +138,8 @@ class Runtime:
     def _open_high_throughput(self, group: Group, settings: Settings) -> None:
         """On the GPUs."""
         nbytes = cuda_stream_bytes(self._sizes.nvl, group.size, settings)
-        self._gpu_streams = open_gpu_memory(group, self.choice, nbytes, nbytes, settings)
+        between = BytesBetweenHosts.of_high_throughput(group.size, nbytes)
+        self._gpu_streams = open_gpu_memory(group, self.choice, nbytes, between, settings)
         self._high_throughput = CudaHighThroughput(
             self._gpu_streams, settings, check_devices=self.choice.check_devices
         )

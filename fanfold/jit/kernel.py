@@ -89,7 +89,8 @@ class KernelSource:
         threads: of a CTA at launch, which bounds the registers; 0 where unknown.
         yields: whether multiplications of accumulators let other warps issue between them
             (:mod:`fanfold.jit.yields`).
-        foreign: headers of another library that it includes; None: none.
+        foreign: headers of another library that it includes, where ``constants.h`` defines
+            ``FANFOLD_FOREIGN``; None: none.
     """
 
     file: str
@@ -132,7 +133,8 @@ class KernelSource:
             f"inline constexpr {'int' if abs(value) < 1 << 31 else 'long long'} {name} = {value};"
             for name, value in self.pairs
         ]
-        return "\n".join(["#pragma once", "namespace fanfold {", *lines, "}", ""])
+        foreign = [] if self.foreign is None else ["#define FANFOLD_FOREIGN"]
+        return "\n".join(["#pragma once", *foreign, "namespace fanfold {", *lines, "}", ""])
 
     @property
     def register_limit(self) -> int:

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 if TYPE_CHECKING:
     import torch
 
+    from fanfold import _core
+    from fanfold.errors import FanfoldError
     from fanfold.group import Group
-    from fanfold.memory.between_hosts import BetweenHosts
+    from fanfold.jit import ForeignHeaders
+    from fanfold.memory.hosts import Hosts
 
-__all__ = ["GpuPeerMemory", "PeerMemory"]
+__all__ = ["BetweenHosts", "GpuPeerMemory", "PeerMemory"]
 
 
 @runtime_checkable
@@ -78,3 +81,77 @@ class GpuPeerMemory(PeerMemory, Protocol):
         Raises:
             UsageError: closed, or in a forked child.
         """
+
+
+class BetweenHosts(Protocol):
+    """What carries the rows and words of a GPU's kernels to ranks on other hosts:
+    :class:`fanfold.memory.between_hosts.ProxiesBetweenHosts` has proxies of the CPU do it, and by
+    :class:`fanfold.memory.gin.GinBetweenHosts` kernels do it themselves.
+
+    Attributes:
+        group, hosts: the ranks, and where they are.
+        network: what carries, such as ``"libfabric:tcp"``.
+        gin: NCCL's headers, of which kernels are compiled then; None where proxies carry.
+        core: what counts for the proxies, if there are any.
+    """
+
+    group: Group
+    hosts: Hosts
+    network: str
+    gin: ForeignHeaders | None
+    core: _core.SymmetricMemory | None
+
+    @property
+    def address(self) -> int:
+        """On the GPU, of what kernels know of it (``LowLatencyHosts``)."""
+
+    @property
+    def usable_bytes(self) -> int:
+        """Of a rank, that the modes may use."""
+
+    @property
+    def bytes_per_rank(self) -> int:
+        """That each rank holds for it in all."""
+
+    def base(self, peer: int) -> int:
+        """Where this rank's kernels store what goes to ``peer``, on another host."""
+
+    def check_bytes(self, needed: int) -> None:
+        """Raises ArgumentError if it has fewer bytes than ``needed``."""
+
+    def prepare(self, geometry: _core.LowLatencyGeometry) -> None:
+        """Prepares it for calls of a geometry. No kernel runs, and nothing is under way to this
+        rank: all ranks have come back from :meth:`fence` since their last kernel has ended.
+
+        Raises:
+            FanfoldError: it cannot, or in time.
+        """
+
+    def prepare_high_throughput(self, ring_bytes: int) -> None:
+        """As :meth:`prepare`, for high-throughput calls with rings of ``ring_bytes``; once, before
+        all calls."""
+
+    def fence(self) -> None:
+        """Returns once the peers have all that kernels of this rank which have ended have sent.
+
+        Raises:
+            PeerTimeout, TransportError: they may never have it.
+        """
+
+    def check(self, peer: int = -1) -> None:
+        """Raises what has ended the network, or with a ``peer`` on another host the way to it.
+
+        Raises:
+            PeerTimeout, TransportError: that.
+        """
+
+    def explain(self, late: FanfoldError) -> None:
+        """Raises what the network knows if ``late`` says that a peer on another host was late.
+
+        Raises:
+            PeerTimeout, TransportError: that; of a way that has ended the cause says what this rank
+                waited for.
+        """
+
+    def close(self) -> None:
+        """No kernel uses it any more. May wait a while for peers; harmless when repeated."""

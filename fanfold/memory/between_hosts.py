@@ -1,4 +1,4 @@
-"""What carries the rows of a GPU's kernels to other hosts.
+"""Proxies of the CPU that carry the rows of a GPU's kernels to other hosts.
 
 For ranks on other hosts a kernel stores into memory of its own host and pushes commands, which the
 proxies of that memory carry: pinned memory of the CPU, of which
@@ -10,19 +10,39 @@ from __future__ import annotations
 
 import math
 import sys
+from typing import NamedTuple
 
 import torch
 
 from fanfold import _core
 from fanfold.errors import ArgumentError, FanfoldError, PeerTimeout, logged
+from fanfold.jit import ForeignHeaders
 from fanfold.memory.host import SymmetricMemory
 from fanfold.memory.pinning import PinnedRanges
 
-__all__ = ["BetweenHosts"]
+__all__ = ["BytesBetweenHosts", "ProxiesBetweenHosts"]
 
 
-class BetweenHosts:
-    """The memory through which a rank's kernels reach ranks on other hosts, and its proxies.
+class BytesBetweenHosts(NamedTuple):
+    """Bytes of a rank's memory between hosts.
+
+    Attributes:
+        received: that it receives in, by the mode's layout.
+        words: of those the first ones, which have the words that kernels send apart from rows; 0
+            where these lie among the rows.
+    """
+
+    received: int
+    words: int = 0
+
+    @classmethod
+    def of_high_throughput(cls, ranks: int, received: int) -> BytesBetweenHosts:
+        """In the layout of that mode."""
+        return cls(received, _core.cuda_high_throughput_words_bytes(ranks))
+
+
+class ProxiesBetweenHosts:
+    """The :class:`fanfold.memory.BetweenHosts` that is memory of this host and its proxies.
 
     Args:
         memory: of the CPU, of all ranks, made ``for_kernels_of`` the device. It is closed with this
@@ -31,10 +51,15 @@ class BetweenHosts:
 
     Attributes:
         memory: as given.
+        group, hosts, network, core: of ``memory``.
     """
 
+    gin: ForeignHeaders | None = None
+    core: _core.SymmetricMemory | None
+
     def __init__(self, memory: SymmetricMemory, device: torch.device) -> None:
-        self.memory = memory
+        self.memory, self.core = memory, memory.core
+        self.group, self.hosts, self.network = memory.group, memory.hosts, memory.network
         self._pinned = PinnedRanges()
         rows = 0 if memory.rows.memory is None else memory.rows.memory.address
         nbytes = len(_core.cuda_low_latency_hosts_block(memory.core, 0, rows))
@@ -47,6 +72,21 @@ class BetweenHosts:
     def address(self) -> int:
         """On the GPU, of what kernels know of it (``LowLatencyHosts``)."""
         return self._block.data_ptr()
+
+    @property
+    def usable_bytes(self) -> int:
+        """Of a region on the CPU."""
+        return self.memory.usable_bytes
+
+    @property
+    def bytes_per_rank(self) -> int:
+        """Of the region on the CPU, and of memory of the GPU for rows that the network writes; not
+        of the copies of other ranks' regions, of which the system provides what is used."""
+        return self.memory.rows.nbytes + self.memory.bytes_per_rank
+
+    def base(self, peer: int) -> int:
+        """In memory of this host."""
+        return self.memory.base(peer)
 
     @property
     def has_rows_apart(self) -> bool:

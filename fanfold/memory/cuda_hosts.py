@@ -1,5 +1,5 @@
 """Symmetric memory of the GPUs of several hosts: ranks of one host reach each other's GPUs, and
-those of other hosts through :class:`fanfold.memory.between_hosts.BetweenHosts`."""
+those of other hosts through a :class:`fanfold.memory.BetweenHosts`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 from fanfold import _core
 from fanfold.copying import not_copied
 from fanfold.deferred_free import free_when_idle
-from fanfold.memory import GpuPeerMemory, PeerMemory
-from fanfold.memory.between_hosts import BetweenHosts
+from fanfold.memory import BetweenHosts, GpuPeerMemory, PeerMemory
 from fanfold.memory.cuda import wait_for_kernels
 from fanfold.memory.host import SymmetricMemory
 from fanfold.representation import described
@@ -30,8 +29,8 @@ def counting_cores(*memories: PeerMemory) -> tuple[_Core | None, list[_Core]]:
         if isinstance(memory, SymmetricMemory):
             host = memory.core
             proxies.append(host)
-        elif isinstance(memory, CudaMemoryAcrossHosts):
-            proxies.append(memory.between.memory.core)
+        elif isinstance(memory, CudaMemoryAcrossHosts) and memory.between.core is not None:
+            proxies.append(memory.between.core)
     return host, proxies
 
 
@@ -45,20 +44,20 @@ class CudaMemoryAcrossHosts:
 
     Args:
         gpu: of the ranks of this host, in their order.
-        host: of all ranks, made ``for_kernels_of`` that device.
+        between: what is between the hosts, for that device.
 
     Attributes:
-        group, rank, ranks: of ``host``.
+        group, rank, ranks: all of them.
         device: of ``gpu``.
-        between: what is between the hosts.
+        between: as given.
     """
 
-    def __init__(self, gpu: GpuPeerMemory, host: SymmetricMemory) -> None:
-        self.group, self.rank, self.ranks = host.group, host.rank, host.ranks
+    def __init__(self, gpu: GpuPeerMemory, between: BetweenHosts) -> None:
+        self.group, self.rank, self.ranks = between.group, between.group.rank, between.group.size
         self.device = gpu.device
-        self.between = BetweenHosts(host, gpu.device)
+        self.between = between
         self._gpu, self._closed = gpu, False
-        members = host.hosts.members(host.rank)
+        members = between.hosts.members(self.rank)
         self._place = {peer: place for place, peer in enumerate(members)}
         # Kernels in flight may outlive this object.
         self._end = weakref.finalize(self, free_when_idle, self.device, self.between)
@@ -71,11 +70,8 @@ class CudaMemoryAcrossHosts:
 
     @property
     def bytes_per_rank(self) -> int:
-        """Of a region on a GPU, of memory there for rows that the network writes, and of the region
-        on the CPU; not of the copies of other ranks' regions on the CPU, of which the system
-        provides what is used."""
-        host = self.between.memory
-        return self._gpu.bytes_per_rank + host.rows.nbytes + host.bytes_per_rank
+        """Of a region on a GPU, and of what is between the hosts."""
+        return self._gpu.bytes_per_rank + self.between.bytes_per_rank
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -85,11 +81,11 @@ class CudaMemoryAcrossHosts:
     @property
     def network(self) -> str:
         """What carries between hosts, such as ``"libfabric:tcp"``."""
-        return self.between.memory.network
+        return self.between.network
 
     def base(self, peer: int) -> int:
         """Where this rank's kernels store what ``peer`` shall have: in its GPU's memory or, for a
-        rank on another host, in memory of this host.
+        rank on another host, in memory from which that is sent.
 
         Raises:
             UsageError: closed, or in a forked child.
@@ -98,7 +94,7 @@ class CudaMemoryAcrossHosts:
         if place is not None:
             return self._gpu.base(place)
         self._gpu.base(self._place[self.rank])  # raises if it is closed
-        return self.between.memory.base(peer)
+        return self.between.base(peer)
 
     def close(self) -> None:
         """Waits for the kernels of this rank and, for some seconds at most, for peers on other

@@ -15,7 +15,7 @@ from fanfold.group import Group
 from fanfold.representation import described
 
 if TYPE_CHECKING:
-    from fanfold.memory.between_hosts import BetweenHosts
+    from fanfold.memory import BetweenHosts
 
 __all__ = ["GpuRegions"]
 

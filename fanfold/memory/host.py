@@ -15,7 +15,7 @@ from types import TracebackType
 import torch
 
 from fanfold import _core
-from fanfold.config import Config
+from fanfold.config import NCCL_GIN, Config
 from fanfold.copying import not_copied
 from fanfold.descriptors import check_descriptors, for_memory
 from fanfold.errors import FanfoldError, UnavailableError
@@ -257,11 +257,13 @@ def _open_carrier(
             f"the setting network is {config.network!r} (from {config.source_of('network')}), "
             "which reaches ranks of one process only (fanfold.thread_ranks); these are several"
         )
+    # By GIN only kernels reach other hosts.
+    network = "libfabric" if config.network == NCCL_GIN else config.network
     gpu_memory = for_kernels and config.network_memory == "auto"
     try:
         return _core.Carrier(
             core,
-            network=(config.network, hosts.interface, gpu_memory),
+            network=(network, hosts.interface, gpu_memory),
             world=hosts.world,
             one_host=hosts.one_machine,
             threads=(hosts.proxy_threads, KERNEL_RING_SLOTS if for_kernels else 0),

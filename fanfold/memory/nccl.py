@@ -21,7 +21,7 @@ from fanfold.memory.gpu_regions import GpuRegions
 from fanfold.nccl.communicator import NO_WINDOW, Communicator
 from fanfold.nccl.library import NcclLibrary, loaded, version_text
 
-__all__ = ["NcclSymmetricMemory", "tensor_over"]
+__all__ = ["NcclSymmetricMemory", "Window", "agreed", "library_for", "tensor_over"]
 
 _LOG = logging.getLogger(__name__)
 _Made = TypeVar("_Made")
@@ -79,13 +79,13 @@ class NcclSymmetricMemory(GpuRegions):
         error: Exception | None = None
         library = None
         try:
-            library = _library_for(group)
+            library = library_for(group)
         except FanfoldError as failure:
             error = failure
         version = None if library is None else version_text(library.version)
         agree(group, {"bytes_per_rank": bytes_per_rank, "NCCL's version": version}, error)
         assert library is not None
-        window = _Window(group)
+        window = Window(group)
         try:
             window.open(library, bytes_per_rank, timeout_s)
             self._bases = agreed(group, lambda: window.addresses(self.device))
@@ -113,7 +113,12 @@ def agreed(group: Group, make: Callable[[], _Made]) -> _Made:
     return made[0]
 
 
-def _library_for(group: Group) -> NcclLibrary:
+def library_for(group: Group) -> NcclLibrary:
+    """The NCCL of this process, for windows of these ranks.
+
+    Raises:
+        UnavailableError: there is none, it is too old, or the ranks are threads.
+    """
     if group.size > 1 and in_one_process(group):
         raise UnavailableError(
             "NCCL wants a GPU for each rank, but the ranks are threads that share one: take "
@@ -124,14 +129,24 @@ def _library_for(group: Group) -> NcclLibrary:
     return library
 
 
-class _Window:
-    """One window, what it needs, and their end."""
+class Window:
+    """One window, what it needs, and their end.
 
-    _communicator: Communicator
+    Args:
+        group: its ranks.
+        in_reach: whether kernels of each rank must reach the memory of all.
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._address = self._handle = 0
+    Attributes:
+        communicator: of the ranks, once the window is open.
+        address: of the own memory.
+        handle: of the window.
+    """
+
+    communicator: Communicator
+
+    def __init__(self, group: Group, *, in_reach: bool = True) -> None:
+        self._group, self._in_reach = group, in_reach
+        self.address = self.handle = 0
 
     def open(self, library: NcclLibrary, nbytes: int, timeout_s: float) -> None:
         """Makes it. Collective: what one rank cannot do, none does."""
@@ -140,11 +155,11 @@ class _Window:
         agreed(self._group, lambda: self._register(nbytes))
 
     def _connect(self, library: NcclLibrary, timeout_s: float) -> None:
-        self._communicator = Communicator(library, self._group, timeout_s)
+        self.communicator = Communicator(library, self._group, timeout_s)
 
     def _allocate(self, nbytes: int) -> None:
-        reached, ranks = self._communicator.ranks_within_reach(), self._group.size
-        if reached != ranks:
+        reached, ranks = self.communicator.ranks_within_reach(), self._group.size
+        if self._in_reach and reached != ranks:
             raise UnavailableError(
                 f"NCCL lets rank {self._group.rank} reach the memory of {reached} of {ranks} "
                 "ranks: they are on several hosts, GPUs lack peer access, or NCCL_HOSTID, "
@@ -152,7 +167,7 @@ class _Window:
                 "(FANFOLD_GPU_MEMORY=torch)"
             )
         try:
-            self._address = self._communicator.allocate(nbytes)
+            self.address = self.communicator.allocate(nbytes)
         except UnavailableError as failure:
             raise SystemFailure(
                 f"rank {self._group.rank} got no {nbytes} bytes of NCCL's memory ({failure}): free "
@@ -160,18 +175,18 @@ class _Window:
             ) from failure
 
     def _register(self, nbytes: int) -> None:
-        self._handle = self._communicator.register(self._address, nbytes)
+        self.handle = self.communicator.register(self.address, nbytes)
 
     def addresses(self, device: torch.device) -> list[int]:
         """Of all ranks' memory, as this rank's kernels reach it."""
         ranks = range(self._group.size)
-        if self._communicator.library.has("host_pointers"):
-            return [self._communicator.address_of(self._handle, peer) for peer in ranks]
+        if self.communicator.library.has("host_pointers"):
+            return [self.communicator.address_of(self.handle, peer) for peer in ranks]
         try:
-            words = tensor_over(self._handle, _WINDOW_BYTES, device, self).cpu()
+            words = tensor_over(self.handle, _WINDOW_BYTES, device, self).cpu()
         except RuntimeError as failure:  # a handle of another kind, in memory of the CPU
             raise UnavailableError(
-                f"{self._communicator.library} gives no window that kernels reach: {NO_WINDOW}"
+                f"{self.communicator.library} gives no window that kernels reach: {NO_WINDOW}"
             ) from failure
         first = int(words[_FIRST_ADDRESS].view(torch.int64))
         stride = int(words[_STRIDE].view(torch.int32)) << 32
@@ -179,26 +194,26 @@ class _Window:
 
     def close(self) -> None:
         """Lets go of all of it, as far as NCCL does."""
-        communicator = self.__dict__.pop("_communicator", None)
+        communicator = self.__dict__.pop("communicator", None)
         if communicator is None:
             return
         for part, end in (
-            (self._handle, communicator.deregister),
-            (self._address, communicator.free),
+            (self.handle, communicator.deregister),
+            (self.address, communicator.free),
         ):
             if part:
                 try:
                     end(part)
                 except UnavailableError as failure:
                     _LOG.warning("memory of a GPU is lost: %s", failure)
-        self._address = self._handle = 0
+        self.address = self.handle = 0
         communicator.close()
 
 
 class _Closing:
     """Closes a window when the last reference to this goes."""
 
-    def __init__(self, window: _Window) -> None:
+    def __init__(self, window: Window) -> None:
         self._window = window
 
     def __del__(self) -> None:
@@ -210,7 +225,7 @@ class _Owner:
     """Whoever uses a window's memory: results that a caller has may outlast the object that made
     them. When the last one is gone, the window closes once the device is idle."""
 
-    def __init__(self, device: torch.device, window: _Window) -> None:
+    def __init__(self, device: torch.device, window: Window) -> None:
         self._device, self._closing = device, _Closing(window)
 
     def __del__(self) -> None:

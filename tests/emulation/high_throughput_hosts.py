@@ -10,6 +10,7 @@ import torch
 
 from fanfold import _core
 from fanfold.config import Config
+from fanfold.memory.between_hosts import BytesBetweenHosts
 from tests.emulation.high_throughput import World, emulated
 from tests.emulation.hosts import Network, Proxies, beside_pinned, open_memories, without_pinning
 from tests.emulation.world import Builder, ThreadGroup
@@ -36,7 +37,8 @@ class HostsWorld(Proxies, World):
         self._network, self._stopped = network, []
         settings = {"network": network.setting, **settings}
         super().__init__(len(network.hosts), ring_bytes, **settings)
-        self._beside = [beside_pinned(memory) for memory in self.memories]
+        pinned = [] if network.gin else self.memories
+        self._beside = [beside_pinned(memory) for memory in pinned]
         self._behind += [part for parts in self._beside for part in parts]
 
     def end(self, rank: int) -> None:
@@ -54,5 +56,6 @@ class HostsWorld(Proxies, World):
         groups: list[ThreadGroup],
         regions: list[torch.Tensor],
     ) -> list[Any]:
-        nbytes = _core.cuda_high_throughput_bytes(ranks, ring_bytes)[1]
+        received = _core.cuda_high_throughput_bytes(ranks, ring_bytes)[1]
+        nbytes = BytesBetweenHosts.of_high_throughput(ranks, received)
         return list(open_memories(self._network, nbytes, config, groups, regions))

@@ -17,10 +17,12 @@ from unittest import mock
 import torch
 
 from fanfold.backends.low_latency import cuda_bytes_between_hosts
-from fanfold.config import Config
+from fanfold.config import NCCL_GIN, Config
 from fanfold.geometry import Geometry
-from fanfold.memory import host, pinning, rows
+from fanfold.memory import BetweenHosts, host, pinning, rows
+from fanfold.memory.between_hosts import BytesBetweenHosts, ProxiesBetweenHosts
 from fanfold.memory.cuda_hosts import CudaMemoryAcrossHosts
+from fanfold.memory.gin import GinBetweenHosts
 from fanfold.memory.host import SymmetricMemory
 from fanfold.memory.hosts import Hosts
 from tests.emulation.world import Builder, ThreadGroup, World, emulated, gpu_memory
@@ -37,6 +39,7 @@ class Network:
         ring_slots: of each ring.
         provider: of libfabric, which joins them instead of a loopback network; "" for none.
         rows_apart: whether rows have memory of their own, as where NICs reach a GPU's.
+        gin: joins them by NCCL's GIN, of the tests' own libnccl, instead.
     """
 
     hosts: tuple[int, ...]
@@ -45,10 +48,13 @@ class Network:
     ring_slots: int = 64
     provider: str = ""
     rows_apart: bool = False
+    gin: bool = False
 
     @property
     def setting(self) -> str:
         """As :class:`Config` has it."""
+        if self.gin:
+            return NCCL_GIN
         if self.provider:
             return f"libfabric:{self.provider}"
         return f"loopback:{self.seed}" if self.seed else "loopback"
@@ -161,7 +167,7 @@ def beside_pinned(memory: CudaMemoryAcrossHosts) -> list[torch.Tensor]:
 
 def open_memories(
     network: Network,
-    nbytes: int,
+    nbytes: BytesBetweenHosts,
     config: Config,
     groups: list[ThreadGroup],
     regions: list[torch.Tensor],
@@ -182,9 +188,14 @@ def open_memories(
         members = hosts.members(group.rank)
         local = [regions[peer] for peer in members]
         gpu = gpu_memory(group, local, members.index(group.rank))
-        return CudaMemoryAcrossHosts(
-            gpu, SymmetricMemory(group, nbytes, config, hosts, for_kernels_of=gpu.device)
-        )
+        between: BetweenHosts
+        if network.gin:
+            between = GinBetweenHosts(group, hosts, gpu.device, nbytes, config)
+        else:
+            received = nbytes.received
+            memory = SymmetricMemory(group, received, config, hosts, for_kernels_of=gpu.device)
+            between = ProxiesBetweenHosts(memory, gpu.device)
+        return CudaMemoryAcrossHosts(gpu, between)
 
     with (
         mock.patch.object(host, "KERNEL_RING_SLOTS", network.ring_slots),
@@ -276,7 +287,7 @@ class HostsWorld(Proxies, World):
         groups: list[ThreadGroup],
         regions: list[torch.Tensor],
     ) -> list[Any]:
-        nbytes = cuda_bytes_between_hosts(geometry)
+        nbytes = BytesBetweenHosts(cuda_bytes_between_hosts(geometry))
         self.memories = open_memories(self._network, nbytes, config, groups, regions)
         return self.memories
 

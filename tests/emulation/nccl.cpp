@@ -1,4 +1,4 @@
-// What libnccl has for windows, over the memory of one process: ranks are threads, and each reaches
+// What libnccl has for windows and GIN, over the memory of one process: ranks are threads, and each reaches
 // the memory of all.
 //
 // Like NCCL it lets all ranks of a communicator wait for each other where a call is collective, and
@@ -13,6 +13,8 @@
 #include <set>
 #include <string>
 #include <vector>
+
+#include "gin.hpp"
 
 namespace {
 
@@ -44,6 +46,7 @@ struct World {
   }
 
   std::vector<char*> addresses;  // of the ranks' memory
+  std::unique_ptr<emulation::GinNetwork> gin;
   std::mutex mutex;
   std::condition_variable all_here;
   int arrived = 0, turns = 0;
@@ -95,6 +98,22 @@ struct Identity {
 };
 struct Team {
   int ranks, rank, stride;
+};
+
+// ncclDevCommRequirements, as far as it is looked at.
+struct Requirements {
+  void* resources;
+  void* teams;
+  bool lsa_multimem;
+  int barriers, lsa_barriers, rail_barriers, blocks, slots;
+  bool gin_force_enable;
+  int gin_contexts, gin_signals, gin_counters;
+};
+struct SizedRequirements {
+  size_t size;
+  unsigned magic, version;
+  Requirements rest;
+  int gin_connections;
 };
 
 // For tests: what goes wrong, and what is left.
@@ -221,4 +240,48 @@ EXPORT int ncclGetLsaDevicePointer(Window* window, size_t offset, int peer, void
   if (peer < 0 || peer >= window->world->ranks()) return kInvalidArgument;
   *address = window->world->addresses[static_cast<size_t>(peer)] + offset;
   return kSuccess;
+}
+EXPORT int ncclDevCommCreate(Communicator* comm, const void* asked, emulation::GinDevice* device) {
+  const int version = behaviour("version", 23007);
+  const auto* sized = static_cast<const SizedRequirements*>(asked);
+  const bool is_sized = version >= 22902;
+  if (is_sized && (sized->magic != 0xcafebeefu || sized->version != static_cast<unsigned>(version)))
+    return kInvalidArgument;
+  const Requirements& needs = is_sized ? sized->rest : *static_cast<const Requirements*>(asked);
+  const bool connects = is_sized ? sized->gin_connections == 1 : needs.gin_force_enable;
+  if (behaviour("no_gin_of", -1) == comm->rank || !connects) {
+    comm->last_error = "GIN not supported.";
+    return kInvalidArgument;
+  }
+  World& world = *comm->world;
+  world.meet();
+  {
+    const std::lock_guard lock(world.mutex);
+    if (world.gin == nullptr) {
+      const auto seed = static_cast<uint32_t>(behaviour("gin_seed", 0));
+      const int words = std::min(needs.gin_signals, needs.gin_counters);
+      world.gin = std::make_unique<emulation::GinNetwork>(world.addresses, words, seed);
+    }
+  }
+  *device = world.gin->device(comm->rank);
+  return kSuccess;
+}
+EXPORT int ncclCommGetAsyncError(Communicator* comm, int* error) {
+  *error = behaviour("lost_by", -1) == comm->rank ? kSystemError : kSuccess;
+  return kSuccess;
+}
+// Of all networks there are: puts that NCCL would not take, and such that landed before earlier ones.
+EXPORT int gin_faults() {
+  const std::lock_guard lock(state().mutex);
+  int faults = 0;
+  for (const auto& [number, world] : state().worlds)
+    if (world->gin != nullptr) faults += world->gin->faults();
+  return faults;
+}
+EXPORT int gin_reordered() {
+  const std::lock_guard lock(state().mutex);
+  int reordered = 0;
+  for (const auto& [number, world] : state().worlds)
+    if (world->gin != nullptr) reordered += world->gin->reordered();
+  return reordered;
 }

@@ -49,6 +49,8 @@ ARGUMENTS = {
     "fanfold::high_throughput::dispatch": "HighThroughputDispatchArgs",
     "fanfold::high_throughput::combine": "HighThroughputCombineArgs",
     "fanfold::push_commands": "PushCommandsArgs",
+    "fanfold::fence": "GinBetweenCallsArgs",
+    "fanfold::await_fences": "GinBetweenCallsArgs",
     "fanfold::ring::push": "RingPushArgs",
     "fanfold::ring::clock": "RingClockArgs",
     "fanfold::fused_moe::layer": "FusedMoeArgs",
@@ -192,6 +194,7 @@ def emulated(builder: Builder, ctas: int) -> Iterator[None]:
     with (
         mock.patch.object(_core.CudaDispatchArgs, "launch", _launch),
         mock.patch.object(_core.CudaCombineArgs, "launch", _launch),
+        mock.patch.object(_core.GinBetweenCallsArgs, "launch", _launch),
         mock.patch.multiple(torch.cuda, **cuda_answers),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", create=True, return_value=0),
         mock.patch.object(torch._C, "_cuda_getDevice", create=True, return_value=None),

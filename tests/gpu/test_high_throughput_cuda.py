@@ -26,6 +26,7 @@ from fanfold.config import Config
 from fanfold.errors import ArgumentError, PeerRefused, PeerTimeout
 from fanfold.group import Group, as_group
 from fanfold.memory import GpuPeerMemory
+from fanfold.memory.between_hosts import BytesBetweenHosts
 from fanfold.memory.host import SymmetricMemory
 from tests.distributed import routings
 from tests.distributed.cuda_rounds import (
@@ -68,7 +69,8 @@ def opened(
     nbytes = CudaHighThroughput.required_bytes(ranks.size, config, result_bytes)
     memory: GpuPeerMemory
     if (config.hosts or 1) > 1:
-        memory = memory_across_hosts(ranks, nbytes, nbytes, config)
+        between = BytesBetweenHosts.of_high_throughput(ranks.size, nbytes)
+        memory = memory_across_hosts(ranks, nbytes, between, config)
     else:
         memory = memory_of_gpus(ranks, nbytes, config)
     with closing(memory):

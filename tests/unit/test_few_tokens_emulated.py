@@ -297,7 +297,7 @@ def _without_memory(group: Any) -> list[bool]:
 
 
 @pytest.mark.parametrize("failing", [range(CASE.ranks), [1]])
-@pytest.mark.parametrize("what", ["open_gpu_memory", "CudaTokenMajor"])
+@pytest.mark.parametrize("what", ["memory_of_gpus", "CudaTokenMajor"])
 def test_without_memory_all_calls_go_by_high_throughput(
     what: str, failing: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -31,7 +31,8 @@ from fanfold.memory.nccl import NcclSymmetricMemory
 from fanfold.nccl.library import NcclLibrary
 from tests.distributed.cuda_rounds import run_case
 from tests.emulation import high_throughput, world
-from tests.emulation.world import HERE, Builder, ThreadGroup
+from tests.emulation.libnccl import emulated_nccl, over_cpu
+from tests.emulation.world import Builder, ThreadGroup
 from tests.unit import test_kernels_emulated
 
 RANKS = 3
@@ -39,33 +40,10 @@ NBYTES = 1 << 16
 TIMEOUT_S = 30.0
 
 
-def over_cpu(address: int, nbytes: int, device: torch.device, owner: object) -> torch.Tensor:
-    memory = (ctypes.c_uint8 * nbytes).from_address(address)
-    memory.owner = owner  # type: ignore[attr-defined]
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
 @pytest.fixture
 def libnccl(builder: Builder) -> Iterator[ctypes.CDLL]:
-    library = builder.load_host("nccl", HERE / "nccl.cpp")
-    library.behave_well()
-    path = str(builder.folder / "nccl" / "host.so")
-    cpu = types.SimpleNamespace(
-        device=lambda *_: torch.device("cpu"), cuda=torch.cuda, Tensor=torch.Tensor
-    )
-    with (
-        mock.patch.object(nccl, "loaded", side_effect=lambda: NcclLibrary.open(path)),
-        mock.patch.object(nccl, "tensor_over", over_cpu),
-        mock.patch.object(gpu_regions, "torch", cpu),
-        mock.patch.multiple(torch.cuda, current_device=lambda: 0, set_device=lambda index: None),
-    ):
+    with emulated_nccl(builder) as library:
         yield library
-    gc.collect()
-    # Communicators end when all their ranks have ended them, in threads of their own.
-    for thread in threading.enumerate():
-        if thread.name == "fanfold-nccl":
-            thread.join(20.0)
-    assert library.left() == 0, "memory, windows or communicators are left"
 
 
 def on_all(ranks: int, program: Callable[[Group], Any]) -> list[Any]:
@@ -175,9 +153,9 @@ def test_a_stride_of_addresses(libnccl: ctypes.CDLL) -> None:
     ctypes.c_uint32.from_buffer(window, 24).value = 3
     library = NcclLibrary("libnccl.so.2", (2, 28, 9))
     group = types.SimpleNamespace(rank=1, size=3)
-    opened = nccl._Window(group)  # type: ignore[arg-type]
-    opened._communicator = mock.Mock(library=library)
-    opened._handle = ctypes.addressof(window)
+    opened = nccl.Window(group)  # type: ignore[arg-type]
+    opened.communicator = mock.Mock(library=library)
+    opened.handle = ctypes.addressof(window)
     expected = [0x7F00_0000_1000 + peer * (3 << 32) for peer in range(3)]
     assert opened.addresses(torch.device("cpu")) == expected
 

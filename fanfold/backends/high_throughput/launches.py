@@ -17,8 +17,9 @@ from fanfold.backends.high_throughput.protocol import MOST_SMS
 from fanfold.config import Config
 from fanfold.errors import ArgumentError
 from fanfold.geometry import check_integer
-from fanfold.memory import GpuPeerMemory, PeerMemory
+from fanfold.memory import BetweenHosts, GpuPeerMemory, PeerMemory
 from fanfold.memory.cuda import are_threads, own_sms
+from fanfold.memory.gin import by_gin
 
 __all__ = ["AllLaunches", "Call", "Launches", "ctas_bounds", "grid_of"]
 
@@ -53,6 +54,7 @@ class Launches:
         config: of the compiler's cache.
         grid: CTAs of each kernel.
         early: whether a kernel may come to the GPU before the one before it has ended.
+        between: what is between hosts, if ranks are on several.
     """
 
     def __init__(
@@ -63,9 +65,10 @@ class Launches:
         grid: Grid,
         *,
         early: bool = True,
+        between: BetweenHosts | None = None,
     ) -> None:
         self._core, self._device, self._config, self._grid = core, device, config, grid
-        self._early = early
+        self._early, self._gin = early, None if between is None else between.gin
         properties = torch.cuda.get_device_properties(device.index)
         most = getattr(properties, "shared_memory_per_block_optin", kernels.MOST_SHARED_BYTES)
         self._most_shared_bytes = int(most)
@@ -82,6 +85,7 @@ class Launches:
         if not known and not torch.cuda.is_current_stream_capturing():
             dispatch = kernels.dispatch_kernel(self._transferred(kind), self._most_shared_bytes)
             sources = [kernels.plan_kernel(sizes).source, dispatch.source]
+            sources = [by_gin(source, self._gin) for source in sources]
             jit.load_all(sources, self._device.index, self._config)
         return self.plan(sizes, alignment), self.dispatch(kind)
 
@@ -127,7 +131,7 @@ class Launches:
         return known
 
     def _load(self, kernel: Kernel, ctas: int) -> Callable[[Arguments, int], None]:
-        source = kernel.source
+        source = by_gin(kernel.source, self._gin)
         jit.refuse_in_capture(source)
         loaded = jit.load(source, self._device.index, self._config)
         if kernel.shared_bytes > _UNASKED_SHARED_BYTES:
@@ -177,7 +181,8 @@ class AllLaunches:
         if known is None:
             device = self._memory.device
             early = not are_threads(self._memory.group)  # it would hold SMs that they may need
-            known = Launches(self._core, device, self._config, grid, early=early)
+            between = self._memory.between
+            known = Launches(self._core, device, self._config, grid, early=early, between=between)
             self._of[grid] = known
         return known
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fanfold import _core
 from fanfold.errors import ArgumentError, FanfoldError, PeerRefused, PeerTimeout
 from fanfold.kernel_reports import KernelReports
-from fanfold.memory.between_hosts import BetweenHosts
+from fanfold.memory import BetweenHosts
 
 __all__ = ["Reports"]
 

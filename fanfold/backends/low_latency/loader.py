@@ -12,6 +12,8 @@ from fanfold.config import Config
 from fanfold.errors import UsageError
 from fanfold.formats import Formats
 from fanfold.geometry import Geometry
+from fanfold.memory import BetweenHosts
+from fanfold.memory.gin import by_gin
 from fanfold.stream_order import StreamOrder
 
 __all__ = ["Loader"]
@@ -25,9 +27,9 @@ class Loader:
         config: says where compiled kernels are kept.
         grid: of all kernels but those that wait for outputs.
         order: of the mode's calls.
+        between: what is between hosts, if ranks are on several.
         late_weights: whether the routing weights come with combine.
         early: whether kernels are launched before the one in front of them has ended.
-        across_hosts: whether ranks are on several hosts.
         token_major: whether rows come once for each token and rank.
     """
 
@@ -37,10 +39,10 @@ class Loader:
         config: Config,
         grid: kernels.Grid,
         order: StreamOrder,
+        between: BetweenHosts | None,
         *,
         late_weights: bool,
         early: bool,
-        across_hosts: bool,
         token_major: bool = False,
     ) -> None:
         self._index = device.index
@@ -49,7 +51,8 @@ class Loader:
         self._order = order
         self._late = late_weights
         self._early = early
-        self._across_hosts = across_hosts
+        self._across_hosts = between is not None
+        self._gin = None if between is None else between.gin
         self._token_major = token_major
 
     def calls(
@@ -70,7 +73,8 @@ class Loader:
     def sources(self, geometry: Geometry, formats: Formats) -> list[jit.KernelSource]:
         """Of the kernels of dispatches with such rows, and of combines without LogFMT."""
         late, across = self._late, self._across_hosts
-        return kernels.kernel_sources(geometry, *formats, late_weights=late, across_hosts=across)
+        made = kernels.kernel_sources(geometry, *formats, late_weights=late, across_hosts=across)
+        return [by_gin(source, self._gin) for source in made]
 
     def dispatch_source(self, geometry: Geometry, formats: Formats) -> jit.KernelSource:
         """Of the kernel of dispatches with such rows."""
@@ -86,7 +90,7 @@ class Loader:
     def load(self, source: jit.KernelSource, ctas: int | None = None) -> Launch:
         """The launch of a kernel on ``ctas`` CTAs; None: on the mode's grid."""
         jit.refuse_in_capture(source)
-        kernel = jit.load(source, self._index, self._config)
+        kernel = jit.load(by_gin(source, self._gin), self._index, self._config)
         on = ctas or self._grid.ctas
         threads, early, order = source.threads, self._early, self._order
 

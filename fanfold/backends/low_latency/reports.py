@@ -13,7 +13,7 @@ from fanfold.errors import (
 )
 from fanfold.geometry import Geometry
 from fanfold.kernel_reports import KernelReports
-from fanfold.memory.between_hosts import BetweenHosts
+from fanfold.memory import BetweenHosts
 
 __all__ = ["Reports"]
 

@@ -130,6 +130,16 @@ __device__ __forceinline__ uint32_t add_release_gpu(uint32_t* address, uint32_t 
   return before;
 }
 
+// Returns what stood there before.
+__device__ __forceinline__ uint64_t exchange_acquire_gpu(uint64_t* address, uint64_t v) {
+  uint64_t before;
+  asm volatile("atom.acquire.gpu.global.exch.b64 %0, [%1], %2;"
+               : "=l"(before)
+               : "l"(address), "l"(v)
+               : "memory");
+  return before;
+}
+
 __device__ __forceinline__ void store_relaxed_gpu(uint32_t* address, uint32_t v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
 }

@@ -5,8 +5,8 @@
 #include "layout/high_throughput_device.h"
 #include "protocol/bulk_peer.cuh"
 #include "protocol/deadline.cuh"
-#include "protocol/host_commands.cuh"
 #include "protocol/rank_set.cuh"
+#include "protocol/wire.cuh"
 
 namespace fanfold {
 
@@ -157,9 +157,13 @@ class Call {
   static constexpr uint32_t kNothingSeen = 0;
 
   __device__ static bool is_masked(int) { return false; }
-  static constexpr bool kAsksNetwork = kAcrossHosts != 0;
+  static constexpr bool kAsksNetwork = kAcrossHosts != 0 && kWireKnowsLost;
   __device__ bool is_lost(int peer) const {
     return is_elsewhere(peer) && is_lost_peer(remote_hosts(), peer);
+  }
+  static constexpr bool kTakesArrivals = kAcrossHosts != 0 && kWireHasArrivals;
+  __device__ void take_arrivals(int peer) const {
+    if (is_elsewhere(peer)) fanfold::take_arrivals(*this, peer);
   }
   __device__ void time_out(int peer, uint32_t seen) const;
 };
@@ -188,7 +192,7 @@ __device__ __forceinline__ bool push_runs(const Call& call, bool has_rows, int r
   while (pushed && __any_sync(kFullWarp, left != 0)) {
     const int first = left != 0 ? __ffs(static_cast<int>(left)) - 1 : 0;
     const int count = __ffs(static_cast<int>(~(left >> first))) - 1;  // in a run
-    const Command command = rows_command(call.remote_hosts(), rank, rows + first * row_bytes,
+    const WireCommand command = rows_command(call.remote_hosts(), rank, rows + first * row_bytes,
                                          int64_t{count} * row_bytes);
     pushed = push_commands(call, left != 0, rank, command);
     left &= ~(((1u << count) - 1u) << first);

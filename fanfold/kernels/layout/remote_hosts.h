@@ -1,6 +1,7 @@
-// What a kernel knows of ranks on other hosts, which it reaches through proxies.
+// What a kernel knows of ranks on other hosts, which it reaches through proxies or by NCCL's GIN.
 #pragma once
 
+#include "layout/gin.h"
 #include "layout/protocol.h"
 #include "layout/ring.h"
 
@@ -9,7 +10,7 @@ namespace fanfold {
 // In the memory of a rank's GPU, where ranks are on several hosts.
 struct RemoteHosts {
   uint32_t elsewhere[kMostRanks / 32];  // bit r % 32 of word r / 32: rank r is on another host
-  unsigned char* received;              // memory of the CPU that the network writes
+  unsigned char* received;              // memory that the network writes; of proxies, of the CPU
   int64_t origin;                       // of that memory among the offsets of commands
   // The same of rows, which may lie in memory of the GPU.
   unsigned char* received_rows;
@@ -18,6 +19,7 @@ struct RemoteHosts {
   int32_t ring_count;     // the ring of peer p is rings[p % ring_count]
   // From where the network sends rows to each rank elsewhere.
   unsigned char* sent_rows[kMostRanks];
+  GinHosts* gin;  // instead of rings
 };
 
 }  // namespace fanfold

@@ -5,9 +5,9 @@
 #include "layout/low_latency_hosts.h"
 #include "protocol/acks.cuh"
 #include "protocol/deadline.cuh"
-#include "protocol/host_commands.cuh"
 #include "protocol/other_calls.cuh"
 #include "protocol/rank_set.cuh"
+#include "protocol/wire.cuh"
 
 namespace fanfold {
 
@@ -175,9 +175,13 @@ class Call {
 
   __device__ bool failed() const { return load_relaxed_gpu(&args.state->failed) != 0; }
   __device__ bool is_masked(int peer) const { return fanfold::is_masked(args, peer); }
-  static constexpr bool kAsksNetwork = kAcrossHosts != 0;
+  static constexpr bool kAsksNetwork = kAcrossHosts != 0 && kWireKnowsLost;
   __device__ bool is_lost(int peer) const {
     return is_elsewhere(peer) && is_lost_peer(remote_hosts(), peer);
+  }
+  static constexpr bool kTakesArrivals = kAcrossHosts != 0 && kWireHasArrivals;
+  __device__ void take_arrivals(int peer) const {
+    if (is_elsewhere(peer)) fanfold::take_arrivals(*this, peer);
   }
   __device__ void time_out(int peer, uint32_t acknowledged) const {
     fanfold::time_out<Kind>(args, peer, epoch, acknowledged);

@@ -62,7 +62,7 @@ class HostSender {
 
  private:
   __device__ const RemoteHosts& hosts() const { return call_.remote_hosts(); }
-  __device__ void push(bool has_command, const Command& command) {
+  __device__ void push(bool has_command, const WireCommand& command) {
     if (!given_up_) given_up_ = !push_commands(call_, has_command, peer_, command);
   }
 

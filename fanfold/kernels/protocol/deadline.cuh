@@ -16,6 +16,9 @@ namespace fanfold {
 //                                   if there is the first, and it is true: whether the network has
 //                                   lost the peer, for which a wait ends as if its time were over
 //   void time_out(peer, seen)       masks the peer or fails the call, and reports that
+//   bool kTakesArrivals, take_arrivals(peer)
+//                                   if there is the first, and it is true: whether words of the
+//                                   peer must be brought to their places, and that
 //   args.timeout_ns                 the time of a wait, from its 256th look on
 //
 // `kLooksAround` is for waits for what every peer sends at the start of a call: a peer in another
@@ -28,6 +31,7 @@ class Deadline {
   // Asked after every look that did not see what is awaited from `peer`; `seen` is what it saw, for
   // the report. True if the wait is over: the peer's part is lost.
   __device__ bool expired(int peer, uint32_t seen = Call::kNothingSeen) {
+    if constexpr (kTakesArrivals) call_.take_arrivals(peer);
     if ((++looks_ & (kLooks - 1)) != 0) return false;
     if (call_.failed() || call_.is_masked(peer)) return true;
     if constexpr (kLooksAround) {
@@ -49,6 +53,7 @@ class Deadline {
   static constexpr uint32_t kWasLost = 1u << 31;    // beside the looks
 
   static constexpr bool kAsksNetwork = requires { requires Call::kAsksNetwork; };
+  static constexpr bool kTakesArrivals = requires { requires Call::kTakesArrivals; };
 
   __device__ __forceinline__ bool ends_early(int peer) {
     if constexpr (kAsksNetwork) return stays_lost(peer);

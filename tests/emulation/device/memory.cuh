@@ -62,6 +62,10 @@ inline bool compare_exchange_relaxed_system(uint64_t* address, uint64_t& expecte
   return __atomic_compare_exchange_n(address, &expected, desired, false, __ATOMIC_RELAXED,
                                      __ATOMIC_RELAXED);
 }
+inline uint64_t exchange_acquire_gpu(uint64_t* address, uint64_t v) {
+  emulation::yield();
+  return __atomic_exchange_n(address, v, __ATOMIC_ACQ_REL);
+}
 inline void store_relaxed_gpu(uint32_t* address, uint32_t v) { emulated_store(address, v); }
 inline void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 

@@ -1,4 +1,4 @@
-// Commands to the proxies that carry what a rank sends to ranks on other hosts.
+// The wire to ranks on other hosts that proxies of the CPU carry: kernels push commands into rings.
 #pragma once
 
 #include "layout/command.h"
@@ -8,9 +8,15 @@
 
 namespace fanfold {
 
+using WireCommand = Command;
+inline constexpr bool kWireKnowsLost = true;
+inline constexpr bool kWireHasArrivals = false;
+template <class Call>
+__device__ __forceinline__ void take_arrivals(const Call&, int) {}
+
 // Bytes of the send area for `peer`, to the same place in the memory of the peer. The host has
 // checked that every offset of the layout fits.
-__device__ __forceinline__ Command write_command(int peer, int64_t place, int64_t bytes) {
+__device__ __forceinline__ WireCommand write_command(int peer, int64_t place, int64_t bytes) {
   CommandFields fields;
   fields.kind = CommandKind::kWrite;
   fields.peer = peer;
@@ -22,12 +28,12 @@ __device__ __forceinline__ Command write_command(int peer, int64_t place, int64_
   return command;
 }
 // The words at `offset`.
-__device__ __forceinline__ Command words_command(const RemoteHosts& hosts, int peer, int64_t offset,
+__device__ __forceinline__ WireCommand words_command(const RemoteHosts& hosts, int peer, int64_t offset,
                                                  int64_t bytes) {
   return write_command(peer, hosts.origin + offset, bytes);
 }
 // The rows at `offset`.
-__device__ __forceinline__ Command rows_command(const RemoteHosts& hosts, int peer, int64_t offset,
+__device__ __forceinline__ WireCommand rows_command(const RemoteHosts& hosts, int peer, int64_t offset,
                                                 int64_t bytes) {
   return write_command(peer, hosts.rows_origin + offset, bytes);
 }
@@ -44,7 +50,7 @@ __device__ __forceinline__ bool is_lost_peer(const RemoteHosts& hosts, int peer)
 static_assert(kMostRanks <= RingLosses::kMostPeers);
 
 // A word, behind everything that was pushed for the peer before.
-__device__ __forceinline__ Command store_command(const RemoteHosts& hosts, int peer, int64_t offset,
+__device__ __forceinline__ WireCommand store_command(const RemoteHosts& hosts, int peer, int64_t offset,
                                                  uint64_t word) {
   CommandFields fields;
   fields.kind = CommandKind::kStore;
@@ -61,7 +67,7 @@ __device__ __forceinline__ Command store_command(const RemoteHosts& hosts, int p
 // time of a wait: then a peer of that ring is late, and the ring is as it was. By whole warps.
 template <class Call>
 __device__ __forceinline__ bool push_commands(const Call& call, bool has_command, int peer,
-                                              const Command& command) {
+                                              const WireCommand& command) {
   const RemoteHosts& hosts = call.remote_hosts();
   const int ring = peer % hosts.ring_count;
   uint32_t left = __ballot_sync(kFullWarp, has_command);
