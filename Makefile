@@ -29,7 +29,7 @@ PY_DIRS := $(wildcard fanfold tools tests benchmarks packages examples)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help venv build demo test test-core test-python test-hosts test-long test-kernels \
-	test-frameworks test-frameworks-gpu test-gpu lint format sanitize sanitizer-builds docs wheel clean
+	test-frameworks test-frameworks-gpu test-gpu nccl-plugin lint format sanitize sanitizer-builds docs wheel clean
 
 help:
 	@echo 'Fanfold: set-up happens by itself; start with make demo.'
@@ -202,7 +202,12 @@ test-frameworks: build
 NEEDS_GPU = @$(BIN)/python -c 'import sys, torch; torch.cuda.device_count() or \
 	sys.exit(f"PyTorch {torch.__version__} sees no GPU, so nothing would be tested")'
 
-test-gpu: build
+# NCCL's GIN needs a NIC, or this.
+nccl-plugin:
+	cmake -S . -B build/nccl_plugin -DFANFOLD_NCCL_PLUGIN=ON
+	cmake --build build/nccl_plugin --target fanfold_nccl_plugin
+
+test-gpu: build nccl-plugin
 	$(NEEDS_GPU)
 	$(BIN)/python -m pytest -m 'gpu and not long and not frameworks' $(PYTEST_ARGS)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -81,7 +81,11 @@ class Communicator:
         FanfoldError: another rank failed before NCCL was asked.
     """
 
+    # NCCL 2.28.9 forgets its plugin when the last communicator ends, and never loads it again.
+    _kept: ClassVar[list[ctypes.c_void_p]] = []
+
     def __init__(self, library: NcclLibrary, group: Group, timeout_s: float) -> None:
+        self._needs_plugin = False
         self.library, self._timeout_s = library, timeout_s
         self._functions = ctypes.CDLL(library.path)
         self._functions.ncclGetErrorString.restype = ctypes.c_char_p
@@ -179,6 +183,7 @@ class Communicator:
         made = ctypes.create_string_buffer(_DEVICE_COMMUNICATOR_BYTES)
         requirements = asked if self.library.version < SIZED else sized
         self._collective("ncclDevCommCreate", self._comm, ctypes.byref(requirements), made)
+        self._needs_plugin = self.library.version < SIZED
         return made.raw
 
     def check(self) -> None:
@@ -193,6 +198,9 @@ class Communicator:
         windows must have ended."""
         if self._comm is not None:
             comm, self._comm = self._comm, None
+            if self._needs_plugin and not self._kept:
+                self._kept.append(comm)
+                return
             # It returns when the other ranks come, who may keep theirs longer, or have died.
             _Asked(lambda: self._call("ncclCommDestroy", comm)).start()
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from fanfold.config import NCCL_GIN
 from fanfold.launch import RankPool
-from tests.gpu.hosts import NETWORKS, Run, on_hosts
+from tests.gpu.hosts import NETWORKS, PROXIED, Run, on_hosts
 from tests.gpu.one_gpu import OneGpu
 
 MOST_RANKS = 4
@@ -118,14 +119,31 @@ def gpus() -> Iterator[GpuPools]:
     pools.close_all()
 
 
-@pytest.fixture(params=NETWORKS)
-def run_on_hosts(request: pytest.FixtureRequest, gpus: GpuPools) -> Run:
-    """``run_on_hosts(ranks, test, *args)``: ``test(group, *args)`` on ranks of two hosts."""
+@pytest.fixture(scope="session")
+def of_network(gpus: GpuPools) -> Iterator[Callable[[str], GpuPools]]:
+    """The pools for a network: NCCL reads its environment once in a process."""
+    with_plugin = GpuPools()
+    yield lambda network: with_plugin if network == NCCL_GIN else gpus
+    with_plugin.close_all()
 
+
+def _runs_on(network: str, pools: GpuPools) -> Run:
     def run(ranks: int, test: Callable[..., Any], *args: Any) -> list[Any]:
-        return gpus.run(ranks, on_hosts, request.param, test, args)
+        return pools.run(ranks, on_hosts, network, test, args)
 
     return run
+
+
+@pytest.fixture(params=NETWORKS)
+def run_on_hosts(request: pytest.FixtureRequest, of_network: Callable[[str], GpuPools]) -> Run:
+    """``run_on_hosts(ranks, test, *args)``: ``test(group, *args)`` on ranks of two hosts."""
+    return _runs_on(request.param, of_network(request.param))
+
+
+@pytest.fixture(params=PROXIED)
+def run_by_proxies(request: pytest.FixtureRequest, gpus: GpuPools) -> Run:
+    """The same, of networks that proxies carry."""
+    return _runs_on(request.param, gpus)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,27 +15,41 @@ import torch.distributed as dist
 
 import fanfold
 from fanfold import _core
+from fanfold.config import NCCL_GIN
 from fanfold.launch import RankFailure
 from fanfold.memory import rows
+from fanfold.nccl import library
 from tests.distributed import routings
 from tests.distributed.layers import caught
 
 KILLED = 1
 
-NETWORKS = ["libfabric:tcp", "libfabric:shm"]
+PROXIED = ["libfabric:tcp", "libfabric:shm"]
+NETWORKS = [*PROXIED, NCCL_GIN]
+PLUGIN = Path(__file__).parents[2] / "build" / "nccl_plugin" / "libnccl-net-fanfold.so"
 Run = Callable[..., list[Any]]
 Test = Callable[..., Any]
 
 
 def patience(network: str) -> float:
     """Seconds that waits for a killed rank may last: sockets tell at once that it has ended, shared
-    memory never does."""
-    return 2.0 if network.endswith("shm") else 100.0
+    memory never does, and a kernel knows nothing of NCCL's errors."""
+    return 100.0 if network == "libfabric:tcp" else 2.0
 
 
-def two_hosts(network: str) -> Any:
+def two_hosts(group: dist.ProcessGroup, network: str) -> Any:
     """The settings of the ranks, half of them on each host."""
-    return mock.patch.dict(os.environ, FANFOLD_HOSTS="2", FANFOLD_NETWORK=network)
+    nccl = over_plugin(dist.get_rank(group)) if network == NCCL_GIN else {}
+    settings = {"FANFOLD_HOSTS": "2", "FANFOLD_NETWORK": network, **nccl}
+    return mock.patch.dict(os.environ, settings)
+
+
+def over_plugin(rank: int) -> dict[str, str]:
+    """What has NCCL take its GIN from the plugin, and each rank for a host: in processes that have
+    not used NCCL, which reads its environment once."""
+    assert PLUGIN.exists(), f"{PLUGIN} is missing: `make nccl-plugin` builds it"
+    named = "NCCL_NET_PLUGIN" if library.loaded().version < (2, 30, 4) else "NCCL_RMA_PLUGIN"
+    return {named: str(PLUGIN), "NCCL_HOSTID": f"host of rank {rank}", "NCCL_NVLS_ENABLE": "0"}
 
 
 def own_gpu(group: dist.ProcessGroup) -> Any:
@@ -51,7 +66,7 @@ def on_hosts(group: dist.ProcessGroup, network: str, test: Test, args: tuple[Any
     it at a token's source."""
     one_host = [0] * dist.get_world_size(group)
     placed = mock.patch.object(routings, "PLACED", one_host)
-    with two_hosts(network), own_gpu(group), placed:
+    with two_hosts(group, network), own_gpu(group), placed:
         return test(group, *args)
 
 

@@ -43,9 +43,9 @@ def test_rounds_through_short_rings(run_on_hosts: Run, most_ranks: int) -> None:
     run_on_hosts(most_ranks, rounds._rounds, [case, case], rounds.FEW_SLOTS)
 
 
-def test_rows_apart(run_on_hosts: Run, most_ranks: int) -> None:
+def test_rows_apart(run_by_proxies: Run, most_ranks: int) -> None:
     case = case_of(most_ranks, biases=1)
-    run_on_hosts(most_ranks, with_rows_apart, rounds._rounds, [case, case], ROOMY_RING)
+    run_by_proxies(most_ranks, with_rows_apart, rounds._rounds, [case, case], ROOMY_RING)
 
 
 def test_two_ranks_on_each_host(run_on_hosts: Run) -> None:
@@ -108,7 +108,7 @@ def _killed(group: dist.ProcessGroup, network: str, phase: str) -> tuple[Excepti
     """What a rank sees when another one is killed, and after how long."""
     rank = dist.get_rank(group)
     given = _batch(rank)
-    with two_hosts(network):
+    with two_hosts(group, network):
         ep = _opened(group, patience(network))
     received = ep.dispatch(*given, capacity=ROOM)
     ep.synchronize()

@@ -1,8 +1,9 @@
 """Low latency of GPUs on several hosts, which the ranks of one machine act as: rings, proxies and
-networks are the real ones. The tests are those of one host, so every bit is what it is there."""
+networks are the real ones, and so is NCCL, over the plugin for GIN. The tests are those of one host, so every bit is what it is there."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -44,8 +45,8 @@ def _placed(group: dist.ProcessGroup, case: Case) -> tuple[str, str, set[int]]:
         return ep.device.type, network, {peer for peer, count in sent.items() if count}
 
 
-def test_other_hosts_are_reached_through_the_network(run_on_hosts: Run, most_ranks: int) -> None:
-    placed = run_on_hosts(most_ranks, _placed, case_of(most_ranks))
+def test_other_hosts_are_reached_through_the_network(run_by_proxies: Run, most_ranks: int) -> None:
+    placed = run_by_proxies(most_ranks, _placed, case_of(most_ranks))
     for rank, (device, network, peers) in enumerate(placed):
         host = [peer * 2 // most_ranks for peer in range(most_ranks)]
         assert device == "cuda"
@@ -79,10 +80,10 @@ def test_two_ranks_on_each_host(run_on_hosts: Run, dtype: str) -> None:
 @pytest.mark.parametrize(
     "changes", [{}, {"dtype": "fp8"}, {"logfmt": True, "hidden": 768}], ids=str
 )
-def test_rows_apart(run_on_hosts: Run, most_ranks: int, changes: dict[str, Any]) -> None:
+def test_rows_apart(run_by_proxies: Run, most_ranks: int, changes: dict[str, Any]) -> None:
     case = case_of(most_ranks, **changes)
-    run_on_hosts(most_ranks, with_rows_apart, rounds._round, case)
-    run_on_hosts(most_ranks, with_rows_apart, graphs._captured_rounds, case, 3, False)
+    run_by_proxies(most_ranks, with_rows_apart, rounds._round, case)
+    run_by_proxies(most_ranks, with_rows_apart, graphs._captured_rounds, case, 3, False)
 
 
 @pytest.mark.parametrize("number", range(6))
@@ -143,10 +144,13 @@ def test_graphs_of_a_buffer(run_on_hosts: Run, most_ranks: int, mode: str) -> No
 
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
 @pytest.mark.parametrize("network", NETWORKS)
-def test_a_rank_that_never_calls(gpus: GpuPools, most_ranks: int, network: str, phase: str) -> None:
+def test_a_rank_that_never_calls(
+    of_network: Callable[[str], GpuPools], most_ranks: int, network: str, phase: str
+) -> None:
     """The error of a rank on another host says over which way, if the network has addresses."""
     args = (case_of(most_ranks), phase)
-    outcomes = gpus.run(most_ranks, on_hosts, network, faults._never_comes, args)
+    pools = of_network(network)
+    outcomes = pools.run(most_ranks, on_hosts, network, faults._never_comes, args)
     for rank, (error, _, after) in enumerate(outcomes):
         if rank == faults.BAD:
             continue
@@ -174,7 +178,7 @@ def _killed(
     """What a rank sees when another one is killed, and after how long."""
     rank = dist.get_rank(group)
     mine = tokens_of(case, rank).to(own_device())
-    with two_hosts(network):
+    with two_hosts(group, network):
         ep = open_layer(group, case, timeout_s=patience(network))
     received = ep.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
     ep.synchronize()

@@ -24,23 +24,13 @@ from fanfold.memory.nccl import tensor_over
 from fanfold.nccl import headers
 from fanfold.nccl.communicator import Communicator
 from fanfold.nccl.library import loaded
+from tests.gpu.hosts import Run, over_plugin
 from tests.kernels.sources import PUTS, kernel_root
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-PLUGIN = Path(__file__).parents[2] / "build" / "nccl_plugin" / "libnccl-net-fanfold.so"
 RANKS = [2, 3, 4]
 SECOND = 1_000_000_000
-
-
-def over_plugin(rank: int) -> dict[str, str]:
-    """What has NCCL take the plugin, and take each rank for a host."""
-    assert PLUGIN.exists(), f"{PLUGIN} is missing: `make nccl-plugin` builds it"
-    named = "NCCL_NET_PLUGIN" if loaded().version < (2, 30, 4) else "NCCL_RMA_PLUGIN"
-    return {named: str(PLUGIN), "NCCL_HOSTID": f"host of rank {rank}", "NCCL_NVLS_ENABLE": "0"}
-
-
-Run = Callable[..., list[Any]]
 
 
 @pytest.fixture(scope="module")

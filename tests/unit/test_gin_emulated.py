@@ -4,7 +4,6 @@ GIN does and no more, and delays and reorders puts. The oracle is that of one ho
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 from collections.abc import Iterator
 
 import pytest

@@ -26,7 +26,7 @@ from fanfold.errors import (
     UsageError,
 )
 from fanfold.group import Group
-from fanfold.memory import PeerMemory, gpu_regions, nccl
+from fanfold.memory import PeerMemory, nccl
 from fanfold.memory.nccl import NcclSymmetricMemory
 from fanfold.nccl.library import NcclLibrary
 from tests.distributed.cuda_rounds import run_case
