@@ -198,8 +198,9 @@ class GinBetweenHosts:
         Raises:
             ArgumentError: it has too few bytes.
         """
-        self.check_bytes(_core.cuda_high_throughput_bytes(self.group.size, ring_bytes)[1])
-        self._received[: self._nbytes.words].zero_()
+        zeroed, needed = _core.cuda_high_throughput_bytes(self.group.size, ring_bytes)
+        self.check_bytes(needed)
+        self._received[:zeroed].zero_()
 
     def fence(self) -> None:
         """See :meth:`fanfold.memory.BetweenHosts.fence`.

@@ -1,4 +1,4 @@
-"""A libnccl of the tests' own (``nccl.cpp``), whose ranks are threads and whose GPUs are the CPU."""
+"""A libnccl of the tests' own (``nccl.cpp``): its ranks are threads, and its GPUs are the CPU."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from fanfold.jit import ForeignHeaders
 from fanfold.memory import gin, gpu_regions, nccl
 from fanfold.nccl import headers
+from fanfold.nccl.communicator import Communicator
 from fanfold.nccl.library import NcclLibrary
 from tests.emulation.world import HERE, Builder
 
@@ -42,6 +43,8 @@ def emulated_nccl(builder: Builder) -> Iterator[ctypes.CDLL]:
         mock.patch.object(gin, "tensor_over", over_cpu),
         mock.patch.object(headers, "of", return_value=of_the_emulation),
         mock.patch.object(gpu_regions, "torch", cpu),
+        # One that a process keeps would be one rank's only.
+        mock.patch.object(Communicator, "_kept", [ctypes.c_void_p()]),
         mock.patch.multiple(torch.cuda, current_device=lambda: 0, set_device=lambda index: None),
     ):
         yield library

@@ -192,7 +192,8 @@ EXPORT int ncclMemAlloc(void** address, size_t bytes) {
     const auto found = state().behaviour.find("allocations");  // that succeed
     if (found != state().behaviour.end() && found->second-- <= 0) return kSystemError;
   }
-  *address = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+  const size_t whole = (bytes + 4095) / 4096 * 4096;
+  *address = std::memset(std::aligned_alloc(4096, whole), 0xA5, whole);
   const std::lock_guard lock(state().mutex);
   state().memory.insert(*address);
   return kSuccess;
