@@ -6,7 +6,9 @@ and ``docs/decisions/nccl.md`` why words travel as they do.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import weakref
 from typing import NamedTuple
 
@@ -33,6 +35,7 @@ __all__ = ["GinBetweenHosts", "by_gin"]
 
 _LINE = 128
 _THREADS = 32
+_CLOSING_S = 3.0
 _LOW_LATENCY_SLOTS = 64
 """Words of a queue. A rank is two calls ahead of a peer at most, with three words each, and says of
 either kind what it has received."""
@@ -110,7 +113,7 @@ class GinBetweenHosts:
         nbytes: BytesBetweenHosts,
         config: Config,
     ) -> None:
-        self.group, self.hosts, self._device = group, hosts, device
+        self.group, self.hosts, self._device, self._is_open = group, hosts, device, False
         self._nbytes, self._config = nbytes, config
         slots = _HIGH_THROUGHPUT_SLOTS if nbytes.words else _LOW_LATENCY_SLOTS
         self._parts = _Parts.of(group.size, nbytes, slots)
@@ -125,6 +128,7 @@ class GinBetweenHosts:
             numbers = group.size + 1  # number 0 is none to NCCL's proxy
             made = agreed(group, lambda: window.communicator.device_communicator(numbers, numbers))
             agreed(group, lambda: self._take(made, slots, found))
+            self._is_open = True
         except BaseException:
             self.close()
             raise
@@ -210,9 +214,9 @@ class GinBetweenHosts:
         """
         self._run(self._fence)
 
-    def _run(self, kernel: _core.CudaKernel) -> None:
-        """A kernel of ``between_calls.cu``, to its end."""
-        timeout_s = self._config.timeout_s
+    def _run(self, kernel: _core.CudaKernel, most_s: float = math.inf) -> None:
+        """A kernel of ``between_calls.cu``, to its end, which waits ``most_s`` at most."""
+        timeout_s = min(self._config.timeout_s, most_s)
         self._late.fill_(-1)
         late = self._late.data_ptr()
         args = _core.GinBetweenCallsArgs(self.address, int(timeout_s * 1e9), late)
@@ -246,7 +250,12 @@ class GinBetweenHosts:
             self.check(late.peer)
 
     def close(self) -> None:
-        """Lets go of the window. Harmless when repeated."""
+        """Lets go of the window, once the peers have closed theirs or some seconds are over: what
+        kernels have put may still be on its way, in both directions. Harmless when repeated."""
+        if self._end.alive and self._is_open:
+            with contextlib.suppress(FanfoldError, RuntimeError):  # a peer is gone, or CUDA lost
+                self._run(self._fence, _CLOSING_S)
+                self._run(self._await_fences, _CLOSING_S)
         self._end()
 
 

@@ -24,9 +24,11 @@ class GinNetwork {
   // Most puts to a rank that are not done, where NCCL's code would wait without end.
   static constexpr size_t kMost = 32;
 
-  GinNetwork(std::vector<char*> memory, int words, uint32_t seed)
-      : memory_(std::move(memory)), words_(words), seed_(seed), random_(seed) {
+  // With a seed puts land in another order, and each step takes up to `most_us`.
+  GinNetwork(std::vector<char*> memory, int words, uint32_t seed, uint32_t most_us)
+      : memory_(std::move(memory)), words_(words), seed_(seed), most_us_(most_us), random_(seed) {
     const size_t ranks = memory_.size();
+    ended_.resize(ranks);
     queues_.resize(ranks * ranks);
     signals_ = std::make_unique<std::atomic<uint64_t>[]>(ranks * static_cast<size_t>(words));
     counters_ = std::make_unique<std::atomic<uint64_t>[]>(ranks * static_cast<size_t>(words));
@@ -48,6 +50,11 @@ class GinNetwork {
             .put = [](void* self, int from, const GinPut& put) { as(self).add(from, put); },
             .signal = [](void* self, int of, int i) { return as(self).at(as(self).signals_, of, i); },
             .counter = [](void* self, int of, int i) { return as(self).at(as(self).counters_, of, i); }};
+  }
+  // A rank's window has ended: what is under way to it or from it is lost.
+  void end(int rank) {
+    const std::lock_guard lock(mutex_);
+    ended_[static_cast<size_t>(rank)] = true;
   }
   int faults() const { return faults_; }
   int reordered() const { return reordered_; }
@@ -86,9 +93,9 @@ class GinNetwork {
         step(static_cast<int>(at / memory_.size()), queues_[at]);
         break;
       }
-      if (seed_ != 0 && random_() % 8 == 0) {
+      if (most_us_ != 0 && random_() % 8 == 0) {
         lock.unlock();
-        std::this_thread::sleep_for(std::chrono::microseconds(random_() % 200));
+        std::this_thread::sleep_for(std::chrono::microseconds(random_() % (8 * most_us_)));
         lock.lock();
       }
     }
@@ -98,6 +105,10 @@ class GinNetwork {
   void step(int rank, std::deque<Waiting>& queue) {
     const size_t i = seed_ == 0 ? 0 : random_() % std::min<size_t>(queue.size(), 12);
     Waiting& put = queue[i];
+    if (ended_[static_cast<size_t>(rank)] || ended_[static_cast<size_t>(put.peer)]) {
+      waiting_ -= queue.size();
+      return queue.clear();
+    }
     if (!put.has_landed) {
       land(rank, put);
       put.has_landed = true;
@@ -128,9 +139,10 @@ class GinNetwork {
 
   std::vector<char*> memory_;
   const int words_;
-  const uint32_t seed_;
+  const uint32_t seed_, most_us_;
   std::mt19937 random_;
   std::vector<std::deque<Waiting>> queues_;
+  std::vector<bool> ended_;
   std::unique_ptr<std::atomic<uint64_t>[]> signals_, counters_;
   std::mutex mutex_;
   std::condition_variable work_;

@@ -55,6 +55,10 @@ def _poisoned(room: Room, shape: tuple[int, ...], dtype: torch.dtype) -> torch.T
     return torch.full(shape, 7, dtype=torch.float32, device=room.device).to(dtype)
 
 
+def _launch_between(args: Any, kernel: _Loaded, ctas: int, *_: object) -> None:
+    kernel.run(args.address, _core.CudaLaunch(ctas, 32, 0, early=False))
+
+
 def _launch(args: Any, kernel: _Loaded, shape: _core.CudaLaunch, stream: int) -> None:
     del stream
     kernel.run(args.address, shape)
@@ -77,6 +81,7 @@ def emulated(builder: Builder, ctas: int) -> Iterator[None]:
                  "lags": lambda kind, ctas, slots: (slots // 2, 1)}  # fmt: skip
     patches = [
         *(mock.patch.object(cls, "launch", _launch) for cls in ARGUMENTS),
+        mock.patch.object(_core.GinBetweenCallsArgs, "launch", _launch_between),
         mock.patch.multiple(torch.cuda, **cuda_answers),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", create=True, return_value=0),
         mock.patch.object(torch._C, "_cuda_getDevice", create=True, return_value=None),

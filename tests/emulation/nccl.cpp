@@ -234,6 +234,7 @@ EXPORT int ncclCommWindowRegister(Communicator* comm, void* address, size_t byte
 EXPORT int ncclCommWindowDeregister(Communicator* comm, Window* window) {
   const std::lock_guard lock(state().mutex);
   if (comm == nullptr || state().windows.erase(window) == 0) return kInvalidArgument;
+  if (comm->world->gin != nullptr) comm->world->gin->end(comm->rank);
   delete window;
   return kSuccess;
 }
@@ -260,8 +261,9 @@ EXPORT int ncclDevCommCreate(Communicator* comm, const void* asked, emulation::G
     const std::lock_guard lock(world.mutex);
     if (world.gin == nullptr) {
       const auto seed = static_cast<uint32_t>(behaviour("gin_seed", 0));
+      const auto most_us = static_cast<uint32_t>(behaviour("gin_most_us", seed == 0 ? 0 : 25));
       const int words = std::min(needs.gin_signals, needs.gin_counters);
-      world.gin = std::make_unique<emulation::GinNetwork>(world.addresses, words, seed);
+      world.gin = std::make_unique<emulation::GinNetwork>(world.addresses, words, seed, most_us);
     }
   }
   *device = world.gin->device(comm->rank);

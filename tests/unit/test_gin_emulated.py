@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 
 from fanfold.formats import ScaleFormat
 from fanfold.geometry import Geometry
@@ -82,3 +84,23 @@ def worlds(
 def test_high_throughput(worlds: Worlds, case: high_throughput.Case, layout: str) -> None:
     """Through rings so short that every slot is used again and again."""
     one_host.test_rounds(case, layout)
+
+
+def test_the_last_puts_arrive_before_a_rank_closes(libnccl: ctypes.CDLL, opens: Open) -> None:
+    """Which a rank that is ahead does while the others are still in the last call."""
+    libnccl.behave(b"gin_seed", 5)
+    libnccl.behave(b"gin_most_us", 1000)
+    shape, hosts = SHAPES["bf16"]
+    for turn in range(2):
+        world = opens(shape, Network(hosts, gin=True), timeout_s=5.0)
+        batches = batches_of(shape, turn)
+
+        def program(rank: int, mode: Any) -> None:
+            call = few.Caller(shape, mode, rank)
+            received, _ = call.dispatch(batches[rank])
+            out = torch.full_like(batches[rank].x, torch.nan)
+            call.combine(batches[rank], received, out=out)
+            world.memories[rank].close()
+            assert torch.equal(out, few.sums_of(shape.geometry, batches, rank))
+
+        world.run(program)
