@@ -35,6 +35,7 @@ __all__ = ["GinBetweenHosts", "by_gin"]
 
 _LINE = 128
 _THREADS = 32
+_MOST_WARPS = 16  # of a kernel with GIN, which takes more registers
 _CLOSING_S = 3.0
 _LOW_LATENCY_SLOTS = 64
 """Words of a queue. A rank is two calls ahead of a peer at most, with three words each, and says of
@@ -46,7 +47,11 @@ _HIGH_THROUGHPUT_SLOTS = 8192
 
 def by_gin(source: KernelSource, gin: ForeignHeaders | None) -> KernelSource:
     """A kernel that reaches other hosts, by GIN if there is ``gin``."""
-    return source if gin is None else dataclasses.replace(source, foreign=gin)
+    if gin is None:
+        return source
+    constants = dict(source.pairs)
+    warps = constants["kWarps"] = min(constants["kWarps"], _MOST_WARPS)
+    return dataclasses.replace(source, constants=constants, threads=32 * warps, foreign=gin)
 
 
 class _Parts(NamedTuple):
