@@ -12,7 +12,8 @@ namespace fanfold::cuda {
 
 std::vector<std::byte> hosts_block(const GinWindow& window, uintptr_t at) {
   const size_t ranks = window.hosts.size();
-  const bool is_power = window.slots > 0 && std::has_single_bit(static_cast<uint32_t>(window.slots));
+  const bool is_power =
+      window.slots > 0 && std::has_single_bit(static_cast<uint32_t>(window.slots));
   if (ranks > kMostRanks || window.words.size() != ranks || window.rows.size() != ranks ||
       static_cast<size_t>(window.rank) >= ranks || !is_power) {
     throw BadArgument("slots and ranks",

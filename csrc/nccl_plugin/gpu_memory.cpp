@@ -8,6 +8,7 @@ namespace fanfold::nccl_plugin {
 namespace {
 
 constexpr int kDeviceOrdinal = 9;             // CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+constexpr int kRelaxedCapture = 2;            // CU_STREAM_CAPTURE_MODE_RELAXED
 constexpr unsigned kNonBlockingStream = 1;    // CU_STREAM_NON_BLOCKING
 constexpr unsigned kWriteAfterAllBefore = 0;  // CU_STREAM_WRITE_VALUE_DEFAULT
 constexpr const char* kLibrary = "libcuda.so.1";
@@ -42,6 +43,7 @@ Loaded load() {
   find(library, "cuDevicePrimaryCtxRelease_v2", driver.release_primary_context, problem);
   find(library, "cuCtxPushCurrent_v2", driver.push_context, problem);
   find(library, "cuCtxPopCurrent_v2", driver.pop_context, problem);
+  find(library, "cuThreadExchangeStreamCaptureMode", driver.exchange_capture_mode, problem);
   find(library, "cuStreamCreate", driver.create_stream, problem);
   find(library, "cuStreamDestroy_v2", driver.destroy_stream, problem);
   find(library, "cuStreamSynchronize", driver.synchronize, problem);
@@ -59,7 +61,7 @@ class GpuMemory final : public Memory {
       : Memory(bytes), driver_(driver), address_(address) {}
   ~GpuMemory() override {
     if (stream_ != nullptr && driver_.push_context(context_) == 0) {
-      driver_.destroy_stream(stream_);
+      relaxed([&] { return driver_.destroy_stream(stream_); });
       pop();
     }
     if (context_ != nullptr) driver_.release_primary_context(device_);
@@ -117,12 +119,21 @@ class GpuMemory final : public Memory {
     void* context = nullptr;
     driver_.pop_context(&context);
   }
+  // While another thread captures a graph, calls that wait would end the capture otherwise.
+  template <typename F>
+  int relaxed(const F& calls) const {
+    int mode = kRelaxedCapture;
+    if (const int result = driver_.exchange_capture_mode(&mode); result != 0) return result;
+    const int result = calls();
+    driver_.exchange_capture_mode(&mode);
+    return result;
+  }
   template <typename F>
   Problem in_context(const F& calls) {
     const char* call = "cuCtxPushCurrent";
     int result = driver_.push_context(context_);
     if (result != 0) return failure(call, result);
-    result = calls(call);
+    result = relaxed([&] { return calls(call); });
     pop();
     return result == 0 ? Problem() : failure(call, result);
   }

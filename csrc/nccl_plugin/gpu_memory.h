@@ -21,6 +21,7 @@ struct Driver {
   int (*release_primary_context)(int device);
   int (*push_context)(void* context);
   int (*pop_context)(void** context);
+  int (*exchange_capture_mode)(int* mode);
   int (*create_stream)(void** stream, unsigned flags);
   int (*destroy_stream)(void* stream);
   int (*synchronize)(void* stream);

@@ -57,8 +57,10 @@ struct FakeDriver {
   static inline std::vector<std::string> calls;
   static inline int depth = 0;
   static inline int failing = 0;
+  static inline int capture_mode = 0;
   static int note(const char* name) {
     calls.emplace_back(name);
+    if (capture_mode != 2) calls.emplace_back("which ends a capture");
     return failing != 0 && depth > 0 ? failing : 0;
   }
   static Driver table() {
@@ -88,6 +90,11 @@ struct FakeDriver {
         .pop_context =
             [](void**) {
               --depth;
+              return 0;
+            },
+        .exchange_capture_mode =
+            [](int* mode) {
+              std::swap(*mode, capture_mode);
               return 0;
             },
         .create_stream =
@@ -325,6 +332,7 @@ TEST(nccl_plugin_gpu_memory) {
     CHECK(contains(memory->add(0, 1), "on GPU 3 fails: CUDA_ERROR_OF_THE_TEST"));
     Fake::failing = 0;
     CHECK_EQ(Fake::depth, 0);
+    CHECK_EQ(Fake::capture_mode, 0);
     memory->close();
     CHECK(contains(memory->write(0, bytes, 8), "has deregistered"));
     Fake::calls.clear();

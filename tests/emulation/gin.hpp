@@ -44,12 +44,14 @@ class GinNetwork {
   }
 
   GinDevice device(int rank) {
-    return {.rank = rank,
-            .ranks = static_cast<int>(memory_.size()),
-            .network = this,
-            .put = [](void* self, int from, const GinPut& put) { as(self).add(from, put); },
-            .signal = [](void* self, int of, int i) { return as(self).at(as(self).signals_, of, i); },
-            .counter = [](void* self, int of, int i) { return as(self).at(as(self).counters_, of, i); }};
+    return {
+        .rank = rank,
+        .ranks = static_cast<int>(memory_.size()),
+        .network = this,
+        .put = [](void* self, int from, const GinPut& put) { as(self).add(from, put); },
+        .signal = [](void* self, int of, int i) { return as(self).at(as(self).signals_, of, i); },
+        .counter = [](void* self, int of,
+                      int i) { return as(self).at(as(self).counters_, of, i); }};
   }
   // A rank's window has ended: what is under way to it or from it is lost.
   void end(int rank) {
@@ -71,7 +73,8 @@ class GinNetwork {
 
   void add(int rank, const GinPut& put) {
     const std::lock_guard lock(mutex_);
-    auto& queue = queues_[static_cast<size_t>(rank) * memory_.size() + static_cast<size_t>(put.peer)];
+    auto& queue =
+        queues_[static_cast<size_t>(rank) * memory_.size() + static_cast<size_t>(put.peer)];
     // Number 0 is none to NCCL's proxy.
     const bool is_wrong = put.signal == 0 || put.signal >= words_ || put.counter <= 0 ||
                           put.counter >= words_ || queue.size() >= kMost;

@@ -18,7 +18,8 @@ struct alignas(16) GinWord {
   uint64_t place;  // of the word, an offset in 40 bits; above, 24 bits of its number in the queue
 
   static constexpr int kPlaceBits = 40;
-  static constexpr uint64_t kFence = (uint64_t{1} << kPlaceBits) - 1;  // no place: see between_calls.cu
+  static constexpr uint64_t kFence =
+      (uint64_t{1} << kPlaceBits) - 1;  // no place: see between_calls.cu
 
   FANFOLD_HD static constexpr uint64_t tagged(uint64_t place, uint64_t number) {
     return place | number << kPlaceBits;

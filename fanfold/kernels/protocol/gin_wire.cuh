@@ -128,7 +128,8 @@ __device__ __forceinline__ bool push_commands(const Call& call, bool has_command
 // The next word of a queue, if it has come; one thread at a time.
 __device__ __forceinline__ bool gin_take(const GinHosts& hosts, GinPeer& at, int source,
                                          uint64_t came, GinWord& taken) {
-  if (static_cast<int64_t>(came - at.taken) <= 0) return false;  // another thread may have seen more
+  if (static_cast<int64_t>(came - at.taken) <= 0)
+    return false;  // another thread may have seen more
   const int64_t slot = hosts.slot(hosts.received, source, at.taken);
   const auto* words = reinterpret_cast<const uint64_t*>(hosts.memory + slot);
   taken = {load_relaxed_system(words), load_relaxed_system(words + 1)};

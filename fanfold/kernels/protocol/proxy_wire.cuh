@@ -28,13 +28,13 @@ __device__ __forceinline__ WireCommand write_command(int peer, int64_t place, in
   return command;
 }
 // The words at `offset`.
-__device__ __forceinline__ WireCommand words_command(const RemoteHosts& hosts, int peer, int64_t offset,
-                                                 int64_t bytes) {
+__device__ __forceinline__ WireCommand words_command(const RemoteHosts& hosts, int peer,
+                                                     int64_t offset, int64_t bytes) {
   return write_command(peer, hosts.origin + offset, bytes);
 }
 // The rows at `offset`.
-__device__ __forceinline__ WireCommand rows_command(const RemoteHosts& hosts, int peer, int64_t offset,
-                                                int64_t bytes) {
+__device__ __forceinline__ WireCommand rows_command(const RemoteHosts& hosts, int peer,
+                                                    int64_t offset, int64_t bytes) {
   return write_command(peer, hosts.rows_origin + offset, bytes);
 }
 
@@ -50,8 +50,8 @@ __device__ __forceinline__ bool is_lost_peer(const RemoteHosts& hosts, int peer)
 static_assert(kMostRanks <= RingLosses::kMostPeers);
 
 // A word, behind everything that was pushed for the peer before.
-__device__ __forceinline__ WireCommand store_command(const RemoteHosts& hosts, int peer, int64_t offset,
-                                                 uint64_t word) {
+__device__ __forceinline__ WireCommand store_command(const RemoteHosts& hosts, int peer,
+                                                     int64_t offset, uint64_t word) {
   CommandFields fields;
   fields.kind = CommandKind::kStore;
   fields.peer = peer;
