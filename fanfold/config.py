@@ -30,6 +30,7 @@ __all__ = [
     "LatePeers",
     "Overrides",
     "Setting",
+    "act_as_host_of_nccl",
     "cuda_toolkit",
     "default_environment",
     "in_environment",
@@ -412,6 +413,12 @@ def in_environment(values: Overrides) -> Iterator[None]:
         for name in changed:
             os.environ.pop(name, None)
         os.environ.update(before)
+
+
+def act_as_host_of_nccl(rank: int) -> None:
+    """Has NCCL take this process for a host of its own, unless the environment says which it is:
+    only between hosts does it put by GIN, and let ranks share a GPU."""
+    os.environ.setdefault("NCCL_HOSTID", f"fanfold rank {rank}")
 
 
 @contextlib.contextmanager

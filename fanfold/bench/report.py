@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from fanfold.bench.settings import THROUGH, BenchSettings
+from fanfold.bench.settings import NCCL_LSA, THROUGH, BenchSettings
 from fanfold.bench.timing import PHASES, Timings
 from fanfold.bench.traffic import MessageTimes, RowsMoved
 from fanfold.config import Config
@@ -186,6 +186,12 @@ def _bytes(prefix: str, traffic: Traffic) -> dict[str, int]:
     return {f"{prefix}bytes_{name}": round(size) for name, size in sizes.items()}
 
 
+def _within_a_host(result: Result) -> str:
+    if result.device is None:
+        return "shm"
+    return NCCL_LSA if result.settings.config().gpu_memory == "nccl" else "nvlink"
+
+
 def record(result: Result) -> dict[str, Any]:
     """The result as one flat JSON object; docs/bench.md says what each field means."""
     fields: dict[str, Any] = {
@@ -193,7 +199,7 @@ def record(result: Result) -> dict[str, Any]:
         **dataclasses.asdict(result.settings),
         "backend": "host" if result.device is None else "cuda",
         "backend_asked": result.settings.backend,
-        "transport": result.placement.network or ("nvlink" if result.device else "shm"),
+        "transport": result.placement.network or _within_a_host(result),
         "hosts": result.placement.hosts,
         "emulated_hosts": result.placement.emulated,
         "ranks_per_host": result.placement.ranks_per_host,

@@ -20,10 +20,10 @@ from fanfold.bench.check import Expectation, packed_fp8, same_bits
 from fanfold.bench.cuda_run import CudaReport
 from fanfold.bench.layouts import open_calls
 from fanfold.bench.report import Placement, Result, Traffic
-from fanfold.bench.settings import ONE_HOST, BenchSettings, check_transport
+from fanfold.bench.settings import NCCL_LSA, ONE_HOST, BenchSettings, check_transport
 from fanfold.bench.timing import Contender, Timings, interleave
 from fanfold.bench.traffic import MessageTimes, RowsMoved, rows_moved
-from fanfold.config import Backend, in_environment
+from fanfold.config import NCCL_GIN, Backend, act_as_host_of_nccl, in_environment
 from fanfold.errors import ArgumentError, UnavailableError
 from fanfold.group import Group, as_group, process_group
 from fanfold.launch import launch
@@ -143,7 +143,7 @@ def check_network(settings: BenchSettings) -> str:
     """
     config = settings.config()
     if (config.hosts or 1) == 1:
-        if settings.transport is not None:
+        if settings.transport not in (None, NCCL_LSA):
             raise ArgumentError("transport", repr(settings.transport), ONE_HOST)
         return ""
     source = "" if settings.transport is not None else " (from FANFOLD_NETWORK)"
@@ -160,7 +160,9 @@ def check_network(settings: BenchSettings) -> str:
             raise ArgumentError("baseline", True, bound)
         return config.network
     try:
-        _core.choose_network(_core.find_networks(), config.network, True)
+        # What CPUs exchange goes over libfabric then.
+        network = "libfabric" if config.network == NCCL_GIN else config.network
+        _core.choose_network(_core.find_networks(), network, True)
     except UnavailableError as error:
         raise UnavailableError(
             f"transport is {config.network!r}{source}, but {error}. `fanfold doctor` shows the "
@@ -191,6 +193,8 @@ def bench_ranks(group: Any, points: Sequence[BenchSettings]) -> list[RankReport]
         UnavailableError: hosts have different numbers of ranks; on all ranks.
     """
     ranks = as_group(group)
+    if any(each.config().network == NCCL_GIN and each.hosts is not None for each in points):
+        act_as_host_of_nccl(ranks.rank)
     reports, made = [], None
     for settings in points:
         hosts = _checked_hosts(ranks, settings)
@@ -205,7 +209,7 @@ def bench_ranks(group: Any, points: Sequence[BenchSettings]) -> list[RankReport]
 
 def _checked_hosts(ranks: Group, settings: BenchSettings) -> Hosts:
     hosts = find_hosts(ranks, settings.config())
-    if settings.transport is not None and not hosts.several:
+    if settings.transport not in (None, NCCL_LSA) and not hosts.several:
         raise ArgumentError("transport", repr(settings.transport), ONE_HOST)
     sizes = [hosts.host.count(number) for number in range(hosts.count)]
     if len(set(sizes)) > 1:

@@ -11,7 +11,7 @@ import torch
 
 from fanfold import _core
 from fanfold.bench.workload import ROUTINGS, Workload
-from fanfold.config import Backend, Config, Overrides
+from fanfold.config import NCCL_GIN, Backend, Config, Overrides
 from fanfold.errors import ArgumentError, UnavailableError
 from fanfold.formats import RowFormat, RowFormatName
 from fanfold.geometry import Geometry, Mode, check_hidden
@@ -75,12 +75,18 @@ _ACROSS = (
 ONE_HOST = "left out on one host, where nothing goes over a network (--hosts 2 acts as two hosts)"
 """The bound of ``transport`` where the ranks are on one host."""
 
+NCCL_LSA = "nccl:lsa"
+"""The ``transport`` within a host that is memory of NCCL's, the setting ``gpu_memory``."""
+
+_TRANSPORTS_OF_GPUS = (NCCL_GIN, NCCL_LSA)
 _MOST_SEED = (1 << 64) - 1  # of loopback
 
 
 def check_transport(name: str) -> None:
     """Raises ArgumentError unless ``name`` could name a network; whether there is one is open."""
     kind, colon, seed = name.partition(":")
+    if name in _TRANSPORTS_OF_GPUS:
+        return
     if kind == "loopback":
         if colon and not (seed.isdecimal() and seed.isascii() and int(seed) <= _MOST_SEED):
             bound = "loopback or loopback:SEED, with an integer below 2**64 as seed"
@@ -141,7 +147,8 @@ class BenchSettings:
             the only mode of the last two.
         hosts: that the ranks are on, as many on each, of which one machine acts as several; None
             for the setting ``hosts``.
-        transport: what carries between hosts, as the setting ``network``; None for that setting.
+        transport: what carries between hosts, as the setting ``network``, or within a host
+            :data:`NCCL_LSA`; None for the settings.
             With ``"loopback"`` the bench starts ranks that are threads.
     """
 
@@ -217,13 +224,16 @@ class BenchSettings:
         UnavailableError for GPUs on several hosts."""
         if self.transport is not None:
             check_transport(self.transport)
+        if self.backend == "host" and self.transport in _TRANSPORTS_OF_GPUS:
+            bound = "left out with --backend host: NCCL's are of GPUs"
+            raise ArgumentError("transport", repr(self.transport), bound)
         if self.hosts is None:
             return
         if self.hosts < 1 or self.ranks % self.hosts:
             divisors = [str(n) for n in range(1, self.ranks + 1) if self.ranks % n == 0]
             bound = f"{' or '.join(divisors)}, as many ranks on each (--hosts, FANFOLD_HOSTS)"
             raise ArgumentError("hosts", f"{self.hosts} with {self.ranks} ranks", bound)
-        if self.hosts == 1 and self.transport is not None:
+        if self.hosts == 1 and self.transport not in (None, NCCL_LSA):
             raise ArgumentError("transport", repr(self.transport), ONE_HOST)
         if self.hosts > 1 and self.backend == "cuda" and not self._crosses_hosts:
             raise UnavailableError(
@@ -322,7 +332,9 @@ class BenchSettings:
         asked: Overrides = {"backend": self.backend}
         if self.hosts is not None:
             asked["hosts"] = self.hosts
-        if self.transport is not None:
+        if self.transport == NCCL_LSA:
+            asked["gpu_memory"] = "nccl"
+        elif self.transport is not None:
             asked["network"] = self.transport
         return asked
 
@@ -360,6 +372,8 @@ class BenchSettings:
             of_gpus = [name for name in ("overlap", *_OF_GPUS) if getattr(self, name)]
             if self.zero_padding is False and self.face == "native":
                 of_gpus.append("no zero_padding")
+            if self.transport in _TRANSPORTS_OF_GPUS:
+                of_gpus.append(f"transport {self.transport}")
             if not of_gpus:
                 return "host"
             asked = f"{of_gpus[0]} is asked for"

@@ -112,8 +112,9 @@ def _add_hosts_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--transport", metavar="NAME",
         help="what carries between hosts: libfabric, which takes the best network, "
-        "libfabric:PROVIDER[:NIC,NIC], or loopback[:SEED], whose ranks are threads (default: the "
-        "setting FANFOLD_NETWORK, or libfabric)",
+        "libfabric:PROVIDER[:NIC,NIC], nccl:gin, of GPUs, or loopback[:SEED], whose ranks are "
+        "threads (default: the setting FANFOLD_NETWORK, or libfabric); or nccl:lsa, NCCL's memory "
+        "between the GPUs of one host (default: the setting FANFOLD_GPU_MEMORY, or PyTorch's)",
     )  # fmt: skip
 
 

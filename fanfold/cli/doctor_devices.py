@@ -193,7 +193,7 @@ def nccl() -> Outcome:
     places = [str(path) for path in _cuda_libraries("libnccl.so.*")]
     library = _load(*places, "libnccl.so.2")
     if library is None:
-        hint = "only FANFOLD_GPU_MEMORY=nccl needs it; a CUDA build of PyTorch brings it"
+        hint = "only transports nccl:lsa and nccl:gin need it; a CUDA build of PyTorch brings it"
         return "missing", "neither in PyTorch's wheels nor on the library path", hint
     try:
         found = NcclLibrary.open(library._name)
@@ -203,4 +203,14 @@ def nccl() -> Outcome:
         kernels = f"device headers in {headers.find(found)}"
     except UnavailableError as error:
         kernels = f"not for kernels: {error}"
-    return "ok", f"{version_text(found.version)}, {found.path}, {kernels}"
+    return "ok", f"{version_text(found.version)}, {found.path}, {_transports(found)}, {kernels}"
+
+
+def _transports(library: NcclLibrary) -> str:
+    if not library.has("windows"):
+        return "too old for nccl:lsa and nccl:gin"
+    try:
+        library.require_gin()
+    except UnavailableError:
+        return "nccl:lsa, too old for nccl:gin"
+    return "nccl:lsa and, where it finds a network for it, nccl:gin"

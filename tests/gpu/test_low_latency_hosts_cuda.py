@@ -1,5 +1,6 @@
 """Low latency of GPUs on several hosts, which the ranks of one machine act as: rings, proxies and
-networks are the real ones, and so is NCCL, over the plugin for GIN. The tests are those of one host, so every bit is what it is there."""
+networks are the real ones, and so is NCCL, over the plugin for GIN. The tests are those of one
+host, so every bit is what it is there."""
 
 from __future__ import annotations
 

@@ -4,18 +4,24 @@ GIN does and no more, and delays and reorders puts. The oracle is that of one ho
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import threading
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from fanfold.errors import FanfoldError, PeerTimeout, TransportError, UnavailableError
 from fanfold.formats import ScaleFormat
 from fanfold.geometry import Geometry
+from fanfold.nccl.communicator import Communicator
+from fanfold.nccl.library import NcclLibrary
 from tests.emulation import high_throughput, high_throughput_hosts
-from tests.emulation.hosts import Network, Open, opening_on_hosts
+from tests.emulation.hosts import HostsWorld, Network, Open, opening_on_hosts
 from tests.emulation.libnccl import emulated_nccl
-from tests.emulation.world import Builder
+from tests.emulation.world import Builder, ThreadGroup
 from tests.unit import test_high_throughput_emulated as one_host
 from tests.unit import test_high_throughput_emulated_faults as faults
 from tests.unit import test_kernels_emulated as few
@@ -91,16 +97,114 @@ def test_the_last_puts_arrive_before_a_rank_closes(libnccl: ctypes.CDLL, opens: 
     libnccl.behave(b"gin_seed", 5)
     libnccl.behave(b"gin_most_us", 1000)
     shape, hosts = SHAPES["bf16"]
-    for turn in range(2):
-        world = opens(shape, Network(hosts, gin=True), timeout_s=5.0)
-        batches = batches_of(shape, turn)
+    world = opens(shape, Network(hosts, gin=True), timeout_s=5.0)
+    batches = batches_of(shape, 0)
 
-        def program(rank: int, mode: Any) -> None:
-            call = few.Caller(shape, mode, rank)
-            received, _ = call.dispatch(batches[rank])
-            out = torch.full_like(batches[rank].x, torch.nan)
-            call.combine(batches[rank], received, out=out)
-            world.memories[rank].close()
-            assert torch.equal(out, few.sums_of(shape.geometry, batches, rank))
+    def program(rank: int, mode: Any) -> None:
+        call = few.Caller(shape, mode, rank)
+        received, _ = call.dispatch(batches[rank])
+        out = torch.full_like(batches[rank].x, torch.nan)
+        call.combine(batches[rank], received, out=out)
+        world.memories[rank].close()
+        assert torch.equal(out, few.sums_of(shape.geometry, batches, rank))
 
-        world.run(program)
+    world.run(program)
+
+
+def failures(world: HostsWorld, shape: Shape, absent: int) -> list[Any]:
+    """What a dispatch that one rank does not make raises on the others."""
+    batches = batches_of(shape, 0)
+
+    def program(rank: int, mode: Any) -> Any:
+        if rank == absent:
+            return None
+        few.Caller(shape, mode, rank).dispatch(batches[rank])
+        try:
+            mode.check()
+        except FanfoldError as error:
+            return error
+        return None
+
+    return world.run(program)
+
+
+def test_a_late_rank_is_named(opens: Open) -> None:
+    shape, hosts = SHAPES["long"]
+    world = opens(shape, Network(hosts, gin=True), timeout_s=0.5)
+    few.run_round(world, shape, batches_of(shape, 1), False)
+    late, none = failures(world, shape, 1)
+    assert isinstance(late, PeerTimeout)
+    assert (late.peer, none) == (1, None)
+
+
+def test_what_ends_nccl_is_named(libnccl: ctypes.CDLL, opens: Open) -> None:
+    """Before a call, and as the cause of a wait in vain."""
+    shape, hosts = SHAPES["long"]
+    world = opens(shape, Network(hosts, gin=True), timeout_s=0.5)
+    few.run_round(world, shape, batches_of(shape, 1), False)
+    libnccl.behave(b"lost_by", 0)
+    with pytest.raises(TransportError, match="nccl:gin of rank 0: the network of NCCL"):
+        world.modes[0].check()
+    world.modes[1].check()
+    between = world.memories[0].between
+    late = PeerTimeout(0, 1, "a dispatch", 2, 1, 0.5, False)
+    with pytest.raises(TransportError, match="between rank 0 and rank 1"):
+        between.explain(late)
+    libnccl.behave_well()
+    between.explain(late)  # the caller raises it
+
+
+def test_another_geometry_and_a_reset(libnccl: ctypes.CDLL, opens: Open) -> None:
+    """Words of calls before the fence do not count for those after it."""
+    libnccl.behave(b"gin_seed", 6)
+    shape, hosts = SHAPES["bf16"]
+    world = opens(shape, Network(hosts, gin=True))
+    smaller = dataclasses.replace(shape, geometry=Geometry(4, 8, 3, 272, 5))
+    for each in (shape, smaller, shape):
+        for turn in range(2):
+            few.run_round(world, each, batches_of(each, turn), False)
+        world.run(lambda rank, mode: mode.reset())
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "text"),
+    [
+        (b"no_gin", "GIN not supported"),
+        (b"no_communicator_of", "ncclCommInitRank"),
+        (b"refuses_window_of", "peer access is not supported"),
+    ],
+)
+def test_what_one_rank_lacks_ends_all(
+    libnccl: ctypes.CDLL, opens: Open, behaviour: bytes, text: str
+) -> None:
+    libnccl.behave(behaviour, 1)
+    shape, hosts = SHAPES["long"]
+    with pytest.raises(FanfoldError, match=text):
+        opens(shape, Network(hosts, gin=True), timeout_s=3.0)
+    libnccl.behave_well()
+    libnccl.release_all()
+
+
+def test_another_libnccl_has_no_gin(libnccl: ctypes.CDLL, opens: Open) -> None:
+    libnccl.behave(b"version", 22907)
+    shape, hosts = SHAPES["long"]
+    with pytest.raises(UnavailableError, match=r"GIN of NCCL 2\.29\.7 .* is not used"):
+        opens(shape, Network(hosts, gin=True))
+
+
+def test_a_process_keeps_a_communicator_of_2_28(libnccl: ctypes.CDLL) -> None:
+    """As that version loses its plugin with the last one."""
+    kept: list[ctypes.c_void_p] = []
+    with mock.patch.object(Communicator, "_kept", kept):
+        for version, left in ((23007, 0), (22809, 1), (22809, 1)):
+            libnccl.behave(b"version", version)
+            library = NcclLibrary.open(libnccl._name)
+            made = Communicator(library, ThreadGroup(0, [None], threading.Barrier(1)), 5.0)
+            address = made.allocate(64)
+            window = made.register(address, 64)
+            made.device_communicator(2, 2)
+            made.deregister(window)
+            made.free(address)
+            made.close()
+            assert len(kept) == left
+    libnccl.ncclCommDestroy(kept[0])  # or the test leaves it behind

@@ -221,7 +221,11 @@ def test_the_doctor_says_where_headers_are(tmp_path: Path, monkeypatch: pytest.M
     include = installed(tmp_path, (2, 28, 9))
     found = library_saying(tmp_path / "lib", "libnccl.so.2", "*version = 22809; return 0;")
     monkeypatch.setattr(doctor_devices, "_cuda_libraries", lambda pattern: iter([found]))
-    assert doctor_devices.nccl() == ("ok", f"2.28.9, {found}, device headers in {include}")
+    serves = "nccl:lsa and, where it finds a network for it, nccl:gin"
+    assert doctor_devices.nccl() == (
+        "ok",
+        f"2.28.9, {found}, {serves}, device headers in {include}",
+    )
     (include / "nccl.h").unlink()
     status, detail, *_ = doctor_devices.nccl()
     assert (status, "not for kernels: the device headers of NCCL 2.28.9" in detail) == ("ok", True)
@@ -258,3 +262,19 @@ __global__ void probe(uint32_t* a, uint64_t* b) { all(a); all(b); }
     include = installed(tmp_path / "nccl", (2, 28, 9))
     source = KernelSource("probe.cu", "probe", foreign=headers.read(include))
     assert compile_in(root, Cache(tmp_path / "cache"), source, "sm_90a").image
+
+
+@pytest.mark.parametrize(
+    ("version", "gin"),
+    [((2, 28, 9), True), ((2, 28, 10), False), ((2, 29, 7), False), ((2, 30, 3), False),
+     ((2, 30, 4), True), ((2, 32, 3), True), ((2, 27, 3), False)],
+)  # fmt: skip
+def test_versions_with_gin(version: tuple[int, int, int], gin: bool) -> None:
+    """Of the others the error names those that have it, and the doctor says which they are."""
+    library = NcclLibrary("libnccl.so.2", version)
+    assert doctor_devices._transports(library).endswith("it, nccl:gin") == gin
+    if gin:
+        library.require_gin()
+        return
+    with pytest.raises(UnavailableError, match=r"2\.28\.9 has the one .*, 2\.30\.4 and later"):
+        library.require_gin()
