@@ -73,7 +73,7 @@ CPP_LAYERS: tuple[tuple[str, ...], ...] = (
     ("base", "device", "nccl"),
     ("memory", "protocol"),
     ("ring", "transport"),
-    ("proxy", "gemm", "nccl_plugin"),
+    ("proxy", "gemm", "gin", "nccl_plugin"),
     (
         "host",
         "cuda",

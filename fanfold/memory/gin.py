@@ -220,7 +220,7 @@ class GinBetweenHosts:
         self._run(self._fence)
 
     def _run(self, kernel: _core.CudaKernel, most_s: float = math.inf) -> None:
-        """A kernel of ``between_calls.cu``, to its end, which waits ``most_s`` at most."""
+        """A kernel of ``kernels/gin``, to its end, which waits ``most_s`` at most."""
         timeout_s = min(self._config.timeout_s, most_s)
         self._late.fill_(-1)
         late = self._late.data_ptr()
@@ -272,8 +272,9 @@ def _between_calls(entry: str, ranks: int, gin: ForeignHeaders) -> KernelSource:
         "kRanks": ranks, "kExperts": ranks, "kTopK": 1, "kWarps": 1, "kMirror": 0,
         "kAcrossHosts": 1,
     }  # fmt: skip
-    file = "protocol/between_calls.cu"
-    return KernelSource(file, f"fanfold::{entry}", constants, _THREADS, foreign=gin)
+    return KernelSource(
+        f"gin/{entry}.cu", f"fanfold::gin::{entry}", constants, _THREADS, foreign=gin
+    )
 
 
 def _library_with_gin(group: Group) -> tuple[NcclLibrary, ForeignHeaders]:

@@ -63,6 +63,10 @@ struct FakeDriver {
     if (capture_mode != 2) calls.emplace_back("which ends a capture");
     return failing != 0 && depth > 0 ? failing : 0;
   }
+  static int name_error(int /*error*/, const char** name) {
+    *name = "CUDA_ERROR_OF_THE_TEST";
+    return 0;
+  }
   static Driver table() {
     return {
         .init = [](unsigned) { return 0; },
@@ -119,11 +123,7 @@ struct FakeDriver {
               std::memcpy(reinterpret_cast<void*>(to), &value, sizeof value);
               return stream == &depth ? note("write word") : 1;
             },
-        .error_name =
-            [](int, const char** name) {
-              *name = "CUDA_ERROR_OF_THE_TEST";
-              return 0;
-            },
+        .error_name = name_error,
     };
   }
 };

@@ -49,8 +49,8 @@ ARGUMENTS = {
     "fanfold::high_throughput::dispatch": "HighThroughputDispatchArgs",
     "fanfold::high_throughput::combine": "HighThroughputCombineArgs",
     "fanfold::push_commands": "PushCommandsArgs",
-    "fanfold::fence": "GinBetweenCallsArgs",
-    "fanfold::await_fences": "GinBetweenCallsArgs",
+    "fanfold::gin::fence": "GinBetweenCallsArgs",
+    "fanfold::gin::await_fences": "GinBetweenCallsArgs",
     "fanfold::ring::push": "RingPushArgs",
     "fanfold::ring::clock": "RingClockArgs",
     "fanfold::fused_moe::layer": "FusedMoeArgs",
@@ -101,7 +101,7 @@ class Builder:
         return ctypes.CDLL(str(self.folder / name / "host.so"))
 
     def _library(self, source: KernelSource) -> Path:
-        name = hashlib.sha256(str(source).encode()).hexdigest()[:16]
+        name = hashlib.sha256(repr(source).encode()).hexdigest()[:16]
         with self._made_once("shared") as folder:
             if folder is not None:
                 self._build_shared(folder)

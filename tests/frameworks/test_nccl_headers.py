@@ -11,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from fanfold.jit.kernel import Cache, compile_in
+from fanfold.backends.high_throughput import kernels
+from fanfold.backends.low_latency.kernels import kernel_sources
+from fanfold.formats import RowFormat, ScaleFormat
+from fanfold.geometry import Geometry
+from fanfold.jit import KernelSource
+from fanfold.jit.kernel import KERNELS, Cache, compile_in
+from fanfold.memory.gin import _between_calls, by_gin
 from fanfold.nccl import headers
 from tests.kernels.layouts import HOST, layouts_of, same_layouts
 from tests.kernels.sources import PUTS, kernel_root
@@ -43,6 +49,41 @@ def test_a_kernel_that_puts_and_waits(tmp_path: Path, version: str, arch: str) -
     assert binary.image
     assert 0 < binary.registers <= 80
     assert arch != "sm_90a" or binary.spill_bytes == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 72])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_kernels_of_both_modes(tmp_path: Path, version: str, ranks: int) -> None:
+    """With GIN between hosts. What spills is bounded: NCCL's newer code takes more registers."""
+    gin = headers.read(include_of(version))
+    cache = Cache(tmp_path / "cache")
+    for source in sources_across_hosts(ranks):
+        binary = compile_in(KERNELS, cache, by_gin(source, gin), "sm_90a")
+        assert binary.registers <= 168
+        assert binary.spill_bytes <= (40 if version == "2.28.9" else 400), source
+
+
+def sources_across_hosts(ranks: int) -> list[KernelSource]:
+    """Of one geometry and of one layer."""
+    geometry = Geometry(ranks, 4 * ranks, 8, 7168, 128)
+    formats = (RowFormat.FP8, ScaleFormat.FLOAT32)
+    found = kernel_sources(geometry, *formats, late_weights=False, across_hosts=True)
+    sizes = kernels.Sizes(ranks, 4 * ranks, 8, across_hosts=True)
+    dispatch = kernels.DispatchKind(sizes, 7168, 56, True, True, True)
+    combine = kernels.CombineKind(sizes, 14336, True, False, False)
+    most = kernels.MOST_SHARED_BYTES
+    found.append(kernels.plan_kernel(sizes).source)
+    found.append(kernels.dispatch_kernel(dispatch, most).source)
+    found.append(kernels.combine_kernel(combine, 24, most).source)
+    return found
+
+
+@pytest.mark.parametrize("entry", ["fence", "await_fences"])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_kernels_between_calls(tmp_path: Path, version: str, entry: str) -> None:
+    source = _between_calls(entry, 72, headers.read(include_of(version)))
+    binary = compile_in(KERNELS, Cache(tmp_path / "cache"), source, "sm_90a")
+    assert binary.spill_bytes == 0
 
 
 @pytest.mark.parametrize("version", VERSIONS)

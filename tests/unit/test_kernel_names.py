@@ -95,7 +95,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Cache:
 
 def test_every_kernel_of_the_library_is_looked_at() -> None:
     files = {path.relative_to(KERNELS).as_posix() for path in KERNELS.rglob("*.cu")}
-    assert {source.file for source in SOURCES} == files
+    # tests/frameworks compiles these, which need NCCL's headers.
+    assert {source.file for source in SOURCES} == files - {"gin/fence.cu", "gin/await_fences.cu"}
 
 
 @pytest.mark.timeout(120)

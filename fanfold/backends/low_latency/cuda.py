@@ -139,10 +139,8 @@ class CudaLowLatency:
         self._last_routing: AnyRouting | None = None
         self._order = order or StreamOrder(self.device)
         self._follow = self._order.follow
-        options = {"late_weights": late_weights, "token_major": self._token_major}
-        self._loader = Loader(
-            self.device, config, grid, self._order, self._between, early=self._early, **options
-        )
+        how = {"late_weights": late_weights, "early": self._early, "token_major": self._token_major}
+        self._loader = Loader(self.device, config, grid, self._order, self._between, **how)
         # Kernels in flight may outlive this object, and write there.
         end = weakref.finalize(self, free_when_idle, self.device, (self._state, self._reports))
         end.atexit = False

@@ -193,7 +193,7 @@ __device__ __forceinline__ bool push_runs(const Call& call, bool has_rows, int r
     const int first = left != 0 ? __ffs(static_cast<int>(left)) - 1 : 0;
     const int count = __ffs(static_cast<int>(~(left >> first))) - 1;  // in a run
     const WireCommand command = rows_command(call.remote_hosts(), rank, rows + first * row_bytes,
-                                         int64_t{count} * row_bytes);
+                                             int64_t{count} * row_bytes);
     pushed = push_commands(call, left != 0, rank, command);
     left &= ~(((1u << count) - 1u) << first);
   }

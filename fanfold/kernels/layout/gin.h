@@ -19,7 +19,7 @@ struct alignas(16) GinWord {
 
   static constexpr int kPlaceBits = 40;
   static constexpr uint64_t kFence =
-      (uint64_t{1} << kPlaceBits) - 1;  // no place: see between_calls.cu
+      (uint64_t{1} << kPlaceBits) - 1;  // no place: see gin/between_calls.cuh
 
   FANFOLD_HD static constexpr uint64_t tagged(uint64_t place, uint64_t number) {
     return place | number << kPlaceBits;
@@ -65,7 +65,7 @@ struct GinHosts {
 
 struct RemoteHosts;
 
-// Of both kernels of between_calls.cu.
+// Of both kernels of gin/.
 struct GinBetweenCallsArgs {
   const RemoteHosts* hosts;
   int64_t timeout_ns;

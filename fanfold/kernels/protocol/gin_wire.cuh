@@ -126,13 +126,15 @@ __device__ __forceinline__ bool push_commands(const Call& call, bool has_command
 }
 
 // The next word of a queue, if it has come; one thread at a time.
-__device__ __forceinline__ bool gin_take(const GinHosts& hosts, GinPeer& at, int source,
-                                         uint64_t came, GinWord& taken) {
+__device__ __forceinline__ bool gin_take(GinHosts& hosts, int source, uint64_t came,
+                                         GinWord& taken) {
+  GinPeer& at = hosts.peers[source];
   if (static_cast<int64_t>(came - at.taken) <= 0)
     return false;  // another thread may have seen more
   const int64_t slot = hosts.slot(hosts.received, source, at.taken);
-  const auto* words = reinterpret_cast<const uint64_t*>(hosts.memory + slot);
-  taken = {load_relaxed_system(words), load_relaxed_system(words + 1)};
+  // The signal that counts it has been acquired.
+  const uint4 found = load_published(reinterpret_cast<const uint4*>(hosts.memory + slot));
+  taken = {uint64_t{found.y} << 32 | found.x, uint64_t{found.w} << 32 | found.z};
   if (!taken.has(at.taken)) return false;  // overwritten: more words than a queue ever has
   ++at.taken;
   return true;
@@ -146,7 +148,7 @@ __device__ __forceinline__ void take_arrivals(const Call& call, int source) {
   const uint64_t came = gin_words_of(hosts, source);
   if (load_acquire_gpu(&at.taken) == came || !gin_try_enter(&at.is_taking)) return;
   GinWord next{};
-  while (gin_take(hosts, at, source, came, next)) {
+  while (gin_take(hosts, source, came, next)) {
     if (next.target() == GinWord::kFence) continue;
     auto* place = reinterpret_cast<uint64_t*>(hosts.memory + next.target());
     store_release_system(place, next.word);
