@@ -5,6 +5,7 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "base/error.h"
 
@@ -14,8 +15,8 @@ std::vector<std::byte> hosts_block(const GinWindow& window, uintptr_t at) {
   const size_t ranks = window.hosts.size();
   const bool is_power =
       window.slots > 0 && std::has_single_bit(static_cast<uint32_t>(window.slots));
-  if (ranks > kMostRanks || window.words.size() != ranks || window.rows.size() != ranks ||
-      static_cast<size_t>(window.rank) >= ranks || !is_power) {
+  if (std::cmp_greater(ranks, kMostRanks) || window.words.size() != ranks ||
+      window.rows.size() != ranks || std::cmp_greater_equal(window.rank, ranks) || !is_power) {
     throw BadArgument("slots and ranks",
                       std::to_string(window.slots) + " and " + std::to_string(ranks),
                       "a power of two, and as many hosts as words and rows");
