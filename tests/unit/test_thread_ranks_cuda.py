@@ -232,7 +232,8 @@ def test_high_throughput_among_threads_launches_nothing_early_and_waits_for_its_
     monkeypatch.setattr(launching, "Launches", lambda *args, **rest: early.append(rest["early"]))
     mode: Any = object.__new__(high_throughput.CudaHighThroughput)
     group = types.SimpleNamespace(size=2, one_process=of_threads)
-    mode._memory = types.SimpleNamespace(group=group, device=torch.device("cuda", 0))
+    device = torch.device("cuda", 0)
+    mode._memory = types.SimpleNamespace(group=group, device=device, between=None)
     mode.device, mode.check = None, lambda: None
     mode._follow = lambda: followed.append(len(waited) + stream.waits)
     launching.AllLaunches(None, mode._memory, None, object()).with_sms(None)  # type: ignore[arg-type]
