@@ -415,10 +415,10 @@ def in_environment(values: Overrides) -> Iterator[None]:
         os.environ.update(before)
 
 
-def act_as_host_of_nccl(rank: int) -> None:
-    """Has NCCL take this process for a host of its own, unless the environment says which it is:
-    only between hosts does it put by GIN, and let ranks share a GPU."""
-    os.environ.setdefault("NCCL_HOSTID", f"fanfold rank {rank}")
+def act_as_host_of_nccl(number: int) -> None:
+    """Has NCCL take the processes with this number for one host, unless the environment says which
+    host this is: only between hosts does it put by GIN, and let ranks share a GPU."""
+    os.environ.setdefault("NCCL_HOSTID", f"fanfold {number}")
 
 
 @contextlib.contextmanager

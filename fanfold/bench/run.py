@@ -20,7 +20,13 @@ from fanfold.bench.check import Expectation, packed_fp8, same_bits
 from fanfold.bench.cuda_run import CudaReport
 from fanfold.bench.layouts import open_calls
 from fanfold.bench.report import Placement, Result, Traffic
-from fanfold.bench.settings import NCCL_LSA, ONE_HOST, BenchSettings, check_transport
+from fanfold.bench.settings import (
+    ACROSS_HOSTS,
+    NCCL_LSA,
+    ONE_HOST,
+    BenchSettings,
+    check_transport,
+)
 from fanfold.bench.timing import Contender, Timings, interleave
 from fanfold.bench.traffic import MessageTimes, RowsMoved, rows_moved
 from fanfold.config import NCCL_GIN, Backend, act_as_host_of_nccl, in_environment
@@ -146,6 +152,8 @@ def check_network(settings: BenchSettings) -> str:
         if settings.transport not in (None, NCCL_LSA):
             raise ArgumentError("transport", repr(settings.transport), ONE_HOST)
         return ""
+    if settings.transport == NCCL_LSA:
+        raise ArgumentError("transport", repr(settings.transport), ACROSS_HOSTS)
     source = "" if settings.transport is not None else " (from FANFOLD_NETWORK)"
     try:
         check_transport(config.network)
@@ -193,8 +201,12 @@ def bench_ranks(group: Any, points: Sequence[BenchSettings]) -> list[RankReport]
         UnavailableError: hosts have different numbers of ranks; on all ranks.
     """
     ranks = as_group(group)
-    if any(each.config().network == NCCL_GIN and each.hosts is not None for each in points):
-        act_as_host_of_nccl(ranks.rank)
+    config = points[0].config()
+    if config.network == NCCL_GIN and (config.hosts or 1) > 1:
+        # Ranks that each are a host may share a GPU; those that share NCCL's windows must be one.
+        shares_windows = config.gpu_memory == "nccl"
+        host = ranks.rank * (config.hosts or 1) // ranks.size
+        act_as_host_of_nccl(host if shares_windows else ranks.rank)
     reports, made = [], None
     for settings in points:
         hosts = _checked_hosts(ranks, settings)
@@ -209,8 +221,9 @@ def bench_ranks(group: Any, points: Sequence[BenchSettings]) -> list[RankReport]
 
 def _checked_hosts(ranks: Group, settings: BenchSettings) -> Hosts:
     hosts = find_hosts(ranks, settings.config())
-    if settings.transport not in (None, NCCL_LSA) and not hosts.several:
-        raise ArgumentError("transport", repr(settings.transport), ONE_HOST)
+    if settings.transport is not None and hosts.several == (settings.transport == NCCL_LSA):
+        bound = ACROSS_HOSTS if hosts.several else ONE_HOST
+        raise ArgumentError("transport", repr(settings.transport), bound)
     sizes = [hosts.host.count(number) for number in range(hosts.count)]
     if len(set(sizes)) > 1:
         raise UnavailableError(

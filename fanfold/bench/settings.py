@@ -75,6 +75,9 @@ _ACROSS = (
 ONE_HOST = "left out on one host, where nothing goes over a network (--hosts 2 acts as two hosts)"
 """The bound of ``transport`` where the ranks are on one host."""
 
+ACROSS_HOSTS = "one between hosts; FANFOLD_GPU_MEMORY=nccl has each host take NCCL's memory"
+"""The bound of ``transport`` where the ranks are on several hosts."""
+
 NCCL_LSA = "nccl:lsa"
 """The ``transport`` within a host that is memory of NCCL's, the setting ``gpu_memory``."""
 

@@ -238,6 +238,8 @@ class GinBetweenHosts:
         Raises:
             TransportError: that.
         """
+        if not self._end.alive:
+            return
         try:
             self._window.communicator.check()
         except UnavailableError as error:
@@ -258,9 +260,9 @@ class GinBetweenHosts:
         """Lets go of the window, once the peers have closed theirs or some seconds are over: what
         kernels have put may still be on its way, in both directions. Harmless when repeated."""
         if self._end.alive and self._is_open:
-            with contextlib.suppress(FanfoldError, RuntimeError):  # a peer is gone, or CUDA lost
-                self._run(self._fence, _CLOSING_S)
-                self._run(self._await_fences, _CLOSING_S)
+            for kernel in (self._fence, self._await_fences):
+                with contextlib.suppress(FanfoldError, RuntimeError):  # a peer is gone, or CUDA
+                    self._run(kernel, _CLOSING_S)
         self._end()
 
 

@@ -107,7 +107,7 @@ def agreed(group: Group, make: Callable[[], _Made]) -> _Made:
     error: Exception | None = None
     try:
         made.append(make())
-    except (FanfoldError, RuntimeError) as failure:
+    except Exception as failure:
         error = failure
     agree(group, {}, error)
     return made[0]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from fanfold.errors import FanfoldError, UnavailableError
+from fanfold.errors import UnavailableError
 from fanfold.group import Group, agree
 from fanfold.nccl.library import SIZED, NcclLibrary
 
@@ -19,7 +19,7 @@ _IDENTITY_BYTES = 128  # NCCL_UNIQUE_ID_BYTES
 _SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
 _DEVICE_COMMUNICATOR_BYTES = 4096  # more than any version's ncclDevComm has
 _SUCCESS = 0
-_INSTEAD = "or take PyTorch's memory (FANFOLD_GPU_MEMORY=torch)"
+_INSTEAD = "or do without NCCL (FANFOLD_GPU_MEMORY=torch, FANFOLD_NETWORK=libfabric)"
 NO_WINDOW = (
     "the GPUs lack peer access, or cuMem or windows are off (NCCL_CUMEM_ENABLE=0, "
     f"NCCL_WIN_ENABLE=0): see what NCCL_DEBUG=INFO says, {_INSTEAD}"
@@ -249,10 +249,10 @@ class _Asked(threading.Thread):
     def __init__(self, call: Callable[[], None]) -> None:
         super().__init__(name="fanfold-nccl", daemon=True)
         self._call = call
-        self.error: FanfoldError | None = None
+        self.error: Exception | None = None
 
     def run(self) -> None:
         try:
             self._call()
-        except FanfoldError as error:
+        except Exception as error:
             self.error = error

@@ -36,6 +36,8 @@ extern "C" __attribute__((visibility("default"))) size_t dynamic_shared_bytes() 
   return __atomic_load_n(&fanfold::emulated_shared_bytes, __ATOMIC_RELAXED);
 }
 
+extern "C" __attribute__((visibility("default"))) int cta_threads() { return kThreadsOfCta; }
+
 // Runs the kernel on `ctas` CTAs, which are one cluster, and returns when it has ended.
 extern "C" __attribute__((visibility("default"))) void emulate(const void* arguments, int ctas) {
   emulation::run_grid({.ctas = ctas, .cluster = ctas, .threads = kThreadsOfCta}, run, arguments);

@@ -1,5 +1,5 @@
-// What libnccl has for windows and GIN, over the memory of one process: ranks are threads, and each reaches
-// the memory of all.
+// What libnccl has for windows and GIN, over the memory of one process: ranks are threads, and each
+// reaches the memory of all.
 //
 // Like NCCL it lets all ranks of a communicator wait for each other where a call is collective, and
 // calls a window that it cannot give a success.
@@ -273,7 +273,8 @@ EXPORT int ncclCommGetAsyncError(Communicator* comm, int* error) {
   *error = behaviour("lost_by", -1) == comm->rank ? kSystemError : kSuccess;
   return kSuccess;
 }
-// Of all networks there are: puts that NCCL would not take, and such that landed before earlier ones.
+// Of all networks there are: puts that NCCL would not take, and those that landed before earlier
+// ones.
 EXPORT int gin_faults() {
   const std::lock_guard lock(state().mutex);
   int faults = 0;

@@ -178,7 +178,8 @@ class ThreadGroup:
 
 
 def _launch(args: Any, kernel: Any, ctas: int, threads: int, stream: int, early: bool) -> None:
-    del threads, stream, early
+    del stream, early
+    assert threads == kernel.cta_threads(), "a CTA of other threads than it was compiled for"
     kernel.emulate(args.address, ctas)
 
 

@@ -33,11 +33,13 @@ BF16 = Shape(Geometry(4, 8, 3, 528, 9), grid=GRID)
 FP8 = Shape(Geometry(3, 9, 3, 272, 7), ScaleFormat.FLOAT32, grid=GRID)
 LATE = Shape(Geometry(4, 12, 5, 144, 11), ScaleFormat.UE8M0, late=True, grid=GRID)
 LONG = Shape(Geometry(2, 6, 1, 16, 75), grid=(3, 1))
+WIDE = Shape(Geometry(2, 4, 2, 2064, 5), grid=(3, 1))  # of which combines have more warps
 SHAPES = {
     "bf16": (BF16, (0, 0, 1, 1)),
     "fp8": (FP8, (0, 1, 0)),
     "late": (LATE, (0, 1, 2, 1)),
     "long": (LONG, (0, 1)),
+    "wide": (WIDE, (0, 1)),
 }
 VERSIONS = [22809, 23007]
 

@@ -83,14 +83,14 @@ class Loader:
     def combine_sources(self, geometry: Geometry, logfmt: bool) -> list[jit.KernelSource]:
         """Of the one kernel of combines."""
         across, logfmt = self._across_hosts, bool(logfmt)
-        return [
-            kernels.combine_kernel(geometry, late=self._late, logfmt=logfmt, across_hosts=across)
-        ]
+        made = kernels.combine_kernel(geometry, late=self._late, logfmt=logfmt, across_hosts=across)
+        return [by_gin(made, self._gin)]
 
     def load(self, source: jit.KernelSource, ctas: int | None = None) -> Launch:
         """The launch of a kernel on ``ctas`` CTAs; None: on the mode's grid."""
+        source = by_gin(source, self._gin)
         jit.refuse_in_capture(source)
-        kernel = jit.load(by_gin(source, self._gin), self._index, self._config)
+        kernel = jit.load(source, self._index, self._config)
         on = ctas or self._grid.ctas
         threads, early, order = source.threads, self._early, self._order
 

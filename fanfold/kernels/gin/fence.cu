@@ -6,17 +6,13 @@ namespace fanfold::gin {
 __global__ void __launch_bounds__(kThreads) fence(const GinBetweenCallsArgs args) {
   const BetweenCalls call{args};
   const GinHosts& hosts = *args.hosts->gin;
-  for (int first = 0; first < kRanks; first += kWarpLanes) {
-    const int rank = first + call.lane;
-    const bool is_there = call.is_elsewhere(rank);
-    const int peer = is_there ? rank : 0;
-    push_commands(call, is_there, peer,
-                  store_command(*args.hosts, peer, int64_t{GinWord::kFence}, 0));
+  // Each lane for itself: a peer that is gone must not keep the fence from others.
+  for (int peer = call.lane; peer < kRanks; peer += kWarpLanes) {
+    if (!call.is_elsewhere(peer)) continue;
     Deadline deadline(call);
-    while (is_there && gin_puts_left(hosts, peer) != 0) {
-      if (deadline.expired(peer)) break;
-    }
-    __syncwarp();
+    const auto place = int64_t{GinWord::kFence};
+    bool waits = gin_post(call, peer, store_command(*args.hosts, peer, place, 0), deadline);
+    while (waits && gin_puts_left(hosts, peer) != 0) waits = !deadline.expired(peer);
   }
 }
 

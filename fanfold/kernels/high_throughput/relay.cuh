@@ -23,6 +23,7 @@ class Relay {
       Deadline deadline(call_);  // anew whenever something has come
       do {
         came_ = false;
+        if constexpr (Call::kTakesArrivals) take_from_all();
         late = look(batches, sent);
       } while (late != kNobody && !came_ && !__any_sync(kFullWarp, deadline.expired(late)));
       if (!came_) return;
@@ -32,6 +33,12 @@ class Relay {
  private:
   static constexpr int kNobody = -1;
 
+  // Each lane brings the words of some ranks to their places.
+  __device__ void take_from_all() const {
+    for (int source = call_.lane; source < kRanks; source += kWarpLanes)
+      call_.take_arrivals(source);
+    __syncwarp();
+  }
   // Hands on what has come. A rank of which more is due, or kNobody.
   template <class Batches, class Sent>
   __device__ int look(const Batches& batches, const Sent& sent) {

@@ -32,7 +32,7 @@ __device__ __forceinline__ WireCommand store_command(const RemoteHosts&, int, in
   return {0, offset, 0, word, true};
 }
 
-// NCCL has no number for a peer that it has lost: it is late.
+// NCCL does not tell which peer it has lost, so a lost peer is only late.
 __device__ __forceinline__ bool is_lost_peer(const RemoteHosts&, int) { return false; }
 
 // Each rank's words have a signal at their reader, and puts to each rank a counter here. Number 0
@@ -77,13 +77,13 @@ __device__ __forceinline__ bool gin_try_enter(uint64_t* is_inside) {
 }
 __device__ __forceinline__ void gin_leave(uint64_t* is_inside) { store_release_gpu(is_inside, 0); }
 
-// One thread: posts a command, in the order of all for this peer. False if there was no room for
-// the time of a wait.
+// One thread: posts a command, in the order of all for this peer. False if there was no room in
+// time.
 template <class Call>
-__device__ __forceinline__ bool gin_post(const Call& call, int peer, const WireCommand& command) {
+__device__ __forceinline__ bool gin_post(const Call& call, int peer, const WireCommand& command,
+                                         Deadline<Call>& deadline) {
   GinHosts& hosts = *call.remote_hosts().gin;
   GinPeer& at = hosts.peers[peer];
-  Deadline deadline(call);
   while (!gin_try_enter(&at.is_posting)) {
     if (deadline.expired(peer)) return false;
   }
@@ -118,7 +118,8 @@ __device__ __forceinline__ bool push_commands(const Call& call, bool has_command
   bool posted = true;
   while (left != 0) {
     const int lane = __ffs(static_cast<int>(left)) - 1;
-    if (call.lane == lane) posted = gin_post(call, peer, command);
+    Deadline deadline(call);
+    if (call.lane == lane) posted = gin_post(call, peer, command, deadline);
     if (__any_sync(kFullWarp, !posted) != 0) return false;
     left &= left - 1;
   }
