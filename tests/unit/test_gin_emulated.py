@@ -166,6 +166,17 @@ def test_another_geometry_and_a_reset(libnccl: ctypes.CDLL, opens: Open) -> None
         for turn in range(2):
             few.run_round(world, each, batches_of(each, turn), False)
         world.run(lambda rank, mode: mode.reset())
+        assert words_of(world, "taken") == [
+            list(sent) for sent in zip(*words_of(world, "sent"), strict=True)
+        ]
+
+
+def words_of(world: HostsWorld, which: str) -> list[list[int]]:
+    """How many each rank has ``"sent"`` to, or ``"taken"`` from, each rank (``GinPeer``)."""
+    peer_words, most_ranks, place = 5, 1024, {"sent": 2, "taken": 4}[which]
+    tails = [memory.between._block[-8 * peer_words * most_ranks :] for memory in world.memories]  # type: ignore[attr-defined]
+    found = [tail.view(torch.int64).view(most_ranks, peer_words)[:, place] for tail in tails]
+    return [each[: len(found)].tolist() for each in found]
 
 
 @pytest.mark.parametrize(
