@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+import torch
+
 from fanfold.backends import low_latency
 from fanfold.backends.choose import BackendChoice
 from fanfold.backends.high_throughput.cuda import CudaHighThroughput
@@ -22,12 +24,12 @@ from fanfold.memory.cuda import CudaSymmetricMemory
 from fanfold.memory.cuda_hosts import CudaMemoryAcrossHosts
 from fanfold.memory.gin import GinBetweenHosts
 from fanfold.memory.host import SymmetricMemory
-from fanfold.memory.hosts import find_hosts
+from fanfold.memory.hosts import Hosts, find_hosts
 from fanfold.memory.nccl import NcclSymmetricMemory
 
 __all__ = [
-    "memory_across_hosts", "memory_of_gpus", "open_gpu_memory", "open_high_throughput",
-    "open_low_latency",
+    "memory_across_hosts", "memory_of_gpus", "open_between_hosts", "open_gpu_memory",
+    "open_high_throughput", "open_low_latency",
 ]  # fmt: skip
 
 _Backend = TypeVar("_Backend")
@@ -118,18 +120,26 @@ def memory_across_hosts(
     try:
         agree(group, {}, error)
         assert gpu is not None
-        between: BetweenHosts
-        if config.network == NCCL_GIN:
-            between = GinBetweenHosts(group, hosts, gpu.device, between_hosts, config)
-        else:
-            received = between_hosts.received
-            host = SymmetricMemory(group, received, config, hosts, for_kernels_of=gpu.device)
-            between = ProxiesBetweenHosts(host, gpu.device)
+        between = open_between_hosts(group, hosts, gpu.device, between_hosts, config)
         return CudaMemoryAcrossHosts(gpu, between)
     except BaseException:
         if gpu is not None:
             gpu.close()
         raise
+
+
+def open_between_hosts(
+    group: Group, hosts: Hosts, device: torch.device, nbytes: BytesBetweenHosts, config: Config
+) -> BetweenHosts:
+    """What carries between GPUs of several hosts, as the setting ``network`` says. Collective.
+
+    Raises:
+        FanfoldError: the ranks find no network; on all ranks.
+    """
+    if config.network == NCCL_GIN:
+        return GinBetweenHosts(group, hosts, device, nbytes, config)
+    memory = SymmetricMemory(group, nbytes.received, config, hosts, for_kernels_of=device)
+    return ProxiesBetweenHosts(memory, device)
 
 
 def open_high_throughput(

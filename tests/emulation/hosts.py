@@ -17,13 +17,12 @@ from unittest import mock
 import torch
 
 from fanfold.backends.low_latency import cuda_bytes_between_hosts
+from fanfold.backends.opening import open_between_hosts
 from fanfold.config import NCCL_GIN, Config
 from fanfold.geometry import Geometry
-from fanfold.memory import BetweenHosts, host, pinning, rows
-from fanfold.memory.between_hosts import BytesBetweenHosts, ProxiesBetweenHosts
+from fanfold.memory import host, pinning, rows
+from fanfold.memory.between_hosts import BytesBetweenHosts
 from fanfold.memory.cuda_hosts import CudaMemoryAcrossHosts
-from fanfold.memory.gin import GinBetweenHosts
-from fanfold.memory.host import SymmetricMemory
 from fanfold.memory.hosts import Hosts
 from tests.emulation.world import Builder, ThreadGroup, World, emulated, gpu_memory
 
@@ -188,13 +187,7 @@ def open_memories(
         members = hosts.members(group.rank)
         local = [regions[peer] for peer in members]
         gpu = gpu_memory(group, local, members.index(group.rank))
-        between: BetweenHosts
-        if network.gin:
-            between = GinBetweenHosts(group, hosts, gpu.device, nbytes, config)
-        else:
-            received = nbytes.received
-            memory = SymmetricMemory(group, received, config, hosts, for_kernels_of=gpu.device)
-            between = ProxiesBetweenHosts(memory, gpu.device)
+        between = open_between_hosts(group, hosts, gpu.device, nbytes, config)
         return CudaMemoryAcrossHosts(gpu, between)
 
     with (
