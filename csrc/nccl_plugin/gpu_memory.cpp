@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <map>
 #include <mutex>
 
 namespace fanfold::nccl_plugin {
@@ -9,9 +10,15 @@ namespace {
 
 constexpr int kDeviceOrdinal = 9;             // CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 constexpr int kRelaxedCapture = 2;            // CU_STREAM_CAPTURE_MODE_RELAXED
+constexpr unsigned kDefaultContext = 0;       // flags
 constexpr unsigned kNonBlockingStream = 1;    // CU_STREAM_NON_BLOCKING
 constexpr unsigned kWriteAfterAllBefore = 0;  // CU_STREAM_WRITE_VALUE_DEFAULT
 constexpr const char* kLibrary = "libcuda.so.1";
+constexpr const char* kNoCopy =
+    "an earlier kernel may have failed, or the memory may have been freed";
+constexpr const char* kNoContext =
+    "a context of its own takes the plugin some hundred MiB of the GPU, and under MPS the channels "
+    "of a client, which a lower CUDA_DEVICE_MAX_CONNECTIONS makes fewer";
 
 struct Loaded {
   Driver driver{};
@@ -39,8 +46,8 @@ Loaded load() {
   Problem& problem = loaded.problem;
   find(library, "cuInit", driver.init, problem);
   find(library, "cuPointerGetAttribute", driver.pointer_attribute, problem);
-  find(library, "cuDevicePrimaryCtxRetain", driver.retain_primary_context, problem);
-  find(library, "cuDevicePrimaryCtxRelease_v2", driver.release_primary_context, problem);
+  find(library, "cuCtxCreate_v2", driver.create_context, problem);
+  find(library, "cuCtxDestroy_v2", driver.destroy_context, problem);
   find(library, "cuCtxPushCurrent_v2", driver.push_context, problem);
   find(library, "cuCtxPopCurrent_v2", driver.pop_context, problem);
   find(library, "cuThreadExchangeStreamCaptureMode", driver.exchange_capture_mode, problem);
@@ -55,23 +62,78 @@ Loaded load() {
   return loaded;
 }
 
+// While another thread captures a graph, calls that wait would end the capture otherwise.
+template <typename F>
+int relaxed(const Driver& driver, const F& calls) {
+  int mode = kRelaxedCapture;
+  if (const int result = driver.exchange_capture_mode(&mode); result != 0) return result;
+  const int result = calls();
+  driver.exchange_capture_mode(&mode);
+  return result;
+}
+
+// A CUDA context of the plugin's own. In that of the program a copy would wait while a module is
+// loaded or memory is freed, and these wait for kernels, which may spin for what the copy brings.
+class Context {
+ public:
+  explicit Context(const Driver& driver) : driver_(driver) {}
+  Context(const Context&) = delete;
+  Context& operator=(const Context&) = delete;
+  ~Context() {
+    if (handle_ != nullptr) relaxed(driver_, [&] { return driver_.destroy_context(handle_); });
+  }
+
+  int open(int device) {
+    return relaxed(driver_, [&] {
+      void* made = nullptr;
+      const int result = driver_.create_context(&made, kDefaultContext, device);
+      if (result != 0) return result;
+      handle_ = made;
+      pop();  // the caller keeps the one it has
+      return result;
+    });
+  }
+  int push() const { return driver_.push_context(handle_); }
+  void pop() const {
+    void* context = nullptr;
+    driver_.pop_context(&context);
+  }
+
+ private:
+  const Driver& driver_;
+  void* handle_ = nullptr;
+};
+
+// The one of a device, which all its registrations share: a context has hundreds of MiB.
+std::shared_ptr<Context> context_of(const Driver& driver, int device, int& result) {
+  static std::mutex one_at_a_time;
+  static std::map<int, std::weak_ptr<Context>> contexts;
+  const std::scoped_lock lock(one_at_a_time);
+  std::weak_ptr<Context>& kept = contexts[device];
+  if (auto context = kept.lock()) return context;
+  auto context = std::make_shared<Context>(driver);
+  result = context->open(device);
+  if (result != 0) return nullptr;
+  kept = context;
+  return context;
+}
+
 class GpuMemory final : public Memory {
  public:
   GpuMemory(const Driver& driver, uintptr_t address, uint64_t bytes)
       : Memory(bytes), driver_(driver), address_(address) {}
   ~GpuMemory() override {
-    if (stream_ != nullptr && driver_.push_context(context_) == 0) {
-      relaxed([&] { return driver_.destroy_stream(stream_); });
-      pop();
+    if (stream_ != nullptr && context_->push() == 0) {
+      relaxed(driver_, [&] { return driver_.destroy_stream(stream_); });
+      context_->pop();
     }
-    if (context_ != nullptr) driver_.release_primary_context(device_);
   }
 
   Problem open() {
     int result = driver_.pointer_attribute(&device_, kDeviceOrdinal, address_);
     if (result != 0) return failure("cuPointerGetAttribute", result);
-    result = driver_.retain_primary_context(&context_, device_);
-    if (result != 0) return failure("cuDevicePrimaryCtxRetain", result);
+    context_ = context_of(driver_, device_, result);
+    if (context_ == nullptr) return failure("cuCtxCreate", result, kNoContext);
     return in_context([&](const char*& call) {
       call = "cuStreamCreate";
       // Not ordered with the default stream: a kernel there may spin for what arrives here.
@@ -115,39 +177,26 @@ class GpuMemory final : public Memory {
     call = "cuStreamSynchronize";
     return driver_.synchronize(stream_);
   }
-  void pop() {
-    void* context = nullptr;
-    driver_.pop_context(&context);
-  }
-  // While another thread captures a graph, calls that wait would end the capture otherwise.
-  template <typename F>
-  int relaxed(const F& calls) const {
-    int mode = kRelaxedCapture;
-    if (const int result = driver_.exchange_capture_mode(&mode); result != 0) return result;
-    const int result = calls();
-    driver_.exchange_capture_mode(&mode);
-    return result;
-  }
   template <typename F>
   Problem in_context(const F& calls) {
     const char* call = "cuCtxPushCurrent";
-    int result = driver_.push_context(context_);
+    int result = context_->push();
     if (result != 0) return failure(call, result);
-    result = relaxed([&] { return calls(call); });
-    pop();
+    result = relaxed(driver_, [&] { return calls(call); });
+    context_->pop();
     return result == 0 ? Problem() : failure(call, result);
   }
-  Problem failure(const char* call, int result) const {
+  Problem failure(const char* call, int result, const char* cause = kNoCopy) const {
     const char* name = nullptr;
     if (driver_.error_name(result, &name) != 0 || name == nullptr) name = "an unknown error";
-    return std::string(call) + " on GPU " + std::to_string(device_) + " fails: " + name +
-           "; an earlier kernel may have failed, or the memory may have been freed";
+    return std::string(call) + " on GPU " + std::to_string(device_) + " fails: " + name + "; " +
+           cause;
   }
 
   const Driver& driver_;
   const uintptr_t address_;
   int device_ = -1;
-  void* context_ = nullptr;
+  std::shared_ptr<Context> context_;
   void* stream_ = nullptr;
 };
 

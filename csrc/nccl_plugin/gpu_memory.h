@@ -1,7 +1,7 @@
 // GPU memory, through host memory and the CUDA driver.
 //
 // libcuda.so.1 is loaded at the first registration of GPU memory. Every copy runs on a stream of
-// the plugin in the primary context of the memory's device, and the call returns when the copy is
+// the plugin in a context of its own on the memory's device, and the call returns when the copy is
 // done: a signal that follows finds its payload in place.
 #pragma once
 
@@ -17,8 +17,8 @@ namespace fanfold::nccl_plugin {
 struct Driver {
   int (*init)(unsigned flags);
   int (*pointer_attribute)(void* value, int attribute, uintptr_t address);
-  int (*retain_primary_context)(void** context, int device);
-  int (*release_primary_context)(int device);
+  int (*create_context)(void** context, unsigned flags, int device);
+  int (*destroy_context)(void* context);
   int (*push_context)(void* context);
   int (*pop_context)(void** context);
   int (*exchange_capture_mode)(int* mode);

@@ -58,6 +58,7 @@ struct FakeDriver {
   static inline int depth = 0;
   static inline int failing = 0;
   static inline int capture_mode = 0;
+  static inline bool device_full = false;
   static int note(const char* name) {
     calls.emplace_back(name);
     if (capture_mode != 2) calls.emplace_back("which ends a capture");
@@ -75,16 +76,18 @@ struct FakeDriver {
               *static_cast<int*>(value) = 3;
               return attribute == 9 ? 0 : 1;
             },
-        .retain_primary_context =
-            [](void** context, int device) {
+        .create_context =
+            [](void** context, unsigned flags, int device) {
               *context = &calls;
-              calls.push_back("retain " + std::to_string(device));
-              return 0;
+              calls.push_back("context of " + std::to_string(device));
+              if (device_full) return 2;
+              ++depth;  // it becomes the current one
+              return flags == 0 && capture_mode == 2 ? 0 : 1;
             },
-        .release_primary_context =
-            [](int device) {
-              calls.push_back("release " + std::to_string(device));
-              return 0;
+        .destroy_context =
+            [](void* context) {
+              calls.emplace_back("end of the context");
+              return context == &calls ? 0 : 1;
             },
         .push_context =
             [](void* context) {
@@ -310,7 +313,10 @@ TEST(nccl_plugin_gpu_memory) {
     Problem problem;
     const auto memory = gpu_memory(driver, pretended.data(), 64, problem);
     CHECK_EQ(problem, "");
-    CHECK(Fake::calls == (std::vector<std::string>{"retain 3", "create"}));
+    CHECK(Fake::calls == (std::vector<std::string>{"context of 3", "create"}));
+    Fake::calls.clear();
+    CHECK(gpu_memory(driver, pretended.data(), 8, problem) != nullptr);  // shares the context
+    CHECK(Fake::calls == (std::vector<std::string>{"create", "destroy"}));
     Fake::calls.clear();
     const uint64_t value = 5;
     const auto* bytes = reinterpret_cast<const std::byte*>(&value);
@@ -337,8 +343,15 @@ TEST(nccl_plugin_gpu_memory) {
     CHECK(contains(memory->write(0, bytes, 8), "has deregistered"));
     Fake::calls.clear();
   }
-  CHECK(Fake::calls == (std::vector<std::string>{"destroy", "release 3"}));
+  CHECK(Fake::calls == (std::vector<std::string>{"destroy", "end of the context"}));
   CHECK_EQ(Fake::depth, 0);
+  Fake::device_full = true;
+  Problem problem;
+  CHECK(gpu_memory(driver, pretended.data(), 64, problem) == nullptr);
+  CHECK(contains(problem, "cuCtxCreate on GPU 3 fails: CUDA_ERROR_OF_THE_TEST; a context"));
+  CHECK_EQ(Fake::calls.back(), "context of 3");  // and no end of it
+  CHECK_EQ(Fake::depth, 0);
+  Fake::device_full = false;
 }
 
 TEST(nccl_plugin_net_moves_messages) {
