@@ -64,6 +64,10 @@ class Engine:
 
     On GPUs a decode pass is one CUDA graph over all slots; on CPUs it is plain calls over the
     slots in use.
+
+    Attributes:
+        groups: whether a prefill multiplies the rows of all experts by grouped GEMMs, for which
+            the CPU waits for nothing: on GPUs whose PyTorch has them.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, options: Options) -> None:
@@ -83,6 +87,12 @@ class Engine:
         self.active = torch.zeros_like(self.last, dtype=torch.bool)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._experts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # Rows of 16 bytes are what grouped GEMMs take.
+        aligned = model.hidden % 8 == 0 and model.intermediate % 8 == 0
+        self.groups = self.device.type == "cuda" and hasattr(F, "grouped_mm") and aligned
+        ranks = 1 if group is None else group.size()
+        choices = min(model.top_k, self.prefill_ep.experts_per_rank)
+        self._most_rows = ranks * options.prefill_tokens * choices
 
     def _make_moe(self, model: DemoSettings) -> Callable[[int], MoE]:
         sizes = (model.hidden, model.intermediate, model.num_experts, model.top_k)
@@ -110,6 +120,8 @@ class Engine:
         Args:
             prompts: a slot and its prompt each; together up to ``prefill_tokens`` bytes.
         """
+        if self.groups and not self._experts:
+            self.copy_experts()
         for layer in self.layers:
             layer.dispatcher = self.prefill_ep
         ends = list(itertools.accumulate(len(p) for _, p in prompts))
@@ -133,7 +145,7 @@ class Engine:
             text.to(self.device),
             torch.cat([text[:0], *places]).to(self.device),
             attend,
-            lambda layer, x: self.layers[layer](x),
+            self._grouped_moe if self.groups else lambda layer, x: self.layers[layer](x),
         )
         slots = torch.tensor([s for s, _ in prompts], dtype=torch.int64, device=self.device)
         self.last[slots] = self._next(x[[end - 1 for end in ends]])
@@ -158,7 +170,8 @@ class Engine:
 
     def _replay(self) -> None:
         if self._graph is None:
-            self.copy_experts()
+            if not self._experts:
+                self.copy_experts()
             # The first call of a kind compiles and initialises, so it cannot be captured.
             now = self.active.clone()
             self.active.zero_()
@@ -173,7 +186,8 @@ class Engine:
 
     @torch.no_grad()
     def copy_experts(self) -> None:
-        """Makes the copies of the experts' weights that :meth:`decode_all` multiplies with."""
+        """Makes the copies of the experts' weights that :meth:`decode_all` and grouped GEMMs
+        multiply with."""
         weights = [layer.local_weights() for layer in self.layers]
         self._experts = [
             (w_in.bfloat16().transpose(1, 2), w_out.bfloat16().transpose(1, 2))
@@ -217,6 +231,18 @@ class Engine:
         gate, up = torch.bmm(received.tokens, w_in).chunk(2, dim=-1)
         y = torch.bmm(F.silu(gate) * up, w_out)
         return self.decode_ep.combine(y, received).to(x.dtype)
+
+    def _grouped_moe(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        """The same for any number of tokens: a grouped GEMM per weight over the rows that came."""
+        moe, (w_in, w_out) = self.layers[layer], self._experts[layer]
+        topk_idx, topk_weights, _ = moe.router(x)
+        received = self.prefill_ep.dispatch(
+            x.bfloat16(), topk_idx, topk_weights, capacity=self._most_rows
+        )
+        ends = received.offsets[1:].to(torch.int32)
+        gate, up = F.grouped_mm(received.tokens, w_in, offs=ends).chunk(2, dim=-1)
+        y = F.grouped_mm(F.silu(gate) * up, w_out, offs=ends)
+        return self.prefill_ep.combine(y, received).to(x.dtype)
 
     def _pass(
         self,

@@ -385,12 +385,15 @@ def test_a_full_queue_refuses() -> None:
     assert scheduler.plan().stop
 
 
-def test_the_pass_that_a_cuda_graph_holds(reference: ByteModel, checkpoint: Path) -> None:
+@pytest.mark.parametrize("groups", [False, True])
+def test_the_passes_of_gpus(reference: ByteModel, checkpoint: Path, groups: bool) -> None:
+    """The decode pass that a CUDA graph holds, and both kinds of prefills."""
     _, state = read_checkpoint(checkpoint)
     engine = Engine(None, options())
     try:
         engine.model.load_state_dict(state)
         engine.copy_experts()
+        engine.groups = groups
         prompts = [(2, b"The "), (0, b"import")]
         engine.prefill(prompts)
         engine.active[[0, 2]] = True
