@@ -5,7 +5,8 @@
 #
 # Use: tools/sanitize_gpu.sh [--ranks N] [--only PART]... [tool...]
 #      PYTHON=python3 where there is no .venv
-#      PART is low-latency, high-throughput, formats, grouped-gemm or fused-moe; without one all run.
+#      PART is low-latency, few-tokens, high-throughput, formats, grouped-gemm or fused-moe; without
+#      one all run.
 #      One rank by default; several time-slice the GPUs where there are fewer.
 # Needs a GPU and compute-sanitizer, of the CUDA toolkit. Exits with 1 if a tool found something or a
 # program failed; each tool's last line says which: 9 if it found something in programs that ended
@@ -22,10 +23,12 @@ if [[ "${1:-}" == --ranks ]]; then
 fi
 while [[ "${1:-}" == --only ]]; do
   case "${2:-}" in
-    low-latency | high-throughput | formats | grouped-gemm | fused-moe) parts+=("$2") ;;
+    low-latency | few-tokens | high-throughput | formats | grouped-gemm | fused-moe)
+      parts+=("$2")
+      ;;
     *)
-      echo "--only is followed by low-latency, high-throughput, formats, grouped-gemm or fused-moe," \
-        "not by '${2:-}'" >&2
+      echo "--only is followed by low-latency, few-tokens, high-throughput, formats, grouped-gemm" \
+        "or fused-moe, not by '${2:-}'" >&2
       exit 2
       ;;
   esac

@@ -1,7 +1,8 @@
 """Small rounds for compute-sanitizer (tools/sanitize_gpu.sh).
 
 Use: python tests/gpu/sanitize.py [--ranks N] [PART]...
-     PART is low-latency, high-throughput, formats, grouped-gemm or fused-moe; all by default.
+     PART is low-latency, few-tokens, high-throughput, formats, grouped-gemm or fused-moe; all by
+     default.
      One rank, in this process, or several with a process each, which time-slice the GPUs where
      there are fewer: what goes to peers and comes from them does not run in one alone. Exits
      with 1 if a result is wrong, with 2 if there is no GPU.
@@ -13,9 +14,11 @@ import argparse
 import dataclasses
 import itertools
 import os
+import random
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -26,11 +29,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fanfold import _core
 from fanfold.backends.high_throughput.layout import dispatch_layout
+from fanfold.deep_ep import elastic_calls
 from fanfold.formats import ScaleFormat, quantize
 from fanfold.fused_moe.tuning import FORMS
 from fanfold.group import as_group
 from tests.distributed import routings
 from tests.distributed.cuda_rounds import run_case
+from tests.environment import environment
 from tests.gpu import fused_moe_rounds
 from tests.gpu.low_latency_rounds import like_the_host
 from tests.gpu.support import (
@@ -45,6 +50,8 @@ from tests.gpu.support import (
     own_device,
     tokens_of,
 )
+from tests.gpu.test_deep_ep_elastic_cuda import _conformance, _random_case, small_case
+from tests.gpu.test_few_tokens_cuda import _few
 from tests.gpu.test_high_throughput_cuda import LAYOUTS, opened
 from tests.grouped_gemms import check, random_case
 from tests.kernels.rows import unusual_rows
@@ -101,6 +108,23 @@ def low_latency(group: dist.ProcessGroup) -> None:
     many = small.but(hidden=256, max_tokens=150, tokens=(150,) * ranks)
     like_the_host(group, many, True, timeout_s=TIMEOUT_S, ctas=ranks + 1)
     tell(group, f"late weights, few CTAs {many}")
+
+
+def few_tokens(group: dist.ProcessGroup) -> None:
+    """ElasticBuffer's dispatches of few tokens: random routings, fp8 rows, biases."""
+    ranks = as_group(group).size
+    programs: list[tuple[Any, ...]] = []
+    for seed, alignment in ((0, 1), (1, 8), (2, 128)):
+        case = _random_case(random.Random(seed), ranks, seed)
+        programs += [("_plain", case, case, sync, alignment) for sync in (False, True)]
+    programs += [("_fp8", small_case(ranks), False, sync) for sync in (False, True)]
+    programs.append(("_biases", small_case(ranks)))
+    for program in programs:
+        routes = mock.patch.object(elastic_calls, "_route_few", wraps=elastic_calls._route_few)
+        with environment(FANFOLD_TIMEOUT_S=str(TIMEOUT_S)), routes as routed:
+            _few(group, _conformance, *program)
+        assert routed.called
+        tell(group, f"{program}")
 
 
 def check_layout(case: routings.Case, rank: int) -> None:
@@ -194,6 +218,7 @@ def fused_layers(group: dist.ProcessGroup) -> None:
 
 PARTS = {
     "low-latency": low_latency,
+    "few-tokens": few_tokens,
     "high-throughput": high_throughput,
     "formats": formats,
     "grouped-gemm": grouped_products,

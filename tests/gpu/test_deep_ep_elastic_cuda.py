@@ -46,8 +46,9 @@ EXPANDS = pytest.mark.parametrize("expands", [False, True], ids=["plain", "expan
 def open_buffer(group: Any, **changes: Any) -> ElasticBuffer:
     """An ElasticBuffer of the ranks' GPUs, without few tokens unless the variable has some."""
     options: dict[str, Any] = {"num_max_tokens_per_rank": MOST, "explicitly_destroy": True}
-    few = os.environ.get("FANFOLD_FEW_TOKENS", "0")
-    with environment(FANFOLD_TIMEOUT_S="30", FANFOLD_BACKEND="cuda", FANFOLD_FEW_TOKENS=few):
+    chosen = {"FANFOLD_TIMEOUT_S": "30", "FANFOLD_FEW_TOKENS": "0"}
+    chosen = {name: os.environ.get(name, default) for name, default in chosen.items()}
+    with environment(FANFOLD_BACKEND="cuda", **chosen):
         buffer = ElasticBuffer(group, **{**options, **changes})
     assert isinstance(buffer._backend, CudaHighThroughput)
     return buffer
@@ -65,9 +66,8 @@ def _conformance(group: Any, program: str, case: Case, *args: Any) -> Any:
     """``program`` with ``case`` for its own; ranks may be threads, of which the first patches."""
     ranks = as_group(group)
     patches: Any = {"open_buffer": open_from_host, "CASE": case}
-    patches["arguments"] = _arguments_on_gpu if program == "_overwrites" else conformance.arguments
     if program == "_overwrites":  # that has to be on the tensors of the GPU
-        patches["open_buffer"] = open_buffer
+        patches |= {"open_buffer": open_buffer, "arguments": _arguments_on_gpu}
     with contextlib.ExitStack() as stack:
         if ranks.rank == 0 or isinstance(group, dist.ProcessGroup):
             stack.enter_context(mock.patch.multiple(conformance, **patches))

@@ -20,6 +20,7 @@ TOOLS = ("memcheck", "racecheck", "synccheck")
 # Nothing of formats and grouped products goes to peers.
 RANKS = {
     "low-latency": (1, 2),
+    "few-tokens": (1, 2),
     "high-throughput": (1, 2),
     "formats": (1,),
     "grouped-gemm": (1,),
