@@ -370,7 +370,8 @@ def _route(call: Call, tensors: Tensors, sizes: RoutingSizes, asked: Asked) -> R
     if sizes.knows_counts and not options:
         listed = rows_of_experts(plan)
     kept_idx = topk_idx.clone() if asked.do_handle_copy else topk_idx
-    handle = EPHandle(plan, sizes, kept_idx, _expanded_rows(plan, sizes), listed)
+    expanded = _expanded_rows(plan, sizes)
+    handle = EPHandle(plan, sizes, kept_idx, expanded, listed, asynchronous=call.asynchronous)
     _add_stats(stats, plan)
     rows, idx, weights = dispatched.tokens.shape[0], None, dispatched.row_weights
     if not sizes.do_expand:
@@ -423,7 +424,7 @@ def _route_few(
         expanded = worst_expanded_rows(geometry.ranks, geometry.top_k, sizes)
     routed = RoutedFew(few.token, geometry, rows, sizes.expert_alignment, count)
     kept_idx = None if asked.do_handle_copy else topk_idx
-    handle = EPHandle(routed, sizes, kept_idx, expanded, listed)
+    handle = EPHandle(routed, sizes, kept_idx, expanded, listed, asynchronous=call.asynchronous)
     kept = handle._tensors() if call.asynchronous else ()
     return Received(received, scales, idx, weights, handle, kept)
 

@@ -9,7 +9,7 @@ import torch
 from fanfold.backends.high_throughput.plan import CudaPlan
 from fanfold.backends.high_throughput.protocol import HighThroughputBackend
 from fanfold.copying import not_copied
-from fanfold.deep_ep.events import EventHandle
+from fanfold.deep_ep.events import EventHandle, StreamPoint
 from fanfold.deep_ep.few_tokens import AnyPlan, RoutedFew
 from fanfold.deep_ep.routing_sizes import RoutingSizes, worst_rows
 from fanfold.deep_ep.streams import record
@@ -77,6 +77,8 @@ class EPHandle:
         topk_idx: torch.Tensor | None,
         expanded_rows: int,
         counts_of_experts: list[int],
+        *,
+        asynchronous: bool = False,
     ) -> None:
         self._plan, self._sizes, self._topk_idx = plan, sizes, topk_idx
         self.do_expand, self.num_experts = sizes.do_expand, sizes.num_experts
@@ -94,10 +96,13 @@ class EPHandle:
         self._device = device = where.device
         self.num_recv_tokens_per_expert_list = counts_of_experts
         self._known: dict[str, tuple[torch.Tensor, EventHandle | None]] = {}
-        self._done: EventHandle | None = None
-        if not (sizes.knows_counts and isinstance(plan, RoutedFew)):  # its kernel has ended
-            on_gpu = device.type == "cuda"
-            self._done = EventHandle(torch.cuda.current_stream(device) if on_gpu else None)
+        self._done: EventHandle | StreamPoint | None = None
+        ended = sizes.knows_counts and isinstance(plan, RoutedFew)
+        if device.type == "cuda" and not ended:
+            if asynchronous:  # later calls on the communication stream are nothing to wait for
+                self._done = EventHandle(torch.cuda.current_stream(device))
+            else:
+                self._done = StreamPoint(device)
         self._made_in_capture = _is_capturing(device)
         if self._made_in_capture:
             # Each replay writes them anew.

@@ -17,10 +17,13 @@ from tests.conformance.test_deep_ep_high_throughput import outputs
 from tests.environment import environment
 from tests.gpu.conftest import GpuPools
 from tests.gpu.one_gpu import OneGpu
+from tests.gpu.support import own_device
 from tests.gpu.test_deep_ep_elastic_cuda import (
+    LATE_CYCLES,
     MOST,
     _conformance,
     _graph,
+    _of_handle,
     _random_case,
     open_buffer,
     small_case,
@@ -138,3 +141,39 @@ def _from_another_device(group: Any, case: Case) -> None:
 
 def test_another_current_device(gpus: GpuPools, ranks: int) -> None:
     gpus.run(ranks, _few, _from_another_device, case_of(ranks))
+
+
+def _read_on_another_stream(group: Any, cases: list[Case], sync: bool) -> None:
+    rank, device = as_group(group).rank, own_device()
+    buffer, given = open_buffer(group), [on_gpu(inputs(case, rank)) for case in cases]
+
+    def dispatch(number: int) -> Any:
+        mine, experts = given[number], cases[number].experts
+        return buffer.dispatch(
+            mine.x, mine.topk_idx, mine.topk_weights, num_experts=experts, do_cpu_sync=sync
+        )[3]
+
+    kept = dispatch(0)
+    wanted = [each.cpu() for each in _of_handle(kept)]
+    dispatch(1)  # what it leaves in memory is not what is wanted
+    torch.cuda._sleep(LATE_CYCLES)
+    handle = dispatch(0)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        found = [each.clone() for each in _of_handle(handle)]
+    torch.cuda.synchronize(device)
+    came = int(wanted[1][-1])  # rows; those behind them mean nothing
+    for each, right in zip(found, wanted, strict=True):
+        assert torch.equal(each.cpu()[:came], right[:came])
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("few", [False, True])
+def test_a_handle_is_read_on_another_stream(
+    gpus: GpuPools, ranks: int, few: bool, sync: bool
+) -> None:
+    cases = [case_of(ranks, seed=seed) for seed in (1, 2)]
+    if few:
+        gpus.run(ranks, _few, _read_on_another_stream, cases, sync)
+    else:
+        gpus.run(ranks, _read_on_another_stream, cases, sync)
