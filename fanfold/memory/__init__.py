@@ -131,6 +131,9 @@ class BetweenHosts(Protocol):
         """As :meth:`prepare`, for high-throughput calls with rings of ``ring_bytes``; once, before
         all calls."""
 
+    def begin_fence(self) -> None:
+        """Comes before a :meth:`fence` that all ranks make: also on one that then fails to."""
+
     def fence(self) -> None:
         """Returns once the peers have all that kernels of this rank which have ended have sent.
 

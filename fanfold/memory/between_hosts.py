@@ -131,6 +131,9 @@ class ProxiesBetweenHosts:
         )
         _core.cuda_high_throughput_hosts_clear(self.memory.core, ring_bytes)
 
+    def begin_fence(self) -> None:
+        """Nothing."""
+
     def fence(self) -> None:
         """Returns once the peers have all that kernels of this rank which have ended have sent.
 

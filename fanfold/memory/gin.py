@@ -154,6 +154,7 @@ class GinBetweenHosts:
         window.slots, window.words, window.rows = slots, parts.words, parts.rows
         self._block = torch.empty(len(window.block(0)), dtype=torch.uint8, device=device)
         self._block.copy_(_on(torch.device("cpu"), window.block(self.address)))
+        self._fences = 0  # that all ranks have begun
         self._late = torch.empty(1, dtype=torch.int32, device=device)
         sources = [_between_calls(entry, self.group.size, gin) for entry in _ENTRIES]
         jit.load_all(sources, device.index, self._config)
@@ -211,6 +212,10 @@ class GinBetweenHosts:
         self.check_bytes(needed)
         self._received[:zeroed].zero_()
 
+    def begin_fence(self) -> None:
+        """See :meth:`fanfold.memory.BetweenHosts.begin_fence`."""
+        self._fences += 1
+
     def fence(self) -> None:
         """See :meth:`fanfold.memory.BetweenHosts.fence`.
 
@@ -224,7 +229,8 @@ class GinBetweenHosts:
         timeout_s = min(self._config.timeout_s, most_s)
         self._late.fill_(-1)
         late = self._late.data_ptr()
-        args = _core.GinBetweenCallsArgs(self.address, int(timeout_s * 1e9), late)
+        timeout_ns = int(timeout_s * 1e9)
+        args = _core.GinBetweenCallsArgs(self.address, self._fences, timeout_ns, late)
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
         args.launch(kernel, 1, _THREADS, stream, False)
         torch.cuda.synchronize(self._device)
@@ -260,6 +266,7 @@ class GinBetweenHosts:
         """Lets go of the window, once the peers have closed theirs or some seconds are over: what
         kernels have put may still be on its way, in both directions. Harmless when repeated."""
         if self._end.alive and self._is_open:
+            self.begin_fence()
             for kernel in (self._fence, self._await_fences):
                 with contextlib.suppress(FanfoldError, RuntimeError):  # a peer is gone, or CUDA
                     self._run(kernel, _CLOSING_S)

@@ -3,8 +3,10 @@ GIN does and no more, and delays and reorders puts. The oracle is that of one ho
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -171,9 +173,53 @@ def test_another_geometry_and_a_reset(libnccl: ctypes.CDLL, opens: Open) -> None
         ]
 
 
+def test_a_fence_comes_while_a_rank_is_still_in_a_call(libnccl: ctypes.CDLL, opens: Open) -> None:
+    """Together with the words that the call waits for."""
+    libnccl.behave(b"gin_seed", 7)
+    shape, hosts = SHAPES["long"]
+    world = opens(shape, Network(hosts, gin=True), timeout_s=5.0)
+    batches = batches_of(shape, 0)
+
+    def program(rank: int, mode: Any) -> None:
+        call = few.Caller(shape, mode, rank)
+        for _ in range(20):
+            received, _ = call.dispatch(batches[rank])
+            out = torch.full_like(batches[rank].x, torch.nan)
+            call.combine(batches[rank], received, out=out)
+            mode.reset()
+            assert torch.equal(out, few.sums_of(shape.geometry, batches, rank))
+
+    world.run(program)
+
+
+def test_a_fence_of_a_reset_that_fails(libnccl: ctypes.CDLL, opens: Open) -> None:
+    """It is not taken for the next one's, of which each rank waits for all."""
+    libnccl.behave(b"gin_seed", 8)
+    shape, hosts = SHAPES["late"]
+    world = opens(shape, Network(hosts, gin=True), timeout_s=5.0)
+    few.run_round(world, shape, batches_of(shape, 0), False)
+
+    def program(failing: int, rank: int, mode: Any) -> None:
+        fails: Any = contextlib.nullcontext()
+        if rank == failing:
+            error = UnavailableError("by the test")
+            fails = mock.patch.object(mode, "_wait", side_effect=error)
+        with pytest.raises(FanfoldError, match="by the test"), fails:
+            mode.reset()
+        mode.reset()
+
+    for turn in range(3):
+        world.run(functools.partial(program, turn))
+        found = words_of(world, "fences")
+        few.run_round(world, shape, batches_of(shape, turn), False)
+    # Those of the first layout and of six resets, from ranks on other hosts.
+    assert {number for numbers in found for number in numbers} == {0, 7}
+
+
 def words_of(world: HostsWorld, which: str) -> list[list[int]]:
-    """How many each rank has ``"sent"`` to, or ``"taken"`` from, each rank (``GinPeer``)."""
-    peer_words, most_ranks, place = 5, 1024, {"sent": 2, "taken": 4}[which]
+    """How many each rank has ``"sent"`` to, or ``"taken"`` from, each rank, or the number of the
+    last of its ``"fences"`` (``GinPeer``)."""
+    peer_words, most_ranks, place = 6, 1024, {"sent": 2, "taken": 4, "fences": 5}[which]
     tails = [memory.between._block[-8 * peer_words * most_ranks :] for memory in world.memories]  # type: ignore[attr-defined]
     found = [tail.view(torch.int64).view(most_ranks, peer_words)[:, place] for tail in tails]
     return [each[: len(found)].tolist() for each in found]

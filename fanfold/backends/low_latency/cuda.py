@@ -526,6 +526,8 @@ class CudaLowLatency:
         """
         core = core_geometry(geometry)
         error: Exception | None = None
+        if self._between is not None:
+            self._between.begin_fence()
         try:
             if sources is not None:
                 self._check_idle()
@@ -534,12 +536,9 @@ class CudaLowLatency:
                 self._between.fence()
             self._check_unmasked(geometry)
             calls, first_absent, nbytes = self._loader.calls(self._place, core)
-            if nbytes > self._memory.usable_bytes:
-                raise ArgumentError(
-                    "symmetric memory",
-                    f"{self._memory.usable_bytes} bytes",
-                    f"at least {nbytes} for {geometry}",
-                )
+            if nbytes > (usable := self._memory.usable_bytes):
+                least = f"at least {nbytes} for {geometry}"
+                raise ArgumentError("symmetric memory", f"{usable} bytes", least)
             if self._between is not None:
                 self._between.check_bytes(cuda_bytes_between_hosts(geometry))
             if sources is not None:

@@ -2,18 +2,22 @@
 
 namespace fanfold::gin {
 
-// Waits for the fence of each rank on another host, and leaves the words before it out.
+// Waits for the fence of each rank on another host, and leaves the words before it out. It may have
+// come while the last call of this rank still ran.
 __global__ void __launch_bounds__(kThreads) await_fences(const GinBetweenCallsArgs args) {
   const BetweenCalls call{args};
   GinHosts& hosts = *args.hosts->gin;
   for (int source = call.lane; source < kRanks; source += kWarpLanes) {
     if (!call.is_elsewhere(source)) continue;
-    GinWord next{};
+    GinPeer& from = hosts.peers[source];
     Deadline deadline(call);
-    while (next.target() != GinWord::kFence) {
-      const uint64_t came = gin_words_of(hosts, source);
-      if (gin_take(hosts, source, came, next)) continue;
-      if (deadline.expired(source)) break;
+    while (from.fences < args.number) {
+      GinWord next{};
+      if (gin_take(hosts, source, gin_words_of(hosts, source), next)) {
+        if (next.target() == GinWord::kFence) from.fences = next.word;
+      } else if (deadline.expired(source)) {
+        break;
+      }
     }
   }
 }

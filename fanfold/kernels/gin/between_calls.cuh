@@ -1,5 +1,7 @@
-// Between calls, when no other kernel of the rank runs and all ranks do the same: nothing of
-// earlier calls is under way any more when all have run both kernels, fence.cu and await_fences.cu.
+// Between calls, when no other kernel of the rank runs: all ranks do the same, but some may still be
+// in their last call. Nothing of earlier calls is under way any more when all have run both kernels,
+// fence.cu and await_fences.cu. Fences have numbers: one that belongs to a change which failed is not
+// taken for the next.
 #pragma once
 
 #include "protocol/wire.cuh"

@@ -18,8 +18,8 @@ struct alignas(16) GinWord {
   uint64_t place;  // of the word, an offset in 40 bits; above, 24 bits of its number in the queue
 
   static constexpr int kPlaceBits = 40;
-  static constexpr uint64_t kFence =
-      (uint64_t{1} << kPlaceBits) - 1;  // no place: see gin/between_calls.cuh
+  // No place: the word is the number of a fence.
+  static constexpr uint64_t kFence = (uint64_t{1} << kPlaceBits) - 1;
 
   FANFOLD_HD static constexpr uint64_t tagged(uint64_t place, uint64_t number) {
     return place | number << kPlaceBits;
@@ -37,6 +37,7 @@ struct GinPeer {
   uint64_t words;       // of those, words
   uint64_t is_taking;   // 1: a thread brings its words to their places
   uint64_t taken;       // words of its queue that are there
+  uint64_t fences;      // number of the last fence that has come: see gin/between_calls.cuh
 };
 
 // Puts to one rank that are not done. Those of NCCL's proxy and of NICs take more at once; where
@@ -68,6 +69,7 @@ struct RemoteHosts;
 // Of both kernels of gin/.
 struct GinBetweenCallsArgs {
   const RemoteHosts* hosts;
+  uint64_t number;  // of the fence, the same on all ranks
   int64_t timeout_ns;
   int32_t* late;  // a rank that was not in time
 };

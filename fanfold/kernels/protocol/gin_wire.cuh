@@ -150,7 +150,10 @@ __device__ __forceinline__ void take_arrivals(const Call& call, int source) {
   if (load_acquire_gpu(&at.taken) == came || !gin_try_enter(&at.is_taking)) return;
   GinWord next{};
   while (gin_take(hosts, source, came, next)) {
-    if (next.target() == GinWord::kFence) continue;
+    if (next.target() == GinWord::kFence) {  // of a rank that is ahead
+      at.fences = next.word;
+      continue;
+    }
     auto* place = reinterpret_cast<uint64_t*>(hosts.memory + next.target());
     store_release_system(place, next.word);
   }
