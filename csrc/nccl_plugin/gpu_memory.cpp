@@ -17,8 +17,8 @@ constexpr const char* kLibrary = "libcuda.so.1";
 constexpr const char* kNoCopy =
     "an earlier kernel may have failed, or the memory may have been freed";
 constexpr const char* kNoContext =
-    "a context of its own takes the plugin some hundred MiB of the GPU, and under MPS the channels "
-    "of a client, which a lower CUDA_DEVICE_MAX_CONNECTIONS makes fewer";
+    "the plugin has a CUDA context of its own, which takes memory of the GPU, and under MPS the "
+    "channels of a client, which a lower CUDA_DEVICE_MAX_CONNECTIONS makes fewer";
 
 struct Loaded {
   Driver driver{};
@@ -72,7 +72,7 @@ int relaxed(const Driver& driver, const F& calls) {
   return result;
 }
 
-// A CUDA context of the plugin's own. In that of the program a copy would wait while a module is
+// A CUDA context of the plugin's own. In the program's context a copy would wait while a module is
 // loaded or memory is freed, and these wait for kernels, which may spin for what the copy brings.
 class Context {
  public:
@@ -104,7 +104,7 @@ class Context {
   void* handle_ = nullptr;
 };
 
-// The one of a device, which all its registrations share: a context has hundreds of MiB.
+// A device has one context, which all registrations of its memory share.
 std::shared_ptr<Context> context_of(const Driver& driver, int device, int& result) {
   static std::mutex one_at_a_time;
   static std::map<int, std::weak_ptr<Context>> contexts;
@@ -134,11 +134,13 @@ class GpuMemory final : public Memory {
     if (result != 0) return failure("cuPointerGetAttribute", result);
     context_ = context_of(driver_, device_, result);
     if (context_ == nullptr) return failure("cuCtxCreate", result, kNoContext);
-    return in_context([&](const char*& call) {
-      call = "cuStreamCreate";
-      // Not ordered with the default stream: a kernel there may spin for what arrives here.
-      return driver_.create_stream(&stream_, kNonBlockingStream);
-    });
+    return in_context(
+        [&](const char*& call) {
+          call = "cuStreamCreate";
+          // Not ordered with the default stream: a kernel there may spin for what arrives here.
+          return driver_.create_stream(&stream_, kNonBlockingStream);
+        },
+        kNoContext);
   }
 
  private:
@@ -178,13 +180,13 @@ class GpuMemory final : public Memory {
     return driver_.synchronize(stream_);
   }
   template <typename F>
-  Problem in_context(const F& calls) {
+  Problem in_context(const F& calls, const char* cause = kNoCopy) {
     const char* call = "cuCtxPushCurrent";
     int result = context_->push();
     if (result != 0) return failure(call, result);
     result = relaxed(driver_, [&] { return calls(call); });
     context_->pop();
-    return result == 0 ? Problem() : failure(call, result);
+    return result == 0 ? Problem() : failure(call, result, cause);
   }
   Problem failure(const char* call, int result, const char* cause = kNoCopy) const {
     const char* name = nullptr;

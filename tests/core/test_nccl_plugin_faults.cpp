@@ -355,11 +355,14 @@ TEST(nccl_plugin_injected_errors) {
     int succeeded[2] = {};
     for (int& count : succeeded) {
       const Setting set("interface=lo,wire=tcp,error_one_in=20,seed=" + std::to_string(seed));
+      std::atomic<int> registered = 0;
       World{.version = Version::kGin11, .ranks = 2}.run([&](Rank& rank) {
         uint64_t word = 1;
         uint64_t target = 0;
         void* source = rank.add_memory(&word, sizeof word).front();
         void* into = rank.add_memory(&target, sizeof target).front();
+        ++registered;  // an error while a rank is still at it would be the registration's
+        await("all registrations", [&] { return registered == 2; });
         int done = 0;
         await("the injected error", [&] {
           if (rank.rank == 1) return has_error(rank);

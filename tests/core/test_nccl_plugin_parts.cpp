@@ -59,6 +59,7 @@ struct FakeDriver {
   static inline int failing = 0;
   static inline int capture_mode = 0;
   static inline bool device_full = false;
+  static inline int device = 3;
   static int note(const char* name) {
     calls.emplace_back(name);
     if (capture_mode != 2) calls.emplace_back("which ends a capture");
@@ -73,7 +74,7 @@ struct FakeDriver {
         .init = [](unsigned) { return 0; },
         .pointer_attribute =
             [](void* value, int attribute, uintptr_t) {
-              *static_cast<int*>(value) = 3;
+              *static_cast<int*>(value) = device;
               return attribute == 9 ? 0 : 1;
             },
         .create_context =
@@ -85,10 +86,7 @@ struct FakeDriver {
               return flags == 0 && capture_mode == 2 ? 0 : 1;
             },
         .destroy_context =
-            [](void* context) {
-              calls.emplace_back("end of the context");
-              return context == &calls ? 0 : 1;
-            },
+            [](void* context) { return context == &calls ? note("end of the context") : 1; },
         .push_context =
             [](void* context) {
               ++depth;
@@ -318,6 +316,14 @@ TEST(nccl_plugin_gpu_memory) {
     CHECK(gpu_memory(driver, pretended.data(), 8, problem) != nullptr);  // shares the context
     CHECK(Fake::calls == (std::vector<std::string>{"create", "destroy"}));
     Fake::calls.clear();
+    for (int turn = 0; turn < 2; ++turn) {  // another device has its own, and anew after its end
+      Fake::device = 4;
+      CHECK(gpu_memory(driver, pretended.data(), 8, problem) != nullptr);
+      CHECK(Fake::calls ==
+            (std::vector<std::string>{"context of 4", "create", "destroy", "end of the context"}));
+      Fake::calls.clear();
+    }
+    Fake::device = 3;
     const uint64_t value = 5;
     const auto* bytes = reinterpret_cast<const std::byte*>(&value);
     CHECK_EQ(memory->write(8, bytes, 8), "");
@@ -348,7 +354,9 @@ TEST(nccl_plugin_gpu_memory) {
   Fake::device_full = true;
   Problem problem;
   CHECK(gpu_memory(driver, pretended.data(), 64, problem) == nullptr);
-  CHECK(contains(problem, "cuCtxCreate on GPU 3 fails: CUDA_ERROR_OF_THE_TEST; a context"));
+  CHECK(contains(
+      problem,
+      "cuCtxCreate on GPU 3 fails: CUDA_ERROR_OF_THE_TEST; the plugin has a CUDA context"));
   CHECK_EQ(Fake::calls.back(), "context of 3");  // and no end of it
   CHECK_EQ(Fake::depth, 0);
   Fake::device_full = false;
