@@ -480,7 +480,7 @@ def step(
     if any(plan.decode):
         engine.decode(plan.decode[rank])
     slots = [slot for slot, _ in plan.prefill[rank]] + plan.decode[rank]
-    made[slots] = engine.last[slots].cpu()
+    made[slots] = engine.read(slots)
     parts = [torch.empty_like(made) for _ in plan.decode] if rank == 0 else None
     dist.gather(made, parts, group=control, group_dst=0)
     return [part.tolist() for part in parts] if parts is not None else [[]]

@@ -67,7 +67,7 @@ class Engine:
 
     Attributes:
         groups: whether a prefill multiplies the rows of all experts by grouped GEMMs, for which
-            the CPU waits for nothing: on GPUs whose PyTorch has them.
+            the CPU waits for nothing: on GPUs for which PyTorch has a kernel of them.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, options: Options) -> None:
@@ -87,9 +87,7 @@ class Engine:
         self.active = torch.zeros_like(self.last, dtype=torch.bool)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._experts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # Rows of 16 bytes are what grouped GEMMs take.
-        aligned = model.hidden % 8 == 0 and model.intermediate % 8 == 0
-        self.groups = self.device.type == "cuda" and hasattr(F, "grouped_mm") and aligned
+        self.groups = self._has_grouped_gemms(model)
         ranks = 1 if group is None else group.size()
         choices = min(model.top_k, self.prefill_ep.experts_per_rank)
         self._most_rows = ranks * options.prefill_tokens * choices
@@ -102,6 +100,13 @@ class Engine:
             options=MoEOptions(balance=model.balance, seed=seed),
             device=self.device,
         )
+
+    def _has_grouped_gemms(self, model: DemoSettings) -> bool:
+        if self.device.type != "cuda" or not hasattr(F, "grouped_mm"):  # before PyTorch 2.10
+            return False
+        # Before Hopper PyTorch multiplies group by group. Rows must be multiples of 16 bytes.
+        is_new = torch.cuda.get_device_capability(self.device) >= (9, 0)
+        return is_new and model.hidden % 8 == 0 and model.intermediate % 8 == 0
 
     @property
     def layers(self) -> list[MoE]:
@@ -168,6 +173,17 @@ class Engine:
         self.last[rows] = out
         self.position[rows] += 1
 
+    def read(self, slots: Sequence[int]) -> torch.Tensor:
+        """The last byte of each of ``slots``, on the CPU.
+
+        Raises:
+            FanfoldError: a call that computed them went wrong; on GPUs nothing has raised it yet.
+        """
+        found = self.last[list(slots)].cpu()  # waits for the calls
+        self.prefill_ep.check()
+        self.decode_ep.check()
+        return found
+
     def _replay(self) -> None:
         if self._graph is None:
             if not self._experts:
@@ -181,13 +197,12 @@ class Engine:
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 self.decode_all()
-        self._graph.replay()
-        self.decode_ep.check()  # a replay raises nothing by itself
+        self._graph.replay()  # of which read() raises what went wrong
 
     @torch.no_grad()
     def copy_experts(self) -> None:
         """Makes the copies of the experts' weights that :meth:`decode_all` and grouped GEMMs
-        multiply with."""
+        multiply with: again after the weights have changed."""
         weights = [layer.local_weights() for layer in self.layers]
         self._experts = [
             (w_in.bfloat16().transpose(1, 2), w_out.bfloat16().transpose(1, 2))
@@ -233,7 +248,8 @@ class Engine:
         return self.decode_ep.combine(y, received).to(x.dtype)
 
     def _grouped_moe(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        """The same for any number of tokens: a grouped GEMM per weight over the rows that came."""
+        """An MoE layer of any number of tokens: one grouped GEMM per weight over the received rows
+        of all experts. :meth:`read` raises what its calls find wrong."""
         moe, (w_in, w_out) = self.layers[layer], self._experts[layer]
         topk_idx, topk_weights, _ = moe.router(x)
         received = self.prefill_ep.dispatch(
