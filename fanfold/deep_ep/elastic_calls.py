@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -370,8 +371,7 @@ def _route(call: Call, tensors: Tensors, sizes: RoutingSizes, asked: Asked) -> R
     if sizes.knows_counts and not options:
         listed = rows_of_experts(plan)
     kept_idx = topk_idx.clone() if asked.do_handle_copy else topk_idx
-    expanded = _expanded_rows(plan, sizes)
-    handle = EPHandle(plan, sizes, kept_idx, expanded, listed, asynchronous=call.asynchronous)
+    handle = EPHandle(plan, sizes, kept_idx, _expanded_rows(plan, sizes), listed)
     _add_stats(stats, plan)
     rows, idx, weights = dispatched.tokens.shape[0], None, dispatched.row_weights
     if not sizes.do_expand:
@@ -407,7 +407,8 @@ def _route_few(
         raise UsageError("a dispatch in a CUDA graph needs do_cpu_sync=False")
     few, waits = call.few, sizes.knows_counts
     by_columns = asked.scales_by_columns and not waits
-    options = RowOptions(sizes.num_max_tokens_per_rank, sizes.expert_alignment, by_columns, waits)
+    most, alignment = sizes.num_max_tokens_per_rank, sizes.expert_alignment
+    options = _row_options(most, alignment, by_columns, waits)
     with ELASTIC:
         rows = few.dispatch(geometry, x, topk_idx, topk_weights, options, stats)
     received, scales, idx, weights = rows.tokens, rows.scales, rows.topk_idx, rows.topk_weights
@@ -424,9 +425,12 @@ def _route_few(
         expanded = worst_expanded_rows(geometry.ranks, geometry.top_k, sizes)
     routed = RoutedFew(few.token, geometry, rows, sizes.expert_alignment, count)
     kept_idx = None if asked.do_handle_copy else topk_idx
-    handle = EPHandle(routed, sizes, kept_idx, expanded, listed, asynchronous=call.asynchronous)
+    handle = EPHandle(routed, sizes, kept_idx, expanded, listed)
     kept = handle._tensors() if call.asynchronous else ()
     return Received(received, scales, idx, weights, handle, kept)
+
+
+_row_options = functools.lru_cache(maxsize=64)(RowOptions)
 
 
 def rows_of_experts(plan: AnyPlan) -> list[int]:

@@ -9,7 +9,7 @@ import torch
 from fanfold.backends.high_throughput.plan import CudaPlan
 from fanfold.backends.high_throughput.protocol import HighThroughputBackend
 from fanfold.copying import not_copied
-from fanfold.deep_ep.events import EventHandle, StreamPoint
+from fanfold.deep_ep.events import EventHandle, event_on
 from fanfold.deep_ep.few_tokens import AnyPlan, RoutedFew
 from fanfold.deep_ep.routing_sizes import RoutingSizes, worst_rows
 from fanfold.deep_ep.streams import record
@@ -77,8 +77,6 @@ class EPHandle:
         topk_idx: torch.Tensor | None,
         expanded_rows: int,
         counts_of_experts: list[int],
-        *,
-        asynchronous: bool = False,
     ) -> None:
         self._plan, self._sizes, self._topk_idx = plan, sizes, topk_idx
         self.do_expand, self.num_experts = sizes.do_expand, sizes.num_experts
@@ -96,13 +94,10 @@ class EPHandle:
         self._device = device = where.device
         self.num_recv_tokens_per_expert_list = counts_of_experts
         self._known: dict[str, tuple[torch.Tensor, EventHandle | None]] = {}
-        self._done: EventHandle | StreamPoint | None = None
+        self._done: EventHandle | None = None
         ended = sizes.knows_counts and isinstance(plan, RoutedFew)
         if device.type == "cuda" and not ended:
-            if asynchronous:  # later calls on the communication stream are nothing to wait for
-                self._done = EventHandle(torch.cuda.current_stream(device))
-            else:
-                self._done = StreamPoint(device)
+            self._done = event_on(device)
         self._made_in_capture = _is_capturing(device)
         if self._made_in_capture:
             # Each replay writes them anew.

@@ -7,6 +7,7 @@ exactly when nothing asynchronous was asked for, and hooks run at the first wait
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -17,7 +18,7 @@ from fanfold.errors import ArgumentError, UsageError
 from fanfold.representation import described, worded
 from fanfold.stream_order import stream_at
 
-__all__ = ["EventHandle", "EventOverlap", "StreamPoint", "check_ordering", "event_of"]
+__all__ = ["EventHandle", "EventOverlap", "check_ordering", "event_of", "event_on"]
 
 
 class EventHandle:
@@ -49,24 +50,16 @@ class EventHandle:
             torch.cuda.current_stream().wait_event(self._event)
 
 
-class StreamPoint:
-    """In the place of an :class:`EventHandle` of the current stream of a GPU, but without an event,
-    which takes the CPU several microseconds: who waits for it waits for all that the stream has
-    been given until then.
+def event_on(device: torch.device) -> EventHandle:
+    """The point that the current stream of a GPU has been given work up to. For a call that counts
+    microseconds: PyTorch takes some to make the object of a stream, so those are kept here."""
+    address = torch._C._cuda_getCurrentRawStream(device.index)
+    return EventHandle(_stream_at(address, device))
 
-    Args:
-        device: the GPU, with an index.
-    """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch._C._cuda_getCurrentRawStream(device.index)
-
-    def current_stream_wait(self) -> None:
-        """Makes the GPU's current stream wait, unless it is the same. The CPU does not wait."""
-        if torch._C._cuda_getCurrentRawStream(self._device.index) != self._stream:
-            own = stream_at(self._stream, self._device)
-            torch.cuda.current_stream(self._device).wait_stream(own)
+@functools.lru_cache(maxsize=64)
+def _stream_at(address: int, device: torch.device) -> torch.cuda.Stream:
+    return stream_at(address, device)
 
 
 class EventOverlap:

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fanfold.deep_ep.events import StreamPoint
 from fanfold.stream_order import StreamOrder
 
 DEVICE = torch.device("cuda", 0)
@@ -52,10 +51,6 @@ class FakeCuda:
         assert device == DEVICE
         return FakeStream(0, self.log)
 
-    def current_stream(self, device: torch.device) -> FakeStream:
-        assert device == DEVICE
-        return FakeStream(self.current, self.log)
-
     @contextlib.contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
         before, self.current = self.current, stream.address
@@ -72,7 +67,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     native = SimpleNamespace(_cuda_getCurrentRawStream=lambda index: fake.current)
     stands_in = SimpleNamespace(cuda=fake, _C=native, device=torch.device)
     monkeypatch.setattr("fanfold.stream_order.torch", stands_in)
-    monkeypatch.setattr("fanfold.deep_ep.events.torch", stands_in)
     return fake
 
 
@@ -204,18 +198,3 @@ def test_a_mark_is_of_its_capture(cuda: FakeCuda) -> None:
     cuda.current, cuda.capturing = 192, set()
     order.follow_calls()
     assert cuda.log[4:] == [(192, 64)]
-
-
-def test_a_point_of_a_stream(cuda: FakeCuda) -> None:
-    cuda.current = 7
-    point = StreamPoint(DEVICE)
-    point.current_stream_wait()
-    assert cuda.log == []  # behind itself it comes anyway
-    cuda.current = 9
-    point.current_stream_wait()
-    cuda.current = 0
-    of_default = StreamPoint(DEVICE)
-    point.current_stream_wait()
-    cuda.current = 9
-    of_default.current_stream_wait()
-    assert cuda.log == [(9, 7), (0, 7), (9, 0)]
