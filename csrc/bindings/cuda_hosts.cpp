@@ -65,14 +65,14 @@ void bind_gin_hosts(nb::module_& module) {
   nb::class_<GinBetweenCallsArgs>(module, "GinBetweenCallsArgs")
       .def(
           "__init__",
-          [](GinBetweenCallsArgs* args, uintptr_t hosts, uint64_t number, int64_t timeout_ns,
+          [](GinBetweenCallsArgs* args, uintptr_t hosts, uintptr_t numbers, int64_t timeout_ns,
              uintptr_t late) {
             new (args) GinBetweenCallsArgs{.hosts = reinterpret_cast<const RemoteHosts*>(hosts),
-                                           .number = number,
+                                           .numbers = reinterpret_cast<const uint64_t*>(numbers),
                                            .timeout_ns = timeout_ns,
                                            .late = reinterpret_cast<int32_t*>(late)};
           },
-          "hosts"_a, "number"_a, "timeout_ns"_a, "late"_a)
+          "hosts"_a, "numbers"_a, "timeout_ns"_a, "late"_a)
       .def_prop_ro(
           "address",
           [](const GinBetweenCallsArgs& args) { return reinterpret_cast<uintptr_t>(&args); })

@@ -131,15 +131,15 @@ class BetweenHosts(Protocol):
         """As :meth:`prepare`, for high-throughput calls with rings of ``ring_bytes``; once, before
         all calls."""
 
-    def begin_fence(self) -> None:
-        """Comes before a :meth:`fence` that all ranks make: also on one that then fails to."""
-
     def fence(self) -> None:
         """Returns once the peers have all that kernels of this rank which have ended have sent.
 
         Raises:
             PeerTimeout, TransportError: they may never have it.
         """
+
+    def meet(self) -> None:
+        """Comes between :meth:`fence` and :meth:`prepare`, once no rank has failed. Collective."""
 
     def check(self, peer: int = -1) -> None:
         """Raises what has ended the network, or with a ``peer`` on another host the way to it.

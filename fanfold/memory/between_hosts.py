@@ -131,9 +131,6 @@ class ProxiesBetweenHosts:
         )
         _core.cuda_high_throughput_hosts_clear(self.memory.core, ring_bytes)
 
-    def begin_fence(self) -> None:
-        """Nothing."""
-
     def fence(self) -> None:
         """Returns once the peers have all that kernels of this rank which have ended have sent.
 
@@ -141,6 +138,9 @@ class ProxiesBetweenHosts:
             PeerTimeout, TransportError: they may never have it.
         """
         self.memory.core.fence()
+
+    def meet(self) -> None:
+        """Nothing: behind a fence nothing is under way."""
 
     def check(self, peer: int = -1) -> None:
         """Raises what has ended the network, or with a ``peer`` on another host the way to it.

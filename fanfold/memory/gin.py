@@ -36,6 +36,7 @@ __all__ = ["GinBetweenHosts", "by_gin"]
 _LINE = 128
 _THREADS = 32
 _MOST_WARPS = 16  # of a kernel with GIN, which takes more registers
+_CLOSING = (1 << 63) - 1  # number of each rank's last fence
 _CLOSING_S = 3.0
 _LOW_LATENCY_SLOTS = 64
 """Words of a queue. A rank is two calls ahead of a peer at most, with three words each, and says of
@@ -154,7 +155,7 @@ class GinBetweenHosts:
         window.slots, window.words, window.rows = slots, parts.words, parts.rows
         self._block = torch.empty(len(window.block(0)), dtype=torch.uint8, device=device)
         self._block.copy_(_on(torch.device("cpu"), window.block(self.address)))
-        self._fences = 0  # that all ranks have begun
+        self._numbers = [0] * self.group.size  # of the ranks' last fences
         self._late = torch.empty(1, dtype=torch.int32, device=device)
         sources = [_between_calls(entry, self.group.size, gin) for entry in _ENTRIES]
         jit.load_all(sources, device.index, self._config)
@@ -212,25 +213,28 @@ class GinBetweenHosts:
         self.check_bytes(needed)
         self._received[:zeroed].zero_()
 
-    def begin_fence(self) -> None:
-        """See :meth:`fanfold.memory.BetweenHosts.begin_fence`."""
-        self._fences += 1
-
     def fence(self) -> None:
         """See :meth:`fanfold.memory.BetweenHosts.fence`.
 
         Raises:
             PeerTimeout: puts to a peer are not done in time.
         """
+        self._numbers[self.group.rank] += 1
         self._run(self._fence)
+
+    def meet(self) -> None:
+        """See :meth:`fanfold.memory.BetweenHosts.meet`. Numbers of fences differ where a rank has
+        refused a change that others had begun."""
+        self._numbers = self.group.all_gather(self._numbers[self.group.rank])
 
     def _run(self, kernel: _core.CudaKernel, most_s: float = math.inf) -> None:
         """A kernel of ``kernels/gin``, to its end, which waits ``most_s`` at most."""
         timeout_s = min(self._config.timeout_s, most_s)
         self._late.fill_(-1)
+        numbers = torch.tensor(self._numbers, dtype=torch.int64, device=self._device)
         late = self._late.data_ptr()
         timeout_ns = int(timeout_s * 1e9)
-        args = _core.GinBetweenCallsArgs(self.address, self._fences, timeout_ns, late)
+        args = _core.GinBetweenCallsArgs(self.address, numbers.data_ptr(), timeout_ns, late)
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
         args.launch(kernel, 1, _THREADS, stream, False)
         torch.cuda.synchronize(self._device)
@@ -266,7 +270,7 @@ class GinBetweenHosts:
         """Lets go of the window, once the peers have closed theirs or some seconds are over: what
         kernels have put may still be on its way, in both directions. Harmless when repeated."""
         if self._end.alive and self._is_open:
-            self.begin_fence()
+            self._numbers = [_CLOSING] * self.group.size
             for kernel in (self._fence, self._await_fences):
                 with contextlib.suppress(FanfoldError, RuntimeError):  # a peer is gone, or CUDA
                     self._run(kernel, _CLOSING_S)

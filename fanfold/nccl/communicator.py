@@ -179,6 +179,7 @@ class Communicator:
             version=self.library.number, of_2_28=asked,
             gin_connections=_SizedRequirements.EVERY_RANK,
             traffic_class=_SizedRequirements.DEFAULT_CLASS,
+            strong_signals=True,  # a signal comes behind all puts before it, as always in 2.28
         )  # fmt: skip
         made = ctypes.create_string_buffer(_DEVICE_COMMUNICATOR_BYTES)
         requirements = asked if self.library.version < SIZED else sized

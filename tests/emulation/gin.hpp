@@ -24,9 +24,11 @@ class GinNetwork {
   // Most puts to a rank that are not done, where NCCL's code would wait without end.
   static constexpr size_t kMost = 32;
 
-  // With a seed puts land in another order, and each step takes up to `most_us`.
-  GinNetwork(std::vector<char*> memory, int words, uint32_t seed, uint32_t most_us)
-      : memory_(std::move(memory)), words_(words), seed_(seed), most_us_(most_us), random_(seed) {
+  // With a seed puts land in another order, and each step takes up to `most_us`. Signals that are
+  // not `strong` come behind their own put alone.
+  GinNetwork(std::vector<char*> memory, int words, uint32_t seed, uint32_t most_us, bool strong)
+      : memory_(std::move(memory)), words_(words), seed_(seed), most_us_(most_us), strong_(strong),
+        random_(seed) {
     const size_t ranks = memory_.size();
     ended_.resize(ranks);
     queues_.resize(ranks * ranks);
@@ -119,7 +121,7 @@ class GinNetwork {
       if (seed_ != 0) return;
     }
     if (put.signal >= 0) {
-      if (i > 0) return;
+      if (strong_ && i > 0) return;
       signals_[static_cast<size_t>(put.peer * words_ + put.signal)].fetch_add(put.add);
     }
     counters_[static_cast<size_t>(rank * words_ + put.counter)].fetch_add(1);
@@ -143,6 +145,7 @@ class GinNetwork {
   std::vector<char*> memory_;
   const int words_;
   const uint32_t seed_, most_us_;
+  const bool strong_;
   std::mt19937 random_;
   std::vector<std::deque<Waiting>> queues_;
   std::vector<bool> ended_;

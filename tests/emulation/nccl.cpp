@@ -114,6 +114,9 @@ struct SizedRequirements {
   unsigned magic, version;
   Requirements rest;
   int gin_connections;
+  bool exclusive_contexts;
+  int queue_depth, traffic_class, world_barriers;
+  bool strong_signals;
 };
 
 // For tests: what goes wrong, and what is left.
@@ -263,7 +266,9 @@ EXPORT int ncclDevCommCreate(Communicator* comm, const void* asked, emulation::G
       const auto seed = static_cast<uint32_t>(behaviour("gin_seed", 0));
       const auto most_us = static_cast<uint32_t>(behaviour("gin_most_us", seed == 0 ? 0 : 25));
       const int words = std::min(needs.gin_signals, needs.gin_counters);
-      world.gin = std::make_unique<emulation::GinNetwork>(world.addresses, words, seed, most_us);
+      const bool strong = !is_sized || sized->strong_signals;
+      world.gin =
+          std::make_unique<emulation::GinNetwork>(world.addresses, words, seed, most_us, strong);
     }
   }
   *device = world.gin->device(comm->rank);

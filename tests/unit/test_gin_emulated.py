@@ -8,7 +8,7 @@ import ctypes
 import dataclasses
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -96,6 +96,18 @@ def test_high_throughput(worlds: Worlds, case: high_throughput.Case, layout: str
     one_host.test_rounds(case, layout)
 
 
+def check_round(
+    shape: Shape, rank: int, mode: Any, batches: list[Any], end: Callable[[], object]
+) -> None:
+    """One rank's part of a round, with ``end`` right behind it."""
+    call = few.Caller(shape, mode, rank)
+    received, _ = call.dispatch(batches[rank])
+    out = torch.full_like(batches[rank].x, torch.nan)
+    call.combine(batches[rank], received, out=out)
+    end()
+    assert torch.equal(out, few.sums_of(shape.geometry, batches, rank))
+
+
 def test_the_last_puts_arrive_before_a_rank_closes(libnccl: ctypes.CDLL, opens: Open) -> None:
     """Which a rank that is ahead does while the others are still in the last call."""
     libnccl.behave(b"gin_seed", 5)
@@ -105,12 +117,7 @@ def test_the_last_puts_arrive_before_a_rank_closes(libnccl: ctypes.CDLL, opens: 
     batches = batches_of(shape, 0)
 
     def program(rank: int, mode: Any) -> None:
-        call = few.Caller(shape, mode, rank)
-        received, _ = call.dispatch(batches[rank])
-        out = torch.full_like(batches[rank].x, torch.nan)
-        call.combine(batches[rank], received, out=out)
-        world.memories[rank].close()
-        assert torch.equal(out, few.sums_of(shape.geometry, batches, rank))
+        check_round(shape, rank, mode, batches, world.memories[rank].close)
 
     world.run(program)
 
@@ -181,19 +188,14 @@ def test_a_fence_comes_while_a_rank_is_still_in_a_call(libnccl: ctypes.CDLL, ope
     batches = batches_of(shape, 0)
 
     def program(rank: int, mode: Any) -> None:
-        call = few.Caller(shape, mode, rank)
         for _ in range(20):
-            received, _ = call.dispatch(batches[rank])
-            out = torch.full_like(batches[rank].x, torch.nan)
-            call.combine(batches[rank], received, out=out)
-            mode.reset()
-            assert torch.equal(out, few.sums_of(shape.geometry, batches, rank))
+            check_round(shape, rank, mode, batches, mode.reset)
 
     world.run(program)
 
 
-def test_a_fence_of_a_reset_that_fails(libnccl: ctypes.CDLL, opens: Open) -> None:
-    """It is not taken for the next one's, of which each rank waits for all."""
+def test_resets_that_fail_on_one_rank(libnccl: ctypes.CDLL, opens: Open) -> None:
+    """Fences of the others are not taken for the next ones, of which each rank waits for all."""
     libnccl.behave(b"gin_seed", 8)
     shape, hosts = SHAPES["late"]
     world = opens(shape, Network(hosts, gin=True), timeout_s=5.0)
@@ -212,8 +214,51 @@ def test_a_fence_of_a_reset_that_fails(libnccl: ctypes.CDLL, opens: Open) -> Non
         world.run(functools.partial(program, turn))
         found = words_of(world, "fences")
         few.run_round(world, shape, batches_of(shape, turn), False)
-    # Those of the first layout and of six resets, from ranks on other hosts.
-    assert {number for numbers in found for number in numbers} == {0, 7}
+    # Of the first layout and of six resets, of which three ranks each failed in one.
+    _, hosts = SHAPES["late"]
+    sent = [6, 6, 6, 7]
+    for rank, numbers in enumerate(found):
+        elsewhere = [host != hosts[rank] for host in hosts]
+        assert numbers == [there * n for there, n in zip(elsewhere, sent, strict=True)]
+
+
+def test_a_rank_refuses_the_first_call(libnccl: ctypes.CDLL, opens: Open) -> None:
+    """The others have sent a fence then, and it none."""
+    shape, hosts = SHAPES["bf16"]
+    smaller = dataclasses.replace(shape, geometry=Geometry(4, 8, 3, 272, 5))
+    world = opens(shape, Network(hosts, gin=True), timeout_s=5.0)
+    for turn, each in enumerate((shape, smaller)):
+        batches = batches_of(each, turn)
+
+        def program(each: Shape, batches: Any, rank: int, mode: Any) -> None:
+            if rank == 0:
+                mode.refuse_dispatch(ValueError("by the test"), each.geometry)
+                return
+            with pytest.raises(FanfoldError, match="by the test"):
+                few.Caller(each, mode, rank).dispatch(batches[rank])
+
+        world.run(functools.partial(program, each, batches))
+        few.run_round(world, each, batches, False)
+
+
+def test_a_rank_that_has_failed_fills_no_queue(opens: Open) -> None:
+    """With words of calls that were enqueued behind the one that failed, as by a graph."""
+    shape, hosts = SHAPES["long"]
+    world = opens(shape, Network(hosts, gin=True), timeout_s=0.5)
+    few.run_round(world, shape, batches_of(shape, 0), False)
+    batches = batches_of(shape, 1)
+
+    def program(rank: int, mode: Any) -> None:
+        if rank == 1:
+            return
+        few.Caller(shape, mode, rank).dispatch(batches[rank])
+        call = mode._plan.dispatch
+        for _ in range(70):
+            call.launch(call.args, mode._follow())
+
+    world.run(program)
+    world.run(lambda rank, mode: mode.reset())
+    few.run_round(world, shape, batches, False)
 
 
 def words_of(world: HostsWorld, which: str) -> list[list[int]]:

@@ -526,8 +526,6 @@ class CudaLowLatency:
         """
         core = core_geometry(geometry)
         error: Exception | None = None
-        if self._between is not None:
-            self._between.begin_fence()
         try:
             if sources is not None:
                 self._check_idle()
@@ -536,7 +534,8 @@ class CudaLowLatency:
                 self._between.fence()
             self._check_unmasked(geometry)
             calls, first_absent, nbytes = self._loader.calls(self._place, core)
-            if nbytes > (usable := self._memory.usable_bytes):
+            usable = self._memory.usable_bytes
+            if nbytes > usable:
                 least = f"at least {nbytes} for {geometry}"
                 raise ArgumentError("symmetric memory", f"{usable} bytes", least)
             if self._between is not None:
@@ -547,6 +546,8 @@ class CudaLowLatency:
             error = failure
         # When all have come here, no kernel runs anywhere, and what kernels have sent is there.
         agree(self._memory.group, dataclasses.asdict(geometry), error)
+        if self._between is not None:
+            self._between.meet()
         self._plan = self._last_routing = self._stale = None
         self._flights = (Flight(), Flight())
         try:

@@ -1,7 +1,7 @@
-// Between calls, when no other kernel of the rank runs: all ranks do the same, but some may still be
-// in their last call. Nothing of earlier calls is under way any more when all have run both kernels,
-// fence.cu and await_fences.cu. Fences have numbers: one that belongs to a change which failed is not
-// taken for the next.
+// Between calls, when no other kernel of this rank runs; others may still be in their last call.
+// When all ranks have run both kernels, fence.cu and await_fences.cu, nothing of earlier calls is
+// under way any more. Each rank numbers its fences: one that belongs to a change which failed is
+// not taken for the next.
 #pragma once
 
 #include "protocol/wire.cuh"

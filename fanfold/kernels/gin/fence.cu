@@ -11,8 +11,8 @@ __global__ void __launch_bounds__(kThreads) fence(const GinBetweenCallsArgs args
     if (!call.is_elsewhere(peer)) continue;
     Deadline deadline(call);
     const auto place = int64_t{GinWord::kFence};
-    bool waits =
-        gin_post(call, peer, store_command(*args.hosts, peer, place, args.number), deadline);
+    bool waits = gin_post(
+        call, peer, store_command(*args.hosts, peer, place, args.numbers[hosts.rank]), deadline);
     while (waits && gin_puts_left(hosts, peer) != 0) waits = !deadline.expired(peer);
   }
 }

@@ -69,7 +69,7 @@ struct RemoteHosts;
 // Of both kernels of gin/.
 struct GinBetweenCallsArgs {
   const RemoteHosts* hosts;
-  uint64_t number;  // of the fence, the same on all ranks
+  const uint64_t* numbers;  // of each rank's last fence
   int64_t timeout_ns;
   int32_t* late;  // a rank that was not in time
 };

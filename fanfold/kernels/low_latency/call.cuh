@@ -331,8 +331,16 @@ __device__ __forceinline__ void push_acks_to_hosts(const Call<Kind>& call) {
     const int peer = rank < kRanks ? rank : 0;
     const Writer writer = call.writer_to(peer);
     const bool acknowledges = rank < kRanks && writer.elsewhere && call.is_live(peer);
-    push_commands(call, acknowledges, peer, store_command(hosts, peer, call.ack(writer), ack));
+    push_to_each(call, acknowledges, peer, store_command(hosts, peer, call.ack(writer), ack));
   }
+}
+
+// Whether an earlier call has failed. That this one has must not count: the threads of a CTA look
+// at different moments, and all must go the same way, or some wait at a barrier for others that
+// left.
+__device__ __forceinline__ bool failed_before(const Prologue& seen, CallKind kind) {
+  return seen.failed != 0 && seen.failed != call_id(kind, seen.epochs.send) &&
+         seen.failed != call_id(kind, seen.epochs.receive);
 }
 
 // Tells every peer which calls this rank has received whole. A peer that sees it writes into the
@@ -346,15 +354,9 @@ __device__ __forceinline__ void push_acks(const CallArgs& args, const Prologue& 
     if (writer.elsewhere) return;
     Peer(args, rank).signal(call.ack(writer), received_calls(args).encode());
   });
-  if constexpr (kAcrossHosts != 0) push_acks_to_hosts(call);
-}
-
-// Whether an earlier call has failed. That this one has must not count: the threads of a CTA look
-// at different moments, and all must go the same way, or some wait at a barrier for others that
-// left.
-__device__ __forceinline__ bool failed_before(const Prologue& seen, CallKind kind) {
-  return seen.failed != 0 && seen.failed != call_id(kind, seen.epochs.send) &&
-         seen.failed != call_id(kind, seen.epochs.receive);
+  // After a failure peers may take no words, of which a queue holds few (layout/gin.h).
+  if constexpr (kAcrossHosts != 0)
+    if (!failed_before(seen, Kind)) push_acks_to_hosts(call);
 }
 
 // Runs `body` and counts the call, unless an earlier one has failed or `is_aborted(...)`. Every CTA

@@ -126,6 +126,15 @@ __device__ __forceinline__ bool push_commands(const Call& call, bool has_command
   return true;
 }
 
+// The same for commands to a different peer each: one that is late keeps them from no other.
+template <class Call>
+__device__ __forceinline__ void push_to_each(const Call& call, bool has_command, int peer,
+                                             const WireCommand& command) {
+  Deadline deadline(call);
+  if (has_command) gin_post(call, peer, command, deadline);
+  __syncwarp();
+}
+
 // The next word of a queue, if it has come; one thread at a time.
 __device__ __forceinline__ bool gin_take(GinHosts& hosts, int source, uint64_t came,
                                          GinWord& taken) {
@@ -139,6 +148,21 @@ __device__ __forceinline__ bool gin_take(GinHosts& hosts, int source, uint64_t c
   if (!taken.has(at.taken)) return false;  // overwritten: more words than a queue ever has
   ++at.taken;
   return true;
+}
+
+// Drops what has come from a rank up to its fence of this number, which may have come while the
+// last call of this rank still ran. Whether the fence has come. No other kernel of this rank runs.
+__device__ __forceinline__ bool gin_drop_to_fence(GinHosts& hosts, int source, uint64_t number) {
+  GinPeer& at = hosts.peers[source];
+  const uint64_t came = gin_words_of(hosts, source);
+  // Where this rank took none for long, later words lie in their slots. The fence is the last.
+  const auto slots = static_cast<uint64_t>(hosts.slots);
+  if (came > at.taken + slots) at.taken = came - slots;
+  GinWord next{};
+  while (at.fences < number && gin_take(hosts, source, came, next)) {
+    if (next.target() == GinWord::kFence) at.fences = next.word;
+  }
+  return at.fences >= number;
 }
 
 // Brings the words that have come from a rank to their places, unless another thread does.

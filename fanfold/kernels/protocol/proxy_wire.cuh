@@ -83,4 +83,11 @@ __device__ __forceinline__ bool push_commands(const Call& call, bool has_command
   return true;
 }
 
+// The same for commands to a different peer each.
+template <class Call>
+__device__ __forceinline__ void push_to_each(const Call& call, bool has_command, int peer,
+                                             const WireCommand& command) {
+  push_commands(call, has_command, peer, command);
+}
+
 }  // namespace fanfold
