@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import weakref
 from typing import NamedTuple
 
@@ -84,6 +83,86 @@ def _up(nbytes: int) -> int:
     return -(-nbytes // _LINE) * _LINE
 
 
+class _Fences:
+    """Fences between the ranks of one window, by the kernels of ``kernels/gin``. It outlives the
+    owner of the window, whose end is the last fence.
+
+    Args:
+        group: the ranks.
+        block: what kernels know of the window, on the GPU.
+        communicator: of which the block has the address.
+        config: the bound of waits, and where compiled kernels are kept.
+        gin: the headers of NCCL.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        block: torch.Tensor,
+        communicator: torch.Tensor,
+        config: Config,
+        gin: ForeignHeaders,
+    ) -> None:
+        self._group, self._block, self._kept = group, block, communicator
+        self._timeout_s = config.timeout_s
+        self._numbers = [0] * group.size  # of the ranks' last fences
+        self._late = torch.empty(1, dtype=torch.int32, device=block.device)
+        sources = [_between_calls(entry, group.size, gin) for entry in ("fence", "await_fences")]
+        jit.load_all(sources, block.device.index, config)
+        self._send, self._await = (jit.load(each, block.device.index, config) for each in sources)
+
+    def send(self) -> None:
+        """Sends one to every rank on another host, and waits until all that was put is there.
+
+        Raises:
+            PeerTimeout: it is not in time.
+        """
+        self._numbers[self._group.rank] += 1
+        self._run(self._send, self._timeout_s)
+
+    def meet(self) -> None:
+        """Learns of the last fences of the others. Collective."""
+        self._numbers = self._group.all_gather(self._numbers[self._group.rank])
+
+    def await_all(self) -> None:
+        """Waits for the fences that :meth:`meet` has learnt of.
+
+        Raises:
+            PeerTimeout: one does not come.
+        """
+        self._run(self._await, self._timeout_s)
+
+    def end(self, *, awaits: bool) -> None:
+        """Sends the last one, and with ``awaits`` waits for those of the others; some seconds at
+        most, and whatever fails."""
+        self._numbers = [_CLOSING] * self._group.size
+        for kernel in (self._send, self._await) if awaits else (self._send,):
+            with contextlib.suppress(FanfoldError, RuntimeError):  # a peer is gone, or CUDA
+                self._run(kernel, min(self._timeout_s, _CLOSING_S))
+
+    def _run(self, kernel: _core.CudaKernel, most_s: float) -> None:
+        """A kernel, to its end, which waits ``most_s`` at most."""
+        device, rank = self._block.device, self._group.rank
+        self._late.fill_(-1)
+        numbers = torch.tensor(self._numbers, dtype=torch.int64, device=device)
+        args = _core.GinBetweenCallsArgs(
+            self._block.data_ptr(), numbers.data_ptr(), int(most_s * 1e9), self._late.data_ptr()
+        )
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        args.launch(kernel, 1, _THREADS, stream, False)
+        torch.cuda.synchronize(device)
+        if (peer := int(self._late.item())) >= 0:
+            raise PeerTimeout(rank, peer, "a fence between hosts", 1, 0, most_s, False)
+
+
+def _let_go(window: Window, opened: list[_Fences]) -> None:
+    """Ends the window once what kernels have put is there, or some seconds are over. Of an object
+    that was not closed: it waits for no peer."""
+    for fences in opened:
+        fences.end(awaits=False)
+    window.close()
+
+
 class GinBetweenHosts:
     """The :class:`fanfold.memory.BetweenHosts` of kernels that put by GIN. Construction is
     collective.
@@ -119,7 +198,7 @@ class GinBetweenHosts:
         nbytes: BytesBetweenHosts,
         config: Config,
     ) -> None:
-        self.group, self.hosts, self._device, self._is_open = group, hosts, device, False
+        self.group, self.hosts = group, hosts
         self._nbytes, self._config = nbytes, config
         slots = _HIGH_THROUGHPUT_SLOTS if nbytes.words else _LOW_LATENCY_SLOTS
         self._parts = _Parts.of(group.size, nbytes, slots)
@@ -127,26 +206,30 @@ class GinBetweenHosts:
         self.gin = found
         agree(group, {"bytes": str(nbytes), "NCCL's version": version_text(library.version)})
         self._window = window = Window(group, in_reach=False)
-        self._end = weakref.finalize(self, window.close)
+        self._opened: list[_Fences] = []  # those of the window, once it is open
+        self._end = weakref.finalize(self, _let_go, window, self._opened)
         self._end.atexit = False
         try:
             window.open(library, self._parts.end, config.timeout_s)
             numbers = group.size + 1  # number 0 is none to NCCL's proxy
             made = agreed(group, lambda: window.communicator.device_communicator(numbers, numbers))
-            agreed(group, lambda: self._take(made, slots, found))
-            self._is_open = True
+            fences = agreed(group, lambda: self._take(device, made, slots, found))
+            self._fences = fences
+            self._opened.append(fences)
         except BaseException:
             self.close()
             raise
 
-    def _take(self, communicator: bytes, slots: int, gin: ForeignHeaders) -> None:
-        address, device, parts = self._window.address, self._device, self._parts
+    def _take(
+        self, device: torch.device, communicator: bytes, slots: int, gin: ForeignHeaders
+    ) -> _Fences:
+        address, parts = self._window.address, self._parts
         self._received = tensor_over(address, self._nbytes.received, device, None)
-        self._communicator = _on(device, communicator)
+        on_gpu = _on(device, communicator)
         window = _core.GinWindow(
             rank=self.group.rank,
             hosts=list(self.hosts.host),
-            communicator=self._communicator.data_ptr(),
+            communicator=on_gpu.data_ptr(),
             handle=self._window.handle,
             memory=address,
             received=parts.received_queues,
@@ -155,13 +238,7 @@ class GinBetweenHosts:
         window.slots, window.words, window.rows = slots, parts.words, parts.rows
         self._block = torch.empty(len(window.block(0)), dtype=torch.uint8, device=device)
         self._block.copy_(_on(torch.device("cpu"), window.block(self.address)))
-        self._numbers = [0] * self.group.size  # of the ranks' last fences
-        self._late = torch.empty(1, dtype=torch.int32, device=device)
-        sources = [_between_calls(entry, self.group.size, gin) for entry in _ENTRIES]
-        jit.load_all(sources, device.index, self._config)
-        self._fence, self._await_fences = (
-            jit.load(source, device.index, self._config) for source in sources
-        )
+        return _Fences(self.group, self._block, on_gpu, self._config, gin)
 
     @property
     def address(self) -> int:
@@ -197,7 +274,7 @@ class GinBetweenHosts:
         Raises:
             PeerTimeout: the fence of a peer does not come.
         """
-        self._run(self._await_fences)
+        self._fences.await_all()
         self._received[: _core.cuda_low_latency_hosts_bytes(geometry)].zero_()
         # What kernels have seen of the words that were there.
         at = _core.CUDA_LOW_LATENCY_HOSTS_SEEN_AT
@@ -219,28 +296,12 @@ class GinBetweenHosts:
         Raises:
             PeerTimeout: puts to a peer are not done in time.
         """
-        self._numbers[self.group.rank] += 1
-        self._run(self._fence)
+        self._fences.send()
 
     def meet(self) -> None:
         """See :meth:`fanfold.memory.BetweenHosts.meet`. Numbers of fences differ where a rank has
         refused a change that others had begun."""
-        self._numbers = self.group.all_gather(self._numbers[self.group.rank])
-
-    def _run(self, kernel: _core.CudaKernel, most_s: float = math.inf) -> None:
-        """A kernel of ``kernels/gin``, to its end, which waits ``most_s`` at most."""
-        timeout_s = min(self._config.timeout_s, most_s)
-        self._late.fill_(-1)
-        numbers = torch.tensor(self._numbers, dtype=torch.int64, device=self._device)
-        late = self._late.data_ptr()
-        timeout_ns = int(timeout_s * 1e9)
-        args = _core.GinBetweenCallsArgs(self.address, numbers.data_ptr(), timeout_ns, late)
-        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-        args.launch(kernel, 1, _THREADS, stream, False)
-        torch.cuda.synchronize(self._device)
-        rank, peer = self.group.rank, int(self._late.item())
-        if peer >= 0:
-            raise PeerTimeout(rank, peer, "a fence between hosts", 1, 0, timeout_s, False)
+        self._fences.meet()
 
     def check(self, peer: int = -1) -> None:
         """Raises what has ended NCCL's communicator, of which it names no peer.
@@ -269,15 +330,9 @@ class GinBetweenHosts:
     def close(self) -> None:
         """Lets go of the window, once the peers have closed theirs or some seconds are over: what
         kernels have put may still be on its way, in both directions. Harmless when repeated."""
-        if self._end.alive and self._is_open:
-            self._numbers = [_CLOSING] * self.group.size
-            for kernel in (self._fence, self._await_fences):
-                with contextlib.suppress(FanfoldError, RuntimeError):  # a peer is gone, or CUDA
-                    self._run(kernel, _CLOSING_S)
+        if self._end.alive and self._opened:
+            self._opened.pop().end(awaits=True)
         self._end()
-
-
-_ENTRIES = ("fence", "await_fences")
 
 
 def _between_calls(entry: str, ranks: int, gin: ForeignHeaders) -> KernelSource:
